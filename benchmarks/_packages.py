@@ -1,162 +1,73 @@
-"""Which wheels a Python lacks for a GPU day, and what would not fit together: for machines without a network.
-
-Standard library, and `packaging` where it is, or the copy in pip, which is there wherever wheels are installed. Without
-either what is installed is taken as it is.
-"""
+"""Wheels for a GPU machine without a network: which ones it lacks, and how to download them."""
 
 from __future__ import annotations
 
 import re
+import subprocess
 import sys
 import tomllib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-try:
-    from packaging.requirements import InvalidRequirement, Requirement
-except ImportError:
-    try:
-        from pip._vendor.packaging.requirements import InvalidRequirement, Requirement
-    except ImportError:
-        Requirement = None
-
-PROJECT = Path(__file__).resolve().parent.parent / "pyproject.toml"
+LIST = Path(__file__).resolve().parent / "gpu-wheels.txt"
+PROJECT = LIST.parent.parent / "pyproject.toml"
 EXTRAS = ("nnx", "equinox", "peers")
-"""What the parts import beside Lowtide's own dependencies, where it is there."""
-NOT_CARRIED = ("jax", "numpy", "scipy")
-"""What the machine itself has to have."""
+"""Extras that the parts use where they are installed."""
+PLATFORMS = ("manylinux_2_28", "manylinux_2_27", "manylinux_2_17", "manylinux2014", "manylinux1")
 
 
-def wanted(text: str, python: tuple[int, int]) -> list[str]:
-    """The ``name==version`` of a list that a Python needs, markers on ``python_version`` honoured."""
-    found: list[str] = []
-    for line in text.splitlines():
-        words = line.split("#")[0].strip()
-        if not words:
-            continue
-        requirement, _, marker = (word.strip() for word in words.partition(";"))
-        if not re.fullmatch(r"[\w.-]+==[\w.+!-]+", requirement):
-            raise ValueError(f"{words!r} is not name==version")
-        if marker:
-            match = re.fullmatch(r"python_version\s*(<|>=)\s*[\"'](\d+)\.(\d+)[\"']", marker)
-            if match is None:
-                raise ValueError(f'{marker!r} is not python_version < "3.x" or python_version >= "3.x"')
-            below = python < (int(match[2]), int(match[3]))
-            if below != (match[1] == "<"):
-                continue
-        found.append(requirement)
-    return found
+def requirement(line: str) -> Any:
+    """Parse a requirement with `packaging` or, on a machine without it, with pip's copy."""
+    try:
+        from packaging.requirements import Requirement
+    except ImportError:
+        from pip._vendor.packaging.requirements import Requirement
+    return Requirement(line)
+
+
+def wheels(python: str) -> Iterator[str]:
+    """Pins of the list, ``name==version``, for a Python such as ``3.12``."""
+    for line in LIST.read_text(encoding="utf-8").splitlines():
+        if text := line.partition("#")[0].strip():
+            need = requirement(text)
+            if need.marker is None or need.marker.evaluate({"python_version": python}):
+                yield f"{need.name}{need.specifier}"
 
 
 def normal(name: str) -> str:
-    """A distribution's name as the index compares it."""
+    """Name of a distribution as the index compares it."""
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
-def pinned(lines: Iterable[str]) -> dict[str, str]:
-    """Versions by normal name."""
-    return {normal(name): version for name, _, version in (line.partition("==") for line in lines)}
+def lacking() -> list[str]:
+    """Pins that are not installed here, or in a version that Lowtide or an installed package of the list refuses.
 
-
-def lacking(text: str) -> list[str]:
-    """Of a list what this Python does not have, or not in a version that Lowtide and the rest take.
-
-    What is replaced takes its partners along: those that it names as required and that are older than the list's, or
-    that it pins to one version. Wheels tell of what they require once they are installed, so a second call may name
-    more.
+    A new wheel tells its requirements once it is installed, so a second call may name more.
     """
-    lines = wanted(text, sys.version_info[:2])
-    listed, here, bounds = pinned(lines), installed(), project_bounds()
-    replaced = {
+    pins = {normal(pin.partition("==")[0]): pin for pin in wheels(f"{sys.version_info[0]}.{sys.version_info[1]}")}
+    named = [(found.metadata["Name"], found) for found in metadata.distributions()]
+    here = {normal(name): found for name, found in reversed(named) if name}  # the first on the path counts
+    project = tomllib.loads(PROJECT.read_text(encoding="utf-8"))["project"]
+    lines = [*project["dependencies"], *(line for extra in EXTRAS for line in project["optional-dependencies"][extra])]
+    lines += [line for name in pins if name in here for line in here[name].requires or ()]
+    needs = [need for need in map(requirement, lines) if need.marker is None or need.marker.evaluate({"extra": ""})]
+    versions = {name: found.version for name, found in here.items()}
+    refused = {
         name
-        for name in listed
-        if name not in here or not all(_takes(need, here[name].version) for need in bounds.get(name, ()))
+        for need in needs
+        if (name := normal(need.name)) in here and not need.specifier.contains(versions[name], prereleases=True)
     }
-
-    def is_due(need: Any, by: str) -> bool:
-        """Whether what is required is to be replaced, for one that is or for one that stays."""
-        name = normal(need.name)
-        if name not in listed or name in replaced or name not in here:
-            return False
-        old, new = here[name].version, listed[name]
-        if by not in replaced:
-            return not _takes(need, old) and _takes(need, new)
-        is_pinned = any(one.operator in ("==", "===") for one in need.specifier)
-        return old != new and (is_pinned or (name not in bounds and _is_older(old, new)))
-
-    before = -1
-    while before != len(replaced):
-        before = len(replaced)
-        for name in here.keys() & {*listed, *bounds}:
-            replaced |= {normal(need.name) for need in _needs(here[name]) if is_due(need, name)}
-    return [line for line in lines if normal(line.partition("==")[0]) in replaced]
+    return [pin for name, pin in pins.items() if name not in here or name in refused]
 
 
-def conflicts(text: str) -> list[str]:
-    """What does not fit together here, or would not after `lacking` is installed, in sentences."""
-    here, bounds = installed(), project_bounds()
-    new = pinned(lacking(text))
-    versions = {name: found.version for name, found in here.items()} | new
-    known = {*pinned(wanted(text, sys.version_info[:2])), *bounds}
-    told = [f"{name} is not here: the list does not have it" for name in NOT_CARRIED if bounds and name not in here]
-    for name, needs in bounds.items():
-        wrong = [need for need in needs if name in versions and not _takes(need, versions[name])]
-        told += [f"lowtide needs {need}, here is {versions[name]}" for need in wrong]
-    for name, found in here.items():
-        for need in () if name in new else _needs(found):
-            other = normal(need.name)
-            is_ours = other in new or {name, other} <= known
-            if is_ours and other in versions and not _takes(need, versions[other]):
-                verb = "would be" if other in new else "is"
-                told.append(f"{name} {found.version} here needs {need}, which {verb} {versions[other]}")
-    return told
-
-
-def installed() -> dict[str, metadata.Distribution]:
-    """Distributions by normal name, the first of each on the path."""
-    found: dict[str, metadata.Distribution] = {}
-    for one in metadata.distributions():
-        if one.metadata["Name"]:  # a folder that a broken installation left has none
-            found.setdefault(normal(one.metadata["Name"]), one)
-    return found
-
-
-def project_bounds() -> dict[str, list[Any]]:
-    """What `pyproject.toml` requires, by normal name."""
-    project = tomllib.loads(PROJECT.read_text(encoding="utf-8"))["project"]
-    groups = [project["dependencies"], *(project["optional-dependencies"][extra] for extra in EXTRAS)]
-    found: dict[str, list[Any]] = {}
-    for need in _parsed(line for group in groups for line in group):
-        found.setdefault(normal(need.name), []).append(need)
-    return found
-
-
-def oldest_python() -> str:
-    """The least that `pyproject.toml` takes, for instance ``3.11``."""
-    project = tomllib.loads(PROJECT.read_text(encoding="utf-8"))["project"]
-    return project["requires-python"].removeprefix(">=")
-
-
-def _needs(distribution: metadata.Distribution) -> Iterator[Any]:
-    """What an installed distribution requires on this machine, its extras aside."""
-    return _parsed(distribution.requires or ())
-
-
-def _parsed(lines: Iterable[str]) -> Iterator[Any]:
-    for line in lines if Requirement is not None else ():
-        try:
-            need = Requirement(line)
-        except InvalidRequirement:  # of an old package
-            continue
-        if need.marker is None or need.marker.evaluate({"extra": ""}):
-            yield need
-
-
-def _takes(need: Any, version: str) -> bool:
-    return need.specifier.contains(version, prereleases=True)
-
-
-def _is_older(version: str, other: str) -> bool:
-    return Requirement(f"x<{other}").specifier.contains(version, prereleases=True)
+def download(directory: Path, python: str) -> None:
+    """Fetch the wheels of the list for Linux on x86_64."""
+    directory.mkdir(parents=True, exist_ok=True)
+    words = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:"]
+    words += ["--implementation", "cp", "--python-version", python, "--dest", str(directory)]
+    words += [word for name in PLATFORMS for word in ("--platform", f"{name}_x86_64")]
+    subprocess.run([*words, *wheels(python)], check=True)
+    sizes = [path.stat().st_size for path in directory.glob("*.whl")]
+    print(f"{len(sizes)} wheels, {sum(sizes) / 2**20:.1f} MiB, in {directory}")

@@ -1,4 +1,4 @@
-"""Processes of a GPU day: with a limit, killed as a group, and none that outlives what started it."""
+"""Processes of a GPU day: each has a time limit and ends when its parent ends. Standard library only."""
 
 from __future__ import annotations
 
@@ -9,97 +9,59 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import IO, Any
 
 
-class Stopped(SystemExit):
-    """SIGINT or SIGTERM came: processes are ended on the way out, and the exit status says which."""
+def run(command: Sequence[str], env: Mapping[str, str], seconds: float, stderr: IO[bytes] | None = None) -> int | None:
+    """Run a command for at most some seconds; its exit status, or None if it was killed at the limit.
 
-
-@contextlib.contextmanager
-def stoppable() -> Iterator[None]:
-    """Turn SIGINT and SIGTERM into `Stopped`, so that `finally` runs."""
-
-    def stop(number: int, frame: object) -> None:
-        raise Stopped(128 + number)
-
-    before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-def run(
-    command: Sequence[str],
-    env: Mapping[str, str],
-    seconds: float,
-    *,
-    errors: Path | None = None,
-    patience: float = 3.0,
-) -> int | None:
-    """Run to the end or the limit; the exit status, None for a process that was killed at its limit.
-
-    The process leads a group that is killed as a whole, and dies when this one does.
+    The command leads a process group, which is killed as a whole.
     """
-    with contextlib.ExitStack() as stack:
-        stderr = stack.enter_context(errors.open("wb")) if errors else None
-        process = subprocess.Popen(_dying_with_parent(command), env=dict(env), stderr=stderr, start_new_session=True)
-        stack.callback(_end, process, patience)
-        try:
-            return process.wait(timeout=max(seconds, 0.0))
-        except subprocess.TimeoutExpired:
-            return None
+    process = subprocess.Popen(_tied(command), env=dict(env), stderr=stderr, start_new_session=True)
+    try:
+        return process.wait(timeout=max(seconds, 0.0))
+    except subprocess.TimeoutExpired:
+        return None
+    finally:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
 
 
 def run_child(command: Sequence[str], **options: Any) -> subprocess.CompletedProcess[Any]:
-    """`subprocess.run` for what a case starts itself, which dies with the case."""
-    return subprocess.run(_dying_with_parent(command), **options)
+    """Call `subprocess.run` for a process that ends when this one ends."""
+    return subprocess.run(_tied(command), **options)
 
 
-def check_child(what: str, command: Sequence[str], **options: Any) -> None:
-    """Run what a case starts itself, which must end well; an error that says why it did not, in its own words.
+def check_child(title: str, command: Sequence[str], **options: Any) -> None:
+    """Run a process of a case; raise its own error if it fails.
 
-    What it writes to standard error goes on to this process's as it comes: of a process that is killed it is left.
+    Its standard error is passed on line by line, so that a process that is killed leaves what it wrote.
     """
-    words = _dying_with_parent(command)
-    told: list[str] = []
-    with subprocess.Popen(words, stderr=subprocess.PIPE, text=True, errors="replace", **options) as process:
+    lines: list[str] = []
+    with subprocess.Popen(_tied(command), stderr=subprocess.PIPE, text=True, errors="replace", **options) as process:
         for line in process.stderr or ():
             sys.stderr.write(line)
-            told = [*told[-999:], line]
+            lines.append(line)
     if process.returncode:
-        raise RuntimeError(f"{what} ended with {process.returncode}: {reason(''.join(told))}")
+        raise RuntimeError(f"{title} ended with {process.returncode}: {reason(''.join(lines))}")
 
 
 def reason(text: str) -> str:
-    """The exception that a process ended with, which notes and hints may follow; else the first line that it told."""
-    told = text.strip().splitlines()
-    named = [line for line in told if re.match(r"((\w+: )?error[: ]|[\w.]*(Error|Exception|Interrupt)\b)", line)]
-    return (named[-1:] or told[:1] or ["?"])[0]
+    """The last exception in the output of a process, or else its first line."""
+    lines = text.strip().splitlines()
+    named = [line for line in lines if re.match(r"((\w+: )?error[: ]|[\w.]*(Error|Exception|Interrupt)\b)", line)]
+    return (named[-1:] or lines[:1] or ["?"])[0]
 
 
-def _dying_with_parent(command: Sequence[str]) -> list[str]:
-    """A command that is killed when this process ends, also by a kill, and does not begin had it ended before.
+def _tied(command: Sequence[str]) -> list[str]:
+    """A command whose process is killed when this process ends, even if this one is killed.
 
-    This file, run as a script, asks for it and becomes the command: ``preexec_fn`` would run Python between fork and
-    exec, which is not safe in a process with threads, such as one that runs JAX.
+    This file, run as a script, asks the kernel for it and becomes the command. ``preexec_fn`` would run Python between
+    fork and exec, which is not safe in a process with threads, such as one that runs JAX.
     """
     return [sys.executable, "-S", "-E", os.path.abspath(__file__), str(os.getpid()), *command]
-
-
-def _end(process: subprocess.Popen[bytes], patience: float) -> None:
-    """Ask first, so that a part ends its own case, then kill the whole group."""
-    if process.poll() is None:
-        process.terminate()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(timeout=patience)
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
 
 
 if __name__ == "__main__":
@@ -107,5 +69,5 @@ if __name__ == "__main__":
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG, which exec keeps
     if os.getppid() != int(parent):
-        sys.exit(1)
+        sys.exit(1)  # the parent ended before the call above
     os.execvp(words[0], words)

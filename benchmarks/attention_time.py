@@ -224,4 +224,4 @@ CASES: dict[str, Callable[[bool], dict[str, Any]]] = {
 
 if __name__ == "__main__":
     limits = {name: 2.0 if name.startswith(("64k", "128k")) else 1.0 for name in CASES}
-    main(PART, CASES, __doc__, minutes=limits, env=dict.fromkeys(CASES, ENVIRONMENT), together=True)
+    main(PART, CASES, __doc__, minutes=limits, env=dict.fromkeys(CASES, ENVIRONMENT))

@@ -151,4 +151,4 @@ CASES: dict[str, Callable[[bool], dict[str, Any]]] = {
 }
 
 if __name__ == "__main__":
-    main(PART, CASES, __doc__, minutes=dict.fromkeys(CASES, 0.7), together=True)
+    main(PART, CASES, __doc__, minutes=dict.fromkeys(CASES, 0.7))

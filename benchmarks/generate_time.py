@@ -168,4 +168,4 @@ NEEDS = {name: ("torch", "transformers") for name in CASES if "transformers" in 
 if __name__ == "__main__":
     limits = dict.fromkeys(CASES, 5.0)
     places = {} if "--rehearse" in sys.argv else {name: THEIRS if name in NEEDS else OURS for name in CASES}
-    main(PART, CASES, __doc__, minutes=limits, needs=NEEDS, env=places, together=True)
+    main(PART, CASES, __doc__, minutes=limits, needs=NEEDS, env=places)

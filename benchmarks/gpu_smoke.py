@@ -1,10 +1,10 @@
-"""The first thing to see on a GPU: the default finetune learns there, and holds what was predicted.
+"""The first check on a GPU: the default finetune learns, and its memory is as predicted.
 
     python benchmarks/gpu_smoke.py [--rehearse]
 
-`lowtide finetune` as it comes (the embedded model, the language reference that ships in Python, 300 steps of 8 x 128
-tokens), and a short run that tunes every parameter from the host. The measured peak is the whole run's, evaluation and
-samples included; the predicted bytes are the step's. What was held when the first step began is `peak_before_bytes`.
+Runs `lowtide finetune` without options (the embedded model, the language reference that ships with Python, 300 steps of
+8 x 128 tokens), then a short run that tunes all parameters. The measured peak covers the whole run with evaluation and
+samples; the predicted bytes are those of the step. `peak_before_bytes` is the peak before the first step.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ def watched(self, *args, **options):
 lowtide.Trainer.fit = watched
 raise SystemExit(main())
 """
-"""The `lowtide` command, which leaves the allocator's peak before the first step in a file."""
+"""The `lowtide` command; it writes the allocator's peak before the first step to a file."""
 
 
 def finetune(flags: tuple[str, ...], steps: int, rehearsal: bool) -> dict[str, Any]:
-    """Run the command in a folder of its own, and read what it left."""
+    """Run the command in a separate folder, and read its files."""
     small = ("--steps", "8", "--batch-size", "4", "--seq-len", "32", "--data", str(README))
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "run"

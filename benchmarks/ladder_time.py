@@ -112,4 +112,4 @@ CASES: dict[str, Callable[[bool], dict[str, Any]]] = {
 }
 
 if __name__ == "__main__":
-    main(PART, CASES, __doc__, minutes=dict.fromkeys(CASES, 1.5), env=dict.fromkeys(CASES, ENVIRONMENT), together=True)
+    main(PART, CASES, __doc__, minutes=dict.fromkeys(CASES, 1.5), env=dict.fromkeys(CASES, ENVIRONMENT))

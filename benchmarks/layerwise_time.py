@@ -221,4 +221,4 @@ if __name__ == "__main__":
     limits = {f"{word}-{kind}": 7.0 if kind == "host" else 5.0 for word, kind in ORDER}
     # A rehearsal pins nothing, and cases of one environment share its process.
     places = {} if "--rehearse" in sys.argv else {f"{word}-{kind}": environment(kind) for word, kind in ORDER}
-    main(PART, CASES, __doc__, minutes=limits, env=places, together=True)
+    main(PART, CASES, __doc__, minutes=limits, env=places)

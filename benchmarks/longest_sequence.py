@@ -216,4 +216,4 @@ if __name__ == "__main__":
     limits = {str(length): minutes(length) for length in LENGTHS}
     # A rehearsal pins nothing, and its cases share a process.
     places = {} if "--rehearse" in sys.argv else {str(length): environment(length) for length in LENGTHS}
-    main(PART, CASES, __doc__, minutes=limits, env=places, together=True)
+    main(PART, CASES, __doc__, minutes=limits, env=places)

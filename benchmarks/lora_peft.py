@@ -343,4 +343,4 @@ NEEDS = {name: ("torch", "transformers", "peft", "accelerate") for name in CASES
 if __name__ == "__main__":
     limits = {name: 4.0 if name.startswith(("8b", "prepare-8b")) else 3.0 for name in CASES}
     places = {} if "--rehearse" in sys.argv else {name: THEIRS if name in NEEDS else OURS for name in CASES}
-    main(PART, CASES, __doc__, minutes=limits, needs=NEEDS, env=places, together=True)
+    main(PART, CASES, __doc__, minutes=limits, needs=NEEDS, env=places)

@@ -137,5 +137,4 @@ if __name__ == "__main__":
         minutes={name: 3.0 if "8b" in name else 1.5 for name in CASES},
         needs={name: ["keras"] for name in CASES if name.startswith("keras")},
         env={name: _environment(name in GROWING) for name in CASES},
-        together=True,
     )

@@ -201,4 +201,4 @@ CASES: dict[str, Callable[[bool], dict[str, Any]]] = {
 
 if __name__ == "__main__":
     limits, places = dict.fromkeys(CASES, 4.0), dict.fromkeys(CASES, ENVIRONMENT)
-    main(PART, CASES, __doc__, minutes=limits, env=places, together=True)
+    main(PART, CASES, __doc__, minutes=limits, env=places)

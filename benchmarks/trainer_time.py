@@ -116,5 +116,4 @@ if __name__ == "__main__":
         {"1b": overhead, "1b-peak": peak, "small": small},
         __doc__,
         minutes={"1b": 4, "1b-peak": 2, "small": 2},
-        together=True,
     )

@@ -1,15 +1,15 @@
-"""`benchmarks/gpu.py` loses nothing: resumed, killed, out of time, without packages."""
+"""The runner of a GPU day: resumed, killed, out of time, without packages; and the rehearsal of all parts."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
-import tempfile
 import time
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,460 +21,341 @@ BENCHMARKS = ROOT / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
 
 import _gpu  # noqa: E402
+import _packages  # noqa: E402
+import _processes  # noqa: E402
 import _summary  # noqa: E402
 import gpu  # noqa: E402
+import gpu_tests  # noqa: E402
 
 sys.path.remove(str(BENCHMARKS))
 
-pytestmark = pytest.mark.slow  # they start and kill processes all the time
+CARD = {"name": "NVIDIA H200", "driver_version": "580.1", "memory.total": "143771 MiB"}
 
-PART = f"""
-import os, sys, time
-sys.path.insert(0, {str(BENCHMARKS)!r})
-from _gpu import main
 
-def good(rehearsal):
-    with open(os.environ["LOG"], "a") as log:
-        log.write("good\\n")
-    return {{"figure": 1.5, "flag": os.environ.get("FLAG"), "rehearsal": rehearsal}}
-
-def bad(rehearsal):
-    raise ValueError("no such luck")
-
-def late(rehearsal):
-    with open(os.environ["LOG"], "a") as log:
-        log.write("late\\n")
-    time.sleep(float(os.environ.get("SLEEP", 0)))
-    return {{"figure": 2}}
-
-cases = {{"good": good, "bad": bad, "late": late, "peer": good}}
-if "BAD" not in os.environ:
-    del cases["bad"]
-minutes = {{"late": float(os.environ.get("LIMIT", 1))}}
-main("stub", cases, __doc__, minutes=minutes, needs={{"peer": ["no_such_module"]}}, env={{"good": {{"FLAG": "1"}}}})
-"""
+# --- a part, whose processes are calls ------------------------------------------------------------------------------
 
 
 class Stub:
-    """A part that imports no JAX, and the file that it writes."""
+    """A part, called with its command line. It is mutated: tests set how long cases take and how they fail."""
 
-    def __init__(self, folder: Path) -> None:
-        self.script, self.json, self.log = folder / "stub.py", folder / "stub.json", folder / "log"
-        self.script.write_text(PART)
-        self.log.touch()
+    def __init__(self, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.path, self.monkeypatch = path, monkeypatch
+        self.seconds, self.errors = dict[str, float](), dict[str, str]()
+        self.runs: list[str] = []
+        self.files: list[list[str]] = []
+        monkeypatch.setattr(_gpu, "run", self.run)
+        monkeypatch.setattr(_gpu, "gpu", lambda: CARD)
+        monkeypatch.setattr(_gpu, "_git", lambda *arguments: None)
 
-    def command(self, *flags: str) -> list[str]:
-        return [sys.executable, str(self.script), "--rehearse", "--json", str(self.json), *flags]
+    def run(self, command: Sequence[str], env: Mapping[str, str], seconds: float, stderr: Any) -> int | None:
+        """Stand in for a process: write the row of a case, or fail, or be killed."""
+        name, row = command[command.index("--case") + 1], command[command.index("--child") + 1]
+        self.runs.append(name)
+        self.files.append(list(self.rows))
+        if seconds < self.seconds.get(name, 0.0):
+            return None
+        if name in self.errors:
+            stderr.write(self.errors[name].encode())
+            return 1
+        _gpu.write(Path(row), {"ok": True, "seconds": 0.0, "flag": env.get("FLAG")})
+        return 0
 
-    def environment(self, **variables: str) -> dict[str, str]:
-        return {**os.environ, "LOG": str(self.log), **variables}
-
-    def run(self, *flags: str, **variables: str) -> subprocess.CompletedProcess[str]:
-        env = self.environment(**variables)
-        return subprocess.run(self.command(*flags), env=env, capture_output=True, text=True, check=False, timeout=60)
+    def __call__(self, *words: str, cases: tuple[str, ...] = ("good", "late", "peer")) -> int | str | None:
+        functions = dict.fromkeys(cases, lambda rehearsal: {"figure": 1.5, "rehearsal": rehearsal})
+        self.monkeypatch.setattr(sys, "argv", ["stub.py", "--json", str(self.path), *words])
+        with pytest.raises(SystemExit) as stop:
+            _gpu.main(
+                "stub",
+                functions,
+                "doc",
+                minutes={"late": 1.0},
+                needs={"peer": ["no_such_module"]},
+                env={"good": {"FLAG": "1"}},
+            )
+        return stop.value.code
 
     @property
     def content(self) -> dict[str, Any]:
-        return json.loads(self.json.read_text())
+        return json.loads(self.path.read_text()) if self.path.exists() else {}
 
     @property
-    def ran(self) -> list[str]:
-        return self.log.read_text().split()
+    def rows(self) -> dict[str, Any]:
+        return self.content.get("rows", {})
 
 
 @pytest.fixture
-def stub(tmp_path: Path) -> Stub:
-    return Stub(tmp_path)
+def stub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Stub:
+    return Stub(tmp_path / "stub.json", monkeypatch)
 
 
-def until(condition: Any) -> None:
-    deadline = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-
-
-def is_gone(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
-    except FileNotFoundError:
-        return True
-
-
-# --- a part --------------------------------------------------------------------------------------------------------
-
-
-def test_a_second_call_skips_what_is_there_and_again_does_not(stub: Stub) -> None:
-    assert stub.run().returncode == 0
+def test_a_second_call_runs_what_is_not_measured(stub: Stub, capsys: pytest.CaptureFixture[str]) -> None:
+    assert stub() == 0 and stub.runs == ["good", "late"]
+    assert stub.files == [[], ["good"]]  # written after every case, so that a kill loses one
     content = stub.content
-    assert content["complete"] and content["rehearsal"] and content["part"] == "stub"
-    assert content["rows"]["good"] | {"ok": True, "figure": 1.5, "flag": "1"} == content["rows"]["good"]
-    assert content["rows"]["peer"] == {"ok": False, "not_here": ["no_such_module"]}
+    assert content["complete"] and content["part"] == "stub" and content["device_kind"] == "NVIDIA H200"
     assert {"commit", "date", "versions", "gpu", "host", "python", "command"} <= set(content)
-    second = stub.run()
-    assert (second.returncode, stub.ran) == (0, ["good", "late"])
-    assert "stub/good: there already" in second.stdout
-    stub.run("--case", "late", "--again")
-    assert stub.ran == ["good", "late", "late"]
-    assert stub.content["rows"]["good"] == content["rows"]["good"]
+    assert stub.rows["good"]["flag"] == "1" and stub.rows["late"]["flag"] is None
+    assert stub.rows["good"]["driver"] == "580.1" and stub.rows["good"]["versions"] == content["versions"]
+    assert stub.rows["peer"] == {"ok": False, "not_here": ["no_such_module"]}
+    assert stub() == 0 and stub.runs == ["good", "late"] and stub.content == content
+    assert "stub/good: there already" in capsys.readouterr().out
+    stub("--case", "late", "--again")
+    assert stub.runs[2:] == ["late"] and stub.rows["good"] == content["rows"]["good"]
+    assert stub(cases=("good", "new", "late")) == 0  # the script has gained a case, and lost one
+    assert stub.runs[3:] == ["new"] and list(stub.rows) == ["good", "new", "late"]
 
 
-def test_a_case_that_fails_is_recorded_and_the_others_go_on(stub: Stub) -> None:
-    done = stub.run(BAD="1")
-    assert done.returncode == 1
-    rows = stub.content["rows"]
-    assert not rows["bad"]["ok"] and rows["bad"]["error"].endswith("ValueError: no such luck")
-    assert rows["late"]["ok"] and not stub.content["complete"]
+def test_a_failed_case_is_recorded_and_run_again(stub: Stub, capsys: pytest.CaptureFixture[str]) -> None:
+    stub.errors["good"] = "log\nValueError: no such luck"
+    assert stub() == 1 and stub.rows["late"]["ok"] and not stub.content["complete"]
+    assert stub.rows["good"]["error"] == "exit status 1\nlog\nValueError: no such luck"
+    assert "ValueError: no such luck" in capsys.readouterr().out
+    stub.errors.clear()
+    assert stub() == 0 and stub.runs == ["good", "late", "good"] and stub.content["complete"]
+    measured = stub.content
+    stub.errors["good"] = "ValueError: again"
+    assert stub("--again", "--case", "good") == 1 and stub.content == measured  # a failure erases no measurement
 
 
-def test_a_case_at_its_limit_is_killed_and_says_so(stub: Stub) -> None:
-    assert stub.run("--case", "late", SLEEP="60", LIMIT="0.01").returncode == 1
-    assert stub.content["rows"]["late"]["error"].startswith("killed at its limit of 1 s")
+def test_limits_of_a_case_and_of_the_day(stub: Stub, capsys: pytest.CaptureFixture[str]) -> None:
+    stub.seconds["late"] = 90.0
+    assert stub("--case", "late") == 1
+    assert stub.rows["late"]["error"].startswith("killed at its limit of 60 s")
+    stub.path.unlink()
+    stub.seconds["late"] = 50.0
+    assert stub("--case", "late", "--minutes", "0.75") == 1  # the end of the day is no failure of the case
+    assert stub.rows == {} and "stub/late: cut: no time left" in capsys.readouterr().out
+    assert stub("--minutes", "0.3") == 1 and stub.runs == ["late", "late"]
+    assert "stub/good: not started, 18 s left of 300" in capsys.readouterr().out
 
 
-def test_a_case_that_cannot_end_in_time_is_not_started(stub: Stub) -> None:
-    done = stub.run("--minutes", "0.3")  # enough for none that may take a minute, or five
-    assert done.returncode == 1 and stub.ran == []
-    assert stub.content["not_started"] == ["good", "late"]
-    assert "not started, 18 s left of 120" in done.stdout
-
-
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
-def test_a_kill_in_a_case_leaves_valid_results_and_no_process(stub: Stub, number: signal.Signals) -> None:
-    process = subprocess.Popen(stub.command(), env=stub.environment(SLEEP="60"), stdout=subprocess.DEVNULL)
-    until(lambda: stub.ran == ["good", "late"])
-    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-    process.send_signal(number)
-    assert process.wait(timeout=30) == (143 if number == signal.SIGTERM else -number)
-    assert len(children) == 1
-    until(lambda: is_gone(int(children[0])))
-    assert stub.content["rows"].keys() == {"good", "peer"} and not stub.content["complete"]
-    assert stub.run().returncode == 0
-    assert stub.ran == ["good", "late", "late"]
-
-
-def test_a_measurement_says_of_what_and_no_rehearsal_takes_its_place(stub: Stub, tmp_path: Path) -> None:
-    smi = tmp_path / "bin/nvidia-smi"
-    smi.parent.mkdir()
-    smi.write_text("#!/bin/sh\necho 'NVIDIA H200, 580.1, 143771 MiB, 700 W, 1980 MHz, 5'\n")
-    smi.chmod(0o755)
-    path = {"PATH": f"{smi.parent}{os.pathsep}{os.environ['PATH']}"}
-    command = [word for word in stub.command("--usable") if word != "--rehearse"]
-    env = {name: value for name, value in stub.environment(**path).items() if name != "JAX_PLATFORMS"}
-    subprocess.run(command, env=env, check=True)
-    content = stub.content
-    assert (content["device_kind"], content["rehearsal"], content["complete"]) == ("NVIDIA H200", False, True)
-    assert content["gpu"]["driver_version"] == "580.1" and content["gpu"]["memory.total"] == "143771 MiB"
-    assert not content["rows"]["good"]["rehearsal"]
-    assert "is a measurement of another device" in stub.run().stdout
-    assert stub.content == content
-    env.pop("PATH")
-    assert subprocess.run([*command, "--again"], env={**env, "PATH": str(tmp_path)}, check=False).returncode == 2
-    assert stub.content == content
-
-
-def test_again_erases_nothing_before_it_is_measured(stub: Stub) -> None:
-    stub.run()
+def test_results_of_another_kind_stay_as_they_are(stub: Stub, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert stub() == 0
     before = stub.content
-    stub.run("--again", "--minutes", "0.3")  # enough for none
-    assert stub.content["rows"] == before["rows"] and stub.content["date"] == before["date"]
-    done = stub.run("--again", "--case", "late", SLEEP="60", LIMIT="0.01")
-    row = stub.content["rows"]["late"]
-    assert done.returncode == 1 and row["ok"] and not row.pop("again")["ok"] and row == before["rows"]["late"]
+    assert "holds results of NVIDIA H200" in str(stub("--rehearse", "--again")) and stub.content == before
+    monkeypatch.setattr(_gpu, "gpu", dict)
+    assert "no GPU here" in str(stub("--again")) and stub.content == before
+    for text in ('{"part": "stub", "dev', "[]", '{"rows": {}}'):
+        stub.path.write_text(text)
+        assert "is not the result of a part" in str(stub()) and stub.path.read_text() == text
 
 
-def test_a_case_that_the_end_cuts_short_is_taken_up_again(stub: Stub) -> None:
-    done = stub.run("--case", "late", "--minutes", "0.05", SLEEP="60", LIMIT="0.08")
-    assert done.returncode == 1 and "stub/late: cut after" in done.stdout
-    assert "late" not in stub.content["rows"] and stub.content["not_started"] == ["late"]
-    assert stub.run("--case", "late").returncode == 0 and stub.content["rows"]["late"]["ok"]
+def test_a_rehearsal_runs_in_one_process(stub: Stub) -> None:
+    assert stub("--rehearse") == 0 and stub.runs == []
+    assert stub.content["rehearsal"] and stub.content["device_kind"] == "cpu" and stub.content["complete"]
+    assert stub.rows["good"]["rehearsal"] and stub.rows["good"]["device_kind"] == "cpu"
 
 
-def test_a_case_that_failed_twice_goes_to_the_end(stub: Stub) -> None:
-    stub.run("--case", "bad", BAD="1")
-    stub.run("--case", "bad", BAD="1")
-    assert stub.content["rows"]["bad"]["failures"] == 2
-    printed = stub.run(BAD="1").stdout
-    assert printed.index("stub/late: started") < printed.index("stub/bad: started")
+def test_a_measurement_on_the_cpu_is_an_error() -> None:
+    row = _gpu.attempt(lambda rehearsal: {}, rehearsal=False)  # the tests run on the CPU
+    assert not row["ok"] and "a measurement needs a GPU" in row["error"]
 
 
-def test_each_row_says_with_what_it_was_made(stub: Stub) -> None:
-    stub.run(LOWTIDE_COMMIT="abc")
-    row = stub.content["rows"]["good"]
-    assert (row["commit"], row["code_commit"], row["driver"]) == ("abc", None, None)
-    assert row["versions"]["jax"] == stub.content["versions"]["jax"]
-
-
-def test_an_unknown_commit_says_nothing_of_changes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_gpu, "_git", lambda *arguments: None)
-    moment = _gpu._moment()
-    assert (moment["commit"], moment["uncommitted_changes"]) == (None, None)
-
-
-@pytest.mark.parametrize("minutes", ["0", "-1", "nan", "inf", "x"])
-def test_minutes_are_positive_numbers(stub: Stub, minutes: str) -> None:
-    done = stub.run(f"--minutes={minutes}")
-    assert done.returncode == 2 and "argument --minutes" in done.stderr and not stub.json.exists()
-
-
-@pytest.mark.parametrize(
-    "text", ['{"part": "stub", "dev', '{"part": "stub", "device_kind": "cpu", "rows": []}', '{"rows": {}}']
-)
-def test_a_damaged_file_is_moved_aside_where_a_result_takes_its_place(stub: Stub, text: str, tmp_path: Path) -> None:
-    (tmp_path / "stub.json.damaged").write_text("an earlier one")
-    stub.json.write_text(text)
-    assert _gpu.read_result(stub.json) == {} and stub.json.read_text() == text
-    done = stub.run("--case", "good")
-    assert "is damaged" in done.stderr and stub.content["rows"]["good"]["ok"]
-    assert (tmp_path / "stub.json.damaged").read_text() == "an earlier one"
-    assert (tmp_path / "stub.json.damaged-2").read_text() == text
-
-
-def test_a_folder_and_a_file_that_nobody_may_read_stay(stub: Stub, monkeypatch: pytest.MonkeyPatch) -> None:
-    stub.json.mkdir()
-    done = stub.run()
-    assert done.returncode == 1 and done.stderr == f"{stub.json} is a folder, and should be a file\n"
-    assert stub.json.is_dir()
-    file = stub.json / "good.json"
-    file.write_text("{}")
-
-    def refuse(path: Path) -> bytes:
-        raise PermissionError(13, "Permission denied", str(path))
-
-    monkeypatch.setattr(Path, "read_bytes", refuse)
-    with pytest.raises(SystemExit, match=r"good.json cannot be read and written: Permission denied"):
-        _gpu.check_writable(file)
-    assert file.exists()
-
-
-def test_a_case_that_was_added_since_is_run(
-    parts: list[gpu.Part], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    out = tmp_path / "out"
-    gpu.measure(parts[:1], options(out=out))
-    monkeypatch.setenv("BAD", "1")  # one case more
-    content = json.loads((out / "one.json").read_text())
-    _gpu.write(out / "one.json", content | {"cases_of": "other scripts"})
-    assert gpu.measure(parts[:1], options(out=out)) == 1
-    content = json.loads((out / "one.json").read_text())
-    assert "bad" in content["rows"] and content["cases_of"] == _gpu.cases_of()
-    assert (tmp_path / "log").read_text().split() == ["good", "late"]
-
-
-def test_a_gpu_that_jax_does_not_use_is_said_before_anything_runs(
-    parts: list[gpu.Part],
-    stub: Stub,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str],
-) -> None:
-    fake = tmp_path / "fake/jax.py"
-    fake.parent.mkdir()
-    fake.write_text("""
-import sys
-print("Traceback\\nRuntimeError: the driver is too old\\nhint", file=sys.stderr)
-class Device:
-    platform = "cpu"
-def devices():
-    return [Device]
-""")
-    monkeypatch.setattr(_gpu, "SRC", fake.parent)
-    assert _gpu.why_not_usable() == "JAX does not use the GPU here: RuntimeError: the driver is too old"
-    # Of another size: what Python compiled of a module of the same size and second counts as this one's.
-    fake.write_text(fake.read_text().replace('"cpu"', '"gpu"  # now'))
-    assert _gpu.why_not_usable() == ""
-    monkeypatch.setattr(gpu, "gpu", lambda: {"name": "NVIDIA H200"})
-    monkeypatch.setattr(gpu, "why_not_usable", lambda: "no such luck")
-    assert gpu.measure(parts[:1], options(rehearse=False, out=tmp_path / "out")) == 2
-    assert "no such luck" in capfd.readouterr().out and stub.ran == []
-
-
-def test_a_measurement_is_not_sent_to_the_cpu(stub: Stub, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    for inherited, found in (("cpu", "cuda,cpu"), ("", "cuda,cpu"), ("cuda", "cuda")):
+def test_origin_of_a_result(monkeypatch: pytest.MonkeyPatch) -> None:
+    for inherited, platforms in (("cpu", "cuda,cpu"), ("", "cuda,cpu"), ("cuda", "cuda")):
         monkeypatch.setenv("JAX_PLATFORMS", inherited)
-        assert _gpu.environment(False)["JAX_PLATFORMS"] == found
-    command = [word for word in stub.command() if word != "--rehearse"]
-    env = stub.environment(JAX_PLATFORMS="cpu", PATH=str(tmp_path))
-    assert subprocess.run(command, env=env, check=False).returncode == 2 and not stub.json.exists()
-
-
-def test_what_a_case_started_dies_with_a_killed_part(tmp_path: Path) -> None:
-    script = tmp_path / "deep.py"
-    child = f"import os, time; open({str(tmp_path / 'pid')!r}, 'w').write(f'{{os.getpid()}} '); time.sleep(60)"
-    script.write_text(f"""
-import sys
-sys.path.insert(0, {str(BENCHMARKS)!r})
-from _gpu import main, run_child
-
-def deep(rehearsal):
-    run_child([sys.executable, "-c", {child!r}])
-
-main("deep", {{"deep": deep}}, __doc__)
-""")
-    process = subprocess.Popen([sys.executable, str(script), "--rehearse", "--json", str(tmp_path / "deep.json")])
-    pid = tmp_path / "pid"
-    until(lambda: pid.exists() and pid.read_text().endswith(" "))
-    process.kill()
-    process.wait()
-    until(lambda: is_gone(int(pid.read_text())))
+        assert _gpu.environment(False)["JAX_PLATFORMS"] == platforms
+    assert _gpu.environment(True)["JAX_PLATFORMS"] == "cpu"
+    assert _gpu.home_of("NVIDIA H200", rehearsal=False) == BENCHMARKS / "results/gpu/nvidia-h200"
+    monkeypatch.setattr(_gpu, "_git", lambda *arguments: None)
+    assert (_gpu.moment()["commit"], _gpu.moment()["uncommitted_changes"]) == (None, None)
+    monkeypatch.setenv("LOWTIDE_COMMIT", "abc")
+    assert _gpu.moment()["commit"] == "abc"
 
 
 # --- all parts -----------------------------------------------------------------------------------------------------
 
 
-def options(**given: Any) -> SimpleNamespace:
-    return SimpleNamespace(**{"rehearse": True, "minutes": None, "out": None, "again": False, **given})
-
-
 @pytest.fixture
-def parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[gpu.Part]:
-    """Two stubs with a script between them that cannot be imported."""
-    monkeypatch.setenv("LOG", str(tmp_path / "log"))
-    for name in ("one", "two"):
-        (tmp_path / f"{name}.py").write_text(PART.replace('main("stub"', f'main("{name}"'))
-    (tmp_path / "broken.py").write_text("import no_such_module\n")
-    (tmp_path / "log").touch()
-    monkeypatch.setattr(gpu, "ROOT", tmp_path)
-    return [gpu.Part(name, f"{name}.py", name, 5) for name in ("one", "broken", "two")]
+def day(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[int, list[str]]]:
+    """Call `gpu.py` with words; its exit status and the parts that it started. The part `peak` fails."""
+    started: list[str] = []
+
+    def run(command: Sequence[str], env: Mapping[str, str], seconds: float) -> int:
+        path = Path(command[command.index("--json") + 1])
+        started.append(path.stem)
+        fields = {"part": path.stem, "device_kind": "NVIDIA H200", "rehearsal": False, "rows": {}}
+        _gpu.write(path, {**fields, "complete": path.stem != "peak"})
+        return int(path.stem == "peak")
+
+    def call(*words: str) -> tuple[int, list[str]]:
+        started.clear()
+        monkeypatch.setattr(sys, "argv", ["gpu.py", *words])
+        return gpu.main(), started
+
+    monkeypatch.setattr(gpu, "run", run)
+    monkeypatch.setattr(gpu, "gpu", lambda: CARD)
+    monkeypatch.setattr(gpu, "why_not_usable", lambda card: "")
+    monkeypatch.setattr(gpu, "home_of", lambda kind, rehearsal: tmp_path / "home")
+    monkeypatch.setattr(gpu, "PARTS", gpu.PARTS[:3])
+    return call
 
 
-def test_a_part_that_fails_does_not_stop_the_others(
-    parts: list[gpu.Part], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+def test_parts_run_in_order_and_go_on_in_a_second_call(
+    day: Callable[..., tuple[int, list[str]]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    out = tmp_path / "out"
-    assert gpu.measure(parts, options(out=out, minutes=5)) == 1
-    printed = capfd.readouterr().out
-    assert re.search(r"one +complete after \d+ s\n +broken +failed after \d+ s; exit status 1\n +two +compl", printed)
-    assert {path.name for path in out.iterdir()} == {"one.json", "two.json"}
-    assert gpu.measure([parts[0], parts[2]], options(out=out)) == 0
-    assert "one: there already" in capfd.readouterr().out
+    assert day() == (1, ["smoke", "peak", "lora"])  # a part that fails stops no other
+    assert "smoke      complete\n  peak       not complete\n" in capsys.readouterr().out
+    assert day() == (1, ["peak"])
+    assert day("--part", "smoke") == (0, ["smoke"])  # a part that is named looks for new cases
+    assert day("--part", "lora", "--part", "smoke", "--again") == (0, ["smoke", "lora"])
+    assert day("--minutes", "0.1") == (1, [])
+    # Results of earlier days count in another folder, which comes back with all of them.
+    assert day("--out", str(tmp_path / "back")) == (1, ["peak"])
+    assert {path.name for path in (tmp_path / "back").iterdir()} == {"smoke.json", "peak.json", "lora.json"}
 
 
-def test_a_part_is_not_started_without_time(
-    parts: list[gpu.Part], tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    assert gpu.measure(parts, options(out=tmp_path / "out", minutes=0.1)) == 1
-    assert capfd.readouterr().out.count("not started: no time left") == 3
-
-
-def test_what_found_no_time_in_its_part_runs_at_the_end(
-    parts: list[gpu.Part], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("BAD", "1")
-    out = tmp_path / "out"
-    short = parts[0]._replace(minutes=0.9)  # for `late`, not for `good`, nor for `bad`
-    assert gpu.measure([short, parts[2]], options(out=out, minutes=5)) == 1
-    printed = capfd.readouterr().out
-    assert printed.count("one/good: not started") == 1 and printed.count("one/late: started") == 1
-    assert printed.index("one/late: started") < printed.index("two/good: started")
-    assert printed.index("two/good: started") < printed.index("one/good: started")  # with all that is left
-    content = json.loads((out / "one.json").read_text())
-    assert content["not_started"] == [] and content["rows"]["good"]["ok"] and content["rows"]["bad"]["failures"] == 1
-
-
-def test_minutes_of_a_part_count_once_over_calls(
-    parts: list[gpu.Part], tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    content = {"part": "one", "device_kind": "cpu", "rehearsal": True, "complete": False, "spent_seconds": 301.0}
-    _gpu.write(tmp_path / "out/one.json", {**content, "rows": {"late": {"ok": True}}})
-    assert gpu.measure([parts[0], parts[2]], options(out=tmp_path / "out", minutes=9)) == 0
-    printed = capfd.readouterr().out
-    assert "one: its minutes are spent" in printed
-    assert printed.index("two/good: started") < printed.index("one/good: started")
-
-
-def test_without_a_gpu_only_a_rehearsal_runs(
+def test_nothing_runs_where_jax_does_not_use_the_gpu(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(gpu, "gpu", dict)
-    assert gpu.measure(gpu.PARTS, options(rehearse=False)) == 2
-    assert "--rehearse runs toy sizes on the CPU" in capsys.readouterr().out
+    def answer(out: str, err: str) -> Callable[..., Any]:
+        return lambda command, **options: SimpleNamespace(returncode=0, stdout=out, stderr=err)
+
+    assert "--rehearse runs toy sizes on the CPU" in gpu.why_not_usable({})
+    monkeypatch.setattr(gpu, "run_child", answer("gpu\n", "a warning"))
+    assert gpu.why_not_usable(CARD) == ""
+    monkeypatch.setattr(gpu, "run_child", answer("cpu\n", "Traceback\nRuntimeError: the driver is too old\nhint"))
+    assert gpu.why_not_usable(CARD) == "JAX does not use the GPU here: RuntimeError: the driver is too old"
+    monkeypatch.setattr(gpu, "gpu", lambda: CARD)
+    monkeypatch.setattr(sys, "argv", ["gpu.py"])
+    assert gpu.main() == 2 and "the driver is too old" in capsys.readouterr().out
 
 
-def test_what_was_measured_before_counts_in_another_folder(
-    parts: list[gpu.Part], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(gpu, "gpu", lambda: {"name": "NVIDIA H200"})
-    monkeypatch.setattr(gpu, "folder", lambda kind: tmp_path / "results" / kind)
-    _gpu.write(
-        tmp_path / "results/NVIDIA H200/one.json",
-        {
-            **{"complete": True, "rehearsal": False, "part": "one", "device_kind": "x"},
-            **{"cases": ["a"], "cases_of": _gpu.cases_of(), "rows": {"a": {"ok": True}}},
-        },
-    )
-    assert gpu.measure(parts[:1], options(rehearse=False, out=tmp_path / "back")) == 0
-    assert "one: there already" in capfd.readouterr().out
-    assert (tmp_path / "back/one.json").is_file()
-
-
-def test_every_part_has_its_script_and_its_lines() -> None:
-    assert [part.name for part in gpu.PARTS] == list(_summary.PARTS)
-    assert [part.script for part in gpu.PARTS] == [script for _, script in _summary.PARTS.values()]
+def test_every_part_has_its_script() -> None:
+    names = [part.name for part in gpu.PARTS]
     assert [part.script for part in gpu.PARTS if not (BENCHMARKS / part.script).is_file()] == []
+    assert {name.partition("/")[0] for name in _summary.RULES} <= {*names}
 
 
-def test_folders_are_named_after_devices() -> None:
-    assert _gpu.folder("NVIDIA H200") == BENCHMARKS / "results/gpu/nvidia-h200"
+def test_the_reason_is_the_error_itself() -> None:
+    assert _processes.reason("Traceback\nValueError: a\n\nhint: b") == "ValueError: a"
+    assert _processes.reason("usage: x\nlowtide: error: no such flag") == "lowtide: error: no such flag"
+    assert _processes.reason("killed at its limit\nsome log") == "killed at its limit"
+    assert _processes.reason("") == "?"
 
 
-# --- the command line -----------------------------------------------------------------------------------------------
+REPORT = """<testsuites><testsuite>
+<testcase classname="tests.a" name="test_one" time="1"/>
+<testcase classname="tests.a.TestX" name="test_one" time="2"><failure message="no">text</failure></testcase>
+<testcase classname="tests.a.TestX" name="test_one" time="2"><error message="teardown">text</error></testcase>
+<testcase classname="tests.b" name="test_one" time="3"><skipped message="why"/></testcase>
+</testsuite></testsuites>"""
 
 
-def test_what_stops_a_command_is_a_sentence(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, parts: list[gpu.Part]
-) -> None:
-    def refuse(*args: Any, **options: Any) -> Any:
-        raise PermissionError(1, "Operation not permitted")
-
-    monkeypatch.setattr(tempfile, "TemporaryFile", refuse)
-    with pytest.raises(SystemExit, match="out cannot be written to: Operation not permitted"):
-        gpu.measure(parts, options(out=tmp_path / "out"))
-    _gpu.write(tmp_path / "peak.json", {"part": "peak", "rehearsal": True, "device_kind": "cpu", "rows": {}})
-    monkeypatch.setattr(sys, "argv", ["gpu.py", "--summary", "--out", str(tmp_path)])
-    with pytest.raises(SystemExit, match="peak is a rehearsal on cpu"):
-        gpu.main()
+def test_outcomes_of_tests_of_one_name_are_kept_apart(tmp_path: Path) -> None:
+    (tmp_path / "junit.xml").write_text(REPORT)
+    row = gpu_tests.outcomes(tmp_path / "junit.xml")
+    assert (row["num_passed"], row["num_failed"], row["num_skipped"], row["ok"]) == (1, 1, 1, False)
+    assert row["tests"]["tests.a.TestX.test_one"]["message"] == "no"
 
 
-def test_ctrl_c_says_that_a_second_call_goes_on(
-    parts: list[gpu.Part], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    def stop(*args: Any, **options: Any) -> Any:
-        raise _gpu.Stopped(130)
-
-    monkeypatch.setattr(gpu, "run", stop)
-    with pytest.raises(SystemExit, match="130"):
-        gpu.measure(parts, options(out=tmp_path / "out"))
-    last = capfd.readouterr().out.splitlines()[-1]
-    assert last == f"stopped: what was measured is in {tmp_path / 'out'}, and a second call goes on from there"
+# --- wheels --------------------------------------------------------------------------------------------------------
 
 
-def test_minutes_of_a_rehearsal_are_none_of_a_measurement(tmp_path: Path) -> None:
-    content = {"part": "one", "device_kind": "cpu", "rehearsal": True, "complete": False, "spent_seconds": 301.0}
-    _gpu.write(tmp_path / "one.json", content)
-    part = gpu.Part("one", "one.py", "one", 5)
-    assert gpu._before(part, tmp_path, options(rehearse=False)) == {}
-    assert gpu._before(part, tmp_path, options())["spent_seconds"] == 301.0
+def test_the_list_has_a_pin_for_each_requirement_and_agrees_with_the_constraints() -> None:
+    lists = {python: [*_packages.wheels(python)] for python in ("3.11", "3.12", "3.14")}
+    assert "flax==0.12.8" in lists["3.11"] and "flax==0.12.8" not in lists["3.12"]
+    listed = {_packages.normal(pin) for pins in lists.values() for pin in pins}
+    paths = [*ROOT.glob("constraints*/**/*.txt"), *ROOT.glob("constraints*.txt")]
+    pinned = {_packages.normal(word) for path in paths for word in path.read_text().split()}
+    names = {pin.partition("==")[0] for pin in listed}
+    assert names == {pin.partition("==")[0] for pin in listed & pinned}
+    project = _packages.tomllib.loads(_packages.PROJECT.read_text())["project"]
+    needed = {_packages.normal(_packages.requirement(line).name) for line in project["dependencies"]}
+    assert needed - {"jax", "numpy", "scipy"} <= names  # the machine has JAX and its two
 
 
-def test_a_rehearsal_that_stands_for_another_is_told_apart(stub: Stub) -> None:
-    stub.script.write_text(PART.replace('"figure": 2', '"rehearsed_as": "good"'))
-    printed = stub.run("--case", "late").stdout
-    assert re.search(r"late +as good\n", printed) and "0 of 0 ok, 1 rehearsed as others" in printed
+def test_missing_wheels(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def install(**packages: tuple[str, list[str]]) -> None:
+        found = [
+            SimpleNamespace(metadata={"Name": name}, version=version, requires=requires)
+            for name, (version, requires) in packages.items()
+        ]
+        monkeypatch.setattr(_packages.metadata, "distributions", lambda: found)
+
+    monkeypatch.setattr(_packages, "LIST", tmp_path / "list.txt")
+    _packages.LIST.write_text("optax==0.2.8\npydantic_core==2.50.4 # why\npydantic==2.14.3\nrich==15.0.0\n")
+    install(optax=("0.2.7", []), rich=("14.10", []), pydantic=("2.10.3", ["pydantic-core==2.27.1"]))
+    assert _packages.lacking() == ["optax==0.2.8", "pydantic_core==2.50.4", "pydantic==2.14.3"]
+    partner = {"pydantic_core": ("2.27.1", [])}  # refused by the new pydantic
+    install(optax=("0.2.8", []), rich=("14.10", []), pydantic=("2.14.3", ["pydantic-core==2.50.4"]), **partner)
+    assert _packages.lacking() == ["pydantic_core==2.50.4"]
+    install(optax=("0.2.8", []), rich=("14.10", []), pydantic=("2.14.3", []), **partner)
+    assert _packages.lacking() == []
 
 
-# --- the whole -----------------------------------------------------------------------------------------------------
+# --- with processes ------------------------------------------------------------------------------------------------
+
+PART = f"""
+import os, sys, time
+sys.path.insert(0, {str(BENCHMARKS)!r})
+from _gpu import check_child, main
+
+def bad(rehearsal):
+    check_child("the child", [sys.executable, "-c", "raise ValueError('no such luck')"])
+
+def deep(rehearsal):
+    check_child("the child", [sys.executable, "-c", "import os, time; print(os.getpid(), flush=True); time.sleep(60)"],
+                stdout=open(os.environ["PID"], "w"))
+
+main("stub", {{"bad": bad, "deep": deep}}, __doc__)
+"""
 
 
+@pytest.mark.processes
+def test_a_killed_part_leaves_results_and_no_process(tmp_path: Path) -> None:
+    (tmp_path / "stub.py").write_text(PART)
+    smi, pid = tmp_path / "nvidia-smi", tmp_path / "pid"
+    smi.write_text("#!/bin/sh\necho 'NVIDIA H200, 580.1, 143771 MiB, 700 W, 1980 MHz, 5'\n")
+    smi.chmod(0o755)
+    env = {**os.environ, "PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}", "PID": str(pid)}
+    command = [sys.executable, str(tmp_path / "stub.py"), "--json", str(tmp_path / "stub.json")]
+    process = subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL)
+
+    def wait_for(condition: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + 60
+        while not condition():
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+
+    def is_gone(number: int) -> bool:
+        with contextlib.suppress(FileNotFoundError):
+            return Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+        return True
+
+    wait_for(lambda: pid.exists() and pid.read_text().endswith("\n"))
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    wait_for(lambda: is_gone(int(pid.read_text())))  # the process of the case and what that started
+    rows = json.loads((tmp_path / "stub.json").read_text())["rows"]
+    assert rows.keys() == {"bad"} and rows["bad"]["error"].endswith(
+        "the child ended with 1: ValueError: no such luck\n"
+    )
+
+
+@pytest.mark.processes
+def test_the_runner_needs_the_standard_library_alone() -> None:
+    """In a Python that sees no installed package."""
+    program = f"import sys; sys.path.insert(0, {str(BENCHMARKS)!r}); import gpu; sys.exit(gpu.main())"
+    command = [sys.executable, "-I", "-S", "-c", program, "--list"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert [line.split()[0] for line in done.stdout.splitlines()] == [part.name for part in gpu.PARTS]
+
+
+@pytest.mark.rehearsal
 @pytest.mark.slow
 def test_every_part_can_be_rehearsed(tmp_path: Path) -> None:
-    """But those of which test_gpu_peers.py rehearses both sides."""
+    """`make peers` rehearses both sides of the three others: see test_gpu_scripts.py."""
     parts = [part.name for part in gpu.PARTS if part.name not in ("sft", "qlora", "generate")]
     words = [word for name in parts for word in ("--part", name)]
     command = [sys.executable, str(BENCHMARKS / "gpu.py"), "--rehearse", *words, "--out", str(tmp_path)]
     env = {**os.environ, "XLA_FLAGS": os.environ["QUICK_CPU_FLAGS"]}
     done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout
-    written = {path.stem: json.loads(path.read_text()) for path in tmp_path.glob("*.json")}
-    assert written.keys() == {*parts}
-    assert all(content["rehearsal"] and content["complete"] for content in written.values())
+    contents = {path.stem: json.loads(path.read_text()) for path in tmp_path.glob("*.json")}
+    assert contents.keys() == {*parts}
+    for part, content in contents.items():
+        assert content["rehearsal"] and content["complete"]
+        rows = {name: row for name, row in content["rows"].items() if "rehearsed_as" not in row}
+        reasons = [line.ratios for line in _summary.lines(part, {**content, "rows": rows, "rehearsal": False})]
+        assert not [reason for reason in reasons if "apart" in reason or "not compared" in reason]
