@@ -30,7 +30,7 @@ import json
 import math
 import platform
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +63,8 @@ TOLERANCES = {"BF16": 2.0**-8, "F16": 2.0**-11, "F8_E4M3": 2.0**-4, "F8_E5M2": 2
 TOLERANCE = 1e-5
 LONGEST_TEXT = 4000
 """Longer texts of a question, such as a tokenizer, are recorded as a hash."""
+CARDS = ".md"
+"""Model cards are for people: no software reads them."""
 PARENT = "{parent}"
 """Stands in a recording for the temporary folder that contains a peer's folder."""
 SET_KEYS = ("target_modules", "modules_to_save", "exclude_modules", "feedforward_modules", "target_parameters")
@@ -76,7 +78,7 @@ Draw = Callable[[str, tuple[int, ...]], np.ndarray | None]
 class Peer:
     """Answers of other software for one test, recorded or live. Changes while the test runs: it collects answers."""
 
-    def __init__(self, file: Path, test: str, mode: str = "recorded") -> None:
+    def __init__(self, file: Path, test: str, mode: str) -> None:
         self.is_live = mode != "recorded"
         self._file, self._test, self._mode = file, test, mode
         self._entries: dict[str, Any] = {}
@@ -146,14 +148,15 @@ class Peer:
         self._collect(path.name, {"question": sketch, "values": {"texts": texts, "tensors": tensors}}, own)
         return path
 
-    def close(self) -> None:
-        """Write new answers to the file of the module; other processes may write to it, too."""
+    def close(self, tests: Container[str]) -> None:
+        """Write new answers to the file of the module, and remove those of other tests than ``tests``."""
         if not self._entries or self._entries == self._old:
             return
         self._file.parent.mkdir(parents=True, exist_ok=True)
         with self._file.with_suffix(".lock").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
+            fcntl.flock(lock, fcntl.LOCK_EX)  # Another process of pytest may run other tests of the module.
             arrays, entries = read_recording(self._file) if self._file.exists() else ({}, {})
+            entries = {test: entry for test, entry in entries.items() if test in tests}
             entries[self._test] = {"versions": _versions(), "answers": self._entries}
             arrays = {**arrays, **self._arrays}
             answers = [answer for entry in entries.values() for answer in entry["answers"].values()]
@@ -200,12 +203,11 @@ class Peer:
 def peer_of(request: pytest.FixtureRequest) -> Iterator[Peer]:
     """Yield the answers of the test that asks for the fixture ``peer``."""
     module = request.node.path.relative_to(Path(__file__).parent).with_suffix(".safetensors")
-    test = request.node.nodeid.partition("::")[2]
-    peer = Peer(GOLDEN / module, test, request.config.getoption("--peers"))
+    peer = Peer(GOLDEN / module, request.node.name, request.config.getoption("--peers"))
     num_failures = request.session.testsfailed
     yield peer
     if request.session.testsfailed == num_failures:
-        peer.close()
+        peer.close({item.name for item in request.node.getparent(pytest.Module).collect()})
 
 
 def normal(name: str, shape: tuple[int, ...], std: float = 0.2) -> np.ndarray:
@@ -224,7 +226,8 @@ def describe(value: Any) -> Any:
     if isinstance(value, Path):
         if not value.is_dir():
             return _describe_file(value)
-        return {file.name: _describe_file(file, value.parent) for file in sorted(value.iterdir()) if file.is_file()}
+        files = [file for file in sorted(value.iterdir()) if file.is_file() and file.suffix != CARDS]
+        return {file.name: _describe_file(file, value.parent) for file in files}
     if isinstance(value, Mapping):
         return {str(key): describe(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):

@@ -1,4 +1,4 @@
-"""Greedy tokens compared with `transformers` for every family; merged directories compared with PEFT."""
+"""Greedy tokens compared with `transformers`; merged directories compared with PEFT."""
 
 import shutil
 from pathlib import Path
@@ -29,20 +29,16 @@ SIZES = {
 MIXTURE = {"num_local_experts": 4, "num_experts_per_tok": 2}
 GEMMA = {"head_dim": 16, "sliding_window": 8, "query_pre_attn_scalar": 24}
 KINDS = {"layer_types": ["sliding_attention"] * 2 + ["full_attention", "sliding_attention"]}
+# Every family's logits are compared in test_families.py, and a cache with no cache in test_generate.py.
 FAMILIES: dict[str, dict[str, Any]] = {
     "Llama": {},
-    "Mistral": {"sliding_window": 8, "head_dim": 8},
-    "Qwen2": {},
-    "Qwen3": {"head_dim": 16},
     "Gemma2": GEMMA,
     "Gemma3Text": {**GEMMA, **KINDS},
     "Phi3": {},
-    "Olmo2": {},
-    "Mixtral": MIXTURE,
     "Qwen3Moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "head_dim": 16},
     "GptOss": {**MIXTURE, "head_dim": 16, "sliding_window": 8},
 }
-PROMPTS = [[7, 5, 30, 9, 11], [*range(20, 39)]]  # one ends inside of the window, one beyond it
+PROMPTS = [[7, 5, 30, 9, 11], [*range(20, 39)]]  # one ends inside the window, one beyond it
 
 
 def saved_by_transformers(family: str, peer: peers.Peer, path: Path) -> Path:
@@ -62,7 +58,7 @@ def saved_by_transformers(family: str, peer: peers.Peer, path: Path) -> Path:
     return peer.folder(path, make, [family, options], draw)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ["Llama", "Gemma3Text", "Phi3", "GptOss"])
 def test_greedy_tokens_equal_those_of_transformers(family: str, peer: peers.Peer, tmp_path: Path) -> None:
     folder = saved_by_transformers(family, peer, tmp_path / "theirs")
 

@@ -1,47 +1,58 @@
-"""Token ids and masks beside transformers' ``apply_chat_template(..., return_assistant_tokens_mask=True)``."""
+"""Token ids and masks compared with transformers' ``apply_chat_template(..., return_assistant_tokens_mask=True)``."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from lowtide.finetune.data import ChatTemplate, Example
 from lowtide.finetune.data._encode import Encoder
 from lowtide.models import base_path, load_tokenizer
+from tests import peers
 
 from .templates import CHATS, FAMILIES, SPECIAL, marked, plain
 
-pytestmark = pytest.mark.peers
-
-
-@pytest.fixture(scope="module")
-def theirs():
-    transformers = pytest.importorskip("transformers", reason="needs the extra `peers`")
-    file = str(Path(base_path()) / "tokenizer.json")
-    return transformers.PreTrainedTokenizerFast(tokenizer_file=file, **SPECIAL)
-
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_ids_and_masks_are_those_of_transformers(theirs, family):
-    theirs.backend_tokenizer.no_padding()
-    # Both with the same special tokens: transformers adds those that it is named.
-    ours = load_tokenizer(base_path())
-    ours.add_special_tokens([token for token in SPECIAL.values() if ours.token_to_id(token) is None])
-    for source in (marked(FAMILIES[family]), plain(FAMILIES[family])):
-        template = ChatTemplate(source=source, special=SPECIAL, where="template")
-        encoder = Encoder(ours, template, end_token=0, loss_on="completion")
-        try:
-            examples = [Example(kind="chat", where=f"{i}", messages=tuple(each)) for i, each in enumerate(CHATS)]
-            for messages, (ids, mask) in zip(CHATS, encoder.encode(examples), strict=True):
-                expected = theirs.apply_chat_template(
+def test_ids_and_masks_are_those_of_transformers(family: str, peer: peers.Peer) -> None:
+    sources = [marked(FAMILIES[family]), plain(FAMILIES[family])]
+    tokenizer_file = Path(base_path()) / "tokenizer.json"
+
+    def compute() -> dict[str, Any]:
+        import transformers
+
+        theirs = transformers.PreTrainedTokenizerFast(tokenizer_file=str(tokenizer_file), **SPECIAL)
+        theirs.backend_tokenizer.no_padding()
+        ids, masks = [], []
+        for source in sources:
+            for messages in CHATS:
+                encoded = theirs.apply_chat_template(
                     messages,
                     chat_template=source,
                     tokenize=True,
                     return_dict=True,
-                    return_assistant_tokens_mask=source == marked(source) and "generation %}" in source,
+                    return_assistant_tokens_mask="generation %}" in source,
                 )
-                assert ids.tolist() == expected["input_ids"]
-                if "assistant_masks" in expected:
-                    assert mask.tolist() == expected["assistant_masks"]
-                    assert 0 < mask.sum() < len(mask)
+                ids.append(encoded["input_ids"])
+                masks.append(encoded.get("assistant_masks"))
+        return {"ids": ids, "masks": masks}
+
+    want = peer.answer("ids and masks", compute, [tokenizer_file, SPECIAL, sources, CHATS])
+    # Both have the same special tokens: transformers adds those in SPECIAL.
+    ours = load_tokenizer(base_path())
+    ours.add_special_tokens([token for token in SPECIAL.values() if ours.token_to_id(token) is None])
+    examples = [Example(kind="chat", where=f"{i}", messages=tuple(messages)) for i, messages in enumerate(CHATS)]
+    encoded: list[Any] = []
+    for source in sources:
+        template = ChatTemplate(source=source, special=SPECIAL, where="template")
+        encoder = Encoder(ours, template, end_token=0, loss_on="completion")
+        try:
+            encoded += encoder.encode(examples)
         finally:
             encoder.close()
+    assert [ids.tolist() for ids, _ in encoded] == want["ids"]
+    assert [mask is None for mask in want["masks"]] == [False] * len(CHATS) + [True] * len(CHATS)
+    for (_, mask), expected in zip(encoded, want["masks"], strict=True):
+        if expected is not None:
+            assert mask.tolist() == expected
+            assert 0 < mask.sum() < len(mask)
