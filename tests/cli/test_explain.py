@@ -171,15 +171,23 @@ def test_two_views_do_not_share_a_file(lowtide: Any, folder: Path) -> None:
     assert "two outputs cannot share a file" in errors
 
 
+BOTH_JOBS = """
+import sys
+from lowtide.cli import main
+
+print([main([sys.argv[1], f"train.py:{job}", "--target", "cpu"]) for job in ("pair", "fails")])
+"""
+
+
+@pytest.mark.processes
 @pytest.mark.parametrize("command", ["explain", pytest.param("fits", marks=pytest.mark.slow)])
 def test_a_terminal_without_unicode_gets_the_report(command: str, folder: Path) -> None:
     source = (folder / "train.py").read_text() + "\n\ndef fails():\n    raise ValueError('größer ✓')\n"
     (folder / "train.py").write_text(source)
     environment = {**os.environ, "PYTHONIOENCODING": "latin-1" if command == "fits" else "ascii"}
-    for job, status in (("pair", 0), ("fails", 1)):
-        words = [sys.executable, "-m", "lowtide", command, f"train.py:{job}", "--target", "cpu"]
-        done = subprocess.run(words, cwd=folder, env=environment, capture_output=True, check=False)
-        assert done.returncode == status, done.stderr
-        assert b"UnicodeEncodeError" not in done.stderr
-        assert b"UnicodeDecodeError" not in done.stderr
+    words = [sys.executable, "-c", BOTH_JOBS, command]
+    done = subprocess.run(words, cwd=folder, env=environment, capture_output=True, check=False)
+    assert done.returncode == 0 and done.stdout.splitlines()[-1] == b"[0, 1]", done.stderr
+    assert b"UnicodeEncodeError" not in done.stderr
+    assert b"UnicodeDecodeError" not in done.stderr
     assert b"ValueError: gr" in done.stderr

@@ -10,6 +10,7 @@ import pytest
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "load_memory.py"
 
 
+@pytest.mark.processes
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="RssAnon is Linux's")
 def test_reading_and_writing_take_no_more_of_the_host_than_predicted(tmp_path):

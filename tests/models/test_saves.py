@@ -17,6 +17,7 @@ from lowtide.models import _tensors, load, save
 from lowtide.models._shards import Tensor, write_model
 
 
+@pytest.mark.processes
 @pytest.mark.slow
 def test_a_save_that_is_killed_leaves_the_old_model_or_the_new_one(tmp_path):
     script = Path(__file__).with_name("killed_saves.py")

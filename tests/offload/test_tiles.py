@@ -112,6 +112,7 @@ def test_a_variable_that_is_set_is_added_to(monkeypatch: pytest.MonkeyPatch, tmp
     assert has_tall_tiles((64, 64), jnp.int8)
 
 
+@pytest.mark.processes
 @pytest.mark.slow
 @pytest.mark.tpu_aot
 def test_told_so_nothing_is_copied_as_a_whole() -> None:

@@ -23,6 +23,7 @@ print(json.dumps(qlora.measure("rank 8", "nf4, embedding and head int8", "v5e:1x
 """
 
 
+@pytest.mark.processes
 @pytest.mark.slow
 @pytest.mark.tpu_aot
 @pytest.mark.usefixtures("little_optimized")
