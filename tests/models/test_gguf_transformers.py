@@ -34,7 +34,7 @@ CHANGES = {
     "llama": PLAIN,
     "phi3": {"rope_scaling": None, "rotary_fraction": 1.0, "vocab_size": 32_001},  # its class has a token 32,000
     "qwen2": {"attention_bias": True},
-    # What it does not read of a file is as its classes have it: width and scale of heads, soft caps, shares of experts.
+    # transformers reads no head size, head scale, soft cap or expert share in a file: these are its defaults.
     "qwen3": {**ALL, "head_dim": 128},
     "qwen3_moe": {"experts": Experts(num_experts=4, num_experts_per_token=2, intermediate_size=768)},
     "gemma2": {"attention_soft_cap": 50.0, "final_soft_cap": 30.0, "head_dim": 256},

@@ -40,7 +40,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], list[str]]] = {
 KEPT = np.s_[:, 4::5]
 """Positions whose logits are recorded. Each depends on all tokens before it."""
 STEP = 31
-"""One of so many values of a weight is recorded: two of each block of 64."""
+"""One of 31 values of a weight is recorded: two of each block of 64."""
 
 
 class Quantized:
