@@ -1,4 +1,7 @@
-"""The scripts and notebooks in `examples/` run as they stand; each asserts what it shows."""
+"""The scripts and notebooks in `examples/` run as they stand; each asserts what it shows.
+
+A page of the documentation that includes and runs an example proves it, so only the others run here.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +14,25 @@ from pathlib import Path
 
 import pytest
 
+from .test_docs import PAGES, tool
+
 FOLDER = Path(__file__).parents[2] / "examples"
 EXAMPLES = sorted([*FOLDER.glob("*.py"), *FOLDER.glob("*.ipynb")])
+
+
+def runs_on_a_page(example: Path) -> bool:
+    """Whether a page runs it in its session, or as a file that one of its commands names."""
+    for text in PAGES.values():
+        blocks = list(tool.blocks_of(text))
+        words = {word for block in blocks for command in block.commands for word in command.split()}
+        for block in blocks:
+            is_included = block.words.get("include") == f"examples/{example.name}"
+            if is_included and ("run" in block.words or block.words.get("file") in words):
+                return True
+    return False
+
+
+ON_PAGES = [path for path in EXAMPLES if runs_on_a_page(path)]
 
 
 def script_of(example: Path, folder: Path) -> Path:
@@ -26,7 +46,7 @@ def script_of(example: Path, folder: Path) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
+@pytest.mark.parametrize("example", [path for path in EXAMPLES if path not in ON_PAGES], ids=lambda path: path.stem)
 @pytest.mark.usefixtures("little_optimized")
 def test_an_example_runs(example: Path, tmp_path: Path) -> None:
     environment = {key: value for key, value in os.environ.items() if key != "XLA_FLAGS"} | {"JAX_PLATFORMS": "cpu"}
@@ -40,6 +60,12 @@ def test_an_example_runs(example: Path, tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip()
+
+
+def test_pages_run_the_examples_that_they_include():
+    pages = "".join(PAGES.values())
+    included = [path for path in EXAMPLES if f'include="examples/{path.name}"' in pages]
+    assert included and included == ON_PAGES
 
 
 def test_the_page_of_the_folder_names_every_example() -> None:
