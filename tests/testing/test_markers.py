@@ -8,36 +8,7 @@ import pytest
 
 pytest_plugins = "pytester"
 
-HEADER = """
-import jax
-import jax.numpy as jnp
-import pytest
-
-S = jax.ShapeDtypeStruct
-PARAMS, X = S((256, 256), jnp.float32), S((64, 256), jnp.float32)
-
-
-def loss(w, x):
-    return jnp.sum(jnp.tanh(x @ w) ** 2)
-
-
-def step(w, x):
-    return w - 0.1 * jax.grad(loss)(w, x)
-
-
-"""
-
-
-@pytest.fixture
-def run(pytester: pytest.Pytester) -> Any:
-    """Run pytest with the plugin on a test file, in a process of its own: JAX cannot be imported twice in one."""
-
-    def run(body: str, *arguments: str, name: str = "test_user") -> pytest.RunResult:
-        pytester.makepyfile(**{name: HEADER + body})
-        flags = ("-p", "lowtide_pytest", "-p", "no:cacheprovider", "--strict-markers", "-W", "error", "-rs")
-        return pytester.runpytest_subprocess(*flags, *arguments)
-
-    return run
+pytestmark = pytest.mark.processes
 
 
 PARAMETERS = """

@@ -12,36 +12,7 @@ import pytest
 
 pytest_plugins = "pytester"
 
-HEADER = """
-import jax
-import jax.numpy as jnp
-import pytest
-
-S = jax.ShapeDtypeStruct
-PARAMS, X = S((256, 256), jnp.float32), S((64, 256), jnp.float32)
-
-
-def loss(w, x):
-    return jnp.sum(jnp.tanh(x @ w) ** 2)
-
-
-def step(w, x):
-    return w - 0.1 * jax.grad(loss)(w, x)
-
-
-"""
-
-
-@pytest.fixture
-def run(pytester: pytest.Pytester) -> Any:
-    """Run pytest with the plugin on a test file, in a process of its own: JAX cannot be imported twice in one."""
-
-    def run(body: str, *arguments: str, name: str = "test_user") -> pytest.RunResult:
-        pytester.makepyfile(**{name: HEADER + body})
-        flags = ("-p", "lowtide_pytest", "-p", "no:cacheprovider", "--strict-markers", "-W", "error", "-rs")
-        return pytester.runpytest_subprocess(*flags, *arguments)
-
-    return run
+pytestmark = pytest.mark.processes
 
 
 def test_importing_the_plugin_imports_neither_jax_nor_lowtide() -> None:
@@ -330,9 +301,7 @@ def test_offloading_is_held_against_a_compiler_that_knows_host_memory(run: Any) 
 
 
 SNAPSHOTS = """
-import os
-
-ROWS = int(os.environ.get("ROWS", "64"))
+ROWS = 64
 
 
 def report_of(device_memory):
@@ -356,9 +325,7 @@ def folder(pytester: pytest.Pytester) -> Path:
 
 
 @pytest.mark.slow
-def test_snapshots_are_missing_made_unchanged_changed_and_updated(
-    run: Any, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_snapshots_are_missing_made_unchanged_changed_and_updated(run: Any, folder: Path) -> None:
     result = run(SNAPSHOTS)
     result.assert_outcomes(failed=3)
     result.stdout.fnmatch_lines(
@@ -374,8 +341,8 @@ def test_snapshots_are_missing_made_unchanged_changed_and_updated(
     assert {"test_exact[a].json", "test_tolerant.bytes.json", "test_tolerant.rough.json"} < set(names)
     before = {path: path.read_bytes() for path in folder.iterdir()}
 
-    monkeypatch.setenv("ROWS", "96")
-    result = run(SNAPSHOTS)
+    changed = SNAPSHOTS.replace("ROWS = 64", "ROWS = 64 + 32")  # Python caches a file of the same size and second
+    result = run(changed)
     result.assert_outcomes(passed=1, failed=2)
     result.stdout.fnmatch_lines_random(
         [
@@ -386,11 +353,11 @@ def test_snapshots_are_missing_made_unchanged_changed_and_updated(
     )
     assert {path: path.read_bytes() for path in folder.iterdir()} == before
 
-    result = run(SNAPSHOTS, "--memory-snapshot-update", "-n", "2")
+    result = run(changed, "--memory-snapshot-update", "-n", "2")
     result.assert_outcomes(passed=3)
     result.stdout.fnmatch_lines(["updated */test_exact[[]a[]].json", "memory snapshots: 4 updated"])
 
-    result = run(SNAPSHOTS)
+    result = run(changed)
     result.assert_outcomes(passed=3)
     assert "memory snapshots" not in result.stdout.str()
 

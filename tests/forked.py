@@ -1,4 +1,4 @@
-"""Run a script or a module in a forked process. `conftest.py` starts this file with the global `JOB`.
+"""Run a script or a module in a forked process. `forks.py` starts this file with the global `JOB`.
 
 The parent process has imported JAX and Lowtide and has no backend yet, so this file can still choose the devices.
 """
@@ -16,6 +16,7 @@ JOB: dict = globals()["JOB"]
 log = os.open(JOB["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
 os.dup2(log, 1)
 os.dup2(log, 2)
+os.chdir(JOB["folder"])
 os.environ["XLA_FLAGS"] = JOB["xla_flags"]
 # JAX reads environment variables on import only, and the parent process has imported it.
 for name, value in JOB["config"].items():
