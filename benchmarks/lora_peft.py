@@ -110,9 +110,8 @@ def ensure(model: str, rehearsal: bool) -> Path:
     """The folder of a model, written by another process if need be: this one may have another framework on the GPU."""
     folder = place(model, rehearsal)
     if not is_complete(folder):
-        words = [sys.executable, __file__, "--child", f"prepare-{model}", *["--rehearse"] * rehearsal]
-        with tempfile.TemporaryDirectory() as rows:
-            check_child(f"writing the weights of {model}", [*words, "--rows", rows])
+        words = [sys.executable, "-c", f"import lora_peft; lora_peft.prepare({model!r}, {rehearsal})"]
+        check_child(f"writing the weights of {model}", words, cwd=Path(__file__).parent)
     return folder
 
 
