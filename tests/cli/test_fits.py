@@ -12,6 +12,7 @@ import pytest
 from lowtide.memory import MemoryReport
 
 
+@pytest.mark.processes
 @pytest.mark.tpu_aot
 def test_a_row_a_target_and_a_failing_one_does_not_stop_the_others(lowtide: Any, folder: Path) -> None:
     targets = ("--target", "v5e:2x2", "--target", "v9", "--target", "cpu")
@@ -30,6 +31,7 @@ def test_a_row_a_target_and_a_failing_one_does_not_stop_the_others(lowtide: Any,
     assert rows["cpu"]["device_bytes"] == MemoryReport.from_json(folder / "c.json").device_bytes
 
 
+@pytest.mark.processes
 def test_a_models_folder_is_a_job(lowtide: Any, tiny_model_dir: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_bytes((Path(tiny_model_dir) / "config.json").read_bytes())  # no weights
     settings = ("--set", "rank=4", "--set", "batch_size=2", "--set", "seq_len=16", "--budget", "1 GiB")
@@ -40,6 +42,7 @@ def test_a_models_folder_is_a_job(lowtide: Any, tiny_model_dir: str, tmp_path: P
     assert status != 0 and "batch_size" in errors
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("budget", "status", "verdict"), [("1 KiB", 1, "no"), pytest.param("1 GiB", 0, "yes", marks=pytest.mark.slow)]
 )
@@ -49,6 +52,7 @@ def test_the_exit_status_says_whether_it_fits_a_budget(budget: str, status: int,
     assert re.search(rf"cpu .* {verdict} ", printed)
 
 
+@pytest.mark.processes
 def test_when_every_target_fails_by_a_mistake_it_is_told_once(lowtide: Any) -> None:
     status, printed, errors = lowtide("fits", "train.py:nope", "--target", "cpu", "--target", "here")
     assert status == 2
@@ -56,6 +60,7 @@ def test_when_every_target_fails_by_a_mistake_it_is_told_once(lowtide: Any) -> N
     assert printed == ""
 
 
+@pytest.mark.processes
 def test_users_code_that_fails_is_shown(lowtide: Any) -> None:
     status, printed, errors = lowtide("fits", "train.py:broken", "--target", "cpu")
     assert status == 1
@@ -95,6 +100,7 @@ def test_the_largest_size_is_compiled_and_so_is_the_next(lowtide: Any, folder: P
     assert re.search(rf"{row['answer']:,} .*yes <-", printed)
 
 
+@pytest.mark.processes
 @pytest.mark.slow
 def test_several_targets_get_their_largest_size_each(lowtide: Any) -> None:
     flags = ("--largest", "batch", "--budget", "4 MiB", "--multiple-of", "64", "--maximum", "512")
@@ -105,6 +111,7 @@ def test_several_targets_get_their_largest_size_each(lowtide: Any) -> None:
     assert "near misses" in errors
 
 
+@pytest.mark.processes
 @pytest.mark.skipif(not Path("/proc/self").exists(), reason="needs a file system that refuses new files")
 @pytest.mark.parametrize("more", [(), ("--largest", "batch", "--maximum", "2")])
 def test_a_table_that_cannot_be_written_is_an_error(more: tuple[str, ...], lowtide: Any) -> None:
@@ -114,6 +121,7 @@ def test_a_table_that_cannot_be_written_is_an_error(more: tuple[str, ...], lowti
     assert "/proc/rows.json: cannot be written" in errors
 
 
+@pytest.mark.processes
 def test_what_the_users_code_prints_is_not_the_error(lowtide: Any, folder: Path) -> None:
     source = (folder / "train.py").read_text()
     lines = "def loud():\n    import sys\n    print('error none at all', file=sys.stderr)\n    raise KeyError('k')\n"

@@ -195,6 +195,7 @@ def test_damaged_files_are_errors(inspect, model_dir, tmp_path):
     assert "is no name of a file in this folder" in inspect(model_dir)[2]
 
 
+@pytest.mark.processes
 def test_a_file_and_an_unknown_path_need_no_jax(tmp_path):
     save_file({"a": np.zeros(3, np.float32)}, tmp_path / "x.safetensors")
     code = (

@@ -58,6 +58,7 @@ print(json.dumps([naive.by_role["outputs"], ours.by_role["outputs"], ours.device
 """
 
 
+@pytest.mark.processes
 @pytest.mark.slow  # in small the programs of LoRA have the same bytes below
 def test_gradients_of_thirty_four_layers_on_the_cpu() -> None:
     # With XLA's own order of operations: that of the tests, which is another, needs 4 MiB.

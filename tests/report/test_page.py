@@ -26,6 +26,7 @@ MISSING = [
     if not there
 ]
 pytestmark = [
+    pytest.mark.processes,
     pytest.mark.slow,
     pytest.mark.skipif(bool(MISSING), reason=f"needs {', '.join(MISSING)}: install chromium-driver and the dev extra"),
     # Of selenium's own making, on some versions of Python.

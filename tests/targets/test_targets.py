@@ -257,6 +257,7 @@ def test_sharded_step_compiles_without_nccl(name: str, grid: tuple[int, int]) ->
     assert "all-reduce" in program.as_text()
 
 
+@pytest.mark.processes
 @pytest.mark.gpu_aot
 @pytest.mark.tpu_aot
 @pytest.mark.parametrize(
