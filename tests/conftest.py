@@ -7,8 +7,10 @@ import gc
 import importlib.util
 import os
 import shutil
+import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 # Set before JAX is imported. `JAX_PLATFORMS=cuda,cpu pytest -m gpu` runs the GPU tests.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -111,6 +113,7 @@ def _reason_to_skip(marker: str) -> str | None:
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
+    started.clear()
     for marker in ("tpu_aot", "gpu_aot", "gpu", "peers"):
         if item.get_closest_marker(marker) and (reason := _reason_to_skip(marker)):
             pytest.skip(reason)
@@ -121,6 +124,36 @@ def peer(request: pytest.FixtureRequest) -> Iterator[peers.Peer]:
     """Answers of other software, recorded or live."""
     with peers.peer_of(request) as answers:
         yield answers
+
+
+HELPERS = {"bash", "git", "ldd", "lscpu", "uname"}
+"""Programs that a test starts without the marker `processes`: they answer at once."""
+UNMARKED = {"test_project.py", "test_examples.py", "test_gpu.py"}
+"""Files whose tests start processes in the lane of the CPU."""
+started: list[str] = []
+"""Commands that the current test has started, `HELPERS` left out."""
+
+
+def _note_start(event: str, arguments: tuple[Any, ...]) -> None:
+    if event == "os.fork":
+        started.append(event)
+    elif event == "subprocess.Popen":
+        words = [os.fsdecode(word) for word in arguments[1]]
+        # Lowtide reads tokenizers and chat templates in an isolated Python (-I), which imports almost nothing.
+        if Path(words[0]).name not in HELPERS and "-I" not in words:
+            started.append(" ".join(words)[:200])
+
+
+sys.addaudithook(_note_start)
+
+
+@pytest.fixture(autouse=True)
+def processes_are_marked(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Fail a test that starts a process in the wrong lane: markers alone select the lane."""
+    yield
+    markers = map(request.node.get_closest_marker, ("processes", "peers", "rehearsal", "gpu"))
+    if started and request.path.name not in UNMARKED and not any(markers):
+        pytest.fail(f"the test starts a process and has no marker: add @pytest.mark.processes\n  {started[0]}", False)
 
 
 MANY_MAPS = 20_000
