@@ -299,7 +299,7 @@ def _pack(entry: Any) -> str:
 
 
 def _unpack(text: str) -> Any:
-    return json.loads(text if text.startswith("{") else zlib.decompress(base64.b64decode(text)))
+    return json.loads(zlib.decompress(base64.b64decode(text)))
 
 
 @functools.lru_cache(maxsize=2)
