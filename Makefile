@@ -26,7 +26,7 @@ finetune: $(VENV)/.installed-run ## Tune the embedded model with LoRA; ARGS="--s
 
 test: lint pytest ## Lint, check types and layers, and run the fast tests: ten minutes at most.
 
-# Every test that runs here; the others need other libraries, a GPU, or half an hour.
+# Tests that run anywhere; the others need other libraries, a GPU, or half an hour.
 LOCAL := not peers and not gpu and not rehearsal
 # A sentinel is a slow test, or one that compiles for an absent chip, that stands for others of its kind.
 FAST := $(LOCAL) and (sentinel or not (slow or tpu_aot or gpu_aot))
@@ -91,9 +91,9 @@ docs: $(VENV)/.installed-docs ## Run stale pages, build site/; ALL=1 runs all pa
 # Ray by itself: its clusters find each other on a machine, and its patience does not grow with what runs beside it.
 RAY := tests/integration/test_ray.py
 
-peers: $(VENV)/.installed-peers ## Ask torch, transformers and PEFT anew, compare with what is recorded; train on Ray.
+peers: $(VENV)/.installed-peers ## Ask torch, transformers and PEFT anew and compare with the recordings; train on Ray.
 	@mkdir -p $(LOGS)
-	set -o pipefail; $(PYTEST) -n 2 -m peers $(PYTEST_ARGS) --ignore $(RAY) 2>&1 | tee $(LOGS)/peers.log
+	set -o pipefail; $(PYTEST) -n 2 -m "recorded or peers" --peers=live $(PYTEST_ARGS) --ignore $(RAY) 2>&1 | tee $(LOGS)/peers.log
 	set -o pipefail; $(BIN)/python -m pytest -m peers $(RAY) 2>&1 | tee $(LOGS)/ray.log
 
 versions: $(VENV)/.installed-dev ## Run the tests with every Python that is here, oldest and newest JAX (nox).
