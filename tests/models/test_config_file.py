@@ -109,6 +109,8 @@ def test_what_a_file_leaves_out_is_its_familys_default() -> None:
     assert config.windows[:7] == (1024,) * 5 + (None, 1024) and config.eos_token_id == (1, 106)
     mixtral = config_from_hf(PUBLISHED["mixtral-8x7b"], "config.json")
     assert mixtral.experts.num_experts_per_token == 2 and mixtral.experts.normalize and mixtral.sliding_window is None
+    llama = {name: value for name, value in FILES["llama"].items() if name != "num_key_value_heads"}
+    assert config_from_hf(llama, "config.json").num_kv_heads == llama["num_attention_heads"] > 1
 
 
 def test_both_names_of_the_number_of_experts_are_read() -> None:

@@ -19,6 +19,7 @@ import pytest
 
 from lowtide.core import StateError
 from lowtide.train import Callback
+from lowtide.train._step import TrainState
 
 STEPS = 6
 SLOW = pytest.mark.slow
@@ -240,6 +241,26 @@ def test_a_callback_that_closes_over_the_model(subjects: Any, kind: str) -> None
     subjects.assert_same(subject.weights(trainer), subjects.reference(kind, 3))
     trainer.fit(subjects.batches(), num_steps=STEPS)
     subjects.assert_same(subject.weights(trainer), subjects.reference(kind, STEPS))
+
+
+def test_a_state_that_cannot_be_read_is_given_up(subjects: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU returns arrays before it has computed them: when the step fails they exist, and reading them raises."""
+    subject, wait = subjects.Subject("plain"), jax.block_until_ready
+    trainer = subject.trainer()
+
+    def fail(tree: Any) -> Any:
+        if isinstance(tree, TrainState):
+            raise jax.errors.JaxRuntimeError("INTERNAL: planted")
+        return wait(tree)
+
+    monkeypatch.setattr(jax, "block_until_ready", fail)
+    with pytest.raises(RuntimeError, match="planted in step 3") as raised:
+        trainer.fit(
+            subjects.batches(), callbacks=[At("on_step_end", 3, RuntimeError("planted in step 3"))], num_steps=STEPS
+        )
+    monkeypatch.setattr(jax, "block_until_ready", wait)
+    assert "back at step 0" in raised.value.__notes__[-1]
+    subjects.assert_same(subject.weights(trainer), subjects.reference("plain", 0))
 
 
 def test_without_a_copy_the_error_says_that_the_state_is_gone(subjects: Any) -> None:
