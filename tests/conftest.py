@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import gc
 import importlib.util
@@ -65,10 +66,19 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--peers", choices=peers.MODES, default=peers.MODES[0], help="where answers of peers come from")
 
 
+collected = collections.Counter[str]()
+"""Number of collected cases of each test function."""
+
+
 def pytest_itemcollected(item: pytest.Item) -> None:
-    """Mark tests with recorded answers, so that `make peers` can select them."""
+    """Mark tests with recorded answers, so that `make peers` can select them, and the cases after `slow_after`."""
     if "peer" in getattr(item, "fixturenames", ()):
         item.add_marker("recorded")
+    function = item.nodeid.partition("[")[0]
+    collected[function] += 1
+    marker = item.get_closest_marker("slow_after")
+    if marker and collected[function] > marker.args[0]:
+        item.add_marker("slow")
 
 
 def pytest_configure(config: pytest.Config) -> None:
