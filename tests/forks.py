@@ -20,7 +20,7 @@ CONTEXT.set_forkserver_preload(
 
 
 class Forked:
-    """A script (``*.py``) or a module in a process of its own.
+    """A script (``*.py``) or a module in a separate process.
 
     Args:
         argv: the script or the module, and its arguments.

@@ -1,4 +1,4 @@
-"""Analysis in a process of its own: the same report, and failures that come back as what they were."""
+"""Analysis in a separate process: the same report, and failures that come back as what they were."""
 
 from __future__ import annotations
 

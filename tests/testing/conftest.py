@@ -1,4 +1,4 @@
-"""Runs of pytest with the plugin, each in a process of its own."""
+"""Runs of pytest with the plugin, each in a separate process."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def step(w, x):
 
 @pytest.fixture
 def run(pytester: pytest.Pytester, fork: Any) -> Any:
-    """Run pytest with the plugin on a test file, in a process of its own: JAX cannot be imported twice in one."""
+    """Run pytest with the plugin on a test file, in a separate process: JAX cannot be imported twice in one."""
 
     def run(body: str, *arguments: str, name: str = "test_user") -> pytest.RunResult:
         pytester.makepyfile(**{name: HEADER + body})

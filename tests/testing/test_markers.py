@@ -1,4 +1,4 @@
-"""Which marker counts, and inputs that must not be passed over, in pytest runs of their own."""
+"""Which marker counts, and inputs that must not be passed over, in separate runs of pytest."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The pytest plugin, in pytest runs of its own: what passes, what fails, and what the failures say."""
+"""The pytest plugin, in separate runs of pytest: what passes, what fails, and what the failures say."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Behaviour of the trainer in a process of its own, because other tests would disturb it or be disturbed.
+"""Behaviour of the trainer in a separate process, because other tests would disturb it or be disturbed.
 
 Every test reads its answer from one process: the start costs more than what is asked.
 """
