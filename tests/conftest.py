@@ -136,7 +136,7 @@ def peer(request: pytest.FixtureRequest) -> Iterator[peers.Peer]:
         yield answers
 
 
-HELPERS = {"bash", "git", "ldd", "lscpu", "uname"}
+HELPERS = {"bash", "git", "ldd", "lscpu", "nvidia-smi", "uname"}
 """Programs that a test starts without the marker `processes`: they answer at once."""
 UNMARKED = {"test_project.py", "test_examples.py", "test_gpu.py"}
 """Files whose tests start processes in the lane of the CPU."""
