@@ -26,7 +26,7 @@ pytestmark = [
 ]
 
 ADAPTED = {"phi3": ("**/qkv_proj", "**/o_proj", "**/gate_up_proj"), "olmo2": ("layers/**/*_proj",)}
-# The other kinds have no switch of their own in the backward pass: rotary frequencies are constants there.
+# The backward pass of every other kind has the same code: rotary frequencies are constants.
 WITH_GRADIENTS = ["llama", "gemma2", "gemma3_text", "phi3", "olmo2", "mixtral", "qwen3_moe", "gpt_oss"]
 
 
