@@ -138,8 +138,6 @@ def peer(request: pytest.FixtureRequest) -> Iterator[peers.Peer]:
 
 HELPERS = {"bash", "git", "ldd", "lscpu", "nvidia-smi", "uname"}
 """Programs that a test starts without the marker `processes`: they answer at once."""
-UNMARKED = {"test_project.py", "test_examples.py", "test_gpu.py"}
-"""Files whose tests start processes in the lane of the CPU."""
 started: list[str] = []
 """Commands that the current test has started, `HELPERS` left out."""
 
@@ -162,7 +160,7 @@ def processes_are_marked(request: pytest.FixtureRequest) -> Iterator[None]:
     """Fail a test that starts a process in the wrong lane: markers alone select the lane."""
     yield
     markers = map(request.node.get_closest_marker, ("processes", "peers", "rehearsal", "gpu"))
-    if started and request.path.name not in UNMARKED and not any(markers):
+    if started and not any(markers):
         pytest.fail(f"the test starts a process and has no marker: add @pytest.mark.processes\n  {started[0]}", False)
 
 

@@ -248,6 +248,7 @@ def loaded_by(program: str) -> set[str]:
     return set(json.loads(output.splitlines()[-1]))
 
 
+@pytest.mark.processes
 def test_importing_lowtide_imports_no_optional_package() -> None:
     # JAX itself looks for its plugins.
     loaded = loaded_by("import lowtide, lowtide.cli; lowtide.Trainer, lowtide.memory") - loaded_by(
@@ -266,6 +267,7 @@ COMMANDS = [
 ]
 
 
+@pytest.mark.processes
 def test_commands_that_need_no_jax_start_without_it() -> None:
     """An answer about what there is takes a fraction of a second. One process tries all commands in turn."""
     commands = ["--help", "--version", "targets", "schedule gpipe --stages 4 --microbatches 8"]
@@ -284,6 +286,7 @@ print(json.dumps(loaded_by))
     assert json.loads(output.splitlines()[-1]) == {command: [] for command in commands}
 
 
+@pytest.mark.processes
 def test_a_trainer_loads_what_it_needs_when_it_needs_it() -> None:
     assert loaded_by("import lowtide; lowtide.Trainer, lowtide.memory.analyze").isdisjoint(HEAVY | {"rich", "wcmatch"})
 

@@ -46,6 +46,7 @@ def script_of(example: Path, folder: Path) -> Path:
 
 
 @pytest.mark.slow
+@pytest.mark.processes
 @pytest.mark.parametrize("example", [path for path in EXAMPLES if path not in ON_PAGES], ids=lambda path: path.stem)
 @pytest.mark.usefixtures("little_optimized")
 def test_an_example_runs(example: Path, tmp_path: Path) -> None:

@@ -322,6 +322,7 @@ print(json.dumps({{**found, "roles": dict(report.peak_by_role), "argument": repo
 """
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("platforms", "width"), [("cpu", 32), pytest.param("cuda,cpu", 2048, marks=pytest.mark.gpu)], ids=["cpu", "gpu"]
 )
