@@ -28,8 +28,8 @@ test: lint pytest ## Lint, check types and layers, and run the fast tests: ten m
 
 # Tests that run anywhere; the others need other libraries, a GPU, or half an hour.
 LOCAL := not peers and not gpu and not rehearsal
-# A sentinel is a slow test, or one that compiles for an absent chip, that stands for others of its kind.
-FAST := $(LOCAL) and (sentinel or not (slow or tpu_aot or gpu_aot))
+# A sentinel is a slow test that stands for others of its kind.
+FAST := $(LOCAL) and (sentinel or not slow)
 # In `make test-all` some tests of numbers, and the examples of docstrings, run as users compile them.
 OPTIMIZED := tests/core/test_grad.py tests/core/test_accumulate.py tests/losses tests/adapters/test_lora.py \
 	tests/models/test_llama.py tests/test_project.py

@@ -123,6 +123,7 @@ EAGER = ("x @ w", "scan over layers", "cond")
 """Also without jit."""
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_a_program_is_that_of_the_merged_weight(program: str) -> None:
     grads = assert_same(PROGRAMS[program], of_arrays(), X, is_eager_too=program in EAGER)
@@ -194,6 +195,7 @@ def of_equinox() -> tuple[Any, Any, Callable[..., Any]]:
     return arrays, "**/weight", lambda arrays, x: jnp.mean(jax.vmap(eqx.combine(arrays, static))(x) ** 2)
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("library", [of_nnx, of_a_recurrence_of_nnx, of_keras, of_equinox])
 def test_models_of_other_libraries_as_they_are(library: Any) -> None:
     params, targets, loss = library()
@@ -277,6 +279,7 @@ def test_weights_that_are_divided() -> None:
     assert_same(scanned, placed, x)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", ["nf4", "int8"])
 def test_adapters_of_quantised_weights(form: str) -> None:
     base, x = {"w": drawn(64, 64), "stack": drawn(3, 64, 64) / 8}, drawn(5, 64)

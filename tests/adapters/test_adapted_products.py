@@ -207,6 +207,7 @@ def multiplied_out(fn: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
+@pytest.mark.slow_after(2)
 @pytest.mark.parametrize("case", DIVIDED)
 def test_results_are_divided_as_a_product_says(explicit: Any, case: str) -> None:
     shape, of_w, of_x, to, program = DIVIDED[case]

@@ -45,6 +45,7 @@ def adapted(model: models.Decoder, **options: Any) -> models.Decoder:
     return map_with_paths(lambda p, x: draw(p, x) if "lora_" in p else x, lora.add(model, config, key=KEY))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("format", [None, "int8"])
 def test_rows_are_those_of_the_weight_multiplied_out(format: str | None) -> None:
     plain = base() if format is None else lt.quantize(base(), "outer/embed", format)

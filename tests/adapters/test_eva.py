@@ -50,6 +50,7 @@ def config(**options: Any) -> lora.Config:
     return lora.Config(**({"rank": RANK, "targets": "w"} | options))
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("format", [None, "int8"])
 def test_each_layer_of_a_stack_has_the_vectors_of_its_inputs(format: str | None) -> None:
     base = {"w": W} if format is None else lt.quantize({"w": W}, "w", format)

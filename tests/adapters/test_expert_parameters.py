@@ -43,6 +43,7 @@ def make(folder: Path, family: str, **options: Any) -> dict[str, np.ndarray]:
     return tensors
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
 def test_a_parameter_of_a_file_is_that_sum_of_products_here(family: str, tmp_path: Path) -> None:
     tensors = make(tmp_path, family)

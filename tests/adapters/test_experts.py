@@ -85,6 +85,7 @@ def test_values_and_gradients_are_those_of_weights_multiplied_out(family: str) -
     assert not made & {"add", "mul", "dot_general", "add_any", "dynamic_update_slice", "while"}, made
 
 
+@pytest.mark.slow
 def test_experts_on_many_devices_are_those_of_one() -> None:
     experts: Any = KINDS["mixtral"].experts
     layers = adapted("mixtral").layers

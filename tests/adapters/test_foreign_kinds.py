@@ -101,6 +101,7 @@ def _mixture() -> Parts:
 MODELS = {"a ViT": _vit, "an LSTM": _lstm, "a convolutional net": _convolutions, "a mixture": _mixture}
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("name", list(MODELS))
 def test_it_trains_comes_back_and_merges(name: str, tmp_path: Path) -> None:
     params, plain, config, x = MODELS[name]()

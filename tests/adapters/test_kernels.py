@@ -72,6 +72,7 @@ def filled(model: Any) -> Any:
 KERNELS = ["image/kernel", "sequence/kernel", "attention/*/kernel", "table/embedding", "dense/kernel"]
 
 
+@pytest.mark.slow
 def test_values_and_gradients_are_those_of_the_merged_model() -> None:
     params, fn = mixed()
     model = lt.lora.add(params, lt.lora.Config(rank=2, alpha=1.0, targets=KERNELS), key=KEY, fn=fn, args=(IMAGES, IDS))
@@ -201,6 +202,7 @@ def test_a_convolutional_net_trains_and_no_kernel_is_ever_made() -> None:
     assert set(made) <= {"rev", "transpose", "jit", "pjit"}, made
 
 
+@pytest.mark.slow_after(2)
 @pytest.mark.parametrize(
     ("form", "quantised"),
     [*((form, False) for form in ("x @ w", "x @ w.T", "einsum", "convolution", "rows")), ("x @ w", True)],
@@ -254,6 +256,7 @@ def test_what_scales_inputs_or_outputs_is_refused_for_a_weight_in_by_out_when_it
     assert lt.adapted(lambda p, x: x @ p["w"].T)(turned, jnp.ones((2, 6))).shape == (2, 8)
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("mapped", [False, True])
 def test_an_embedding_of_equinox_takes_an_adapter(mapped: bool) -> None:
     embedding = eqx.nn.Embedding(11, 8, key=KEY)

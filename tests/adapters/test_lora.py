@@ -99,6 +99,7 @@ def build(case, dtype=jnp.float32, rank=2, alpha=6.0):
 
 
 class TestParity:
+    @pytest.mark.slow_after(1)
     @pytest.mark.parametrize(("case", "jit"), [("flat", False), ("flat", True), ("stacked", True)])
     def test_value_and_gradients_equal_those_of_the_dense_weight(self, case, jit):
         model, loss_fn = build(case)
@@ -111,6 +112,7 @@ class TestParity:
         assert jax.tree.structure(grads) == jax.tree.structure(want_grads) == jax.tree.structure(trainable)
         jax.tree.map(lambda got, want: np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-6), grads, want_grads)
 
+    @pytest.mark.slow_after(1)
     @pytest.mark.parametrize("case", CASES)
     def test_gradient_of_the_base_equals_that_of_the_dense_weight(self, case):
         model, loss_fn = build(case)
@@ -158,6 +160,7 @@ class TestParity:
         np.testing.assert_allclose(jax.jit(linear)(x, node), x @ (w + 1.5 * b @ a).T, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("compute", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("base", [jnp.float32, jnp.bfloat16])
@@ -218,6 +221,7 @@ class TestTree:
         assert is_node(model["q_proj"]["weight"])
         assert not is_node(model["head"]["weight"])
 
+    @pytest.mark.slow
     def test_an_equinox_module_keeps_its_type(self):
         mlp = eqx.nn.MLP(4, 4, 8, 1, key=KEY)
         model = lora.add(mlp, lora.Config(rank=2, targets="layers/*"), key=KEY)
@@ -234,11 +238,13 @@ class TestTree:
         assert jax.eval_shape(lambda: concrete) == model
         assert jax.eval_shape(lora.merge, model) == lora.merge(model) == shapes
 
+    @pytest.mark.slow
     def test_add_under_jit(self):
         config = lora.Config(rank=2, targets="**/q_proj")
         got = jax.jit(lambda model: lora.add(model, config, key=KEY))(stacked_model())
         jax.tree.map(np.testing.assert_array_equal, got, lora.add(stacked_model(), config, key=KEY))
 
+    @pytest.mark.slow
     def test_merge_keeps_a_sharded_layer_axis(self):
         mesh = jax.sharding.Mesh(np.array(jax.devices()), ("layers",))
         sharding = jax.sharding.NamedSharding(mesh, jax.P("layers"))
@@ -367,6 +373,7 @@ class TestBytes:
 
     config = lora.Config(rank=16, targets="**/q_proj")
 
+    @pytest.mark.slow_after(1)
     @pytest.mark.parametrize("tpu", [False, pytest.param(True, marks=pytest.mark.tpu_aot)], ids=["cpu", "v5e"])
     def test_one_weight(self, tpu):
         model = lora.add(abstract_single(jnp.float32), self.config, key=KEY)
@@ -378,6 +385,7 @@ class TestBytes:
             naive = value_and_grad(lambda m, x: single_loss(dense(m), x), wrt="**/lora_*")
             assert compiled_bytes(naive, model, x)[1] >= MATRIX_BYTES
 
+    @pytest.mark.slow
     def test_a_scanned_stack_on_cpu(self):
         """XLA copies the layer's slice out of the stack; the adapter adds no second array of its size."""
         base = abstract_stack(jnp.float32)
@@ -389,6 +397,7 @@ class TestBytes:
         assert temp < 1.5 * MATRIX_BYTES
         assert temp < dense_temp + MATRIX_BYTES / 4
 
+    @pytest.mark.slow
     @pytest.mark.tpu_aot
     @pytest.mark.parametrize("dora", [False, True], ids=["LoRA", "DoRA"])
     def test_a_scanned_stack_on_a_tpu(self, dora):
@@ -400,6 +409,7 @@ class TestBytes:
         assert out <= tree_bytes(partition(model, "**/lora_*")[0]) + 4096
         assert temp < MATRIX_BYTES / 16
 
+    @pytest.mark.slow_after(2)
     @pytest.mark.parametrize(
         ("dtype", "tpu"),
         [(jnp.float32, False), (jnp.bfloat16, False), pytest.param(jnp.bfloat16, True, marks=pytest.mark.tpu_aot)],

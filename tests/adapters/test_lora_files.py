@@ -411,6 +411,7 @@ class TestBadFiles:
         self.refuse(directory, r"layers\.0\.self_attn\.q_proj\.lora_A\.weight does not fit\n.*\[1048576, 4\]")
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("rslora", [False, True])
 def test_layers_of_different_rank_and_alpha_are_one_stack_and_come_back(tmp_path, rslora):
     config = lora.Config(rank=3, alpha=6.0, targets="**/{q,v}_proj", rslora=rslora)

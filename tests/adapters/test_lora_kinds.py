@@ -96,6 +96,7 @@ def dense(node: Any) -> jax.Array:
 DENSE = jax.jit(dense)
 
 
+@pytest.mark.slow_after(2)
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_values_and_gradients_equal_those_of_the_dense_weight_and_merge(kind: str) -> None:
     fresh = lora.add(base(), CONFIGS[kind], key=KEY)
@@ -140,6 +141,7 @@ def test_weight_at_x_of_one_matrix(kind: str) -> None:
         np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow_after(8)
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_files_keep_the_adapter_and_its_gradient(kind: str, tmp_path: Any) -> None:
     model = build(kind)
@@ -162,6 +164,7 @@ def test_files_keep_the_adapter_and_its_gradient(kind: str, tmp_path: Any) -> No
     jax.tree.map(np.testing.assert_array_equal, step(again, X), step(model, X))
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("kind", ["LoRA", "DoRA", "VeRA"])
 def test_dropout_is_the_same_for_one_key_and_right_on_average(kind: str) -> None:
     model = build(kind)

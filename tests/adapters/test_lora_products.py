@@ -79,6 +79,7 @@ QUICK = {
 }
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in WORKING]
 )

@@ -43,6 +43,7 @@ def outputs(model: Any, x: Any = X) -> Any:
     return jax.lax.scan(lambda _, w: (None, linear(x, w)), None, model["w"])[1]
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize(
     ("init", "rslora"), [("pissa", False), ("pissa", True), ("olora", False), ("orthogonal", True)]
 )
@@ -116,6 +117,7 @@ def test_orthogonal_factors_have_no_product() -> None:
     assert [float(np.std(leaf)) for leaf in (node.lora_a, node.lora_b)] == pytest.approx([0.07, 0.07], rel=0.2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", ["nf4", "int4"])
 def test_loftq_adds_what_quantisation_lost(form: str) -> None:
     config = lora.Config(rank=RANK, alpha=6, targets="w", layers=[0, 2])

@@ -62,6 +62,8 @@ LOSS = jax.jit(loss)
 
 
 class TestValues:
+    @pytest.mark.sentinel
+    @pytest.mark.slow
     def test_it_starts_as_no_change_and_its_gradients_are_those_of_the_array(self) -> None:
         fresh = added(**SAVED, bias="all")
         whole = [each.path for each in lora.report(fresh).matched if each.kind == "trained whole"]

@@ -109,6 +109,7 @@ def assert_equal(found: Any, expected: Any) -> None:
         assert scale > 0, path
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("fn", [plain, recomputed])
 def test_scan_jit_and_checkpoint(fn: Any, expected: Any) -> None:
     grad = lt.value_and_grad(lt.adapted(fn), "**/lora_*")
@@ -137,6 +138,7 @@ def test_eight_devices(expected: Any) -> None:
 STACK = lt.LayerStack(first, lt.adapted(block), last)
 
 
+@pytest.mark.slow
 def test_a_pipeline(expected: Any) -> None:
     mesh = jax.make_mesh((4,), ("stage",), axis_types=(jax.sharding.AxisType.Auto,))
     schedule = lt.pipeline.schedule("zb-h1", num_stages=4, num_microbatches=4)
@@ -243,6 +245,7 @@ def of_keras() -> Library:
     return Library(params, loss, "*", lambda path: (int(path[0]), path.split("/")[0].split(":")[1]), True)
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("make", [of_equinox, of_nnx, of_keras])
 def test_a_library_has_the_gradients_of_plain_functions(make: Any, expected: Any) -> None:
     library: Library = make()

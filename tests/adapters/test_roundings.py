@@ -64,6 +64,7 @@ def rounded(model: Any) -> Any:
 
 
 # JAX convolves operands of one dtype.
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize(
     ("case", "of_x"), [*((case, HALF) for case in PRODUCTS), *((case, WIDE) for case in PRODUCTS if "conv" not in case)]
 )
@@ -81,6 +82,7 @@ def test_the_base_is_rounded_and_factors_are_not(case: str, of_x: Any) -> None:
         np.testing.assert_allclose(one, other, rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.slow_after(5)
 @pytest.mark.parametrize("kind", ["int8", "nf4", "LoRA on int8", "DoRA", "(IA)³", "VeRA"])
 def test_so_is_that_of_other_kinds(kind: str) -> None:
     of, shape, product = PRODUCTS["a matrix [out, in]"]
@@ -115,6 +117,7 @@ def _b(model: Any) -> Any:
     return model["w"].lora_b
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("wider", [True, False])
 def test_layers_of_flax_in_mixed_precision_begin_as_the_base(wider: bool) -> None:
     options: Any = {"preferred_element_type": WIDE} if wider else {}

@@ -43,6 +43,8 @@ def adapted(seed: int, kind: str = "LoRA", base: Any = BASE) -> Any:
     return map_with_paths(drawn, lora.add(base, CONFIGS[kind], key=KEY))
 
 
+@pytest.mark.sentinel
+@pytest.mark.slow
 def test_switching_copies_nothing_and_compiles_nothing(compilations: Any) -> None:
     whole = {name: adapted(seed) for seed, name in enumerate(("one", "two"))}
     adapters = {name: lora.split(model)[0] for name, model in whole.items()}
@@ -64,6 +66,7 @@ def test_switching_copies_nothing_and_compiles_nothing(compilations: Any) -> Non
     assert jax.tree.structure(lora.split(attached)) == jax.tree.structure((adapters["two"], BASE))
 
 
+@pytest.mark.slow_after(2)
 @pytest.mark.parametrize("kind", list(CONFIGS))
 def test_what_is_merged_comes_off_again(kind: str) -> None:
     model = adapted(1, kind)
@@ -83,6 +86,7 @@ def test_what_is_merged_comes_off_again(kind: str) -> None:
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), lora.unmerge(merged, adapter), BASE)
 
 
+@pytest.mark.slow
 def test_a_convolution_of_equinox_keeps_several_and_a_quantised_base_too() -> None:
     conv, x = eqx.nn.Conv2d(3, 5, 3, key=KEY), jnp.asarray(np.random.default_rng(0).normal(size=(3, 8, 8)), jnp.float32)
     fn = jax.jit(lt.adapted(lambda conv, x: jnp.sum(conv(x) ** 2)))
@@ -99,6 +103,7 @@ def test_a_convolution_of_equinox_keeps_several_and_a_quantised_base_too() -> No
     np.testing.assert_array_equal(LOGITS(again, TOKENS), LOGITS(model, TOKENS))
 
 
+@pytest.mark.slow
 def test_sums_are_of_one_base_and_of_kernels_alike() -> None:
     first, second = adapted(0), adapted(1)
     copied = jax.tree.map(jnp.copy, second)

@@ -51,6 +51,7 @@ def _write(path, *lines):
     return path
 
 
+@pytest.mark.slow
 def test_a_model_with_such_a_token_is_used_where_no_text_has_it(lowtide, model_dir, tmp_path):
     status, said = lowtide("inspect", model_dir)
     assert status == 0 and "301 tokens" in said

@@ -40,6 +40,8 @@ def _wanted(model, stream, seq_len):
     return float(np.mean(np.concatenate(losses), dtype=np.float64))
 
 
+@pytest.mark.sentinel
+@pytest.mark.slow
 def test_loss_is_the_mean_over_all_tokens(evaluate, tiny_model_dir, tmp_path):
     base, tokenizer = models.load(tiny_model_dir), models.load_tokenizer(tiny_model_dir)
     adapted = lora.add(base, lora.Config(rank=2, targets="**/q_proj"), key=jax.random.key(0))
@@ -59,6 +61,7 @@ def test_loss_is_the_mean_over_all_tokens(evaluate, tiny_model_dir, tmp_path):
     assert evaluate()[1]["results"][0]["loss"] != pytest.approx(row["loss"])
 
 
+@pytest.mark.slow
 def test_of_records_completions_count(evaluate, tiny_model_dir, tmp_path, monkeypatch):
     monkeypatch.setenv("LOWTIDE_CACHE", str(tmp_path / "cache"))
     pairs = [("the tide", " goes out and in"), ("and", " the"), ("out", " goes the tide")]
@@ -107,6 +110,7 @@ def test_what_routers_are_trained_by_is_no_part_of_it():
     assert text_loss(model, stream, seq_len=8, batch_size=2).loss == pytest.approx(_wanted(model, stream, 8), abs=1e-6)
 
 
+@pytest.mark.slow
 def test_what_fills_up_a_row_is_no_part_of_its_length():
     sizes = {"vocab_size": 40, "hidden_size": 16, "intermediate_size": 12, "num_layers": 1, "num_heads": 2}
     scaling = models.RopeScaling(rope_type="dynamic", factor=4.0)

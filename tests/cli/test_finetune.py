@@ -54,6 +54,8 @@ def _records(out: Path):
     return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.sentinel
+@pytest.mark.slow
 def test_a_run_learns_writes_its_files_and_says_where_the_bytes_went(finetune, tmp_path, tiny_model_dir):
     status, printed, _ = finetune("--steps", "100", "--config", _config(tmp_path, learning_rate=2e-2, sample_tokens=8))
     assert status == 0
@@ -80,6 +82,7 @@ def test_a_run_learns_writes_its_files_and_says_where_the_bytes_went(finetune, t
     assert adapted.layers["attn"]["q_proj"]["weight"].lora_b.any()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("flags", [("--compare",), ()], ids=["compare", "plain"])
 def test_the_step_is_compiled_once_and_the_naive_one_after_the_run_where_it_is_asked_for(
     flags, finetune, tmp_path, monkeypatch
@@ -149,6 +152,7 @@ def test_a_full_run_learns_and_writes_a_model(finetune, tmp_path, tiny_model_dir
     assert (_records(out), (out / "model" / "model.safetensors").read_bytes()) == before
 
 
+@pytest.mark.slow
 def test_an_interrupt_saves_the_steps_that_were_taken(finetune, tmp_path, monkeypatch):
     """Whatever the display does with the records that are read on the way out."""
     took, before = Feed.next, signal.getsignal(signal.SIGINT)
@@ -228,6 +232,7 @@ def test_bfloat16_remat_and_microbatches_run(finetune, tmp_path):
     assert "in 2 microbatches" in printed
 
 
+@pytest.mark.slow
 def test_groups_of_layers_learn_what_single_ones_do_and_wait_on_the_host(finetune, tmp_path):
     groups = ("--layers-per-remat", "2", "--offload", "activations")
     assert finetune(out="single")[0] == finetune(*groups, out="groups")[0] == 0
@@ -293,6 +298,7 @@ def test_an_adapter_that_the_model_cannot_use_leaves_nothing_behind(finetune, tm
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_a_loss_that_is_not_finite_stops_the_run(finetune, tmp_path):
     result = finetune("--config", _config(tmp_path, learning_rate=1e30, max_grad_norm=1e30, sample_tokens=0))
     _error(result, "is not finite, so the run was stopped", "learning_rate", "checkpoints are from before")
@@ -327,6 +333,7 @@ def test_rank_zero_and_targets_that_match_nothing_are_named(finetune, tmp_path):
     _error(finetune("--config", _config(tmp_path, targets="**/query")), "'**/query'", "near")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["dora", "ia3", "vera"])
 def test_methods_train_and_an_adapter_goes_on_training(finetune, tmp_path, tiny_model_dir, method):
     size = ("--seq-len", "8", "--batch-size", "4")
@@ -356,6 +363,8 @@ def test_an_unwritable_folder_is_named(finetune, data):
     _error(finetune(out="data.txt/run"), "data.txt/run: cannot be written")
 
 
+@pytest.mark.sentinel
+@pytest.mark.slow
 def test_a_finished_run_is_left_alone_and_only_more_steps_go_on_with_it(finetune, tmp_path):
     assert finetune()[0] == 0
     before = {f: f.read_bytes() for f in (tmp_path / "run").rglob("*") if f.is_file()}

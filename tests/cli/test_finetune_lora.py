@@ -147,6 +147,7 @@ def nodes(tree: Any) -> list[Any]:
     return [node for node in jax.tree.leaves(tree, is_leaf=is_node) if is_node(node)]
 
 
+@pytest.mark.slow
 def test_a_head_and_norms_train_with_the_adapter_are_saved_and_go_on(
     config: Any, tmp_path: Path, tiny_model_dir: Path
 ) -> None:

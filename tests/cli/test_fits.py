@@ -12,6 +12,8 @@ import pytest
 from lowtide.memory import MemoryReport
 
 
+@pytest.mark.sentinel
+@pytest.mark.slow
 @pytest.mark.processes
 @pytest.mark.tpu_aot
 def test_a_row_a_target_and_a_failing_one_does_not_stop_the_others(lowtide: Any, folder: Path) -> None:
@@ -31,6 +33,7 @@ def test_a_row_a_target_and_a_failing_one_does_not_stop_the_others(lowtide: Any,
     assert rows["cpu"]["device_bytes"] == MemoryReport.from_json(folder / "c.json").device_bytes
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_a_models_folder_is_a_job(lowtide: Any, tiny_model_dir: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_bytes((Path(tiny_model_dir) / "config.json").read_bytes())  # no weights
@@ -52,6 +55,7 @@ def test_the_exit_status_says_whether_it_fits_a_budget(budget: str, status: int,
     assert re.search(rf"cpu .* {verdict} ", printed)
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_when_every_target_fails_by_a_mistake_it_is_told_once(lowtide: Any) -> None:
     status, printed, errors = lowtide("fits", "train.py:nope", "--target", "cpu", "--target", "here")
@@ -60,6 +64,7 @@ def test_when_every_target_fails_by_a_mistake_it_is_told_once(lowtide: Any) -> N
     assert printed == ""
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_users_code_that_fails_is_shown(lowtide: Any) -> None:
     status, printed, errors = lowtide("fits", "train.py:broken", "--target", "cpu")
@@ -111,6 +116,7 @@ def test_several_targets_get_their_largest_size_each(lowtide: Any) -> None:
     assert "near misses" in errors
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 @pytest.mark.skipif(not Path("/proc/self").exists(), reason="needs a file system that refuses new files")
 @pytest.mark.parametrize("more", [(), ("--largest", "batch", "--maximum", "2")])
@@ -121,6 +127,7 @@ def test_a_table_that_cannot_be_written_is_an_error(more: tuple[str, ...], lowti
     assert "/proc/rows.json: cannot be written" in errors
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_what_the_users_code_prints_is_not_the_error(lowtide: Any, folder: Path) -> None:
     source = (folder / "train.py").read_text()

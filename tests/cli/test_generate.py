@@ -39,6 +39,8 @@ def _records(path):
     return [json.loads(line) for line in Path(path).read_text().splitlines()]
 
 
+@pytest.mark.sentinel
+@pytest.mark.slow
 def test_adapters_answer_the_same_prompts_into_a_file(generate, adapters, tmp_path):
     prompts, out = tmp_path / "prompts.jsonl", tmp_path / "answers.jsonl"
     prompts.write_text('{"prompt": "the tide"}\n\n{"prompt": "out", "other": 1}\n')
@@ -67,6 +69,7 @@ def test_one_answer_is_printed_as_it_comes_and_equals_the_batched_one(generate, 
     assert status == 0 and streamed[:-1] in printed and "sample 1" in printed
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [1, 2])
 def test_a_gpu_gets_layers_apart_where_the_base_is_used_once(generate, adapters, count, monkeypatch):
     flags = ["--prompt", "the tide", "--max-new-tokens", 3]

@@ -66,6 +66,7 @@ def test_generate_needs_a_tokenizer_and_says_the_same(file: Path, tiny_model_dir
     assert (status, out) == _run(capfd, *asked, tiny_model_dir)[:2]
 
 
+@pytest.mark.slow
 def test_an_adapter_is_trained_and_merged(file: Path, tiny_model_dir: str, tmp_path: Path, capfd: Any) -> None:
     (tmp_path / "text.txt").write_text("the tide goes out and the tide comes in\n" * 40)
     sizes = ("--steps", 2, "--seq-len", 16, "--batch-size", 2, "--rank", 2, "--sample-tokens", 0)
@@ -85,6 +86,7 @@ def test_an_adapter_is_trained_and_merged(file: Path, tiny_model_dir: str, tmp_p
     np.testing.assert_allclose(models.logits(models.load(tmp_path / "out"), tokens), wanted, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_all_parameters_are_tuned_and_written_as_safetensors(
     file: Path, tiny_model_dir: str, tmp_path: Path, capfd: Any
 ) -> None:

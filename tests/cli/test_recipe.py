@@ -61,6 +61,7 @@ def test_epochs_and_a_schedule_decide_the_rates_and_a_resumed_run_keeps_them(fin
     assert status == 2 and "schedule = 'warmup_stable_decay'" in printed
 
 
+@pytest.mark.slow
 def test_a_run_stops_early_and_writes_the_best(finetune: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     losses(monkeypatch, 5.0, 3.0, 4.0, 4.5, 4.6, 4.7)
     flags = "--num-epochs 1 --early-stopping-patience 2 --load-best-at-end --checkpoint-every 100 --schedule constant"
@@ -158,6 +159,7 @@ def test_a_page_needs_the_folder_of_a_run(capsys: pytest.CaptureFixture[str], tm
     assert "no run to report on" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_settings_with_words_are_kept_in_the_run(finetune: Any, tmp_path: Path) -> None:
     pytest.importorskip("tensorboardX", reason="the extra tensorboard is not installed")
     assert finetune("--steps", "1", "--track", "tensorboard", "--adam-beta2", "0.95")[0] == 0

@@ -42,6 +42,7 @@ WHOLE = jax.jit(GRAD_FN)
 IN_FOUR = jax.jit(accumulate(GRAD_FN, 4, weight=num_tokens))
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize(("num_microbatches", "jit"), [(1, True), (2, False), (8, True)])
 def test_a_mean_weighted_by_tokens_equals_the_full_batch(num_microbatches: int, jit: bool) -> None:
     model, batch = data()

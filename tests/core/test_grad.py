@@ -90,6 +90,7 @@ def jax_gradients_of(loss: Callable[..., Any], model: Any, where: Any) -> Callab
     return call
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize(("make", "jit"), [(plain, False), (nnx_module, False), *((make, True) for make in MODELS)])
 def test_equals_jax_restricted_to_the_selection_bit_for_bit(make: Callable[..., Any], jit: bool) -> None:
     model, loss, where, compiled_once = made(make)

@@ -60,6 +60,7 @@ def close(found: Any, wanted: Any) -> None:
         np.testing.assert_allclose(one, other, rtol=2e-5, atol=5e-6, err_msg=path)
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("wrt", ["**/{w,b,scale}", "outer/**", "layers/w"])
 @pytest.mark.parametrize("size", [2, 3, LENGTH])
 def test_values_and_gradients_are_those_of_single_layers(size: int, wrt: str) -> None:
@@ -72,6 +73,7 @@ def test_values_and_gradients_are_those_of_single_layers(size: int, wrt: str) ->
     assert metrics["count"] == jnp.sum(layers["step"])
 
 
+@pytest.mark.slow
 def test_what_a_block_closes_over_is_differentiated_also_twice_and_for_many() -> None:
     _, layers, batch = parameters()
 
@@ -97,6 +99,7 @@ def _of_rows(w: Any, batch: Any, size: int, **products: Any) -> Any:
     return stack.apply({}, {"w": w}, batch, remat=True, layers_per_remat=size)[0]
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("is_inside", [False, True], ids=["gradient around", "gradient inside"])
 def test_rows_are_divided_by_a_shard_map(is_inside: bool) -> None:
     _, layers, batch = parameters()
@@ -114,6 +117,7 @@ def test_rows_are_divided_by_a_shard_map(is_inside: bool) -> None:
     close(jax.jit(divided)(layers["w"], rows), jax.grad(_of_rows)(layers["w"], rows, 1))
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("spec", [P(), P(None, "data"), P(None, None, "data")])
 def test_gradients_are_divided_as_parameters_are_on_a_mesh_with_explicit_axes(spec: Any) -> None:
     _, layers, batch = parameters()
@@ -143,6 +147,7 @@ def _recurrence(layer: Any, h: Any, batch: Any) -> Any:
     return h + jax.lax.scan(cell, jnp.zeros((h.shape[0], h.shape[2])), h.swapaxes(0, 1))[1].swapaxes(0, 1)
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize(
     ("block", "shapes", "h"),
     [
@@ -222,6 +227,7 @@ def _closing_over(w: Any, batch: Any, size: int = 3) -> Any:
     return stack.apply({}, {"w": w}, batch, remat=True, layers_per_remat=size)[0]
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize(
     "around",
     [
@@ -241,6 +247,7 @@ def test_what_is_no_number_to_differentiate_may_be_closed_over_by_any_program(ar
     close(jax.grad(around(_closing_over))(layers["w"], batch), jax.grad(around(single))(layers["w"], batch))
 
 
+@pytest.mark.slow
 def test_nothing_that_a_block_closes_over_stays() -> None:
     _, layers, _ = parameters()
 
@@ -259,6 +266,7 @@ def test_nothing_that_a_block_closes_over_stays() -> None:
     assert len(jax.live_arrays()) <= before
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize(("target", "size"), [("cpu", 4), pytest.param("h100", 2, marks=pytest.mark.gpu_aot)])
 def test_what_does_not_divide_keeps_nothing_for_longer(target: str, size: int) -> None:
     """Five layers. A group of one would be in loops of one round, which XLA takes apart."""
@@ -278,6 +286,7 @@ def test_what_does_not_divide_keeps_nothing_for_longer(target: str, size: int) -
     assert temporaries(size) < temporaries(1) + 8192 * 64 * 4
 
 
+@pytest.mark.slow
 def test_what_passes_all_layers_is_kept_once_and_has_no_gradient_where_it_is_frozen() -> None:
     def stack(is_carried: bool) -> LayerStack:
         def block(layer: Any, h: Any, batch: Any) -> Any:

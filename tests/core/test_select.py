@@ -146,6 +146,7 @@ def test_a_pattern_that_stands_for_too_many_is_refused(where: str) -> None:
         match_names(["a", "b"], where)
 
 
+@pytest.mark.slow
 @given(st.text(alphabet="ab{},.1${\\", max_size=14))
 @settings(derandomize=True)
 def test_alternatives_stand_for_what_the_whole_pattern_stands_for(pattern: str) -> None:

@@ -22,6 +22,7 @@ SHAPES = [
 ]
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.tpu_aot
 @pytest.mark.parametrize(
     ("dtype", "kind"),

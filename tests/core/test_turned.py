@@ -23,6 +23,7 @@ def drawn(*shapes: tuple[int, ...]) -> list[Any]:
     return [jnp.asarray(np.random.default_rng(at).normal(size=shape), jnp.float32) for at, shape in enumerate(shapes)]
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("leading", [(), (5,), (2, 5)])
 def test_values_and_derivatives_are_those_of_the_product(leading: tuple[int, ...]) -> None:
     x, factor, dx, dfactor = drawn((*leading, 3), (7, 3), (*leading, 3), (7, 3))

@@ -114,6 +114,7 @@ def collectives(program: str) -> dict[str, list[list[int]]]:
     return found
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("remat", [False, True])
 @pytest.mark.parametrize("sizes", MESHES, ids=str)
 def test_a_decoder_has_the_loss_and_gradients_of_one_device(sizes: dict[str, int], remat: bool) -> None:
@@ -130,6 +131,7 @@ def test_a_decoder_has_the_loss_and_gradients_of_one_device(sizes: dict[str, int
     assert "tensor" in sizes or not any(tokens & {*shape} for shape in moved["all-reduce"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sizes", MESHES[1:], ids=str)
 def test_adapters_train_as_on_one_device(sizes: dict[str, int]) -> None:
     model, batch, fn = decoder(lora=True), packed(), gradients("**/lora_*", True)
@@ -137,6 +139,7 @@ def test_adapters_train_as_on_one_device(sizes: dict[str, int]) -> None:
     assert_same(found, jax.jit(fn)(model, batch))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("changed", "remat"),
     [
@@ -155,6 +158,7 @@ def test_other_decoders_are_those_of_one_device(changed: dict[str, Any], remat: 
     assert not any(LENGTH in shape for shape in collectives(program).get("all-gather", []))
 
 
+@pytest.mark.slow
 def test_rows_that_cannot_be_divided_are_on_every_device_with_their_tokens_divided() -> None:
     rules = ShardingRules(mesh=make_mesh(fsdp=2, context=4))
     model, batch = decoder(), packed(3)
@@ -169,6 +173,7 @@ def test_rows_that_cannot_be_divided_are_on_every_device_with_their_tokens_divid
     np.testing.assert_allclose(found, lt.models.loss(model, batch)[0], rtol=0, atol=1e-5)
 
 
+@pytest.mark.slow_after(2)
 @pytest.mark.parametrize("kind", ["Auto", "Explicit"])
 @pytest.mark.parametrize(
     ("heads", "groups", "tensor", "told"),
@@ -201,6 +206,7 @@ def test_attention_of_ones_own_exchanges_tokens_for_heads(
     assert "all-to-all" in program
 
 
+@pytest.mark.slow
 def test_a_trainer_fits_and_evaluates_as_on_one_device() -> None:
     batch = packed(18)
     data = array_data(batch, 8, drop_remainder=False)

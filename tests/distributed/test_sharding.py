@@ -117,6 +117,8 @@ def decoder_trainer(**options):
     return lt.Trainer(model, lt.models.loss, optax.adamw(1e-2), num_microbatches=2, **options)
 
 
+@pytest.mark.sentinel
+@pytest.mark.slow
 def test_the_decoder_trains_as_on_one_device():
     """Along three axes; along each alone, and without microbatches, a smaller model does below."""
     alone = decoder_trainer()
@@ -132,6 +134,7 @@ def test_the_decoder_trains_as_on_one_device():
     np.testing.assert_allclose(ours.evaluate(data())["loss"], alone.evaluate(data())["loss"], rtol=0, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_adapters_over_a_sharded_base_leave_it_where_it_is():
     model = lt.models.init(config(), key=jax.random.key(0))
     model = lt.lora.add(model, lt.lora.Config(rank=4), key=jax.random.key(1))
@@ -144,6 +147,7 @@ def test_adapters_over_a_sharded_base_leave_it_where_it_is():
     assert base.sharding.spec == P(None, "tensor", "fsdp")
 
 
+@pytest.mark.slow
 def test_a_checkpoint_is_restored_onto_another_mesh(tmp_path):
     def loss_fn(model, batch):
         return jnp.mean((jnp.tanh(batch["x"] @ model["up_proj"]) @ model["down_proj"] - batch["x"]) ** 2)
@@ -178,6 +182,7 @@ def test_two_paths_of_one_array_are_still_refused():
         )
 
 
+@pytest.mark.slow
 @pytest.mark.tpu_aot
 def test_a_device_holds_its_part_of_the_state(tpu_device):
     """Compiled for four chips: the arguments are a quarter, and every donated buffer is reused."""

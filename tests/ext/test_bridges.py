@@ -173,6 +173,7 @@ def test_a_regulariser_s_gradient_is_that_of_the_current_weights() -> None:
     assert [record["loss"] for record in records] == pytest.approx(penalties, rel=1e-5)
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("cell", ["LSTM", pytest.param("GRU", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_recurrent_layer_s_regulariser_reads_the_current_weights(kind: str, cell: str) -> None:

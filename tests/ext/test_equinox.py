@@ -67,6 +67,7 @@ def arrays(tree: Any) -> list[np.ndarray]:
     return [np.array(leaf) for leaf in jax.tree.leaves(eqx.filter(tree, eqx.is_array))]
 
 
+@pytest.mark.slow
 def test_values_are_those_of_a_plain_equinox_loop_bit_for_bit() -> None:
     (model, state), tx, losses = net(), optax.adam(1e-2), []
     opt_state = tx.init(eqx.filter(model, eqx.is_inexact_array))
@@ -106,6 +107,8 @@ def test_statistics_change_in_training_and_serve_in_evaluation_and_predict() -> 
         np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.sentinel
+@pytest.mark.slow
 def test_a_run_resumes_bit_for_bit(tmp_path: Any, compilations: Any) -> None:
     whole = trainer()
     records = whole.fit(batches(2), num_epochs=1) + whole.fit(batches(9), num_steps=4)
@@ -240,6 +243,7 @@ def test_what_is_missing_is_named() -> None:
         partial.fit(batches(1), num_steps=1)
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("saved", [False, True])
 def test_a_step_that_fails_on_the_device_leaves_the_last_good_module_and_state(saved: bool, tmp_path: Any) -> None:
     def fail(flag: Any, value: Any) -> Any:

@@ -50,6 +50,7 @@ def data() -> tuple[np.ndarray, np.ndarray]:
     return rng.normal(size=(8, 4)).astype(np.float32), rng.integers(0, 2, 8).astype(np.float32)
 
 
+@pytest.mark.slow_after(4)
 @pytest.mark.parametrize("is_flat", [True, False], ids=["(B,)", "(B, 1)"])
 @pytest.mark.parametrize(
     "loss", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in (*NAMES, "a function")]
@@ -64,6 +65,7 @@ def test_losses_of_every_name_and_rank_are_keras(loss: Any, is_flat: bool) -> No
     assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-5)
 
 
+@pytest.mark.slow_after(6)
 @pytest.mark.parametrize("is_flat", [True, False], ids=["(B,)", "(B, 1)"])
 @pytest.mark.parametrize("metric", METRICS)
 def test_metrics_of_every_name_and_rank_are_keras(metric: str, is_flat: bool) -> None:

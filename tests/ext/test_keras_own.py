@@ -110,6 +110,7 @@ def test_a_model_without_variables_is_not_built() -> None:
         Bridge(model)
 
 
+@pytest.mark.slow
 def test_the_states_of_a_recurrent_layer_are_state_of_the_step(tmp_path: Any) -> None:
     """Keras lists them nowhere, and its own `fit` loses what a call assigns to them."""
     rng = np.random.default_rng(0)

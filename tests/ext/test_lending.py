@@ -75,6 +75,7 @@ EDITS: dict[str, tuple[str, Any]] = {
 AT_ONCE = ("assign", "set_weights", "load_weights", "item")
 
 
+@pytest.mark.slow_after(3)
 @pytest.mark.parametrize("edit", EDITS)
 def test_what_is_written_over_a_placeholder_raises_and_the_model_ends_with_the_trainer_s_arrays(
     edit: str, tmp_path: Any

@@ -99,6 +99,7 @@ def test_bare_arrays_are_lent_and_restored(tmp_path: Any) -> None:
     assert losses == fit(Bare(), 4)[2:]
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("norm", [nnx.WeightNorm, nnx.SpectralNorm])
 def test_norms_of_weights_train_and_what_they_write_is_said(norm: Any) -> None:
     model = norm(nnx.Linear(2, 3, rngs=nnx.Rngs(0)), rngs=nnx.Rngs(1))

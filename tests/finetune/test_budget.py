@@ -132,6 +132,7 @@ def test_what_fits_is_said_in_a_line() -> None:
     )
 
 
+@pytest.mark.slow
 def test_the_command_refuses_from_config_json_alone(
     tiny_model_dir: str, tmp_path: Path, capfd: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

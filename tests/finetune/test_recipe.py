@@ -45,6 +45,7 @@ def test_the_default_is_the_schedule_of_earlier_runs():
     np.testing.assert_allclose(rates(), [before(step) for step in range(120)], rtol=1e-6)
 
 
+@pytest.mark.slow_after(7)
 @pytest.mark.parametrize("schedule", ["cosine", "linear", "constant", "inverse_sqrt", "warmup_stable_decay"])
 @pytest.mark.parametrize("num_steps", [1, 2])
 def test_a_run_of_a_step_has_a_rate(schedule, num_steps):

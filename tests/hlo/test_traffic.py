@@ -69,6 +69,7 @@ def test_a_loop_that_the_data_end_is_refused(target: str) -> None:
             moved(fn, *args, target=target)
 
 
+@pytest.mark.slow_after(3)
 @pytest.mark.parametrize("target", ["cpu", pytest.param("v5e:1x1", marks=pytest.mark.tpu_aot)])
 @pytest.mark.parametrize(("first", "step"), [(0, 1), (990, 1), (0, 100)])
 def test_a_loop_runs_from_its_first_number_in_its_steps(first: int, step: int, target: str) -> None:
@@ -92,6 +93,7 @@ def test_what_a_tpu_keeps_on_the_chip_is_not_counted() -> None:
     assert LAYERS * WEIGHT <= found < LAYERS * (WEIGHT + 2 * ROWS)
 
 
+@pytest.mark.slow
 @pytest.mark.tpu_aot
 def test_a_tpu_reads_the_operands_of_a_product() -> None:
     size = 8192  # more than the chip has room for

@@ -36,6 +36,7 @@ def _dense(h, head, labels, reduction="mean"):
     return -np.sum(np.log(probabilities[is_gold]) * by.ravel()), dlogits @ head, np.einsum("btv,btd->vd", dlogits, h)
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize(
     ("chunk_size", "reduction"),
     [
@@ -60,6 +61,7 @@ def test_value_and_gradients_equal_the_dense_loss(chunk_size, reduction):
     np.testing.assert_allclose(alone, want, rtol=1e-6)
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize(("soft_cap", "z_loss"), [(2.0, 0.0), (None, 1e-2), (3.0, 1e-2)])
 def test_logits_are_capped_and_held_near_one_partition(soft_cap, z_loss):
     h, head, labels = _case()
@@ -206,6 +208,7 @@ def test_a_bfloat16_head_is_multiplied_as_it_is(argnums):
     assert all(product.count("xbf16>") == 2 for product in products)
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize(("axes", "argnums"), [(("data", None, None), (0, 1)), (("data", None, "model"), 0)])
 def test_axes_of_the_mesh_may_be_explicit(axes, argnums):
     mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(jax.sharding.AxisType.Explicit,) * 2)
@@ -221,6 +224,7 @@ def test_axes_of_the_mesh_may_be_explicit(axes, argnums):
         np.testing.assert_allclose(one, other, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_a_loss_inside_of_a_shard_map_has_the_gradients_of_the_whole():
     h, head, labels = _case()
     mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:2])
@@ -279,6 +283,7 @@ def test_bad_input_is_refused_by_name():
             losses.chunked_cross_entropy(h, head, labels, **option)
 
 
+@pytest.mark.slow_after(2)
 @pytest.mark.parametrize(("dtype", "size"), [("uint8", 256), ("uint8", 300), ("int8", 200), ("int16", 40000)])
 def test_labels_of_few_bits_are_those_of_many(dtype, size):
     rng = np.random.default_rng(0)

@@ -65,6 +65,7 @@ def test_the_answer_of_a_line_is_exact(limit: int) -> None:
     assert len(found.points) <= 5
 
 
+@pytest.mark.slow_after(5)
 @pytest.mark.parametrize("make", [row, square, steps])
 @pytest.mark.parametrize("multiple_of", [1, 8, 7])
 def test_the_next_size_never_fits(make: Any, multiple_of: int) -> None:

@@ -28,6 +28,7 @@ def owners(report: Any) -> list[tuple[str, str, int]]:
     return sorted((b.role, b.path, b.num_bytes) for b in report.peak)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", TARGETS)
 def test_the_report_is_the_same(name: str) -> None:
     factor, processes = 0.5, list[int]()
@@ -80,6 +81,7 @@ def test_a_child_that_dies_is_reported() -> None:
         analyze(crash, shape(3), target=target("cpu"), isolate=True)
 
 
+@pytest.mark.slow
 def test_the_configuration_of_jax_holds_in_the_child() -> None:
     with jax.enable_x64(True):
         report = analyze(lambda x: x * 2.0, np.ones((64, 64), np.float64), target="cpu", isolate=True)

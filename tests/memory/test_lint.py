@@ -40,6 +40,7 @@ def sgd(w: Any, x: Any) -> Any:
     return w - 0.1 * grads, loss
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("name", TARGETS)
 def test_an_undonated_state_of_64_mib(name: str) -> None:
     findings = lint(sgd, shape(4096, 4096), shape(256, 4096), target=name)
@@ -68,6 +69,7 @@ def adam_over_everything(tx: Any) -> tuple[Callable[..., Any], Any]:
     return step, (params, jax.eval_shape(tx.init, params), shape(128, 2048))
 
 
+@pytest.mark.slow_after(2)
 @pytest.mark.parametrize(
     ("clip", "name"),
     [
@@ -157,6 +159,7 @@ def test_a_weight_cast_stashed_per_microbatch(name: str) -> None:
     assert findings["0"] in [8 * 2048 * 2048 * item for item in items]
 
 
+@pytest.mark.slow
 @pytest.mark.tpu_aot
 def test_no_residual_copy_when_the_cast_is_recomputed() -> None:
     def loss(weights: Any, x: Any) -> Any:
@@ -189,6 +192,7 @@ def test_a_norm_over_the_whole_tree(name: str) -> None:
     assert found(findings, "norm-over-frozen") == {"1": 16 * MIB}
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.filterwarnings(UNUSABLE)
 @pytest.mark.parametrize("name", TARGETS)
 def test_a_donation_that_no_output_uses(name: str) -> None:
@@ -252,6 +256,7 @@ def test_averages_and_statistics_are_no_state_of_frozen_leaves() -> None:
     assert lint(step, *arguments, donate_argnums=(0, 1, 3), min_bytes=1024) == ()
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("name", TARGETS)
 def test_a_gradient_that_contains_the_weights_is_no_new_state(name: str) -> None:
     def regularised(w: Any, x: Any) -> Any:

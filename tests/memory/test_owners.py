@@ -165,6 +165,7 @@ def test_the_peak_lies_between_xla_s_own_and_the_heap(compiled: Any, name: str) 
     assert mine >= 0.85 * heap.size
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("name", SLOW_ON_TPU)
 def test_an_update_that_is_not_donated_is_an_output_with_its_path(name: str) -> None:
     job = train_step(donate=False, rows=FEW)
@@ -174,6 +175,7 @@ def test_an_update_that_is_not_donated_is_an_output_with_its_path(name: str) -> 
     assert outputs["1/0/mu/w"].num_bytes == LAYERS * WIDTH * WIDTH * 4
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("name", SLOW_ON_TPU)
 def test_recomputation_is_a_phase_of_its_own(name: str) -> None:
     def loss(w: Any, x: Any) -> Any:
@@ -218,6 +220,7 @@ def test_phases_are_read_from_transformations_not_from_names(scope: str, phase: 
     assert Passes([scope]).phase(scope) == phase
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("name", TARGETS)
 def test_large_constants_are_counted_and_named(name: str) -> None:
     table = jnp.arange(MIB, dtype=jnp.float32).reshape(1024, 1024)
@@ -249,6 +252,7 @@ def adam(params: Any, opt_state: Any, x: Any) -> Any:
     return optax.apply_updates(params, updates), opt_state
 
 
+@pytest.mark.slow_after(2)
 @pytest.mark.parametrize(
     ("name", "donate"),
     [

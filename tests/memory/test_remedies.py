@@ -92,6 +92,8 @@ def test_state_in_few_bits_saves_what_it_says() -> None:
     assert "low-precision-optimizer" not in {remedy.kind for remedy in remedies(packed, *args, **how, verify=False)}
 
 
+@pytest.mark.sentinel
+@pytest.mark.slow
 def test_estimates_without_compiling() -> None:
     step, args = language_model(vocab=4096, width=256, layers=4, batch=8, length=128)
     estimated = remedies(step, *args, roles=ROLES, verify=False)
@@ -339,6 +341,7 @@ def layers_of(kind: str) -> tuple[Callable[..., Any], Any, Any]:
     return jax.grad(loss), [{"up": shape(64, 512), "down": shape(512, 64)}] * 8, shape(512, 64)
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("kind", ["loop", "loop checkpoint"])
 def test_on_a_cpu_only_a_loop_of_jax_recomputes(kind: str) -> None:
     before, after = (analyze(*layers_of(k), target="cpu").device_bytes for k in (kind, "scan checkpoint"))

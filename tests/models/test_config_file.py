@@ -33,6 +33,7 @@ def computed(config: DecoderConfig) -> None:
     parameter_shapes(config)
 
 
+@pytest.mark.slow
 def test_damaged_configurations_are_refused_by_lowtide_or_can_be_computed() -> None:
     wrong: list[str] = []
     for seed in range(int(os.environ.get("LOWTIDE_FUZZ", "300"))):

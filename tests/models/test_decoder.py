@@ -61,6 +61,7 @@ def test_packed_documents_have_the_loss_and_the_gradients_of_separate_ones(kind:
         np.testing.assert_allclose(one, sum(others), rtol=0, atol=1e-5 * max(1.0, largest))
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("kind", ["phi3", "llama dynamic"])
 def test_the_length_of_a_document_stretches_its_own_positions_alone(kind: str) -> None:
     model = jax.tree.map(
@@ -102,6 +103,7 @@ def test_a_model_that_its_family_has_no_words_for_is_not_written() -> None:
         config_to_hf(models.DecoderConfig(**{**vars(KINDS["llama"]), "family": "lama"}), "float32")
 
 
+@pytest.mark.slow
 def test_how_far_layers_see_is_data_and_nothing_that_trains() -> None:
     model = models.init(KINDS["gemma2"], key=jax.random.key(0))
     np.testing.assert_array_equal(model.layers["attn"]["window"], [8, 2**30, 8, 2**30])
@@ -148,6 +150,7 @@ def test_impossible_mixtures_are_refused(changes: dict[str, Any], message: str) 
         models.Experts(**{"num_experts": 4, "num_experts_per_token": 2, "intermediate_size": 8, **changes})
 
 
+@pytest.mark.slow
 def test_layers_that_do_not_run_again_compute_no_product_twice() -> None:
     model, tokens = models.init(KINDS["llama"], key=jax.random.key(0)), jnp.zeros((2, 32), jnp.int32)
     flops: dict[bool, int] = {}

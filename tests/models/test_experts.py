@@ -31,6 +31,7 @@ def drawn(seed: int, *shape: int) -> Any:
     return jnp.asarray(np.random.default_rng(seed).normal(size=shape), jnp.float32)
 
 
+@pytest.mark.slow_after(2)
 @pytest.mark.parametrize("platform", ["cpu", "gpu"])
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize(
@@ -118,6 +119,7 @@ def _mlp(kind: str) -> Any:
     )
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("kind", ["mixtral", "qwen3_moe", "gpt_oss"])
 def test_a_mixture_equals_a_dense_reference_on_one_device_and_on_many(kind: str) -> None:
     experts: Any = KINDS[kind].experts
@@ -154,6 +156,7 @@ def test_rows_that_cannot_be_divided_are_computed_everywhere_and_experts_that_ca
         ours(mlp, jnp.concatenate([x, x[:1]]))
 
 
+@pytest.mark.slow
 def test_the_loss_of_routers_counts_tokens_and_no_padding() -> None:
     config = dataclasses.replace(
         KINDS["qwen3_moe"], experts=dataclasses.replace(KINDS["qwen3_moe"].experts, router_loss_coef=0.5)
@@ -199,6 +202,7 @@ def _step_of_a_mixture() -> tuple[Any, Any, float]:
     return step, (model, {"tokens": tokens, "labels": tokens}), arithmetic
 
 
+@pytest.mark.slow
 @pytest.mark.tpu_aot
 @pytest.mark.usefixtures("little_optimized")
 def test_a_step_computes_no_expert_that_no_token_chose() -> None:

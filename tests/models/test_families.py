@@ -72,6 +72,7 @@ def logits_of(theirs: Any, tokens: np.ndarray, **kwargs: np.ndarray) -> np.ndarr
         return theirs(torch.tensor(tokens), **{k: torch.tensor(v) for k, v in kwargs.items()}).logits.numpy()
 
 
+@pytest.mark.slow_after(2)
 @pytest.mark.parametrize("kind", KINDS)
 def test_logits_with_padding_packing_and_beyond_the_window(kind: str, peer: peers.Peer, folder: Path) -> None:
     # Row 1 has padding on the left: the padding is another segment, and positions begin after it.
@@ -132,6 +133,7 @@ def test_transformers_writes_the_same_tensors_again(kind: str, peer: peers.Peer,
         np.testing.assert_array_equal(tensor, got[name], err_msg=name)
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("kind", WITH_GRADIENTS)
 def test_gradients_of_adapters_equal_peft(kind: str, peer: peers.Peer, folder: Path, tmp_path: Path) -> None:
     model = models.load(saved(kind, folder))

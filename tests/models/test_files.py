@@ -44,6 +44,7 @@ def _edit_config(directory: Path, **changes):
     (directory / "config.json").write_text(json.dumps({k: v for k, v in raw.items() if v != "gone"}))
 
 
+@pytest.mark.slow_after(2)
 @pytest.mark.parametrize("max_shard_bytes", [2**30, 1500])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_directory_round_trips(tmp_path, max_shard_bytes, dtype):

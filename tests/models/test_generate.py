@@ -68,6 +68,7 @@ def _stretched(kind):
     return _model(rope_scaling=scaling, max_position_embeddings=8)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["dynamic", "longrope"])
 def test_the_length_of_another_prompt_changes_no_answer(kind):
     model = _stretched(kind)
@@ -78,6 +79,7 @@ def test_the_length_of_another_prompt_changes_no_answer(kind):
     assert beside == alone
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("layers", ["stacked", "apart"])
 @pytest.mark.parametrize("kind", ["dynamic", "longrope"])
 def test_a_text_that_outgrows_its_frequencies_continues_as_without_a_cache(kind, layers, monkeypatch):
@@ -110,6 +112,7 @@ def test_a_text_that_outgrows_its_frequencies_continues_as_without_a_cache(kind,
             assert tokens[last + 1 - len(prompt)] == want.argmax()
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("layers", ["stacked", "apart"])
 @pytest.mark.parametrize(
     "case", [case if case in QUICK else pytest.param(case, marks=pytest.mark.slow) for case in CASES]
@@ -137,6 +140,8 @@ def test_a_cache_changes_no_logits_of_rows_padded_on_the_left(case, layers):
         np.testing.assert_allclose(got[row], want, atol=2e-5)
 
 
+@pytest.mark.sentinel
+@pytest.mark.slow
 def test_rows_are_what_they_are_alone_and_end_where_they_ended():
     model = _model()
     options = {"key": jax.random.key(4), "sampling": Sampling(temperature=0.7, top_k=20)}
@@ -188,6 +193,7 @@ def test_donated_layers_are_gone_by_way_of_the_host_where_a_device_is_full(full,
     jax.tree.map(np.testing.assert_array_equal, jax.tree.map(lambda *parts: np.stack(parts), *apart.layers), want)
 
 
+@pytest.mark.slow
 @pytest.mark.gpu_aot
 def test_a_step_of_layers_apart_copies_no_weights_on_a_gpu():
     sizes = {"vocab_size": 512, "hidden_size": 2048, "intermediate_size": 8192, "num_layers": 4, "num_heads": 16}
@@ -223,6 +229,7 @@ def test_the_same_shapes_compile_once(compilations):
         once([[1], [4, 5]], 0.0)
 
 
+@pytest.mark.slow
 def test_one_prompt_equals_what_is_computed_without_a_cache():
     model = lora.add(_model(), lora.Config(rank=2, targets="**/{q,v}_proj"), key=jax.random.key(2))
     model = jax.tree.map(lambda x: x + 0.1, model)
@@ -263,6 +270,7 @@ def test_samples_have_the_distribution_asked_for(settings, kept):
     assert set(np.flatnonzero(found)) == {*kept}
 
 
+@pytest.mark.slow
 def test_a_penalty_keeps_from_repeating():
     model = _model()
     tokens = {}

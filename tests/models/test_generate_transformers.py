@@ -58,6 +58,7 @@ def saved_by_transformers(family: str, peer: peers.Peer, path: Path) -> Path:
     return peer.folder(path, make, [family, options], draw)
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("family", ["Llama", "Gemma3Text", "Phi3", "GptOss"])
 def test_greedy_tokens_equal_those_of_transformers(family: str, peer: peers.Peer, tmp_path: Path) -> None:
     folder = saved_by_transformers(family, peer, tmp_path / "theirs")

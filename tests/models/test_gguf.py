@@ -92,6 +92,7 @@ def _logits(model: models.Decoder) -> np.ndarray:
     return np.asarray(jax.jit(models.logits)(model, tokens))
 
 
+@pytest.mark.slow_after(12)
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_file_is_the_model_that_was_converted(name: str, directory: Any, tmp_path: Path) -> None:
     folder = directory(name)
@@ -104,6 +105,7 @@ def test_a_file_is_the_model_that_was_converted(name: str, directory: Any, tmp_p
         np.testing.assert_allclose(ours, theirs, rtol=0, atol=tolerance, err_msg=path)
 
 
+@pytest.mark.slow_after(2)
 @pytest.mark.parametrize(("name", "kind"), [("llama", Kind.Q8_0), ("llama", Kind.Q4_0), ("wide mixtral", Kind.Q8_0)])
 def test_quantised_tensors_are_what_the_library_makes_of_them(
     name: str, kind: Kind, directory: Any, tmp_path: Path
@@ -132,6 +134,7 @@ def test_auto_keeps_what_is_stored(kind: Kind, dtype: str, directory: Any, tmp_p
     assert stored == (kind.name, (64, 64), 64 * 64 // gguf.GGML_QUANT_SIZES[kind][0] * gguf.GGML_QUANT_SIZES[kind][1])
 
 
+@pytest.mark.slow
 def test_weights_are_quantised_while_they_are_read(directory: Any, tmp_path: Path) -> None:
     write_gguf(tmp_path / "model.gguf", directory("llama", hidden_size=64), Kind.Q8_0)
     found = models.load(tmp_path, quantize="nf4").layers["mlp"]["up_proj"]["weight"]

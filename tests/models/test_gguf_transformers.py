@@ -42,6 +42,7 @@ CHANGES = {
 }
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize(
     ("name", "kind"), [*((name, Kind.Q8_0) for name in CHANGES), ("llama", Kind.F32), ("qwen3_moe", Kind.F32)]
 )

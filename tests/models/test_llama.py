@@ -33,6 +33,7 @@ def _all_gradients(tie):
     return jax.value_and_grad(loss_fn)(make_model(tie), make_batch())
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize(
     ("tie", "wrt"),
     [

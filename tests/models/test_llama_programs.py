@@ -15,6 +15,7 @@ from lowtide.ops import _attention, attention_implementation
 from tests.models.tiny_llama import CONFIG, KEY, LOGITS, LOSS, make_batch, make_model
 
 
+@pytest.mark.slow
 def test_remat_changes_bytes_and_not_values():
     model, batch = init(dataclasses.replace(CONFIG, num_layers=8), key=KEY), make_batch(shape=(4, 32))
 
@@ -65,6 +66,7 @@ def test_initialisation_allocates_nothing_abstractly():
     assert shapes.layers["mlp"]["up_proj"]["weight"] == jax.ShapeDtypeStruct((3, 24, 16), jnp.bfloat16)
 
 
+@pytest.mark.slow
 def test_generation_continues_the_prompt_and_repeats_by_key():
     model = make_model()
     prompt = jnp.array([3, 1, 4], jnp.int32)

@@ -30,6 +30,7 @@ def test_the_number_of_parameters_is_the_published_one(folder: Path, request: py
     assert sum(math.prod(leaf.shape) for leaf in leaves) == PARAMETERS[request.node.callspec.params["folder"]]
 
 
+@pytest.mark.slow
 @pytest.mark.tpu_aot
 @pytest.mark.parametrize(
     ("folder", "gib"), [("llama-3.1-8b", (16, 18)), ("qwen3-30b-a3b", (57, 60))], indirect=["folder"]

@@ -56,6 +56,7 @@ def _weights(model: models.Decoder) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow_after(2)
 @IGNORED
 @pytest.mark.parametrize("kind", SCHEMES)
 def test_weights_are_what_the_files_stand_for(dense: Path, tmp_path: Path, kind: str) -> None:
@@ -135,6 +136,7 @@ def test_experts_in_8_bits_are_read_as_arrays(tmp_path: Path) -> None:
         np.testing.assert_allclose(got[layer, expert], want, rtol=0, atol=1e-7)
 
 
+@pytest.mark.slow
 def test_experts_in_mxfp4_are_read_as_arrays(tmp_path: Path) -> None:
     experts = models.Experts(num_experts=4, num_experts_per_token=2, intermediate_size=32, clamped=True)
     config = models.DecoderConfig(**{**vars(KINDS["gpt_oss"]), "experts": experts, "intermediate_size": 32})
@@ -272,6 +274,7 @@ def test_scales_of_another_shape_are_refused(dense: Path, tmp_path: Path, kind: 
         models.load(tmp_path / "m")
 
 
+@pytest.mark.slow
 def test_a_quantised_directory_is_not_quantised_again_and_saves_as_arrays(nested: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"_proj/weight is quantised already, by bitsandbytes(.|\n)*hint: leave"):
         models.load(nested, quantize={"outer/**": "int8", "layers/attn/*": "int8"})

@@ -99,6 +99,7 @@ class Quantized:
         return {name: peers.thin(weight.float().numpy(), STEP) for name, weight in self.weights().items()}
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize(("family", "double"), [("phi3", True), ("qwen3", True), ("llama", False)])
 def test_weights_logits_and_gradients_are_theirs(family: str, double: bool, peer: peers.Peer, tmp_path: Path) -> None:
     options = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": double}

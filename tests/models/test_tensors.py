@@ -39,6 +39,7 @@ PLACES = {
 }
 
 
+@pytest.mark.slow_after(6)
 @pytest.mark.parametrize("piece", [1, 40, 2**20])
 @pytest.mark.parametrize("place", PLACES)
 def test_a_leaf_is_put_together_from_pieces_wherever_it_belongs(stacked, monkeypatch, piece, place):

@@ -73,6 +73,7 @@ def read_by_transformers(peer: peers.Peer, name: str, folder: Path, tokens: Any)
     return peer.answer(name, compute, [folder, tokens])
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("case", CASES)
 def test_logits_equal_transformers(case: str, peer: peers.Peer, tmp_path: Path) -> None:
     theirs = saved_by_transformers(peer, tmp_path / "theirs", "Llama", {**SIZES, **CASES[case]})

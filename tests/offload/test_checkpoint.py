@@ -67,6 +67,7 @@ def of_the_block() -> Any:
     return jax.jit(jax.value_and_grad(functools.partial(loss_over, block)))
 
 
+@pytest.mark.slow_after(4)
 @pytest.mark.parametrize(("case", "jit"), [("save and offload", False), *((case, True) for case in CLAIMS)])
 def test_gradients_are_those_of_the_function_itself(case: str, jit: bool) -> None:
     layers, x = weights(), jax.random.normal(jax.random.key(1), (3, 4))
@@ -106,6 +107,7 @@ def attention(layers: Any, x: jax.Array) -> jax.Array:
     return jnp.sum(jax.nn.dot_product_attention(q, q, checkpoint_name(q * 2, "down")) ** 2)
 
 
+@pytest.mark.slow_after(4)
 @pytest.mark.parametrize("fn", [around_a_scan, nested, jitted, branches, mapped, attention], ids=lambda fn: fn.__name__)
 def test_names_are_found_in_nested_programs(fn: Callable[..., Any]) -> None:
     layers, x = weights(), jax.random.normal(jax.random.key(1), (3, 4))
@@ -301,6 +303,7 @@ def test_a_checkpoint_around_the_scan_offloads_every_layer() -> None:
     assert found.host_temp_bytes == UP_BYTES and found.num_moves
 
 
+@pytest.mark.slow
 @pytest.mark.gpu_aot
 def test_bytes_on_a_gpu() -> None:
     assert temporaries(checkpoint(block, offload=["up"], prevent_cse=False), "h100")[1] == UP_BYTES

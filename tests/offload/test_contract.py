@@ -98,11 +98,13 @@ OPTIMIZERS: dict[str, Any] = {
 }
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("name", ["adafactor", "bfloat16 momentum", "every second step"])
 def test_optimizers_see_each_layer_as_a_tree_of_its_own(name: str) -> None:
     assert_equal_training(stack(), OPTIMIZERS[name](), *parameters(), batch())
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize(
     "tx",
     [optax.adafactor(1e-2, min_dim_size_to_factor=4, momentum=0.9), optax.sm3(1e-2)],
@@ -123,6 +125,7 @@ def test_more_optimizers_see_each_layer_as_a_tree_of_its_own(name: str) -> None:
 # --- stacks and batches --------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_activations_may_hold_integers_masks_and_scalars() -> None:
     rich = stack(
         first=lambda outer, batch: {
@@ -180,6 +183,7 @@ def test_frozen_keys_integers_and_python_numbers_are_only_read() -> None:
     assert changed.any(axis=(1, 2)).tolist() == [True, False, True]  # as the integers switch them
 
 
+@pytest.mark.slow_after(2)
 @pytest.mark.parametrize("running", [(), ("head",)])
 @pytest.mark.parametrize("weight", ["some", "none"])
 def test_a_microbatch_of_weight_zero_contributes_nothing_whatever_its_loss(weight: str, running: Any) -> None:

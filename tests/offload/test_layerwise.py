@@ -81,6 +81,8 @@ def assert_close(ours: Any, theirs: Any, atol: float = 1e-6) -> None:
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=atol), ours, theirs)
 
 
+@pytest.mark.sentinel
+@pytest.mark.slow
 def test_twenty_steps_equal_plain_adam() -> None:
     ours, theirs = layerwise(decoder(True), optax.adam(1e-3), batches(20), place=HOST), plain_adam(True)
     assert_close(ours[0], theirs[0])
@@ -177,6 +179,7 @@ def test_each_layer_can_be_clipped_by_its_own_norm() -> None:
     assert_close(ours, params)
 
 
+@pytest.mark.slow
 def test_adapters_alone_train_and_the_base_is_only_read() -> None:
     base = decoder()
     model = lt.lora.add(base, lt.lora.Config(rank=2, targets="layers/**/*_proj"), key=jax.random.key(1))
@@ -311,6 +314,7 @@ def test_clipping_costs_no_memory(mode: Any) -> None:
     assert clipped.host_bytes == plain.host_bytes
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize(("tx", "num_microbatches"), [(optax.adamw(1e-3), 1), (optax.adafactor(1e-3), 2)])
 def test_a_cpu_copies_no_stack(tx: Any, num_microbatches: int) -> None:
     """A copy of each stack at each layer took twice the time of the layers."""
@@ -335,6 +339,7 @@ def noisy_stack() -> Any:
     )
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("num_microbatches", [1, 2])
 def test_random_keys_travel_with_the_activations_and_64_bits_keep_their_digits(num_microbatches: int) -> None:
     stack, tx = noisy_stack(), optax.chain(optax.clip_by_global_norm(1e-3), optax.sgd(1.0))
@@ -468,6 +473,7 @@ def test_sharded_layers_equal_one_device() -> None:
     assert_close({"outer": outer, "layers": layers}, theirs, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.gpu_aot
 def test_a_gpu_takes_stacked_state_in_host_memory() -> None:
     """Compile-only GPUs know no host arguments, so the state goes to the host and comes back inside the program.

@@ -85,6 +85,7 @@ BARE = ("adafactor", "lbfgs", "noisy_sgd", "polyak_sgd", "apply_if_finite(adamw)
 QUICK = ("adamw", "chain(clip_by_global_norm, adamw, ema)")
 
 
+@pytest.mark.slow_after(4)
 @pytest.mark.parametrize("name", BARE)
 def test_a_bare_array_has_the_values_of_the_unwrapped_optimizer(name: str) -> None:
     check(name, "bare")

@@ -175,6 +175,7 @@ def compiled(tx: Any, shapes: dict[str, tuple[int, ...]], device: Any, **options
     return program.compiled.memory_analysis()
 
 
+@pytest.mark.slow
 @pytest.mark.tpu_aot
 def test_a_step_of_adam_on_four_large_matrices(tpu_device: Any) -> None:
     stats = compiled(optax.adam(1e-3), {f"w{at}": (7168, 7168) for at in range(4)}, tpu_device)
@@ -239,6 +240,7 @@ def test_narrow_state_of_one_block_is_moved_at_once(mu_dtype: Any, in_loops: boo
     assert ("while" in str(traced.jaxpr)) is in_loops
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.tpu_aot
 @pytest.mark.parametrize(
     "shape",
@@ -307,6 +309,7 @@ def test_shards_have_the_values_of_the_unsharded_update() -> None:
     assert jax.tree.map(lambda leaf: leaf.sharding, state) == where
 
 
+@pytest.mark.slow_after(3)
 @pytest.mark.parametrize(
     "tx",
     [optax.adan(1e-2), optax.sm3(1e-2), optax.rprop(1e-2), optax.apply_if_finite(optax.adam(1e-2), 3)]
@@ -331,6 +334,7 @@ def test_shapes_inside_of_an_update_are_those_of_the_shard(tx: Any, monkeypatch:
             np.testing.assert_allclose(a, b, rtol=2e-6, atol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.tpu_aot
 def test_on_eight_chips_only_shards_move() -> None:
     shardings = fsdp(jax.sharding.Mesh(np.array(memory.target("v5e:2x4").devices()), ("fsdp",)))
@@ -356,6 +360,7 @@ def test_on_eight_chips_only_shards_move() -> None:
     assert "all-gather" not in text and text.count(" dynamic-slice-start(") >= 6
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.tpu_aot
 @pytest.mark.parametrize("kind", ["Auto", "Explicit"])
 def test_shardings_that_nobody_gave_gather_nothing(kind: str) -> None:

@@ -50,6 +50,7 @@ def of_jax() -> Any:
     return jax.jit(jax.value_and_grad(lambda *args: loss(jax.lax.scan, *args), argnums=(0, 1, 2)))
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize(
     ("inputs", "prefetch", "jit"),
     [("device", True, False), ("device", True, True), ("device", False, True), ("host", True, True)],
@@ -70,6 +71,7 @@ def test_equals_jax(inputs: Any, prefetch: bool, jit: bool) -> None:
     assert {leaf.sharding.memory_kind for leaf in grads[1:]} == {"device"}
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_dtypes(dtype: Any) -> None:
     xs, x, scale = arguments(dtype)
@@ -149,6 +151,7 @@ def test_without_prefetching_the_device_holds_two_layers(tpu_device: jax.Device)
     assert report.host.temp_bytes == 0
 
 
+@pytest.mark.slow
 @pytest.mark.tpu_aot
 def test_the_device_holds_a_few_layers_whatever_their_number(tpu_device: jax.Device) -> None:
     few, many = on_v5e(8), on_v5e(16)
@@ -172,6 +175,8 @@ def test_layers_and_their_gradients_are_on_the_host(tpu_device: jax.Device) -> N
     verify(program, {"0": "host", "1": "device"}, outputs={"**": "host"}, host_temp_bytes=8 * 128 * 256 * 2)
 
 
+@pytest.mark.sentinel
+@pytest.mark.slow
 @pytest.mark.tpu_aot
 def test_layer_inputs_wait_on_the_host(tpu_device: jax.Device) -> None:
     few, many = on_v5e(8, inputs="host"), on_v5e(16, inputs="host")
@@ -199,6 +204,7 @@ def test_no_gradient_is_written_for_layers_that_do_not_train(tpu_device: jax.Dev
     assert report.host.temp_bytes == 0
 
 
+@pytest.mark.slow
 @pytest.mark.gpu_aot
 def test_a_device_without_host_memory_warns_and_compiles() -> None:
     with pytest.warns(PlacementWarning, match=r"has no host memory(.|\n)*hint: lowtide.memory.analyze counts them"):

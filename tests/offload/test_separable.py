@@ -31,6 +31,7 @@ def rows_of(fn: Callable[..., Any], *args: Any) -> Any:
 W, G = on_host(3, 16, 128), jnp.ones((3, 16, 128))
 
 
+@pytest.mark.slow_after(7)
 @pytest.mark.parametrize(
     ("fn", "rows", "blocked_by"),
     [
@@ -99,6 +100,7 @@ def test_a_norm_over_host_leaves_binds_them_all() -> None:
     assert (group.rows, group.blocked_by, len(group.outputs)) == (0, "reduce_sum", 2)
 
 
+@pytest.mark.slow_after(8)
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.int32])
 @pytest.mark.parametrize(
     "of_rows",

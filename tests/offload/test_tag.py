@@ -45,6 +45,7 @@ def with_block(llama: Llama, change: Callable[..., Any]) -> Callable[..., jax.Ar
     return lambda layers, batch: stack.apply(llama.outer, layers, batch)[0]
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_names_of_a_llama_block(dtype: str) -> None:
     llama, batch = model(dtype)
@@ -62,6 +63,8 @@ def test_the_names_of_a_whole_scanned_model() -> None:
     assert rows["layers/mlp/up_proj"].count == CONFIG.num_layers
 
 
+@pytest.mark.sentinel
+@pytest.mark.slow
 def test_values_and_gradients_of_a_llama_are_unchanged_bit_for_bit() -> None:
     llama, batch = model()
     of = jax.jit(jax.value_and_grad(with_block(llama, tag)))
@@ -239,6 +242,8 @@ def test_a_function_without_products_is_an_error() -> None:
         tag(jnp.sin)(X)
 
 
+@pytest.mark.sentinel
+@pytest.mark.slow
 @pytest.mark.tpu_aot
 def test_one_name_of_a_llama_block_goes_to_the_host_of_a_tpu() -> None:
     sizes = {"hidden_size": 256, "intermediate_size": 1024, "num_layers": 4, "num_heads": 4, "head_dim": 64}

@@ -69,6 +69,7 @@ def test_what_is_copied_as_a_whole_is_told(rows: int, is_tall: bool, tpu_device:
         assert "w: int8[4, 1024, 128]" in found[0] and LOW_TILES in found[0]
 
 
+@pytest.mark.slow
 @pytest.mark.tpu_aot
 def test_codes_that_are_not_streamed_are_moved_once(tpu_device: Any) -> None:
     with pytest.warns(PlacementWarning, match=r"mu/w/codes: uint8\[8, 1024, 1024\].*not streamed"):

@@ -91,6 +91,7 @@ def test_a_donation_that_no_output_takes_up_is_caught(tpu_device: jax.Device) ->
         verify(made, {"0": "host"})
 
 
+@pytest.mark.slow
 @pytest.mark.tpu_aot
 def test_offloaded_activations_are_counted(tpu_device: jax.Device) -> None:
     def loss(xs: Any, x: Any, inputs: Any) -> Any:

@@ -56,6 +56,7 @@ def arithmetic(config: LlamaConfig, length: int, *, remat: bool) -> float:
     return config.num_layers * layer + 2 * 2 * length * config.hidden_size * config.vocab_size
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("target", ["cpu", pytest.param("v5e:1x1", marks=pytest.mark.tpu_aot)])
 @pytest.mark.parametrize("remat", [False, True])
 def test_a_causal_step_computes_half_of_the_scores(target: str, remat: bool) -> None:

@@ -53,6 +53,7 @@ def reference(q: Any, k: Any, v: Any, **options: Any) -> np.ndarray:
     return np.einsum("bnts,bsnh->btnh", weights / np.where(total == 0, 1, total), v)
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("groups", [1, 2, 4])
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_kind_equals_a_dense_reference(kind: str, groups: int) -> None:
@@ -64,6 +65,7 @@ def test_every_kind_equals_a_dense_reference(kind: str, groups: int) -> None:
         np.testing.assert_allclose(np.asarray(got, np.float64), want, rtol=0, atol=most)
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("kind", ["causal", "segments in a window", "soft cap"])
 def test_long_rows_and_their_gradients_equal_those_of_all_scores(kind: str) -> None:
     options = dict(KINDS[kind])
@@ -87,6 +89,7 @@ def test_long_rows_and_their_gradients_equal_those_of_all_scores(kind: str) -> N
         np.testing.assert_allclose(one, other, rtol=0, atol=2e-5)
 
 
+@pytest.mark.slow
 def test_queries_of_another_length_see_their_own_segment_and_such_as_see_nothing_stay_finite() -> None:
     q, k, v = drawn(0, 1, 5, 2, 8), drawn(1, 1, 12, 2, 8), drawn(2, 1, 12, 2, 8)
     segments = np.array([[1, 1, 2, 2, 9]]), np.repeat([[1, 2]], [4, 8], axis=1)
@@ -192,6 +195,7 @@ def test_what_is_no_array_or_does_not_fit_is_refused_by_both() -> None:
             lt.ops.attend(*arrays, lt.ops.Sight(), lt.ops.Scores(0.3))
 
 
+@pytest.mark.slow
 def test_what_means_the_same_computes_the_same() -> None:
     q, k, v = (jnp.asarray(drawn(seed, 2, 70, 2, 8), jnp.float32) for seed in range(3))
     shared = np.repeat([[1, 2]], [30, 40], axis=1)
@@ -242,6 +246,7 @@ def test_dtypes_that_differ_or_are_no_numbers_of_attention() -> None:
             lt.ops.attention(*arrays)
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("options", [{}, {"soft_cap": 2.0}, {"window": 3}], ids=str)
 def test_float64_is_computed_in_float64(options: dict[str, Any]) -> None:
     with jax.enable_x64(True):
@@ -258,6 +263,7 @@ def test_few_tokens_of_float16_are_computed_by_a_compiled_program() -> None:
     np.testing.assert_allclose(found, want, atol=2e-3)
 
 
+@pytest.mark.slow
 def test_small_cotangents_of_half_precision_are_kept() -> None:
     q, k, v = (jnp.asarray(np.random.default_rng(i).normal(size=(1, 512, 2, 16)), jnp.float16) for i in range(3))
 

@@ -48,6 +48,7 @@ def arrays(groups: int = 2, dtype: Any = np.float32) -> tuple[Any, Any, Any]:
     return tuple(drawn(seed, 2, LENGTH, heads, 8, dtype=dtype) for seed, heads in enumerate((4, groups, groups)))  # pyright: ignore[reportReturnType]
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("kind", KINDS)
 def test_values_and_gradients_are_those_of_all_scores(kind: str, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -62,6 +63,7 @@ def test_values_and_gradients_are_those_of_all_scores(kind: str, size: int, monk
             np.testing.assert_allclose(one, other, rtol=1e-5, atol=2e-5, equal_nan=False)
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize(("dtype", "most"), [(jnp.bfloat16, 4e-2), (jnp.float16, 5e-3)])
 def test_half_precision(dtype: Any, most: float, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_blocks, "block_size", lambda *_: 16)
@@ -137,6 +139,7 @@ def test_blocks_that_nobody_sees_are_passed_by_when_the_program_runs(monkeypatch
     assert needed(window=jnp.int32(1000)).sum() == 15
 
 
+@pytest.mark.slow
 def test_policies_keep_the_result_and_the_sums_of_exponentials(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_blocks, "block_size", lambda *_: 8)
     q, k, v = arrays()

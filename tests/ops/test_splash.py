@@ -47,6 +47,7 @@ def compared(kind: str, groups: int, is_fused: bool, dtype: Any) -> list[tuple[n
     return list(zip(*found, strict=True))
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize(
     ("kind", "groups", "is_fused"),
     [
@@ -66,6 +67,7 @@ def test_values_and_gradients_are_those_of_all_scores(
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=2e-5, equal_nan=False)
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize(("kind", "is_fused"), [("causal", True), ("all of it", False)])
 def test_half_precision_and_heads_one_after_another(kind: str, is_fused: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_splash, "_STEP_BYTES", 1)
@@ -107,6 +109,8 @@ def mapped(q: Any, k: Any, v: Any) -> Any:
     return jnp.sum(jax.vmap(lambda *of: attend(*(each[None] for each in of)))(q, k, v))
 
 
+@pytest.mark.sentinel
+@pytest.mark.slow
 @pytest.mark.tpu_aot
 def test_a_program_for_one_tpu_has_the_kernel_where_it_fits() -> None:
     assert num_kernels(attend) == 1
@@ -145,6 +149,7 @@ def test_derivatives_of_gradients_are_those_of_blocks() -> None:
     assert num_kernels(curvature) == 0
 
 
+@pytest.mark.slow
 @pytest.mark.tpu_aot
 def test_among_devices_the_kernel_is_where_a_mesh_says_who_has_what() -> None:
     mesh = mesh_of("data", "tensor")
@@ -234,6 +239,7 @@ def own_programs() -> Iterator[None]:
     jax.clear_caches()
 
 
+@pytest.mark.slow
 @pytest.mark.tpu_aot
 @pytest.mark.usefixtures("own_programs")
 def test_a_kernel_that_takes_other_arguments_is_left_to_blocks_with_one_warning(
@@ -264,6 +270,7 @@ def test_arithmetic_counts_once_and_whole_programs_for_other_targets_have_no_ker
     assert "custom_call" not in traced.lower(lowering_platforms=("cpu",)).as_text()
 
 
+@pytest.mark.slow
 @pytest.mark.tpu_aot
 def test_a_step_of_adapters_has_the_kernel() -> None:
     sizes = {"vocab_size": 256, "hidden_size": 512, "intermediate_size": 512, "num_layers": 2}

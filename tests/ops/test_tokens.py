@@ -62,6 +62,7 @@ def tiled(params: Any, x: Any) -> Any:
     return over_tokens(mlp, params, x, width=WIDTH)
 
 
+@pytest.mark.slow_after(6)
 @pytest.mark.parametrize("reads", ["both", "first", "second"])
 @pytest.mark.parametrize(
     "length", [3, 5, 13, 45, 52]
@@ -118,6 +119,7 @@ def test_weights_in_few_bits_are_made_arrays_once_for_a_loop() -> None:
     assert loops and not any(var.aval.dtype == jnp.int8 for loop in loops for var in loop.invars)
 
 
+@pytest.mark.slow
 def test_transformations_of_others() -> None:
     h, positions = given(23)
     probe = jnp.cos(h)
@@ -164,6 +166,7 @@ def test_sizes_follow_the_chip_and_what_they_save(monkeypatch: pytest.MonkeyPatc
 LENGTH = 24
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize(
     "kind", ["llama", "gemma3_text", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("gpt_oss", "qwen3_moe"))]
 )
@@ -194,6 +197,7 @@ def test_decoders_of_every_kind_have_the_gradients_of_all_tokens_at_once(
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-5), again, kept)
 
 
+@pytest.mark.slow
 def test_a_decoder_has_the_tiles_and_the_attention_that_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     sizes: dict[str, Any] = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 32, "num_layers": 2}
@@ -222,6 +226,7 @@ def test_a_decoder_has_the_tiles_and_the_attention_that_are_asked_for(monkeypatc
         step(dataclasses.replace(model, attention="cudnn"), batch)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("length", [14, 45])  # tiles and a shorter rest, a loop
 def test_functions_may_close_over_what_a_program_computes(length: int) -> None:
     h, positions = given(length)

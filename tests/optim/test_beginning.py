@@ -29,6 +29,7 @@ def made(jaxpr: Any) -> Iterator[Any]:
         yield from (var.aval for var in equation.outvars)
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("form", FORMATS)
 @pytest.mark.parametrize("number", [0.0, 0.1, -3.0])
 def test_a_number_is_packed_as_an_array_of_it(form: str, number: float) -> None:

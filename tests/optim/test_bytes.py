@@ -50,6 +50,7 @@ def test_a_state_has_the_bytes_that_are_documented(form: str, num_bytes: float) 
     assert tree_bytes(state) / NUM == pytest.approx(num_bytes, abs=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.tpu_aot
 @pytest.mark.parametrize("form", ["8bit", "companded", "bfloat16"])
 def test_on_a_tpu_no_float32_state_exists(form: str) -> None:
@@ -58,6 +59,7 @@ def test_on_a_tpu_no_float32_state_exists(form: str) -> None:
     assert moved < 28.5  # that of float32 AdamW is 28
 
 
+@pytest.mark.slow
 @pytest.mark.tpu_aot
 @pytest.mark.parametrize(
     ("shape", "form"),
@@ -84,6 +86,7 @@ def test_odd_shapes_are_updated_without_temporaries_too(shape: tuple[int, ...], 
     assert made.bytes_accessed < 33 * size  # in blocks of half a tile all codes were laid out anew for each
 
 
+@pytest.mark.slow
 @pytest.mark.gpu_aot
 @pytest.mark.parametrize("form", ["8bit", "companded", "bfloat16"])
 def test_on_a_gpu_no_float32_state_exists(form: str) -> None:
@@ -92,6 +95,7 @@ def test_on_a_gpu_no_float32_state_exists(form: str) -> None:
     assert moved < 28.5
 
 
+@pytest.mark.slow
 @pytest.mark.tpu_aot
 @pytest.mark.parametrize("spec", [(None, "x", None), (None, None, "x")])
 def test_on_a_mesh_no_float32_state_exists_either(spec: tuple[Any, ...]) -> None:

@@ -28,6 +28,7 @@ def trainer(tx: Any, folder: Path) -> lt.Trainer:
     return lt.Trainer(model, loss_fn, tx, checkpoint_dir=folder)
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("form", ["8bit", "companded", "fp8", "4bit", "bfloat16"])
 def test_a_trainer_goes_on_bit_for_bit(form: str, tmp_path: Path) -> None:
     tx = low_precision(optax.adamw(1e-2), form)
@@ -49,6 +50,7 @@ def test_a_checkpoint_of_other_state_is_refused(tmp_path: Path) -> None:
     assert isinstance(low_precision(optax.adamw(1e-2)).init(ours.model).inner[0].mu["w"], PackedArray)
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("form", ["8bit", "bfloat16"])
 def test_an_optimizer_of_nnx_comes_back_from_orbax(form: str, tmp_path: Path) -> None:
     nnx = pytest.importorskip("flax.nnx")

@@ -95,6 +95,7 @@ LARGEST_ERROR = {"8bit": 0.00704, "companded": 0.0079, "fp8": 0.036, "4bit": 0.1
 LARGEST_POSITIVE = {"8bit": 0.00353, "companded": 0.00393, "fp8": 0.07, "4bit": 0.0617}
 
 
+@pytest.mark.slow_after(8)
 @pytest.mark.parametrize("is_positive", [False, True])
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("shape", [(300,), (2, 3, 256), (3, 256 + 15), (5, 1024)])
@@ -110,6 +111,7 @@ def test_what_is_stored_is_near_in_every_block(name: str, is_positive: bool, sha
     assert (np.abs(np.asarray(packed.dense()) - x) <= bound * largest).all()
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("is_positive", [False, True])
 @pytest.mark.parametrize("name", ["8bit", "companded"])
 def test_arrays_come_back_as_flashoptim_asks_of_them(name: str, is_positive: bool) -> None:
@@ -130,6 +132,7 @@ def test_arrays_come_back_as_flashoptim_asks_of_them(name: str, is_positive: boo
             assert ((x - got) ** 2).sum() / (x**2).sum() <= (1e-4 if is_positive else 5e-4), case
 
 
+@pytest.mark.slow_after(7)
 @pytest.mark.parametrize("is_positive", [False, True])
 @pytest.mark.parametrize("name", FORMATS)
 def test_what_is_stored_again_does_not_change(name: str, is_positive: bool) -> None:
@@ -146,12 +149,14 @@ def test_another_format_is_refused() -> None:
         PackedArray.of(jnp.zeros(()), "8bit")
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("name", FORMATS)
 def test_arrays_of_nothing_are_stored(name: str) -> None:
     for shape in ((0, 128), (0,), (4, 0), (0, 3, 3)):
         assert PackedArray.of(jnp.zeros(shape), name).dense().shape == shape
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("name", FORMATS)
 def test_zeros_and_the_largest_number_of_a_block_are_exact(name: str) -> None:
     assert not np.asarray(PackedArray.of(jnp.zeros((2, 300)), name).dense()).any()
@@ -161,6 +166,7 @@ def test_zeros_and_the_largest_number_of_a_block_are_exact(name: str) -> None:
         assert got[0, 7] == np.float32(sign * 0.3)
 
 
+@pytest.mark.slow_after(9)
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("is_positive", [False, True])
@@ -178,6 +184,7 @@ def test_a_block_with_a_number_that_is_not_finite_is_nan_and_others_are_as_they_
     assert np.array_equal(got[1, :block], want[1, :block])
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("name", FORMATS)
 def test_short_axes_make_blocks_together(name: str) -> None:
     kernel = np.random.default_rng(6).normal(size=(8, 40, 3, 3)).astype(np.float32)
@@ -190,6 +197,7 @@ def test_short_axes_make_blocks_together(name: str) -> None:
     assert alone.shape == (8, 40, 1) and alone.scales.size == -(-320 // FORMATS[name].block)
 
 
+@pytest.mark.slow
 def test_two_codes_of_4_bits_are_a_byte() -> None:
     for size in (1, 2, 255, 256, 257, 271, 512, 600):
         packed = PackedArray.of(jnp.ones((3, size)), "4bit")

@@ -101,6 +101,7 @@ def test_a_difference_of_two_moments_is_refused() -> None:
         low_precision(tx, least_size=1).init(PARAMS)
 
 
+@pytest.mark.slow_after(6)
 @pytest.mark.parametrize("name", sorted({*optimizer_table.KINDS} - UNSELECTED - {"rmsprop (momentum, centered)"}))
 def test_an_optimizer_of_each_kind_trains_as_in_float32(name: str) -> None:
     tx, extra = optimizer_table.OPTIMIZERS[name](), optimizer_table.extra_arguments(name)
@@ -112,6 +113,7 @@ def test_an_optimizer_of_each_kind_trains_as_in_float32(name: str) -> None:
     assert abs(got - want) < 0.05 * abs(before - want) + 1e-3, (before, want, got)
 
 
+@pytest.mark.slow_after(4)
 @pytest.mark.parametrize("form", FORMATS)
 def test_every_format_trains(form: str) -> None:
     want, _, _ = trained(optax.adamw(1e-2))
@@ -121,6 +123,7 @@ def test_every_format_trains(form: str) -> None:
     assert abs(got - want) < part * abs(float(loss(PARAMS)) - want)
 
 
+@pytest.mark.slow
 def test_signs_are_kept_where_numbers_may_be_negative() -> None:
     """SM3 calls its momentum nu; of types that are not Optax's nothing is known."""
 
@@ -163,6 +166,7 @@ def outside(kind: str, tx: Any) -> Any:
     }[kind]()
 
 
+@pytest.mark.slow_after(2)
 @pytest.mark.parametrize("kind", ["chain", "MultiSteps", "apply_if_finite", "masked", "partition"])
 def test_other_transformations_may_be_around_it_or_inside(kind: str) -> None:
     want, _, _ = trained(outside(kind, optax.adamw(1e-2)), 12)
@@ -198,6 +202,7 @@ def test_eagerly_donated_and_in_a_branch_values_are_the_same() -> None:
     assert same(donated, want)
 
 
+@pytest.mark.slow_after(3)
 @pytest.mark.parametrize("form", FORMATS)
 @pytest.mark.parametrize("wrapped", [jax.jit, lambda fn: fn])
 def test_a_derivative_that_the_state_would_lose_is_refused(form: str, wrapped: Any) -> None:
@@ -256,6 +261,7 @@ def test_under_vmap_each_has_its_own_state() -> None:
         np.testing.assert_allclose(got["w"][at], want["w"], rtol=1e-5)
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("form", ["8bit", "bfloat16"])
 def test_steps_are_the_same_again_and_after_going_on(form: str) -> None:
     tx = low_precision(optax.adamw(1e-2), form)
@@ -270,6 +276,7 @@ def test_steps_are_the_same_again_and_after_going_on(form: str) -> None:
 # Leaves.
 
 
+@pytest.mark.slow
 def test_leaves_of_every_kind() -> None:
     params = {
         "bf16": normal(0, 32, 256).astype(jnp.bfloat16),
@@ -295,6 +302,7 @@ def test_leaves_of_every_kind() -> None:
     assert float(jnp.abs(updates["small"] - want["small"]).max()) == 0
 
 
+@pytest.mark.slow
 def test_integers_of_a_state_stay() -> None:
     tx = optax.GradientTransformation(
         lambda params: {"mu": {"w": jnp.zeros((64, 64), jnp.int32), "x": jnp.zeros((64, 64))}},
@@ -327,6 +335,7 @@ def test_paths_choose_formats() -> None:
 # In blocks, on a mesh, and on the host.
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("form", FORMATS)
 def test_in_blocks_the_state_is_that_of_the_whole(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
     params = {"w": normal(0, 128, 1024), "v": normal(1, 3, 64, 256)}
@@ -348,6 +357,7 @@ def test_in_blocks_the_state_is_that_of_the_whole(form: str, monkeypatch: pytest
         assert float(jnp.mean(a.codes.astype(jnp.float32) == b.codes.astype(jnp.float32))) > 0.999
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize(
     ("spec", "form"), [(("x", None), "8bit"), ((None, "x"), "8bit"), (("x", None), "4bit"), ((None, "x"), "4bit")]
 )
@@ -378,6 +388,7 @@ def test_on_a_mesh_values_are_those_of_one_device(spec: tuple[Any, ...], form: s
         np.testing.assert_allclose(a.scales, b.scales, rtol=1e-6)
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("form", ["8bit", "bfloat16"])
 @pytest.mark.parametrize("mode", ["streamed", "whole"])
 def test_what_is_packed_may_wait_on_the_host(form: str, mode: str) -> None:
@@ -398,6 +409,7 @@ def test_what_is_packed_may_wait_on_the_host(form: str, mode: str) -> None:
         assert float(jnp.mean(np.asarray(a.codes) == np.asarray(b.codes))) > 0.999
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spec", [("x", None), (None, "x")])
 def test_a_mesh_with_explicit_axes_says_itself_how_leaves_are_sharded(spec: tuple[Any, ...]) -> None:
     # Of the second and the third no device has whole blocks where their last axis is divided.
@@ -418,6 +430,7 @@ def test_a_mesh_with_explicit_axes_says_itself_how_leaves_are_sharded(spec: tupl
         assert float(jnp.mean(np.asarray(a.codes) == np.asarray(b.codes))) > 0.999
 
 
+@pytest.mark.slow_after(3)
 @pytest.mark.parametrize("form", FORMATS)
 def test_a_second_moment_of_contrib_is_never_zero(form: str) -> None:
     tx, params = optax.contrib.ademamix(1e-3), {"w": normal(0, 64, 256) / 10}
@@ -432,6 +445,7 @@ def test_a_second_moment_of_contrib_is_never_zero(form: str) -> None:
     assert float(jnp.abs(params["w"] - begin["w"]).max()) < 0.02  # 0.005 in float32
 
 
+@pytest.mark.slow
 def test_a_step_without_gradients_after_small_ones_is_small() -> None:
     # Of a block with a large second moment a small one would be stored as 0, and divide what is left of the mean.
     params = {"w": jnp.zeros((16, 256))}
@@ -443,6 +457,7 @@ def test_a_step_without_gradients_after_small_ones_is_small() -> None:
         assert float(jnp.abs(updates["w"]).max()) < 2e-3, form
 
 
+@pytest.mark.slow
 def test_a_state_in_another_format_is_refused_and_names_the_way() -> None:
     params = {"w": normal(0, 64, 256).astype(jnp.bfloat16)}
 
@@ -471,6 +486,8 @@ def test_one_array_may_be_all_parameters(weights: str) -> None:
     assert float(jnp.abs(updates.astype(jnp.float32)).max()) > 0
 
 
+@pytest.mark.sentinel
+@pytest.mark.slow
 def test_masked_and_in_parts_a_state_is_converted_by_place() -> None:
     params = {"a": normal(0, 64, 256).astype(jnp.bfloat16), "b": normal(1, 64, 256).astype(jnp.bfloat16)}
 
@@ -488,6 +505,7 @@ def test_masked_and_in_parts_a_state_is_converted_by_place() -> None:
     assert same(converted(masked.init(params), masked, params), masked.init(params))
 
 
+@pytest.mark.slow
 def test_inside_of_a_shard_map_it_updates_shards() -> None:
     mesh = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
     params = normal(0, 64, 512)

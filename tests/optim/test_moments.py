@@ -54,6 +54,7 @@ def test_moments_that_bear_no_rounding_are_refused_by_name(tx: Any, form: str, m
         low_precision(tx, form).init(PARAMS)
 
 
+@pytest.mark.slow
 def test_a_slow_mean_stays_as_it_is_unless_it_is_asked_for() -> None:
     tx = contrib.ademamix(1e-3)
     with pytest.raises(ConfigError, match=r"(?s)m2/w bears no 8bit.*slow mean.*expected: bfloat16"):

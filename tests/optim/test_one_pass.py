@@ -57,6 +57,7 @@ def trained(tx: Any, begin: Any, num_steps: int = 3, state: Any = None, **option
     return params, state
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize(
     ("tx", "weights", "form"),
     [
@@ -89,6 +90,7 @@ def test_kernels_compute_what_two_passes_do(
         np.testing.assert_allclose(one.astype(jnp.float32), other.astype(jnp.float32), rtol=2e-2, atol=1e-3)
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize(
     ("of_params", "of_grads", "weights", "is_used"),
     [
@@ -128,6 +130,7 @@ def of_rows(grads: Any) -> Any:
     return jax.tree.map(lambda g: g / (1e-6 + jnp.linalg.norm(g, axis=-1, keepdims=True)), grads)
 
 
+@pytest.mark.slow_after(2)
 @pytest.mark.parametrize(
     ("tx", "form", "shapes"),
     [
@@ -154,6 +157,7 @@ def test_a_block_that_is_not_finite_is_nan_and_no_other(used: list[bool]) -> Non
     assert is_nan.sum() == 512 and is_nan[3, 256:].all() and is_nan[5, :256].all()
 
 
+@pytest.mark.slow
 def test_updates_are_differentiated_and_mapped(used: list[bool]) -> None:
     begin, x = {"w": jnp.ones((16, 256))}, jnp.full((16, 256), 1e-4)
     state = low_precision(optax.adam(1e-2)).init(begin)
@@ -172,6 +176,7 @@ def test_updates_are_differentiated_and_mapped(used: list[bool]) -> None:
     np.testing.assert_allclose(many, [fn(x, 1e-2), fn(2 * x, 1e-2)], rtol=1e-5)
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize(
     ("spec", "is_used"), [(jax.P(None, "x"), True), (jax.P(None, None, "x"), True), (jax.P("x"), False)]
 )
@@ -197,6 +202,7 @@ def test_on_a_mesh_each_device_updates_its_part(spec: Any, is_used: bool, used: 
         assert (apart > 1e-6 * np.abs(np.asarray(other, np.float64)).max()).mean() < 1e-2
 
 
+@pytest.mark.slow
 @pytest.mark.gpu_aot
 def test_on_a_mesh_nothing_is_gathered() -> None:
     mesh = jax.sharding.Mesh(np.array(lt.target("h100:4").devices()), ("x",))
@@ -213,6 +219,7 @@ def test_on_a_mesh_nothing_is_gathered() -> None:
     assert 4 * program.bytes_accessed / size < 0.45 * 28
 
 
+@pytest.mark.slow
 @pytest.mark.gpu_aot
 @pytest.mark.parametrize(("form", "weights"), [("8bit", "split"), ("companded", None)])
 def test_on_a_gpu_an_update_reads_everything_once(form: str, weights: Any) -> None:
@@ -256,6 +263,7 @@ def widely(name: str) -> Any:
     return optax.stateless(lambda updates, _: jax.tree.map(operate, updates))
 
 
+@pytest.mark.slow
 @pytest.mark.gpu_aot
 def test_triton_has_all_operations() -> None:
     leaves = {"w": jax.ShapeDtypeStruct((16, 256), jnp.float32)}
@@ -264,6 +272,7 @@ def test_triton_has_all_operations() -> None:
     assert "xla.gpu.triton" in compile(tx.update, leaves, state, leaves, target="h100").compiled.as_text()
 
 
+@pytest.mark.slow
 @pytest.mark.gpu_aot
 @pytest.mark.parametrize(
     ("tx", "is_in_kernels"),

@@ -48,6 +48,7 @@ def batches(number: int = 4) -> list[Any]:
     return [{name: jnp.asarray(rng.normal(size=(8, WIDTH)), jnp.float32) for name in "xy"} for _ in range(number)]
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("place", ["host", "device"])
 @pytest.mark.parametrize(("form", "weights"), [("8bit", None), ("8bit", "split"), ("4bit", "kahan"), (None, "split")])
 def test_a_layerwise_step_is_the_plain_one(form: Any, weights: Any, place: str) -> None:

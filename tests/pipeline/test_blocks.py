@@ -133,6 +133,7 @@ def test_kernels_beside_another_axis(remat: bool, dividing: Any, is_column: bool
     assert_close(jax.jit(pipeline)({}, layers, x), of_plain_jax(plain, {}, layers, x))
 
 
+@pytest.mark.slow
 @pytest.mark.tpu_aot
 @pytest.mark.parametrize(
     ("shape", "dividing", "in_last", "refused"),
@@ -180,6 +181,7 @@ def pipeline_of(block: Any, num_others: int = 2) -> Any:
     return value_and_grad(stack, schedule("zb-h1", num_stages=2, num_microbatches=2), mesh=mesh_of(2, num_others))
 
 
+@pytest.mark.slow
 def test_a_branch_is_taken_by_all_devices_of_a_collective_in_it() -> None:
     """With types, the gradient of a weight that is alike on all devices is added up inside of the branch."""
     up = 0.3 * parameters(2)[1]["up"]
@@ -200,6 +202,7 @@ def test_a_collective_along_the_axis_of_the_pipeline_is_refused(run: str) -> Non
         jax.jit(getattr(pipeline, run)).lower({}, layers, jnp.ones((8, WIDTH)))
 
 
+@pytest.mark.slow
 def test_a_gradient_of_a_pipeline_is_refused_by_name_and_none_is_not() -> None:
     stack = LayerStack(lambda outer, x: x, lambda w, h, x: jnp.tanh(h @ w), lambda outer, h, x: (jnp.mean(h**2), {}))
     layers, x = parameters(2)[1]["up"][..., :WIDTH], normal(2, 8, WIDTH)

@@ -139,6 +139,7 @@ QUICK = (("zb-h1", 4), ("auto", 4))
 CASES = (("1f1b", 4), ("interleaved-zb", 4), ("v-min", 4), ("v-min", 8))
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize(
     ("name", "num_ranks"), [*QUICK, *(pytest.param(*case, marks=pytest.mark.slow) for case in CASES)]
 )
@@ -207,12 +208,14 @@ OFFLOAD = jax.checkpoint_policies.save_and_offload_only_these_names(
 )
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("remat", [True, OFFLOAD])
 def test_recomputation_and_offload_change_no_value(remat: Any) -> None:
     given = plain_arguments(4)
     assert_close(jax.jit(plain_pipeline("zb-v", remat=remat))(*given), of_plain_jax(PLAIN, *given))
 
 
+@pytest.mark.slow
 def test_two_steps_then_an_evaluation_without_compiling_again(compilations: Any) -> None:
     pipeline = plain_pipeline("zb-h1", arranged=True, layers_per_stage=[2, 3])
     outer, layers, batch = plain_arguments(5)
@@ -269,6 +272,7 @@ def test_outer_weights_alone_may_train() -> None:
     assert_close(of_outer, of_plain_jax(PLAIN, *given)[1][0])
 
 
+@pytest.mark.slow
 def test_a_microbatch_without_weight_has_no_gradient_whatever_its_activations() -> None:
     pipeline = plain_pipeline("zb-h1", weight=lambda batch: jnp.sum(batch["counts"]))
     outer, layers, batch = plain_arguments(5)
@@ -284,6 +288,7 @@ def rows_of(outer: Any, h: Any) -> Any:
     return jax.lax.scan(lambda h, row: (jnp.tanh(h + row[None, :]), None), h, outer["a"] + outer["b"])[0]
 
 
+@pytest.mark.slow
 def test_weights_that_are_added_to_each_other_or_to_the_loss_have_their_gradients() -> None:
     """The gradient of the bias is the cotangent of the loss."""
     stack = LayerStack(
@@ -298,6 +303,7 @@ def test_weights_that_are_added_to_each_other_or_to_the_loss_have_their_gradient
     assert_close(jax.jit(pipeline)(outer, layers, x), of_plain_jax(stack, outer, layers, x))
 
 
+@pytest.mark.slow
 def test_a_block_may_leave_arrays_without_elements() -> None:
     stack = LayerStack(
         first=lambda outer, x: x,
@@ -309,6 +315,7 @@ def test_a_block_may_leave_arrays_without_elements() -> None:
     assert_close(jax.jit(pipeline)({}, layers, x), of_plain_jax(stack, {}, layers, x))
 
 
+@pytest.mark.slow
 def test_padding_reaches_no_gradient_whatever_it_computes() -> None:
     """A table with an entry for each layer, of which padding reads one too many: nan."""
 
@@ -331,6 +338,7 @@ def test_outer_weights_may_be_plain_numbers() -> None:
     assert_close(found, of_plain_jax(PLAIN, outer, layers, batch))
 
 
+@pytest.mark.slow
 def test_functions_may_return_plain_numbers() -> None:
     stack = LayerStack(
         first=lambda outer, x: {"x": x, "aux": 0.0},
@@ -392,6 +400,7 @@ def test_a_model_without_layers_is_refused() -> None:
         pipeline_of("1f1b", 2)(parameters(1)[0], jax.tree.map(lambda leaf: leaf[:0], parameters(1)[1]), make_batch())
 
 
+@pytest.mark.slow
 def test_layers_and_batches_that_do_not_fit_are_named() -> None:
     outer, layers = parameters(5)
     batch = make_batch()

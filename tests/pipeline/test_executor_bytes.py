@@ -81,6 +81,7 @@ def assert_flat(of_few: int, of_many: int) -> None:
 
 
 # That no schedule has more slots with more microbatches is seen in reports of all.
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize(
     ("name", "remat"),
     [
@@ -166,6 +167,7 @@ def test_a_pass_that_a_tick_does_not_have_is_not_computed() -> None:
     assert not called & products
 
 
+@pytest.mark.slow
 def test_loss_and_outputs_that_are_held_to_the_end_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """What PyTorch's pull request 138119 removed, planted."""
 

@@ -72,6 +72,7 @@ IMAGES = LayerStack(
 )
 
 
+@pytest.mark.slow
 def test_convolutions_in_uneven_stages_and_microbatches() -> None:
     made = schedule("zb-h1", num_stages=2, num_microbatches=3)
     counts = jnp.asarray([1, 0, 1, 1, 0, 0.0])  # microbatches of one row that counts, of two, of none
@@ -91,6 +92,7 @@ def test_convolutions_in_uneven_stages_and_microbatches() -> None:
     assert list(hosted(pipeline.report(outer, layers, batch))) == ["forward/host/rows/float32/2x2x4x4x4"]
 
 
+@pytest.mark.slow
 def test_a_policy_decides_all_else() -> None:
     """What it saves stays on the device, what it offloads goes to the host, too."""
 
@@ -160,6 +162,7 @@ def hosted(report: StageReport) -> dict[str, int]:
     return {name: size for name, size in report.buffers.items() if "/host/" in name}
 
 
+@pytest.mark.slow_after(2)
 @pytest.mark.parametrize("name", ["1f1b", "zb-h1", "v-min", "auto", "gpipe"])
 def test_all_inputs_are_on_the_host_and_nowhere_else(name: str) -> None:
     """Between I and W, too, where weights are multiplied by the input; and `auto` keeps no more for it."""
@@ -173,6 +176,7 @@ def test_all_inputs_are_on_the_host_and_nowhere_else(name: str) -> None:
             assert one.waiting_bytes < other.waiting_bytes
 
 
+@pytest.mark.slow
 def test_a_limit_of_memory_is_one_of_the_device() -> None:
     """Within it inputs on the host leave room for what makes a schedule faster, or for one at all."""
     of: Any = {"remat": True, "num_microbatches": 16}
@@ -203,6 +207,7 @@ def compiled(
     return pipeline.report(*arguments, memory=memory), memory, program.compiled.as_text()
 
 
+@pytest.mark.slow
 @pytest.mark.tpu_aot
 def test_the_compiled_program_has_them_in_host_memory() -> None:
     report, memory, text = compiled("1f1b", "v5p:2x2x1", "host", rows=256)

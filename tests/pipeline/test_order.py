@@ -74,6 +74,7 @@ def program(name: str) -> str:
     return jax.jit(pipeline).lower(outer, layers, batch).compile().as_text()
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("name", ["auto", "zb-h1"])
 def test_no_pass_with_collectives_may_be_started_beside_what_is_sent(name: str) -> None:
     text = program(name)

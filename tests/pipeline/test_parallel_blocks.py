@@ -289,6 +289,7 @@ def test_first_and_last_may_permute_too_and_a_permutation_may_leave_devices_out(
     assert_close(jax.jit(pipeline.evaluate)(outer, layers, batch_of()), expected[0])
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("names", [("ring", "tensor"), ("tensor", "ring")])
 def test_a_permutation_numbers_devices_as_the_mesh_does(names: tuple[str, ...]) -> None:
     """As JAX's own does, in whatever order it names axes; JAX 0.12 refuses other orders than the mesh's."""
@@ -310,6 +311,7 @@ def test_a_permutation_numbers_devices_as_the_mesh_does(names: tuple[str, ...]) 
     assert_close(grads, loss / layers)
 
 
+@pytest.mark.slow
 def test_a_trainer_keeps_experts_divided_and_trains_as_one_device_does() -> None:
     mesh = make_mesh(stage=2, expert=2, fsdp=2)
     sharding = ShardingRules(mesh=mesh, rules=RULES)

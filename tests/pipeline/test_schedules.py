@@ -82,6 +82,7 @@ def test_bubbles_are_the_analytic_ones(
         assert simulate(one, costs).steady_bubble == pytest.approx((num_ranks - 1) * unit), name
 
 
+@pytest.mark.slow_after(5)
 @pytest.mark.parametrize("num_ranks", range(2, 9))
 def test_peaks_are_those_of_the_formulas(num_ranks: int) -> None:
     for name in ("zb-v", "v-half", "v-min"):
@@ -169,6 +170,7 @@ def test_stages_may_keep_different_amounts(name: str, num_ranks: int, num_microb
     assert max(simulate(less, costs).peaks) <= limit * (1 + 1e-9)
 
 
+@pytest.mark.slow_after(9)
 @pytest.mark.parametrize("name", [name for name in SCHEDULES if name not in {"gpipe", "looped-bfs"}])
 def test_what_is_kept_does_not_grow_with_microbatches(name: str) -> None:
     costs = Costs(communication=0.5, input_residuals=0.5)
@@ -217,6 +219,7 @@ def _assert_in_time(one: Schedule, starts: Any, ends: Any, costs: Costs) -> None
         assert all(later[0] >= earlier[1] for earlier, later in zip(pairs, pairs[1:], strict=False))
 
 
+@pytest.mark.slow
 @settings(max_examples=max(4, EXAMPLES // 15))
 @given(
     num_ranks=st.integers(1, 6),
@@ -412,6 +415,7 @@ def test_a_schedule_is_shown_in_one_line_and_may_be_renamed(tmp_path: Path) -> N
     assert Schedule.from_csv(tmp_path / "mine.csv", name="zb-h1") == made
 
 
+@pytest.mark.slow_after(6)
 @pytest.mark.parametrize(
     ("name", "num_ranks", "authors"),
     [
@@ -427,6 +431,7 @@ def test_v_schedules_are_as_short_as_those_of_their_authors(name: str, num_ranks
     assert max(one.peaks) <= LIMITS[name](num_ranks)
 
 
+@pytest.mark.slow
 def test_in_lockstep_a_v_is_chosen_by_the_time_of_ticks() -> None:
     costs = per_microbatch(2, input=0.6, weight=0.4)
     for name, authors, in_lockstep in (("v-half", 11.5, 18.0), ("v-min", 23.7, 24.0)):

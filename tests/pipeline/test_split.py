@@ -219,6 +219,7 @@ def num_bytes(*trees: Any) -> int:
     return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(trees))
 
 
+@pytest.mark.slow_after(3)
 @pytest.mark.parametrize("name", CASES)
 def test_gradients_are_those_of_the_plain_backward_pass(name: str) -> None:
     case = CASES[name]
@@ -391,6 +392,7 @@ def test_frozen_weights_have_no_gradient() -> None:
     assert count(traced.weight, LAYER, residuals.for_weight, waiting) == 1
 
 
+@pytest.mark.slow
 def test_a_decoder_is_split_with_its_loops_over_queries(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lowtide.ops._attention._LEAST_IN_BLOCKS", 1)
     monkeypatch.setattr("lowtide.ops._blocks.block_size", lambda *_: 2)

@@ -132,6 +132,7 @@ def test_what_waits_is_what_the_schedule_has_in_use() -> None:
         assert max(rank.waiting_bytes for rank in report.ranks) <= report.waiting_bytes
 
 
+@pytest.mark.slow_after(5)
 @pytest.mark.parametrize("name", [name for name in SCHEDULES if name not in {"gpipe", "looped-bfs"}])
 def test_what_waits_does_not_grow_with_microbatches(name: str) -> None:
     of: Any = {"num_stages": 8 if name in TWO_STAGES else 4, "num_layers": 8}
@@ -198,6 +199,7 @@ def test_a_schedule_for_given_costs_stays() -> None:
         assert [peak <= limit for peak, limit in zip(simulate(two.fitted(costs, 100)).peaks, (3, 4), strict=True)]
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("remat", [False, True])
 def test_what_waits_keeps_within_the_limit_in_every_slot(remat: bool) -> None:
     of: Any = {"num_layers": 32, "num_classes": 2, "remat": remat}
@@ -238,6 +240,7 @@ def test_what_is_held_is_what_is_compiled_with_fsdp() -> None:
     assert report.other_bytes is not None and report.other_bytes < 64 * 2**20  # code, and one layer
 
 
+@pytest.mark.slow
 @pytest.mark.tpu_aot
 def test_what_is_made_of_divided_weights_is_divided() -> None:
     mesh = Mesh(np.array(target("v5p:2x2x2").devices()).reshape(2, 4), ("stage", "fsdp"))

@@ -19,6 +19,7 @@ RATIOS = ((1, 1, 1), (1, 1.2, 0.8), (1, 2, 1))
 """Of F, I and W; the last is what recomputation gives."""
 
 
+@pytest.mark.slow_after(3)
 @pytest.mark.parametrize(
     ("num_ranks", "ratio", "communication"),
     [
@@ -39,6 +40,7 @@ def test_the_best_is_never_slower_than_differentiating_through_a_scan(
         assert max(run.peaks) <= 2 * num_ranks - 1
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize(("ratio", "communication"), [(RATIOS[0], 0), (RATIOS[1], 0.1), (RATIOS[2], 0.1)])
 def test_the_best_is_near_the_time_without_a_bubble(ratio: tuple[float, ...], communication: float) -> None:
     costs = Costs(**dict(zip(("forward", "input", "weight"), ratio, strict=True)), communication=communication)
@@ -124,6 +126,7 @@ def test_ticks_in_which_passes_cannot_run_are_refused(order: str, ticks: Any, wo
         )
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("remat", [False, True])
 def test_what_is_fitted_to_the_costs_of_the_stack_runs_its_stages_in_order(remat: bool) -> None:
     """Made for no costs, two stages a rank are in a loop; for real ones a V is better at times."""

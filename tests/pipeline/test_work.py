@@ -193,6 +193,7 @@ SPLIT = {
 }
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("name", SPLIT)
 def test_blocks_whose_weights_wait_raise_no_alarm(name: str) -> None:
     stage, weights = SPLIT[name]

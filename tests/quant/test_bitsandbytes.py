@@ -45,6 +45,7 @@ def answers(weight: np.ndarray, dtype: str) -> dict[str, Any]:
     return {name: np.asarray(value) for name, value in answer.items()}
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize(("shape", "dtype"), [((6, 128), "float32"), ((300, 320), "bfloat16"), ((128, 512), "float16")])
 def test_codes_and_scales_are_those_of_bitsandbytes(shape: tuple[int, int], dtype: str, peer: Peer) -> None:
     weight = normal("weight", shape, std=0.02).astype(DTYPES[dtype]).astype(np.float32)

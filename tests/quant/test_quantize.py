@@ -61,6 +61,7 @@ def reference(form: str, weight: np.ndarray) -> np.ndarray:
     return np.concatenate(made).reshape(weight.shape)
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("form", FORMATS)
 def test_values_are_those_of_a_plain_reference(form: str) -> None:
     """Rows of 100 numbers: the last block is shorter."""
@@ -82,6 +83,7 @@ def test_bytes_are_the_arithmetic_of_the_format(form: str) -> None:
     assert shapes == given and tree_bytes(given) == 4 * tree_bytes(made)
 
 
+@pytest.mark.slow_after(2)
 @pytest.mark.parametrize(
     ("dtype", "low", "high"), [("float32", -126, 127), ("bfloat16", -126, 127), ("float16", -24, 15)]
 )
@@ -111,6 +113,7 @@ def test_under_jit_a_number_that_is_not_finite_makes_nan_of_its_block(form: str)
     np.testing.assert_allclose(got, want, rtol=0, atol=0.04 if form == "nf4" else 1e-6)
 
 
+@pytest.mark.slow_after(1)
 def test_products_and_rows_are_those_of_the_array() -> None:
     x, left = np.random.default_rng(0).normal(size=(5, 100)).astype(np.float32), np.ones((2, 24), np.float32)
     made, ids = node(), jnp.array([[0, 23], [-1, 24]])
@@ -140,6 +143,7 @@ def test_derivatives_in_x_of_every_kind() -> None:
         np.testing.assert_allclose(one, other, rtol=tolerance)
 
 
+@pytest.mark.slow
 def test_only_codes_and_scales_wait_for_the_backward_pass() -> None:
     made = node("nf4", np.ones((40, 128), np.float32))
     _, vjp = jax.vjp(made.linear, jnp.ones((3, 128)))
@@ -154,6 +158,7 @@ def quantized() -> Any:
     return lt.quantize(lt.quantize(model, "layers/**"), "outer/{embed,lm_head}", "int8")
 
 
+@pytest.mark.slow
 def test_a_decoder_with_everything_quantised_trains_as_the_dequantised_one(quantized: Any) -> None:
     model = lt.lora.add(quantized, lt.lora.Config(rank=4, targets="**/*_proj"), key=jax.random.key(1))
     model = jax.tree_util.tree_map_with_path(lambda at, x: x + 0.01 if "lora_b" in str(at) else x, model)
@@ -177,6 +182,8 @@ def test_no_weight_gradient_and_no_stack_of_weights_in_the_step(quantized: Any) 
         assert f":f32[{shape}]" not in text
 
 
+@pytest.mark.sentinel
+@pytest.mark.slow
 @pytest.mark.tpu_aot
 def test_compiled_for_a_chip_at_most_one_weight_is_made_at_a_time() -> None:
     """Bytes of the model are those of the codes, and no array has the shape of a stack of weights."""
@@ -204,6 +211,7 @@ def test_compiled_for_a_chip_at_most_one_weight_is_made_at_a_time() -> None:
     assert report.device_bytes < 1.5 * arguments + 2 * wide * width * 2
 
 
+@pytest.mark.slow
 def test_a_quantised_stack_is_sharded_like_its_weight() -> None:
     mesh = lt.train.make_mesh(fsdp=4, tensor=2)
     place = jax.sharding.NamedSharding(mesh, jax.P(None, "tensor", "fsdp"))
@@ -219,6 +227,7 @@ def test_a_quantised_stack_is_sharded_like_its_weight() -> None:
     np.testing.assert_allclose(jax.jit(linear)(x, one), np.asarray(x) @ second.T, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize(
     ("form", "path", "shape", "spec"),
     [
@@ -297,6 +306,7 @@ def test_twice_blocks_merging_and_training_are_refused(quantized: Any) -> None:
         lt.lora.merge(adapted)
 
 
+@pytest.mark.slow
 def test_other_blocks_and_zeros() -> None:
     assert node("int4", block=0).scales.shape == (24, 1) and node("nf4", block=128).scales.shape == (24, 1)
     np.testing.assert_array_equal(node("int4", block=2**16).dense(), node("int4", block=0).dense())
@@ -304,6 +314,7 @@ def test_other_blocks_and_zeros() -> None:
         np.testing.assert_array_equal(node(form, np.zeros((4, 64), np.float32)).dense(), np.zeros((4, 64)))
 
 
+@pytest.mark.slow
 def test_a_model_is_quantised_while_it_is_read(tmp_path: Any) -> None:
     model = init(CONFIG, key=jax.random.key(0))
     lt.models.save(model, tmp_path)

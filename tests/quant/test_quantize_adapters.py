@@ -34,6 +34,7 @@ LOSS = jax.jit(loss)
 
 
 # Every kind on one format, and on another the plain one and the one that reads the weight.
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize(("kind", "form"), [*((kind, "nf4") for kind in CONFIGS), ("LoRA", "int8"), ("DoRA", "int8")])
 def test_adapters_of_every_kind(kind: str, form: str) -> None:
     random = np.random.default_rng(0)
@@ -86,6 +87,7 @@ def _of_ids(model: Any, batch: Any) -> Any:
     return jnp.mean((h - 1) ** 2)
 
 
+@pytest.mark.slow
 def test_a_trainer_resumes_over_the_same_base_and_no_other(tmp_path: Any) -> None:
     data = [{"x": jnp.arange(8)}] * 6
 

@@ -305,6 +305,7 @@ def test_a_report_without_buffers_is_drawn_by_role(tmp_path: Path) -> None:
 # --- picture -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("kind", ["llm", "small", "empty"])
 def test_the_picture_is_1600_by_900(kind: str, reports: Any, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="needs matplotlib: install the report extra")

@@ -221,6 +221,7 @@ def shape(*dims: int, sharding: Any) -> jax.ShapeDtypeStruct:
 ONE_OF_EACH_CAPABILITY = ("a100-80", "rtx3090", "l4", "h100", "b200", "b300", "rtx5090")
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.gpu_aot
 @pytest.mark.parametrize(
     "name",
@@ -241,6 +242,7 @@ def test_a_training_step_compiles_for_every_gpu(name: str) -> None:
     assert stats.temp_size_in_bytes > 0
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.gpu_aot
 @pytest.mark.parametrize(("name", "grid"), [("h100:8", (1, 8)), ("h100:16", (2, 8))])
 def test_sharded_step_compiles_without_nccl(name: str, grid: tuple[int, int]) -> None:

@@ -70,6 +70,7 @@ def answers(folder: Path) -> Any:
     return json.loads(done.stdout.splitlines()[-1])
 
 
+@pytest.mark.slow
 def test_a_profile_of_chosen_steps(answers: Any, folder: Path) -> None:
     """The profiler also asks the compilers for absent chips, which other tests load into their process."""
     assert list((folder / "profile").rglob("*.xplane.pb"))

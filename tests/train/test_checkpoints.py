@@ -159,6 +159,7 @@ def test_a_checkpoint_that_cannot_be_replaced_stays(tmp_path, monkeypatch):
     assert again.restore() == 2 and again.model["w"].tolist() == [7.0] * 4
 
 
+@pytest.mark.slow_after(5)
 @pytest.mark.parametrize("is_new", [False, True])
 @pytest.mark.parametrize(
     ("owner", "name", "number", "held"),

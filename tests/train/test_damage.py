@@ -74,6 +74,7 @@ def restored(folder, **options):
     return step, state(ours), " ".join(str(one.message) for one in said)
 
 
+@pytest.mark.slow
 def test_a_flipped_bit_never_gives_other_weights(saved, tmp_path):
     """Two in each file."""
     pristine, states = saved

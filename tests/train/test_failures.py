@@ -67,6 +67,7 @@ EVENTS = [
 ]
 
 
+@pytest.mark.slow_after(3)
 @pytest.mark.parametrize(
     ("kind", "event", "step", "error"),
     # Every event of a pytree, the last one of every kind.
@@ -102,6 +103,7 @@ def test_an_interrupt_while_data_is_read(subjects: Any, kind: str) -> None:
     subjects.assert_same(subject.weights(trainer), subjects.reference(kind, STEPS))
 
 
+@pytest.mark.slow_after(3)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("what", ["evaluate", "predict"])
 def test_an_interrupt_in_evaluation(subjects: Any, kind: str, what: str) -> None:
@@ -171,6 +173,7 @@ def failing(subjects: Any, at: int | None) -> list[dict[str, Any]]:
     return [{**batch, "fail": np.asarray(step == at)} for step, batch in enumerate(subjects.batches())]
 
 
+@pytest.mark.slow_after(3)
 @pytest.mark.parametrize(
     ("kind", "at", "saved"),
     [

@@ -53,6 +53,7 @@ def report(trainer, batch, target):
     return trainer.memory(batch, target=target)
 
 
+@pytest.mark.slow_after(1)
 def test_no_output_and_no_temporary_has_the_size_of_the_frozen_tree(trainer, report, target):
     frozen_bytes, trainable_bytes = tree_bytes(trainer.frozen), tree_bytes(trainer.state.trainable)
     assert frozen_bytes > 20 * trainable_bytes
@@ -87,6 +88,7 @@ def test_both_steps_are_compared_with_the_same_microbatches():
     assert ours.device.temp_bytes <= parts.device.temp_bytes < whole.device.temp_bytes / 2
 
 
+@pytest.mark.slow
 def test_the_memory_table_counts_what_trains(tiny_model_dir, tmp_path):
     (tmp_path / "data.txt").write_text("the tide goes out and the tide comes in " * 40)
     config = FinetuneConfig(model=tiny_model_dir, data=str(tmp_path / "data.txt"), seq_len=8, rank=2)

@@ -48,6 +48,7 @@ def trainer(optimizer: str, dim: int = DIM, **options: Any) -> lt.Trainer:
     return lt.Trainer(model(dim), loss_fn, OPTIMIZERS[optimizer](), wrt="layers/*", mutable="seen", **options)
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize(
     ("optimizer", "target"),
     [
@@ -64,6 +65,7 @@ def test_bytes_of_being_able_to_leave_an_update_out(optimizer: str, target: str 
     assert more <= (2 if target is None else 0.5) * LEAF_BYTES  #
 
 
+@pytest.mark.slow_after(3)
 @pytest.mark.parametrize(
     ("optimizer", "num_microbatches"),
     [*((name, 2) for name in OPTIMIZERS), pytest.param("clip and adamw", 1, marks=pytest.mark.slow)],
@@ -100,6 +102,7 @@ def test_the_state_stays_as_it_was(optimizer: str, num_microbatches: int) -> Non
     assert ours.state.mutable["seen"] == (len(bad) + 1) * num_microbatches
 
 
+@pytest.mark.slow_after(2)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_good_steps_are_those_without_a_guard(optimizer: str) -> None:
     both = [trainer(optimizer, on_nan=on_nan) for on_nan in ("abort", "ignore")]

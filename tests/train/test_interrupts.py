@@ -131,6 +131,7 @@ def test_an_interrupt_of_a_save_loses_no_checkpoint(when: str, tmp_path: Any, mo
     assert float(resumed(tmp_path).model["w"]) == sum(range(8))
 
 
+@pytest.mark.slow_after(3)
 @pytest.mark.parametrize("at", range(2, 8))
 def test_an_interrupt_while_the_position_is_asked_for(at: int, tmp_path: Any) -> None:
     ours = trainer(checkpoint_dir=tmp_path)
@@ -234,6 +235,7 @@ def adjustable() -> Any:
     return optax.inject_hyperparams(optax.sgd)(learning_rate=0.1)
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("monitor", [ReduceOnPlateau, EarlyStopping])
 def test_neither_checkpoints_nor_evaluations_nor_interrupts_change_the_training(monitor: Any, tmp_path: Any) -> None:
     data = [np.float32(value) for value in (5, 0, 3, 1) * 3]
@@ -270,6 +272,7 @@ class Interrupted:
             yield np.float32(1)
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize(
     ("at", "how"), [(3, "interrupt"), (3, "terminate"), pytest.param(5, "interrupt", marks=pytest.mark.slow)]
 )

@@ -141,6 +141,7 @@ RUNS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize(
     ("kind", "run"),
     # Steps of every kind; all runs of pytrees, as Equinox modules are, and of modules that lend arrays, as Keras' do.
@@ -173,6 +174,7 @@ def test_live_arrays_in_fit(kind: str, run: str, tmp_path: Any) -> None:
     assert made.live() <= made.bound
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize(
     ("kind", "num_microbatches"),
     [("plain", 2), ("nnx", 2), *(pytest.param(*case, marks=SLOW) for case in (("plain", 1), ("keras", 2)))],
@@ -186,6 +188,7 @@ def test_the_compiled_step_takes_the_state_once(kind: str, num_microbatches: int
     assert report.device.temp_bytes > 0  # activations and gradients, apart
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("kind", ["plain", "nnx"])
 def test_many_predictions_are_flat(kind: str) -> None:
     made, number = Made(kind), 200

@@ -254,6 +254,8 @@ def noisy(model: Any, batch: Any, key: Any) -> Any:
     return loss(model, batch)[0] + jax.random.normal(key) * model["b"]
 
 
+@pytest.mark.sentinel
+@pytest.mark.slow
 def test_every_step_and_microbatch_has_a_key_of_its_own_that_resuming_repeats(tmp_path: Any) -> None:
     def seen(model: Any, batch: Any, key: Any, training: bool) -> Any:
         return loss(model, batch)[0], {"draw": jax.random.normal(key), "training": jnp.float32(training)}
@@ -287,6 +289,7 @@ def with_stats() -> Any:
     return {"w": jnp.ones(3), "stats": {"mean": jnp.zeros(3), "count": jnp.int32(0)}}
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("num_microbatches", [1, 2])
 def test_state_that_the_model_changes_is_threaded_through_microbatches_and_checkpoints(
     num_microbatches: int, tmp_path: Any
@@ -405,6 +408,7 @@ def test_predictions_stream_to_the_host() -> None:
         ours.predict(data)
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_the_run_after_the_step_with_a_checkpoint(number: int, tmp_path: Any) -> None:
     class Kill(Callback):
@@ -457,6 +461,7 @@ def test_the_average_follows_the_weights_and_stands_in_for_them() -> None:
         lt.train.ema(tx, 1.0)
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("damage", ["remove", "notes"])
 def test_a_damaged_checkpoint_is_left_for_the_one_before(tmp_path: Any, damage: str) -> None:
     trainer(checkpoint_dir=tmp_path).fit(batches(4), num_steps=4, checkpoint_every=2)

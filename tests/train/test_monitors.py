@@ -121,6 +121,7 @@ def test_rates_are_found_wherever_they_are(kind: Any) -> None:
     np.testing.assert_array_equal(ours.model["learning_rate"], np.full(3, 7.0))
 
 
+@pytest.mark.slow
 def test_the_rate_and_the_counting_survive_a_resume(tmp_path: Any) -> None:
     def policies() -> ReduceOnPlateau:
         return ReduceOnPlateau(patience=1, cooldown=1, factor=0.5)

@@ -165,6 +165,7 @@ def _alive_bytes(tree):
     return sum(leaf.nbytes for leaf in jax.tree.leaves(tree) if not leaf.is_deleted())
 
 
+@pytest.mark.slow
 def test_a_run_of_the_whole_model_holds_it_once(finetune):
     job = finetune(full=True)
     untrained, base = job.trainer.state, job.base
@@ -177,11 +178,13 @@ def test_a_run_of_the_whole_model_holds_it_once(finetune):
     assert finetune(full=True).sample_before() is None
 
 
+@pytest.mark.slow
 def test_samples_stream_what_is_on_the_host(finetune):
     plain, hosted, full = finetune("a"), finetune("b", offload=("parameters",)), finetune("c", full=True, offload=ALL)
     assert plain.sample(plain.base) == hosted.sample(hosted.trainer.model) == full.sample_before()
 
 
+@pytest.mark.slow
 def test_the_table_counts_host_bytes_and_gradients_of_one_layer(finetune):
     job = finetune(full=True)
     content = job.compare(job.memory()).to_dict()

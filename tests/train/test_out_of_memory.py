@@ -44,6 +44,7 @@ def with_wide(data: list[Any], at: int) -> list[Any]:
     return [jax.tree.map(lambda x: np.tile(x, (2, 1)), b) if i == at else b for i, b in enumerate(data)]
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize(
     ("kind", "at", "saved"),
     [
@@ -99,6 +100,7 @@ def test_while_a_batch_is_made_ready(subjects: Any, kind: str) -> None:
     subjects.assert_same(subject.weights(trainer), subjects.reference(kind, subjects.STEPS))
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("what", ["evaluate", "predict"])
 def test_beside_the_steps(subjects: Any, kind: str, what: str) -> None:

@@ -100,6 +100,8 @@ def test_a_pipelined_trainer_trains_as_a_plain_one() -> None:
     assert len(trainer._compiled._programs) == 1  # for all steps
 
 
+@pytest.mark.sentinel
+@pytest.mark.slow
 def test_a_pipelined_trainer_evaluates_and_predicts_as_a_plain_one() -> None:
     """Of rows that nothing divides; whole batches are evaluated below."""
     trainer, other, data = pipelined("zb-v", 4, model=decoder(6), fsdp=1), plain(decoder(6)), batches(2, rows=7)
@@ -108,6 +110,7 @@ def test_a_pipelined_trainer_evaluates_and_predicts_as_a_plain_one() -> None:
     np.testing.assert_allclose(*logits, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_fit_says_what_each_rank_holds_and_each_device_holds_its_layers_alone(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -212,6 +215,7 @@ def test_padding_in_other_rows_is_no_other_model(tmp_path: Path) -> None:
     assert_near(second.model, first.model, 0)
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize(("written", "read"), [(("v-half", 8, 8), ("1f1b", 4, 12)), (("zb-v", 8, 8), ("zb-v", 8, 4))])
 def test_a_checkpoint_of_another_number_of_layers_is_refused(tmp_path: Path, written: Any, read: Any) -> None:
     def trainer(name: str, num_stages: int, num_layers: int) -> Trainer:
@@ -264,6 +268,7 @@ def test_schedules_with_the_order_of_the_model_share_checkpoints_with_a_plain_tr
         assert_near(other.model, trainer.model, 0)
 
 
+@pytest.mark.slow
 def test_other_weights_are_put_into_the_order_of_ranks() -> None:
     trainer = pipelined("v-half", 4)
     doubled = jax.tree.map(lambda leaf: 2 * leaf, decoder())
@@ -347,6 +352,7 @@ def own_trainer(
     return Trainer(own() if model is None else model, None, sgd(), pipeline=pipeline, **options)
 
 
+@pytest.mark.slow
 def test_a_stack_of_ones_own_trains_with_keys_of_the_batch() -> None:
     trainer = Trainer(own(), None, optax.sgd(0.1), pipeline=own_pipeline(remat=True))
     records = trainer.fit(keyed(), num_steps=3, progress=False)
@@ -370,6 +376,7 @@ def test_a_stack_of_ones_own_trains_with_keys_of_the_batch() -> None:
     assert math.isfinite(trainer.evaluate(keyed())["largest"])
 
 
+@pytest.mark.slow
 def test_what_trains_and_what_counts_may_be_said_to_the_trainer() -> None:
     def weight(batch: Any) -> Any:
         return jnp.sum(jnp.abs(batch["x"]))
@@ -386,6 +393,7 @@ def test_what_trains_and_what_counts_may_be_said_to_the_trainer() -> None:
 # --- before the run --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_step_that_is_refused_says_what_each_rank_would_hold() -> None:
     trainer = Trainer(own(), None, sgd(), pipeline=own_pipeline(), budget="1 KiB")
     with pytest.raises(OutOfMemoryError, match=r"(?s)1.00 KiB usable.*hint: a schedule of more.*remat"):
@@ -505,6 +513,7 @@ def test_a_leaf_that_is_no_array_is_named() -> None:
         trainer.fit(keyed(), num_steps=1, progress=False)
 
 
+@pytest.mark.slow
 def test_without_rules_batches_are_divided_as_the_pipeline_says() -> None:
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("stage", "rows"))
     trainer = Trainer(own(), None, sgd(), pipeline=own_pipeline(mesh, batch_axes=("rows",)))

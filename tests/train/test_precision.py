@@ -189,6 +189,7 @@ def _equinox() -> Any:
     return Bridge(*eqx.nn.make_with_state(Net)()), loss, call, seen
 
 
+@pytest.mark.slow_after(2)
 @pytest.mark.parametrize("make", [_keras, _nnx, _equinox])
 def test_bridges_compute_in_half_precision_and_keep_their_state(make: Any) -> None:
     given, loss, call, seen = make()

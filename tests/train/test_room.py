@@ -64,6 +64,7 @@ def losses(made: Trainer) -> list[float]:
     return [record["loss"] for record in made.fit([BATCH, BATCH], num_epochs=1, progress=False)]
 
 
+@pytest.mark.slow
 def test_less_waits_where_the_device_is_too_small_for_the_default() -> None:
     device_bytes, waiting_bytes, time, expected = usual(False)
     budget = int(0.75 * device_bytes)
@@ -80,6 +81,7 @@ def test_less_waits_where_the_device_is_too_small_for_the_default() -> None:
     assert "limit of what waits" in console.file.getvalue()  # type: ignore[attr-defined]
 
 
+@pytest.mark.slow
 def test_more_waits_where_that_takes_less_time() -> None:
     """With recomputation what an input pass leaves to a weight pass is most of it."""
     device_bytes, waiting_bytes, time, expected = usual(True)
@@ -93,12 +95,15 @@ def test_more_waits_where_that_takes_less_time() -> None:
     assert named.stages is not None and named.stages.limit_bytes is None and named.stages.name == "1f1b"
 
 
+@pytest.mark.slow
 def test_what_fits_in_no_schedule_is_an_error_as_without_a_choice() -> None:
     made = trainer(budget=usual(False)[0] // 8)
     with pytest.raises(OutOfMemoryError, match=r"(?s)out of memory before its first step.*hint:.*more microbatches"):
         made.preflight(BATCH)
 
 
+@pytest.mark.sentinel
+@pytest.mark.slow
 def test_another_budget_chooses_again() -> None:
     device_bytes = usual(False)[0]
     made = trainer()
@@ -110,6 +115,7 @@ def test_another_budget_chooses_again() -> None:
     assert made.preflight(BATCH).device_bytes == device_bytes and len(losses(made)) == 2
 
 
+@pytest.mark.slow
 def test_stages_that_leave_nothing_have_one_schedule() -> None:
     """Frozen linear blocks: in no schedule anything waits but messages, so there is nothing to choose among."""
     linear = LayerStack(STACK.first, lambda layer, h, batch: h + h @ layer["up"] @ layer["down"], STACK.last)

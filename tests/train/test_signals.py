@@ -141,6 +141,7 @@ def test_a_signal_that_is_ignored_ends_nothing() -> None:
     signal.signal(signal.SIGTERM, before)
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_the_first_process_of_a_container_ends_with_the_status_of_the_signal() -> None:
     apart = ["unshare", "--user", "--map-root-user", "--pid", "--fork"]

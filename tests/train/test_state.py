@@ -46,6 +46,7 @@ def averaging(**options: Any) -> lt.Trainer:
     return lt.Trainer({"w": jnp.ones(2)}, loss_fn, lt.train.ema(optax.sgd(0.1), decay=0.5), **options)
 
 
+@pytest.mark.slow_after(5)
 @pytest.mark.parametrize("use", ["fit", "advance", "save", "restore", "update", "averaged"])
 def test_the_average_can_only_be_read(use: str, tmp_path: Any) -> None:
     ours = averaging(checkpoint_dir=tmp_path)
@@ -373,6 +374,7 @@ class Raises(Callback):
             raise KeyboardInterrupt
 
 
+@pytest.mark.slow_after(3)
 @pytest.mark.parametrize("is_new", [False, True])
 @pytest.mark.parametrize("name", ["loss", "eval_loss"])
 def test_what_callbacks_count_is_counted_once_over_an_interrupt(name: str, is_new: bool, tmp_path: Any) -> None:

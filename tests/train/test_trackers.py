@@ -142,6 +142,7 @@ def test_a_damaged_note_is_another_run(library: str, stand_in: StandIn, tmp_path
     assert json.loads((tmp_path / f"tracker-{library}.json").read_text())["project"] == "lowtide"
 
 
+@pytest.mark.slow
 def test_tensorboard_is_a_tracker_too(tmp_path: Any) -> None:
     pytest.importorskip("tensorboardX", reason="the extra tensorboard is not installed")
     with warnings.catch_warnings():

@@ -77,6 +77,7 @@ def test_frozen_numpy_arrays_are_moved_to_the_device_once():
     assert trainer.frozen["base"] is before
 
 
+@pytest.mark.slow_after(2)
 @pytest.mark.parametrize("num_devices", [0, 1, 2])
 def test_frozen_codes_of_4_bits_train_wherever_they_were_put(num_devices):
     """JAX 0.10 refuses them on a device that somebody chose."""

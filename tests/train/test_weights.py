@@ -41,6 +41,7 @@ def _trainer(num_microbatches: int = 1) -> Trainer:
     return Trainer(given, _loss, optax.sgd(0.1), num_microbatches=num_microbatches, weight=weight)
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("of", [np.asarray, jnp.asarray])
 def test_a_weight_is_that_of_the_class_times_that_of_the_sample(of: Any) -> None:
     labels, samples = of([0, 1, 2, 2]), of(np.array([1.0, 2.0, 3.0, 0.0], np.float32))
@@ -99,6 +100,7 @@ def _keras_model(units: int) -> Any:
     return keras.Sequential([keras.Input((4,)), keras.layers.Dense(units, "softmax" if units > 1 else "sigmoid")])
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize(
     ("loss", "units", "labels"),
     [

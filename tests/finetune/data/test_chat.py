@@ -22,6 +22,7 @@ def _render(source, messages, **changes):
         renderer.close()
 
 
+@pytest.mark.slow_after(2)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_turns_are_the_same_with_and_without_the_tag(family):
     for messages in CHATS:
@@ -277,6 +278,7 @@ BAD = {
 }
 
 
+@pytest.mark.slow_after(12)
 @pytest.mark.parametrize("source", BAD)
 def test_a_template_that_does_harm_is_refused(source):
     with pytest.raises(ModelFileError, match=rf"a chat template that cannot be used(.|\n)*{BAD[source]}(.|\n)*hint:"):
