@@ -1,6 +1,6 @@
-"""The versions that Lowtide is tested with: `nox` runs the quick tests on every Python that is here.
+"""The versions that Lowtide is tested with: `nox` runs the fast tests on every Python that is here.
 
-    nox                                  the quick tests: oldest set on 3.11, newest on 3.12 to 3.14
+    nox                                  the fast tests: oldest set on 3.11, newest on 3.12 to 3.14
     nox -s tests-3.13 -- --all           with the slow ones; other arguments go to pytest
     nox -s jax011                        Python 3.12 with JAX 0.11.2
     nox -s remat3                        the same, with JAX's new implementation of recomputation
@@ -35,13 +35,13 @@ def constraints(session: nox.Session) -> str:
 
 
 def run_tests(session: nox.Session, **env: str) -> None:
-    """The quick tests, or all; two processes, which take at most 12 GiB together."""
-    given = [argument for argument in session.posargs if argument != "--all"]
-    left_out = "" if "--all" in session.posargs else " and not slow"
-    marked = ["-m", f"not peers and not gpu{left_out}"]
+    """The fast tests, or all; two processes, which take at most 12 GiB together."""
+    arguments = [argument for argument in session.posargs if argument != "--all"]
+    fast = "" if "--all" in session.posargs else " and (sentinel or not slow)"
+    markers = ["-m", f"not peers and not gpu and not rehearsal{fast}"]
     # Outside of this folder, as everywhere: pytest shows the tests that tests write by their paths in its root.
     outside = {"TMPDIR": tempfile.gettempdir()}
-    session.run("python", "-m", "pytest", "-n", "2", "--dist", "worksteal", *marked, *given, env={**outside, **env})
+    session.run("python", "-m", "pytest", "-n", "2", "--dist", "worksteal", *markers, *arguments, env={**outside, **env})
 
 
 def use_jax_011(session: nox.Session) -> None:
