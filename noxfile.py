@@ -41,7 +41,8 @@ def run_tests(session: nox.Session, **env: str) -> None:
     markers = ["-m", f"not peers and not gpu and not rehearsal{fast}"]
     # Outside of this folder, as everywhere: pytest shows the tests that tests write by their paths in its root.
     outside = {"TMPDIR": tempfile.gettempdir()}
-    session.run("python", "-m", "pytest", "-n", "2", "--dist", "worksteal", *markers, *arguments, env={**outside, **env})
+    command = ["python", "-m", "pytest", "-n", "2", "--dist", "worksteal", *markers, *arguments]
+    session.run(*command, env={**outside, **env})
 
 
 def use_jax_011(session: nox.Session) -> None:
