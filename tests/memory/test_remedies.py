@@ -78,6 +78,7 @@ def test_a_step_over_a_v5e_gets_remedies_that_compiling_confirms() -> None:
 
 @pytest.mark.tpu_aot
 @pytest.mark.slow
+@pytest.mark.usefixtures("little_optimized")
 def test_state_in_few_bits_saves_what_it_says() -> None:
     shapes = {"vocab": 8192, "width": 1024, "layers": 12, "batch": 1, "length": 128}
     step, args = language_model(**shapes)

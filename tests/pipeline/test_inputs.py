@@ -221,6 +221,7 @@ def test_the_compiled_program_has_them_in_host_memory() -> None:
     ("name", "topology", "num_devices"),
     [("zb-h1", "v5e:2x2", 4), ("v-min", "v5p:2x2x1", 4), ("1f1b", "v5p:2x2x2", 8)],
 )
+@pytest.mark.usefixtures("little_optimized")
 def test_the_device_has_as_much_less(name: str, topology: str, num_devices: int) -> None:
     (kept, before, _), (moved, after, _) = (
         compiled(name, topology, inputs, num_devices=num_devices) for inputs in PLACES

@@ -302,6 +302,7 @@ def report(shared):
 
 @pytest.mark.slow
 @pytest.mark.tpu_aot
+@pytest.mark.usefixtures("little_optimized")
 def test_each_word_takes_its_bytes_off_the_device(report):
     plain, trainer = report()
     assert plain.host_bytes == 0
@@ -327,6 +328,7 @@ def test_each_word_takes_its_bytes_off_the_device(report):
 
 @pytest.mark.slow
 @pytest.mark.tpu_aot
+@pytest.mark.usefixtures("little_optimized")
 def test_full_tuning_leaves_a_layer_on_the_device(report):
     moved, trainer = report(full=True)
     layers = tree_bytes([leaf for leaf in jax.tree.leaves(trainer.state.trainable["layers"]) if leaf.ndim > 2])
