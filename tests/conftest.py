@@ -170,7 +170,7 @@ MANY_MAPS = 20_000
 
 @pytest.fixture(autouse=True)
 def own_libtpu_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Take back what a command has told libtpu: one that another test loads does as it is."""
+    """Restore the arguments of libtpu after a test: a command sets them for its whole process."""
     monkeypatch.setenv("LIBTPU_INIT_ARGS", os.environ.get("LIBTPU_INIT_ARGS", ""))
 
 
