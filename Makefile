@@ -34,16 +34,17 @@ FAST := $(LOCAL) and (sentinel or not slow)
 OPTIMIZED := tests/core/test_grad.py tests/core/test_accumulate.py tests/losses tests/adapters/test_lora.py \
 	tests/models/test_llama.py tests/test_project.py
 LOGS := build/logs
-PYTEST := $(BIN)/python -m pytest --dist worksteal
+PYTEST := $(BIN)/python -m pytest --dist worksteal --durations=10
 
 # Two lanes at the same time: tests that compute, and tests that mostly wait for processes of their own.
-# Status 5, no tests, is no failure: PYTEST_ARGS="-k units" may choose tests of one lane alone.
+# Status 5, no tests, is no failure with PYTEST_ARGS: "-k units" may choose tests of one lane alone. Without them it is
+# one, since xdist ends so where its workers end while they import.
 # $(1): marker expression, $(2): more arguments, $(3): name of the logs
 define lanes
 	@mkdir -p $(LOGS); \
-	{ $(PYTEST) -n 4 -m "($(1)) and processes" $(2) $(PYTEST_ARGS) || [ $$? -eq 5 ]; } >$(LOGS)/$(3)-processes.log 2>&1 & \
+	{ $(PYTEST) -n 4 -m "($(1)) and processes" $(2) $(PYTEST_ARGS) || [ $$? -eq 5 -a -n '$(PYTEST_ARGS)' ]; } >$(LOGS)/$(3)-processes.log 2>&1 & \
 	lane=$$!; trap 'kill $$lane 2>/dev/null' EXIT; set -o pipefail; status=0; \
-	{ $(PYTEST) -n 2 -m "($(1)) and not processes" $(2) $(PYTEST_ARGS) || [ $$? -eq 5 ]; } 2>&1 | tee $(LOGS)/$(3).log \
+	{ $(PYTEST) -n 2 -m "($(1)) and not processes" $(2) $(PYTEST_ARGS) || [ $$? -eq 5 -a -n '$(PYTEST_ARGS)' ]; } 2>&1 | tee $(LOGS)/$(3).log \
 		|| status=1; \
 	wait $$lane || status=1; echo "==> tests that start processes"; cat $(LOGS)/$(3)-processes.log; exit $$status
 endef
@@ -58,13 +59,19 @@ selected: $(VENV)/.installed-dev
 	@mkdir -p $(dir $(SELECTION))
 	$(BIN)/python scripts/ci.py select --output $(SELECTION)
 	$(call lanes,$(LOCAL),@$(SELECTION),selected)
+	$(BIN)/python scripts/ci.py ran $(SELECTION) $(LOGS)/selected.log $(LOGS)/selected-processes.log
 
-test-all: ## Run everything: all tests, peers, Ray and the documentation; writes .ci/verified when all of it passes.
+# Pages are run, not rewritten, and recordings change only where a peer answers otherwise, so that the commit which
+# passed is the one that .ci/verified names.
+test-all: $(VENV)/.installed-peers $(VENV)/.installed-docs ## Run everything, peers, Ray and all pages included; writes .ci/verified when it passes.
+	@[ -z '$(PYTEST_ARGS)' ] || { echo "test-all runs all tests: leave PYTEST_ARGS out" >&2; exit 1; }
+	$(BIN)/python scripts/ci.py clean
 	rm -rf $(LOGS)
 	$(MAKE) lint
-	$(MAKE) pytest-all
+	$(MAKE) docs CACHED=1
 	$(MAKE) peers
-	$(MAKE) docs
+	$(BIN)/python scripts/docs_outputs.py --all --dry-run
+	$(MAKE) pytest-all
 	$(BIN)/python scripts/ci.py verified $(LOGS)/*.log
 
 pytest-all: $(VENV)/.installed-dev

@@ -1,16 +1,20 @@
 """Choose what continuous integration runs after `make test`, and record what `make test-all` verified.
 
     python scripts/ci.py select --output FILE    print the selection and why; write the test ids, one a line
+    python scripts/ci.py ran FILE LOG ...        fail unless the logs hold a result for each selected test
+    python scripts/ci.py quarter                 print the quarter that the commit chooses, 0 to 3
+    python scripts/ci.py clean                   fail where the working tree differs from the commit
     python scripts/ci.py verified LOG ...        write .ci/verified from the logs of a complete run that passed
 
 The selection has three parts, out of the tests that `make test` leaves out:
 
 1. every slow test that compiles for a TPU or GPU ahead of time;
 2. the slow tests of each package that changed since the commit in `.ci/verified`, and of each package in a layer above
-   it. The layers are those of the import-linter contract in `pyproject.toml`, so a change cannot reach other packages;
+   it. The layers are those of the import-linter contract in `pyproject.toml`, so a change cannot reach other packages.
+   A test belongs to the package of its folder and to each package that its file uses;
 3. a quarter of the other slow tests. The commit chooses the quarter, so four commits in a row cover most of them.
 
-A change of what all tests share (`tests/conftest.py`, `pyproject.toml`, `constraints/`) selects every slow test.
+A change of a file that all tests share (`tests/conftest.py`, `pyproject.toml`, `constraints/`) selects every slow test.
 """
 
 from __future__ import annotations
@@ -20,6 +24,7 @@ import contextlib
 import dataclasses
 import datetime
 import fnmatch
+import functools
 import hashlib
 import io
 import json
@@ -50,12 +55,14 @@ SHARED = (
 TOP = "above all layers"
 PACKAGES = {
     "tests/integration/test_kills.py": "train",
-    "tests/integration/test_resume.py": "train",
-    "tests/integration/test_distributed.py": "train",
+    "tests/integration/test_resume.py": "cli",
+    "tests/integration/test_distributed.py": "cli",
     "tests/integration/test_damaged_files.py": "train",
-    "tests/integration/test_frozen_gradients.py": "train",
+    "tests/integration/test_frozen_gradients.py": "core",
 }
 """Package that an integration test exercises; other tests outside of the packages' folders stand above all layers."""
+ATTRIBUTES = {"Trainer": "train", "lora": "adapters", "quantize": "quant", "target": "targets"}
+"""Packages of attributes of `lt` that are not named after their package."""
 NUM_QUARTERS = 4
 
 
@@ -115,9 +122,7 @@ def affected_by(files: Iterable[str], layers: Sequence[frozenset[str]]) -> Chang
         elif parts[0] == "src":  # the root module and the pytest plugin load every package
             changed.add("core" if parts[-1].startswith("__init__") else "testing")
         elif parts[0] == "tests":
-            is_test = parts[-1].startswith("test_") and parts[-1].endswith(".py")
-            # A helper or a recording can serve every test of its folder.
-            test_files.add(file if is_test else "/".join(parts[:-1]) + "/*")
+            test_files.add(_tests_of(parts))
         elif parts[0] in ("benchmarks", "examples", "scripts"):
             changed.add(TOP)
     for package in changed:
@@ -126,13 +131,27 @@ def affected_by(files: Iterable[str], layers: Sequence[frozenset[str]]) -> Chang
     return Change(frozenset(packages), frozenset(test_files), f"changed packages: {names}")
 
 
+def _tests_of(parts: list[str]) -> str:
+    """Pattern of the test files that a changed file below `tests/` can affect."""
+    if parts[1:3] == ["golden", "peers"]:  # a recording has the path of its test file
+        return f"tests/{'/'.join(parts[3:-1])}/{parts[-1].partition('.')[0]}.py"
+    if parts[1] == "golden":  # orders of schedules
+        return "tests/pipeline/*"
+    is_test = parts[-1].startswith("test_") and parts[-1].endswith(".py")
+    # A helper can serve every test of its folder.
+    return "/".join(parts) if is_test else "/".join([*parts[:-1], "*"])
+
+
 def changed_files(commit: str) -> list[str] | None:
     """Files that differ between the commit and the working tree; None where the commit is not in this history."""
     if _git("merge-base", "--is-ancestor", commit, "HEAD") is None:
         return None
-    difference = _git("diff", "--name-only", commit) or ""
-    untracked = _git("ls-files", "--others", "--exclude-standard") or ""
-    return [line for line in [*difference.splitlines(), *untracked.splitlines()] if line != ".ci/verified"]
+    # Both names of a file that was moved.
+    difference = _git("diff", "--name-only", "--no-renames", "-z", commit)
+    untracked = _git("ls-files", "--others", "--exclude-standard", "-z")
+    if difference is None or untracked is None:
+        return None
+    return [file for file in f"{difference}\0{untracked}".split("\0") if file and file != ".ci/verified"]
 
 
 def read_change() -> Change:
@@ -158,12 +177,22 @@ def package_of(path: str) -> str:
     return PACKAGES.get(path, TOP if folder.endswith(".py") or folder in ("integration", "ext", "testing") else folder)
 
 
+@functools.cache
+def packages_used(path: str) -> frozenset[str]:
+    """Packages of Lowtide that the text of a test file names."""
+    text = (ROOT / path).read_text(encoding="utf-8")
+    names = set(re.findall(r"\b(?:lowtide|lt)\.(\w+)", text))
+    for group in re.findall(r"^\s*from lowtide import (\([^)]*\)|.*)$", text, flags=re.MULTILINE):
+        names |= set(re.findall(r"\w+", group))
+    return frozenset(ATTRIBUTES.get(name, name) for name in names)
+
+
 def quarter_of(case: Case) -> int:
     return hashlib.sha256(case.function.encode()).digest()[0] % NUM_QUARTERS
 
 
 def is_affected(case: Case, change: Change) -> bool:
-    if change.is_everything or package_of(case.path) in change.packages:
+    if change.is_everything or package_of(case.path) in change.packages or packages_used(case.path) & change.packages:
         return True
     return any(fnmatch.fnmatch(case.path, pattern) for pattern in change.test_files)
 
@@ -238,10 +267,29 @@ def read_counts(logs: Iterable[str]) -> dict[str, int]:
     """Sums of the counts in the closing lines of pytest runs."""
     counts: dict[str, int] = {}
     for log in logs:
-        for line in re.findall(r"^=+ (.*\d+ passed.*) =+$", log, flags=re.MULTILINE):
-            for number, word in re.findall(r"(\d+) (passed|failed|skipped|errors?)\b", line):
+        for line in re.findall(r"^=+ (.*\d+ (?:passed|skipped|failed).*) =+$", log, flags=re.MULTILINE):
+            for number, word in re.findall(r"(\d+) (passed|failed|skipped|xfailed|errors?)\b", line):
                 counts[word] = counts.get(word, 0) + int(number)
     return counts
+
+
+def check_ran(selection: Path, logs: Sequence[Path]) -> str:
+    """Compare the number of results in the logs with the number of selected tests.
+
+    xdist ends with "no tests ran" where an id does not exist, and where its workers end while they import.
+    """
+    selected = len(selection.read_text(encoding="utf-8").splitlines())
+    counts = read_counts(log.read_text(encoding="utf-8", errors="replace") for log in logs)
+    if sum(counts.values()) < selected:
+        sys.exit(f"error: not all selected tests ran\n  expected: {selected} results\n  got: {counts}")
+    return f"all {selected} selected tests have a result: {counts}"
+
+
+def check_clean() -> None:
+    """Fail where files of the working tree differ from the commit, `.ci/verified` left out."""
+    lines = (_git("status", "--porcelain") or "").splitlines()
+    if changed := [line[3:] for line in lines if line[3:] != ".ci/verified"]:
+        sys.exit(f"error: the working tree differs from the commit: {changed[0]}\nhint: commit, then run it again")
 
 
 def write_verified(logs: Sequence[Path]) -> str:
@@ -249,9 +297,7 @@ def write_verified(logs: Sequence[Path]) -> str:
     counts = read_counts(log.read_text(encoding="utf-8", errors="replace") for log in logs)
     if not counts.get("passed") or counts.keys() & {"failed", "error", "errors"}:
         sys.exit(f"error: .ci/verified is not written: expected tests that passed and none that failed, got {counts}")
-    dirty = [line for line in (_git("status", "--porcelain") or "").splitlines() if line[3:] != ".ci/verified"]
-    if dirty:
-        sys.exit(f"error: .ci/verified is not written: the working tree differs from the commit: {dirty[0][3:]}")
+    check_clean()
     commit = _git("rev-parse", "HEAD")
     date = datetime.datetime.now(datetime.UTC).date().isoformat()
     VERIFIED.write_text(json.dumps({"commit": commit, "date": date, **counts}, indent=2) + "\n", encoding="utf-8")
@@ -267,17 +313,32 @@ def _git(*arguments: str) -> str | None:
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
-    selecting = commands.add_parser("select", help="choose the tests of continuous integration")
-    selecting.add_argument("--output", type=Path, required=True, help="file for the ids of the selected tests")
-    recording = commands.add_parser("verified", help="write .ci/verified")
-    recording.add_argument("logs", type=Path, nargs="+", help="output of the pytest runs")
+    command = commands.add_parser("select", help="choose the tests of continuous integration")
+    command.add_argument("--output", type=Path, required=True, help="file for the ids of the selected tests")
+    command = commands.add_parser("ran", help="check that all selected tests have a result")
+    command.add_argument("selection", type=Path, help="file of `select`")
+    command.add_argument("logs", type=Path, nargs="+", help="output of the pytest runs")
+    commands.add_parser("quarter", help="print the quarter that the commit chooses")
+    commands.add_parser("clean", help="check that the working tree is that of the commit")
+    command = commands.add_parser("verified", help="write .ci/verified")
+    command.add_argument("logs", type=Path, nargs="+", help="output of the pytest runs")
     options = parser.parse_args(arguments)
     if options.command == "verified":
         print(write_verified(options.logs))
-        return
+    elif options.command == "ran":
+        print(check_ran(options.selection, options.logs))
+    elif options.command == "quarter":
+        print(current_quarter())
+    elif options.command == "clean":
+        check_clean()
+    else:
+        write_selection(options.output)
+
+
+def write_selection(output: Path) -> None:
     selected, report = select(collect(), read_change(), current_quarter())
     print("\n".join(report))
-    options.output.write_text("".join(f"{case.id}\n" for case in selected), encoding="utf-8")
+    output.write_text("".join(f"{case.id}\n" for case in selected), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What every test shares: the platform, strict JAX settings, skips that say why, and a compile counter."""
+"""Shared by all tests: the platform, strict JAX settings, skips that say why, and a compile counter."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """What was imported stays: the collector need not look through it again and again, nor as often as it does."""
+    """Exempt the imported modules from garbage collection, and collect less often."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(10_000, 20, 20)
@@ -143,7 +143,7 @@ started: list[str] = []
 
 
 def _note_start(event: str, arguments: tuple[Any, ...]) -> None:
-    if event == "os.fork":
+    if event in ("os.fork", "os.system"):
         started.append(event)
     elif event == "subprocess.Popen":
         words = [os.fsdecode(word) for word in arguments[1]]
