@@ -42,7 +42,7 @@ PYTEST := $(BIN)/python -m pytest --dist worksteal --durations=10
 # $(1): marker expression, $(2): more arguments, $(3): name of the logs
 define lanes
 	@mkdir -p $(LOGS); \
-	{ $(PYTEST) -n 4 -m "($(1)) and processes" $(2) $(PYTEST_ARGS) || [ $$? -eq 5 -a -n '$(PYTEST_ARGS)' ]; } >$(LOGS)/$(3)-processes.log 2>&1 & \
+	{ $(PYTEST) -n 3 -m "($(1)) and processes" $(2) $(PYTEST_ARGS) || [ $$? -eq 5 -a -n '$(PYTEST_ARGS)' ]; } >$(LOGS)/$(3)-processes.log 2>&1 & \
 	lane=$$!; trap 'kill $$lane 2>/dev/null' EXIT; set -o pipefail; status=0; \
 	{ $(PYTEST) -n 2 -m "($(1)) and not processes" $(2) $(PYTEST_ARGS) || [ $$? -eq 5 -a -n '$(PYTEST_ARGS)' ]; } 2>&1 | tee $(LOGS)/$(3).log \
 		|| status=1; \

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import subprocess
 import sys
 from pathlib import Path
 
@@ -39,17 +40,58 @@ def test_a_change_affects_its_packages_and_those_of_higher_layers(files, package
 
 
 def test_documentation_and_tests_alone_affect_no_package():
-    files = ["README.md", "tests/train/test_loop.py", "tests/golden/schedules/1f1b.txt", "tests/cli/conftest.py"]
+    files = [
+        "README.md",
+        "tests/train/test_loop.py",
+        "tests/golden/schedules/1f1b.txt",
+        "tests/golden/peers/models/test_families.safetensors",
+        "tests/cli/conftest.py",
+    ]
     change = ci.affected_by(files, LAYERS)
     assert change.packages == set()
-    paths = [
-        "tests/train/test_loop.py",
-        "tests/golden/schedules/x",
-        "tests/cli/test_fits.py",
-        "tests/train/test_best.py",
-    ]
-    cases = [ci.Case(path, frozenset({"slow"})) for path in paths]
-    assert [ci.is_affected(case, change) for case in cases] == [True, True, True, False]
+    affected = {
+        "tests/train/test_loop.py": True,
+        "tests/pipeline/test_order.py": True,
+        "tests/models/test_families.py": True,
+        "tests/models/test_decoder.py": False,
+        "tests/cli/test_fits.py": True,
+        "tests/train/test_best.py": False,
+    }
+    assert {path: ci.is_affected(ci.Case(path, frozenset({"slow"})), change) for path in affected} == affected
+
+
+def test_a_test_is_affected_by_every_package_that_its_file_uses():
+    change = ci.affected_by(["src/lowtide/train/_loop.py"], LAYERS)
+    using = ["tests/distributed/test_sharding.py", "tests/integration/test_resume.py", "tests/report/test_views.py"]
+    assert [ci.is_affected(ci.Case(path, frozenset({"slow"})), change) for path in using] == [True, True, False]
+
+
+def test_a_file_that_was_moved_is_changed_under_both_names(tmp_path, monkeypatch):
+    def git(*words):
+        subprocess.run(["git", "-C", tmp_path, *words], check=True, capture_output=True)
+
+    monkeypatch.setattr(ci, "ROOT", tmp_path)
+    git("init", "-q")
+    git("config", "user.email", "a@b")
+    git("config", "user.name", "a")
+    (tmp_path / "old name.py").write_text("text\n" * 9)
+    git("add", "-A")
+    git("commit", "-qm", "first")
+    git("mv", "old name.py", "new.py")
+    git("commit", "-qm", "second")
+    (tmp_path / "untracked.py").write_text("")
+    assert ci.changed_files("HEAD~1") == ["new.py", "old name.py", "untracked.py"]
+    assert ci.changed_files("0" * 40) is None
+
+
+def test_selected_tests_without_a_result_are_an_error(tmp_path):
+    selection, log = tmp_path / "selection.txt", tmp_path / "log"
+    selection.write_text("a::b\na::c\na::d\n")
+    log.write_text("=== 1 passed, 1 skipped in 1s ===\n")
+    with pytest.raises(SystemExit, match="not all selected tests ran\n  expected: 3 results"):
+        ci.check_ran(selection, [log])
+    log.write_text("=== 1 passed, 1 skipped, 1 xfailed in 1s ===\n")
+    assert "all 3 selected tests" in ci.check_ran(selection, [log])
 
 
 @pytest.mark.parametrize("file", ["pyproject.toml", "constraints/oldest.txt", "tests/conftest.py", "scripts/ci.py"])
@@ -67,8 +109,8 @@ def test_every_case_is_selected_or_counted_as_left_out():
         ci.Case("tests/core/test_grad.py::test_first_bytes", aot | {"sentinel"}),
         ci.Case("tests/cli/test_fits.py::test_slow", slow),
         ci.Case("tests/integration/test_kills.py::test_slow[a]", slow),
-        ci.Case("tests/models/test_live.py::test_peers", slow | {"peers"}),
-        *(ci.Case(f"tests/core/test_grad.py::test_{index}", slow) for index in range(40)),
+        ci.Case("tests/models/test_files.py::test_peers", slow | {"peers"}),
+        *(ci.Case(f"tests/core/test_units.py::test_{index}", slow) for index in range(40)),
     ]
     change = ci.affected_by(["src/lowtide/train/_loop.py"], LAYERS)
     quarters = [ci.select(cases, change, quarter) for quarter in range(ci.NUM_QUARTERS)]

@@ -225,6 +225,7 @@ def test_results_are_divided_as_a_product_says(explicit: Any, case: str) -> None
         np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("form", ["nf4", "int8"])
 def test_so_are_those_of_few_bits(explicit: Any, form: str) -> None:
     _, of_w, of_x, to, program = DIVIDED["what is summed over"]

@@ -132,6 +132,7 @@ def test_a_frozen_weight_in_the_file_has_to_be_the_model_s(dtype: str, tmp_path:
         lora.load(base(), tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 @pytest.mark.filterwarnings("ignore:Setting `save_embedding_layers`:UserWarning")

@@ -118,6 +118,7 @@ def test_what_eva_cannot_begin_with_is_an_error() -> None:
         lora.eva(experts, lora.Config(rank=2, targets="**/up"), models.loss, BATCHES, key=KEY)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_the_inputs_in_a_decoder_are_those_of_transformers(peer: Peer, tmp_path: Path) -> None:
     base = models.init(KINDS["llama"], key=KEY)

@@ -144,6 +144,7 @@ PEFT_WARNINGS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "config"),
     [

@@ -151,6 +151,7 @@ def test_what_experts_do_not_take_is_refused_by_path() -> None:
         add({"w": jnp.ones((2, 3, 4, 4))}, lt.lora.Config(rank=2, targets="w"))
 
 
+@pytest.mark.slow
 def test_two_adapters_of_experts_add_up() -> None:
     one = adapted("mixtral")
     other = map_with_paths(lambda path, leaf: -0.5 * leaf if "lora_a" in path else leaf, one)

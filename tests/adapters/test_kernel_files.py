@@ -135,6 +135,7 @@ def test_a_model_with_names_elsewhere_has_no_place_for_kernels(tmp_path: Path) -
         lora.save(model, tmp_path)
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.filterwarnings("ignore:Unexpected keyword arguments:UserWarning")
 @pytest.mark.parametrize("dims", [1, 2])
 def test_convolutions_of_pytorch_are_pefts_both_ways(dims: int, peer: Peer, tmp_path: Path) -> None:

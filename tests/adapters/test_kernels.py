@@ -186,6 +186,7 @@ def test_shapes_are_enough() -> None:
     assert jax.tree.map(lambda leaf: leaf.shape, model) == jax.tree.map(lambda leaf: leaf.shape, concrete)
 
 
+@pytest.mark.slow
 def test_a_convolutional_net_trains_and_no_kernel_is_ever_made() -> None:
     params, fn = mixed()
     model = lt.lora.add(params, lt.lora.Config(rank=2, alpha=1.0, targets=KERNELS), key=KEY, fn=fn, args=(IMAGES, IDS))
@@ -242,6 +243,7 @@ def test_a_program_that_casts_its_weights_multiplies_in_the_dtype_that_it_asks_f
     }
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("kind", ["dora", "ia3", "vera"])
 def test_what_scales_inputs_or_outputs_is_refused_for_a_weight_in_by_out_when_it_is_added(kind: str) -> None:
     configs = {

@@ -290,6 +290,7 @@ class TestInit:
 
 
 class TestMerge:
+    @pytest.mark.slow_after(2)
     @pytest.mark.parametrize("case", CASES)
     @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
     def test_merge_rounds_the_float32_sum_once(self, case, dtype):

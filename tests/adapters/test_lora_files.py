@@ -221,6 +221,7 @@ class TestLoad:
         with pytest.raises(StructureError, match=r"the model has other adapters(.|\n)*hint: .*merge"):
             lora.load(model, tmp_path)
 
+    @pytest.mark.slow_after(1)
     @pytest.mark.parametrize("fresh", [True, False])
     def test_a_loaded_adapter_trains_on(self, tmp_path, fresh):
         """Keras reloads A = B = 0, whose gradients are zero for ever."""
@@ -337,6 +338,7 @@ class TestBadFiles:
         edit_config(directory, **changes)
         self.refuse(directory, match)
 
+    @pytest.mark.slow_after(3)
     @pytest.mark.parametrize("name", ["target_modules", "exclude_modules", "rank_pattern", "alpha_pattern"])
     def test_a_regular_expression_that_needs_forever_is_given_up(self, directory, name, monkeypatch):
         monkeypatch.setattr("lowtide.adapters.lora._patterns.MOST_SECONDS", 0.2)

@@ -142,6 +142,7 @@ REFUSED: dict[str, Callable[[], Built]] = {
 }
 
 
+@pytest.mark.slow_after(9)
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_else_is_done_to_an_adapted_weight_is_said(name: str) -> None:
     model, targets, run = REFUSED[name]()

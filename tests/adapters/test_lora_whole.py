@@ -81,6 +81,7 @@ class TestValues:
         np.testing.assert_allclose(of_merged, value, rtol=1e-5)
         assert_equal(lora.disable(model), base())
 
+    @pytest.mark.slow
     def test_a_module_that_is_no_decoder(self) -> None:
         mlp = eqx.nn.MLP(4, 3, 8, 2, key=KEY)
         x = jnp.ones(4)

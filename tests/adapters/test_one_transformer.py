@@ -148,6 +148,7 @@ def test_a_pipeline(expected: Any) -> None:
     assert_equal((loss, layers), (expected[0], expected[1]["layers"]))
 
 
+@pytest.mark.slow
 def test_a_layerwise_step(expected: Any) -> None:
     """Of SGD with a rate of 1 the update is the gradient."""
     params = jax.tree.map(jnp.array, model())

@@ -103,6 +103,7 @@ CONFIGS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CONFIGS)
 def test_peft_reads_our_adapters(base: models.Decoder, folder: Path, peer: Peer, tmp_path: Path, case: str) -> None:
     model = base

@@ -82,6 +82,7 @@ def test_a_head_that_peft_unties_is_refused_by_name(peer: Peer, tmp_path: Path) 
             lora.load(base("gemma2"), theirs)
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("init", ["pissa", "olora"])
 def test_an_adapter_that_began_as_a_part_of_the_weight(init: Any, peer: Peer, tmp_path: Path) -> None:
     folder = written("qwen2", tmp_path / "base")

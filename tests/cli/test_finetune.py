@@ -117,6 +117,7 @@ def test_offloaded_bytes_are_in_the_plan_and_in_the_table(finetune, tmp_path):
     assert memory["host_by_role"]["optimizer"] == 2 * memory["trainable_bytes"]
 
 
+@pytest.mark.sentinel
 @pytest.mark.slow  # the jobs' tests train whole models
 def test_a_full_run_learns_and_writes_a_model(finetune, tmp_path, tiny_model_dir):
     config = _config(tmp_path, learning_rate=1e-2, sample_tokens=8)
@@ -307,6 +308,7 @@ def test_a_loss_that_is_not_finite_stops_the_run(finetune, tmp_path):
     assert all(np.isfinite(list(record.values())).all() for record in _records(tmp_path / "run"))
 
 
+@pytest.mark.slow
 def test_a_held_out_loss_that_is_not_finite_leaves_no_checkpoint_of_it(finetune, tmp_path, monkeypatch):
     monkeypatch.setattr(lt.Trainer, "evaluate", lambda self, data: {"loss": float("nan") if self.step else 1.0})
     _error(finetune(), "step 4: eval_loss is not finite, so the run was stopped", "checkpoints are from before")

@@ -58,6 +58,7 @@ def test_adapters_answer_the_same_prompts_into_a_file(generate, adapters, tmp_pa
     assert again == 2 and _records(out) == records
 
 
+@pytest.mark.slow
 def test_one_answer_is_printed_as_it_comes_and_equals_the_batched_one(generate, tmp_path):
     flags = ["--max-new-tokens", 7, "--seed", 3]
     status, streamed, said = generate("--prompt", "the tide", *flags)
@@ -184,6 +185,7 @@ def chat_dir(tiny_model_dir, tmp_path):
     return tmp_path / "chat"
 
 
+@pytest.mark.slow
 def test_a_conversation_ends_with_an_empty_line(generate, chat_dir, monkeypatch):
     asked = iter(["hello", "more", ""])
     seen = []

@@ -79,6 +79,7 @@ def test_a_merged_directory_has_what_the_adapter_computes_and_all_files(merge, a
     assert not list(tmp_path.glob(".out*"))
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("config", [lora.Config(rank=2, dora=True), lora.IA3Config()], ids=["DoRA", "(IA)³"])
 def test_one_adapter_of_any_kind_is_merged(config, merge, tiny_model_dir, tmp_path):
     base = models.load(tiny_model_dir)
@@ -99,6 +100,7 @@ def test_a_template_that_a_run_was_tuned_with_goes_along(merge, adapters, tmp_pa
     assert (tmp_path / "out" / "chat_template.jinja").read_text() == "{{ messages | length }}"
 
 
+@pytest.mark.slow
 def test_adapters_add_up_by_their_weights_and_are_rounded_once(merge, adapters, tmp_path):
     base, one, two = adapters
     weights = ["--weight", 1, "--weight", "-0.5"]
@@ -142,3 +144,36 @@ def test_bad_input(merge, adapters, tmp_path):
     with pytest.raises(SystemExit):
         merge("--adapter", one, "--weight", "nan")
     assert not (tmp_path / "out").exists()
+
+
+TEMPLATE = (
+    "{% for message in messages %}[{{ message.role }}]"
+    "{% generation %}{{ message.content }}{% endgeneration %}{% endfor %}"
+)
+
+
+@pytest.mark.sentinel
+@pytest.mark.slow
+def test_an_adapter_that_was_tuned_on_chats_is_merged(merge, tiny_model_dir, tmp_path, monkeypatch):
+    """From chats to a merged model: the two commands that most users run."""
+    monkeypatch.setenv("LOWTIDE_CACHE", str(tmp_path / "cache"))
+    base = shutil.copytree(tiny_model_dir, tmp_path / "base")
+    (base / "chat_template.jinja").write_text(TEMPLATE)
+    turns = [{"role": "user", "content": "where does the tide go?"}, {"role": "assistant", "content": "out"}]
+    (tmp_path / "chats.jsonl").write_text("\n".join(json.dumps({"messages": turns}) for _ in range(24)))
+    out = tmp_path / "run"
+    small = ["--seq-len", "64", "--batch-size", "2", "--rank", "2", "--steps", "8", "--learning-rate", "1e-2"]
+    files = ["--model", str(base), "--data", str(tmp_path / "chats.jsonl"), "--out", str(out)]
+    assert main(["finetune", *files, *small]) == 0
+    records = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    losses = [record["loss"] for record in records if "loss" in record]
+    assert losses[-1] < losses[0]
+
+    status, said = merge("--adapter", out / "adapter", model=base)
+    assert status == 0, said
+    adapted = lora.load(models.load(base), out / "adapter")
+    merged = models.load(tmp_path / "out")
+    want, got = (models.logits(model, TOKENS) for model in (adapted, merged))
+    np.testing.assert_allclose(got, want, rtol=0, atol=1e-4)
+    assert np.abs(np.asarray(got - models.logits(models.load(base), TOKENS))).max() > 1e-3
+    assert (tmp_path / "out" / "chat_template.jinja").read_text() == TEMPLATE

@@ -42,6 +42,7 @@ def test_a_run_in_stages_has_the_losses_of_one_without_and_goes_on_without(
     assert moved == pytest.approx(plain, abs=1e-5)
 
 
+@pytest.mark.slow_after(6)
 @pytest.mark.parametrize(
     ("flags", "said"),
     [

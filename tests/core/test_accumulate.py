@@ -181,6 +181,7 @@ def test_less_than_one_microbatch_is_refused(num_microbatches: Any) -> None:
     assert "hint: 1 means no accumulation" in str(error.value)
 
 
+@pytest.mark.slow
 def test_float64_keeps_its_digits() -> None:
     with jax.enable_x64(True):
         model, x = {"w": jnp.float64(1)}, jnp.arange(9.0) / 7

@@ -352,6 +352,7 @@ def test_activations_may_be_nodes_that_check_themselves_on_a_mesh_with_explicit_
         close(jax.jit(jax.grad(fn))(jax.device_put(layers["w"], NamedSharding(mesh, P()))), wanted)
 
 
+@pytest.mark.slow
 def test_activations_may_begin_as_a_number_of_python_and_other_types_are_named() -> None:
     _, layers, _ = parameters()
     stack = LayerStack(

@@ -26,6 +26,7 @@ def test_an_array_multiplies_as_x_w_transposed() -> None:
     assert linear(x[0, 0], w).shape == (4,)
 
 
+@pytest.mark.slow_after(2)
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
 def test_the_activations_dtype_is_the_compute_dtype(dtype: jnp.dtype) -> None:
     assert linear(jnp.ones((2, 3), dtype), jnp.ones((4, 3), jnp.float32)).dtype == dtype

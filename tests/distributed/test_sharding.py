@@ -322,6 +322,7 @@ def test_keys_in_the_state_survive_a_checkpoint(tmp_path):
     second.fit(data, num_steps=4, progress=False)
 
 
+@pytest.mark.slow
 def test_activations_between_layers_are_divided_where_weights_are():
     """Else XLA gathers activations, and every device computes all rows."""
     sizes = {"hidden_size": 128, "intermediate_size": 256, "num_layers": 2, "num_heads": 4, "num_kv_heads": 4}

@@ -92,6 +92,7 @@ def test_values_are_those_of_a_plain_equinox_loop_bit_for_bit() -> None:
         np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.slow
 def test_statistics_change_in_training_and_serve_in_evaluation_and_predict() -> None:
     ours = trainer()
     before = arrays(ours.model[1])
@@ -129,6 +130,7 @@ def _last(model: Any) -> Any:
     return eqx.tree_at(lambda m: m.last, mask, replace=True)
 
 
+@pytest.mark.slow_after(2)
 @pytest.mark.parametrize("wrt", ["last/*", ["last/weight", "last/bias"], _last(net()[0])])
 def test_a_filter_or_patterns_freeze_the_rest(wrt: Any) -> None:
     others = jax.live_arrays()

@@ -82,6 +82,7 @@ def test_accuracy_and_crossentropy_of_classes_go_by_the_shape_of_labels(labels: 
     assert ours == pytest.approx(theirs, rel=1e-5)
 
 
+@pytest.mark.slow
 def test_masked_moments_count_neither_in_the_loss_nor_in_a_metric() -> None:
     import keras
 

@@ -79,6 +79,7 @@ def test_bare_arrays_are_state_of_the_step_as_in_a_loop_of_nnx() -> None:
     assert (float(ours.calls[0]), float(ours.seen[0])) == (3.0, 12.0)
 
 
+@pytest.mark.slow
 def test_bare_arrays_are_lent_and_restored(tmp_path: Any) -> None:
     seen = []
 

@@ -27,6 +27,7 @@ def test_a_sample_begins_with_one_document_and_no_padding(tiny_model_dir, monkey
     assert asked == [[5, 6, 7], tokens[0].tolist()]
 
 
+@pytest.mark.slow
 def test_a_template_that_writes_the_date_writes_that_of_the_runs_first_day(tiny_model_dir, tmp_path, monkeypatch):
     monkeypatch.setenv("LOWTIDE_CACHE", str(tmp_path / "cache"))
     chats = [

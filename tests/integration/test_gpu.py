@@ -28,8 +28,11 @@ from lowtide.core import OutOfMemoryError
 
 MIB = 2**20
 LAYERS = 4
-DEVICES = [pytest.param("cpu", 32, id="cpu"), pytest.param("gpu", 1024, id="gpu", marks=pytest.mark.gpu)]
-H200 = [pytest.param("h200", 1024, marks=pytest.mark.gpu_aot)]
+DEVICES = [
+    pytest.param("cpu", 32, id="cpu", marks=pytest.mark.slow),
+    pytest.param("gpu", 1024, id="gpu", marks=pytest.mark.gpu),
+]
+H200 = [pytest.param("h200", 1024, marks=[pytest.mark.gpu_aot, pytest.mark.slow])]
 ADAM = optax.adam(1e-2, eps=1e-3)
 CLOSE = {"rtol": 2e-4, "atol": 2e-5}
 MEASURED = 0.03
@@ -324,7 +327,9 @@ print(json.dumps({{**found, "roles": dict(report.peak_by_role), "argument": repo
 
 @pytest.mark.processes
 @pytest.mark.parametrize(
-    ("platforms", "width"), [("cpu", 32), pytest.param("cuda,cpu", 2048, marks=pytest.mark.gpu)], ids=["cpu", "gpu"]
+    ("platforms", "width"),
+    [pytest.param("cpu", 32, marks=pytest.mark.slow), pytest.param("cuda,cpu", 2048, marks=pytest.mark.gpu)],
+    ids=["cpu", "gpu"],
 )
 def test_the_allocators_peak_is_what_was_predicted(platforms: str, width: int) -> None:
     """In a process of its own, whose allocator has seen nothing else."""

@@ -82,6 +82,7 @@ def test_logits_are_capped_and_held_near_one_partition(soft_cap, z_loss):
 DENSE = functools.partial(jax.value_and_grad, argnums=(0, 1))
 
 
+@pytest.mark.slow
 def test_half_precision_inputs_reduce_in_float32():
     h, head, labels = _case(jnp.bfloat16)
     grad_fn = jax.value_and_grad(functools.partial(losses.chunked_cross_entropy, chunk_size=8), argnums=(0, 1))
@@ -152,6 +153,7 @@ def _equations(jaxpr):
                 yield from _equations(inner)
 
 
+@pytest.mark.slow
 def test_a_head_with_an_adapter_trains_the_adapter_only():
     h, head, labels = _case()
     model = lora.add({"head": {"weight": head}}, lora.Config(rank=2, targets="head"), key=jax.random.key(1))

@@ -71,6 +71,7 @@ def test_cpu_bytes_by_role(name: str) -> None:
     assert_adds_up(report)
 
 
+@pytest.mark.slow_after(8)
 @pytest.mark.tpu_aot
 @pytest.mark.parametrize(
     ("dims", "dtype", "num_bytes"),

@@ -28,7 +28,6 @@ def owners(report: Any) -> list[tuple[str, str, int]]:
     return sorted((b.role, b.path, b.num_bytes) for b in report.peak)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", TARGETS)
 def test_the_report_is_the_same(name: str) -> None:
     factor, processes = 0.5, list[int]()
@@ -59,12 +58,15 @@ def test_the_report_is_the_same(name: str) -> None:
     assert child.target == here.target
 
 
+@pytest.mark.slow
 def test_errors_come_back() -> None:
     def fails(x: Any) -> Any:
         raise ConfigError("a mistake in the function", hint="mend it")
 
     with pytest.raises(ConfigError, match=r"a mistake in the function[\s\S]*hint: mend it"):
         analyze(fails, shape(3), isolate=True)
+    with pytest.raises(ZeroDivisionError):
+        analyze(lambda x: x * (1 // 0), shape(3), isolate=True)
 
 
 def test_what_cannot_travel_is_named() -> None:

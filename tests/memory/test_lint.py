@@ -426,6 +426,7 @@ def test_what_a_wide_layer_makes_is_no_logits() -> None:
     assert rules_of(jax.grad(loss), params, shape(2048, 64), shape(2048, dtype=jnp.int32)) == []
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("is_loop", [False, True])
 def test_recomputation_of_all_layers_at_once(is_loop: bool) -> None:
     def block(h: Any, w: Any) -> Any:

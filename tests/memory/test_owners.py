@@ -299,6 +299,7 @@ def test_new_values_of_equal_arguments_are_told_apart_by_what_they_are_made_of()
         assert {owners.path_of(v): at for v, at in owners.replaced.items()} == {"1": 0, "2": 1}
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("name", SLOW_ON_TPU[::2])  # a TPU keeps them in its other memory
 def test_accumulators_of_a_loop_are_gradients(name: str) -> None:
     def step(w: Any, xs: Any) -> Any:

@@ -144,6 +144,7 @@ def test_sharding_saves_what_it_says() -> None:
     assert "over the 8 devices" in remedy.action
 
 
+@pytest.mark.slow
 def test_a_jitted_step_keeps_its_donation_when_another_argument_is_tried() -> None:
     step, args = language_model(vocab=4096, width=256, layers=4, batch=8, length=128)
     jitted = jax.jit(step, donate_argnums=0)

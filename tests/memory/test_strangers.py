@@ -77,6 +77,7 @@ def test_a_stack_of_a_loop_is_named_after_what_the_loop_makes() -> None:
     assert all("(stacked.<locals>.block)" in b.source for b in stacks)
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("wide", [DIM, 4 * DIM])
 def test_recomputing_a_block_saves_about_what_is_estimated(wide: int) -> None:
     before, after = (analyze(*stacked(wide, remat), target="cpu").device_bytes for remat in (False, True))

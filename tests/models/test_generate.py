@@ -217,6 +217,7 @@ def test_a_step_of_layers_apart_copies_no_weights_on_a_gpu():
     assert temp_bytes(apart=False) > one
 
 
+@pytest.mark.slow
 def test_the_same_shapes_compile_once(compilations):
     model = _model()
 
@@ -282,6 +283,7 @@ def test_a_penalty_keeps_from_repeating():
     assert len({*tokens[1000.0], 1, 2}) == 17
 
 
+@pytest.mark.slow
 def test_logits_that_are_not_finite_are_an_error():
     model = _model()
     broken = dataclasses.replace(model, outer={**model.outer, "norm": {"weight": jnp.full(16, jnp.nan)}})

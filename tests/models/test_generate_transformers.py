@@ -83,6 +83,7 @@ def test_greedy_tokens_equal_those_of_transformers(family: str, peer: peers.Peer
     assert len({*got[0], *got[1]}) > 3
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("family", ["Llama", "Gemma2", "Qwen3Moe"])
 def test_transformers_reads_a_merged_directory_as_peft_computes(
     family: str, peer: peers.Peer, tiny_model_dir: str, tmp_path: Path

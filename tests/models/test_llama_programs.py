@@ -28,6 +28,7 @@ def test_remat_changes_bytes_and_not_values():
     assert recomputed < 0.5 * kept
 
 
+@pytest.mark.slow_after(3)
 @pytest.mark.parametrize("param_dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("compute_dtype", ["float32", "bfloat16"])
 def test_parameter_and_compute_dtypes_are_separate(param_dtype, compute_dtype):

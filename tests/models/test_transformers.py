@@ -90,6 +90,7 @@ def test_logits_equal_transformers(case: str, peer: peers.Peer, tmp_path: Path) 
 GEMMA3 = {**SIZES, "num_key_value_heads": 2, "head_dim": 16, "sliding_window": 8, "eos_token_id": 1}
 
 
+@pytest.mark.slow_after(2)
 @pytest.mark.parametrize(
     "options",
     [
@@ -116,6 +117,7 @@ def test_gemma3_with_layers_of_one_kind_and_caps(options: dict[str, Any], peer: 
         assert again["rope"][kind] == want["rope"][kind]
 
 
+@pytest.mark.slow
 def test_the_embedded_model_loads_in_transformers(peer: peers.Peer) -> None:
     folder = Path(models.base_path())
     text = "def main(argv=None):\n    return 0\n"

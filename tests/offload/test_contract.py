@@ -146,6 +146,7 @@ def test_activations_may_hold_integers_masks_and_scalars() -> None:
         assert_equal_training(rich, optax.adam(1e-2), *parameters(), batch(), num_microbatches=count)
 
 
+@pytest.mark.slow
 def test_leaves_may_be_scalars_of_odd_names_and_shapes() -> None:
     odd = stack(
         first=lambda outer, batch: batch["x"] @ outer["e m*[b]"] * outer["scale"],
@@ -229,6 +230,7 @@ def test_whole_numbers_among_the_outer_leaves_are_only_read(place: Any) -> None:
 # --- gradients that are not finite ---------------------------------------------------------------------------------
 
 
+@pytest.mark.slow_after(2)
 @pytest.mark.parametrize("clip", [None, Clip(max_norm=0.1), Clip(max_norm=0.1, mode="previous")])
 def test_a_batch_without_a_finite_loss_leaves_everything_as_it_is(clip: Any) -> None:
     step = layerwise_step(stack(), optax.adam(1e-2), clip=clip, on_nan="skip")

@@ -106,6 +106,7 @@ def plain_adam(tied: bool) -> Any:
     return plain(decoder(tied), optax.adam(1e-3), batches(20))
 
 
+@pytest.mark.slow
 def test_the_exact_norm_clips_like_optax() -> None:
     model, data = small(), batches(20)
     theirs = plain(model, optax.chain(optax.clip_by_global_norm(0.1), optax.adam(1e-3)), data)

@@ -91,6 +91,7 @@ def test_a_bare_array_has_the_values_of_the_unwrapped_optimizer(name: str) -> No
     check(name, "bare")
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=() if name in QUICK else SLOW) for name in optimizer_table.KINDS]
 )

@@ -44,6 +44,7 @@ def kinds(tree: Any) -> Any:
 # --- values --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow_after(2)
 @pytest.mark.parametrize("mode", ["streamed", "leaf", "whole"])
 def test_values_are_those_of_the_wrapped_optimizer_under_jit_and_eagerly(mode: str) -> None:
     tx, start = optax.adamw(1e-2), params(w=(56, 128), v=(16, 128))

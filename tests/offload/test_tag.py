@@ -72,6 +72,7 @@ def test_values_and_gradients_of_a_llama_are_unchanged_bit_for_bit() -> None:
     jax.tree.map(np.testing.assert_array_equal, of(llama.layers, batch), ref(llama.layers, batch))
 
 
+@pytest.mark.slow
 def test_a_tagged_block_can_be_checkpointed() -> None:
     llama, batch = model()
     change = functools.partial(checkpoint, offload=["mlp/gate_proj"], save=".*attention.*", prevent_cse=False)
@@ -178,6 +179,7 @@ def rematted(p: Any, x: jax.Array) -> jax.Array:
     return jax.checkpoint(lambda w: jnp.sin(x @ w))(p["w"][0])
 
 
+@pytest.mark.slow_after(2)
 @pytest.mark.parametrize(
     ("fn", "primitive", "expected"),
     [(scanned, "scan", ["w"]), (branched, "cond", ["w", "w_1"]), (rematted, "remat", ["w"])],

@@ -117,6 +117,7 @@ def test_a_shard_is_streamed_like_any_array() -> None:
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7)
 
 
+@pytest.mark.slow_after(2)
 @pytest.mark.parametrize(
     "tx",
     [

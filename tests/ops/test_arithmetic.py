@@ -65,6 +65,7 @@ def test_a_causal_step_computes_half_of_the_scores(target: str, remat: bool) -> 
         assert 0.9 < found / arithmetic(CONFIG, length, remat=remat) < 1.1
 
 
+@pytest.mark.slow
 def test_a_window_computes_what_is_in_it() -> None:
     length, windows = 32768, (1024, 2048, 4096, 8192)
     configs = [dataclasses.replace(CONFIG, sliding_window=window) for window in windows]

@@ -226,6 +226,7 @@ def test_sizes_may_be_unknown_when_a_program_is_exported() -> None:
     assert exported.call(ones(1, 3, 2, 8), ones(1, 9, 2, 8)).shape == (1, 3, 2, 8)
 
 
+@pytest.mark.slow
 def test_rows_of_a_cache_that_begin_at_places_of_their_own_are_mapped() -> None:
     q, k, v = (jnp.asarray(drawn(seed, 2, length, 2, 8), jnp.float32) for seed, length in enumerate((3, 12, 12)))
 
@@ -276,6 +277,7 @@ def test_small_cotangents_of_half_precision_are_kept() -> None:
     assert np.linalg.norm(found - want) < 5e-3 * np.linalg.norm(want)
 
 
+@pytest.mark.slow
 def test_a_window_that_is_not_causal_is_the_same_to_all() -> None:
     q, k, v = (jnp.asarray(np.random.default_rng(i).normal(size=(1, 70, 2, 8)), jnp.float32) for i in range(3))
     sight, scores = lt.ops.Sight(window=3, causal=False), lt.ops.Scores(0.3)
@@ -283,6 +285,7 @@ def test_a_window_that_is_not_causal_is_the_same_to_all() -> None:
     np.testing.assert_allclose(*outs, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_a_scale_may_be_learned() -> None:
     q, k, v = (jnp.asarray(drawn(seed, 1, 70, 2, 8), jnp.float32) for seed in range(3))
 

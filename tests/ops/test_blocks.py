@@ -77,6 +77,7 @@ def test_half_precision(dtype: Any, most: float, monkeypatch: pytest.MonkeyPatch
             assert np.abs(one - other).max() <= most * max(1, np.abs(other).max())
 
 
+@pytest.mark.slow
 def test_double_precision_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_blocks, "block_size", lambda *_: 16)
     with jax.enable_x64(True):
@@ -85,6 +86,7 @@ def test_double_precision_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
         np.testing.assert_allclose(out, of_all_scores(q, k, v, Sight(), PLAIN), rtol=0, atol=1e-14)
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("start", [0, 25])
 def test_queries_that_begin_later(start: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """As with a cache of keys, whose first query is a number of the running program."""
@@ -193,6 +195,7 @@ def test_transformations_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
     np.testing.assert_allclose(got, jax.grad(of(_blocks.attend_in_blocks))(q), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("kind", ["Auto", "Explicit"])
 def test_devices_that_rows_and_heads_are_divided_among(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_blocks, "block_size", lambda *_: 16)

@@ -61,6 +61,7 @@ def test_a_number_gets_the_nearest_code(name: str, is_positive: bool) -> None:
     np.testing.assert_allclose(np.abs(x - got), np.abs(x - nearest), rtol=1e-4, atol=1e-9)
 
 
+@pytest.mark.slow_after(3)
 @pytest.mark.parametrize("name", FORMATS)
 def test_no_second_moment_becomes_0(name: str) -> None:
     x = jnp.asarray(10.0 ** np.random.default_rng(8).uniform(-30, 0, (8, 256)), jnp.float32).at[:, 3].set(0)

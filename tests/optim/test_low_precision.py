@@ -185,6 +185,7 @@ def test_hyperparameters_may_be_injected() -> None:
     assert float(state.hyperparams["learning_rate"]) == pytest.approx(1e-2)
 
 
+@pytest.mark.slow
 def test_eagerly_donated_and_in_a_branch_values_are_the_same() -> None:
     tx = low_precision(optax.adamw(1e-2))
     state, grads = tx.init(PARAMS), jax.grad(loss)(PARAMS)
@@ -250,6 +251,7 @@ def test_what_is_widened_is_rounded_at_random_once() -> None:
     assert float(packed(state)[0].dense().mean(dtype=jnp.float32)) == pytest.approx(1 - 0.999**1000, abs=0.02)
 
 
+@pytest.mark.slow
 def test_under_vmap_each_has_its_own_state() -> None:
     tx = low_precision(optax.adamw(1e-2))
     params = jax.tree.map(lambda p: jnp.stack([p, 2 * p, -p]), PARAMS)
@@ -476,6 +478,7 @@ def test_a_state_in_another_format_is_refused_and_names_the_way() -> None:
         new.update(params, converted(old.init(params), new, params), params)
 
 
+@pytest.mark.slow_after(2)
 @pytest.mark.parametrize("weights", ["split", "kahan", "stochastic"])
 def test_one_array_may_be_all_parameters(weights: str) -> None:
     params = normal(0, 64, 256).astype(jnp.bfloat16)

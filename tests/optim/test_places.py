@@ -81,6 +81,7 @@ def test_a_layerwise_step_is_the_plain_one(form: Any, weights: Any, place: str) 
         assert apart < (0.02 if form != "4bit" else 0.05) * moved, (apart, moved)
 
 
+@pytest.mark.slow
 def test_a_layerwise_step_takes_it_for_some_leaves() -> None:
     model, outer, layers = stack()
     layers = {**layers, **{name: layers[name].astype(jnp.bfloat16) for name in ("up", "down")}}
@@ -172,6 +173,7 @@ def small() -> Any:
 DATA = [jax.tree.map(np.asarray, batch) for batch in batches()]
 
 
+@pytest.mark.slow
 def test_a_trainer_on_a_mesh_says_itself_how_leaves_are_sharded() -> None:
     rules = ShardingRules(mesh=make_mesh(fsdp=4, tensor=2), min_bytes=0)  # without, an update warns
     tx = low_precision(optax.adamw(1e-2))
@@ -184,6 +186,7 @@ def test_a_trainer_on_a_mesh_says_itself_how_leaves_are_sharded() -> None:
         assert float(jnp.abs(ours.model[name] - alone.model[name]).mean()) < 1e-5
 
 
+@pytest.mark.slow
 def test_microbatches_and_skipped_steps_are_those_of_float32_state() -> None:
     tx = optax.MultiSteps(low_precision(optax.adamw(1e-2)), every_k_schedule=2).gradient_transformation()
     trainer = lt.Trainer(small(), loss_fn, tx, num_microbatches=2)
@@ -196,6 +199,7 @@ def test_microbatches_and_skipped_steps_are_those_of_float32_state() -> None:
         assert float(jnp.abs(trainer.model[name] - other.model[name]).mean()) < 2e-4
 
 
+@pytest.mark.slow
 def test_a_checkpoint_goes_on_in_another_format(tmp_path: Path) -> None:
     plain = optax.adamw(1e-2)
     lt.Trainer(small(), loss_fn, plain, checkpoint_dir=tmp_path).fit(
@@ -215,6 +219,7 @@ def test_a_checkpoint_goes_on_in_another_format(tmp_path: Path) -> None:
     assert float(jnp.abs(new.model["up"] - old.model["up"]).mean()) < 2e-4
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("weights", [None, "split"])
 def test_an_optimizer_of_nnx_has_it(weights: Any) -> None:
     nnx = pytest.importorskip("flax.nnx")

@@ -25,6 +25,7 @@ def same(found: Any, wanted: Any, rtol: float) -> None:
         np.testing.assert_allclose(one, other, rtol=rtol)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wrapped", [low_precision, lt.offload.optimizer])
 def test_parameters_may_be_a_module_with_functions_among_its_leaves(wrapped: Any) -> None:
     module = eqx.nn.MLP(64, 64, 128, 2, key=jax.random.key(0))
@@ -53,6 +54,7 @@ def test_numbers_of_python_are_numbers_as_optax_takes_them() -> None:
     assert low_precision(mine).update(PARAMS, state, PARAMS)[1].inner["count"] == 4
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 def test_below_a_mesh_that_is_set_parameters_may_be_on_one_device(kind: AxisType) -> None:
     params = jax.device_put(PARAMS, jax.devices()[0])
@@ -62,6 +64,7 @@ def test_below_a_mesh_that_is_set_parameters_may_be_on_one_device(kind: AxisType
     assert {leaf.devices() == plain[0].count.devices() for leaf in jax.tree.leaves(state)} == {True}  # pyright: ignore
 
 
+@pytest.mark.slow_after(2)
 @pytest.mark.parametrize("weights", ["split", "kahan", "stochastic"])
 def test_derivatives_by_what_is_not_stored_pass_through_weights(weights: str) -> None:
     params = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), PARAMS)
@@ -89,6 +92,7 @@ def test_one_array_of_zeros_may_be_two_parts_of_a_state_of_which_one_is_selected
         assert isinstance(inner["ema"]["w"], jax.Array) and not inner["ema"]["w"].any()
 
 
+@pytest.mark.slow
 def test_a_learned_decay_reaches_what_is_stored_and_is_refused() -> None:
     def after(decay: Any) -> Any:
         tx = low_precision(optax.adam(1e-2, b1=decay))
@@ -103,6 +107,7 @@ MASKED = {"inner_state/0/mu", "inner_state/0/nu"}
 VAE = {"dec": jnp.ones((64, 128)), "mu": {"kernel": jnp.ones((64, 128))}, "trace": jnp.ones((64, 128))}
 
 
+@pytest.mark.slow_after(9)
 @pytest.mark.parametrize(
     ("tx", "parts"),
     [

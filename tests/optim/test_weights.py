@@ -82,6 +82,7 @@ def test_small_leaves_are_those_of_float32_bit_for_bit() -> None:
     assert np.array_equal(widened(new, state.rests)["w"], wide["w"])
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("form", ["8bit", "companded"])
 def test_a_training_in_five_bytes_is_that_of_float32(form: str) -> None:
     # FlashOptim asks for a cosine above 0.975 of what bfloat16 weights have changed by after 10 steps.
@@ -158,6 +159,7 @@ def test_leaves_of_other_dtypes_are_left_alone() -> None:
     assert new["half"].dtype == jnp.bfloat16 and state.inner[0].mu["half"].dtype == "float32"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", WEIGHTS)
 def test_in_blocks_weights_are_those_of_the_whole(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     params = {"w": spread(10, 48, 512).astype(jnp.bfloat16)}
@@ -210,6 +212,7 @@ def dense(state: Any) -> list[Any]:
     return jax.tree.leaves(jax.tree.map(opened, state, is_leaf=lambda leaf: isinstance(leaf, PackedArray)))
 
 
+@pytest.mark.slow
 def test_a_state_goes_on_in_another_format() -> None:
     params = {"w": spread(12, 64, 256).astype(jnp.bfloat16), "b": jnp.zeros(256, jnp.bfloat16)}
     grads = jax.tree.map(lambda p: (p + 1).astype(jnp.bfloat16), params)

@@ -18,6 +18,7 @@ from lowtide.pipeline import schedule, value_and_grad
 from .test_executor import WIDTH, assert_close, mesh_of, normal, of_plain_jax, parameters
 
 
+@pytest.mark.slow
 def test_a_block_may_divide_its_products_over_another_axis_by_itself() -> None:
     of = PartitionSpec
 
@@ -42,6 +43,7 @@ def test_a_block_may_divide_its_products_over_another_axis_by_itself() -> None:
     assert_close(jax.jit(pipeline)({}, layers, x), of_plain_jax(whole, {}, layers, x))
 
 
+@pytest.mark.slow
 def test_weights_in_eight_bits_have_gradients() -> None:
     def block(w: Any, h: Any, x: Any) -> Any:
         return jnp.tanh(h @ w.astype(jnp.float32))

@@ -258,6 +258,7 @@ def test_layers_keep_their_order_through_arranging() -> None:
     assert shapes["n"].shape == (8, 2)
 
 
+@pytest.mark.slow
 def test_only_what_trains_has_gradients() -> None:
     given = plain_arguments(4)
     _, (of_outer, of_layers) = jax.jit(plain_pipeline("v-half", wrt="layers/up"))(*given)
@@ -332,6 +333,7 @@ def test_padding_reaches_no_gradient_whatever_it_computes() -> None:
     assert_close((value, ({}, pipeline.restore(found, 5))), of_plain_jax(stack, {}, layers, x))
 
 
+@pytest.mark.slow
 def test_outer_weights_may_be_plain_numbers() -> None:
     outer, layers, batch = plain_arguments(4)
     found = plain_pipeline("1f1b")({**outer, "temperature": 1.5}, layers, batch)
@@ -374,6 +376,7 @@ def test_the_report_of_a_batch_whose_first_leaf_is_a_key() -> None:
     assert report.waiting_bytes == pipeline.report(outer, layers, batch).waiting_bytes > 0
 
 
+@pytest.mark.slow
 def test_a_loop_over_rows_of_activations_reads_what_waits_as_a_whole() -> None:
     stack = LayerStack(
         first=lambda outer, x: x,
@@ -386,6 +389,7 @@ def test_a_loop_over_rows_of_activations_reads_what_waits_as_a_whole() -> None:
     assert_close(jax.jit(pipeline)(outer, layers, x), of_plain_jax(stack, outer, layers, x))
 
 
+@pytest.mark.slow
 def test_a_schedule_of_ones_own_runs() -> None:
     text = "0F0 0F1 0B0 0I1 0W1\n1F0 1B0 1F1 1B1"
     pipeline, given = value_and_grad(PLAIN, Schedule.from_text(text), mesh=mesh_of(2, 1)), plain_arguments(2)
@@ -455,6 +459,7 @@ def test_functions_of_another_shape_are_named() -> None:
 
 
 # Fewer than a microbatch has; all of them and one more; all alone; some whole ones.
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize(
     ("rows", "weighted"),
     [(1, False), (13, True), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((12, False), (7, True)))],
@@ -465,6 +470,7 @@ def test_an_evaluation_takes_any_number_of_rows(rows: int, weighted: bool) -> No
     assert_close(jax.jit(pipeline.evaluate)({}, layers, batch), jax.jit(stack.apply)({}, layers, batch))
 
 
+@pytest.mark.slow
 def test_an_evaluation_needs_the_memory_of_a_microbatch() -> None:
     pipeline, _, layers = evaluated(False)
 

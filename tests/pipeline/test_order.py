@@ -81,6 +81,7 @@ def test_no_pass_with_collectives_may_be_started_beside_what_is_sent(name: str) 
     assert text.count(PERMUTE) >= 2 and unordered(text) == []
 
 
+@pytest.mark.slow
 def test_one_that_may_be_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lowtide.pipeline.program._executor._after", lambda came, state, name: state)
     assert unordered(program("auto"))

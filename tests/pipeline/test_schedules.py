@@ -114,6 +114,7 @@ EXAMPLES = settings().max_examples
 """Of the profile."""
 
 
+@pytest.mark.slow
 @settings(max_examples=EXAMPLES // 2)
 @given(
     name=st.sampled_from(SCHEDULES),

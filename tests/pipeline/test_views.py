@@ -72,6 +72,7 @@ def test_memory_over_time_reaches_the_peak_and_ends_at_nothing(name: str) -> Non
         assert max(values) == pytest.approx(peak)
 
 
+@pytest.mark.slow
 def test_pictures_are_written_and_labelled(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="needs matplotlib: pip install matplotlib")
     found = simulated(lockstep=True)

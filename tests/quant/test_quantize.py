@@ -72,6 +72,7 @@ def test_values_are_those_of_a_plain_reference(form: str) -> None:
     assert half.dtype == jnp.bfloat16 and half.dense().dtype == jnp.bfloat16
 
 
+@pytest.mark.slow_after(4)
 @pytest.mark.parametrize("form", FORMATS)
 def test_bytes_are_the_arithmetic_of_the_format(form: str) -> None:
     made = node(form, np.ones((512, 1024), np.float32))
@@ -158,6 +159,7 @@ def quantized() -> Any:
     return lt.quantize(lt.quantize(model, "layers/**"), "outer/{embed,lm_head}", "int8")
 
 
+@pytest.mark.sentinel
 @pytest.mark.slow
 def test_a_decoder_with_everything_quantised_trains_as_the_dequantised_one(quantized: Any) -> None:
     model = lt.lora.add(quantized, lt.lora.Config(rank=4, targets="**/*_proj"), key=jax.random.key(1))
@@ -227,7 +229,7 @@ def test_a_quantised_stack_is_sharded_like_its_weight() -> None:
     np.testing.assert_allclose(jax.jit(linear)(x, one), np.asarray(x) @ second.T, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.slow_after(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("form", "path", "shape", "spec"),
     [

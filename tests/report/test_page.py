@@ -153,6 +153,7 @@ def alive(report: MemoryReport, moment: int, space: Any = "device") -> int:
     return sum(b.num_bytes for b in report.alive_at(moment, space=space))
 
 
+@pytest.mark.sentinel
 def test_every_moment_shows_its_live_bytes(browser: Page, llm: MemoryReport, tmp_path: Path) -> None:
     llm.to_html(tmp_path / "report.html")
     browser.open(tmp_path / "report.html")

@@ -332,6 +332,7 @@ def test_ticks_are_round(top: int, ticks: list[int] | None) -> None:
     assert ticks is None or found == ticks
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_importing_lowtide_imports_no_drawing_package() -> None:
     program = "import sys, lowtide.memory; print(sorted({'matplotlib', 'selenium', 'rich.table'} & set(sys.modules)))"

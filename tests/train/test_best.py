@@ -95,6 +95,7 @@ def test_a_value_whose_checkpoint_was_never_complete_is_passed_over(tmp_path: An
     assert ours.restore(best=True) == 8
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("is_evaluated_again", [False, True])
 def test_an_evaluation_is_of_the_weights_that_were_evaluated(is_evaluated_again: bool, tmp_path: Any) -> None:
     class Edits(Callback):

@@ -293,6 +293,7 @@ def test_metrics_that_cannot_be_recorded_are_errors(metrics, said):
         fit(ours, 1)
 
 
+@pytest.mark.slow
 def test_the_norm_of_half_precision_gradients_does_not_overflow():
     model = {str(i): jnp.zeros(4, jnp.float16) for i in range(100)}
     ours = lt.Trainer(

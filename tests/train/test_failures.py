@@ -125,6 +125,7 @@ def test_an_interrupt_in_evaluation(subjects: Any, kind: str, what: str) -> None
     subjects.assert_same(subject.weights(trainer), subjects.reference(kind, STEPS))
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_exception_while_the_first_step_compiles(subjects: Any, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     subject = subjects.Subject(kind)
@@ -274,6 +275,7 @@ def test_without_a_copy_the_error_says_that_the_state_is_gone(subjects: Any) -> 
         trainer.fit(failing(subjects, 2), num_steps=STEPS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["nnx", pytest.param("keras", marks=SLOW)])
 def test_a_model_in_the_middle_of_fit_says_who_has_its_arrays(subjects: Any, kind: str) -> None:
     subject, seen = subjects.Subject(kind), []
@@ -302,6 +304,7 @@ def _halve(kind: str, trainer: Any) -> None:
         trainer.update(jax.tree.map(lambda x: x / 2 if isinstance(x, jax.Array) else x, model))
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("kind", ALL_KINDS)
 def test_weights_that_a_callback_edits_are_what_training_goes_on_with(subjects: Any, kind: str) -> None:
     class Edits(Callback):
@@ -321,6 +324,7 @@ def test_weights_that_a_callback_edits_are_what_training_goes_on_with(subjects: 
     assert any(not np.array_equal(a, b) for a, b in leaves)
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("kind", ALL_KINDS)
 def test_one_copy_of_the_state_lives_while_steps_run(subjects: Any, kind: str) -> None:
     import gc

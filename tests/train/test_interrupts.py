@@ -91,6 +91,7 @@ def test_a_signal_while_a_step_is_sent_leaves_the_position_after_its_batch(tmp_p
     assert float(resumed(tmp_path).model["w"]) == sum(range(8))
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("when", ["it waits for the one before", "it has half begun"])
 def test_an_interrupt_of_a_save_loses_no_checkpoint(when: str, tmp_path: Any, monkeypatch: Any) -> None:
     import orbax.checkpoint as ocp

@@ -74,6 +74,7 @@ class Again:
         return iter(self.data)
 
 
+@pytest.mark.slow_after(2)
 @pytest.mark.parametrize("kind", ["list", "iterable", "grain"])
 def test_epochs_repeat_the_data_whatever_it_is(kind: str) -> None:
     data, whole = batches(3), trainer()

@@ -247,6 +247,7 @@ def test_outputs_of_the_average_are_not_read_after_it() -> None:
         next(inside)
 
 
+@pytest.mark.slow_after(6)
 @pytest.mark.parametrize("ids", [np.array([0, 2**40]), np.array([2**63], np.uint64), np.int64(-(2**31) - 1), 2**40])
 @pytest.mark.parametrize("is_sharded", [False, True])
 def test_integers_that_jax_would_cut_are_refused(ids: Any, is_sharded: bool) -> None:

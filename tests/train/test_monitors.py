@@ -139,6 +139,7 @@ def test_the_rate_and_the_counting_survive_a_resume(tmp_path: Any) -> None:
         jax.tree.map(np.testing.assert_array_equal, second.state, whole.state)
 
 
+@pytest.mark.slow
 def test_an_epoch_s_evaluation_is_made_up_for_after_a_checkpoint_of_its_last_step(tmp_path: Any) -> None:
     class Killed(Callback):
         def on_checkpoint(self, trainer: Any, step: int) -> None:

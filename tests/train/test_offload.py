@@ -214,6 +214,7 @@ def test_a_layerwise_step_says_what_trains_by_itself():
         Trainer([model], loss_fn, step)
 
 
+@pytest.mark.slow
 def test_a_trainer_skips_with_a_layerwise_step_and_counts():
     stack = lt.LayerStack(
         lambda outer, x: x * outer["s"],

@@ -67,6 +67,7 @@ def test_while_a_step_runs(subjects: Any, kind: str, at: int, saved: bool, tmp_p
     subjects.assert_same(subject.weights(trainer), subjects.reference(kind, steps))
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("kind", KINDS)
 def test_while_a_later_step_is_compiled(subjects: Any, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     subject = subjects.Subject(kind)

@@ -312,6 +312,7 @@ def test_steps_inside_of_averaged_are_refused_and_lose_nothing() -> None:
     assert float(ours.model["w"]) == 15.0
 
 
+@pytest.mark.slow_after(2)
 @pytest.mark.parametrize("how", ["not iterated", "left at its beginning", "failed at its beginning"])
 def test_a_run_that_has_resumed_nobody_leaves_what_was_restored(how: str, tmp_path: Any) -> None:
     trainer(checkpoint_dir=tmp_path).fit(DATA, num_steps=2, callbacks=[Counting()], progress=False)
@@ -330,6 +331,7 @@ def test_a_run_that_has_resumed_nobody_leaves_what_was_restored(how: str, tmp_pa
     assert after.steps == [1, 2, 3, 4]
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("order", [(SavesAtRecords, Counting), (Counting, SavesAtRecords)])
 def test_who_saves_at_a_record_disturbs_no_order_and_saves_what_others_count(order: Any, tmp_path: Any) -> None:
     callbacks = [kind() for kind in order]

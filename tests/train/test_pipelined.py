@@ -89,6 +89,7 @@ def assert_near(tree: Any, other: Any, tolerance: float = 1e-5) -> None:
         np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance, err_msg=path)
 
 
+@pytest.mark.sentinel
 @pytest.mark.slow  # with adapters, and with a stack of one's own, below
 def test_a_pipelined_trainer_trains_as_a_plain_one() -> None:
     """In uneven stages, two a rank, beside FSDP; test_executor compares all schedules."""
@@ -100,7 +101,6 @@ def test_a_pipelined_trainer_trains_as_a_plain_one() -> None:
     assert len(trainer._compiled._programs) == 1  # for all steps
 
 
-@pytest.mark.sentinel
 @pytest.mark.slow
 def test_a_pipelined_trainer_evaluates_and_predicts_as_a_plain_one() -> None:
     """Of rows that nothing divides; whole batches are evaluated below."""
@@ -236,6 +236,7 @@ def test_an_optimizer_that_mixes_layers_is_refused_in_another_order(tmp_path: Pa
         pipelined("1f1b", 4, tx=tx, fsdp=1, checkpoint_dir=tmp_path).restore()
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("wrt", ["**", "outer/**"])
 def test_outer_leaves_stay_as_they_are_whatever_their_name_and_where_they_train_alone(tmp_path: Path, wrt: str) -> None:
     """Outer parameters called layers, of as many rows as there are layers, are none."""

@@ -34,6 +34,7 @@ def is_good(trainer: lt.Trainer) -> bool:
     return all(bool(np.isfinite(leaf).all()) for leaf in jax.tree.leaves((trainer.model, trainer.state.opt_state)))
 
 
+@pytest.mark.slow_after(2)
 @pytest.mark.parametrize("on_nan", ["abort", "skip"])
 @pytest.mark.parametrize("num_steps", [BAD + 1, 12])
 def test_a_spoilt_update_ends_the_run_at_a_good_state(on_nan: Any, num_steps: int, tmp_path: Path) -> None:

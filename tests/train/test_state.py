@@ -137,6 +137,7 @@ def test_a_state_with_which_no_step_runs_is_refused(change: Any, message: str) -
     assert len(ours.fit(BATCHES, num_steps=2, progress=False)) == 2
 
 
+@pytest.mark.slow_after(3)
 @pytest.mark.parametrize("given", ["NumPy", "another device"])
 @pytest.mark.parametrize("is_hosted", [False, True])
 def test_a_state_goes_where_the_one_before_it_was(is_hosted: bool, given: str) -> None:

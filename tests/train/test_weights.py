@@ -62,6 +62,7 @@ def test_microbatches_of_unequal_weights_train_as_the_whole_batch() -> None:
     np.testing.assert_allclose(four.model["w"], one.model["w"], rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_an_evaluation_is_the_weighted_mean_of_all_examples() -> None:
     trainer, parts = _trainer(), [_batch(16), _batch(3, 1), {**_batch(5, 2), "w": np.zeros(5, np.float32)}]
     whole = jax.tree.map(lambda *leaves: np.concatenate(leaves), *parts)

@@ -100,6 +100,7 @@ ASKS_FOR_THOUGHT = (
 )
 
 
+@pytest.mark.slow_after(3)
 @pytest.mark.parametrize(
     ("source", "wanted"),
     [

@@ -13,6 +13,7 @@ from tests import peers
 from .templates import CHATS, FAMILIES, SPECIAL, marked, plain
 
 
+@pytest.mark.slow_after(3)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_ids_and_masks_are_those_of_transformers(family: str, peer: peers.Peer) -> None:
     sources = [marked(FAMILIES[family]), plain(FAMILIES[family])]
