@@ -80,6 +80,8 @@ def alone(tmp_path_factory):
     return run_alone(folder / "run", folder / "checkpoints", num_steps=4)
 
 
+@pytest.mark.sentinel
+@pytest.mark.slow
 def test_two_processes_train_shard_save_and_are_resumed_by_one(run, alone, tmp_path):
     both = run(tmp_path / "both", tmp_path / "checkpoints", num_steps=2)
     assert both[0] == both[1]

@@ -184,6 +184,8 @@ def test_the_site_shows_blocks_without_the_words_of_the_command():
     assert not [word for word in ("```python run", "```console run", "```text output") if word in shown]
 
 
+@pytest.mark.sentinel
+@pytest.mark.slow
 @pytest.mark.processes
 def test_a_page_runs(tmp_path):
     name = "guides/data.md"

@@ -65,7 +65,10 @@ def last_saved(end: int) -> list[int]:
     return [(end - 1) // 3 * 3, end]
 
 
-KINDS = ["array", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("dataset", "loader", "iterable"))]
+KINDS = [
+    pytest.param("array", marks=[pytest.mark.sentinel, pytest.mark.slow]),
+    *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("dataset", "loader", "iterable")),
+]
 
 
 @pytest.mark.parametrize("kind", KINDS)
