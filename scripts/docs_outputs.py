@@ -22,7 +22,8 @@ Each page runs in one process and one empty folder, on a CPU that shows eight de
 A page may link to a file that its code writes, as in `![...](PAGE/report.png)`. The command copies such files next to
 the page.
 
-Known gap: the renderer of chat templates runs in Python's isolated mode, so a change of its script is not noticed.
+Known gaps: the renderer of chat templates runs in Python's isolated mode, so a change of its script is not noticed.
+Nor is a change of JAX's version, of data in `src/`, or of `docs_session.py`; `--all` runs every page.
 """
 
 from __future__ import annotations
