@@ -39,13 +39,10 @@ def apart(row: dict[str, Any]) -> list[dict[str, Any]]:
     return [{k: row[k][:, a:b] for k in ("tokens", "labels")} for a, b in zip(starts[:-1], starts[1:], strict=True)]
 
 
-# All before; then windows as data, sinks and experts, one window, windows of some layers, soft caps, rotary frequencies
-# that depend on the length, other experts.
-QUICK = ("llama",)
-SLOW = ("gemma3_text", "gpt_oss", "mistral", "qwen3", "gemma2", "llama dynamic", "phi3", "mixtral")
-
-
-@pytest.mark.parametrize("kind", [*QUICK, *(pytest.param(kind, marks=pytest.mark.slow) for kind in SLOW)])
+# One kind for each mask: no window; one window; windows as data, with soft caps; sinks, with experts. Then rotary
+# frequencies that depend on the length. The logits of packed rows of all families: tests/models/test_families.py.
+@pytest.mark.slow_after(1)
+@pytest.mark.parametrize("kind", ["llama", "mistral", "gemma2", "gpt_oss", "llama dynamic"])
 def test_packed_documents_have_the_loss_and_the_gradients_of_separate_ones(kind: str) -> None:
     model = jax.tree.map(
         lambda leaf: leaf * 4 if leaf.ndim > 2 else leaf, models.init(KINDS[kind], key=jax.random.key(0))
@@ -168,20 +165,20 @@ def test_layers_that_do_not_run_again_compute_no_product_twice() -> None:
     assert flops[True] < 1.15 * flops[False]
 
 
-@pytest.mark.parametrize(
-    "kind", ["mixtral", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("nf4 with adapters", "gemma3_text"))]
-)
+@pytest.mark.slow_after(1)
+@pytest.mark.parametrize("kind", ["mixtral", "gemma3_text in nf4 with adapters"])
 def test_groups_of_layers_have_the_gradients_of_single_ones(kind: str) -> None:
-    config = KINDS.get(kind, KINDS["llama"])
+    config = KINDS[kind.partition(" ")[0]]
     if kind == "mixtral":
         assert config.experts is not None
         config = dataclasses.replace(config, experts=dataclasses.replace(config.experts, router_loss_coef=0.5))
     model = models.init(config, key=jax.random.key(0))
-    wrt: Any = ("**", "!layers/attn/window") if "window" in model.layers["attn"] else "**"
+    wrt = "**"
     if kind not in KINDS:
+        assert "window" in model.layers["attn"]  # windows as data are grouped, too
         wrt = "**/lora_*"
-        model = lt.quantize(model, "layers/**/*_proj", "nf4")
-        model = lt.lora.add(model, lt.lora.Config(rank=2, targets="layers/**/*_proj"), key=jax.random.key(1))
+        model = lt.quantize(model, "layers/**/{q,down}_proj", "nf4")
+        model = lt.lora.add(model, lt.lora.Config(rank=2, targets="layers/**/{q,down}_proj"), key=jax.random.key(1))
         model = map_with_paths(lambda path, leaf: leaf + 0.02 if "lora_b" in path else leaf, model)
     row = packed()
     losses = (partial(models.loss, remat=True, layers_per_remat=size) for size in (3, 1))
