@@ -128,8 +128,10 @@ def test_transformations_of_others() -> None:
         gradient = jax.grad(lambda h: loss(run)(PARAMS, h, positions))
         return jax.jvp(gradient, (h,), (probe,))[1]
 
-    np.testing.assert_allclose(curvature(tiled), curvature(mlp), rtol=1e-4, atol=1e-4)
-    mapped = jax.vmap(lambda row: tiled(PARAMS, (row[None], positions))[0][0])(h)
+    # Compiled as a whole: the hundreds of operations of a derivative cost more one by one.
+    of_tiles, of_all = (jax.jit(lambda run=run: curvature(run))() for run in (tiled, mlp))
+    np.testing.assert_allclose(of_tiles, of_all, rtol=1e-4, atol=1e-4)
+    mapped = jax.jit(jax.vmap(lambda row: tiled(PARAMS, (row[None], positions))[0][0]))(h)
     np.testing.assert_allclose(mapped, mlp(PARAMS, (h, positions))[0], rtol=1e-5, atol=1e-5)
     mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
 
@@ -137,9 +139,8 @@ def test_transformations_of_others() -> None:
         return jax.lax.psum(loss(tiled)(params, h, positions), "data")
 
     divided = jax.shard_map(by_hand, mesh=mesh, in_specs=(P(), P("data")), out_specs=P())
-    for one, other in zip(
-        jax.jit(jax.grad(divided, (0, 1)))(PARAMS, h), jax.grad(loss(mlp), (0, 1))(PARAMS, h, positions), strict=True
-    ):
+    wanted = jax.jit(jax.grad(loss(mlp), (0, 1)))(PARAMS, h, positions)
+    for one, other in zip(jax.jit(jax.grad(divided, (0, 1)))(PARAMS, h), wanted, strict=True):
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4), one, other)
 
 
@@ -166,9 +167,8 @@ def test_sizes_follow_the_chip_and_what_they_save(monkeypatch: pytest.MonkeyPatc
 LENGTH = 24
 
 
-@pytest.mark.slow_after(1)
 @pytest.mark.parametrize(
-    "kind", ["llama", "gemma3_text", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("gpt_oss", "qwen3_moe"))]
+    "kind", ["llama", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("gemma3_text", "gpt_oss"))]
 )
 def test_decoders_of_every_kind_have_the_gradients_of_all_tokens_at_once(
     kind: str, monkeypatch: pytest.MonkeyPatch
