@@ -114,7 +114,6 @@ def test_under_jit_a_number_that_is_not_finite_makes_nan_of_its_block(form: str)
     np.testing.assert_allclose(got, want, rtol=0, atol=0.04 if form == "nf4" else 1e-6)
 
 
-@pytest.mark.slow_after(1)
 def test_products_and_rows_are_those_of_the_array() -> None:
     x, left = np.random.default_rng(0).normal(size=(5, 100)).astype(np.float32), np.ones((2, 24), np.float32)
     made, ids = node(), jnp.array([[0, 23], [-1, 24]])
