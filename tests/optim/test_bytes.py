@@ -65,8 +65,6 @@ def test_on_a_tpu_no_float32_state_exists(form: str) -> None:
     ("shape", "form"),
     [
         ((16403, 1024), "8bit"),
-        ((20000, 1024), "4bit"),
-        ((50257, 768), "8bit"),
         ((20000, 768), "4bit"),
         ((32, 4096, 16), "8bit"),  # LoRA's second factor: such axes are not the innermost ones
         ((32, 4096, 16), "bfloat16"),
@@ -97,10 +95,9 @@ def test_on_a_gpu_no_float32_state_exists(form: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.tpu_aot
-@pytest.mark.parametrize("spec", [(None, "x", None), (None, None, "x")])
-def test_on_a_mesh_no_float32_state_exists_either(spec: tuple[Any, ...]) -> None:
+def test_on_a_mesh_no_float32_state_exists_either() -> None:
     mesh = jax.sharding.Mesh(np.array(chips("v5e:2x2").devices()), ("x",))
-    place = jax.sharding.NamedSharding(mesh, jax.P(*spec))
+    place = jax.sharding.NamedSharding(mesh, jax.P(None, None, "x"))  # cuts the axis of the blocks
     params = {"w": jax.ShapeDtypeStruct(SHAPE, jnp.float32, sharding=place)}
     _, temporaries, moved = measured("8bit", "v5e:2x2", params, shardings={"w": place})
     assert 4 * temporaries < 0.2
