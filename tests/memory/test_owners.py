@@ -166,7 +166,7 @@ def test_the_peak_lies_between_xla_s_own_and_the_heap(compiled: Any, name: str) 
 
 
 @pytest.mark.slow_after(1)
-@pytest.mark.parametrize("name", SLOW_ON_TPU)
+@pytest.mark.parametrize("name", ["cpu", pytest.param("h100", marks=pytest.mark.gpu_aot)])
 def test_an_update_that_is_not_donated_is_an_output_with_its_path(name: str) -> None:
     job = train_step(donate=False, rows=FEW)
     report = compile(job["fn"], *job["args"], target=name).report(ROLES)
