@@ -49,8 +49,10 @@ def batches(number: int = 4) -> list[Any]:
 
 
 @pytest.mark.slow_after(1)
-@pytest.mark.parametrize("place", ["host", "device"])
-@pytest.mark.parametrize(("form", "weights"), [("8bit", None), ("8bit", "split"), ("4bit", "kahan"), (None, "split")])
+@pytest.mark.parametrize(
+    ("form", "weights", "place"),
+    [("8bit", None, "host"), ("8bit", "split", "device"), ("4bit", "kahan", "host"), (None, "split", "device")],
+)
 def test_a_layerwise_step_is_the_plain_one(form: Any, weights: Any, place: str) -> None:
     dtype = jnp.float32 if weights is None else jnp.bfloat16
     model, outer, layers = stack(dtype=dtype)
@@ -101,15 +103,13 @@ def test_a_layerwise_step_takes_it_for_some_leaves() -> None:
     "target", [pytest.param("v5e:1x1", marks=pytest.mark.tpu_aot), pytest.param("h100", marks=pytest.mark.gpu_aot)]
 )
 def test_a_whole_step_has_seven_bytes_a_parameter_and_a_layerwise_one_five(target: str) -> None:
-    num_layers, width = 32, 1024
-    shape = jax.ShapeDtypeStruct((num_layers, width, 4 * width), jnp.bfloat16)
+    num_layers, width = 64, 4096
     device = jax.sharding.SingleDeviceSharding(chips(target).devices()[0])
-    layers = {"up": shape, "down": jax.ShapeDtypeStruct((num_layers, 4 * width, width), jnp.bfloat16)}
-    layers = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=device), layers)
-    size = num_layers * 8 * width**2
+    layers = {"w": jax.ShapeDtypeStruct((num_layers, width, width), jnp.bfloat16, sharding=device)}
+    size = num_layers * width**2
     model = lt.LayerStack(
         first=lambda outer, batch: batch["x"],
-        block=lambda layer, h, batch: h + jnp.tanh(h @ layer["up"]) @ layer["down"],
+        block=lambda layer, h, batch: h + jnp.tanh(h @ layer["w"]),
         last=lambda outer, h, batch: (jnp.mean(h.astype(jnp.float32) ** 2), {}),
     )
     batch = {"x": jax.ShapeDtypeStruct((16, width), jnp.bfloat16)}
@@ -122,8 +122,7 @@ def test_a_whole_step_has_seven_bytes_a_parameter_and_a_layerwise_one_five(targe
 
     opt = jax.eval_shape(tx.init, layers)
     whole = compile(plain, layers, opt, batch, target=target, donate_argnums=(0, 1)).report()
-    # On a GPU one matrix of the 64 more, by the order that XLA chooses for the backward pass; of a decoder see below.
-    assert whole.device_bytes / size <= (7.11 if target != "h100" else 7.11 + 1 / num_layers)
+    assert whole.device_bytes / size <= 7.11
     places = dict.fromkeys(("layers", "outer", "opt_state", "inputs"), "device")
     step = lt.offload.layerwise_step(model, tx, place=places, chunk_bytes="8 MiB")
     state, frozen = step.init({}, layers)
@@ -257,20 +256,23 @@ def test_an_optimizer_of_nnx_has_it(weights: Any) -> None:
 
 @pytest.mark.slow
 def test_a_pipeline_divides_it_and_trains_as_without() -> None:
-    config = lt.models.LlamaConfig(
-        vocab_size=32, hidden_size=256, intermediate_size=256, num_layers=4, num_heads=2, num_kv_heads=1, head_dim=8
-    )
-    model, tx = lt.models.init(config, key=jax.random.key(0)), low_precision(optax.adamw(1e-2))
-    draw = np.random.default_rng(0).integers
-    data = [{name: draw(0, 32, (16, 6)).astype(np.int32) for name in ("tokens", "labels")} for _ in range(3)]
+    layer_stack, outer, layers = stack(4)
+    tx, data = low_precision(optax.adamw(1e-2)), batches(3)
     mesh = make_mesh(stage=2, fsdp=2, devices=jax.devices()[:4])
     rules, schedule = ShardingRules(mesh=mesh, min_bytes=64), lt.pipeline.schedule(num_stages=2, num_microbatches=4)
-    trainer = lt.Trainer(model, None, tx, sharding=rules, pipeline=schedule)
-    other = lt.Trainer(model, lt.models.loss, tx)
+    pipeline = lt.pipeline.value_and_grad(layer_stack, schedule, mesh=mesh)
+
+    def plain_loss(model: Any, batch: Any) -> Any:
+        return layer_stack.apply(model["outer"], model["layers"], batch)
+
+    def made(loss: Any, **options: Any) -> lt.Trainer:
+        return lt.Trainer(jax.tree.map(jnp.array, {"outer": outer, "layers": layers}), loss, tx, **options)
+
+    trainer, other = made(None, sharding=rules, pipeline=pipeline), made(plain_loss)
     got, expected = (one.fit(data, num_steps=3, progress=False) for one in (trainer, other))
     assert [record["loss"] for record in got] == pytest.approx([record["loss"] for record in expected], rel=1e-3)
-    for part in ("gate_proj", "down_proj"):  # both have whole blocks on each device
-        codes, scales = jax.tree.leaves(trainer.state.opt_state.inner[0].mu.layers["mlp"][part]["weight"])
+    for part in ("up", "down"):  # both have whole blocks on each device
+        codes, scales = jax.tree.leaves(trainer.state.opt_state.inner[0].mu["layers"][part])
         assert (codes.dtype, codes.shape) == (jnp.uint8, (4, 256, 256))
         assert codes.addressable_shards[0].data.size * 4 == codes.size
         assert scales.sharding.spec[0] == codes.sharding.spec[0]
