@@ -275,9 +275,15 @@ class Interrupted:
 
 @pytest.mark.slow_after(1)
 @pytest.mark.parametrize(
-    ("at", "how"), [(3, "interrupt"), (3, "terminate"), pytest.param(5, "interrupt", marks=pytest.mark.slow)]
+    ("by", "at", "how"),
+    [
+        ("steps", 3, "interrupt"),
+        ("steps", 3, "terminate"),
+        ("epochs", 5, "interrupt"),
+        ("iterated epochs", 3, "terminate"),
+        ("iterated epochs", 5, "interrupt"),
+    ],
 )
-@pytest.mark.parametrize("by", ["steps", "epochs", "iterated epochs"])
 def test_an_evaluation_that_was_left_is_made_up_for(by: str, at: int, how: str, tmp_path: Any) -> None:
     """The 1st is at step 0, the 5th at the end."""
     records: list[Any] = []
