@@ -223,13 +223,7 @@ ONE_OF_EACH_CAPABILITY = ("a100-80", "rtx3090", "l4", "h100", "b200", "b300", "r
 
 @pytest.mark.slow_after(1)
 @pytest.mark.gpu_aot
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=() if name in ONE_OF_EACH_CAPABILITY else pytest.mark.slow)
-        for name in catalogue().of("gpu")
-    ],
-)
+@pytest.mark.parametrize("name", ONE_OF_EACH_CAPABILITY)
 def test_a_training_step_compiles_for_every_gpu(name: str) -> None:
     goal = target(name)
     here = SingleDeviceSharding(goal.devices()[0])
