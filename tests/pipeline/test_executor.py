@@ -136,7 +136,7 @@ def pipeline_of(name: str, num_ranks: int, **options: Any) -> Pipeline:
 
 # One of each kind, of one stage a rank or two, with W apart from I or not; and of 16 stages, some without a layer.
 QUICK = (("zb-h1", 4), ("auto", 4))
-CASES = (("1f1b", 4), ("interleaved-zb", 4), ("v-min", 4), ("v-min", 8))
+CASES = (("interleaved-zb", 4), ("v-min", 8))
 
 
 @pytest.mark.slow_after(1)
@@ -154,7 +154,7 @@ def test_everything_at_once_gives_the_gradients_of_the_plain_model(name: str, nu
     (found, found_metrics), found_grads = jax.jit(pipeline)(*given)
     assert_close((found, found_metrics["norm"]), (loss, metrics))
     assert_close(found_grads, grads)
-    if name in {"zb-h1", "interleaved-zb", "v-min"} and num_ranks == 4:  # of each way to place stages
+    if name != "auto":  # each way to place stages
         evaluated, of_evaluation = jax.jit(pipeline.evaluate)(*given)
         assert_close((evaluated, of_evaluation["norm"]), (loss, metrics))
 
@@ -192,7 +192,7 @@ def of_plain_jax(stack: LayerStack, outer: Any, layers: Any, batch: Any) -> Any:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name in SCHEDULES if (name, 4) not in {*QUICK, *CASES}])
+@pytest.mark.parametrize("name", [name for name in SCHEDULES if name not in dict((*QUICK, *CASES))])
 def test_the_other_schedules_give_the_gradients_of_the_plain_model(name: str) -> None:
     """Of uneven layers and tied weights."""
     pipeline = plain_pipeline(name, 4, num_microbatches=NUM_MICROBATCHES)
