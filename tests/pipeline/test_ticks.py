@@ -25,7 +25,6 @@ RATIOS = ((1, 1, 1), (1, 1.2, 0.8), (1, 2, 1))
     [
         *((4, ratio, communication) for ratio in RATIOS for communication in (0, 0.1)),
         *(pytest.param(8, ratio, 0.1, marks=pytest.mark.slow) for ratio in RATIOS),
-        pytest.param(16, RATIOS[1], 0.1, marks=pytest.mark.slow),
     ],
 )
 def test_the_best_is_never_slower_than_differentiating_through_a_scan(
