@@ -111,11 +111,9 @@ def assert_equal(found: Any, expected: Any) -> None:
 
 @pytest.mark.slow_after(1)
 @pytest.mark.parametrize("fn", [plain, recomputed])
-def test_scan_jit_and_checkpoint(fn: Any, expected: Any) -> None:
-    grad = lt.value_and_grad(lt.adapted(fn), "**/lora_*")
-    assert_equal(jax.jit(grad)(model(), BATCH), expected)
-    if fn is plain:
-        assert_equal(grad(model(), BATCH), expected)  # without jit
+def test_scan_and_checkpoint(fn: Any, expected: Any) -> None:
+    """Programs without jit: `tests/adapters/test_adapted.py`."""
+    assert_equal(jax.jit(lt.value_and_grad(lt.adapted(fn), "**/lora_*"))(model(), BATCH), expected)
 
 
 def test_vmap_over_adapters(expected: Any) -> None:

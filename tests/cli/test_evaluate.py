@@ -30,12 +30,15 @@ def evaluate(tiny_model_dir, tmp_path, capfd):
     return run
 
 
+LOGITS = jax.jit(models.logits)
+
+
 def _wanted(model, stream, seq_len):
     """The mean over all tokens, row by row from logits."""
     losses = []
     for start in range(0, len(stream) - 1, seq_len):
         part = stream[start : start + seq_len + 1]
-        log_probs = jax.nn.log_softmax(models.logits(model, jnp.asarray(part[None, :-1])), axis=-1)[0]
+        log_probs = jax.nn.log_softmax(LOGITS(model, jnp.asarray(part[None, :-1])), axis=-1)[0]
         losses.append(-np.asarray(log_probs)[np.arange(len(part) - 1), part[1:]])
     return float(np.mean(np.concatenate(losses), dtype=np.float64))
 
@@ -75,7 +78,7 @@ def test_of_records_completions_count(evaluate, tiny_model_dir, tmp_path, monkey
     for prompt, completion in pairs:
         first = len(tokenizer.encode(prompt).ids)
         ids = np.asarray([*tokenizer.encode(prompt + completion).ids, *end])
-        log_probs = jax.nn.log_softmax(models.logits(base, jnp.asarray(ids[None, :-1])), axis=-1)[0]
+        log_probs = jax.nn.log_softmax(LOGITS(base, jnp.asarray(ids[None, :-1])), axis=-1)[0]
         losses += [-float(log_probs[at - 1, ids[at]]) for at in range(first, len(ids))]
     (row,) = found["results"]
     assert row["num_tokens"] == len(losses)

@@ -46,13 +46,10 @@ def test_a_models_folder_is_a_job(lowtide: Any, tiny_model_dir: str, tmp_path: P
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize(
-    ("budget", "status", "verdict"), [("1 KiB", 1, "no"), pytest.param("1 GiB", 0, "yes", marks=pytest.mark.slow)]
-)
-def test_the_exit_status_says_whether_it_fits_a_budget(budget: str, status: int, verdict: str, lowtide: Any) -> None:
-    found, printed, _ = lowtide("fits", "train.py:make_step", "--target", "cpu", "--budget", budget)
-    assert found == status
-    assert re.search(rf"cpu .* {verdict} ", printed)
+def test_the_exit_status_says_that_a_budget_is_too_small(lowtide: Any) -> None:
+    status, printed, _ = lowtide("fits", "train.py:make_step", "--target", "cpu", "--budget", "1 KiB")
+    assert status == 1
+    assert re.search(r"cpu .* no ", printed)
 
 
 @pytest.mark.slow

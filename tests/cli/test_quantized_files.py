@@ -101,8 +101,11 @@ def test_an_adapter_trains_on_the_weights_as_they_are_and_merges_into_arrays(
     sizes = ("--steps", 2, "--batch-size", 2, "--seq-len", 16, "--rank", 2, "--sample-tokens", 0)
     status, printed = command("finetune", *paths, *sizes)
     assert status == 0, printed
-    step = finetune.step_job(nested, rank=2, batch_size=2, seq_len=16)
-    assert step.analyze("cpu").device_bytes > lt.core.tree_bytes(step.args[2])
+    step = finetune.step_job(nested, rank=2, batch_size=2, seq_len=16, param_dtype="float32")
+    memory = json.loads((tmp_path / "run" / "memory.json").read_text())
+    assert memory["frozen_bytes"] == pytest.approx(lt.core.tree_bytes(step.args[2]), rel=0.01)
+    assert memory["device_bytes"] > memory["frozen_bytes"]
+    jax.eval_shape(step.fn, *step.args)
 
     status, printed = command(
         "merge", "--model", nested, "--adapter", tmp_path / "run" / "adapter", "--out", tmp_path / "m"
