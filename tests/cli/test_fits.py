@@ -41,7 +41,7 @@ def test_a_models_folder_is_a_job(lowtide: Any, tiny_model_dir: str, tmp_path: P
     status, printed, errors = lowtide("fits", str(tmp_path), "--target", "cpu", *settings)
     assert status == 0, errors
     assert re.search(r"cpu .* yes ", printed)
-    status, _, errors = lowtide("fits", str(tmp_path), "--target", "cpu", "--set", "batchsize=2")
+    status, _, errors = lowtide("explain", str(tmp_path), "--target", "cpu", "--set", "batchsize=2")  # of one process
     assert status != 0 and "batch_size" in errors
 
 
