@@ -71,7 +71,6 @@ def shared(tmp_path_factory):
 @pytest.mark.parametrize(
     "settings",
     [
-        pytest.param({"offload": ("optimizer", "activations")}, marks=pytest.mark.slow),
         pytest.param({"offload": ("parameters",)}, marks=pytest.mark.slow),
         {"offload": ALL, "num_microbatches": 2},
     ],
@@ -142,11 +141,10 @@ def test_full_tuning_learns_what_plain_adamw_learns(finetune, shared, compilatio
 @pytest.mark.parametrize(
     "settings",
     [
-        pytest.param({"full": True}, marks=pytest.mark.slow),
         {"offload": ("optimizer", "parameters")},
         pytest.param({"full": True, "state_dtype": "8bit", "param_dtype": "bfloat16"}, marks=pytest.mark.slow),
     ],
-    ids=["full", "adapters", "few-bits"],
+    ids=["adapters", "few-bits"],
 )
 def test_a_restored_state_is_where_it_was_and_goes_on_bit_for_bit(finetune, tmp_path, settings):
     whole = finetune("whole", **settings)
@@ -293,7 +291,9 @@ def report(shared):
                 step = full_step(config, model.stack, schedule, lambda batch: jnp.sum(batch["labels"] != -100))
                 trainer = Trainer(model, loss_fn, step)
             else:
-                model = lt.lora.add(model, lt.lora.Config(rank=64, targets="layers/**/*_proj"), key=jax.random.key(1))
+                model = lt.lora.add(
+                    model, lt.lora.Config(rank=64, targets="layers/**/down_proj"), key=jax.random.key(1)
+                )
                 trainer = Trainer(model, loss_fn, optimizer(config, schedule), wrt=WRT)
             shared[key] = trainer.memory(BATCH, target="v5e"), trainer
         return shared[key]
@@ -336,7 +336,13 @@ def test_full_tuning_leaves_a_layer_on_the_device(report):
     assert moved.host_by_role["trainable"] >= layers
     assert moved.host_by_role["optimizer"] >= 2 * layers
     assert moved.host.alias_bytes == moved.host.output_bytes >= 3 * layers
-    tx = optimizer(FinetuneConfig(), optax.constant_schedule(1e-4))
-    naive = analyze_naive(trainer.model, partial(models.loss, remat=True), tx, "**", BATCH, target="v5e")
-    assert naive.host_bytes == 0
-    assert moved.device_bytes < naive.device_bytes / 3
+    # In plain AdamW the weights, two moments and the gradients are on the device: four times as much.
+    assert moved.device_bytes < 1.3 * tree_bytes(trainer.model)
+
+
+@pytest.mark.gpu_aot
+def test_a_naive_step_has_nothing_on_the_host():
+    model = lt.offload.to_host({"w": jnp.ones((256, 256))})
+    loss_fn = lambda model, x: (jnp.mean((x @ model["w"]) ** 2), {})  # noqa: E731
+    batch = jax.ShapeDtypeStruct((8, 256), jnp.float32)
+    assert analyze_naive(model, loss_fn, optax.adamw(1e-4), "**", batch, target="h100").host_bytes == 0
