@@ -159,7 +159,7 @@ def test_rows_are_what_they_are_alone_and_end_where_they_ended():
 
 @pytest.mark.slow
 def test_layers_apart_write_the_same_and_are_refused_where_they_would_be_scanned():
-    model = lt.quantize(_model(hidden_size=64, num_layers=2), "layers/**/*_proj/weight", "nf4")
+    model = lt.quantize(_model(hidden_size=64, num_layers=2), "layers/**/{q,down}_proj/weight", "nf4")
     model = lora.add(model, lora.Config(rank=2, targets="**/{q,up}_proj"), key=jax.random.key(2))
     model = jax.tree.map(lambda x: x + 0.1 if x.dtype == jnp.float32 and x.ndim == 3 else x, model)
     options = {"key": jax.random.key(4), "sampling": Sampling(temperature=0.7), "num_samples": 2}
