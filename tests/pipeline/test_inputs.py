@@ -42,7 +42,7 @@ def assert_bitwise(found: Any, wanted: Any) -> None:
 
 @pytest.mark.parametrize(
     ("name", "num_ranks"),
-    [("v-min", 2), *(pytest.param(name, 4, marks=pytest.mark.slow) for name in ("1f1b", "auto"))],
+    [("v-min", 2), *(pytest.param(name, 4, marks=pytest.mark.slow) for name in ("gpipe", "1f1b", "auto"))],
 )
 def test_gradients_are_bit_for_bit_those_with_inputs_on_the_device(name: str, num_ranks: int) -> None:
     """Uneven layers, microbatches of different weights, one of none, scalars and integers beside activations, FSDP."""
