@@ -95,6 +95,7 @@ def test_kernels_compute_what_two_passes_do(
     ("of_params", "of_grads", "weights", "is_used"),
     [
         (jnp.float32, jnp.bfloat16, "split", False),
+        (jnp.bfloat16, jnp.float32, "split", True),
         (jnp.bfloat16, jnp.float16, "split", True),
         (jnp.bfloat16, jnp.float32, None, False),  # a state that an update makes wider
         (jnp.bfloat16, jnp.bfloat16, None, True),
