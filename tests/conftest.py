@@ -71,7 +71,13 @@ collected = collections.Counter[str]()
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
-    """Mark tests with recorded answers, so that `make peers` can select them, and the cases after `slow_after`."""
+    """Mark tests with recorded answers, so that `make peers` can select them, and the cases after `slow_after`.
+
+    Raises:
+        pytest.UsageError: for a marker `processes` that the Makefile, which looks for the word in files, cannot see.
+    """
+    if item.get_closest_marker("processes") and "processes" not in item.path.read_text(encoding="utf-8"):
+        raise pytest.UsageError(f"{item.nodeid} has the marker `processes`, and its file does not contain the word")
     if "peer" in getattr(item, "fixturenames", ()):
         item.add_marker("recorded")
     function = item.nodeid.partition("[")[0]

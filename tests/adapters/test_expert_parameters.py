@@ -188,6 +188,7 @@ def test_peft_loads_the_files_of_experts_and_has_our_logits(
     jax.tree.map(np.testing.assert_array_equal, again, model)
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize(
     ("family", "options"),
     [

@@ -93,7 +93,7 @@ def _convolutions() -> Parts:
 MODELS = {"a ViT": _vit, "an LSTM": _lstm, "a convolutional net": _convolutions}
 
 
-@pytest.mark.slow_after(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", list(MODELS))
 def test_it_trains_comes_back_and_merges(name: str, tmp_path: Path) -> None:
     params, plain, config, x = MODELS[name]()

@@ -123,7 +123,8 @@ SEEDS_AND_STATISTICS = {
 }
 
 
-@pytest.mark.parametrize(("kind", "cell"), [("keras", "LSTM"), pytest.param("nnx", "GRU", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "cell"), [("keras", "LSTM"), ("nnx", "GRU")])
 def test_recurrence_with_dropout_learns_and_resumes_bit_for_bit(kind: str, cell: str, tmp_path: Any) -> None:
     make, train, arrays = KINDS[kind]
     data, seen = batches(30), []

@@ -165,7 +165,7 @@ def test_layers_that_do_not_run_again_compute_no_product_twice() -> None:
     assert flops[True] < 1.15 * flops[False]
 
 
-@pytest.mark.slow_after(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["mixtral", "gemma3_text in nf4 with adapters"])
 def test_groups_of_layers_have_the_gradients_of_single_ones(kind: str) -> None:
     config = KINDS[kind.partition(" ")[0]]

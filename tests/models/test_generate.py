@@ -75,7 +75,7 @@ def test_the_length_of_another_prompt_changes_no_answer():
     assert beside == alone
 
 
-@pytest.mark.slow_after(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "layers"), [("dynamic", "stacked"), ("longrope", "apart")])
 def test_a_text_that_outgrows_its_frequencies_continues_as_without_a_cache(kind, layers, monkeypatch):
     model = _stretched(kind)

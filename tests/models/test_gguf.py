@@ -92,7 +92,7 @@ def _logits(model: models.Decoder) -> np.ndarray:
     return np.asarray(jax.jit(models.logits)(model, tokens))
 
 
-@pytest.mark.slow_after(12)
+@pytest.mark.slow_after(6)
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_file_is_the_model_that_was_converted(name: str, directory: Any, tmp_path: Path) -> None:
     folder = directory(name)

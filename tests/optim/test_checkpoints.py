@@ -30,6 +30,7 @@ def trainer(tx: Any, folder: Path, names: Sequence[str] = ("w",)) -> lt.Trainer:
     return lt.Trainer(model, loss_fn, tx, checkpoint_dir=folder)
 
 
+@pytest.mark.slow
 def test_a_trainer_goes_on_bit_for_bit(tmp_path: Path) -> None:
     """A weight for each format, whose moments are stored in it."""
     forms = ("8bit", "companded", "fp8", "4bit", "bfloat16")

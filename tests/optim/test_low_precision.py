@@ -338,6 +338,7 @@ def test_paths_choose_formats() -> None:
 # In blocks, on a mesh, and on the host.
 
 
+@pytest.mark.slow
 def test_in_blocks_the_state_is_that_of_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     """A parameter for each format, and one of three axes."""
     params = {form: normal(seed, 128, 1024) for seed, form in enumerate(FORMATS)} | {"v": normal(9, 3, 64, 256)}

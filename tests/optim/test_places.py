@@ -48,7 +48,7 @@ def batches(number: int = 4) -> list[Any]:
     return [{name: jnp.asarray(rng.normal(size=(8, WIDTH)), jnp.float32) for name in "xy"} for _ in range(number)]
 
 
-@pytest.mark.slow_after(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("form", "weights", "place"),
     [("8bit", None, "host"), ("8bit", "split", "device"), ("4bit", "kahan", "host"), (None, "split", "device")],

@@ -38,6 +38,7 @@ def test_parameters_may_be_a_module_with_functions_among_its_leaves(wrapped: Any
     assert jax.tree.structure(found) == jax.tree.structure(grads)
 
 
+@pytest.mark.slow
 def test_numbers_of_python_are_numbers_as_optax_takes_them() -> None:
     params, plain = {**PARAMS, "s": 1.0}, optax.adam(1e-2)
     tx = low_precision(plain)

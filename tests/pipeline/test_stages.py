@@ -262,8 +262,9 @@ def test_what_is_made_of_divided_weights_is_divided() -> None:
     assert report.hoisted_bytes in [buffer.num_bytes for buffer in memory.peak if buffer.dtype == "bf16"]
 
 
+@pytest.mark.slow
 @pytest.mark.tpu_aot
-@pytest.mark.parametrize("is_tensor", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("is_tensor", [True, False])
 def test_what_the_compiler_divides_by_itself_is_counted_in_part(is_tensor: bool) -> None:
     """Activations between two projections along ``tensor``; rows and positions that a block joins."""
 

@@ -184,7 +184,7 @@ def test_the_compiled_step_takes_the_state_once(kind: str, num_microbatches: int
     assert report.device.temp_bytes > 0  # activations and gradients, apart
 
 
-@pytest.mark.slow_after(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["plain", "nnx"])
 def test_many_predictions_are_flat(kind: str) -> None:
     made, number = Made(kind), 200

@@ -68,10 +68,11 @@ def shared(tmp_path_factory):
     return {}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "settings",
     [
-        pytest.param({"offload": ("parameters",)}, marks=pytest.mark.slow),
+        {"offload": ("parameters",)},
         {"offload": ALL, "num_microbatches": 2},
     ],
     ids=lambda settings: "+".join(settings["offload"]),

@@ -171,9 +171,10 @@ def test_adapters_over_a_frozen_base_go_on_without_a_pipeline(tmp_path: Path) ->
     assert paths and all("lora_" in path for path in paths)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("written", "read"),
-    [(("v-half", 8, 4), ("1f1b", 2, 2)), pytest.param(None, ("interleaved", 4, 2), marks=pytest.mark.slow)],
+    [(("v-half", 8, 4), ("1f1b", 2, 2)), (None, ("interleaved", 4, 2))],
 )
 def test_a_run_goes_on_with_other_stages(tmp_path: Path, written: Any, read: Any) -> None:
     def trainer(stages: Any, directory: Path) -> Trainer:

@@ -102,7 +102,6 @@ def test_what_fits_in_no_schedule_is_an_error_as_without_a_choice() -> None:
         made.preflight(BATCH)
 
 
-@pytest.mark.sentinel
 @pytest.mark.slow
 def test_another_budget_chooses_again() -> None:
     device_bytes = usual(False)[0]
