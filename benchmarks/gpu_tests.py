@@ -24,7 +24,7 @@ FILES = [path for path in sorted(TESTS.rglob("test_*.py")) if re.search(r"mark\.
 
 def run(path: Path, rehearsal: bool) -> dict[str, Any]:
     """Outcome of every test of a file."""
-    marked = "not gpu and not gpu_aot and not tpu_aot and not peers and not slow" if rehearsal else "gpu"
+    marked = "not gpu and not gpu_aot and not tpu_aot and not peers" if rehearsal else "gpu"
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "junit.xml"
         words = f"-q -ra -p no:cacheprovider --junitxml={report} --basetemp={folder}/tmp".split()
