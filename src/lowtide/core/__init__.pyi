@@ -41,6 +41,7 @@ from ._files import write_files as write_files
 from ._gguf import gguf_file as gguf_file
 from ._grad import check_differentiable as check_differentiable
 from ._grad import value_and_grad as value_and_grad
+from ._host_slices import check_host_slices as check_host_slices
 from ._inputs import input_file as input_file
 from ._inputs import parse_json as parse_json
 from ._inputs import read_input as read_input

@@ -26,7 +26,7 @@ from typing import Any
 import jax
 from jax.extend.core import jaxpr_as_fun
 
-from ..core import ConfigError, PlacementError, PlacementWarning, SelectionError
+from ..core import ConfigError, PlacementError, PlacementWarning, SelectionError, check_host_slices
 from ..core._compat import classic_remat
 from ._trace import NamedValue, Traced, has_custom_rule, named_values, names_under_differentiation, trace
 
@@ -65,7 +65,8 @@ def checkpoint(
         ConfigError: when nothing is said, a regular expression is none, or two arguments claim one name.
         SelectionError: when the function is traced: a name or pattern that no value has.
         PlacementError: when the function is traced: a value that is to be kept where JAX cannot keep it (inside a
-            `custom_vjp`, whose own rule decides), or is on the host already.
+            `custom_vjp`, whose own rule decides), or is on the host already; on a GPU, if XLA reads offloaded values
+            of a scan in the wrong order.
 
     Memory:
         Between forward and backward pass: the arguments of `fn`, the saved values, and on the host the offloaded ones
@@ -94,7 +95,10 @@ def checkpoint(
         with classic_remat():
             traced = trace(make(), args, kwargs)
             where = getattr(fn, "__qualname__", type(fn).__name__)
-            return make(policy=_policy(*_decide(claims, traced, where)))(*args, **kwargs)
+            save, offload = _decide(claims, traced, where)
+            if offload:
+                check_host_slices()
+            return make(policy=_policy(save, offload))(*args, **kwargs)
 
     return checkpointed
 

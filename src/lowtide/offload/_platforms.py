@@ -8,6 +8,7 @@ the array. Inside a loop that carries the array, XLA writes the slice in place, 
 | TPU | row-major slices: of others XLA lays out the whole host array anew (libtpu 0.0.51) | `_moved` |
 | TPU | tiles of 8 rows: of arguments in 8 and 4 bits with others it copies all (libtpu 0.0.51) | `warn_of_tall_tiles` |
 | TPU | reading that waits by data: XLA would copy whole arrays as the program begins | `fetch`, `zero_after` |
+| GPU | an XLA that takes slices of host memory at the index that is given (jaxlib 0.11.1) | `check_host_slices` |
 | GPU | zeros that are moved as a whole: a scalar that is broadcast on the host would be computed there | `buffer` |
 | CPU | reading that comes before what overwrites, by data: else each iteration copies the array | `later` |
 
@@ -27,6 +28,7 @@ from ..core import (
     LOW_TILES,
     PlacementWarning,
     Tree,
+    check_host_slices,
     has_tall_tiles,
     is_key,
     is_row_major,
@@ -83,6 +85,8 @@ def write(tree: Tree, values: Tree, index: Any) -> Tree:
 
 def _moved(entry: Any, leaf: Any, space: Any) -> Any:
     """Move an entry of a leaf, or for one, to another memory; on the device laid out as the leaf is on the host."""
+    if HOST in (memory_space(leaf), space):
+        check_host_slices()
     if memory_space(leaf) == DEVICE or not is_row_major(leaf.shape, leaf.dtype):
         return _to(entry, space)
     return row_major(_to(entry, space)) if space == DEVICE else _to(row_major(entry), space)
@@ -126,6 +130,8 @@ def fetch(tree: Tree, after: Tree) -> Tree:
         )
         if memory_space(leaf) == DEVICE or leaf.ndim < 2 or not rows or not is_row_major(leaf.shape, leaf.dtype):
             return _to(leaf, DEVICE)
+
+        check_host_slices()
 
         def copy(i: Any, made: Any) -> Any:
             block = jax.lax.dynamic_slice_in_dim(leaf, i * rows, rows)

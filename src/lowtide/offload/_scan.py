@@ -35,6 +35,7 @@ from ..core import (
     StructureError,
     Tree,
     check_choice,
+    check_host_slices,
     combine,
     leaves_with_paths,
     memory_space,
@@ -194,6 +195,8 @@ def _stream(
     leaves, treedef = jax.tree.flatten(stacked)
     hosted = [memory_space(leaf) == HOST for leaf in leaves]
     length = leaves[0].shape[0]
+    if any(hosted):
+        check_host_slices()
 
     def fetch(at: Any) -> list[Any]:
         return [put(_at(leaf, at), DEVICE) if streamed else None for leaf, streamed in zip(leaves, hosted, strict=True)]

@@ -30,6 +30,7 @@ from ..core import (
     PlacementWarning,
     StructureError,
     Tree,
+    check_host_slices,
     is_row_major,
     leaf_bytes,
     leaves_with_paths,
@@ -530,6 +531,8 @@ def _like(leaf: Any, array: Any) -> Any:
 
 def _merged(leaf: Any, axis: int) -> Any:
     """Rows of a host array or of an entry: libtpu aborts on a host slice that starts along two axes."""
+    if memory_space(leaf.array if isinstance(leaf, Entry) else leaf) is HOST:
+        check_host_slices()
     if isinstance(leaf, Entry):
         rows = leaf.array.reshape(-1, *leaf.shape[axis + 1 :])
         return _Rows(rows, leaf.index * math.prod(leaf.shape[: axis + 1]))

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from ...core import OWN_NAMES, StructureError, Tree, recomputed
+from ...core import OWN_NAMES, StructureError, Tree, check_host_slices, recomputed
 
 Block = Callable[[Tree, Any, Tree], Any]
 _INPUT = f"{OWN_NAMES}block_input"
@@ -25,6 +25,7 @@ def recomputing(block: Block, remat: bool | Callable[..., bool], *, inputs_on_ho
 
     Raises:
         StructureError: when it is traced, if nothing of what enters it can.
+        PlacementError: when it is traced for a GPU whose XLA reads host memory in the wrong order.
     """
     if remat is False:
         return block
@@ -34,6 +35,7 @@ def recomputing(block: Block, remat: bool | Callable[..., bool], *, inputs_on_ho
         return jax.checkpoint(block, policy=policy, prevent_cse=False)
 
     def named(layer: Tree, h: Any, batch: Tree) -> Any:
+        check_host_slices()
         if not any(map(_can_wait_on_host, jax.tree.leaves(h))):
             raise StructureError(
                 'inputs="host": nothing that enters a block can wait there',
