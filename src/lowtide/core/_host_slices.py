@@ -40,14 +40,14 @@ def check_host_slices() -> None:
         _check(device)
 
 
-def _local_gpu() -> jax.Device | None:
+def _local_gpu() -> Any | None:
     """Return a GPU of this process if the program is traced for GPUs that are present."""
     device = traced_device()
     return jax.local_devices()[0] if device.platform == "gpu" and device in jax.devices() else None
 
 
 @functools.cache
-def _check(device: jax.Device) -> None:
+def _check(device: Any) -> None:
     # A new thread has none of the caller's traces, meshes and settings.
     with concurrent.futures.ThreadPoolExecutor(1) as executor:
         offloaded, kept = (executor.submit(_gradients, device, is_offloaded).result() for is_offloaded in (True, False))
@@ -61,7 +61,7 @@ def _check(device: jax.Device) -> None:
         )
 
 
-def _gradients(device: jax.Device, is_offloaded: bool) -> np.ndarray:
+def _gradients(device: Any, is_offloaded: bool) -> np.ndarray:
     """Differentiate a scan whose steps all differ."""
     weights = np.linspace(0.5, 1.5, _NUM_STEPS * _WIDTH, dtype=np.float32).reshape(_NUM_STEPS, 1, _WIDTH)
     x = np.linspace(-1.0, 1.0, 8 * _WIDTH, dtype=np.float32).reshape(8, _WIDTH)
