@@ -14,11 +14,10 @@ import pytest
 
 from lowtide import lora, models
 from lowtide.cli import main
-from lowtide.cli._answers import end_tokens
 from lowtide.cli._load import load as load_job
 from lowtide.cli._load import parse_job
 from lowtide.core import ConfigError, ModelFileError
-from lowtide.finetune import step_job
+from lowtide.finetune import load_end_tokens, step_job
 
 pytest.importorskip("gguf", reason="needs lowtide[gguf]")
 
@@ -139,11 +138,11 @@ def test_a_folder_is_of_gguf_by_one_rule(file: Path, tmp_path: Path, capfd: Any)
         parse_job(str(tmp_path))
 
 
-def test_who_says_that_an_answer_ends_is_named(file: Path, tmp_path: Path) -> None:
-    base = models.load(file)
-    wrong = dataclasses.replace(base, config=dataclasses.replace(base.config, eos_token_id=10**6))
+def test_the_file_with_a_wrong_end_token_is_named(file: Path, tiny_model_dir: Path, tmp_path: Path) -> None:
+    base, tokenizer = models.load(file), models.load_tokenizer(tiny_model_dir)
+    wrong = dataclasses.replace(base.config, eos_token_id=10**6)
     with pytest.raises(ModelFileError, match=r"tiny\.gguf: eos_token_id is no token"):
-        end_tokens([str(file), None], wrong)
+        load_end_tokens(wrong, tokenizer, file, tokenizer_dir=tiny_model_dir)
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": [3, -1]}')
     with pytest.raises(ModelFileError, match=r"(?s)/generation_config\.json: eos_token_id is no token.*got: -1"):
-        end_tokens([str(file), str(tmp_path)], base)
+        load_end_tokens(base.config, tokenizer, file, tokenizer_dir=tmp_path)

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import os
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
-from ..core import ConfigError, ModelFileError, input_file, parse_json, read_input, shown
+from ..core import ConfigError
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
@@ -87,31 +85,9 @@ def check_adapters(base: Any, adapters: Sequence[str]) -> None:
         pass
 
 
-def end_tokens(directories: Sequence[str | None], base: Any) -> tuple[int, ...]:
-    """Tokens that end an answer: those of the model, and of `generation_config.json` where there is one.
+def end_tokens(args: argparse.Namespace, base: Any, tokenizer: Any) -> Any:
+    """Collect the tokens that end what the model writes, as the arguments name its files."""
+    from ..finetune import load_end_tokens
 
-    Args:
-        directories: where that file may be; first what names the model, None for the embedded one.
-        base: the model.
-
-    Raises:
-        ModelFileError: when they are not of the vocabulary; the message names the file that says so.
-    """
-    found: list[tuple[Any, Any]] = [(directories[0] or "the embedded model", base.config.eos_token_id)]
-    name = "generation_config.json"
-    for directory in directories:
-        if directory is not None and os.path.lexists(Path(directory) / name):
-            path = input_file(directory, name, hint="copy it from the model's source again")
-            found.append((path, parse_json(read_input(path, most_bytes=1024**2), str(path)).get("eos_token_id")))
-    ends: list[int] = []
-    for where, each in found:
-        for end in each if isinstance(each, tuple | list) else [each]:  # pyright: ignore[reportUnknownVariableType]
-            if end is not None and (type(end) is not int or not 0 <= end < base.config.vocab_size):
-                raise ModelFileError(
-                    f"{where}: eos_token_id is no token",
-                    expected=f"0 to {base.config.vocab_size - 1}",
-                    got=shown(end),
-                    hint="the file is of a model with another vocabulary; copy it from the model's source again",
-                )
-            ends += [] if end is None else [end]
-    return tuple(dict.fromkeys(ends))
+    files = {"tokenizer_dir": args.tokenizer, "chat_template": args.chat_template}
+    return load_end_tokens(base.config, tokenizer, args.model, **files)

@@ -36,8 +36,39 @@ def described(report: Any, config: Any) -> dict[str, str]:
         "left out": f"{left_out or 'none'}; {report.num_cut:,} {verb} at {config.seq_len} tokens{lost}",
         "rows": f"{report.num_rows:,} to train on, {report.utilisation:.1%} full, {report.loss_share:.1%} of "
         "their tokens learned",
+        **({"not read": ", ".join(report.unread)} if report.unread else {}),
         **({"held out": f"{held_out} at {config.seq_len} tokens"} if held_out else {}),
     }
+
+
+def ends(tokens: Any, tokenizer: Any) -> str:
+    """Name the tokens at which `lowtide generate`, and a model that is written, end an answer.
+
+    Args:
+        tokens: a `lowtide.finetune.EndTokens`.
+        tokenizer: the model's.
+    """
+    return "at " + (" or ".join(f"{tokenizer.id_to_token(id)} ({id})" for id in tokens.answer) or "no token")
+
+
+def endless(report: Any, tokens: Any) -> str | None:
+    """Say why a model that is tuned on these records does not learn to stop; None if it does.
+
+    Args:
+        report: a `lowtide.finetune.data.DataReport`, or None for plain text.
+        tokens: a `lowtide.finetune.EndTokens`.
+    """
+    if report is not None and report.template and tokens.is_turn_open:
+        return (
+            f"{report.template} writes no end token after an answer, so the model does not learn to stop\n"
+            "hint: name a template that closes each turn with one: --chat-template FILE"
+        )
+    if report is not None and not report.template and tokens.text is None:
+        return (
+            "neither config.json nor the tokenizer names an end token, so the model does not learn to stop\n"
+            "hint: set eos_token_id in config.json"
+        )
+    return None
 
 
 def unlike(report: Any, seq_len: int) -> Iterator[str]:

@@ -16,7 +16,15 @@ from rich.table import Table
 from rich.text import Text
 
 from ..core import ConfigError, NonFiniteError
-from ._answers import add_model_arguments, add_template_argument, check_adapters, check_named, open_named, with_each
+from ._answers import (
+    add_model_arguments,
+    add_template_argument,
+    check_adapters,
+    check_named,
+    end_tokens,
+    open_named,
+    with_each,
+)
 from ._console import errors, wide_console
 from ._data_report import unlike
 from ._explain import positive
@@ -126,8 +134,7 @@ def _measure(
     from ..finetune import batches_loss, text_loss, token_stream
     from ..finetune.data import evaluation_data, load_chat_template
 
-    end = base.config.eos_token_id
-    end = end[0] if isinstance(end, tuple) else end
+    end = end_tokens(args, base, tokenizer).text
     if documents is None:
         sizes: dict[str, Any] = {"seq_len": seq_len, "batch_size": args.batch_size}
         template = load_chat_template(args.tokenizer or args.model or models.base_path(), args.chat_template)

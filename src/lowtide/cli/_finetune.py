@@ -278,6 +278,7 @@ def _print_plan(console: Console, job: Any, table: Any) -> None:
         "data": f"{config.data or 'the Python language reference'}: {data.num_documents:,} documents, "
         f"{data.num_train_tokens:,} tokens to train on, {data.num_held_out_tokens:,} held out",
         **_data_report.described(data.report, config),
+        "answers end": _data_report.ends(job.ends, job.tokenizer),
         **_how(config, table, experts=base.config.experts is not None and not _has_adapted_experts(job)),
         "attention": _attention(base, config),
         "steps": f"{job.resumed_at or 0} of {config.num_steps} done, {config.batch_size} × {config.seq_len} tokens each"
@@ -297,6 +298,8 @@ def _print_plan(console: Console, job: Any, table: Any) -> None:
     console.print(grid)
     for note in data.notes:
         console.print(Text("note ", style="bold yellow") + Text(note), soft_wrap=True)
+    if (problem := _data_report.endless(data.report, job.ends)) is not None:
+        console.print(Text("warning ", style="bold yellow") + Text(problem), soft_wrap=True)
     _data_report.print_examples(console, data.report)
     if config.seq_len > base.config.max_position_embeddings:
         console.print(

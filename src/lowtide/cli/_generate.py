@@ -124,7 +124,7 @@ def _answer_all(
 
     from ..models import generate_batch
 
-    key, ends = jax.random.key(args.seed), end_tokens([args.model, args.tokenizer], base)
+    key, ends = jax.random.key(args.seed), end_tokens(args, base, tokenizer).answer
     num_answers = len(prompts) * args.num_samples * max(len(args.adapter), 1)
     if file is None and num_answers == 1:
         for _, model in _models(base, args.adapter):
@@ -195,7 +195,7 @@ def _stream(
     decode: Any = DecodeStream(ids=[], skip_special_tokens=True)
     printed, ids_so_far = "", list[int]()
     start = time.monotonic()
-    ends = end_tokens([args.model, args.tokenizer], model)
+    ends = end_tokens(args, model, tokenizer).answer
     for token in stream(
         model, ids, args.max_new_tokens, key=jax.random.key(args.seed), sampling=sampling, end_tokens=ends
     ):

@@ -11,6 +11,8 @@ from ._config import flag_of as flag_of
 from ._config import read_config as read_config
 from ._data import is_read_as_records as is_read_as_records
 from ._data import notes_on as notes_on
+from ._ends import EndTokens as EndTokens
+from ._ends import load_end_tokens as load_end_tokens
 from ._evaluate import TextLoss as TextLoss
 from ._evaluate import batches_loss as batches_loss
 from ._evaluate import text_loss as text_loss

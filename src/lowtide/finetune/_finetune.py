@@ -42,6 +42,7 @@ from ._base import formats, open_base, refuse_for_model, trained_dtype
 from ._beside import add_the_rest, files_beside, tokenizer_folder
 from ._config import FinetuneConfig, config_to_toml
 from ._data import load_data
+from ._ends import load_end_tokens, with_end_tokens
 from ._offloaded import full_step, hidden, inputs_place, is_hosted, is_weight, optimizer
 from ._page import keep_for_report, write_report
 from ._recipe import learning_rate, trackers, watchers, with_steps
@@ -107,10 +108,10 @@ class Finetune:
         if not config.full:  # before hours may go into preparing data
             model = adapted(model, config)
             lora.check_names(model)
-        end = self.base.config.eos_token_id
-        end = end[0] if isinstance(end, tuple) else end
+        files = {"tokenizer_dir": self.beside, "chat_template": config.chat_template}
+        self.ends = load_end_tokens(self.base.config, self.tokenizer, self.directory, **files)
         day = of_first(lambda: begun_on(self.out))
-        options: dict[str, Any] = {"end_token": end, "day": day, "on_progress": on_tokenise}
+        options: dict[str, Any] = {"end_token": self.ends.text, "day": day, "on_progress": on_tokenise}
         options["vocab_size"] = self.base.config.vocab_size
         self.data = load_data(config, self.beside, self.tokenizer, **options)
         asked, config = config, with_steps(config, self.data.num_train_sequences)
@@ -290,7 +291,8 @@ class Finetune:
         if self.config.full:
             models.save(model, self.out / MODEL, tokenizer=self.beside / "tokenizer.json")
             add_the_rest(self.directory, self.out / MODEL, model.config)
-            write_files(self.out / MODEL, files_beside(self.beside, self.config.chat_template))
+            files = files_beside(self.beside, self.config.chat_template)
+            write_files(self.out / MODEL, with_end_tokens(files, self.ends, model.config))
         else:
             lora.save(model, self.out / ADAPTER, base_model_name_or_path=self.config.model)
         self.write_memory(table)

@@ -23,6 +23,7 @@ from ..adapters import lora
 from ..core import ConfigError, OutputError, input_file, parse_json, write_files
 from ..quant import QuantizedWeight, dequantize
 from ._beside import add_the_rest, content, files_beside, tokenizer_folder
+from ._ends import load_end_tokens, with_end_tokens
 
 
 def write_merged(
@@ -76,13 +77,15 @@ def write_merged(
     merged = lora.merge(lora.combine([lora.load(model, adapter) for adapter in adapters], weights))
     if dtype is not None:  # rounded once, from float32
         merged = jax.tree.map(lambda x: x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x, merged)
+    words_of = models.load_tokenizer(beside)
+    ends = load_end_tokens(merged.config, words_of, base, tokenizer_dir=beside, chat_template=chat_template)
     settings = [_settings(Path(adapter)) for adapter in adapters]
     copied["README.md"] = _card(directory, out, settings, weights, merged).encode()
     unfinished = out.absolute().parent / f".{out.absolute().name}.{secrets.token_hex(4)}.unfinished"
     try:
         models.save(merged, unfinished, tokenizer=words, max_shard_bytes=max_shard_bytes)
         add_the_rest(base, unfinished, merged.config)
-        write_files(unfinished, copied)
+        write_files(unfinished, with_end_tokens(copied, ends, merged.config))
         os.replace(unfinished, out)  # in place of an empty folder, too
     except OSError as error:
         raise OutputError(

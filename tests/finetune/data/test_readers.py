@@ -54,7 +54,7 @@ def test_conversations_become_messages(tmp_path):
     assert list(found.messages) == CHAT["messages"]
     turns = [{**each, "weight": weight} for each, weight in zip(record["conversations"], (None, 0), strict=True)]
     (found,) = _read(_lines(tmp_path / "a.jsonl", {"conversations": turns}))
-    assert [each["weight"] for each in found.messages] == [None, 0]
+    assert [each.get("weight") for each in found.messages] == [None, 0]
     record["conversations"][0]["from"] = "narrator"
     assert "unknown speaker 'narrator'" in _error(_lines(tmp_path / "a.jsonl", record))
 

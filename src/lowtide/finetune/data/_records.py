@@ -58,6 +58,8 @@ class DataReport:
     """Tokens to evaluate that were cut off or dropped."""
     examples: list[list[tuple[str, bool]]]
     """The first documents: texts, and whether they are learned."""
+    unread: tuple[str, ...] = ()
+    """Columns of the records that are not read."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -286,6 +288,7 @@ def _report(
         num_documents=len(store.lengths),
         num_blank=store.num_blank,
         num_tokens=len(store.tokens),
+        unread=store.unread,
         num_rows=len(rows),
         utilisation=int(pieces.length.sum()) / (len(rows) * seq_len),
         num_held_out_left_out=0,

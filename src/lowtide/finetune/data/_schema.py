@@ -17,6 +17,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field
 
 from ...core import ConfigError, DataError, ModelFileError, parse_json, shortened, shown, validate
+from ._foreign import READ, normalized
 
 _KINDS = {
     "messages": ("messages",),
@@ -123,6 +124,8 @@ class Example:
     """What a chat's template is given as ``tools``."""
     first: int = 0
     """Of a chat, the first message that may have loss."""
+    unread: tuple[str, ...] = ()
+    """Columns of the record that are not read."""
 
 
 def parse_columns(words: tuple[str, ...] | None) -> dict[str, str]:
@@ -163,7 +166,14 @@ def parse_record(raw: Mapping[str, Any], where: str, columns: Mapping[str, str])
         DataError: when fields are missing, several kinds fit, or a value has another type.
     """
     kind, record = _kind_of(raw, where, columns)
-    record = {**record, **_decoded(record, where)}
+    read = {*_KINDS[kind], *_BESIDE.get(kind, ("tools",)), *READ}
+    unread = () if columns else tuple(name for name in raw if name not in read)
+    example = _example(kind, record, where)
+    return example and dataclasses.replace(example, unread=unread)
+
+
+def _example(kind: str, record: dict[str, Any], where: str) -> Example | None:
+    record = normalized(kind, {**record, **_decoded(record, where)}, where)
     if any(_is_blank(record[name]) for name in _KINDS[kind][-1:]):
         return None
     for name in ("messages", "prompt", "completion"):
@@ -316,15 +326,14 @@ def _check_weights(turns: Any, where: str) -> None:
 def _check_unread(record: Mapping[str, Any], where: str) -> None:
     """Refuse what some write beside Alpaca's fields, and an answer may depend on."""
     fields = [field for field in ("instruction", "input", "output") if field in record]
-    for name in ("system", "history"):
-        if not _is_blank(record.get(name)):
-            raise DataError(
-                f"{where}: {name} beside instruction and output, which is not read",
-                expected="messages, which have systems and earlier turns",
-                got=shown(record[name]),
-                hint=f"write the record as messages, or leave {name} out: "
-                f"--columns {','.join(f'{field}={field}' for field in fields)}",
-            )
+    if not _is_blank(record.get("history")):
+        raise DataError(
+            f"{where}: history beside instruction and output, which is not read",
+            expected="messages, which have earlier turns",
+            got=shown(record["history"]),
+            hint="write the record as messages, or leave history out: "
+            f"--columns {','.join(f'{field}={field}' for field in fields)}",
+        )
 
 
 def _check_roles(turns: Any, where: str) -> None:

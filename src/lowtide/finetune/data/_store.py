@@ -29,8 +29,9 @@ from ._encode import Encoder
 from ._readers import data_files, read_records
 from ._schema import Example
 
-_VERSION = 3
+_VERSION = 4
 _AT_ONCE = 256
+_MOST_UNREAD = 100
 _ABANDONED_SECONDS = 86_400
 Source = Path | Sequence[str] | Mapping[str, str]
 _TOKENS, _LEARNED, _ENDS, _ABOUT = "tokens.bin", "learned.bin", "ends.bin", "about.json"
@@ -52,6 +53,8 @@ class Store:
     """Records without text."""
     digest: str
     """SHA-256 of tokens and what is learned."""
+    unread: tuple[str, ...] = ()
+    """Columns of the records that are not read, in sorted order."""
 
     @property
     def lengths(self) -> np.ndarray:
@@ -173,6 +176,7 @@ def _write(
     digest = hashlib.sha256()
     kind, num_blank, done, end = "", 0, 0, 0
     waiting: list[Example] = []
+    unread: set[str] = set()
     with (
         open(folder / _TOKENS, "wb") as tokens,
         open(folder / _LEARNED, "wb") as learned,
@@ -197,6 +201,7 @@ def _write(
                 num_blank += 1
                 continue
             kind = example.kind
+            unread.update(example.unread)
             waiting.append(example)
             if len(waiting) == _AT_ONCE:
                 flush()
@@ -210,7 +215,8 @@ def _write(
             expected="at least one record with text",
             hint="check --data and --columns",
         )
-    about = {"kind": kind, "num_blank": num_blank, "digest": digest.hexdigest(), "num_tokens": end}
+    about: dict[str, Any] = {"kind": kind, "num_blank": num_blank, "digest": digest.hexdigest(), "num_tokens": end}
+    about["unread"] = sorted(unread)[:_MOST_UNREAD]
     (folder / _ABOUT).write_text(json.dumps(about))
 
 
@@ -233,13 +239,16 @@ def _opened(folder: Path) -> Store:
         learned = np.memmap(folder / _LEARNED, np.uint8, "r")
         ends = np.fromfile(folder / _ENDS, np.int64)
         is_whole = len(tokens) == len(learned) == ends[-1] == about["num_tokens"]
+        unread = tuple(map(str, about["unread"]))
         kind, blank, digest = about["kind"], about["num_blank"], about["digest"]
     except (OSError, ValueError, LookupError) as error:
         raise _cut(folder, error) from error
     if not is_whole:
         raise _cut(folder)
     offsets = np.concatenate([np.zeros(1, np.int64), ends])
-    return Store(tokens=tokens, learned=learned, offsets=offsets, kind=kind, num_blank=blank, digest=digest)
+    return Store(
+        tokens=tokens, learned=learned, offsets=offsets, kind=kind, num_blank=blank, digest=digest, unread=unread
+    )
 
 
 def _cut(folder: Path, error: Exception | None = None) -> DataError:

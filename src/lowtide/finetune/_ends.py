@@ -1,0 +1,130 @@
+"""Tokens at which an answer ends.
+
+A base model's config.json names the end of a document (``<|endoftext|>``), and chats end their turns with another token
+(``<|im_end|>``). A model that was tuned on chats writes only the second. So answers end at the tokens that config.json,
+generation_config.json and the tokenizer name, and at the token that closes an assistant's turn of the chat template.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer
+
+from .. import models
+from ..core import DataError, ModelFileError, input_file, parse_json, read_input, shown
+from ._tokens import encode
+from .data import ChatTemplate, chat_turn, load_chat_template, load_special_tokens
+
+_GENERATION = "generation_config.json"
+_ANSWER = "Spring tide"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EndTokens:
+    """Ids of the tokens that end what a model writes."""
+
+    answer: tuple[int, ...]
+    """All of them, of config.json first."""
+    text: int | None
+    """Put after documents and completions that are learned: of config.json, else of the tokenizer."""
+    turn: int | None
+    """What closes an assistant's turn of the chat template; None without a template, or if it writes none."""
+    is_turn_open: bool
+    """Whether the chat template writes no token after an answer."""
+
+
+def load_end_tokens(
+    config: models.DecoderConfig,
+    tokenizer: Tokenizer,
+    directory: str | Path | None,
+    *,
+    tokenizer_dir: str | Path | None = None,
+    chat_template: str | Path | None = None,
+) -> EndTokens:
+    """Collect the tokens that end an answer.
+
+    Args:
+        config: of the model.
+        tokenizer: the model's.
+        directory: of the model, or a GGUF file; None: the embedded model.
+        tokenizer_dir: the folder of its tokenizer, if that is another.
+        chat_template: a file to take instead of the model's template.
+
+    Raises:
+        ModelFileError: for an end token outside of the vocabulary, with the name of the file, and for unusable files.
+    """
+    folders = [Path(folder) for folder in (directory, tokenizer_dir) if folder is not None]
+    named: list[tuple[Any, Any]] = [(directory or "the embedded model", config.eos_token_id)]
+    for folder in folders:
+        if os.path.lexists(folder / _GENERATION):
+            path = input_file(folder, _GENERATION, hint="copy it from the model's source again")
+            named.append((path, parse_json(read_input(path, most_bytes=1024**2), str(path)).get("eos_token_id")))
+    ends = [end for where, value in named for end in _checked(value, where, config.vocab_size)]
+    beside = (folders or [models.base_path()])[-1]
+    of_tokenizer = tokenizer.token_to_id(load_special_tokens(beside).get("eos_token", ""))
+    template = load_chat_template(beside, chat_template)
+    turn, is_turn_open = (None, False) if template is None else _turn_end(template, tokenizer)
+    # The tokenizer may know tokens that the model has no embedding for.
+    of_tokenizer, turn = (None if end is None or end >= config.vocab_size else end for end in (of_tokenizer, turn))
+    text = of_tokenizer if config.eos_token_id is None else ends[0]
+    answer = [*ends, *(end for end in (of_tokenizer, turn) if end is not None)]
+    return EndTokens(answer=tuple(dict.fromkeys(answer)), text=text, turn=turn, is_turn_open=is_turn_open)
+
+
+def _checked(value: Any, where: Any, vocab_size: int) -> Sequence[int]:
+    ends: list[Any] = [*value] if isinstance(value, tuple | list) else [] if value is None else [value]
+    for end in ends:
+        if type(end) is not int or not 0 <= end < vocab_size:
+            raise ModelFileError(
+                f"{where}: eos_token_id is no token",
+                expected=f"0 to {vocab_size - 1}",
+                got=shown(end),
+                hint="the file is of a model with another vocabulary; copy it from the model's source again",
+            )
+    return ends
+
+
+def _turn_end(template: ChatTemplate, tokenizer: Tokenizer) -> tuple[int | None, bool]:
+    """Return the first added token after an answer, and whether an answer was written without one."""
+    try:
+        text = chat_turn(template, _ANSWER)
+    except DataError:  # it takes other conversations: nothing is known of its turns
+        return None, False
+    begin = text.rfind(_ANSWER)
+    if begin < 0:
+        return None, False
+    begin += len(_ANSWER)
+    encoding = encode(tokenizer, [text], special=False, offsets=True)[0]
+    added = tokenizer.get_added_tokens_decoder()
+    tokens = zip(encoding.ids, encoding.offsets, strict=True)
+    end = next((id for id, (start, _) in tokens if start >= begin and id in added), None)
+    return end, end is None
+
+
+def with_end_tokens(files: Mapping[str, bytes], ends: EndTokens, config: models.DecoderConfig) -> dict[str, bytes]:
+    """Write all end tokens into the generation_config.json of a model's files.
+
+    Args:
+        files: contents by name.
+        ends: of the model.
+        config: of the model; if it names all of them itself and there is no such file, none is made.
+
+    Returns:
+        The files; transformers and vLLM stop at the tokens in generation_config.json.
+    """
+    known = config.eos_token_id
+    of_config = known if isinstance(known, tuple) else () if known is None else (known,)
+    if _GENERATION not in files and set(ends.answer) <= set(of_config):
+        return dict(files)
+    settings = parse_json(files[_GENERATION], _GENERATION) if _GENERATION in files else {}
+    if "bos_token_id" not in settings and config.bos_token_id is not None:
+        settings["bos_token_id"] = config.bos_token_id
+    if ends.answer:
+        settings["eos_token_id"] = ends.answer[0] if len(ends.answer) == 1 else list(ends.answer)
+    return {**files, _GENERATION: (json.dumps(settings, indent=2) + "\n").encode()}

@@ -1,0 +1,89 @@
+"""Fields that other trainers read: read with the same meaning, or refused by name."""
+
+import json
+
+import pytest
+
+from lowtide.core import DataError
+from lowtide.finetune.data import parse_record, read_records
+
+ASKED, SAID = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
+SYSTEM = {"role": "system", "content": "Be brief."}
+CALL = {"name": "tide", "arguments": {"at": 2}}
+CALLED = {"role": "assistant", "tool_calls": [{"type": "function", "function": CALL}]}
+ARGUMENTS = "the arguments of a tool call are text that is no JSON object"
+TOOL = {"type": "function", "function": {"name": "tide"}}
+
+
+def text_call(arguments):
+    return {"role": "assistant", "tool_calls": [{"type": "function", "function": {**CALL, "arguments": arguments}}]}
+
+
+@pytest.mark.parametrize(
+    ("record", "messages"),
+    [
+        ({"messages": [ASKED, SAID], "system": "Be brief."}, [SYSTEM, ASKED, SAID]),
+        ({"messages": [SYSTEM, ASKED, SAID], "system_prompt": "Be brief."}, [SYSTEM, ASKED, SAID]),
+        ({"messages": [ASKED, SAID], "system": " "}, [ASKED, SAID]),
+        (
+            {"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}], "system": "Be brief."},
+            [SYSTEM, ASKED, SAID],
+        ),
+        ({"prompt": [ASKED], "completion": [SAID], "system": "Be brief."}, [SYSTEM, ASKED, SAID]),
+        ({"messages": [ASKED, {**SAID, "train": False}, SAID]}, [ASKED, {**SAID, "weight": 0}, SAID]),
+        ({"messages": [ASKED, {**SAID, "trainable": 0}, SAID]}, [ASKED, {**SAID, "weight": 0}, SAID]),
+        ({"messages": [ASKED, {**SAID, "loss_mask": 0}, SAID]}, [ASKED, {**SAID, "weight": 0}, SAID]),
+        ({"messages": [ASKED, {**SAID, "masked": True}, SAID]}, [ASKED, {**SAID, "weight": 0}, SAID]),
+        ({"messages": [ASKED, {**SAID, "loss": True, "masked": False}]}, [ASKED, SAID]),
+        ({"messages": [ASKED, text_call('{"at": 2}'), SAID]}, [ASKED, CALLED, SAID]),
+        ({"messages": [ASKED, {"role": "assistant", "function_call": CALL}, SAID]}, [ASKED, CALLED, SAID]),
+        (
+            {"messages": [ASKED, SAID, {"role": "function", "name": "tide", "content": "2 m"}, SAID]},
+            [ASKED, SAID, {"role": "tool", "name": "tide", "content": "2 m"}, SAID],
+        ),
+        ({"messages": [ASKED, {**SAID, "reasoning_content": None, "tool_calls": None}]}, [ASKED, SAID]),
+        ({"messages": [ASKED, {**CALLED, "content": None}, SAID]}, [ASKED, CALLED, SAID]),
+        ({"messages": [ASKED, text_call({"at": None}), SAID]}, [ASKED, text_call({"at": None}), SAID]),
+    ],
+)
+def test_a_field_with_one_meaning_is_read(record, messages):
+    example = parse_record(record, "a.jsonl:1", {})
+    assert list(example.messages) == messages
+    assert example.unread == ()
+    if "completion" in record:
+        assert example.first == len(messages) - 1, "the system is not learned"
+
+
+def test_functions_are_tools_and_an_empty_text_is_no_tools():
+    assert parse_record({"messages": [ASKED, SAID], "functions": [TOOL["function"]]}, "", {}).tools == [TOOL]
+    assert parse_record({"messages": [ASKED, SAID], "tools": ""}, "", {}).tools is None
+
+
+@pytest.mark.parametrize(
+    ("record", "text"),
+    [
+        ({"messages": [SYSTEM, ASKED, SAID], "system": "Be long."}, "system beside messages that begin with another"),
+        ({"messages": [ASKED, SAID], "system": "a", "system_prompt": "b"}, "system and system_prompt beside messages"),
+        ({"instruction": "a", "output": "b", "system_prompt": "c"}, "system_prompt beside instruction and output"),
+        ({"prompt": "a", "completion": "b", "system": "c"}, "system beside prompt and completion"),
+        ({"prompt": "a", "completion": "b", "label": False}, "label is false"),
+        ({"messages": [ASKED, SAID], "images": ["a.png"]}, "images beside the text"),
+        ({"messages": [ASKED, {**SAID, "train": "no"}]}, "a turn has train = 'no'"),
+        (
+            {"messages": [ASKED, text_call("at 2"), SAID]},
+            ARGUMENTS,
+        ),
+        ({"messages": [ASKED, text_call("[2]"), SAID]}, ARGUMENTS),
+        ({"messages": [ASKED, SAID], "tools": [TOOL], "functions": [TOOL["function"]]}, "tools and functions at once"),
+    ],
+)
+def test_a_field_that_would_change_the_meaning_is_refused(record, text):
+    with pytest.raises(DataError, match=f"^\\[LT005\\] a.jsonl:1: {text}"):
+        parse_record(record, "a.jsonl:1", {})
+
+
+def test_columns_that_nobody_reads_are_known(tmp_path):
+    file = tmp_path / "a.jsonl"
+    file.write_text(json.dumps({"id": 3, "source": "web", "messages": [ASKED, SAID], "label": True, "images": []}))
+    (example,) = read_records(file, {})
+    assert example.unread == ("id", "source")
