@@ -24,7 +24,7 @@ help: ## Show this list.
 finetune: $(VENV)/.installed-run ## Tune the embedded model with LoRA; ARGS="--steps 200" goes to `lowtide finetune`.
 	$(BIN)/lowtide finetune $(ARGS)
 
-test: lint pytest ## Lint, check types and layers, and run the fast tests: ten minutes at most.
+test: lint pytest ## Lint, check types and layers, and run the fast tests. Aim: ten minutes.
 
 # Tests that run anywhere; the others need other libraries, a GPU, or half an hour.
 LOCAL := not peers and not gpu and not rehearsal

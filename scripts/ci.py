@@ -40,7 +40,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 VERIFIED = ROOT / ".ci" / "verified"
 LIVE = {"peers", "gpu", "rehearsal"}
-"""Markers of tests that need other software, a GPU or half an hour: `make test-all` alone runs them."""
+"""Markers of tests that need other software, a GPU or half an hour; `make test-all` runs all but those of a GPU."""
 AHEAD_OF_TIME = {"tpu_aot", "gpu_aot"}
 SHARED = (
     "pyproject.toml",
@@ -228,7 +228,7 @@ def select(cases: Sequence[Case], change: Change, quarter: int) -> tuple[list[Ca
         f"  {counts['quarter']:5} selected: quarter {quarter + 1} of {NUM_QUARTERS} of the other slow tests",
         f"  {sum(left_out.values()):5} left out: slow tests of unaffected packages: "
         + (", ".join(f"{package} {count}" for package, count in sorted(left_out.items())) or "none"),
-        f"  {num_live:5} left out: they need other libraries, a GPU or the rehearsal; `make test-all` runs them",
+        f"  {num_live:5} left out: they need other libraries, a GPU or the rehearsal",
     ]
     return selected, lines
 

@@ -7,6 +7,7 @@ import contextlib
 import gc
 import importlib.util
 import os
+import re
 import shutil
 import sys
 from collections.abc import Iterator
@@ -68,15 +69,16 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 collected = collections.Counter[str]()
 """Number of collected cases of each test function."""
+_PROCESSES = re.compile(r"\bprocesses\b")  # as the Makefile greps it
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
     """Mark tests with recorded answers, so that `make peers` can select them, and the cases after `slow_after`.
 
     Raises:
-        pytest.UsageError: for a marker `processes` that the Makefile, which looks for the word in files, cannot see.
+        pytest.UsageError: if a test has the marker `processes` and its file lacks the word that the Makefile greps.
     """
-    if item.get_closest_marker("processes") and "processes" not in item.path.read_text(encoding="utf-8"):
+    if item.get_closest_marker("processes") and not _PROCESSES.search(item.path.read_text(encoding="utf-8")):
         raise pytest.UsageError(f"{item.nodeid} has the marker `processes`, and its file does not contain the word")
     if "peer" in getattr(item, "fixturenames", ()):
         item.add_marker("recorded")

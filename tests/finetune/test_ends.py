@@ -19,6 +19,7 @@ TEMPLATES = {
     "eos": ("{% for m in messages %}{{ m.role }}: {{ m.content }}{{ eos_token }}{% endfor %}", "<|endoftext|>"),
     "thinks": ("<|im_start|><|im_start|>{{ messages[-1].content | trim }}\n<|im_end|><|endoftext|>", "<|im_end|>"),
     "none": ("{% for m in messages %}### {{ m.role }}:\n{{ m.content }}\n{% endfor %}", None),
+    "broken": ("{% for m in messages %}{{ m.content }}", None),
     "refuses": ("{{ raise_exception('only tools') }}", None),
 }
 

@@ -86,7 +86,7 @@ def check_adapters(base: Any, adapters: Sequence[str]) -> None:
 
 
 def end_tokens(args: argparse.Namespace, base: Any, tokenizer: Any) -> Any:
-    """Collect the tokens that end what the model writes, as the arguments name its files."""
+    """Return the `EndTokens` of the model that the arguments name."""
     from ..finetune import load_end_tokens
 
     files = {"tokenizer_dir": args.tokenizer, "chat_template": args.chat_template}

@@ -128,7 +128,7 @@ def _answer_all(
     num_answers = len(prompts) * args.num_samples * max(len(args.adapter), 1)
     if file is None and num_answers == 1:
         for _, model in _models(base, args.adapter):
-            _stream(args, model, tokenizer, sampling, ids[0], console)
+            _stream(args, model, tokenizer, sampling, ids[0], ends, console)
         return
     done = num_tokens = 0
     start = time.monotonic()
@@ -184,7 +184,13 @@ def _text_of(message: dict[str, Any]) -> str:
 
 
 def _stream(
-    args: argparse.Namespace, model: Any, tokenizer: Any, sampling: Any, ids: list[int], console: Console
+    args: argparse.Namespace,
+    model: Any,
+    tokenizer: Any,
+    sampling: Any,
+    ids: list[int],
+    ends: Sequence[int],
+    console: Console,
 ) -> str:
     """Print one answer as it comes, and return it."""
     import jax
@@ -195,7 +201,6 @@ def _stream(
     decode: Any = DecodeStream(ids=[], skip_special_tokens=True)
     printed, ids_so_far = "", list[int]()
     start = time.monotonic()
-    ends = end_tokens(args, model, tokenizer).answer
     for token in stream(
         model, ids, args.max_new_tokens, key=jax.random.key(args.seed), sampling=sampling, end_tokens=ends
     ):
@@ -218,14 +223,14 @@ def _chat(args: argparse.Namespace, base: Any, tokenizer: Any, sampling: Any) ->
     from ..finetune import check_ids
 
     ((_, model),) = _models(base, args.adapter)
-    messages: list[dict[str, str]] = []
+    ends, messages = end_tokens(args, model, tokenizer).answer, list[dict[str, str]]()
     while text := _asked():
         messages.append({"role": "user", "content": text})
         (ids,) = messages_to_ids(
             args.tokenizer or args.model, tokenizer, {"the conversation": messages}, args.chat_template
         )
         check_ids(ids, tokenizer, base.config.vocab_size, "the conversation")
-        answer = _stream(args, model, tokenizer, sampling, ids, errors())
+        answer = _stream(args, model, tokenizer, sampling, ids, ends, errors())
         messages.append({"role": "assistant", "content": answer})
 
 

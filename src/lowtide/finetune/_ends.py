@@ -68,8 +68,11 @@ def load_end_tokens(
     ends = [end for where, value in named for end in _checked(value, where, config.vocab_size)]
     beside = (folders or [models.base_path()])[-1]
     of_tokenizer = tokenizer.token_to_id(load_special_tokens(beside).get("eos_token", ""))
-    template = load_chat_template(beside, chat_template)
-    turn, is_turn_open = (None, False) if template is None else _turn_end(template, tokenizer)
+    try:
+        template = load_chat_template(beside, chat_template)
+        turn, is_turn_open = (None, False) if template is None else _turn_end(template, tokenizer)
+    except (DataError, ModelFileError):  # plain text needs no template, and chats raise this when they are rendered
+        turn, is_turn_open = None, False
     # The tokenizer may know tokens that the model has no embedding for.
     of_tokenizer, turn = (None if end is None or end >= config.vocab_size else end for end in (of_tokenizer, turn))
     text = of_tokenizer if config.eos_token_id is None else ends[0]
@@ -92,10 +95,7 @@ def _checked(value: Any, where: Any, vocab_size: int) -> Sequence[int]:
 
 def _turn_end(template: ChatTemplate, tokenizer: Tokenizer) -> tuple[int | None, bool]:
     """Return the first added token after an answer, and whether an answer was written without one."""
-    try:
-        text = chat_turn(template, _ANSWER)
-    except DataError:  # it takes other conversations: nothing is known of its turns
-        return None, False
+    text = chat_turn(template, _ANSWER)
     begin = text.rfind(_ANSWER)
     if begin < 0:
         return None, False
@@ -113,18 +113,16 @@ def with_end_tokens(files: Mapping[str, bytes], ends: EndTokens, config: models.
     Args:
         files: contents by name.
         ends: of the model.
-        config: of the model; if it names all of them itself and there is no such file, none is made.
+        config: of the model; its end tokens count if that file names none.
 
     Returns:
-        The files; transformers and vLLM stop at the tokens in generation_config.json.
+        The files, unchanged if they name all end tokens. transformers' `generate` stops at those of this file.
     """
-    known = config.eos_token_id
-    of_config = known if isinstance(known, tuple) else () if known is None else (known,)
-    if _GENERATION not in files and set(ends.answer) <= set(of_config):
-        return dict(files)
     settings = parse_json(files[_GENERATION], _GENERATION) if _GENERATION in files else {}
-    if "bos_token_id" not in settings and config.bos_token_id is not None:
-        settings["bos_token_id"] = config.bos_token_id
-    if ends.answer:
-        settings["eos_token_id"] = ends.answer[0] if len(ends.answer) == 1 else list(ends.answer)
+    named = settings.get("eos_token_id", config.eos_token_id)
+    if set(ends.answer) <= set(named if isinstance(named, list | tuple) else [named]):
+        return dict(files)
+    if config.bos_token_id is not None:
+        settings.setdefault("bos_token_id", config.bos_token_id)
+    settings["eos_token_id"] = ends.answer[0] if len(ends.answer) == 1 else list(ends.answer)
     return {**files, _GENERATION: (json.dumps(settings, indent=2) + "\n").encode()}

@@ -77,8 +77,8 @@ def write_merged(
     merged = lora.merge(lora.combine([lora.load(model, adapter) for adapter in adapters], weights))
     if dtype is not None:  # rounded once, from float32
         merged = jax.tree.map(lambda x: x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x, merged)
-    words_of = models.load_tokenizer(beside)
-    ends = load_end_tokens(merged.config, words_of, base, tokenizer_dir=beside, chat_template=chat_template)
+    vocabulary = models.load_tokenizer(beside)
+    ends = load_end_tokens(merged.config, vocabulary, base, tokenizer_dir=beside, chat_template=chat_template)
     settings = [_settings(Path(adapter)) for adapter in adapters]
     copied["README.md"] = _card(directory, out, settings, weights, merged).encode()
     unfinished = out.absolute().parent / f".{out.absolute().name}.{secrets.token_hex(4)}.unfinished"

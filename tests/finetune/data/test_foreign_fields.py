@@ -11,7 +11,7 @@ ASKED, SAID = {"role": "user", "content": "a"}, {"role": "assistant", "content":
 SYSTEM = {"role": "system", "content": "Be brief."}
 CALL = {"name": "tide", "arguments": {"at": 2}}
 CALLED = {"role": "assistant", "tool_calls": [{"type": "function", "function": CALL}]}
-ARGUMENTS = "the arguments of a tool call are text that is no JSON object"
+ARGUMENTS = "the arguments of a tool call are text, but not a JSON object"
 TOOL = {"type": "function", "function": {"name": "tide"}}
 
 
@@ -62,24 +62,48 @@ def test_functions_are_tools_and_an_empty_text_is_no_tools():
 @pytest.mark.parametrize(
     ("record", "text"),
     [
-        ({"messages": [SYSTEM, ASKED, SAID], "system": "Be long."}, "system beside messages that begin with another"),
-        ({"messages": [ASKED, SAID], "system": "a", "system_prompt": "b"}, "system and system_prompt beside messages"),
-        ({"instruction": "a", "output": "b", "system_prompt": "c"}, "system_prompt beside instruction and output"),
-        ({"prompt": "a", "completion": "b", "system": "c"}, "system beside prompt and completion"),
-        ({"prompt": "a", "completion": "b", "label": False}, "label is false"),
-        ({"messages": [ASKED, SAID], "images": ["a.png"]}, "images beside the text"),
+        ({"messages": [SYSTEM, ASKED, SAID], "system": "Be long."}, "system differs from the system prompt"),
+        ({"messages": [ASKED, SAID], "system": "a", "system_prompt": "b"}, "system and system_prompt next to messages"),
+        ({"instruction": "a", "output": "b", "system_prompt": "c"}, "system_prompt next to instruction and output"),
+        ({"prompt": "a", "completion": "b", "system": "c"}, "system next to prompt and completion"),
+        ({"prompt": "a", "completion": "b", "label": False}, "label is false, so the answer was rejected"),
+        ({"messages": [ASKED, SAID], "images": ["a.png"]}, "the record has images"),
         ({"messages": [ASKED, {**SAID, "train": "no"}]}, "a turn has train = 'no'"),
         (
             {"messages": [ASKED, text_call("at 2"), SAID]},
             ARGUMENTS,
         ),
         ({"messages": [ASKED, text_call("[2]"), SAID]}, ARGUMENTS),
-        ({"messages": [ASKED, SAID], "tools": [TOOL], "functions": [TOOL["function"]]}, "tools and functions at once"),
+        (
+            {"messages": [ASKED, SAID], "tools": [TOOL], "functions": [TOOL["function"]]},
+            "a record has both",
+        ),
     ],
 )
 def test_a_field_that_would_change_the_meaning_is_refused(record, text):
     with pytest.raises(DataError, match=f"^\\[LT005\\] a.jsonl:1: {text}"):
         parse_record(record, "a.jsonl:1", {})
+
+
+@pytest.mark.parametrize(
+    ("record", "text"),
+    [
+        ({"messages": [ASKED, SAID], "functions": 5}, "functions is not a list"),
+        ({"messages": [ASKED, {**SAID, "function_call": "auto"}]}, "the function_call of a turn cannot be read"),
+        ({"messages": [ASKED, {**CALLED, "function_call": CALL}]}, "the function_call of a turn cannot be read"),
+        ({"text": "see <image>", "images": ["a.png"]}, "the record has images"),
+    ],
+)
+def test_values_of_another_type_are_refused(record, text):
+    with pytest.raises(DataError, match=f"{text}(?s:.*)hint: "):
+        parse_record(record, "a.jsonl:1", {})
+
+
+def test_functions_may_be_json_text_and_labels_of_texts_are_columns():
+    functions = json.dumps([TOOL["function"]])
+    assert parse_record({"messages": [ASKED, SAID], "functions": functions}, "", {}).tools == [TOOL]
+    labelled = parse_record({"text": "a", "label": False, "system": "b", "image": "a.png"}, "", {})
+    assert labelled.unread == ("label", "system", "image")
 
 
 def test_columns_that_nobody_reads_are_known(tmp_path):

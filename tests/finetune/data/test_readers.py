@@ -119,7 +119,7 @@ BAD_LINES = {
     '{"messages": [{"content": "x"}]}': "messages.0.role is missing",
     '{"messages": [{"role": "user", "content": "x"}, {"role": "asistant", "content": "y"}]}': "hint: write assistant",
     '{"messages": [{"role": "human", "content": "x"}, {"role": "gpt", "content": "y"}]}': "hint: write user",
-    '{"instruction": "x", "output": "y", "system": "z"}': "system beside instruction",
+    '{"instruction": "x", "output": "y", "system": "z"}': "system next to instruction",
     '{"instruction": "x", "output": "y", "history": [["a", "b"]]}': "history beside instruction",
     '{"prompt": [{"role": "User", "content": "x"}], "completion": [{"role": "a", "content": "y"}]}': "hint: write user",
     '{"messages": [{"role": "user", "content": 4}]}': "messages.0.content",

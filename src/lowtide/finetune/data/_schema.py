@@ -17,7 +17,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field
 
 from ...core import ConfigError, DataError, ModelFileError, parse_json, shortened, shown, validate
-from ._foreign import READ, normalized
+from ._normalize import fields_read, normalized
 
 _KINDS = {
     "messages": ("messages",),
@@ -166,13 +166,14 @@ def parse_record(raw: Mapping[str, Any], where: str, columns: Mapping[str, str])
         DataError: when fields are missing, several kinds fit, or a value has another type.
     """
     kind, record = _kind_of(raw, where, columns)
-    read = {*_KINDS[kind], *_BESIDE.get(kind, ("tools",)), *READ}
+    read = {*_KINDS[kind], *_BESIDE.get(kind, ("tools",)), *fields_read(kind)}
     unread = () if columns else tuple(name for name in raw if name not in read)
     example = _example(kind, record, where)
     return example and dataclasses.replace(example, unread=unread)
 
 
 def _example(kind: str, record: dict[str, Any], where: str) -> Example | None:
+    """Check a record of a known kind; None for a blank one."""
     record = normalized(kind, {**record, **_decoded(record, where)}, where)
     if any(_is_blank(record[name]) for name in _KINDS[kind][-1:]):
         return None
@@ -263,7 +264,7 @@ def _kind_of(raw: Mapping[str, Any], where: str, columns: Mapping[str, str]) -> 
 def _decoded(record: Mapping[str, Any], where: str) -> dict[str, Any]:
     """Parse lists that a table holds as JSON text."""
     found: dict[str, Any] = {}
-    for name in ("messages", "conversations", "tools"):
+    for name in ("messages", "conversations", "tools", "functions"):
         value = record.get(name)
         if isinstance(value, str) and value.strip():
             found[name] = parse_list(value.encode("utf-8", "surrogatepass"), f"{where}: {name}")
