@@ -19,7 +19,7 @@ from tokenizers import Tokenizer
 from .. import models
 from ..core import DataError, ModelFileError, input_file, parse_json, read_input, shown
 from ._tokens import encode
-from .data import ChatTemplate, chat_turn, load_chat_template, load_special_tokens
+from .data import ChatTemplate, chat_turn, load_chat_template
 
 _GENERATION = "generation_config.json"
 _ANSWER = "Spring tide"
@@ -67,7 +67,7 @@ def load_end_tokens(
             named.append((path, parse_json(read_input(path, most_bytes=1024**2), str(path)).get("eos_token_id")))
     ends = [end for where, value in named for end in _checked(value, where, config.vocab_size)]
     beside = (folders or [models.base_path()])[-1]
-    of_tokenizer = tokenizer.token_to_id(load_special_tokens(beside).get("eos_token", ""))
+    of_tokenizer = tokenizer.token_to_id(models.load_special_tokens(beside).get("eos_token", ""))
     try:
         template = load_chat_template(beside, chat_template)
         turn, is_turn_open = (None, False) if template is None else _turn_end(template, tokenizer)

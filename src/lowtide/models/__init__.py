@@ -26,6 +26,7 @@ from ._generate import stream as stream
 from ._host_bytes import HostBytes as HostBytes
 from ._host_bytes import host_bytes as host_bytes
 from ._sampling import Sampling as Sampling
+from ._tokenizer import load_special_tokens as load_special_tokens
 from ._tokenizer import load_tokenizer as load_tokenizer
 from ._unstack import unstack as unstack
 
@@ -50,6 +51,7 @@ __all__ = [
     "load",
     "load_config",
     "load_shapes",
+    "load_special_tokens",
     "load_tokenizer",
     "logits",
     "loss",

@@ -197,7 +197,9 @@ class IndexFile(_File):
     weight_map: Annotated[dict[str, ShardName], Field(min_length=1, max_length=2**20)]
 
 
-class _AddedToken(_File):
+class AddedTokenFile(_File):
+    """A token that was added to a vocabulary."""
+
     id: TokenId
     content: Annotated[str, Field(max_length=2**16)]
     single_word: bool = False
@@ -224,7 +226,7 @@ class TokenizerFile(_File):
     version: str | None = None
     truncation: dict[str, Any] | None = None
     padding: dict[str, Any] | None = None
-    added_tokens: list[_AddedToken] | None = None
+    added_tokens: list[AddedTokenFile] | None = None
     normalizer: dict[str, Any] | None = None
     pre_tokenizer: dict[str, Any] | None = None
     post_processor: dict[str, Any] | None = None

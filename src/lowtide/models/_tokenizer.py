@@ -1,4 +1,4 @@
-"""Reading `tokenizer.json`, which code in another language parses.
+"""Reading a tokenizer's folder. Code in another language parses `tokenizer.json`.
 
 The tokenizers library is written in Rust. A file can make it end the process, which no `except` sees: by a stack that
 overflows, memory that cannot be had, or a panic. So what can be checked is checked first (JSON, depth, ids, sizes),
@@ -13,13 +13,16 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import tokenizers
-from tokenizers import Tokenizer
+from tokenizers import AddedToken, Tokenizer
 
-from ..core import ModelFileError, input_file, parse_json, read_input, shortened, validate
+from ..core import ModelFileError, input_file, parse_json, read_input, shortened, shown, validate
 
 _MOST_BYTES = 256 * 1024**2
+_MOST_CONFIG_BYTES = 64 * 1024**2
+_CONFIG, _SPECIAL, _ADDED = "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"
 _MOST_SECONDS = 120
 _AGAIN = "the file is damaged; copy it from its source again"
 _PROBE = "The tide, 12 m: naïve ébb 潮\n\tdef f(x): return {'a': 1}  # 🌊 <s> </s>"
@@ -53,13 +56,15 @@ def load_tokenizer(directory: str | Path) -> Tokenizer:
     """Read the tokenizer of a model directory.
 
     Args:
-        directory: the folder with `tokenizer.json`.
+        directory: the folder with `tokenizer.json`. `tokenizer_config.json`, `special_tokens_map.json` and
+            `added_tokens.json` may name further tokens, which are added as transformers adds them.
 
     Returns:
         The tokenizer, of the `tokenizers` library, with the truncation and padding that the file may ask for off.
 
     Raises:
-        ModelFileError: when `tokenizer.json` is missing or damaged.
+        ModelFileError: when `tokenizer.json` is missing or damaged, or when another file gives a token that it lacks
+            an id that is not the next one.
     """
     path = input_file(
         directory,
@@ -73,9 +78,79 @@ def load_tokenizer(directory: str | Path) -> Tokenizer:
         # A file may carry the truncation and padding of whoever saved it; text would silently be cut or filled up.
         tokenizer.no_truncation()
         tokenizer.no_padding()
-        return tokenizer
     except Exception as error:  # the tokenizers library raises bare Exception
         raise ModelFileError(f"{path}: not a tokenizer", got=shortened(error), hint=_AGAIN) from error
+    _add_tokens(tokenizer, Path(directory))
+    return tokenizer
+
+
+def load_special_tokens(directory: str | Path) -> dict[str, str]:
+    """Read the special tokens of a tokenizer's folder.
+
+    Args:
+        directory: with `tokenizer_config.json`, `special_tokens_map.json`, both or none of them.
+
+    Returns:
+        Texts by name, such as ``eos_token``. The first of these files decides where both have a name.
+
+    Raises:
+        ModelFileError: for a damaged file.
+    """
+    tokens: dict[str, str] = {}
+    for file in (_SPECIAL, _CONFIG):
+        for name, value in _read(Path(directory), file).items():
+            text = value.get("content") if isinstance(value, dict) else value
+            if name.endswith("_token") and isinstance(text, str):
+                tokens[name] = text
+    return tokens
+
+
+def _read(directory: Path, name: str) -> dict[str, Any]:
+    """Read a JSON file of a tokenizer's folder; an absent file is an empty object."""
+    if not (directory / name).is_file():
+        return {}
+    path = input_file(directory, name, hint="copy the model's files again")
+    return parse_json(read_input(path, most_bytes=_MOST_CONFIG_BYTES), str(path))
+
+
+def _add_tokens(tokenizer: Tokenizer, directory: Path) -> None:
+    """Add the tokens of the other files that `tokenizer.json` lacks, in the order in which transformers adds them."""
+    from ._schema import AddedTokenFile
+
+    ids, tokens = dict[str, int](), dict[str, AddedToken]()
+    special = load_special_tokens(directory)
+    decoder = _read(directory, _CONFIG).get("added_tokens_decoder")
+    named = decoder if isinstance(decoder, dict) else {}
+    entries = [{**token, "id": int(id)} for id, token in named.items() if id.isdecimal() and isinstance(token, dict)]
+    if not named:
+        listed = _read(directory, _ADDED)
+        entries = [
+            {"id": id, "content": text, "special": text in special.values(), "normalized": text not in special.values()}
+            for text, id in listed.items()
+        ]
+    where = f"{directory / (_CONFIG if named else _ADDED)}: added tokens"
+    for entry in entries:
+        token = validate(AddedTokenFile, entry, where, hint=_AGAIN)
+        ids[token.content] = token.id
+        tokens[token.content] = AddedToken(
+            **{name: getattr(token, name) for name in ("content", "single_word", "lstrip", "rstrip", "normalized")},
+            special=token.special,
+        )
+    order = sorted(tokens, key=ids.__getitem__)
+    present = {token.content for token in tokenizer.get_added_tokens_decoder().values()}
+    for text in dict.fromkeys([*order, *special.values()]):
+        if text in present or not text:
+            continue
+        token = tokens.get(text, AddedToken(text, special=True, normalized=False))
+        (tokenizer.add_special_tokens if token.special else tokenizer.add_tokens)([token])
+        if (id := tokenizer.token_to_id(text)) != ids.get(text, id):
+            raise ModelFileError(
+                f"{where} do not fit tokenizer.json",
+                expected=f"{ids[text]} for {shown(text)}, which tokenizer.json lacks",
+                got=f"{id}, the next free id",
+                hint="copy all files of the tokenizer from one source; "
+                "transformers' AutoTokenizer(...).save_pretrained writes files that agree",
+            )
 
 
 def _check(content: bytes, where: str) -> None:

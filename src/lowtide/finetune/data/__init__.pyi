@@ -4,7 +4,6 @@ from ._chat import ChatTemplate as ChatTemplate
 from ._chat import chat_prompts as chat_prompts
 from ._chat import chat_turn as chat_turn
 from ._chat import load_chat_template as load_chat_template
-from ._chat import load_special_tokens as load_special_tokens
 from ._packing import best_fit as best_fit
 from ._readers import is_records as is_records
 from ._readers import read_records as read_records

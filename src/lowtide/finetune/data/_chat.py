@@ -21,12 +21,11 @@ from pathlib import Path
 from typing import Any
 
 from ...core import DataError, ModelFileError, input_file, parse_json, read_input, shortened, shown
+from ...models import load_special_tokens
 from ._schema import Example
 
 _CONFIG, _TEMPLATE = "tokenizer_config.json", "chat_template.jinja"
-_SPECIAL = "special_tokens_map.json"
-_MOST_BYTES = 1024**2
-_MOST_CONFIG_BYTES = 64 * 1024**2
+_MOST_BYTES, _MOST_CONFIG_BYTES = 1024**2, 64 * 1024**2
 _MOST_MEMORY_BYTES = 1024**3
 _SECONDS = 20.0
 """For one conversation; a large one takes milliseconds."""
@@ -68,7 +67,10 @@ def load_chat_template(directory: str | Path, file: str | Path | None = None) ->
         ModelFileError: for files that are damaged, too large, or have several templates and no default.
     """
     directory = Path(directory)
-    config, special = _json_of(directory, _CONFIG), load_special_tokens(directory)
+    config, special = dict[str, Any](), load_special_tokens(directory)
+    if (directory / _CONFIG).is_file():
+        path = input_file(directory, _CONFIG, hint="copy the model's files again")
+        config = parse_json(read_input(path, most_bytes=_MOST_CONFIG_BYTES), str(path))
     if file is not None or (directory / _TEMPLATE).is_file():
         given = Path(directory / _TEMPLATE if file is None else file)
         path = input_file(given.parent, given.name, hint="name a file with a Jinja template")
@@ -91,30 +93,6 @@ def load_chat_template(directory: str | Path, file: str | Path | None = None) ->
             hint="copy the file again, or name a template: --chat-template FILE",
         )
     return ChatTemplate(source=source, special=special, where=where)
-
-
-def load_special_tokens(directory: str | Path) -> dict[str, str]:
-    """Read the special tokens of a tokenizer's folder.
-
-    Args:
-        directory: with `tokenizer_config.json`, `special_tokens_map.json`, both or none of them.
-
-    Returns:
-        Texts by name, such as ``eos_token``. For a name that both files have, the first file decides.
-
-    Raises:
-        ModelFileError: for a damaged file.
-    """
-    files = (_json_of(Path(directory), name) for name in (_SPECIAL, _CONFIG))
-    return {name: token for config in files for name, token in _special(config).items()}
-
-
-def _json_of(directory: Path, name: str) -> dict[str, Any]:
-    """Read a file of JSON; without the file there is nothing in it."""
-    if not (directory / name).is_file():
-        return {}
-    path = input_file(directory, name, hint="copy the model's files again")
-    return parse_json(read_input(path, most_bytes=_MOST_CONFIG_BYTES), str(path))
 
 
 class Renderer:
@@ -337,17 +315,6 @@ def chat_turn(template: ChatTemplate, answer: str) -> str:
         return renderer.render(Example(kind="chat", where="a turn", messages=messages), turns=False)[0]
     finally:
         renderer.close()
-
-
-def _special(config: dict[str, Any]) -> dict[str, str]:
-    """Return the special tokens of a tokenizer's file, which are texts or objects with ``content``."""
-    found: dict[str, str] = {}
-    for name, value in config.items():
-        if name.endswith("_token"):
-            value = value.get("content") if isinstance(value, dict) else value
-            if isinstance(value, str):
-                found[name] = value
-    return found
 
 
 def _default(templates: list[Any], where: str) -> Any:
