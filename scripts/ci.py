@@ -11,7 +11,7 @@ The selection has three parts, out of the tests that `make test` leaves out:
 1. every slow test that compiles for a TPU or GPU ahead of time;
 2. the slow tests of each package that changed since the commit in `.ci/verified`, and of each package in a layer above
    it. The layers are those of the import-linter contract in `pyproject.toml`, so a change cannot reach other packages.
-   A test belongs to the package of its folder and to each package that its file uses;
+   A test belongs to the package of its folder and to each package that its file or a helper of it uses;
 3. a quarter of the other slow tests. The commit chooses the quarter, so four commits in a row cover most of them.
 
 A change of a file that all tests share (`tests/conftest.py`, `pyproject.toml`, `constraints/`) selects every slow test.
@@ -20,6 +20,7 @@ A change of a file that all tests share (`tests/conftest.py`, `pyproject.toml`, 
 from __future__ import annotations
 
 import argparse
+import ast
 import contextlib
 import dataclasses
 import datetime
@@ -58,11 +59,12 @@ PACKAGES = {
     "tests/integration/test_resume.py": "cli",
     "tests/integration/test_distributed.py": "cli",
     "tests/integration/test_damaged_files.py": "train",
-    "tests/integration/test_frozen_gradients.py": "core",
 }
 """Package that an integration test exercises; other tests outside of the packages' folders stand above all layers."""
 ATTRIBUTES = {"Trainer": "train", "lora": "adapters", "quantize": "quant", "target": "targets"}
 """Packages of attributes of `lt` that are not named after their package."""
+FOLDERS_ABOVE = ("benchmarks", "docs", "examples", "scripts")
+"""Folders that can use every package: a test that names one stands above all layers."""
 NUM_QUARTERS = 4
 
 
@@ -132,14 +134,13 @@ def affected_by(files: Iterable[str], layers: Sequence[frozenset[str]]) -> Chang
 
 
 def _tests_of(parts: list[str]) -> str:
-    """Pattern of the test files that a changed file below `tests/` can affect."""
+    """Pattern of the source files of tests that a changed file below `tests/` can affect; see `sources_of`."""
     if parts[1:3] == ["golden", "peers"]:  # a recording has the path of its test file
         return f"tests/{'/'.join(parts[3:-1])}/{parts[-1].partition('.')[0]}.py"
     if parts[1] == "golden":  # orders of schedules
         return "tests/pipeline/*"
-    is_test = parts[-1].startswith("test_") and parts[-1].endswith(".py")
-    # A helper can serve every test of its folder.
-    return "/".join(parts) if is_test else "/".join([*parts[:-1], "*"])
+    # Data can serve every test of its folder.
+    return "/".join(parts) if parts[-1].endswith(".py") else "/".join([*parts[:-1], "*"])
 
 
 def changed_files(commit: str) -> list[str] | None:
@@ -178,12 +179,44 @@ def package_of(path: str) -> str:
 
 
 @functools.cache
+def sources_of(path: str) -> frozenset[str]:
+    """The test file, the modules below `tests/` that it imports in any depth, and its folder's `conftest.py`."""
+    sources = set[str]()
+    waiting = {path, f"{path.rpartition('/')[0]}/conftest.py"}
+    while waiting:
+        source = waiting.pop()
+        # Every test uses the `conftest.py` of `tests/`: it is one of SHARED.
+        if source in sources or source == "tests/conftest.py" or not (ROOT / source).is_file():
+            continue
+        sources.add(source)
+        waiting |= _imported_by(source)
+    return frozenset(sources)
+
+
+def _imported_by(source: str) -> set[str]:
+    """Files below `tests/` that a Python file may import; some do not exist."""
+    files = set[str]()
+    for node in ast.walk(ast.parse((ROOT / source).read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom):
+            folder = source.split("/")[: -node.level] if node.level else []
+            module = [*folder, *(node.module or "").split(".")]
+            if module[0] == "tests":
+                names = [[], *([alias.name] for alias in node.names)]
+                files |= {"/".join(filter(None, [*module, *name])) + ".py" for name in names}
+    return files
+
+
+@functools.cache
 def packages_used(path: str) -> frozenset[str]:
-    """Packages of Lowtide that the text of a test file names."""
-    text = (ROOT / path).read_text(encoding="utf-8")
-    names = set(re.findall(r"\b(?:lowtide|lt)\.(\w+)", text))
-    for group in re.findall(r"^\s*from lowtide import (\([^)]*\)|.*)$", text, flags=re.MULTILINE):
-        names |= set(re.findall(r"\w+", group))
+    """Packages that the text of a test file and of its helpers names."""
+    names = set[str]()
+    for source in sources_of(path):
+        text = (ROOT / source).read_text(encoding="utf-8")
+        names |= set(re.findall(r"\b(?:lowtide|lt)\.(\w+)", text))
+        for group in re.findall(r"^\s*from lowtide import (\([^)]*\)|.*)$", text, flags=re.MULTILINE):
+            names |= set(re.findall(r"\w+", group))
+        if re.search(rf"[\"'/]({'|'.join(FOLDERS_ABOVE)})[\"'/]", text):
+            names.add(TOP)
     return frozenset(ATTRIBUTES.get(name, name) for name in names)
 
 
@@ -194,7 +227,7 @@ def quarter_of(case: Case) -> int:
 def is_affected(case: Case, change: Change) -> bool:
     if change.is_everything or package_of(case.path) in change.packages or packages_used(case.path) & change.packages:
         return True
-    return any(fnmatch.fnmatch(case.path, pattern) for pattern in change.test_files)
+    return any(fnmatch.fnmatch(source, pattern) for source in sources_of(case.path) for pattern in change.test_files)
 
 
 def select(cases: Sequence[Case], change: Change, quarter: int) -> tuple[list[Case], list[str]]:
