@@ -11,8 +11,9 @@ The selection has three parts, out of the tests that `make test` leaves out:
 1. every slow test that compiles for a TPU or GPU ahead of time;
 2. the slow tests of each package that changed since the commit in `.ci/verified`, and of each package in a layer above
    it. The layers are those of the import-linter contract in `pyproject.toml`, so a change cannot reach other packages.
-   A test belongs to the package of its folder and to each package that its file or a helper of it uses;
-3. a quarter of the other slow tests. The commit chooses the quarter, so four commits in a row cover most of them.
+   A test belongs to the package of its folder and to each package that its file or a helper of it uses. Tests of a
+   changed package run with all of their cases, tests of packages above it with the first of their slow cases;
+3. a quarter of the other slow cases. The commit chooses the quarter, so four commits in a row cover most of them.
 
 A change of a file that all tests share (`tests/conftest.py`, `pyproject.toml`, `constraints/`) selects every slow test.
 """
@@ -81,14 +82,15 @@ class Case:
 
     @property
     def function(self) -> str:
-        """Id without parameters, so that cases which share a fixture stay together."""
+        """Id without parameters."""
         return self.id.partition("[")[0]
 
 
 @dataclasses.dataclass(frozen=True)
 class Change:
-    """Packages and test files that a change can affect, and the reason in words."""
+    """Changed packages, the packages and test files that they can affect, and the reason in words."""
 
+    changed: frozenset[str]
     packages: frozenset[str]
     test_files: frozenset[str]
     reason: str
@@ -117,7 +119,7 @@ def affected_by(files: Iterable[str], layers: Sequence[frozenset[str]]) -> Chang
     packages, test_files, changed = set[str](), set[str](), set[str]()
     for file in files:
         if any(fnmatch.fnmatch(file, pattern) for pattern in SHARED):
-            return Change(frozenset(), frozenset(), f"{file} changed, which all tests share", is_everything=True)
+            return _everything(f"{file} changed, which all tests share")
         parts = file.split("/")
         if parts[:2] == ["src", "lowtide"] and len(parts) > 3:
             changed.add(parts[2])
@@ -130,7 +132,11 @@ def affected_by(files: Iterable[str], layers: Sequence[frozenset[str]]) -> Chang
     for package in changed:
         packages |= packages_above(package, layers)
     names = ", ".join(sorted(changed)) or "no package"
-    return Change(frozenset(packages), frozenset(test_files), f"changed packages: {names}")
+    return Change(frozenset(changed), frozenset(packages), frozenset(test_files), f"changed packages: {names}")
+
+
+def _everything(reason: str) -> Change:
+    return Change(frozenset(), frozenset(), frozenset(), reason, is_everything=True)
 
 
 def _tests_of(parts: list[str]) -> str:
@@ -159,12 +165,11 @@ def read_change() -> Change:
     """The change since the commit in `.ci/verified`."""
     layers = read_layers()
     if not VERIFIED.exists():
-        return Change(frozenset(), frozenset(), ".ci/verified does not exist", is_everything=True)
+        return _everything(".ci/verified does not exist")
     commit = json.loads(VERIFIED.read_text(encoding="utf-8"))["commit"]
     files = changed_files(commit)
     if files is None:
-        reason = f"the verified commit {commit[:10]} is not in this history"
-        return Change(frozenset(), frozenset(), reason, is_everything=True)
+        return _everything(f"the verified commit {commit[:10]} is not in this history")
     change = affected_by(files, layers)
     return dataclasses.replace(change, reason=f"since {commit[:10]} {change.reason}")
 
@@ -221,19 +226,26 @@ def packages_used(path: str) -> frozenset[str]:
 
 
 def quarter_of(case: Case) -> int:
-    return hashlib.sha256(case.function.encode()).digest()[0] % NUM_QUARTERS
+    return hashlib.sha256(case.id.encode()).digest()[0] % NUM_QUARTERS
 
 
-def is_affected(case: Case, change: Change) -> bool:
-    if change.is_everything or package_of(case.path) in change.packages or packages_used(case.path) & change.packages:
+def is_changed(case: Case, change: Change) -> bool:
+    """Whether the case tests a package that changed, or its file or a helper of it changed."""
+    if change.is_everything or package_of(case.path) in change.changed:
         return True
     return any(fnmatch.fnmatch(source, pattern) for source in sources_of(case.path) for pattern in change.test_files)
+
+
+def is_above(case: Case, change: Change) -> bool:
+    """Whether the case tests or uses a package that the change can affect."""
+    return package_of(case.path) in change.packages or bool(packages_used(case.path) & change.packages)
 
 
 def select(cases: Sequence[Case], change: Change, quarter: int) -> tuple[list[Case], list[str]]:
     """The cases that run, in their order, and the lines of a report that says why the others do not."""
     selected = list[Case]()
-    counts = dict.fromkeys(("make test", "ahead of time", "affected", "quarter"), 0)
+    counts = dict.fromkeys(("make test", "ahead of time", "changed", "above", "quarter"), 0)
+    functions = set[str]()
     left_out: dict[str, int] = {}
     for case in cases:
         if case.markers & LIVE:
@@ -243,8 +255,12 @@ def select(cases: Sequence[Case], change: Change, quarter: int) -> tuple[list[Ca
         elif case.markers & AHEAD_OF_TIME:
             counts["ahead of time"] += 1
             selected.append(case)
-        elif is_affected(case, change):
-            counts["affected"] += 1
+        elif is_changed(case, change):
+            counts["changed"] += 1
+            selected.append(case)
+        elif is_above(case, change) and case.function not in functions:
+            counts["above"] += 1
+            functions.add(case.function)
             selected.append(case)
         elif quarter_of(case) == quarter:
             counts["quarter"] += 1
@@ -252,14 +268,16 @@ def select(cases: Sequence[Case], change: Change, quarter: int) -> tuple[list[Ca
         else:
             left_out[package_of(case.path)] = left_out.get(package_of(case.path), 0) + 1
     num_live = sum(bool(case.markers & LIVE) for case in cases)
-    affected = "every slow test" if change.is_everything else f"slow tests of {_listed(change.packages)}"
+    changed = "every slow test" if change.is_everything else f"slow tests of {_listed(change.changed)}"
+    above = _listed(change.packages - change.changed)
     lines = [
         f"selection: {change.reason}",
         f"  {counts['make test']:5} run in `make test`",
         f"  {counts['ahead of time']:5} selected: all slow tests that compile for absent TPUs and GPUs",
-        f"  {counts['affected']:5} selected: {affected}, and of changed test files",
-        f"  {counts['quarter']:5} selected: quarter {quarter + 1} of {NUM_QUARTERS} of the other slow tests",
-        f"  {sum(left_out.values()):5} left out: slow tests of unaffected packages: "
+        f"  {counts['changed']:5} selected: {changed}, and of changed test files",
+        f"  {counts['above']:5} selected: the first slow case of each test above them: {above}",
+        f"  {counts['quarter']:5} selected: quarter {quarter + 1} of {NUM_QUARTERS} of the other slow cases",
+        f"  {sum(left_out.values()):5} left out: slow cases, by package: "
         + (", ".join(f"{package} {count}" for package, count in sorted(left_out.items())) or "none"),
         f"  {num_live:5} left out: they need other libraries, a GPU or the rehearsal",
     ]

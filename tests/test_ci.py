@@ -62,7 +62,7 @@ def test_documentation_and_tests_alone_affect_no_package():
         "tests/adapters/test_experts.py": True,  # imports a test module that does
         "tests/adapters/test_lora.py": False,
     }
-    assert {path: ci.is_affected(ci.Case(path, frozenset({"slow"})), change) for path in affected} == affected
+    assert {path: ci.is_changed(ci.Case(path, frozenset({"slow"})), change) for path in affected} == affected
 
 
 def test_a_test_is_affected_by_every_package_that_its_file_uses():
@@ -73,7 +73,7 @@ def test_a_test_is_affected_by_every_package_that_its_file_uses():
         "tests/models/test_load_memory.py": True,  # runs a benchmark
         "tests/report/test_views.py": False,
     }
-    assert {path: ci.is_affected(ci.Case(path, frozenset({"slow"})), change) for path in using} == using
+    assert {path: ci.is_above(ci.Case(path, frozenset({"slow"})), change) for path in using} == using
 
 
 def test_a_file_that_was_moved_is_changed_under_both_names(tmp_path, monkeypatch):
@@ -119,22 +119,28 @@ def test_every_case_is_selected_or_counted_as_left_out():
         ci.Case("tests/core/test_grad.py::test_first_bytes", aot | {"sentinel"}),
         ci.Case("tests/cli/test_fits.py::test_slow", slow),
         ci.Case("tests/integration/test_kills.py::test_slow[a]", slow),
+        ci.Case("tests/integration/test_kills.py::test_slow[b]", slow),
         ci.Case("tests/models/test_files.py::test_peers", slow | {"peers"}),
         *(ci.Case(f"tests/core/test_units.py::test_{index}", slow) for index in range(40)),
     ]
     change = ci.affected_by(["src/lowtide/train/_loop.py"], LAYERS)
     quarters = [ci.select(cases, change, quarter) for quarter in range(ci.NUM_QUARTERS)]
-    always = [case.id for case in (cases[1], cases[3], cases[4])]
+    always = [case.id for case in (cases[1], cases[3], cases[4], cases[5])]
     for selected, report in quarters:
-        assert [case.id for case in selected][:3] == always
+        assert [case.id for case in selected][:4] == always
         assert sum(int(line.split()[0]) for line in report[1:]) == len(cases)
-    rotating = [case.id for selected, _ in quarters for case in selected[3:]]
-    assert sorted(rotating) == sorted(case.id for case in cases[6:])  # four quarters are the whole
+    rotating = [case.id for selected, _ in quarters for case in selected[4:]]
+    assert sorted(rotating) == sorted(case.id for case in cases[7:])  # four quarters are the whole
 
 
-def test_cases_of_one_function_are_in_one_quarter():
-    cases = [ci.Case(f"tests/core/test_grad.py::test_values[{index}]", frozenset({"slow"})) for index in range(9)]
-    assert len({ci.quarter_of(case) for case in cases}) == 1
+def test_tests_above_a_changed_package_run_with_one_case_and_a_quarter_of_the_others():
+    files = "tests/core/test_grad.py", "tests/cli/test_fits.py"
+    names = [f"{file}::test_values[{index}]" for file in files for index in range(9)]
+    cases = [ci.Case(name, frozenset({"slow"})) for name in names]
+    change = ci.affected_by(["src/lowtide/core/_paths.py"], LAYERS)
+    quarters = [[case.id for case in ci.select(cases, change, quarter)[0]] for quarter in range(ci.NUM_QUARTERS)]
+    assert all(selected[:10] == names[:10] for selected in quarters)
+    assert sorted(case for selected in quarters for case in selected[10:]) == names[10:]
 
 
 def test_a_commit_of_another_history_selects_everything(tmp_path, monkeypatch):
