@@ -77,6 +77,8 @@ def test_dropout_goes_on_bit_for_bit_and_is_off_in_evaluation(config: Any, tmp_p
     step, _, held_out = whole[0]
     assert (step, plain.trainer.evaluate(plain.data.held_out)["loss"]) == (0, held_out)  # before the first step
     first = plain.trainer.evaluate([plain.data.train[0]])["loss"]
+    trained = plain.trainer.fit(plain.data.train, num_steps=1)[0]
+    assert abs(first - trained["loss"]) < 1e-5  # a step without dropout has the loss of an evaluation
     assert abs(first - losses[0][1]) > 1e-4  # the same batch and weights, with dropout
 
 

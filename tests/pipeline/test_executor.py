@@ -134,7 +134,8 @@ def pipeline_of(name: str, num_ranks: int, **options: Any) -> Pipeline:
     return value_and_grad(STACK, made, **{"mesh": mesh_of(num_ranks), "weight": num_targets} | options)
 
 
-# One of each kind, of one stage a rank or two, with W apart from I or not; and of 16 stages, some without a layer.
+# Fast: one stage per rank with W apart from I, and two stages. Slow: more stages than layers. Schedules with I and W in
+# one pass, 1f1b and gpipe, are in tests/pipeline/test_inputs.py.
 QUICK = (("zb-h1", 4), ("auto", 4))
 CASES = (("interleaved-zb", 4), ("v-min", 8))
 

@@ -66,7 +66,7 @@ def test_no_output_and_no_temporary_has_the_size_of_the_frozen_tree(trainer, rep
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("target", ["cpu"], indirect=True)  # of a TPU in tests/integration/test_frozen_gradients.py
+@pytest.mark.parametrize("target", ["cpu"], indirect=True)  # tests/train/test_offload.py compiles it for absent chips
 def test_the_naive_step_pays_for_the_whole_model(trainer, report, batch, target):
     ours = report
     naive = analyze_naive(trainer.model, partial(loss, remat=True), optax.adamw(1e-4), WRT, batch, target=target)
