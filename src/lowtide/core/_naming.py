@@ -15,6 +15,8 @@ class ExternalNames(Protocol):
 
     It may also have ``table_names``, the names of modules whose rows are looked up, which are other layers there than
     those that multiply; and ``tied_names``, which gives of a module that is used in a second place the name of that.
+    ``named_as`` returns the model with the names of a file, where files have several. ``ignored_modules`` names modules
+    of the other library that the model lacks.
     """
 
     def external_name(self, path: str) -> str:

@@ -162,6 +162,9 @@ class DecoderConfig:
     """Whether query, key and value are one matrix, and gate and up another one (Phi-3)."""
     experts: Experts | None = None
     """A mixture of experts in place of the MLPs, or None."""
+    module_prefix: str = "model."
+    """What Hugging Face's names of the decoder's modules begin with. It is longer where a model of images and text
+    holds the decoder. Adapters are saved under these names."""
 
     def __post_init__(self) -> None:
         for name in ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads"):

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from ..core import ConfigError, ModelFileError, shortened, shown, validate
 from ._config import DecoderConfig, RopeScaling
 from .families import FAMILIES, Family, family_of
-from .families._family import COMMON
+from .families._family import COMMON, PREFIXES
 from .packed import Scheme, scheme_of
 
 if TYPE_CHECKING:
@@ -42,6 +42,7 @@ def config_from_hf(raw: Mapping[str, Any], where: str) -> DecoderConfig:
     from ._schema import NEUTRAL, ConfigFile, unhandled
 
     quantization_from_hf(raw, where)  # which refuses what is not read
+    outer = raw
     family, raw = _family(raw, where)
     file = validate(ConfigFile, {**family.defaults, **_flat(raw, family, where)}, where, hint=_AGAIN)
     rope = _rope(file, family, where)
@@ -66,7 +67,10 @@ def config_from_hf(raw: Mapping[str, Any], where: str) -> DecoderConfig:
     ends, begins = (_token_ids(file, name, where, is_given=name in raw) for name in ("eos_token_id", "bos_token_id"))
     try:
         return DecoderConfig(
-            **_values(file, family, rope, where), bos_token_id=begins[0], eos_token_id=_one_or_all(ends)
+            **_values(file, family, rope, where),
+            bos_token_id=begins[0],
+            eos_token_id=_one_or_all(ends),
+            module_prefix=PREFIXES[raw is not outer],
         )
     except ConfigError as error:
         raise ModelFileError(
@@ -170,7 +174,7 @@ def _differences(config: DecoderConfig, other: DecoderConfig) -> dict[str, tuple
         scale = one.head_dim**-0.5 if one.attention_scale is None else one.attention_scale
         windows = one.windows
         fields = {field.name: getattr(one, field.name) for field in dataclasses.fields(one)}
-        told = {"attention_out_bias": out_bias, "attention_scale": round(scale, 12)}
+        told = {"attention_out_bias": out_bias, "attention_scale": round(scale, 12), "module_prefix": None}
         return fields | told | {"sliding_window": windows, "sliding_layers": None}
 
     ours, theirs = plain(config), plain(other)
@@ -182,7 +186,7 @@ def _family(raw: Mapping[str, Any], where: str) -> tuple[Family, Mapping[str, An
     named, kind = raw.get("architectures") or [], raw.get("model_type")
     architectures: list[Any] = named if isinstance(named, list) else [named]  # pyright: ignore[reportUnknownVariableType]
     found = [family for family in FAMILIES.values() if family.architecture in architectures]
-    whole = [family for family in FAMILIES.values() if family.text_of and family.text_of[0] in architectures]
+    whole = [family for family in FAMILIES.values() if family.text_of in architectures]
     if not found and not architectures and isinstance(kind, str) and kind in FAMILIES:
         found = [FAMILIES[kind]]
     if found and kind in (None, found[0].model_type):

@@ -19,7 +19,7 @@ import dataclasses
 import functools
 import math
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
 
 import jax
@@ -35,6 +35,7 @@ from ._config import DecoderConfig
 from ._experts import balance_loss, mixture
 from ._rope import document_lengths, rotary, rotate
 from .families import family_of
+from .families._family import IMAGES, PREFIXES
 
 EVERYTHING = 2**30
 """The window of a layer without one, where layers differ."""
@@ -127,7 +128,32 @@ class Decoder:
         """
         if path.endswith("/router"):
             raise KeyError(path)
-        return family_of(self.config).names[path]
+        return self._named(family_of(self.config).names[path])
+
+    def _named(self, name: str) -> str:
+        """Give a name of a model of text the prefix that the checkpoint has."""
+        prefix = self.config.module_prefix
+        if name == "lm_head" and prefix == PREFIXES[2]:
+            return "language_model.lm_head"
+        return prefix + name.removeprefix(PREFIXES[0]) if name.startswith(PREFIXES[0]) else name
+
+    def named_as(self, names: Collection[str]) -> Decoder:
+        """Return the same decoder, with the module names that a file has.
+
+        An adapter of a model of images and text fits its text decoder, and the other way round.
+
+        Args:
+            names: of modules or tensors; other names may stand among them.
+        """
+        for prefix in reversed(PREFIXES):
+            if any(prefix in name for name in names):
+                return dataclasses.replace(self, config=dataclasses.replace(self.config, module_prefix=prefix))
+        return self
+
+    @property
+    def ignored_modules(self) -> tuple[str, ...]:
+        """The Hugging Face modules of the checkpoint that see images, which are not part of the decoder."""
+        return IMAGES if self.config.module_prefix != PREFIXES[0] else ()
 
     @property
     def expert_parameters(self) -> dict[str, tuple[str, ...]]:
@@ -141,13 +167,13 @@ class Decoder:
     @property
     def table_names(self) -> frozenset[str]:
         """The Hugging Face modules of which rows are looked up."""
-        return frozenset({family_of(self.config).names["outer/embed"]})
+        return frozenset({self.external_name("outer/embed")})
 
     @property
     def tied_names(self) -> dict[str, str]:
         """The Hugging Face module that is used in a second place, with the name of that place."""
-        names = family_of(self.config).names
-        return {names["outer/embed"]: names["outer/lm_head"]} if self.config.tie_embeddings else {}
+        table, head = map(self.external_name, ("outer/embed", "outer/lm_head"))
+        return {table: head} if self.config.tie_embeddings else {}
 
 
 def loss(

@@ -42,12 +42,12 @@ from ._decoder import Decoder, init, parameter_shapes, with_windows, without_win
 from ._shards import CONFIG, INDEX, SINGLE, Tensor, write_model
 from ._tensors import DTYPES, Source, open_tensors, pieces, read_leaf
 from .families import family_of
+from .families._family import IMAGES
 from .gguf import gguf_model, open_gguf
 from .packed import Packed, Plan, Scheme, Stored, folded, plan, told
 
 _MOST_CONFIG_BYTES, _MOST_INDEX_BYTES = 16 * 1024**2, 256 * 1024**2
 _HEAD = "lm_head.weight"
-_IMAGES = ("vision_tower.", "multi_modal_projector.")
 _AGAIN = "copy the file from the model's source again"
 
 
@@ -411,7 +411,7 @@ def _of_the_text(tensors: dict[str, Source], config: DecoderConfig) -> dict[str,
     text_of = family_of(config).text_of
     if text_of is None:
         return tensors
-    kept = {name: source for name, source in tensors.items() if not name.removeprefix("model.").startswith(_IMAGES)}
+    kept = {name: source for name, source in tensors.items() if not name.removeprefix("model.").startswith(IMAGES)}
     for prefix in ("language_model.", "model.language_model."):  # of transformers 4, and 5
         into = prefix.removesuffix("language_model.")
         kept = {into + name.removeprefix(prefix) if name.startswith(prefix) else name: kept[name] for name in kept}

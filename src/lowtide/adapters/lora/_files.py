@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import warnings
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -137,6 +138,8 @@ def save(
     more = {**whole.options, **({KERNELS: kernels} if kernels else {})}
     config = describe(described, modules, kind, **names, whole=more, parameters=parameters)
     config |= patterns(model, config)
+    if ignored := getattr(model, "ignored_modules", ()):
+        config["exclude_modules"] = rf".*\b({'|'.join(ignored)})\b.*"
     contents = {
         WEIGHTS_FILE: to_safetensors(tensors, metadata={"format": "pt"}),
         CONFIG_FILE: (json.dumps(config, indent=2) + "\n").encode(),
@@ -179,18 +182,20 @@ def load(model: Tree, directory: str | os.PathLike[str]) -> Tree:
         3.0
     """
     folder = Path(directory)
-    config = dataclasses.replace(read_config(folder), tables=table_names(model))
+    config = read_config(folder)
     path = input_file(
         folder,
         WEIGHTS_FILE,
         expected=f"{CONFIG_FILE} and {WEIGHTS_FILE} in one directory",
         hint="save the adapter with safe_serialization=True (PEFT's default) or with lt.lora.save",
     )
-    names = _names_by_site(model)
     by_index = {site.index: site for site in sites(model)}
+    base = model
     try:
         with safe_open(path, framework="numpy") as file:
-            keys = set(file.keys())
+            model, keys = _as_in_file(model, set(file.keys()), path)
+            config = dataclasses.replace(config, tables=table_names(model))
+            names = _names_by_site(model)
             kernels = kernels_in(model, config, keys)
             parameters = parameters_in(model, config)
             others = {*kernels, *(site.index for each in parameters for site in each.sites)}
@@ -229,8 +234,8 @@ def load(model: Tree, directory: str | os.PathLike[str]) -> Tree:
         raise ModelFileError(
             f"{path}: truncated or no safetensors file", got=shortened(error), hint="copy or write the adapter again"
         ) from error
-    _check_present(adapted_sites(model), nodes)
-    return replace(model, nodes)
+    _check_present(adapted_sites(base), nodes)
+    return replace(base, nodes)
 
 
 def check(directory: str | os.PathLike[str]) -> None:
@@ -243,6 +248,18 @@ def check(directory: str | os.PathLike[str]) -> None:
         ModelFileError: when it is damaged, or asks for what is not supported, as in `load`.
     """
     read_config(Path(directory))
+
+
+def _as_in_file(model: Tree, keys: set[str], path: Path) -> tuple[Tree, set[str]]:
+    """Return the model with the module names of a file, and the file's keys without modules that the model lacks."""
+    if hasattr(model, "named_as"):
+        model = model.named_as(keys)
+    ignored = {key for key in keys if {*key.split(".")} & {*getattr(model, "ignored_modules", ())}}
+    if ignored and ignored != keys:
+        warnings.warn(f"{path}: {len(ignored)} tensors are not read: {_some(sorted(ignored)[:1])} sees images",
+                      stacklevel=3)  # fmt: skip
+        keys = keys - ignored
+    return model, keys
 
 
 def _refuse_twice(site: Site, name: str, described: Mapping[str, Any]) -> None:

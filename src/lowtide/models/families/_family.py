@@ -25,6 +25,11 @@ COMMON: Mapping[str, str] = {
 """Fields of `DecoderConfig` that every family has, and what `config.json` calls them."""
 
 _OUTER = {"outer/embed": "model.embed_tokens", "outer/norm": "model.norm", "outer/lm_head": "lm_head"}
+IMAGES = ("vision_tower", "multi_modal_projector")
+"""Modules of a model of images and text that are not read."""
+PREFIXES = ("model.", "model.language_model.", "language_model.model.")
+"""What the names of a decoder's modules begin with: in a model of text, and in one of images and text in `transformers`
+since 4.52 and before it."""
 _ATTN, _MLP = "model.layers.{layer}.self_attn", "model.layers.{layer}.mlp"
 
 
@@ -95,8 +100,8 @@ class Family:
     """Fields of `DecoderConfig` that are no copies."""
     write: Callable[[DecoderConfig], Mapping[str, Any]] = lambda config: {}
     """Fields of `config.json` that are no copies."""
-    text_of: tuple[str, str] | None = None
-    """Architecture of a model of images and text, and the prefix of its text decoder's weights, that is read, too."""
+    text_of: str | None = None
+    """Architecture of a model of images and text whose text decoder is read, too."""
 
     @property
     def known(self) -> frozenset[str]:

@@ -121,5 +121,5 @@ GEMMA3 = dataclasses.replace(
     read=_read_gemma3,
     write=_write_gemma3,
     rope_theta=1e6,
-    text_of=("Gemma3ForConditionalGeneration", "language_model."),
+    text_of="Gemma3ForConditionalGeneration",
 )
