@@ -46,6 +46,13 @@ def test_a_batch_with_rows_more_than_once_is_said(load):
     assert note == "a batch of 12 has rows more than once: there are 11 to train on"
 
 
+def test_prompts_beside_a_chat_template_are_said(load, tmp_path):
+    template = tmp_path / "chat.jinja"
+    template.write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
+    (note,) = load(CHATS, chat_template=str(template)).notes
+    assert note == f'prompts are learned as text, without {template}; records with "messages" use it'
+
+
 def test_contiguous_windows_are_for_text(load):
     assert load(TEXTS, "data.ndjson", packing="contiguous").report is None
     with pytest.raises(DataError, match=r"data.jsonl:1: contiguous windows are for plain text(.|\n)*hint:"):

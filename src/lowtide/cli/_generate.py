@@ -122,13 +122,14 @@ def _answer_all(
 ) -> None:
     import jax
 
+    from ..finetune import decode_after
     from ..models import generate_batch
 
     key, ends = jax.random.key(args.seed), end_tokens(args, base, tokenizer).answer
     num_answers = len(prompts) * args.num_samples * max(len(args.adapter), 1)
     if file is None and num_answers == 1:
         for _, model in _models(base, args.adapter):
-            _stream(args, model, tokenizer, sampling, ids[0], ends, console)
+            _stream(args, model, tokenizer, sampling, ids[0], ends, console, _context(prompts[0], ids[0]))
         return
     done = num_tokens = 0
     start = time.monotonic()
@@ -147,7 +148,8 @@ def _answer_all(
                     num_samples=args.num_samples,
                     batch_size=args.batch_size,
                 ):
-                    text = tokenizer.decode(answer.tokens)
+                    context = _context(prompts[answer.prompt], ids[answer.prompt])
+                    text = decode_after(tokenizer, context, answer.tokens)
                     record = {**prompts[answer.prompt], "adapter": adapter, "sample": answer.sample, "text": text}
                     _hand_out(file, {**record, "num_tokens": len(answer.tokens), "ended": answer.is_ended})
                     done, num_tokens = done + 1, num_tokens + len(answer.tokens)
@@ -178,6 +180,11 @@ def _hand_out(file: TextIO | None, record: dict[str, Any]) -> None:
     console.rule()
 
 
+def _context(record: dict[str, Any], ids: list[int]) -> list[int]:
+    """Return the tokens that an answer continues: of a question none, since a template writes what is before it."""
+    return ids if "prompt" in record else []
+
+
 def _text_of(message: dict[str, Any]) -> str:
     content = message.get("content") or ""  # a turn that calls tools may have none
     return content if isinstance(content, str) else "".join(part["text"] for part in content)
@@ -191,14 +198,16 @@ def _stream(
     ids: list[int],
     ends: Sequence[int],
     console: Console,
+    context: list[int],
 ) -> str:
     """Print one answer as it comes, and return it."""
     import jax
     from tokenizers.decoders import DecodeStream
 
+    from ..finetune import decode_after
     from ..models import stream
 
-    decode: Any = DecodeStream(ids=[], skip_special_tokens=True)
+    decode: Any = DecodeStream(ids=context, skip_special_tokens=True)
     printed, ids_so_far = "", list[int]()
     start = time.monotonic()
     for token in stream(
@@ -209,7 +218,7 @@ def _stream(
         printed += part
         sys.stdout.write(part)
         sys.stdout.flush()
-    whole = tokenizer.decode(ids_so_far)
+    whole = decode_after(tokenizer, context, ids_so_far)
     # What is held back until it is a whole character, and never became one.
     sys.stdout.write(whole.removeprefix(printed) + "\n" if whole.startswith(printed) else "\n")
     sys.stdout.flush()
@@ -230,7 +239,7 @@ def _chat(args: argparse.Namespace, base: Any, tokenizer: Any, sampling: Any) ->
             args.tokenizer or args.model, tokenizer, {"the conversation": messages}, args.chat_template
         )
         check_ids(ids, tokenizer, base.config.vocab_size, "the conversation")
-        answer = _stream(args, model, tokenizer, sampling, ids, ends, errors())
+        answer = _stream(args, model, tokenizer, sampling, ids, ends, errors(), [])
         messages.append({"role": "assistant", "content": answer})
 
 
@@ -260,7 +269,10 @@ def _all_ids(
 
 
 def _ids(base: Any, tokenizer: Any, prompt: str) -> list[int]:
-    ids = tokenizer.encode(prompt).ids
+    from ..finetune import encode
+
+    (encoding,) = encode(tokenizer, [prompt])
+    ids = list(encoding.ids)
     begin = base.config.bos_token_id
     if not ids and begin is not None:
         return [begin]

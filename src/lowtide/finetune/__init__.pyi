@@ -31,3 +31,5 @@ from ._text import named_documents as named_documents
 from ._text import read_documents as read_documents
 from ._text import text_data as text_data
 from ._tokens import check_ids as check_ids
+from ._tokens import decode_after as decode_after
+from ._tokens import encode as encode

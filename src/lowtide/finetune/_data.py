@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tokenizers import Tokenizer
 
@@ -14,6 +14,9 @@ from ._config import FinetuneConfig, flag_of
 from ._formats import KINDS, files_read_as_text, first_fields, is_binary, read_head
 from ._text import TextData, named_documents, text_data
 from ._walk import files_below
+
+if TYPE_CHECKING:
+    from .data import ChatTemplate
 
 _MOST_NAMES = 6
 _MOST_BATCH_TOKENS = 2**28
@@ -98,15 +101,17 @@ def load_data(
         digest=made.digest,
         report=made.report,
     )
-    return _noted(data, config)
+    return _noted(data, config, template)
 
 
-def _noted(data: TextData, config: FinetuneConfig) -> TextData:
+def _noted(data: TextData, config: FinetuneConfig, template: ChatTemplate | None = None) -> TextData:
     """Add what a user may not expect."""
     notes = [*notes_on(config.data, config.columns), *notes_on(config.eval_data, config.columns, is_evaluation=True)]
     num_rows, batch_size = data.num_train_sequences, config.batch_size
     if num_rows is not None and num_rows < batch_size:
         notes.append(f"a batch of {batch_size:,} has rows more than once: there are {num_rows:,} to train on")
+    if template is not None and data.report is not None and data.report.kind == "prompt":
+        notes.append(f'prompts are learned as text, without {template.where}; records with "messages" use it')
     return dataclasses.replace(data, notes=tuple(notes))
 
 

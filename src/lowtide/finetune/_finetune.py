@@ -61,6 +61,7 @@ from ._runs import (
 )
 from ._table import MemoryTable
 from ._text import IGNORE
+from ._tokens import decode_after
 
 _WRT = "**/lora_*"
 _PROMPT_TOKENS = 24
@@ -393,7 +394,9 @@ class Finetune:
         model = dataclasses.replace(model, outer=to_device(model.outer))
         tokens = models.generate(model, jnp.asarray(prompt), self.config.sample_tokens, key=key, hidden=hidden)
         tokens = np.asarray(tokens)
-        return self.tokenizer.decode(prompt.tolist()), self.tokenizer.decode(tokens[len(prompt) :].tolist())
+        return self.tokenizer.decode(prompt.tolist()), decode_after(
+            self.tokenizer, prompt.tolist(), tokens[len(prompt) :].tolist()
+        )
 
 
 def _refuse_on_host(config: FinetuneConfig, sharding: ShardingRules) -> None:

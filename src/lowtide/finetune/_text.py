@@ -227,7 +227,7 @@ def tokenise(
             ids = encoding.ids
             if vocab_size is not None and max(ids, default=0) >= vocab_size:
                 check_ids(ids, tokenizer, vocab_size, _place(names[at], texts[at], ids, tokenizer, vocab_size))
-            pieces.append(np.asarray(ids + end, np.int32))
+            pieces.append(np.asarray(ids if ids[-1:] == end else ids + end, np.int32))
         if on_progress is not None:
             on_progress(min(start + _ENCODE_AT_ONCE, len(documents)), len(documents))
     stream = np.concatenate(pieces) if pieces else np.zeros((0,), np.int32)

@@ -9,9 +9,12 @@ from tokenizers import Tokenizer
 
 from ..core import DataError, ModelFileError, shortened, shown
 
+_CONTEXT = 16
+"""Tokens of a prompt that say how the next ones are written."""
+
 
 def encode(tokenizer: Tokenizer, texts: Sequence[str], *, special: bool = True, offsets: bool = False) -> list[Any]:
-    """Tokenise texts.
+    """Tokenise texts. A text that begins as the tokenizer begins texts, with BOS, gets no second one.
 
     Args:
         tokenizer: of the `tokenizers` library.
@@ -27,7 +30,12 @@ def encode(tokenizer: Tokenizer, texts: Sequence[str], *, special: bool = True, 
     """
     try:
         run = tokenizer.encode_batch if offsets else tokenizer.encode_batch_fast
-        return run(list(texts), add_special_tokens=special)
+        encodings = run(list(texts), add_special_tokens=special)
+        added = tokenizer.encode("").ids if special else []
+        for encoding in encodings if added else ():
+            if len(encoding) > 1 and encoding.ids[:2] == [added[0]] * 2:
+                encoding.truncate(len(encoding) - 1, direction="left")
+        return encodings
     except BaseException as error:  # the library raises bare Exception, and panics as a BaseException of its own
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
@@ -36,6 +44,13 @@ def encode(tokenizer: Tokenizer, texts: Sequence[str], *, special: bool = True, 
             got=shortened(error),
             hint="tokenizer.json lacks characters that the data has, or is damaged",
         ) from error
+
+
+def decode_after(tokenizer: Tokenizer, prompt: Sequence[int], ids: Sequence[int]) -> str:
+    """Return the text by which tokens continue a prompt; alone they may lose a space at their beginning."""
+    prompt = list(prompt[-_CONTEXT:])
+    before, whole = (tokenizer.decode(tokens) for tokens in (prompt, [*prompt, *ids]))
+    return whole[len(before) :] if whole.startswith(before) else tokenizer.decode(list(ids))
 
 
 def largest_id(tokenizer: Tokenizer, end_token: int | None) -> int:
