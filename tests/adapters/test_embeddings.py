@@ -156,3 +156,24 @@ def test_embeddings_and_heads_of_peft(peer: Peer, tmp_path: Path) -> None:
     assert np.abs(want - kinds.our_logits(plain)).max() > 1e-2
     np.testing.assert_allclose(kinds.our_logits(ours), want, atol=1e-4)
     np.testing.assert_allclose(kinds.our_logits(lora.merge(ours)), want, atol=1e-4)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2"])  # with a head of its own, and tied
+def test_resized_tables_that_peft_stored_replace_those_of_the_model(family: str, tmp_path: Path) -> None:
+    plain, num_rows = base(family), KINDS[family].vocab_size + 3
+    lora.save(adapted(plain, targets="**/q_proj"), tmp_path)
+    tensors, draw = load_file(tmp_path / WEIGHTS), np.random.default_rng(0)
+    embed = draw.normal(size=(num_rows, KINDS[family].hidden_size)).astype(np.float32)
+    head = embed if KINDS[family].tie_embeddings else 2 * embed
+    tensors |= {f"{EMBED}.weight": embed, "base_model.model.lm_head.weight": head}
+    save_file(tensors, tmp_path / WEIGHTS)
+    model = lora.load(plain, tmp_path)
+    assert model.config.vocab_size == num_rows
+    np.testing.assert_array_equal(model.outer["embed"]["weight"], embed)
+    assert KINDS[family].tie_embeddings or np.array_equal(model.outer["lm_head"]["weight"], head)
+    logits = LOGITS(model, TOKENS + 3)  # the last of them are new
+    assert logits.shape[-1] == num_rows and np.isfinite(logits).all()
+    models.save(lora.merge(model), tmp_path / "merged")
+    np.testing.assert_allclose(LOGITS(models.load(tmp_path / "merged"), TOKENS + 3), logits, atol=1e-4)
+    abstract = lora.load(jax.eval_shape(lambda: plain), tmp_path)
+    assert abstract.outer["embed"]["weight"].shape == embed.shape

@@ -172,7 +172,7 @@ def _hand_out(file: TextIO | None, record: dict[str, Any]) -> None:
         return
     console = Console(highlight=False, soft_wrap=True)
     # A prompt is continued; a question is answered below it.
-    prompt = record["prompt"] if "prompt" in record else _text_of(record["messages"][-1]) + "\n"
+    prompt = record["prompt"] if "prompt" in record else (record["messages"][-1].get("content") or "") + "\n"
     names = [record["adapter"], f"sample {record['sample']}" if record["sample"] else None]
     if label := ", ".join(filter(None, names)):
         console.print(Text(label, style="bold"))
@@ -183,11 +183,6 @@ def _hand_out(file: TextIO | None, record: dict[str, Any]) -> None:
 def _context(record: dict[str, Any], ids: list[int]) -> list[int]:
     """Return the tokens that an answer continues: of a question none, since a template writes what is before it."""
     return ids if "prompt" in record else []
-
-
-def _text_of(message: dict[str, Any]) -> str:
-    content = message.get("content") or ""  # a turn that calls tools may have none
-    return content if isinstance(content, str) else "".join(part["text"] for part in content)
 
 
 def _stream(

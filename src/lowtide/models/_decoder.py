@@ -150,6 +150,10 @@ class Decoder:
                 return dataclasses.replace(self, config=dataclasses.replace(self.config, module_prefix=prefix))
         return self
 
+    def with_vocabulary(self, size: int) -> Decoder:
+        """Return the same decoder, configured for another number of tokens; its arrays are not changed."""
+        return dataclasses.replace(self, config=dataclasses.replace(self.config, vocab_size=size))
+
     @property
     def ignored_modules(self) -> tuple[str, ...]:
         """The Hugging Face modules of the checkpoint that see images, which are not part of the decoder."""

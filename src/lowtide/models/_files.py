@@ -239,6 +239,9 @@ def _stored(
         return
     with open_tensors(_weight_files(directory)) as found:
         ours = _of_the_text(found, config)
+        embedding = _embedding(config)
+        if config.tie_embeddings and embedding not in ours and _HEAD in ours:  # one tensor, under its other name
+            ours = {embedding if name == _HEAD else name: source for name, source in ours.items()}
         yield ours if scheme is None else folded(ours, scheme, notes)
 
 

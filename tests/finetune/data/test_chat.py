@@ -194,28 +194,6 @@ def test_a_turn_that_another_could_be_is_refused(source, messages, what):
         _render(source, messages)
 
 
-def test_parts_that_a_template_leaves_out_are_refused():
-    parts = {"role": "user", "content": [{"type": "text", "text": "secret "}, {"type": "text", "text": "and more"}]}
-    drops = SHORT.replace("m.content", "(m.content if m.content is string else '')")
-    ways = ["m.content | string", "m.content[0].text", "m.content[-1].text"]  # what Python calls them, or one of two
-    for drop in (drops, *(SHORT.replace("m.content", f"({way} if m.role == 'user' else m.content)") for way in ways)):
-        for source in (drop, "{% generation %}{% endgeneration %}" + drop):
-            with pytest.raises(DataError, match=r"a.jsonl:7(.|\n)*does not write message 1(.|\n)*hint:"):
-                _render(source, [parts, *chat("a", "b")[1:]])
-
-
-@pytest.mark.parametrize("said", ['{"temp": 20}', "line 1\nline 2 ", "'"])
-def test_parts_are_read_as_a_text_is(said):
-    parts = [{"type": "text", "text": said}]
-    source = LAST_THINKS.replace(
-        "else m.content }}", "else m.content if m.content is string else m.content | tojson }}"
-    )
-    answered = [*chat("a"), _calls("f"), {"role": "tool", "content": parts}, *chat("a", "b", "c")[1:]]
-    text, turns = _render(source.replace("call.function", "call"), answered)
-    assert turns == ['<call>{"name": "f", "arguments": {}}</call><|im_end|>\n', "b<|im_end|>\n"]
-    assert json.dumps(said, ensure_ascii=False) in text
-
-
 def test_calls_that_a_template_leaves_out_are_refused():
     answered = [*chat("a"), _calls("f", "g"), {"role": "tool", "content": "7"}, *chat("a", "b")[1:]]
     first = SHORT.replace("m.content", "(m.tool_calls[0].name if m.tool_calls else m.content)")

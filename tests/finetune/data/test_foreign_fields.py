@@ -111,3 +111,16 @@ def test_columns_that_nobody_reads_are_known(tmp_path):
     file.write_text(json.dumps({"id": 3, "source": "web", "messages": [ASKED, SAID], "label": True, "images": []}))
     (example,) = read_records(file, {})
     assert example.unread == ("id", "source")
+
+
+def test_parts_that_are_text_are_joined_and_others_are_refused():
+    parts = [{"type": "text", "text": "line 1\n"}, {"type": "input_text", "text": "'2'"}, {"text": " "}]
+    answer = {"role": "assistant", "content": [{"type": "output_text", "text": "b"}]}
+    example = parse_record({"messages": [{"role": "user", "content": parts}, answer]}, "a:1", {})
+    assert [each["content"] for each in example.messages] == ["line 1\n'2' ", "b"]
+    for part in ({"type": "thinking", "text": "hm"}, {"type": "image_url", "image_url": "x"}):
+        with pytest.raises(DataError, match=f"a:1: a part of a message has the type '{part['type']}'"):
+            parse_record({"prompt": [{"role": "user", "content": [part]}], "completion": [answer]}, "a:1", {})
+    for broken in ("text", {"type": "text", "text": 1}):
+        with pytest.raises(DataError, match="a:1"):
+            parse_record({"messages": [{"role": "user", "content": [broken]}]}, "a:1", {})

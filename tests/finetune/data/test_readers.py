@@ -125,7 +125,7 @@ BAD_LINES = {
     '{"messages": [{"role": "user", "content": 4}]}': "messages.0.content",
     '{"messages": [{"role": "assistant", "content": "x", "weight": 0.5}]}': "a turn has the weight 0.5",
     '{"conversations": [{"from": "gpt", "value": "x", "weight": true}]}': "a turn has the weight True",
-    '{"messages": [{"role": "user", "content": [{"type": "image", "url": "x"}]}]}': "of the type 'image'",
+    '{"messages": [{"role": "user", "content": [{"type": "image", "url": "x"}]}]}': "has the type 'image'",
     '{"prompt": "x", "completion": [{"role": "assistant", "content": "y"}]}': "one of prompt and completion",
     '{"instruction": "x", "output": ["y"]}': "output has an unusable value",
 }

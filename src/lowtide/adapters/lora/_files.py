@@ -9,7 +9,7 @@ import warnings
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -43,7 +43,7 @@ from ._ranks import cut, of_layer, own_ranks, scales_of
 from ._saved import SavedWeight
 from ._saved_files import asked_for, read_whole, whole_of
 from ._sites import Site, adapted_sites, layer_names, replace, sites
-from ._tables import base_keys, check_base, check_tables, table_names
+from ._tables import base_keys, check_base, check_tables, read_table, stored_tables, table_names
 from ._tensors import read_tensor
 from ._vectors import IA3Weight, VeRAWeight
 from ._weight import LoRAWeight
@@ -216,7 +216,9 @@ def load(model: Tree, directory: str | os.PathLike[str]) -> Tree:
             whole, keys_of_whole = asked_for(model, config, owners(model, adapted, {*chosen, *kernels}))
             expected |= whole if expected else set()
             bases = base_keys([names[i][0] for i in chosen if len(by_index[i].weight.shape) == 2], keys)
-            expected |= {*bases}
+            plain = [site for site in by_index.values() if site.index in names and site.index not in chosen]
+            tables = stored_tables(model, {names[site.index][0]: site for site in plain}, keys - expected)
+            expected |= {*bases, *tables}
             _check_keys(path, keys, expected | {*(VERA_TENSORS if config.kind == VERA and expected else ())})
             wholes = _read_projections(file, path, config) if config.kind == VERA else ()
             nodes = {
@@ -230,12 +232,15 @@ def load(model: Tree, directory: str | os.PathLike[str]) -> Tree:
             nodes |= read_whole(file, path, model, keys_of_whole)
             for key, name in bases.items():
                 check_base(file, path, next(by_index[i] for i in chosen if name in names[i]), key)
+            resized = {site.index: read_table(file, path, key, site) for key, site in tables.items() if site}
     except (SafetensorError, OSError) as error:
         raise ModelFileError(
             f"{path}: truncated or no safetensors file", got=shortened(error), hint="copy or write the adapter again"
         ) from error
     _check_present(adapted_sites(base), nodes)
-    return replace(base, nodes)
+    if any(table.shape != by_index[index].weight.shape for index, table in resized.items()):
+        base = cast("Any", base).with_vocabulary(next(iter(resized.values())).shape[0])
+    return replace(base, nodes | resized)
 
 
 def check(directory: str | os.PathLike[str]) -> None:

@@ -7,7 +7,7 @@ puts the frozen weight into the file, which here has to be that of the model.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +15,11 @@ import jax
 import jax.core
 import numpy as np
 
-from ...core import ConfigError, ModelFileError, StructureError, Tree
+from ...core import ConfigError, LinearWeight, ModelFileError, StructureError, Tree
 from ._config import IN_THE_WEIGHT, AnyConfig, Config
 from ._peft import PeftConfig
 from ._sites import Site, external_name
-from ._tensors import check_fits
+from ._tensors import check_fits, read_tensor
 from ._whole import tied_names
 
 _MOST_NUMBERS = 2**22
@@ -89,6 +89,36 @@ def base_keys(modules: Collection[str], keys: Collection[str]) -> dict[str, str]
     """Return which tensors of a file are frozen weights of adapted modules, with the modules' names."""
     named = {f"base_model.model.{name}.base_layer.weight": name for name in modules}
     return {key: name for key, name in named.items() if key in keys}
+
+
+def stored_tables(model: Tree, tables: Mapping[str, Site], keys: Collection[str]) -> dict[str, Site | None]:
+    """Return which tensors of a file are an embedding or a head without an adapter, as PEFT stores resized ones.
+
+    Args:
+        model: whose ``with_vocabulary`` takes another number of rows; a model without it has no such tables.
+        tables: sites of modules without an adapter, by name.
+        keys: of the file, without those that have another meaning.
+
+    Returns:
+        The site of each tensor; None for the second place of a tied embedding.
+    """
+    if not hasattr(model, "with_vocabulary"):
+        return {}
+    tied = {second: None for first, second in tied_names(model).items() if first in tables}
+    named = {f"base_model.model.{name}.weight": site for name, site in {**tables, **tied}.items()}
+    return {key: site for key, site in named.items() if key in keys and (site is None or len(site.weight.shape) == 2)}
+
+
+def read_table(file: Any, path: Path, key: str, site: Site) -> Any:
+    """Read an embedding or a head of any number of rows, in the dtype of the one that it replaces."""
+    weight = site.weight
+    shape = (file.get_slice(key).get_shape()[0], weight.shape[1])
+    values = read_tensor(file, path, key, shape)
+    dtype = values.dtype if isinstance(weight, LinearWeight) else weight.dtype
+    if isinstance(weight, jax.ShapeDtypeStruct):
+        return jax.ShapeDtypeStruct(shape, dtype)
+    same = isinstance(weight, jax.Array) and shape == weight.shape
+    return jax.device_put(values.astype(dtype), weight.sharding if same else None)
 
 
 def check_base(file: Any, path: Path, site: Site, key: str) -> None:

@@ -19,6 +19,7 @@ _FLAGS = {"train": False, "trainable": False, "loss": False, "loss_mask": False,
 """Flags of a turn, each with the value that excludes the turn from the loss."""
 _MEDIA = ("image", "images", "video", "videos", "audio", "audios")
 _PLACEHOLDERS = ("<image>", "<video>", "<audio>")
+_TEXT_PARTS = ("text", "input_text", "output_text")
 _FIELDS = {"alpaca": "instruction and output", "prompt": "prompt and completion"}
 _LISTS = ("messages", "conversations", "prompt", "completion")
 
@@ -127,7 +128,7 @@ def _has_text(value: Any) -> bool:
 
 
 def _turn(turn: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Rewrite flags and older function calls of a turn, and drop null fields."""
+    """Rewrite flags, parts and older function calls of a turn, and drop null fields."""
     # A template prints None, or asks whether a field is defined: null means absent, as in a table.
     fields = {name: value for name, value in turn.items() if value is not None and name not in _FLAGS}
     for name, excluding in _FLAGS.items():
@@ -143,6 +144,10 @@ def _turn(turn: Mapping[str, Any], where: str) -> dict[str, Any]:
             )
         if bool(value) is excluding:
             fields["weight"] = 0
+    if isinstance(parts := fields.get("content"), list):
+        _refuse_other_parts(parts, where)
+        if all(isinstance(part, Mapping) and isinstance(part.get("text"), str) for part in parts):
+            fields["content"] = "".join(part["text"] for part in parts)
     if "function_call" in fields:
         call = fields.pop("function_call")
         if "tool_calls" in fields or not isinstance(call, Mapping):
@@ -158,6 +163,18 @@ def _turn(turn: Mapping[str, Any], where: str) -> dict[str, Any]:
     if isinstance(calls := fields.get("tool_calls"), list):
         fields["tool_calls"] = [_call(call, where) if isinstance(call, Mapping) else call for call in calls]
     return fields
+
+
+def _refuse_other_parts(parts: list[Any], where: str) -> None:
+    """Refuse images, sounds and thoughts among the parts of a message."""
+    for part in parts:
+        if isinstance(part, Mapping) and part.get("type", "text") not in _TEXT_PARTS:
+            raise DataError(
+                f"{where}: a part of a message has the type {shown(part['type'])}, which text models do not read",
+                expected='text, or parts such as {"type": "text", "text": "..."}, which are joined',
+                got=shown(part),
+                hint="remove such records, or these parts of them",
+            )
 
 
 def _call(call: Mapping[str, Any], where: str) -> dict[str, Any]:

@@ -88,7 +88,7 @@ class _Turns:
         """Return the first message that the template leaves out, or writes before an earlier one."""
         last = 0
         for i, each in enumerate(self._messages if self._ends else ()):
-            if _last_text(each.get("content")).strip() and self._ends.get(i, -1) < last:
+            if (each.get("content") or "").strip() and self._ends.get(i, -1) < last:
                 return i
             last = max(last, self._ends.get(i, 0))
         return None
@@ -200,7 +200,7 @@ class _Turns:
         is_other = message["role"] != "assistant"
         given = dict(message)
         end = f"\ue000{self._nonce}.{i};"  # a character that filters to JSON leave as it is
-        if _last_text(content).strip() or (isinstance(content, str) and is_other and marks == 2):
+        if (content or "").strip() or (isinstance(content, str) and is_other and marks == 2):
             start = f"\ue000{self._nonce}({i};" if marks == 2 or (marks and not is_other) else ""
             given["content"] = _wrapped(content, start, end)
         last = len(calls) - 1 if isinstance(calls, list) else 0
@@ -208,7 +208,7 @@ class _Turns:
 
 
 def _check_all_said(render: Any, messages: list[Any]) -> None:
-    """Refuse a conversation of which a template leaves out, without a word, content in parts or calls of tools.
+    """Refuse a conversation of which a template leaves out calls of tools.
 
     Raises:
         ValueError: naming the message.
@@ -219,14 +219,6 @@ def _check_all_said(render: Any, messages: list[Any]) -> None:
         if given is not each:
             calls = range(len(each["tool_calls"]))
             wanted |= {f"\ue000{nonce}!{i},{j};": f"call {j + 1} of tools in message {i + 1}" for j in calls}
-        if isinstance(content := each.get("content"), list):
-            parts = [*content]
-            for j in _texts(content):
-                if content[j]["text"].strip():
-                    end = f"\ue000{nonce}.{i},{j};"
-                    parts[j] = {**content[j], "text": _wrapped(content[j]["text"], "", end)}
-                    wanted[end] = f"message {i + 1}, whose content is a list; write that as a text"
-            given = {**given, "content": parts}
         marked.append(given)
     if not wanted:
         return
@@ -234,7 +226,7 @@ def _check_all_said(render: Any, messages: list[Any]) -> None:
         found = render(marked)
     except Exception:  # the template does not take such names
         return
-    for mark, what in wanted.items():  # Python's form of a list has the mark's first character escaped
+    for mark, what in wanted.items():
         if mark not in found:
             raise ValueError(f"it does not write {what}")
 
@@ -254,26 +246,8 @@ def _with_marked_calls(message: Any, mark: Any) -> Any:
     return {**message, "tool_calls": marked}
 
 
-def _texts(content: list[Any]) -> list[int]:
-    """Return which parts of a content are texts."""
-    return [at for at, part in enumerate(content) if isinstance(part, dict) and isinstance(part.get("text"), str)]
-
-
-def _last_text(content: Any) -> str:
-    """Return a content that is a text, or the last text in it."""
-    if isinstance(content, list):
-        texts = _texts(content)
-        return content[texts[-1]]["text"] if texts else ""
-    return content if isinstance(content, str) else ""
-
-
-def _wrapped(content: Any, start: str, end: str) -> Any:
+def _wrapped(content: str, start: str, end: str) -> str:
     """Write marks around what a content says, inside of the white space about it."""
-    if isinstance(content, list):
-        parts, texts = [*content], _texts(content)
-        for at, marks in ((texts[0], (start, "")), (texts[-1], ("", end))):
-            parts[at] = {**parts[at], "text": _wrapped(parts[at]["text"], *marks)}
-        return parts
     core = content.strip()
     before, after = content.split(core, 1) if core else (content, "")
     return f"{before}{start}{core}{end}{after}"
@@ -281,7 +255,7 @@ def _wrapped(content: Any, start: str, end: str) -> Any:
 
 def _trailing(message: Any) -> str:
     """Return the white space that ends what a message says, which a template may leave out."""
-    text = _last_text(message.get("content"))
+    text = message.get("content") or ""
     return text[len(text.rstrip()) :]
 
 

@@ -52,16 +52,10 @@ class _Strict(BaseModel):
     model_config = ConfigDict(strict=True, extra="ignore")
 
 
-class _Part(_Strict):
-    model_config = ConfigDict(strict=True, extra="allow")
-    type: str
-    text: str
-
-
 class _Turn(_Strict):
     model_config = ConfigDict(strict=True, extra="allow")  # templates read more: tool_calls, name, reasoning_content
     role: str = Field(min_length=1)
-    content: str | list[_Part] | None = None
+    content: str | None = None
 
 
 class _Said(_Strict):
@@ -177,8 +171,6 @@ def _example(kind: str, record: dict[str, Any], where: str) -> Example | None:
     record = normalized(kind, {**record, **_decoded(record, where)}, where)
     if any(_is_blank(record[name]) for name in _KINDS[kind][-1:]):
         return None
-    for name in ("messages", "prompt", "completion"):
-        _check_parts(record.get(name), where)
     if kind == "conversations":
         _check_speakers(record, where)
     try:
@@ -203,18 +195,6 @@ def _example(kind: str, record: dict[str, Any], where: str) -> Example | None:
         turns = tuple(_turn(said, where) for said in record["conversations"])
         return Example(kind="chat", where=where, messages=turns, tools=tools)
     return _prompt(record, where, tools)
-
-
-def _check_parts(turns: Any, where: str) -> None:
-    """Raise for what is no text in a turn's content: images, sound."""
-    contents = [turn.get("content") for turn in turns if isinstance(turn, Mapping)] if isinstance(turns, list) else []
-    for part in (part for content in contents if isinstance(content, list) for part in content):
-        if isinstance(part, Mapping) and "text" not in part and part.get("type", "text") != "text":
-            raise DataError(
-                f"{where}: a part of a message is of the type {shown(part['type'])}, which models of text do not read",
-                expected='content that is text, or parts such as {"type": "text", "text": "..."}',
-                hint="leave such records out, or these parts of them",
-            )
 
 
 def _check_speakers(record: Mapping[str, Any], where: str) -> None:
