@@ -9,7 +9,7 @@ import warnings
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -239,7 +239,7 @@ def load(model: Tree, directory: str | os.PathLike[str]) -> Tree:
         ) from error
     _check_present(adapted_sites(base), nodes)
     if any(table.shape != by_index[index].weight.shape for index, table in resized.items()):
-        base = cast("Any", base).with_vocabulary(next(iter(resized.values())).shape[0])
+        base = base.with_vocabulary(next(iter(resized.values())).shape[0])
     return replace(base, nodes | resized)
 
 

@@ -111,14 +111,14 @@ def stored_tables(model: Tree, tables: Mapping[str, Site], keys: Collection[str]
 
 def read_table(file: Any, path: Path, key: str, site: Site) -> Any:
     """Read an embedding or a head of any number of rows, in the dtype of the one that it replaces."""
-    weight = site.weight
+    weight: Any = site.weight
     shape = (file.get_slice(key).get_shape()[0], weight.shape[1])
     values = read_tensor(file, path, key, shape)
     dtype = values.dtype if isinstance(weight, LinearWeight) else weight.dtype
     if isinstance(weight, jax.ShapeDtypeStruct):
         return jax.ShapeDtypeStruct(shape, dtype)
-    same = isinstance(weight, jax.Array) and shape == weight.shape
-    return jax.device_put(values.astype(dtype), weight.sharding if same else None)
+    place = weight.sharding if isinstance(weight, jax.Array) and shape == weight.shape else None
+    return jax.device_put(values.astype(dtype), place)
 
 
 def check_base(file: Any, path: Path, site: Site, key: str) -> None:
