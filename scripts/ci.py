@@ -6,14 +6,17 @@
     python scripts/ci.py clean                   fail where the working tree differs from the commit
     python scripts/ci.py verified LOG ...        write .ci/verified from the logs of a complete run that passed
 
-The selection has three parts, out of the tests that `make test` leaves out:
+The selection has four parts, out of the slow tests that `make test` leaves out:
 
-1. every slow test that compiles for a TPU or GPU ahead of time;
-2. the slow tests of each package that changed since the commit in `.ci/verified`, and of each package in a layer above
-   it. The layers are those of the import-linter contract in `pyproject.toml`, so a change cannot reach other packages.
-   A test belongs to the package of its folder and to each package that its file or a helper of it uses. Tests of a
-   changed package run with all of their cases, tests of packages above it with the first of their slow cases;
-3. a quarter of the other slow cases. The commit chooses the quarter, so four commits in a row cover most of them.
+1. every slow case of each package that changed since the commit in `.ci/verified`;
+2. every test that compiles for a TPU or GPU ahead of time;
+3. half of the tests of the packages in layers above a changed one. The layers are those of the contract of
+   import-linter in `pyproject.toml`, so a change cannot reach other packages. A test belongs to the package of its
+   folder and to each package that its file or a helper of it uses;
+4. a quarter of the other tests.
+
+The commit chooses the half and the quarter, so four commits in a row cover most tests. Parts 2 to 4 run the first slow
+case of a test that has several, on each kind of device; `make test-all` runs all cases of all tests.
 
 A change of a file that all tests share (`tests/conftest.py`, `pyproject.toml`, `constraints/`) selects every slow test.
 """
@@ -226,7 +229,7 @@ def packages_used(path: str) -> frozenset[str]:
 
 
 def quarter_of(case: Case) -> int:
-    return hashlib.sha256(case.id.encode()).digest()[0] % NUM_QUARTERS
+    return hashlib.sha256(case.function.encode()).digest()[0] % NUM_QUARTERS
 
 
 def is_changed(case: Case, change: Change) -> bool:
@@ -244,41 +247,43 @@ def is_above(case: Case, change: Change) -> bool:
 def select(cases: Sequence[Case], change: Change, quarter: int) -> tuple[list[Case], list[str]]:
     """The cases that run, in their order, and the lines of a report that says why the others do not."""
     selected = list[Case]()
-    counts = dict.fromkeys(("make test", "ahead of time", "changed", "above", "quarter"), 0)
-    functions = set[str]()
-    left_out: dict[str, int] = {}
+    counts = dict.fromkeys(("make test", "changed", "ahead of time", "above", "quarter", "cases", "tests"), 0)
+    seen = set[tuple[str, frozenset[str]]]()
     for case in cases:
         if case.markers & LIVE:
             continue
+        test = case.function, case.markers & AHEAD_OF_TIME  # one case for CPUs, one for TPUs, one for GPUs
         if "sentinel" in case.markers or "slow" not in case.markers:
-            counts["make test"] += 1
-        elif case.markers & AHEAD_OF_TIME:
-            counts["ahead of time"] += 1
-            selected.append(case)
+            part = "make test"
         elif is_changed(case, change):
-            counts["changed"] += 1
-            selected.append(case)
-        elif is_above(case, change) and case.function not in functions:
-            counts["above"] += 1
-            functions.add(case.function)
-            selected.append(case)
+            part = "changed"
+        elif test in seen:
+            part = "cases"
+        elif case.markers & AHEAD_OF_TIME:
+            part = "ahead of time"
+        elif is_above(case, change) and quarter_of(case) % 2 == quarter % 2:
+            part = "above"
         elif quarter_of(case) == quarter:
-            counts["quarter"] += 1
-            selected.append(case)
+            part = "quarter"
         else:
-            left_out[package_of(case.path)] = left_out.get(package_of(case.path), 0) + 1
+            part = "tests"
+        counts[part] += 1
+        if "slow" in case.markers:
+            seen.add(test)
+        if part in ("changed", "ahead of time", "above", "quarter"):
+            selected.append(case)
     num_live = sum(bool(case.markers & LIVE) for case in cases)
     changed = "every slow test" if change.is_everything else f"slow tests of {_listed(change.changed)}"
     above = _listed(change.packages - change.changed)
     lines = [
         f"selection: {change.reason}",
         f"  {counts['make test']:5} run in `make test`",
-        f"  {counts['ahead of time']:5} selected: all slow tests that compile for absent TPUs and GPUs",
         f"  {counts['changed']:5} selected: {changed}, and of changed test files",
-        f"  {counts['above']:5} selected: the first slow case of each test above them: {above}",
-        f"  {counts['quarter']:5} selected: quarter {quarter + 1} of {NUM_QUARTERS} of the other slow cases",
-        f"  {sum(left_out.values()):5} left out: slow cases, by package: "
-        + (", ".join(f"{package} {count}" for package, count in sorted(left_out.items())) or "none"),
+        f"  {counts['ahead of time']:5} selected: all tests that compile for absent TPUs and GPUs",
+        f"  {counts['above']:5} selected: half of the tests above them: {above}",
+        f"  {counts['quarter']:5} selected: quarter {quarter + 1} of {NUM_QUARTERS} of the other tests",
+        f"  {counts['tests']:5} left out: the other halves and quarters",
+        f"  {counts['cases']:5} left out: further cases of tests whose package did not change",
         f"  {num_live:5} left out: they need other libraries, a GPU or the rehearsal",
     ]
     return selected, lines

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import importlib.util
 import json
 import subprocess
@@ -115,32 +116,32 @@ def test_every_case_is_selected_or_counted_as_left_out():
     slow, fast, aot = frozenset({"slow"}), frozenset({"tpu_aot"}), frozenset({"slow", "tpu_aot"})
     cases = [
         ci.Case("tests/train/test_loop.py::test_fast", fast),
-        ci.Case("tests/core/test_grad.py::test_bytes", aot),
+        ci.Case("tests/core/test_grad.py::test_bytes[a]", aot),
+        ci.Case("tests/core/test_grad.py::test_bytes[b]", aot),
+        ci.Case("tests/core/test_grad.py::test_bytes[c]", frozenset({"slow", "gpu_aot"})),
         ci.Case("tests/core/test_grad.py::test_first_bytes", aot | {"sentinel"}),
-        ci.Case("tests/cli/test_fits.py::test_slow", slow),
-        ci.Case("tests/integration/test_kills.py::test_slow[a]", slow),
+        ci.Case("tests/train/test_fit.py::test_slow[a]", slow),
         ci.Case("tests/integration/test_kills.py::test_slow[b]", slow),
         ci.Case("tests/models/test_files.py::test_peers", slow | {"peers"}),
-        *(ci.Case(f"tests/core/test_units.py::test_{index}", slow) for index in range(40)),
-    ]
+        *(ci.Case(f"tests/{folder}/test_units.py::test_{i}[{case}]", slow)
+          for folder in ("core", "cli") for i in range(40) for case in "ab"),
+    ]  # fmt: skip
     change = ci.affected_by(["src/lowtide/train/_loop.py"], LAYERS)
     quarters = [ci.select(cases, change, quarter) for quarter in range(ci.NUM_QUARTERS)]
-    always = [case.id for case in (cases[1], cases[3], cases[4], cases[5])]
+    always = [case.id for case in (cases[1], cases[3], cases[5], cases[6])]
     for selected, report in quarters:
         assert [case.id for case in selected][:4] == always
         assert sum(int(line.split()[0]) for line in report[1:]) == len(cases)
-    rotating = [case.id for selected, _ in quarters for case in selected[4:]]
-    assert sorted(rotating) == sorted(case.id for case in cases[7:])  # four quarters are the whole
+    rotating = collections.Counter(case.id for selected, _ in quarters for case in selected[4:])
+    # Four quarters are the whole of the tests below the change, and twice those above it; one case of each.
+    assert rotating == {f"tests/{folder}/test_units.py::test_{i}[a]": times
+                        for folder, times in (("core", 1), ("cli", 2)) for i in range(40)}  # fmt: skip
 
 
-def test_tests_above_a_changed_package_run_with_one_case_and_a_quarter_of_the_others():
-    files = "tests/core/test_grad.py", "tests/cli/test_fits.py"
-    names = [f"{file}::test_values[{index}]" for file in files for index in range(9)]
-    cases = [ci.Case(name, frozenset({"slow"})) for name in names]
-    change = ci.affected_by(["src/lowtide/core/_paths.py"], LAYERS)
-    quarters = [[case.id for case in ci.select(cases, change, quarter)[0]] for quarter in range(ci.NUM_QUARTERS)]
-    assert all(selected[:10] == names[:10] for selected in quarters)
-    assert sorted(case for selected in quarters for case in selected[10:]) == names[10:]
+def test_all_cases_of_a_changed_package_are_selected():
+    cases = [ci.Case(f"tests/cli/test_fits.py::test_values[{index}]", frozenset({"slow"})) for index in range(9)]
+    change = ci.affected_by(["src/lowtide/cli/_fits.py"], LAYERS)
+    assert ci.select(cases, change, 0)[0] == cases
 
 
 def test_a_commit_of_another_history_selects_everything(tmp_path, monkeypatch):

@@ -51,6 +51,7 @@ def bench() -> Any:
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
 @pytest.mark.parametrize(("name", "target"), EVERYWHERE)
+@pytest.mark.usefixtures("little_optimized")
 def test_every_byte_has_an_owner(bench: Any, name: str, target: str) -> None:
     if name in NEEDS and importlib.util.find_spec(NEEDS[name]) is None:
         pytest.skip(f"needs {NEEDS[name]}: install its extra")

@@ -187,6 +187,7 @@ def _large(device=None):
 
 
 @pytest.mark.parametrize("where", ["cpu", pytest.param("v5e", marks=[pytest.mark.tpu_aot, pytest.mark.slow])])
+@pytest.mark.usefixtures("little_optimized")
 def test_no_program_holds_all_logits(where, request):
     args = _large(request.getfixturevalue("tpu_device") if where == "v5e" else None)
     logits_bytes = 4 * 1024 * 8192 * 4

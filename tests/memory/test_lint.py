@@ -85,6 +85,7 @@ def test_adam_over_frozen_leaves(name: str, clip: bool) -> None:
 
 
 @pytest.mark.parametrize("name", SLOW_ON_TPU)
+@pytest.mark.usefixtures("little_optimized")
 def test_adam_over_what_trains_is_clean(name: str) -> None:
     tx = optax.adam(1e-3)
 
@@ -141,6 +142,7 @@ def test_names_of_every_policy_are_read(kind: str) -> None:
 
 
 @pytest.mark.parametrize("name", SLOW_ON_TPU)
+@pytest.mark.usefixtures("little_optimized")
 def test_a_weight_cast_stashed_per_microbatch(name: str) -> None:
     def loss(weights: Any, batches: Any) -> Any:
         def microbatch(total: Any, step: Any) -> Any:
@@ -265,6 +267,7 @@ def test_a_gradient_that_contains_the_weights_is_no_new_state(name: str) -> None
 
 @pytest.mark.tpu_aot
 @pytest.mark.slow
+@pytest.mark.usefixtures("little_optimized")
 def test_a_state_that_is_prefetched_in_slices_is_undonated_all_the_same() -> None:
     tx = optax.adam(1e-3)
 

@@ -177,6 +177,7 @@ def test_an_update_that_is_not_donated_is_an_output_with_its_path(name: str) -> 
 
 @pytest.mark.slow_after(1)
 @pytest.mark.parametrize("name", SLOW_ON_TPU)
+@pytest.mark.usefixtures("little_optimized")
 def test_recomputation_is_a_phase_of_its_own(name: str) -> None:
     def loss(w: Any, x: Any) -> Any:
         block = jax.checkpoint(lambda h, w: jnp.square(jnp.tanh(h @ w) @ w.T))
@@ -262,6 +263,7 @@ def adam(params: Any, opt_state: Any, x: Any) -> Any:
         pytest.param("h100", True, marks=pytest.mark.gpu_aot),
     ],
 )
+@pytest.mark.usefixtures("little_optimized")
 def test_outputs_replace_the_arguments_they_are_computed_from(name: str, donate: bool) -> None:
     # The state comes first and the parameters are returned first: JAX hands each the other one's buffer.
     params = {key: shape(WIDTH, WIDTH) for key in ("one", "two")}

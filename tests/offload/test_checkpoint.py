@@ -297,6 +297,7 @@ def test_a_value_that_the_backward_pass_does_not_read_is_not_moved() -> None:
 
 @pytest.mark.tpu_aot
 @pytest.mark.slow
+@pytest.mark.usefixtures("little_optimized")
 def test_a_checkpoint_around_the_scan_offloads_every_layer() -> None:
     step = jax.grad(checkpoint(around_a_scan, offload=["up"]))
     found = verify(compile(step, *shapes(), target="v5e"), {}, host_temp_bytes=UP_BYTES)

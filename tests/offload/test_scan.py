@@ -153,6 +153,7 @@ def test_without_prefetching_the_device_holds_two_layers(tpu_device: jax.Device)
 
 @pytest.mark.slow
 @pytest.mark.tpu_aot
+@pytest.mark.usefixtures("little_optimized")
 def test_the_device_holds_a_few_layers_whatever_their_number(tpu_device: jax.Device) -> None:
     few, many = on_v5e(8), on_v5e(16)
     # The carries of eight more layers, in bfloat16 or float32 as XLA likes.

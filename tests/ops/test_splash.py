@@ -299,6 +299,7 @@ KEY = jax.random.key(0)
 
 @pytest.mark.tpu_aot
 @pytest.mark.slow
+@pytest.mark.usefixtures("little_optimized")
 def test_a_layer_takes_fewer_bytes_than_with_blocks() -> None:
     def passes(implementation: Any) -> Any:
         def both(q: Any, k: Any, v: Any, dout: Any) -> Any:
