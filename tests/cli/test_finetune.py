@@ -290,6 +290,12 @@ def test_a_model_that_is_not_here_is_not_a_tokenizer_problem(finetune):
     _error(finetune(model="meta-llama/Llama-3.2-1B"), "Llama-3.2-1B/config.json: no such file", "nothing is downloaded")
 
 
+def test_data_that_is_named_twice_is_refused(finetune, capfd):
+    with pytest.raises(SystemExit):
+        finetune("--data", "more.txt")
+    assert "--data is given twice; name a folder" in capfd.readouterr().err
+
+
 def test_an_adapter_that_the_model_cannot_use_leaves_nothing_behind(finetune, tmp_path):
     _error(
         finetune("--config", _config(tmp_path, targets="outer/embed")), "outer/embed/weight is the model's head, too"
@@ -300,16 +306,17 @@ def test_an_adapter_that_the_model_cannot_use_leaves_nothing_behind(finetune, tm
 @pytest.mark.slow
 def test_a_loss_that_is_not_finite_stops_the_run(finetune, tmp_path):
     result = finetune("--config", _config(tmp_path, learning_rate=1e30, max_grad_norm=1e30, sample_tokens=0))
-    _error(result, "is not finite, so the run was stopped", "learning_rate", "checkpoints are from before")
+    _error(result, "is not finite, so the run was stopped", "learning_rate", "the last checkpoint is finite")
     assert not (tmp_path / "run" / "adapter").exists()
-    assert not list((tmp_path / "run" / "checkpoints").glob("[0-9]*"))
+    (saved,) = (tmp_path / "run" / "checkpoints").glob("[0-9]*")
+    assert int(saved.name) == len(_records(tmp_path / "run")) + 1  # the step that was left out
     assert all(np.isfinite(list(record.values())).all() for record in _records(tmp_path / "run"))
 
 
 @pytest.mark.slow
 def test_a_held_out_loss_that_is_not_finite_leaves_no_checkpoint_of_it(finetune, tmp_path, monkeypatch):
     monkeypatch.setattr(lt.Trainer, "evaluate", lambda self, data: {"loss": float("nan") if self.step else 1.0})
-    _error(finetune(), "step 4: eval_loss is not finite, so the run was stopped", "checkpoints are from before")
+    _error(finetune(), "step 4: eval_loss is not finite, so the run was stopped", "the last checkpoint is finite")
     assert not list((tmp_path / "run" / "checkpoints").glob("[0-9]*"))
 
 

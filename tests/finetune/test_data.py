@@ -1,4 +1,5 @@
 import json
+import re
 
 import pytest
 from tokenizers import Tokenizer
@@ -44,6 +45,18 @@ def test_a_batch_with_rows_more_than_once_is_said(load):
     assert load(CHATS, packing="none", batch_size=11).notes == ()
     (note,) = load(CHATS, packing="none", batch_size=12).notes
     assert note == "a batch of 12 has rows more than once: there are 11 to train on"
+
+
+def test_the_length_is_that_of_the_longest_record_and_lost_tokens_are_said(load):
+    records = [{"prompt": "a ", "completion": "tide " * 70}, *CHATS * 4]
+    whole = load(records, model="m", seq_len=0)
+    assert whole.seq_len == whole.train[0]["tokens"].shape[1] and whole.report.num_cut == 0
+    assert whole.seq_len % 64 == 0 and whole.notes == ()
+    cut = load(records)
+    assert cut.report.num_cut == 1
+    assert re.match(r"\d+ of [\d,]+ tokens \(\d+%\) are lost: records are longer than \d+ tokens", cut.notes[0])
+    text = load([{"text": "the tide goes out " * 400}], model="m", seq_len=0)
+    assert text.seq_len % 64 == 0 and text.num_train_sequences > 9
 
 
 def test_prompts_beside_a_chat_template_are_said(load, tmp_path):

@@ -11,12 +11,13 @@ from lowtide.core import ConfigError
 from lowtide.finetune import FinetuneConfig, config_from_dict, config_to_toml, open_run, read_config, setting_of
 from lowtide.finetune._foreign import _OURS
 from lowtide.finetune._offloaded import optimizer
-from lowtide.finetune._recipe import adamw, learning_rate, watchers, with_steps
+from lowtide.finetune._recipe import adamw, learning_rate, watchers, with_seq_len, with_steps
 from lowtide.finetune._runs import check_same_run, write_config
 
 
 def rates(num_steps=100, **settings):
-    schedule = learning_rate(FinetuneConfig(num_steps=num_steps, learning_rate=1.0, **settings))
+    warmup = {} if "warmup_ratio" in settings else {"warmup_steps": 20}
+    schedule = learning_rate(FinetuneConfig(num_steps=num_steps, learning_rate=1.0, **{**warmup, **settings}))
     return np.asarray(jax.vmap(schedule)(jnp.arange(num_steps + 20)))
 
 
@@ -38,6 +39,22 @@ def test_a_schedule_is_what_its_name_says(settings, expected):
     found = rates(**settings)
     for step, rate in expected.items():
         assert found[step] == pytest.approx(rate, abs=1e-6), step
+
+
+def test_the_default_warm_up_is_a_tenth_of_the_steps():
+    for num_steps, warmup in ((50, 5), (200, 20)):
+        by_ratio = learning_rate(FinetuneConfig(num_steps=num_steps, learning_rate=1.0))
+        assert by_ratio(warmup - 1) == pytest.approx(warmup / (warmup + 1)) and by_ratio(warmup) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("model", "context", "longest", "seq_len"),
+    [(None, 512, None, 128), (None, 512, 20, 64), ("m", 512, None, 512), ("m", 2**17, None, 2048),
+     ("m", 2**17, 10**6, 2048), ("m", 512, 129, 192), ("m", 100, 99, 100), ("m", 512, 0, 64)],
+)  # fmt: skip
+def test_a_length_that_is_not_given_is_that_of_the_longest_record(model, context, longest, seq_len):
+    assert with_seq_len(FinetuneConfig(model=model), context, longest).seq_len == seq_len
+    assert with_seq_len(FinetuneConfig(model=model, seq_len=7), context, longest).seq_len == 7
 
 
 def test_the_default_is_the_schedule_of_earlier_runs():
@@ -80,7 +97,7 @@ def test_patience_counts_as_transformers_does():
     ("values", "message"),
     [
         ({"num_epochs": 1, "num_steps": 5}, r"num_epochs contradicts num_steps(.|\n)*hint: leave one"),
-        ({"warmup_ratio": 0.1, "warmup_steps": 5}, r"warmup_ratio contradicts warmup_steps"),
+        ({"warmup_ratio": 0.2, "warmup_steps": 5}, r"warmup_ratio contradicts warmup_steps"),
         ({"schedule": "constant", "final_rate_fraction": 0.0}, r"final_rate_fraction contradicts schedule.*no end"),
         ({"decay_fraction": 0.3}, r"decay_fraction contradicts schedule.*cosine has no stable part"),
         ({"full": True, "max_grad_norm": 0, "clip_mode": "layer"}, r"clip_mode contradicts max_grad_norm"),
@@ -127,12 +144,12 @@ def test_a_run_of_epochs_is_resumed_and_given_more_steps(tmp_path):
 def test_an_edited_schedule_is_refused_and_what_is_kept_may_change(tmp_path):
     check_same_run(tmp_path, FinetuneConfig(), "a")
     check_same_run(tmp_path, FinetuneConfig(max_to_keep=5, keep_best=True, early_stopping_patience=2), "a")
-    for values in ({"schedule": "linear"}, {"adam_beta1": 0.8}, {"warmup_ratio": 0.1}, {"final_rate_fraction": 0.0}):
+    for values in ({"schedule": "linear"}, {"adam_beta1": 0.8}, {"warmup_ratio": 0.2}, {"final_rate_fraction": 0.0}):
         with pytest.raises(ConfigError, match=r"config.toml was changed"):
             check_same_run(tmp_path, FinetuneConfig(**values), "a")
 
 
 def test_every_setting_survives_toml(tmp_path):
-    config = FinetuneConfig(num_epochs=1.5, schedule="linear", max_to_keep=3, load_best_at_end=True, warmup_ratio=0.1)
+    config = FinetuneConfig(num_epochs=1.5, schedule="linear", max_to_keep=3, load_best_at_end=True, warmup_ratio=0.2)
     (tmp_path / "c.toml").write_text(config_to_toml(config))
     assert config_from_dict(read_config(tmp_path / "c.toml"), "c.toml") == config

@@ -336,3 +336,14 @@ def test_a_sampling_out_of_range(name, value):
 def test_one_prompt_of_another_vocabulary_is_refused():
     with pytest.raises(ConfigError, match=r"not in the vocabulary(.|\n)*hint:"):
         models.generate(_model(), jnp.asarray([61]), 2, key=jax.random.key(0))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layers", ["stacked", "apart"])
+def test_x64_changes_no_answer(layers):
+    model = _model()
+    model = models.unstack(model) if layers == "apart" else model
+    want = models.generate(model, jnp.asarray(PROMPTS[0]), 4, key=jax.random.key(0), temperature=0.0)
+    with jax.enable_x64(True):
+        got = models.generate(model, jnp.asarray(PROMPTS[0], jnp.int32), 4, key=jax.random.key(0), temperature=0.0)
+    np.testing.assert_array_equal(got, want)

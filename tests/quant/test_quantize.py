@@ -335,3 +335,21 @@ def test_a_model_is_quantised_while_it_is_read(tmp_path: Any) -> None:
         lt.models.load(tmp_path, quantize={"layers/nothing": "nf4"})
     with pytest.raises(ModelFileError, match="hint: make arrays of quantised weights with lt.dequantize"):
         lt.models.save(read, tmp_path / "again")
+
+
+@pytest.mark.parametrize("form", ["nf4", "int8"])
+def test_x64_and_strict_promotion_change_nothing(form: str) -> None:
+    weight = np.stack([WEIGHT, 2 * WEIGHT])
+    x = np.random.default_rng(2).normal(size=(3, 100)).astype(np.float32)
+
+    def made() -> tuple[Any, Any]:
+        whole = node(form, weight)
+        return whole, jax.jit(linear)(jnp.asarray(x), jax.tree.map(lambda leaf: leaf[1], whole))
+
+    whole, want = made()
+    for context in (jax.enable_x64(True), jax.numpy_dtype_promotion("strict")):
+        with context:
+            again, product = made()
+        jax.tree.map(np.testing.assert_array_equal, again, whole)
+        assert product.dtype == jnp.float32
+        np.testing.assert_allclose(product, want, rtol=1e-6)

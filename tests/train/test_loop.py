@@ -344,11 +344,14 @@ def spoiled(count: int, at: int) -> list[Any]:
     return data
 
 
-def test_a_loss_that_is_no_number_stops_the_run_and_leaves_the_update_out() -> None:
-    ours = trainer()
+def test_a_loss_that_is_no_number_stops_the_run_and_leaves_the_update_out(tmp_path: Any) -> None:
+    ours = trainer(checkpoint_dir=tmp_path)
     with pytest.raises(NonFiniteError, match=r"(?s)step 3: loss is not finite.*got: nan.*hint: lower the learning"):
         ours.fit(spoiled(6, 2), num_steps=6)
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(weights(ours)))
+    resumed = trainer(checkpoint_dir=tmp_path)
+    assert resumed.restore() == ours.step >= 3  # the state is saved, as however else a run ends
+    assert_same(weights(resumed), weights(ours))
 
 
 def test_a_step_that_is_no_number_can_be_skipped() -> None:
@@ -490,3 +493,20 @@ def test_another_base_is_refused(tmp_path: Any) -> None:
     assert over(1.0).restore() == 2
     with pytest.raises(StructureError, match=r"(?s)step 2 was trained over other frozen weights.*hint: resume with"):
         over(2.0).restore()
+
+
+@pytest.mark.parametrize("is_offloaded", [False, True])
+def test_a_model_on_another_device_than_the_first_stays_there_and_is_resumed(tmp_path: Any, is_offloaded: bool) -> None:
+    device, tx = jax.devices()[2], optax.adam(0.1)
+    tx = lt.offload.optimizer(tx) if is_offloaded else tx
+
+    def away() -> lt.Trainer:
+        return lt.Trainer(jax.device_put(model(), device), loss, tx, checkpoint_dir=tmp_path)
+
+    away().fit(batches(4)[:2], num_steps=2, progress=False)
+    resumed, whole = away(), trainer(tx=tx)
+    assert resumed.restore() == 2
+    resumed.fit(batches(4), num_steps=4, progress=False)
+    whole.fit(batches(4), num_steps=4)
+    assert_same(weights(resumed), weights(whole))
+    assert all(leaf.devices() == {device} for leaf in jax.tree.leaves(resumed.state))

@@ -23,6 +23,15 @@ _GLOBS = ("targets", "modules_to_save")
 _METAVARS = {int: "N", float: "X", str: "NAME"}
 
 
+class _Once(argparse.Action):
+    """A path that is given once: whoever names a second one wants both, and the last would replace the first."""
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
+        if getattr(namespace, self.dest) is not None:
+            parser.error(f"{option_string} is given twice; name a folder to read all files in it")
+        setattr(namespace, self.dest, values)
+
+
 def register(parser: argparse.ArgumentParser) -> None:
     """Add a flag for each field; what is not given is None."""
     group = parser.add_argument_group("settings", "Each is a key of the TOML file, too.")
@@ -37,6 +46,8 @@ def register(parser: argparse.ArgumentParser) -> None:
         else:
             options["metavar"] = field.metadata.get("metavar", _METAVARS.get(kind, "N"))
             options |= {"type": kind} if kind is not tuple else {"type": _words, "action": "extend"}
+        if field.name in ("data", "eval_data"):
+            options["action"] = _Once
         if field.name in _GLOBS:  # a glob may have commas, in braces: each is a flag of its own
             options |= {"type": str, "action": "append"}
         group.add_argument(flag_of(field.name), **options)

@@ -25,7 +25,7 @@ from ._adapters import adapted, loss_of
 from ._base import chosen, dtypes, formats, refuse_for_model, trained_dtype
 from ._config import FinetuneConfig, flag_of
 from ._offloaded import full_step, is_hosted, optimizer
-from ._recipe import learning_rate
+from ._recipe import learning_rate, with_seq_len
 from ._text import IGNORE
 
 _WRT = "**/lora_*"
@@ -70,6 +70,7 @@ def needs(config: FinetuneConfig, target: Target | str | None = None) -> Needs:
     """
     refuse_for_model(config, _directory(config))
     base = _base(config)
+    config = with_seq_len(config, base.config.max_position_embeddings)
     batch = _batch(config)
     schedule = learning_rate(dataclasses.replace(config, num_epochs=None))
     if config.full:
@@ -118,7 +119,9 @@ def within(config: FinetuneConfig, budget: int, *, on_try: Callable[[str], None]
     Memory:
         As `needs`; a run that is refused is compiled again for each of the settings that may be enough.
     """
-    refuse_for_model(config, _directory(config))
+    directory = _directory(config)
+    refuse_for_model(config, directory)
+    config = with_seq_len(config, models.load_config(directory).max_position_embeddings)
     kept = _Kept(config)
     _refuse_more(config, budget, kept)
     ours = needs(config)

@@ -38,7 +38,7 @@ _BIASES = ("none", "lora_only", "all")
 FOUR_BITS = ("nf4", "int4", "mxfp4")
 _FORMATS = (*FOUR_BITS, "int8", "fp8")
 _COUNTS = (
-    *("num_steps", "rank", "batch_size", "seq_len", "num_microbatches", "eval_every", "checkpoint_every"),
+    *("num_steps", "rank", "batch_size", "num_microbatches", "eval_every", "checkpoint_every"),
     *("tile_tokens", "layers_per_remat"),
     *("max_to_keep", "early_stopping_patience"),
 )
@@ -47,7 +47,7 @@ _FALLING = ("cosine", "linear", "warmup_stable_decay")
 _RANGES: tuple[tuple[tuple[str, ...], Callable[[Any], bool], str], ...] = (
     ((*_COUNTS, "schedule_steps"), lambda n: n >= 1, "at least 1"),
     (
-        ("warmup_steps", "weight_decay", "sample_tokens", "max_grad_norm", "early_stopping_threshold"),
+        ("seq_len", "warmup_steps", "weight_decay", "sample_tokens", "max_grad_norm", "early_stopping_threshold"),
         lambda x: 0 <= x < math.inf,
         "at least 0",
     ),
@@ -150,8 +150,9 @@ class FinetuneConfig:
     largest entry."""
     batch_size: int = 8
     """Sequences in a batch."""
-    seq_len: int = 128
-    """Tokens in a sequence."""
+    seq_len: int = 0
+    """Tokens in a sequence. 0 takes the longest record, up to 2,048 tokens and the model's context; and 128 tokens for
+    the embedded model."""
     num_microbatches: int = 1
     """Parts of a batch that are run one after the other, to save activation memory. The loss that balances a mixture's
     routers, where the model has it, is of each part."""
@@ -167,10 +168,10 @@ class FinetuneConfig:
     schedule_steps: int | None = None
     """Steps until the learning rate is at its end, where it stays; by default all. A run that is resumed with more
     steps keeps those that it began with."""
-    warmup_steps: int = 20
-    """Steps of linear warm-up."""
-    warmup_ratio: float | None = None
-    """The warm-up as a part of the schedule's steps, in place of `warmup_steps`."""
+    warmup_ratio: float = 0.1
+    """Linear warm-up, as a part of the schedule's steps."""
+    warmup_steps: int | None = None
+    """Steps of linear warm-up, in place of `warmup_ratio`."""
     weight_decay: float = 0.0
     """AdamW's decoupled weight decay, on what trains."""
     adam_beta1: float = 0.9

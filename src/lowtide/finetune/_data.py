@@ -12,6 +12,7 @@ from tokenizers import Tokenizer
 from ..core import ConfigError, DataError, shown
 from ._config import FinetuneConfig, flag_of
 from ._formats import KINDS, files_read_as_text, first_fields, is_binary, read_head
+from ._recipe import with_seq_len
 from ._text import TextData, named_documents, text_data
 from ._walk import files_below
 
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
     from .data import ChatTemplate
 
 _MOST_NAMES = 6
+_MOST_LOST = 0.02
+"""Part of the tokens that may be cut off without a note."""
 _MOST_BATCH_TOKENS = 2**28
 """Of a batch, 4 GiB on the host before anything is compiled; more is a slip, and would take the machine's memory."""
 
@@ -29,6 +32,7 @@ def load_data(
     tokenizer: Tokenizer,
     *,
     end_token: int | None,
+    context: int = 2**17,
     vocab_size: int | None = None,
     day: str | None = None,
     on_progress: Callable[[int, int], None] | None = None,
@@ -40,6 +44,7 @@ def load_data(
         directory: of the tokenizer, for its chat template.
         tokenizer: the model's.
         end_token: put after documents and completions.
+        context: positions that the model was made for, if the length of a sequence is to be chosen.
         vocab_size: embeddings of the model: tokens beyond are refused; None: nothing is.
         day: what a chat template that writes the date takes for today; None: today.
         on_progress: called with documents done and in all.
@@ -63,7 +68,7 @@ def load_data(
             hint="look at --seq-len and --batch-size",
         )
     options: dict[str, Any] = {
-        "seq_len": config.seq_len,
+        "seq_len": config.seq_len or (lambda longest: with_seq_len(config, context, longest).seq_len),
         "batch_size": config.batch_size,
         "seed": config.seed,
         "end_token": end_token,
@@ -99,6 +104,7 @@ def load_data(
         num_held_out_tokens=made.num_held_out_tokens,
         num_train_sequences=made.report.num_rows,
         digest=made.digest,
+        seq_len=made.seq_len,
         report=made.report,
     )
     return _noted(data, config, template)
@@ -110,6 +116,10 @@ def _noted(data: TextData, config: FinetuneConfig, template: ChatTemplate | None
     num_rows, batch_size = data.num_train_sequences, config.batch_size
     if num_rows is not None and num_rows < batch_size:
         notes.append(f"a batch of {batch_size:,} has rows more than once: there are {num_rows:,} to train on")
+    lost = 0 if data.report is None else data.report.num_lost_tokens + data.report.num_held_out_lost_tokens
+    if data.report is not None and lost > _MOST_LOST * data.report.num_tokens:
+        share = f"{lost:,} of {data.report.num_tokens:,} tokens ({lost / data.report.num_tokens:.0%})"
+        notes.insert(0, f"{share} are lost: records are longer than {data.seq_len:,} tokens; raise --seq-len")
     if template is not None and data.report is not None and data.report.kind == "prompt":
         notes.append(f'prompts are learned as text, without {template.where}; records with "messages" use it')
     return dataclasses.replace(data, notes=tuple(notes))

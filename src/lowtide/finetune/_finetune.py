@@ -113,8 +113,9 @@ class Finetune:
         self.ends = load_end_tokens(self.base.config, self.tokenizer, self.directory, **files)
         day = of_first(lambda: begun_on(self.out))
         options: dict[str, Any] = {"end_token": self.ends.text, "day": day, "on_progress": on_tokenise}
-        options["vocab_size"] = self.base.config.vocab_size
+        options |= {"vocab_size": self.base.config.vocab_size, "context": self.base.config.max_position_embeddings}
         self.data = load_data(config, self.beside, self.tokenizer, **options)
+        config = dataclasses.replace(config, seq_len=self.data.seq_len)
         asked, config = config, with_steps(config, self.data.num_train_sequences)
         self.config = config
         # An adapter where the model cannot use one is an error here, before anything is written.
@@ -218,8 +219,8 @@ class Finetune:
             on_record: called with every record, the learning rate included.
 
         Raises:
-            NonFiniteError: when a loss or gradients are not finite; the run stops there, and its checkpoints are of
-                earlier steps.
+            NonFiniteError: when a loss or gradients are not finite. The run stops there. The step is left out, and the
+                state is saved.
         """
         metrics = MetricsFile(self.out / METRICS, self.resumed_at)
 
@@ -247,7 +248,7 @@ class Finetune:
                     progress=False,
                 )
         except NonFiniteError as error:
-            hint = "lower learning_rate, or look for NaN in the model's weights; checkpoints are from before"
+            hint = "lower learning_rate, or look for NaN in the model's weights; the last checkpoint is finite"
             raise NonFiniteError(f"{error.message}, so the run was stopped", got=error.got, hint=hint) from error
         finally:
             metrics.close()

@@ -16,6 +16,9 @@ from ..core import ConfigError
 from ..train import Callback, EarlyStopping, Record, Tracker
 from ._config import FinetuneConfig
 
+_MOST_TOKENS, _EMBEDDED_TOKENS, _ROUND_TOKENS = 2048, 128, 64
+"""Of a sequence whose length is chosen: the most, those with the embedded model, and their common divisor."""
+
 
 def with_steps(config: FinetuneConfig, num_sequences: int | None) -> FinetuneConfig:
     """Say in steps what `num_epochs` says in passes over the data.
@@ -43,6 +46,21 @@ def with_steps(config: FinetuneConfig, num_sequences: int | None) -> FinetuneCon
     return dataclasses.replace(config, num_epochs=None, num_steps=num_steps)
 
 
+def with_seq_len(config: FinetuneConfig, context: int, longest: int | None = None) -> FinetuneConfig:
+    """Choose the tokens of a sequence if the configuration names none.
+
+    Args:
+        config: the settings.
+        context: positions that the model was made for.
+        longest: tokens of the longest record, if it is known.
+    """
+    if config.seq_len:
+        return config
+    most = min(_MOST_TOKENS, context) if config.model is not None else _EMBEDDED_TOKENS
+    needed = most if longest is None else max(1, math.ceil(longest / _ROUND_TOKENS)) * _ROUND_TOKENS
+    return dataclasses.replace(config, seq_len=min(most, needed))
+
+
 def peak_rate(config: FinetuneConfig) -> float:
     """Return the peak of the learning rate, given or by default."""
     given, embedded = (1e-5, 1e-3) if config.full else (2e-4, 5e-3)
@@ -56,7 +74,7 @@ def learning_rate(config: FinetuneConfig) -> optax.Schedule:
     """
     peak = peak_rate(config)
     num_steps = config.schedule_steps or config.num_steps
-    asked = config.warmup_steps if config.warmup_ratio is None else round(config.warmup_ratio * num_steps)
+    asked = round(config.warmup_ratio * num_steps) if config.warmup_steps is None else config.warmup_steps
     warmup = min(asked, num_steps - 1)
     rest = _AFTER_WARMUP[config.schedule](config, peak, warmup, max(num_steps - warmup, 1))
     if warmup == 0:

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 IGNORE = -100
 _ENCODE_AT_ONCE = 256
+_LEAST_WINDOWS = 16
+"""Windows that a chosen length leaves."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -48,6 +50,8 @@ class TextData:
     """Sequences of an epoch; None where the data does not say."""
     digest: str
     """SHA-256 of all tokens in their order, to tell whether a resumed run sees the same data."""
+    seq_len: int
+    """Tokens in a sequence, T."""
     report: DataReport | None = None
     """Of records, what became of them."""
     notes: tuple[str, ...] = ()
@@ -125,7 +129,7 @@ def text_data(
     documents: Sequence[str] | Mapping[str, str],
     tokenizer: Tokenizer,
     *,
-    seq_len: int,
+    seq_len: int | Callable[[int], int],
     batch_size: int,
     seed: int,
     end_token: int | None = None,
@@ -139,7 +143,7 @@ def text_data(
     Args:
         documents: texts, or texts by what they are called in errors.
         tokenizer: the model's tokenizer.
-        seq_len: tokens in a training sequence, T.
+        seq_len: tokens in a training sequence, T; or a function of a sixteenth of all tokens, which chooses T.
         batch_size: sequences in a batch, B.
         seed: of the document order and the batch order.
         end_token: appended to each document, if any.
@@ -158,7 +162,7 @@ def text_data(
     """
     import grain  # takes a second; `import lowtide` does not need it
 
-    if seq_len < 1 or batch_size < 1 or not 0 < held_out_fraction < 1:
+    if (isinstance(seq_len, int) and seq_len < 1) or batch_size < 1 or not 0 < held_out_fraction < 1:
         raise ConfigError(
             "sequence length, batch size or held-out fraction out of range",
             expected="seq_len >= 1, batch_size >= 1, 0 < held_out_fraction < 1",
@@ -167,6 +171,7 @@ def text_data(
         )
     order, items = np.random.default_rng(seed).permutation(len(documents)), [*named(documents).items()]
     stream = tokenise(dict(items[i] for i in order), tokenizer, end_token, vocab_size, on_progress)
+    seq_len = seq_len if isinstance(seq_len, int) else seq_len(len(stream) // _LEAST_WINDOWS)
     window = seq_len + 1
     digest = hashlib.sha256(stream.tobytes())
     if eval_documents is None:
@@ -190,6 +195,7 @@ def text_data(
         num_held_out_tokens=held_out.size,
         num_train_sequences=len(train),
         digest=digest.hexdigest(),
+        seq_len=seq_len,
     )
 
 

@@ -22,6 +22,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Int
 
 from ..ops import Sight
@@ -166,7 +167,7 @@ def _scanned(
         def store(*new: Array) -> tuple[Array, Array]:
             seen: list[Array] = []
             for whole, part in zip((keys, values), new, strict=True):
-                at = (index, 0, cache.column, 0, 0)
+                at = (index, zero, cache.column, zero, zero)
                 written.append(jax.lax.dynamic_update_slice(whole, part[None].astype(whole.dtype), at))
                 of_layer = jax.lax.dynamic_index_in_dim(written[-1], index, keepdims=False)
                 seen.append(attended(part, of_layer).astype(part.dtype))
@@ -175,7 +176,7 @@ def _scanned(
         h_BTD, _, _ = layer_forward(layer, h_BTD, positions_BT, sight, model.config, store)
         return (h_BTD, written[0], written[1]), None
 
-    indices = jnp.arange(model.config.num_layers)
+    zero, indices = np.int32(0), jnp.arange(model.config.num_layers, dtype=jnp.int32)  # one dtype with x64, too
     carry: Any = (h_BTD, cache.keys, cache.values)
     return jax.lax.scan(body, carry, (indices, model.layers))[0]
 
@@ -189,12 +190,13 @@ def _unrolled(
     attended: Callable[[Array, Array], Array],
 ) -> tuple[Array, Any, Any]:
     stored: list[tuple[Array, Array]] = []
+    zero = np.int32(0)
 
     def store(*new: Array) -> tuple[Array, Array]:
         written, seen = list[Array](), list[Array]()
         for whole, part in zip((cache.keys, cache.values), new, strict=True):
             of_layer = whole[len(stored)]
-            at = (0, cache.column, 0, 0)
+            at = (zero, cache.column, zero, zero)
             written.append(jax.lax.dynamic_update_slice(of_layer, part.astype(of_layer.dtype), at))
             seen.append(attended(part, written[-1]).astype(part.dtype))
         stored.append((written[0], written[1]))

@@ -345,7 +345,7 @@ def _append(state: _State, logits_BV: Array, ends_E: Array, ways: Ways, knobs: K
         state,
         tokens=jax.lax.dynamic_update_slice_in_dim(state.tokens, new_B[:, None], state.cache.column, axis=1),
         lengths=state.lengths + 1,
-        counts=state.counts + ~is_done,
+        counts=state.counts + (~is_done).astype(state.counts.dtype),
         is_done=is_done,
         is_finite=state.is_finite & jnp.all(is_finite_B | state.is_done),
         seen=seen_BV,

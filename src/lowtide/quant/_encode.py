@@ -65,7 +65,8 @@ def _rounded(scaled: Array, form: Format) -> Array:
         values = sorted(code_of)
         place = jnp.zeros(scaled.shape, jnp.int32)
         for low, high in zip(values, values[1:], strict=False):
-            place += scaled > (np.float32(low) + np.float32(high)) / np.float32(2)
+            border = (np.float32(low) + np.float32(high)) / np.float32(2)
+            place += (scaled > border).astype(jnp.int32)
         codes = jnp.asarray([code_of[value] for value in values], jnp.int32)[place]
         return codes.astype(jnp.uint8).astype(form.codes)
     if form.name == "fp8":

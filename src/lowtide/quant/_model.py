@@ -355,7 +355,7 @@ def _written(whole: Any, one: Any, at: tuple[Any, ...]) -> Any:
     """Write one matrix of a stack, or its node."""
 
     def write(into: Array, part: Array) -> Array:
-        start = (*at, *(0,) * part.ndim)
+        start = (*at, *(np.int32(0),) * part.ndim)
         return jax.lax.dynamic_update_slice(into, part[(None,) * len(at)], start)
 
     def written(whole: Any, one: Any) -> Any:

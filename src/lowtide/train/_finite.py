@@ -41,6 +41,8 @@ class Guard:
         self._live, self._copies, self._on_nan, self._is_guarded = live, copies, on_nan, is_guarded
         self.is_spoilt = False
         """Whether the last values had no finite loss or gradients, and nothing was done about it yet."""
+        self.has_left_out = False
+        """Whether the run ends at a step that left its update out, so that its state is good."""
         self.is_back = False
         """Whether the run ends at an earlier state than its last."""
         self._odd: frozenset[str] | None = None
@@ -110,6 +112,8 @@ class Guard:
             self.is_back = self._copies.roll_back() is not None
             if not self.is_back:
                 hint = "the weights have got this step's update, for there was no copy: make a new Trainer"
+        else:
+            self.is_spoilt, self.has_left_out = False, True
         can_skip = self._on_nan == "abort" and self._is_guarded and not spoilt
         raise NonFiniteError(
             f"step {step}: {wrong} is not finite"

@@ -422,9 +422,10 @@ class Session:
         yield from events  # last: who saves at a record saves a state that is judged
 
     def _is_worth_saving(self, error: BaseException) -> bool:
-        is_lost = self.guard.is_spoilt or self.guard.is_back or self.is_over
-        if is_lost or isinstance(error, NonFiniteError):
+        if self.guard.is_spoilt or self.guard.is_back or self.is_over:
             return False
+        if isinstance(error, NonFiniteError):
+            return self.guard.has_left_out
         # A mistake of the script that the first step has shown: the next one would find a checkpoint in its way.
         return not isinstance(error, ConfigError) or self.live.step > self._begun + 1
 

@@ -17,6 +17,7 @@ from typing import Any, NoReturn, Protocol
 import jax
 import jax.numpy as jnp
 import optax
+from jax.core import Tracer
 
 from ..core import (
     ConfigError,
@@ -74,6 +75,11 @@ def spread(leaf: Any) -> Any:
     """Return the sharding of what is on several devices."""
     sharding = getattr(leaf, "sharding", None)
     return sharding if sharding is not None and len(sharding.device_set) > 1 else None
+
+
+def devices(leaf: Any) -> set[Any] | None:
+    """Return the devices of an array; None of what is no array."""
+    return leaf.devices() if isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer) else None
 
 
 class TrainingStep(Protocol):
@@ -213,9 +219,14 @@ class WholeStep:
         if meshes and not any(mesh.abstract_mesh.explicit_axes for mesh in meshes):  # which say it themselves
             shardings = jax.tree.map(lambda leaf: leaf.sharding, trainable)
             self._tx = with_inner(self._tx, functools.partial(with_shardings, shardings=shardings))
-        places = state_shardings(self._tx, trainable) if is_spread else None
+        count = jnp.int32(0)
+        homes = [devices(leaf) for leaf in jax.tree.leaves(trainable)]
+        is_away = not is_spread and any(home not in (None, count.devices()) for home in homes)
+        places = state_shardings(self._tx, trainable) if is_spread or is_away else None
         opt_state = jax.jit(self._tx.init, out_shardings=places)(trainable)
-        return TrainState(jnp.int32(0), trainable, opt_state, mutable), frozen
+        if is_away:  # a checkpoint restores each leaf to its own device
+            count = jax.device_put(count, jax.tree.leaves(trainable)[0].sharding)
+        return TrainState(count, trainable, opt_state, mutable), frozen
 
     def split(self, model: Tree) -> tuple[Tree, Tree, Tree]:
         """See `TrainingStep`."""

@@ -75,6 +75,8 @@ class RecordData:
     """Tokens in training rows, padding not counted."""
     num_held_out_tokens: int
     """Tokens in evaluation rows, padding not counted."""
+    seq_len: int
+    """Tokens in a row, T."""
     digest: str
     """Of all tokens, what is learned, and how they were packed."""
     report: DataReport
@@ -161,7 +163,7 @@ def record_data(
     tokenizer: Tokenizer,
     template: ChatTemplate | None,
     *,
-    seq_len: int,
+    seq_len: int | Callable[[int], int],
     batch_size: int,
     seed: int,
     eval_source: Source | None = None,
@@ -180,7 +182,7 @@ def record_data(
         source: what `read_records` takes, or texts, or texts by what they are called in errors.
         tokenizer: the model's.
         template: its chat template, if any.
-        seq_len: tokens in a row, T.
+        seq_len: tokens in a row, T; or a function of the tokens of the longest document, which chooses T.
         batch_size: rows in a batch, B.
         seed: of the division and of the order of rows.
         eval_source: an evaluation set of its own; else a part of the documents is held out.
@@ -207,6 +209,7 @@ def record_data(
     named = parse_columns(columns)
     store = open_store(source, tokenizer, template, columns=named, **options)
     evaluated = store if eval_source is None else open_store(eval_source, tokenizer, template, columns=named, **options)
+    seq_len = seq_len if isinstance(seq_len, int) else seq_len(int(store.lengths.max(initial=1)))
     train, held_out = _divided(store, evaluated, held_out_fraction, seed)
     pack = _Packer(seq_len=seq_len, packing=packing, too_long=too_long)
     train, rows, counts = pack(store, train, "data: ")
@@ -226,6 +229,7 @@ def record_data(
         num_train_tokens=int(train.length.sum()),
         num_held_out_tokens=int(evaluation.length.sum()),
         digest=hashlib.sha256(how.encode()).hexdigest(),
+        seq_len=seq_len,
         report=report,
     )
 
