@@ -120,6 +120,7 @@ def test_offloaded_bytes_are_in_the_plan_and_in_the_table(finetune, tmp_path, mo
 def test_a_full_run_learns_and_writes_a_model(finetune, tmp_path, tiny_model_dir):
     config = _config(tmp_path, learning_rate=1e-2, sample_tokens=8)
     shutil.copytree(tiny_model_dir, tmp_path / "base")
+    models.save(models.load(tiny_model_dir), tmp_path / "base", dtype="bfloat16")
     sizes = json.loads((tmp_path / "base" / "config.json").read_text())
     (tmp_path / "base" / "config.json").write_text(json.dumps({**sizes, "pad_token_id": 3}))
     (tmp_path / "base" / "chat_template.jinja").write_text("{{ messages }}")
@@ -143,6 +144,8 @@ def test_a_full_run_learns_and_writes_a_model(finetune, tmp_path, tiny_model_dir
         models.load_tokenizer(out / "model").get_vocab_size() == models.load_tokenizer(tiny_model_dir).get_vocab_size()
     )
     assert (out / "model" / "chat_template.jinja").read_text() == "{{ messages }}"
+    assert sizes["torch_dtype"] == "bfloat16"  # as are the weights that are written, not those that train
+    assert tuned.layers["mlp"]["up_proj"]["weight"].dtype == "bfloat16"
     assert json.loads((out / "model" / "config.json").read_text()) == {**sizes, "pad_token_id": 3}
     # To resume a finished run changes nothing.
     before = _records(out), (out / "model" / "model.safetensors").read_bytes()
@@ -449,6 +452,7 @@ SAMPLES = {
 """Values of settings that take a word of a list."""
 OTHER_SETTINGS = {
     "clip_mode": {"full": True},
+    "save_dtype": {"full": True},
     "decay_fraction": {"schedule": "warmup_stable_decay"},
     "early_stopping_threshold": {"early_stopping_patience": 1},
 }

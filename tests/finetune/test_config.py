@@ -83,6 +83,7 @@ def test_the_method_full_is_the_setting_full():
         ({"tile_tokens": 0}, r"tile_tokens(.|\n)*at least 1"),
         ({"attention": "flash"}, r"attention(.|\n)*cudnn, splash, blocks, xla"),
         ({"offload": ["activations"], "remat": False}, r"remat = false contradicts activations(.|\n)*hint:"),
+        ({"save_dtype": "float32"}, r"save_dtype is for full-parameter tuning"),
         ({"clip_mode": "layer"}, r"clip_mode is for full-parameter tuning(.|\n)*hint:.*--full"),
         ({"full": True, "clip_mode": "global"}, r"clip_mode is out of range(.|\n)*hint:"),
         ({"num_microbatches": 3}, r"num_microbatches is out of range(.|\n)*divisor of batch_size 8(.|\n)*hint:"),

@@ -48,7 +48,7 @@ def test_a_batch_with_rows_more_than_once_is_said(load):
 
 
 def test_the_length_is_that_of_the_longest_record_and_lost_tokens_are_said(load):
-    records = [{"prompt": "a ", "completion": "tide " * 70}, *CHATS * 4]
+    records = [{"prompt": "a ", "completion": "tide " * 200}, *CHATS * 4]
     whole = load(records, model="m", seq_len=0)
     assert whole.seq_len == whole.train[0]["tokens"].shape[1] and whole.report.num_cut == 0
     assert whole.seq_len % 64 == 0 and whole.notes == ()

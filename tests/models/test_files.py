@@ -73,6 +73,12 @@ def test_dtypes_that_cannot_be_computed_in_are_refused(directory, wrong):
         load(directory, **wrong)
 
 
+def test_weights_may_be_rounded_while_they_are_written(model, tmp_path):
+    save(model, tmp_path, dtype="bfloat16", max_shard_bytes=1500)
+    jax.tree.map(np.testing.assert_array_equal, load(tmp_path), jax.tree.map(lambda x: x.astype("bfloat16"), model))
+    assert json.loads((tmp_path / "config.json").read_text())["torch_dtype"] == "bfloat16"
+
+
 def test_a_tied_checkpoint_may_repeat_its_head(model, tmp_path):
     import dataclasses
 

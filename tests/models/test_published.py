@@ -50,6 +50,6 @@ def test_mistakes_of_a_step_are_named(folder: Path) -> None:
     with pytest.raises(ConfigError, match="'int3' is no dtype of a step"):
         finetune.step_job(folder, param_dtype="int3")
     with pytest.raises(ConfigError, match="seq_len is out of range"):
-        finetune.step_job(folder, seq_len=0)
+        finetune.step_job(folder, seq_len=-1)
     with pytest.raises(SelectionError, match="matches nothing"):
         finetune.step_job(folder, targets="layers/**/w_proj")

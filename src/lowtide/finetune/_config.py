@@ -69,7 +69,7 @@ _RANGES: tuple[tuple[tuple[str, ...], Callable[[Any], bool], str], ...] = (
         f"one of {', '.join(_FORMATS)}, or nothing",
     ),
     (("state_dtype",), lambda word: word in _STATE_DTYPES, f"one of {', '.join(_STATE_DTYPES)}"),
-    (("param_dtype", "compute_dtype"), lambda word: word in _DTYPES, f"one of {', '.join(_DTYPES)}"),
+    (("param_dtype", "compute_dtype", "save_dtype"), lambda word: word in _DTYPES, f"one of {', '.join(_DTYPES)}"),
     (("attention",), lambda word: word in _ATTENTION, f"one of {', '.join(_ATTENTION)}"),
     (("packing",), lambda word: word in PACKINGS, f"one of {', '.join(PACKINGS)}"),
     (("too_long",), lambda word: word in TOO_LONG, f"one of {', '.join(TOO_LONG)}"),
@@ -185,6 +185,8 @@ class FinetuneConfig:
     clip_mode: str = "exact"
     """With `full`, which norm that is: exact (of all gradients, by a second backward pass), previous (of the step
     before) or layer (of each layer by itself), as in `lowtide.offload.Clip`."""
+    save_dtype: str = "auto"
+    """With `full`, dtype of the model that is written: auto (as the base is stored), float32, bfloat16 or float16."""
     state_dtype: str = "float32"
     """What AdamW's moments are stored as: float32, bfloat16, 8bit (bitsandbytes' map, blocks of 256), companded (8 bits
     of roots, blocks of 128), fp8 or 4bit."""
@@ -412,13 +414,8 @@ def _check_combination(config: FinetuneConfig) -> None:
                 got=config.param_dtype,
                 hint='leave param_dtype out; compute_dtype = "float16" computes in half precision all the same',
             )
-    elif config.clip_mode != "exact":
-        raise ConfigError(
-            "clip_mode is for full-parameter tuning",
-            expected="exact, which costs nothing for adapters",
-            got=config.clip_mode,
-            hint="leave clip_mode out, or tune with --full",
-        )
+    else:
+        _refuse_settings_of_full(config)
     for field in ("quantize", "quantize_embeddings"):
         form = getattr(config, field)
         if form in FOUR_BITS and "parameters" in (config.offload or ()):
@@ -494,6 +491,17 @@ def _refuse_both(first: str, second: str, why: str) -> None:
         got="both",
         hint="leave one of them out",
     )
+
+
+def _refuse_settings_of_full(config: FinetuneConfig) -> None:
+    for field, default in (("clip_mode", "exact"), ("save_dtype", "auto")):
+        if (value := getattr(config, field)) != default:
+            raise ConfigError(
+                f"{field} is for full-parameter tuning",
+                expected=default,
+                got=value,
+                hint=f"leave {field} out, or tune with --full",
+            )
 
 
 def _refuse_with_full(names: list[str]) -> None:

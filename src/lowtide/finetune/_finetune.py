@@ -291,7 +291,10 @@ class Finetune:
         if not self._processes.is_first:
             return
         if self.config.full:
-            models.save(model, self.out / MODEL, tokenizer=self.beside / "tokenizer.json")
+            dtype = self.config.save_dtype
+            if dtype == "auto":
+                dtype = jnp.dtype(models.load_shapes(self.directory).outer["embed"]["weight"].dtype).name
+            models.save(model, self.out / MODEL, tokenizer=self.beside / "tokenizer.json", dtype=dtype)
             add_the_rest(self.directory, self.out / MODEL, model.config)
             files = files_beside(self.beside, self.config.chat_template)
             write_files(self.out / MODEL, with_end_tokens(files, self.ends, model.config))

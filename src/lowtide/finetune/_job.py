@@ -15,6 +15,7 @@ from ..adapters import lora
 from ..core import ConfigError, Tree, combine, partition, value_and_grad
 from ..memory import Job
 from ._config import FinetuneConfig
+from ._recipe import with_seq_len
 
 _WRT = "**/lora_*"
 
@@ -38,7 +39,7 @@ def step_job(
         model: a folder with `config.json`, or a GGUF file; weights are not read, and need not be there. The base of a
             quantised folder is quantised as it is.
         batch_size: sequences in a batch.
-        seq_len: tokens in a sequence.
+        seq_len: tokens in a sequence; 0 takes the model's context, up to 2,048.
         rank: of the adapters.
         targets: globs on module paths: which projections get an adapter.
         remat: whether each block is computed again in the backward pass.
@@ -59,8 +60,9 @@ def step_job(
         Allocates nothing; the job's arguments are shapes.
     """
     settings: dict[str, Any] = {"rank": rank, "batch_size": batch_size, "seq_len": seq_len, "targets": targets}
-    FinetuneConfig(**settings, remat=remat, layers_per_remat=layers_per_remat)  # raises where out of range
+    asked = FinetuneConfig(model=str(model), **settings, remat=remat, layers_per_remat=layers_per_remat)
     config = models.load_config(model)
+    seq_len = with_seq_len(asked, config.max_position_embeddings).seq_len
     for name in (param_dtype, compute_dtype):
         if name not in ("float32", "bfloat16", "float16"):
             raise ConfigError(

@@ -330,7 +330,12 @@ def base_path() -> Path:
 
 
 def save(
-    model: Decoder, directory: str | Path, *, tokenizer: str | Path | None = None, max_shard_bytes: int = 5 * 1024**3
+    model: Decoder,
+    directory: str | Path,
+    *,
+    tokenizer: str | Path | None = None,
+    max_shard_bytes: int = 5 * 1024**3,
+    dtype: str | None = None,
 ) -> None:
     """Write a model as a Hugging Face directory that `transformers` loads.
 
@@ -343,6 +348,7 @@ def save(
         directory: the folder; made when missing.
         tokenizer: a `tokenizer.json` to copy beside the weights.
         max_shard_bytes: the most bytes in one file; a larger model is sharded with an index.
+        dtype: what weights are rounded to while they are written; None: written as they are.
 
     Raises:
         ModelFileError: when the parameters are not those of ``model.config`` (adapters, for instance).
@@ -364,12 +370,12 @@ def save(
             "alone with lt.lora.save",
         )
     tensors = [
-        Tensor(name, leaf, index)
+        Tensor(name, leaf, index, dtype)
         for path, leaf in jax.tree_util.tree_leaves_with_path(params)
         for index, name in _tensor_names(path, model.config).items()
     ]
-    dtype = jnp.dtype(model.outer["embed"]["weight"].dtype).name
-    files = {CONFIG: (json.dumps(config_to_hf(model.config, dtype), indent=2) + "\n").encode()}
+    stored = dtype or jnp.dtype(model.outer["embed"]["weight"].dtype).name
+    files = {CONFIG: (json.dumps(config_to_hf(model.config, stored), indent=2) + "\n").encode()}
     if tokenizer is not None:
         try:
             files["tokenizer.json"] = Path(tokenizer).read_bytes()

@@ -46,6 +46,13 @@ class Tensor:
     name: str
     leaf: Any
     index: tuple[int, ...] = ()
+    rounded: str | None = None
+    """Dtype of the file if it is not that of the leaf."""
+
+    @property
+    def dtype(self) -> Any:
+        """Its dtype in the file."""
+        return jnp.dtype(self.rounded or self.leaf.dtype)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -55,7 +62,7 @@ class Tensor:
     @property
     def num_bytes(self) -> int:
         """Its size in the file."""
-        return math.prod(self.shape) * jnp.dtype(self.leaf.dtype).itemsize
+        return math.prod(self.shape) * self.dtype.itemsize
 
     def parts(self) -> Iterator[np.ndarray]:
         """Copy it to the host, a piece at a time."""
@@ -64,11 +71,11 @@ class Tensor:
         whole = np.asarray(leaf)[self.index] if is_here else None
         for cut in pieces(self.shape, jnp.dtype(leaf.dtype).itemsize):
             if whole is not None:
-                yield np.ascontiguousarray(whole[cut])
+                yield np.ascontiguousarray(whole[cut], self.dtype)
                 continue
             start = (*self.index, *(axis.start for axis in cut))
             sizes = (1,) * count + tuple(axis.stop - axis.start for axis in cut)
-            yield np.ascontiguousarray(_cut(leaf, tuple(np.int32(i) for i in start), sizes))
+            yield np.ascontiguousarray(_cut(leaf, tuple(np.int32(i) for i in start), sizes), self.dtype)
 
 
 def write_model(
@@ -90,9 +97,9 @@ def write_model(
         On the host a few pieces of at most 64 MiB, or of one row.
     """
     for tensor in tensors:
-        if jnp.dtype(tensor.leaf.dtype).name not in _NAMES:
+        if tensor.dtype.name not in _NAMES:
             raise ModelFileError(
-                f"{tensor.name} has dtype {tensor.leaf.dtype}",
+                f"{tensor.name} has dtype {tensor.dtype}",
                 expected=f"one of {', '.join(_NAMES)}",
                 hint="cast the model before it is saved",
             )
@@ -132,7 +139,7 @@ def _shards(tensors: Sequence[Tensor], max_shard_bytes: int) -> list[list[Tensor
         shards[-1].append(tensor)
         size += tensor.num_bytes
     # Every tensor begins at a multiple of its elements' size, as the library writes them.
-    return [sorted(shard, key=lambda tensor: -jnp.dtype(tensor.leaf.dtype).itemsize) for shard in shards]
+    return [sorted(shard, key=lambda tensor: -tensor.dtype.itemsize) for shard in shards]
 
 
 def _check_space(directory: Path, num_bytes: int) -> None:
@@ -163,7 +170,7 @@ def _header(shard: Sequence[Tensor]) -> bytes:
     end = 0
     for tensor in shard:
         start, end = end, end + tensor.num_bytes
-        kind = _NAMES[jnp.dtype(tensor.leaf.dtype).name]
+        kind = _NAMES[tensor.dtype.name]
         entries[tensor.name] = {"dtype": kind, "shape": list(tensor.shape), "data_offsets": [start, end]}
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # so that the tensors are aligned in the mapped file
