@@ -77,6 +77,8 @@ test-all: $(VENV)/.installed-peers $(VENV)/.installed-docs ## Run everything, pe
 	$(MAKE) pytest-all
 	$(BIN)/python scripts/ci.py verified $(LOGS)/*.log
 
+pytest-all: export TPU_AS_USERS = 1
+pytest-all: export LOWTIDE_KILLS = 40
 pytest-all: $(VENV)/.installed-dev
 	@mkdir -p $(LOGS)
 	set -o pipefail; COMPILE_AS_USERS=1 $(PYTEST) -n 2 -m "$(LOCAL)" --hypothesis-profile=slow $(OPTIMIZED) \

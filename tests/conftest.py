@@ -186,10 +186,10 @@ def own_libtpu_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
 def little_optimized(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Compile for TPUs at `O1`, in a third to a half of the time; processes of the test do so, too.
 
-    Temporaries are those of another schedule. Not for a test that states a published figure.
+    Temporaries are those of another schedule. `make test-all` sets TPU_AS_USERS, and compiles as users do.
     """
     before = jax.config.jax_optimization_level
-    if IS_UNOPTIMIZED:
+    if IS_UNOPTIMIZED and "TPU_AS_USERS" not in os.environ:
         jax.config.update("jax_optimization_level", "O1")
         monkeypatch.setenv("JAX_OPTIMIZATION_LEVEL", "O1")
     yield

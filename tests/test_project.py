@@ -153,6 +153,12 @@ def test_every_public_name_has_a_place_in_the_reference() -> None:
     assert missing == [], "add `::: <name>` to a page of docs/reference"
 
 
+def test_packages_are_attributes_of_the_root() -> None:
+    for name in ("core", "ext", "finetune", "quant", "targets", "testing"):
+        assert getattr(lowtide, name).__name__ == f"lowtide.{name}"
+    assert lowtide.ext.nnx.__name__ == "lowtide.ext.nnx" and lowtide.finetune.data.__name__ == "lowtide.finetune.data"
+
+
 def test_the_root_stays_small() -> None:
     assert len(lowtide.__all__) <= MAX_ROOT_NAMES
 

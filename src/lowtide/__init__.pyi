@@ -1,5 +1,8 @@
 """Lowtide lowers the high-water mark of JAX training."""
 
+from . import core as core
+from . import ext as ext
+from . import finetune as finetune
 from . import losses as losses
 from . import memory as memory
 from . import models as models
@@ -7,6 +10,9 @@ from . import offload as offload
 from . import ops as ops
 from . import optim as optim
 from . import pipeline as pipeline
+from . import quant as quant
+from . import targets as targets
+from . import testing as testing
 from . import train as train
 from .adapters import adapted as adapted
 from .adapters import lora as lora

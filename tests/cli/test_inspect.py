@@ -203,3 +203,9 @@ def test_a_file_and_an_unknown_path_need_no_jax(tmp_path):
         f"main(['inspect', {str(tmp_path / 'x.safetensors')!r}]); sys.exit('jax' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False, capture_output=True).returncode == 0
+
+
+def test_a_name_that_is_too_long_is_an_error_of_one_line(capsys):
+    assert main(["inspect", "a" * 5000]) == 2
+    printed = capsys.readouterr().err
+    assert "(5000 characters)" in printed and "name too long" in printed and len(printed) < 600

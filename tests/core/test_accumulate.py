@@ -205,3 +205,11 @@ def test_a_weight_that_is_no_number_is_refused(weight: Any) -> None:
         accumulate(value_and_grad(lambda model, x: jnp.mean(model["w"] * x)), 2, weight=weight)(
             {"w": jnp.float32(1)}, jnp.ones(6)
         )
+
+
+@pytest.mark.parametrize("has_aux", [False, True])
+def test_another_has_aux_than_the_functions_is_refused(has_aux: bool) -> None:
+    loss = lambda model, x: (jnp.mean(model * x), {}) if not has_aux else jnp.mean(model * x)  # noqa: E731
+    step = accumulate(value_and_grad(loss, has_aux=not has_aux), 2, has_aux=has_aux)
+    with pytest.raises(StructureError, match=rf"(?s)auxiliary values.*hint: .*has_aux: {not has_aux}"):
+        step(jnp.array(2.0), jnp.arange(4.0))

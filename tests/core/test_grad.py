@@ -297,12 +297,3 @@ def test_half_of_a_shared_array_is_refused() -> None:
     loss = lambda m: jnp.sum(m["embed"] * m["head"])  # noqa: E731
     with pytest.raises(SelectionError, match="embed is selected but the same array at head is not"):
         value_and_grad(loss, "embed")({"embed": tied, "head": tied})
-
-
-def test_a_shared_array_selected_twice_gets_jax_s_gradient_at_each_path() -> None:
-    tied = jnp.arange(3.0)
-    model = {"embed": tied, "head": tied, "base": jnp.ones(3)}
-    loss = lambda m: jnp.sum(m["embed"] ** 2 * m["head"] * m["base"])  # noqa: E731
-    grads, want = value_and_grad(loss, "{embed,head}")(model)[1], jax.grad(loss)(model)
-    np.testing.assert_array_equal(grads["embed"], want["embed"])
-    np.testing.assert_array_equal(grads["head"], want["head"])

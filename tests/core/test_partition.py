@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from lowtide.core import SelectionError, StructureError, combine, partition, shared_leaves
+from lowtide.core import SelectionError, StructureError, combine, partition, shared_leaves, value_and_grad
 
 
 def test_halves_keep_the_structure_and_share_the_arrays() -> None:
@@ -68,7 +68,7 @@ def test_half_of_a_shared_array_is_refused() -> None:
     tied = jnp.ones(3)
     with pytest.raises(SelectionError, match=re.escape("head is selected but the same array at embed is not")) as error:
         partition({"embed": tied, "head": tied, "norm": jnp.ones(1)}, "head")
-    assert "hint: select embed too, or untie them first with jnp.array(leaf, copy=True)" in str(error.value)
+    assert "hint: hold the array at one path and use it twice in the model, or untie it" in str(error.value)
 
 
 @pytest.mark.parametrize("where", ["{embed,head}", "norm"])
@@ -77,3 +77,16 @@ def test_a_shared_array_may_stay_on_one_side(where: str) -> None:
     tree = {"embed": tied, "head": tied, "norm": jnp.ones(1)}
     again = combine(*partition(tree, where))
     assert again["embed"] is again["head"] is tied
+
+
+def test_one_array_at_two_selected_paths_is_refused() -> None:
+    tied = jnp.ones((2, 2))
+    model = {"embed": tied, "head": tied}
+    loss = lambda model, x: jnp.sum((x @ model["embed"]) @ model["head"])  # noqa: E731
+    for wrt in ("**", "{embed,head}"):
+        with pytest.raises(
+            SelectionError, match=r"embed and head are the same array and both train(.|\n)*hold the array"
+        ):
+            value_and_grad(loss, wrt)(model, tied)
+    untied = {"embed": tied, "head": jnp.array(tied, copy=True)}
+    assert jax.tree.structure(value_and_grad(loss)(untied, tied)[1]) == jax.tree.structure(untied)

@@ -169,3 +169,23 @@ def test_an_error_of_a_block_itself_stays_what_it_is() -> None:
     stack = dataclasses.replace(STACK, block=lambda layer, h, batch: jnp.zeros((batch["width"], DIM + 1)))
     with pytest.raises(StructureError, match=r"another shape(.|\n)*float32\[4, 9\]"):
         stack.apply(outer, layers, words)
+
+
+def test_layers_in_host_memory_are_read_one_by_one_and_not_differentiated() -> None:
+    from lowtide.offload import to_host
+
+    rng = np.random.default_rng(0)
+    outer, layers = {"w": jnp.float32(0.5)}, {"w": jnp.asarray(rng.normal(size=(3, 4, 4)), jnp.float32)}
+    stack = LayerStack(
+        first=lambda outer, batch: outer["w"] * batch,
+        block=lambda layer, h, batch: jnp.tanh(h @ layer["w"]),
+        last=lambda outer, h, batch: (jnp.sum(h * outer["w"]), {}),
+    )
+    batch, apply = jnp.ones((2, 4)), jax.jit(stack.apply)
+    hosted = to_host(layers)
+    assert apply(to_host(outer), hosted, batch)[0] == apply(outer, layers, batch)[0]
+    # What is on the device may be differentiated.
+    grads = [jax.jit(jax.grad(lambda o, layers: stack.apply(o, layers, batch)[0]))(outer, x) for x in (layers, hosted)]
+    np.testing.assert_allclose(grads[1]["w"], grads[0]["w"], rtol=1e-6)
+    with pytest.raises(StructureError, match="in host memory is differentiated(.|\n)*hint: lt.offload.scan"):
+        jax.grad(lambda layers: stack.apply(outer, layers, batch)[0])(hosted)

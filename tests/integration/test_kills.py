@@ -16,7 +16,7 @@ import pytest
 
 pytestmark = pytest.mark.processes
 
-NUM_KILLS, SEED = int(os.environ.get("LOWTIDE_KILLS", "40")), 5
+NUM_KILLS, SEED = int(os.environ.get("LOWTIDE_KILLS", "15")), 5
 
 
 @pytest.fixture

@@ -302,3 +302,17 @@ def test_integers_may_be_closed_over_by_any_program_and_nothing_of_it_stays() ->
     once()
     gc.collect()
     assert len(jax.live_arrays()) <= before
+
+
+@pytest.mark.slow
+@pytest.mark.tpu_aot
+def test_one_number_a_layer_is_on_the_device_before_the_loop() -> None:
+    layers = to_host({"w": jnp.ones((4, 64, 64)), "scale": jnp.arange(1.0, 5.0)})
+
+    def step(layers: Any, x: jax.Array) -> Any:
+        body = lambda h, layer: (jnp.tanh(h @ layer["w"]) * layer["scale"], None)  # noqa: E731
+        return jax.grad(lambda layers: jnp.sum(scan(body, x, layers)[0]))(layers)
+
+    assert analyze(step, layers, jnp.ones((8, 64)), target="v5e:1x1").host_bytes >= 2 * 4 * 64 * 64 * 4
+    grads = jax.jit(step)(layers, jnp.ones((8, 64)))
+    assert {memory_space(leaf) for leaf in jax.tree.leaves(grads)} == {jax.memory.Space.Host}

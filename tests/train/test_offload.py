@@ -352,3 +352,21 @@ def test_a_naive_step_has_nothing_on_the_host(target):
     loss_fn = lambda model, x: (jnp.mean((x @ model["w"]) ** 2), {})  # noqa: E731
     batch = jax.ShapeDtypeStruct((8, 256), jnp.float32)
     assert analyze_naive(model, loss_fn, optax.adamw(1e-4), "**", batch, target=target).host_bytes == 0
+
+
+def test_a_layerwise_trainer_evaluates_and_predicts_with_layers_on_the_host():
+    rng = np.random.default_rng(0)
+    draw = lambda *shape: jnp.asarray(0.2 * rng.normal(size=shape), jnp.float32)  # noqa: E731
+    stack = lt.LayerStack(
+        first=lambda outer, batch: batch @ outer["in"],
+        block=lambda layer, h, batch: h + jnp.tanh(h @ layer["w"]),
+        last=lambda outer, h, batch: (jnp.mean(h**2), {}),
+    )
+    model = {"outer": {"in": draw(4, 8)}, "layers": {"w": draw(3, 8, 8)}}
+    apply = lambda model, batch: stack.apply(model["outer"], model["layers"], batch)  # noqa: E731
+    batch = draw(5, 4)
+    want = float(apply(model, batch)[0])
+    ours = Trainer(model, apply, layerwise_step(stack, optax.adam(1e-2)))
+    assert ours.evaluate([batch])["loss"] == pytest.approx(want)
+    (predicted,) = ours.predict([batch], lambda model, batch: apply(model, batch)[0])
+    assert float(predicted) == pytest.approx(want)

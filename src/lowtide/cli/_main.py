@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import glob
 import io
 import os
@@ -12,7 +13,7 @@ import threading
 from collections.abc import Sequence
 
 from .. import __version__
-from ..core import LowtideError
+from ..core import LowtideError, shortened
 from . import _diff, _evaluate, _explain, _finetune, _fits, _generate, _inspect, _merge, _schedule, _targets
 from ._console import errors, print_error
 from ._load import UserCodeError
@@ -57,6 +58,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # whoever read the output has seen enough; nothing is left to flush at the exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
+    except OSError as error:
+        if error.errno != errno.ENAMETOOLONG:
+            raise
+        print_error(f"{shortened(error.filename)}: {error.strerror}")
+        return 2
 
 
 def _hints(args: argparse.Namespace, unknown: Sequence[str]) -> list[str]:

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 
 from ._errors import SelectionError
 from ._linear import products_explained
-from ._partition import combine, partition
+from ._partition import combine, partition, refuse_shared
 from ._paths import Tree, is_array_like, leaves_with_paths
 from ._select import Where
 
@@ -41,7 +41,8 @@ def value_and_grad(
         has the structure of `model` with `None` at every leaf that was not selected.
 
     Raises:
-        SelectionError: when `wrt` selects nothing, an integer or boolean leaf, or one of a quantised weight.
+        SelectionError: when `wrt` selects nothing, an integer or boolean leaf, one of a quantised weight, or two paths
+            of one array.
         StructureError: when `fn` does more to a weight with an adapter than to multiply by it.
 
     Memory:
@@ -63,6 +64,7 @@ def value_and_grad(
     def wrapped(model: Tree, *args: Any, **kwargs: Any) -> tuple[Any, Tree]:
         trainable, frozen = partition(model, wrt)
         check_differentiable(trainable)
+        refuse_shared(trainable)
 
         def split(trainable: Tree) -> Any:
             whole = combine(trainable, frozen)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -69,6 +69,8 @@ def accumulate(
 
         def call(microbatch: Tree, carry: tuple[Tree, ...]) -> tuple[Any, Any, tuple[Tree, ...], Tree]:
             value, grads = grad_fn(model, microbatch, *carry, *rest, **kwargs)
+            if isinstance(value, tuple) is not has_aux:
+                _refuse_value(value, has_aux)
             aux: Any
             loss, aux = value if has_aux else (value, None)
             return (loss, aux[0], (aux[1],), grads) if has_carry else (loss, aux, (), grads)
@@ -158,6 +160,15 @@ def microbatch_weights(weight: Callable[[Tree], Any] | None, batches: Tree, num_
     if weight is None:
         return jnp.ones(num_microbatches, float)
     return jax.vmap(functools.partial(_weight_of, weight), axis_size=num_microbatches)(batches)
+
+
+def _refuse_value(value: Any, has_aux: bool) -> NoReturn:
+    raise StructureError(
+        "grad_fn returns " + ("no auxiliary values" if has_aux else "auxiliary values beside the loss"),
+        expected="((loss, aux), grads)" if has_aux else "(loss, grads)",
+        got=f"{type(value).__name__} in place of the loss",
+        hint=f"give accumulate and value_and_grad the same has_aux: {not has_aux}",
+    )
 
 
 def _weight_of(weight: Callable[[Tree], Any], microbatch: Tree) -> Any:

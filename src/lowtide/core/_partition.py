@@ -16,6 +16,8 @@ from ._errors import SelectionError, StructureError
 from ._paths import Tree, is_array_like, leaves_with_paths, path_str
 from ._select import Where, select
 
+_HOLD_ONCE = "hold the array at one path and use it twice in the model, or untie it with jnp.array(leaf, copy=True)"
+
 
 def partition(tree: Tree, where: Where) -> tuple[Tree, Tree]:
     """Split a tree into the selected leaves and the rest.
@@ -97,6 +99,24 @@ def shared_leaves(tree: Tree) -> list[list[str]]:
     return [paths for paths in by_identity.values() if len(paths) > 1]
 
 
+def refuse_shared(*parts: Tree) -> None:
+    """Raise when one array stands at two paths of what trains: each path would get a part of its gradient.
+
+    Args:
+        *parts: trees of what trains, or of what a step changes.
+
+    Raises:
+        SelectionError: naming the paths. Inside of `jit` the paths hold different tracers, and nothing is noticed.
+    """
+    for paths in shared_leaves(parts):
+        first, second = (path.partition("/")[2] for path in paths[:2])
+        raise SelectionError(
+            f"{first} and {second} are the same array and both train",
+            expected="one array at each trainable path",
+            hint=_HOLD_ONCE,
+        )
+
+
 def _refuse_split_sharing(tree: Tree, mask: list[bool]) -> None:
     groups = shared_leaves(tree)
     if not groups:
@@ -109,7 +129,7 @@ def _refuse_split_sharing(tree: Tree, mask: list[bool]) -> None:
             raise SelectionError(
                 f"{inside[0]} is selected but the same array at {outside[0]} is not",
                 expected="both paths selected, neither, or two separate arrays",
-                hint=f"select {outside[0]} too, or untie them first with jnp.array(leaf, copy=True)",
+                hint=_HOLD_ONCE,
             )
 
 

@@ -7,10 +7,12 @@ else has to know which it was given.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 from jax.core import Tracer
+
+from ._errors import StructureError
 
 
 def memory_space(leaf: Any) -> jax.memory.Space:  # pyright: ignore[reportInvalidTypeForm]
@@ -35,3 +37,26 @@ def memory_space(leaf: Any) -> jax.memory.Space:  # pyright: ignore[reportInvali
 def on_host(sharding: Any) -> bool:
     """Whether a sharding (or None) puts arrays in host memory."""
     return "host" in (getattr(sharding, "memory_kind", None) or "")
+
+
+def on_device(tree: Any) -> Any:
+    """Move the leaves of a tree that are in host memory to the device, for a forward pass alone.
+
+    Raises:
+        StructureError: when such a leaf is differentiated.
+    """
+    return jax.tree.map(lambda leaf: _moved(leaf) if memory_space(leaf) == jax.memory.Space.Host else leaf, tree)
+
+
+@jax.custom_jvp
+def _moved(leaf: Any) -> Any:
+    return jax.device_put(leaf, jax.memory.Space.Device)
+
+
+@_moved.defjvp
+def _refuse_derivative(*_: Any) -> NoReturn:  # pyright: ignore[reportUnusedFunction]
+    raise StructureError(
+        "a parameter in host memory is differentiated by a function that only reads it",
+        expected="parameters on the device",
+        hint="lt.offload.scan and lt.offload.layerwise_step differentiate layers in host memory",
+    )

@@ -22,6 +22,7 @@ from ._checks import check_count
 from ._errors import ConfigError, StructureError
 from ._groups import STAYS, Moves, scan_in_groups
 from ._paths import Tree, leaves_with_paths
+from ._spaces import on_device
 
 First = Callable[[Tree, Tree], Any]
 Block = Callable[[Tree, Any, Tree], Any]
@@ -118,9 +119,9 @@ class LayerStack:
         divide = _divide.get()
 
         def body(h: Any, layer: Tree) -> tuple[Any, None]:
-            return divide(block(layer, h, batch)), None
+            return divide(block(on_device(layer), h, batch)), None
 
-        h = divide(self.first(outer, batch))
+        h = divide(self.first(on_device(outer), batch))
         with _explained(self.block, h, layers, batch):
             return jax.lax.scan(body, h, layers)[0]
 
@@ -135,7 +136,7 @@ class LayerStack:
     ) -> tuple[Any, Tree]:
         """Run the whole stack; arguments as in `hidden`, result as of `last`: ``(loss, metrics)``."""
         h = self.hidden(outer, layers, batch, remat=remat, layers_per_remat=layers_per_remat)
-        return self.last(outer, h, batch)
+        return self.last(on_device(outer), h, batch)
 
     def shapes(self, outer: Tree, layer: Tree, batch: Tree) -> StackShapes:
         """Trace the three functions, and check that they fit each other, so that a mistake is named before XLA sees it.

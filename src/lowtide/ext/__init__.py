@@ -1,1 +1,5 @@
-"""Bridges to other libraries, one module each; import the one you need, for instance `lowtide.ext.nnx`."""
+"""Bridges to other libraries, one module each, which is imported at its first use: for instance `lowtide.ext.nnx`."""
+
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -1,5 +1,6 @@
 """The fine-tuning job: its configuration, data, run folders and files."""
 
+from . import data as data
 from ._base import open_base as open_base
 from ._budget import Needs as Needs
 from ._budget import needs as needs

@@ -18,7 +18,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from .. import __version__, models
+from .. import models
 from ..adapters import lora
 from ..core import ConfigError, OutputError, input_file, parse_json, write_files
 from ..quant import QuantizedWeight, dequantize
@@ -176,5 +176,5 @@ tokenizer = AutoTokenizer.from_pretrained("{folder}")
 
 or `lt.models.load("{folder}")`.
 
-Made by lowtide {__version__} with {versions}.
+Made by lowtide {version("lowtide")} with {versions}.
 """

@@ -232,9 +232,17 @@ def _refuse_host_values(values: Sequence[NamedValue], where: str) -> None:
 @functools.cache
 def _policy(save: frozenset[str], offload: frozenset[str]) -> Callable[..., Any]:
     """JAX's policy; the same object for the same names, because JAX compares policies by identity when it caches."""
-    return jax.checkpoint_policies.save_and_offload_only_these_names(
+    by_name = jax.checkpoint_policies.save_and_offload_only_these_names(
         names_which_can_be_saved=sorted(save),
         names_which_can_be_offloaded=sorted(offload),
         offload_src="device",
         offload_dst="pinned_host",
     )
+
+    def policy(primitive: Any, *avals: Any, **params: Any) -> Any:
+        # XLA slices no stack of single numbers in a TPU's host memory: they stay on the device.
+        if params.get("name") in offload and not avals[0].ndim:
+            return jax.checkpoint_policies.everything_saveable(primitive, *avals, **params)
+        return by_name(primitive, *avals, **params)
+
+    return policy

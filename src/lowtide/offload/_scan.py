@@ -60,7 +60,7 @@ def scan(
             close over anything, also what is differentiated.
         init: the carry that enters the first layer.
         xs: stacked parameters, every leaf of shape ``[num_layers, ...]``; those in host memory are streamed, others
-            are indexed where they are.
+            are indexed where they are. One number a layer is moved to the device before the loop.
         prefetch: bring the next slice while the current one computes, for the bytes of one more slice.
         inputs: where the carries wait for the backward pass.
 
@@ -100,6 +100,8 @@ def scan(
     )
     length = num_layers(xs)
     _check_on_host(xs)
+    # XLA slices no stack of single numbers in a TPU's host memory: such a stack is on the device as a whole.
+    xs = jax.tree.map(lambda leaf: put(leaf, DEVICE) if jnp.ndim(leaf) == 1 else leaf, xs)
     init = jax.tree.map(lambda leaf: leaf if hasattr(leaf, "dtype") else jnp.asarray(leaf), init)
     if not length:
         raise StructureError("scan has no layers", expected="at least one", got="0", hint="jax.lax.scan takes none")

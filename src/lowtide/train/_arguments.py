@@ -22,6 +22,7 @@ from ..core import (
     is_count,
     leaves_with_paths,
     on_host,
+    refuse_shared,
 )
 from ..distributed import ShardingRules, placed
 from ..offload import LayerwiseStep
@@ -31,7 +32,7 @@ from ._models import Pytree, keywords
 from ._pipelined import PipelineStep, make_pipeline
 from ._precision import refuse_precision
 from ._state import refuse_consumed
-from ._step import LayerStep, LossFn, TrainingStep, TrainState, WholeStep, refuse_shared
+from ._step import LayerStep, LossFn, TrainingStep, TrainState, WholeStep
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -54,7 +55,7 @@ class Chosen(NamedTuple):
         state, frozen = self.step.init(model)
         is_guarded = _guards(on_nan, state, is_layerwise=isinstance(self.step, LayerStep))
         self.step.guard(is_guarded)
-        refuse_shared((state.trainable, state.mutable))
+        refuse_shared(state.trainable, state.mutable)
         return model, state, frozen, is_guarded
 
 

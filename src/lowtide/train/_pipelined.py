@@ -26,13 +26,14 @@ from ..core import (
     num_layers,
     on_host,
     put,
+    refuse_shared,
     split_static,
 )
 from ..distributed import STAGE, ShardingRules, make_mesh
 from ..memory import MemoryReport
 from ..pipeline import Pipeline, Schedule, StageReport, value_and_grad
 from ._models import keywords, parse_loss, sides, with_sides
-from ._step import Gradients, TrainState, WholeStep, refuse_shared
+from ._step import Gradients, TrainState, WholeStep
 
 _WHAT = "a pipeline"
 
@@ -120,7 +121,7 @@ class PipelineStep:
 
     def arranged(self, model: Tree) -> Tree:
         """See `TrainingStep`; each leaf of the layers is on the mesh afterwards."""
-        refuse_shared(self.split(model)[:1])  # arranged, one array at two paths is two
+        refuse_shared(self.split(model)[0])  # arranged, one array at two paths is two
         outer, layers = sides(model, _WHAT)
         if num_layers(layers) != self._num_layers:
             raise StructureError(

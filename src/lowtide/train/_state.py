@@ -26,13 +26,14 @@ from ..core import (
     is_count,
     leaves_with_paths,
     put,
+    refuse_shared,
     shared_leaves,
 )
 from ..distributed import ShardingRules
 from ._ema import find_average
 from ._models import described
 from ._signals import undisturbed
-from ._step import UPDATE_HINT, TrainingStep, TrainState, refuse_shared
+from ._step import UPDATE_HINT, TrainingStep, TrainState
 
 _MAX_STEP = 2**31 - 1
 """The state counts in an int32."""
@@ -163,7 +164,7 @@ class LiveState:
             ("trainable", "mutable", "frozen"), (trainable, mutable, frozen), self.parts, strict=True
         ):
             _refuse_other_types(name, *pair)
-        refuse_shared((trainable, mutable))
+        refuse_shared(trainable, mutable)
         trainable, mutable, frozen = _settled((trainable, mutable, frozen), self.parts)
         state = dataclasses.replace(self.state, trainable=trainable, mutable=mutable)
         _refuse_shared(state, frozen)

@@ -22,7 +22,6 @@ from jax.core import Tracer
 from ..core import (
     ConfigError,
     ModelObject,
-    SelectionError,
     StructureError,
     Tree,
     Where,
@@ -32,7 +31,6 @@ from ..core import (
     dividing,
     leaves_with_paths,
     partition,
-    shared_leaves,
     split_static,
 )
 from ..offload import LayerwiseState, LayerwiseStep, state_shardings
@@ -441,17 +439,6 @@ def _train_state(state: LayerwiseState) -> TrainState:
     opt_state = {"outer": state.outer_opt, "layers": state.layers_opt, "norm": state.grad_norm}
     params = {"outer": state.outer, "layers": state.layers}
     return TrainState(state.step, params, opt_state, jax.tree.map(lambda _: None, params))
-
-
-def refuse_shared(parts: Tree) -> None:
-    """Raise when one array stands at two paths of what a step consumes."""
-    for paths in shared_leaves(parts):
-        names = [path.partition("/")[2] for path in paths]
-        raise SelectionError(
-            f"{names[0]} and {names[1]} are the same array and both train",
-            expected="one array at each trainable path, because each is donated to the step",
-            hint="tie weights inside the model instead, or untie them with jnp.array(leaf, copy=True)",
-        )
 
 
 def weighted(value: Any, weight: Any) -> Any:
