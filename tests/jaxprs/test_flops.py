@@ -78,3 +78,13 @@ def test_what_nothing_reads_counts_nothing() -> None:
         return x @ w
 
     assert flops_of(fn, shape(8, 16), shape(16, 16)) == 2 * 8 * 16 * 16
+
+
+def test_a_branch_counts_as_the_most_expensive_one() -> None:
+    def either(x: jax.Array) -> jax.Array:
+        return jax.lax.cond(x[0, 0] > 0, lambda x: x @ x, lambda x: x, x)
+
+    x = jnp.ones((8, 8))
+    whole = jaxpr_flops(jax.make_jaxpr(either)(x).jaxpr)
+    product = jaxpr_flops(jax.make_jaxpr(lambda x: x @ x)(x).jaxpr)
+    assert product <= whole < product + 20
