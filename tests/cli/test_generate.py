@@ -268,3 +268,40 @@ def test_who_gives_text_to_a_model_of_chats_is_told(generate, chat_dir, monkeypa
         named = {"model": model} if model else {}
         status, _, said = generate("--prompt", "the tide", "--max-new-tokens", 1, **named)
         assert status == 0 and ("is continued as it is" in said) == is_told
+
+
+def test_a_text_ends_an_answer_and_is_no_part_of_it(generate, tmp_path):
+    (tmp_path / "p.txt").write_text("the tide\nthe moon\n")
+    flags = ["--temperature", 0, "--max-new-tokens", 24]
+    _, whole, _ = generate("--prompt", "the tide", *flags)
+    stop = whole[5:7]
+    before = whole[: whole.index(stop)]
+    _, printed, _ = generate("--prompt", "the tide", *flags, "--stop", "never said", "--stop", stop)
+    assert printed == before + "\n"
+    assert generate("--prompts", tmp_path / "p.txt", *flags, "--stop", stop, "--output", tmp_path / "o.jsonl")[0] == 0
+    first = _records(tmp_path / "o.jsonl")[0]
+    assert (first["text"], first["ended"]) == (before, True)
+    assert generate("--prompt", "the tide", "--stop", "")[0] == 2
+
+
+def test_a_system_prompt_goes_before_conversations_without_one(generate, chat_dir, tmp_path, monkeypatch):
+    asked = {"role": "user", "content": "when?"}
+    records = [{"messages": [asked]}, {"messages": [{"role": "system", "content": "own"}, asked]}]
+    (tmp_path / "p.jsonl").write_text("\n".join(map(json.dumps, records)))
+    seen, whole = [], command.messages_to_ids
+    monkeypatch.setattr(command, "messages_to_ids", lambda *given: seen.append(given[2]) or whole(*given))
+    flags = ["--prompts", tmp_path / "p.jsonl", "--max-new-tokens", 1, "--system", "be brief"]
+    assert generate(*flags, "--output", tmp_path / "o.jsonl", model=chat_dir)[0] == 0
+    assert [messages[0]["content"] for messages in seen[0].values()] == ["be brief", "own"]
+    status, _, said = generate("--prompt", "when?", "--system", "be brief")
+    assert status == 2 and "--system is for conversations" in said
+
+
+@pytest.mark.slow
+def test_weights_are_stored_in_few_bits_for_an_answer(generate, monkeypatch):
+    seen, load = [], models.load
+    monkeypatch.setattr(models, "load", lambda *args, **options: seen.append(load(*args, **options)) or seen[-1])
+    flags = ["--max-new-tokens", 2, "--quantize", "nf4", "--quantize-embeddings", "int8"]
+    assert generate("--prompt", "the tide", *flags)[0] == 0
+    weights = seen[0].layers["mlp"]["up_proj"]["weight"], seen[0].outer["embed"]["weight"]
+    assert [weight.format for weight in weights] == ["nf4", "int8"]

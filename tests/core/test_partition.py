@@ -8,7 +8,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from lowtide.core import SelectionError, StructureError, combine, partition, shared_leaves, value_and_grad
+from lowtide.core import (
+    SelectionError,
+    StateError,
+    StructureError,
+    combine,
+    partition,
+    refuse_consumed,
+    shared_leaves,
+    value_and_grad,
+)
 
 
 def test_halves_keep_the_structure_and_share_the_arrays() -> None:
@@ -90,3 +99,11 @@ def test_one_array_at_two_selected_paths_is_refused() -> None:
             value_and_grad(loss, wrt)(model, tied)
     untied = {"embed": tied, "head": jnp.array(tied, copy=True)}
     assert jax.tree.structure(value_and_grad(loss)(untied, tied)[1]) == jax.tree.structure(untied)
+
+
+def test_arrays_that_were_donated_are_named() -> None:
+    model = {"a": jnp.ones(3), "b": jnp.ones(3)}
+    jax.jit(lambda x: x + 1, donate_argnums=0)(model["b"])
+    refuse_consumed({"a": model["a"]}, 1.0)
+    with pytest.raises(StateError, match=r"b was consumed(.|\n)*got: 1 deleted(.|\n)*hint: .*trainer.model"):
+        refuse_consumed(model)

@@ -360,3 +360,11 @@ def test_a_shape_in_host_memory_is_traced_in_the_host_space() -> None:
     report = analyze(step, jax.ShapeDtypeStruct((256, 256), jnp.float32, sharding=host), target="v5e")
     assert spaces == [jax.memory.Space.Host]
     assert report.host_bytes == 256 * 256 * 4
+
+
+def test_several_targets_and_roles_that_are_no_mapping_are_named() -> None:
+    with pytest.raises(TargetError, match=r"a target is one name(.|\n)*hint: call the function once for each"):
+        analyze(lambda x: x, shape(3), target=["cpu", "v5e"])  # pyright: ignore
+    for roles in (("params",), "params"):
+        with pytest.raises(ConfigError, match=r"roles is no mapping(.|\n)*hint: name the position"):
+            analyze(lambda x: x, shape(3), target="cpu", roles=roles)  # pyright: ignore

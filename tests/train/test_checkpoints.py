@@ -257,9 +257,9 @@ def test_arrays_that_another_trainer_consumed_are_told():
     model = {"w": jnp.zeros(4)}
     first, second = (lt.Trainer(model, loss_fn, optax.sgd(0.1)) for _ in range(2))
     fit(first, 1)
-    with pytest.raises(StateError, match=r"(?s)w was consumed: another trainer.*hint: give each trainer its own"):
+    with pytest.raises(StateError, match=r"(?s)w was consumed: another trainer.*hint: take the trainer's own"):
         fit(second, 1)
-    with pytest.raises(StateError, match=r"(?s)w was consumed: another trainer.*hint: give each trainer its own"):
+    with pytest.raises(StateError, match=r"(?s)w was consumed: another trainer.*hint: take the trainer's own"):
         lt.Trainer(model, loss_fn, optax.sgd(0.1))
     assert lt.Trainer(first.model, loss_fn, optax.sgd(0.1)).step == 0
 

@@ -124,7 +124,7 @@ def test_an_interrupt_in_evaluation(subjects: Any, kind: str, what: str) -> None
 @pytest.mark.slow_after(1)
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_exception_while_the_first_step_compiles(subjects: Any, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    subject = subjects.Subject(kind)
+    subject, references = subjects.Subject(kind), [subjects.reference(kind, step) for step in (0, STEPS)]
     trainer, compile_ = subject.trainer(), jax.stages.Lowered.compile
 
     def fail(self: Any, *arguments: Any, **options: Any) -> Any:
@@ -134,10 +134,10 @@ def test_an_exception_while_the_first_step_compiles(subjects: Any, kind: str, mo
     with pytest.raises(jax.errors.JaxRuntimeError, match="RESOURCE_EXHAUSTED") as raised:
         trainer.fit(subjects.batches(), num_steps=STEPS)
     assert "the trainer holds the state of step 0" in raised.value.__notes__[-1]
-    subjects.assert_same(subject.weights(trainer), subjects.reference(kind, 0))
+    subjects.assert_same(subject.weights(trainer), references[0])
     monkeypatch.setattr(jax.stages.Lowered, "compile", compile_)
     trainer.fit(subjects.batches(), num_steps=STEPS)
-    subjects.assert_same(subject.weights(trainer), subjects.reference(kind, STEPS))
+    subjects.assert_same(subject.weights(trainer), references[1])
 
 
 class Broken:

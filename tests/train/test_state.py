@@ -291,7 +291,7 @@ def test_arrays_that_somebody_else_consumed_are_named_wherever_they_are() -> Non
         lambda: one.evaluate(BATCHES),
         lambda: one.predict(BATCHES, lambda model, batch: batch),
     ):
-        with pytest.raises(StateError, match=r"(?s)frozen was consumed.*got: 1 deleted.*hint: give each trainer"):
+        with pytest.raises(StateError, match=r"(?s)frozen was consumed.*got: 1 deleted.*hint: take the trainer"):
             use()
 
 

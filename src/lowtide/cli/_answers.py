@@ -11,6 +11,7 @@ from rich.console import Console
 from ..core import ConfigError
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+FORMATS = ("nf4", "int4", "mxfp4", "int8", "fp8")
 
 
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
@@ -31,6 +32,12 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     for name, what in (("param", "parameters"), ("compute", "activations")):
         parser.add_argument(
             f"--{name}-dtype", choices=DTYPES, default="auto", help=f"dtype of {what} (default: %(default)s)"
+        )
+    for name, what in (("quantize", "the projections of the layers"), ("quantize-embeddings", "embedding and head")):
+        parser.add_argument(
+            f"--{name}",
+            choices=FORMATS,
+            help=f"format of few bits for {what} (default: as stored)",
         )
 
 
@@ -66,7 +73,9 @@ def open_named(args: argparse.Namespace, console: Console) -> tuple[Any, Any]:
         from ..finetune import open_base
 
         dtypes = {"param_dtype": args.param_dtype, "compute_dtype": args.compute_dtype}
-        return open_base(args.model, tokenizer=args.tokenizer, **dtypes)
+        asked = {"layers/**/*_proj": args.quantize, "outer/**": args.quantize_embeddings}
+        quantize = {glob: form for glob, form in asked.items() if form is not None} or None
+        return open_base(args.model, tokenizer=args.tokenizer, quantize=quantize, **dtypes)
 
 
 def with_each(base: Any, adapters: Sequence[str]) -> Iterator[tuple[str | None, Any]]:

@@ -52,6 +52,16 @@ def register(commands: Any) -> None:
     )
     source.add_argument("--chat", action="store_true", help="talk, by the model's chat template; an empty line ends it")
     parser.add_argument(
+        "--system", metavar="TEXT", help="system prompt of conversations that have none (default: the template's)"
+    )
+    parser.add_argument(
+        "--stop",
+        action="append",
+        default=[],
+        metavar="TEXT",
+        help="text that ends an answer and is not part of it; again for another (default: none)",
+    )
+    parser.add_argument(
         "--max-new-tokens", type=positive, default=128, metavar="N", help="most tokens of an answer (default: 128)"
     )
     parser.add_argument(
@@ -79,6 +89,8 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(
             "--chat is one conversation", hint="leave out --output, --num-samples and all adapters but one"
         )
+    if "" in args.stop:
+        raise ConfigError("--stop is empty", hint="leave --stop out, or look whether a variable is unset")
     named = {} if args.chat else _prompts(args)
     prompts = [*named.values()]
     console = errors()  # answers alone are on standard output
@@ -149,9 +161,10 @@ def _answer_all(
                     batch_size=args.batch_size,
                 ):
                     context = _context(prompts[answer.prompt], ids[answer.prompt])
-                    text = decode_after(tokenizer, context, answer.tokens)
+                    text, is_cut = _cut(decode_after(tokenizer, context, answer.tokens), args.stop)
                     record = {**prompts[answer.prompt], "adapter": adapter, "sample": answer.sample, "text": text}
-                    _hand_out(file, {**record, "num_tokens": len(answer.tokens), "ended": answer.is_ended})
+                    ended = answer.is_ended or is_cut
+                    _hand_out(file, {**record, "num_tokens": len(answer.tokens), "ended": ended})
                     done, num_tokens = done + 1, num_tokens + len(answer.tokens)
                     rate = num_tokens / (time.monotonic() - start)
                     progress.update(task, completed=done, description=f"generating  {rate:,.0f} tokens/s")
@@ -185,6 +198,17 @@ def _context(record: dict[str, Any], ids: list[int]) -> list[int]:
     return ids if "prompt" in record else []
 
 
+def _cut(text: str, stops: Sequence[str]) -> tuple[str, bool]:
+    """Return the text before the first of some texts that end it, and whether one of them is there."""
+    end = min((at for at in map(text.find, stops) if at >= 0), default=None)
+    return text[:end], end is not None
+
+
+def _begun(text: str, stops: Sequence[str]) -> int:
+    """Return how many characters at the end of a text may begin a text that ends it."""
+    return max((n for stop in stops for n in range(1, len(stop)) if text.endswith(stop[:n])), default=0)
+
+
 def _stream(
     args: argparse.Namespace,
     model: Any,
@@ -203,18 +227,22 @@ def _stream(
     from ..models import stream
 
     decode: Any = DecodeStream(ids=context, skip_special_tokens=True)
-    printed, ids_so_far = "", list[int]()
+    text, printed, ids_so_far = "", "", list[int]()
     start = time.monotonic()
     for token in stream(
         model, ids, args.max_new_tokens, key=jax.random.key(args.seed), sampling=sampling, end_tokens=ends
     ):
         ids_so_far.append(token)
-        part = decode.step(tokenizer, token) or ""
-        printed += part
-        sys.stdout.write(part)
+        text += decode.step(tokenizer, token) or ""
+        ready, is_cut = _cut(text, args.stop)
+        ready = ready[: len(ready) - (0 if is_cut else _begun(ready, args.stop))]
+        sys.stdout.write(ready.removeprefix(printed))
         sys.stdout.flush()
-    whole = decode_after(tokenizer, context, ids_so_far)
-    # What is held back until it is a whole character, and never became one.
+        printed = ready
+        if is_cut:
+            break
+    whole, _ = _cut(decode_after(tokenizer, context, ids_so_far), args.stop)
+    # What is held back: a character, or a text that ends the answer, that never became whole.
     sys.stdout.write(whole.removeprefix(printed) + "\n" if whole.startswith(printed) else "\n")
     sys.stdout.flush()
     seconds = max(time.monotonic() - start, 1e-9)
@@ -227,7 +255,7 @@ def _chat(args: argparse.Namespace, base: Any, tokenizer: Any, sampling: Any) ->
     from ..finetune import check_ids
 
     ((_, model),) = _models(base, args.adapter)
-    ends, messages = end_tokens(args, model, tokenizer).answer, list[dict[str, str]]()
+    ends, messages = end_tokens(args, model, tokenizer).answer, _system(args)
     while text := _asked():
         messages.append({"role": "user", "content": text})
         (ids,) = messages_to_ids(
@@ -236,6 +264,10 @@ def _chat(args: argparse.Namespace, base: Any, tokenizer: Any, sampling: Any) ->
         check_ids(ids, tokenizer, base.config.vocab_size, "the conversation")
         answer = _stream(args, model, tokenizer, sampling, ids, ends, errors(), [])
         messages.append({"role": "assistant", "content": answer})
+
+
+def _system(args: argparse.Namespace) -> list[dict[str, Any]]:
+    return [] if args.system is None else [{"role": "system", "content": args.system}]
 
 
 def _asked() -> str:
@@ -252,6 +284,10 @@ def _all_ids(
     from ..finetune import check_ids
 
     chats = {name: each["messages"] for name, each in prompts.items() if "messages" in each}
+    if args.system is not None and not chats:
+        raise ConfigError("--system is for conversations", hint='take --chat, or "messages" in a .jsonl file')
+    for name, messages in chats.items():
+        chats[name] = messages if messages[0]["role"] == "system" else [*_system(args), *messages]
     tools = {name: prompts[name]["tools"] for name in chats if "tools" in prompts[name]}
     rendered = iter(
         messages_to_ids(args.tokenizer or args.model, tokenizer, chats, args.chat_template, tools) if chats else []

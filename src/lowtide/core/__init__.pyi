@@ -60,6 +60,7 @@ from ._models import ModelObject as ModelObject
 from ._naming import ExternalNames as ExternalNames
 from ._partition import combine as combine
 from ._partition import partition as partition
+from ._partition import refuse_consumed as refuse_consumed
 from ._partition import refuse_shared as refuse_shared
 from ._partition import shared_leaves as shared_leaves
 from ._partition import split_static as split_static

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from ._errors import SelectionError, StructureError
+from ._errors import SelectionError, StateError, StructureError
 from ._paths import Tree, is_array_like, leaves_with_paths, path_str
 from ._select import Where, select
 
@@ -114,6 +114,26 @@ def refuse_shared(*parts: Tree) -> None:
             f"{first} and {second} are the same array and both train",
             expected="one array at each trainable path",
             hint=_HOLD_ONCE,
+        )
+
+
+def refuse_consumed(*trees: Tree) -> None:
+    """Raise when a trainer or another donating function has consumed arrays of a tree.
+
+    Args:
+        *trees: of arrays and other leaves.
+
+    Raises:
+        StateError: naming the first such array.
+    """
+    leaves = [pair for tree in trees for pair in leaves_with_paths(tree)]
+    gone = [path for path, leaf in leaves if isinstance(leaf, jax.Array) and leaf.is_deleted()]
+    if gone:
+        raise StateError(
+            f"{gone[0]} was consumed: another trainer or a donating function has taken it",
+            expected="arrays that nothing else consumes",
+            got=f"{len(gone)} deleted arrays",
+            hint="take the trainer's own, trainer.model, or give each its copy: jax.tree.map(jnp.array, model)",
         )
 
 

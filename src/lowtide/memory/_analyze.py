@@ -259,7 +259,7 @@ def _examine(
         numbers = jax.tree.unflatten(stages.out_tree, range(stages.out_tree.num_leaves))
         outputs = [path for path, _ in leaves_with_paths(numbers)]
         found = find_owners(hlo, facts.leaves, leaf_roles, outputs, facts.totals)
-        notes = (*notes, *_uncounted(found))
+        notes = (*notes, *_uncounted(found, goal))
     else:
         notes = (*notes, "temporaries have no owners: the program was compiled without lowtide.memory.compile")
     return _report(goal, facts, found, leaf_roles, [*(roles or {}), "other"], moved, notes), found
@@ -297,17 +297,18 @@ def _report(
     )
 
 
-def _uncounted(owners: Owners) -> tuple[str, ...]:
-    """Write a note on constants that are in no figure."""
+def _uncounted(owners: Owners, goal: Target) -> tuple[str, ...]:
+    """Write a note on constants that are in no buffer: a TPU's compiler counts them as code, others nowhere."""
     total = sum(buffer.num_bytes for buffer in owners.uncounted)
     if total < _NOTABLE_BYTES:
         return ()
     largest = max(owners.uncounted, key=lambda buffer: buffer.num_bytes)
     array = f"{largest.dtype}[{','.join(map(str, largest.shape))}]"
     where = f" used at {largest.source}" if largest.source else ""
+    counted = "are counted as code" if goal.platform == "tpu" else "are in none of this compiler's figures"
     return (
-        f"{format_bytes(total)} of constants that the function closes over are part of the program, and in none of "
-        f"this compiler's figures (the largest: {array}{where}); as arguments they would be counted",
+        f"{format_bytes(total)} of constants that the function closes over are part of the program and {counted} "
+        f"(the largest: {array}{where}); as arguments they would have an owner",
     )
 
 
@@ -331,6 +332,13 @@ def _owners(
     keys: dict[int | str, int | str] = {**dynamic, **{p - num_args: at for p, at in dynamic.items()}}
     keys.update({keyword: keyword for keyword in keywords})
     owners: dict[int | str, str] = {}
+    if not isinstance(roles, Mapping):
+        raise ConfigError(
+            "roles is no mapping",
+            expected='names of roles with arguments, such as {"params": 0, "batch": 1}',
+            got=repr(roles)[:80],
+            hint="name the position or the keyword of each argument",
+        )
     for role, arguments in roles.items():
         if role in _RESERVED:
             raise ConfigError(f"the role name {role!r} is reserved", got=role, hint=f"reserved: {', '.join(_RESERVED)}")

@@ -30,6 +30,7 @@ from ..core import (
     parse_json,
     path_str,
     read_input,
+    refuse_consumed,
     select,
     shortened,
     validate,
@@ -360,6 +361,7 @@ def save(
     directory = Path(directory)
     expected = {path: leaf.shape for path, leaf in leaves_with_paths(parameter_shapes(model.config))}
     params = {"outer": model.outer, "layers": without_windows(model.layers)}
+    refuse_consumed(params)
     got = {path: tuple(leaf.shape) for path, leaf in leaves_with_paths(params)}
     if got != expected:
         wrong = sorted(set(got.items()) ^ set(expected.items()))[0]

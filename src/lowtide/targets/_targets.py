@@ -181,6 +181,13 @@ def resolve_target(target_or_name: Target | str | None) -> Target:
     """Make a target from what a public function accepts: a `Target`, its name, or None for ``"here"``."""
     if isinstance(target_or_name, Target):
         return target_or_name
+    if not isinstance(target_or_name, str | None):
+        raise TargetError(
+            "a target is one name",
+            expected='a name such as "v5e:2x2", a Target, or None for the hardware at hand',
+            got=repr(target_or_name)[:80],
+            hint="call the function once for each target",
+        )
     return target("here" if target_or_name is None else target_or_name)
 
 

@@ -22,6 +22,7 @@ from ..core import (
     is_count,
     leaves_with_paths,
     on_host,
+    refuse_consumed,
     refuse_shared,
 )
 from ..distributed import ShardingRules, placed
@@ -31,7 +32,6 @@ from ._data import IN_ORDER
 from ._models import Pytree, keywords
 from ._pipelined import PipelineStep, make_pipeline
 from ._precision import refuse_precision
-from ._state import refuse_consumed
 from ._step import LayerStep, LossFn, TrainingStep, TrainState, WholeStep
 
 P = ParamSpec("P")

@@ -26,6 +26,7 @@ from ..core import (
     is_count,
     leaves_with_paths,
     put,
+    refuse_consumed,
     refuse_shared,
     shared_leaves,
 )
@@ -261,19 +262,6 @@ class LiveState:
                 got="the average in the place of what trains",
                 hint="leave the with block first",
             )
-
-
-def refuse_consumed(*trees: Tree) -> None:
-    """Raise when somebody else has consumed the arrays: another trainer of them, or of a copy that shares them."""
-    leaves = [pair for tree in trees for pair in leaves_with_paths(tree)]
-    gone = [path for path, leaf in leaves if isinstance(leaf, jax.Array) and leaf.is_deleted()]
-    if gone:
-        raise StateError(
-            f"{gone[0]} was consumed: another trainer or a donating function has taken it",
-            expected="arrays that belong to this trainer alone",
-            got=f"{len(gone)} deleted arrays",
-            hint="give each trainer its own: jax.tree.map(jnp.array, model), or the first one's trainer.model",
-        )
 
 
 def _refuse_other_types(name: str, new: Tree, old: Tree) -> None:

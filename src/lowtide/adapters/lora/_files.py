@@ -17,7 +17,16 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save as to_safetensors
 
-from ...core import LinearWeight, ModelFileError, StructureError, Tree, input_file, shortened, write_files
+from ...core import (
+    LinearWeight,
+    ModelFileError,
+    StructureError,
+    Tree,
+    input_file,
+    refuse_consumed,
+    shortened,
+    write_files,
+)
 from ._adapter import kind_of, placed
 from ._config import IN_THE_WEIGHT
 from ._experts import check_file_of_experts
@@ -97,6 +106,7 @@ def save(
             expected="at least one adapter, such as a LoRAWeight",
             hint="add one with lt.lora.add; a merged model has none left",
         )
+    refuse_consumed(model)
     kind = one_kind(adapted)
     described, tensors, done = _of_parameters(model)
     parameters, tables = [*described], table_names(model)

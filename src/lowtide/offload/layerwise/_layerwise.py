@@ -68,7 +68,7 @@ def layerwise_step(
     num_microbatches: int = 1,
     weight: Callable[[Tree], Any] | None = None,
     chunk_bytes: int | str = 2**26,
-    on_nan: OnNan = "ignore",
+    on_nan: OnNan = "skip",
 ) -> LayerwiseStep:
     """Make a training step that updates each layer inside the backward pass.
 
@@ -89,10 +89,10 @@ def layerwise_step(
         chunk_bytes: about how many bytes of optimizer state are on the device at a time during an update; a number, or
             text such as ``"64 MiB"``.
         on_nan: what to do when the loss or gradients are not finite: ``"ignore"`` updates with them, ``"skip"`` leaves
-            updates out. All of them when the loss is not finite, or with ``"exact"`` clipping, which knows the norm of
-            all gradients before; else those from the first layer backward on whose gradients are not finite. The
-            metrics say what the loss and the norm were. To a `lowtide.Trainer` ``on_nan="skip"`` is said, which passes
-            it on and counts.
+            updates out. ``"skip"`` leaves out all of them when the loss is not finite, or with ``"exact"`` clipping,
+            which knows the norm of all gradients before. Else it leaves out those from the first layer backward on
+            whose gradients are not finite. The metrics say what the loss and the norm were. A `lowtide.Trainer` has an
+            ``on_nan`` of its own, and with ``"skip"`` counts the steps that were left out.
 
     Returns:
         The step: ``state, frozen = step.init(outer, layers)``, then
