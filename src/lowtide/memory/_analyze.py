@@ -332,7 +332,8 @@ def _owners(
     keys: dict[int | str, int | str] = {**dynamic, **{p - num_args: at for p, at in dynamic.items()}}
     keys.update({keyword: keyword for keyword in keywords})
     owners: dict[int | str, str] = {}
-    if not isinstance(roles, Mapping):
+    given: Any = roles
+    if not isinstance(given, Mapping):
         raise ConfigError(
             "roles is no mapping",
             expected='names of roles with arguments, such as {"params": 0, "batch": 1}',

@@ -181,7 +181,8 @@ def resolve_target(target_or_name: Target | str | None) -> Target:
     """Make a target from what a public function accepts: a `Target`, its name, or None for ``"here"``."""
     if isinstance(target_or_name, Target):
         return target_or_name
-    if not isinstance(target_or_name, str | None):
+    given: Any = target_or_name
+    if not isinstance(given, str | None):
         raise TargetError(
             "a target is one name",
             expected='a name such as "v5e:2x2", a Target, or None for the hardware at hand',
