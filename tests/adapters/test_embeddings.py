@@ -175,5 +175,10 @@ def test_resized_tables_that_peft_stored_replace_those_of_the_model(family: str,
     assert logits.shape[-1] == num_rows and np.isfinite(logits).all()
     models.save(lora.merge(model), tmp_path / "merged")
     np.testing.assert_allclose(LOGITS(models.load(tmp_path / "merged"), TOKENS + 3), logits, atol=1e-4)
+    if not KINDS[family].tie_embeddings:
+        save_file(tensors | {"base_model.model.lm_head.weight": head[:-1].copy()}, tmp_path / WEIGHTS)
+        with pytest.raises(ModelFileError, match=f"different numbers of rows(.|\n)*got: {num_rows - 1}, {num_rows}"):
+            lora.load(plain, tmp_path)
+        save_file(tensors, tmp_path / WEIGHTS)
     abstract = lora.load(jax.eval_shape(lambda: plain), tmp_path)
     assert abstract.outer["embed"]["weight"].shape == embed.shape

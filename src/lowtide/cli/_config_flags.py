@@ -24,7 +24,7 @@ _METAVARS = {int: "N", float: "X", str: "NAME"}
 
 
 class _Once(argparse.Action):
-    """A path that is given once: whoever names a second one wants both, and the last would replace the first."""
+    """Refuse a second value of a flag. argparse would replace the first value without an error."""
 
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
         if getattr(namespace, self.dest) is not None:

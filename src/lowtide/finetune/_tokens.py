@@ -14,7 +14,7 @@ _CONTEXT = 16
 
 
 def encode(tokenizer: Tokenizer, texts: Sequence[str], *, special: bool = True, offsets: bool = False) -> list[Any]:
-    """Tokenise texts. A text that begins as the tokenizer begins texts, with BOS, gets no second one.
+    """Tokenise texts. A text that begins with BOS gets no second BOS.
 
     Args:
         tokenizer: of the `tokenizers` library.

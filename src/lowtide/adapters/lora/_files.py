@@ -248,6 +248,13 @@ def load(model: Tree, directory: str | os.PathLike[str]) -> Tree:
             f"{path}: truncated or no safetensors file", got=shortened(error), hint="copy or write the adapter again"
         ) from error
     _check_present(adapted_sites(base), nodes)
+    if len(rows := {table.shape[0] for table in resized.values()}) > 1:
+        raise ModelFileError(
+            f"{path}: its embedding and its head have different numbers of rows",
+            expected="one number of tokens",
+            got=", ".join(map(str, sorted(rows))),
+            hint="resize both in transformers (resize_token_embeddings), and save the adapter again",
+        )
     if any(table.shape != by_index[index].weight.shape for index, table in resized.items()):
         base = base.with_vocabulary(next(iter(resized.values())).shape[0])
     return replace(base, nodes | resized)
