@@ -194,7 +194,7 @@ def _hand_out(file: TextIO | None, record: dict[str, Any]) -> None:
 
 
 def _context(record: dict[str, Any], ids: list[int]) -> list[int]:
-    """Return the tokens that an answer continues. A question has none: the template writes the text before an answer."""
+    """Return the tokens that an answer continues. A question has none: a template precedes its answer."""
     return ids if "prompt" in record else []
 
 
