@@ -276,13 +276,6 @@ def test_functions_in_a_module_are_constants(name: str) -> None:
         analyze(jax.jit(fn), module, shape(8, 8), **others)
 
 
-def test_another_library_s_jit_is_refused() -> None:
-    import equinox as eqx
-
-    with pytest.raises(StructureError, match=r"wrapped by equinox's own jit[\s\S]*hint: pass the function below"):
-        analyze(eqx.filter_jit(lambda x: x), shape(3))
-
-
 def test_errors_of_the_function_itself_pass_through() -> None:
     def broken(x: Any) -> Any:
         raise TypeError("mine")

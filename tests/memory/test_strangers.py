@@ -8,10 +8,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from rich.console import Console
 
-from lowtide.core import StructureError
+from lowtide.core import StructureError, tree_bytes
 from lowtide.losses import chunked_cross_entropy
 from lowtide.memory import analyze, compile, extrapolate, remedies
 from lowtide.memory.advice._extrapolate import fit_bytes
@@ -23,10 +24,55 @@ def shape(*dims: Any, dtype: Any = jnp.float32) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(dims, dtype)
 
 
-def test_nnx_jit_is_refused_by_name() -> None:
-    nnx = pytest.importorskip("flax.nnx")
-    with pytest.raises(StructureError, match=r"wrapped by flax's own jit(.|\n)*hint: .*__wrapped__"):
-        compile(nnx.jit(lambda x: x * 2), shape(4))
+@pytest.mark.filterwarnings("ignore:Some donated buffers")  # the batch, which equinox.filter_jit donates, too
+def test_a_step_below_the_jit_of_a_library_is_found() -> None:
+    nnx, eqx = pytest.importorskip("flax.nnx"), pytest.importorskip("equinox")
+    tx = optax.adam(1e-3)
+    x = shape(64, DIM)
+
+    def loss(model: Any, x: Any) -> Any:
+        return jnp.mean(jax.vmap(model)(x) ** 2)
+
+    def train(model: Any, state: Any, x: Any) -> Any:
+        value, grads = eqx.filter_value_and_grad(loss)(model, x)
+        updates, state = tx.update(grads, state)
+        return eqx.apply_updates(model, updates), state, value  # with the model's functions
+
+    model = eqx.nn.MLP(DIM, DIM, 4 * DIM, 1, key=jax.random.key(0))
+    state = tx.init(eqx.filter(model, eqx.is_array))
+    roles = {"params": 0, "optimizer": 1}
+    ours = analyze(train, model, state, x, target="cpu", roles=roles, donate_argnums=(0, 1))
+    theirs = analyze(eqx.filter_jit(train, donate="all-except-first"), model, state, x, target="cpu", roles=roles)
+    params, optimizer = tree_bytes(eqx.filter(model, eqx.is_array)), tree_bytes(state)
+    assert ours.by_role["params"] == theirs.by_role["params"] == params
+    assert ours.device.alias_bytes == params + optimizer
+    assert theirs.device.alias_bytes == optimizer
+
+    @nnx.jit(donate_argnums=1)
+    def step(model: Any, optimizer: Any, x: Any) -> Any:
+        value, grads = nnx.value_and_grad(lambda model: jnp.mean(model(x) ** 2))(model)
+        optimizer.update(model, grads)
+        return value
+
+    @nnx.jit
+    def predict(model: Any, x: Any) -> Any:
+        return model(x)
+
+    layer = nnx.Linear(DIM, DIM, rngs=nnx.Rngs(0))
+    report = analyze(step, layer, nnx.Optimizer(layer, tx, wrt=nnx.Param), x, target="cpu", roles=roles)
+    assert report.by_role["params"] == 4 * DIM * (DIM + 1)
+    assert report.device.alias_bytes == report.by_role["optimizer"] >= 2 * report.by_role["params"]
+    assert report.device.output_bytes - report.device.alias_bytes >= report.by_role["params"]  # the updated model
+    # Variables that a call only reads are no results of it.
+    assert analyze(predict, layer, x, target="cpu").device.output_bytes < 4 * 64 * DIM + 1024
+
+
+def test_the_jit_of_an_unknown_library_is_refused() -> None:
+    class Jit:
+        def lower(self, *args: Any) -> Any: ...
+
+    with pytest.raises(StructureError, match=r"own jit(.|\n)*hint: .*__wrapped__"):
+        compile(Jit(), shape(4))
 
 
 def test_a_shape_of_text_is_said_to_be_one() -> None:

@@ -5,6 +5,7 @@ Each use was checked on the versions of its row; where they differ, the code bes
 | use | 0.10.2 | 0.11.2 | 0.12.0.1 | replaced by |
 |---|---|---|---|---|
 | `debug_info.arg_names` of a traced jaxpr | yes | yes | yes | a public list of the arguments that `jit` kept |
+| `_jit_info` of a jitted function | yes | yes | yes | a public list of its donated arguments |
 | `jax.stages.Lowered._lowering.compile_args` | yes | yes | yes | the same |
 | `jax.stages.Compiled._executable._xla_in_layouts` | yes | not needed | not needed | JAX 0.11 |
 | `jax._src.config.remat3` | yes | yes | yes | its primitives in `jax.extend` |
@@ -554,6 +555,12 @@ def transformation(values: Iterable[Any]) -> str | None:
     Read off the names of JAX's tracers (jax 0.10.2 to 0.12.0). One inside of which a `jax.jit` is traced is not seen.
     """
     return next((found for value in values if (found := _TRANSFORMATIONS.get(type(value).__name__))), None)
+
+
+def jit_options(jitted: Any) -> tuple[tuple[int, ...], tuple[str, ...], tuple[int, ...]]:
+    """Return the donated arguments of a function that `jax.jit` returned, by position and name, and the static ones."""
+    info = jitted._jit_info
+    return info.donate_argnums, info.donate_argnames, info.static_argnums
 
 
 def argument_names(traced: Any) -> list[str]:

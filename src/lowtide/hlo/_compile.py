@@ -10,7 +10,6 @@ persistent cache is left out, because a cached program dumps nothing.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import tempfile
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -19,12 +18,15 @@ from typing import Any
 
 import jax
 
-from ..core import ConfigError, PlacementError, PlacementWarning, StructureError, combine, leaves_with_paths, on_host
+from ..core import ConfigError, PlacementError, PlacementWarning, StructureError, leaves_with_paths, on_host
 from ..core._compat import argument_names, without_compilation_cache
 from ..jaxprs import plain
 from ..targets import Target, resolve_target
+from ._foreign import foreign_jit, unwrapped, without_constants
 from ._placement import place
 from ._proto import read_hlo
+
+_JAX_JIT = type(jax.jit(lambda: None))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -72,14 +74,16 @@ def compile_program(
 ) -> CompiledProgram:
     """Compile a function, as `lowtide.memory.compile` says, which has the same arguments, errors and warnings."""
     goal = resolve_target(target)
-    is_jitted = hasattr(fn, "trace") and hasattr(fn, "lower")
+    is_jitted = hasattr(fn, "lower")
     if is_jitted and donate_argnums is not None:
         raise ConfigError(
             "donate_argnums was given for a function that is jitted already",
             hint="pass the plain function, or leave donate_argnums out: the jitted function's own donation holds",
         )
-    if not is_jitted and hasattr(fn, "lower"):
-        raise _foreign_jit(fn)
+    donate_argnames: Sequence[str] = ()
+    if is_jitted and not isinstance(fn, _JAX_JIT):
+        fn, args, kwargs, donate_argnums, donate_argnames, inferred = unwrapped(fn, args, kwargs)
+        static_argnums, is_jitted = inferred if static_argnums is None else static_argnums, False
     static = positions("static_argnums", static_argnums, len(args))
     donated = positions("donate_argnums", donate_argnums, len(args))
     # The static arguments become None, a tree without leaves, so that paths keep the caller's numbering.
@@ -87,8 +91,8 @@ def compile_program(
     if is_jitted:
         jitted: Any = fn
     else:
-        functions, movable = _split_functions(movable)
-        jitted = jax.jit(_with_functions(fn, functions), static_argnums=static, donate_argnums=donated)
+        inner, movable = without_constants(fn, *movable, only_modules=True)
+        jitted = jax.jit(inner, static_argnums=static, donate_argnums=donated, donate_argnames=donate_argnames or None)
     (placed, keywords), host_paths = place(movable, goal, strict=not is_jitted)
     positional = tuple(arg if at in static else new for at, (arg, new) in enumerate(zip(args, placed, strict=True)))
     traced, lowered = _lower(jitted, positional, keywords, goal)
@@ -116,63 +120,6 @@ def compile_program(
     )
 
 
-def _foreign_jit(fn: Any) -> StructureError:
-    return StructureError(
-        f"the function is wrapped by {type(fn).__module__.partition('.')[0]}'s own jit, whose arguments Lowtide "
-        "cannot name",
-        expected="a plain function, or one that jax.jit returned",
-        got=type(fn).__name__,
-        hint="pass the function below the decorator (often fn.__wrapped__), with donate_argnums where it donates; "
-        "of an NNX module, split it and merge it inside (lowtide.ext.nnx)",
-    )
-
-
-def _split_functions(tree: Any) -> tuple[Any, Any]:
-    """Constants among the leaves of arguments that hold functions or Equinox modules, and the arguments without them.
-
-    `jax.jit` refuses an argument that holds a function (a module's activation), and traces a dropout's switch. Such
-    an argument is treated as `equinox.filter_jit` does: what is no array is a constant, Python numbers included.
-    """
-
-    def is_constant(leaf: Any) -> bool:
-        return not (hasattr(leaf, "shape") and hasattr(leaf, "dtype"))
-
-    def is_module(node: Any) -> bool:
-        return any(f"{kind.__module__}.".startswith("equinox.") for kind in type(node).__mro__)
-
-    def split(argument: Any) -> tuple[Any, Any]:
-        leaves = jax.tree.leaves(argument, is_leaf=is_module)
-        if not any(is_module(leaf) or (callable(leaf) and is_constant(leaf)) for leaf in leaves):
-            return None, argument
-        return (
-            jax.tree.map(lambda leaf: leaf if is_constant(leaf) else None, argument),
-            jax.tree.map(lambda leaf: None if is_constant(leaf) else leaf, argument),
-        )
-
-    args, kwargs = [split(arg) for arg in tree[0]], {key: split(arg) for key, arg in tree[1].items()}
-    return (
-        (tuple(held for held, _ in args), {key: held for key, (held, _) in kwargs.items()}),
-        (tuple(rest for _, rest in args), {key: rest for key, (_, rest) in kwargs.items()}),
-    )
-
-
-def _with_functions(fn: Callable[..., Any], functions: Any) -> Callable[..., Any]:
-    """Make a function of arrays alone: what `_split_functions` took out of its arguments becomes part of it."""
-    if not jax.tree.leaves(functions):
-        return fn
-
-    def whole(arg: Any, held: Any) -> Any:
-        return combine(arg, held) if jax.tree.leaves(held) else arg
-
-    @functools.wraps(fn)
-    def bound(*args: Any, **kwargs: Any) -> Any:
-        return fn(
-            *map(whole, args, functions[0]), **{key: whole(arg, functions[1][key]) for key, arg in kwargs.items()}
-        )
-
-    return bound
-
-
 def positions(name: str, argnums: int | Sequence[int] | None, num_args: int) -> tuple[int, ...]:
     """Argument positions as non-negative numbers, sorted.
 
@@ -198,7 +145,7 @@ def _lower(jitted: Any, args: Sequence[Any], kwargs: Mapping[str, Any], goal: Ta
         with jax.default_device(goal.devices()[0]):
             traced = jitted.trace(*args, **kwargs)
             if not hasattr(traced, "jaxpr"):
-                raise _foreign_jit(jitted)
+                raise foreign_jit(jitted)
             platform = "cuda" if goal.platform == "gpu" else goal.platform
             lowered = traced.lower(lowering_platforms=(platform,)) if goal.is_ahead_of_time else traced.lower()
         return traced, lowered

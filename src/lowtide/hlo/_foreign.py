@@ -1,0 +1,148 @@
+"""Functions that `equinox.filter_jit` or `flax.nnx.jit` returned, as plain functions of arrays.
+
+Both wrap `jax.jit` around a function of flat arrays, whose arguments have no names that a user knows. So the function
+below the wrapper is compiled again, with the wrapper's donation.
+
+Checked with Equinox 0.13.8 and Flax 0.12.8.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+
+from ..core import StructureError, Tree, combine
+from ..core._compat import jit_options
+
+
+class Plain(NamedTuple):
+    """A plain function of arrays, its arguments, and how to compile it."""
+
+    fn: Callable[..., Any]
+    args: Sequence[Any]
+    kwargs: Mapping[str, Any]
+    donate_argnums: Sequence[int]
+    donate_argnames: Sequence[str] = ()
+    static_argnums: Sequence[int] = ()
+
+
+def unwrapped(fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Plain:
+    """Take the wrapper of a library off a function.
+
+    Args:
+        fn: what `equinox.filter_jit` or `flax.nnx.jit` returned.
+        args: its positional arguments.
+        kwargs: its keyword arguments.
+
+    Returns:
+        The function below the wrapper. Its arguments and its results hold arrays alone.
+
+    Raises:
+        StructureError: for a wrapper of another library.
+    """
+    library = type(fn).__module__.partition(".")[0]
+    if library == "equinox" and hasattr(fn, "donate_first"):
+        donated = [index for index in range(len(args)) if (fn.donate_rest if index else fn.donate_first)]
+        inner, (positional, named) = without_constants(fn.__wrapped__, args, kwargs, only_modules=False)
+        return Plain(inner, positional, named, donated, [*named] if fn.donate_rest else [])
+    if library == "flax" and hasattr(fn, "jitted_fn"):
+        inner, states = _without_modules(fn.__wrapped__, args)
+        return Plain(inner, states, kwargs, *jit_options(fn.jitted_fn))
+    raise foreign_jit(fn)
+
+
+def foreign_jit(fn: Any) -> StructureError:
+    """Make the error for a wrapper that Lowtide cannot take off."""
+    return StructureError(
+        f"the function is wrapped by {type(fn).__module__.partition('.')[0]}'s own jit, whose arguments Lowtide "
+        "cannot name",
+        expected="a plain function, or one that jax.jit, equinox.filter_jit or flax.nnx.jit returned",
+        got=type(fn).__name__,
+        hint="pass the function below the decorator (often fn.__wrapped__), with donate_argnums where it donates",
+    )
+
+
+def without_constants(
+    fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], *, only_modules: bool
+) -> tuple[Callable[..., Any], tuple[tuple[Any, ...], dict[str, Any]]]:
+    """Make a function of arrays alone, as `equinox.filter_jit` does: all other leaves become constants of it.
+
+    `jax.jit` refuses an argument that holds a function (a module's activation), and traces a dropout's switch.
+
+    Args:
+        fn: the function.
+        args: its positional arguments.
+        kwargs: its keyword arguments.
+        only_modules: whether only arguments with a function or an Equinox module lose leaves that are no arrays.
+
+    Returns:
+        The function, which returns arrays alone, and its arguments without the constants.
+    """
+
+    def is_constant(leaf: Any) -> bool:
+        return not (hasattr(leaf, "shape") and hasattr(leaf, "dtype"))
+
+    def is_module(node: Any) -> bool:
+        return any(f"{kind.__module__}.".startswith("equinox.") for kind in type(node).__mro__)
+
+    def split(argument: Any) -> tuple[Any, Any]:
+        leaves = jax.tree.leaves(argument, is_leaf=is_module)
+        if only_modules and not any(is_module(leaf) or (callable(leaf) and is_constant(leaf)) for leaf in leaves):
+            return None, argument
+        return (
+            jax.tree.map(lambda leaf: leaf if is_constant(leaf) else None, argument),
+            jax.tree.map(lambda leaf: None if is_constant(leaf) else leaf, argument),
+        )
+
+    pairs, named = [split(arg) for arg in args], {key: split(arg) for key, arg in kwargs.items()}
+    constants = tuple(held for held, _ in pairs), {key: held for key, (held, _) in named.items()}
+    arrays = tuple(rest for _, rest in pairs), {key: rest for key, (_, rest) in named.items()}
+    if not jax.tree.leaves(constants):
+        return fn, arrays
+
+    def whole(arg: Any, held: Any) -> Any:
+        return combine(arg, held) if jax.tree.leaves(held) else arg
+
+    @functools.wraps(fn)
+    def bound(*args: Any, **kwargs: Any) -> Any:
+        result = fn(
+            *map(whole, args, constants[0]), **{key: whole(arg, constants[1][key]) for key, arg in kwargs.items()}
+        )
+        # A step that returns the updated module returns its functions, too.
+        return jax.tree.map(lambda leaf: None if is_constant(leaf) else leaf, result)
+
+    return bound, arrays
+
+
+def _without_modules(fn: Callable[..., Any], args: Sequence[Any]) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """Make a function of the states of NNX modules; it returns its result and the variables that it has changed."""
+    nnx: Any = sys.modules["flax.nnx"]
+
+    def has_module(tree: Any) -> bool:
+        leaves = jax.tree.leaves(tree, is_leaf=lambda node: isinstance(node, nnx.Pytree | nnx.Variable))
+        return any(isinstance(leaf, nnx.Pytree | nnx.Variable) for leaf in leaves)
+
+    def split(trees: Sequence[Any]) -> tuple[list[Any], tuple[Any, ...]]:
+        with nnx.split_context() as context:
+            parts = [context.split(tree) if has_module(tree) else (None, tree) for tree in trees]
+        return [definition for definition, _ in parts], tuple(nnx.as_pure(state) for _, state in parts)
+
+    definitions, states = split(args)
+
+    @functools.wraps(fn)
+    def bound(*states: Any, **kwargs: Any) -> Tree:
+        with nnx.merge_context() as context:
+            pairs = zip(definitions, states, strict=True)
+            values = [state if made is None else context.merge(made, state) for made, state in pairs]
+        before = {id(leaf) for leaf in jax.tree.leaves(states)}
+        result = fn(*values, **kwargs)
+        modules = [value for value, made in zip(values, definitions, strict=True) if made is not None]
+        _, (after, returned) = split([modules, result])
+        # `nnx.jit` returns the other variables as they came, which takes no bytes.
+        return returned, jax.tree.map(lambda leaf: None if id(leaf) in before else leaf, after)
+
+    return bound, states
