@@ -132,8 +132,8 @@ class Setting(nnx.Module):
             self.sizes = (1, 2, 3)
         elif self.name == "a number in a variable":
             self.number.set_value(self.number.get_value() + 1)
-        elif self.name == "an array in a tuple in a variable":
-            self.pair.set_value((self.pair.get_value()[0] + 1, 1))
+        elif self.name == "a tuple in a variable, shorter":
+            self.pair.set_value((self.pair.get_value()[0] + 1,))
         elif self.name == "removed":
             del self.count
         elif self.name == "sown":
@@ -151,7 +151,7 @@ class Setting(nnx.Module):
         ("a tuple", "of another value: sizes/1"),
         ("a longer tuple", "set anew: sizes/2"),
         ("a number in a variable", "of another value: number"),
-        ("an array in a tuple in a variable", "of another value: pair"),
+        ("a tuple in a variable, shorter", "of another value: pair"),
     ],
 )
 def test_an_attribute_that_a_call_sets_is_an_error(name: str, said: str) -> None:
@@ -215,3 +215,50 @@ def test_places_that_arrays_cannot_be_taken_from_are_refused() -> None:
     model.twice = model.scale
     with pytest.raises(StructureError, match=r"(?s)scale and twice are one array.*hint: share an nnx.Variable"):
         Bridge(model)
+
+
+class Trees(nnx.Module):
+    """Variables that hold a dictionary with a list, and one with a number and a text beside an array."""
+
+    def __init__(self) -> None:
+        self.weights = nnx.Param({"kernel": jnp.full((2, 3), 0.5), "rest": [jnp.ones(3), np.ones(3, np.float32)]})
+        self.stats = nnx.BatchStat({"calls": jnp.zeros((), jnp.int32), "mean": jnp.zeros(2), "name": "x"})
+
+    def __call__(self, x: Any) -> Any:
+        weights, stats = self.weights.get_value(), dict(self.stats.get_value())
+        self.stats.set_value({**stats, "calls": stats["calls"] + 1, "mean": 0.9 * stats["mean"] + 0.1 * x.mean(0)})
+        return x @ weights["kernel"] * weights["rest"][0] + weights["rest"][1]
+
+
+def test_variables_that_hold_trees_train_as_in_a_loop_of_nnx(tmp_path: Any) -> None:
+    model, plain = Trees(), Trees()
+    ours = lt.Trainer(Bridge(model), loss_fn, optax.adam(0.1), checkpoint_dir=tmp_path)
+    records = ours.fit([X] * 3, num_steps=3, progress=False)
+    optimizer, losses = nnx.Optimizer(plain, optax.adam(0.1), wrt=nnx.Param), list[float]()
+    for _ in range(3):
+        loss, grads = nnx.value_and_grad(loss_fn)(plain, X)
+        optimizer.update(plain, grads)
+        losses.append(float(loss))
+    assert [record["loss"] for record in records] == pytest.approx(losses, rel=1e-6)
+    for name in ("weights", "stats"):
+        values = [jax.tree.leaves(getattr(module, name).get_value()) for module in (model, plain)]
+        assert len(values[0]) == 3 and values[0][-1] is not None
+        for mine, theirs in zip(*values, strict=True):
+            assert mine == theirs if isinstance(mine, str) else np.allclose(mine, theirs, rtol=1e-6)
+    assert [path for path, _ in lt.core.leaves_with_paths(ours.state.trainable)] == [
+        "weights/kernel",
+        "weights/rest/0",
+        "weights/rest/1",
+    ]
+    again = lt.Trainer(Bridge(Trees()), loss_fn, optax.adam(0.1), checkpoint_dir=tmp_path)
+    assert again.restore() == 3
+    assert int(again.model.stats.get_value()["calls"]) == 3
+
+
+def test_part_of_a_tree_stays_frozen_with_its_variable() -> None:
+    model = Trees()
+    model.linear = nnx.Linear(3, 1, rngs=nnx.Rngs(0))
+    before = model.weights.get_value()["kernel"]
+    bridge = Bridge(model, wrt=lambda path, _: "linear" in path)
+    lt.Trainer(bridge, lambda m, x: jnp.mean(m.linear(m(x)) ** 2), optax.sgd(0.1)).fit([X], num_steps=1, progress=False)
+    assert model.weights.get_value()["kernel"] is before

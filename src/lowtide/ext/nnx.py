@@ -12,7 +12,7 @@ Checked with Flax 0.12.8.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 import jax
@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from ..core import SelectionError, StructureError, Tree, among, shared_leaves
+from ..core import SelectionError, StructureError, Tree, among, leaves_with_paths, shared_leaves
 from ._lent import Lent, is_key, numbers, refuse_edits
 
 
@@ -71,7 +71,7 @@ class Bridge:
         self.model = model
         """The module."""
         _warn_of_eval(model)
-        wanted = {_name(path) for path, _ in nnx.to_flat_state(nnx.state(model, wrt))}
+        wanted = set(_named(dict(nnx.to_flat_state(nnx.state(model, wrt)))))
         for name, place in _places(model).items():
             value = place.get()
             if isinstance(value, np.ndarray) or (name in wanted and _is_number(value)):  # as such no leaf that trains
@@ -81,15 +81,13 @@ class Bridge:
         self._known = places.keys()
         self._graphdef, state = nnx.split(model)
         variables = dict(nnx.to_flat_state(state))
-        values = {path: _raw(leaf) for path, leaf in variables.items()}
-        self._paths = {_name(path): path for path, value in values.items() if isinstance(value, jax.Array)}
-        self._static = {path: value for path, value in values.items() if not isinstance(value, jax.Array)}
-        self._impls = {
-            name: jax.random.key_impl(values[path]) for name, path in self._paths.items() if is_key(values[path])
-        }
-        self._trains = wanted & set(self._paths)
-        params = {_name(path) for path, leaf in variables.items() if isinstance(leaf, nnx.Param)}
-        self._changes = set(self._paths) - params - self._trains
+        leaves = _named(variables)
+        self._names = {name for name, leaf in leaves.items() if isinstance(leaf, jax.Array)}
+        self._variables = {path: _without_arrays(value) for path, value in variables.items()}
+        self._impls = {name: jax.random.key_impl(leaves[name]) for name in self._names if is_key(leaves[name])}
+        self._trains = wanted & self._names
+        params = _named({path: value for path, value in variables.items() if isinstance(value, nnx.Param)})
+        self._changes = self._names - params.keys() - self._trains
         self.wrt = among(self._trains)
         """What trains: the variables of the filter."""
         self.mutable = among(self._changes) if self._changes else None
@@ -143,16 +141,16 @@ class Bridge:
         """See `lowtide.train.ModelObject`; outside of training the module is in its ``eval`` mode."""
 
         def run(arrays: Tree, *args: Any) -> tuple[Any, Tree]:
-            values = {self._paths[name]: self._typed(name, leaf) for name, leaf in arrays.items()}
-            module: Any = nnx.merge(self._graphdef, nnx.from_flat_state({**self._static, **values}))
+            values = {path: self._filled(path, value, arrays) for path, value in self._variables.items()}
+            module: Any = nnx.merge(self._graphdef, nnx.from_flat_state(values))
             if not training:
                 module.eval()
             self._seen = _attributes(module)
             writes = _noted_writes(module, self._trains) if training else []
             result = fn(module, *args)
             _refuse_lost(self._seen, _attributes(module))
-            state = dict(nnx.to_flat_state(nnx.state(module)))
-            after = {name: numbers(_raw(state[path])) for name, path in self._paths.items()}
+            leaves = _named(dict(nnx.to_flat_state(nnx.state(module))))
+            after = {name: numbers(leaves[name]) for name in self._names}
             if writes:
                 _warn_of_writes([name for name in self._trains if after[name] is not arrays[name]])
             return result, after
@@ -178,14 +176,21 @@ class Bridge:
     def _own_places(self) -> dict[str, _Place]:
         """Find the places of the module that hold arrays, each once; placeholders while they are lent."""
         found = sorted(_places(self.model, lent=self._lent).items())
-        return {name: place for name, place in found if name in self._paths}
+        return {name: place for name, place in found if name in self._names}
+
+    def _filled(self, path: tuple[Any, ...], variable: Any, arrays: Tree) -> Any:
+        """Return what a step's module has at a path: an array, or a variable with a tree of arrays."""
+        named = _named({path: variable})
+        leaves = [self._typed(name, arrays[name]) if name in self._names else leaf for name, leaf in named.items()]
+        value = jax.tree.unflatten(jax.tree.structure(_raw(variable)), leaves)
+        return variable.replace(value) if _is_tree(variable) else value
 
     def _typed(self, name: str, leaf: Any) -> Any:
         return jax.random.wrap_key_data(leaf, impl=self._impls[name]) if name in self._impls else leaf
 
 
 class _Place:
-    """Where a value stands in a module: a variable, or an attribute or an item of a list or dictionary."""
+    """Where a value stands in a module: a variable or a leaf of its tree, an attribute, or an item of a list."""
 
     def __init__(self, name: str, parent: Any, key: Any, node: Any) -> None:
         self.name, self.parent, self.key, self.node = name, parent, key, node
@@ -203,7 +208,11 @@ class _Place:
         if isinstance(self.node, nnx.Variable):
             self.node.set_raw_value(value, _unsafe_bypass_check=True)
             return
-        if isinstance(self.parent, nnx.Pytree):
+        if isinstance(self.parent, nnx.Variable):
+            leaves, structure = jax.tree.flatten(_raw(self.parent))
+            leaves[self.key] = value
+            self.parent.set_raw_value(jax.tree.unflatten(structure, leaves), _unsafe_bypass_check=True)
+        elif isinstance(self.parent, nnx.Pytree):
             vars(self.parent)[str(self.key)] = value
         elif isinstance(self.parent, dict | list):
             self.parent[self.key] = value
@@ -229,7 +238,42 @@ def _places(module: nnx.Module, lent: Collection[str] = ()) -> dict[str, _Place]
         if (*path, key) in held or _name((*path, key)) in lent
     }
     others = {path: _Place(_name(path), nodes.get(path[:-1]), path[-1], leaf) for path, leaf in held.items()}
-    return {place.name: place for place in {**others, **found}.values()}
+    return {inner.name: inner for place in {**others, **found}.values() for inner in _inner_places(place)}
+
+
+def _inner_places(place: _Place) -> list[_Place]:
+    """Return the places of the leaves of a variable that holds a tree, or the place itself."""
+    if not _is_tree(place.node):
+        return [place]
+    leaves = leaves_with_paths(_raw(place.node))
+    return [_Place(f"{place.name}/{name}", place.node, index, leaf) for index, (name, leaf) in enumerate(leaves)]
+
+
+def _is_tree(node: Any) -> bool:
+    """Whether a node is a variable that holds a tree, such as a dictionary or a tuple of arrays."""
+    raw = _raw(node)
+    if raw is node or isinstance(raw, nnx.Pytree):
+        return False
+    return bool(jax.tree.leaves(raw)) and not jax.tree_util.all_leaves([raw])
+
+
+def _without_arrays(variable: Any) -> Any:
+    """Return a variable without its arrays, which the trainer has; of one that holds no tree its value alone."""
+    value = jax.tree.map(lambda leaf: _ARRAY if isinstance(leaf, jax.Array) else leaf, _raw(variable))
+    return variable.replace(value) if _is_tree(variable) else value
+
+
+_ARRAY = object()
+"""Where an array of the trainer belongs."""
+
+
+def _named(variables: Mapping[tuple[Any, ...], Any]) -> dict[str, Any]:
+    """Return the leaves of variables by name, those of each variable in the order of `jax.tree.leaves`."""
+    return {
+        _name((*path, *filter(None, [inner]))): leaf
+        for path, value in variables.items()
+        for inner, leaf in leaves_with_paths(_raw(value))
+    }
 
 
 def _items(node: Any) -> Iterable[tuple[Any, Any]]:
@@ -259,8 +303,9 @@ def _attributes(module: nnx.Module) -> dict[str, Any]:
 def _held(value: Any) -> Any:
     """Return a value, "held" for arrays and what is listed by itself; all that a variable holds beside one array."""
     raw = _raw(value)
-    if raw is not value and not isinstance(raw, jax.Array):  # no state of the step
-        return tuple(jax.tree.leaves(raw, is_leaf=lambda leaf: leaf is None))
+    if raw is not value and not isinstance(raw, jax.Array):
+        leaves = leaves_with_paths(raw, is_leaf=lambda leaf: leaf is None)
+        return tuple((name, "held" if isinstance(leaf, jax.Array) else leaf) for name, leaf in leaves)
     return "held" if isinstance(raw, nnx.Pytree | dict | list | tuple | jax.Array | np.ndarray) else raw
 
 
