@@ -218,16 +218,16 @@ def test_places_that_arrays_cannot_be_taken_from_are_refused() -> None:
 
 
 class Trees(nnx.Module):
-    """Variables that hold a dictionary with a list, and one with a number and a text beside an array."""
+    """Variables that hold a tree of dictionaries, and one with a number and a text beside an array."""
 
     def __init__(self) -> None:
-        self.weights = nnx.Param({"kernel": jnp.full((2, 3), 0.5), "rest": [jnp.ones(3), np.ones(3, np.float32)]})
+        self.weights = nnx.Param({"kernel": jnp.full((2, 3), 0.5), "rest": {"a": jnp.ones(3), "b": jnp.ones(3)}})
         self.stats = nnx.BatchStat({"calls": jnp.zeros((), jnp.int32), "mean": jnp.zeros(2), "name": "x"})
 
     def __call__(self, x: Any) -> Any:
         weights, stats = self.weights.get_value(), dict(self.stats.get_value())
         self.stats.set_value({**stats, "calls": stats["calls"] + 1, "mean": 0.9 * stats["mean"] + 0.1 * x.mean(0)})
-        return x @ weights["kernel"] * weights["rest"][0] + weights["rest"][1]
+        return x @ weights["kernel"] * weights["rest"]["a"] + weights["rest"]["b"]
 
 
 def test_variables_that_hold_trees_train_as_in_a_loop_of_nnx(tmp_path: Any) -> None:
@@ -247,8 +247,8 @@ def test_variables_that_hold_trees_train_as_in_a_loop_of_nnx(tmp_path: Any) -> N
             assert mine == theirs if isinstance(mine, str) else np.allclose(mine, theirs, rtol=1e-6)
     assert [path for path, _ in lt.core.leaves_with_paths(ours.state.trainable)] == [
         "weights/kernel",
-        "weights/rest/0",
-        "weights/rest/1",
+        "weights/rest/a",
+        "weights/rest/b",
     ]
     again = lt.Trainer(Bridge(Trees()), loss_fn, optax.adam(0.1), checkpoint_dir=tmp_path)
     assert again.restore() == 3
