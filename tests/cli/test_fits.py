@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from lowtide.finetune import step_job
 from lowtide.memory import MemoryReport
 
 
@@ -37,10 +38,17 @@ def test_a_row_a_target_and_a_failing_one_does_not_stop_the_others(lowtide: Any,
 @pytest.mark.processes
 def test_a_models_folder_is_a_job(lowtide: Any, tiny_model_dir: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_bytes((Path(tiny_model_dir) / "config.json").read_bytes())  # no weights
-    settings = ("--set", "rank=4", "--set", "batch_size=2", "--set", "seq_len=16", "--budget", "1 GiB")
-    status, printed, errors = lowtide("fits", str(tmp_path), "--target", "cpu", *settings)
+    (tmp_path / "run.toml").write_text("rank = 4\nbatch_size = 4\noffload = ['optimizer']\n")
+    settings = ("--config", str(tmp_path / "run.toml"), "--batch-size", "2", "--set", "seq_len=16", "--budget", "1 GiB")
+    files = ("--json", str(tmp_path / "fits.json"))
+    status, printed, errors = lowtide("fits", str(tmp_path), "--target", "cpu", *settings, *files)
     assert status == 0, errors
     assert re.search(r"cpu .* yes ", printed)
+    (row,) = json.loads((tmp_path / "fits.json").read_text())["rows"]
+    ours = step_job(tmp_path, rank=4, batch_size=2, seq_len=16, offload=("optimizer",)).analyze("cpu")
+    assert (row["device_bytes"], row["host_bytes"]) == (ours.device_bytes, ours.host_bytes) > (0, 0)
+    status, _, errors = lowtide("fits", "train.py:make_step", "--rank", "4")
+    assert status == 2 and "are for a model's folder" in errors
     status, _, errors = lowtide("explain", str(tmp_path), "--target", "cpu", "--set", "batchsize=2")  # of one process
     assert status != 0 and "batch_size" in errors
 

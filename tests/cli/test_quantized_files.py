@@ -67,13 +67,13 @@ def test_inspect_counts_weights_and_not_bytes(command: Command, nested: Path, tm
 def test_a_step_is_planned_with_the_bytes_that_weights_have(nested: Path, tmp_path: Path) -> None:
     options: dict[str, Any] = {"rank": 2, "batch_size": 2, "seq_len": 16}
     steps = [finetune.step_job(folder, **options) for folder in (nested, nested.parent / "dense")]
-    ours, dense = (step.args[2] for step in steps)
+    ours, dense = (step.args[4] for step in steps)
     codes = ours.layers["attn"]["q_proj"]["weight"].weight
     assert isinstance(codes, lt.QuantizedWeight) and codes.format == "nf4" and codes.codes.shape == (2, 64, 64)
     quarter = 2 * 4 * (64 * 64 * 2 + 2 * 64 * 32 + 3 * 64 * 128) // 8
     assert quarter < lt.core.tree_bytes(ours.layers) < quarter * 1.2 < lt.core.tree_bytes(dense.layers) / 3
     (tmp_path / "config.json").write_bytes((nested / "config.json").read_bytes())  # no weights
-    alone = finetune.step_job(tmp_path, **options).args[2]
+    alone = finetune.step_job(tmp_path, **options).args[4]
     assert lt.core.tree_bytes(alone) == lt.core.tree_bytes(ours)
 
 
@@ -101,11 +101,10 @@ def test_an_adapter_trains_on_the_weights_as_they_are_and_merges_into_arrays(
     sizes = ("--steps", 2, "--batch-size", 2, "--seq-len", 16, "--rank", 2, "--sample-tokens", 0)
     status, printed = command("finetune", *paths, *sizes)
     assert status == 0, printed
-    step = finetune.step_job(nested, rank=2, batch_size=2, seq_len=16, param_dtype="float32")
+    step = finetune.step_job(nested, rank=2, batch_size=2, seq_len=16, packing="contiguous")
     memory = json.loads((tmp_path / "run" / "memory.json").read_text())
-    assert memory["frozen_bytes"] == pytest.approx(lt.core.tree_bytes(step.args[2]), rel=0.01)
-    assert memory["device_bytes"] > memory["frozen_bytes"]
-    jax.eval_shape(step.fn, *step.args)
+    assert memory["frozen_bytes"] == pytest.approx(lt.core.tree_bytes(step.args[4]), rel=0.01)
+    assert step.analyze().device_bytes == memory["device_bytes"] > memory["frozen_bytes"]
 
     status, printed = command(
         "merge", "--model", nested, "--adapter", tmp_path / "run" / "adapter", "--out", tmp_path / "m"

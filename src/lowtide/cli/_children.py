@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
-from typing import TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import tomli_w
 
 from ._console import print_error
 from ._load import spinner
@@ -55,6 +59,22 @@ def run_child(arguments: Sequence[str]) -> None:
     # The user's code may print lines that begin with "error", too.
     found = re.search(r"^error ((?:\[LT|in the code of ).*)", done.stderr, flags=re.MULTILINE | re.DOTALL)
     raise ChildError(found[1].rstrip() if found else done.stderr.rstrip()[-2000:], done.returncode)
+
+
+def job_arguments(args: argparse.Namespace, settings: Mapping[str, Any], folder: str) -> list[str]:
+    """Return the arguments that name the same job in another process.
+
+    Args:
+        args: the arguments of this one.
+        settings: of a model's folder, as `job_settings` returns them.
+        folder: where to write the settings.
+    """
+    sets = [part for pair in args.set for part in ("--set", pair)]
+    if not settings:
+        return [args.job, *sets]
+    file = Path(folder, "settings.toml")
+    file.write_text(tomli_w.dumps(settings), encoding="utf-8")
+    return [args.job, *sets, "--config", str(file)]
 
 
 def one_by_one(

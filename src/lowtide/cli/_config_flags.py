@@ -15,6 +15,7 @@ import functools
 import inspect
 import types
 import typing
+from collections.abc import Sequence
 from typing import Any
 
 from ..finetune import FinetuneConfig, flag_of
@@ -32,11 +33,21 @@ class _Once(argparse.Action):
         setattr(namespace, self.dest, values)
 
 
-def register(parser: argparse.ArgumentParser) -> None:
-    """Add a flag for each field; what is not given is None."""
-    group = parser.add_argument_group("settings", "Each is a key of the TOML file, too.")
+def register(
+    parser: argparse.ArgumentParser, text: str = "Each is a key of the TOML file, too.", without: Sequence[str] = ()
+) -> None:
+    """Add a flag for each field. A flag that is not given is None.
+
+    Args:
+        parser: where to add them.
+        text: what the help says of all of them.
+        without: fields that get no flag.
+    """
+    group = parser.add_argument_group("settings", text)
     kinds, helps = typing.get_type_hints(FinetuneConfig), _docstrings()
     for field in dataclasses.fields(FinetuneConfig):
+        if field.name in without:
+            continue
         default = "" if field.default is None or field.default is False else f" (default: {field.default})"
         text = (helps.get(field.name, "") + default).strip().replace("%", "%%")
         options: dict[str, Any] = {"dest": field.name, "default": None, "help": text}
@@ -55,7 +66,7 @@ def register(parser: argparse.ArgumentParser) -> None:
 
 def given(args: argparse.Namespace) -> dict[str, Any]:
     """Return the settings among the parsed flags that were given, as the TOML file would say them."""
-    values = {field.name: getattr(args, field.name) for field in dataclasses.fields(FinetuneConfig)}
+    values = {field.name: getattr(args, field.name, None) for field in dataclasses.fields(FinetuneConfig)}
     values = {name: value for name, value in values.items() if value is not None}
     for name in _GLOBS:
         if len(values.get(name, ())) == 1:

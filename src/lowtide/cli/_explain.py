@@ -9,7 +9,7 @@ from typing import Any
 
 from rich.console import Console
 
-from ._load import add_job_arguments, check_outputs, load, parse_job, read_settings, spinner, user_code
+from ._load import add_job_arguments, check_outputs, job_settings, load, parse_job, read_settings, spinner, user_code
 
 _VIEWS = {"html": "to_html", "png": "to_png", "json": "to_json"}
 
@@ -77,8 +77,8 @@ def run(args: argparse.Namespace) -> int:
     console = Console(highlight=False)
     path, name = parse_job(args.job)
     check_outputs(*(getattr(args, kind) for kind in _VIEWS), args.seconds)
-    with load(path, name) as maker:
-        what = f"{path.name}:{name}"
+    with load(path, name, job_settings(args, name)) as maker:
+        what = f"{path.name}:{name}" if name else path.name
         settings = read_settings(args.set, maker, what)
         # All of them first: a mistake in the last name must not cost the compilation of the others.
         goals: dict[str, tuple[str, Any]] = {}

@@ -6,7 +6,7 @@ import argparse
 import dataclasses
 import json
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +15,10 @@ from rich.table import Table
 from rich.text import Text
 
 from ..core import ConfigError, format_bytes, parse_bytes
-from ._children import one_by_one, run_child
+from ._children import job_arguments, one_by_one, run_child
 from ._explain import positive
 from ._largest import run_largest
-from ._load import add_job_arguments, check_outputs, parse_job, write_text
+from ._load import add_job_arguments, check_outputs, job_settings, parse_job, write_text
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -85,12 +85,12 @@ def register(commands: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     """Run the command; returns the exit status."""
     console = Console(highlight=False)
-    parse_job(args.job)
+    settings = job_settings(args, parse_job(args.job)[1])
     check_outputs(args.json)
     budget = None if args.budget is None else parse_bytes(args.budget)
     names = list(dict.fromkeys(args.target or ["here"]))
     if args.largest is not None:
-        return run_largest(console, args, names, budget)
+        return run_largest(console, args, settings, names, budget)
     for flag in ("sizes", "maximum", "multiple_of"):
         if getattr(args, flag) is not None:
             flag = flag.replace("_", "-")
@@ -98,7 +98,7 @@ def run(args: argparse.Namespace) -> int:
     rows, are_mistakes = one_by_one(
         names,
         f"compiling {args.job} for",
-        lambda name: _measure(args, name, budget),
+        lambda name: _measure(args, settings, name, budget),
         lambda name, error: Row(target=name, error=error),
     )
     if any(row.error is None for row in rows):
@@ -110,13 +110,13 @@ def run(args: argparse.Namespace) -> int:
     return 2 if are_mistakes else int(any(row.fits is False or row.error for row in rows))
 
 
-def _measure(args: argparse.Namespace, name: str, budget: int | None) -> Row:
+def _measure(args: argparse.Namespace, settings: Mapping[str, Any], name: str, budget: int | None) -> Row:
     from .. import memory
 
     with tempfile.TemporaryDirectory(prefix="lowtide-") as folder:
         report_file, seconds_file = (f"{folder}/{file}" for file in ("report.json", "seconds"))
-        sets = [part for pair in args.set for part in ("--set", pair)]
-        run_child(["explain", args.job, "--target", name, *sets, "--json", report_file, "--seconds", seconds_file])
+        arguments = ["explain", *job_arguments(args, settings, folder), "--target", name]
+        run_child([*arguments, "--json", report_file, "--seconds", seconds_file])
         report = memory.MemoryReport.from_json(report_file)
         seconds = float(Path(seconds_file).read_text())
     return Row(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,16 +14,19 @@ from rich.table import Table
 from rich.text import Text
 
 from ..core import ConfigError, format_bytes
-from ._children import one_by_one, run_child
+from ._children import job_arguments, one_by_one, run_child
 from ._load import load, parse_job, read_settings, spinner, user_code, write_text
 
 
-def run_largest(console: Console, args: argparse.Namespace, names: Sequence[str], budget: int | None) -> int:
+def run_largest(
+    console: Console, args: argparse.Namespace, settings: Mapping[str, Any], names: Sequence[str], budget: int | None
+) -> int:
     """Run ``fits --largest``; several targets get a process each.
 
     Args:
         console: where to print.
         args: the arguments of the command.
+        settings: of a model's folder, as `job_settings` returns them.
         names: the targets.
         budget: the limit in bytes, or None for each target's own.
 
@@ -32,7 +35,7 @@ def run_largest(console: Console, args: argparse.Namespace, names: Sequence[str]
     """
     sizes = _read_sizes(args.sizes)
     if len(names) == 1:
-        found = _extrapolate(args, names[0], sizes, budget)
+        found = _extrapolate(args, settings, names[0], sizes, budget)
         found.print(console)
         if args.json:
             _write(console, args.json, [found.to_dict()])
@@ -40,7 +43,7 @@ def run_largest(console: Console, args: argparse.Namespace, names: Sequence[str]
     rows, are_mistakes = one_by_one(
         names,
         f"enlarging {args.largest} of {args.job} on",
-        lambda name: _in_child(args, name),
+        lambda name: _in_child(args, settings, name),
         lambda name, error: {"target": name, "error": error},
     )
     console.print(_table(args.largest, rows))
@@ -58,21 +61,23 @@ def _read_sizes(text: str | None) -> tuple[int, ...] | None:
     return tuple(map(int, parts))
 
 
-def _extrapolate(args: argparse.Namespace, name: str, sizes: Sequence[int] | None, budget: int | None) -> Any:
+def _extrapolate(
+    args: argparse.Namespace, settings: Mapping[str, Any], name: str, sizes: Sequence[int] | None, budget: int | None
+) -> Any:
     from .. import memory
 
     path, function = parse_job(args.job)
-    what = f"{path.name}:{function}"
+    what = f"{path.name}:{function}" if function else path.name
     given: dict[str, Any] = {"sizes": sizes, "maximum": args.maximum, "multiple_of": args.multiple_of}
-    with load(path, function) as maker:
-        if any(pair.partition("=")[0].strip() == args.largest for pair in args.set):
-            raise ConfigError(f"--largest {args.largest} is set, too", hint=f"leave --set {args.largest}=... out")
-        settings = read_settings(args.set, maker, what, variable=args.largest)
+    if args.largest in settings or any(pair.partition("=")[0].strip() == args.largest for pair in args.set):
+        raise ConfigError(f"--largest {args.largest} is set, too", hint=f"leave the value of {args.largest} out")
+    with load(path, function, settings) as maker:
+        keywords = read_settings(args.set, maker, what, variable=args.largest)
         goal = memory.target(name)
 
         def make(size: int) -> Any:
             clock.say(f"compiling {what} with {args.largest}={size} for {goal.name}")
-            return memory.Job.make(maker, target=goal, what=what, **settings, **{args.largest: size})
+            return memory.Job.make(maker, target=goal, what=what, **keywords, **{args.largest: size})
 
         with spinner(f"compiling {what} for {goal.name}") as clock, user_code(path):
             return memory.extrapolate(
@@ -84,15 +89,14 @@ def _extrapolate(args: argparse.Namespace, name: str, sizes: Sequence[int] | Non
             )
 
 
-def _in_child(args: argparse.Namespace, name: str) -> dict[str, Any]:
-    arguments = ["fits", args.job, "--target", name, "--largest", args.largest]
-    arguments += [part for pair in args.set for part in ("--set", pair)]
+def _in_child(args: argparse.Namespace, settings: Mapping[str, Any], name: str) -> dict[str, Any]:
+    arguments = ["--target", name, "--largest", args.largest]
     for flag in ("budget", "sizes", "maximum", "multiple_of"):
         if getattr(args, flag) is not None:
             arguments += [f"--{flag.replace('_', '-')}", str(getattr(args, flag))]
     with tempfile.TemporaryDirectory(prefix="lowtide-") as folder:
         file = Path(folder) / "rows.json"
-        run_child([*arguments, "--json", str(file)])
+        run_child(["fits", *job_arguments(args, settings, folder), *arguments, "--json", str(file)])
         return json.loads(file.read_text(encoding="utf-8"))["rows"][0]
 
 

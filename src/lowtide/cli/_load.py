@@ -18,14 +18,17 @@ import sys
 import sysconfig
 import time
 import traceback
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from ..core import ConfigError, LowtideError, OutputError, gguf_file
+from ..finetune import read_config
+from . import _config_flags
 
 _JAX_CAUSES = ("JaxStackTraceBeforeTransformation", "SimplifiedTraceback", "UnfilteredStackTrace")
 
@@ -36,13 +39,13 @@ class UserCodeError(Exception):
 
 def add_job_arguments(parser: argparse.ArgumentParser) -> None:
     """Add what every command on a user's function takes."""
+    parser.usage = "%(prog)s [options] FILE.py:NAME|DIR"
     parser.add_argument(
         "job",
         metavar="FILE.py:NAME|DIR",
         help="a function in a file that returns (fn, args), (fn, args, roles) or a dict of these (when it has a "
         "parameter `target`, it gets the target); or a model's folder with config.json, or its GGUF file: the "
-        "step that tunes it with LoRA, whose parameters are those of lowtide.finetune.step_job, such as batch_size and "
-        "seq_len",
+        "step that `lowtide finetune` would take with the settings below",
     )
     parser.add_argument(
         "--target",
@@ -57,6 +60,30 @@ def add_job_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="KEY=VALUE",
         help="keyword argument for NAME, a Python literal or else text; may be repeated (default: none)",
     )
+    parser.add_argument("--config", metavar="FILE", help="with DIR: TOML file of settings; flags win over it")
+    _config_flags.register(parser, "With DIR, the settings of `lowtide finetune`.", without=("model",))
+
+
+def job_settings(args: argparse.Namespace, name: str) -> dict[str, Any]:
+    """Return the settings of `lowtide finetune` that were given for a model's folder.
+
+    Args:
+        args: the arguments, with the flags of `add_job_arguments`.
+        name: the function's name; empty for a model's folder.
+
+    Raises:
+        ConfigError: for settings of a function of the user's, or a file that is not TOML.
+    """
+    settings = (read_config(args.config) if args.config else {}) | _config_flags.given(args)
+    if settings and name:
+        raise ConfigError(
+            f"settings of `lowtide finetune` are for a model's folder, and {args.job} is a function",
+            expected="a folder with config.json",
+            got=", ".join(settings),
+            hint="give parameters of your function with --set KEY=VALUE",
+        )
+    settings.pop("model", None)
+    return settings
 
 
 def parse_job(text: str) -> tuple[Path, str]:
@@ -91,12 +118,13 @@ def parse_job(text: str) -> tuple[Path, str]:
 
 
 @contextlib.contextmanager
-def load(path: Path, name: str) -> Generator[Callable[..., Any]]:
+def load(path: Path, name: str, settings: Mapping[str, Any] = MappingProxyType({})) -> Generator[Callable[..., Any]]:
     """Load the function of that name from a file, importable with everything beside it as long as the block lasts.
 
     Args:
         path: the file, or a model's folder.
         name: what is defined in it; of a folder the step that tunes the model.
+        settings: of that step, as `job_settings` returns them.
 
     Raises:
         ConfigError: when the file has no such name, or it is not a function.
@@ -105,7 +133,7 @@ def load(path: Path, name: str) -> Generator[Callable[..., Any]]:
     if path.is_dir() or gguf_file(path) is not None:
         from ..finetune import step_job
 
-        yield functools.partial(step_job, path)
+        yield functools.partial(step_job, path, **settings)
         return
     before = list(sys.path), list(sys.argv)
     module_name = path.stem if path.stem not in sys.modules else f"_{path.stem}_of_the_command_line"

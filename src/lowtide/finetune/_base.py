@@ -131,14 +131,19 @@ def trained_dtype(config: FinetuneConfig) -> str:
     return "float32" if config.full and config.param_dtype == "auto" else config.param_dtype
 
 
-def dtypes(param_dtype: str, compute_dtype: str) -> tuple[str, str]:
-    """Say what ``auto`` is on the hardware at hand: of parameters on an accelerator still auto, as they are stored.
+def dtypes(param_dtype: str, compute_dtype: str, platform: str | None = None) -> tuple[str, str]:
+    """Return the dtypes that ``auto`` stands for; parameters on an accelerator keep ``auto``, which is as stored.
+
+    Args:
+        param_dtype: dtype of the parameters, or ``auto``.
+        compute_dtype: dtype of activations, or ``auto``.
+        platform: ``cpu``, ``gpu`` or ``tpu``; None for the hardware at hand.
 
     Raises:
         ConfigError: for float16 on a CPU.
     """
     # A CPU multiplies in float32 only: XLA would hold a widened copy of every half-precision stack beside it.
-    on_cpu = jax.default_backend() == "cpu"
+    on_cpu = (platform or jax.default_backend()) == "cpu"
     stored = "float32" if on_cpu and param_dtype == "auto" else param_dtype
     compute = ("float32" if on_cpu else "bfloat16") if compute_dtype == "auto" else compute_dtype
     if on_cpu and compute == "float16":

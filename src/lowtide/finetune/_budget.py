@@ -1,8 +1,7 @@
 """What a run needs of the device, from `config.json` and the settings alone, and what would make it need less.
 
-The step is that of the run, compiled for shapes: the figures are the compiler's, of this device. Counted instead of
-compiled is the optimizer's state in host memory: what it would take of the device is left out. A batch has the columns
-of packed documents unless the settings say that it has none.
+The step of the run is compiled for shapes, so the figures are the compiler's. A batch has the columns of packed
+documents unless the settings say that it has none.
 """
 
 from __future__ import annotations
@@ -10,25 +9,20 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
-from .. import models, quant
+from .. import models
 from ..core import LowtideError, OutOfMemoryError, Tree, format_bytes, partition, tree_bytes
-from ..memory import MemoryReport, Target, analyze
-from ..offload import to_host
-from ..train import analyze_step
-from ._adapters import adapted, loss_of
-from ._base import chosen, dtypes, formats, refuse_for_model, trained_dtype
+from ..memory import MemoryReport, Target
+from ._adapters import adapted
+from ._base import refuse_for_model
 from ._config import FinetuneConfig, flag_of
-from ._offloaded import full_step, is_hosted, optimizer
+from ._job import WRT, base_shapes, config_job, directory_of, num_targets
+from ._offloaded import full_step, optimizer
 from ._recipe import learning_rate, with_seq_len
-from ._text import IGNORE
 
-_WRT = "**/lora_*"
 _LEAST_LENGTH = 32
 _REST = "activations and gradients"
 _NAMES = {"frozen": "base", "trainable": "adapters", "optimizer": "optimizer", "batch": "batch"}
@@ -68,34 +62,13 @@ def needs(config: FinetuneConfig, target: Target | str | None = None) -> Needs:
     Memory:
         The compiler's; of the device what an adapter to go on from has.
     """
-    refuse_for_model(config, _directory(config))
-    base = _base(config)
-    config = with_seq_len(config, base.config.max_position_embeddings)
-    batch = _batch(config)
-    schedule = learning_rate(dataclasses.replace(config, num_epochs=None))
+    report = config_job(config, target).analyze(target)
     if config.full:
-        step = full_step(config, base.stack, schedule, _weight)
-        state, frozen = step.init(base.outer, base.layers)
-        report = analyze(
-            step, state, frozen, batch, roles={"state": 0, "frozen": 1, "batch": 2}, donate_argnums=0, target=target
-        )
-        return _parted(report, dict(zip(("state", "frozen", "batch"), _NAMES_OF_FULL, strict=True)), 0)
-    tx = optimizer(dataclasses.replace(config, offload=()), schedule)
-    model = adapted(base, config)
-    report = analyze_step(
-        model,
-        loss_of(config),
-        tx,
-        _WRT,
-        batch,
-        num_microbatches=config.num_microbatches,
-        weight=_weight,
-        target=target,
-    )
-    away = report.by_role.get("optimizer", 0) if "optimizer" in (config.offload or ()) else 0
+        return _parted(report, dict(zip(("state", "frozen", "batch"), _NAMES_OF_FULL, strict=True)))
     # A weight that something else trains in the place of is on the device all the same, though no step reads it.
-    unread = max(tree_bytes(_on_device(partition(model, _WRT)[1])) - report.by_role.get("frozen", 0), 0)
-    return _parted(report, _NAMES, away, unread)
+    frozen = partition(adapted(base_shapes(config, target), config), WRT)[1]
+    unread = max(tree_bytes(_on_device(frozen)) - report.by_role.get("frozen", 0), 0)
+    return _parted(report, _NAMES, unread)
 
 
 def within(config: FinetuneConfig, budget: int, *, on_try: Callable[[str], None] | None = None) -> str:
@@ -119,7 +92,7 @@ def within(config: FinetuneConfig, budget: int, *, on_try: Callable[[str], None]
     Memory:
         As `needs`; a run that is refused is compiled again for each of the settings that may be enough.
     """
-    directory = _directory(config)
+    directory = directory_of(config)
     refuse_for_model(config, directory)
     config = with_seq_len(config, models.load_config(directory).max_position_embeddings)
     kept = _Kept(config)
@@ -165,12 +138,12 @@ def _placing(config: FinetuneConfig) -> tuple[Any, ...]:
 
 def _kept(config: FinetuneConfig) -> dict[str, int]:
     """Count what the arguments of a run's step have of the device, by the names of `Needs`."""
-    base = _base(config)
+    base = base_shapes(config)
     schedule = learning_rate(dataclasses.replace(config, num_epochs=None))
     if config.full:
-        state, frozen = full_step(config, base.stack, schedule, _weight).init(base.outer, base.layers)
+        state, frozen = full_step(config, base.stack, schedule, num_targets).init(base.outer, base.layers)
         return {name: tree_bytes(_on_device(tree)) for name, tree in zip(_NAMES_OF_FULL, (state, frozen), strict=False)}
-    trainable, frozen = partition(adapted(base, config), _WRT)
+    trainable, frozen = partition(adapted(base, config), WRT)
     parts = {"base": tree_bytes(_on_device(frozen)), "adapters": tree_bytes(trainable)}
     if "optimizer" in (config.offload or ()):
         return parts
@@ -277,7 +250,7 @@ def _single_changes(config: FinetuneConfig) -> Iterator[dict[str, Any]]:
     if not config.remat:
         yield {"remat": True}
     if config.remat and not config.full and "parameters" not in (config.offload or ()):
-        size = round(models.load_config(_directory(config)).num_layers ** 0.5)
+        size = round(models.load_config(directory_of(config)).num_layers ** 0.5)
         if size > config.layers_per_remat == 1:
             yield {"layers_per_remat": size}
     if config.num_microbatches < config.batch_size:
@@ -306,7 +279,7 @@ def _together(config: FinetuneConfig) -> Iterator[dict[str, Any]]:
     on_host = {"offload": (*dict.fromkeys((*(config.offload or ()), "parameters", "optimizer")),)}
     without = {"offload": (*dict.fromkeys((*(config.offload or ()), "optimizer")),)}
     packed = (
-        few_bits if models.quantization_of(_directory(config)) else {"quantize": config.quantize or "nf4"} | few_bits
+        few_bits if models.quantization_of(directory_of(config)) else {"quantize": config.quantize or "nf4"} | few_bits
     )
     yield change | packed
     yield change | packed | without
@@ -338,44 +311,15 @@ def _word(value: Any) -> str:
     return ",".join(value) if isinstance(value, tuple) else str(value)
 
 
-def _directory(config: FinetuneConfig) -> Path:
-    return Path(config.model) if config.model is not None else models.base_path()
-
-
-def _weight(batch: Tree) -> Any:
-    return jnp.sum(batch["labels"] != IGNORE)
-
-
 def _on_device(tree: Tree) -> list[Any]:
     """Return the leaves that are not in the host's memory."""
     return [leaf for leaf in jax.tree.leaves(tree) if getattr(leaf.sharding, "memory_kind", None) != "pinned_host"]
 
 
-def _base(config: FinetuneConfig) -> models.Decoder:
-    """Make the shapes of the base as it will be loaded."""
-    directory = _directory(config)
-    stored, compute = dtypes(trained_dtype(config), config.compute_dtype)
-    base = chosen(
-        models.load_shapes(directory, dtype=stored, compute_dtype=compute), config.attention, config.tile_tokens
-    )
-    for glob, form in (formats(config) or {}).items():
-        base = quant.quantize(base, glob, form)
-    hosted = is_hosted(config)
-    return base if hosted is None else to_host(base, hosted)
-
-
-def _batch(config: FinetuneConfig) -> Tree:
-    names = ("tokens", "labels", *(("segment_ids", "positions") if config.is_packed else ()))
-    return {name: jax.ShapeDtypeStruct((config.batch_size, config.seq_len), jnp.int32) for name in names}
-
-
-def _parted(report: MemoryReport, names: Mapping[str, str], away: int, unread: int = 0) -> Needs:
+def _parted(report: MemoryReport, names: Mapping[str, str], unread: int = 0) -> Needs:
     parts: dict[str, int] = {}
     for role, name in names.items():
         parts[name] = parts.get(name, 0) + report.by_role.get(role, 0)
-    if away:
-        parts[names["optimizer"]] -= away
-    if unread:
-        parts[names["frozen"]] += unread
-    total = report.device_bytes - away + unread
+    parts[names["frozen"]] += unread
+    total = report.device_bytes + unread
     return Needs(device_bytes=total, by_part={**parts, _REST: max(total - sum(parts.values()), 0)})

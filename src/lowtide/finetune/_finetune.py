@@ -43,6 +43,7 @@ from ._beside import add_the_rest, files_beside, tokenizer_folder
 from ._config import FinetuneConfig, config_to_toml
 from ._data import load_data
 from ._ends import load_end_tokens, with_end_tokens
+from ._job import WRT, directory_of, num_targets
 from ._offloaded import full_step, hidden, inputs_place, is_hosted, is_weight, optimizer
 from ._page import keep_for_report, write_report
 from ._recipe import learning_rate, trackers, watchers, with_steps
@@ -60,10 +61,8 @@ from ._runs import (
     write_config,
 )
 from ._table import MemoryTable
-from ._text import IGNORE
 from ._tokens import decode_after
 
-_WRT = "**/lora_*"
 _PROMPT_TOKENS = 24
 
 
@@ -102,7 +101,7 @@ class Finetune:
         self._processes = Processes(sharding)
         self.out = Path(out)
         self._trackers = trackers(config, self.out, self._with_rate)  # first: a missing package is known at once
-        self.directory = Path(config.model) if config.model is not None else models.base_path()
+        self.directory = directory_of(config)
         self.beside = tokenizer_folder(self.directory, config.tokenizer)
         self.base, self.tokenizer = _load(config, self.directory, None if sharding is None else sharding.of)
         model = self.base
@@ -133,16 +132,16 @@ class Finetune:
         self._rates = np.asarray(jax.jit(jax.vmap(self.schedule))(jnp.arange(config.num_steps)))
         tx: Any = optimizer(config, self.schedule)
         # Dropout alone reads the trainer's key; pipelines and layerwise steps take no seed.
-        options = {"wrt": _WRT, "num_microbatches": config.num_microbatches, "seed": config.seed}
+        options = {"wrt": WRT, "num_microbatches": config.num_microbatches, "seed": config.seed}
         if sharding is not None and STAGE in sharding.mesh.shape:
             options, loss_fn = {"pipeline": _pipeline(config, model.stack, sharding)}, None  # the stack has a loss
         if config.full:
-            tx, options = full_step(config, self.base.stack, self.schedule, _num_targets), {}
+            tx, options = full_step(config, self.base.stack, self.schedule, num_targets), {}
         self.trainer = Trainer(
             model,
             loss_fn,
             tx,
-            weight=_num_targets,
+            weight=num_targets,
             checkpoint_dir=self.out / CHECKPOINTS,
             max_to_keep=config.max_to_keep,
             best="eval_loss" if config.keep_best or config.load_best_at_end else None,
@@ -200,10 +199,10 @@ class Finetune:
                 model,
                 partial(models.loss, remat=self.config.remat),
                 optimizer(dataclasses.replace(self.config, offload=()), self.schedule),
-                is_weight if self.config.full else _WRT,
+                is_weight if self.config.full else WRT,
                 batch,
                 num_microbatches=self.config.num_microbatches,
-                weight=_num_targets,
+                weight=num_targets,
                 target=target,
             )
         except jax.errors.JaxRuntimeError as error:
@@ -286,7 +285,7 @@ class Finetune:
         """
         model, sharding = self.trainer.model, self.trainer.sharding
         if sharding is not None:
-            trainable, frozen = partition(model, _WRT)
+            trainable, frozen = partition(model, WRT)
             model = combine(sharding.gather(trainable), frozen)
         if not self._processes.is_first:
             return
@@ -437,8 +436,8 @@ def _pipeline(config: FinetuneConfig, stack: LayerStack, sharding: ShardingRules
         stack,
         made,
         mesh=sharding.mesh,
-        wrt=_WRT,
-        weight=_num_targets,
+        wrt=WRT,
+        weight=num_targets,
         remat=config.remat,
         batch_axes=sharding.batch_axes,
         inputs=inputs_place(config),
@@ -472,7 +471,3 @@ def _layerwise_bytes(trainable: Tree) -> int:
     layer = tree_bytes(layers) // num_layers(layers)
     largest = max((tree_bytes(leaf) for leaf in jax.tree.leaves(outer)), default=0)
     return max(layer, largest) if "lm_head" in outer else layer + tree_bytes(outer["embed"])
-
-
-def _num_targets(batch: Tree) -> Any:
-    return jnp.sum(batch["labels"] != IGNORE)

@@ -1,99 +1,112 @@
-"""A fine-tuning step from a model's `config.json` alone, to ask where it fits before any weight is there."""
+"""The step of a run from `config.json` and the settings alone, for any target, before any weight is there.
+
+`lowtide fits`, `lowtide explain` and ``--budget`` compile this step. Its functions are those of the run.
+"""
 
 from __future__ import annotations
 
-from functools import partial
+import dataclasses
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
 
-from .. import models
-from ..adapters import lora
-from ..core import ConfigError, Tree, combine, partition, value_and_grad
-from ..memory import Job
-from ._config import FinetuneConfig
-from ._recipe import with_seq_len
+from .. import models, quant, train
+from ..core import Tree
+from ..memory import Job, Target
+from ..offload import to_host
+from ..targets import resolve_target
+from ._adapters import adapted, loss_of
+from ._base import chosen, dtypes, formats, refuse_for_model, trained_dtype
+from ._config import FinetuneConfig, config_from_dict
+from ._offloaded import full_step, is_hosted, optimizer
+from ._recipe import learning_rate, with_seq_len
+from ._text import IGNORE
 
-_WRT = "**/lora_*"
+WRT = "**/lora_*"
+"""What trains of a model with adapters."""
 
 
-def step_job(
-    model: str | Path,
-    *,
-    batch_size: int = 1,
-    seq_len: int = 2048,
-    rank: int = 16,
-    targets: str | tuple[str, ...] = "layers/**/*_proj",
-    remat: bool = True,
-    layers_per_remat: int = 1,
-    param_dtype: str = "bfloat16",
-    compute_dtype: str = "bfloat16",
-    packed: bool = False,
-) -> Job:
-    """Make the step of `lowtide finetune`, LoRA with AdamW, of shapes alone.
+def step_job(model: str | Path, *, target: Target | str | None = None, **settings: Any) -> Job:
+    """Make the step of `lowtide finetune` from shapes alone.
 
     Args:
-        model: a folder with `config.json`, or a GGUF file; weights are not read, and need not be there. The base of a
-            quantised folder is quantised as it is.
-        batch_size: sequences in a batch.
-        seq_len: tokens in a sequence; 0 takes the model's context, up to 2,048.
-        rank: of the adapters.
-        targets: globs on module paths: which projections get an adapter.
-        remat: whether each block is computed again in the backward pass.
-        layers_per_remat: of how many blocks one activation is kept then.
-        param_dtype: dtype of the frozen base; what trains is float32.
-        compute_dtype: dtype of activations.
-        packed: whether batches have segments and positions, as packed documents do.
+        model: a folder with `config.json`, or a GGUF file. Weights are not read, and need not be there. The base of a
+            quantised folder is quantised in the same format.
+        target: what the step will be compiled for. It decides what the dtype ``auto`` means.
+        **settings: fields of `FinetuneConfig`, such as `batch_size`, `seq_len`, `quantize`, `full` and `offload`.
+            Batches have the columns of packed records, unless `packing` is ``contiguous``.
 
     Returns:
-        The job, for `lowtide.memory.Job.analyze` or ``lowtide fits DIR``.
+        The job, for `lowtide.memory.Job.analyze`.
 
     Raises:
         ModelFileError: when `config.json` cannot be read.
-        ConfigError: for a setting out of range.
+        ConfigError: for an unknown setting, or one out of range.
         SelectionError: when `targets` matches nothing.
 
     Memory:
         Allocates nothing; the job's arguments are shapes.
+
+    Examples:
+        >>> from lowtide import models
+        >>> step_job(models.base_path(), batch_size=2, seq_len=32).analyze("cpu").by_role["batch"]
+        1024
     """
-    settings: dict[str, Any] = {"rank": rank, "batch_size": batch_size, "seq_len": seq_len, "targets": targets}
-    asked = FinetuneConfig(model=str(model), **settings, remat=remat, layers_per_remat=layers_per_remat)
-    config = models.load_config(model)
-    seq_len = with_seq_len(asked, config.max_position_embeddings).seq_len
-    for name in (param_dtype, compute_dtype):
-        if name not in ("float32", "bfloat16", "float16"):
-            raise ConfigError(
-                f"{name!r} is no dtype of a step", expected="float32, bfloat16 or float16", hint="for instance bfloat16"
-            )
-    adapters = lora.Config(rank=rank, alpha=2.0 * rank, targets=targets)
+    config = config_from_dict({"packing": "best-fit", **settings, "model": str(model)}, "the settings")
+    return config_job(config, target)
 
-    def make() -> Tree:
-        base = models.init(config, key=jax.random.key(0), dtype=param_dtype, compute_dtype=compute_dtype)
-        return lora.add(base, adapters, key=jax.random.key(1))
 
-    shapes: Any
-    if models.quantization_of(model) is None:
-        shapes = jax.eval_shape(make)
-    else:
-        base = models.load_shapes(model, dtype=param_dtype, compute_dtype=compute_dtype)
-        shapes = jax.eval_shape(lambda base: lora.add(base, adapters, key=jax.random.key(1)), base)
-    trainable, frozen = partition(shapes, _WRT)
-    tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-4))
-    names = ("tokens", "labels", *(("segment_ids", "positions") if packed else ()))
-    batch = {name: jax.ShapeDtypeStruct((batch_size, seq_len), jnp.int32) for name in names}
-    gradients = value_and_grad(partial(models.loss, remat=remat, layers_per_remat=layers_per_remat), _WRT, has_aux=True)
+def config_job(config: FinetuneConfig, target: Target | str | None = None) -> Job:
+    """Make the step of a run from shapes alone.
 
-    def step(trainable: Tree, opt_state: Tree, frozen: Tree, batch: Tree) -> tuple[Tree, Tree, Any]:
-        (loss, _), grads = gradients(combine(trainable, frozen), batch)
-        updates, opt_state = tx.update(grads, opt_state, trainable)
-        return optax.apply_updates(trainable, updates), opt_state, loss
+    Args:
+        config: the settings of the run.
+        target: as in `step_job`.
 
-    return Job(
-        fn=step,
-        args=(trainable, jax.eval_shape(tx.init, trainable), frozen, batch),
-        roles={"trainable": 0, "optimizer": 1, "frozen": 2, "batch": 3},
-        donate_argnums=(0, 1),
+    Returns:
+        The job. Its roles are those of `lowtide.train.analyze_step`; with `full` they are ``state``, ``frozen`` and
+        ``batch``.
+    """
+    refuse_for_model(config, directory_of(config))
+    base = base_shapes(config, target)
+    config = with_seq_len(config, base.config.max_position_embeddings)
+    names = ("tokens", "labels", *(("segment_ids", "positions") if config.is_packed else ()))
+    batch = {name: jax.ShapeDtypeStruct((config.batch_size, config.seq_len), jnp.int32) for name in names}
+    schedule = learning_rate(dataclasses.replace(config, num_epochs=None))
+    if config.full:
+        step = full_step(config, base.stack, schedule, num_targets)
+        args = (*step.init(base.outer, base.layers), batch)
+        return Job(fn=step, args=args, roles={"state": 0, "frozen": 1, "batch": 2}, donate_argnums=0)
+    return train.step_job(
+        adapted(base, config),
+        loss_of(config),
+        optimizer(config, schedule),
+        WRT,
+        batch,
+        num_microbatches=config.num_microbatches,
+        weight=num_targets,
     )
+
+
+def base_shapes(config: FinetuneConfig, target: Target | str | None = None) -> models.Decoder:
+    """Return the shapes of the base as a run loads it."""
+    platform = None if target is None else resolve_target(target).platform
+    stored, compute = dtypes(trained_dtype(config), config.compute_dtype, platform)
+    shapes = models.load_shapes(directory_of(config), dtype=stored, compute_dtype=compute)
+    base = chosen(shapes, config.attention, config.tile_tokens)
+    for glob, form in (formats(config) or {}).items():
+        base = quant.quantize(base, glob, form)
+    hosted = is_hosted(config)
+    return base if hosted is None else to_host(base, hosted)
+
+
+def directory_of(config: FinetuneConfig) -> Path:
+    """Return the model's folder; that of the embedded model where none is named."""
+    return Path(config.model) if config.model is not None else models.base_path()
+
+
+def num_targets(batch: Tree) -> Any:
+    """Count the tokens that are learned, which is the weight of a microbatch."""
+    return jnp.sum(batch["labels"] != IGNORE)

@@ -1,8 +1,5 @@
 """The trainer: its loop, state, data and checkpoints."""
 
-import importlib
-from typing import Any
-
 from ..core import ModelObject as ModelObject
 from ..distributed import ShardingRules as ShardingRules
 from ..distributed import make_mesh as make_mesh
@@ -21,6 +18,7 @@ from ._monitors import EarlyStopping as EarlyStopping
 from ._monitors import ReduceOnPlateau as ReduceOnPlateau
 from ._preview import analyze_naive as analyze_naive
 from ._preview import analyze_step as analyze_step
+from ._preview import step_job as step_job
 from ._run import FitOptions as FitOptions
 from ._run import Run as Run
 from ._step import TrainState as TrainState
@@ -57,17 +55,5 @@ __all__ = [
     "ema",
     "example_weights",
     "make_mesh",
+    "step_job",
 ]
-
-
-_MOVED = frozenset(
-    "Finetune FinetuneConfig MemoryTable TextData config_from_dict config_to_toml open_run read_config read_documents "
-    "text_data".split()
-)
-
-
-def __getattr__(name: str) -> Any:
-    """Names that moved to `lowtide.finetune`, under their old address."""
-    if name in _MOVED:
-        return getattr(importlib.import_module("lowtide.finetune"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

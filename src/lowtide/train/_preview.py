@@ -14,13 +14,13 @@ import jax.numpy as jnp
 import optax
 
 from ..core import Tree, Where, accumulate, combine, memory_space, partition, split_static
-from ..memory import MemoryReport, Target, analyze
+from ..memory import Job, MemoryReport, Target, analyze
 from ..offload import state_shardings
 from ._models import parse_loss
 from ._step import DONATED, STEP_ARGUMENTS, LossFn, WholeStep, flat, spread
 
 
-def analyze_step(
+def step_job(
     model: Tree,
     loss_fn: LossFn,
     tx: optax.GradientTransformation,
@@ -29,9 +29,8 @@ def analyze_step(
     *,
     num_microbatches: int = 1,
     weight: Callable[[Tree], Any] | None = None,
-    target: Target | str | None = None,
-) -> MemoryReport:
-    """Compiled bytes of the step that `Trainer` would run.
+) -> Job:
+    """Make the step that `Trainer` would run, with the shapes of its arguments.
 
     Args:
         model: the model, or shapes of it (`jax.eval_shape` of its constructor).
@@ -41,10 +40,9 @@ def analyze_step(
         batch: a batch, or shapes of one.
         num_microbatches: parts of the batch, as in `Trainer`.
         weight: what a microbatch counts, as in `Trainer`.
-        target: what to compile for; None for the hardware at hand.
 
     Returns:
-        The report, with the roles ``trainable``, ``optimizer``, ``mutable``, ``step``, ``frozen`` and ``batch``.
+        The job, with the roles ``trainable``, ``optimizer``, ``mutable``, ``step``, ``frozen`` and ``batch``.
 
     Memory:
         None: arrays are replaced by their shapes.
@@ -53,9 +51,42 @@ def analyze_step(
     trainable, mutable, frozen = step.split(jax.tree.map(_placed_shape, split_static(model)[0]))
     opt_state = _state_shapes(tx, trainable)
     count = jax.ShapeDtypeStruct((), jnp.int32)
-    arguments = (trainable, opt_state, mutable, count, frozen, jax.tree.map(_shape, batch))
-    roles = {name: position for position, name in enumerate(STEP_ARGUMENTS)}
-    return analyze(flat(step), *arguments, target=target, roles=roles, donate_argnums=DONATED)
+    return Job(
+        fn=flat(step),
+        args=(trainable, opt_state, mutable, count, frozen, jax.tree.map(_shape, batch)),
+        roles={name: position for position, name in enumerate(STEP_ARGUMENTS)},
+        donate_argnums=DONATED,
+    )
+
+
+def analyze_step(
+    model: Tree,
+    loss_fn: LossFn,
+    tx: optax.GradientTransformation,
+    wrt: Where,
+    batch: Tree,
+    *,
+    target: Target | str | None = None,
+    **options: Any,
+) -> MemoryReport:
+    """Compile the step that `Trainer` would run, and report its bytes.
+
+    Args:
+        model: as in `step_job`.
+        loss_fn: as in `step_job`.
+        tx: as in `step_job`.
+        wrt: as in `step_job`.
+        batch: as in `step_job`.
+        target: what to compile for; None for the hardware at hand.
+        **options: ``num_microbatches`` and ``weight``, as in `step_job`.
+
+    Returns:
+        The report, with the roles of `step_job`.
+
+    Memory:
+        None on the target: arrays are replaced by their shapes.
+    """
+    return step_job(model, loss_fn, tx, wrt, batch, **options).analyze(target)
 
 
 def analyze_naive(
@@ -118,8 +149,11 @@ def _placed_shape(leaf: Any) -> jax.ShapeDtypeStruct:
 
 
 def _state_shapes(tx: optax.GradientTransformation, params: Tree) -> Tree:
+    """Return shapes of an optimizer's state, in host memory where `lowtide.offload.optimizer` keeps it."""
     shapes = jax.eval_shape(tx.init, params)
-    if not all(isinstance(leaf.sharding, jax.sharding.NamedSharding) for leaf in jax.tree.leaves(params)):
-        return shapes
-    places = state_shardings(tx, params)
+    here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    placed = jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding or here), params
+    )
+    places = state_shardings(tx, placed)
     return jax.tree.map(lambda s, place: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=place), shapes, places)
