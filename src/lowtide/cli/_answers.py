@@ -9,6 +9,7 @@ from typing import Any
 from rich.console import Console
 
 from ..core import ConfigError
+from ._model_path import model_path
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 FORMATS = ("nf4", "int4", "mxfp4", "int8", "fp8")
@@ -49,7 +50,9 @@ def add_template_argument(parser: argparse.ArgumentParser) -> None:
 
 
 def check_named(args: argparse.Namespace) -> None:
-    """Refuse empty paths, which scripts give where a variable is unset, and adapters that are named twice.
+    """Find the model by its name, and refuse empty paths and adapters that are named twice.
+
+    Scripts give empty paths where a variable is unset.
 
     Raises:
         ConfigError: naming the flag.
@@ -63,6 +66,7 @@ def check_named(args: argparse.Namespace) -> None:
     for flag, values in named:
         if "" in values:
             raise ConfigError(f"--{flag} is empty", hint=f"leave --{flag} out, or look whether a variable is unset")
+    args.model = model_path(args.model)
     if twice := {name for name in args.adapter if args.adapter.count(name) > 1}:
         raise ConfigError(f"--adapter {min(twice)} is given twice", hint="name each adapter once")
 

@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ..finetune import FinetuneConfig, flag_of
+from ._model_path import model_path
 
 _GLOBS = ("targets", "modules_to_save")
 _METAVARS = {int: "N", float: "X", str: "NAME"}
@@ -71,6 +72,8 @@ def given(args: argparse.Namespace) -> dict[str, Any]:
     for name in _GLOBS:
         if len(values.get(name, ())) == 1:
             (values[name],) = values[name]
+    if values.get("model"):
+        values["model"] = model_path(values["model"])
     return values
 
 

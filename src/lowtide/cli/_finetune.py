@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
+import shlex
 import signal
 import sys
 import threading
@@ -172,6 +173,23 @@ def _finetune(
     console.print(f"{'Model' if config.full else 'Adapter'}, metrics and memory table are in {out}", soft_wrap=True)
     if page is not None:
         console.print(f"The page of the run is {page}", soft_wrap=True)
+    console.print(f"Next: {_next_command(job)}", markup=False, soft_wrap=True)
+
+
+def _next_command(job: Any) -> str:
+    """Return the command that asks the tuned model."""
+    config = job.config
+    if config.full:
+        parts = ["--model", str(job.out / "model")]
+    else:
+        parts = [*(["--model", config.model] if config.model else []), "--adapter", str(job.out / "adapter")]
+    named = ("quantize", "quantize_embeddings", "tokenizer", "chat_template")
+    for name in named[2 * config.full :]:
+        if (value := getattr(config, name)) is not None:
+            parts += [f"--{name.replace('_', '-')}", value]
+    is_chat = job.data.report is not None and job.data.report.template
+    ask = ["--chat"] if is_chat else ["--prompt", "..."]
+    return f"{_program()} generate {shlex.join([*parts, *ask])}"
 
 
 def _budget(text: str | None) -> int | None:
@@ -248,7 +266,9 @@ def _program() -> str:
 
 
 def _train(console: Console, job: Any, table: Any, interrupted: threading.Event) -> None:
-    tokens = job.config.batch_size * job.config.seq_len
+    from ..train import LossLines
+
+    tokens, lines = job.config.batch_size * job.config.seq_len, LossLines(job.config.num_steps)
     report = table.ours
     host = f"  {format_bytes(report.host_bytes)} on the host" if report.host_bytes else ""
     with _progress(console) as progress:
@@ -261,6 +281,8 @@ def _train(console: Console, job: Any, table: Any, interrupted: threading.Event)
                 console.print(f"  step {record['step']:>5}  held-out loss {record['eval_loss']:.4f}")
             else:
                 rate = tokens / record["seconds"]
+                if not console.is_terminal and lines.is_due(record["step"]):
+                    console.print(f"  step {record['step']:>5}  loss {record['loss']:.4f}  {rate:,.0f} tokens/s")
                 text = f"training  loss {record['loss']:.3f}  {rate:,.0f} tokens/s{host}"
                 progress.update(task, completed=record["step"], description=text)
 

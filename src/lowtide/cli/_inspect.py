@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ..core import ConfigError, format_bytes
+from ._model_path import model_path
 
 
 def register(commands: Any) -> None:
@@ -35,7 +36,7 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError("the path is empty", hint="name a folder or a file; . is the folder you are in")
     from ..finetune import inspect
 
-    found = inspect(args.path)
+    found = inspect(model_path(args.path))
     console = Console(highlight=False, soft_wrap=True)
     if args.json:
         console.print(json.dumps(found.to_dict(), indent=2, default=str), markup=False)

@@ -29,6 +29,7 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from ..core import ConfigError, LowtideError, OutputError, gguf_file
 from ..finetune import read_config
 from . import _config_flags
+from ._model_path import model_path
 
 _JAX_CAUSES = ("JaxStackTraceBeforeTransformation", "SimplifiedTraceback", "UnfilteredStackTrace")
 
@@ -93,6 +94,7 @@ def parse_job(text: str) -> tuple[Path, str]:
         ConfigError: when a part is missing, or there is no such file.
         ModelFileError: for a GGUF file that is missing or a link out of its folder, and for a folder with several.
     """
+    text = text if ".py:" in text else model_path(text)
     if (Path(text) / "config.json").is_file():
         return Path(text).resolve(), ""
     if gguf_file(text) is not None:

@@ -18,6 +18,14 @@ from . import _diff, _evaluate, _explain, _finetune, _fits, _generate, _inspect,
 from ._console import errors, print_error
 from ._load import UserCodeError
 
+_OTHER_WORDS = {
+    **dict.fromkeys(("train", "tune", "fine-tune", "sft"), "finetune"),
+    **dict.fromkeys(("chat", "run"), "generate --chat"),
+    **dict.fromkeys(("eval", "test", "validate"), "evaluate"),
+    **dict.fromkeys(("export", "fuse"), "merge"),
+}
+"""Commands of other tools, and those that do the same here."""
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command.
@@ -34,7 +42,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     for module in (_finetune, _generate, _evaluate, _merge, _inspect, _explain, _fits, _diff, _schedule, _targets):
         module.register(commands)
-    args, unknown = parser.parse_known_args(argv)
+    words = sys.argv[1:] if argv is None else [*argv]
+    if words and words[0] in _OTHER_WORDS:
+        parser.error(f"there is no command {words[0]!r}\nhint: lowtide {_OTHER_WORDS[words[0]]}")
+    args, unknown = parser.parse_known_args(words)
     if unknown:
         parser.error("\n".join([f"unrecognized arguments: {' '.join(unknown)}", *_hints(args, unknown)]))
     _leave_out_absent_accelerators()
@@ -69,10 +80,15 @@ def _hints(args: argparse.Namespace, unknown: Sequence[str]) -> list[str]:
     """Say of flags of other libraries what they are called here."""
     if args.run is not _finetune.run:
         return []
-    from ..finetune import setting_of
+    from ..finetune import FinetuneConfig, flag_of, setting_of
 
-    found = [(flag.partition("=")[0], setting_of(flag)) for flag in unknown if flag.startswith("--")]
-    return [f"hint: what other libraries call {flag} is {name} here" for flag, name in found if name is not None]
+    hints: list[str] = []
+    for flag in (word.partition("=")[0] for word in unknown if word.startswith("--")):
+        if flag.lstrip("-").replace("-", "_") in FinetuneConfig.__dataclass_fields__:
+            hints.append(f"hint: the flag is {flag_of(flag.lstrip('-').replace('-', '_'))}")
+        elif (name := setting_of(flag)) is not None:
+            hints.append(f"hint: what other libraries call {flag} is {name} here")
+    return hints
 
 
 def _end_quietly() -> None:

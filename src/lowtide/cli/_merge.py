@@ -52,6 +52,7 @@ def run(args: argparse.Namespace) -> int:
         if "" in values:
             raise ConfigError(f"--{flag} is empty", hint="look whether a variable of your script is unset")
     most = parse_bytes(args.max_shard_size)
+    args.model = model_path(args.model)
     with console.status("merging"):
         from ..core import tree_bytes
         from ..finetune import write_merged

@@ -1,5 +1,25 @@
 """The fine-tuning job: its configuration, data, run folders and files."""
 
+import sys
+import types
+from typing import Any
+
 import lazy_loader
 
+from ..core import ConfigError
+
 __getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
+
+
+class _Package(types.ModuleType):
+    """This package, which users of other libraries call like a function."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        raise ConfigError(
+            "lowtide.finetune is a package, not a function",
+            expected="lowtide.finetune.Finetune(config, out), or the command `lowtide finetune`",
+            hint='lt.finetune.Finetune(lt.finetune.FinetuneConfig(model="model", data="chats.jsonl"), Path("run"))',
+        )
+
+
+sys.modules[__name__].__class__ = _Package

@@ -251,6 +251,13 @@ class FinetuneConfig:
                     got='""',
                     hint=f"leave {field} out, or look whether a variable of your script is unset",
                 )
+        if self.method == "qlora":
+            raise ConfigError(
+                "method: QLoRA is LoRA on a quantised base",
+                expected=f"one of {', '.join(_METHODS)}, or full",
+                got=self.method,
+                hint="leave method out, and give --quantize nf4",
+            )
         _refuse_loftq(self)
         for fields, is_in_range, expected in _RANGES:
             for field in fields:

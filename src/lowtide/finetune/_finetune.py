@@ -6,6 +6,7 @@ Everything here is the public interface put together; `lowtide finetune` parses 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import math
 import warnings
@@ -61,6 +62,7 @@ from ._runs import (
     write_config,
 )
 from ._table import MemoryTable
+from ._text import IGNORE
 from ._tokens import decode_after
 
 _PROMPT_TOKENS = 24
@@ -377,7 +379,7 @@ class Finetune:
         return bool(self.config.sample_tokens) and self._processes.count == 1
 
     def sample(self, model: Tree) -> tuple[str, str]:
-        """Continue the beginning of a held-out sequence.
+        """Continue the beginning of a held-out sequence, or answer the first question of a held-out record.
 
         Args:
             model: the model to sample from: `base`, or ``trainer.model``.
@@ -392,14 +394,17 @@ class Finetune:
         row = batch["tokens"][0]
         if "segment_ids" in batch:
             row = row[batch["segment_ids"][0] == 1]  # of packed records the first document, and no padding
-        prompt = row[: min(_PROMPT_TOKENS, self.config.seq_len)]
+        is_learned = np.asarray(batch["labels"][0])[: len(row)] != IGNORE
+        # The label of a token is the next token, so the question ends with the first token whose label is learned.
+        question = int(np.argmax(is_learned)) + 1
+        prompt = row[: question if question > 1 else min(_PROMPT_TOKENS, self.config.seq_len)]
         key = jax.random.fold_in(jax.random.key(self.config.seed), 1)
         model = dataclasses.replace(model, outer=to_device(model.outer))
         tokens = models.generate(model, jnp.asarray(prompt), self.config.sample_tokens, key=key, hidden=hidden)
-        tokens = np.asarray(tokens)
-        return self.tokenizer.decode(prompt.tolist()), decode_after(
-            self.tokenizer, prompt.tolist(), tokens[len(prompt) :].tolist()
-        )
+        answer = np.asarray(tokens)[len(prompt) :].tolist()
+        if question > 1:
+            answer = list(itertools.takewhile(lambda token: token not in self.ends.answer, answer))
+        return self.tokenizer.decode(prompt.tolist()), decode_after(self.tokenizer, prompt.tolist(), answer)
 
 
 def _refuse_on_host(config: FinetuneConfig, sharding: ShardingRules) -> None:

@@ -57,6 +57,9 @@ _OURS = {
 }
 _NAMES = {name: ours for ours, names in _OURS.items() for name in names.split()}
 _WITH_WORDS = {
+    "load_in_4bit": "--quantize nf4",
+    "load_in_8bit": "--quantize int8",
+    "use_qlora": "--quantize nf4",
     "gradient_accumulation_steps": "num_microbatches, the parts of a batch; batch_size is that of all parts together",
     "gradient_accumulation": "num_microbatches, the parts of a batch; batch_size is that of all parts together",
     "grad_accum_steps": "num_microbatches, the parts of a batch; batch_size is that of all parts together",

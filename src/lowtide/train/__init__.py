@@ -19,6 +19,7 @@ from ._monitors import ReduceOnPlateau as ReduceOnPlateau
 from ._preview import analyze_naive as analyze_naive
 from ._preview import analyze_step as analyze_step
 from ._preview import step_job as step_job
+from ._progress import LossLines as LossLines
 from ._run import FitOptions as FitOptions
 from ._run import Run as Run
 from ._step import TrainState as TrainState
@@ -37,6 +38,7 @@ __all__ = [
     "Event",
     "FitOptions",
     "JsonlLogger",
+    "LossLines",
     "ModelObject",
     "Profile",
     "Record",

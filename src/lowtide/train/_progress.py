@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -16,6 +17,30 @@ from ..memory import MemoryReport
 from ._callbacks import Callback, TrainerView
 from ._events import Record
 
+_MOST_SECONDS = 60.0
+
+
+class LossLines:
+    """Choose the steps whose loss is printed where no terminal shows a bar: in a log file or a notebook.
+
+    This object is mutated: it remembers when it last chose a step.
+
+    Args:
+        num_steps: the step at which the run ends, or None where that is not known.
+    """
+
+    def __init__(self, num_steps: int | None) -> None:
+        self._interval = 100 if num_steps is None else max(num_steps // 10, 1)
+        self._last: float | None = None
+
+    def is_due(self, step: int) -> bool:
+        """Return whether to print: for the first step, for ten steps of a run, and after every minute."""
+        now = time.monotonic()
+        is_due = self._last is None or step % self._interval == 0 or now - self._last > _MOST_SECONDS
+        if is_due:
+            self._last = now
+        return is_due
+
 
 class Progress(Callback):
     """Print to standard error.
@@ -27,6 +52,7 @@ class Progress(Callback):
     def __init__(self, num_steps: int | None) -> None:
         self._console = Console(stderr=True, highlight=False)
         self._num_steps = num_steps
+        self._lines = LossLines(num_steps)
         self._bar: Bar | None = None
         self._task = TaskID(0)
 
@@ -45,6 +71,8 @@ class Progress(Callback):
         """Move the bar, or print an evaluation."""
         if "eval_loss" in record:
             self._show(f"step {record['step']:>6}  eval_loss {record['eval_loss']:.4f}")
+        elif self._bar is None and self._lines.is_due(int(record["step"])):
+            self._show(f"step {record['step']:>6}  loss {record['loss']:.4f}  {record['seconds']:.3f} s/step")
         elif self._bar is not None:
             text = f"loss {record['loss']:.4f}  {record['seconds']:.3f} s/step"
             self._tried(partial(self._bar.update, self._task, completed=record["step"], description=text))

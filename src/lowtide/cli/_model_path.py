@@ -1,0 +1,42 @@
+"""Find a model by its name on Hugging Face, in the cache that `hf download` and transformers fill."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import overload
+
+from ..core import ModelFileError
+
+_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
+
+
+@overload
+def model_path(name: str) -> str: ...
+@overload
+def model_path(name: None) -> None: ...
+def model_path(name: str | None) -> str | None:
+    """Return the folder of a model.
+
+    Args:
+        name: a path, or a name such as ``Qwen/Qwen3-8B``.
+
+    Returns:
+        The path as it is, or the newest snapshot of that name in the local cache. Nothing is downloaded.
+
+    Raises:
+        ModelFileError: when there is neither a folder nor a cached model of a name.
+    """
+    if name is None or os.path.lexists(name) or _NAME.fullmatch(name) is None:
+        return name
+    from huggingface_hub import try_to_load_from_cache  # a dependency of tokenizers
+
+    found = try_to_load_from_cache(name, "config.json")
+    if isinstance(found, str):
+        return str(Path(found).parent)
+    raise ModelFileError(
+        f"{name}: no such folder, and no model of this name in the local Hugging Face cache",
+        expected="a folder with config.json, or a downloaded model",
+        hint=f"download it: hf download {name}",
+    )
