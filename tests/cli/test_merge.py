@@ -158,11 +158,17 @@ def test_an_adapter_that_was_tuned_on_chats_is_merged(merge, tiny_model_dir, tmp
     """From chats to a merged model: the two commands that most users run."""
     monkeypatch.setenv("LOWTIDE_CACHE", str(tmp_path / "cache"))
     base = shutil.copytree(tiny_model_dir, tmp_path / "base")
-    (base / "chat_template.jinja").write_text(TEMPLATE)
+    # The end of a turn is not the end token of config.json.
+    closed = TEMPLATE.replace("{{ message.content }}", "{{ message.content }}<|im_end|>")
+    closed += "{% if add_generation_prompt %}[assistant]{% endif %}"
+    (base / "chat_template.jinja").write_text(closed)
+    tokenizer = models.load_tokenizer(base)
+    tokenizer.add_special_tokens(["<|im_end|>"])
+    tokenizer.save(str(base / "tokenizer.json"))
     turns = [{"role": "user", "content": "where does the tide go?"}, {"role": "assistant", "content": "out"}]
     (tmp_path / "chats.jsonl").write_text("\n".join(json.dumps({"messages": turns}) for _ in range(24)))
     out = tmp_path / "run"
-    small = ["--seq-len", "64", "--batch-size", "2", "--rank", "2", "--steps", "8", "--learning-rate", "1e-2"]
+    small = ["--seq-len", "64", "--batch-size", "2", "--rank", "8", "--steps", "60", "--learning-rate", "3e-2"]
     files = ["--model", str(base), "--data", str(tmp_path / "chats.jsonl"), "--out", str(out)]
     assert main(["finetune", *files, *small]) == 0
     records = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
@@ -176,4 +182,11 @@ def test_an_adapter_that_was_tuned_on_chats_is_merged(merge, tiny_model_dir, tmp
     want, got = (models.logits(model, TOKENS) for model in (adapted, merged))
     np.testing.assert_allclose(got, want, rtol=0, atol=1e-4)
     assert np.abs(np.asarray(got - models.logits(models.load(base), TOKENS))).max() > 1e-3
-    assert (tmp_path / "out" / "chat_template.jinja").read_text() == TEMPLATE
+    assert (tmp_path / "out" / "chat_template.jinja").read_text() == closed
+    ends = json.loads((tmp_path / "out" / "generation_config.json").read_text())["eos_token_id"]
+    assert ends == [0, tokenizer.token_to_id("<|im_end|>")]
+    (tmp_path / "ask.jsonl").write_text(json.dumps({"messages": turns[:1]}))
+    ask = ["--model", str(tmp_path / "out"), "--prompts", str(tmp_path / "ask.jsonl"), "--temperature", "0"]
+    assert main(["generate", *ask, "--output", str(tmp_path / "answers.jsonl"), "--max-new-tokens", "40"]) == 0
+    answer = json.loads((tmp_path / "answers.jsonl").read_text())
+    assert answer["ended"] and answer["text"] == "out"

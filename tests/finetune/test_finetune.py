@@ -9,22 +9,29 @@ from lowtide.core import OutputError
 from lowtide.finetune import Finetune, FinetuneConfig, _finetune
 
 
-def test_a_sample_begins_with_one_document_and_no_padding(tiny_model_dir, monkeypatch):
+def test_a_sample_begins_with_one_document_or_a_question_and_no_padding(tiny_model_dir, monkeypatch):
     tokens = np.asarray([[5, 6, 7, 8, 9, 0, 0, 0]], np.int32)
     batch = {"tokens": tokens, "segment_ids": np.asarray([[1, 1, 1, 2, 2, 0, 0, 0]], np.int32)}
+    learned = {"labels": np.roll(tokens, -1, axis=1)}
+    question = {"labels": np.where(np.arange(8) < 3, -100, learned["labels"])}  # token 9, at column 4, is learned first
     asked = []
 
     def generate(model, prompt, num_tokens, **options):
         asked.append(prompt.tolist())
-        return np.asarray([*prompt, 3])
+        return np.asarray([*prompt, 3, 4, 3])
 
     monkeypatch.setattr(models, "generate", generate)
     model, tokenizer = models.load(tiny_model_dir), models.load_tokenizer(tiny_model_dir)
     config = FinetuneConfig(seq_len=8, sample_tokens=1)
-    for held_out in (batch, {"tokens": tokens}):
-        run = SimpleNamespace(data=SimpleNamespace(held_out=[held_out]), config=config, tokenizer=tokenizer)
-        assert Finetune.sample(run, model)[1] == tokenizer.decode([3])
-    assert asked == [[5, 6, 7], tokens[0].tolist()]
+    parts = {"config": config, "tokenizer": tokenizer, "ends": SimpleNamespace(answer=(4,))}
+    for held_out, answer in (
+        ({**batch, **learned}, [3, 4, 3]),
+        ({"tokens": tokens, **learned}, [3, 4, 3]),
+        ({"tokens": tokens, **question}, [3]),  # up to an end token
+    ):
+        run = SimpleNamespace(data=SimpleNamespace(held_out=[held_out]), **parts)
+        assert Finetune.sample(run, model)[1] == tokenizer.decode(answer)
+    assert asked == [[5, 6, 7], tokens[0].tolist(), [5, 6, 7, 8]]
 
 
 @pytest.mark.slow

@@ -10,6 +10,7 @@ from rich.console import Console
 
 from ..core import ConfigError, format_bytes, parse_bytes
 from ._answers import DTYPES
+from ._model_path import model_path
 
 
 def register(commands: Any) -> None:
