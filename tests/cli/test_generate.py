@@ -305,3 +305,17 @@ def test_weights_are_stored_in_few_bits_for_an_answer(generate, monkeypatch):
     assert generate("--prompt", "the tide", *flags)[0] == 0
     weights = seen[0].layers["mlp"]["up_proj"]["weight"], seen[0].outer["embed"]["weight"]
     assert [weight.format for weight in weights] == ["nf4", "int8"]
+
+
+def test_variables_of_the_template_are_given(generate, chat_dir, tmp_path, monkeypatch):
+    (tmp_path / "chat" / "chat_template.jinja").write_text(
+        "{% for m in messages %}{{ m.content }}{% endfor %}{% if not think %}(no thought){% endif %}{{ depth + 1 }}"
+    )
+    (tmp_path / "p.jsonl").write_text(json.dumps({"messages": [{"role": "user", "content": "when?"}]}))
+    seen, whole = [], command.messages_to_ids
+    monkeypatch.setattr(command, "messages_to_ids", lambda *given: seen.append(whole(*given)) or seen[-1])
+    flags = ["--prompts", tmp_path / "p.jsonl", "--max-new-tokens", 1, "--template-arg"]
+    assert generate(*flags, "think=false", "--template-arg", "depth=2", model=chat_dir)[0] == 0
+    assert models.load_tokenizer(chat_dir).decode(seen[0][0]) == "when?(no thought)3"
+    status, _, said = generate(*flags, "think", model=chat_dir)
+    assert status == 2 and "--template-arg needs KEY=VALUE" in said

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import json
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -47,6 +49,38 @@ def add_template_argument(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--chat-template", metavar="FILE", help="chat template to take instead of the model's (default: the model's)"
     )
+    parser.add_argument(
+        "--template-arg",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="variable of the chat template, JSON or else text, such as enable_thinking=false; again for another "
+        "(default: none)",
+    )
+
+
+def chat_template(args: argparse.Namespace) -> Any:
+    """Return the `ChatTemplate` that the arguments name, or None.
+
+    Raises:
+        ConfigError: for a ``--template-arg`` that is no pair.
+    """
+    from ..finetune.data import load_chat_template
+    from ..models import base_path
+
+    arguments: dict[str, Any] = {}
+    for pair in args.template_arg:
+        name, separator, text = pair.partition("=")
+        if not separator or not name.isidentifier():
+            raise ConfigError(
+                "--template-arg needs KEY=VALUE", got=repr(pair), hint="for instance enable_thinking=false"
+            )
+        try:
+            arguments[name] = json.loads(text)
+        except ValueError:
+            arguments[name] = text
+    template = load_chat_template(args.tokenizer or args.model or base_path(), args.chat_template)
+    return None if template is None else dataclasses.replace(template, arguments=arguments)
 
 
 def check_named(args: argparse.Namespace) -> None:

@@ -19,6 +19,7 @@ from ..core import ConfigError, NonFiniteError
 from ._answers import (
     add_model_arguments,
     add_template_argument,
+    chat_template,
     check_adapters,
     check_named,
     end_tokens,
@@ -130,14 +131,13 @@ def _measure(
     console: Console,
 ) -> tuple[Callable[[Any, Any], Any], int, int]:
     """Tokenise; what measures a model on it, how many tokens are predicted, and how long rows are."""
-    from .. import models
     from ..finetune import batches_loss, text_loss, token_stream
-    from ..finetune.data import evaluation_data, load_chat_template
+    from ..finetune.data import evaluation_data
 
     end = end_tokens(args, base, tokenizer).text
     if documents is None:
         sizes: dict[str, Any] = {"seq_len": seq_len, "batch_size": args.batch_size}
-        template = load_chat_template(args.tokenizer or args.model or models.base_path(), args.chat_template)
+        template = chat_template(args)
         words: dict[str, Any] = {"columns": _columns(args), "end_token": end, "loss_on": args.loss_on or "completion"}
         words["vocab_size"] = base.config.vocab_size
         batches, report = evaluation_data(Path(args.data), tokenizer, template, **sizes, **words)

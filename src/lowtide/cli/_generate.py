@@ -7,7 +7,8 @@ import contextlib
 import json
 import sys
 import time
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -19,6 +20,7 @@ from ..core import ConfigError, DataError, OutputError, format_bytes, shortened
 from ._answers import (
     add_model_arguments,
     add_template_argument,
+    chat_template,
     check_adapters,
     check_named,
     end_tokens,
@@ -135,13 +137,14 @@ def _answer_all(
     import jax
 
     from ..finetune import decode_after
-    from ..models import generate_batch
+    from ..models import generate_batch, stream
 
     key, ends = jax.random.key(args.seed), end_tokens(args, base, tokenizer).answer
     num_answers = len(prompts) * args.num_samples * max(len(args.adapter), 1)
     if file is None and num_answers == 1:
         for _, model in _models(base, args.adapter):
-            _stream(args, model, tokenizer, sampling, ids[0], ends, console, _context(prompts[0], ids[0]))
+            answer = partial(stream, model)
+            _stream(args, answer, tokenizer, sampling, ids[0], ends, console, _context(prompts[0], ids[0]))
         return
     done = num_tokens = 0
     start = time.monotonic()
@@ -211,7 +214,7 @@ def _begun(text: str, stops: Sequence[str]) -> int:
 
 def _stream(
     args: argparse.Namespace,
-    model: Any,
+    answer: Callable[..., Iterator[int]],
     tokenizer: Any,
     sampling: Any,
     ids: list[int],
@@ -224,14 +227,12 @@ def _stream(
     from tokenizers.decoders import DecodeStream
 
     from ..finetune import decode_after
-    from ..models import stream
 
     decode: Any = DecodeStream(ids=context, skip_special_tokens=True)
     text, printed, ids_so_far = "", "", list[int]()
     start = time.monotonic()
-    for token in stream(
-        model, ids, args.max_new_tokens, key=jax.random.key(args.seed), sampling=sampling, end_tokens=ends
-    ):
+    key = jax.random.key(args.seed)
+    for token in answer(ids, args.max_new_tokens, key=key, sampling=sampling, end_tokens=ends):
         ids_so_far.append(token)
         text += decode.step(tokenizer, token) or ""
         ready, is_cut = _cut(text, args.stop)
@@ -253,16 +254,16 @@ def _stream(
 
 def _chat(args: argparse.Namespace, base: Any, tokenizer: Any, sampling: Any) -> None:
     from ..finetune import check_ids
+    from ..models import Conversation
 
     ((_, model),) = _models(base, args.adapter)
     ends, messages = end_tokens(args, model, tokenizer).answer, _system(args)
+    conversation = Conversation(model)
     while text := _asked():
         messages.append({"role": "user", "content": text})
-        (ids,) = messages_to_ids(
-            args.tokenizer or args.model, tokenizer, {"the conversation": messages}, args.chat_template
-        )
+        (ids,) = messages_to_ids(args, tokenizer, {"the conversation": messages})
         check_ids(ids, tokenizer, base.config.vocab_size, "the conversation")
-        answer = _stream(args, model, tokenizer, sampling, ids, ends, errors(), [])
+        answer = _stream(args, conversation.stream, tokenizer, sampling, ids, ends, errors(), [])
         messages.append({"role": "assistant", "content": answer})
 
 
@@ -289,9 +290,7 @@ def _all_ids(
     for name, messages in chats.items():
         chats[name] = messages if messages[0]["role"] == "system" else [*_system(args), *messages]
     tools = {name: prompts[name]["tools"] for name in chats if "tools" in prompts[name]}
-    rendered = iter(
-        messages_to_ids(args.tokenizer or args.model, tokenizer, chats, args.chat_template, tools) if chats else []
-    )
+    rendered = iter(messages_to_ids(args, tokenizer, chats, tools) if chats else [])
     found: list[list[int]] = []
     for name, each in prompts.items():
         found.append(next(rendered) if name in chats else _ids(base, tokenizer, each["prompt"]))
@@ -329,12 +328,9 @@ def _say_plan(console: Console, args: argparse.Namespace, base: Any, ids: list[l
 
 def _say_text_is_no_question(console: Console, args: argparse.Namespace, prompts: list[dict[str, Any]]) -> None:
     """Warn who gives text to a model of chats, which then often has nothing to say."""
-    from ..finetune.data import load_chat_template
-    from ..models import base_path
-
     if any("messages" in each for each in prompts):
         return
-    if load_chat_template(args.tokenizer or args.model or base_path(), args.chat_template) is not None:
+    if chat_template(args) is not None:
         console.print(
             "[bold yellow]warning[/] a prompt is continued as it is, without the model's chat template; for an answer "
             'take --chat, or "messages" in a .jsonl file'

@@ -6,6 +6,7 @@ from ._config import DecoderConfig as DecoderConfig
 from ._config import Experts as Experts
 from ._config import LlamaConfig as LlamaConfig
 from ._config import RopeScaling as RopeScaling
+from ._conversation import Conversation as Conversation
 from ._decoder import Decoder as Decoder
 from ._decoder import Llama as Llama
 from ._decoder import init as init
@@ -32,6 +33,7 @@ from ._unstack import unstack as unstack
 
 __all__ = [
     "Completion",
+    "Conversation",
     "Decoder",
     "DecoderConfig",
     "Experts",

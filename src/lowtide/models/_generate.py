@@ -51,7 +51,7 @@ class Completion:
     meta_fields=[],
 )
 @dataclasses.dataclass(frozen=True)
-class _State:
+class State:
     """Where a batch is."""
 
     cache: Cache
@@ -115,7 +115,7 @@ def generate(
         padded = jnp.concatenate([prompt, jnp.zeros((num_tokens,), prompt.dtype)])
         return _run_uncached(hidden, model, padded, jnp.int32(prompt.shape[0]), key, jnp.float32(temperature))
     rows = [[int(token) for token in np.asarray(prompt)]]
-    _check(model, rows, num_tokens, 1, 1)
+    check_prompts(model, rows, num_tokens, 1, 1)
     *_, (state, first) = _batch(model, rows, num_tokens, key[None], Sampling(temperature=temperature), ())
     new = jax.lax.dynamic_slice_in_dim(state.tokens[0], first, num_tokens)
     return jnp.concatenate([prompt, new.astype(prompt.dtype)])
@@ -167,7 +167,7 @@ def generate_batch(
         [5, 5]
     """
     sampling = Sampling() if sampling is None else sampling
-    _check(model, prompts, num_tokens, num_samples, batch_size)
+    check_prompts(model, prompts, num_tokens, num_samples, batch_size)
     ends = tuple(end_tokens)
     rows = [(index, sample) for index in range(len(prompts)) for sample in range(num_samples)]
     return _completions(model, prompts, num_tokens, key, sampling, ends, rows, batch_size)
@@ -203,14 +203,14 @@ def stream(
         As in `generate_batch`, with one row.
     """
     sampling = Sampling() if sampling is None else sampling
-    _check(model, [prompt], num_tokens, 1, 1)
+    check_prompts(model, [prompt], num_tokens, 1, 1)
     return _tokens(model, prompt, num_tokens, key, sampling, tuple(end_tokens))
 
 
 def _tokens(
     model: Decoder, prompt: Sequence[int], num_tokens: int, key: Array, sampling: Sampling, ends: tuple[int, ...]
 ) -> Iterator[int]:
-    keys = _keys(key, [(0, 0)])
+    keys = row_keys(key, [(0, 0)])
     for count, (state, first) in enumerate(_batch(model, [prompt], num_tokens, keys, sampling, ends, at_once=1)):
         if state.counts[0] <= count:
             return
@@ -230,7 +230,7 @@ def _completions(
     size = min(batch_size, len(rows))
     for start in range(0, len(rows), size):
         here = rows[start : start + size]
-        keys = _keys(key, [*here, *[(0, 0)] * (size - len(here))])
+        keys = row_keys(key, [*here, *[(0, 0)] * (size - len(here))])
         given: list[Sequence[int]] = [prompts[index] for index, _ in here]
         *_, (state, first) = _batch(model, given, num_tokens, keys, sampling, ends)
         tokens, counts = np.asarray(state.tokens), np.asarray(state.counts)
@@ -248,7 +248,7 @@ def _batch(
     sampling: Sampling,
     ends: tuple[int, ...],
     at_once: int = _STEPS_AT_ONCE,
-) -> Iterator[tuple[_State, int]]:
+) -> Iterator[tuple[State, int]]:
     """Continue a batch; hands out its state now and then, and the column of the first new token.
 
     Prompts may be fewer than keys; the other rows are padding. A state is gone when the next one is asked for.
@@ -261,22 +261,17 @@ def _batch(
         tokens_BS[row, width - len(prompt) : width] = prompt
         segments_BS[row, width - len(prompt) :] = 1
     ways, knobs = knobs_of(sampling)
-    ends_E = jnp.asarray([*ends, *[-1] * (-len(ends) % 8)] or [-1] * 8, jnp.int32)
+    ends_E = padded_ends(ends)
     limit = width + num_tokens
     state = _start(model, jnp.asarray(tokens_BS), jnp.asarray(segments_BS), keys_B, ends_E, knobs, ways, width)
     column = width + 1
     while True:
-        if not bool(state.is_finite):
-            raise NonFiniteError(
-                "the logits that a token is chosen by are not finite",
-                expected="weights that are finite numbers",
-                hint="a weight is nan or inf, or activations overflow in float16; lowtide inspect says the dtypes",
-            )
+        check_finite(state)
         yield state, width
         if column >= limit or bool(jnp.all(state.is_done)):
             return
         column = min(column + at_once, limit)
-        state = _advance(model, state, ends_E, knobs, jnp.int32(column), ways)
+        state = advance(model, state, ends_E, knobs, jnp.int32(column), ways)
 
 
 @partial(jax.jit, static_argnames=("ways", "width"))
@@ -289,7 +284,7 @@ def _start(
     knobs: Knobs,
     ways: Ways,
     width: int,
-) -> _State:
+) -> State:
     segments_BP = segments_BS[:, :width]
     lengths_B = jnp.sum(segments_BP, axis=1)
     positions_BP = jnp.maximum(jnp.cumsum(segments_BP, axis=1) - 1, 0)
@@ -299,26 +294,26 @@ def _start(
         rows_B1 = jnp.arange(len(tokens_BS))[:, None]
         seen_BV = jnp.zeros(logits_BV.shape, jnp.int32).at[rows_B1, tokens_BS[:, :width]].max(segments_BP) > 0
     zeros_B, is_padding_B = jnp.zeros_like(lengths_B), lengths_B == 0
-    state = _State(cache, tokens_BS, lengths_B, zeros_B, is_padding_B, jnp.bool_(True), seen_BV, keys_B)
-    return _append(state, logits_BV, ends_E, ways, knobs)
+    state = State(cache, tokens_BS, lengths_B, zeros_B, is_padding_B, jnp.bool_(True), seen_BV, keys_B)
+    return append(state, logits_BV, ends_E, ways, knobs)
 
 
 @partial(jax.jit, static_argnames="ways", donate_argnames="state")
-def _advance(model: Decoder, state: _State, ends_E: Array, knobs: Knobs, until: Array, ways: Ways) -> _State:
+def advance(model: Decoder, state: State, ends_E: Array, knobs: Knobs, until: Array, ways: Ways) -> State:
     """Take steps until a column, or until all rows have ended."""
 
-    def goes_on(state: _State) -> Array:
+    def goes_on(state: State) -> Array:
         return (state.cache.column + 1 < until) & ~jnp.all(state.is_done) & state.is_finite
 
-    def one(state: _State) -> _State:
+    def one(state: State) -> State:
         last_B1 = jax.lax.dynamic_slice_in_dim(state.tokens, state.cache.column, 1, axis=1)
         logits_BV, cache = step(model, last_B1, state.lengths[:, None] - 1, _fresh(model, state))
-        return _append(dataclasses.replace(state, cache=cache), logits_BV, ends_E, ways, knobs)
+        return append(dataclasses.replace(state, cache=cache), logits_BV, ends_E, ways, knobs)
 
     return jax.lax.while_loop(goes_on, one, state)
 
 
-def _fresh(model: Decoder, state: _State) -> Cache:
+def _fresh(model: Decoder, state: State) -> Cache:
     """Return the cache, computed again for rows whose newest token gives those before it other rotations."""
     changed_B = frequencies_change(model.config, state.lengths)
     if changed_B is None:
@@ -331,7 +326,7 @@ def _fresh(model: Decoder, state: _State) -> Cache:
     return jax.lax.cond(jnp.any(changed_B), again, lambda cache: cache, state.cache)
 
 
-def _append(state: _State, logits_BV: Array, ends_E: Array, ways: Ways, knobs: Knobs) -> _State:
+def append(state: State, logits_BV: Array, ends_E: Array, ways: Ways, knobs: Knobs) -> State:
     """Choose the token of the cache's next column."""
     keys_B = jax.vmap(jax.random.fold_in)(state.keys, state.lengths)
     new_B = choose(logits_BV, keys_B, state.seen, ways, knobs)
@@ -352,9 +347,25 @@ def _append(state: _State, logits_BV: Array, ends_E: Array, ways: Ways, knobs: K
     )
 
 
-def _keys(key: Array, rows: Sequence[tuple[int, int]]) -> Array:
+def row_keys(key: Array, rows: Sequence[tuple[int, int]]) -> Array:
+    """Return a random key for each row, a pair of a prompt and a sample."""
     prompts, samples = (jnp.asarray(column, jnp.uint32) for column in zip(*rows, strict=True))
     return jax.vmap(lambda p, s: jax.random.fold_in(jax.random.fold_in(key, p), s))(prompts, samples)
+
+
+def check_finite(state: State) -> None:
+    """Raise NonFiniteError when a token was chosen by logits that are not finite."""
+    if not bool(state.is_finite):
+        raise NonFiniteError(
+            "the logits that a token is chosen by are not finite",
+            expected="weights that are finite numbers",
+            hint="a weight is nan or inf, or activations overflow in float16; lowtide inspect says the dtypes",
+        )
+
+
+def padded_ends(ends: Sequence[int]) -> Int[Array, "E"]:
+    """Return end tokens as an array of a length that few programs are compiled for."""
+    return jnp.asarray([*ends, *[-1] * (-len(ends) % 8)] or [-1] * 8, jnp.int32)
 
 
 def _rounded(length: int) -> int:
@@ -363,7 +374,7 @@ def _rounded(length: int) -> int:
     return -(-length // unit) * unit
 
 
-def _check(
+def check_prompts(
     model: Decoder, prompts: Sequence[Sequence[int]], num_tokens: int, num_samples: int, batch_size: int
 ) -> None:
     for name, value in (("num_tokens", num_tokens), ("num_samples", num_samples), ("batch_size", batch_size)):

@@ -46,6 +46,9 @@ class ChatTemplate:
     day: str | None = None
     """What a template that writes the date takes for today, such as ``2025-01-31``, from its midnight; None: now."""
 
+    arguments: Mapping[str, Any] = dataclasses.field(default_factory=dict[str, Any])
+    """Other variables of the template, such as ``enable_thinking``."""
+
     @property
     def writes_date(self) -> bool:
         """Whether what it renders depends on the day."""
@@ -123,7 +126,8 @@ class Renderer:
             stderr=subprocess.DEVNULL,
         )
         try:
-            answer = self._ask({"template": template.source, "special": template.special, "day": template.day})
+            given = {**template.special, **template.arguments}
+            answer = self._ask({"template": template.source, "special": given, "day": template.day})
             if "error" in answer:
                 raise self._refused(answer["error"])
         except BaseException:
