@@ -189,13 +189,13 @@ def chat_dir(tiny_model_dir, tmp_path):
 def test_a_conversation_ends_with_an_empty_line(generate, chat_dir, monkeypatch):
     asked = iter(["hello", "more", ""])
     seen = []
-    whole = generation._tokens
+    whole = models.Conversation._tokens
 
-    def tokens(model, prompt, *rest):
+    def tokens(self, prompt, *rest):
         seen.append(models.load_tokenizer(chat_dir).decode(prompt))
-        return whole(model, prompt, *rest)
+        return whole(self, prompt, *rest)
 
-    monkeypatch.setattr(generation, "_tokens", tokens)
+    monkeypatch.setattr(models.Conversation, "_tokens", tokens)
     monkeypatch.setattr("builtins.input", lambda _: next(asked))
     status, printed, _ = generate("--chat", "--max-new-tokens", 3, "--temperature", 0, model=chat_dir)
     assert status == 0

@@ -13,13 +13,13 @@ from ._checkpoint import Checkpoints as Checkpoints
 from ._data import array_data as array_data
 from ._ema import ema as ema
 from ._events import Event as Event
+from ._events import LossLines as LossLines
 from ._events import Record as Record
 from ._monitors import EarlyStopping as EarlyStopping
 from ._monitors import ReduceOnPlateau as ReduceOnPlateau
 from ._preview import analyze_naive as analyze_naive
 from ._preview import analyze_step as analyze_step
 from ._preview import step_job as step_job
-from ._progress import LossLines as LossLines
 from ._run import FitOptions as FitOptions
 from ._run import Run as Run
 from ._step import TrainState as TrainState

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import os
+import time
 from collections.abc import Generator
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -56,3 +57,25 @@ def level_of_user() -> int:
     while frame is not None and frame.f_code.co_filename.startswith(ours):
         level, frame = level + 1, frame.f_back
     return level
+
+
+class LossLines:
+    """Choose the steps whose loss is printed where no terminal shows a bar: in a log file or a notebook.
+
+    This object is mutated: it remembers when it last chose a step.
+
+    Args:
+        num_steps: the step at which the run ends, or None where that is not known.
+    """
+
+    def __init__(self, num_steps: int | None) -> None:
+        self._interval = 100 if num_steps is None else max(num_steps // 10, 1)
+        self._last: float | None = None
+
+    def is_due(self, step: int) -> bool:
+        """Return whether to print: for the first step, for ten steps of a run, and after every minute."""
+        now = time.monotonic()
+        is_due = self._last is None or step % self._interval == 0 or now - self._last > 60
+        if is_due:
+            self._last = now
+        return is_due

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -15,31 +14,7 @@ from rich.table import Table
 from ..core import format_bytes
 from ..memory import MemoryReport
 from ._callbacks import Callback, TrainerView
-from ._events import Record
-
-_MOST_SECONDS = 60.0
-
-
-class LossLines:
-    """Choose the steps whose loss is printed where no terminal shows a bar: in a log file or a notebook.
-
-    This object is mutated: it remembers when it last chose a step.
-
-    Args:
-        num_steps: the step at which the run ends, or None where that is not known.
-    """
-
-    def __init__(self, num_steps: int | None) -> None:
-        self._interval = 100 if num_steps is None else max(num_steps // 10, 1)
-        self._last: float | None = None
-
-    def is_due(self, step: int) -> bool:
-        """Return whether to print: for the first step, for ten steps of a run, and after every minute."""
-        now = time.monotonic()
-        is_due = self._last is None or step % self._interval == 0 or now - self._last > _MOST_SECONDS
-        if is_due:
-            self._last = now
-        return is_due
+from ._events import LossLines, Record
 
 
 class Progress(Callback):
