@@ -32,7 +32,7 @@ def test_words_of_other_tools_get_a_hint(words: str, hint: str, capsys: pytest.C
 
 
 def test_qlora_and_a_package_that_is_called_get_a_hint() -> None:
-    with pytest.raises(ConfigError, match=r"method: QLoRA(.|\n)*hint: .*--quantize nf4"):
+    with pytest.raises(ConfigError, match=r"method is out of range(.|\n)*hint: QLoRA is LoRA(.|\n)*--quantize nf4"):
         lt.finetune.FinetuneConfig(method="qlora")
     call: Any = lt.finetune
     with pytest.raises(ConfigError, match=r"is a package(.|\n)*hint: lt.finetune.Finetune\("):

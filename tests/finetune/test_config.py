@@ -45,7 +45,7 @@ def test_the_method_full_is_the_setting_full():
         ({"num_steps": 0}, r"num_steps is out of range(.|\n)*hint:.*--steps"),
         ({"seed": -1}, r"seed is out of range(.|\n)*hint:"),
         ({"seed": 2**32}, r"seed is out of range(.|\n)*hint:.*--seed"),
-        ({"lora_init": "loftq"}, r"lora_init: LoftQ is lt.lora.loftq in Python(.|\n)*got: loftq\nhint: lt.lora.loftq"),
+        ({"lora_init": "loftq"}, r"lora_init is out of range(.|\n)*got: loftq\nhint: lt.lora.loftq"),
         ({"alpha": 0.0}, r"alpha is out of range(.|\n)*hint: change alpha in the TOML file, or --alpha$"),
         ({"weight_decay": float("inf")}, r"weight_decay is out of range(.|\n)*hint:"),
         ({"alpha": float("nan")}, r"alpha is out of range(.|\n)*hint:"),

@@ -86,9 +86,10 @@ def _words(text: str) -> tuple[str, ...]:
 
 def _kind(hint: Any) -> type:
     """Return the type of a field's values but None, the first of several."""
-    kinds = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+    kinds = typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
     first = next(kind for kind in kinds if kind is not type(None))
-    return typing.get_origin(first) or first
+    origin = typing.get_origin(first) or first
+    return str if origin is typing.Literal else origin
 
 
 @functools.cache

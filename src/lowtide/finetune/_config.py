@@ -8,124 +8,100 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import math
+import functools
 import tomllib
-import types
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tomli_w
+from annotated_types import Ge, Gt, Le, Lt, MinLen, Predicate
 
-from ..core import ConfigError
+from ..core import ConfigError, shown
 from ._foreign import setting_of
-from .data._words import LOSS_ON, PACKINGS, TOO_LONG
 
-_ATTENTION = ("auto", "cudnn", "splash", "blocks", "xla")
-_DTYPES = ("auto", "float32", "bfloat16", "float16")
-_STATE_DTYPES = ("float32", "bfloat16", "8bit", "companded", "fp8", "4bit")
-_OFFLOADS = ("activations", "optimizer", "parameters")
-_CLIPS = ("exact", "previous", "layer")
-_SCHEDULES = ("cosine", "linear", "constant", "inverse_sqrt", "warmup_stable_decay")
-_TRACKERS = ("tensorboard", "wandb", "trackio")
+if TYPE_CHECKING:
+    from pydantic import BaseModel
+
 _OF_NEW_ADAPTERS = ("method", "rank", "alpha", "targets", "modules_to_save", "bias", "lora_init")
 """What the files of an adapter say."""
 _OF_ADAPTERS = (*_OF_NEW_ADAPTERS, "adapter", "lora_dropout", "loraplus_ratio", "quantize", "quantize_embeddings")
 _METHODS = {"lora": "LoRA", "rslora": "rsLoRA", "dora": "DoRA", "ia3": "(IA)³", "vera": "VeRA"}
-_INITS = ("peft", "gaussian", "orthogonal", "pissa", "olora", "eva")
-_BIASES = ("none", "lora_only", "all")
 FOUR_BITS = ("nf4", "int4", "mxfp4")
-_FORMATS = (*FOUR_BITS, "int8", "fp8")
-_COUNTS = (
-    *("num_steps", "rank", "batch_size", "num_microbatches", "eval_every", "checkpoint_every"),
-    *("tile_tokens", "layers_per_remat"),
-    *("max_to_keep", "early_stopping_patience"),
-)
 _FALLING = ("cosine", "linear", "warmup_stable_decay")
 """Schedules that have an end."""
-_RANGES: tuple[tuple[tuple[str, ...], Callable[[Any], bool], str], ...] = (
-    ((*_COUNTS, "schedule_steps"), lambda n: n >= 1, "at least 1"),
-    (
-        ("seq_len", "warmup_steps", "weight_decay", "sample_tokens", "max_grad_norm", "early_stopping_threshold"),
-        lambda x: 0 <= x < math.inf,
-        "at least 0",
-    ),
-    (("seed",), lambda n: 0 <= n < 2**32, "an integer from 0 to 2**32 - 1"),
-    (
-        ("alpha", "learning_rate", "num_epochs", "adam_epsilon", "loraplus_ratio"),
-        lambda x: 0 < x < math.inf,
-        "greater than 0",
-    ),
-    (("held_out_fraction",), lambda x: 0 < x < 1, "more than 0 and less than 1"),
-    (("warmup_ratio", "adam_beta1", "adam_beta2", "lora_dropout"), lambda x: 0 <= x < 1, "at least 0 and less than 1"),
-    (("final_rate_fraction",), lambda x: 0 <= x <= 1, "from 0 to 1"),
-    (("decay_fraction",), lambda x: 0 < x <= 1, "more than 0, up to 1"),
-    (("project", "run_name"), lambda name: bool(name.strip()), "a name"),
-    (("schedule",), lambda word: word in _SCHEDULES, f"one of {', '.join(_SCHEDULES)}"),
-    (
-        ("quantize", "quantize_embeddings"),
-        lambda word: word is None or word in _FORMATS,
-        f"one of {', '.join(_FORMATS)}, or nothing",
-    ),
-    (("state_dtype",), lambda word: word in _STATE_DTYPES, f"one of {', '.join(_STATE_DTYPES)}"),
-    (("param_dtype", "compute_dtype", "save_dtype"), lambda word: word in _DTYPES, f"one of {', '.join(_DTYPES)}"),
-    (("attention",), lambda word: word in _ATTENTION, f"one of {', '.join(_ATTENTION)}"),
-    (("packing",), lambda word: word in PACKINGS, f"one of {', '.join(PACKINGS)}"),
-    (("too_long",), lambda word: word in TOO_LONG, f"one of {', '.join(TOO_LONG)}"),
-    (("loss_on",), lambda word: word in LOSS_ON, f"one of {', '.join(LOSS_ON)}"),
-    (("method",), lambda word: word in _METHODS, f"one of {', '.join(_METHODS)}, or full: all parameters"),
-    (("lora_init",), lambda word: word in _INITS, f"one of {', '.join(_INITS)}"),
-    (("bias",), lambda word: word in _BIASES, f"one of {', '.join(_BIASES)}"),
-    (("clip_mode",), lambda word: word in _CLIPS, f"one of {', '.join(_CLIPS)}"),
-)
-"""Of fields whose type allows more than makes sense, which values do, and how a message says it."""
+_HINTS = {
+    "qlora": "QLoRA is LoRA on a quantised base: leave method out, and give --quantize nf4",
+    "loftq": 'lt.lora.loftq(model, config, "nf4", key=key), and lt.Trainer trains it; without it quantize = "nf4" '
+    "trains an adapter that begins as usual on weights in few bits",
+}
+"""Remedies for values that are known in other libraries."""
+
+
+def _is_name(text: str) -> bool:
+    return bool(text.strip())
+
+
+# Ranges of values as types, which pydantic checks. `annotated_types` is imported in the place of `pydantic.Field`,
+# which takes a quarter of a second.
+Count = Annotated[int, Ge(1)]
+Positive = Annotated[float, Gt(0)]
+NotNegative = Annotated[float, Ge(0)]
+Share = Annotated[float, Ge(0), Lt(1)]
+PathText = Annotated[str, MinLen(1)]
+Name = Annotated[str, Predicate(_is_name)]
+Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+Format = Literal["nf4", "int4", "mxfp4", "int8", "fp8"]
+Offload = Literal["activations", "optimizer", "parameters"]
+TrackerName = Literal["tensorboard", "wandb", "trackio"]
+Schedule = Literal["cosine", "linear", "constant", "inverse_sqrt", "warmup_stable_decay"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FinetuneConfig:
     """Every choice of a fine-tuning run, with defaults; the fields are the keys of the TOML file, and flags."""
 
-    model: str | None = dataclasses.field(default=None, metadata={"metavar": "DIR"})
+    model: PathText | None = dataclasses.field(default=None, metadata={"metavar": "DIR"})
     """A Hugging Face directory of a model, or a GGUF file; by default the model embedded in Lowtide."""
-    tokenizer: str | None = dataclasses.field(default=None, metadata={"metavar": "DIR"})
+    tokenizer: PathText | None = dataclasses.field(default=None, metadata={"metavar": "DIR"})
     """The folder of the model's tokenizer and chat template, if it is another one; a GGUF file needs it."""
-    data: str | None = dataclasses.field(default=None, metadata={"metavar": "PATH"})
+    data: PathText | None = dataclasses.field(default=None, metadata={"metavar": "PATH"})
     """A text file, a folder of text or source; records in JSONL, JSON, CSV, TSV or Parquet, a folder of such files, or
     one that Hugging Face datasets saved; by default Python's language reference."""
-    eval_data: str | None = dataclasses.field(default=None, metadata={"metavar": "PATH"})
+    eval_data: PathText | None = dataclasses.field(default=None, metadata={"metavar": "PATH"})
     """Data to evaluate, in place of a part of `data`."""
     columns: tuple[str, ...] | None = dataclasses.field(default=None, metadata={"metavar": "WORDS"})
     """Which columns of the records stand for which fields: words such as messages=chat or prompt=question; other
     columns are not looked at then."""
-    chat_template: str | None = dataclasses.field(default=None, metadata={"metavar": "FILE"})
+    chat_template: PathText | None = dataclasses.field(default=None, metadata={"metavar": "FILE"})
     """A file with a chat template in Jinja, in place of the model's."""
-    loss_on: str = "completion"
+    loss_on: Literal["completion", "all"] = "completion"
     """What of records is learned: completion (the assistant's turns, completions and outputs) or all."""
-    packing: str = "auto"
+    packing: Literal["auto", "best-fit", "none", "contiguous"] = "auto"
     """How documents become rows: best-fit (whole documents, several a row, which do not see each other), none (one a
     row), contiguous (windows over one stream of text), or auto: contiguous for plain text, best-fit for records."""
-    too_long: str = "cut"
+    too_long: Literal["cut", "split", "drop"] = "cut"
     """What becomes of documents longer than a row, where packing is best-fit or none: cut, split or drop."""
     full: bool = False
     """Whether to tune all parameters, each layer updated inside the backward pass, instead of adapters."""
-    offload: tuple[str, ...] | None = dataclasses.field(default=None, metadata={"metavar": "WORDS"})
+    offload: tuple[Offload, ...] | None = dataclasses.field(default=None, metadata={"metavar": "WORDS"})
     """What lives in host memory: any of activations (what enters each block waits there for the backward pass),
     optimizer (its state, updated there block by block) and parameters (streamed a layer at a time). Nothing by default;
     with `full` the layers, the optimizer's state and the activations, but not embedding and head, which the word
     parameters includes. As a flag: words with commas between them, or none."""
-    num_steps: int = dataclasses.field(default=300, metadata={"flag": "--steps"})
+    num_steps: Count = dataclasses.field(default=300, metadata={"flag": "--steps"})
     """Optimizer steps."""
-    num_epochs: float | None = None
+    num_epochs: Positive | None = None
     """Passes over the training data, in place of `num_steps`; may be a fraction."""
-    method: str = "lora"
+    method: Literal["lora", "rslora", "dora", "ia3", "vera", "full"] = "lora"
     """The kind of adapter: lora, rslora, dora, ia3 or vera; the word full sets `full`."""
-    adapter: str | None = dataclasses.field(default=None, metadata={"metavar": "DIR"})
+    adapter: PathText | None = dataclasses.field(default=None, metadata={"metavar": "DIR"})
     """A folder with an adapter that training goes on from, in place of a new one; it says what the settings of adapters
     say otherwise."""
-    rank: int = 16
+    rank: Count = 16
     """Rank of the adapter; (IA)³ has none."""
-    alpha: float = 32.0
+    alpha: Positive = 32.0
     """LoRA scale: the adapter's product is multiplied by alpha / rank."""
     targets: str | tuple[str, ...] = dataclasses.field(default="layers/**/*_proj", metadata={"metavar": "GLOB"})
     """Globs on module paths: which projections get an adapter (by default all seven of a block). As a flag: one glob,
@@ -133,141 +109,117 @@ class FinetuneConfig:
     modules_to_save: str | tuple[str, ...] | None = dataclasses.field(default=None, metadata={"metavar": "GLOB"})
     """Globs on paths of modules that train as a whole beside the adapter and are saved with it, such as outer/lm_head,
     outer/embed or layers/*_norm. As a flag: one glob, and the flag again for another."""
-    bias: str = "none"
+    bias: Literal["none", "lora_only", "all"] = "none"
     """Which biases train with the adapter: none, lora_only (those of the targets) or all."""
-    lora_init: str = "peft"
+    lora_init: Literal["peft", "gaussian", "orthogonal", "pissa", "olora", "eva"] = "peft"
     """How the adapter's factors begin: peft, gaussian, orthogonal, as a part of the weight (pissa or olora), or as the
     directions in which the inputs of the first batches vary most (eva)."""
-    lora_dropout: float = 0.0
+    lora_dropout: Share = 0.0
     """Part of its inputs that the adapter does not see in a training step."""
-    loraplus_ratio: float = 1.0
+    loraplus_ratio: Positive = 1.0
     """LoRA+: the learning rate of the adapter's factors B as a multiple of that of all else; 16 is usual."""
-    quantize: str | None = None
+    quantize: Format | None = None
     """Store the frozen projections of the layers in few bits while they are read: nf4 (4.1 bits each, as QLoRA), int4,
     mxfp4, int8 or fp8."""
-    quantize_embeddings: str | None = None
+    quantize_embeddings: Format | None = None
     """Store the frozen embedding and head in few bits, likewise; int8 rounds by at most half a percent of a row's
     largest entry."""
-    batch_size: int = 8
+    batch_size: Count = 8
     """Sequences in a batch."""
-    seq_len: int = 0
+    seq_len: Annotated[int, Ge(0)] = 0
     """Tokens in a sequence. 0 takes the longest record, up to 2,048 tokens and the model's context; and 128 tokens for
     the embedded model."""
-    num_microbatches: int = 1
+    num_microbatches: Count = 1
     """Parts of a batch that are run one after the other, to save activation memory. The loss that balances a mixture's
     routers, where the model has it, is of each part."""
-    learning_rate: float | None = None
+    learning_rate: Positive | None = None
     """Peak of the schedule. By default 2e-4, or 5e-3 for the embedded model; with `full` 1e-5 and 1e-3."""
-    schedule: str = "cosine"
+    schedule: Schedule = "cosine"
     """How the learning rate goes on after its warm-up: cosine, linear (both fall over all steps), constant,
     inverse_sqrt, or warmup_stable_decay (constant, and linear at the end)."""
-    final_rate_fraction: float = 0.1
+    final_rate_fraction: Annotated[float, Ge(0), Le(1)] = 0.1
     """Part of the peak at which the learning rate ends and stays, with a schedule that has an end."""
-    decay_fraction: float = 0.1
+    decay_fraction: Annotated[float, Gt(0), Le(1)] = 0.1
     """Part of the steps in which the learning rate falls, at the end of warmup_stable_decay."""
-    schedule_steps: int | None = None
+    schedule_steps: Count | None = None
     """Steps until the learning rate is at its end, where it stays; by default all. A run that is resumed with more
     steps keeps those that it began with."""
-    warmup_ratio: float = 0.1
+    warmup_ratio: Share = 0.1
     """Linear warm-up, as a part of the schedule's steps."""
-    warmup_steps: int | None = None
+    warmup_steps: Annotated[int, Ge(0)] | None = None
     """Steps of linear warm-up, in place of `warmup_ratio`."""
-    weight_decay: float = 0.0
+    weight_decay: NotNegative = 0.0
     """AdamW's decoupled weight decay, on what trains."""
-    adam_beta1: float = 0.9
+    adam_beta1: Share = 0.9
     """Decay of AdamW's mean of gradients."""
-    adam_beta2: float = 0.999
+    adam_beta2: Share = 0.999
     """Decay of AdamW's mean of squared gradients."""
-    adam_epsilon: float = 1e-8
+    adam_epsilon: Positive = 1e-8
     """What AdamW adds to the root of that mean."""
-    max_grad_norm: float = 1.0
+    max_grad_norm: NotNegative = 1.0
     """Gradients with a larger global norm are scaled down to it; 0 leaves them as they are."""
-    clip_mode: str = "exact"
+    clip_mode: Literal["exact", "previous", "layer"] = "exact"
     """With `full`, which norm that is: exact (of all gradients, by a second backward pass), previous (of the step
     before) or layer (of each layer by itself), as in `lowtide.offload.Clip`."""
-    save_dtype: str = "auto"
+    save_dtype: Dtype = "auto"
     """With `full`, dtype of the model that is written: auto (as the base is stored), float32, bfloat16 or float16."""
-    state_dtype: str = "float32"
+    state_dtype: Literal["float32", "bfloat16", "8bit", "companded", "fp8", "4bit"] = "float32"
     """What AdamW's moments are stored as: float32, bfloat16, 8bit (bitsandbytes' map, blocks of 256), companded (8 bits
     of roots, blocks of 128), fp8 or 4bit."""
-    param_dtype: str = "auto"
+    param_dtype: Dtype = "auto"
     """Dtype of the frozen base: auto (as stored; float32 on a CPU), float32, bfloat16 or float16. What trains is
     float32; with `full` it may be bfloat16, with what each weight lacks of the number that it stands for kept beside it
     in 8 bits."""
-    compute_dtype: str = "auto"
+    compute_dtype: Dtype = "auto"
     """Dtype of activations: auto (bfloat16 on an accelerator, float32 on a CPU), float32, bfloat16 or float16."""
     remat: bool = True
     """Whether to recompute each block in the backward pass instead of keeping its activations."""
-    layers_per_remat: int = 1
+    layers_per_remat: Count = 1
     """Of how many blocks one activation is kept, and those between are recomputed, too: for fewer bytes of long
     sequences at the cost of another forward pass. About the root of the number of layers takes the fewest."""
-    tile_tokens: int | None = None
+    tile_tokens: Count | None = None
     """Tokens of a tile of a recomputed block, of one device's rows; by default what keeps the device busy. Fewer take
     fewer bytes, and on a GPU more time."""
-    attention: str = "auto"
+    attention: Literal["auto", "cudnn", "splash", "blocks", "xla"] = "auto"
     """Who computes attention: cudnn, splash (on a TPU), blocks (of XLA's operations), xla (all scores at once), or
     auto, what the device has."""
-    eval_every: int = 100
+    eval_every: Count = 100
     """Steps between held-out evaluations; the first and the last step are always evaluated."""
-    held_out_fraction: float = 0.1
+    held_out_fraction: Annotated[float, Gt(0), Lt(1)] = 0.1
     """Part of the data kept for evaluation."""
-    checkpoint_every: int = 50
+    checkpoint_every: Count = 50
     """Steps between checkpoints; the last step is always saved."""
-    max_to_keep: int = 2
+    max_to_keep: Count = 2
     """How many of the newest checkpoints stay."""
     keep_best: bool = False
     """Whether the checkpoint with the least held-out loss stays beside them."""
     load_best_at_end: bool = False
     """Whether the adapter or model that is written at the end is that with the least held-out loss, instead of the last
     one; keeps its checkpoint, too."""
-    early_stopping_patience: int | None = None
+    early_stopping_patience: Count | None = None
     """Evaluations in a row without a lower held-out loss at which the run ends; by default it goes to its last step."""
-    early_stopping_threshold: float = 0.0
+    early_stopping_threshold: NotNegative = 0.0
     """By how much a held-out loss has to be lower to count as such."""
-    sample_tokens: int = 48
+    sample_tokens: Annotated[int, Ge(0)] = 48
     """Length of the text sampled before and after; 0 samples nothing."""
-    track: tuple[str, ...] | None = dataclasses.field(default=None, metadata={"metavar": "WORDS"})
+    track: tuple[TrackerName, ...] | None = dataclasses.field(default=None, metadata={"metavar": "WORDS"})
     """Trackers that are given every record: any of tensorboard, wandb and trackio, each an extra of that name."""
-    project: str = "lowtide"
+    project: Name = "lowtide"
     """The project that wandb and trackio put the run under."""
-    run_name: str | None = None
+    run_name: Name | None = None
     """What they call the run; by default the name of its folder."""
     report: bool = False
     """Whether the run writes report.html: one page of its curves, samples and memory."""
-    seed: int = 0
+    seed: Annotated[int, Ge(0), Lt(2**32)] = 0
     """Of the data order, the adapters and the sample."""
 
     def __post_init__(self) -> None:
-        for field, kind in typing.get_type_hints(type(self)).items():
-            _check_type(field, getattr(self, field), kind)
+        _validate(self)
         if self.method == "full":
             object.__setattr__(self, "full", True)
             object.__setattr__(self, "method", "lora")
-        for field in ("model", "tokenizer", "data", "eval_data", "chat_template", "adapter"):
-            if getattr(self, field) == "":
-                raise ConfigError(
-                    f"{field} is empty",
-                    expected="a path, or nothing for what is embedded",
-                    got='""',
-                    hint=f"leave {field} out, or look whether a variable of your script is unset",
-                )
-        if self.method == "qlora":
-            raise ConfigError(
-                "method: QLoRA is LoRA on a quantised base",
-                expected=f"one of {', '.join(_METHODS)}, or full",
-                got=self.method,
-                hint="leave method out, and give --quantize nf4",
-            )
-        _refuse_loftq(self)
-        for fields, is_in_range, expected in _RANGES:
-            for field in fields:
-                value = getattr(self, field)
-                _check(field, value, value is None or is_in_range(value), expected)
-        fits = self.batch_size % self.num_microbatches == 0
-        _check("num_microbatches", self.num_microbatches, fits, f"a divisor of batch_size {self.batch_size}")
-        for field, known in (("offload", _OFFLOADS), ("track", _TRACKERS)):
-            for word in getattr(self, field) or ():
-                _check_word(field, word, known)
+        if self.batch_size % self.num_microbatches:
+            raise _out_of_range("num_microbatches", self.num_microbatches, f"a divisor of batch_size {self.batch_size}")
         _check_combination(self)
         if self.columns is not None:
             from .data import parse_columns
@@ -361,38 +313,63 @@ def _nearest(name: str, known: list[str]) -> str:
     return f"did you mean {' or '.join(close)}?" if close else "see the reference of FinetuneConfig"
 
 
-def _check(field: str, value: Any, good: bool, expected: str) -> None:
-    if not good:
+@functools.cache
+def _schema() -> type[BaseModel]:
+    """Return the fields and their types as a pydantic model, which takes no value for another."""
+    from pydantic import ConfigDict, create_model
+
+    kinds: dict[str, Any] = typing.get_type_hints(FinetuneConfig, include_extras=True)
+    fields: dict[str, Any] = {name: (kind, ...) for name, kind in kinds.items()}
+    return create_model("Settings", __config__=ConfigDict(strict=True, allow_inf_nan=False), **fields)
+
+
+def _validate(config: FinetuneConfig) -> None:
+    """Raise ConfigError for the first field with a value of the wrong type, or out of range."""
+    from pydantic import ValidationError
+
+    try:
+        _schema().model_validate(vars(config))
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        field, value, kind = str(first["loc"][0]), first["input"], first["type"]
+        expected = first["msg"].removeprefix("Input should be ").replace("greater than or equal to", "at least")
+        if kind == "literal_error":
+            words = first["ctx"]["expected"].replace(" or ", ", ").replace("'", "")
+            if isinstance(value, str):
+                raise _unknown_word(field, value, words, is_one=len(first["loc"]) == 1) from None
+        if kind == "string_too_short":
+            raise ConfigError(
+                f"{field} is empty",
+                expected="a path, or nothing for what is embedded",
+                got='""',
+                hint=f"leave {field} out, or look whether a variable of your script is unset",
+            ) from None
+        if kind == "predicate_failed":
+            raise _out_of_range(field, value, "a name") from None
+        if kind in ("finite_number", "greater_than", "greater_than_equal", "less_than", "less_than_equal"):
+            raise _out_of_range(field, value, expected) from None
         raise ConfigError(
-            f"{field} is out of range",
+            f"{field} has the wrong type",
             expected=expected,
-            got=value,
-            hint=f"change {field} in the TOML file, or {flag_of(field)}",
-        )
+            got=shown(getattr(config, field)),
+            hint=f"change {field} in the configuration",
+        ) from None
 
 
-def _refuse_loftq(config: FinetuneConfig) -> None:
-    if config.lora_init.lower() == "loftq":
-        raise ConfigError(
-            "lora_init: LoftQ is lt.lora.loftq in Python, and no setting of a run",
-            expected=f"one of {', '.join(_INITS)}",
-            got=config.lora_init,
-            hint='lt.lora.loftq(model, config, "nf4", key=key), and lt.Trainer trains it; without it quantize = "nf4" '
-            "trains an adapter that begins as usual on weights in few bits",
-        )
+def _out_of_range(field: str, value: Any, expected: str) -> ConfigError:
+    hint = f"change {field} in the TOML file, or {flag_of(field)}"
+    return ConfigError(f"{field} is out of range", expected=expected, got=value, hint=hint)
 
 
-def _check_word(field: str, word: str, known: tuple[str, ...]) -> None:
-    if word not in known:
-        close = difflib.get_close_matches(word, known, n=2, cutoff=0.4)
-        raise ConfigError(
-            f"{field}: unknown word {word!r}",
-            expected=f"any of {', '.join(known)}",
-            got=repr(word),
-            hint=f"did you mean {' or '.join(close)}?"
-            if close
-            else f"for instance {flag_of(field)} {','.join(known[:2])}",
-        )
+def _unknown_word(field: str, word: str, words: str, *, is_one: bool) -> ConfigError:
+    close = difflib.get_close_matches(word, words.split(", "), n=2, cutoff=0.4)
+    near = f"did you mean {' or '.join(close)}?" if close else f"for instance {flag_of(field)} {words.split(', ')[0]}"
+    return ConfigError(
+        f"{field} is out of range" if is_one else f"{field}: unknown word {word!r}",
+        expected=f"{'one' if is_one else 'any'} of {words}",
+        got=word,
+        hint=_HINTS.get(word.lower(), near),
+    )
 
 
 def _check_combination(config: FinetuneConfig) -> None:
@@ -411,7 +388,7 @@ def _check_combination(config: FinetuneConfig) -> None:
     if config.method == "dora" and config.lora_init in ("pissa", "olora"):
         _refuse_both("lora_init", "method", f"dora's norms are those of the weight, which {config.lora_init} divides")
     if config.lora_init == "orthogonal" and config.rank % 2:
-        _check("rank", config.rank, False, "an even number, with lora_init = orthogonal")
+        raise _out_of_range("rank", config.rank, "an even number, with lora_init = orthogonal")
     if config.full:
         _refuse_with_full(changed)
         if config.param_dtype == "float16":
@@ -519,24 +496,3 @@ def _refuse_with_full(names: list[str]) -> None:
             got="both",
             hint=f"leave out {', '.join(names)}, or full",
         )
-
-
-def _check_type(field: str, value: Any, kind: Any) -> None:
-    kinds = typing.get_args(kind) if isinstance(kind, types.UnionType) else (kind,)
-    if any(_is_a(value, each) for each in kinds):
-        return
-    names = " or ".join("nothing" if each is type(None) else str(getattr(each, "__name__", each)) for each in kinds)
-    raise ConfigError(
-        f"{field} has the wrong type", expected=names, got=f"{value!r}", hint=f"change {field} in the configuration"
-    )
-
-
-def _is_a(value: Any, kind: Any) -> bool:
-    kind = typing.get_origin(kind) or kind
-    if isinstance(value, bool):
-        return kind is bool
-    if kind is float:
-        return isinstance(value, (int, float))
-    if kind is tuple:
-        return isinstance(value, tuple) and all(isinstance(item, str) for item in typing.cast("tuple[Any, ...]", value))
-    return isinstance(value, kind)

@@ -230,10 +230,10 @@ def tokenise(
     for start in range(0, len(documents), _ENCODE_AT_ONCE):
         encodings = encode(tokenizer, texts[start : start + _ENCODE_AT_ONCE])
         for at, encoding in enumerate(encodings, start):
-            ids = encoding.ids
-            if vocab_size is not None and max(ids, default=0) >= vocab_size:
+            ids = np.asarray(encoding.ids, np.int32)
+            if vocab_size is not None and np.max(ids, initial=0) >= vocab_size:
                 check_ids(ids, tokenizer, vocab_size, _place(names[at], texts[at], ids, tokenizer, vocab_size))
-            pieces.append(np.asarray(ids if ids[-1:] == end else ids + end, np.int32))
+            pieces.append(ids if ids[-1:].tolist() == end else np.append(ids, np.asarray(end, np.int32)))
         if on_progress is not None:
             on_progress(min(start + _ENCODE_AT_ONCE, len(documents)), len(documents))
     stream = np.concatenate(pieces) if pieces else np.zeros((0,), np.int32)
@@ -241,9 +241,9 @@ def tokenise(
     return stream
 
 
-def _place(name: str, text: str, ids: Sequence[int], tokenizer: Tokenizer, vocab_size: int) -> str:
+def _place(name: str, text: str, ids: np.ndarray, tokenizer: Tokenizer, vocab_size: int) -> str:
     """Say where in a document the first token beyond the vocabulary is, where its text says it."""
-    token = tokenizer.id_to_token(next(each for each in ids if each >= vocab_size))
+    token = tokenizer.id_to_token(int(ids[ids >= vocab_size][0]))
     at = text.find(token) if token else -1
     return name if at < 0 or "\n" not in text else f"{name}, line {text.count(chr(10), 0, at) + 1}"
 

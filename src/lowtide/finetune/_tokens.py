@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 from tokenizers import Tokenizer
 
 from ..core import DataError, ModelFileError, shortened, shown
+from ._windows import LongEncoding, encode_long, is_long
 
 _CONTEXT = 16
 """Tokens of a prompt that say how the next ones are written."""
@@ -23,17 +25,19 @@ def encode(tokenizer: Tokenizer, texts: Sequence[str], *, special: bool = True, 
         offsets: whether it says which characters a token has, which takes longer.
 
     Returns:
-        An encoding for each text.
+        An encoding for each text, with `ids` and `offsets`. A text of more than a million characters is encoded in
+        windows.
 
     Raises:
         ModelFileError: when the tokenizer cannot.
     """
     try:
         run = tokenizer.encode_batch if offsets else tokenizer.encode_batch_fast
-        encodings = run(list(texts), add_special_tokens=special)
+        short = iter(run([text for text in texts if not is_long(text)], add_special_tokens=special))
+        encodings = [encode_long(tokenizer, text, special=special) if is_long(text) else next(short) for text in texts]
         added = tokenizer.encode("").ids if special else []
         for encoding in encodings if added else ():
-            if len(encoding) > 1 and encoding.ids[:2] == [added[0]] * 2:
+            if not isinstance(encoding, LongEncoding) and encoding.ids[:2] == [added[0]] * 2:
                 encoding.truncate(len(encoding) - 1, direction="left")
         return encodings
     except BaseException as error:  # the library raises bare Exception, and panics as a BaseException of its own
@@ -87,7 +91,9 @@ def named(documents: Sequence[str] | Mapping[str, str]) -> dict[str, str]:
     return {f"document {number}": text for number, text in enumerate(documents, 1)}
 
 
-def check_ids(ids: Sequence[int], tokenizer: Tokenizer, vocab_size: int | None, where: str) -> None:
+def check_ids(
+    ids: Sequence[int] | np.ndarray[Any, Any], tokenizer: Tokenizer, vocab_size: int | None, where: str
+) -> None:
     """Refuse tokens that a model has no embedding for, as some added tokens of published models have none.
 
     Args:
@@ -99,7 +105,7 @@ def check_ids(ids: Sequence[int], tokenizer: Tokenizer, vocab_size: int | None, 
     Raises:
         DataError: naming the token.
     """
-    if vocab_size is None or max(ids, default=0) < vocab_size:
+    if vocab_size is None or np.max(ids, initial=0) < vocab_size:
         return
     found = next(int(each) for each in ids if each >= vocab_size)
     raise DataError(

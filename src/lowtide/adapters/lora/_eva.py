@@ -40,7 +40,7 @@ from ...core import (
 from ._adapter import placed
 from ._config import Config
 from ._model import add
-from ._pieces import Transposed, matmul, transposed
+from ._pieces import ScaledWeight
 from ._sites import Site, adapted_sites, replace, sites
 from ._tables import is_table
 from ._weight import LoRAWeight
@@ -174,7 +174,7 @@ def _added(model: Tree, added: Tree) -> list[Site]:
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["weight", "seed", "sketch"], meta_fields=[])
 @dataclasses.dataclass(frozen=True)
-class _Watched:
+class _Watched(ScaledWeight):
     """A weight whose inputs X are seen: the gradient of its sketch is XᵀX times the seed."""
 
     weight: Any
@@ -189,10 +189,6 @@ class _Watched:
         """Compute x Wᵀ."""
         return linear(_seen(x, self.seed, self.sketch), self.weight)
 
-    def __matmul__(self, x: Array) -> Array:
-        """Compute W x."""
-        return matmul(self, x)
-
     def __rmatmul__(self, x: Array) -> Array:
         """Refuse x W, which A does not read."""
         raise StructureError(
@@ -201,28 +197,6 @@ class _Watched:
             got="x @ weight",
             hint="begin at random with lt.lora.add, or leave it out of the targets",
         )
-
-    @property
-    def mT(self) -> Transposed:  # noqa: N802 - NumPy's name
-        """The transposed weight, for ``x @ weight.mT``."""
-        return transposed(self)
-
-    T = mT
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """That of the weight."""
-        return self.weight.shape
-
-    @property
-    def ndim(self) -> int:
-        """That of the weight."""
-        return len(self.weight.shape)
-
-    @property
-    def dtype(self) -> Any:
-        """That of the weight."""
-        return self.weight.dtype
 
 
 @jax.custom_vjp

@@ -23,6 +23,7 @@ import jax.numpy as jnp
 
 from ...core import put
 from .._uses import Use
+from ._pieces import WrappedWeight
 
 
 @functools.partial(
@@ -31,7 +32,7 @@ from .._uses import Use
     meta_fields=["alpha", "num_rows", "num_columns"],
 )
 @dataclasses.dataclass(frozen=True)
-class LoRAKernel:
+class LoRAKernel(WrappedWeight):
     """A weight of two groups of axes with a low-rank adapter; a pytree node for `lowtide.adapted`.
 
     Its leaves stand at ``<path>/weight``, ``<path>/lora_a`` and ``<path>/lora_b``.
@@ -69,21 +70,6 @@ class LoRAKernel:
     def scaling(self) -> float:
         """The factor of B A: ``alpha / rank``."""
         return self.alpha / self.rank
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """That of the weight."""
-        return self.weight.shape
-
-    @property
-    def ndim(self) -> int:
-        """That of the weight."""
-        return self.weight.ndim
-
-    @property
-    def dtype(self) -> Any:
-        """That of the weight."""
-        return self.weight.dtype
 
     def transposed(self, order: tuple[int, ...]) -> LoRAKernel | None:
         """Transpose the weight; None where that mixes its groups of axes, or its stack with them."""

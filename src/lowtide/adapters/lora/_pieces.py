@@ -47,6 +47,42 @@ def matmul(node: Any, x: Array) -> Array:
     return node.linear(x) if x.ndim == 1 else node.linear(x.T).T
 
 
+class WrappedWeight:
+    """Shape and dtype of a node, which are those of its weight."""
+
+    weight: Any
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the weight."""
+        return self.weight.shape
+
+    @property
+    def ndim(self) -> int:
+        """Number of axes of the weight."""
+        return len(self.weight.shape)
+
+    @property
+    def dtype(self) -> Any:
+        """Dtype of the weight."""
+        return self.weight.dtype
+
+
+class ScaledWeight(WrappedWeight):
+    """A node that `core.linear` multiplies: ``@`` and ``x @ weight.mT`` use that product."""
+
+    def __matmul__(self, x: Array) -> Array:
+        """Compute the product with a vector or a matrix [in, n]."""
+        return matmul(self, x)
+
+    @property
+    def mT(self) -> Transposed:  # noqa: N802 - NumPy's name
+        """The transposed weight, for ``x @ weight.mT``."""
+        return transposed(self)
+
+    T = mT
+
+
 class Transposed:
     """The transpose of a node, which knows one thing: ``x @ weight.T``."""
 

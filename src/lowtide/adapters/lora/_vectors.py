@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from ...core import linear
-from ._pieces import Transposed, dropped, matmul, over_rows, transposed
+from ._pieces import ScaledWeight, dropped, over_rows
 
 
 @functools.partial(
@@ -28,7 +28,7 @@ from ._pieces import Transposed, dropped, matmul, over_rows, transposed
     meta_fields=["feedforward"],
 )
 @dataclasses.dataclass(frozen=True)
-class IA3Weight:
+class IA3Weight(ScaledWeight):
     """A weight whose outputs, or inputs, are scaled by a vector that trains.
 
     Examples:
@@ -94,32 +94,6 @@ class IA3Weight:
         """Return the bias that belongs to `folded`, of a stack, too."""
         return bias if self.feedforward else (bias.astype(jnp.float32) * self._vector()).astype(bias.dtype)
 
-    def __matmul__(self, x: Array) -> Array:
-        """Compute the product with a vector or a matrix [in, n]."""
-        return matmul(self, x)
-
-    @property
-    def mT(self) -> Transposed:  # noqa: N802 - NumPy's name
-        """The transposed weight, for ``x @ weight.mT``."""
-        return transposed(self)
-
-    T = mT
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """That of the weight."""
-        return self.weight.shape
-
-    @property
-    def ndim(self) -> int:
-        """That of the weight."""
-        return self.weight.ndim
-
-    @property
-    def dtype(self) -> Any:
-        """That of the weight."""
-        return self.weight.dtype
-
 
 @functools.partial(
     jax.tree_util.register_dataclass,
@@ -127,7 +101,7 @@ class IA3Weight:
     meta_fields=["dropout"],
 )
 @dataclasses.dataclass(frozen=True)
-class VeRAWeight:
+class VeRAWeight(ScaledWeight):
     """A weight with random projections A and B, frozen, and two vectors that train: W + diag(b) B diag(d) A.
 
     Examples:
@@ -200,29 +174,3 @@ class VeRAWeight:
         """Return what `linear` multiplies by, multiplied out in float32, of one matrix; for merging alone."""
         a, b = (factor.astype(jnp.float32) for factor in self.factors())
         return self.weight.astype(jnp.float32) + jnp.matmul(b, a, precision=jax.lax.Precision.HIGHEST)
-
-    def __matmul__(self, x: Array) -> Array:
-        """Compute the product with a vector or a matrix [in, n]."""
-        return matmul(self, x)
-
-    @property
-    def mT(self) -> Transposed:  # noqa: N802 - NumPy's name
-        """The transposed weight, for ``x @ weight.mT``."""
-        return transposed(self)
-
-    T = mT
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """That of the weight."""
-        return self.weight.shape
-
-    @property
-    def ndim(self) -> int:
-        """That of the weight."""
-        return self.weight.ndim
-
-    @property
-    def dtype(self) -> Any:
-        """That of the weight."""
-        return self.weight.dtype

@@ -31,7 +31,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from ...core import OWN_NAMES, StructureError, linear, rows, turned_product
-from ._pieces import dropped, matmul, over_rows, row_squares, transposed
+from ._pieces import WrappedWeight, dropped, matmul, over_rows, row_squares, transposed
 
 
 @functools.partial(
@@ -40,7 +40,7 @@ from ._pieces import dropped, matmul, over_rows, row_squares, transposed
     meta_fields=["alpha", "rslora", "dropout"],
 )
 @dataclasses.dataclass(frozen=True)
-class LoRAWeight:
+class LoRAWeight(WrappedWeight):
     """A weight with a low-rank adapter; a pytree node that multiplies like the weight it replaced.
 
     Its leaves stand at ``<path>/weight``, ``<path>/lora_a`` and ``<path>/lora_b``. They are not checked: after
@@ -287,18 +287,3 @@ class LoRAWeight:
     def is_plain(self) -> bool:
         """Whether W, A and B may be multiplied from either side."""
         return self.lora_magnitude is None and self.dropout_key is None
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """That of the weight."""
-        return self.weight.shape
-
-    @property
-    def ndim(self) -> int:
-        """That of the weight."""
-        return self.weight.ndim
-
-    @property
-    def dtype(self) -> Any:
-        """That of the weight."""
-        return self.weight.dtype

@@ -113,15 +113,15 @@ class Encoder:
         return text, None if learns_all else spans
 
     def _finished(self, encoding: Any, spans: Spans | None, *, is_chat: bool) -> tuple[np.ndarray, np.ndarray]:
-        ids = list(encoding.ids)
+        ids = np.asarray(encoding.ids, np.int32)
         mask = np.ones(len(ids), np.uint8) if spans is None else _learned(encoding, spans)
         if not is_chat and self._end is not None:
-            if ids[-1:] != [self._end]:
-                ids.append(self._end)
+            if ids[-1:].tolist() != [self._end]:
+                ids = np.append(ids, np.int32(self._end))
                 mask = np.append(mask, np.uint8(1))
             mask[-1] = 1
-        refuse_unknown(max(ids, default=0), self._largest)
-        return np.asarray(ids, np.int32), mask.astype(np.uint8)
+        refuse_unknown(int(np.max(ids, initial=0)), self._largest)
+        return ids, mask.astype(np.uint8)
 
 
 def _learned(encoding: Any, spans: Spans) -> np.ndarray:
