@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import random
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
-from lowtide.finetune import _windows, text_data
+from lowtide.core import DataError
+from lowtide.finetune import FinetuneConfig, _text, _windows, text_data
+from lowtide.finetune._data import load_data
 from lowtide.finetune._tokens import encode
 
 WORDS = [
@@ -93,3 +96,23 @@ def test_a_long_document_is_data_like_any_other(monkeypatch: pytest.MonkeyPatch)
     windowed = text_data(documents, tokenizer, **options)
     assert windowed.digest == whole.digest
     assert np.array_equal(windowed.train[3]["tokens"], whole.train[3]["tokens"])
+
+
+def test_a_large_file_is_read_in_pieces_to_the_same_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = made("sentencepiece")
+    (tmp_path / "data.txt").write_bytes(b"\xef\xbb\xbf" + text_of(3000).replace("\n", "\r\n").encode())
+    config = FinetuneConfig(data=str(tmp_path / "data.txt"), seq_len=16, batch_size=2)
+    whole = load_data(config, tmp_path, tokenizer, end_token=2)
+    monkeypatch.setattr(_text, "_MOST_AT_ONCE", 1000)
+    monkeypatch.setattr(_text, "_MOST_IN_MEMORY", 500)
+    monkeypatch.setattr(_windows, "_WINDOW", 900)
+    pieces = load_data(config, tmp_path, tokenizer, end_token=2)
+    assert pieces.digest == whole.digest and pieces.num_train_tokens == whole.num_train_tokens
+    assert len(pieces.held_out) == len(whole.held_out) > 2
+    for index in (0, 1, -1):
+        for name, batch in whole.held_out[index].items():
+            assert np.array_equal(pieces.held_out[index][name], batch)
+    assert np.array_equal(pieces.train[5]["tokens"], whole.train[5]["tokens"])
+    (tmp_path / "data.txt").write_bytes(b"fine " * 1000 + b"\xff")
+    with pytest.raises(DataError, match=r"data.txt: not UTF-8 text(.|\n)*hint: convert it"):
+        load_data(config, tmp_path, tokenizer, end_token=2)

@@ -334,7 +334,7 @@ def _validate(config: FinetuneConfig) -> None:
         field, value, kind = str(first["loc"][0]), first["input"], first["type"]
         expected = first["msg"].removeprefix("Input should be ").replace("greater than or equal to", "at least")
         if kind == "literal_error":
-            words = first["ctx"]["expected"].replace(" or ", ", ").replace("'", "")
+            words = first.get("ctx", {})["expected"].replace(" or ", ", ").replace("'", "")
             if isinstance(value, str):
                 raise _unknown_word(field, value, words, is_one=len(first["loc"]) == 1) from None
         if kind == "string_too_short":

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +13,7 @@ from ..core import ConfigError, DataError, shown
 from ._config import FinetuneConfig, flag_of
 from ._formats import KINDS, files_read_as_text, first_fields, is_binary, read_head
 from ._recipe import with_seq_len
-from ._text import TextData, named_documents, text_data
+from ._text import TextData, is_large_text, named_documents, text_data
 from ._walk import files_below
 
 if TYPE_CHECKING:
@@ -208,10 +208,10 @@ def _source(data: str | None, columns: tuple[str, ...] | None) -> Path | dict[st
     return Path(data) if is_read_as_records(data, columns) else named_documents(data)
 
 
-def _texts(data: str | None, columns: tuple[str, ...] | None) -> dict[str, str]:
-    """Read documents for contiguous windows, which records with a prompt cannot be in."""
+def _texts(data: str | None, columns: tuple[str, ...] | None) -> Mapping[str, str | Path]:
+    """Read documents for contiguous windows, which records with a prompt cannot be in; a large file is a path."""
     if not is_read_as_records(data, columns):
-        return named_documents(data)
+        return {data: Path(data)} if data and is_large_text(data) else named_documents(data)
     from .data import parse_columns, read_records
 
     texts: dict[str, str] = {}

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,12 +22,17 @@ from ..core import ConfigError, DataError, shortened, shown
 from ._formats import READ, RECORDS, refuse_folder_of_records, refuse_other_formats
 from ._tokens import check_ids, encode, largest_id, named, refuse_unknown
 from ._walk import files_below, unreadable
+from ._windows import LongEncoding, encoded_pieces
 
 if TYPE_CHECKING:
     from .data import DataReport
 
 IGNORE = -100
 _ENCODE_AT_ONCE = 256
+_MOST_AT_ONCE = 32 * 1024**2
+"""Bytes of a text file that is read as a whole."""
+_MOST_IN_MEMORY = 2**24
+"""Tokens that are kept in memory while more are made."""
 _LEAST_WINDOWS = 16
 """Windows that a chosen length leaves."""
 
@@ -111,11 +117,7 @@ def named_documents(path: str | Path | None) -> dict[str, str]:
         refuse_other_formats(path)
         text = _utf8(path)
         if text is None:
-            raise DataError(
-                f"{path}: not UTF-8 text",
-                expected=READ,
-                hint="convert it (iconv -f LATIN1 -t UTF-8), or give a folder or a .jsonl file",
-            )
+            raise _not_text(path)
         documents = dict(_jsonl(path, text)) if path.suffix == ".jsonl" else {str(path): text}
     documents = {name: text for name, text in documents.items() if text.strip()}
     if not documents:
@@ -126,7 +128,7 @@ def named_documents(path: str | Path | None) -> dict[str, str]:
 
 
 def text_data(
-    documents: Sequence[str] | Mapping[str, str],
+    documents: Sequence[str] | Mapping[str, str | Path],
     tokenizer: Tokenizer,
     *,
     seq_len: int | Callable[[int], int],
@@ -134,7 +136,7 @@ def text_data(
     seed: int,
     end_token: int | None = None,
     held_out_fraction: float = 0.1,
-    eval_documents: Sequence[str] | Mapping[str, str] | None = None,
+    eval_documents: Sequence[str] | Mapping[str, str | Path] | None = None,
     vocab_size: int | None = None,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> TextData:
@@ -170,26 +172,22 @@ def text_data(
             hint="check --seq-len and --batch-size",
         )
     order, items = np.random.default_rng(seed).permutation(len(documents)), [*named(documents).items()]
-    stream = tokenise(dict(items[i] for i in order), tokenizer, end_token, vocab_size, on_progress)
+    digest = hashlib.sha256()
+    stream = tokenise(dict(items[i] for i in order), tokenizer, end_token, vocab_size, on_progress, digest)
     seq_len = seq_len if isinstance(seq_len, int) else seq_len(len(stream) // _LEAST_WINDOWS)
     window = seq_len + 1
-    digest = hashlib.sha256(stream.tobytes())
     if eval_documents is None:
         windows = _windows(stream, window, "one training and one held-out sequence", 2)
         num_held_out = min(len(windows) - 1, max(1, round(len(windows) * held_out_fraction)))
         train, held_out = windows[:-num_held_out], windows[-num_held_out:]
     else:
-        evaluated = tokenise(named(eval_documents), tokenizer, end_token, vocab_size, on_progress)
+        evaluated = tokenise(named(eval_documents), tokenizer, end_token, vocab_size, on_progress, digest)
         train = _windows(stream, window, "one training sequence", 1)
         held_out = _windows(evaluated, window, "one evaluation sequence", 1)
-        digest.update(evaluated.tobytes())
     dataset = grain.MapDataset.source(train).seed(seed).shuffle().repeat().batch(batch_size).map(_next_token)  # pyright: ignore
     return TextData(
         train=dataset,
-        held_out=[
-            _next_token(_pad_rows(held_out[start : start + batch_size], batch_size))
-            for start in range(0, len(held_out), batch_size)
-        ],
+        held_out=_EvaluationBatches(held_out, batch_size),
         num_documents=len(documents),
         num_train_tokens=train.size,
         num_held_out_tokens=held_out.size,
@@ -212,40 +210,134 @@ def _windows(stream: np.ndarray, window: int, what: str, least: int) -> np.ndarr
 
 
 def tokenise(
-    documents: Mapping[str, str],
+    documents: Mapping[str, str | Path],
     tokenizer: Tokenizer,
     end_token: int | None,
     vocab_size: int | None,
     on_progress: Callable[[int, int], None] | None = None,
+    digest: Any = None,
 ) -> np.ndarray:
-    """Tokenise texts and join them, as `text_data` does; int32 [N].
+    """Tokenise texts, or text files, and join them, as `text_data` does; int32 [N].
+
+    The hash `digest`, if any, is updated by the tokens.
 
     Raises:
         DataError: for a token that the model has no embedding for.
         ModelFileError: for a tokenizer that cannot encode, or contradicts itself.
     """
-    pieces: list[np.ndarray] = []
-    end = [] if end_token is None else [end_token]
+    tokens = _Tokens(digest)
     names, texts = [*documents], [*documents.values()]
     for start in range(0, len(documents), _ENCODE_AT_ONCE):
-        encodings = encode(tokenizer, texts[start : start + _ENCODE_AT_ONCE])
-        for at, encoding in enumerate(encodings, start):
-            ids = np.asarray(encoding.ids, np.int32)
-            if vocab_size is not None and np.max(ids, initial=0) >= vocab_size:
-                check_ids(ids, tokenizer, vocab_size, _place(names[at], texts[at], ids, tokenizer, vocab_size))
-            pieces.append(ids if ids[-1:].tolist() == end else np.append(ids, np.asarray(end, np.int32)))
+        stop = min(start + _ENCODE_AT_ONCE, len(documents))
+        short = iter(encode(tokenizer, [text for text in texts[start:stop] if isinstance(text, str)]))
+        for name, text in zip(names[start:stop], texts[start:stop], strict=True):
+            last: list[int] = []
+            for encoding in [next(short)] if isinstance(text, str) else _encoded_file(tokenizer, text):
+                ids = np.asarray(encoding.ids, np.int32)
+                if vocab_size is not None and np.max(ids, initial=0) >= vocab_size:
+                    check_ids(ids, tokenizer, vocab_size, _place(name, text, ids, tokenizer, vocab_size))
+                tokens.add(ids)
+                last = ids[-1:].tolist() or last
+            if end_token is not None and last != [end_token]:
+                tokens.add(np.asarray([end_token], np.int32))
         if on_progress is not None:
-            on_progress(min(start + _ENCODE_AT_ONCE, len(documents)), len(documents))
-    stream = np.concatenate(pieces) if pieces else np.zeros((0,), np.int32)
-    refuse_unknown(int(stream.max(initial=-1)), largest_id(tokenizer, end_token))
-    return stream
+            on_progress(stop, len(documents))
+    refuse_unknown(tokens.largest, largest_id(tokenizer, end_token))
+    return tokens.stream()
 
 
-def _place(name: str, text: str, ids: np.ndarray, tokenizer: Tokenizer, vocab_size: int) -> str:
+class _Tokens:
+    """Tokens of all documents. This object is mutated: `add` appends, and writes to a temporary file what is too much.
+
+    Memory:
+        At most 128 MiB. The array that `stream` returns is mapped from the file.
+    """
+
+    def __init__(self, digest: Any) -> None:
+        self.largest, self._digest = -1, digest
+        self._pieces: list[np.ndarray] = []
+        self._count, self._file = 0, None
+
+    def add(self, ids: np.ndarray) -> None:
+        """Append tokens, int32 [n]."""
+        if self._digest is not None:
+            self._digest.update(ids)
+        self.largest = max(self.largest, int(ids.max(initial=-1)))
+        self._pieces.append(ids)
+        self._count += len(ids)
+        if self._count > _MOST_IN_MEMORY:
+            self._write()
+
+    def stream(self) -> np.ndarray:
+        """Return all tokens, int32 [N]."""
+        if self._file is None:
+            return np.concatenate(self._pieces) if self._pieces else np.zeros((0,), np.int32)
+        self._write()
+        with self._file as file:
+            return np.memmap(file, np.int32, mode="r")
+
+    def _write(self) -> None:
+        self._file = tempfile.TemporaryFile() if self._file is None else self._file
+        for piece in self._pieces:
+            self._file.write(piece.tobytes())
+        self._file.flush()
+        self._pieces, self._count = [], 0
+
+
+def _encoded_file(tokenizer: Tokenizer, path: Path) -> Iterator[LongEncoding]:
+    """Tokenise a text file in windows.
+
+    Raises:
+        DataError: for a file that cannot be read, or is not UTF-8 text.
+    """
+    try:
+        with open(path, encoding="utf-8-sig", newline="") as file:
+            yield from encoded_pieces(tokenizer, file, special=True)
+    except UnicodeDecodeError as error:
+        raise _not_text(path) from error
+    except OSError as error:
+        raise unreadable(path, error) from error
+
+
+def _not_text(path: Path) -> DataError:
+    hint = "convert it (iconv -f LATIN1 -t UTF-8), or give a folder or a .jsonl file"
+    return DataError(f"{path}: not UTF-8 text", expected=READ, hint=hint)
+
+
+def is_large_text(path: str | Path) -> bool:
+    """Return whether a path is one document that is read in pieces; raises DataError for another format."""
+    path = Path(path)
+    if not path.is_file() or path.suffix == ".jsonl" or path.stat().st_size <= _MOST_AT_ONCE:
+        return False
+    refuse_other_formats(path)
+    return True
+
+
+class _EvaluationBatches(Sequence[dict[str, np.ndarray]]):
+    """Batches of windows [N, T + 1], each made when it is asked for; the last one is filled up with ignored rows."""
+
+    def __init__(self, windows: np.ndarray, batch_size: int) -> None:
+        self._windows, self._batch_size = windows, batch_size
+
+    def __len__(self) -> int:
+        return -(-len(self._windows) // self._batch_size)
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return [self[number] for number in range(*index.indices(len(self)))]
+        start = range(len(self))[index] * self._batch_size
+        return _next_token(_pad_rows(self._windows[start : start + self._batch_size], self._batch_size))
+
+
+def _place(name: str, text: str | Path, ids: np.ndarray, tokenizer: Tokenizer, vocab_size: int) -> str:
     """Say where in a document the first token beyond the vocabulary is, where its text says it."""
     token = tokenizer.id_to_token(int(ids[ids >= vocab_size][0]))
-    at = text.find(token) if token else -1
-    return name if at < 0 or "\n" not in text else f"{name}, line {text.count(chr(10), 0, at) + 1}"
+    at = text.find(token) if token and isinstance(text, str) else -1
+    return (
+        name
+        if at < 0 or isinstance(text, Path) or "\n" not in text
+        else f"{name}, line {text.count(chr(10), 0, at) + 1}"
+    )
 
 
 def _next_token(windows: np.ndarray) -> dict[str, np.ndarray]:

@@ -73,7 +73,7 @@ def refuse_unknown(found: int, largest: int) -> None:
         )
 
 
-def named(documents: Sequence[str] | Mapping[str, str]) -> dict[str, str]:
+def named(documents: Sequence[str] | Mapping[str, Any]) -> dict[str, Any]:
     """Give texts without names a number.
 
     Raises:

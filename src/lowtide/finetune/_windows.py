@@ -8,7 +8,9 @@ of the whole text. Windows without a run in common are encoded together.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+import io
+from collections.abc import Iterator
+from typing import Any, NamedTuple, TextIO
 
 import numpy as np
 from tokenizers import Tokenizer
@@ -49,31 +51,74 @@ def encode_long(tokenizer: Tokenizer, text: str, *, special: bool) -> LongEncodi
         Ids and offsets.
 
     Memory:
-        About 150 bytes for each character of a window, and 20 bytes for each token.
+        About 150 bytes for each character of a window, and 40 bytes for each token.
     """
-    parts: list[LongEncoding] = []
+    parts = list(encoded_pieces(tokenizer, io.StringIO(text), special=special))
+    return LongEncoding(*(np.concatenate([part[field] for part in parts]) for field in range(2)))
+
+
+def encoded_pieces(tokenizer: Tokenizer, file: TextIO, *, special: bool) -> Iterator[LongEncoding]:
+    """Tokenise a file in windows, and yield the tokens piece by piece.
+
+    Args:
+        tokenizer: of the `tokenizers` library.
+        file: a text file, which is read once.
+        special: whether to add the tokenizer's special tokens.
+
+    Yields:
+        Ids and offsets, in order.
+
+    Memory:
+        About 150 bytes for each character of a window.
+    """
+    text = _Buffer(file)
+    before, after = _special_ids(tokenizer) if special else ([], [])
     begin, end = 0, _WINDOW
     window = _encoded(tokenizer, text, begin, end)
-    while end < len(text):
+    if before and window.ids[:1].tolist() == before[:1]:  # a text that begins with BOS gets no second one
+        before = before[1:]
+    yield _without_text(before)
+    while not text.ends_at(end):
         start, stop = max(end - _OVERLAP, begin + 1), end + _WINDOW
         following = _encoded(tokenizer, text, start, stop)
         cut = _common_cut(window, following)
         if cut is None:  # encode both together, and look for a run in a later overlap
             window, end = _encoded(tokenizer, text, begin, stop), stop
             continue
-        parts.append(LongEncoding(window.ids[: cut[0]], window.offsets[: cut[0]]))
+        yield LongEncoding(window.ids[: cut[0]], window.offsets[: cut[0]])
         window = LongEncoding(following.ids[cut[1] :], following.offsets[cut[1] :])
         begin, end = int(window.offsets[0, 0]), stop
-    parts.append(window)
-    before, after = _special_ids(tokenizer) if special else ([], [])
-    if before and parts[0].ids[:1].tolist() == before[:1]:  # a text that begins with BOS gets no second one
-        before = before[1:]
-    ids = np.concatenate([np.asarray(before, np.int32), *(part.ids for part in parts), np.asarray(after, np.int32)])
-    empty = [np.zeros((len(added), 2), np.int64) for added in (before, after)]
-    return LongEncoding(ids, np.concatenate([empty[0], *(part.offsets for part in parts), empty[1]]))
+        text.drop(begin)
+    yield window
+    yield _without_text(after)
 
 
-def _encoded(tokenizer: Tokenizer, text: str, start: int, stop: int) -> LongEncoding:
+class _Buffer:
+    """Part of a text file. This object is mutated: it reads on, and drops what is not needed any more."""
+
+    def __init__(self, file: TextIO) -> None:
+        self._file, self._text, self._begin = file, "", 0
+
+    def __getitem__(self, place: slice) -> str:
+        missing = place.stop - self._begin - len(self._text)
+        if missing > 0:
+            self._text += self._file.read(missing)
+        return self._text[place.start - self._begin : place.stop - self._begin]
+
+    def ends_at(self, end: int) -> bool:
+        """Return whether no character comes after a place."""
+        return not self[end : end + 1]
+
+    def drop(self, begin: int) -> None:
+        """Drop the text before a place."""
+        self._text, self._begin = self._text[begin - self._begin :], begin
+
+
+def _without_text(ids: list[int]) -> LongEncoding:
+    return LongEncoding(np.asarray(ids, np.int32), np.zeros((len(ids), 2), np.int64))
+
+
+def _encoded(tokenizer: Tokenizer, text: _Buffer, start: int, stop: int) -> LongEncoding:
     encoding = tokenizer.encode(text[start:stop], add_special_tokens=False)
     offsets = np.asarray(encoding.offsets, np.int64).reshape(-1, 2) + start
     return LongEncoding(np.asarray(encoding.ids, np.int32), offsets)
