@@ -31,6 +31,11 @@ def test_words_of_other_tools_get_a_hint(words: str, hint: str, capsys: pytest.C
     assert hint in capsys.readouterr().err
 
 
+def test_a_path_with_a_nul_is_an_error_without_a_traceback(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["finetune", "--data", "a\0b"]) == 2
+    assert "NUL character" in capsys.readouterr().err
+
+
 def test_qlora_and_a_package_that_is_called_get_a_hint() -> None:
     with pytest.raises(ConfigError, match=r"method is out of range(.|\n)*hint: QLoRA is LoRA(.|\n)*--quantize nf4"):
         lt.finetune.FinetuneConfig(method="qlora")

@@ -359,6 +359,28 @@ def test_gradients_of_all_microbatches_at_once() -> None:
     assert {f.num_bytes for f in found} == {7 * 512 * 512 * 4}
     assert rules_of(carried, *args, donate_argnums=0) == []
 
+    def listed(params: Any, xs: Any) -> Any:
+        grads = [gradient(params, x) for x in xs]
+        norms = [optax.tree.norm(each) for each in grads]  # the clip needs each gradient once more
+        mean = jax.tree.map(lambda *each: sum(g / n for g, n in zip(each, norms, strict=True)), *grads)
+        return jax.tree.map(lambda leaf, grad: leaf - grad, params, mean)
+
+    found = lint(listed, *args, target="cpu", donate_argnums=0)
+    assert {(f.rule, f.path) for f in found} == {("stacked-gradients", "0/one"), ("stacked-gradients", "0/two")}
+
+
+def test_a_gradient_of_a_wider_dtype_is_no_stack() -> None:
+    def clipped(params: Any, x: Any) -> Any:
+        def loss(params: Any) -> Any:
+            return jnp.mean((jnp.tanh(x @ params["one"].astype(jnp.float32)) @ params["two"].astype(jnp.float32)) ** 2)
+
+        grads = jax.tree.map(lambda grad: grad.astype(jnp.float32), jax.grad(loss)(params))
+        norm = jnp.maximum(optax.tree.norm(grads), 1.0)
+        return jax.tree.map(lambda leaf, grad: (leaf - 0.1 * grad / norm).astype(leaf.dtype), params, grads)
+
+    half = jax.tree.map(lambda leaf: shape(*leaf.shape, dtype=jnp.bfloat16), WIDE)
+    assert "stacked-gradients" not in rules_of(clipped, half, shape(64, 512), donate_argnums=0)
+
 
 @pytest.mark.parametrize("chunks", [1, 8])
 def test_whole_logits(chunks: int) -> None:

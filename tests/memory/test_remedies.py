@@ -372,3 +372,25 @@ def test_on_a_cpu_only_a_loop_of_jax_recomputes(kind: str) -> None:
 def test_what_is_recomputed_already_is_not_proposed_again() -> None:
     kinds = {r.kind for r in remedies(*layers_of("scan checkpoint"), target="cpu", verify=False)}
     assert "recompute" not in kinds
+
+
+@pytest.mark.tpu_aot
+def test_state_that_is_not_donated_is_counted_twice(little_optimized: None) -> None:
+    """A step that keeps its old state holds two copies, and one in few bits or on the host removes both."""
+
+    def step(params: Any, state: Any, x: Any) -> Any:
+        grads = jax.grad(lambda p: jnp.mean((jnp.tanh(x @ p["a"]) @ p["b"]) ** 2))(params)
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    params, x = {"a": shape(1024, 1024), "b": shape(1024, 1024)}, shape(64, 1024)
+    tx = optax.adam(1e-3)
+    args = (step, params, jax.eval_shape(tx.init, params), x)
+    once, twice = (
+        {r.kind: r.estimated_bytes for r in remedies(*args, target="v5e", verify=False, donate_argnums=donated)}
+        for donated in ((0, 1), None)
+    )
+    copy = 2 * 2 * 4 * 1024 * 1024
+    assert twice["offload-optimizer"] - once["offload-optimizer"] == pytest.approx(copy, rel=0.05)
+    ratio = twice["low-precision-optimizer"] / once["low-precision-optimizer"]
+    assert ratio == pytest.approx(2.0, rel=0.05)

@@ -25,6 +25,12 @@ def register(commands: Any) -> None:
     )
     add_job_arguments(parser)
     add_view_arguments(parser, "report", "; with several targets their names are put before the suffix")
+    parser.add_argument(
+        "--remedies",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="print what would make the step smaller, estimated (default: --remedies)",
+    )
     parser.add_argument("--seconds", metavar="FILE", help=argparse.SUPPRESS)
     parser.set_defaults(run=run)
 
@@ -87,10 +93,15 @@ def run(args: argparse.Namespace) -> int:
             goals.setdefault(goal.name, (given, goal))
         for number, (given, goal) in enumerate(goals.values()):
             with spinner(f"compiling {what} for {goal.name}") as clock, user_code(path):
-                report = memory.Job.make(maker, target=goal, what=what, **settings).analyze(goal)
+                job = memory.Job.make(maker, target=goal, what=what, **settings)
+                report, remedies = memory.advise(job, goal) if args.remedies else (job.analyze(goal), ())
             if number:
                 console.rule()
             report.print(console, top=args.top)
+            if remedies:
+                console.print("\nWhat would make it smaller")
+            for remedy in remedies:
+                console.print(f"  {remedy}", markup=False, soft_wrap=True)
             write_views(console, report, args, given if len(goals) > 1 else None)
             if args.seconds:
                 Path(args.seconds).write_text(f"{clock.seconds}\n")

@@ -115,7 +115,7 @@ def _measure(args: argparse.Namespace, settings: Mapping[str, Any], name: str, b
 
     with tempfile.TemporaryDirectory(prefix="lowtide-") as folder:
         report_file, seconds_file = (f"{folder}/{file}" for file in ("report.json", "seconds"))
-        arguments = ["explain", *job_arguments(args, settings, folder), "--target", name]
+        arguments = ["explain", "--no-remedies", *job_arguments(args, settings, folder), "--target", name]
         run_child([*arguments, "--json", report_file, "--seconds", seconds_file])
         report = memory.MemoryReport.from_json(report_file)
         seconds = float(Path(seconds_file).read_text())

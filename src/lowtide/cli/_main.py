@@ -69,11 +69,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # whoever read the output has seen enough; nothing is left to flush at the exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
-    except OSError as error:
-        if error.errno != errno.ENAMETOOLONG:
+    except (OSError, ValueError) as error:
+        if (problem := _path_problem(error)) is None:
             raise
-        print_error(f"{shortened(error.filename)}: {error.strerror}")
+        print_error(problem)
         return 2
+
+
+def _path_problem(error: OSError | ValueError) -> str | None:
+    """Say what is wrong with a path that the operating system does not take; None for other errors."""
+    if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
+        return f"{shortened(error.filename)}: {error.strerror}"
+    return "a path has a NUL character in it" if str(error) == "embedded null byte" else None
 
 
 def _hints(args: argparse.Namespace, unknown: Sequence[str]) -> list[str]:

@@ -25,6 +25,7 @@ from .advice import Extrapolation as Extrapolation
 from .advice import Finding as Finding
 from .advice import Remedy as Remedy
 from .advice import SizePoint as SizePoint
+from .advice import advise as advise
 from .advice import explain_oom as explain_oom
 from .advice import extrapolate as extrapolate
 from .advice import lint as lint
@@ -52,6 +53,7 @@ __all__ = [
     "compile",
     "crossed_donations",
     "diff",
+    "advise",
     "explain_oom",
     "extrapolate",
     "is_out_of_memory",

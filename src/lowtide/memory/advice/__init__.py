@@ -9,6 +9,7 @@ from ._lint import lint as lint
 from ._oom import explain_oom as explain_oom
 from ._oom import shortage as shortage
 from ._remedies import Remedy as Remedy
+from ._remedies import advise as advise
 from ._remedies import remedies as remedies
 
 __all__ = [
@@ -17,6 +18,7 @@ __all__ = [
     "Finding",
     "Remedy",
     "SizePoint",
+    "advise",
     "explain_oom",
     "extrapolate",
     "lint",

@@ -273,19 +273,28 @@ def _sorted_dims(graph: Graph, value: Value) -> tuple[int, ...]:
 
 
 def _stacked_gradients(owners: Owners, report: MemoryReport) -> Iterator[Finding]:
-    sizes = {leaf.path: leaf.num_bytes for leaf in owners.leaves}
+    graph = owners.dataflow.graph
+    # Numbers and not bytes: a gradient may have a wider dtype than its weight, or be divided otherwise.
+    counts = {owners.leaves[at].path: graph.num_elements(value) for value, at in owners.parameters.items()}
     split = {owners.dataflow.graph.name(value) for value in owners.dataflow.partial}  # one product's, in parts
-    largest: dict[str, Buffer] = {}
+    held = collections.defaultdict[str, list[Buffer]](list)
     for buffer in report.peak:  # the largest first
-        is_many = buffer.role == "gradients" and buffer.num_bytes >= 2 * sizes.get(buffer.path, buffer.num_bytes) > 0
-        if is_many and buffer.operation not in split:
-            largest.setdefault(buffer.path, buffer)
-    for path, buffer in largest.items():
+        if buffer.role == "gradients" and buffer.phase == "backward" and buffer.operation not in split:
+            if math.prod(buffer.shape) >= counts.get(buffer.path, math.inf) > 0:
+                held[buffer.path].append(buffer)
+    for path, buffers in held.items():
+        sizes = [math.prod(buffer.shape) for buffer in buffers]
+        # Two of one size may be a gradient and what is made of it; three are those of microbatches in a list.
+        if sizes[0] < 2 * counts[path] and len(buffers) < 3:
+            continue
+        first = buffers[0]
+        one = first.num_bytes * counts[path] // sizes[0]
         yield Finding(
             rule="stacked-gradients",
             path=path,
-            num_bytes=buffer.num_bytes - sizes[path],
-            detail=f"{buffer.dtype}{list(buffer.shape)} from {buffer.source or buffer.scope}",
+            num_bytes=sum(buffer.num_bytes for buffer in buffers) - one,
+            detail=f"{'' if len(buffers) == 1 else f'{len(buffers)} × '}{first.dtype}{list(first.shape)} from "
+            f"{first.source or first.scope}",
             remedy="add each one to a total: lowtide.accumulate(grad_fn, num_microbatches=...), or a scan that carries "
             "the sum, and clips each one before",
         )

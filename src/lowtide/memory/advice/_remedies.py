@@ -24,6 +24,7 @@ from ...hlo import ArgumentLeaf
 from ...report import Buffer, MemoryReport
 from ...targets import Target
 from .._analyze import Role, examine
+from .._job import Job
 from .._owners import Owners
 from .._program import Program, compile
 from ._estimates import recomputations, saving, some
@@ -114,15 +115,41 @@ def remedies(
         >>> [r.kind for r in remedies(lambda w, g: w - 0.1 * g, w, w, roles={"params": 0})]
         ['donate']
     """
-    call = _Call(fn, args, kwargs, target, donate_argnums, static_argnums)
+    job = Job(
+        fn=fn, args=args, kwargs=kwargs, roles=roles, donate_argnums=donate_argnums, static_argnums=static_argnums
+    )
+    return advise(job, target, batch=batch, verify=verify)[1]
+
+
+def advise(
+    job: Job, target: Target | str | None = None, *, batch: str = "batch", verify: bool = False
+) -> tuple[MemoryReport, tuple[Remedy, ...]]:
+    """Report the bytes of a job, and rank what would make it smaller, with one compile.
+
+    Args:
+        job: the step.
+        target: what to compile for.
+        batch: as in `remedies`.
+        verify: as in `remedies`, with one more compile for each remedy that only changes how the step is called.
+
+    Returns:
+        The report, and the remedies as `remedies` returns them.
+
+    Raises:
+        Exception: as `lowtide.memory.compile`.
+
+    Memory:
+        Nothing is allocated on the target.
+    """
+    call = _Call(job.fn, tuple(job.args), job.kwargs, target, job.donate_argnums, job.static_argnums)
     program = call.compile()
-    report, owners = examine(program, roles)
+    report, owners = examine(program, job.roles)
     if owners is None:
-        return ()
-    found = suggest(report, owners, lint_owners(owners, report, program.jaxpr), call, roles, batch)
+        return report, ()
+    found = suggest(report, owners, lint_owners(owners, report, program.jaxpr), call, job.roles, batch)
     if verify:
         found = tuple(_verified(remedy, report) for remedy in found)
-    return ranked(found, report)
+    return report, ranked(found, report)
 
 
 def ranked(found: Iterable[Remedy], report: MemoryReport) -> tuple[Remedy, ...]:
@@ -296,9 +323,14 @@ def _optimizer_state(report: MemoryReport, owners: Owners) -> Iterable[Remedy]:
         return
     paths = {owners.leaves[at].path for at in state}
     moments = {path for path in paths if _MOMENTS.search(path)}
+    # A step that does not donate its state holds it twice: as an argument and as a result.
+    results = {owners.path_of(value): owners.leaves[at].path for value, at in owners.replaced.items() if at in state}
+
+    def state_path(b: Buffer) -> str | None:
+        return b.path if b.phase == "argument" else results.get(b.path) if b.role == "outputs" else None
 
     def packed(b: Buffer) -> float:
-        is_wide = b.phase == "argument" and b.path in moments and b.dtype == "f32" and math.prod(b.shape) >= _LEAST_SIZE
+        is_wide = state_path(b) in moments and b.dtype == "f32" and math.prod(b.shape) >= _LEAST_SIZE
         return _IN_EIGHT_BITS * is_wide
 
     yield Remedy(
@@ -309,7 +341,7 @@ def _optimizer_state(report: MemoryReport, owners: Owners) -> Iterable[Remedy]:
     if report.target.platform == "cpu":
         return  # has no other memory
     staging = 2 * max(owners.leaves[at].num_bytes for at in state)
-    estimate = saving(report, lambda b: float(b.phase == "argument" and b.path in paths)) - staging
+    estimate = saving(report, lambda b: float(state_path(b) in paths)) - staging
     yield Remedy(
         kind="offload-optimizer",
         action=f"keep {_roles_of(report, paths)} in host memory, streamed leaf by leaf: {some(paths)}",

@@ -33,6 +33,10 @@ class Group:
     @property
     def text(self) -> str:
         """`label`, and how many."""
+        if len(self.buffers) > 1 and not any(
+            map(str.isalnum, self.label)
+        ):  # nothing but numbers differs: arguments 2, 3
+            return ", ".join(sorted({b.label for b in self.buffers}))
         return f"{len(self.buffers)} × {self.label}" if len(self.buffers) > 1 else self.label
 
     @property
