@@ -31,18 +31,19 @@ def mesh_of(num_ranks: int, others: int | None = None) -> Mesh:
 
 def first(outer: Any, batch: Any) -> Any:
     h = jnp.take(outer["embed"], batch["tokens"], axis=0)
-    return {"x": h, "depth": jnp.int32(0), "aux": jnp.float32(0)}
+    return {"x": h, "depth": jnp.int32(0), "aux": jnp.float32(0), "key": batch["key"]}
 
 
 def block(layer: Any, h: Any, batch: Any) -> Any:
     """A mask, positions, dropout by microbatch and layer, and a loss of its own."""
-    key = jax.random.fold_in(batch["key"], h["depth"])
+    key = jax.random.fold_in(h["key"], h["depth"])  # keys may pass from stage to stage
     inner = checkpoint_name(jnp.tanh(h["x"] @ layer["up"] + batch["positions"][..., None]), "inner")
     kept = jax.random.bernoulli(key, 0.8, inner.shape)
     out = jnp.where(kept, inner, 0) @ layer["down"]
     mixed = jnp.einsum("bst,btd->bsd", batch["mask"].astype(out.dtype), out)
     aux = h["aux"] + 0.01 * jnp.mean(layer["scale"] * out.mean((0, 1)))
-    return {"x": h["x"] + mixed * layer["scale"][None, None], "depth": h["depth"] + 1, "aux": aux}
+    out = h["x"] + mixed * layer["scale"][None, None]
+    return {**h, "x": out, "depth": h["depth"] + 1, "aux": aux}
 
 
 def last(outer: Any, h: Any, batch: Any) -> Any:

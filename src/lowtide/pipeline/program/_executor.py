@@ -607,6 +607,8 @@ def _never(leaf: Any) -> Any:
     """Return False for every entry, which no compiler sees."""
     if jnp.issubdtype(leaf.dtype, jnp.inexact):
         return jnp.isnan(leaf) & (leaf == leaf)
+    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        return jnp.any(_never(jax.random.key_data(leaf)), axis=-1)
     return (leaf.astype(jnp.int32) & 1) == 2
 
 
