@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -80,3 +81,27 @@ def test_lines_are_few_and_come_every_minute(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr("time.monotonic", lambda: next(clock))
     lines = LossLines(10_000)
     assert [step for step in range(1, 40) if lines.is_due(step)] == [1, 10, 19, 28, 37]
+
+
+def test_data_is_inspected_before_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    turns = [{"role": "user", "content": "ebb?"}, {"role": "assistant", "content": "flow"}]
+    rows: list[Any] = [{"messages": [*turns], "id": 1}, {"messages": [*turns], "id": 2}]
+    rows.append({"messages": [turns[0], {"role": "assistant", "content": " "}]})
+    rows.append({"messages": [turns[0], {"role": "assistant", "content": "flow " * 40}]})
+    (tmp_path / "chats.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n\n")
+    (tmp_path / "chat.jinja").write_text("{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}")
+    flags = ["--chat-template", str(tmp_path / "chat.jinja"), "--seq-len", "32", "--json"]
+    assert main(["inspect", str(tmp_path / "chats.jsonl"), *flags]) == 0
+    found = json.loads(capsys.readouterr().out)
+    facts = found["facts"]
+    assert (found["kind"], facts["records"], facts["duplicates"]) == ("data", {"chat": 4}, 1)
+    assert (facts["empty turns"], facts["columns not read"]) == (1, {"id": 2})
+    assert facts["longer than a row"]["of 32 tokens"] == 1
+    assert facts["longer than a row"]["tokens lost"] == facts["tokens of a record"]["longest"] - 32 > 0
+    assert 0 < facts["tokens"]["learned"] < facts["tokens"]["in all"]
+    assert any("are lost at --seq-len 32" in note for note in found["notes"])
+    (tmp_path / "text.txt").write_text("the tide\n" * 500)
+    assert main(["inspect", str(tmp_path / "text.txt")]) == 0
+    assert "lost" not in capsys.readouterr().out
+    (tmp_path / "bad.jsonl").write_text('{"messages": 3}\n')
+    assert main(["inspect", str(tmp_path / "bad.jsonl")]) == 2

@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ..core import ConfigError, format_bytes
+from ._explain import positive
 from ._model_path import model_path
 
 
@@ -19,13 +20,21 @@ def register(commands: Any) -> None:
     """Add the command to the parser."""
     parser: argparse.ArgumentParser = commands.add_parser(
         "inspect",
-        help="say what a model, an adapter or a run holds",
+        help="say what a model, an adapter, a run or data holds",
         description="Say what a model's directory, an adapter's, a file of safetensors or GGUF, a run or its "
         "checkpoints hold: family, parameters, dtypes, bytes, context, tokenizer, and what of it Lowtide cannot "
-        "handle. Weights are not read. Exit status: 0; 1 when something cannot be handled; 2 when nothing is there or "
-        "a file is damaged.",
+        "handle. Weights are not read. Of data, say what a run would read, learn, cut and leave out. Exit status: 0; 1 "
+        "when something cannot be handled; 2 when nothing is there or a file is damaged.",
     )
     parser.add_argument("path", metavar="DIR|FILE", help="what to look at")
+    for flag, metavar, text in (
+        ("model", "DIR", "of data, the model whose tokenizer and chat template count (default: the embedded model)"),
+        ("tokenizer", "DIR", "of data, the folder of its tokenizer (default: the model's)"),
+        ("chat-template", "FILE", "of data, the chat template (default: the model's)"),
+        ("columns", "WORDS", "of data, which columns are meant: messages=chat"),
+    ):
+        parser.add_argument(f"--{flag}", metavar=metavar, help=text)
+    parser.add_argument("--seq-len", type=positive, metavar="N", help="of data, tokens in a row (default: as finetune)")
     parser.add_argument("--json", action="store_true", help="print JSON (default: a table)")
     parser.set_defaults(run=run)
 
@@ -34,9 +43,16 @@ def run(args: argparse.Namespace) -> int:
     """Run the command; returns the exit status."""
     if not args.path:
         raise ConfigError("the path is empty", hint="name a folder or a file; . is the folder you are in")
-    from ..finetune import inspect
+    from ..finetune import FinetuneConfig, inspect, inspect_data, is_data
 
-    found = inspect(model_path(args.path))
+    if is_data(args.path):
+        names = ("tokenizer", "chat_template", "seq_len")
+        settings = {name: value for name in names if (value := getattr(args, name)) is not None}
+        columns = None if args.columns is None else tuple(args.columns.split(","))
+        model = model_path(args.model)
+        found = inspect_data(FinetuneConfig(data=args.path, model=model, columns=columns, **settings))
+    else:
+        found = inspect(model_path(args.path))
     console = Console(highlight=False, soft_wrap=True)
     if args.json:
         console.print(json.dumps(found.to_dict(), indent=2, default=str), markup=False)

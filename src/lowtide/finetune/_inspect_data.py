@@ -1,0 +1,126 @@
+"""A dry run on data: what a run with it would read, learn, cut and leave out."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from .. import models
+from ._beside import tokenizer_folder
+from ._config import FinetuneConfig
+from ._data import is_read_as_records, notes_on
+from ._ends import load_end_tokens
+from ._formats import RECORDS
+from ._inspect import Inspection
+from ._job import directory_of
+from ._recipe import with_seq_len
+from ._text import named_documents
+
+_AT_ONCE = 256
+"""Records that are tokenised together."""
+
+
+def is_data(path: str | Path) -> bool:
+    """Return whether a path is data rather than a model, an adapter or a run."""
+    path = Path(path)
+    if path.is_dir():
+        return is_read_as_records(str(path), None)
+    return path.suffix.lower() in (*RECORDS, ".txt", ".md")
+
+
+def inspect_data(config: FinetuneConfig) -> Inspection:
+    """Read and tokenise all data of a run, and say what would become of it.
+
+    Args:
+        config: the settings, of which `data` is needed. `model`, `tokenizer`, `chat_template`, `columns`, `loss_on` and
+            `seq_len` count as in a run.
+
+    Returns:
+        Counts of records, tokens, columns, duplicates and empty turns, and what is longer than a row.
+
+    Raises:
+        DataError: for data that a run would refuse.
+        ModelFileError: for an unusable tokenizer or chat template.
+
+    Memory:
+        One batch of records at a time; of plain text all of it.
+    """
+    from .data import Example, load_chat_template, parse_columns, read_records
+    from .data._encode import Encoder
+
+    assert config.data is not None
+    directory = directory_of(config)
+    sizes, folder = models.load_config(directory), tokenizer_folder(directory, config.tokenizer)
+    tokenizer, template = models.load_tokenizer(folder), load_chat_template(folder, config.chat_template)
+    ends = load_end_tokens(
+        sizes, tokenizer, directory, tokenizer_dir=config.tokenizer, chat_template=config.chat_template
+    )
+    columns = parse_columns(config.columns)
+    examples: Iterator[Example | None]
+    is_plain = not is_read_as_records(config.data, config.columns)
+    if not is_plain:
+        examples = read_records(Path(config.data), columns)
+    else:
+        texts = named_documents(config.data)
+        examples = (Example(kind="text", where=where, text=text) for where, text in texts.items())
+    encoder = Encoder(tokenizer, template, end_token=ends.text, loss_on=config.loss_on, vocab_size=sizes.vocab_size)
+    counts, unread, seen = Counter[str](), Counter[str](), set[bytes]()
+    kinds, lengths, learned = Counter[str](), list[int](), 0
+    try:
+        while batch := list(islice(examples, _AT_ONCE)):
+            known = [example for example in batch if example is not None]
+            counts["blank"] += len(batch) - len(known)
+            for example in known:
+                kinds[example.kind] += 1
+                unread.update(example.unread)
+                counts["empty turns"] += sum(_is_empty(message) for message in example.messages)
+                content = (example.text, example.prompt, example.more, example.messages, example.tools)
+                digest = hashlib.sha256(repr(content).encode("utf-8", "surrogatepass")).digest()
+                counts["duplicates"] += digest in seen
+                seen.add(digest)
+            for ids, mask in encoder.encode(known) if known else ():
+                lengths.append(len(ids))
+                learned += int(mask.sum())
+    finally:
+        encoder.close()
+    facts: dict[str, Any] = {
+        "records": dict(kinds),
+        "tokens": {"in all": sum(lengths), "learned": learned},
+        **{name: counts[name] for name in ("blank", "duplicates", "empty turns")},
+        "columns not read": dict(unread) or None,
+        "chat template": template.where if template is not None and "chat" in kinds else None,
+    }
+    notes = list(notes_on(config.data, config.columns))
+    if counts["duplicates"]:
+        notes.append(f"{counts['duplicates']:,} records are copies of others, and are learned again")
+    if counts["empty turns"]:
+        notes.append(f"turns without text: {counts['empty turns']:,}")
+    if lengths and not is_plain:  # plain text is cut into rows, and nothing is lost
+        more, lost = _lengths(config, sizes.max_position_embeddings, np.asarray(lengths))
+        facts |= more
+        notes += lost
+    return Inspection(kind="data", path=str(config.data), facts=facts, notes=tuple(notes))
+
+
+def _lengths(config: FinetuneConfig, context: int, lengths: np.ndarray[Any, Any]) -> tuple[dict[str, Any], list[str]]:
+    """Return how long records are, what is lost at the length of a row, and a note where that is much."""
+    seq_len = with_seq_len(config, context, int(lengths.max())).seq_len
+    total, longer = int(lengths.sum()), lengths[lengths > seq_len]
+    lost = int((longer - seq_len).sum())
+    percentiles = {"median": 50, "95 % have at most": 95, "longest": 100}
+    facts = {
+        "tokens of a record": {name: int(np.percentile(lengths, share)) for name, share in percentiles.items()},
+        "longer than a row": {f"of {seq_len:,} tokens": len(longer), "tokens lost": lost},
+    }
+    note = f"{lost:,} of {total:,} tokens ({lost / total:.0%}) are lost at --seq-len {seq_len}; raise it"
+    return facts, [note] if lost > 0.02 * total else []
+
+
+def _is_empty(message: dict[str, Any]) -> bool:
+    return not (message.get("content") or "").strip() and not message.get("tool_calls")
