@@ -43,9 +43,11 @@ def run(args: argparse.Namespace) -> int:
     """Run the command; returns the exit status."""
     if not args.path:
         raise ConfigError("the path is empty", hint="name a folder or a file; . is the folder you are in")
-    from ..finetune import FinetuneConfig, inspect, inspect_data, is_data
+    from ..finetune import inspect, is_data
 
     if is_data(args.path):
+        from ..finetune import FinetuneConfig, inspect_data
+
         names = ("tokenizer", "chat_template", "seq_len")
         settings = {name: value for name in names if (value := getattr(args, name)) is not None}
         columns = None if args.columns is None else tuple(args.columns.split(","))

@@ -20,10 +20,10 @@ from ._evaluate import text_loss as text_loss
 from ._evaluate import token_stream as token_stream
 from ._finetune import Finetune as Finetune
 from ._foreign import setting_of as setting_of
+from ._formats import is_data as is_data
 from ._inspect import Inspection as Inspection
 from ._inspect import inspect as inspect
 from ._inspect_data import inspect_data as inspect_data
-from ._inspect_data import is_data as is_data
 from ._job import step_job as step_job
 from ._merge import write_merged as write_merged
 from ._page import write_report as write_report

@@ -18,6 +18,8 @@ from ..core import DataError, format_bytes, shortened, shown
 _HEAD_BYTES = 1024**2
 RECORDS = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet")
 """Names of the files whose records are read, by `lowtide.finetune.data`."""
+_NO_DATA = ("config.json", "adapter_config.json", "config.toml", "generation_config.json", "tokenizer.json")
+"""Files of a model, an adapter or a run."""
 READ = f"text or source, or records ({', '.join(RECORDS)}); a file, or a folder of text or of one format of records"
 _TEXT = "a text file, a folder of text or source, or JSON lines (.jsonl)"
 _AS_LINES = 'write JSON lines, one object such as {"text": "..."} a line, into a file that ends in .jsonl'
@@ -215,3 +217,13 @@ def _is_utf16(head: bytes) -> bool:
         and any(half.count(0) > 0.7 * len(half) for half in halves)
         and not all(0 in half for half in halves)
     )
+
+
+def is_data(path: str | Path) -> bool:
+    """Return whether a path is data rather than a model, an adapter or a run."""
+    path = Path(path)
+    if path.is_dir():
+        from .data import is_records
+
+        return not any((path / name).exists() for name in _NO_DATA) and is_records(path)
+    return path.suffix.lower() in (*RECORDS, ".txt", ".md") and path.name not in _NO_DATA

@@ -16,7 +16,6 @@ from ._beside import tokenizer_folder
 from ._config import FinetuneConfig
 from ._data import is_read_as_records, notes_on
 from ._ends import load_end_tokens
-from ._formats import RECORDS
 from ._inspect import Inspection
 from ._job import directory_of
 from ._recipe import with_seq_len
@@ -24,14 +23,6 @@ from ._text import named_documents
 
 _AT_ONCE = 256
 """Records that are tokenised together."""
-
-
-def is_data(path: str | Path) -> bool:
-    """Return whether a path is data rather than a model, an adapter or a run."""
-    path = Path(path)
-    if path.is_dir():
-        return is_read_as_records(str(path), None)
-    return path.suffix.lower() in (*RECORDS, ".txt", ".md")
 
 
 def inspect_data(config: FinetuneConfig) -> Inspection:
