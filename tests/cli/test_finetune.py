@@ -290,7 +290,11 @@ def test_broken_models_are_named(finetune, tmp_path, tiny_model_dir, file, conte
 
 
 def test_a_model_that_is_not_here_is_not_a_tokenizer_problem(finetune):
-    _error(finetune(model="meta-llama/Llama-3.2-1B"), "Llama-3.2-1B/config.json: no such file", "nothing is downloaded")
+    _error(
+        finetune(model="meta-llama/Llama-3.2-1B"),
+        "Llama-3.2-1B: no such folder",
+        "hint: download it: hf download meta-llama/Llama-3.2-1B",
+    )
 
 
 def test_data_that_is_named_twice_is_refused(finetune, capfd):

@@ -15,7 +15,7 @@ import lowtide as lt
 from lowtide import models
 from lowtide.core import ConfigError, NonFiniteError, StructureError, leaves_with_paths, tree_bytes
 from lowtide.finetune import Finetune, FinetuneConfig, _offloaded
-from lowtide.finetune._finetune import _num_targets
+from lowtide.finetune._job import num_targets as _num_targets
 from lowtide.finetune._offloaded import full_step, inputs_place, is_hosted, loss, optimizer
 from lowtide.models import LlamaConfig
 from lowtide.offload import Clip, layerwise_step

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
 from pathlib import Path
@@ -30,11 +31,12 @@ def model_path(name: str | None) -> str | None:
     """
     if name is None or os.path.lexists(name) or _NAME.fullmatch(name) is None:
         return name
-    from huggingface_hub import try_to_load_from_cache  # a dependency of tokenizers
+    if importlib.util.find_spec("huggingface_hub") is not None:  # tokenizers brings it, but does not need it
+        from huggingface_hub import try_to_load_from_cache
 
-    found = try_to_load_from_cache(name, "config.json")
-    if isinstance(found, str):
-        return str(Path(found).parent)
+        found = try_to_load_from_cache(name, "config.json")
+        if isinstance(found, str):
+            return str(Path(found).parent)
     raise ModelFileError(
         f"{name}: no such folder, and no model of this name in the local Hugging Face cache",
         expected="a folder with config.json, or a downloaded model",
