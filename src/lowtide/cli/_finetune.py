@@ -9,6 +9,7 @@ import argparse
 import contextlib
 import os
 import shlex
+import shutil
 import signal
 import sys
 import threading
@@ -260,9 +261,10 @@ def _remember_interrupts() -> threading.Event:
 
 
 def _program() -> str:
-    """How the command was called, to name it in a hint."""
-    name = Path(sys.argv[0]).name
-    return sys.argv[0] if name == "lowtide" else "python -m lowtide"
+    """Return how to call the command again, for a hint."""
+    if Path(sys.argv[0]).name != "lowtide":
+        return "python -m lowtide"
+    return "lowtide" if shutil.which("lowtide") == sys.argv[0] else sys.argv[0]
 
 
 def _train(console: Console, job: Any, table: Any, interrupted: threading.Event) -> None:
