@@ -100,6 +100,9 @@ def test_data_is_inspected_before_a_run(tmp_path: Path, capsys: pytest.CaptureFi
     assert facts["longer than a row"]["tokens lost"] == facts["tokens of a record"]["longest"] - 32 > 0
     assert 0 < facts["tokens"]["learned"] < facts["tokens"]["in all"]
     assert any("are lost at --seq-len 32" in note for note in found["notes"])
+    (tmp_path / "asked.jsonl").write_text(json.dumps({"messages": turns[:1]}) + "\n")
+    assert main(["inspect", str(tmp_path / "asked.jsonl"), *flags]) == 1
+    assert json.loads(capsys.readouterr().out)["facts"]["without a token to learn"] == 1
     (tmp_path / "text.txt").write_text("the tide\n" * 500)
     assert main(["inspect", str(tmp_path / "text.txt")]) == 0
     assert "lost" not in capsys.readouterr().out

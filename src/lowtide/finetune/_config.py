@@ -73,7 +73,7 @@ class FinetuneConfig:
     """Data to evaluate, in place of a part of `data`."""
     columns: tuple[str, ...] | None = dataclasses.field(default=None, metadata={"metavar": "WORDS"})
     """Which columns of the records stand for which fields: words such as messages=chat or prompt=question; other
-    columns are not looked at then."""
+    columns are not read then."""
     chat_template: PathText | None = dataclasses.field(default=None, metadata={"metavar": "FILE"})
     """A file with a chat template in Jinja, in place of the model's."""
     loss_on: Literal["completion", "all"] = "completion"

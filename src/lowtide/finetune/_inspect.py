@@ -107,8 +107,8 @@ def inspect(path: str | Path) -> Inspection:
         return Inspection(kind="weights", path=str(path), facts=_weights([file], tensors), problems=_dtypes(tensors))
     raise ModelFileError(
         f"{path}: nothing that can be inspected" if os.path.lexists(path) else f"{path}: no such file or folder",
-        expected="a folder with config.json, adapter_config.json or config.toml, a .gguf or a .safetensors file",
-        hint="name the folder of the model, of the adapter or of the run",
+        expected="a folder with config.json, adapter_config.json or config.toml; a .gguf or .safetensors file; or data",
+        hint="name the folder of the model, of the adapter or of the run; of data, a file or a folder of one format",
     )
 
 

@@ -62,7 +62,7 @@ def inspect_data(config: FinetuneConfig) -> Inspection:
         examples = (Example(kind="text", where=where, text=text) for where, text in texts.items())
     encoder = Encoder(tokenizer, template, end_token=ends.text, loss_on=config.loss_on, vocab_size=sizes.vocab_size)
     counts, unread, seen = Counter[str](), Counter[str](), set[bytes]()
-    kinds, lengths, learned = Counter[str](), list[int](), 0
+    kinds, lengths, starts, learned = Counter[str](), list[int](), list[float](), 0
     try:
         while batch := list(islice(examples, _AT_ONCE)):
             known = [example for example in batch if example is not None]
@@ -78,6 +78,7 @@ def inspect_data(config: FinetuneConfig) -> Inspection:
             for ids, mask in encoder.encode(known) if known else ():
                 lengths.append(len(ids))
                 learned += int(mask.sum())
+                starts.append(int(np.argmax(mask)) if mask.any() else np.inf)  # of what is learned
     finally:
         encoder.close()
     facts: dict[str, Any] = {
@@ -85,22 +86,30 @@ def inspect_data(config: FinetuneConfig) -> Inspection:
         "tokens": {"in all": sum(lengths), "learned": learned},
         **{name: counts[name] for name in ("blank", "duplicates", "empty turns")},
         "columns not read": dict(unread) or None,
-        "chat template": template.where if template is not None and "chat" in kinds else None,
+        "chat template": template.where if template is not None and {"chat", "alpaca"} & kinds.keys() else None,
     }
     notes = list(notes_on(config.data, config.columns))
     if counts["duplicates"]:
         notes.append(f"{counts['duplicates']:,} records are copies of others, and are learned again")
     if counts["empty turns"]:
         notes.append(f"turns without text: {counts['empty turns']:,}")
+    problems: list[str] = []
     if lengths and not is_plain:  # plain text is cut into rows, and nothing is lost
-        more, lost = _lengths(config, sizes.max_position_embeddings, np.asarray(lengths))
+        more, lost = _lengths(config, sizes.max_position_embeddings, np.asarray(lengths), np.asarray(starts))
         facts |= more
         notes += lost
-    return Inspection(kind="data", path=str(config.data), facts=facts, notes=tuple(notes))
+        if facts["without a token to learn"] == len(lengths):
+            problems.append("no record has a token to learn within a row, so a run refuses this data")
+    if not lengths:
+        problems.append("no record that is not blank")
+    found: dict[str, Any] = {"facts": facts, "problems": tuple(problems), "notes": tuple(notes)}
+    return Inspection(kind="data", path=str(config.data), **found)
 
 
-def _lengths(config: FinetuneConfig, context: int, lengths: np.ndarray[Any, Any]) -> tuple[dict[str, Any], list[str]]:
-    """Return how long records are, what is lost at the length of a row, and a note where that is much."""
+def _lengths(
+    config: FinetuneConfig, context: int, lengths: np.ndarray[Any, Any], starts: np.ndarray[Any, Any]
+) -> tuple[dict[str, Any], list[str]]:
+    """Return how long records are, what is lost at the length of a row, and a note if that is much."""
     seq_len = with_seq_len(config, context, int(lengths.max())).seq_len
     total, longer = int(lengths.sum()), lengths[lengths > seq_len]
     lost = int((longer - seq_len).sum())
@@ -108,8 +117,9 @@ def _lengths(config: FinetuneConfig, context: int, lengths: np.ndarray[Any, Any]
     facts = {
         "tokens of a record": {name: int(np.percentile(lengths, share)) for name, share in percentiles.items()},
         "longer than a row": {f"of {seq_len:,} tokens": len(longer), "tokens lost": lost},
+        "without a token to learn": int((starts >= seq_len).sum()),
     }
-    note = f"{lost:,} of {total:,} tokens ({lost / total:.0%}) are lost at --seq-len {seq_len}; raise it"
+    note = f"{lost:,} of {total:,} tokens of {len(longer):,} records are lost at --seq-len {seq_len}; raise it"
     return facts, [note] if lost > 0.02 * total else []
 
 

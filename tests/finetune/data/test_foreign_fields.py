@@ -124,3 +124,20 @@ def test_parts_that_are_text_are_joined_and_others_are_refused():
     for broken in ("text", {"type": "text", "text": 1}):
         with pytest.raises(DataError, match="a:1"):
             parse_record({"messages": [{"role": "user", "content": [broken]}]}, "a:1", {})
+
+
+def test_columns_name_a_system_prompt_and_list_what_is_not_read():
+    record = {"conversations": [ASKED, SAID], "tools": [TOOL], "system": "Be brief.", "id": 3}
+    with pytest.raises(DataError, match="--columns messages=conversations,tools=tools,system=system"):
+        parse_record(record, "d:1", {})
+    columns = {"messages": "conversations", "tools": "tools", "system": "system"}
+    example = parse_record(record, "d:1", columns)
+    assert (example.messages, example.tools, example.unread) == ((SYSTEM, ASKED, SAID), [TOOL], ("id",))
+    example = parse_record(record, "d:1", {"messages": "conversations"})
+    assert example.unread == ("tools", "system", "id")
+
+
+def test_a_null_turn_of_conversations_is_empty_as_one_of_messages_is():
+    turns = [{"from": "human", "value": "a"}, {"from": "gpt", "value": None}]
+    example = parse_record({"conversations": turns}, "d:1", {})
+    assert example.messages == (ASKED, {"role": "assistant", "content": ""})

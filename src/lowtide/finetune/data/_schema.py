@@ -29,7 +29,7 @@ _KINDS = {
 """The fields that make a record of a kind."""
 _BESIDE = {"alpaca": ("input",), "text": ()}
 """The fields that a record of a kind may have besides; of others tools."""
-FIELDS = ("text", "prompt", "completion", "instruction", "input", "output", "messages", "conversations", "tools")
+FIELDS = (*dict.fromkeys(field for fields in _KINDS.values() for field in fields), "input", "tools", "system")
 _ROLES = {
     "human": "user",
     "user": "user",
@@ -60,7 +60,7 @@ class _Turn(_Strict):
 
 class _Said(_Strict):
     speaker: str = Field(alias="from")
-    value: str
+    value: str = ""  # null, as content of messages may be
 
 
 class _Messages(_Strict):
@@ -151,7 +151,7 @@ def parse_record(raw: Mapping[str, Any], where: str, columns: Mapping[str, str])
     Args:
         raw: the fields.
         where: file and line or row.
-        columns: field to column, of `parse_columns`; where it is given, other fields are not looked at.
+        columns: field to column, of `parse_columns`; where it is given, other fields are not read.
 
     Returns:
         The record; None when it is blank: what the model should learn is missing, or nothing but spaces.
@@ -160,19 +160,19 @@ def parse_record(raw: Mapping[str, Any], where: str, columns: Mapping[str, str])
         DataError: when fields are missing, several kinds fit, or a value has another type.
     """
     kind, record = _kind_of(raw, where, columns)
-    read = {*_KINDS[kind], *_BESIDE.get(kind, ("tools",)), *fields_read(kind)}
-    unread = () if columns else tuple(name for name in raw if name not in read)
+    read = {*columns.values()} or {*_KINDS[kind], *_BESIDE.get(kind, ("tools",)), *fields_read(kind)}
+    unread = tuple(name for name in raw if name not in read)
     example = _example(kind, record, where)
     return example and dataclasses.replace(example, unread=unread)
 
 
 def _example(kind: str, record: dict[str, Any], where: str) -> Example | None:
     """Check a record of a known kind; None for a blank one."""
+    if kind == "conversations":
+        _check_speakers({**record, **_decoded(record, where)}, where)
     record = normalized(kind, {**record, **_decoded(record, where)}, where)
     if any(_is_blank(record[name]) for name in _KINDS[kind][-1:]):
         return None
-    if kind == "conversations":
-        _check_speakers(record, where)
     try:
         validate(_SCHEMAS[kind], record, where, hint=_CHAT_HINT if kind == "messages" else _HINT)
     except ModelFileError as error:
@@ -201,11 +201,12 @@ def _check_speakers(record: Mapping[str, Any], where: str) -> None:
     """Raise for messages that are called conversations."""
     turns = record["conversations"]
     if isinstance(turns, list) and any(isinstance(turn, Mapping) and "role" in turn for turn in turns):
-        tools = ",tools=tools" if "tools" in record else ""
+        fields = {"tools": "tools", "system": "system", "system_prompt": "system"}
+        more = "".join(f",{field}={name}" for name, field in fields.items() if record.get(name))
         raise DataError(
             f"{where}: conversations has turns with a role",
             expected="from and value in each turn; or messages, with role and content",
-            hint=f"say that these are messages: --columns messages=conversations{tools}",
+            hint=f"say that these are messages: --columns messages=conversations{more}",
         )
 
 
@@ -288,7 +289,7 @@ def _turn(said: Mapping[str, Any], where: str) -> dict[str, Any]:
             expected=f"one of {', '.join(_ROLES)}",
             hint="rename it, or write messages with role and content",
         )
-    return {"role": role, "content": said["value"], **({"weight": said["weight"]} if "weight" in said else {})}
+    return {"role": role, "content": said.get("value", ""), **({"weight": said["weight"]} if "weight" in said else {})}
 
 
 def _check_weights(turns: Any, where: str) -> None:
