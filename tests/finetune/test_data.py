@@ -44,7 +44,7 @@ def test_text_keeps_its_windows_and_records_are_packed(load):
 def test_a_batch_with_rows_more_than_once_is_said(load):
     assert load(CHATS, packing="none", batch_size=11).notes == ()
     (note,) = load(CHATS, packing="none", batch_size=12).notes
-    assert note == "a batch of 12 has rows more than once: there are 11 to train on"
+    assert note == "a batch repeats rows: --batch-size is 12, with 11 rows to train on"
 
 
 def test_the_length_is_that_of_the_longest_record_and_lost_tokens_are_said(load):

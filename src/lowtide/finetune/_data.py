@@ -115,7 +115,7 @@ def _noted(data: TextData, config: FinetuneConfig, template: ChatTemplate | None
     notes = [*notes_on(config.data, config.columns), *notes_on(config.eval_data, config.columns, is_evaluation=True)]
     num_rows, batch_size = data.num_train_sequences, config.batch_size
     if num_rows is not None and num_rows < batch_size:
-        notes.append(f"a batch of {batch_size:,} has rows more than once: there are {num_rows:,} to train on")
+        notes.append(f"a batch repeats rows: --batch-size is {batch_size:,}, with {num_rows:,} rows to train on")
     lost = 0 if data.report is None else data.report.num_lost_tokens + data.report.num_held_out_lost_tokens
     if data.report is not None and lost > _MOST_LOST * data.report.num_tokens:
         share = f"{lost:,} of {data.report.num_tokens:,} tokens ({lost / data.report.num_tokens:.0%})"
@@ -174,11 +174,11 @@ def notes_on(data: str | None, columns: tuple[str, ...] | None, *, is_evaluation
         return []
     if found.held_back:
         names = _named(folder, found.held_back)
-        notes.append(f"{folder}: not read, by name for evaluation (--eval-data FILE, or a folder of it): {names}")
+        notes.append(f"{folder}: files for --eval-data by their names, which are not read: {names}")
     if found.is_evaluation and not is_evaluation:
-        notes.append(f"{folder}: trained on, though by name for evaluation: {_named(folder, found.read)}")
+        notes.append(f"{folder}: files trained on, though their names say evaluation: {_named(folder, found.read)}")
     if found.others:
-        notes.append(f"{folder}: not read, no records: {_named(folder, found.others)}")
+        notes.append(f"{folder}: files not read, because they hold no records: {_named(folder, found.others)}")
     return notes
 
 

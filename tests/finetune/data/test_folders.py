@@ -24,15 +24,15 @@ def test_evaluation_files_and_pages_are_left_out_and_named(tmp_path):
     _files(tmp_path / "validation", part__jsonl=CHAT)
     assert [each.name for each in data_files(tmp_path)] == ["latest.jsonl", "train.jsonl"]
     held_back, others = notes_on(str(tmp_path), None)
-    assert held_back.endswith("--eval-data FILE, or a folder of it): test.jsonl, validation/part.jsonl")
-    assert others.endswith("not read, no records: README.md")
+    assert held_back.endswith("which are not read: test.jsonl, validation/part.jsonl")
+    assert others.endswith("because they hold no records: README.md")
 
 
 def test_training_on_what_is_named_for_evaluation_is_said(tmp_path):
     _files(tmp_path, test__jsonl=CHAT)
     assert data_files(tmp_path) == [tmp_path / "test.jsonl"]
     (note,) = notes_on(str(tmp_path), None)
-    assert "trained on, though by name for evaluation: test.jsonl" in note
+    assert "trained on, though their names say evaluation: test.jsonl" in note
     assert notes_on(str(tmp_path), None, is_evaluation=True) == []
 
 

@@ -63,7 +63,7 @@ def read_records(path: Path, columns: Mapping[str, str]) -> Iterator[Example | N
                     f"{where}: a record of another kind than those before",
                     expected=kind,
                     got=example.kind,
-                    hint="put records of different kinds into files of their own",
+                    hint="train on one kind at a time: name a file, or a folder of one kind",
                 )
         yield example
 
