@@ -104,7 +104,8 @@ def test_an_adapter_trains_on_the_weights_as_they_are_and_merges_into_arrays(
     step = finetune.step_job(nested, rank=2, batch_size=2, seq_len=16, packing="contiguous")
     memory = json.loads((tmp_path / "run" / "memory.json").read_text())
     assert memory["frozen_bytes"] == pytest.approx(lt.core.tree_bytes(step.args[4]), rel=0.01)
-    assert step.analyze().device_bytes == memory["device_bytes"] > memory["frozen_bytes"]
+    assert step.analyze().device_bytes == pytest.approx(memory["device_bytes"], rel=0.005)
+    assert memory["device_bytes"] > memory["frozen_bytes"]
 
     status, printed = command(
         "merge", "--model", nested, "--adapter", tmp_path / "run" / "adapter", "--out", tmp_path / "m"

@@ -87,13 +87,13 @@ def test_a_text_that_outgrows_its_frequencies_continues_as_without_a_cache(kind,
         jax.debug.callback(lambda *each: seen.append([np.array(x) for x in each]), state.lengths, logits, ordered=True)
         return append(state, logits, *rest)
 
-    append = generation._append
-    monkeypatch.setattr(generation, "_append", watched)
-    for program in (generation._start, generation._advance):
+    append = generation.append
+    monkeypatch.setattr(generation, "append", watched)
+    for program in (generation._start, generation.advance):
         program.clear_cache()
     greedy = {"key": jax.random.key(0), "sampling": Sampling(temperature=0)}
     found = [each.tokens for each in models.generate_batch(used, prompts, 10, **greedy)]
-    for program in (generation._start, generation._advance):
+    for program in (generation._start, generation.advance):
         program.clear_cache()
     assert len(seen) == 10
     for row, (prompt, tokens) in enumerate(zip(prompts, found, strict=True)):
