@@ -106,5 +106,7 @@ def test_data_is_inspected_before_a_run(tmp_path: Path, capsys: pytest.CaptureFi
     (tmp_path / "text.txt").write_text("the tide\n" * 500)
     assert main(["inspect", str(tmp_path / "text.txt")]) == 0
     assert "lost" not in capsys.readouterr().out
+    assert main(["inspect", str(tmp_path), "--seq-len", "8", "--columns", "a=b"]) == 2
+    assert "leave --columns, --seq-len out" in capsys.readouterr().err
     (tmp_path / "bad.jsonl").write_text('{"messages": 3}\n')
     assert main(["inspect", str(tmp_path / "bad.jsonl")]) == 2

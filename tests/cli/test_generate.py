@@ -319,3 +319,5 @@ def test_variables_of_the_template_are_given(generate, chat_dir, tmp_path, monke
     assert models.load_tokenizer(chat_dir).decode(seen[0][0]) == "when?(no thought)3"
     status, _, said = generate(*flags, "think", model=chat_dir)
     assert status == 2 and "--template-arg needs KEY=VALUE" in said
+    status, _, said = generate("--prompt", "when?", "--template-arg", "think=true")
+    assert status == 2 and "--template-arg is for conversations" in said

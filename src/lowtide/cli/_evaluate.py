@@ -73,6 +73,7 @@ def run(args: argparse.Namespace) -> int:
     is_text = not is_read_as_records(args.data, _columns(args))
     for flag, value in (
         ("--chat-template", args.chat_template),
+        ("--template-arg", args.template_arg or None),
         ("--columns", args.columns),
         ("--loss-on", args.loss_on),
     ):

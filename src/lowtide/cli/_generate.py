@@ -285,8 +285,9 @@ def _all_ids(
     from ..finetune import check_ids
 
     chats = {name: each["messages"] for name, each in prompts.items() if "messages" in each}
-    if args.system is not None and not chats:
-        raise ConfigError("--system is for conversations", hint='take --chat, or "messages" in a .jsonl file')
+    for flag, value in (("--system", args.system), ("--template-arg", args.template_arg)):
+        if value and not chats:
+            raise ConfigError(f"{flag} is for conversations", hint='take --chat, or "messages" in a .jsonl file')
     for name, messages in chats.items():
         chats[name] = messages if messages[0]["role"] == "system" else [*_system(args), *messages]
     tools = {name: prompts[name]["tools"] for name in chats if "tools" in prompts[name]}

@@ -54,6 +54,12 @@ def run(args: argparse.Namespace) -> int:
         model = model_path(args.model)
         found = inspect_data(FinetuneConfig(data=args.path, model=model, columns=columns, **settings))
     else:
+        names = ("model", "tokenizer", "chat_template", "columns", "seq_len")
+        if unused := [f"--{name.replace('_', '-')}" for name in names if getattr(args, name) is not None]:
+            raise ConfigError(
+                f"{unused[0]} is for data, and {args.path} is no file of data, nor a folder of records",
+                hint=f"leave {', '.join(unused)} out, or name the data",
+            )
         found = inspect(model_path(args.path))
     console = Console(highlight=False, soft_wrap=True)
     if args.json:
