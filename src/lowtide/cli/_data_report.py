@@ -89,19 +89,21 @@ def unlike(report: Any, seq_len: int) -> Iterator[str]:
 
 
 def print_examples(console: Console, report: Any) -> None:
-    """Print the first records as the model sees them: dim what is only read, bright what is learned.
+    """Print the first records as the model sees them, with what is learned apart from what is only read.
 
     Args:
-        console: to print to.
+        console: a terminal shows text that is only read dim; without colours, marks enclose what is learned.
         report: a `lowtide.finetune.data.DataReport`, or None.
     """
     if report is None:
         return
+    has_styles = console.is_terminal and not console.no_color
+    legend, begin, end = ("dim: read, not learned", "", "") if has_styles else ("learned: ⟦ to ⟧", "⟦", "⟧")
     for number, parts in enumerate(report.examples, 1):
-        console.rule(f"record {number} (dim: read, not learned)", align="left")
+        console.rule(f"record {number} ({legend})", align="left")
         text = Text()
         for part, is_learned in parts:
-            text.append(part, style="" if is_learned else "dim")
+            text.append(f"{begin}{part}{end}" if is_learned else part, style="" if is_learned else "dim")
         if len(text) > _MOST_CHARACTERS:
             text.truncate(_MOST_CHARACTERS)
             text.append("…", style="dim")

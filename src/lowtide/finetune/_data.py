@@ -13,7 +13,7 @@ from ..core import ConfigError, DataError, shown
 from ._config import FinetuneConfig, flag_of
 from ._formats import KINDS, files_read_as_text, first_fields, is_binary, read_head
 from ._recipe import with_seq_len
-from ._text import TextData, is_large_text, named_documents, text_data
+from ._text import TextData, is_large_text, named_documents, text_data, texts_of_records
 from ._walk import files_below
 
 if TYPE_CHECKING:
@@ -212,19 +212,7 @@ def _texts(data: str | None, columns: tuple[str, ...] | None) -> Mapping[str, st
     """Read documents for contiguous windows, which records with a prompt cannot be in; a large file is a path."""
     if not is_read_as_records(data, columns):
         return {data: Path(data)} if data and is_large_text(data) else named_documents(data)
-    from .data import parse_columns, read_records
-
-    texts: dict[str, str] = {}
-    for example in read_records(Path(data or ""), parse_columns(columns)):
-        if example is not None and example.kind != "text":
-            raise DataError(
-                f"{example.where}: contiguous windows are for plain text",
-                expected="records with text",
-                got=f"records of the kind {example.kind}",
-                hint="leave packing out, or take best-fit or none",
-            )
-        if example is not None:
-            texts[example.where] = example.text
+    texts = texts_of_records(Path(data or ""), columns)
     if not texts:
         raise DataError(f"{data}: no text in it", expected="at least one record that is not blank", hint="check --data")
     return texts

@@ -69,7 +69,7 @@ def inspect_data(config: FinetuneConfig) -> Inspection:
             counts["blank"] += len(batch) - len(known)
             for example in known:
                 kinds[example.kind] += 1
-                unread.update(example.unread)
+                unread.update([*example.unread, *encoder.unread_in(example)])
                 counts["empty turns"] += sum(_is_empty(message) for message in example.messages)
                 content = (example.text, example.prompt, example.more, example.messages, example.tools)
                 digest = hashlib.sha256(repr(content).encode("utf-8", "surrogatepass")).digest()

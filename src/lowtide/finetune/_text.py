@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import json
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -18,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from tokenizers import Tokenizer
 
-from ..core import ConfigError, DataError, shortened, shown
+from ..core import ConfigError, DataError
 from ._formats import READ, RECORDS, refuse_folder_of_records, refuse_other_formats
 from ._tokens import check_ids, encode, largest_id, named, refuse_unknown
 from ._walk import files_below, unreadable
@@ -115,16 +114,38 @@ def named_documents(path: str | Path | None) -> dict[str, str]:
         documents = {str(file): text for file in files if (text := _utf8(file)) is not None}
     else:
         refuse_other_formats(path)
-        text = _utf8(path)
-        if text is None:
-            raise _not_text(path)
-        documents = dict(_jsonl(path, text)) if path.suffix == ".jsonl" else {str(path): text}
+        documents = texts_of_records(path) if path.suffix == ".jsonl" else {str(path): _text_of(path)}
     documents = {name: text for name, text in documents.items() if text.strip()}
     if not documents:
         raise DataError(
             f"{path}: no text in it", expected="at least one document that is not blank", hint="check --data"
         )
     return documents
+
+
+def texts_of_records(path: Path, columns: tuple[str, ...] | None = None) -> dict[str, str]:
+    """Read records of plain text, by file and line.
+
+    Args:
+        path: as in `lowtide.finetune.data.read_records`.
+        columns: of the configuration.
+
+    Raises:
+        DataError: for records of another kind, and those that `read_records` refuses.
+    """
+    from .data import parse_columns, read_records
+
+    texts: dict[str, str] = {}
+    for example in read_records(path, parse_columns(columns)):
+        if example is not None and example.kind != "text":
+            raise DataError(
+                f"{example.where}: a record of the kind {example.kind}, where plain text is read",
+                expected='records with "text"',
+                hint="leave --packing out, or choose best-fit or none",
+            )
+        if example is not None:
+            texts[example.where] = example.text
+    return texts
 
 
 def text_data(
@@ -299,6 +320,12 @@ def _encoded_file(tokenizer: Tokenizer, path: Path) -> Iterator[LongEncoding]:
         raise unreadable(path, error) from error
 
 
+def _text_of(path: Path) -> str:
+    if (text := _utf8(path)) is None:
+        raise _not_text(path)
+    return text
+
+
 def _not_text(path: Path) -> DataError:
     hint = "convert it (iconv -f LATIN1 -t UTF-8), or give a folder or a .jsonl file"
     return DataError(f"{path}: not UTF-8 text", expected=READ, hint=hint)
@@ -360,35 +387,3 @@ def _utf8(path: Path) -> str | None:
         return data.decode("utf-8").removeprefix("\ufeff")  # a mark that some editors write, and no text
     except UnicodeDecodeError:
         return None
-
-
-def _jsonl(path: Path, text: str) -> Iterator[tuple[str, str]]:
-    for number, line in enumerate(text.split("\n"), 1):
-        if not line.strip():
-            continue
-        try:
-            record = json.loads(line)
-        except (ValueError, RecursionError) as error:
-            raise DataError(
-                f"{path}:{number}: not JSON", got=shortened(error), hint="one JSON object a line"
-            ) from error
-        if not isinstance(record, dict) or not isinstance(record.get("text"), str):
-            if isinstance(record, dict) and "text" in record:
-                fields = f"text of {shown(record['text'])}"
-            else:
-                fields = f"an object of {', '.join(map(shown, record))}" if isinstance(record, dict) else shown(record)
-            raise DataError(
-                f"{path}:{number}: no text",
-                expected='an object with a string field "text"',
-                got=shortened(fields, 300),
-                hint='one object a line, such as {"text": "..."}; other fields are not read',
-            )
-        try:
-            record["text"].encode("utf-8")
-        except UnicodeEncodeError as error:
-            raise DataError(
-                f"{path}:{number}: the text is no Unicode",
-                got=str(error),
-                hint="half of a surrogate pair (\\ud800 to \\udfff) is no character; write the file again",
-            ) from error
-        yield f"{path}:{number}", record["text"]

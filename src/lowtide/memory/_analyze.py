@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -132,7 +133,7 @@ def analyze_compiled(
     static = positions("static_argnums", static_argnums, len(compiled.args_info[0]) + num_static)
     leaves = argument_leaves(compiled)
     paths = frozenset(leaf.path for leaf in leaves if leaf.on_host)
-    return _examine(goal, compiled, _Facts.of_compiled(compiled, leaves), None, roles, static, paths)[0]
+    return _examine(goal, compiled, _Facts.of_compiled(compiled, leaves), None, roles, static, paths, ())[0]
 
 
 def examine(program: CompiledProgram, roles: Mapping[str, Role] | None = None) -> tuple[MemoryReport, Owners | None]:
@@ -157,7 +158,9 @@ def examine(program: CompiledProgram, roles: Mapping[str, Role] | None = None) -
         if program.hlo is not None and leaves and not any(leaf.kept for leaf in leaves):
             leaves = lowered_leaves(program.lowered, program.hlo, program.argument_names, stages)
         facts = _Facts.of_compiled(stages, leaves, program.hlo)
-    return _examine(program.target, stages, facts, program.hlo, roles, program.static, program.host_paths)
+    return _examine(
+        program.target, stages, facts, program.hlo, roles, program.static, program.host_paths, program.argument_names
+    )
 
 
 def examine_dump(hlo: Any, goal: Target, stats: Any, roles: Mapping[str, str]) -> tuple[MemoryReport, Owners]:
@@ -244,12 +247,15 @@ def _examine(
     roles: Mapping[str, Role] | None,
     static: Sequence[int],
     host_paths: frozenset[str],
+    leaf_names: Sequence[str],
 ) -> tuple[MemoryReport, Owners | None]:
     num_args = len(stages.args_info[0]) + len(static)
-    owners = _owners(roles or {}, num_args, list(stages.args_info[1]), static)
-    leaf_roles = [owners.get(leaf.argument, "other") for leaf in facts.leaves]
-    facts = dataclasses.replace(facts, leaves=[_as_called(leaf, num_args, static) for leaf in facts.leaves])
+    roles_by_argument = _owners(roles or {}, num_args, list(stages.args_info[1]), static)
+    leaf_roles = [roles_by_argument.get(leaf.argument, "other") for leaf in facts.leaves]
+    dynamic = [position for position in range(num_args) if position not in static]
+    facts = dataclasses.replace(facts, leaves=[_as_called(leaf, dynamic) for leaf in facts.leaves])
     moved = _moved_to_host(goal, facts, host_paths)
+    facts = dataclasses.replace(facts, leaves=_with_names(facts.leaves, leaf_names))
     found = None
     notes = (_HOST_NOTES[goal.platform],) if moved.leaves or moved.outputs else ()
     if goal.platform == "gpu" and goal.is_ahead_of_time and not has_cudnn():
@@ -361,13 +367,33 @@ def _owners(
     return owners
 
 
-def _as_called(leaf: ArgumentLeaf, num_args: int, static: Sequence[int]) -> ArgumentLeaf:
-    """Return a leaf whose argument is numbered as the caller does, static ones included."""
-    if not static or not isinstance(leaf.argument, int):
+def _as_called(leaf: ArgumentLeaf, dynamic: Sequence[int]) -> ArgumentLeaf:
+    """Return a leaf whose argument is numbered as the caller does, static arguments included."""
+    if not isinstance(leaf.argument, int):
         return leaf
-    position = [at for at in range(num_args) if at not in static][leaf.argument]
-    _, slash, inner = leaf.path.partition("/")
-    return dataclasses.replace(leaf, argument=position, path=f"{position}{slash}{inner}")
+    position = dynamic[leaf.argument]
+    return dataclasses.replace(leaf, argument=position, path=_with_head(leaf.path, str(position)))
+
+
+def _with_names(leaves: list[ArgumentLeaf], leaf_names: Sequence[str]) -> list[ArgumentLeaf]:
+    """Let paths begin with the names of the signature, where every argument has a name of its own.
+
+    Args:
+        leaves: the leaves, whose paths begin with the argument's position or keyword.
+        leaf_names: JAX's name of every leaf, such as ``params['w']``. Arguments of a ``*args`` parameter share one.
+    """
+    if len(leaf_names) != len(leaves):
+        return leaves
+    heads = [re.split(r"[\[.]", name)[0] for name in leaf_names]
+    by_argument = {leaf.argument: head for leaf, head in zip(leaves, heads, strict=True)}
+    if not all(heads) or len(set(heads)) != len(by_argument):
+        return leaves
+    return [dataclasses.replace(leaf, path=_with_head(leaf.path, by_argument[leaf.argument])) for leaf in leaves]
+
+
+def _with_head(path: str, head: str) -> str:
+    _, slash, rest = path.partition("/")
+    return f"{head}{slash}{rest}"
 
 
 _HOST_NOTES = {

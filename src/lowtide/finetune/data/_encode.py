@@ -17,6 +17,8 @@ _ALPACA = (
     "Below is an instruction that describes a task{}. Write a response that appropriately completes the request.\n\n"
     "### Instruction:\n{}\n\n{}### Response:\n"
 )
+_TURN_FIELDS = {"role", "content", "weight", "tool_calls"}
+"""Fields of a turn that are read or refused, whatever the template mentions."""
 
 
 class Encoder:
@@ -78,6 +80,13 @@ class Encoder:
             self._finished(encoding, spans, is_chat=is_chat)
             for encoding, (_, spans) in zip(encodings, written, strict=True)
         ]
+
+    def unread_in(self, example: Example) -> set[str]:
+        """Return the fields of a chat's turns that the template does not mention, such as ``messages.name``."""
+        if self._template is None:
+            return set()
+        fields = {name for message in example.messages for name in message} - _TURN_FIELDS
+        return {f"messages.{name}" for name in fields if name not in self._template.source}
 
     def _as_chat(self, example: Example) -> Example:
         if example.kind != "alpaca" or self._template is None:

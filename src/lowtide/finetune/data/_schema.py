@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import json
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -41,6 +42,8 @@ _ROLES = {
     "tool": "tool",
     "observation": "tool",
 }
+_CALLERS = ("function_call", "tool_call")
+"""Speakers whose turns are tool calls of the assistant, as LLaMA-Factory writes them."""
 _SHAREGPT = ("human", "gpt", "chatgpt")
 _USUAL = ("assistant", "user", "system", "tool")
 _CHAT = '{"messages": [{"role": "user", "content": "..."}, ...]}'
@@ -161,7 +164,7 @@ def parse_record(raw: Mapping[str, Any], where: str, columns: Mapping[str, str])
     """
     kind, record = _kind_of(raw, where, columns)
     read = {*columns.values()} or {*_KINDS[kind], *_BESIDE.get(kind, ("tools",)), *fields_read(kind)}
-    unread = tuple(name for name in raw if name not in read)
+    unread = tuple(name for name in raw if name not in read or _is_other_label(name, raw[name]))
     example = _example(kind, record, where)
     return example and dataclasses.replace(example, unread=unread)
 
@@ -195,6 +198,11 @@ def _example(kind: str, record: dict[str, Any], where: str) -> Example | None:
         turns = tuple(_turn(said, where) for said in record["conversations"])
         return Example(kind="chat", where=where, messages=turns, tools=tools)
     return _prompt(record, where, tools)
+
+
+def _is_other_label(name: str, value: Any) -> bool:
+    """Return whether a field called label is no verdict on the answer, such as the number of a class."""
+    return name == "label" and str(value).lower() not in ("true", "false")
 
 
 def _check_speakers(record: Mapping[str, Any], where: str) -> None:
@@ -261,11 +269,20 @@ def parse_list(content: bytes, where: str) -> list[Any]:
     try:
         value = parse_json(b'{"list":' + content + b"}", where)
     except ModelFileError as error:
-        raise DataError(error.message, got=error.got, hint="write the file again; it is cut or damaged") from error
+        raise DataError(error.message, got=error.got, hint=_remedy(content)) from error
     if set(value) != {"list"} or not isinstance(value["list"], list):
         hint = "write a list of objects, or one object a line in a .jsonl file"
         raise DataError(f"{where}: not a list", expected="a JSON list", hint=hint)
     return value["list"]
+
+
+def _remedy(content: bytes) -> str:
+    """Say how to repair a list that is not JSON."""
+    if re.match(rb"\s*\[\s*(\{\s*)?'", content):
+        return "this is Python's notation: write it with json.dumps, not with str"
+    if re.search(rb",\s*[\]}]\s*$", content):
+        return "remove the comma before the closing bracket"
+    return "write the file again; it is cut or damaged"
 
 
 def _prompt(record: Mapping[str, Any], where: str, tools: Any) -> Example:
@@ -282,14 +299,35 @@ def _prompt(record: Mapping[str, Any], where: str, tools: Any) -> Example:
 
 
 def _turn(said: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Rewrite a turn of ShareGPT as a message."""
+    if said["from"] in _CALLERS:
+        return {"role": "assistant", "tool_calls": _calls(said.get("value", ""), where), **_weight(said)}
     role = _ROLES.get(said["from"])
     if role is None:
         raise DataError(
             f"{where}: conversations has an unknown speaker {shown(said['from'])}",
-            expected=f"one of {', '.join(_ROLES)}",
+            expected=f"one of {', '.join((*_ROLES, *_CALLERS))}",
             hint="rename it, or write messages with role and content",
         )
-    return {"role": role, "content": said.get("value", ""), **({"weight": said["weight"]} if "weight" in said else {})}
+    return {"role": role, "content": said.get("value", ""), **_weight(said)}
+
+
+def _weight(said: Mapping[str, Any]) -> dict[str, Any]:
+    return {"weight": said["weight"]} if "weight" in said else {}
+
+
+def _calls(value: str, where: str) -> list[dict[str, Any]]:
+    """Parse the tool calls of a turn: a JSON object with name and arguments, or a list of them."""
+    text = value.strip().encode("utf-8", "surrogatepass")
+    calls = parse_list(text if text.startswith(b"[") else b"[" + text + b"]", f"{where}: a call of a tool")
+    if not calls or not all(isinstance(call, dict) and "name" in call for call in calls):
+        raise DataError(
+            f"{where}: a call of a tool that cannot be read",
+            expected='{"name": "...", "arguments": {...}}, or a list of such objects',
+            got=shown(value),
+            hint="write messages, with tool_calls in the assistant's turns",
+        )
+    return [{"type": "function", "function": call} for call in calls]
 
 
 def _check_weights(turns: Any, where: str) -> None:

@@ -29,7 +29,7 @@ from ._encode import Encoder
 from ._readers import data_files, read_records
 from ._schema import Example
 
-_VERSION = 4
+_VERSION = 5
 _AT_ONCE = 256
 _MOST_UNREAD = 100
 _ABANDONED_SECONDS = 86_400
@@ -201,7 +201,7 @@ def _write(
                 num_blank += 1
                 continue
             kind = example.kind
-            unread.update(example.unread)
+            unread.update(example.unread, encoder.unread_in(example))
             waiting.append(example)
             if len(waiting) == _AT_ONCE:
                 flush()

@@ -22,11 +22,15 @@ def saving(report: MemoryReport, share: Callable[[Buffer], float]) -> int:
     return max(live_bytes(mine, moments)) - max(live_bytes(smaller, moments))
 
 
-def recomputations(report: MemoryReport) -> Iterable[tuple[str, int]]:
-    """Find what could be recomputed, by the function that makes it: what to do, and the device bytes that it saves.
+def recomputations(report: MemoryReport) -> Iterable[tuple[str, tuple[int, int]]]:
+    """Find what could be recomputed, by the function that makes it.
 
     Args:
         report: the report.
+
+    Yields:
+        What to do, and the least and most device bytes that it saves. The most is all that the function keeps for the
+        backward pass. The least leaves out what recomputation itself needs.
     """
     groups: dict[str, list[Buffer]] = {}
     for buffer in report.peak:
@@ -46,7 +50,7 @@ def recomputations(report: MemoryReport) -> Iterable[tuple[str, int]]:
         # All that the function keeps, at any time: before the peak the same arrays have other names.
         kept = saving(report, lambda b, w=where: float(_is_kept(b, report) and _maker(b) == w))
         still = _still_kept(buffers, where in recomputed)
-        yield f"recompute what {where} keeps for the backward pass ({shapes}): {how}", max(kept - still, 0)
+        yield f"recompute what {where} keeps for the backward pass ({shapes}): {how}", (max(kept - still, 0), kept)
 
 
 def _is_kept(buffer: Buffer, report: MemoryReport) -> bool:

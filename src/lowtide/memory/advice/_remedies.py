@@ -59,6 +59,8 @@ class Remedy:
     """What to do, in words."""
     estimated_bytes: int
     """Device bytes that it saves at the peak, read off the report."""
+    range_bytes: tuple[int, int] | None = None
+    """Least and most bytes that it may save, where the report cannot tell more; None where `estimated_bytes` holds."""
     compiled_bytes: int | None = None
     """Device bytes that it saved when it was applied and compiled; None when nobody tried."""
     apply: Callable[[], Program] | None = dataclasses.field(default=None, repr=False, compare=False)
@@ -70,9 +72,14 @@ class Remedy:
         return self.estimated_bytes if self.compiled_bytes is None else self.compiled_bytes
 
     def __str__(self) -> str:
-        figure = "estimated" if self.compiled_bytes is None else "compiled"
-        about = "about " if self.compiled_bytes is None else ""
-        return f"{self.kind}: {self.action}, saves {about}{format_bytes(self.saving_bytes)} ({figure})"
+        least, most = self.range_bytes or (self.estimated_bytes, self.estimated_bytes)
+        if self.compiled_bytes is not None:
+            figure = f"{format_bytes(self.compiled_bytes)} (compiled)"
+        elif least == most:
+            figure = f"about {format_bytes(most)} (estimated)"
+        else:
+            figure = f"{f'{format_bytes(least)} to' if least else 'up to'} {format_bytes(most)} (estimated)"
+        return f"{self.kind}: {self.action}, saves {figure}"
 
 
 def remedies(
@@ -236,7 +243,8 @@ def suggest(
     """
     found = [*_donations(report, owners, findings, call), *_from_findings(report, findings)]
     found += _optimizer_state(report, owners)
-    found += (Remedy(kind="recompute", action=what, estimated_bytes=size) for what, size in recomputations(report))
+    for what, (least, most) in recomputations(report):
+        found.append(Remedy(kind="recompute", action=what, estimated_bytes=least, range_bytes=(least, most)))
     found += [*_loss(report, owners), *_shards(report, owners, call)]
     found += _smaller_batch(report, owners, call, roles or {}, batch)
     return tuple(found)
@@ -258,10 +266,12 @@ def _donations(
         mine = (b for b in report.buffers if b.role == "outputs" and b.dtype != "" and b.path in outputs)
         throughout = {id(b) for b in mine if (b.start, b.end) == (0, len(report.moments) - 1)}
         estimate = saving(report, lambda b, t=throughout: float(id(b) in t))
+        # The compiler copies an argument that it reads after it has written the result.
         yield Remedy(
             kind="donate",
             action=f"donate argument {argument!r} ({_roles_of(report, paths)})",
             estimated_bytes=estimate,
+            range_bytes=(0, estimate),
             apply=_donation(owners, call, argument),
         )
 

@@ -31,20 +31,34 @@ def unmatched_names(jaxpr: Any) -> Iterator[Finding]:
 
 
 def unused_names(jaxpr: Any) -> Iterator[Finding]:
-    """Names that are given and that no policy knows or saves, where policies ask for names at all."""
+    """Find names that no policy asks for or saves, so that the values are recomputed.
+
+    Without a policy that asks for one of the names, only names inside of `jax.checkpoint` count: elsewhere a name is an
+    offer of a library, and changes nothing.
+    """
     tags, policies = _names(jaxpr)
     asked = {name for _, names in policies for name, is_saved in names.items() if is_saved}
     known = asked.union(*(names for _, names in policies))
     unused = {tag for tag in tags if tag not in known and not any(saves_name(policy, tag) for policy, _ in policies)}
-    # Where no name is found, that is the finding; where none is asked for, names are a library's offer.
-    if unused and asked & set(tags):
+    if not asked:
+        unused &= {e.params["name"] for e in _recomputed_equations(jaxpr) if e.primitive.name == "name"}
+    # A policy that asks for other names alone has a finding of its own.
+    if unused and (not asked or asked & set(tags)):
         yield Finding(
             rule="checkpoint-name-unused",
             path=", ".join(sorted(unused)),
             num_bytes=sum(tags[tag] for tag in unused),
-            detail=f"asked for: {', '.join(sorted(asked))}; the others are recomputed",
+            detail=f"names that policies ask for: {', '.join(sorted(asked)) or 'none'}; the others are recomputed",
             remedy="name it in the policy to keep or offload it, or leave it: recomputing costs time, no bytes",
         )
+
+
+def _recomputed_equations(jaxpr: Any) -> Iterator[Any]:
+    """Yield the equations inside of `jax.checkpoint`."""
+    for equation in equations(jaxpr):
+        if "policy" in equation.params:
+            for body in bodies(equation):
+                yield from equations(body.jaxpr)
 
 
 def _names(jaxpr: Any) -> tuple[dict[str, int], list[tuple[Any, dict[str, bool]]]]:
