@@ -1,4 +1,4 @@
-"""Bridges to other libraries, one module each, which is imported at its first use: for instance `lowtide.ext.nnx`."""
+"""Bridges to other libraries, one module per library, imported on first use: for instance `lowtide.ext.nnx`."""
 
 import lazy_loader
 

@@ -1,7 +1,7 @@
-"""The loss and the metrics that Keras' ``compile`` would have, as a loss function for a trainer.
+"""Loss function for a trainer from the loss and metrics that Keras' ``compile`` accepts.
 
-Ranks, masks and reductions are Keras' own: of `keras.losses.Loss` and `keras.metrics.MeanMetricWrapper`. What Keras
-does for a bare function as a loss is in a class that it does not publish, so `_Loss` does the same.
+Ranks, masks and reductions are those of `keras.losses.Loss` and `keras.metrics.MeanMetricWrapper`. Keras handles a bare
+function as a loss in a private class, so `_Loss` does the same here.
 
 Checked with Keras 3.15.1.
 """
@@ -47,20 +47,20 @@ def compiled_loss(loss: Any, metrics: Any, class_weight: Mapping[int, float] | N
 
 
 class _Loss(keras.losses.Loss):
-    """A function of labels and outputs as a loss, in float32 and reduced as ``compile`` would have it."""
+    """A function of labels and outputs as a loss, in float32 and with the reduction of ``compile``."""
 
     def __init__(self, fn: Callable[..., Any]) -> None:
         super().__init__(name="loss")
         self._fn = fn
 
     def call(self, y_true: Any, y_pred: Any) -> Any:
-        """Compute the loss of each example, of labels and outputs whose ranks differ by an axis of size 1 at most."""
+        """Compute the loss per example; the ranks of labels and outputs may differ by one axis of size 1."""
         y_true, y_pred = _same_rank(y_true, y_pred), _same_rank(y_pred, y_true)
         return self._fn(y_true, y_pred)
 
 
 def _same_rank(x: Any, other: Any) -> Any:
-    """Give an array a last axis more or less, as Keras has it beside another: (B,) is (B, 1), else a 1 is dropped."""
+    """Add or drop a last axis to match another array, like Keras: (B,) becomes (B, 1), else a last axis of 1 is cut."""
     if x.ndim == other.ndim - 1 == 1 and other.shape[-1] == 1:
         return x[:, None]
     if x.ndim == other.ndim + 1 > 2 and x.shape[-1] == 1:
@@ -102,12 +102,12 @@ def _found_metric(name: str, metric: Any) -> Any:
 
 
 def _mean(metric: Any, y: Any, outputs: Any) -> Any:
-    """Return the mean of a metric over the examples of a batch that are not masked."""
+    """Return the mean of a metric over the unmasked examples of a batch."""
     return metric.stateless_result(metric.stateless_update_state(metric.stateless_reset_state(), y, outputs))
 
 
 def _by_shape(module: str, kind: str) -> Callable[..., Any]:
-    """Return what ``compile`` takes ``"crossentropy"`` or ``"accuracy"`` for: it depends on labels and outputs."""
+    """Return the function for ``"crossentropy"`` or ``"accuracy"``; like ``compile``, it chooses by shapes."""
 
     def fn(y_true: Any, y_pred: Any) -> Any:
         if y_pred.shape[-1] == 1:
@@ -144,7 +144,10 @@ def _refuse_several(y: Any, outputs: Any) -> None:
 
 
 def _classes(y: Any, outputs: Any) -> Any:
-    """Return the class of each label: Keras would take the largest of any last axis, also of sequences of integers."""
+    """Return the class of each label.
+
+    Keras would take the argmax over any last axis, also over that of integer sequences.
+    """
     if y.ndim > 1 and y.shape[-1] == 1:
         y = y[..., 0]
     elif y.ndim > 1 and y.shape == outputs.shape:

@@ -1,4 +1,4 @@
-"""What stands in a model object while a trainer has its arrays, and what the trainer has of random keys."""
+"""Placeholders for arrays that a trainer borrows from a model object, and the trainer's form of random keys."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from ..core import StateError
 
 
 class Lent:
-    """A placeholder for an array that a trainer has: any use raises.
+    """A placeholder for an array that a trainer has borrowed: any use raises.
 
     Args:
-        path: of the array in the model.
-        like: the array, of which shape and dtype are kept.
+        path: path of the array in the model.
+        like: the array; the placeholder keeps its shape and dtype.
     """
 
     def __init__(self, path: str, like: Any) -> None:
@@ -24,7 +24,7 @@ class Lent:
         self.ndim, self.size = len(like.shape), like.size
 
     def refuse(self, *_: Any, **__: Any) -> NoReturn:
-        """Raise, whatever is asked."""
+        """Raise StateError for any use."""
         raise StateError(
             f"{self.path}: a trainer has this array while it trains",
             expected="Trainer.model, which gives the arrays back",
@@ -48,21 +48,21 @@ class Lent:
 
 
 def is_key(leaf: Any) -> bool:
-    """Whether it is an array of random keys."""
+    """Return whether a leaf is an array of random keys."""
     return isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 
 def numbers(leaf: Any) -> Any:
-    """Return what a trainer has of a leaf: of random keys their numbers."""
+    """Return the trainer's form of a leaf: key data for random keys, otherwise the leaf itself."""
     return jax.random.key_data(leaf) if is_key(leaf) else leaf
 
 
 def refuse_edits(found: Mapping[str, Any], lent: Collection[str]) -> None:
-    """Raise where something else stood in the place of a placeholder, which is lost.
+    """Raise if a placeholder was replaced while the arrays were borrowed; the replacement is lost.
 
     Args:
-        found: what stood in the model when the trainer gave its arrays back, by path.
-        lent: the paths of the placeholders.
+        found: values in the model at the time when the trainer returned its arrays, by path.
+        lent: paths of the placeholders.
 
     Raises:
         StateError: with the paths.

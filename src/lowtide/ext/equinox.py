@@ -1,11 +1,11 @@
-"""Equinox modules in a `lowtide.Trainer`: with their state, in inference mode outside of training.
+"""Equinox modules in a `lowtide.Trainer`, with state, and in inference mode outside of training.
 
-A module without state, Python numbers or modes trains as it is, a pytree. The bridge adds what a pytree cannot say:
-arrays alone are given to the step, so that a probability of dropout or an ``inference`` flag stays a Python value;
-`equinox.nn.State` is state of the step; and `equinox.nn.inference_mode` is set in ``evaluate`` and ``predict``.
+A module without state, Python numbers or modes is a pytree that trains directly. The bridge handles the rest. The step
+gets only arrays, so a dropout probability or an ``inference`` flag stays a Python value. `equinox.nn.State` is state of
+the step, and `equinox.nn.inference_mode` is set in ``evaluate`` and ``predict``.
 
-A module cannot be changed: the arrays that train and the state are those of the module that was given, and the first
-step consumes them. `Bridge.model` is the module of the arrays as they are now.
+A module is immutable: the trainable arrays and the state are those of the given module, and the first step consumes
+them. `Bridge.model` is a module with the current arrays.
 
 Checked with Equinox 0.13.8.
 """
@@ -36,25 +36,25 @@ from ._lent import Lent, is_key, numbers
 class Bridge:
     """An `equinox.Module`, with its state, for `lowtide.Trainer`; a `lowtide.train.ModelObject`.
 
-    With a state the functions of the trainer get and return it as Equinox's layers do: the loss function is
-    ``loss_fn(model, state, batch)``, with ``key`` and ``training`` where it names them, and returns ``(loss, state)``
-    or ``(loss, metrics, state)``; that of ``predict`` is ``fn(model, state, batch)`` and returns outputs, or
-    ``(outputs, state)``. Without a state they are those of a pytree, ``loss_fn(model, batch)``.
+    With a state, functions of the trainer take and return it as Equinox layers do. The loss function is
+    ``loss_fn(model, state, batch)``, with optional arguments ``key`` and ``training``; it returns ``(loss, state)`` or
+    ``(loss, metrics, state)``. The function of ``predict`` is ``fn(model, state, batch)`` and returns outputs or
+    ``(outputs, state)``. Without a state, functions are those for a pytree, ``loss_fn(model, batch)``.
 
     Args:
-        model: the module. The first step consumes the arrays that train, so that it cannot be used any more.
-        state: what `equinox.nn.make_with_state` returned beside it, or None. Consumed likewise.
-        wrt: what trains: an Equinox filter (``eqx.is_inexact_array``, or a tree of booleans and functions that is a
-            prefix of the module), or glob patterns on paths such as ``"layers/1/*"``. All other arrays are frozen, and
+        model: the module. The first step consumes its trainable arrays, so that it cannot be used any more.
+        state: the state from `equinox.nn.make_with_state`, or None. The first step also consumes it.
+        wrt: trainable arrays: an Equinox filter (``eqx.is_inexact_array``, or a tree of booleans and functions that is
+            a prefix of the module), or glob patterns on paths such as ``"layers/1/*"``. All other arrays are frozen and
             stay in the module.
 
     Raises:
-        ConfigError: when the module has state, and none is given.
+        ConfigError: when the module has state, but `state` is missing.
         SelectionError: when `wrt` selects no array.
         StructureError: when two arrays have one path. From a step: when the loss function does not return the state.
 
     Memory:
-        No copy: the trainer's arrays are those of the module.
+        No copy: the trainer uses the arrays of the module.
 
     Examples:
         >>> import jax.numpy as jnp
@@ -77,7 +77,7 @@ class Bridge:
     def __init__(
         self, model: Any, state: eqx.nn.State | None = None, *, wrt: Any | str | Sequence[str] = eqx.is_inexact_array
     ) -> None:
-        nnx: Any = sys.modules.get("flax.nnx")  # whose modules are pytrees, too
+        nnx: Any = sys.modules.get("flax.nnx")  # NNX modules are pytrees, too
         if isinstance(model, type) or (nnx is not None and isinstance(model, nnx.Module)):
             raise ConfigError(
                 "the bridge takes a module of Equinox",
@@ -103,9 +103,9 @@ class Bridge:
         self._changes = of_state & set(self._held)
         trains = self._selected(model, wrt)
         self.wrt = among(trains)
-        """What trains: the arrays of the filter."""
+        """Selects the trainable leaves: the arrays of the filter."""
         self.mutable = among(self._changes) if self._changes else None
-        """What a call may change: the arrays of the state."""
+        """Selects the leaves that a call may change: the arrays of the state."""
         if not trains:
             raise SelectionError(
                 "the filter selects no array of the module",
@@ -122,18 +122,18 @@ class Bridge:
 
     @property
     def model(self) -> Any:
-        """The module as it is now; with a state, ``(model, state)``. Read `Trainer.model`, which ends the lending."""
+        """The module with its current arrays, or ``(model, state)``. `Trainer.model` first returns borrowed arrays."""
         model, state = self._whole(self._held)
         return (model, state) if self._has_state else model
 
     def replace(self, model: Any) -> None:
-        """Go on with another module of the same structure, such as one of `equinox.tree_at`; for `Trainer.update`.
+        """Continue with another module of the same structure, such as one from `equinox.tree_at`; for `Trainer.update`.
 
         Args:
-            model: the module, or ``(model, state)``; its arrays that train belong to the trainer from now on.
+            model: the module, or ``(model, state)``; the trainer owns its trainable arrays from now on.
 
         Raises:
-            StructureError: when more than arrays differ.
+            StructureError: when anything other than arrays differs.
         """
         pair = model if self._has_state else (model, None)
         leaves = _named(*pair) if isinstance(pair, tuple) and len(pair) == 2 else {}
@@ -172,6 +172,7 @@ class Bridge:
             if not self._has_state:
                 return result, arrays
             if isinstance(result, tuple) and result and isinstance(result[-1], eqx.nn.State):
+                # A state in last place is new state in `predict`, too; there it may be left out.
                 *values, after = result
                 return values[0] if len(values) == 1 else tuple(values), arrays | self._state_arrays(after)
             if training:
@@ -209,7 +210,8 @@ class Bridge:
 
 
 def _named(model: Any, state: Any) -> dict[str, Any]:
-    """Name the leaves of a module by their paths in it, and those of its state as ``State/...``, in JAX's order."""
+    """Return leaves by their paths in the module, and those of its state as ``State/...``, in JAX's order."""
+
     pairs = leaves_with_paths((model, state))
     named = {(path[2:] if path[0] == "0" else f"State{path[1:]}"): leaf for path, leaf in pairs}
     if len(named) != len(pairs):

@@ -1,10 +1,10 @@
-"""Keras 3 models, with the JAX backend, in a `lowtide.Trainer`.
+"""Keras 3 models with the JAX backend in a `lowtide.Trainer`.
 
-Inside the step the model's variables stand for the step's arrays (`keras.StatelessScope`), so the loss function calls
-the model as usual, `model.losses` are those of the current weights, and what layers assign (batch statistics, seeds of
-dropout) is state of the step.
+Inside the step, a `keras.StatelessScope` maps the model's variables to the step's arrays. So the loss function calls
+the model as usual, and `model.losses` use the current weights. Values that layers assign, such as batch statistics and
+dropout seeds, become state of the step.
 
-Lending takes the arrays out of ``Variable._value``, as Keras' own JAX trainer does. Checked with Keras 3.15.1.
+The bridge takes the arrays out of ``Variable._value``, as Keras' own JAX trainer does. Checked with Keras 3.15.1.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ class Bridge:
     """A `keras.Model` for `lowtide.Trainer`; a `lowtide.train.ModelObject`.
 
     Args:
-        model: a model that is built; it holds placeholders while the trainer has its arrays.
+        model: a built model; it holds placeholders while the trainer has its arrays.
 
     Raises:
-        ConfigError: for another backend than JAX, for what is no model, and for variables that Keras overwrites with
-            their gradient (the scales of ``float8``), which an optimizer would spoil.
-        SelectionError: when the model is not built, or has nothing that trains.
+        ConfigError: for a backend other than JAX, and for an argument that is not a model. Also for variables that
+            Keras overwrites with their gradient (the scales of ``float8``), because an optimizer would corrupt them.
+        SelectionError: when the model is not built, or has no trainable variables.
 
     Warns:
-        UserWarning: for a float16 policy, whose loss is not scaled.
+        UserWarning: for a float16 policy, because the bridge does not scale the loss.
 
     Memory:
-        No copy: the trainer's arrays are those of the model's variables.
+        No copy: the trainer uses the arrays of the model's variables.
 
     Examples:
         >>> import jax.numpy as jnp
@@ -98,17 +98,17 @@ class Bridge:
         self._lent = set[str]()
         trains = {id(variable) for variable in model.trainable_variables}
         self._trains = {name for name, variable in self._variables.items() if id(variable) in trains}
-        # Weights of a layer that is frozen: no call changes them.
+        # Weights of frozen layers: no call changes them, unlike variables that never train.
         weights = {id(variable) for layer in _layers(model) for variable in layer._trainable_variables}
         self._frozen = {name for name, variable in self._variables.items() if id(variable) in weights - trains}
 
     def wrt(self, path: str, leaf: Any) -> bool:
-        """Select what trains: `model.trainable_variables`."""
+        """Return whether a leaf is in `model.trainable_variables`."""
         return path in self._trains
 
     @property
     def mutable(self) -> Callable[[str, Any], bool] | None:
-        """What a call may change: variables that never train, such as statistics and seeds; not frozen weights."""
+        """Variables that a call may change, such as statistics and seeds; neither trainable nor frozen weights."""
         changes = set(self._variables) - self._trains - self._frozen
         return among(changes) if changes else None
 
@@ -119,28 +119,28 @@ class Bridge:
         *,
         class_weight: Mapping[int, float] | None = None,
     ) -> Callable[..., Any]:
-        """Make a loss function for `lowtide.Trainer`, with the model's own losses (regularisers) added.
+        """Make a loss function for `lowtide.Trainer`, which adds the model's own losses (regularisers).
 
         Args:
-            loss: a Keras loss, or its name, such as ``"sparse_categorical_crossentropy"``, or a function of labels and
-                outputs, of which there is one array each. Ranks and masks are Keras': labels (B,) beside outputs (B, 1)
+            loss: a Keras loss, its name, such as ``"sparse_categorical_crossentropy"``, or a function of labels and
+                outputs, with one array each. Ranks and masks follow Keras: labels (B,) become (B, 1) if the outputs
                 are (B, 1).
-            metrics: functions of labels and outputs by name, such as `keras.metrics.binary_accuracy`, or Keras metrics
-                that are means over examples, or their names. Reported is the mean over a batch, without sample weights
-                and without what the model masks; over several batches, the mean of theirs.
-            class_weight: weights by class, as `lowtide.train.example_weights` takes them, in training alone, as in
-                Keras' ``fit``. Labels are one-hot where they have the outputs' shape. A `sample_weight` is multiplied.
+            metrics: functions of labels and outputs by name, such as `keras.metrics.binary_accuracy`; or Keras metrics
+                that are means over examples, or their names. The result is the mean over a batch, without sample
+                weights and without masked examples; over several batches, it is the mean of the batches' means.
+            class_weight: weights by class, as in `lowtide.train.example_weights`; used only in training, as in Keras'
+                ``fit``. Labels with the shape of the outputs are one-hot. A `sample_weight` is multiplied by them.
 
         Returns:
             ``loss_fn(model, batch, training)`` for batches ``(x, y)`` or ``(x, y, sample_weight)``. The loss is the
-            sum over examples divided by their number, as Keras has it, not by the sum of weights: microbatches of one
-            size weigh the same, and batches of an evaluation by their number of rows.
+            sum over examples divided by their number, as in Keras, and not by the sum of weights. So microbatches of
+            one size have equal weight, and evaluation batches are weighted by their number of rows.
 
         Raises:
-            ConfigError: for a loss or a metric that is none of Keras', a metric that is no mean, such as AUC, or a
-                `class_weight` that is none; for a model with a ``train_step`` or ``compute_loss`` of its own, which
-                would not be called; in the step, for a model of several outputs.
-            DataError: in the step, for a batch that is no such tuple.
+            ConfigError: for an unknown loss or metric, a metric that is not a mean, such as AUC, or an invalid
+                `class_weight`; for a model that overrides ``train_step`` or ``compute_loss``, because the override
+                would not be called; in the step, for a model with several outputs.
+            DataError: in the step, for a batch that is not such a tuple.
         """
         self._refuse_own(
             ("compute_loss", "compute_metrics", "train_step", "test_step", "compute_loss_and_updates"),
@@ -151,7 +151,7 @@ class Bridge:
         return compiled_loss(loss, metrics, class_weight)
 
     def constrained(self, trainable: Tree) -> Tree:
-        """Constrain what trains as the variables' constraints want it after an update, as in Keras' own optimizers."""
+        """Apply the variables' constraints to trainable leaves after an update, as Keras' own optimizers do."""
         constraints = {name: variable.constraint for name, variable in self._variables.items()}
         return {
             name: leaf
@@ -161,14 +161,14 @@ class Bridge:
         }
 
     def call(self, model: Any, batch: Any) -> Any:
-        """Compute what ``predict`` does unless it is told otherwise: the outputs outside of training.
+        """Return the model's outputs outside of training; the default function of ``predict``.
 
         Args:
-            model: the model that functions of the trainer get.
-            batch: its inputs.
+            model: the model that the trainer passes to functions.
+            batch: inputs of the model.
 
         Raises:
-            ConfigError: for a model with a ``predict_step`` of its own, which would not be called.
+            ConfigError: for a model that overrides ``predict_step``, because the override would not be called.
         """
         self._refuse_own(("predict_step",), "fn(model, batch), and trainer.predict(data, fn)")
         return model(batch, training=False)
@@ -177,15 +177,17 @@ class Bridge:
         """See `lowtide.train.ModelObject`.
 
         Raises:
-            StructureError: when other variables train than those of the bridge, or there are others.
+            StructureError: when variables were added, removed, frozen or unfrozen since the bridge was made.
         """
         self._refuse_changes()
         return {name: variable._value for name, variable in self._variables.items()}
 
     def lend(self, arrays: Tree) -> None:
-        """See `lowtide.train.ModelObject`. To assign to such a variable raises, too."""
+        """See `lowtide.train.ModelObject`. Assigning to a borrowed variable also raises."""
         lent = {name: Lent(name, leaf) for name, leaf in arrays.items() if leaf is not None}
         for name, placeholder in lent.items():
+            # `Variable.assign` never reads `_value` and would overwrite the placeholder. It raises because this
+            # attribute shadows the method `_direct_assign`.
             self._variables[name]._value = placeholder
             self._variables[name]._direct_assign = placeholder.refuse
         self._lent = set(lent)
@@ -201,7 +203,7 @@ class Bridge:
         refuse_edits(found, lent)
 
     def _refuse_own(self, methods: Sequence[str], instead: str) -> None:
-        """Raise where the model says itself how it learns or predicts."""
+        """Raise if the model overrides one of Keras' methods."""
         own = [name for name in methods if not _is_of_keras(getattr(self.model, name, None))]
         if own:
             raise ConfigError(
@@ -212,7 +214,7 @@ class Bridge:
             )
 
     def _refuse_changes(self) -> None:
-        """Raise where layers were frozen, unfrozen, added or removed since the bridge was made."""
+        """Raise if layers were frozen, unfrozen, added or removed since the bridge was made."""
         now = {id(variable): variable for variable in _variables(self.model)}
         trains = {id(variable) for variable in self.model.trainable_variables}
         known = {id(variable): name for name, variable in self._variables.items()}
@@ -232,13 +234,13 @@ class Bridge:
 
     @contextlib.contextmanager
     def autocast(self, dtype: str) -> Generator[None]:
-        """Compute in a half precision under Keras' own mixed policy, inside a ``with`` block; variables stay float32.
+        """Compute in half precision with Keras' mixed policy inside a ``with`` block; variables stay float32.
 
         Args:
-            dtype: such as ``"bfloat16"``.
+            dtype: compute dtype, such as ``"bfloat16"``.
 
         Raises:
-            ConfigError: when a layer has a policy of its own that is not float32.
+            ConfigError: when a layer has a policy other than float32.
         """
         layers = _layers(self.model)
         own = {layer.name: layer.dtype_policy.name for layer in layers if layer.dtype_policy.name != "float32"}
@@ -249,6 +251,7 @@ class Bridge:
                 got=", ".join(f"{name}: {policy}" for name, policy in list(own.items())[:4]),
                 hint="leave compute_dtype out: Keras applies the model's policy",
             )
+        # Layers choose their dtype from the policy while the step is traced, so it only has to change during the trace.
         kept = [layer.dtype_policy for layer in layers]
         try:
             for layer in layers:
@@ -259,11 +262,12 @@ class Bridge:
                 layer.dtype_policy = policy
 
     def bind(self, fn: Callable[..., Any], *, training: bool) -> Callable[..., tuple[Any, Tree]]:
-        """See `lowtide.train.ModelObject`. Whether it trains the function has to tell the model's call."""
+        """See `lowtide.train.ModelObject`. The function must pass `training` to the model's call."""
 
         def run(arrays: Tree, *args: Any) -> tuple[Any, Tree]:
             mapping = [(variable, arrays[name]) for name, variable in self._variables.items()]
             with keras.StatelessScope(state_mapping=mapping, collect_losses=True) as scope:
+                # Inside the scope, reads and writes of variables go to the mapping and not to the model.
                 result = fn(self.model, *args)
             return result, {name: scope.get_current_value(variable) for name, variable in self._variables.items()}
 
@@ -271,7 +275,7 @@ class Bridge:
 
 
 def _variables(model: Any) -> list[Any]:
-    """Those of the model, without those of its metrics; and what a layer keeps that Keras lists nowhere.
+    """Return the model's variables without those of metrics, and with variables that Keras does not list.
 
     The latter are the states of a recurrent layer with ``stateful=True``. Keras' own ``fit`` loses what a call assigns
     to them.
@@ -285,7 +289,7 @@ def _variables(model: Any) -> list[Any]:
 
 
 def _held(value: Any) -> list[Any]:
-    """Return the variables that an attribute of a layer is, or is a list of."""
+    """Return the variables in an attribute of a layer: the value itself, or items of a list or tuple."""
     values = list(value) if isinstance(value, list | tuple) else [value]
     return [each for each in values if isinstance(each, keras.Variable)]
 
@@ -297,8 +301,8 @@ def _nothing_trains(model: Any) -> str:
 
 
 def _is_of_keras(method: Any) -> bool:
-    """Whether a method of a model is the one that Keras has; one that is not there is."""
-    # A wrapper takes over the name of the module, and not the globals, of what it wraps.
+    """Return whether a model's method is that of Keras; a missing method counts as Keras'."""
+    # `functools.wraps` copies the module's name but not `__globals__`, so the globals identify the real module.
     module = getattr(getattr(method, "__func__", method), "__globals__", {}).get("__name__", "")
     return method is None or module.partition(".")[0] == "keras"
 
@@ -308,10 +312,10 @@ def _layers(model: Any) -> list[Any]:
 
 
 def _named(variables: list[Any], layers: list[Any]) -> dict[str, Any]:
-    """Variables by their paths, with the numbers that Keras gives to names of its own counted within the model.
+    """Return variables by path, with Keras' automatic layer numbers counted within the model.
 
-    Keras counts for the whole process: the second LSTM of a process is ``lstm_1``, in whatever model, and a checkpoint
-    would not fit the same model made again.
+    Keras counts per process: the second LSTM of a process is ``lstm_1`` in any model. A checkpoint would not fit the
+    same model if it were built again.
     """
     automatic = {_snake_case(type(layer).__name__) for layer in layers} | {"seed_generator"}
     counts: dict[str, list[str]] = {}
@@ -330,13 +334,14 @@ def _named(variables: list[Any], layers: list[Any]) -> dict[str, Any]:
     for variable in variables:
         name = path = "/".join(map(renumbered, variable.path.split("/")))
         count = 1
-        while name in named:  # two layers of one name
+        while name in named:  # two layers have the same name
             name, count = f"{path}_{count}", count + 1
         named[name] = variable
     return named
 
 
 def _snake_case(name: str) -> str:
-    """As Keras names a layer of a class: ``LSTMCell`` is ``lstm_cell``."""
+    """Return Keras' automatic layer name for a class: ``LSTMCell`` becomes ``lstm_cell``."""
+
     name = re.sub(r"(.)([A-Z][a-z]+)", r"\1_\2", re.sub(r"\W+", "", name))
     return re.sub(r"([a-z])([A-Z])", r"\1_\2", name).lower()

@@ -1,10 +1,10 @@
 """Flax NNX modules in a `lowtide.Trainer`.
 
-A module is a graph of objects whose variables hold arrays. Inside the step it is made anew from its definition and the
-step's arrays (`nnx.merge`), the loss function uses it as it is, and afterwards its variables are read again: batch
-statistics, counters of `nnx.Rngs`, caches and arrays that stand in no variable are state of the step. Shared variables
-are one array; random keys are kept as their numbers. What a layer sows (`nnx.Intermediate`) is there inside the step
-alone, and any other attribute that a call sets anew is an error: it would be lost with the module of that step.
+A module is a graph of objects whose variables hold arrays. The step builds a new module from the graph definition and
+the step's arrays (`nnx.merge`). It calls the loss function with this module and then reads its variables. Batch
+statistics, counters of `nnx.Rngs`, caches and arrays outside of variables are state of the step. A shared variable is
+one array, and random keys are stored as their key data. Values that a layer sows (`nnx.Intermediate`) exist only inside
+the step. Any other attribute that a call sets is an error, because it would be lost with the step's module.
 
 Checked with Flax 0.12.8.
 """
@@ -28,24 +28,26 @@ class Bridge:
     """An `nnx.Module` for `lowtide.Trainer`; a `lowtide.train.ModelObject`.
 
     Args:
-        model: the module, which holds placeholders while the trainer has its arrays. What shares its arrays (an
-            `nnx.clone`, an array that was read from it) is gone with the first step; NumPy arrays in it become JAX's,
-            and so do numbers that train. A parameter that is frozen stays as it is, whatever a call writes into it.
-        wrt: an NNX filter of what trains, such as `nnx.LoRAParam`. Other parameters are frozen, and stay in the module.
+        model: the module, which holds placeholders while the trainer has its arrays. The first step consumes these
+            arrays, so an `nnx.clone` or an array that was read from the module becomes invalid. NumPy arrays in the
+            module become JAX arrays, and so do trainable numbers. A frozen parameter stays unchanged, even if a call
+            writes into it.
+        wrt: NNX filter of the trainable variables, such as `nnx.LoRAParam`. Other parameters are frozen and stay in the
+            module.
 
     Raises:
         SelectionError: when the filter selects no variable.
-        StructureError: for an array in a tuple, which cannot be taken out of it, or at two places. From a step: when a
-            call sets attributes that the module did not have.
+        StructureError: for an array in a tuple, from which it cannot be removed, or for one array at two places. From a
+            step: when a call sets attributes that the module did not have.
 
     Warns:
-        UserWarning: when the module is in ``eval()`` mode, in which it would train: a step has the mode, and all else
-            that is no variable, as they were when the bridge was made. From a step: when a call writes into parameters
-            that train, as `nnx.WeightNorm` does: their update starts from the value before the call, where a loop of
-            NNX goes on from the written one.
+        UserWarning: when the module is in ``eval()`` mode, in which it would train. A step uses the mode, and all other
+            attributes that are not variables, as they were when the bridge was made. From a step: when a call writes
+            into trainable parameters, as `nnx.WeightNorm` does. Their update starts from the value before the call,
+            while an NNX training loop continues from the written value.
 
     Memory:
-        No copy: the trainer's arrays are those of the module.
+        No copy: the trainer uses the arrays of the module.
 
     Examples:
         >>> import lowtide as lt
@@ -74,7 +76,7 @@ class Bridge:
         wanted = set(_named(dict(nnx.to_flat_state(nnx.state(model, wrt)))))
         for name, place in _places(model).items():
             value = place.get()
-            if isinstance(value, np.ndarray) or (name in wanted and _is_number(value)):  # as such no leaf that trains
+            if isinstance(value, np.ndarray) or (name in wanted and _is_number(value)):  # not trainable as they are
                 place.put(jnp.array(np.asarray(value)))
         places = _places(model)
         _refuse_one_array_twice(places)
@@ -89,12 +91,12 @@ class Bridge:
         params = _named({path: value for path, value in variables.items() if isinstance(value, nnx.Param)})
         self._changes = self._names - params.keys() - self._trains
         self.wrt = among(self._trains)
-        """What trains: the variables of the filter."""
+        """Selects the trainable leaves: the variables of the filter."""
         self.mutable = among(self._changes) if self._changes else None
-        """What a call may change: all variables that are no parameters."""
+        """Selects the leaves that a call may change: all variables that are not parameters."""
         self._lent = set[str]()
         self._seen: dict[str, Any] = {}
-        """What the module of a step holds before the user's function is called."""
+        """Attributes of the step's module before the user's function is called."""
         if not self._trains:
             raise SelectionError(
                 "the filter selects no variable of the module",
@@ -107,7 +109,7 @@ class Bridge:
         """See `lowtide.train.ModelObject`.
 
         Raises:
-            StructureError: when the module has other variables than when the bridge was made.
+            StructureError: when variables were added or removed since the bridge was made.
         """
         now = _places(self.model)
         if now.keys() != self._known:
@@ -138,7 +140,7 @@ class Bridge:
         refuse_edits(found, lent)
 
     def bind(self, fn: Callable[..., Any], *, training: bool) -> Callable[..., tuple[Any, Tree]]:
-        """See `lowtide.train.ModelObject`; outside of training the module is in its ``eval`` mode."""
+        """See `lowtide.train.ModelObject`; outside of training the module is in ``eval`` mode."""
 
         def run(arrays: Tree, *args: Any) -> tuple[Any, Tree]:
             values = {path: self._filled(path, value, arrays) for path, value in self._variables.items()}
@@ -149,8 +151,11 @@ class Bridge:
             writes = _noted_writes(module, self._trains) if training else []
             result = fn(module, *args)
             _refuse_lost(self._seen, _attributes(module))
+            # Variables are read from the module that the function got, so whatever it wrote becomes state of the step.
             leaves = _named(dict(nnx.to_flat_state(nnx.state(module))))
             after = {name: numbers(leaves[name]) for name in self._names}
+            # An untouched variable still holds the identical tracer. This check alone is not enough, since `nnx.remat`
+            # replaces tracers without a write: `writes` has to show that something was assigned.
             if writes:
                 _warn_of_writes([name for name in self._trains if after[name] is not arrays[name]])
             return result, after
@@ -158,28 +163,29 @@ class Bridge:
         return run
 
     def lowered(self, module: Any, dtype: Any) -> Any:
-        """Have the layers of a module compute in a dtype, except those with a ``dtype`` of their own.
+        """Set the compute dtype of all layers in a module, except those whose ``dtype`` is already set.
 
-        A layer without one computes in the widest dtype of its arrays: after statistics in float32, all in float32.
+        A layer without a dtype computes in the widest dtype of its arrays. Float32 batch statistics would therefore
+        make all following layers compute in float32.
 
         Args:
-            module: the module that a function of the trainer is about to get, which is changed.
-            dtype: what to compute in.
+            module: the module that the trainer passes to a function; it is modified.
+            dtype: the compute dtype.
         """
         layers: list[Any] = [node for _, node in nnx.iter_graph(module) if isinstance(node, nnx.Module)]
         for layer in layers:
             if getattr(layer, "dtype", "none") is None:
                 layer.dtype = dtype
-        self._seen = _attributes(module)  # what was set here is not lost
+        self._seen = _attributes(module)  # attributes set here are not changes by the user's function
         return module
 
     def _own_places(self) -> dict[str, _Place]:
-        """Find the places of the module that hold arrays, each once; placeholders while they are lent."""
+        """Return the places of the module that hold arrays, each once; they hold placeholders while borrowed."""
         found = sorted(_places(self.model, lent=self._lent).items())
         return {name: place for name, place in found if name in self._names}
 
     def _filled(self, path: tuple[Any, ...], variable: Any, arrays: Tree) -> Any:
-        """Return what a step's module has at a path: an array, or a variable with a tree of arrays."""
+        """Return the step's value at a path: an array, or a variable with a tree of arrays."""
         named = _named({path: variable})
         leaves = [self._typed(name, arrays[name]) if name in self._names else leaf for name, leaf in named.items()]
         value = jax.tree.unflatten(jax.tree.structure(_raw(variable)), leaves)
@@ -190,20 +196,20 @@ class Bridge:
 
 
 class _Place:
-    """Where a value stands in a module: a variable or a leaf of its tree, an attribute, or an item of a list."""
+    """Place of a value in a module: a variable or a leaf of its tree, an attribute, or an item of a list."""
 
     def __init__(self, name: str, parent: Any, key: Any, node: Any) -> None:
         self.name, self.parent, self.key, self.node = name, parent, key, node
 
     def get(self) -> Any:
-        """Return the value: an array, or what else a variable holds."""
+        """Return the value: an array, or any other content of a variable."""
         return _raw(self.node)
 
     def put(self, value: Any) -> None:
-        """Set it, past the checks of what may stand there.
+        """Set the value without NNX's checks of its type.
 
         Raises:
-            StructureError: when it stands in a tuple, or another node that cannot be changed.
+            StructureError: when the value is in a tuple, or in another node that cannot be modified.
         """
         if isinstance(self.node, nnx.Variable):
             self.node.set_raw_value(value, _unsafe_bypass_check=True)
@@ -227,10 +233,10 @@ class _Place:
 
 
 def _places(module: nnx.Module, lent: Collection[str] = ()) -> dict[str, _Place]:
-    """Where variables and bare arrays stand in a module, by their paths; a shared variable once."""
+    """Return the places of variables and bare arrays in a module by path, a shared variable only once."""
     held = dict(nnx.to_flat_state(nnx.state(module)))
     nodes = dict(nnx.iter_graph(module))
-    # Not of the nodes alone: in them one array or number at two places is there once.
+    # `nnx.iter_graph` lists an array or number at two places only once, so look at the items of each node, too.
     found = {
         (*path, key): _Place(_name((*path, key)), node, key, value)
         for path, node in nodes.items()
@@ -242,7 +248,7 @@ def _places(module: nnx.Module, lent: Collection[str] = ()) -> dict[str, _Place]
 
 
 def _inner_places(place: _Place) -> list[_Place]:
-    """Return the places of the leaves of a variable that holds a tree, or the place itself."""
+    """Return the places of the leaves if a variable holds a tree, otherwise the place itself."""
     if not _is_tree(place.node):
         return [place]
     leaves = leaves_with_paths(_raw(place.node))
@@ -250,7 +256,7 @@ def _inner_places(place: _Place) -> list[_Place]:
 
 
 def _is_tree(node: Any) -> bool:
-    """Whether a node is a variable that holds a tree, such as a dictionary or a tuple of arrays."""
+    """Return whether a node is a variable that holds a tree, such as a dictionary or a tuple of arrays."""
     raw = _raw(node)
     if raw is node or isinstance(raw, nnx.Pytree):
         return False
@@ -258,17 +264,17 @@ def _is_tree(node: Any) -> bool:
 
 
 def _without_arrays(variable: Any) -> Any:
-    """Return a variable without its arrays, which the trainer has; of one that holds no tree its value alone."""
+    """Return a variable without its arrays, which the trainer has; if it holds no tree, return only its value."""
     value = jax.tree.map(lambda leaf: _ARRAY if isinstance(leaf, jax.Array) else leaf, _raw(variable))
     return variable.replace(value) if _is_tree(variable) else value
 
 
 _ARRAY = object()
-"""Where an array of the trainer belongs."""
+"""Marks the position of an array that the trainer has."""
 
 
 def _named(variables: Mapping[tuple[Any, ...], Any]) -> dict[str, Any]:
-    """Return the leaves of variables by name, those of each variable in the order of `jax.tree.leaves`."""
+    """Return the leaves of variables by name; leaves of one variable are in the order of `jax.tree.leaves`."""
     return {
         _name((*path, *filter(None, [inner]))): leaf
         for path, value in variables.items()
@@ -277,7 +283,7 @@ def _named(variables: Mapping[tuple[Any, ...], Any]) -> dict[str, Any]:
 
 
 def _items(node: Any) -> Iterable[tuple[Any, Any]]:
-    """Return a module's attributes, or the items of a list, tuple or dictionary, by the keys that stand in paths."""
+    """Return a module's attributes, or the items of a list, tuple or dictionary, with their keys in paths."""
     if isinstance(node, nnx.Pytree):
         own = ((key, value) for key, value in vars(node).items() if not key.startswith("_pytree__"))
         return (
@@ -287,11 +293,11 @@ def _items(node: Any) -> Iterable[tuple[Any, Any]]:
 
 
 _MODES = ("deterministic", "use_running_average")
-"""What ``train()`` and ``eval()`` set; a function that calls them sets it again in every step."""
+"""Attributes that ``train()`` and ``eval()`` set. A step may change them, because its function sets them each time."""
 
 
 def _attributes(module: nnx.Module) -> dict[str, Any]:
-    """All that a module holds, by path: what is no array as it is, and what has others inside or numbers by kind."""
+    """Return the attributes of a module and its submodules by path, each as `_held` represents it."""
     return {
         _name((*path, key)): _held(value)
         for path, node in nnx.iter_graph(module)
@@ -301,7 +307,11 @@ def _attributes(module: nnx.Module) -> dict[str, Any]:
 
 
 def _held(value: Any) -> Any:
-    """Return a value, "held" for arrays and what is listed by itself; all that a variable holds beside one array."""
+    """Return the form of an attribute that is compared before and after a call.
+
+    Arrays, and containers that `_attributes` lists separately, are "held". A variable with other content than one
+    array is a tuple of its leaves. Everything else is the value itself.
+    """
     raw = _raw(value)
     if raw is not value and not isinstance(raw, jax.Array):
         leaves = leaves_with_paths(raw, is_leaf=lambda leaf: leaf is None)
@@ -310,7 +320,7 @@ def _held(value: Any) -> Any:
 
 
 def _refuse_lost(before: dict[str, Any], after: dict[str, Any]) -> None:
-    """Raise for attributes that a function set in the module of a step, and which would end with it."""
+    """Raise if a function changed attributes of the step's module, because the changes would be lost with it."""
     changes = {
         "set anew": sorted(after.keys() - before.keys()),
         "removed": sorted(before.keys() - after.keys()),
@@ -332,7 +342,7 @@ def _is_same(one: Any, other: Any) -> bool:
     try:
         is_array = isinstance(one, jax.Array)
         return one is other or (type(one) is type(other) and not is_array and bool(one == other))
-    except Exception:  # of objects that cannot be compared nothing is known
+    except Exception:  # values that cannot be compared count as equal
         return True
 
 
@@ -351,7 +361,7 @@ def _raw(node: Any) -> Any:
 
 
 def _warn_of_eval(module: nnx.Module) -> None:
-    """Warn when all layers that have a mode are in that of evaluation: one alone may be meant so."""
+    """Warn when all layers with a mode are in evaluation mode; a single one may be intended."""
     modes = {
         f"{_name(path)}.{flag}".lstrip("."): getattr(node, flag)
         for path, node in nnx.iter_graph(module)
@@ -368,9 +378,9 @@ def _warn_of_eval(module: nnx.Module) -> None:
 
 
 def _noted_writes(module: nnx.Module, names: Collection[str]) -> list[Any]:
-    """Whatever is assigned to variables of a module from now on, also inside of NNX' transforms.
+    """Return a list that collects all values assigned to variables of a module from now on, also in NNX transforms.
 
-    That a variable holds another value says little: `nnx.remat` hands all of them on as values of its own.
+    A comparison of values before and after is not enough: `nnx.remat` gives all variables new values.
     """
     noted: list[Any] = []
 
@@ -400,5 +410,5 @@ def _name(path: tuple[Any, ...]) -> str:
 
 
 def _is_number(value: Any) -> bool:
-    """Whether it is a number of Python or NumPy that can train."""
+    """Return whether a value is a Python or NumPy number that can train."""
     return isinstance(value, float | complex | np.generic) and jnp.issubdtype(jnp.result_type(value), jnp.inexact)

@@ -1,4 +1,4 @@
-"""Decoders of many families, their files, and sampling."""
+"""Decoder models of many families: configs, checkpoints, tokenizers, chat templates and generation."""
 
 from ..core import gguf_file as gguf_file
 from ._cache import cache_bytes as cache_bytes

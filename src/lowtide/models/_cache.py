@@ -1,16 +1,17 @@
-"""A cache of keys and values, so that a new token costs one token's work.
+"""KV cache, so that a new token costs the work of one token.
 
-Keys and values of all layers are two arrays, which a scan over the layers carries and XLA updates in place: a step
-writes one column and copies nothing. Of layers that have arrays of their own (`unstack`) they are tuples, and the loop
-over layers is unrolled. Prompts of different lengths end in one column: shorter ones are padded on the left, with
-segment 0 in place of 1, which no token sees. A layer with a window holds as many columns as the others.
+The keys and values of all layers are two stacked arrays. A scan over the layers carries them and XLA updates them in
+place: a step writes one column and copies nothing. When layers have separate arrays (`unstack`), keys and values are
+tuples and the loop over layers is unrolled. Prompts of different lengths end in the same column. Shorter prompts are
+padded on the left with segment 0 in place of 1, which no token attends to. A layer with a sliding window holds as many
+columns as the others.
 
 Shapes: B rows, T new tokens, S columns, D model, K key/value heads, H head, V vocabulary, L layers.
 
-With the `dynamic` and `longrope` stretching of rotary positions a token more may change the frequencies of those before
-it, and with them whatever layers beyond the first computed of these, values included. Nothing in the cache is of use
-then, and it is computed again (`read_again`): with `longrope` once, where a row grows beyond the length of pretraining,
-with `dynamic` at each token from there on.
+With the rotary scaling types `dynamic` and `longrope`, one more token may change the frequencies of all earlier tokens.
+This changes the outputs of every layer beyond the first, values included, so the cached entries are invalid and
+`read_again` recomputes them. `longrope` needs this once, when a row grows beyond the length of pretraining; `dynamic`
+needs it at each token from there on.
 """
 
 from __future__ import annotations
@@ -38,12 +39,12 @@ class Cache:
     """Keys and values of the tokens so far; a pytree."""
 
     keys: Float[Array, "L B S K H"] | tuple[Float[Array, "B S K H"], ...]
-    """Of all layers, as these are: stacked, or a tuple."""
+    """Keys of all layers: stacked, or a tuple where the layers are a tuple."""
     values: Float[Array, "L B S K H"] | tuple[Float[Array, "B S K H"], ...]
     segments: Int[Array, "B S"]
-    """0 where a row is padded, 1 elsewhere, in columns that are not written yet, too."""
+    """0 where a row is padded, 1 elsewhere, also in columns that are not yet written."""
     column: Int[Array, ""]
-    """The next one to be written."""
+    """Next column to write."""
 
 
 def cache_bytes(config: DecoderConfig, num_rows: int, length: int, compute_dtype: Any = "float32") -> int:
@@ -51,12 +52,12 @@ def cache_bytes(config: DecoderConfig, num_rows: int, length: int, compute_dtype
 
     Args:
         config: the model's sizes.
-        num_rows: sequences that are continued at once: prompts times samples.
-        length: tokens of a sequence, prompt included.
-        compute_dtype: dtype that keys and values are stored in.
+        num_rows: number of sequences that are generated at once: prompts times samples.
+        length: tokens per sequence, including the prompt.
+        compute_dtype: dtype of the cached keys and values.
 
     Returns:
-        ``2 * L * B * S * K * H`` times the bytes of a number.
+        ``2 * L * B * S * K * H`` times the bytes per element.
 
     Examples:
         >>> cache_bytes(DecoderConfig(vocab_size=8, hidden_size=8, intermediate_size=8, num_layers=2, num_heads=2,
@@ -68,7 +69,7 @@ def cache_bytes(config: DecoderConfig, num_rows: int, length: int, compute_dtype
 
 
 def empty_cache(model: Decoder, segments_BS: Int[Array, "B S"]) -> Cache:
-    """Make a cache of as many columns as there are segments, with nothing in it."""
+    """Create an empty cache with as many columns as there are segments."""
     config = model.config
     shape = (*segments_BS.shape, config.num_kv_heads, config.head_dim)
     if isinstance(model.layers, tuple):
@@ -81,9 +82,9 @@ def empty_cache(model: Decoder, segments_BS: Int[Array, "B S"]) -> Cache:
 def prefill(
     model: Decoder, tokens_BT: Int[Array, "B T"], positions_BT: Int[Array, "B T"], cache: Cache
 ) -> tuple[Float[Array, "B V"], Cache]:
-    """Read prompts into an empty cache; logits of what follows each, in float32.
+    """Process prompts with an empty cache and return the logits of the next tokens, in float32.
 
-    The tokens see each other alone, so that scores are [T, T] and not [T, S].
+    The tokens attend only to each other, so scores have shape [T, T] and not [T, S].
     """
     segments_BT = cache.segments[:, : tokens_BT.shape[1]]
     sight = Sight(segments=(segments_BT, segments_BT))
@@ -93,23 +94,23 @@ def prefill(
 def step(
     model: Decoder, tokens_B1: Int[Array, "B 1"], positions_B1: Int[Array, "B 1"], cache: Cache
 ) -> tuple[Float[Array, "B V"], Cache]:
-    """Add one token to each row; logits of what follows it, in float32."""
+    """Append one token to each row and return the logits of the next tokens, in float32."""
     of_queries = jax.lax.dynamic_slice_in_dim(cache.segments, cache.column, tokens_B1.shape[1], axis=1)
     sight = Sight(segments=(of_queries, cache.segments), start=cache.column)
     return _forward(model, tokens_B1, positions_B1, cache, sight, lambda new, whole: whole)
 
 
 def read_again(model: Decoder, tokens_BS: Int[Array, "B S"], cache: Cache, lengths_B: Array, which_B: Array) -> Cache:
-    """Compute keys and values of some rows again, with the frequencies of the length that they have now.
+    """Recompute keys and values of some rows, with the frequencies of their present length.
 
     Args:
         model: the decoder.
         tokens_BS: all tokens so far.
-        cache: of which columns that are not written yet get what `step` will overwrite.
-        lengths_B: tokens of each row so far, that of the cache's next column included.
-        which_B: the rows.
+        cache: the cache; columns that are not yet written get values that `step` overwrites.
+        lengths_B: number of tokens of each row so far, including the token of the cache's next column.
+        which_B: mask of the rows to recompute.
     """
-    # What is not there yet has the last position again, and so is no part of a document's length.
+    # Columns not yet written repeat the last position, so `document_lengths` does not count them.
     positions_BS = jnp.clip(jnp.cumsum(cache.segments, axis=1) - 1, 0, jnp.maximum(lengths_B - 1, 0)[:, None])
     whole = dataclasses.replace(cache, column=jnp.int32(0))
     sight = Sight(segments=(cache.segments, cache.segments))
@@ -119,6 +120,7 @@ def read_again(model: Decoder, tokens_BS: Int[Array, "B S"], cache: Cache, lengt
     def chosen(new: Array, old: Array) -> Array:
         return jnp.where(jnp.expand_dims(which_B, axes), new, old)
 
+    # All rows are computed in one program, and rows that did not change keep their old entries.
     keys, values = jax.tree.map(chosen, (keys, values), (cache.keys, cache.values))
     return dataclasses.replace(cache, keys=keys, values=values)
 
@@ -144,9 +146,10 @@ def _through(
     sight: Sight,
     attended: Callable[[Array, Array], Array],
 ) -> tuple[Array, Any, Any]:
-    """Embedding and layers; activations, and the keys and values with those of these tokens in them."""
+    """Apply embedding and layers; return activations, and keys and values that include the new tokens."""
     stack = stack_of(model.config, model.compute_dtype)
     h_BTD = activations(stack.first(model.outer, {"tokens": tokens_BT}))
+    # `attended` chooses what the tokens attend to: the new keys and values (prefill), or the whole cache (step).
     over_layers = _unrolled if isinstance(model.layers, tuple) else _scanned
     return over_layers(model, h_BTD, positions_BT, cache, sight, attended)
 
@@ -176,7 +179,9 @@ def _scanned(
         h_BTD, _, _ = layer_forward(layer, h_BTD, positions_BT, sight, model.config, store)
         return (h_BTD, written[0], written[1]), None
 
-    zero, indices = np.int32(0), jnp.arange(model.config.num_layers, dtype=jnp.int32)  # one dtype with x64, too
+    # Indices stay int32, like `cache.column`, also with `jax_enable_x64`: `dynamic_update_slice` takes one dtype.
+    zero, indices = np.int32(0), jnp.arange(model.config.num_layers, dtype=jnp.int32)
+    # Keys and values are in the carry, which XLA updates in place; as scan outputs they would be new arrays.
     carry: Any = (h_BTD, cache.keys, cache.values)
     return jax.lax.scan(body, carry, (indices, model.layers))[0]
 

@@ -1,4 +1,4 @@
-"""What a decoder computes: sizes, and switches for what families of models do differently."""
+"""Configuration of a decoder: sizes, and switches for the differences between model families."""
 
 from __future__ import annotations
 
@@ -12,30 +12,30 @@ RopeType = Literal["linear", "dynamic", "llama3", "yarn", "longrope"]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RopeScaling:
-    """How rotary frequencies are stretched beyond the length a model was pretrained on."""
+    """Scaling of rotary frequencies beyond the length a model was pretrained on."""
 
     rope_type: RopeType
-    """``"linear"``, ``"dynamic"`` (NTK by the length at hand), ``"llama3"``, ``"yarn"`` or ``"longrope"``."""
+    """``"linear"``, ``"dynamic"`` (NTK for the current length), ``"llama3"``, ``"yarn"`` or ``"longrope"``."""
     factor: float
-    """How many times longer than pretraining."""
+    """Ratio of the supported length to the length of pretraining."""
     low_freq_factor: float = 1.0
-    """llama3: wavelengths longer than ``original_max_position_embeddings / low_freq_factor`` are fully stretched."""
+    """llama3: wavelengths longer than ``original_max_position_embeddings / low_freq_factor`` are fully scaled."""
     high_freq_factor: float = 4.0
-    """llama3: wavelengths shorter than ``original_max_position_embeddings / high_freq_factor`` are kept."""
+    """llama3: wavelengths shorter than ``original_max_position_embeddings / high_freq_factor`` are not scaled."""
     original_max_position_embeddings: int = 8192
     """llama3, yarn, longrope: the length of pretraining, in tokens."""
     beta_fast: float = 32.0
-    """yarn: frequencies that turn more often than this over the length of pretraining are kept."""
+    """yarn: frequencies with more rotations than this over the length of pretraining are not scaled."""
     beta_slow: float = 1.0
-    """yarn: frequencies that turn less often than this are fully stretched."""
+    """yarn: frequencies with fewer rotations than this are fully scaled."""
     truncate: bool = True
-    """yarn: whether the bounds between are rounded to whole dimensions."""
+    """yarn: whether the bounds between both are rounded to whole dimensions."""
     attention_factor: float | None = None
-    """yarn, longrope: what queries and keys are multiplied by; None for what the rule says."""
+    """yarn, longrope: factor on queries and keys; None: the default of the rule."""
     short_factor: tuple[float, ...] = ()
-    """longrope: of each frequency, for sequences up to the length of pretraining."""
+    """longrope: divisor of each frequency, for sequences up to the length of pretraining."""
     long_factor: tuple[float, ...] = ()
-    """longrope: of each frequency, for longer sequences."""
+    """longrope: divisor of each frequency, for longer sequences."""
 
     def __post_init__(self) -> None:
         for good, expected, got in (
@@ -61,22 +61,22 @@ class RopeScaling:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Experts:
-    """A mixture of experts in place of the MLP of every block."""
+    """Mixture of experts (MoE) that replaces the MLP of every block."""
 
     num_experts: int
-    """Experts of a layer, E."""
+    """Number of experts per layer, E."""
     num_experts_per_token: int
-    """Experts that compute each token."""
+    """Number of experts per token."""
     intermediate_size: int
     """Width of the hidden layer of one expert, F."""
     normalize: bool = True
-    """Whether the chosen experts' shares are made to add up to one (``norm_topk_prob``)."""
+    """Whether the weights of a token's chosen experts are normalised to sum to one (``norm_topk_prob``)."""
     clamped: bool = False
-    """gpt-oss: gate and up in one interleaved matrix, all with biases, clamped, a sigmoid of its own."""
+    """gpt-oss: gate and up interleaved in one matrix, biases everywhere, clamping, and a scaled sigmoid gate."""
     limit: float = 7.0
-    """gpt-oss: what gate and up are clamped to (``swiglu_limit``)."""
+    """gpt-oss: bound that gate and up are clamped to (``swiglu_limit``)."""
     router_loss_coef: float = 0.0
-    """What the load-balancing loss (of Switch Transformer, arXiv:2101.03961) is multiplied by; 0 computes none."""
+    """Factor of the load-balancing loss (Switch Transformer, arXiv:2101.03961); 0 computes none."""
 
     def __post_init__(self) -> None:
         for name in ("num_experts", "num_experts_per_token", "intermediate_size"):
@@ -92,79 +92,79 @@ class Experts:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DecoderConfig:
-    """Sizes and switches of a decoder; names as in Hugging Face where it has one. The defaults are Llama's."""
+    """Sizes and switches of a decoder; names as in Hugging Face where possible. The defaults are Llama's."""
 
     vocab_size: int
-    """Rows of the embedding."""
+    """Number of rows of the embedding, V."""
     hidden_size: int
     """Width of the residual stream, D."""
     intermediate_size: int
     """Width of the gated hidden layer, F."""
     num_layers: int
-    """Blocks (``num_hidden_layers``)."""
+    """Number of blocks (``num_hidden_layers``), L."""
     num_heads: int
-    """Query heads (``num_attention_heads``), N."""
+    """Number of query heads (``num_attention_heads``), N."""
     num_kv_heads: int
-    """Key and value heads (``num_key_value_heads``), K; divides `num_heads`."""
+    """Number of key and value heads (``num_key_value_heads``), K; divides `num_heads`."""
     head_dim: int
     """Width of one head, H."""
     rope_theta: float = 10000.0
     """Base of the rotary frequencies."""
     rope_scaling: RopeScaling | None = None
-    """Stretching of the rotary frequencies, or None."""
+    """Scaling of the rotary frequencies, or None."""
     rms_norm_eps: float = 1e-5
     """Added to the mean square in RMSNorm."""
     tie_embeddings: bool = False
-    """Whether the head is the embedding (``tie_word_embeddings``)."""
+    """Whether the head shares the embedding's weights (``tie_word_embeddings``)."""
     attention_bias: bool = False
     """Whether the query, key and value projections have a bias."""
     mlp_bias: bool = False
     """Whether the MLP projections have a bias."""
     max_position_embeddings: int = 2048
-    """The longest sequence the model is meant for, in tokens."""
+    """Longest sequence that the model supports, in tokens."""
     bos_token_id: int | None = None
-    """Token that begins a document, if any."""
+    """Token that begins a document, or None."""
     eos_token_id: int | tuple[int, ...] | None = None
-    """Token or tokens that end a document, if any."""
+    """Token or tokens that end a document, or None."""
     family: str = "llama"
-    """``model_type`` of the Hugging Face family whose names and files these are."""
+    """``model_type`` of the Hugging Face family that defines module names and files."""
     attention_out_bias: bool | None = None
-    """Whether the output projection has a bias; None: as `attention_bias` says."""
+    """Whether the output projection has a bias; None: like `attention_bias`."""
     activation: Literal["silu", "gelu", "gelu_tanh"] = "silu"
-    """Of the gate."""
+    """Activation function of the gate."""
     qk_norm: Literal["none", "head", "width"] = "none"
-    """RMSNorm of queries and keys before rotation: of each head, or of all heads together."""
+    """RMSNorm of queries and keys before the rotation: per head, or over all heads together."""
     pre_norm: bool = True
-    """Whether attention and MLP read a normed residual stream."""
+    """Whether attention and MLP read a normalised residual stream."""
     post_norm: bool = False
-    """Whether what attention and MLP return is normed before it is added."""
+    """Whether outputs of attention and MLP are normalised before the residual addition."""
     norm_offset: float = 0.0
     """Added to the weights of all norms (Gemma: 1)."""
     scale_embedding: bool = False
     """Whether embeddings are multiplied by ``sqrt(hidden_size)``."""
     attention_scale: float | None = None
-    """What scores are multiplied by; None: ``head_dim ** -0.5``."""
+    """Factor of attention scores; None: ``head_dim ** -0.5``."""
     rotary_fraction: float = 1.0
-    """Part of each head that is rotated (``partial_rotary_factor``)."""
+    """Fraction of each head that is rotated (``partial_rotary_factor``)."""
     sliding_window: int | None = None
-    """Tokens that a query sees in layers with sliding attention, itself included; None: all before it."""
+    """Number of tokens that a query attends to in sliding-window layers, including itself; None: no window."""
     sliding_layers: tuple[bool, ...] | None = None
-    """Which layers have sliding attention; None: all, if there is a window."""
+    """Which layers have sliding-window attention; None: all, if there is a window."""
     local_rope_theta: float | None = None
-    """Base of the rotary frequencies of layers with sliding attention, unscaled; None: as all others."""
+    """Base of the unscaled rotary frequencies of sliding-window layers; None: the same frequencies as all layers."""
     attention_soft_cap: float | None = None
-    """Scores are squashed into this range by tanh, or None."""
+    """Soft cap of attention scores, ``cap * tanh(scores / cap)``; None: no cap."""
     final_soft_cap: float | None = None
-    """Logits are squashed into this range by tanh, or None."""
+    """Soft cap of logits, ``cap * tanh(logits / cap)``; None: no cap."""
     attention_sinks: bool = False
-    """Whether each head has a score that takes part in the softmax without a key."""
+    """Whether each head has a learned score that joins the softmax without a key."""
     fused_projections: bool = False
-    """Whether query, key and value are one matrix, and gate and up another one (Phi-3)."""
+    """Whether query, key and value are one matrix, and gate and up another (Phi-3)."""
     experts: Experts | None = None
-    """A mixture of experts in place of the MLPs, or None."""
+    """Mixture of experts that replaces the MLPs, or None."""
     module_prefix: str = "model."
-    """What Hugging Face's names of the decoder's modules begin with. It is longer where a model of images and text
-    holds the decoder. Adapters are saved under these names."""
+    """Prefix of the decoder's module names in Hugging Face checkpoints; longer in models of images and text.
+    Adapters are saved under these names."""
 
     def __post_init__(self) -> None:
         for name in ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads"):
@@ -191,12 +191,12 @@ class DecoderConfig:
 
     @property
     def rotary_dim(self) -> int:
-        """Dimensions of each head that are rotated."""
+        """Number of rotated dimensions of each head."""
         return int(self.head_dim * self.rotary_fraction)
 
     @property
     def windows(self) -> int | tuple[int | None, ...] | None:
-        """The window of all layers, or where they differ that of each; None is no window."""
+        """Window of all layers, or a tuple with one entry per layer where they differ; None: no window."""
         if self.sliding_window is None or self.sliding_layers is None or all(self.sliding_layers):
             return self.sliding_window
         if not any(self.sliding_layers):
@@ -250,4 +250,4 @@ class DecoderConfig:
 
 
 LlamaConfig = DecoderConfig
-"""The former name of `DecoderConfig`."""
+"""Former name of `DecoderConfig`."""

@@ -1,4 +1,4 @@
-"""`config.json` of a Hugging Face folder, read and written by the family that it names."""
+"""Conversion between `DecoderConfig` and `config.json` of a Hugging Face folder, by model family."""
 
 from __future__ import annotations
 
@@ -21,12 +21,13 @@ _SILU = ("silu", "swish")
 _BY_LAYER = ("full_attention", "sliding_attention")
 _DROPOUTS = ("attention_dropout", "resid_pdrop", "embd_pdrop")
 _OF_THE_WHOLE = ("bos_token_id", "eos_token_id", "tie_word_embeddings", "quantization_config")
+"""Fields that models of images and text store outside of their `text_config`."""
 _AGAIN = "config.json has the sizes of the model; copy it from the model's source again"
 _WRONG_LOGITS = "computing with another frequency rule would give wrong logits, so nothing was loaded"
 
 
 def config_from_hf(raw: Mapping[str, Any], where: str) -> DecoderConfig:
-    """Read the contents of a Hugging Face `config.json`.
+    """Convert the contents of a Hugging Face `config.json`.
 
     Args:
         raw: the parsed file.
@@ -36,12 +37,12 @@ def config_from_hf(raw: Mapping[str, Any], where: str) -> DecoderConfig:
         The configuration.
 
     Raises:
-        ModelFileError: for an unknown architecture, activation or RoPE type, a missing or impossible entry, or a
-            field that asks for what Lowtide does not compute.
+        ModelFileError: for an unknown architecture, activation or RoPE type, a missing or invalid field, or a field
+            that switches on something that Lowtide does not compute.
     """
     from ._schema import NEUTRAL, ConfigFile, unhandled
 
-    quantization_from_hf(raw, where)  # which refuses what is not read
+    quantization_from_hf(raw, where)  # raises for formats that are not read
     outer = raw
     family, raw = _family(raw, where)
     file = validate(ConfigFile, {**family.defaults, **_flat(raw, family, where)}, where, hint=_AGAIN)
@@ -79,14 +80,14 @@ def config_from_hf(raw: Mapping[str, Any], where: str) -> DecoderConfig:
 
 
 def quantization_from_hf(raw: Mapping[str, Any], where: str) -> Scheme | None:
-    """Read what a Hugging Face `config.json` says about weights in few bits.
+    """Return the quantisation scheme in a Hugging Face `config.json`.
 
     Args:
         raw: the parsed file.
         where: the file's name, for messages.
 
     Returns:
-        How they are stored, or None where nothing is quantised.
+        The scheme, or None if the weights are not quantised.
 
     Raises:
         ModelFileError: for software or a format that is not read.
@@ -97,7 +98,7 @@ def quantization_from_hf(raw: Mapping[str, Any], where: str) -> Scheme | None:
 
 
 def _values(file: ConfigFile, family: Family, rope: RopeEntry, where: str) -> dict[str, Any]:
-    """Fields of `DecoderConfig`, but for tokens."""
+    """Return the fields of `DecoderConfig`, without special tokens."""
     copied = {ours: getattr(file, theirs) for ours, theirs in {**COMMON, **family.fields}.items()}
     heads = file.num_attention_heads
     fraction = rope.partial_rotary_factor or file.partial_rotary_factor
@@ -119,7 +120,7 @@ def _one_or_all(ends: tuple[int | None, ...]) -> Any:
 
 
 def config_to_hf(config: DecoderConfig, dtype: str) -> dict[str, Any]:
-    """Return the contents of a Hugging Face `config.json`, which `transformers` 4 and 5 read alike.
+    """Return the contents of a Hugging Face `config.json` with the same meaning in `transformers` 4 and 5.
 
     Args:
         config: the sizes and switches.
@@ -144,6 +145,7 @@ def config_to_hf(config: DecoderConfig, dtype: str) -> dict[str, Any]:
         "torch_dtype": dtype,
         **family.write(config),
     }
+    # Read the result back: a switch that the family's files cannot express would be lost silently.
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
@@ -167,8 +169,9 @@ def config_to_hf(config: DecoderConfig, dtype: str) -> dict[str, Any]:
 
 
 def _differences(config: DecoderConfig, other: DecoderConfig) -> dict[str, tuple[Any, Any]]:
-    """Fields in which two configurations compute different things."""
+    """Return the fields in which two configurations compute different results, with both values."""
 
+    # Different fields can mean the same computation, so defaults and windows are resolved before the comparison.
     def plain(one: DecoderConfig) -> dict[str, Any]:
         out_bias = one.attention_bias if one.attention_out_bias is None else one.attention_out_bias
         scale = one.head_dim**-0.5 if one.attention_scale is None else one.attention_scale
@@ -182,7 +185,7 @@ def _differences(config: DecoderConfig, other: DecoderConfig) -> dict[str, tuple
 
 
 def _family(raw: Mapping[str, Any], where: str) -> tuple[Family, Mapping[str, Any]]:
-    """Find the family of a file, and the part of it that is about a decoder of text."""
+    """Return the family of a file, and the section of the file about the text decoder."""
     named, kind = raw.get("architectures") or [], raw.get("model_type")
     architectures: list[Any] = named if isinstance(named, list) else [named]  # pyright: ignore[reportUnknownVariableType]
     found = [family for family in FAMILIES.values() if family.architecture in architectures]
@@ -218,9 +221,9 @@ def _refuse_unreadable(raw: Mapping[str, Any], where: str, family: Family) -> No
 
 
 def _flat(raw: Mapping[str, Any], family: Family, where: str) -> dict[str, Any]:
-    """Take rotary frequencies that a file gives for each kind of layer apart.
+    """Split `rope_parameters` with one entry per layer type into `rope_parameters` and `local_rope`.
 
-    Transformers 5 writes ``rope_theta`` null and ``rope_type`` default beside them, where all layers are of one kind.
+    If all layers have one type, transformers 5 adds ``rope_theta`` null and ``rope_type`` default to these entries.
     """
     flat = dict(raw)
     given: Any = raw.get("rope_parameters")
@@ -241,7 +244,7 @@ def _flat(raw: Mapping[str, Any], family: Family, where: str) -> dict[str, Any]:
 
 
 def _rope(file: ConfigFile, family: Family, where: str) -> RopeEntry:
-    """Read what the file says about rotary embeddings, which it may say in two places and two spellings."""
+    """Return the rotary settings of the file, which may be in two places and two spellings."""
     from ._schema import RopeEntry, unhandled
 
     given = [
@@ -279,7 +282,7 @@ def _rope(file: ConfigFile, family: Family, where: str) -> RopeEntry:
 
 def _rope_scaling(rope: RopeEntry, file: ConfigFile, family: Family, where: str) -> RopeScaling | None:
     rope_type = rope.rope_type or rope.type or "default"
-    if family.model_type == "phi3" and rope_type in ("su", "yarn"):  # its older names
+    if family.model_type == "phi3" and rope_type in ("su", "yarn"):  # older names of longrope in Phi-3
         rope_type = "longrope"
     local = file.local_rope.rope_type or file.local_rope.type or "default"
     known = ("linear", "dynamic", "llama3", "yarn", "longrope")
@@ -292,7 +295,7 @@ def _rope_scaling(rope: RopeEntry, file: ConfigFile, family: Family, where: str)
     if rope_type == "default":
         return None
     allowed = {name for names in _OF_TYPE.values() for name in names}
-    said = rope.model_dump(exclude_none=True)  # what is off, and not known, too
+    said = rope.model_dump(exclude_none=True)  # also has unknown fields, all of which are off
     given = {name: value for name, value in said.items() if name in {"factor", *allowed}}
     original = rope.original_max_position_embeddings or file.original_max_position_embeddings
     if rope_type in ("yarn", "longrope"):
@@ -321,7 +324,7 @@ _OF_TYPE: Mapping[str, tuple[str, ...]] = {
     "yarn": ("beta_fast", "beta_slow", "truncate", "attention_factor"),
     "longrope": ("short_factor", "long_factor", "attention_factor"),
 }
-"""Fields of a RoPE scaling, beside its factor and the length of pretraining."""
+"""Fields of each RoPE scaling type, in addition to the factor and the length of pretraining."""
 
 
 def _rope_to_hf(scaling: RopeScaling) -> dict[str, Any]:
@@ -334,9 +337,9 @@ def _rope_to_hf(scaling: RopeScaling) -> dict[str, Any]:
 
 
 def _token_ids(file: ConfigFile, name: str, where: str, *, is_given: bool) -> tuple[int | None, ...]:
-    """Read the ids of a special token, which may be absent, a number or a list; each inside the vocabulary.
+    """Return the ids of a special token, which may be absent, a number or a list; each must be in the vocabulary.
 
-    What a family's class has by default, and the file does not say, may be of another vocabulary: it is none then.
+    A default of the family's class may be outside this vocabulary. It is then dropped, unless the file repeats it.
     """
     value: Any = getattr(file, name)
     ids: list[int] = value if isinstance(value, list) else [] if value is None else [value]

@@ -1,7 +1,7 @@
-"""A conversation with a model: the keys and values of earlier turns are kept, and no turn compiles anew.
+"""Conversation with a model: the KV cache of earlier turns is kept, and later turns need no compilation.
 
-Text is read in chunks of a few sizes, into a cache whose length is a power of two. So the programs of the first turn
-serve the next ones, until the cache has to grow.
+Text is processed in chunks of a few sizes, into a cache whose length is a power of two. So the programs of the first
+turn are reused in later turns, until the cache has to grow.
 
 Shapes: B = 1 row, S columns of the cache, V vocabulary.
 """
@@ -26,17 +26,18 @@ from ._rope import frequencies_change
 from ._sampling import Knobs, Sampling, Ways, knobs_of
 
 _CHUNKS = (512, 64, 8, 1)
+"""Sizes of chunks, each with a compiled program; every length is a sum of them."""
 _FEWEST_COLUMNS = 1024
 
 
 class Conversation:
-    """Answers of one model to a text that grows. This object is mutated: it holds the cache.
+    """Answers of one model to a growing text. This object is mutated: it holds the cache.
 
     Args:
         model: the decoder, with or without adapters, all of it on the device.
 
     Memory:
-        The keys and values of one row (`cache_bytes`), of a power of two of tokens, at least 1,024.
+        The keys and values of one row (`cache_bytes`); the number of tokens is a power of two, at least 1,024.
 
     Examples:
         >>> from lowtide.models import DecoderConfig, init
@@ -52,7 +53,7 @@ class Conversation:
         self._model = model
         self._cache: Cache | None = None
         self._cached: list[int] = []
-        """The tokens whose keys and values are in the cache."""
+        """Tokens whose keys and values are in the cache."""
 
     def stream(
         self,
@@ -63,13 +64,13 @@ class Conversation:
         sampling: Sampling | None = None,
         end_tokens: Iterable[int] = (),
     ) -> Iterator[int]:
-        """Continue a text, and yield each token as it comes; as `lowtide.models.stream`.
+        """Continue a text and yield each token as soon as it is sampled, like `lowtide.models.stream`.
 
         Args:
-            prompt: token ids of the whole text. What it shares with the text so far is not read again.
-            num_tokens: the most new tokens.
+            prompt: token ids of the whole text. The prefix in common with the previous text is not processed again.
+            num_tokens: maximum number of new tokens.
             key: a JAX random key.
-            sampling: how tokens are chosen; None: `Sampling()`.
+            sampling: sampling settings; None: `Sampling()`.
             end_tokens: tokens that end the answer; they are not yielded.
 
         Returns:
@@ -82,7 +83,7 @@ class Conversation:
         sampling = Sampling() if sampling is None else sampling
         check_prompts(self._model, [prompt], num_tokens, 1, 1)
         if frequencies_change(self._model.config, jnp.ones((1,), jnp.int32)) is not None:
-            # A longer text has other rotations, so nothing of the cache could be kept.
+            # A longer text may change the rotary frequencies of all tokens, which would invalidate the cache.
             return stream(self._model, prompt, num_tokens, key=key, sampling=sampling, end_tokens=end_tokens)
         return self._tokens(list(prompt), num_tokens, key, sampling, tuple(end_tokens))
 
@@ -104,14 +105,15 @@ class Conversation:
                 if count + 1 < num_tokens:
                     until = jnp.int32(len(prompt) + count + 2)
                     state = advance(self._model, state, ends_E, knobs, until, ways)
-        finally:
+        finally:  # also when the caller closes the iterator early
             self._cache, self._cached = state.cache, text[: int(state.cache.column)]
 
     def _read(self, prompt: list[int], num_tokens: int) -> tuple[Cache, Array]:
-        """Put a text into the cache, but for the tokens that are in it."""
+        """Process a text into the cache, except for the prefix that is already in it."""
         num_columns = max(_FEWEST_COLUMNS, 1 << (len(prompt) + num_tokens).bit_length())
+        # The cache is donated below: if processing fails, none is left, and the next call starts with an empty one.
         cache, self._cache = self._cache, None
-        # The last token is read in any case: its logits are asked for.
+        # The last token is always processed, because its logits are needed.
         kept = min(len(os.path.commonprefix([self._cached, prompt])), len(prompt) - 1)
         if cache is None or cache.segments.shape[1] < num_columns:
             cache, kept = empty_cache(self._model, jnp.ones((1, num_columns), jnp.int32)), 0
@@ -140,7 +142,7 @@ def _read_chunk(model: Decoder, tokens_BT: Array, positions_BT: Array, cache: Ca
 def _first(
     cache: Cache, logits_BV: Array, tokens_BS: Array, keys_B: Array, ends_E: Array, ways: Ways, knobs: Knobs
 ) -> State:
-    """Choose the first token of an answer."""
+    """Sample the first token of an answer."""
     seen_BV = None
     if ways.penalises:
         is_text_BS = jnp.arange(tokens_BS.shape[1])[None] < cache.column

@@ -1,16 +1,16 @@
-"""The decoder: one set of pure functions over a pytree with stacked layers, for many families of models.
+"""The decoder: pure functions over a pytree with stacked layers, shared by many model families.
 
-RMSNorm, rotary positions, grouped-query attention, a gated MLP or a mixture of experts; `DecoderConfig` has the
-switches between families. Every matrix is stored as [out, in], the orientation of Hugging Face checkpoints, and
-multiplied through `lowtide.core.linear`, so an adapter or a quantised weight can stand in its place. Layers of
-different kinds are one stack: how far each of them sees is a leaf of integers, ``layers/attn/window``, which no file
-holds.
+A block has RMSNorm, rotary positions, grouped-query attention, and a gated MLP or a mixture of experts;
+`DecoderConfig` has the switches between families. Every matrix is stored as [out, in], as in Hugging Face checkpoints.
+`lowtide.core.linear` multiplies by it, so an adapter or a quantised weight can replace it. Layers with and without
+a sliding window share one stack: an integer leaf, ``layers/attn/window``, holds each layer's window. No file contains
+this leaf.
 
 Shapes: B batch, T sequence, D model, N query heads, K key/value heads, H head, F MLP, V vocabulary, L layers,
 E experts.
 
-Sources: Touvron et al., "Llama 2" (arXiv:2307.09288); "Gemma 2" (arXiv:2408.00118), for soft caps, norms after each
-part and layers of two kinds; Yang et al., "Qwen3" (arXiv:2505.09388), for norms of queries and keys.
+Sources: Touvron et al., "Llama 2" (arXiv:2307.09288). "Gemma 2" (arXiv:2408.00118), for soft caps, norms after
+attention and MLP, and layers of two kinds. Yang et al., "Qwen3" (arXiv:2505.09388), for norms of queries and keys.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from .families import family_of
 from .families._family import IMAGES, PREFIXES
 
 EVERYTHING = 2**30
-"""The window of a layer without one, where layers differ."""
+"""Window value of layers without a window, in models where layers differ."""
 
 _KEPT = jax.checkpoint_policies.save_only_these_names(
     *(
@@ -47,7 +47,7 @@ _KEPT = jax.checkpoint_policies.save_only_these_names(
     ),
     *(f"{OWN_NAMES}{name}" for name in ("lora_low", "lora_scaled")),
 )
-"""What products make, of layers that do not run again."""
+"""Residuals that are saved for layers that are not recomputed: results of matrix products."""
 
 _ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
     "silu": jax.nn.silu,
@@ -57,14 +57,14 @@ _ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
 
 
 class Routed(NamedTuple):
-    """Activations between blocks, and of routers what their loss is made of."""
+    """Activations between blocks, with sums of the router's outputs for the load-balancing loss."""
 
     h: Array
-    """[B, T, D]."""
+    """Residual stream, [B, T, D]."""
     probs: Array
-    """Of each expert, added up over tokens and layers so far, [B, E]."""
+    """Router probability of each expert, summed over tokens and over the layers so far, [B, E]."""
     counts: Array
-    """How often it was chosen, [B, E]."""
+    """How often each expert was chosen, [B, E]."""
 
 
 @functools.partial(
@@ -74,34 +74,34 @@ class Routed(NamedTuple):
 )
 @dataclasses.dataclass(frozen=True)
 class Decoder:
-    """A decoder: two parameter trees and its static description; itself a pytree.
+    """A decoder: two parameter trees and a static description; itself a pytree.
 
-    Parameters keep the dtype they are stored in; `compute_dtype` is chosen separately.
+    Parameters keep the dtype they are stored in; `compute_dtype` is separate.
     """
 
     outer: Tree
     """``embed/weight`` [V, D], ``norm/weight`` [D] and, unless tied, ``lm_head/weight`` [V, D]."""
     layers: Tree
-    """The blocks' parameters, every leaf with a leading axis of length L; of `unstack` a tuple of L trees."""
+    """Parameters of the blocks. Every leaf has a leading axis of length L; after `unstack`, a tuple of L trees."""
     config: DecoderConfig
     """Sizes and constants (static)."""
     compute_dtype: str = "float32"
-    """Dtype of activations and of products (static); norms, rotary angles, softmax and loss use float32."""
+    """Dtype of activations and matrix products (static); norms, rotary angles, softmax and loss use float32."""
     attention: Implementation | None = None
-    """Who computes attention but in generation, as in `lowtide.ops.attention` (static); None: what the target has."""
+    """Attention implementation, as in `lowtide.ops.attention`, except in generation (static); None: the target's."""
     tile_tokens: int | None = None
-    """Tokens of a tile of a layer that is computed again, of one device's rows (static); None: what the target needs to
-    be busy. Fewer take fewer bytes, and on a GPU more time."""
+    """Number of tokens per tile in recomputed layers, over one device's rows (static). None: enough to keep the target
+    busy. Smaller tiles need fewer bytes and, on a GPU, more time."""
 
     @property
     def stack(self) -> LayerStack:
         """The decoder as ``first``, ``block``, ``last``.
 
-        A batch has ``tokens`` and ``labels``, integers [B, T]; of packed documents ``segment_ids``, too, which see only
-        those equal to them, and ``positions``, by default 0 to T - 1.
+        A batch has ``tokens`` and ``labels``, integers [B, T]. Packed documents also need ``segment_ids``: tokens
+        attend only to equal ids. ``positions`` are optional and default to 0 to T - 1.
 
         Raises:
-            StructureError: when `layers` are `unstack`'s.
+            StructureError: when `layers` come from `unstack`.
         """
         if isinstance(self.layers, tuple):
             raise StructureError(
@@ -115,35 +115,35 @@ class Decoder:
         return stack_of(self.config, self.compute_dtype, choices)
 
     def external_name(self, path: str) -> str:
-        """Return the Hugging Face module of a tree path, with the text ``{layer}`` for the index of a stacked layer.
+        """Return the Hugging Face module name of a tree path, with ``{layer}`` for the index of a stacked layer.
 
         Args:
-            path: a module's path, such as ``layers/attn/q_proj``.
+            path: path of a module, such as ``layers/attn/q_proj``.
 
         Returns:
             For instance ``model.layers.{layer}.self_attn.q_proj``.
 
         Raises:
-            KeyError: for what is no module there, and for routers, which are no linear layers of `transformers`.
+            KeyError: when the path has no module there, or is a router, which is not a linear layer in `transformers`.
         """
         if path.endswith("/router"):
             raise KeyError(path)
         return self._named(family_of(self.config).names[path])
 
     def _named(self, name: str) -> str:
-        """Give a name of a model of text the prefix that the checkpoint has."""
+        """Replace the prefix of a text model's module name with that of the checkpoint."""
         prefix = self.config.module_prefix
         if name == "lm_head" and prefix == PREFIXES[2]:
             return "language_model.lm_head"
         return prefix + name.removeprefix(PREFIXES[0]) if name.startswith(PREFIXES[0]) else name
 
     def named_as(self, names: Collection[str]) -> Decoder:
-        """Return the same decoder, with the module names that a file has.
+        """Return the same decoder with the module name prefix that occurs in `names`.
 
-        An adapter of a model of images and text fits its text decoder, and the other way round.
+        So an adapter of a model of images and text also fits its text decoder, and the other way round.
 
         Args:
-            names: of modules or tensors; other names may stand among them.
+            names: names of modules or tensors; unrelated names may be among them.
         """
         for prefix in reversed(PREFIXES):
             if any(prefix in name for name in names):
@@ -151,31 +151,31 @@ class Decoder:
         return self
 
     def with_vocabulary(self, size: int) -> Decoder:
-        """Return the same decoder, configured for another number of tokens; its arrays are not changed."""
+        """Return the same decoder configured for another vocabulary size; its arrays do not change."""
         return dataclasses.replace(self, config=dataclasses.replace(self.config, vocab_size=size))
 
     @property
     def ignored_modules(self) -> tuple[str, ...]:
-        """The Hugging Face modules of the checkpoint that see images, which are not part of the decoder."""
+        """Hugging Face modules of the checkpoint that process images and are not part of the decoder."""
         return IMAGES if self.config.module_prefix != PREFIXES[0] else ()
 
     @property
     def expert_parameters(self) -> dict[str, tuple[str, ...]]:
-        """Names of Hugging Face's parameters that have all experts of a layer, with the modules whose outputs they are.
+        """Hugging Face parameters that hold all experts of a layer, with the modules whose outputs they contain.
 
-        ``{layer}`` stands for the layer's index. Where `external_name` has ``{expert}``, they are [experts, out, in]
-        there, the outputs of several modules one after the other; where it has not, [experts, in, out].
+        ``{layer}`` stands for the layer's index. If `external_name` of the modules contains ``{expert}``, the parameter
+        has shape [experts, out, in] with the modules' outputs concatenated, otherwise [experts, in, out].
         """
         return dict(family_of(self.config).expert_parameters)
 
     @property
     def table_names(self) -> frozenset[str]:
-        """The Hugging Face modules of which rows are looked up."""
+        """Hugging Face modules that are embedding lookups."""
         return frozenset({self.external_name("outer/embed")})
 
     @property
     def tied_names(self) -> dict[str, str]:
-        """The Hugging Face module that is used in a second place, with the name of that place."""
+        """Hugging Face modules whose weights are used a second time, mapped to the name of the second use."""
         table, head = map(self.external_name, ("outer/embed", "outer/lm_head"))
         return {table: head} if self.config.tie_embeddings else {}
 
@@ -183,20 +183,20 @@ class Decoder:
 def loss(
     model: Decoder, batch: Tree, *, remat: bool | Callable[..., bool] = False, layers_per_remat: int = 1
 ) -> tuple[Float[Array, ""], dict[str, Array]]:
-    """Mean next-token cross-entropy of a batch, and of a mixture with a `router_loss_coef` the loss of its routers.
+    """Return the mean next-token cross-entropy, plus the load-balancing loss if there is a `router_loss_coef`.
 
     Args:
         model: the decoder, with or without adapters.
-        batch: ``tokens`` and ``labels``, integers of shape [B, T]; the label -100 is ignored. Optional of the same
-            shape: ``segment_ids``, of which tokens see only their own (0 is padding), and ``positions``.
+        batch: ``tokens`` and ``labels``, integers of shape [B, T]; the label -100 is ignored. Optional and of the same
+            shape: ``segment_ids`` (tokens attend only to their own segment, 0 is padding) and ``positions``.
         remat: as in `LayerStack.hidden`.
-        layers_per_remat: as there.
+        layers_per_remat: as in `LayerStack.hidden`.
 
     Returns:
-        The loss in nats per token; ``router_loss`` among the metrics where there is one.
+        The loss in nats per token, and metrics, with ``router_loss`` if that is computed.
 
     Memory:
-        Never logits of all tokens: see `lowtide.losses.chunked_cross_entropy`.
+        Never the logits of all tokens: see `lowtide.losses.chunked_cross_entropy`.
     """
     return model.stack.apply(model.outer, model.layers, batch, remat=remat, layers_per_remat=layers_per_remat)
 
@@ -208,19 +208,19 @@ def logits(
     segment_ids: Int[Array, "B T"] | None = None,
     positions: Int[Array, "B T"] | None = None,
 ) -> Float[Array, "B T V"]:
-    """Next-token logits at every position, in float32.
+    """Return next-token logits at every position, in float32.
 
     Args:
         model: the decoder, with or without adapters.
         tokens: token ids, shape [B, T].
-        segment_ids: of which document each token is; tokens see those of their own. None: one document a row.
-        positions: where in its document each token is; None: 0 to T - 1.
+        segment_ids: document of each token; tokens attend only to their own document. None: one document per row.
+        positions: position of each token in its document; None: 0 to T - 1.
 
     Returns:
-        Shape [B, T, V].
+        Logits of shape [B, T, V].
 
     Memory:
-        ``B * T * V * 4`` bytes; training uses `loss`, which never holds them all.
+        ``B * T * V * 4`` bytes; training uses `loss`, which never holds all logits.
     """
     given = {"tokens": tokens, "segment_ids": segment_ids, "positions": positions}
     batch = {name: value for name, value in given.items() if value is not None}
@@ -228,21 +228,21 @@ def logits(
 
 
 def activations(h: Any) -> Float[Array, "B T D"]:
-    """Take the activations out of what blocks hand on, which may be `Routed`."""
+    """Return the activations from the output of a block, which may be `Routed`."""
     return h.h if isinstance(h, Routed) else h
 
 
 def head_logits(model: Decoder, h: Any) -> Float[Array, "B T V"]:
-    """Logits of what leaves the last block, in float32; [B, T, D], or `Routed` ones, to [B, T, V]."""
+    """Return logits [B, T, V] in float32 of the last block's output: [B, T, D] or `Routed`."""
     config = model.config
     h_BTD = rms_norm(activations(h), model.outer["norm"]["weight"], config)
     return _soft_capped(linear(h_BTD, _head(model.outer)).astype(jnp.float32), config.final_soft_cap)
 
 
 def init(config: DecoderConfig, *, key: Array, dtype: Any = jnp.float32, compute_dtype: Any = jnp.float32) -> Decoder:
-    """Make a decoder with random weights: normal with standard deviation 0.02, norms at one.
+    """Create a decoder with random weights: normal with standard deviation 0.02, norms at one.
 
-    Projections that write into the residual stream are scaled down by sqrt(2 L), as in GPT-2.
+    The standard deviation of projections into the residual stream is divided by sqrt(2 L), as in GPT-2.
 
     Args:
         config: the sizes.
@@ -277,7 +277,7 @@ def init(config: DecoderConfig, *, key: Array, dtype: Any = jnp.float32, compute
 
 
 def parameter_shapes(config: DecoderConfig) -> dict[str, Any]:
-    """Shapes of all parameters as a tree ``{"outer": ..., "layers": ...}``, in float32."""
+    """Return the shapes of all parameters as a tree ``{"outer": ..., "layers": ...}``, in float32."""
     c, n = config, config.num_layers
     d, q, kv = c.hidden_size, c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
     out_bias = c.attention_bias if c.attention_out_bias is None else c.attention_out_bias
@@ -321,7 +321,7 @@ def _mlp_shapes(c: DecoderConfig, array: Callable[..., Any], dense: Callable[...
 
 
 def with_windows(layers: Tree, config: DecoderConfig) -> Tree:
-    """Add the leaf that says how far each layer sees, where layers differ."""
+    """Add the leaf with each layer's window, if layers differ."""
     if not isinstance(config.windows, tuple):
         return layers
     windows = [EVERYTHING if window is None else window for window in config.windows]
@@ -329,12 +329,12 @@ def with_windows(layers: Tree, config: DecoderConfig) -> Tree:
 
 
 def without_windows(layers: Tree) -> Tree:
-    """Take that leaf away, which is no parameter."""
+    """Remove the leaf with the windows, which is not a parameter."""
     return {**layers, "attn": {name: leaf for name, leaf in layers["attn"].items() if name != "window"}}
 
 
 class Choices(NamedTuple):
-    """How a layer is computed, where the target does not choose."""
+    """The user's choices for computing a layer; None leaves the choice to the target."""
 
     attention: Implementation | None = None
     tile_tokens: int | None = None
@@ -362,7 +362,7 @@ def _check_choices(choices: Choices) -> None:
 
 @functools.cache
 def stack_of(config: DecoderConfig, compute_dtype: str, choices: Choices = OF_TARGET) -> LayerStack:
-    """Return the three functions of decoders of this kind."""
+    """Return the layer stack of decoders with this config; cached, so that equal arguments share functions."""
     dtype = jnp.dtype(compute_dtype)
     experts = config.experts
     routed = experts if experts is not None and experts.router_loss_coef > 0 else None
@@ -401,13 +401,13 @@ def stack_of(config: DecoderConfig, compute_dtype: str, choices: Choices = OF_TA
 def _routed(h: Routed, h_BTD: Array, routing: tuple[Array, Array] | None, segments: Array | None) -> Routed:
     assert routing is not None
     probs_BTE, counts_BTE = routing
-    if segments is not None:  # padding chooses experts, too, and is no token
+    if segments is not None:  # padding also chooses experts, but must not count
         probs_BTE, counts_BTE = (jnp.where((segments > 0)[..., None], each, 0.0) for each in (probs_BTE, counts_BTE))
     return Routed(h_BTD, h.probs + jnp.sum(probs_BTE, axis=1), h.counts + jnp.sum(counts_BTE, axis=1))
 
 
 def _tokens(batch: Tree) -> Array:
-    """Tokens of each row that are no padding."""
+    """Return the number of tokens in each row, without padding."""
     segments = batch.get("segment_ids")
     keep_BT = jnp.ones(batch["tokens"].shape, bool) if segments is None else segments > 0
     return jnp.sum(keep_BT, axis=1).astype(jnp.float32)
@@ -431,11 +431,11 @@ def _dense(module: Tree, x: Array) -> Array:
 
 
 def rms_norm(x: Array, weight_D: Array, config: DecoderConfig) -> Array:
-    """Norm the last axis, in float32."""
+    """Apply RMSNorm over the last axis, in float32."""
     x32 = x.astype(jnp.float32)
     x32 = x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + config.rms_norm_eps)
     weight = jnp.expand_dims(weight_D, tuple(range(x.ndim - 1)))
-    if config.norm_offset:  # weights near zero, which half precision keeps better than those near one
+    if config.norm_offset:  # such weights are near zero; rounding `1 + weight` to half precision would lose digits
         return (x32 * (config.norm_offset + weight.astype(jnp.float32))).astype(x.dtype)
     return x32.astype(x.dtype) * weight.astype(x.dtype)
 
@@ -457,26 +457,27 @@ def layer_forward(
     store: Callable[[Array, Array], tuple[Array, Array]] = lambda k, v: (k, v),
     choices: Choices = OF_TARGET,
 ) -> tuple[Array, tuple[Array, Array] | None, tuple[Array, Array]]:
-    """One layer: attention, then the MLP or the mixture.
+    """Apply one layer: attention, then the MLP or the mixture of experts.
 
-    Where the backward pass computes it again, all but attention itself goes over tiles of tokens: neither norms nor
-    rotations nor what lies between attention and the MLP are arrays of all tokens.
+    If the backward pass recomputes the layer, everything but attention itself runs over tiles of tokens. Then norms,
+    rotations and intermediate activations never exist for all tokens at once.
 
     Args:
-        layer: its parameters.
+        layer: parameters of the layer.
         h_BTD: the residual stream.
-        positions_BT: where in its document each token is, [B or 1, T].
-        sight: which keys each query sees; the window is the layer's own.
+        positions_BT: position of each token in its document, [B or 1, T].
+        sight: which keys each query attends to; the window comes from the layer.
         config: sizes and switches.
-        store: takes the keys and values of these tokens [B, T, K, H] and returns those to attend to [B, S, K, H], such
-            as a cache with these in it.
-        choices: of the user.
+        store: function of the new keys and values [B, T, K, H]. It returns the keys and values to attend to
+            [B, S, K, H], such as a cache that includes the new ones.
+        choices: the user's choices.
 
     Returns:
-        The residual stream, what routers are judged by (None without experts), and what `store` returned.
+        The residual stream; the router's probabilities and choices (None without experts); and what `store` returned.
     """
     attn = layer["attn"]
     sight = dataclasses.replace(sight, window=_window(layer, config))
+    # Attention itself is not tiled. Each of the two tiled parts gets only the parameters that it reads.
     before = {name: part for name, part in layer.items() if name in ("attn", "attn_norm")}
     after = {name: part for name, part in layer.items() if name not in ("attn", "attn_norm")}
     after["attn"] = {"o_proj": attn["o_proj"]}
@@ -484,6 +485,7 @@ def layer_forward(
     tokens = (h_BTD, positions_BT, document_lengths(config, positions_BT, sight.segments and sight.segments[0]))
     project, finish = functools.partial(_project, config), functools.partial(_finish, config)
     if is_recomputed():
+        # `wide` is the widest intermediate array per token: with experts, the hidden layers of all its chosen experts.
         experts, chosen, wide = config.experts, 1, config.intermediate_size
         if experts is not None:
             chosen, wide = experts.num_experts_per_token, experts.num_experts_per_token * experts.intermediate_size
@@ -491,7 +493,7 @@ def layer_forward(
         project = functools.partial(tiled, project, width=config.num_heads * config.head_dim)
         finish = functools.partial(tiled, finish, width=wide, share=chosen / experts.num_experts if experts else 1)
     else:
-        # Norms, gates and rotations are computed again from what products made: less to write, and to read.
+        # Save only results of matrix products; norms, gates and rotations are recomputed. This saves memory traffic.
         project = jax.checkpoint(project, policy=_KEPT, prevent_cse=False)
         finish = finish if config.experts else jax.checkpoint(finish, policy=_KEPT, prevent_cse=False)
     q_BTW, k_BTX, v_BTX = project(before, tokens)
@@ -505,7 +507,7 @@ def layer_forward(
 
 
 def _project(config: DecoderConfig, layer: Tree, tokens: tuple[Array, Array, Array | None]) -> tuple[Array, ...]:
-    """Make queries, keys and values of normed activations, [B, T, W] and [B, T, X] twice; the first two are rotated."""
+    """Return queries [B, T, W], keys and values (both [B, T, X]) of normalised activations, after rotation."""
     h_BTD, positions_BT, lengths_BT = tokens
     attn = layer["attn"]
     q_BTW, k_BTX, v_BTX = _projected(attn, _before(layer, "attn", h_BTD, config), config)
@@ -524,7 +526,7 @@ def _project(config: DecoderConfig, layer: Tree, tokens: tuple[Array, Array, Arr
 def _finish(
     config: DecoderConfig, layer: Tree, tokens: tuple[Array, Array]
 ) -> tuple[Array, tuple[Array, Array] | None]:
-    """Add what attention found, and what the MLP or the mixture makes of that."""
+    """Add the attention output to the residual stream, then the output of the MLP or the mixture of experts."""
     h_BTD, out_BTW = tokens
     added_BTD = checkpoint_name(_dense(layer["attn"]["o_proj"], out_BTW), f"{OWN_NAMES}attn_added")
     h_BTD = h_BTD + _after(layer, "attn", added_BTD, config)
@@ -557,4 +559,5 @@ def _mlp(mlp: Tree, x_BTD: Array, config: DecoderConfig) -> tuple[Array, tuple[A
 
 
 Llama = Decoder
-"""The former name of `Decoder`."""
+"""Former name of `Decoder`."""
+

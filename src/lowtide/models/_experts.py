@@ -1,12 +1,12 @@
-"""A mixture of experts: a router that chooses, experts that compute what chose them, and the loss of the router.
+"""Mixture of experts (MoE): the router, the experts' MLPs, and the load-balancing loss.
 
-No token is dropped and no expert computes what no token chose: rows are sorted by expert and multiplied group by group
-(`_grouped`).
+No token is dropped, and no expert computes a token that did not choose it. Rows are sorted by expert and multiplied
+group by group (`_grouped`).
 
-Shapes: B batch, T sequence, D model, E experts, K experts of a token, M = B T K rows, F hidden.
+Shapes: B batch, T sequence, D model, E experts, K experts per token, M = B T K rows, F hidden.
 
-Sources: Jiang et al., "Mixtral of Experts" (arXiv:2401.04088); Fedus et al., "Switch Transformers" (arXiv:2101.03961),
-equation 4, for the loss, over all layers together as in Hugging Face's models.
+Sources: Jiang et al., "Mixtral of Experts" (arXiv:2401.04088). Fedus et al., "Switch Transformers"
+(arXiv:2101.03961), equation 4, for the loss; it is taken over all layers together, as in Hugging Face transformers.
 """
 
 from __future__ import annotations
@@ -29,31 +29,32 @@ from ._grouped import grouped_linear
 def mixture(
     mlp: Tree, x_BTD: Float[Array, "B T D"], experts: Experts, activation: Callable[[Array], Array]
 ) -> tuple[Float[Array, "B T D"], Float[Array, "B T E"], Float[Array, "B T E"]]:
-    """Compute what each token's experts make of it.
+    """Apply the mixture-of-experts MLP to activations.
 
-    Where devices divide rows or tokens, each sorts its own. Along the axis ``expert`` of their mesh each has some
-    experts: tokens are gathered, and what the experts make of them is added up where they came from.
+    Where rows or tokens are sharded, each device sorts its own. Along the mesh axis ``expert`` each device holds some
+    of the experts: tokens are all-gathered, and the experts' outputs are summed and scattered back to their devices.
 
     Args:
         mlp: ``router`` and ``experts``.
         x_BTD: activations.
         experts: sizes and switches.
-        activation: of the gate.
+        activation: activation function of the gate.
 
     Returns:
-        The sum of the experts' results by their shares; each expert's probability; and how often it was chosen, 0 or 1.
+        Outputs of each token's experts, summed with the router's weights; the router's probabilities; and 1 for each
+        chosen expert, else 0.
 
     Raises:
-        ConfigError: when the axis ``expert`` does not divide the experts.
+        ConfigError: when the size of the axis ``expert`` does not divide the number of experts.
 
     Memory:
-        Rows of the tokens of a device (along ``expert`` those of all its devices), one for each of a token's experts;
-        and a device's experts of the layer, whole: along ``fsdp`` and ``data`` they are gathered.
+        K rows per token of this device (along ``expert``: per token of all devices of that axis). In addition, this
+        device's experts of one layer, unsharded: they are gathered along ``fsdp`` and ``data``.
     """
     mesh = divided_mesh()
     axes = () if mesh is None else tuple(name for name in BATCH_AXES if mesh.shape.get(name, 1) > 1)
     if mesh is not None and x_BTD.shape[0] % math.prod(mesh.shape[name] for name in axes):
-        axes = ()  # rows that cannot be divided, such as the last of an evaluation, are on every device
+        axes = ()  # rows that do not divide evenly, such as an evaluation's last batch, are replicated
     parts = divided_along(CONTEXT)
     context = (CONTEXT,) if parts > 1 and not x_BTD.shape[1] % parts else ()
     if mesh is None or not (axes or context):
@@ -82,7 +83,7 @@ def mixture(
 def _local(
     mlp: Tree, x_BTD: Array, *, experts: Experts, activation: Callable[[Array], Array], axis: bool
 ) -> tuple[Array, Array, Array]:
-    """Compute a device's rows; with `axis` by the experts of all devices along it."""
+    """Compute the rows of one device; with `axis`, gather the tokens of all devices along ``expert``."""
     logits_BTE = linear(x_BTD, mlp["router"]["weight"])
     if "bias" in mlp["router"]:
         logits_BTE = logits_BTE + mlp["router"]["bias"].astype(logits_BTE.dtype)[None, None]
@@ -96,10 +97,13 @@ def _local(
     x_BTD, shares_BTK, ours_BTK = (
         jax.lax.all_gather(each, "expert", axis=0, tiled=True) for each in (x_BTD, shares_BTK, chosen_BTK)
     )
+    # Inside `shard_map` the leaves have only this device's experts; their indices begin at `count` times its position.
     count = jax.tree.leaves(mlp["experts"])[0].shape[0]
     ours_BTK = ours_BTK - count * jax.lax.axis_index("expert")
-    ours_BTK = jnp.where((ours_BTK >= 0) & (ours_BTK < count), ours_BTK, count)  # those of other devices come last
+    # Experts of other devices get the index `count`, which sorts behind this device's own.
+    ours_BTK = jnp.where((ours_BTK >= 0) & (ours_BTK < count), ours_BTK, count)
     out_BTD = _routed(mlp["experts"], x_BTD, shares_BTK, ours_BTK, experts, activation)
+    # Each device computed only its own experts: the sum over devices is complete, and each keeps its own tokens.
     return jax.lax.psum_scatter(out_BTD, "expert", scatter_dimension=0, tiled=True), probs_BTE, counts_BTE
 
 
@@ -111,13 +115,15 @@ def _routed(
     experts: Experts,
     activation: Callable[[Array], Array],
 ) -> Array:
-    """Sort rows by expert, compute, and add up each token's; rows of an expert that is not in `module` give zero."""
+    """Sort rows by expert, compute them and sum over each token's experts; experts not in `module` add zero."""
     batch, length, width = x_BTD.shape
     per_token, count = experts.num_experts_per_token, jax.tree.leaves(module)[0].shape[0]
     chosen_M = chosen_BTK.reshape(-1)
     order_M = jnp.argsort(chosen_M, stable=True)
     sizes_E = jnp.bincount(chosen_M, length=count).astype(jnp.int32)
-    back_M = jnp.argsort(order_M)  # sums over a token's experts in the order of their shares, whatever the batch
+    # The inverse order restores each token's experts in order of their probability before they are summed. So the sum
+    # over K has the same order, and the same rounding, whatever else is in the batch.
+    back_M = jnp.argsort(order_M)
     take: Any = _rows if traced_device().platform == "tpu" else _rows_by_gathers
     rows_MD = take(per_token, x_BTD.reshape(-1, width), order_M, back_M)
     out_MD = _compute(module, rows_MD, sizes_E, chosen_M[order_M], experts, activation)
@@ -127,14 +133,18 @@ def _routed(
 
 
 def _rows(copies: int, x_ND: Array, order_M: Array, back_M: Array) -> Array:
-    """Take rows in an order of all their copies, M = N * `copies`; `back_M` is the inverse of `order_M`."""
+    """Gather rows in an order of all their copies, M = N * `copies`; `back_M` is the inverse of `order_M`."""
     del back_M
     return x_ND[order_M // copies]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _rows_by_gathers(copies: int, x_ND: Array, order_M: Array, back_M: Array) -> Array:
-    """As `_rows`; its gradient takes rows back, where XLA's would scatter them, several times slower on a GPU."""
+    """Gather like `_rows`, with a gather in the backward pass, too.
+
+    XLA transposes a gather to a scatter, which is several times slower on a GPU. The order is a permutation, so the
+    gather in the inverse order is the same transpose.
+    """
     return _rows(copies, x_ND, order_M, back_M)
 
 
@@ -152,15 +162,16 @@ _rows_by_gathers.defvjp(_rows_forward, _rows_backward)
 def balance_loss(
     probs_BE: Array, counts_BE: Array, tokens_B: Array, experts: Experts, num_layers: int
 ) -> Float[Array, ""]:
-    """Return the load-balancing loss of all layers: 1 for routers that are even times the experts of a token.
+    """Return the load-balancing loss over all layers; uniform routing gives the number of experts per token.
 
     Args:
-        probs_BE: each expert's probabilities, added up over a sequence's tokens and all layers.
-        counts_BE: how often it was chosen, likewise.
-        tokens_B: tokens of each sequence that count.
+        probs_BE: router probabilities of each expert, summed over the tokens of a sequence and over all layers.
+        counts_BE: how often each expert was chosen, summed in the same way.
+        tokens_B: number of tokens of each sequence that count.
         experts: sizes.
         num_layers: L.
     """
+    # E * sum_e f_e P_e: f_e is the share of tokens that chose expert e, P_e its mean probability.
     total = jnp.maximum(jnp.sum(tokens_B), 1.0) * num_layers
     return experts.num_experts * jnp.sum(jnp.sum(probs_BE, axis=0) / total * jnp.sum(counts_BE, axis=0) / total)
 
@@ -178,6 +189,7 @@ def _compute(
         gate_MF = activation(multiply(rows_MD, module["gate"]["weight"]))
         up_MF = multiply(rows_MD, module["up"]["weight"])
         return multiply(gate_MF * up_MF, module["down"]["weight"])
+    # gpt-oss: columns of gate and up alternate, 1.702 approximates GELU by x sigmoid(1.702 x), and up is shifted by 1.
     both = module["gate_up"]
     out = multiply(rows_MD, both["weight"], transposed=True) + both["bias"].astype(rows_MD.dtype)[expert_M]
     gate_MF = jnp.minimum(out[:, ::2], experts.limit)

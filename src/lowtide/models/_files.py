@@ -1,8 +1,8 @@
-"""Reading and writing a Hugging Face model directory.
+"""Load and save models in Hugging Face directories.
 
-`config.json`, weights in `model.safetensors` or in shards listed by `model.safetensors.index.json`. All names and
-shapes are checked against the configuration from the files' headers before any weight is read, so a wrong directory
-fails at once and by name. `_tensors` reads and `_shards` writes the weights a piece at a time.
+A directory has `config.json` and weights in `model.safetensors`, or in shards that `model.safetensors.index.json`
+lists. All names and shapes in the headers are checked against the config before any weight is read. So a wrong
+directory fails at once, with the name of the tensor. `_tensors` reads weights in pieces, and `_shards` writes them.
 """
 
 from __future__ import annotations
@@ -61,28 +61,28 @@ def load(
     sharding: Callable[[str, Any], jax.sharding.Sharding] | None = None,
     quantize: str | Mapping[str, str] | None = None,
 ) -> Decoder:
-    """Read a decoder from a Hugging Face directory, or a GGUF file.
+    """Load a decoder from a Hugging Face directory or a GGUF file.
 
-    Of a directory that other software quantised, weights are read as they are: a `lowtide.QuantizedWeight` with exactly
-    the file's codes and scales where it can hold all layers of a kind, an array with a warning otherwise. Weights of a
-    GGUF file are dequantised while they are read.
+    Weights that other software quantised keep the file's exact codes and scales in a `lowtide.QuantizedWeight`, if it
+    can hold all stacked layers. Otherwise they become an array, with a warning. Weights of a GGUF file are dequantised
+    while they are read.
 
     Args:
         directory: the folder with `config.json` and safetensors weights, or a GGUF file (see `gguf_file`).
-        dtype: dtype of the parameters; ``"auto"`` keeps the one they are stored in, or were before they were quantised;
-            where a file does not say it, that of the embedding, or bfloat16.
+        dtype: dtype of the parameters. ``"auto"`` keeps the stored dtype, or the dtype before quantisation. If a file
+            does not record that, it is the embedding's dtype, or bfloat16.
         compute_dtype: dtype of activations and products.
-        host: which leaves to keep in the host memory of JAX's default device, where `lowtide.offload` streams them
-            from: globs on paths such as ``"layers/**"``, or a predicate. They are never on the device, so the model
-            may be larger than it.
-        sharding: where the leaf of a path and a shape (`jax.ShapeDtypeStruct`) belongs on several devices, such as
-            `lowtide.train.ShardingRules.of`. Each process reads what its devices hold.
-        quantize: a format of `lowtide.quantize` to store the projections of all layers in, such as ``"nf4"``: frozen,
-            and made of the tensors while they are read. Or formats by glob, of which the first that fits decides:
-            ``{"layers/**/*_proj": "nf4", "outer/**": "int8"}`` has embedding and head in 8 bits, too.
+        host: leaves to keep in the host memory of JAX's default device, from which `lowtide.offload` streams them.
+            Globs on paths such as ``"layers/**"``, or a predicate. These leaves are never on the device, so the model
+            may be larger than device memory.
+        sharding: function from a leaf's path and shape (`jax.ShapeDtypeStruct`) to its sharding, such as
+            `lowtide.train.ShardingRules.of`. Each process reads the parts that its devices hold.
+        quantize: a format of `lowtide.quantize` for the projections of all layers, such as ``"nf4"``. They are frozen
+            and are quantised while they are read. Or formats by glob, of which the first match applies:
+            ``{"layers/**/*_proj": "nf4", "outer/**": "int8"}`` also stores embedding and head in 8 bits.
 
     Returns:
-        The decoder, on JAX's default device but for the leaves that `host` selects, or as `sharding` says.
+        The decoder, placed by `sharding` or on JAX's default device, except for leaves that `host` selects.
 
     Raises:
         ModelFileError: when a file is missing, truncated or malformed, the architecture is unknown, or weights and
@@ -92,9 +92,9 @@ def load(
         SelectionError: when `host` or a glob of `quantize` selects nothing.
 
     Memory:
-        The parameters where they belong, and beside them on the host a few pieces of 64 MiB. Of leaves that `host`
-        selects, also what one device holds of the largest. Of quantised weights one matrix at a time is on the default
-        device, with a few float32 copies, and beside the codes; of a weight that `sharding` divides, too.
+        The placed parameters, and a few pieces of 64 MiB on the host. For leaves that `host` selects, also the bytes
+        that one device holds of the largest. Quantised weights are made one matrix at a time on the default device,
+        also when `sharding` shards them. A matrix needs a few float32 copies there, in addition to the codes.
     """
     for name in (compute_dtype,) if dtype == "auto" else (dtype, compute_dtype):
         if not _is_floating(name):
@@ -125,7 +125,7 @@ def load(
 
 
 def _formats(plans: Sequence[Plan], treedef: Any, quantize: str | Mapping[str, str] | None) -> dict[str, Format]:
-    """Return the format of each weight that is to be quantised, by its path."""
+    """Return the format of each weight to quantise, by path; the first glob that matches applies."""
     shapes = treedef.unflatten([jax.ShapeDtypeStruct(each.like.shape, each.like.dtype) for each in plans])
     by_glob = {"layers/**/*_proj": quantize} if isinstance(quantize, str) else quantize or {}
     found: dict[str, Format] = {}
@@ -136,7 +136,7 @@ def _formats(plans: Sequence[Plan], treedef: Any, quantize: str | Mapping[str, s
 
 
 def _refuse_twice(directory: Path, plans: Sequence[Plan], formats: Mapping[str, Format], scheme: Scheme | None) -> None:
-    """Refuse to quantise what is quantised already; what the software left as it was may be."""
+    """Raise for weights that are quantised already; weights that the software left unquantised may be quantised."""
     for each in plans:
         if scheme is not None and each.path in formats and any(isinstance(one, Packed) for one in each.sources):
             raise ConfigError(
@@ -148,19 +148,19 @@ def _refuse_twice(directory: Path, plans: Sequence[Plan], formats: Mapping[str, 
 
 
 def load_shapes(directory: str | Path, *, dtype: Any = "auto", compute_dtype: Any = "float32") -> Decoder:
-    """Return what `load` would, its leaves `jax.ShapeDtypeStruct`s.
+    """Return the result of `load` with `jax.ShapeDtypeStruct`s as leaves.
 
     Args:
-        directory: as in `load`. Without any weights, shapes are those that
-            `config.json` asks for, and of a quantised model the layers' projections are in its format.
+        directory: as in `load`. If it has no weights, shapes follow from `config.json`, and for a quantised model the
+            projections of the layers are in its format.
         dtype: as in `load`; ``"auto"`` without weights is bfloat16.
         compute_dtype: as in `load`.
 
     Returns:
-        The decoder's shapes, with nodes of shapes where weights are quantised.
+        The decoder's shapes, with `QuantizedWeight` nodes of shapes for quantised weights.
 
     Raises:
-        ModelFileError: as `load`, for what `config.json` and headers say.
+        ModelFileError: as in `load`, for errors in `config.json` and headers.
 
     Memory:
         Headers of files; no weight is read.
@@ -186,24 +186,24 @@ def load_shapes(directory: str | Path, *, dtype: Any = "auto", compute_dtype: An
 
 
 class StoredWeight(NamedTuple):
-    """A weight of a directory's files."""
+    """A weight in the files of a directory."""
 
     format: str
-    """Dtype as the files have it, such as ``"BF16"``, or of a quantised one ``"NF4"``, ``"FP8"`` and so on."""
+    """Dtype in the files, such as ``"BF16"``, or the format of a quantised weight, such as ``"NF4"`` or ``"FP8"``."""
     shape: tuple[int, ...]
-    """Of the weight."""
+    """Shape of the weight."""
     num_bytes: int
-    """In the files, scales included."""
+    """Bytes in the files, including scales."""
 
 
 def stored_weights(directory: str | Path) -> dict[str, StoredWeight]:
-    """Return what the files of a directory hold, by the names that Hugging Face gives weights.
+    """Return the weights in the files of a directory, by Hugging Face name.
 
     Args:
         directory: the folder with `config.json` and safetensors weights, or a GGUF file.
 
     Raises:
-        ModelFileError: when a file is missing or damaged, or what belongs to a quantised weight does not fit it.
+        ModelFileError: when a file is missing or damaged, or scales and codes of a quantised weight do not match it.
 
     Memory:
         Headers of files; no weight is read.
@@ -215,13 +215,13 @@ def stored_weights(directory: str | Path) -> dict[str, StoredWeight]:
 
 
 def quantization_of(directory: str | Path) -> str | None:
-    """Return which software quantised the weights of a directory, or None.
+    """Return the name of the software that quantised the weights of a directory, or None.
 
     Args:
-        directory: the folder with `config.json`. Of a GGUF file it is None: its weights become arrays.
+        directory: the folder with `config.json`. A GGUF file gives None, because its weights become arrays.
 
     Raises:
-        ModelFileError: as `load_config`, and for software whose files are not read.
+        ModelFileError: as in `load_config`, and for software whose files are not read.
     """
     scheme = _read_config(Path(directory))[1]
     return None if scheme is None else scheme.method
@@ -231,7 +231,7 @@ def quantization_of(directory: str | Path) -> str | None:
 def _stored(
     directory: Path, config: DecoderConfig, scheme: Scheme | None, notes: list[str]
 ) -> Generator[Mapping[str, Stored], None, None]:
-    """Yield all weights by the names that Hugging Face has for them, while the files are open."""
+    """Yield all weights by Hugging Face name, while the files are open."""
     if (file := gguf_file(directory)) is not None:
         experts = 1 if config.experts is None else config.experts.num_experts
         heads = {"q": config.num_heads, "k": config.num_kv_heads}
@@ -241,7 +241,7 @@ def _stored(
     with open_tensors(_weight_files(directory)) as found:
         ours = _of_the_text(found, config)
         embedding = _embedding(config)
-        if config.tie_embeddings and embedding not in ours and _HEAD in ours:  # one tensor, under its other name
+        if config.tie_embeddings and embedding not in ours and _HEAD in ours:  # the tied tensor has the head's name
             ours = {embedding if name == _HEAD else name: source for name, source in ours.items()}
         yield ours if scheme is None else folded(ours, scheme, notes)
 
@@ -250,7 +250,7 @@ def _stored(
 def _plans(
     directory: Path, config: DecoderConfig, scheme: Scheme | None, dtype: Any
 ) -> Generator[tuple[list[Plan], Any, list[str]], None, None]:
-    """Say of every leaf how it is read, while the files are open; all of it is checked before."""
+    """Yield the plan for reading each leaf, while the files are open; all names and shapes are checked before."""
     notes: list[str] = []
     with _stored(directory, config, scheme, notes) as tensors:
         _check_tensors(tensors, config, directory)
@@ -261,17 +261,18 @@ def _plans(
         kind = None if dtype == "auto" else jnp.dtype(dtype)
         plans: list[Plan] = []
         for path, leaf in flat:
-            # The layers of a stack may be stored in different dtypes: none of them loses digits.
+            # The layers of a stack may be stored in different dtypes; the stack's dtype loses no digits of any.
             sources = [tensors[name] for name in _tensor_names(path, config).values()]
             plans.append(plan(path_str(path), sources, leaf.shape, kind, otherwise))
         yield plans, treedef, [*notes, *told(plans)]
 
 
 def _hosted(shapes: Any, host: Where | None) -> list[bool]:
-    """Whether each weight belongs to the host's memory: all of a node, or nothing of it."""
+    """Return whether each weight belongs in host memory; a quantised weight is selected as a whole."""
     leaves = jax.tree.leaves(shapes, is_leaf=_is_node)
     if host is None:
         return [False] * len(leaves)
+    # `host` selects by the path of the weight, so a quantised weight counts as one leaf here.
     plain = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), shapes, is_leaf=_is_node)
     return list(select(plain, host))
 
@@ -283,7 +284,7 @@ def _is_node(leaf: Any) -> bool:
 def _read_quantized(
     read: Plan, like: jax.ShapeDtypeStruct, form: Format, place: jax.sharding.Sharding | None
 ) -> QuantizedWeight:
-    """Read one leaf, a matrix at a time, and quantise each."""
+    """Read and quantise one leaf, a matrix at a time."""
     stack = like.shape[:-2]
 
     def matrix(at: tuple[int, ...]) -> jax.Array:
@@ -298,7 +299,7 @@ def _read_quantized(
 
 
 def load_config(directory: str | Path) -> DecoderConfig:
-    """Read only the sizes of a model directory.
+    """Load only the configuration of a model directory.
 
     Args:
         directory: the folder with `config.json`, or a GGUF file.
@@ -307,7 +308,7 @@ def load_config(directory: str | Path) -> DecoderConfig:
         The configuration.
 
     Raises:
-        ModelFileError: when `config.json` is missing, malformed, or not of a decoder that Lowtide knows.
+        ModelFileError: when `config.json` is missing or malformed, or describes a decoder that Lowtide does not know.
     """
     return _read_config(Path(directory))[0]
 
@@ -326,7 +327,7 @@ def _read_config(directory: Path) -> tuple[DecoderConfig, Scheme | None]:
 
 
 def base_path() -> Path:
-    """Return the folder of the model embedded in Lowtide: a small Llama, pretrained on Python's standard library."""
+    """Return the folder of the model included in Lowtide: a small Llama, pretrained on Python's standard library."""
     return Path(__file__).parent / "base"
 
 
@@ -338,25 +339,25 @@ def save(
     max_shard_bytes: int = 5 * 1024**3,
     dtype: str | None = None,
 ) -> None:
-    """Write a model as a Hugging Face directory that `transformers` loads.
+    """Save a model as a Hugging Face directory that `transformers` loads.
 
-    A model that is in the folder stays until the new one is complete on the disk beside it. A process that is killed
-    leaves the old model or the new one; where their `config.json` or tokenizer differ, for the moment of a few renames
-    no model at all. Older shards are deleted.
+    An older model in the folder stays until the new one is complete on the disk. If the process is killed, the folder
+    holds the old or the new model. When `config.json` or the tokenizer differ, there is no model at all during a few
+    renames. Older shards are deleted.
 
     Args:
         model: a decoder of plain arrays (merge adapters first).
-        directory: the folder; made when missing.
-        tokenizer: a `tokenizer.json` to copy beside the weights.
-        max_shard_bytes: the most bytes in one file; a larger model is sharded with an index.
-        dtype: what weights are rounded to while they are written; None: written as they are.
+        directory: the folder; created when missing.
+        tokenizer: a `tokenizer.json` to copy into the folder.
+        max_shard_bytes: most bytes per file; a larger model is sharded with an index.
+        dtype: dtype that weights are rounded to while they are written; None: unchanged.
 
     Raises:
-        ModelFileError: when the parameters are not those of ``model.config`` (adapters, for instance).
-        OutputError: when the folder cannot be written, or has too little space.
+        ModelFileError: when the parameters do not match ``model.config``, for instance because of adapters.
+        OutputError: when the folder is not writable or has too little space.
 
     Memory:
-        On the host a few pieces of 64 MiB, whatever the sizes of tensors and files.
+        On the host a few pieces of 64 MiB, regardless of the sizes of tensors and files.
     """
     directory = Path(directory)
     expected = {path: leaf.shape for path, leaf in leaves_with_paths(parameter_shapes(model.config))}
@@ -389,24 +390,24 @@ def save(
 
 
 def _host_memory() -> jax.sharding.Sharding:
-    """Host memory that JAX's default device reads by itself."""
+    """Return the sharding for host memory that belongs to JAX's default device."""
     return jnp.zeros(()).sharding.with_memory_kind("pinned_host")
 
 
 def _tensor_names(path: Any, config: DecoderConfig) -> dict[tuple[int, ...], str]:
-    """Hugging Face names of the tensors of one leaf, by their place in its stack: layers, and experts of each."""
+    """Return the Hugging Face names of a leaf's tensors, by index in its stack: layer, or layer and expert."""
     return dict(_named(path, config))
 
 
 def _names(config: DecoderConfig) -> Iterator[str]:
-    """Hand out all names, made while they are asked for: a GGUF file may ask for more than it has."""
+    """Yield all tensor names lazily: a damaged GGUF file may ask for more names than it has tensors."""
     for path, _ in jax.tree_util.tree_leaves_with_path(parameter_shapes(config)):
         for _, name in _named(path, config):
             yield name
 
 
 def _named(path: Any, config: DecoderConfig) -> Iterator[tuple[tuple[int, ...], str]]:
-    """Hand out places and names one by one."""
+    """Yield the stack indices and names of a leaf's tensors."""
     names = family_of(config).names
     *module, leaf = (entry.key for entry in path)
     whole = "/".join([*module, leaf])
@@ -418,23 +419,23 @@ def _named(path: Any, config: DecoderConfig) -> Iterator[tuple[tuple[int, ...], 
 
 
 def _of_the_text(tensors: dict[str, Source], config: DecoderConfig) -> dict[str, Source]:
-    """Leave what sees images out of a model of images and text, and name the rest as a model of text does."""
+    """Drop image modules from a model of images and text, and rename the rest as in a text model."""
     text_of = family_of(config).text_of
     if text_of is None:
         return tensors
     kept = {name: source for name, source in tensors.items() if not name.removeprefix("model.").startswith(IMAGES)}
-    for prefix in ("language_model.", "model.language_model."):  # of transformers 4, and 5
+    for prefix in ("language_model.", "model.language_model."):  # prefixes of transformers 4 and 5
         into = prefix.removesuffix("language_model.")
         kept = {into + name.removeprefix(prefix) if name.startswith(prefix) else name: kept[name] for name in kept}
     return kept
 
 
 def _weight_files(directory: Path) -> list[Path]:
-    """List the safetensors files of a folder; none of them elsewhere."""
+    """Return the safetensors files of a folder."""
     from ._schema import IndexFile
 
     names = [SINGLE]
-    # Where there are both, transformers reads the single file.
+    # With both an index and a single file, transformers reads the single file.
     if os.path.lexists(directory / INDEX) and not os.path.lexists(directory / SINGLE):
         path = input_file(directory, INDEX, hint=_AGAIN)
         index = validate(IndexFile, _json(path, _MOST_INDEX_BYTES), str(path), hint="copy the index again")
@@ -451,7 +452,7 @@ def _weight_files(directory: Path) -> list[Path]:
 
 
 def _check_tensors(tensors: Mapping[str, Stored], config: DecoderConfig, directory: Path) -> None:
-    # Before anything is made of that many names.
+    # Compare counts first: a wrong config.json could ask for hundreds of millions of names below.
     each = 1 if config.experts is None or config.experts.clamped else config.experts.num_experts
     if config.num_layers * each > len(tensors):
         raise ModelFileError(
@@ -472,7 +473,7 @@ def _check_tensors(tensors: Mapping[str, Stored], config: DecoderConfig, directo
             got=f"{len(missing)} of {len(expected)} missing, first {missing[0]}",
             hint="config.json and weights are of different models, or a shard is missing",
         )
-    # A tied checkpoint may repeat the embedding as lm_head; older ones store RoPE's constant frequencies.
+    # A tied checkpoint may repeat the embedding as lm_head. Old checkpoints store RoPE's constant frequencies.
     ignored = {_HEAD} if config.tie_embeddings else set[str]()
     for name in sorted(tensors):
         if name not in expected and name not in ignored and not name.endswith("rotary_emb.inv_freq"):
@@ -498,7 +499,7 @@ def _check_tensors(tensors: Mapping[str, Stored], config: DecoderConfig, directo
 
 
 def _check_tied_head(tensors: Mapping[str, Stored], config: DecoderConfig) -> None:
-    """Refuse a head that is stored beside the embedding it is said to be, and is another: it would be left out."""
+    """Raise if tied weights are stored with a head that differs from the embedding; the head would be ignored."""
     head = tensors.get(_HEAD)
     if not config.tie_embeddings or head is None:
         return
@@ -517,7 +518,8 @@ def _check_tied_head(tensors: Mapping[str, Stored], config: DecoderConfig) -> No
 
 
 def _embedding(config: DecoderConfig) -> str:
-    """Name of the embedding's tensor."""
+    """Return the name of the embedding's tensor."""
+
     (path, _), *_ = jax.tree_util.tree_leaves_with_path({"outer": {"embed": {"weight": 0}}})
     return _tensor_names(path, config)[()]
 

@@ -1,10 +1,10 @@
-"""Continuing prompts: prompts of different lengths in one batch, a cache, and a loop that ends when all have ended.
+"""Text generation: prompts of different lengths in one batch, a KV cache, and a loop that stops when all rows end.
 
-One compiled program reads prompts and one takes steps. Lengths are rounded up to a few sizes, and what may change from
-call to call (temperatures, how many tokens) is data, so that the programs are used again.
+One compiled program processes prompts and another takes steps. Lengths are rounded up to a few sizes. Values that vary
+between calls (temperatures, number of tokens) are traced, so that programs are reused.
 
-A token is chosen by the random key of its row and its position, so what a row becomes does not depend on the rows
-beside it, nor on how far it was padded.
+A token is sampled with the random key of its row and position. So a row's tokens do not depend on the other rows of the
+batch, nor on the padding.
 
 Shapes: B rows, P columns of prompts, S columns in all, V vocabulary.
 """
@@ -28,21 +28,21 @@ from ._decoder import Decoder, activations, head_logits
 from ._rope import frequencies_change
 from ._sampling import Knobs, Sampling, Ways, choose, knobs_of
 
-_STEPS_AT_ONCE = 32  # between two looks at signals
+_STEPS_AT_ONCE = 32  # steps per call of the compiled loop; Python handles signals between calls
 
 
 @dataclasses.dataclass(frozen=True)
 class Completion:
-    """What followed a prompt."""
+    """Generated continuation of a prompt."""
 
     prompt: int
     """Index of the prompt."""
     sample: int
-    """Which of its samples this is."""
+    """Index among the samples of this prompt."""
     tokens: tuple[int, ...]
-    """The new tokens, without the one that ended them."""
+    """New tokens, without the end token."""
     is_ended: bool
-    """Whether an end token came, and not the limit."""
+    """Whether an end token stopped the generation, and not the limit."""
 
 
 @functools.partial(
@@ -52,20 +52,20 @@ class Completion:
 )
 @dataclasses.dataclass(frozen=True)
 class State:
-    """Where a batch is."""
+    """State of a batch during generation."""
 
     cache: Cache
     tokens: Int[Array, "B S"]
-    """Of columns up to the cache's, and one more."""
+    """Tokens, valid up to and including the cache's next column."""
     lengths: Int[Array, "B"]
-    """Tokens of a row so far, its prompt included: the next one's position."""
+    """Number of tokens of a row so far, including its prompt; also the position of the next token."""
     counts: Int[Array, "B"]
-    """New tokens of a row."""
+    """Number of new tokens of a row."""
     is_done: Array
     is_finite: Array
-    """Whether all logits that tokens were chosen by are numbers."""
+    """Whether all logits that tokens were sampled from are finite."""
     seen: Array | None
-    """Which tokens a row has, [B, V], where a penalty asks."""
+    """Which tokens a row contains, [B, V]; None without a repetition penalty."""
     keys: Array
 
 
@@ -78,17 +78,17 @@ def generate(
     temperature: float = 0.8,
     hidden: Callable[[Decoder, Tree], Array] | None = None,
 ) -> Int[Array, "P+num_tokens"]:
-    """Continue one prompt by a number of tokens; `generate_batch` takes many, and more settings.
+    """Continue one prompt by a number of tokens; `generate_batch` takes several prompts and more settings.
 
     Args:
         model: the decoder, with or without adapters.
         prompt: token ids, shape [P], at least one.
-        num_tokens: how many tokens to append.
+        num_tokens: number of tokens to append.
         key: a JAX random key.
         temperature: divides the logits; 0 takes the most likely token.
-        hidden: ``hidden(model, batch)``: the activations [B, T, D] that leave the last block, for a model whose layers
-            are not all on the device; a function, the same object for each call. It is called for all tokens again
-            with each new one. By default a cache is used.
+        hidden: ``hidden(model, batch)`` returns the activations [B, T, D] of the last block, for a model whose layers
+            are not all on the device. It must be the same function object in each call. It processes all tokens again
+            for each new one. None: a KV cache is used.
 
     Returns:
         The prompt followed by the new tokens.
@@ -132,31 +132,31 @@ def generate_batch(
     num_samples: int = 1,
     batch_size: int = 8,
 ) -> Iterator[Completion]:
-    """Continue prompts, several at once.
+    """Continue several prompts in batches.
 
     Args:
         model: the decoder, with or without adapters, all of it on the device.
         prompts: token ids of each prompt, at least one.
-        num_tokens: the most new tokens.
-        key: a JAX random key. With the same key a prompt of the same index gets the same samples in any batches.
-        sampling: how tokens are chosen; None: `Sampling()`.
+        num_tokens: maximum number of new tokens.
+        key: a JAX random key. With the same key, a prompt at the same index gets the same samples in any batch.
+        sampling: sampling settings; None: `Sampling()`.
         end_tokens: tokens that end an answer.
-        num_samples: answers to each prompt.
-        batch_size: rows at once; a row is a sample of a prompt.
+        num_samples: answers per prompt.
+        batch_size: number of rows at once; a row is one sample of a prompt.
 
     Returns:
-        An iterator of completions, in the order of prompts and their samples, as each batch is done.
+        An iterator of completions in the order of prompts and their samples, as each batch finishes.
 
     Raises:
         ConfigError: for an empty prompt, tokens that are not in the vocabulary, or a number below 1.
         NonFiniteError: from the iterator, when logits are not finite.
 
     Memory:
-        The keys and values of a batch, `cache_bytes`, of prompt and answer rounded up by at most a quarter; logits
-        [B, V] in float32, and one layer's activations of the longest prompt. Nothing grows with the number of
-        prompts. On a GPU a layer's weights are copied at each step; with `unstack` they are not. Where the rotary
-        scaling is `longrope` or `dynamic`, activations and keys and values once more, of all columns: texts beyond the
-        length of pretraining are read again, with `longrope` once, with `dynamic` for each token.
+        The keys and values of a batch (`cache_bytes`), with prompt and answer rounded up by at most a quarter; logits
+        [B, V] in float32; and one layer's activations of the longest prompt. Nothing grows with the number of prompts.
+        A GPU copies a layer's weights at each step, unless the model is unstacked (`unstack`). The rotary scaling types
+        `longrope` and `dynamic` need activations, keys and values of all columns a second time. The reason is that
+        texts beyond the length of pretraining are recomputed: with `longrope` once, with `dynamic` for each token.
 
     Examples:
         >>> from lowtide.models import DecoderConfig, init
@@ -182,15 +182,15 @@ def stream(
     sampling: Sampling | None = None,
     end_tokens: Iterable[int] = (),
 ) -> Iterator[int]:
-    """Continue one prompt, and hand out each token as it comes.
+    """Continue one prompt and yield each token as soon as it is sampled.
 
     Args:
         model: the decoder, with or without adapters, all of it on the device.
         prompt: token ids, at least one.
-        num_tokens: the most new tokens.
-        key: a JAX random key; `generate_batch` gives the first prompt the same tokens for it.
-        sampling: how tokens are chosen; None: `Sampling()`.
-        end_tokens: tokens that end the answer; they are not handed out.
+        num_tokens: maximum number of new tokens.
+        key: a JAX random key; with the same key `generate_batch` gives its first prompt the same tokens.
+        sampling: sampling settings; None: `Sampling()`.
+        end_tokens: tokens that end the answer; they are not yielded.
 
     Returns:
         An iterator of token ids.
@@ -230,6 +230,7 @@ def _completions(
     size = min(batch_size, len(rows))
     for start in range(0, len(rows), size):
         here = rows[start : start + size]
+        # The last batch is padded to the size of the others, so that no further program is compiled.
         keys = row_keys(key, [*here, *[(0, 0)] * (size - len(here))])
         given: list[Sequence[int]] = [prompts[index] for index, _ in here]
         *_, (state, first) = _batch(model, given, num_tokens, keys, sampling, ends)
@@ -249,9 +250,10 @@ def _batch(
     ends: tuple[int, ...],
     at_once: int = _STEPS_AT_ONCE,
 ) -> Iterator[tuple[State, int]]:
-    """Continue a batch; hands out its state now and then, and the column of the first new token.
+    """Continue a batch; yield its state every `at_once` steps, with the column of the first new token.
 
-    Prompts may be fewer than keys; the other rows are padding. A state is gone when the next one is asked for.
+    With fewer prompts than keys, the remaining rows are padding. `advance` donates each state, so a yielded state is
+    valid only until the next one is requested.
     """
     width = _rounded(max(map(len, prompts)))
     size = _rounded(width + num_tokens)
@@ -287,12 +289,14 @@ def _start(
 ) -> State:
     segments_BP = segments_BS[:, :width]
     lengths_B = jnp.sum(segments_BP, axis=1)
+    # Prompts are padded on the left: positions begin at 0 at a row's first token, wherever that is.
     positions_BP = jnp.maximum(jnp.cumsum(segments_BP, axis=1) - 1, 0)
     logits_BV, cache = prefill(model, tokens_BS[:, :width], positions_BP, empty_cache(model, segments_BS))
     seen_BV = None
     if ways.penalises:
         rows_B1 = jnp.arange(len(tokens_BS))[:, None]
         seen_BV = jnp.zeros(logits_BV.shape, jnp.int32).at[rows_B1, tokens_BS[:, :width]].max(segments_BP) > 0
+    # Rows without a prompt only fill the batch; they count as done from the start.
     zeros_B, is_padding_B = jnp.zeros_like(lengths_B), lengths_B == 0
     state = State(cache, tokens_BS, lengths_B, zeros_B, is_padding_B, jnp.bool_(True), seen_BV, keys_B)
     return append(state, logits_BV, ends_E, ways, knobs)
@@ -300,7 +304,7 @@ def _start(
 
 @partial(jax.jit, static_argnames="ways", donate_argnames="state")
 def advance(model: Decoder, state: State, ends_E: Array, knobs: Knobs, until: Array, ways: Ways) -> State:
-    """Take steps until a column, or until all rows have ended."""
+    """Take steps up to a column, or until all rows have ended."""
 
     def goes_on(state: State) -> Array:
         return (state.cache.column + 1 < until) & ~jnp.all(state.is_done) & state.is_finite
@@ -314,10 +318,11 @@ def advance(model: Decoder, state: State, ends_E: Array, knobs: Knobs, until: Ar
 
 
 def _fresh(model: Decoder, state: State) -> Cache:
-    """Return the cache, computed again for rows whose newest token gives those before it other rotations."""
+    """Return the cache, recomputed for rows whose newest token changes the rotary frequencies of earlier tokens."""
     changed_B = frequencies_change(model.config, state.lengths)
     if changed_B is None:
         return state.cache
+    # Ended rows need no valid cache, so their growth must not trigger the costly recomputation.
     changed_B = changed_B & ~state.is_done
 
     def again(cache: Cache) -> Cache:
@@ -327,11 +332,12 @@ def _fresh(model: Decoder, state: State) -> Cache:
 
 
 def append(state: State, logits_BV: Array, ends_E: Array, ways: Ways, knobs: Knobs) -> State:
-    """Choose the token of the cache's next column."""
+    """Sample the token of the cache's next column."""
     keys_B = jax.vmap(jax.random.fold_in)(state.keys, state.lengths)
     new_B = choose(logits_BV, keys_B, state.seen, ways, knobs)
     is_finite_B = jnp.all(jnp.isfinite(logits_BV), axis=1)
     is_done = state.is_done | jnp.any(new_B[:, None] == ends_E[None], axis=1)
+    # Rows that have ended take part in further steps with token 0; their counts stay, and their logits do not matter.
     new_B = jnp.where(is_done, 0, new_B)
     seen_BV = state.seen
     if seen_BV is not None:
@@ -348,13 +354,13 @@ def append(state: State, logits_BV: Array, ends_E: Array, ways: Ways, knobs: Kno
 
 
 def row_keys(key: Array, rows: Sequence[tuple[int, int]]) -> Array:
-    """Return a random key for each row, a pair of a prompt and a sample."""
+    """Return a random key for each row, which is a pair of a prompt and a sample."""
     prompts, samples = (jnp.asarray(column, jnp.uint32) for column in zip(*rows, strict=True))
     return jax.vmap(lambda p, s: jax.random.fold_in(jax.random.fold_in(key, p), s))(prompts, samples)
 
 
 def check_finite(state: State) -> None:
-    """Raise NonFiniteError when a token was chosen by logits that are not finite."""
+    """Raise NonFiniteError when a token was sampled from logits that are not finite."""
     if not bool(state.is_finite):
         raise NonFiniteError(
             "the logits that a token is chosen by are not finite",
@@ -364,12 +370,13 @@ def check_finite(state: State) -> None:
 
 
 def padded_ends(ends: Sequence[int]) -> Int[Array, "E"]:
-    """Return end tokens as an array of a length that few programs are compiled for."""
+    """Return the end tokens, padded to a multiple of 8 with -1, so that few lengths are compiled."""
     return jnp.asarray([*ends, *[-1] * (-len(ends) % 8)] or [-1] * 8, jnp.int32)
 
 
 def _rounded(length: int) -> int:
-    """Round a length up, by a quarter at most beyond 16, so that few lengths are compiled for."""
+    """Round a length up, above 16 by at most a quarter, so that few lengths are compiled."""
+    # A length of n bits is at least 2 ** (n - 1), and the unit is 2 ** (n - 3): rounding adds less than a quarter.
     unit = max(16, 1 << max(length.bit_length() - 3, 0))
     return -(-length // unit) * unit
 
@@ -400,7 +407,7 @@ def check_prompts(
 @partial(jax.jit, static_argnums=0)
 def _run_uncached(hidden: Any, model: Decoder, padded: Array, start: Array, key: Array, temperature: Array) -> Array:
     def step(i: Any, tokens: Array) -> Array:
-        # Tokens that are not there yet are no part of the document, whose length frequencies may depend on.
+        # Columns without a token repeat the last position, so `document_lengths` does not count them.
         positions = jnp.minimum(jnp.arange(tokens.shape[0]), i - 1)
         h_BTD = activations(hidden(model, {"tokens": tokens[None], "positions": positions[None]}))
         last_V = head_logits(model, jax.lax.dynamic_slice_in_dim(h_BTD, i - 1, 1, axis=1))[0, 0]

@@ -1,12 +1,12 @@
-"""One product for many experts: rows in order of their expert, each multiplied by the weights of its own.
+"""Grouped matrix product: rows sorted by expert, each multiplied by the weights of its expert.
 
-On a TPU `jax.lax.ragged_dot_general`, which XLA compiles to a kernel over groups. Elsewhere XLA multiplies every row by
-every expert (JAX 0.10.2: eight times the arithmetic for eight experts), so there rows are taken in blocks of one
-expert (`_grouped_blocks`), or on a GPU in one batch and what it does not hold (`_grouped_slab`).
+A TPU uses `jax.lax.ragged_dot_general`, which XLA compiles to a grouped kernel. On other platforms XLA multiplies every
+row by every expert (JAX 0.10.2: eight times the arithmetic for eight experts). So a CPU takes blocks of rows of one
+expert (`_grouped_blocks`), and a GPU one batched product plus tiles for the remaining rows (`_grouped_slab`).
 
 Shapes: M rows, E experts, I in, O out.
 
-Known limit, elsewhere than on a TPU: first derivatives in reverse mode only (JAX refuses `jax.jvp` by name).
+Known limit on platforms other than TPU: only first derivatives in reverse mode (JAX raises an error for `jax.jvp`).
 
 Source: Gale et al., "MegaBlocks" (arXiv:2211.15841), for rows sorted by expert without dropping any.
 """
@@ -34,21 +34,22 @@ def grouped_linear(
     """Multiply each group of rows by the weights of its expert.
 
     Args:
-        x_MI: rows, those of the first expert first.
-        weight: of each expert, [E, O, I], or [E, I, O]; or a node with a method ``grouped``, as adapters have.
-        sizes_E: rows of each expert; what they add up to may be less than M.
+        x_MI: rows, sorted by expert.
+        weight: weights of all experts, [E, O, I] or [E, I, O]; or a node with a method ``grouped``, such as an adapter.
+        sizes_E: number of rows of each expert; their sum may be less than M.
         transposed: whether `weight` is [E, I, O].
-        num_experts: among how many experts the rows are divided, those of other devices included; None: E.
+        num_experts: number of experts on all devices that share the rows; None: E.
 
     Returns:
         ``x_MI[m] @ weight[e].T`` for the expert e of each row, in the dtype of `x_MI`; zero for rows of no expert.
 
     Memory:
-        The result, and on a CPU a block's rows and weights; on a GPU 9/8 of the rows and of the result once more, of 8
-        rows an expert at least (none of fewer rows than experts), and at most 128 MiB of weights, or one expert's.
+        The result. On a CPU, also the rows and weights of one block. On a GPU, also a slab of 9/8 of the rows and of
+        the result, with at least 8 rows per expert. There is no slab when there are fewer rows than experts. In
+        addition, a GPU copies at most 128 MiB of weights, or the weights of one expert if they are larger.
     """
     own: Any = getattr(weight, "grouped", None)
-    if own is not None:  # an adapter, which multiplies by the weight and its factors apart
+    if own is not None:  # an adapter multiplies by the base weight and by its factors separately
         run = functools.partial(grouped_linear, sizes_E=sizes_E, num_experts=num_experts)
         return own(x_MI, run, transposed=transposed)
     weight = weight.astype(x_MI.dtype)
@@ -62,7 +63,7 @@ def grouped_linear(
 
 
 def _way() -> Any:
-    """Return what multiplies where the program is traced for."""
+    """Return the implementation for the device that the program is traced for."""
     return _grouped_slab if traced_device().platform == "gpu" else _grouped_blocks
 
 
@@ -73,7 +74,7 @@ def _product(transposed: bool, num_experts: int, x_MI: Array, weight: Array, siz
 
 def _forward(transposed: bool, num_experts: int, x: Any, weight: Any, sizes: Any) -> tuple[Array, Any]:
     out: Any = _product(transposed, num_experts, x.value, weight.value, sizes.value)
-    # What trains says what the backward pass needs: without gradients of weights no rows wait for it.
+    # `perturbed` tells which inputs are differentiated. Rows are a residual only if the weights need a gradient.
     return out, (x.value if weight.perturbed else None, weight.value, sizes.value, x.perturbed)
 
 
@@ -81,6 +82,7 @@ def _backward(transposed: bool, num_experts: int, kept: Any, cotangent: Any) -> 
     x_MI, weight, sizes_E, wants_x = kept
     if isinstance(cotangent, jax.custom_derivatives.SymbolicZero):
         return None, None, None
+    # The gradient of rows is the same product with the weights in the other orientation.
     dx = _product(not transposed, num_experts, cotangent, weight, sizes_E) if wants_x else None
     if x_MI is None:
         return dx, None, None

@@ -1,16 +1,15 @@
-"""Products of groups of rows as few large products: what a GPU is fast at, where a step of a loop costs microseconds.
+"""Grouped matrix product for GPUs: a few large products, because each loop step costs microseconds there.
 
-One batched product, the slab, takes the first rows of every expert, an eighth more than the mean: it uses the weights
-where they are. What busier experts have beyond is taken in tiles, several at once with a copy of their weights, in a
-loop that ends with them: none where a router is even. Fewer rows than experts, as of a token that is generated, are
-tiles alone, so that no expert is read that no row chose.
+One batched product, the slab, computes the first rows of every expert, 9/8 of the mean number of rows. It reads the
+weights in place. A loop computes the remaining rows of busier experts in tiles, several tiles at a time, each with a
+copy of its weights. With an even router the loop has no steps. With fewer rows than experts, as for a generated token,
+there is no slab: tiles read only the experts that some row chose.
 
 Shapes: M rows, E experts, I in, O out, P rows of an expert in the slab, G tiles at once, C rows of a tile.
 
-Known limits: the slab computes its rows whether or not they are there, so that of very uneven routers up to twice the
-arithmetic is done, and of few rows more (8 an expert at least); and tiles read and write their weights once more than a
-kernel would, that took each from where it is. JAX 0.10 to 0.12 have none for every GPU: XLA multiplies by all experts,
-and Pallas leaves Triton.
+Known limits: the slab always computes all its rows. Very uneven routers cause up to twice the arithmetic, and few rows
+cause more (at least 8 rows per expert). Tiles copy their weights, where a kernel could read them in place. JAX 0.10 to
+0.12 have no such kernel for every GPU: XLA multiplies by all experts, and Pallas deprecates its Triton backend.
 """
 
 from __future__ import annotations
@@ -24,13 +23,13 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 _MULTIPLE = 8
-"""Of rows in the slab and in tiles, which tensor cores ask for."""
+"""Rows of the slab and of tiles are a multiple of this, as tensor cores require."""
 _TILES = (16, 256)
-"""Rows of the shortest and the longest tile beside a slab."""
+"""Rows of the shortest and of the longest tile that is used together with a slab."""
 _MOST_TILES = 32
 _FEW_STEPS = 4
 _COPIED_BYTES = 128 * 2**20
-"""Of weights that tiles at once may copy."""
+"""Most bytes of weights that the tiles of one step may copy."""
 
 
 def product(transposed: bool, num_experts: int, x_MI: Array, weight: Array, sizes_E: Array) -> Array:
@@ -46,6 +45,7 @@ def product(transposed: bool, num_experts: int, x_MI: Array, weight: Array, size
     def body(i: Any, out: Array) -> Array:
         expert_G, rows_GC, ours_GC = plan.tiles(i)
         part_GCO = jnp.einsum(dims, _taken(x_MI, rows_GC, ours_GC), weight[expert_G])
+        # Invalid rows get distinct indices past the end: `mode="drop"` discards them and indices stay unique.
         nowhere_GC = num_rows + jnp.arange(rows_GC.size).reshape(rows_GC.shape)
         return out.at[jnp.where(ours_GC, rows_GC, nowhere_GC)].set(part_GCO, mode="drop", unique_indices=True)
 
@@ -53,7 +53,7 @@ def product(transposed: bool, num_experts: int, x_MI: Array, weight: Array, size
 
 
 def weight_gradient(transposed: bool, num_experts: int, x_MI: Array, dy_MO: Array, sizes_E: Array) -> Array:
-    """Add up what each expert's rows say of its weights, to [E, O, I] or [E, I, O] in float32."""
+    """Sum the weight gradient of each expert over its rows, to [E, O, I] or [E, I, O] in float32."""
     dims = "gci,gco->gio" if transposed else "gci,gco->goi"
     widths = (x_MI.shape[1], dy_MO.shape[1]) if transposed else (dy_MO.shape[1], x_MI.shape[1])
     shape = jax.ShapeDtypeStruct((sizes_E.shape[0], *widths), jnp.float32)
@@ -71,29 +71,31 @@ def weight_gradient(transposed: bool, num_experts: int, x_MI: Array, dy_MO: Arra
 
 
 def _taken(x_MI: Array, rows: Array, ours: Array) -> Array:
-    """Take rows; zero for those that are not ours."""
+    """Gather rows, with zeros where `ours` is false."""
     return jnp.where(ours[..., None], x_MI.at[rows].get(mode="clip"), 0)
 
 
 class _Plan:
-    """Which rows are in the slab, and which in tiles.
+    """Assignment of rows to the slab and to tiles.
 
     Args:
         num_rows: M.
-        num_experts: among how many they are divided, E or, of several devices, more.
-        weight: of E experts, or its shape.
-        sizes_E: rows of each expert.
+        num_experts: number of experts that share the rows: E, or more when experts are sharded.
+        weight: weights of E experts, or their shape.
+        sizes_E: number of rows of each expert.
     """
 
     def __init__(self, num_rows: int, num_experts: int, weight: Array | jax.ShapeDtypeStruct, sizes_E: Array) -> None:
         own, mean = sizes_E.shape[0], num_rows // num_experts
+        # Slab: 9/8 of the mean, rounded up to the multiple. Tile: a power of two of at most a quarter of the mean.
         self.slab = 0 if num_rows < num_experts else -(-(mean + -(-mean // 8)) // _MULTIPLE) * _MULTIPLE
         self._tile = min(_TILES[1], max(_TILES[0], 1 << (mean // 4).bit_length() - 1)) if mean >= 4 else _MULTIPLE
         copied = weight.size // own * weight.dtype.itemsize
         self._at_once = min(_MOST_TILES, max(1, _COPIED_BYTES // copied))
-        if self.slab:  # what even routers leave for tiles is little
+        if self.slab:  # an even router leaves few rows for tiles
             self._at_once = min(self._at_once, max(1, mean * own // 8 // self._tile))
-        chosen = min(own, num_rows)  # an expert of n rows has at most 1 + (n - 1) / tile tiles
+        # An expert with n rows needs at most 1 + (n - 1) // tile tiles.
+        chosen = min(own, num_rows)
         self._most = chosen + (num_rows - chosen) // self._tile
         self._num_rows, self._sizes_E = num_rows, sizes_E
         self._rows_to_E = jnp.cumsum(sizes_E)
@@ -101,13 +103,13 @@ class _Plan:
         self._tiles_to_E = jnp.cumsum(-(-self._rest_E // self._tile))
 
     def in_slab(self) -> tuple[Array, Array]:
-        """Return the slab's rows, [E, P], and which of them are their expert's."""
+        """Return the row indices of the slab, [E, P], and which of them belong to their expert."""
         inside_P = jnp.arange(self.slab)
         rows_EP = (self._rows_to_E - self._sizes_E)[:, None] + inside_P[None]
         return rows_EP, inside_P[None] < self._sizes_E[:, None]
 
     def of_rows(self) -> tuple[Array, Array]:
-        """Return where in the slab each row is, [M], and whether it is there."""
+        """Return the position of each row in the slab, [M], and whether the row is in it."""
         rows_M = jnp.arange(self._num_rows)
         expert_M = jnp.sum(self._rows_to_E[None] <= rows_M[:, None], axis=1)
         inside_M = rows_M - (self._rows_to_E - self._sizes_E)[jnp.minimum(expert_M, len(self._sizes_E) - 1)]
@@ -115,8 +117,9 @@ class _Plan:
         return jnp.where(ours_M, expert_M * self.slab + inside_M, 0), ours_M
 
     def tiles(self, i: Any) -> tuple[Array, Array, Array]:
-        """Return the experts of the tiles of a step, [G], their rows, [G, C], and which are there."""
+        """Return the experts of the tiles of step `i`, [G], their row indices, [G, C], and which rows are valid."""
         tile_G = i * self._at_once + jnp.arange(min(self._at_once, self._most))
+        # A tile belongs to the first expert whose cumulative number of tiles exceeds the tile's index.
         is_past_GE = self._tiles_to_E[None] <= tile_G[:, None]
         expert_G = jnp.minimum(jnp.sum(is_past_GE, axis=1), len(self._sizes_E) - 1)
         before_G = jnp.max(jnp.where(is_past_GE, self._tiles_to_E[None], 0), axis=1)
@@ -126,7 +129,8 @@ class _Plan:
         return expert_G, first_G[:, None] + inside_GC, ours_GC
 
     def over_tiles(self, body: Callable[[Any, Array], Array], begin: Array) -> Array:
-        """Go over all tiles; of few, without a loop, whose end the host would have to be asked for."""
+        """Run `body` over all tiles; a few steps are unrolled, since the host must read a loop's condition."""
+
         steps = -(-self._most // self._at_once)
         if steps <= _FEW_STEPS and not self.slab:
             return functools.reduce(lambda out, i: body(i, out), range(steps), begin)

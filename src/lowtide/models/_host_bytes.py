@@ -1,8 +1,8 @@
-"""What reading and writing a model costs the host, known before.
+"""Bounds of the host memory that loading and saving a model need.
 
-The figures are bounds: a piece exists up to four times (as the file's library copied it, as an array, cast, and as what
-was sent), and one more is for what JAX allocates when it first runs. Weights in few bits are read by pieces, too, in
-which codes of 4 bits take a byte. `tests/models/test_load_memory.py` measures them.
+A piece exists up to four times: as the safetensors library copied it, as an array, after the cast, and as it is sent.
+One more piece covers what JAX allocates when it first runs. Quantised weights are read in pieces, too; their 4-bit
+codes take a byte each there. `tests/models/test_load_memory.py` measures these bounds.
 """
 
 from __future__ import annotations
@@ -16,26 +16,27 @@ import jax.numpy as jnp
 from ..core import PIECE_BYTES, Tree, is_staged
 
 _COPIES = 5
+"""Four copies of a piece, and one piece for what JAX allocates when it first runs."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class HostBytes:
-    """The most bytes of host memory that a process needs beside the model itself, where that is on the host."""
+    """Most bytes of host memory that a process needs in addition to the model itself, where that is on the host."""
 
     loading: int
-    """While `lowtide.models.load` reads it."""
+    """Bytes while `lowtide.models.load` reads the model."""
     saving: int
-    """While `lowtide.models.save` writes it."""
+    """Bytes while `lowtide.models.save` writes the model."""
 
 
 def host_bytes(model: Tree) -> HostBytes:
-    """Predict what loading and saving a model take of this process's host memory, beside the model.
+    """Predict the host memory of this process for loading and saving a model, in addition to the model.
 
-    Pages of files that the system caches are not counted: it takes them back when it needs them.
+    File pages that the operating system caches are not counted, because it reclaims them on demand.
 
     Args:
-        model: the model, or its shapes: leaves with a shape, a dtype and, where it matters, a sharding (of arrays, or
-            of `jax.ShapeDtypeStruct`s).
+        model: the model or its shapes: leaves with a shape, a dtype and, where it matters, a sharding (arrays or
+            `jax.ShapeDtypeStruct`s).
 
     Returns:
         Bounds in bytes.

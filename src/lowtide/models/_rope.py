@@ -1,9 +1,9 @@
-"""Rotary positions: frequencies, their stretching beyond the length of pretraining, and the rotation.
+"""Rotary position embeddings: frequencies, their scaling beyond the length of pretraining, and the rotation.
 
 Shapes: B batch, T sequence, N heads, H head, R the rotated part of a head.
 
-Sources: Su et al., "RoFormer" (arXiv:2104.09864); llama3 as in Llama 3.1's reference code; Peng et al., "YaRN"
-(arXiv:2309.00071), whose section 3.1 has the dynamic rule, too; Ding et al., "LongRoPE" (arXiv:2402.13753).
+Sources: Su et al., "RoFormer" (arXiv:2104.09864). Llama 3.1's reference code for `llama3`. Peng et al., "YaRN"
+(arXiv:2309.00071), whose section 3.1 also has the dynamic rule. Ding et al., "LongRoPE" (arXiv:2402.13753).
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ def rotary(
     slides: Array | bool = False,
     lengths_BT: Int[Array, "B T"] | None = None,
 ) -> tuple[Float[Array, "B T 1 R/2"], Float[Array, "B T 1 R/2"]]:
-    """Cosines and sines for queries and keys, in float32.
+    """Return cosines and sines for queries and keys, in float32.
 
     Args:
-        config: sizes and rules.
+        config: sizes and scaling rules.
         positions_BT: the position of each token in its document.
-        slides: whether the layer has sliding attention, which may have frequencies of its own.
-        lengths_BT: `document_lengths`.
+        slides: whether the layer has sliding-window attention, which may use separate frequencies.
+        lengths_BT: result of `document_lengths`.
 
     Returns:
         Two arrays of shape [B, T, 1, R/2].
@@ -54,11 +54,11 @@ def rotate(x_BTNH: Array, cos: Array, sin: Array) -> Array:
 
 
 def frequencies(config: DecoderConfig, length: Int[Array, "B T"] | None) -> tuple[Float[Array, "*BT R/2"], float]:
-    """Rotary frequencies as the configuration stretches them, and what cosines and sines are multiplied by.
+    """Return rotary frequencies after scaling, and the factor for cosines and sines.
 
     Args:
-        config: sizes and rules.
-        length: how long each token's document is, for the rules that ask for it; frequencies are those of each token.
+        config: sizes and scaling rules.
+        length: length of each token's document, for the rules that depend on it; frequencies are then per token.
     """
     scaling, dim = config.rope_scaling, config.rotary_dim
     freq = _plain(config.rope_theta, dim)
@@ -70,12 +70,14 @@ def frequencies(config: DecoderConfig, length: Int[Array, "B T"] | None) -> tupl
         case "dynamic":
             return _dynamic(config, scaling, length), 1.0
         case "llama3":
+            # Rotations over the length of pretraining: frequencies with few are scaled, with many kept, others blended.
             turns = scaling.original_max_position_embeddings * freq / (2 * math.pi)
             low, high = scaling.low_freq_factor, scaling.high_freq_factor
             smooth = jnp.clip((turns - low) / (high - low), 0.0, 1.0)
             return (1 - smooth) * freq / scaling.factor + smooth * freq, 1.0
         case "yarn":
             kept = _kept_by_yarn(scaling, config.rope_theta, dim)
+            # YaRN's temperature of attention: sqrt(1 / t) = 0.1 ln(factor) + 1, applied to queries and keys.
             default = 0.1 * math.log(scaling.factor) + 1.0 if scaling.factor > 1 else 1.0
             return freq / scaling.factor * (1 - kept) + freq * kept, scaling.attention_factor or default
         case "longrope":
@@ -95,7 +97,7 @@ def _asks_for_length(config: DecoderConfig) -> bool:
 
 
 def frequencies_change(config: DecoderConfig, lengths_B: Int[Array, "B"]) -> Array | None:
-    """Whether the last token of a document gave the tokens before it other frequencies, [B]; None: it never does."""
+    """Return which documents' last token changed the frequencies of earlier tokens, [B]; None: this never happens."""
     scaling = config.rope_scaling
     if scaling is None or not _asks_for_length(config):
         return None
@@ -105,12 +107,11 @@ def frequencies_change(config: DecoderConfig, lengths_B: Int[Array, "B"]) -> Arr
 
 
 def document_lengths(config: DecoderConfig, positions_BT: Array, segments_BT: Array | None) -> Array | None:
-    """Return how long the document of each token is, [B, T], where frequencies ask for it.
+    """Return the length of each token's document, [B, T], if frequencies depend on it, else None.
 
-    It is one more than its last position.
-
-    It ends where positions do not grow, or the segment is another. Not the longest of all: neither what stands beside a
-    document in its row, nor another row, changes its frequencies.
+    The length is the last position of the document plus one. A document ends where positions do not increase or where
+    the segment changes. The maximum over the batch would be wrong: other documents in the row, and other rows, must not
+    change a document's frequencies.
     """
     if not _asks_for_length(config):
         return None
@@ -119,6 +120,7 @@ def document_lengths(config: DecoderConfig, positions_BT: Array, segments_BT: Ar
         ends_BT = ends_BT | (segments_BT[:, 1:] != segments_BT[:, :-1])
         positions_BT = jnp.broadcast_to(positions_BT, segments_BT.shape)
     ends_BT = jnp.pad(ends_BT, ((0, 0), (0, 1)), constant_values=True)
+    # A reversed running minimum over the end positions finds the end of each token's own document.
     at_BT = jnp.where(ends_BT, jnp.arange(last + 1)[None], last)
     return jnp.take_along_axis(positions_BT, jax.lax.cummin(at_BT, axis=1, reverse=True), axis=1) + 1
 
@@ -129,17 +131,20 @@ def _plain(theta: float | Array, dim: int) -> Array:
 
 
 def _dynamic(config: DecoderConfig, scaling: RopeScaling, length: Array | None) -> Array:
-    """Raise the base with the length beyond that of pretraining."""
+    """Return frequencies for a base that grows with the length beyond that of pretraining."""
     assert length is not None
     most, dim = config.max_position_embeddings, config.rotary_dim
     longest = jnp.maximum(length, most).astype(jnp.float32)
+    # Lowest frequency: theta ** -((dim - 2) / dim). With the base times grown ** (dim / (dim - 2)) it is divided by
+    # exactly `grown`, and the highest frequency, 1, does not change.
     grown = scaling.factor * longest / most - (scaling.factor - 1)
     return _plain(config.rope_theta * grown[..., None] ** (dim / (dim - 2)), dim)
 
 
 def _kept_by_yarn(scaling: RopeScaling, theta: float, dim: int) -> Array:
-    """How much of each frequency is kept: 1 for those that turn often, 0 for those that turn seldom."""
+    """Return the unscaled share of each frequency: 1 for fast rotations, 0 for slow ones."""
 
+    # Solves turns = length * theta ** (-2 d / dim) / (2 pi) for d, the index of the frequency.
     def dimension(turns: float) -> float:
         return dim * math.log(scaling.original_max_position_embeddings / (turns * 2 * math.pi)) / (2 * math.log(theta))
 

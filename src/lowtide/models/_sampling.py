@@ -1,4 +1,4 @@
-"""How the next token is chosen from logits.
+"""Sampling of the next token from logits.
 
 Shapes: B rows, V vocabulary.
 
@@ -22,10 +22,10 @@ from ..core import ConfigError
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """How the next token is chosen.
+    """Settings for sampling the next token.
 
     Raises:
-        ConfigError: for a value outside of its range.
+        ConfigError: for a value out of range.
 
     Examples:
         >>> Sampling(temperature=0).is_greedy
@@ -33,15 +33,15 @@ class Sampling:
     """
 
     temperature: float = 1.0
-    """Divides the logits; 0 takes the most likely token."""
+    """Divides the logits; 0 selects the most likely token."""
     top_k: int = 0
-    """Only so many of the most likely tokens; 0: all."""
+    """Keep only this number of most likely tokens; 0: all."""
     top_p: float = 1.0
-    """Only the most likely tokens that together have this probability; the one that reaches it is among them."""
+    """Keep the most likely tokens up to this cumulative probability, including the token that reaches it."""
     min_p: float = 0.0
-    """Only tokens with at least this share of the most likely one's probability."""
+    """Keep tokens with at least this fraction of the most likely token's probability."""
     repetition_penalty: float = 1.0
-    """Divides positive logits, and multiplies negative ones, of tokens that are in the prompt or the answer so far."""
+    """Divides positive logits, and multiplies negative ones, of tokens in the prompt or in the answer so far."""
 
     def __post_init__(self) -> None:
         checks = {
@@ -62,12 +62,12 @@ class Sampling:
 
     @property
     def is_greedy(self) -> bool:
-        """Whether the most likely token is taken."""
+        """Whether the most likely token is always chosen."""
         return self.temperature == 0
 
 
 class Knobs(NamedTuple):
-    """A `Sampling` as arrays, so that other values need no other program."""
+    """Values of a `Sampling` as arrays, so that other values need no recompilation."""
 
     temperature: Array
     top_k: Array
@@ -77,16 +77,16 @@ class Knobs(NamedTuple):
 
 
 class Ways(NamedTuple):
-    """What a program has to compute (static): sorting a vocabulary costs more than a small model's layer."""
+    """Static switches of the program: sorting a vocabulary costs more than one layer of a small model."""
 
     filters: bool
-    """Whether some tokens are left out."""
+    """Whether top-k, top-p or min-p is in use."""
     penalises: bool
-    """Whether tokens so far count."""
+    """Whether the repetition penalty is in use."""
 
 
 def knobs_of(sampling: Sampling) -> tuple[Ways, Knobs]:
-    """Divide a sampling into what a program depends on and what it reads."""
+    """Split a `Sampling` into static switches and traced values."""
     s = sampling
     filters = not s.is_greedy and (s.top_k > 0 or s.top_p < 1 or s.min_p > 0)
     knobs = Knobs(*(jnp.float32(getattr(s, name)) for name in Knobs._fields))
@@ -96,18 +96,19 @@ def knobs_of(sampling: Sampling) -> tuple[Ways, Knobs]:
 def choose(
     logits_BV: Float[Array, "B V"], keys_B: Array, seen_BV: Bool[Array, "B V"] | None, ways: Ways, knobs: Knobs
 ) -> Int[Array, "B"]:
-    """Choose a token for each row, by the random key of each row."""
+    """Choose a token for each row with the row's random key."""
     if seen_BV is not None:
         penalty = knobs.repetition_penalty
         logits_BV = jnp.where(seen_BV, jnp.where(logits_BV < 0, logits_BV * penalty, logits_BV / penalty), logits_BV)
     if ways.filters:
         logits_BV = _filtered(logits_BV, knobs)
+    # Gumbel-max: argmax(logits / T + g) samples from softmax(logits / T). Multiplied by T it also covers T = 0, greedy.
     noise_BV = jax.vmap(lambda key: jax.random.gumbel(key, logits_BV.shape[1:]))(keys_B)
     return jnp.argmax(logits_BV + knobs.temperature * noise_BV, axis=-1).astype(jnp.int32)
 
 
 def _filtered(logits_BV: Array, knobs: Knobs) -> Array:
-    """Set the logits of tokens that are left out to minus infinity."""
+    """Set the logits of excluded tokens to minus infinity."""
     size = logits_BV.shape[-1]
     sorted_BV = -jnp.sort(-logits_BV, axis=-1)
     rank_V = jnp.arange(size)[None]
@@ -116,6 +117,6 @@ def _filtered(logits_BV: Array, knobs: Knobs) -> Array:
     probs_BV = jax.nn.softmax(scaled_BV, axis=-1)
     before_BV = jnp.cumsum(probs_BV, axis=-1) - probs_BV
     kept_BV = (rank_V < most) & (before_BV < knobs.top_p) & (probs_BV >= knobs.min_p * probs_BV[:, :1])
-    kept_BV = kept_BV | (rank_V == 0)  # rounding may never leave none
+    kept_BV = kept_BV | (rank_V == 0)  # whatever rounding does, the most likely token stays
     least_B1 = jnp.min(jnp.where(kept_BV, sorted_BV, jnp.inf), axis=-1, keepdims=True)
     return jnp.where(logits_BV >= least_B1, logits_BV, -jnp.inf)

@@ -1,12 +1,12 @@
-"""What the files of a Hugging Face folder may say: types, ranges, and the fields that change the mathematics.
+"""Schemas of the files in a Hugging Face folder: types, ranges, and the fields that change the computation.
 
-A field of `config.json` that Lowtide does not know is refused by its name when it is switched on (any value but null,
-false, zero, an empty text, list or object): the logits would silently be those of another model. Three tables say which
-fields are known: those of a family (`families`) are read, by the types of `ConfigFile`; those of `HARMLESS` say nothing
-about what a forward pass computes (metadata, text generation, training losses, output switches; from `LlamaConfig` and
-`PretrainedConfig` of transformers 4 and 5); those of `NEUTRAL` may only have the value with which they do nothing.
+A field of `config.json` that Lowtide does not know is an error when it is switched on: any value but null, false, zero,
+an empty string, list or object. Otherwise the logits would silently be those of another model. Three tables list the
+known fields. Fields of a family (`families`) are read with the types of `ConfigFile`. Fields in `HARMLESS` do not
+change a forward pass: metadata, text generation, training losses, output switches (from `LlamaConfig` and
+`PretrainedConfig` of transformers 4 and 5). Fields in `NEUTRAL` may only have the value that has no effect.
 
-This module needs pydantic, which takes a quarter of a second to import: only functions that read files import it.
+This module needs pydantic, whose import takes a quarter of a second: only functions that read files import it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Stretch = Annotated[float, Field(ge=1e-3, le=1e6)]
 
 
 class _File(BaseModel):
-    """Strict: text is no number, a number is no truth value, and every number is finite."""
+    """Strict model: no conversion between strings, numbers and booleans, and every number is finite."""
 
     model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False, frozen=True, protected_namespaces=())
 
@@ -108,17 +108,17 @@ class ConfigFile(_File):
 
 
 HARMLESS = frozenset(
-    # what the file is about
+    # metadata
     "architectures model_type transformers_version torch_dtype dtype name_or_path tokenizer_class finetuning_task "
     "task_specific_params id2label label2id num_labels problem_type prefix unsloth_version unsloth_fixed "
     "is_llama_config transformers.js_config license license_name "
-    # initial values, losses, and how rather than what to compute
+    # initial values, losses, and settings that change the implementation but not the result
     "initializer_range use_cache pretraining_tp attn_implementation use_flash_attn gradient_checkpointing "
     "use_bfloat16 torchscript tf_legacy_loss chunk_size_feed_forward is_decoder "
-    # what is returned, and other tokens
+    # outputs, and tokens that the decoder does not use
     "return_dict output_attentions output_hidden_states pad_token_id sep_token_id unk_token_id cls_token_id "
     "mask_token_id decoder_start_token_id "
-    # the length that a tokenizer or a server cuts to
+    # lengths that a tokenizer or a server truncates to
     "max_sequence_length model_max_length max_seq_len max_length min_length "
     # text generation
     "do_sample early_stopping num_beams num_beam_groups diversity_penalty temperature top_k top_p typical_p "
@@ -146,11 +146,11 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
 def unhandled(
     file: _File, known: Collection[str] | None = None, neutral: Mapping[str, tuple[Any, ...]] = NEUTRAL
 ) -> dict[str, Any]:
-    """Name the fields that are switched on and would compute something else than Lowtide does.
+    """Return the fields that are switched on and would compute something that Lowtide does not.
 
     Args:
-        file: what was read.
-        known: fields of a `config.json` that are read; None for a part of one, whose fields all are.
+        file: the parsed file.
+        known: fields of `config.json` that are read; None for a section of the file, all of whose fields are read.
         neutral: fields that may only have one of these values.
     """
     given: dict[str, Any] = {**(file.model_extra or {})}
@@ -159,7 +159,7 @@ def unhandled(
         fields = type(file).model_fields
         given |= {fields[name].alias or name: getattr(file, name) for name in file.model_fields_set & set(fields)}
         harmless = harmless | (set(known) - set(neutral))
-    if given.get("use_sliding_window") is False:  # the sizes of a window that is off
+    if given.get("use_sliding_window") is False:  # the window's sizes have no effect
         harmless = harmless | {"sliding_window", "max_window_layers"}
     return {
         name: value
@@ -172,6 +172,7 @@ def unhandled(
 
 
 _READ_ALL_THE_SAME = ("_sliding_window_pattern",)
+"""Names that are read although they begin with an underscore; all other such names are ignored."""
 
 
 def _is_off(name: str, value: Any, neutral: Mapping[str, tuple[Any, ...]]) -> bool:
@@ -192,13 +193,13 @@ ShardName = Annotated[str, Field(max_length=255), AfterValidator(_file_name)]
 
 
 class IndexFile(_File):
-    """`model.safetensors.index.json`: which shard holds which tensor."""
+    """`model.safetensors.index.json`: the shard of each tensor."""
 
     weight_map: Annotated[dict[str, ShardName], Field(min_length=1, max_length=2**20)]
 
 
 class AddedTokenFile(_File):
-    """A token that was added to a vocabulary."""
+    """A token that was added to the vocabulary."""
 
     id: TokenId
     content: Annotated[str, Field(max_length=2**16)]
@@ -209,7 +210,7 @@ class AddedTokenFile(_File):
     special: bool = False
 
 
-# JSON has lists only; a strict tuple would be refused.
+# JSON has only lists, which a strict tuple field rejects.
 _Piece = Annotated[tuple[str, float], Field(strict=False)]
 _Pair = Annotated[tuple[str, str], Field(strict=False)]
 
@@ -221,7 +222,8 @@ class _TokenizerModel(_File):
 
 
 class TokenizerFile(_File):
-    """`tokenizer.json`, as far as its sizes go; the rest is for the tokenizers library to read."""
+    """`tokenizer.json`, checked as far as its sizes; the tokenizers library reads the rest."""
+
 
     version: str | None = None
     truncation: dict[str, Any] | None = None

@@ -1,13 +1,13 @@
-"""Write the weights of a model directory, a bounded piece at a time, so that it is the old or the new model.
+"""Save the weights of a model directory in pieces of bounded size, so that the directory holds the old or new model.
 
-`safetensors` itself wants a whole file's tensors in memory. Its format is eight bytes with the header's length, the
-header in JSON, and the tensors one after another (https://github.com/huggingface/safetensors#format), so that is
-written here in pieces, and the library reads every file's header back before the file gets its name.
+`safetensors` needs all tensors of a file in memory. A file is eight bytes with the header's length, the header in JSON,
+and the tensors one after another (https://github.com/huggingface/safetensors#format). So this module writes files in
+pieces, and the library reads back each header before the file gets its final name.
 
-Everything is complete under temporary names, and on the disk, before anything of an older model is touched. Shards get
-names that no older file has, so that one rename, of the index or of the single file, changes one model for the other. A
-`config.json` or tokenizer that differs cannot change in the same moment: there `config.json` is taken away before and
-put in its place last. Whoever looks between finds no model, and never one's weights with the other's configuration.
+All files are complete under temporary names, and on the disk, before anything of an older model changes. Shards get
+names that no older file has. So one rename, of the index or of the single file, switches from the old to the new model.
+A different `config.json` or tokenizer cannot change in the same moment: then `config.json` is deleted before the switch
+and the new one is renamed last. A reader in between finds no model, and never weights with another model's config.
 """
 
 from __future__ import annotations
@@ -35,37 +35,37 @@ from ._tensors import DTYPES, open_tensors, pieces
 SINGLE, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
 _SHARD = re.compile(r"model-(\d+-)?\d{5}-of-\d{5}\.safetensors")
 _NEW = ".saving-"
-"""How names begin of what is not complete; no software takes them for a model's."""
+"""Prefix of incomplete files; no software recognises them as part of a model."""
 _NAMES = {name: code for code, name in DTYPES.items()}
 
 
 @dataclasses.dataclass(frozen=True)
 class Tensor:
-    """A tensor to write: a leaf, or one place in a stack."""
+    """A tensor to write: a leaf, or one index of a stacked leaf."""
 
     name: str
     leaf: Any
     index: tuple[int, ...] = ()
     rounded: str | None = None
-    """Dtype of the file if it is not that of the leaf."""
+    """Dtype in the file if it differs from that of the leaf."""
 
     @property
     def dtype(self) -> Any:
-        """Its dtype in the file."""
+        """Dtype in the file."""
         return jnp.dtype(self.rounded or self.leaf.dtype)
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Its shape in the file."""
+        """Shape in the file."""
         return tuple(self.leaf.shape[len(self.index) :])
 
     @property
     def num_bytes(self) -> int:
-        """Its size in the file."""
+        """Bytes in the file."""
         return math.prod(self.shape) * self.dtype.itemsize
 
     def parts(self) -> Iterator[np.ndarray]:
-        """Copy it to the host, a piece at a time."""
+        """Yield the tensor in pieces that are copied to the host."""
         leaf, count = self.leaf, len(self.index)
         is_here = isinstance(leaf, np.ndarray) or _shares_memory(leaf)
         whole = np.asarray(leaf)[self.index] if is_here else None
@@ -73,6 +73,7 @@ class Tensor:
             if whole is not None:
                 yield np.ascontiguousarray(whole[cut], self.dtype)
                 continue
+            # Starts are traced and sizes static: one compiled program cuts all pieces of one size.
             start = (*self.index, *(axis.start for axis in cut))
             sizes = (1,) * count + tuple(axis.stop - axis.start for axis in cut)
             yield np.ascontiguousarray(_cut(leaf, tuple(np.int32(i) for i in start), sizes), self.dtype)
@@ -81,17 +82,17 @@ class Tensor:
 def write_model(
     directory: Path, tensors: Sequence[Tensor], files: Mapping[str, bytes], *, max_shard_bytes: int
 ) -> None:
-    """Write the weights of a model and what belongs to them, in place of a model that is there.
+    """Write the weights and other files of a model, and replace an older model in the directory.
 
     Args:
-        directory: the folder; made when missing.
-        tensors: in the order in which they are written.
-        files: names and contents of the other files, `config.json` among them.
-        max_shard_bytes: the most bytes of tensors in one file; a larger model is sharded with an index.
+        directory: the model directory; created when missing.
+        tensors: tensors in the order in which they are written.
+        files: names and contents of the other files, including `config.json`.
+        max_shard_bytes: most bytes of tensors per file; a larger model is sharded and gets an index.
 
     Raises:
-        ModelFileError: for a dtype that is not written.
-        OutputError: when there is too little space, or the folder cannot be written to; an older model stays then.
+        ModelFileError: for a dtype that cannot be written.
+        OutputError: when the disk has too little space or the directory is not writable; an older model stays intact.
 
     Memory:
         On the host a few pieces of at most 64 MiB, or of one row.
@@ -105,7 +106,7 @@ def write_model(
             )
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        for left in directory.glob(f"{_NEW}*"):  # by a save that was killed
+        for left in directory.glob(f"{_NEW}*"):  # from a save that was killed
             left.unlink()
         shards = _shards(tensors, max_shard_bytes)
         _check_space(directory, sum(map(len, files.values())) + sum(_size(shard) for shard in shards))
@@ -138,7 +139,7 @@ def _shards(tensors: Sequence[Tensor], max_shard_bytes: int) -> list[list[Tensor
             size = 0
         shards[-1].append(tensor)
         size += tensor.num_bytes
-    # Every tensor begins at a multiple of its elements' size, as the library writes them.
+    # Wide dtypes come first, as in files by the library, so each tensor starts at a multiple of its element size.
     return [sorted(shard, key=lambda tensor: -tensor.dtype.itemsize) for shard in shards]
 
 
@@ -154,7 +155,8 @@ def _check_space(directory: Path, num_bytes: int) -> None:
 
 
 def _free_names(directory: Path, count: int) -> list[str]:
-    """Names of shards that no file has: what an index lists is never written over."""
+    """Return shard names that no file has; files that an index lists are never overwritten."""
+
     if count == 1:
         return [SINGLE]
     for generation in itertools.count(1):
@@ -173,7 +175,7 @@ def _header(shard: Sequence[Tensor]) -> bytes:
         kind = _NAMES[tensor.dtype.name]
         entries[tensor.name] = {"dtype": kind, "shape": list(tensor.shape), "data_offsets": [start, end]}
     text = json.dumps(entries, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)  # so that the tensors are aligned in the mapped file
+    text += b" " * (-len(text) % 8)  # aligns the tensors in the mapped file
     return len(text).to_bytes(8, "little") + text
 
 
@@ -182,7 +184,7 @@ def _size(shard: Sequence[Tensor]) -> int:
 
 
 def _write_shard(path: Path, shard: Sequence[Tensor]) -> None:
-    """Write one file, and read its header back."""
+    """Write one file, then check its header with the safetensors library."""
     with _on_disk(path) as file:
         file.write(_header(shard))
         for tensor in shard:
@@ -199,24 +201,25 @@ def _index(names: Sequence[str], shards: Sequence[Sequence[Tensor]]) -> bytes:
 
 
 def _put_in_place(directory: Path, names: Sequence[str], others: Mapping[str, bytes]) -> None:
-    """Give complete files their names; the comments say what is there after each line."""
+    """Give complete files their final names; comments state what a reader finds after each line."""
 
     def rename(name: str) -> None:
         os.replace(directory / f"{_NEW}{name}", directory / name)
 
     shards, switch = ([], SINGLE) if len(names) == 1 else (names, INDEX)
+    # `config.json` comes last, since a folder without it holds no model.
     beside = sorted((name for name in others if name != INDEX), key=lambda name: name == CONFIG)
     for name in shards:
-        rename(name)  # the old model: no index lists them
+        rename(name)  # the old model: no index lists these shards yet
     _sync(directory)
     if any(_content(directory / name) != others[name] for name in beside):
         (directory / CONFIG).unlink(missing_ok=True)  # no model
     rename(switch)
-    # Weights of an earlier model in the other layout would be read in place of these, here or by other software.
+    # Lowtide or other software could read an older model in the other layout (single file or index) in place of this.
     (directory / (INDEX if switch == SINGLE else SINGLE)).unlink(missing_ok=True)
     _sync(directory)
     for name in beside:
-        rename(name)  # with `config.json`, the last: the new model
+        rename(name)  # the new model, as soon as `config.json` is there, which is last
     _sync(directory)
     for path in directory.iterdir():
         if _SHARD.fullmatch(path.name) and path.name not in shards:
@@ -232,7 +235,7 @@ def _content(path: Path) -> bytes | None:
 
 @contextlib.contextmanager
 def _on_disk(path: Path) -> Generator[BinaryIO]:
-    """Make a file, which is on the disk when it is closed."""
+    """Create a file that is flushed to the disk when it is closed."""
     with open(path, "xb") as file:
         yield file
         file.flush()
@@ -240,7 +243,7 @@ def _on_disk(path: Path) -> Generator[BinaryIO]:
 
 
 def _sync(directory: Path) -> None:
-    """Make the names in a folder survive a power cut, where its file system can."""
+    """Flush the directory's file names, so that they survive a power cut, where the file system supports it."""
     with contextlib.suppress(OSError):
         handle = os.open(directory, os.O_RDONLY)
         try:
@@ -250,12 +253,12 @@ def _sync(directory: Path) -> None:
 
 
 def _shares_memory(leaf: Any) -> bool:
-    """Whether NumPy reads a leaf where it is."""
+    """Return whether NumPy can view a leaf without a copy."""
     devices = leaf.sharding.device_set
     return len(devices) == 1 and not on_host(leaf.sharding) and next(iter(devices)).platform == "cpu"
 
 
 @functools.partial(jax.jit, static_argnums=2)
 def _cut(leaf: Any, start: tuple[Any, ...], sizes: tuple[int, ...]) -> Any:
-    # Of a whole array elsewhere JAX would keep the copy on the host as long as the array.
+    # JAX keeps the host copy of an array as long as the array lives, so only slices of arrays are copied.
     return jax.device_put(jax.lax.dynamic_slice(leaf, start, sizes), jax.memory.Space.Device)

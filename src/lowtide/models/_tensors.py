@@ -1,9 +1,8 @@
-"""Read safetensors files into arrays that are placed, a bounded piece at a time.
+"""Read safetensors files into placed arrays, in pieces of bounded size.
 
-A leaf is one tensor, or a stack of tensors over its leading axes (layers; layers and experts). It is assembled where it
-belongs by pieces of at most `PIECE_BYTES`, each of which is read from the mapped file and cast (`core.assemble`).
-
-What should happen to a tensor on the way (a cast; later a quantisation) happens in `_read_part`, of pieces.
+A leaf is one tensor, or a stack of tensors over its leading axes (layers, or layers and experts). `core.assemble`
+builds it on its devices from pieces of at most `PIECE_BYTES`. `_read_part` reads each piece from the mapped file and
+casts it. Anything else that changes tensors while they are read, such as quantisation, also works on these pieces.
 """
 
 from __future__ import annotations
@@ -26,32 +25,32 @@ from safetensors import SafetensorError, safe_open
 from ..core import PIECE_BYTES, ModelFileError, Pieces, assemble, format_bytes, shortened, shown
 
 DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
-"""Names of dtypes in the files, and here."""
+"""NumPy names of the dtypes in safetensors headers."""
 _OTHERS = {"U8": 1, "I8": 1, "BOOL": 1, "F8_E4M3": 1, "F8_E5M2": 1, "I16": 2, "U16": 2, "I32": 4, "U32": 4}
-"""Bytes of other dtypes, of those with 8 bits what weights in few bits are stored in."""
+"""Bytes per element of other dtypes; quantised weights are stored in those of 8 bits, among others."""
 
 
 class Readable(Protocol):
-    """A tensor, or what is computed of tensors."""
+    """A tensor, or the result of a computation on tensors, that can be read in parts."""
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the whole."""
+        """Shape of the whole tensor."""
         ...
 
     @property
     def itemsize(self) -> int:
-        """Bytes of an element while it is read."""
+        """Bytes per element while it is read."""
         ...
 
     def read(self, index: tuple[slice, ...]) -> np.ndarray:
-        """Copy a part into memory."""
+        """Copy a part into host memory."""
         ...
 
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-    """A tensor of a file that is open."""
+    """A tensor in an open safetensors file."""
 
     name: str
     file: Path
@@ -59,7 +58,7 @@ class Source:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """As the file's header has it."""
+        """Shape in the file's header."""
         return self._shape
 
     @functools.cached_property
@@ -68,28 +67,28 @@ class Source:
 
     @functools.cached_property
     def dtype(self) -> str:
-        """As the file's header has it, such as ``"BF16"``."""
+        """Dtype in the file's header, such as ``"BF16"``."""
         return self.handle.get_slice(self.name).get_dtype()
 
     @property
     def itemsize(self) -> int:
-        """Bytes of an element."""
+        """Bytes per element."""
         return jnp.dtype(DTYPES[self.dtype]).itemsize if self.dtype in DTYPES else _OTHERS.get(self.dtype, 8)
 
     @property
     def num_bytes(self) -> int:
-        """In the file."""
+        """Size in the file, in bytes."""
         return math.prod(self.shape) * self.itemsize
 
     @functools.cached_property
     def _start(self) -> int:
-        """Where it begins in its file, whose header the library has checked."""
+        """Return the tensor's offset in the file; safetensors has already checked the header."""
         with open(self.file, "rb") as file:
             length = int.from_bytes(file.read(8), "little")
             return 8 + length + json.loads(file.read(length))[self.name]["data_offsets"][0]
 
     def read(self, index: tuple[slice, ...]) -> np.ndarray:
-        """Copy a part into memory; nothing else of the tensor is. Of 8-bit floats it is their bits."""
+        """Copy a part of the tensor into host memory, and nothing else; 8-bit floats are returned as their bits."""
         if self.dtype == "F8_E4M3":  # the library has no NumPy dtype for it
             return np.array(np.memmap(self.file, np.uint8, "r", self._start, self.shape)[index])
         return np.asarray(self.handle.get_slice(self.name)[index] if index else self.handle.get_tensor(self.name))
@@ -97,13 +96,13 @@ class Source:
 
 @contextlib.contextmanager
 def open_tensors(files: Sequence[Path]) -> Generator[dict[str, Source], None, None]:
-    """All tensors of some safetensors files, by name.
+    """Open safetensors files and yield their tensors by name.
 
-    The library reads the headers and checks, before anything is allocated, that the tensors' offsets follow one
-    another without a gap, fit their dtypes and shapes, and end where the file ends.
+    Before anything is allocated, safetensors checks each header: offsets follow one another without a gap, fit the
+    dtypes and shapes, and end where the file ends.
 
     Raises:
-        ModelFileError: for a file that cannot be read or is not complete, and a tensor that is in two of them.
+        ModelFileError: when a file is unreadable or incomplete, or when two files contain the same tensor.
     """
     with contextlib.ExitStack() as stack:
         tensors: dict[str, Source] = {}
@@ -132,32 +131,32 @@ def open_tensors(files: Sequence[Path]) -> Generator[dict[str, Source], None, No
 
 
 def stored_dtype(names: Iterable[str]) -> Any:
-    """Dtype that holds all of some dtypes without losing digits."""
+    """Return the dtype that holds values of all the given dtypes without losing digits."""
     return jnp.result_type(*sorted(set(names)))
 
 
 def read_leaf(
     sources: Sequence[Readable], shape: tuple[int, ...], dtype: Any, sharding: jax.sharding.Sharding | None
 ) -> jax.Array:
-    """Read one leaf to where it belongs.
+    """Read one leaf into a placed array.
 
     Args:
-        sources: its tensors, all of one shape, in the order of the axes that they are stacked over.
-        shape: of the leaf: the axes of the stack, then those of a tensor.
-        dtype: of the leaf; tensors are cast on the way.
-        sharding: where it belongs, or None for JAX's default device.
+        sources: tensors of the leaf, all of one shape, in the order of the stack axes.
+        shape: shape of the leaf: the stack axes, then the axes of a tensor.
+        dtype: dtype of the leaf; each piece is cast to it.
+        sharding: placement of the leaf, or None for JAX's default device.
 
     Returns:
-        The array, of which this process has read what its devices hold.
+        The array. This process reads only the parts that its own devices hold.
 
     Memory:
-        On the host a few times `PIECE_BYTES`, and beside them what one device holds of a leaf in host memory.
+        A few times `PIECE_BYTES` on the host. For a leaf in host memory, also the bytes that one device holds of it.
     """
     return assemble(functools.partial(_read_part, sources, shape, jnp.dtype(dtype)), shape, dtype, sharding)
 
 
 def pieces(shape: tuple[int, ...], itemsize: int) -> Iterator[tuple[slice, ...]]:
-    """Cut a tensor along its first axis into parts of at most `PIECE_BYTES`, or one row."""
+    """Yield slices that cut a tensor along its first axis into parts of at most `PIECE_BYTES`, or of one row."""
     if not shape:
         yield ()
         return
@@ -170,7 +169,7 @@ def pieces(shape: tuple[int, ...], itemsize: int) -> Iterator[tuple[slice, ...]]
 def _read_part(
     sources: Sequence[Readable], shape: tuple[int, ...], dtype: np.dtype[Any], index: tuple[slice, ...]
 ) -> Pieces:
-    """Read a part of a leaf, as pieces and where in the part they begin."""
+    """Yield the pieces of a part of a leaf, each with its start inside that part."""
     stack = len(shape) - len(sources[0].shape)
     sizes = tuple(axis.stop - axis.start for axis in index)
     for at in itertools.product(*(range(size) for size in sizes[:stack])):

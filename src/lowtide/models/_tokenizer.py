@@ -1,9 +1,9 @@
-"""Reading a tokenizer's folder. Code in another language parses `tokenizer.json`.
+"""Load the tokenizer of a model directory, and check `tokenizer.json` before this process parses it.
 
-The tokenizers library is written in Rust. A file can make it end the process, which no `except` sees: by a stack that
-overflows, memory that cannot be had, or a panic. So what can be checked is checked first (JSON, depth, ids, sizes),
-and then a process of its own reads the file and encodes a line of text before this one does. It costs a tenth of a
-second for a small vocabulary, and one reading more for a large one.
+The tokenizers library is written in Rust. A file can make it abort the process, which no `except` catches: by a stack
+overflow, a failed allocation or a panic. So this module first checks JSON, depth, ids and sizes. Then a subprocess
+loads the file and encodes a line of text before this process loads it. This costs a tenth of a second for a small
+vocabulary, and a second load for a large one.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _PROBE = "The tide, 12 m: naïve ébb 潮\n\tdef f(x): return {'a': 1}  # 🌊 <
 
 _harmless = set[bytes]()
 
-# Without the address space of a small machine, and without a core dump: a crash is an answer here.
+# The subprocess limits its CPU time and address space, and writes no core dump: a crash is an expected outcome here.
 _GUARD = """
 import sys
 sys.path.insert(0, sys.argv[1])
@@ -53,18 +53,18 @@ except Exception:
 
 
 def load_tokenizer(directory: str | Path) -> Tokenizer:
-    """Read the tokenizer of a model directory.
+    """Load the tokenizer of a model directory.
 
     Args:
-        directory: the folder with `tokenizer.json`. `tokenizer_config.json`, `special_tokens_map.json` and
-            `added_tokens.json` may name further tokens, which are added as transformers adds them.
+        directory: the folder with `tokenizer.json`. Further tokens in `tokenizer_config.json`,
+            `special_tokens_map.json` and `added_tokens.json` are added as transformers adds them.
 
     Returns:
-        The tokenizer, of the `tokenizers` library, with the truncation and padding that the file may ask for off.
+        The tokenizer, from the `tokenizers` library, with the file's truncation and padding switched off.
 
     Raises:
-        ModelFileError: when `tokenizer.json` is missing or damaged, or when another file gives a token that it lacks
-            an id that is not the next one.
+        ModelFileError: when `tokenizer.json` is missing or damaged. Also when another file lists a token that
+            `tokenizer.json` lacks, with an id that is not the next free one.
     """
     path = input_file(
         directory,
@@ -75,7 +75,7 @@ def load_tokenizer(directory: str | Path) -> Tokenizer:
     _check(content, str(path))
     try:
         tokenizer = Tokenizer.from_buffer(content)
-        # A file may carry the truncation and padding of whoever saved it; text would silently be cut or filled up.
+        # A file may contain the truncation and padding settings of its author; they would silently change texts.
         tokenizer.no_truncation()
         tokenizer.no_padding()
     except Exception as error:  # the tokenizers library raises bare Exception
@@ -85,13 +85,13 @@ def load_tokenizer(directory: str | Path) -> Tokenizer:
 
 
 def load_special_tokens(directory: str | Path) -> dict[str, str]:
-    """Read the special tokens of a tokenizer's folder.
+    """Load the special tokens of a tokenizer's folder.
 
     Args:
-        directory: with `tokenizer_config.json`, `special_tokens_map.json`, both or none of them.
+        directory: the folder, with `tokenizer_config.json`, `special_tokens_map.json`, both or neither.
 
     Returns:
-        Texts by name, such as ``eos_token``. The first of these files decides where both have a name.
+        Texts by name, such as ``eos_token``. If both files have a name, `tokenizer_config.json` takes precedence.
 
     Raises:
         ModelFileError: for a damaged file.
@@ -106,7 +106,7 @@ def load_special_tokens(directory: str | Path) -> dict[str, str]:
 
 
 def _read(directory: Path, name: str) -> dict[str, Any]:
-    """Read a JSON file of a tokenizer's folder; an absent file is an empty object."""
+    """Return the contents of a JSON file of the folder, or an empty object if it is absent."""
     if not (directory / name).is_file():
         return {}
     path = input_file(directory, name, hint="copy the model's files again")
@@ -114,7 +114,7 @@ def _read(directory: Path, name: str) -> dict[str, Any]:
 
 
 def _add_tokens(tokenizer: Tokenizer, directory: Path) -> None:
-    """Add the tokens of the other files that `tokenizer.json` lacks, in the order in which transformers adds them."""
+    """Add tokens of the other files that `tokenizer.json` lacks, in the order that transformers uses."""
     from ._schema import AddedTokenFile
 
     ids, tokens = dict[str, int](), dict[str, AddedToken]()
@@ -154,23 +154,26 @@ def _add_tokens(tokenizer: Tokenizer, directory: Path) -> None:
 
 
 def _check(content: bytes, where: str) -> None:
-    """Raise unless a file can be read without harm; remembered, so that a file is tried once in a process."""
+    """Raise unless the file is safe to load; each content is checked once per process."""
     from ._schema import TokenizerFile
 
     digest = hashlib.sha256(content).digest()
     if digest in _harmless:
         return
     validate(TokenizerFile, parse_json(content, where), f"{where}: not a tokenizer", hint=_AGAIN)
-    if sys.executable:  # not where Python is inside of another program: there is nothing to start
+    if sys.executable:  # empty when Python is embedded in another program, where no subprocess can be started
         _try_elsewhere(content, where)
     _harmless.add(digest)
 
 
 def _try_elsewhere(content: bytes, where: str) -> None:
     most_bytes = 8 * 1024**3 + 100 * len(content)
+    # -I and -S keep site-packages out of the subprocess, so the folder of tokenizers is passed as an argument.
     where_from = str(Path(tokenizers.__file__).parents[1])
     command = [sys.executable, "-I", "-S", "-c", _GUARD, where_from, str(_MOST_SECONDS), str(most_bytes), _PROBE]
-    alone = {**os.environ, "TOKENIZERS_PARALLELISM": "false", "RAYON_NUM_THREADS": "1"}  # threads take address space
+    # Threads take address space, which is limited.
+    alone = {**os.environ, "TOKENIZERS_PARALLELISM": "false", "RAYON_NUM_THREADS": "1"}
+
     try:
         done = subprocess.run(
             command, input=content, env=alone, capture_output=True, timeout=_MOST_SECONDS, check=False

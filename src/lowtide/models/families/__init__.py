@@ -1,6 +1,6 @@
-"""Families of decoders: what their Hugging Face files say, and what they call the parameters.
+"""Model families: their Hugging Face config fields and parameter names.
 
-A family is a table, `Family`, in a file of its own; `FAMILIES` lists them.
+Each family is a table, `Family`, in a separate file; `FAMILIES` lists them.
 """
 
 from ._family import Family as Family

@@ -1,4 +1,4 @@
-"""What sets a family of models apart, as data: names, fields of `config.json`, and what they mean."""
+"""The differences between model families as data: parameter names, fields of `config.json`, and their meaning."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ COMMON: Mapping[str, str] = {
     "tie_embeddings": "tie_word_embeddings",
     "max_position_embeddings": "max_position_embeddings",
 }
-"""Fields of `DecoderConfig` that every family has, and what `config.json` calls them."""
+"""Fields of `DecoderConfig` that every family has, and their names in `config.json`."""
 
 _OUTER = {"outer/embed": "model.embed_tokens", "outer/norm": "model.norm", "outer/lm_head": "lm_head"}
 IMAGES = ("vision_tower", "multi_modal_projector")
-"""Modules of a model of images and text that are not read."""
+"""Modules of models of images and text that are not read."""
 PREFIXES = ("model.", "model.language_model.", "language_model.model.")
-"""What the names of a decoder's modules begin with: in a model of text, and in one of images and text in `transformers`
-since 4.52 and before it."""
+"""Prefixes of a decoder's module names: in a text model, and in models of images and text of `transformers` since 4.52
+and before 4.52."""
 _ATTN, _MLP = "model.layers.{layer}.self_attn", "model.layers.{layer}.mlp"
 
 
@@ -39,13 +39,13 @@ _NORMS: Mapping[str, str] = {"attn_norm": "input_layernorm", "mlp_norm": "post_a
 def names(
     *, attn: str = "q k v o", mlp: str = "gate up down", qk_norm: bool = False, norms: Mapping[str, str] = _NORMS
 ) -> dict[str, str]:
-    """Table of module paths and Hugging Face's names, with ``{layer}`` and ``{expert}`` for indices.
+    """Return a table from module paths to Hugging Face names, with ``{layer}`` and ``{expert}`` for indices.
 
     Args:
         attn: projections of the attention.
         mlp: projections of the MLP.
-        qk_norm: whether queries and keys are normed.
-        norms: our norms and theirs; Llama's by default.
+        qk_norm: whether queries and keys have norms.
+        norms: table from our names of norms to Hugging Face's; Llama's by default.
     """
     return {
         **_OUTER,
@@ -57,10 +57,10 @@ def names(
 
 
 def expert_parameters(gate_up: str = "gate up") -> dict[str, tuple[str, ...]]:
-    """Table of what is one parameter of all experts in `transformers`, and of our modules that it holds.
+    """Return a table from the `transformers` parameters that hold all experts of a layer to our modules in them.
 
     Args:
-        gate_up: our modules for what is one matrix there.
+        gate_up: our modules that form one matrix in `transformers`.
     """
     experts = {"gate_up_proj": gate_up, "down_proj": "down"}
     return {
@@ -74,34 +74,34 @@ class Family:
     """One family of Hugging Face models."""
 
     model_type: str
-    """What `config.json` calls it."""
+    """``model_type`` in `config.json`."""
     architecture: str
-    """The class that `transformers` loads it with."""
+    """Name of the class in `transformers`."""
     names: Mapping[str, str]
-    """Module paths, or paths of single leaves, to their names in the weights."""
+    """Table from paths of modules or single leaves to tensor names in checkpoints."""
     expert_parameters: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict[str, tuple[str, ...]])
-    """Parameters of all experts of a layer in `transformers`, in its order: the modules whose outputs each has, one
-    after the other."""
+    """Table from the `transformers` parameters that hold all experts of a layer, in its order, to the modules whose
+    outputs they concatenate."""
     fixed: Mapping[str, Any] = dataclasses.field(default_factory=dict[str, Any])
-    """Switches of `DecoderConfig` that are the family's."""
+    """Fields of `DecoderConfig` with one value for the whole family."""
     fields: Mapping[str, str] = dataclasses.field(default_factory=dict[str, str])
-    """Further fields of `DecoderConfig` that `config.json` says as they are."""
+    """Further fields of `DecoderConfig`, and the names in `config.json` that they are copied from."""
     defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict[str, Any])
-    """What `config.json` means where it says nothing: the defaults of the family's class in `transformers`."""
+    """Defaults for fields missing from `config.json`: those of the family's class in `transformers`."""
     rope_theta: float = 10_000.0
-    """The base of rotary frequencies where `config.json` says none."""
+    """Base of the rotary frequencies if `config.json` has none."""
     also: Sequence[str] = ()
     """Further fields of `config.json` that `read` handles."""
     neutral: Mapping[str, tuple[Any, ...]] = dataclasses.field(default_factory=dict[str, tuple[Any, ...]])
     """Fields that may only have one of these values."""
     stored: Sequence[str] = ()
-    """Fields of ``also`` that the family's class in `transformers` stores and never applies, nor do we."""
+    """Fields of ``also`` that the family's class in `transformers` stores but never applies; we ignore them, too."""
     read: Callable[[ConfigFile], Mapping[str, Any]] = lambda file: {}
-    """Fields of `DecoderConfig` that are no copies."""
+    """Function that returns the fields of `DecoderConfig` that are not copied unchanged."""
     write: Callable[[DecoderConfig], Mapping[str, Any]] = lambda config: {}
-    """Fields of `config.json` that are no copies."""
+    """Function that returns the fields of `config.json` that are not copied unchanged."""
     text_of: str | None = None
-    """Architecture of a model of images and text whose text decoder is read, too."""
+    """Architecture of a model of images and text whose text decoder is also read."""
 
     @property
     def known(self) -> frozenset[str]:
@@ -113,15 +113,15 @@ ALWAYS = (
     "architectures model_type hidden_act rope_theta rope_scaling rope_parameters attention_dropout "
     "bos_token_id eos_token_id quantization_config"
 ).split()
-"""Fields that are read of every family."""
+"""Fields that are read for every family."""
 
 
 def sliding_by_type(file: ConfigFile, otherwise: Callable[[int], bool]) -> dict[str, Any]:
-    """Which layers slide: as ``layer_types`` says, or by their index.
+    """Return which layers have sliding-window attention: from ``layer_types``, or by layer index.
 
     Args:
-        file: of which ``layer_types`` and ``sliding_window`` are read.
-        otherwise: whether the layer of an index does, where ``layer_types`` says nothing.
+        file: the config, of which ``layer_types`` and ``sliding_window`` are read.
+        otherwise: function from a layer's index to whether it slides, used if ``layer_types`` is missing.
     """
     count = file.num_hidden_layers
     types = file.layer_types or [
@@ -132,6 +132,7 @@ def sliding_by_type(file: ConfigFile, otherwise: Callable[[int], bool]) -> dict[
 
 
 def layer_types(config: DecoderConfig) -> list[str]:
-    """Write which layers slide, as `config.json` does."""
+    """Return the attention type of each layer as `config.json` names it."""
+
     slides = config.sliding_layers or (config.sliding_window is not None,) * config.num_layers
     return ["sliding_attention" if each else "full_attention" for each in slides]

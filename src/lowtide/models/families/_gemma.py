@@ -1,7 +1,7 @@
-"""Gemma 2 and 3: norms before and after each part with weights around zero, scaled embeddings, layers of two kinds.
+"""Gemma 2 and 3: norms before and after attention and MLP, norm weights around zero, scaled embeddings, sliding layers.
 
-Gemma 2 squashes scores and logits; Gemma 3 norms queries and keys, and rotates in its sliding layers by a base of their
-own. Of a Gemma 3 with images the text decoder is read.
+Gemma 2 has soft caps on scores and logits. Gemma 3 normalises queries and keys, and its sliding-window layers use a
+separate rotary base. From a Gemma 3 with images only the text decoder is read.
 """
 
 from __future__ import annotations

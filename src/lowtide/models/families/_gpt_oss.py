@@ -1,4 +1,4 @@
-"""gpt-oss: experts with biases and clamped gates, attention sinks, and a window in every other layer."""
+"""gpt-oss: experts with biases and clamped gates, attention sinks, and a sliding window in every other layer."""
 
 from __future__ import annotations
 

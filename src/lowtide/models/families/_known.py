@@ -1,4 +1,4 @@
-"""The families that are read and written."""
+"""The supported model families."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ FAMILIES: dict[str, Family] = {
     family.model_type: family
     for family in (LLAMA, MISTRAL, QWEN2, QWEN3, GEMMA2, GEMMA3, PHI3, OLMO2, MIXTRAL, QWEN3_MOE, GPT_OSS)
 }
-"""By `model_type`."""
+"""Families by `model_type`."""
 
 
 def family_of(config: DecoderConfig) -> Family:
-    """Return the family whose names and files a configuration's model has.
+    """Return the family that defines the names and files of a config's model.
 
     Raises:
-        ConfigError: when ``config.family`` is none of `FAMILIES`.
+        ConfigError: when ``config.family`` is not in `FAMILIES`.
     """
     if config.family not in FAMILIES:
         raise ConfigError(

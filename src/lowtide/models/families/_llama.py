@@ -1,4 +1,4 @@
-"""Llama 2 and 3, and Mistral, which is a Llama with a window."""
+"""Llama 2 and 3, and Mistral, which is Llama with a sliding window."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Mixtral: Mistral with a mixture of experts in place of each MLP."""
+"""Mixtral: Mistral with a mixture of experts that replaces each MLP."""
 
 from __future__ import annotations
 

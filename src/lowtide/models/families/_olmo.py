@@ -1,4 +1,4 @@
-"""OLMo 2: norms after each part alone, and of all of a layer's queries and of its keys together."""
+"""OLMo 2: norms only after attention and MLP, and norms over all heads' queries and over all heads' keys."""
 
 from __future__ import annotations
 

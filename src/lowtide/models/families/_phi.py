@@ -1,4 +1,4 @@
-"""Phi-3 and the smaller ones of Phi-4: Llama with fused projections, partial rotation, and LongRoPE."""
+"""Phi-3 and the smaller Phi-4 models: Llama with fused projections, partial rotation, and LongRoPE."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from .._schema import ConfigFile
 
 _CODE = ("configuration_phi3.Phi3Config", "modeling_phi3.Phi3ForCausalLM")
-"""What files published before transformers had the class name as their code: the same mathematics."""
+"""Remote code in checkpoints from before transformers had the class; it computes the same as the class."""
 
 
 def _read(file: ConfigFile) -> dict[str, Any]:
@@ -35,7 +35,7 @@ def _write(config: DecoderConfig) -> dict[str, Any]:
     return {
         "partial_rotary_factor": config.rotary_fraction,
         "original_max_position_embeddings": original,
-        # transformers' default is outside of small vocabularies
+        # transformers' default pad token is out of range for small vocabularies
         "pad_token_id": None,
     }
 
@@ -52,7 +52,7 @@ PHI3 = Family(
         "ignore_keys_at_rope_validation": (None,),
         "attention_bias": (False,),
         "mlp_bias": (False,),
-        # of Phi-4-mini, whose published file says them and whose model does not read them
+        # Phi-4-mini: its published config has these fields, its model does not read them
         "full_attn_mod": (1,),
         "interpolate_factor": (1,),
     },

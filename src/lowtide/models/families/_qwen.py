@@ -1,7 +1,7 @@
-"""Qwen 2, 2.5 and 3, dense and as mixtures of experts.
+"""Qwen 2, 2.5 and 3, dense and with a mixture of experts.
 
-Of Qwen2 query, key and value have biases, of Qwen3 each head's query and key are normed. Windows are off in the models
-that were published, and are read where they are on: then layers from ``max_window_layers`` on slide.
+Qwen2 has biases on query, key and value. Qwen3 normalises each head's query and key. Published models switch sliding
+windows off. If a config switches them on, layers from ``max_window_layers`` on have a window.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def _read_experts(file: ConfigFile) -> dict[str, Any]:
     return {
         "sliding_window": window,
         "experts": Experts(
-            # Transformers 5.1 and newer write the second name alone.
+            # transformers 5.1 and newer write only the second name
             num_experts=file.num_experts or file.num_local_experts or 128,
             num_experts_per_token=file.num_experts_per_tok or 8,
             intermediate_size=file.moe_intermediate_size or 768,
@@ -79,12 +79,12 @@ def _read_experts(file: ConfigFile) -> dict[str, Any]:
 
 
 def router_loss(file: ConfigFile) -> float:
-    """Return the coefficient of the routers' loss, which the file switches on by ``output_router_logits``."""
+    """Return the coefficient of the load-balancing loss, which ``output_router_logits`` switches on."""
     return (file.router_aux_loss_coef or 0.0) if file.output_router_logits else 0.0
 
 
 def write_router_loss(experts: Experts) -> dict[str, Any]:
-    """Write it back."""
+    """Return the fields of `config.json` for the load-balancing loss."""
     coef = experts.router_loss_coef
     return {"output_router_logits": coef > 0, **({"router_aux_loss_coef": coef} if coef else {})}
 

@@ -1,4 +1,4 @@
-"""GGUF files, read only: their metadata as a `config.json`, their tensors as weights of that model."""
+"""GGUF files, read only: metadata is converted to a `config.json`, and tensors to the weights of that model."""
 
 from ._file import gguf_model as gguf_model
 from ._file import open_gguf as open_gguf

@@ -1,7 +1,7 @@
-"""Metadata of a GGUF file as a `config.json`, which the families read with all their checks.
+"""Metadata of a GGUF file converted to a `config.json`, which the families read with all their checks.
 
-A key of the file's architecture that is not read is refused by its name when it is switched on: it may change what the
-model computes. What llama.cpp has in its code, and its files do not say, is here: scales and windows of Gemma.
+A key of the file's architecture that is not read is an error when it is switched on: it may change what the model
+computes. Values that llama.cpp hard-codes are set here, such as the attention scale of Gemma.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _FAMILIES: Mapping[str, tuple[str, str]] = {
     "phi3": ("phi3", "Phi3ForCausalLM"),
     "olmo2": ("olmo2", "Olmo2ForCausalLM"),
 }
-"""Architectures of the file, and the `model_type` and class that Hugging Face has for them."""
+"""Architectures of GGUF files, with the `model_type` and class of Hugging Face."""
 _MISTRAL = ("mistral", "MistralForCausalLM")
 _MIXTRAL = ("mixtral", "MixtralForCausalLM")
 _WINDOWED = ("llama", "phi3", "gemma2", "gemma3")
@@ -33,8 +33,8 @@ _WITH_BIASES = ("llama", "qwen3", "gemma2", "gemma3_text", "olmo2")
 _HARMLESS = ("vocab_size", "tensor_data_layout", "rope.scaling.finetuned")
 _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "attention.causal": (True,),
-    "expert_gating_func": (0, 1),  # none is said, softmax
-    "expert_weights_norm": (True,),  # llama.cpp does it whatever the file says, so false is no model that both know
+    "expert_gating_func": (0, 1),  # 0: not specified, 1: softmax
+    "expert_weights_norm": (True,),  # llama.cpp ignores this key and always normalises, so false is ambiguous
     "expert_weights_scale": (0, 1),
     "embedding_scale": (0, 1),
     "residual_scale": (0, 1),
@@ -42,26 +42,26 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "rope.scaling.yarn_ext_factor": (1,),
     "rope.scaling.yarn_attn_factor": (1,),
 }
-"""Values that change nothing, where these are not absence, false and 0 alone; a scale of 0 is none."""
+"""Values without effect, for keys with others than absence, false and 0; a scale of 0 means no scale."""
 _WIDEST = {"gemma2": 46, "gemma3": 62}
-"""Layers of the 27B models, whose scores are scaled by the width of the model and not by that of a head."""
+"""Numbers of layers that identify the 27B models, whose attention scale uses hidden size / heads, not `head_dim`."""
 _ROPE = "rope_freqs.weight"
 _LONG, _SHORT = "rope_factors_long.weight", "rope_factors_short.weight"
 CONSTANTS = (_ROPE, _LONG, _SHORT)
-"""Tensors that say how rotary frequencies are stretched."""
+"""Tensors with scaling factors of rotary frequencies."""
 _WRONG_LOGITS = "computing something else would give wrong logits, so nothing was loaded"
 _AGAIN = "convert the original again, with a recent llama.cpp"
 
 
 def config_of(header: Header) -> dict[str, Any]:
-    """Return what a Hugging Face `config.json` of the model would say.
+    """Return the contents of a Hugging Face `config.json` for the model.
 
     Args:
-        header: of the file; factors of rotary frequencies are read from it, too.
+        header: header of the file; factors of rotary frequencies are also read from the file.
 
     Raises:
-        ModelFileError: for a file that is no whole model of a known architecture, a key that is missing or has no
-            usable value, and one that changes what the model computes and is not read.
+        ModelFileError: when the file is not a whole model of a known architecture. Also when a key is missing or has
+            an invalid value, or when a key that is not read changes what the model computes.
     """
     architecture = _architecture(header)
     keys = _Keys(header, architecture)
@@ -97,7 +97,7 @@ def config_of(header: Header) -> dict[str, Any]:
     }
     if window:
         raw["sliding_window"] = window
-    elif model_type in ("phi3", "mixtral"):  # whose classes have one by default
+    elif model_type in ("phi3", "mixtral"):  # their classes in transformers have a window by default
         raw["sliding_window"] = None
     if architecture.startswith("gemma"):
         raw |= _gemma(keys, raw)
@@ -113,14 +113,14 @@ def config_of(header: Header) -> dict[str, Any]:
 
 
 class _Keys:
-    """The metadata of an architecture, and which of it was asked for."""
+    """Metadata of an architecture, and a record of the keys that were read."""
 
     def __init__(self, header: Header, architecture: str) -> None:
         self.header, self.prefix = header, f"{architecture}."
         self.read = {self.prefix + each for each in _HARMLESS}
 
     def get(self, key: str, otherwise: Any = None) -> Any:
-        """Return a value; of an array that says the same of every layer, that."""
+        """Return a value; an array with the same value for every layer becomes that value."""
         name = self.prefix + key
         self.read.add(name)
         value = self.header.fields.get(name, otherwise)
@@ -129,7 +129,7 @@ class _Keys:
         return value
 
     def count(self, key: str, otherwise: int | None = None) -> int:
-        """Return a whole number."""
+        """Return an integer."""
         value = self.get(key, otherwise)
         if type(value) is not int or not (0 if otherwise == 0 else 1) <= value < 2**40:
             raise self.wrong(key, "a whole number, the same for all layers", value)
@@ -143,7 +143,7 @@ class _Keys:
         return value
 
     def token(self, name: str) -> int | None:
-        """Return a special token, if the file says it."""
+        """Return the id of a special token, or None if the file has none."""
         key = f"tokenizer.ggml.{name}_token_id"
         value = self.header.fields.get(key)
         if value is not None and type(value) is not int:
@@ -151,11 +151,11 @@ class _Keys:
         return value
 
     def wrong(self, key: str, expected: str, got: Any) -> ModelFileError:
-        """Say what is wrong with a value."""
+        """Return an error for an invalid value."""
         return _wrong(self.header, self.prefix + key, expected, got)
 
     def refuse_others(self) -> None:
-        """Refuse what was not asked for and is switched on."""
+        """Raise for keys that were not read and are switched on."""
         for name, value in self.header.fields.items():
             key = name.removeprefix(self.prefix)
             is_neutral = value in _NEUTRAL[key] if key in _NEUTRAL else not value
@@ -215,7 +215,7 @@ def _gemma(keys: _Keys, raw: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _layer_types(keys: _Keys, pattern: Any, layers: int) -> list[str]:
-    """Say which layers slide: all but every so many, or as a list says."""
+    """Return the attention type of each layer, from a period (the last layer of each is full) or from a list."""
     if type(pattern) is int and pattern > 0 and layers <= len(keys.header.places):
         slides: Sequence[Any] = [layer % pattern < pattern - 1 for layer in range(layers)]
     elif isinstance(pattern, list) and all(type(each) is bool for each in pattern):  # pyright: ignore
@@ -233,7 +233,7 @@ def _experts(keys: _Keys, model_type: str, experts: int) -> dict[str, Any]:
         "num_experts": experts,
         "num_experts_per_tok": chosen,
         "moe_intermediate_size": keys.count("expert_feed_forward_length"),
-        "norm_topk_prob": True,  # the files do not say it; llama.cpp always does it
+        "norm_topk_prob": True,  # not in the files; llama.cpp always normalises
     }
 
 
@@ -294,7 +294,7 @@ def _by_metadata(keys: _Keys, kind: Any, original: int) -> dict[str, Any] | None
 
 
 def _factors(keys: _Keys, place: Place, rotated: int) -> list[float]:
-    """Read what frequencies are divided by."""
+    """Read the divisors of rotary frequencies."""
     if place.kind.name != "F32" or place.shape != (rotated // 2,):
         raise _wrong(keys.header, place.name, f"F32 of shape {(rotated // 2,)}", f"{place.kind.name} of {place.shape}")
     values = np.fromfile(keys.header.file, np.float32, place.shape[0], offset=place.start)
@@ -304,7 +304,8 @@ def _factors(keys: _Keys, place: Place, rotated: int) -> list[float]:
 
 
 def _stretched(keys: _Keys, factors: list[float], theta: float, rotated: int, kind: Any) -> dict[str, Any] | None:
-    """Find the rule of Llama 3 that made factors; where none did, they are said one by one."""
+    """Return the Llama 3 scaling rule that produces these factors; otherwise the factors themselves, as longrope."""
+
     if kind != "none":
         raise keys.wrong("rope.scaling.type", f"none, beside {_ROPE}", kind)
     found, most = np.asarray(factors), max(factors)
@@ -312,6 +313,7 @@ def _stretched(keys: _Keys, factors: list[float], theta: float, rotated: int, ki
         return None
     low, high = 1.0, 4.0
     turns = theta ** -(np.arange(0, rotated, 2) / rotated) / (2 * math.pi)
+    # The file has only the resulting factors, so try the rule for each pretraining length from 512 to 262,144 tokens.
     for original in (2**power for power in range(9, 19)):
         kept = np.clip((original * turns - low) / (high - low), 0, 1)
         if np.allclose(1 / ((1 - kept) / most + kept), found, rtol=1e-5, atol=0):

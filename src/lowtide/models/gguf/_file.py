@@ -1,4 +1,4 @@
-"""The tensors of a GGUF file under the names that Hugging Face has for them."""
+"""Tensors of a GGUF file under their Hugging Face names."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ._tensors import GgufTensor
 
 _AGAIN = "the file is damaged, or of another version of its architecture; convert the original again"
 _MOST_EXPERTS = 2**18
-"""Of all layers together: ten times what the largest models have."""
+"""Most experts in all layers together: ten times as many as the largest models have."""
 _LAYER = re.compile(r"(?<=^model\.layers\.)\d+(?=\.)")
 _EXPERT = re.compile(r"(?<=\.experts)\.(\d+)(?=\.)")
 _STACKED = re.compile(r"blk\.\d+\.ffn_\w+_exps\.")
@@ -24,13 +24,13 @@ _HALVES = re.compile(r"self_attn\.([qk])_proj\.(weight|bias)$")
 
 
 def gguf_model(file: Path) -> dict[str, Any]:
-    """Read what the file says of the model, as the contents of a `config.json`.
+    """Return the metadata of the file as the contents of a `config.json`.
 
     Args:
-        file: as `core.gguf_file` returns it.
+        file: result of `core.gguf_file`.
 
     Raises:
-        ModelFileError: for a damaged file, and a model that is not read.
+        ModelFileError: for a damaged file or an unsupported model.
         ConfigError: when the library `gguf` is not installed.
     """
     return config_of(read_header(file))
@@ -40,23 +40,23 @@ def gguf_model(file: Path) -> dict[str, Any]:
 def open_gguf(
     file: Path, *, layers: int, experts: int, heads: Mapping[str, int], names: Iterable[str]
 ) -> Generator[dict[str, GgufTensor], None, None]:
-    """Yield the tensors of a file, by the names of Hugging Face.
+    """Yield the tensors of a file by Hugging Face name.
 
     Args:
-        file: as `core.gguf_file` returns it.
-        layers: of the model.
-        experts: of a layer; 1 where there are none.
-        heads: of ``"q"`` and ``"k"``.
-        names: all names of the model's weights, made while they are asked for.
+        file: result of `core.gguf_file`.
+        layers: number of layers.
+        experts: number of experts per layer; 1 without a mixture of experts.
+        heads: number of heads of ``"q"`` and ``"k"``.
+        names: names of all the model's weights, generated lazily.
 
     Raises:
-        ModelFileError: for a damaged file, a tensor that is missing, and one that the model has no place for.
+        ModelFileError: for a damaged file, a missing tensor, or a tensor that is not part of the model.
 
     Memory:
-        Headers; tensors are read when they are asked for.
+        Headers; each tensor is read on demand.
     """
     header = read_header(file)
-    if layers > len(header.places):  # before anything is made of that many names
+    if layers > len(header.places):  # checked before that many names are generated
         raise ModelFileError(
             f"{file}: the metadata asks for tensors that the file lacks",
             expected=f"weights of {layers} layers",
@@ -92,6 +92,7 @@ def _renamed(header: Header, names: Iterable[str], experts: int, heads: Mapping[
     found: dict[str, GgufTensor] = {}
     for theirs in names:
         expert, layer = _EXPERT.search(theirs), _LAYER.search(theirs)
+        # The library's table covers one layer and no experts: look up the name in layer 0, then insert the layer again.
         first = named(_LAYER.sub("0", _EXPERT.sub("", theirs)))
         name = first.replace("blk.0.", f"blk.{layer[0]}.", 1) if first is not None and layer is not None else first
         place = header.places.get(name or "")

@@ -1,8 +1,8 @@
-"""The header of a GGUF file: metadata and where its tensors are, with every count checked before it is used.
+"""Header of a GGUF file: metadata and the places of its tensors, with every count checked before use.
 
-The layout is that of the specification in ggml's `docs/gguf.md`, versions 2 and 3, little-endian: a magic number,
-counts, pairs of keys and values, then names, shapes, types and offsets of tensors, and behind a padding their data.
-Long text and long arrays are walked over and not kept: the vocabulary is in them. What is kept has a limit in all, too.
+The layout follows the specification in ggml's `docs/gguf.md`, versions 2 and 3, little-endian. A file holds a magic
+number, counts and key-value pairs; then names, shapes, types and offsets of tensors; then padding and the tensors'
+data. Long texts and long arrays, such as the vocabulary, are skipped. The total of everything that is kept is limited.
 """
 
 from __future__ import annotations
@@ -25,8 +25,9 @@ _MAGIC = b"GGUF"
 _MOST_TENSORS, _MOST_KEYS, _MOST_TEXTS = 2**20, 2**16, 2**24
 _MOST_NAME, _KEPT_TEXT, _KEPT_ARRAY = 2**16, 2**16, 2**14
 _ALL_NUMBERS, _ALL_TEXT = 2**20, 16 * 1024**2
-"""What is kept of a file: numbers of arrays, and bytes of names, and as many of texts; far more than models have."""
+"""Limits per file: numbers in arrays, and bytes of names and, separately, of texts; far more than models have."""
 _LEAST_KEY, _LEAST_TENSOR = 13, 32
+"""Fewest bytes of a key with its value, and of the description of a tensor: they bound the counts in a file."""
 _SCALARS: Mapping[int, str] = {
     0: "B",
     1: "b",
@@ -45,31 +46,31 @@ _TEXT, _ARRAY = 8, 9
 
 @dataclasses.dataclass(frozen=True)
 class Long:
-    """A text or an array that is not kept: it is long, or the file has more than is kept of one."""
+    """A text or array that is not kept, because it or the total is too long."""
 
     count: int
 
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """Where a tensor is."""
+    """Place of a tensor in the file."""
 
     name: str
     kind: Kind
     shape: tuple[int, ...]
-    """With the neighbours in memory last, as in `numpy`."""
+    """Shape with adjacent elements in the last axis, as in NumPy."""
     start: int
-    """From the beginning of the file, in bytes."""
+    """Offset from the beginning of the file, in bytes."""
     num_bytes: int
 
 
 @dataclasses.dataclass(frozen=True)
 class Header:
-    """What a file says of itself."""
+    """Parsed header of a file."""
 
     file: Path
     fields: Mapping[str, Any]
-    """Metadata by key: numbers, truth values, texts, lists, and `Long`."""
+    """Metadata by key: numbers, booleans, texts, lists, and `Long`."""
     places: Mapping[str, Place]
     """Tensors by name."""
 
@@ -81,12 +82,12 @@ def read_header(file: Path) -> Header:
         file: a regular file.
 
     Raises:
-        ModelFileError: when it is no GGUF file, is of another byte order or version, ends before it should, has a type
-            that cannot be read, or says anything twice.
+        ModelFileError: when it is not a GGUF file, or has another byte order or version. Also when it ends too early,
+            contains a type that cannot be read, or defines anything twice.
         ConfigError: when the library `gguf` is not installed.
 
     Memory:
-        Names of tensors and short values; the file is mapped.
+        Names of tensors and short values; the file is memory-mapped.
     """
     known = kinds()
     try:
@@ -104,7 +105,7 @@ def read_header(file: Path) -> Header:
 
 @dataclasses.dataclass
 class _Walk:
-    """A position in the file, that only goes on."""
+    """A position in the file that only moves forward."""
 
     file: Path
     content: mmap.mmap
@@ -116,7 +117,7 @@ class _Walk:
     text_left: int = _ALL_TEXT
 
     def header(self, known: Mapping[int, Kind]) -> Header:
-        """Read everything."""
+        """Parse the whole header."""
         tensors, keys = self._counts()
         fields: dict[str, Any] = {}
         for _ in range(keys):
@@ -154,6 +155,7 @@ class _Walk:
         self.at = 4
         version = self._number("I")
         if version not in (2, 3):
+            # With the bytes swapped, a small version has its low 16 bits at zero.
             is_big = version & 0xFFFF == 0
             raise ModelFileError(
                 f"{self.file}: this GGUF is not read",
@@ -170,7 +172,7 @@ class _Walk:
     def _number(self, code: str) -> Any:
         form = f"<{code}"
         at = self._step(struct.calcsize(form))
-        if code == "?":  # any bit would do for Python
+        if code == "?":  # struct accepts any byte as a boolean
             value = self.content[at]
             if value > 1:
                 raise _wrong(self.file, "a truth value, 0 or 1", value)
@@ -263,7 +265,7 @@ class _Walk:
 
 
 def _shortest(number: float) -> float:
-    """Return the shortest decimal of a float32: what the configuration said before it was converted."""
+    """Return the shortest decimal of a float32, which restores the value in the config before conversion."""
     return float(str(np.float32(number)))
 
 

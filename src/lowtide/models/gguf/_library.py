@@ -1,6 +1,6 @@
-"""The one module that imports the library `gguf`: what its types are called, what their blocks mean, and names.
+"""The only module that imports the library `gguf`: type names, dequantisation and tensor names.
 
-Its reader is not used: it makes an object of every token of the vocabulary, and believes the counts of a file.
+The library's reader is not used: it creates an object for every token of the vocabulary, and trusts the file's counts.
 """
 
 from __future__ import annotations
@@ -14,18 +14,19 @@ import numpy as np
 from ...core import ConfigError
 
 _LONG_ROW = 20_000
-"""Bytes: with 18,432 instead of 1,152 Q4_K takes 0.42 of the time, Q6_K 0.68, and more do not help."""
+"""Most bytes per row passed to the library. With rows of 18,432 bytes instead of 1,152, Q4_K takes 0.42 of the time and
+Q6_K 0.68; longer rows do not help."""
 
 
 class Kind(NamedTuple):
-    """A type of tensors."""
+    """A tensor type."""
 
     name: str
-    """Such as ``"Q4_K"``."""
+    """Name, such as ``"Q4_K"``."""
     block: int
-    """Neighbours of a row that are stored together."""
+    """Number of neighbours in a row that form a block."""
     block_bytes: int
-    """Of such a block."""
+    """Bytes per block."""
 
 
 def kinds() -> dict[int, Kind]:
@@ -40,21 +41,22 @@ def kinds() -> dict[int, Kind]:
 
 
 def dequantize(blocks: np.ndarray, kind: str) -> np.ndarray:
-    """Compute the numbers of whole blocks.
+    """Dequantise whole blocks.
 
     Args:
         blocks: rows of bytes.
-        kind: of the type.
+        kind: name of the type.
 
     Returns:
         Rows of float32.
 
     Memory:
-        The numbers twice.
+        The float32 values twice.
     """
     gguf = _gguf()
     rows, width = blocks.shape
-    together = 1  # the library takes 16 rows at a time; blocks do not care where a row ends, and longer ones are faster
+    # The library dequantises 16 rows at a time. Blocks are independent of row boundaries, and longer rows are faster.
+    together = 1
     while rows % (2 * together) == 0 and 2 * together * width <= _LONG_ROW:
         together *= 2
     values = gguf.quants.dequantize(blocks.reshape(rows // together, -1), gguf.GGMLQuantizationType[kind])
@@ -63,7 +65,7 @@ def dequantize(blocks: np.ndarray, kind: str) -> np.ndarray:
 
 @functools.cache
 def is_dequantized(kind: Kind) -> bool:
-    """Whether the library can compute the numbers of a type."""
+    """Return whether the library can dequantise a type."""
     try:
         dequantize(np.zeros((1, kind.block_bytes), np.uint8), kind.name)
     except NotImplementedError:
@@ -72,10 +74,10 @@ def is_dequantized(kind: Kind) -> bool:
 
 
 def tensor_names(architecture: str) -> Callable[[str], str | None]:
-    """Return what turns a name of Hugging Face in the first layer into the file's, or None where it has none.
+    """Return a function from Hugging Face names in the first layer to names in the file, or None for unknown names.
 
     Args:
-        architecture: as the file's metadata says it.
+        architecture: architecture in the file's metadata.
     """
     gguf = _gguf()
     number = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)

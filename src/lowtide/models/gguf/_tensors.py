@@ -1,7 +1,7 @@
-"""A tensor of a GGUF file as Hugging Face's weight: what its conversion changed is undone while it is read.
+"""A tensor of a GGUF file read as Hugging Face's weight: reading reverses the changes of llama.cpp's conversion.
 
-The conversion of llama.cpp turns rows of queries and keys of Llamas from halves to pairs, adds one to Gemma's norms,
-and puts the experts of a layer into one tensor.
+The conversion permutes Llama's query and key rows so that each rotated pair is adjacent. It also adds one to Gemma's
+norms, and stacks the experts of a layer in one tensor.
 """
 
 from __future__ import annotations
@@ -20,47 +20,47 @@ from ._library import dequantize
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GgufTensor:
-    """One weight; that it is inside of its file has been checked."""
+    """One weight, which was checked to be inside its file."""
 
     name: str
-    """In the file."""
+    """Name of the tensor in the file."""
     file: Path
     place: Place
     expert: int | None = None
-    """Which of the first axis it is, of a tensor of all experts."""
+    """Index of the expert in the first axis, for a tensor of all experts."""
     heads: int = 0
-    """Heads whose rows stand in pairs; 0 for rows as they were."""
+    """Number of heads with permuted rows; 0 for rows that were not permuted."""
     added: float = 0.0
-    """What the conversion added."""
+    """Constant that the conversion added."""
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the weight."""
+        """Shape of the weight."""
         return self.place.shape if self.expert is None else self.place.shape[1:]
 
     @property
     def dtype(self) -> str:
-        """As the file has it, such as ``"BF16"`` or ``"Q4_K"``."""
+        """Type in the file, such as ``"BF16"`` or ``"Q4_K"``."""
         return self.place.kind.name
 
     @property
     def weight_dtype(self) -> str | None:
-        """Of arrays that lose nothing; None where it is quantised, of which the file does not say what it was."""
+        """Dtype that holds the weight exactly; None if it is quantised: the file does not record the original dtype."""
         return DTYPES.get(self.dtype)
 
     @property
     def itemsize(self) -> int:
-        """Bytes of an element while it is read."""
+        """Bytes per element while it is read."""
         return 4 if self.weight_dtype is None or self.added else jnp.dtype(self.weight_dtype).itemsize
 
     @property
     def num_bytes(self) -> int:
-        """In the file."""
+        """Bytes in the file."""
         return self.place.num_bytes if self.expert is None else self.place.num_bytes // self.place.shape[0]
 
     def read(self, index: tuple[slice, ...]) -> np.ndarray:
-        """Compute a part of the weight: as it is stored, or float32 where it is quantised."""
-        if len(self.shape) == 1:  # of a vector all of it, which is small
+        """Return a part of the weight: in the stored dtype, or in float32 if it is quantised."""
+        if len(self.shape) == 1:  # a vector is small, so all of it is read
             values = self._values(np.arange(1), slice(0, self.shape[0]))[0]
             return values[self._order(np.arange(values.size))][index[0]]
         rows, columns = index
@@ -75,7 +75,7 @@ class GgufTensor:
         return np.dtype(np.float32) if self.weight_dtype is None or self.added else jnp.dtype(self.weight_dtype)
 
     def _bytes(self) -> np.ndarray:
-        """Map the rows of the tensor, [rows, bytes]; not for long, since a process may have only so many maps."""
+        """Map the rows of the tensor, [rows, bytes]; only briefly, since the number of maps per process is limited."""
         *rows, width = self.shape
         kind = self.place.kind
         shape = (math.prod(rows), width // kind.block * kind.block_bytes)
@@ -83,10 +83,11 @@ class GgufTensor:
         return np.memmap(self.file, np.uint8, "r", start, shape)
 
     def _order(self, rows: np.ndarray) -> np.ndarray:
-        """Rows of the file that hold rows of the weight."""
+        """Return the rows of the file that hold the given rows of the weight."""
         if not self.heads:
             return rows
         width = self.shape[0] // self.heads
+        # Hugging Face stores the two halves of a head one after the other; the file alternates between them.
         head, row = np.divmod(rows, width)
         half, pair = np.divmod(row, width // 2)
         return head * width + 2 * pair + half
@@ -94,6 +95,7 @@ class GgufTensor:
     def _values(self, rows: np.ndarray, columns: slice) -> np.ndarray:
         kind = self.place.kind
         low, high = columns.start // kind.block, -(-columns.stop // kind.block)
+        # Only whole blocks can be dequantised, so read the blocks that cover the columns and cut the result.
         raw = np.ascontiguousarray(self._bytes()[rows, low * kind.block_bytes : high * kind.block_bytes])
         values = dequantize(raw, self.dtype) if self.weight_dtype is None else raw.view(jnp.dtype(self.weight_dtype))
         values = values[:, columns.start - low * kind.block : columns.stop - low * kind.block]

@@ -1,4 +1,4 @@
-"""Directories that other software quantised: their tensors as weights in few bits, of Lowtide's own layout."""
+"""Directories that other software quantised, read as quantised weights in Lowtide's layout."""
 
 from ._fold import folded as folded
 from ._leaf import Plan as Plan

@@ -1,6 +1,6 @@
-"""From the tensors of a quantised directory to its weights: which belong together, and whether they fit each other.
+"""Group the tensors of a quantised directory by weight, and check that they match.
 
-Nothing of a weight is read here, only what says how it is stored: the JSON and the tables of bitsandbytes.
+This module reads no weights, only tensors that describe the storage: JSON, tables and layout flags of bitsandbytes.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ _OTHERS = (*_ACTIVATIONS, ".q_scale", ".input_global_scale")
 
 
 def folded(tensors: Mapping[str, Source], scheme: Scheme, notes: list[str]) -> dict[str, Stored]:
-    """Put the tensors of each quantised weight together.
+    """Group the tensors of each quantised weight.
 
     Args:
-        tensors: of the directory, by name.
-        scheme: what its `config.json` says.
-        notes: takes what the user should know.
+        tensors: tensors of the directory, by name.
+        scheme: the quantisation scheme in `config.json`.
+        notes: list to which messages for the user are appended.
 
     Returns:
-        Weights by name, quantised ones and others.
+        All weights by name, quantised and unquantised.
 
     Raises:
-        ModelFileError: for a tensor that is missing, or does not fit what it belongs to.
+        ModelFileError: for a tensor that is missing, or that does not match its weight.
     """
     fold: dict[str, Callable[[dict[str, Source], Scheme], dict[str, Packed]]] = {
         "bitsandbytes": _bitsandbytes if scheme.form is None or scheme.form.name == "nf4" else _int8,
@@ -89,6 +89,7 @@ def _four_bits(name: str, state_name: str, tensors: dict[str, Source]) -> Packed
     stored = [size for size in weight.shape if size != 1]
     if len(stored) > 1 or weight.dtype not in ("U8", "BF16", "F16", "F32") or 2 * weight.num_bytes != out * inner:
         raise _wrong(weight, f"{out * inner / 2:g} bytes in one column, for shape {state.shape}", weight.shape)
+    # Codes are decoded with Lowtide's tables, so a file with another table would give wrong weights.
     _check_table(_taken(tensors, f"{name}.quant_map", raw), _FP4 if state.quant_type == "fp4" else None)
     absmax = _taken(tensors, f"{name}.absmax", raw)
     is_nested = state.nested_offset is not None
@@ -98,7 +99,8 @@ def _four_bits(name: str, state_name: str, tensors: dict[str, Source]) -> Packed
         nested = _taken(tensors, f"{name}.nested_absmax", raw)
         _check_vector(nested, -(-count // 256), "F32")
         _check_table(_taken(tensors, f"{name}.nested_quant_map", raw), dynamic_map())
-    # Ours are blocks of a row. Where those of the file go on in the next row, shorter ones share their scales.
+    # `QuantizedWeight` has blocks within a row, but blocks of bitsandbytes may continue into the next row. Then shorter
+    # blocks, whose length divides both, repeat the scale of the block that they come from (`Spread`).
     block = math.gcd(inner, state.blocksize)
     if block < 8:
         raise _wrong(weight, "rows of a multiple of 8 weights", f"{inner}, in blocks of {state.blocksize}")
@@ -138,17 +140,17 @@ def _int8(tensors: dict[str, Source], scheme: Scheme) -> dict[str, Packed]:
             math.prod(layout.shape) != 1 or int(layout.read(tuple(slice(0, 1) for _ in layout.shape)).item()) != 0
         ):
             raise _wrong(layout, "0, rows as they are", "another order, made for one kind of GPU")
-        # 1 / 127, in the digits that bitsandbytes multiplies by.
+        # 1 / 127, with the digits that bitsandbytes uses.
         grid = Grid(scales, (weight.shape[0], 1), 1, factor=7.874015718698502e-3)
         packed.append(_eight_bits(f"{module}.weight", weight, scales, grid, scheme))
     return {each.name: each for each in packed}
 
 
 def _scaled(tensors: dict[str, Source], scheme: Scheme) -> dict[str, Packed]:
-    """Weights of 8 bits beside scales: of the matrix, of rows, or of blocks."""
+    """Group 8-bit weights with their scales: one per matrix, per row or per block."""
     assert scheme.form is not None
     is_inverse = scheme.method == "fp8" and any(name.endswith(".weight_scale_inv") for name in tensors)
-    suffix = ".weight_scale_inv" if is_inverse else ".weight_scale"  # to multiply by, both
+    suffix = ".weight_scale_inv" if is_inverse else ".weight_scale"  # despite the name, both multiply the weights
     packed: list[Packed] = []
     for name in [name for name in tensors if name.endswith(suffix)]:
         scales = tensors.pop(name)
@@ -234,7 +236,7 @@ def _check_matrix(source: Source, dtype: str) -> None:
 
 
 def _check_table(source: Source, table: Collection[float] | np.ndarray | None) -> None:
-    """Compare what codes stand for in the file, and here."""
+    """Check that a code table in the file equals Lowtide's."""
     wanted = np.asarray(format_named("nf4").table if table is None else table, np.float32)
     _check_vector(source, wanted.size, "F32")
     found = source.read(tuple(slice(0, size) for size in source.shape)).reshape(-1)

@@ -1,4 +1,4 @@
-"""From stored weights to a leaf: a node where one holds all of them as they are, an array otherwise."""
+"""Plans for reading leaves: a `QuantizedWeight` if it can hold all stored weights exactly, else an array."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ from ._weights import Packed, Stored
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """How a leaf is read, known from headers."""
+    """How to read a leaf, as decided from the headers."""
 
     path: str
     sources: Sequence[Stored]
     like: Any
-    """Its shape and dtype: one `jax.ShapeDtypeStruct`, or a node of them."""
+    """Shape and dtype of the leaf: one `jax.ShapeDtypeStruct`, or a `QuantizedWeight` of them."""
     why: str = ""
-    """Why it is an array, where its weights are quantised."""
+    """Reason why quantised weights become an array; empty otherwise."""
 
     def read(self, place: jax.sharding.Sharding | None) -> Any:
-        """Read it to where it belongs.
+        """Read the leaf into placed arrays.
 
         Args:
-            place: of the weight, or None for JAX's default device.
+            place: sharding of the weight, or None for JAX's default device.
 
         Memory:
-            As `read_leaf`, for one part of a node after another.
+            As in `read_leaf`; the parts of a `QuantizedWeight` are read one after another.
         """
         if not isinstance(self.like, QuantizedWeight):
             return read_leaf(self.sources, self.like.shape, self.like.dtype, place)
@@ -53,14 +53,14 @@ class Plan:
 
 
 def plan(path: str, sources: Sequence[Stored], shape: tuple[int, ...], dtype: Any, otherwise: Any) -> Plan:
-    """Say how a leaf is read.
+    """Decide how to read a leaf.
 
     Args:
-        path: of the leaf.
-        sources: its weights, in the order of its stack.
-        shape: of the leaf.
-        dtype: of the leaf; None for the one that its weights are stored in, or were before they were quantised.
-        otherwise: dtype of quantised weights of which the file does not say it.
+        path: path of the leaf.
+        sources: stored weights of the leaf, in the order of its stack.
+        shape: shape of the leaf.
+        dtype: dtype of the leaf; None for the stored dtype, or the dtype before quantisation.
+        otherwise: dtype for quantised weights whose file does not record the dtype before quantisation.
     """
     kind = dtype
     if dtype is None:
@@ -78,7 +78,7 @@ def plan(path: str, sources: Sequence[Stored], shape: tuple[int, ...], dtype: An
 
 
 def told(plans: Sequence[Plan]) -> list[str]:
-    """Say which quantised weights become arrays that a node could have held one by one, and why."""
+    """Return messages on quantised weights that become arrays although a node could hold each alone, with reasons."""
     notes: list[str] = []
     for why in dict.fromkeys(each.why for each in plans if each.why):
         some = [each for each in plans if each.why == why]
@@ -88,7 +88,7 @@ def told(plans: Sequence[Plan]) -> list[str]:
 
 
 def _node(one: Packed, shape: tuple[int, ...], dtype: Any) -> QuantizedWeight:
-    """Return the node of a stack of weights, as shapes."""
+    """Return the `QuantizedWeight` of a stack of weights, with shapes as leaves."""
     assert one.form is not None
     stack = shape[:-2]
     is_double = len(one.parts) == 4

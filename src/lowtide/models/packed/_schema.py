@@ -1,4 +1,4 @@
-"""What files may say about weights in few bits. Imports pydantic: only functions that read files import it."""
+"""Schemas of quantisation settings in files. This imports pydantic: only functions that read files import it."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ _Axis = Annotated[int, Field(ge=1, le=2**24)]
 
 
 class _Part(BaseModel):
-    """Strict, as the other schemas; what is not named here says how to compute, or how it was made."""
+    """Strict like the other schemas. Other fields are ignored: they describe kernels or how weights were quantised."""
 
     model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False, frozen=True, protected_namespaces=())
 
 
 class QuantizedNumbers(_Part):
-    """How compressed-tensors says that weights are stored."""
+    """Storage of weights according to compressed-tensors."""
 
     num_bits: int = 8
     type: _Name = "float"
@@ -28,14 +28,14 @@ class QuantizedNumbers(_Part):
 
 
 class QuantizedGroup(_Part):
-    """Modules that compressed-tensors stores in one way."""
+    """Group of modules that compressed-tensors stores in the same way."""
 
     weights: QuantizedNumbers | None = None
     format: _Name | None = None
 
 
 class QuantizationFile(_Part):
-    """``quantization_config`` of `config.json`, whichever software wrote it."""
+    """``quantization_config`` of `config.json`, of any quantisation software."""
 
     quant_method: _Name | None = None
     load_in_4bit: bool = False
@@ -49,7 +49,7 @@ class QuantizationFile(_Part):
 
 
 class QuantState(_Part):
-    """The JSON in a tensor ``quant_state.bitsandbytes__nf4``."""
+    """JSON in a tensor ``quant_state.bitsandbytes__nf4``."""
 
     quant_type: Literal["nf4", "fp4"]
     blocksize: Literal[32, 64, 128, 256, 512, 1024, 2048, 4096]

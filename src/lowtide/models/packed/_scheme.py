@@ -1,4 +1,4 @@
-"""``quantization_config`` of `config.json`: which software quantised a directory, and how."""
+"""``quantization_config`` of `config.json`: the quantisation software and format of a directory."""
 
 from __future__ import annotations
 
@@ -20,25 +20,25 @@ _DENSE = "load the unquantised checkpoint, and quantise it on the way: lt.models
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Scheme:
-    """How a directory is quantised, as its `config.json` says."""
+    """Quantisation of a directory according to its `config.json`."""
 
     method: str
-    """What the software calls itself."""
+    """Name of the software, from ``quant_method``."""
     form: Format | None
-    """The format that its projections are read as; None where they become arrays."""
+    """Format in which projections are read; None if they become arrays."""
     block: tuple[int, int] | None = None
-    """Rows and columns that share a scale, where a scale is of both."""
+    """Numbers of rows and columns that share a scale; None if scales are not two-dimensional blocks."""
 
 
 def scheme_of(raw: Any, where: str) -> Scheme | None:
-    """Read a ``quantization_config``.
+    """Parse a ``quantization_config``.
 
     Args:
         raw: the parsed entry, or None.
         where: the file's name, for messages.
 
     Returns:
-        What it says, or None where it says that nothing is quantised.
+        The scheme, or None if the entry is empty.
 
     Raises:
         ModelFileError: for software or a format that Lowtide does not read.
@@ -49,7 +49,8 @@ def scheme_of(raw: Any, where: str) -> Scheme | None:
 
     nested = raw if isinstance(raw, Mapping) else {"quantization_config": raw}  # pyright: ignore[reportUnknownVariableType]
     file = validate(QuantizationFile, nested, f"{where}: quantization_config", hint="copy config.json again")
-    # Files before quant_method was written are those of bitsandbytes.
+    # Old files of bitsandbytes have no quant_method.
+
     method = file.quant_method or ("bitsandbytes" if file.load_in_4bit or file.load_in_8bit else None)
     if method not in _METHODS or not isinstance(raw, Mapping):
         calibrated = method in _CALIBRATED

@@ -1,6 +1,6 @@
-"""Parts of a file's tensors as arrays of the shape that a node has, read a bounded piece at a time.
+"""Views of tensors in files, with the shapes of a quantised weight's parts, read in pieces of bounded size.
 
-A view has what `_tensors.Readable` asks for, as a tensor of a file has.
+Each view implements `_tensors.Readable`, like a tensor of a file.
 """
 
 from __future__ import annotations
@@ -17,16 +17,18 @@ from .._tensors import Source, pieces
 
 
 def elements(source: Source, start: int, stop: int, dtype: Any) -> np.ndarray:
-    """Read neighbours of a tensor that is a vector, a column, a row or a number.
+    """Read consecutive elements of a tensor that is a vector, a column, a row or a number.
 
     Args:
-        source: the tensor; its bytes count, whatever dtype the file gives them.
-        start: the first of the elements, counted in `dtype`.
-        stop: the one behind the last.
-        dtype: of an element; 4-bit ones stand two to a byte, the first in its high half.
+        source: the tensor; its bytes are reinterpreted, whatever dtype the file states.
+        start: index of the first element, counted in `dtype`.
+        stop: index after the last element.
+        dtype: dtype of an element; a byte holds two 4-bit elements, the first in its high half.
     """
     wanted = np.dtype(dtype)
     is_half = wanted == jnp.uint4
+    # The file may store elements in a wider dtype, such as 4-bit codes in bfloat16: find the range of bytes, then read
+    # the stored elements that cover it.
     low, high = (start // 2, -(-stop // 2)) if is_half else (start * wanted.itemsize, stop * wanted.itemsize)
     size = source.itemsize
     first, last = low // size, -(-high // size)
@@ -45,7 +47,7 @@ def elements(source: Source, start: int, stop: int, dtype: Any) -> np.ndarray:
 
 @dataclasses.dataclass(frozen=True)
 class Rows:
-    """A matrix whose rows a file stores one after another."""
+    """A matrix that a file stores row by row."""
 
     source: Source
     shape: tuple[int, ...]
@@ -53,15 +55,15 @@ class Rows:
 
     @property
     def itemsize(self) -> int:
-        """Of an element; 4-bit ones take a byte on the host."""
+        """Bytes per element; 4-bit elements take a byte on the host."""
         return np.dtype(self.dtype).itemsize
 
     def read(self, index: tuple[slice, ...]) -> np.ndarray:
-        """Copy a part into memory, and for it whole rows, by pieces."""
+        """Copy a part into memory; whole rows are read in pieces and then cut."""
         rows, columns = index
         width = self.shape[1]
         cuts = list(pieces((rows.stop - rows.start, width), self.itemsize))
-        if len(cuts) == 1 and columns.stop - columns.start == width:  # no copy of it
+        if len(cuts) == 1 and columns.stop - columns.start == width:  # needs no second copy
             found = elements(self.source, width * rows.start, width * rows.stop, self.dtype)
             return found.reshape(-1, width)
         whole = np.empty((rows.stop - rows.start, columns.stop - columns.start), self.dtype)
@@ -74,7 +76,7 @@ class Rows:
 
 @dataclasses.dataclass(frozen=True)
 class Vector:
-    """A vector of a file as it is."""
+    """A vector of a file, unchanged."""
 
     source: Source
     shape: tuple[int, ...]
@@ -82,7 +84,7 @@ class Vector:
 
     @property
     def itemsize(self) -> int:
-        """Of an element."""
+        """Bytes per element."""
         return np.dtype(self.dtype).itemsize
 
     def read(self, index: tuple[slice, ...]) -> np.ndarray:
@@ -92,31 +94,31 @@ class Vector:
 
 @dataclasses.dataclass(frozen=True)
 class Number:
-    """A number that a file says in JSON."""
+    """A number from a JSON file, as a scalar array."""
 
     value: float
     shape: tuple[int, ...] = ()
     itemsize: int = 4
 
     def read(self, index: tuple[slice, ...]) -> np.ndarray:
-        """Return it."""
+        """Return the number."""
         del index
         return np.asarray(self.value, np.float32)
 
 
 @dataclasses.dataclass(frozen=True)
 class Grid:
-    """Scales of rows and columns, [out, blocks], of which a file has one for several rows."""
+    """Scales [out, blocks] of which the file stores one for several rows."""
 
     source: Source
     shape: tuple[int, ...]
     rows: int
-    """That share a scale; those of the whole matrix where it has one alone."""
+    """Number of rows that share a scale; all rows if the matrix has only one."""
     factor: float = 1.0
     itemsize: int = 8
 
     def read(self, index: tuple[slice, ...]) -> np.ndarray:
-        """Copy a part into memory, each scale as often as rows share it."""
+        """Copy a part into memory, with each scale repeated for its rows."""
         rows, columns = index
         first, last = rows.start // self.rows, -(-rows.stop // self.rows)
         if len(self.source.shape) == 2:
@@ -130,23 +132,24 @@ class Grid:
 
 @dataclasses.dataclass(frozen=True)
 class Spread:
-    """Scales of blocks that go on from row to row, as scales of shorter blocks that do not."""
+    """Scales of blocks that continue from row to row, repeated for shorter blocks that do not."""
 
     absmax: Source
     shape: tuple[int, ...]
     block: int
-    """Weights that share one of the file's scales."""
+    """Number of weights that share a scale in the file."""
     short: int
-    """Weights that share one of these."""
+    """Number of weights per shorter block."""
     nested: Source | None
     offset: float
     table: Any
-    """What the codes of scales stand for."""
+    """Values of the codes of scales."""
     itemsize: int = 32
 
     def read(self, index: tuple[slice, ...]) -> np.ndarray:
-        """Compute a part, float32."""
+        """Compute a part of the scales in float32."""
         rows, columns = (np.arange(axis.start, axis.stop) for axis in index)
+        # Index of the file's block that contains each shorter block, in the order of the flat matrix.
         at = (rows[:, None] * self.shape[1] + columns[None]) * self.short // self.block
         start, stop = int(at.min()), int(at.max()) + 1
         if self.nested is None:
@@ -160,7 +163,7 @@ class Spread:
 
 @dataclasses.dataclass(frozen=True)
 class MxExperts:
-    """Experts in MXFP4, of the file [experts, out, blocks, 16] and [experts, out, blocks], as [experts, in, out]."""
+    """Experts in MXFP4: [experts, out, blocks, 16] and [experts, out, blocks] in the file, [experts, in, out] here."""
 
     blocks: Source
     scales: Source
@@ -169,12 +172,12 @@ class MxExperts:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """As the decoder multiplies by them."""
+        """Shape of the experts' weights in the decoder."""
         experts, out, number, _ = self.blocks.shape
         return (experts, number * 32, out)
 
     def read(self, index: tuple[slice, ...]) -> np.ndarray:
-        """Compute a part, bfloat16, which holds every such number."""
+        """Dequantise a part to bfloat16, which represents every value exactly."""
         experts, inner, outer = index
         low, high = inner.start // 32, -(-inner.stop // 32)
         whole = np.empty([axis.stop - axis.start for axis in index], jnp.bfloat16)
@@ -196,6 +199,7 @@ class MxExperts:
                 got="255, at expert " + str(expert),
                 hint="the file is damaged; download it again",
             )
+        # The first element of a byte is in its low half. Scales are powers of two with bias 127; 255 is NaN.
         codes = np.stack([raw & 15, raw >> 4], axis=-1).reshape(*raw.shape[:2], 32)
         values = np.ldexp(self.values[codes], exponents[..., None].astype(np.int32) - 127)
         return values.reshape(len(values), -1).astype(jnp.bfloat16)

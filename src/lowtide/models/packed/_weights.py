@@ -1,4 +1,4 @@
-"""A weight of a file in few bits: its parts as a node has them, and its numbers as an array has them."""
+"""A quantised weight of a file, read as the parts of a `QuantizedWeight` or as a dequantised array."""
 
 from __future__ import annotations
 
@@ -16,35 +16,35 @@ from ._views import MxExperts
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Packed:
-    """One weight; what a file says about it has been checked."""
+    """One quantised weight whose description in the file has been checked."""
 
     name: str
     file: Path
     shape: tuple[int, ...]
     dtype: str
-    """What its format is called in messages and tables, such as ``"NF4"``."""
+    """Name of its format in messages and tables, such as ``"NF4"``."""
     num_bytes: int
-    """In the file, with everything that belongs to it."""
+    """Bytes in the file, including scales."""
     weight_dtype: str | None
-    """Of the weight that was quantised; None where the file does not say."""
+    """Dtype before quantisation; None if the file does not record it."""
     form: Format | None = None
-    """The format of the node that holds it; None where no node does."""
+    """Format of the `QuantizedWeight` that can hold it, or None."""
     block: int = 0
-    """Neighbours of a row that share a scale, 0 for the whole row."""
+    """Number of neighbours in a row that share a scale, 0 for the whole row."""
     parts: tuple[Readable, ...] = ()
-    """Codes, scales and, where scales have scales, those and the offset."""
+    """Codes, scales and, for double quantisation, the scales of the scales and their offset."""
     table: tuple[float, ...] = ()
-    """What codes stand for, where no node has them."""
+    """Values of the codes; empty for formats whose codes are numbers."""
     experts: MxExperts | None = None
-    """In place of parts."""
+    """Experts in MXFP4, which replace `parts`."""
 
     @property
     def itemsize(self) -> int:
-        """Bytes of an element while it is read as an array."""
+        """Bytes per element while it is read as an array."""
         return 2 if self.experts is not None else 4
 
     def read(self, index: tuple[slice, ...]) -> np.ndarray:
-        """Compute a part of the weight: float32, or bfloat16 where that holds every number."""
+        """Dequantise a part of the weight: in float32, or in bfloat16 if that represents every value exactly."""
         if self.experts is not None:
             return self.experts.read(index)
         rows, columns = index
@@ -68,11 +68,12 @@ class Packed:
 
 
 def _numbers(weight: Packed, rows: slice, columns: slice) -> np.ndarray:
-    """Scales of a weight as float32, [rows, blocks]."""
+    """Return the scales of a weight as float32, [rows, blocks]."""
     found = weight.parts[1].read((rows, columns))
     if len(weight.parts) == 2:
         return found
     number = weight.parts[1].shape[1]
+    # Double quantisation: 256 consecutive scales of the file share one scale, across rows.
     at = (np.arange(rows.start, rows.stop)[:, None] * number + np.arange(columns.start, columns.stop)) // 256
     low = int(at.min())
     nested = weight.parts[2].read((slice(low, int(at.max()) + 1),))
@@ -80,4 +81,4 @@ def _numbers(weight: Packed, rows: slice, columns: slice) -> np.ndarray:
 
 
 Stored = Source | Packed | GgufTensor
-"""What a weight may be in a file."""
+"""A weight in a file: a plain tensor, a quantised weight, or a tensor of a GGUF file."""
