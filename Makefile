@@ -16,7 +16,7 @@ unexport PYTHONDONTWRITEBYTECODE
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile --constraint $(CONSTRAINTS)
 
 .DEFAULT_GOAL := help
-.PHONY: help finetune test test-all pytest pytest-all selected lint format docs peers versions bench clean
+.PHONY: help finetune test test-all pytest pytest-all selected lint format docs peers dist versions bench clean
 
 help: ## Show this list.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-10s %s\n", $$1, $$2 }' Makefile
@@ -107,6 +107,16 @@ peers: $(VENV)/.installed-peers ## Ask torch, transformers and PEFT anew and com
 	@mkdir -p $(LOGS)
 	set -o pipefail; $(PYTEST) -n 2 -m "recorded or peers" --peers=live $(PYTEST_ARGS) --ignore $(RAY) 2>&1 | tee $(LOGS)/peers.log
 	set -o pipefail; $(BIN)/python -m pytest -m peers $(RAY) 2>&1 | tee $(LOGS)/ray.log
+
+dist: $(VENV)/.installed-dev ## Build wheel and sdist, install the wheel into a fresh environment and run it there.
+	rm -rf dist
+	$(BIN)/python -m hatchling build
+	@folder=$$(mktemp -d); trap 'rm -rf "$$folder"' EXIT; set -e; \
+	$(PYTHON) -m venv "$$folder/venv"; \
+	"$$folder/venv/bin/python" -m pip install --quiet --disable-pip-version-check --constraint $(CONSTRAINTS) dist/*.whl; \
+	cd "$$folder"; export JAX_PLATFORMS=cpu; \
+	echo 'def job(): import jax.numpy as np; return (lambda w, x: x @ w), (np.ones((64, 64)), np.ones((8, 64)))' >step.py; \
+	venv/bin/lowtide finetune --steps 10 --out run; venv/bin/lowtide explain step.py:job
 
 versions: $(VENV)/.installed-dev ## Run the tests with every Python that is here, oldest and newest JAX (nox).
 	$(BIN)/nox

@@ -1,0 +1,57 @@
+"""The figures of the README and of `docs/measured.md` are those of the recorded results."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+PAGE = (ROOT / "docs" / "measured.md").read_text(encoding="utf-8")
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+GPU_CASES = [
+    (part.relative_to(RESULTS / "gpu").with_suffix("").as_posix(), case)
+    for part in sorted(RESULTS.glob("gpu/*/*.json"))
+    for case, row in json.loads(part.read_text())["rows"].items()
+    if "tokens_per_second" in row
+]
+
+
+def gib(num_bytes: int, digits: int = 2) -> str:
+    return f"{num_bytes / 2**30:.{digits}f} GiB"
+
+
+@pytest.mark.parametrize(("part", "case"), GPU_CASES)
+def test_measured_speeds_and_peaks(part, case):
+    row = json.loads((RESULTS / "gpu" / f"{part}.json").read_text())["rows"][case]
+    (line, *_) = [line for line in PAGE.splitlines() if f"{row['tokens_per_second']:,.0f}" in line]
+    assert gib(row.get("step_peak_bytes", row["peak_bytes"])) in line
+
+
+@pytest.mark.parametrize("model", ["1b", "8b"])
+def test_compiled_lora_steps(model):
+    rows = json.loads((RESULTS / "lora_step-v5p-2x2x1.json").read_text())["rows"]
+    (row,) = [row for row in rows if row["model"] == model]
+    naive, ours = (row[side]["device_bytes"] for side in ("naive", "ours"))
+    assert f"{gib(naive)} | {gib(ours)}" in PAGE
+    if model == "8b":
+        assert gib(ours, 1) in README
+        assert gib(naive, 1) in README
+
+
+@pytest.mark.parametrize(
+    ("part", "variant", "readme"),
+    [
+        ("stack", "remat + Adam", False),
+        ("stack", "+ parameters on the host", False),
+        ("8b", "everything on the host, 1 microbatch", True),
+    ],
+)
+def test_compiled_layerwise_steps(part, variant, readme):
+    rows = json.loads((RESULTS / "layerwise.json").read_text())[part]
+    (row,) = [row for row in rows if row["variant"] == variant]
+    device = gib(row["device_bytes"], 2 if row["host_bytes"] == 0 else 1)
+    host = gib(row["host_bytes"], 1 if row["host_bytes"] < 2**35 else 0) if row["host_bytes"] else "0"
+    assert f"| {device} | {host} |" in PAGE
+    if readme:
+        assert f"{device} of one TPU v5e and {host} of its host" in README
