@@ -1,4 +1,4 @@
-"""Several devices and several processes: sharding rules, what processes agree on, fingerprints."""
+"""Training on several devices and in several processes: sharding rules, checks between processes, fingerprints."""
 
 from ._fingerprint import fingerprint as fingerprint
 from ._processes import SHARED as SHARED

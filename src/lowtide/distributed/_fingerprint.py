@@ -1,8 +1,8 @@
-"""Which weights a run is based on: a hash of samples of what is frozen.
+"""Fingerprint of the weights that a run is based on: a hash of samples of the frozen leaves.
 
-Adapters over another base than the one they were trained on are noise, and nothing in their shapes would say so. Two
-models differ in nearly all of their weights, so a grid of samples of every leaf tells them apart, and costs nothing
-where leaves are sharded or on the host.
+Adapters are noise over another base than the one they were trained on, and shapes do not reveal the difference. Two
+models differ in nearly all of their weights, so a grid of samples of every leaf distinguishes them. Sampling is cheap
+even where leaves are sharded or in host memory.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ _PER_AXIS = 8
 
 
 def fingerprint(tree: Tree, arrangement: Sequence[int] | None = None) -> str:
-    """Hash paths, shapes, dtypes and samples of all leaves.
+    """Return a hash of the paths, shapes, dtypes and samples of all leaves.
 
     Args:
-        tree: arrays, on the device or on the host.
-        arrangement: the layer of every row of the leaves below ``layers``, where they are in another order than that of
-            the model, -1 for padding: the hash is that of the model's order.
+        tree: arrays on the device or in host memory.
+        arrangement: for leaves below ``layers`` that are not in the model's order: the layer of every row, or -1 for
+            padding. The hash is that of the model's order.
 
     Returns:
         16 hexadecimal digits.
 
     Memory:
-        Samples of one leaf at a time; of a leaf on the host its shards, too, where they are not shared with NumPy.
+        Samples of one leaf at a time. For a leaf in host memory also its shards, where NumPy cannot read them in place.
     """
     digest = hashlib.sha256()
     for path, leaf in leaves_with_paths(tree):
@@ -52,14 +52,14 @@ def _samples(leaf: Any, rows: Sequence[int]) -> np.ndarray:
     if not isinstance(leaf, jax.Array) or (_is_near(leaf.sharding) and leaf.is_fully_addressable):
         return _grid(np.asarray(leaf), rows, np)
     if on_host(leaf.sharding):
-        return np.zeros(0)  # shards of other processes are out of reach: shape and dtype have to do
+        return np.zeros(0)  # this process cannot read the shards of others, so only shape and dtype are hashed
     sharding = leaf.sharding
     everywhere = jax.NamedSharding(sharding.mesh, jax.P()) if isinstance(sharding, jax.NamedSharding) else None
     return np.asarray(jax.jit(lambda x: _grid(x, rows, jnp), out_shardings=everywhere)(leaf))
 
 
 def _is_near(sharding: jax.sharding.Sharding) -> bool:
-    """Whether NumPy reads arrays where they are: what it need not compile for every shape starts a run sooner."""
+    """Return whether NumPy reads the arrays in place, which saves a compilation for every shape."""
     devices = sharding.device_set
     return on_host(sharding) or (len(devices) == 1 and next(iter(devices)).platform == "cpu")
 

@@ -1,9 +1,9 @@
-"""What the processes of one run have to agree on, and what they hear of one another.
+"""Agreement and failure detection between the processes of one run.
 
-All of them run the same program in the same order, and wait for one another inside of it. So before a run they compare
-what it depends on, they end it at the same step, and when one fails the others, which would wait for it for ever, say
-so and end. A process that dies without a word is the runtime's matter (`jax.distributed.initialize`, its
-``heartbeat_timeout_seconds``): collectives fail, or the runtime ends the process.
+All processes run the same program in the same order, and wait for one another inside it. So they compare their inputs
+before a run and end the run at the same step. When one process fails, the others would wait for it forever; instead
+they report the failure and exit. A process that dies without raising is handled by the runtime
+(`jax.distributed.initialize` and its ``heartbeat_timeout_seconds``): collectives fail, or the runtime ends the process.
 """
 
 from __future__ import annotations
@@ -31,29 +31,30 @@ from ..core._compat import exchange, post, posted
 from ._fingerprint import fingerprint
 from ._sharding import ShardingRules, is_whole
 
+# All processes call the functions below in the same order, so equal numbers belong to the same exchange.
 _TOPICS = itertools.count()
 _WAIT_SECONDS = 300
-"""How long processes wait for one another, unless they are told otherwise."""
+"""Default time that processes wait for one another."""
 _GRACE_SECONDS = 5
-"""How long a process has to fail by itself, after it heard that another one has."""
+"""Time that a process has to fail with its own error after another process has failed."""
 _FAILING_SECONDS = 120
-"""How long it has to end what it does after a failure of its own."""
+"""Time that a process has to finish its work after its own failure."""
 _POLL_SECONDS = 1
 SHARED = ".shared-"
-"""How the names of files begin by which processes find out whether they see one folder."""
+"""Prefix of the files by which processes detect whether they see the same folder."""
 _SHARED_SECONDS = 20
-"""How long another machine may take to see a file that was written."""
+"""Time that another machine may need to see a new file."""
 
 
 def of_first(make: Callable[[], Any]) -> Any:
-    """Give all processes what the first makes: for what only one may do, such as making a folder.
+    """Return in all processes the result of the first one, for work that only one may do, such as making a folder.
 
     Args:
-        make: called in the first process; gives JSON.
+        make: called in the first process; returns a value that JSON can represent.
 
     Raises:
-        StateError: in the others, with what went wrong in the first.
-        Exception: in the first, what `make` raises.
+        StateError: in the other processes, with the error of the first one.
+        Exception: in the first process, if `make` raises.
     """
     if jax.process_count() == 1:
         return make()
@@ -73,14 +74,14 @@ def of_first(make: Callable[[], Any]) -> Any:
 
 
 def same_in_all(what: str, text: str) -> None:
-    """Raise unless all processes say the same.
+    """Raise unless all processes pass the same text.
 
     Args:
-        what: what it is, for the message.
-        text: what this one says.
+        what: name of the compared value, for the message.
+        text: the value in this process.
 
     Raises:
-        ConfigError: with a process that says otherwise.
+        ConfigError: with the first process that differs.
     """
     if jax.process_count() == 1:
         return
@@ -95,11 +96,11 @@ def same_in_all(what: str, text: str) -> None:
 
 
 def in_any(happened: bool, timeout_seconds: int = _WAIT_SECONDS) -> bool:
-    """Whether something happened in any of the processes; all of them have to ask.
+    """Return whether something happened in any process; all processes have to call this.
 
     Args:
-        happened: whether it did in this one.
-        timeout_seconds: how long to wait for the others; one that does not come counts.
+        happened: whether it happened in this process.
+        timeout_seconds: time to wait for the others; a process that does not answer counts as True.
     """
     if jax.process_count() == 1:
         return happened
@@ -108,11 +109,11 @@ def in_any(happened: bool, timeout_seconds: int = _WAIT_SECONDS) -> bool:
 
 
 def refuse_other_folders(processes: Processes, folder: Path) -> None:
-    """Raise unless all processes see the same folder: they write into it together, and would wait for ever.
+    """Raise unless all processes see the same folder: they would otherwise wait forever for one another's files.
 
     Raises:
-        ConfigError: in all of them.
-        OutputError: when the first cannot write there.
+        ConfigError: in all processes.
+        OutputError: when the first process cannot write there.
     """
     if processes.count == 1:
         return
@@ -136,7 +137,7 @@ def refuse_other_folders(processes: Processes, folder: Path) -> None:
 
 
 def _appears(path: Path) -> bool:
-    """Whether a file is there, or comes soon: shared file systems keep what they have seen for some seconds."""
+    """Return whether a file exists or appears soon: shared file systems cache listings for some seconds."""
     until = time.monotonic() + _SHARED_SECONDS
     while not path.is_file():
         if time.monotonic() > until:
@@ -146,18 +147,18 @@ def _appears(path: Path) -> bool:
 
 
 class Processes:
-    """The processes of a run; with one process nothing of it does anything.
+    """The processes of a run; with a single process its methods return at once.
 
     Args:
-        rules: how arrays are divided among their devices; None with one process.
+        rules: sharding over the devices of all processes; None with one process.
     """
 
     def __init__(self, rules: ShardingRules | None) -> None:
         self._rules: Any = rules
-        """None with one process alone."""
+        """None with a single process."""
         self.count = jax.process_count()
         self.is_first = jax.process_index() == 0
-        """Whether this process writes what is written once."""
+        """Whether this process writes the files that are written once per run."""
         if self.count > 1 and rules is None:
             raise ConfigError(
                 f"there are {self.count} processes, and nothing says how they share the work",
@@ -168,21 +169,21 @@ class Processes:
         self._is_failing, self._is_watched = False, False
         self._ends: Callable[[], bool] = lambda: False
         self.has_left = False
-        """Whether the last evaluation was left."""
+        """Whether the last loop over `batches` ended early."""
         self._shapes: set[tuple[str, ...]] = set()
         here = jax.process_index()
         self._num_devices = 0 if rules is None else sum(d.process_index == here for d in rules.mesh.devices.flat)
         self._largest: Any = None if rules is None else jax.jit(jnp.max, out_shardings=rules.replicated())
 
     def agree(self, **facts: Any) -> None:
-        """Raise unless all processes say the same.
+        """Raise unless all processes pass the same facts.
 
         Args:
-            **facts: what has to be equal, as JSON.
+            **facts: values that have to be equal, as JSON.
 
         Raises:
-            ConfigError: with the first fact that differs, and the process that says otherwise.
-            StateError: with the processes that did not come.
+            ConfigError: with the first fact that differs, and the process that differs.
+            StateError: with the processes that did not answer in time.
         """
         if self.count > 1:
             self._compare(self._exchange(facts), facts)
@@ -198,6 +199,7 @@ class Processes:
                     got=", ".join(said),
                     hint="data that ends earlier in one process does that; " + hint,
                 )
+            # The others' facts have passed through JSON, which turns tuples into lists.
             for name, mine in json.loads(json.dumps(facts, default=_plain)).items():
                 if said[name] != mine:
                     what, expected, got = _first_difference(mine, said[name])
@@ -209,11 +211,11 @@ class Processes:
                     )
 
     def agree_on_batch(self, batch: Tree) -> None:
-        """Raise unless all processes have batches of the same shapes; asked once for each.
+        """Raise unless all processes have batches of the same shapes; the comparison runs once for each set of shapes.
 
         Raises:
-            ConfigError: as `agree`.
-            StateError: when the others go on with the shapes that they know.
+            ConfigError: as in `agree`.
+            StateError: when the others already know their own shapes, and so do not take part in the comparison.
         """
         if self.count > 1:
             shapes = tuple(
@@ -224,23 +226,24 @@ class Processes:
                 self._shapes.add(shapes)
 
     def agree_on_values(self, model: Tree) -> None:
-        """Raise unless all processes begin with the same model."""
+        """Raise unless all processes start with the same model."""
         if self.count > 1:
             self.agree(weights=fingerprint(split_static(model)[0]))
 
     def agree_on_program(self, lowered: Any) -> None:
         """Raise unless all processes are about to compile the same step."""
         if self.count > 1:
-            text = re.sub(r"\d{9,}", "", lowered.as_text())  # without the addresses of callbacks
+            text = re.sub(r"\d{9,}", "", lowered.as_text())  # callbacks appear with addresses, which differ
             self.agree(step=hashlib.sha256(text.encode()).hexdigest()[:16])
 
     def batches(self, data: Iterable[Tree]) -> Iterator[Tree]:
-        """Batches, of which each process has as many, until any process leaves them (`leaving`).
+        """Yield batches, the same number in each process, until `leaving` ends the loop in any process.
 
         Raises:
-            ConfigError: in all processes, when one has more.
+            ConfigError: in all processes, when one process has more batches than another.
         """
         for number, batch in enumerate(data):
+            # The first batch is always yielded, because means over no batch would raise.
             self.has_left = self._is_left(f"{number} or more") and number > 0
             if self.has_left:
                 return
@@ -249,7 +252,7 @@ class Processes:
 
     @contextlib.contextmanager
     def leaving(self, ends: Callable[[], bool]) -> Generator[None]:
-        """Leave `batches` inside of the block once `ends` says so in any process; `has_left` tells afterwards."""
+        """End the loop over `batches` inside this block once `ends` is true in any process; then `has_left` is set."""
         self._ends, self.has_left = ends, False
         try:
             yield
@@ -257,7 +260,7 @@ class Processes:
             self._ends = lambda: False
 
     def fail(self) -> None:
-        """Say that this process is about to raise by itself; it has time to end what it does."""
+        """Mark this process as about to raise, so that it gets time to finish its work."""
         self._is_failing = True
 
     def _is_left(self, batches: str) -> bool:
@@ -284,13 +287,16 @@ class Processes:
         return [json.loads(text) for text in said if text is not None]
 
     def positions(self, mine: Mapping[str, Any] | None) -> list[Any]:
-        """Where the data of each process is."""
+        """Return the positions of the data iterators of all processes."""
         if self.count == 1 or not self._rules.local_batches:
             return [{"shard": None, "position": mine}]
         return self._exchange({"shard": list(self._rules.data_shard), "position": mine})
 
     def position(self, saved: list[Any]) -> Mapping[str, Any] | None:
-        """Of the positions that were saved this process's; what other numbers of processes saved names no example."""
+        """Select this process's position from saved ones.
+
+        If another number of processes saved them, no position fits an element: then the result has ``num_processes``.
+        """
         is_local = self.count > 1 and self._rules.local_batches
         shard = list(self._rules.data_shard) if is_local else None
         for one in saved:
@@ -300,30 +306,32 @@ class Processes:
         return None if first is None else {**first, "num_processes": len(saved)}
 
     def any(self, happened: bool) -> bool:
-        """Whether something happened in any of the processes; all of them have to ask."""
+        """Return whether something happened in any process; all processes have to call this."""
         return happened if self.count == 1 else in_any(happened, self._rules.timeout_seconds)
 
     def least(self, number: int | None) -> int | None:
-        """Return the least number of all processes, which all of them have to ask for; None where any has none."""
+        """Return the smallest number of all processes, or None where any has none; all processes have to call this."""
         if self.count == 1:
             return number
         numbers = [said["bytes left"] for said in self._exchange({"bytes left": number})]
         return None if None in numbers else min(numbers)
 
     def in_turn(self, results: Tree) -> Tree:
-        """Results, on CPUs of several processes when they are there.
+        """Return `results`; with several processes on CPUs, wait until they are ready.
 
-        Collectives of two programs that run at once on CPUs may wait for each other's threads for ever; accelerators
-        run one program after the other.
+        On CPUs, the collectives of two programs that run at once may wait for each other's threads forever.
+        Accelerators run one program after the other.
         """
         if self.count > 1 and jax.default_backend() == "cpu":
             jax.block_until_ready(results)
         return results
 
     def vote(self, wish: int) -> Any:
-        """Return the largest wish of all processes, as an array that is ready when the step sent before it is."""
+        """Return the highest `wish` of all processes, as an array that is ready when the step dispatched before is."""
         if self.count == 1:
             return wish
+        # The maximum is a collective, dispatched like a step: the host reads it later, and does not wait for the
+        # others.
         mesh = self._rules.mesh
         everywhere = jax.sharding.NamedSharding(mesh, jax.P(tuple(mesh.axis_names)))
         mine = np.full(self._num_devices, wish, np.int32)
@@ -332,8 +340,8 @@ class Processes:
 
     @contextlib.contextmanager
     def watched(self) -> Generator[None]:
-        """Tell the others when the block fails, and end this process when another has failed."""
-        if self.count == 1 or self._is_watched:  # of blocks inside of one another the outermost tells
+        """Report a failure of the block to the other processes, and end this process when another one fails."""
+        if self.count == 1 or self._is_watched:  # only the outermost of nested blocks reports
             yield
             return
         self._is_failing, self._is_watched = False, True
@@ -353,7 +361,7 @@ class Processes:
         while not over.wait(_POLL_SECONDS):
             try:
                 said = posted(topic)
-            except jax.errors.JaxRuntimeError:  # the coordinator is gone; the runtime says so itself
+            except jax.errors.JaxRuntimeError:  # the coordinator is gone, and the runtime reports that itself
                 return
             if said is None:
                 continue
@@ -371,7 +379,7 @@ class Processes:
 
 
 def placed(model: Any, rules: ShardingRules, arrange: Callable[[Any], Any] = lambda model: model) -> Any:
-    """Arrange a model that all processes begin with, its arrays where they belong; a mutable object itself."""
+    """Arrange a model that all processes start with, and place its arrays; a mutable object is changed in place."""
     processes = Processes(rules)
     if not isinstance(model, ModelObject):
         processes.agree_on_values(model)
@@ -382,12 +390,12 @@ def placed(model: Any, rules: ShardingRules, arrange: Callable[[Any], Any] = lam
 
 
 def _plain(value: Any) -> Any:
-    """Write a number of NumPy as JSON has it."""
+    """Convert a NumPy number to a Python number for JSON, and any other value to text."""
     return value.item() if isinstance(value, np.generic) else str(value)
 
 
 def _digest(batch: Tree) -> str:
-    """Digest what a batch holds, of the arrays that are in this process's memory."""
+    """Return a digest of the batch's arrays that are in this process's memory."""
     found = hashlib.sha256()
     for path, leaf in leaves_with_paths(batch):
         if not is_whole(leaf):
@@ -396,7 +404,7 @@ def _digest(batch: Tree) -> str:
 
 
 def _first_difference(mine: Any, theirs: Any) -> tuple[str, Any, Any]:
-    """Of two lists the first entries that differ, and which; else the two."""
+    """Return the first entries in which two lists differ, with their index; for other values the two values."""
     if not (isinstance(mine, list) and isinstance(theirs, list)):
         return "", mine, theirs
     for at, (a, b) in enumerate(zip(mine, theirs, strict=False)):

@@ -1,12 +1,12 @@
-"""Which device holds which part of an array: rules by path over a mesh of ``data``, ``fsdp``, ``tensor`` and others.
+"""Sharding rules: which device holds which part of an array, by pytree path, over a mesh of named axes.
 
-Every array is sharded by `jax.sharding.NamedSharding`; XLA puts the collectives in. Along ``data`` the model is
-replicated and the batch divided, along ``fsdp`` both are divided (the weights of a block are gathered where they are
-used), along ``tensor`` the weights and the activations between a column-parallel and a row-parallel projection are,
-as in Megatron-LM (https://arxiv.org/abs/1909.08053). FSDP follows https://arxiv.org/abs/1910.02054, stage 3. Along
-``stage``, the axis of a pipeline, the layers of a stack are divided. Along ``expert`` the batch is divided, and what
-rules say: the experts of a mixture, between which a block exchanges tokens itself. Along ``context`` the tokens of each
-row are divided, for which attention exchanges tokens for heads (`lowtide.ops.attention`).
+Every array has a `jax.sharding.NamedSharding`, and XLA inserts the collectives. ``data`` replicates the model and
+shards the batch. ``fsdp`` shards both; the weights of a block are gathered where they are used
+(https://arxiv.org/abs/1910.02054, stage 3). ``tensor`` shards the weights and the activations between a column-parallel
+and a row-parallel projection, as in Megatron-LM (https://arxiv.org/abs/1909.08053). ``stage``, the axis of a pipeline,
+shards the layers of a stack. ``expert`` shards the batch and the leaves that rules select: the experts of a mixture of
+experts, whose block exchanges tokens itself. ``context`` shards the tokens of each row; attention then exchanges tokens
+for heads (`lowtide.ops.attention`).
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from ..core import (
 )
 
 STAGE = "stage"
-"""The axis of pipelines."""
+"""Mesh axis of pipelines."""
 # PyTorch stores a projection as ``weight`` [out, in], Flax and Keras as ``kernel`` [in, out].
 _COLUMN = r"(?:.*/)?(?:[qkv]_proj|qkv_proj|gate_proj|up_proj|gate_up_proj|fc1|c_fc|embed|embed_tokens|lm_head)"
 _ROW = r"(?:.*/)?(?:o_proj|out_proj|down_proj|fc2|c_proj)"
@@ -63,20 +63,20 @@ def make_mesh(
     tensor: int = 1,
     devices: Sequence[Any] | None = None,
 ) -> jax.sharding.Mesh:
-    """Make a mesh with the axes ``data``, ``fsdp`` and ``tensor``, and others that are asked for.
+    """Make a mesh with the axes ``data``, ``fsdp`` and ``tensor``, and optional others.
 
     Args:
         stage: ranks of a pipeline; by default the mesh has no such axis.
-        data: copies of the model that train on parts of the batch.
-        fsdp: parts that weights, optimizer state and batch are divided into; by default what the others leave.
-        expert: parts that batches and, where rules say so, experts are divided into; by default the mesh has no such
-            axis.
-        context: parts that the tokens of each row are divided into; by default the mesh has no such axis.
-        tensor: parts that each projection is divided into; keep it within one host, whose links are fast.
-        devices: by default all, of all processes.
+        data: copies of the model, each of which trains on a part of the batch.
+        fsdp: parts into which weights, optimizer state and batch are sharded; by default all remaining devices.
+        expert: parts into which batches and, where rules select them, experts are sharded; by default the mesh has no
+            such axis.
+        context: parts into which the tokens of each row are sharded; by default the mesh has no such axis.
+        tensor: parts into which each projection is sharded; keep it within one host, whose links are fast.
+        devices: devices of the mesh; by default all devices of all processes.
 
     Returns:
-        The mesh. One of the sizes may be -1: as many as there are devices for.
+        The mesh. One of the sizes may be -1, which takes all remaining devices.
 
     Raises:
         ConfigError: when the sizes do not multiply to the number of devices.
@@ -115,15 +115,15 @@ def make_mesh(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ShardingRules:
-    """Where the leaves of a model and of its batches are.
+    """Shardings of the leaves of a model and of its batches.
 
-    A leaf's path is matched against `rules`, in order. A leaf that none matches is divided along ``tensor`` where its
-    name is a known projection's, and along ``fsdp`` in its largest dimension that can be; small ones are replicated.
-    Leaves below ``layers/`` are divided along ``stage`` in their first dimension. Optimizer state is sharded like the
-    parameter that it belongs to.
+    The path of a leaf is matched against `rules`, in order. If no rule matches, a leaf with the name of a known
+    projection is sharded along ``tensor``. It is also sharded along ``fsdp`` in its largest dimension that the axis
+    divides; small leaves are replicated. Leaves below ``layers/`` are sharded along ``stage`` in their first dimension.
+    Optimizer state is sharded like its parameter.
 
     Raises:
-        ConfigError: for an axis that the mesh does not have, and when batches cannot be divided.
+        ConfigError: for an axis that the mesh does not have, and when no axis can shard batches.
 
     Examples:
         >>> rules = ShardingRules(mesh=make_mesh(devices=jax.devices()[:1]), rules={r".*/router": jax.P()})
@@ -132,21 +132,21 @@ class ShardingRules:
     """
 
     mesh: jax.sharding.Mesh
-    """The devices, with named axes; `make_mesh` makes one."""
+    """Devices with named axes; `make_mesh` makes a mesh."""
     rules: Mapping[str, jax.P] = dataclasses.field(default_factory=dict[str, jax.P])
-    """Regular expressions for whole paths, and how what they match is divided."""
+    """Regular expressions for whole paths, and the partition specs of the leaves that they match."""
     batch_axes: str | Sequence[str] = ()
-    """The axes that the leading axis of batches is divided along; by default ``expert``, ``data`` and ``fsdp``."""
+    """Mesh axes that shard the leading axis of batches; by default ``expert``, ``data`` and ``fsdp``."""
     context_leaves: str = ".*"
-    """Of which leaves of a batch the second axis is tokens, which ``context`` divides: a regular expression for whole
-    paths. Leaves with one axis have none."""
+    """Regular expression for whole paths of batch leaves whose second axis is tokens, which ``context`` shards. Leaves
+    with one axis have no tokens."""
     min_bytes: int = 2**16
-    """Leaves with fewer bytes are replicated where no rule matches, layers but for ``stage``."""
+    """Smaller leaves that no rule matches are replicated, but layers are still sharded along ``stage``."""
     local_batches: bool = False
-    """Whether each process's data holds only the rows of that process (`data_shard`), instead of whole batches that
-    each process takes its rows from."""
+    """Whether each process's data holds only the rows of that process (`data_shard`). Otherwise each process takes its
+    rows from whole batches."""
     timeout_seconds: int = 300
-    """How long processes wait for one another where they have to agree, before an error names those that lack."""
+    """Time that processes wait for one another before an error lists the missing ones."""
 
     def __post_init__(self) -> None:
         axes = tuple(self.mesh.axis_names)
@@ -188,15 +188,15 @@ class ShardingRules:
     # --- leaves ----------------------------------------------------------------------------------------------------
 
     def spec(self, path: str, shape: Sequence[int], itemsize: int = 4) -> jax.P:
-        """How a leaf is divided.
+        """Return the partition spec of a leaf.
 
         Args:
-            path: of the leaf.
+            path: path of the leaf.
             shape: its shape.
             itemsize: bytes of one of its numbers.
 
         Raises:
-            StructureError: when a rule divides what cannot be divided.
+            StructureError: when a rule shards a dimension that its axes do not divide.
         """
         ruled = self._ruled(path, shape)
         if ruled is not None:
@@ -212,7 +212,8 @@ class ShardingRules:
                     dims[dim] = "tensor"
         if "fsdp" in self.mesh.axis_names:
             size = self.mesh.shape["fsdp"]
-            # The leading axis of a stack is what a loop over layers cuts: dividing it would gather the whole stack.
+            # A loop over layers slices the leading axis of a stack. If that axis were sharded, each slice would gather
+            # the whole stack.
             first = 1 if len(shape) > 2 else 0
             fits = [dim for dim in range(first, len(shape)) if dims[dim] is None and shape[dim] % size == 0]
             if fits:
@@ -222,7 +223,7 @@ class ShardingRules:
         return jax.P(*dims)
 
     def _ruled(self, path: str, shape: Sequence[int]) -> jax.P | None:
-        """Return what the first rule that matches says."""
+        """Return the spec of the first rule that matches, or None."""
         for pattern, spec in self.rules.items():
             if re.fullmatch(pattern, path):
                 self._check(path, tuple(shape), pattern, spec)
@@ -230,7 +231,7 @@ class ShardingRules:
         return None
 
     def of(self, path: str, leaf: Any) -> jax.sharding.NamedSharding:
-        """Return a leaf's sharding (an array, or its shape); one on the mesh that no rule matches keeps its own."""
+        """Return the sharding of an array or shape; one on the mesh that no rule matches keeps its own."""
         there = getattr(leaf, "sharding", None)
         if isinstance(there, jax.sharding.NamedSharding) and there.mesh == self.mesh:
             if self._ruled(path, leaf.shape) is None:
@@ -241,17 +242,17 @@ class ShardingRules:
         return sharding if kind is None else sharding.with_memory_kind(kind)
 
     def place(self, tree: Tree) -> Tree:
-        """Put the arrays of a tree where they belong; other leaves stay.
+        """Put the arrays of a tree on their devices; other leaves are returned unchanged.
 
         Args:
-            tree: arrays, of which each process has the whole, or that are on the mesh already.
+            tree: arrays that every process holds as a whole, or that are on the mesh already.
 
         Raises:
             SelectionError: when a rule matches no path.
-            StructureError: when one divides what cannot be divided.
+            StructureError: when a rule shards a dimension that its axes do not divide.
 
         Memory:
-            On each device its part of a leaf; while a leaf is moved, also where it came from.
+            Each device holds its shard of a leaf, and, while the leaf is moved, its source.
         """
         paths = [path for path, leaf in leaves_with_paths(tree) if is_array_like(leaf)]
         for pattern in self.rules:
@@ -262,11 +263,11 @@ class ShardingRules:
                     got=f"paths such as {', '.join(paths[:3])}",
                     hint="begin it with .* to match any prefix",
                 )
-        moved: dict[int, Any] = {}  # an array that stands at two paths stays one, where the first path says
+        moved: dict[int, Any] = {}  # an array at two paths stays one array, with the sharding of the first path
 
         def one(path: str, leaf: Any) -> Any:
             if not is_array_like(leaf) or not hasattr(leaf, "dtype"):
-                return leaf  # Python's numbers come with the counters, in `settle`
+                return leaf  # `settle` places Python numbers, together with counters
             if id(leaf) not in moved:
                 moved[id(leaf)] = put(leaf, self.of(path, leaf))
             return moved[id(leaf)]
@@ -274,7 +275,7 @@ class ShardingRules:
         return map_with_paths(one, tree)
 
     def settle(self, tree: Tree) -> Tree:
-        """Put on every device what is not on the mesh yet: counters, and what else belongs to no leaf of a model."""
+        """Replicate leaves that are not on the mesh yet, such as counters that belong to no parameter."""
 
         def one(leaf: Any) -> Any:
             there = getattr(leaf, "sharding", None)
@@ -284,11 +285,11 @@ class ShardingRules:
         return jax.tree.map(one, tree)
 
     def replicated(self) -> jax.sharding.NamedSharding:
-        """Return the sharding of what every device holds."""
+        """Return the sharding of arrays that every device holds as a whole."""
         return jax.sharding.NamedSharding(self.mesh, jax.P())
 
     def gather(self, tree: Tree) -> Tree:
-        """Gather the arrays with all of their numbers on every device, so that every process can read them.
+        """Replicate arrays on every device, so that every process can read them.
 
         Memory:
             The whole tree on every device.
@@ -303,25 +304,26 @@ class ShardingRules:
 
     @property
     def num_batch_shards(self) -> int:
-        """Into how many parts a batch is divided."""
+        """Number of parts into which a batch is sharded."""
         return math.prod(self.mesh.shape[name] for name in self.batch_axes)
 
     @property
     def num_context_shards(self) -> int:
-        """Into how many parts the tokens of a row are divided."""
+        """Number of parts into which the tokens of a row are sharded."""
         return self.mesh.shape.get(CONTEXT, 1)
 
     @functools.cached_property
     def data_shard(self) -> tuple[int, int]:
-        """Which part of the examples this process trains on, and of how many: what a data loader is sharded by.
+        """Index of this process's part of the elements, and the number of parts: the arguments of a data loader.
 
         Processes that share their rows (along ``tensor``) have the same part.
 
         Raises:
-            ConfigError: when the rows of processes overlap otherwise.
+            ConfigError: when the rows of processes overlap in any other way.
         """
         count = self.num_batch_shards
         mine: dict[int, set[int]] = {}
+        # Distinct sets of rows overlap exactly when their sizes add up to more than the number of shards.
         for device, index in self._rows().devices_indices_map((count,)).items():
             mine.setdefault(device.process_index, set()).update(range(count)[index[0]])
         parts = sorted({tuple(sorted(rows)) for rows in mine.values()})
@@ -335,15 +337,15 @@ class ShardingRules:
         return parts.index(tuple(sorted(mine[jax.process_index()]))), len(parts)
 
     def batch(self, batch: Tree, num_microbatches: int | None = 1) -> Tree:
-        """Put a batch on the mesh, its leading axis divided, and along ``context`` its tokens.
+        """Put a batch on the mesh, with its leading axis sharded and, along ``context``, its tokens.
 
         Args:
-            batch: arrays in this process's memory: whole ones, or with `local_batches` the rows of this process.
-            num_microbatches: parts that it is split into; None for a batch that nothing is trained on: its rows are
-                on every device where they cannot be divided.
+            batch: arrays in this process's memory: whole ones or, with `local_batches`, the rows of this process.
+            num_microbatches: parts that the batch is split into. None for a batch without a training step, whose rows
+                are replicated where they cannot be sharded.
 
         Raises:
-            DataError: when the number of rows cannot be divided.
+            DataError: when the number of rows cannot be sharded.
         """
         self._check_tokens(batch)
 
@@ -352,7 +354,7 @@ class ShardingRules:
             is_numpy = not isinstance(leaf, jax.Array)
             refuse_objects({path: leaf})
             if is_numpy and jax.default_backend() == "cpu":
-                leaf = np.array(leaf)  # a CPU shares the buffer, which a loader may fill again while the step runs
+                leaf = np.array(leaf)  # jax shares the buffer on a CPU, and a loader may refill it during the step
             if self._is_local(leaf) and jax.process_count() > 1 and shape:
                 return jax.make_array_from_process_local_data(sharding, canonical(leaf), shape)
             return put(leaf, sharding)
@@ -360,34 +362,34 @@ class ShardingRules:
         return map_with_paths(one, batch)
 
     def batch_shapes(self, batch: Tree, num_microbatches: int | None = 1) -> Tree:
-        """Return what `batch` would give, as `jax.ShapeDtypeStruct`s; nothing is moved.
+        """Return the result of `batch` as `jax.ShapeDtypeStruct`s; nothing is moved.
 
         Args:
             batch: as in `batch`, or structs of whole arrays.
             num_microbatches: as in `batch`.
 
         Raises:
-            DataError: when the number of rows cannot be divided.
+            DataError: when the number of rows cannot be sharded.
         """
         self._check_tokens(batch)
 
         def one(path: str, leaf: Any) -> Any:
             shape, sharding = self._whole(path, leaf, num_microbatches)
             dtype = leaf.dtype if hasattr(leaf, "dtype") else jnp.result_type(leaf)
-            if not jnp.issubdtype(dtype, jax.dtypes.extended):  # a random key's has no other form
+            if not jnp.issubdtype(dtype, jax.dtypes.extended):  # the dtype of a random key is already canonical
                 dtype = jax.dtypes.canonicalize_dtype(dtype)
             return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
 
         return map_with_paths(one, batch)
 
     def _is_local(self, leaf: Any) -> bool:
-        """Whether a leaf of a batch holds the rows of this process alone."""
+        """Return whether a leaf of a batch holds only the rows of this process."""
         return self.local_batches and not is_whole(leaf)
 
     def _whole(
         self, path: str, leaf: Any, num_microbatches: int | None
     ) -> tuple[tuple[int, ...], jax.sharding.NamedSharding]:
-        """Shape and sharding of a leaf of the whole batch."""
+        """Return the shape and the sharding of a leaf of the whole batch."""
         shape = tuple(np.shape(leaf))
         if not shape:
             return shape, self.replicated()
@@ -408,14 +410,14 @@ class ShardingRules:
         )
 
     def constrain(self, rows: Tree) -> Tree:
-        """Divide a microbatch or activations as batches are, along their first axis; inside of a jitted function.
+        """Shard a microbatch or activations like batches, along their first axis; call it inside a jitted function.
 
-        Along ``context`` the second axis of three or more is divided, as that of the tokens of activations. Without it
-        XLA decides, and may have every device compute all rows where the weights are divided along ``fsdp``. `Trainer`
-        does so between the layers of a `lowtide.LayerStack`; in a model of your own call it there.
+        ``context`` shards the second axis of leaves with three or more axes, which holds tokens in activations. Without
+        the constraint XLA decides, and every device may compute all rows where the weights are sharded along ``fsdp``.
+        `Trainer` adds it between the layers of a `lowtide.LayerStack`; a model of your own should call it there.
 
         Args:
-            rows: arrays whose first axis is the batch's; those that cannot be divided stay as they are.
+            rows: arrays whose first axis is that of the batch; those that cannot be sharded are returned unchanged.
         """
         parts, free = self.num_context_shards, jax.P.UNCONSTRAINED
 
@@ -427,7 +429,7 @@ class ShardingRules:
             if not is_rows and not is_tokens:
                 return leaf
             first = tuple(self.batch_axes) if is_rows else free
-            # Whether two axes are rows and tokens of a batch, or one number of each expert, is not known.
+            # The second of two axes may be tokens, or, for example, one number of each expert: XLA decides there.
             second = [] if parts == 1 or len(shape) < 2 else [CONTEXT if is_tokens else free]
             return jax.lax.with_sharding_constraint(leaf, self._placed(first, *second))
 
@@ -450,7 +452,7 @@ class ShardingRules:
             )
 
     def _tokens(self, path: str, shape: tuple[int, ...]) -> list[str]:
-        """Say how the second axis of a batch's leaf is divided, if it is."""
+        """Return the mesh axis that shards the second axis of a batch's leaf, in a list; [] where none does."""
         size = self.num_context_shards
         if size == 1 or len(shape) < 2 or not re.fullmatch(self.context_leaves, path):
             return []
@@ -479,13 +481,13 @@ class ShardingRules:
 
 
 def abstract(sharding: jax.sharding.NamedSharding) -> jax.sharding.NamedSharding:
-    """Return the sharding without devices: those of the arguments of the program."""
+    """Return the sharding without its devices: the program runs on those of its arguments."""
     mesh: Any = sharding.mesh.abstract_mesh
     return jax.sharding.NamedSharding(mesh, sharding.spec, memory_kind=sharding.memory_kind)
 
 
 def is_whole(leaf: Any) -> bool:
-    """Whether a leaf of a batch is that of all processes, of which this one may hold a part or nothing."""
+    """Return whether a leaf is the batch of all processes, of which this process may hold a part or nothing."""
     return isinstance(leaf, jax.ShapeDtypeStruct) or (isinstance(leaf, jax.Array) and not leaf.is_fully_addressable)
 
 

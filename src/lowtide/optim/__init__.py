@@ -1,4 +1,4 @@
-"""Optimizer state in few bits, in Optax's form."""
+"""Low-precision optimizer state for Optax transformations."""
 
 from ._convert import converted as converted
 from ._low_precision import LowPrecisionState as LowPrecisionState

@@ -1,4 +1,4 @@
-"""What `low_precision` is called with, checked before anything is made, and what its update says of a wrong state."""
+"""Validation of the arguments of `low_precision`, and explanations of failed updates."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ from ._packed import BFLOAT16, is_packed
 from ._weights import WEIGHTS
 
 LEAST_SIZE = 4096
-"""Leaves of fewer numbers stay as they are, as with bitsandbytes."""
+"""Leaves with fewer elements stay in their dtype, as in bitsandbytes."""
 _SEEDS = range(-(2**31), 2**32)
 
 
 def patterns_of(format: Any, match: Any, weights: Any) -> list[tuple[re.Pattern[str], str]]:
-    """Return regular expressions on paths of a state with the format of what they match.
+    """Return pairs of a regular expression on the paths of a state and the format of the leaves that it matches.
 
     Args:
-        format: of `low_precision`.
-        match: likewise.
-        weights: likewise.
+        format: the argument of `low_precision`.
+        match: the argument of `low_precision`.
+        weights: the argument of `low_precision`.
 
     Raises:
-        ConfigError: for what is no format, no regular expression, or asks for nothing.
+        ConfigError: for an unknown format, an invalid regular expression, or arguments that have no effect.
     """
     if weights is not None and weights not in WEIGHTS:
         raise ConfigError(
@@ -68,7 +68,7 @@ def patterns_of(format: Any, match: Any, weights: Any) -> list[tuple[re.Pattern[
 
 
 def check_numbers(least_size: Any, seed: Any) -> None:
-    """Raise `ConfigError` for a `least_size` or a `seed` of `low_precision` that is none."""
+    """Raise `ConfigError` for an invalid `least_size` or `seed` of `low_precision`."""
     if not is_count(least_size, 1):
         raise ConfigError(
             "least_size is no number of elements",
@@ -106,7 +106,7 @@ def _checked(form: Any) -> str:
 
 
 def other_state(expected: str, got: str) -> StructureError:
-    """Return what to raise for a state that another transformation has made."""
+    """Return the error for a state that another transformation made."""
     return StructureError(
         "the state is none of this lt.optim.low_precision",
         expected=expected,
@@ -116,14 +116,14 @@ def other_state(expected: str, got: str) -> StructureError:
 
 
 def explain(error: Exception, init: Callable[[Tree], Any], grads: Tree, state: Any, params: Tree) -> None:
-    """Raise what is wrong with the arguments of an update that failed, if it is they.
+    """Raise an error that explains a failed update, if its arguments are the cause.
 
     Args:
-        error: with which it failed.
-        init: of the transformation.
-        grads: as it was called.
-        state: likewise.
-        params: likewise, or None.
+        error: the exception of the failed update.
+        init: ``init`` of the transformation.
+        grads: the first argument of the update.
+        state: the second argument.
+        params: the third argument, or None.
 
     Raises:
         PlacementError: for a state in host memory.
@@ -142,9 +142,9 @@ def explain(error: Exception, init: Callable[[Tree], Any], grads: Tree, state: A
         ) from error
     try:
         expected = jax.eval_shape(init, grads if params is None else params).inner
-    except Exception:  # of arguments that init does not take either nothing is known
+    except Exception:  # init does not accept the arguments, either, so the expected state is unknown
         return
-    # Packed or not: a state of another least_size is updated, too.
+    # A leaf may be packed in one and dense in the other: states made with another least_size are valid.
     found, wanted = (dict(leaves_with_paths(tree, is_leaf=is_packed)) for tree in (state.inner, expected))
     if found.keys() != wanted.keys():
         raise other_state(_listed(wanted), _listed(found)) from error

@@ -1,8 +1,9 @@
-"""How a state in few bits begins: nearly always as zeros, of which nobody has to make an array to pack it.
+"""Initial state in low precision, without dense arrays: optimizer states nearly always begin as zeros.
 
-XLA packs zeros by itself while it compiles a jitted ``init``, for a minute or two for 4096 x 4096 of them (jax 0.10.2),
-and of larger ones it holds several float32 copies, 27 bytes a number on a TPU; called eagerly, Optax makes the state of
-all parameters in float32 first. So ``init`` is traced, and what it fills with one number is packed as that number.
+For a jitted ``init``, XLA packs 4096 x 4096 zeros at compile time, which takes one to two minutes (jax 0.10.2). For
+larger arrays, the program holds several float32 copies: 27 bytes a number on a TPU. Called eagerly, Optax first makes
+the float32 state of all parameters. So this module traces ``init``, and packs an array that is filled with one number
+from that number alone.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ _UNCHANGED = ("copy", "copy_p", "stop_gradient")
 
 @dataclasses.dataclass(frozen=True)
 class Filled:
-    """Stands for an array of one number."""
+    """Placeholder for an array that is filled with one number."""
 
     shape: tuple[int, ...]
     dtype: Any
@@ -45,7 +46,7 @@ class Filled:
 
 
 def copied(init: Callable[..., Tree], args: Sequence[Tree]) -> list[bool]:
-    """Return whether each leaf of ``init(*args)``, in order, is one of the arguments; of what is not traced nothing is.
+    """Return whether each leaf of ``init(*args)``, in order, is a copy of an argument; [] if `init` cannot be traced.
 
     Args:
         init: makes the state of an optimizer.
@@ -66,24 +67,24 @@ def copied(init: Callable[..., Tree], args: Sequence[Tree]) -> list[bool]:
 
 
 def first_state(init: Callable[..., Tree], args: Sequence[Tree], wanted: Callable[[Tree], Sequence[bool]]) -> Tree:
-    """Call ``init(*args)``, with a `Filled` in the place of arrays that it fills with one number.
+    """Call ``init(*args)``, with a `Filled` in place of each array that is filled with one number.
 
     Args:
         init: makes the state of an optimizer.
         args: trees of arrays.
-        wanted: whether to look at each leaf of a state, of a tree of their shapes.
+        wanted: given the state's tree of shapes, returns whether each leaf may become a `Filled`.
 
     Returns:
         The state.
 
     Memory:
-        The arrays of it that are no `Filled`.
+        The arrays of the state that are not `Filled`.
     """
     try:
-        if explicit_mesh(args) is not None:  # filled arrays would have to say how they are divided
+        if explicit_mesh(args) is not None:  # a `Filled` has no sharding
             return _arrays(init(*args))
         program, structure = traced_program(init, args)
-    except Exception:  # of what cannot be traced; init says itself what is wrong with its arguments
+    except Exception:  # not traceable, or invalid arguments: calling init raises its own error
         return _arrays(init(*args))
     of = {value: equation for equation in program.equations for value in equation.outputs}
     are_wanted = wanted(structure.unflatten([program.avals[value] for value in program.outputs]))
@@ -94,6 +95,7 @@ def first_state(init: Callable[..., Tree], args: Sequence[Tree], wanted: Callabl
             filled[at] = Filled(aval.shape, aval.dtype, jnp.asarray(number, aval.dtype))
     if not filled or program.effects:
         return _arrays(init(*args))
+    # Run only the equations that the remaining leaves need; a filled array is never computed.
     others = {value for at, value in enumerate(program.outputs) if at not in filled}
     values: dict[int, Any] = dict(enumerate(map(as_array, jax.tree.leaves(args))))
     values.update({at: jnp.asarray(program.constants[at]) for at in program.constants.keys() & others})
@@ -102,7 +104,7 @@ def first_state(init: Callable[..., Tree], args: Sequence[Tree], wanted: Callabl
 
 
 def as_array(leaf: Any) -> Any:
-    """Make an array of a number of Python, as Optax takes them too; others stay."""
+    """Convert a Python number to an array, since Optax accepts both; return other leaves unchanged."""
     return jnp.asarray(leaf) if isinstance(leaf, (bool, int, float, complex)) else leaf
 
 
@@ -111,13 +113,13 @@ def _arrays(state: Tree) -> Tree:
 
 
 def _number(of: Mapping[int, Any], constants: Mapping[int, Any], value: int) -> Any:
-    """Return the constant that an array is filled with, or None."""
+    """Return the scalar constant that the array `value` is filled with, or None."""
     if (equation := of.get(value)) is None:
         return None
     name, first = equation.primitive.name, equation.inputs[0] if equation.inputs else -1
     if name in _UNCHANGED:
         return _number(of, constants, first)
-    if name == "convert_element_type":  # as often as the program does
+    if name == "convert_element_type":  # repeat every conversion of the program, because each may round
         number = _number(of, constants, first)
         return None if number is None else jnp.asarray(number).astype(equation.params["new_dtype"])
     number = constants.get(first) if name == "broadcast_in_dim" else None
@@ -125,13 +127,13 @@ def _number(of: Mapping[int, Any], constants: Mapping[int, Any], value: int) -> 
 
 
 def packed_fill(leaf: Filled, form: str, is_positive: bool, key: Any) -> PackedArray:
-    """Store an array of one number, of which one block tells all.
+    """Pack an array that is filled with one number, by packing a single block.
 
     Args:
         leaf: the array.
-        form: a format.
-        is_positive: as of `PackedArray.of`.
-        key: as of `PackedArray.rounded`.
+        form: name of a format.
+        is_positive: as in `PackedArray.of`.
+        key: as in `PackedArray.rounded`.
     """
     make = functools.partial(PackedArray.stored, format=form, key=key, is_positive=is_positive)
     one = make(jnp.full(1 if form == BFLOAT16 else FORMATS[form].block, leaf.value))
@@ -141,7 +143,7 @@ def packed_fill(leaf: Filled, form: str, is_positive: bool, key: Any) -> PackedA
 
 
 def packed_array(leaf: Any, form: str, is_positive: bool, key: Any) -> PackedArray:
-    """Store an array, divided along the axes of an explicit mesh as it is; arguments as of `packed_fill`."""
+    """Pack an array and keep its sharding over the axes of an explicit mesh; arguments as in `packed_fill`."""
 
     def make(leaf: Any, key: Any) -> PackedArray:
         return PackedArray.stored(leaf, form, key, is_positive=is_positive)
@@ -154,6 +156,7 @@ def packed_array(leaf: Any, form: str, is_positive: bool, key: Any) -> PackedArr
     def like(part: Any) -> Any:
         if part.shape == leaf.shape:
             return own
+        # Scales have the leading axes of the array, and one axis of blocks in place of its last axis.
         is_of_rows = part.shape[:-1] == leaf.shape[:-1]
         return jax.NamedSharding(own.mesh, jax.P(*spec[:-1], None) if is_of_rows else jax.P())
 

@@ -1,4 +1,4 @@
-"""A state in one format from a state in another, to go on with."""
+"""Conversion of an optimizer's state between formats, to continue a run with another format."""
 
 from __future__ import annotations
 
@@ -16,21 +16,23 @@ from ._weights import converted_rests
 
 
 def converted(state: Tree, tx: optax.GradientTransformation, params: Tree) -> Tree:
-    """Return an optimizer's state, of any format, in that of another transformation, to go on with.
+    """Convert an optimizer's state to the format of another transformation.
 
     Args:
-        state: of `low_precision` around an optimizer, or of that optimizer alone, at any place in the state of others.
-        tx: the transformation to go on with: around the same optimizer, or that optimizer alone.
-        params: the parameters, as they are now.
+        state: a state of `low_precision` around an optimizer, or of that optimizer alone. It may be nested in the
+            states of other transformations.
+        tx: the transformation that continues the run: `low_precision` around the same optimizer, or that optimizer
+            alone.
+        params: the current parameters.
 
     Returns:
-        A state of `tx`. What weights lack is kept where both keep it.
+        A state of `tx`. Residuals of bfloat16 weights are kept where both the old and the new state have them.
 
     Raises:
         StructureError: when the states are not of the same optimizer.
 
     Memory:
-        Both states, and float32 numbers of the new one; under `jax.jit` of a leaf at a time.
+        Both states, and the new state in float32; under `jax.jit`, one leaf at a time in float32.
 
     Examples:
         >>> from lowtide.optim import low_precision
@@ -42,6 +44,7 @@ def converted(state: Tree, tx: optax.GradientTransformation, params: Tree) -> Tr
     """
     check_transformation(tx)
     olds = iter([each for each in jax.tree.leaves(state, is_leaf=_is_stored) if _is_stored(each)])
+    # The old state as the optimizer alone would hold it: the structure is then the same with and without packed leaves.
     dense = jax.tree.map(lambda node: _unwrapped(node) if _is_stored(node) else node, state, is_leaf=_is_stored)
     like, structure = jax.tree.flatten(jax.eval_shape(tx.init, params), is_leaf=_is_stored)
 

@@ -1,21 +1,23 @@
-"""How numbers of an optimizer's state are stored: codes of 8 or 4 bits for what is divided by a scale of its block.
+"""Storage formats of an optimizer's state: codes of 8 or 4 bits for numbers divided by the scale of their block.
 
-Every format makes codes of numbers between -1 and 1, or between 0 and 1 where none is negative, and numbers of codes.
-Both are arithmetic of single elements without a table, so that XLA fuses them with the update: looking up is slow on a
-TPU, and a search through a table of 256 would be a loop.
+Every format encodes numbers between -1 and 1, or between 0 and 1 where none is negative, and decodes them. Both
+directions are elementwise arithmetic without a table, so that XLA fuses them with the update. A table lookup is slow on
+a TPU, and a search in a table of 256 entries would be a loop.
 
-Of the dynamic map, level i of 7 has 2 ** i numbers (twice as many without negative ones) at even distances between a
-tenth of ``10 ** (i - 6)`` and the whole; 0 and 1 are beside them. So of a code's distance from that of 0 the highest
-bit is the level, and what is left the place in it.
+The dynamic map has 7 levels. Level i has 2 ** i numbers, or twice as many without negative numbers. They are evenly
+spaced between a tenth of ``10 ** (i - 6)`` and ``10 ** (i - 6)``. The map also contains 0 and 1. Take a code's distance
+from the code of 0 (plus 1 without negative numbers): its highest bit encodes the level, and the lower bits the place in
+the level.
 
-In 4 bits there are too few codes for that: with three levels of it, and second moments in sixteenths, as torchao has
-them, convolutions ended 3.0 % above the held-out loss of float32, companded 0.5 %; and a decoder from scratch 0.5 %
-above it with blocks of 128, over eight seeds (benchmarks/LOG.md), so that they are smaller here.
+4 bits have too few codes for the dynamic map. A convolutional network was trained with three of its levels for first
+moments, and sixteenths for second moments, as in torchao. It ended 3.0 % above the held-out loss of float32; with
+companding, 0.5 % above it. A decoder trained from scratch with blocks of 128 ended 0.5 % above float32, over eight
+seeds (benchmarks/LOG.md). So 4-bit blocks have 64 numbers.
 
 Sources: Dettmers et al., "8-bit Optimizers via Block-wise Quantization" (arXiv:2110.02861), for the dynamic map and
 its blocks; FlashOptim (arXiv:2602.23349), for companded numbers (there in groups of 32); Li et al., "Memory Efficient
-Optimizers with 4-bit States" (arXiv:2309.01507), for second moments in 4 bits, of which none is 0 (in sixteenths
-there, of roots here).
+Optimizers with 4-bit States" (arXiv:2309.01507), for 4-bit second moments without a code for 0 (they store sixteenths
+of the moments, this module sixteenths of the square roots).
 """
 
 from __future__ import annotations
@@ -34,23 +36,23 @@ _LEAST_FP8 = 2.0**-9 / _MOST_FP8
 
 
 traced_once = functools.partial(jax.jit, static_argnums=1)
-"""Leaves and blocks of one shape share what JAX traces and lowers; XLA puts it where it is called."""
+"""Trace and lower once for all leaves and blocks of one shape; XLA inlines the call."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StateFormat:
-    """One way to store numbers of a state."""
+    """One format for the numbers of a state."""
 
     name: str
-    """What users call it."""
+    """Public name."""
     block: int
-    """Neighbours that share a scale."""
+    """Number of neighbouring elements that share a scale."""
     codes: Any
     """Dtype of the codes."""
     encode: Callable[[Array, bool], Array]
-    """Codes of float32 numbers in [-1, 1]; or, where the second argument says that none is negative, in [0, 1]."""
+    """Encode float32 numbers in [-1, 1]; or in [0, 1], where the second argument says that none is negative."""
     decode: Callable[[Array, bool], Array]
-    """Float32 numbers of codes."""
+    """Decode to float32 numbers."""
 
 
 _LEVELS = 7
@@ -61,7 +63,7 @@ _POWERS = [10.0 ** (level - _LEVELS + 1) for level in range(_LEVELS)]
 def _encode_dynamic(x: Array, is_positive: bool) -> Array:
     most, size = jnp.minimum(jnp.abs(x), 1), 2 if is_positive else 1
     first, last = _middles(size)
-    # Between two levels, as between all numbers, the nearer one: from halfway between the neighbours at the border.
+    # The nearest number: the border between two levels is halfway between their neighbouring numbers.
     level = _number_below(most, [(above + below) / 2 for above, below in zip(first[1:], last[:-1], strict=True)])
     count = jnp.left_shift(size, level)
     tenths = most * _by_level(level, [1 / power for power in _POWERS])
@@ -71,7 +73,7 @@ def _encode_dynamic(x: Array, is_positive: bool) -> Array:
     largest = (size << _LEVELS) - (size - 1)
     distance = jnp.where(most >= (1 + last[-1]) / 2, largest, distance)
     if not is_positive:
-        middle = (1 << _LEVELS) - 1  # the largest has a sign of its own
+        middle = (1 << _LEVELS) - 1  # the code of 0; only the positive sign has a code for the largest magnitude
         distance = middle + jnp.where(x < 0, -jnp.minimum(distance, middle), distance)
     return distance.astype(jnp.uint8)
 
@@ -81,7 +83,8 @@ def _decode_dynamic(codes: Array, is_positive: bool) -> Array:
     size = 2 if is_positive else 1
     signed = codes.astype(jnp.int32) - (0 if is_positive else (1 << _LEVELS) - 1)
     distance, largest = jnp.abs(signed), (size << _LEVELS) - (size - 1)
-    place = jnp.maximum(distance + 1 if is_positive else distance, 1)  # with its level as the highest bit
+    # The highest bit encodes the level, as in the encoder. A distance of 0 is replaced by the number 0 below.
+    place = jnp.maximum(distance + 1 if is_positive else distance, 1)
     bits = 31 - jax.lax.clz(place)
     count = jnp.left_shift(1, bits)
     level = bits - 1 if is_positive else bits
@@ -92,7 +95,11 @@ def _decode_dynamic(codes: Array, is_positive: bool) -> Array:
 
 
 def _least(x: Array) -> Array:
-    """Return the least code of second moments: one that is stored as 0 divides, where the first moment may not be 0."""
+    """Return the smallest code for second moments: 1 for a positive number, else 0.
+
+    The update divides by the root of a second moment. A positive one that is stored as 0 would divide a first moment
+    that may not be 0.
+    """
     return (x > 0).astype(jnp.int32)
 
 
@@ -132,22 +139,22 @@ def _decode_companded(codes: Array, is_positive: bool) -> Array:
 
 
 def _companded(x: Array, by: int) -> Array:
-    """Spread numbers near 0, where most are: the slope is ``1 + by`` there."""
+    """Spread numbers near 0, where most numbers are: the slope there is ``1 + by``."""
     return (1 + by) * x / (1 + by * jnp.abs(x))
 
 
 def _expanded(y: Array, by: int) -> Array:
-    """Return the numbers that `_companded` has spread."""
+    """Undo `_companded`."""
     return y / (1 + by - by * jnp.abs(y))
 
 
 def _nearest(x: Array) -> Array:
-    return jnp.floor(x + 0.5)  # kernels on GPUs know no jnp.round
+    return jnp.floor(x + 0.5)  # GPU kernels have no jnp.round
 
 
 @traced_once
 def _encode_fp8(x: Array, is_positive: bool) -> Array:
-    # Roots of second moments have fewer magnitudes.
+    # The square roots of second moments span half as many powers of two.
     x = jnp.maximum(jnp.sqrt(jnp.clip(x, 0, 1)), _LEAST_FP8 * _least(x)) if is_positive else x
     return (x * _MOST_FP8).astype(jnp.float8_e4m3fn)
 
@@ -160,11 +167,11 @@ def _decode_fp8(codes: Array, is_positive: bool) -> Array:
 
 @traced_once
 def _encode_4bit(x: Array, is_positive: bool) -> Array:
-    if is_positive:  # sixteenths of roots, without 0
+    if is_positive:  # sixteenths of square roots, from 1 to 16: no code means 0
         codes = jnp.clip(_nearest(16 * jnp.sqrt(jnp.clip(x, 0, 1))), 1, 16) - 9
     else:
         codes = _nearest(7 * _companded(x, 2))
-    return codes.astype(jnp.int32).astype(jnp.int4)  # unsigned numbers of 4 bits cannot be stored in checkpoints
+    return codes.astype(jnp.int32).astype(jnp.int4)  # checkpoints cannot store unsigned 4-bit numbers
 
 
 @traced_once
@@ -182,4 +189,4 @@ FORMATS = {
         StateFormat(name="4bit", block=64, codes=jnp.int4, encode=_encode_4bit, decode=_decode_4bit),
     )
 }
-"""By name; ``bfloat16`` is a dtype, and needs no scales."""
+"""Formats by name. ``bfloat16`` is not among them: it is a dtype and needs no scales."""

@@ -1,11 +1,11 @@
-"""Optimizer state in few bits, and weights in bfloat16 as if they were wider, for any Optax optimizer.
+"""Low-precision optimizer state, and bfloat16 weights updated as if they were wider, for any Optax optimizer.
 
-The wrapped transformation sees its state in float32; what is stored between two steps is packed. XLA computes a state's
-numbers from its codes inside of the update, so that no float32 copy of it exists.
+The wrapped transformation sees its state in float32. Between two steps the state is packed. XLA decodes the state
+inside the update, so that no float32 copy of it exists.
 
-Limits: a number that an update changes by less than half of the distance between two codes stays as it is; bfloat16
-rounds at random, so that of many such changes the right part happens. Blocks are of neighbours along the last axes: a
-mesh that divides these should leave whole blocks to each device.
+Limits: an update that changes a number by less than half of the distance between two codes has no effect. In bfloat16,
+stochastic rounding makes many such changes add up to the right sum on average. Blocks run along the last axes: a mesh
+that shards these axes should give whole blocks to each device.
 """
 
 from __future__ import annotations
@@ -62,19 +62,19 @@ _BLOCK_BYTES = 2**25
 
 
 class LowPrecisionState(NamedTuple):
-    """The state of `low_precision`."""
+    """State of `low_precision`."""
 
     step: Int[Array, ""]
-    """Steps so far, which random rounding depends on."""
+    """Number of steps so far; stochastic rounding depends on it."""
     inner: Tree
-    """The state of the wrapped transformation, with a `PackedArray` in the place of each array in few bits."""
+    """State of the wrapped transformation, with a `PackedArray` in place of each packed array."""
     rests: Tree = ()
-    """What parameters in bfloat16 lack of the numbers that they stand for, with None where nothing is kept; an empty
-    tuple without ``weights``."""
+    """Residuals of bfloat16 parameters: the numbers that they represent minus the stored numbers. None where no
+    residual is kept; an empty tuple without ``weights``."""
 
     @property
     def has_rests(self) -> bool:
-        """Whether it was made with ``weights``."""
+        """Whether the state was made with ``weights``."""
         return not (isinstance(self.rests, tuple) and not self.rests)
 
 
@@ -88,54 +88,53 @@ def low_precision(
     seed: int = 0,
     shardings: Tree = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """Store an optimizer's state in 8 or 4 bits, or in bfloat16; update weights in bfloat16 as if they were wider.
+    """Store an optimizer's state in 8 or 4 bits, or in bfloat16; update bfloat16 weights as if they were wider.
 
     Args:
         tx: any Optax transformation; chains and wrappers go inside.
         format: ``8bit`` (bitsandbytes' dynamic map, blocks of 256), ``companded`` (8 bits, blocks of 128), ``fp8``
             (e4m3, blocks of 256), ``4bit`` (companded, blocks of 64; no second moment is 0) or ``bfloat16``
-            (rounded at random); or a mapping of regular expressions on paths to these, which takes the place of
-            `match`, and of which the first that matches holds; or None, for `weights` alone.
-        weights: for parameters in bfloat16, which by themselves lose updates below a 256th of them: ``split`` keeps
-            what a weight lacks of the number that it stands for in 8 bits, in the place of a float32 copy; ``kahan`` in
-            bfloat16; ``stochastic`` keeps nothing, and rounds weights at random. The transformation then sees
-            parameters and gradients in float32, and updates are bfloat16: apply them with `optax.apply_updates`, and
-            change nothing in between.
-        match: a regular expression on the paths of the state's leaves, such as ``0/mu/layers/w``; it has to match the
-            whole path, which is also tried between slashes (``/0/mu/``). Of what it selects, floating-point arrays
-            are packed. The default selects what Optax's optimizers call their moments (``mu``, ``nu``, ``nu_max``,
-            ``m1``, ``exp_avg``, ``exp_avg_sq`` and ``trace``), whatever parameters are called.
-        least_size: leaves of fewer numbers stay as they are (what their weights lack is float32).
-        seed: of random rounding.
-        shardings: for parameters sharded on a mesh: a tree like the parameters of `jax.sharding.NamedSharding`, as of
-            `lowtide.offload.optimizer`. With it each device updates its own shard block by block. `lt.Trainer` says it
-            by itself, where this is the outermost transformation, or inside of `lt.train.ema`.
+            (stochastically rounded). Or a mapping of regular expressions on paths to these formats, which replaces
+            `match`; the first expression that matches a path decides. Or None, with `weights` alone.
+        weights: for bfloat16 parameters, which otherwise lose updates smaller than 1/256 of their value. ``split``
+            keeps the residual of each weight in 8 bits, which replaces a float32 copy; ``kahan`` keeps it in bfloat16;
+            ``stochastic`` keeps no residual and rounds weights stochastically. The transformation then sees parameters
+            and gradients in float32, and its updates are bfloat16. Apply them unchanged with `optax.apply_updates`.
+        match: a regular expression on the paths of the state's leaves, such as ``0/mu/layers/w``. It has to match the
+            whole path, with or without slashes around it (``/0/mu/``). The floating-point arrays that it selects are
+            packed. The default selects the moments of Optax's optimizers (``mu``, ``nu``, ``nu_max``, ``m1``,
+            ``exp_avg``, ``exp_avg_sq`` and ``trace``), whatever the names of the parameters.
+        least_size: leaves with fewer elements stay unpacked, and residuals of such weights are float32.
+        seed: seed of stochastic rounding.
+        shardings: for parameters sharded on a mesh: a tree of `jax.sharding.NamedSharding` with the structure of the
+            parameters, as in `lowtide.offload.optimizer`. Each device then updates its own shard block by block.
+            `lt.Trainer` sets it where this transformation is the outermost, or directly inside `lt.train.ema`.
 
     Returns:
-        A transformation whose state holds packed leaves; its updates are those of `tx` for the state that was stored.
-        Call it under `jax.jit` with the state donated. Wrappers that leave the state as it is in some steps, such as
-        `optax.MultiSteps`, stay outside where they can: what stays is not unpacked then.
+        A transformation whose state holds packed leaves. Its updates are those of `tx` for the decoded state.
+        Call it under `jax.jit` with the state donated. Wrappers that leave the state unchanged in some steps, such as
+        `optax.MultiSteps`, should stay outside where possible: an unchanged state is then not decoded.
 
     Raises:
-        ConfigError: for a `tx`, format, regular expression or size that cannot be used, and for a `match` beside a
-            mapping; from ``init`` for `weights` without parameters in bfloat16, and for moments that bear no rounding
-            (centered RMSProp's; in 8 bits Momo's and AdEMAMix's slow mean; in 4 bits D-Adaptation's); from ``update``
-            for `weights` without parameters.
+        ConfigError: for an invalid `tx`, format, regular expression or size, and for a `match` together with a
+            mapping; from ``init`` for `weights` without bfloat16 parameters, and for moments that do not tolerate
+            the format (centered RMSProp's; in 8 bits Momo's and AdEMAMix's slow mean; in 4 bits D-Adaptation's); from
+            ``update`` for `weights` without parameters.
         SelectionError: from ``init``, when no leaf of the state is selected.
-        StructureError: from ``update``, for a state of another transformation or of other parameters, `shardings` of
-            other structure, and where what its state is made of is differentiated, as in meta-learning.
+        StructureError: from ``update``, for a state of another transformation or of other parameters, and for
+            `shardings` of another structure. Also for a derivative through the packed state, as in meta-learning.
 
     Warns:
-        PlacementWarning: from ``init``, when one of the regular expressions selects nothing, or what others before it
-            have taken, or nothing but small leaves and such as are no real floating-point arrays; from ``update``, when
-            it is traced for a mesh without `shardings`, but for GPUs and bfloat16.
+        PlacementWarning: from ``init``, when a regular expression selects nothing that is packed: no leaf, only leaves
+            of an earlier expression, or only small leaves and other dtypes than real floating-point ones. From
+            ``update``, when it is traced for a mesh without `shardings`; GPUs and bfloat16 do not need them.
 
     Memory:
         About 1.02 bytes (``8bit``, ``fp8``), 1.03 (``companded``), 0.56 (``4bit``) or 2 (``bfloat16``) for each number
-        of the state; 1 (``split``) or 2 (``kahan``) for each weight. So AdamW with ``8bit`` and ``split`` has 5.03
-        bytes a parameter with the weight, and 7.03 with its gradient in bfloat16.
-        The update holds float32 numbers of a block of rows at a time where its arithmetic is separable by rows; on a
-        mesh with `shardings` alone.
+        of the state; 1 (``split``) or 2 (``kahan``) for each weight. So AdamW with ``8bit`` and ``split`` needs 5.03
+        bytes a parameter including the weight, and 7.03 with its bfloat16 gradient.
+        An update whose arithmetic is separable by rows holds float32 numbers of one block of rows at a time. On a mesh
+        this needs `shardings`.
 
     Examples:
         >>> tx = low_precision(optax.adam(1e-3))
@@ -157,11 +156,11 @@ def low_precision(
 
 
 def with_shardings(tx: optax.GradientTransformation, shardings: Tree) -> optax.GradientTransformation:
-    """Return a transformation that knows how parameters are sharded, if `low_precision` made it without.
+    """Set the shardings of a transformation of `low_precision` that has none.
 
     Args:
-        tx: any Optax transformation; others are returned as they are.
-        shardings: as of `low_precision`.
+        tx: any Optax transformation; one that is not of `low_precision` is returned unchanged.
+        shardings: as in `low_precision`.
     """
     made = getattr(tx.init, "__self__", None)
     if not isinstance(made, _LowPrecision) or made.shardings is not None:
@@ -172,12 +171,12 @@ def with_shardings(tx: optax.GradientTransformation, shardings: Tree) -> optax.G
 
 @dataclasses.dataclass(frozen=True)
 class _LowPrecision:
-    """The two functions of the transformation that `low_precision` returns."""
+    """Arguments of `low_precision`, and the ``init`` and ``update`` of the transformation that it returns."""
 
     tx: optax.GradientTransformationExtraArgs
     patterns: Sequence[tuple[re.Pattern[str], str]]
     is_default: bool
-    """Whether they are of the optimizer's parts alone, and not of parameters."""
+    """Whether `patterns` is the default, which is matched against `own_paths`: the paths without parameter names."""
     weights: str | None
     least_size: int
     seed: int
@@ -191,11 +190,11 @@ class _LowPrecision:
         return made
 
     def _selects(self, params: Tree) -> bool:
-        """Whether something of the state has to be selected."""
+        """Return whether at least one leaf of the state has to be selected."""
         return bool(self.patterns and jax.tree.leaves(params)) and not is_part()
 
     def _told(self, state: Tree, params: Tree) -> Iterator[str]:
-        """Say what was asked for and does nothing, or harm."""
+        """Yield a warning for each setting that has no effect or is harmful."""
         paths, nodes = zip(*leaves_with_paths(state, is_leaf=is_packed), strict=True)
         packed, names, left = list(map(is_packed, nodes)), self._names(state, params, is_packed), set(range(len(nodes)))
         if not self.is_default:
@@ -232,7 +231,8 @@ class _LowPrecision:
         if leaves and all(isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer) for leaf in (here, *leaves)):
             devices = {frozenset(leaf.sharding.device_set) for leaf in leaves}
             is_elsewhere = len(devices) == 1 and devices != {frozenset(here.devices())}
-            # Eagerly, arrays that are filled with a number would be on the default device, or on a mesh that was set.
+            # Eagerly, constant arrays would be made on the default device, or on the mesh that is set. Under jit they
+            # are made where the parameters are.
             if is_elsewhere and explicit_mesh(params) is None and jax.sharding.get_abstract_mesh().empty:
                 this = optax.GradientTransformation(self._init, self.tx.update)
                 return jax.jit(self._init, out_shardings=state_shardings(this, params))(params)
@@ -285,7 +285,7 @@ class _LowPrecision:
         return self.tx.init(params if self.weights is None else widened(params, rests))
 
     def _names(self, state: Tree, params: Tree, is_leaf: Callable[[Any], bool] | None = None) -> list[str]:
-        """Return what expressions are tried on, of each leaf of a state in order."""
+        """Return the path of each leaf of a state, in the form that the expressions are matched against."""
         if self.is_default:
             return own_paths(state, params, is_leaf)
         return [path for path, _ in leaves_with_paths(state, is_leaf=is_leaf)]
@@ -295,7 +295,7 @@ class _LowPrecision:
         return list(map(self._format_of, self._names(state, params)))
 
     def _are_packed(self, state: Tree, params: Tree) -> list[bool]:
-        """Return whether each leaf of a state, as the optimizer makes it, is stored in few bits."""
+        """Return whether each leaf of the wrapped optimizer's dense state is to be packed."""
 
         def is_large(leaf: Any) -> bool:
             return bool(getattr(leaf, "ndim", 0)) and leaf.size >= self.least_size
@@ -306,7 +306,7 @@ class _LowPrecision:
         ]
 
     def update(self, updates: Tree, state: Any, params: Tree = None, **extra: Any) -> Any:
-        # Of a module with functions among its leaves, as Equinox's, Optax takes what has gradients.
+        # An Equinox module has functions among its leaves. Optax updates only the leaves that have gradients.
         params = jax.tree.map(lambda leaf: leaf if is_array_like(leaf) else None, params)
         if (own := self._of_another_library(state, params)) is not None:
             updates, new = self.update(updates, own, params, **extra)
@@ -319,14 +319,18 @@ class _LowPrecision:
             raise
 
     def _of_another_library(self, state: Any, params: Tree) -> Any:
-        """Return a state whose nodes a library has replaced by its own (`flax.nnx.Optimizer` does) as it was made."""
+        """Restore the nodes of a state that another library (such as `flax.nnx.Optimizer`) replaced by its own.
+
+        Such a state has the same leaves in the same order, so the structure of `init` fits it. Return None for a state
+        that needs no restoring or does not fit.
+        """
         if not isinstance(state, LowPrecisionState) or params is None:
             return None
         if any(map(is_packed, jax.tree.leaves(state.inner, is_leaf=is_packed))):
             return None
         try:
             expected, structure = jax.tree.flatten(jax.eval_shape(self._init, params))
-        except (ConfigError, SelectionError):  # of a part of the parameters, of which init says nothing
+        except (ConfigError, SelectionError):  # `params` is only a part of the parameters, which init may refuse
             return None
         leaves = jax.tree.leaves(state)
         is_same = jax.tree.structure(state) != structure and len(leaves) == len(expected)
@@ -339,7 +343,7 @@ class _LowPrecision:
         return () if self.weights is None else first_rests(self.weights, params, self.least_size)
 
     def _refuse_other(self, state: Any, params: Tree) -> None:
-        """Raise for a state that this transformation has not made: it would go on as it is, whatever was asked for."""
+        """Raise for the state of another transformation, which would otherwise silently keep its own format."""
         if not isinstance(state, LowPrecisionState):
             raise other_state("what its init returns, or a checkpoint of that", type(state).__name__)
         if self.weights is not None and params is None:
@@ -358,7 +362,7 @@ class _LowPrecision:
                 raise other_state(f"{path_str(keys)} in {form}", node.format)
 
     def _placed(self, grads: Tree, state: Any, params: Tree, arrays: Mapping[int, Any]) -> Any:
-        """Return how arguments are sharded, where somebody said so."""
+        """Return the shardings of the update's arguments, or None without `shardings`."""
         if self.shardings is None:
             return None
         like = grads if params is None else params
@@ -385,13 +389,15 @@ class _LowPrecision:
             return *self.tx.update(grads, dense, params, **extra), params
 
         given, scales = (updates, state, params), list[Any]()
-        # Inside of a shard_map that checks what varies a kernel would have to say what its results vary over.
+        # Inside a shard_map with check_vma, a kernel would have to declare the axes over which its results vary.
         is_varying = any(varying_axes(jax.typeof(leaf)) for leaf in jax.tree.leaves(given) if is_array_like(leaf))
         if has_triton() and not is_varying and not is_taken_apart():
             if (made := self._in_one_pass(*given, extra)) is not None:
                 return made
         if traced_device().platform == "gpu" and not is_taken_apart():
-            # First the scales alone, then all again: each half is one kernel, and no float32 state lies between them.
+            # The first pass computes the scales alone, and the second repeats the update. Each pass is one fused
+            # kernel, and no float32 state is stored between them. The barriers keep XLA from merging the two
+            # computations.
             _, new, _ = run(jax.lax.optimization_barrier(given))
             scales = [_scales(*pair) for pair in _paired(state.inner, new)]
             scales, given = jax.lax.optimization_barrier((scales, given))
@@ -405,7 +411,7 @@ class _LowPrecision:
         return updates, made._replace(rests=rests)
 
     def _in_one_pass(self, updates: Tree, state: LowPrecisionState, params: Tree, extra: Mapping[str, Any]) -> Any:
-        """Update in kernels that read everything once, or return None."""
+        """Update with kernels that read every array once; return None where that is not possible."""
         placed = None
         if num_devices((updates, state, params)) > 1 and (placed := self._placed(updates, state, params, {})) is None:
             return None
@@ -421,7 +427,7 @@ class _LowPrecision:
         return self.tx.update(grads, state, params, **extra)
 
     def _stored(self, new: Tree, old: Tree, step: Any, scales: Sequence[Any]) -> Tree:
-        """Store a new state as the old one was."""
+        """Pack a new state in the formats of the old one."""
 
         def one(number: int, was: Any, leaf: Any) -> Any:
             if not is_packed(was):
@@ -430,14 +436,14 @@ class _LowPrecision:
             leaf = refuse_derivatives(leaf)
             made = PackedArray.stored(leaf, was.format, key, is_positive=was.is_positive, scales=known)
             made = _laid_out(made)
-            # An optimizer may widen it, such as of optax.inject_hyperparams in float32 with parameters in bfloat16.
+            # The optimizer may widen a leaf: optax.inject_hyperparams in float32 does so with bfloat16 parameters.
             return dataclasses.replace(made, dtype=was.dtype)
 
         made = [one(number, *pair) for number, pair in enumerate(_paired(old, new))]
         return jax.tree.structure(old, is_leaf=is_packed).unflatten(made)
 
     def _key(self, step: Any, number: int) -> Any:
-        """Return a random uint32 of a step and a leaf: numbers from 0 are those of a state, below of parameters."""
+        """Return a random uint32 for a step and a leaf: leaves of the state count from 0, parameters down from -1."""
         key = jax.random.fold_in(jax.random.key(self.seed), step)
         return jax.random.bits(jax.random.fold_in(key, jnp.int32(number).astype(jnp.uint32)), dtype=jnp.uint32)
 
@@ -453,7 +459,7 @@ def _in_blocks(
     extra: Any,
     placed: Callable[..., Any],
 ) -> Any:
-    """Update block by block of rows, so that float32 numbers of a block exist at a time: XLA fuses no more of it."""
+    """Update one block of rows at a time: XLA does not fuse a whole leaf, and would store it in float32."""
     held, structure = jax.tree.flatten(extra)
     arrays = {at: leaf for at, leaf in enumerate(held) if is_array_like(leaf)}
     args = jax.tree.map(as_array, (grads, state, params, arrays))
@@ -462,11 +468,11 @@ def _in_blocks(
         return whole(grads, state, params, structure.unflatten([arrays.get(at, leaf) for at, leaf in enumerate(held)]))
 
     leaves = jax.tree.leaves(state, is_leaf=is_packed)
-    # What has no scales XLA fuses by itself, but with rests.
+    # XLA fuses the update of leaves without scales. Leaves with scales and residuals are updated in blocks.
     packed = [leaf.codes for leaf in leaves if is_packed(leaf) and leaf.scales is not None]
     packed += jax.tree.leaves(state.rests)
     is_on_host = any(memory_space(leaf) == jax.memory.Space.Host for leaf in packed)
-    # Inside of a shard_map what varies over its axes meets what does not: nothing of this is written for that.
+    # Inside a shard_map, some arrays vary over its axes and others do not. The loops over blocks do not support that.
     is_varying = any(varying_axes(jax.typeof(leaf)) for leaf in jax.tree.leaves(args) if is_array_like(leaf))
     if not packed or is_on_host or is_varying or traced_device().platform == "gpu":
         return run(*args)
@@ -512,10 +518,11 @@ def _dense(node: Any) -> Any:
 
 
 def _laid_out(node: PackedArray) -> PackedArray:
-    """Store codes row after row, and of few scales each block's after another's, as TPUs hold them between two steps.
+    """Constrain codes to a row-major layout and few scales to a transposed one, as TPUs store them between two steps.
 
-    Else XLA lays out one like the other in the loop over blocks, and copies all of it. Codes with a last axis shorter
-    than the lanes it holds with another one innermost, and those of many scales are laid out alike by themselves.
+    Otherwise XLA gives codes and scales the same layout in the loop over blocks, and copies whole arrays. Two cases
+    need no constraint. XLA stores codes with a last axis below 128 lanes with another axis innermost, and a constraint
+    would add copies. With 128 or more scales, codes and scales have the same layout anyway.
     """
     scales, num_lanes = node.scales, 128
     if scales is None or scales.ndim < 2 or scales.shape[-1] >= num_lanes or node.codes.shape[-1] < num_lanes:
@@ -526,7 +533,7 @@ def _laid_out(node: PackedArray) -> PackedArray:
 
 
 def _paired(old: Tree, new: Tree) -> list[tuple[Any, Any]]:
-    """Return the nodes of a stored state, each with what the update has made of it."""
+    """Return the nodes of a stored state, each with its value after the update."""
     nodes, structure = jax.tree.flatten(old, is_leaf=is_packed)
     try:
         return list(zip(nodes, structure.flatten_up_to(new), strict=True))
@@ -545,5 +552,5 @@ def _scales(old: Any, new: Any) -> Any:
 
 
 def _dtypes(rests: Tree) -> str:
-    """Say what is kept, to compare."""
+    """Return the dtypes of residuals as text, for comparison."""
     return ", ".join(leaf.dtype.name for leaf in jax.tree.leaves(rests)) or "nothing"

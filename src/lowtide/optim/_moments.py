@@ -1,4 +1,4 @@
-"""What is known of the states of Optax's optimizers: their moments, and which have no sign, or bear no rounding."""
+"""Knowledge about the states of Optax's optimizers: names of moments, their signs, and the rounding they tolerate."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from ..core import ConfigError, Tree, leaves_with_paths, path_str
 from ._packed import bits_of
 
 MOMENTS = r".*/(mu|nu|nu_max|m1|exp_avg|exp_avg_sq|trace)/.*"
-"""On `own_paths` of a state. Optax has moments of other names, too (``m``, ``v``), which are weights elsewhere. Of
-`_ROUNDED` these are none that is refused beside others that are not."""
+"""Regular expression on `own_paths` of a state. Optax also has moments named ``m`` and ``v``, but elsewhere these names
+mean weights. The expression omits fields that `_ROUNDED` refuses in optimizers whose other moments may be quantised,
+such as AdEMAMix's ``m2``."""
 _POSITIVE = {
     "ScaleByAdamState": ("nu",),
     "ScaleByAmsgradState": ("nu", "nu_max"),
@@ -31,8 +32,8 @@ _POSITIVE = {
     "MadgradState": ("grad_sum_sq",),
     "COCOBState": ("scale", "subgradients", "reward"),
 }
-"""Fields of Optax's classes that are means or sums of squares, or of magnitudes; of others nothing is known (SM3 calls
-its momentum nu), and they keep a sign."""
+"""Fields of Optax's state classes that hold means or sums of squares or of magnitudes, so they are never negative.
+Other fields keep a sign, because nothing is known about them (SM3 calls its momentum nu)."""
 _ROUNDED = {
     "ScaleByRStdDevState": ({"mu": 32, "nu": 32}, "takes the difference of two moments, nu - mu ** 2"),
     "ScaleByRStdDevWithCountState": ({"mu": 32, "nu": 32}, "takes the difference of two moments, nu - mu ** 2"),
@@ -42,24 +43,24 @@ _ROUNDED = {
     "EmaState": ({"average": 32}, "moves its average by less than from one number to the next"),
     "DAdaptAdamWState": ({"exp_avg": 8, "exp_avg_sq": 8}, "takes the length of its steps from it"),
 }
-"""Fields of Optax's classes that are not the same optimizer's any more when they are rounded: the fewest bits that they
-bear, and what is done with them. Of 3,000 steps to the least of a quadratic with 4,096 parameters, AdEMAMix with m2 in
-8 bits ended four times as far from it, Momo in 4 bits had not moved, D-Adaptation twice as far."""
+"""Fields of Optax's state classes whose rounding changes the optimizer: the fewest bits they tolerate, and the reason.
+Measured on a quadratic with 4,096 parameters, 3,000 steps: AdEMAMix with m2 in 8 bits ended four times as far from the
+minimum as in float32. D-Adaptation in 4 bits ended twice as far, and Momo in 4 bits had not moved."""
 
 
 class Moment(NamedTuple):
-    """What is known of a leaf of a state."""
+    """Properties of one leaf of a state."""
 
     is_positive: bool = False
-    """Whether it is one of second moments and the like."""
+    """Whether no number is negative, as in second moments."""
     least_bits: int = 0
-    """The fewest that a number of it bears."""
+    """Fewest bits per number that the optimizer tolerates."""
     reason: str = ""
-    """Why."""
+    """Why it needs that many bits, for an error message."""
 
 
 def moments(state: Tree) -> list[Moment]:
-    """Return what is known of each leaf of a state, in order."""
+    """Return the `Moment` of each leaf of a state, in order."""
     found = list[Moment]()
 
     def below(tree: Any, known: Moment) -> None:
@@ -79,12 +80,12 @@ def moments(state: Tree) -> list[Moment]:
 
 
 def refuse_few_bits(path: str, form: str, moment: Moment) -> None:
-    """Raise `ConfigError` for a moment that does not bear a format.
+    """Raise `ConfigError` for a format with fewer bits than a moment needs.
 
     Args:
-        path: its path.
-        form: the format.
-        moment: what is known of it.
+        path: path of the moment.
+        form: name of the format.
+        moment: properties of the moment.
     """
     if bits_of(form) >= moment.least_bits:
         return
@@ -99,20 +100,22 @@ def refuse_few_bits(path: str, form: str, moment: Moment) -> None:
 
 
 def own_paths(state: Tree, params: Tree, is_leaf: Callable[[Any], bool] | None = None) -> list[str]:
-    """Return the path of each leaf of a state, in order, without that of the parameter that it is beside.
+    """Return the path of each leaf of a state, in order, without the path of the parameter that the leaf belongs to.
 
-    A parameter may be called mu, as heads of variational models are: of ``z/mu/kernel`` the optimizer's part is ``z``,
-    of ``0/mu/mu/kernel`` it is ``0/mu``.
+    A parameter may also be called mu, as in variational models: the optimizer's part of ``z/mu/kernel`` is ``z``, and
+    that of ``0/mu/mu/kernel`` is ``0/mu``.
 
     Args:
-        state: of an optimizer.
+        state: the state of an optimizer.
         params: its parameters.
-        is_leaf: what of the state is a leaf.
+        is_leaf: which nodes of the state are leaves.
     """
     names, found = {path for path, _ in leaves_with_paths(params)}, list[str]()
 
     def below(path: str, node: Any) -> None:
         inside = leaves_with_paths(node, is_leaf=is_leaf)
+        # A node whose leaves all have paths of parameters is one copy of the parameter tree, as `mu` is. Optax's own
+        # NamedTuples are never taken for one, even where a parameter has the name of a field.
         is_beside = all(each in names for each, _ in inside) and not (_is_named(node) and _is_known(node))
         if is_beside or [each for each, _ in inside] == [""]:
             found.extend([path] * len(inside))

@@ -1,14 +1,15 @@
-"""An update on a GPU in one pass: kernels that read a block of everything once, and write all of it once.
+"""One-pass updates on a GPU: kernels that read and write each block of every array exactly once.
 
-The scale of a block of new state is known when all of the block is, so XLA computes the update twice, once for the
-scales. Where each number of an update depends on numbers at its own place alone, as of AdamW, Lion or SGD, a kernel has
-a few blocks of gradients, state and weights in registers, and needs no second look. What runs there is the wrapped
-transformation itself, taken apart as `lowtide.offload.stream` does.
+The scale of a block of new state is known only when the whole block is. XLA therefore computes the update twice, the
+first time for the scales alone. In AdamW, Lion or SGD, each number of an update depends only on numbers at the same
+position. Then a kernel holds a few blocks of gradients, state and weights in registers, and computes once. The kernel
+runs the wrapped transformation itself, which is traced and split as in `lowtide.offload.stream`.
 
-Pallas' Triton backend is deprecated since JAX 0.11; where it is gone there are two passes again.
+Pallas' Triton backend is deprecated since JAX 0.11. Without it, the update runs in two passes.
 
-Limits: leaves whose rows are whole blocks, on a mesh each device's part of them; operations and codes that Triton has
-(not 4 bits, not fp8); one size of blocks. Where one leaf is otherwise, all are updated in two passes.
+Limits: each row of a leaf (of a device's shard, on a mesh) has to consist of whole blocks; Triton has to support the
+operations and codes (not 4 bits, not fp8); all formats need one block size. If one leaf does not qualify, all leaves
+are updated in two passes.
 """
 
 from __future__ import annotations
@@ -39,37 +40,39 @@ _OPERATIONS = frozenset(
     integer_pow is_finite le log log1p logistic lt max min mul ne neg not or pow rem rsqrt select_n shift_left
     shift_right_arithmetic shift_right_logical sign sin sqrt square stop_gradient sub tan tanh xor""".split()
 )
-"""Of single numbers; Triton has all of them (jax 0.10.2 to 0.12.0)."""
+"""Elementwise operations that Triton supports (jax 0.10.2 to 0.12.0)."""
 _OF_BITS = ("bitcast_convert_type", "convert_element_type")
 _CODES = ("uint8", "bfloat16")
 
 Name = tuple[str, int]
-"""A leaf: ``grad`` (or its update) or ``param`` with the position of the parameter, ``state`` with that of the node."""
+"""A leaf: ``grad`` (or its update) or ``param`` with the parameter's position, or ``state`` with the node's
+position."""
 Arrays = dict[Name, Any]
-"""Arrays as they are stored, whole ones or blocks: ``grad``, ``param``, ``rest``, ``codes``, ``scales``, ``plain``."""
+"""Stored arrays or blocks of them by kind and position: ``grad``, ``param``, ``rest``, ``codes``, ``scales``,
+``plain``."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Stored:
-    """What an update of `lowtide.optim.low_precision` begins with, each a list of leaves."""
+    """Inputs of an update of `lowtide.optim.low_precision`, as lists of leaves."""
 
     structures: tuple[Any, Any, Any]
-    """Of gradients, of the packed state and of parameters."""
+    """Structures of the gradients, the packed state and the parameters."""
 
     grads: Sequence[Any]
-    """Gradients, as they are."""
+    """Gradients in their own dtypes."""
     nodes: Sequence[Any]
     """State of the wrapped transformation, packed."""
     params: Sequence[Any]
-    """Parameters; none where the update is called without."""
+    """Parameters; empty where the update is called without them."""
     rests: Sequence[Any] | None
-    """What each parameter lacks; None without ``weights``."""
+    """Residual of each parameter; None without ``weights``."""
     state_keys: Sequence[Any]
     """A random uint32 for each node."""
     param_keys: Sequence[Any]
-    """The same for each parameter."""
+    """A random uint32 for each parameter."""
     shardings: Mapping[Name, Any] | None = None
-    """Of each array a `jax.sharding.NamedSharding`; None on one device."""
+    """A `jax.sharding.NamedSharding` for each array; None on one device."""
 
     @classmethod
     def of(
@@ -81,15 +84,15 @@ class Stored:
         key: Callable[[int], Any],
         placed: Sequence[Any] | None,
     ) -> Stored:
-        """Take trees apart.
+        """Flatten the trees of an update.
 
         Args:
             grads: gradients.
             inner: state of the wrapped transformation, packed.
             params: parameters, or None.
-            rests: what parameters lack; None without ``weights``.
-            key: makes a random uint32 of a number: from 0 of nodes, below of parameters.
-            placed: how gradients, the whole state and parameters are divided; None on one device.
+            rests: residuals of the parameters; None without ``weights``.
+            key: makes a random uint32 from a number: nodes count up from 0, parameters count down from -1.
+            placed: shardings of the gradients, the whole state and the parameters; None on one device.
         """
         (grads, of_grads), (params, of_params) = jax.tree.flatten(grads), jax.tree.flatten(params)
         nodes, of_nodes = jax.tree.flatten(inner, is_leaf=is_packed)
@@ -105,7 +108,7 @@ class Stored:
         )
 
     def name(self, leaf: int) -> Name:
-        """Name a flat argument of the wrapped update."""
+        """Return the name of a flat argument of the wrapped update."""
         for kind, leaves in (("grad", self.grads), ("state", self.nodes), ("param", self.params)):
             if leaf < len(leaves):
                 return kind, leaf
@@ -113,11 +116,11 @@ class Stored:
         raise IndexError(leaf)
 
     def is_split(self, at: int) -> bool:
-        """Whether a parameter stands for a wider one."""
+        """Return whether the wrapped transformation sees a float32 number in place of a bfloat16 parameter."""
         return self.rests is not None and is_narrow(self.params[at])
 
     def arrays(self, name: Name) -> Arrays:
-        """Return what a leaf is computed from, and an update is stored with."""
+        """Return the arrays from which a leaf is decoded, and with which its update is stored."""
         kind, at = name
         if kind == "state":
             node = self.nodes[at]
@@ -134,12 +137,12 @@ class Stored:
         return found if rest is None else {**found, ("rest", at): rest}
 
     def written(self, name: Name) -> list[Name]:
-        """List the arrays of a leaf that an update makes."""
+        """List the arrays of a leaf that an update writes."""
         kept = ("grad", "rest") if name[0] == "grad" else ("plain", "codes", "scales")
         return [each for each in self.arrays(name) if each[0] in kept]
 
     def dense(self, name: Name, arrays: Mapping[Name, Any], row: tuple[int, ...] | None = None) -> Any:
-        """Return a leaf as the wrapped update takes it; of blocks, `row` is the shape of one."""
+        """Return a leaf in the form that the wrapped update takes; `row` is the shape of one block, for blocks."""
         kind, at = name
         if kind == "state":
             node = self.nodes[at]
@@ -160,14 +163,14 @@ class Stored:
         check: Callable[[Any], Any] = refuse_derivatives,
         **rounding: Any,
     ) -> Arrays:
-        """Return the arrays of a leaf that has become `new`; of a gradient those of its update.
+        """Return the arrays that store the new value of a leaf; for a gradient, those of its update.
 
         Args:
-            name: of the leaf.
-            new: its numbers.
-            arrays: what it was computed from.
-            check: called with numbers that are stored in few bits, which have no derivative there.
-            rounding: as of `narrowed`.
+            name: name of the leaf.
+            new: its new value.
+            arrays: the arrays that it was computed from.
+            check: called with numbers before they are packed, which have no derivative there.
+            rounding: as in `narrowed`.
         """
         kind, at = name
         if kind == "grad":
@@ -181,31 +184,32 @@ class Stored:
         node = self.nodes[at]
         if not is_packed(node):
             return {("plain", at): new}
-        key: Any = arrays.get(("state_key", at))  # of bfloat16 alone
+        key: Any = arrays.get(("state_key", at))  # bfloat16 alone needs it
         made = PackedArray.stored(check(new), node.format, key, is_positive=node.is_positive)
         return {(name, at): x for name, x in (("codes", made.codes), ("scales", made.scales)) if x is not None}
 
 
 def has_triton() -> bool:
-    """Whether the program is traced for a GPU that Triton compiles for: of compute capability 8.0 or later."""
+    """Return whether the program is traced for a GPU that Triton supports: compute capability 8.0 or later."""
     device = traced_device()
     capability = str(getattr(device, "compute_capability", "")).partition(".")[0]
     return device.platform == "gpu" and capability.isdigit() and int(capability) >= 8 and has_pallas_triton()
 
 
 def in_one_pass(update: Callable[..., Any], given: Stored, *, interpret: bool = False) -> Any:
-    """Update in kernels.
+    """Update with kernels that read every array once.
 
     Args:
-        update: what the wrapped transformation makes of gradients, state and parameters: updates and state.
-        given: what there is.
-        interpret: compute the kernels without Triton, on any device.
+        update: update of the wrapped transformation: takes gradients, state and parameters, returns updates and state.
+        given: the inputs.
+        interpret: run the kernels without Triton, on any device.
 
     Returns:
-        Updates, the packed state and rests (None without); or None where there is something that kernels cannot do.
+        Updates, the packed state and the residuals (None without ``weights``); or None where the kernels do not
+        support the update.
 
     Memory:
-        What is updated is overwritten, and a gradient by its update where both have one dtype.
+        The update overwrites state, residuals and, where the dtypes are equal, gradients.
     """
     of_grads, of_nodes, of_params = given.structures
     if given.params and of_params != of_grads:
@@ -227,7 +231,7 @@ def in_one_pass(update: Callable[..., Any], given: Stored, *, interpret: bool = 
 
 
 def _named(placed: Sequence[Any], of_params: Any, *, has_rests: bool) -> dict[Name, Any]:
-    """Return how arrays are divided."""
+    """Return the sharding of each array."""
     grads, state, params = placed[:3]
     found = {("grad", at): of for at, of in enumerate(jax.tree.leaves(grads))}
     found |= {("param", at): of for at, of in enumerate(jax.tree.leaves(params))}
@@ -240,9 +244,9 @@ def _named(placed: Sequence[Any], of_params: Any, *, has_rests: bool) -> dict[Na
 
 
 def _arrays(update: Callable[..., Any], given: Stored, interpret: bool) -> Arrays | None:
-    """Return the new arrays, but for those that stay; None where there is something that kernels cannot do."""
+    """Return the changed arrays, or None where the kernels do not support the update."""
     if not any(is_packed(node) and node.scales is not None for node in given.nodes):
-        return None  # without scales XLA needs one pass, too, and applies the update in it
+        return None  # without scales, XLA needs only one pass, too, and fuses optax.apply_updates into it
     names = [given.name(at) for at in range(len(given.grads) + len(given.nodes) + len(given.params))]
     declared = {at for at, (kind, of) in enumerate(names) if kind == "state" and is_packed(given.nodes[of])}
 
@@ -255,7 +259,7 @@ def _arrays(update: Callable[..., Any], given: Stored, interpret: bool) -> Array
     args = [of.unflatten([next(leaves) for _ in range(of.num_leaves)]) for of in (of_grads, of_state, of_params)]
     try:
         made = plan(update, args, lambda grads, state, params: (grads, state), chunk_bytes=0, declared=declared)
-    except StructureError:  # two passes say what they think of it
+    except StructureError:  # the update in two passes raises its own error
         return None
     kernels = [_kernel(made, group, given) for group in made.groups]
     program, results = made.program, Arrays()
@@ -268,7 +272,7 @@ def _arrays(update: Callable[..., Any], given: Stored, interpret: bool) -> Array
         return None
     inside = {position for group in made.groups for position in group.outputs}
     outside = [(value, names[of]) for value, of in zip(program.outputs, made.replaced, strict=True)]
-    # State that stays as it is stays packed.
+    # Leaves that the update returns unchanged stay packed.
     stays = {("state", at) for at in range(len(given.nodes))}
     outside = [
         (value, name)
@@ -287,7 +291,7 @@ def _arrays(update: Callable[..., Any], given: Stored, interpret: bool) -> Array
 
 
 def _kernel(made: Any, group: Any, given: Stored) -> _Kernel | None:
-    """Make the kernel of a group of leaves, if there can be one."""
+    """Return the kernel of a group of leaves, or None where Triton does not support it."""
     program = made.program
     outputs = [(program.outputs[at], given.name(made.replaced[at])) for at in group.outputs]
     arrays = Arrays()
@@ -332,19 +336,19 @@ def _kernel(made: Any, group: Any, given: Stored) -> _Kernel | None:
 
 
 def _part(shape: tuple[int, ...], arrays: Iterable[Name], shardings: Mapping[Name, Any] | None) -> Any:
-    """Return the shape of one device's part of the leaves of a kernel; None where they are not divided alike."""
+    """Return the shape of one device's shard of a kernel's leaves; None where their shardings differ."""
     if shardings is None:
         return shape
     named = [(kind, shardings[kind, at]) for kind, at in arrays if (kind, at) in shardings]
     if not all(isinstance(sharding, jax.NamedSharding) for _, sharding in named):
         return None
     parts = {sharding.shard_shape(shape) for kind, sharding in named if kind != "scales"}
-    # Scales of rows of several axes have one axis for those, which are then whole.
+    # A row may span several axes. Its scales have one axis for all of them, so such a row is not sharded.
     return parts.pop() if len({_axes(sharding.spec) for _, sharding in named}) == 1 else None
 
 
 def _axes(spec: Sequence[Any]) -> tuple[Any, ...]:
-    """Return a partition without what it does not divide at its end."""
+    """Return a partition spec without trailing unsharded axes."""
     known = list(spec)
     while known and not known[-1]:
         known.pop()
@@ -352,7 +356,7 @@ def _axes(spec: Sequence[Any]) -> tuple[Any, ...]:
 
 
 def _traced(constants: Mapping[int, Any], equations: Iterable[Any]) -> list[int]:
-    """List the constants of operations that are arrays of JAX."""
+    """List the constants of equations that are JAX arrays."""
     read = {at for equation in equations for at in equation.inputs}
     return [at for at in read & constants.keys() if isinstance(constants[at], (Tracer, jax.Array))]
 
@@ -373,19 +377,19 @@ def _is_possible(program: Any, equation: Any) -> bool:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Kernel:
-    """The update of a group of leaves of one shape; called with what was computed before."""
+    """Kernel that updates a group of leaves of one shape; called with values that were computed before."""
 
     program: Any
     group: Any
     given: Stored
     arrays: Arrays
-    """What it reads."""
+    """Arrays that it reads."""
     outputs: Sequence[tuple[int, Name]]
-    """Values, and the leaves that become them."""
+    """Output values, each with the name of the leaf that it replaces."""
     scalars: Sequence[int]
-    """Values that all blocks read."""
+    """Scalar values that every block reads."""
     block: int
-    """Numbers with one scale."""
+    """Numbers per scale."""
 
     def __call__(self, values: Mapping[int, Any], interpret: bool) -> Arrays:
         known = {**self.program.constants, **values}
@@ -402,11 +406,11 @@ class _Kernel:
 
     @property
     def results(self) -> list[Name]:
-        """Arrays that it makes."""
+        """Names of the arrays that it writes."""
         return [name for _, leaf in self.outputs for name in self.given.written(leaf)]
 
     def part(self, interpret: bool, arrays: Arrays) -> Arrays:
-        """Compute one device's part of the results."""
+        """Compute one device's shard of the results."""
         names, results = list(arrays), self.results
         widths = [1 if kind == "scales" else self.block for kind, _ in names]
         views = [x.reshape(-1, width) if x.ndim else x for x, width in zip(arrays.values(), widths, strict=True)]
@@ -431,7 +435,10 @@ class _Kernel:
         call = jax.custom_jvp(lambda *views: _in_place(in_kernel, views, aliases))
 
         def differentiated(primals: Any, tangents: Any) -> Any:
-            """Do what XLA makes of it, in which what does not vary, such as gradients by a rate, is a constant."""
+            """Differentiate XLA's form of the kernel, with inputs that have no tangent as constants.
+
+            With respect to a learning rate, for example, gradients are constants.
+            """
             moved = {at: x for at, x in enumerate(tangents) if not isinstance(x, SymbolicZero)}
 
             def by(*these: Any) -> Any:
@@ -444,7 +451,7 @@ class _Kernel:
         return {name: x.reshape(arrays[name].shape) for name, x in zip(results, call(*views), strict=True)}
 
     def blocks(self, arrays: Mapping[Name, Any], check: Callable[[Any], Any] = lambda x: x) -> Arrays:
-        """Compute blocks of the results; `check` as of `Stored.stored`."""
+        """Compute blocks of the results; `check` as in `Stored.stored`."""
         given, avals = self.given, self.program.avals
         values = {at: arrays["value", at].astype(avals[at].dtype) for at in self.scalars}
         values |= {at: given.dense(given.name(at), arrays, (self.block,)) for at in self.group.leaves}
@@ -452,13 +459,13 @@ class _Kernel:
         for equation in self.group.equations:
             read = [values[at] if at in values else _literal(self.program.constants[at]) for at in equation.inputs]
             (at,) = equation.outputs
-            if equation.primitive.name == "select_n":  # of two cases, by a boolean alone
+            if equation.primitive.name == "select_n":  # `_is_possible` allows two cases, so a boolean selects
                 read[0] = read[0].astype(bool)
             if equation.primitive.name == "broadcast_in_dim":
                 values[at] = jnp.broadcast_to(read[0], shape)
             elif equation.primitive.name in _OF_BITS:
                 values[at] = equation.primitive.bind(*read, **equation.params)
-            else:  # Triton divides no half precision
+            else:  # Triton does not divide numbers in half precision
                 values[at] = equation.primitive.bind(*map(_wide, read), **equation.params).astype(avals[at].dtype)
         found = Arrays()
         for at, name in self.outputs:
@@ -467,11 +474,12 @@ class _Kernel:
 
 
 def _in_place(call: Callable[..., Any], arrays: Sequence[Any], aliases: Mapping[int, int]) -> tuple[Any, ...]:
-    """Call a kernel in a loop of one round, which carries what is overwritten.
+    """Call a kernel in a loop of one iteration that carries the arrays that the kernel overwrites.
 
-    When XLA puts a program in order it takes each result of a kernel for an array of its own, whatever it overwrites,
-    and what a loop carries for one array: a step of Llama 1B's shapes has 6.80 bytes a parameter with the loop, 7.46
-    without it (compiled, H100).
+    When XLA schedules a program, it counts each result of a kernel as a new array, even where it overwrites an
+    argument. It counts the carry of a loop as one array. A step with Llama 1B's shapes needs 6.80 bytes a parameter
+    with the loop, and 7.46 bytes without it (compiled, H100). The barrier hides the trip count, so that XLA keeps the
+    loop.
     """
     trips, arrays = jax.lax.optimization_barrier((jnp.int32(1), list(arrays)))
     shapes, at = jax.eval_shape(call, *arrays), {result: argument for argument, result in aliases.items()}
@@ -494,4 +502,4 @@ def _wide(x: Any) -> Any:
 
 
 def _to_bfloat16(x: Array) -> Array:
-    return x.astype(jnp.bfloat16).astype(jnp.float32)  # Triton has no reduce_precision, and leaves out no conversion
+    return x.astype(jnp.bfloat16).astype(jnp.float32)  # Triton has no reduce_precision, and drops no conversions

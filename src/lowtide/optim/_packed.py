@@ -1,9 +1,9 @@
-"""The node that stands where an array of an optimizer's state stood: codes, and scales of blocks of neighbours.
+"""The pytree node that replaces an array of an optimizer's state: codes, and a scale for each block of neighbours.
 
-Blocks run along the last axis, or, where that is shorter than a block, along as many of the last axes as make one: the
-*row*. Codes have the array's shape, so that they are sharded like it; those of 4 bits are int4, of which devices have
-two in a byte. Scales have one number for each block of a row. So what slices or divides the axes before the row does
-the same to all of it.
+Blocks run along a *row*: the last axis, or, where that is shorter than a block, as many of the last axes as fill one.
+Codes have the shape of the array, so they are sharded like it. Codes of 4 bits are int4, which devices store two to a
+byte. Scales have one number for each block of a row. So the axes before the row can be sliced and sharded, and codes
+and scales follow.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from ._formats import FORMATS, traced_once
 
 BFLOAT16 = "bfloat16"
 _INFINITY, _NAN = 0x7F800000, 0x7FC00000
-"""As float32 has them."""
+"""Bit patterns of float32."""
 
 
 @jax.tree_util.register_pytree_with_keys_class
 @dataclasses.dataclass(frozen=True)
 class PackedArray:
-    """An array of an optimizer's state in few bits; a pytree node of two arrays, of numbers in bfloat16 of one.
+    """A low-precision array of an optimizer's state: a pytree node of codes and scales, or of codes alone in bfloat16.
 
     Examples:
         >>> packed = PackedArray.of(jnp.array([[0.5, -1.0, 0.25]]), "8bit")
@@ -40,32 +40,32 @@ class PackedArray:
     """
 
     codes: Any
-    """In the shape of the array."""
+    """Codes, in the shape of the array."""
     scales: Any
-    """Float32, [..., blocks of a row]: of each block the number farthest from 0; None of numbers in bfloat16."""
+    """Float32, [..., blocks of a row]: the number of each block that is farthest from 0; None for bfloat16."""
     format: str
     """One of `FORMATS`, or ``bfloat16`` (static)."""
     row: tuple[int, ...] = ()
-    """Sizes of the last axes that blocks run along; empty for bfloat16 (static)."""
+    """Sizes of the last axes that form a row; empty for bfloat16 (static)."""
     is_positive: bool = False
-    """Whether no number is negative, as of second moments (static)."""
+    """Whether no number is negative, as in second moments (static)."""
     dtype: str = "float32"
-    """Of the array (static)."""
+    """Dtype of the dense array (static)."""
 
     @classmethod
     def of(
         cls, x: Float[Array, "*axes n"], format: str, *, is_positive: bool = False, scales: Any = None
     ) -> PackedArray:
-        """Store an array.
+        """Pack an array.
 
         Args:
-            x: floating-point numbers, of one axis at least.
+            x: floating-point numbers with at least one axis.
             format: one of `FORMATS`.
             is_positive: whether no number is negative; this is not checked.
-            scales: what `scales_of` says of these numbers, if it is known.
+            scales: the result of `scales_of` for these numbers, if it is already known.
 
         Returns:
-            The node. Of a block with NaN or an infinity nothing is kept: its scale is NaN, and so is all of it.
+            The node. A block that contains NaN or an infinity decodes to NaN throughout, because its scale is NaN.
 
         Raises:
             ConfigError: for another format, or a scalar.
@@ -82,7 +82,7 @@ class PackedArray:
 
     @classmethod
     def rounded(cls, x: Float[Array, "*axes"], key: Array) -> PackedArray:
-        """Store an array in bfloat16, each number rounded up as often as it is nearer to what is above it.
+        """Store an array in bfloat16, stochastically rounded.
 
         Args:
             x: floating-point numbers.
@@ -94,30 +94,33 @@ class PackedArray:
     def stored(
         cls, x: Float[Array, "*axes"], format: str, key: Array, *, is_positive: bool = False, scales: Any = None
     ) -> PackedArray:
-        """Store an array in any format: `rounded` in bfloat16, else `of`."""
+        """Pack an array in any format: with `rounded` in bfloat16, else with `of`."""
         if format == BFLOAT16:
             return cls.rounded(x, key)
         return cls.of(x, format, is_positive=is_positive, scales=scales)
 
     def tree_flatten_with_keys(self) -> tuple[list[tuple[Any, Any]], Any]:
-        """Return codes, of blocks their scales (Orbax refuses None below other libraries' nodes), and the rest."""
+        """Return the arrays as children, and the other fields as static data.
+
+        A bfloat16 node has no child for scales, because Orbax refuses None below the nodes of other libraries.
+        """
         names = ("codes",) if self.format == BFLOAT16 else ("codes", "scales")
         static = (self.format, self.row, self.is_positive, self.dtype)
         return [(jax.tree_util.GetAttrKey(name), getattr(self, name)) for name in names], static
 
     @classmethod
     def tree_unflatten(cls, static: Any, arrays: Any) -> PackedArray:
-        """Undo `tree_flatten_with_keys`."""
+        """Rebuild a node from its children and static data."""
         codes, *scales = arrays
         return cls(codes, scales[0] if scales else None, *static)
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """That of the array."""
+        """Shape of the array."""
         return self.codes.shape
 
     def dense(self) -> Float[Array, "*axes n"]:
-        """Return the array."""
+        """Return the array in its original dtype."""
         if self.scales is None:
             return self.codes.astype(self.dtype)
         form = FORMATS[self.format]
@@ -127,10 +130,10 @@ class PackedArray:
 
 
 def row_of(shape: tuple[int, ...], format: str) -> tuple[int, ...]:
-    """Return the sizes of the last axes that blocks run along: so many that a row is a block at least, if there are.
+    """Return the sizes of the last axes that form a row: as few axes as hold at least one block, or all axes.
 
     Args:
-        shape: of an array, one axis at least.
+        shape: shape of an array with at least one axis.
         format: one of `FORMATS`.
     """
     at = len(shape) - 1
@@ -141,15 +144,16 @@ def row_of(shape: tuple[int, ...], format: str) -> tuple[int, ...]:
 
 @traced_once
 def scales_of(x: Float[Array, "*axes n"], format: str) -> Float[Array, "*before blocks"]:
-    """Return the number of each block that is farthest from 0, float32; NaN where one is not finite.
+    """Return the number of each block that is farthest from 0, in float32; NaN for a block with a non-finite number.
 
-    It has its sign: divided by it, it is 1, which has a code where -1 has none. So what is stored is stored again
-    without any change. Compared are bits, magnitudes with the sign behind them: where XLA compares floating-point
-    numbers on a CPU, a NaN may be lost (jax 0.10.2).
+    The scale keeps its sign. So the largest number divided by the scale is 1, and 1 has a code where -1 has none:
+    packing a decoded array again changes nothing.
     """
     row = row_of(x.shape, format)
     rows = x.astype(jnp.float32).reshape(*_before(x.shape, row), math.prod(row))
     bits = jax.lax.bitcast_convert_type(_blocks(rows, FORMATS[format].block), jnp.uint32)
+    # Compare integers: the bits of the magnitude, then a bit that is 1 for positive numbers. On a CPU, XLA's maximum of
+    # floating-point numbers may lose a NaN (jax 0.10.2).
     most = jnp.max((bits << 1) | (1 - (bits >> 31)), axis=-1)
     magnitude, sign = most >> 1, (1 - (most & 1)) << 31
     found = jnp.where(magnitude >= _INFINITY, jnp.uint32(_NAN), magnitude | sign)
@@ -157,39 +161,40 @@ def scales_of(x: Float[Array, "*axes n"], format: str) -> Float[Array, "*before 
 
 
 def refuse_derivatives(x: Array) -> Array:
-    """Return numbers that are stored in few bits, through which a derivative would be lost: it is refused there."""
+    """Return `x`, and raise where a derivative is taken through it, because packing would lose the derivative."""
     return no_derivative(x, "what lt.optim.low_precision stores in few bits")
 
 
 def bits_of(format: str) -> int:
-    """Return the bits of a number in a format, without its part of a scale."""
+    """Return the bits of one number in a format, without its share of a scale."""
     codes = jnp.dtype(BFLOAT16 if format == BFLOAT16 else FORMATS[format].codes)
     return (jnp.iinfo if jnp.issubdtype(codes, jnp.integer) else jnp.finfo)(codes).bits
 
 
 def is_packed(node: Any) -> bool:
-    """Whether a node of a state is in few bits."""
+    """Return whether a node of a state is packed."""
     return isinstance(node, PackedArray)
 
 
 @jax.jit
 def random_bits(x: Float[Array, "*axes"], key: Array) -> UInt32[Array, "*axes"]:
-    """Return random bits of float32 numbers and a key, a uint32; the same of the same number.
+    """Return random bits that depend on float32 numbers and a uint32 key; equal numbers have equal bits.
 
-    Of the number itself, not of its place: so a block of an array is rounded like all of it.
+    The bits do not depend on the position, so a block of an array is rounded in the same way as the whole array.
     """
     return _mixed(jax.lax.bitcast_convert_type(x, jnp.uint32) ^ key)
 
 
 def round_at_random(x: Float[Array, "*axes"], key: Array) -> Float[Array, "*axes"]:
-    """Round float32 numbers to such as bfloat16 has, each up as often as it is nearer to what is above it."""
+    """Round float32 numbers stochastically to bfloat16 precision, so that the mean of many results is the number."""
+    # A random integer below one unit of bfloat16 is added, and the lower 16 bits are cut off. A carry rounds up.
     bits = jax.lax.bitcast_convert_type(x, jnp.uint32) + (random_bits(x, key) >> 16)
     near = jax.lax.bitcast_convert_type(bits & jnp.uint32(0xFFFF0000), jnp.float32)
     return jnp.where(jnp.isfinite(x), near, x)
 
 
 def _mixed(x: Array) -> Array:
-    """Mix the bits of integers, MurmurHash3's finalizer (Appleby, public domain), twice."""
+    """Mix the bits of integers with MurmurHash3's finalizer (Appleby, public domain), applied twice."""
     for _ in range(2):
         x = (x ^ (x >> 16)) * jnp.uint32(0x85EBCA6B)
         x = (x ^ (x >> 13)) * jnp.uint32(0xC2B2AE35)
@@ -198,7 +203,7 @@ def _mixed(x: Array) -> Array:
 
 
 def _blocks(x: Array, block: int) -> Array:
-    """Cut the last axis; what is missing of the last block is 0."""
+    """Split the last axis into blocks; the last block is padded with zeros."""
     missing = -x.shape[-1] % block
     if missing:
         x = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, missing)])
@@ -211,7 +216,7 @@ def _before(shape: tuple[int, ...], row: tuple[int, ...]) -> tuple[int, ...]:
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
 def _spread(scales: Array, block: int, row: tuple[int, ...]) -> Array:
-    """Repeat each scale for the numbers of its block."""
+    """Repeat each scale for every number of its block."""
     before = scales.shape[:-1]
     wide = jnp.broadcast_to(scales[..., None], (*scales.shape, block)).reshape(*before, scales.shape[-1] * block)
     return wide[..., : math.prod(row)].reshape(*before, *row)

@@ -1,12 +1,13 @@
-"""Weights in bfloat16 that are updated as if they were wider.
+"""Updates of bfloat16 weights as if the weights had a higher precision.
 
-What a weight in bfloat16 lacks of the number that it stands for, its *rest*, is kept beside the optimizer's state: in 8
-bits (``split``, after FlashOptim, arXiv:2602.23349), in bfloat16 (``kahan``), or not at all, with weights that are
-rounded up as often as they are nearer to what is above them (``stochastic``). A rest is at most half of the distance
-between two numbers of bfloat16 there, which is known from the weight: so 8 bits need no scales.
+A bfloat16 weight represents a float32 number. The difference is the *residual* (``rests`` in this code), stored with
+the optimizer's state: in 8 bits (``split``, after FlashOptim, arXiv:2602.23349) or in bfloat16 (``kahan``).
+``stochastic`` stores no residual and rounds weights stochastically. A residual is at most half of the distance between
+two neighbouring bfloat16 numbers. The weight's exponent gives that distance, so 8-bit residuals need no scales.
 
-Updates have the weights' dtype, so that they need no more room than gradients: where a weight changes by less than its
-half they are exact, and what one lacks is part of the rest.
+Updates have the dtype of the weights, so they need no more memory than gradients. An update is exact where a weight
+changes by less than half of its value (Sterbenz). Otherwise it is rounded: `kahan` adds that error to the residual,
+`split` drops it because 8 bits cannot hold it.
 """
 
 from __future__ import annotations
@@ -26,21 +27,21 @@ SPLIT, KAHAN, STOCHASTIC = "split", "kahan", "stochastic"
 WEIGHTS = (SPLIT, KAHAN, STOCHASTIC)
 _MOST = 127
 _to_bfloat16 = functools.partial(jax.lax.reduce_precision, exponent_bits=8, mantissa_bits=7)
-"""In float32: XLA may take a pair of conversions for nothing, but not this."""
+"""Round float32 numbers to bfloat16 and keep the dtype. XLA may drop a pair of conversions, but not this operation."""
 
 
 def is_narrow(leaf: Any) -> bool:
-    """Whether a parameter is one that this is for."""
+    """Return whether a parameter is in bfloat16, so that this module applies to it."""
     return jnp.result_type(leaf) == jnp.bfloat16
 
 
 def first_rests(kind: str, params: Tree, least_size: int) -> Tree:
-    """Return what is kept beside parameters at first: zeros, and None where nothing is.
+    """Return the initial residuals of parameters: zeros, or None where no residual is kept.
 
     Args:
         kind: one of `WEIGHTS`.
         params: the parameters.
-        least_size: leaves of fewer numbers keep the whole rest, in float32.
+        least_size: leaves with fewer elements keep the whole residual, in float32.
     """
     dtypes = {SPLIT: jnp.int8, KAHAN: jnp.bfloat16, STOCHASTIC: None}
 
@@ -61,7 +62,7 @@ def refuse_wide(kind: str, params: Tree) -> None:
         params: the parameters.
 
     Raises:
-        ConfigError: with the dtypes that there are.
+        ConfigError: when no parameter is in bfloat16; the error lists the dtypes of the parameters.
     """
     leaves = jax.tree.leaves(params)
     if leaves and not any(map(is_narrow, leaves)):
@@ -73,7 +74,7 @@ def refuse_wide(kind: str, params: Tree) -> None:
 
 
 def widened(params: Tree, rests: Tree) -> Tree:
-    """Return the numbers in float32 that parameters in bfloat16 stand for; others as they are."""
+    """Return the float32 numbers that bfloat16 parameters represent; other parameters are returned unchanged."""
     leaves, structure = jax.tree.flatten(params)
 
     def one(leaf: Any, rest: Any) -> Any:
@@ -90,19 +91,19 @@ def widened(params: Tree, rests: Tree) -> Tree:
 
 
 def converted_rests(params: Tree, old: Tree, like: Tree) -> Tree:
-    """Return rests like other ones of the same parameters: of what the old ones hold, the same numbers, or zeros.
+    """Convert residuals to other dtypes; residuals that did not exist before are zeros.
 
     Args:
         params: the parameters.
-        old: their rests so far; empty for none.
-        like: shapes and dtypes of the new ones.
+        old: the residuals so far, or an empty tree.
+        like: shapes and dtypes of the new residuals.
     """
     leaves, structure = jax.tree.flatten(params)
     known = structure.flatten_up_to(old) if jax.tree.leaves(old) else [None] * len(leaves)
 
     def one(leaf: Any, rest: Any, new: Any) -> Any:
         if not hasattr(new, "dtype"):
-            return new  # None, or what stands where another transformation has the parameter
+            return new  # None, or the placeholder of a parameter that another transformation updates
         if not hasattr(rest, "dtype"):
             return jnp.zeros(new.shape, new.dtype)
         lacks = widened(leaf, rest) - leaf.astype(jnp.float32)
@@ -121,15 +122,15 @@ def narrowed(
     keys: Sequence[Array],
     to_bfloat16: Callable[[Array], Array] = _to_bfloat16,
 ) -> tuple[Tree, Tree]:
-    """Return updates in the parameters' dtypes, and the rests after them.
+    """Return updates in the dtypes of the parameters, and the new residuals.
 
     Args:
-        params: parameters, of which those in bfloat16 are meant; of others updates pass as they are.
-        wide: `widened` of them.
-        rests: what was kept beside them.
-        updates: those of `wide`.
+        params: the parameters. Only those in bfloat16 are handled; updates of others pass unchanged.
+        wide: `widened` parameters.
+        rests: the residuals so far.
+        updates: updates of `wide`.
         keys: a random uint32 for each leaf.
-        to_bfloat16: rounds numbers in float32 to such as bfloat16 has.
+        to_bfloat16: rounds float32 numbers to bfloat16 precision.
     """
     leaves, structure = jax.tree.flatten(params)
 
@@ -142,12 +143,13 @@ def narrowed(
         if rest is None:
             return step.astype(leaf.dtype), None
         if rest.dtype == jnp.int8:
-            # What a step lacks that is not exact is more than 8 bits hold. And at random, too: else weights would never
-            # change by updates below half of the distance of two codes.
+            # The error of an inexact step exceeds what 8 bits can hold, so only the error of `near` is kept. It is
+            # rounded stochastically: otherwise updates below half of the distance between two codes would never
+            # change a weight.
             codes = jnp.floor((goal - near) / _half_distance(near) * _MOST + _uniform(goal, key))
             lacks = jnp.clip(codes, -_MOST, _MOST)
         else:
-            lacks = goal - to_bfloat16(old + step)  # as optax.apply_updates adds
+            lacks = goal - to_bfloat16(old + step)  # the sum that optax.apply_updates computes
         return step.astype(leaf.dtype), jnp.where(jnp.isfinite(lacks), lacks, 0).astype(rest.dtype)
 
     parts = [structure.flatten_up_to(tree) for tree in (wide, rests, updates)]
@@ -156,17 +158,19 @@ def narrowed(
 
 
 def _rounded(goal: Array, key: Array) -> Array:
-    """Round at random; a derivative passes as if nothing were rounded."""
+    """Round stochastically, with a straight-through derivative."""
     passed = jnp.where(jnp.isfinite(goal), goal - jax.lax.stop_gradient(goal), 0)  # 0, whose derivative is 1
     return jax.lax.stop_gradient(round_at_random(goal, key)) + passed
 
 
 def _half_distance(x: Array) -> Array:
-    """Half of the distance between two numbers of bfloat16 near one in float32; of the least, what still is normal."""
+    """Return half of the distance between bfloat16 numbers near `x` (float32), at least the smallest normal float32."""
+    # A bfloat16 has 7 mantissa bits: neighbours differ by 2 ** (e - 7) and half of that is 2 ** (e - 8). So 8 is
+    # subtracted from the exponent's field, and a field of at least 1 keeps the result normal.
     exponent = (jax.lax.bitcast_convert_type(x, jnp.uint32) >> 23) & 0xFF
     return jax.lax.bitcast_convert_type((jnp.maximum(exponent, 9) - 8) << 23, jnp.float32)
 
 
 def _uniform(x: Array, key: Array) -> Array:
-    """Numbers in [0, 1) of numbers and a key."""
+    """Return numbers in [0, 1) that depend on `x` and a key."""
     return (random_bits(x, key) >> 8).astype(jnp.float32) / 2**24

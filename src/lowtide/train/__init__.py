@@ -1,4 +1,4 @@
-"""The trainer: its loop, state, data and checkpoints."""
+"""The trainer: its training loop, state, data and checkpoints."""
 
 from ..core import ModelObject as ModelObject
 from ..distributed import ShardingRules as ShardingRules

@@ -1,4 +1,4 @@
-"""What a trainer takes: which step it repeats then, and what it refuses."""
+"""Arguments of a trainer: the choice of its training step, and validation."""
 
 from __future__ import annotations
 
@@ -39,16 +39,16 @@ R = TypeVar("R")
 
 
 class Chosen(NamedTuple):
-    """A step, and what follows from it."""
+    """A training step, and the settings that follow from it."""
 
     step: TrainingStep
     weight: Callable[[Tree], Any] | None
     sharding: ShardingRules | None
     num_microbatches: int
-    """Parts of a batch."""
+    """Number of parts of a batch."""
 
     def begin(self, model: Any, on_nan: str) -> tuple[Any, TrainState, Tree, bool]:
-        """Return the model in its place, its state, what is frozen, and whether steps leave spoilt updates out."""
+        """Return the placed model, its state, the frozen leaves, and whether steps drop non-finite updates."""
         refuse_consumed(model)
         if self.sharding is not None:
             model = placed(model, self.sharding, self.step.arranged)
@@ -72,7 +72,7 @@ def choose_step(
     sharding: ShardingRules | None,
     pipeline: Schedule | Pipeline | None,
 ) -> Chosen:
-    """Choose the step; arguments and errors as of `Trainer`."""
+    """Choose the training step; arguments and errors as in `Trainer`."""
     if weight is not None and not callable(weight):
         raise ConfigError(
             "weight is no function",
@@ -109,7 +109,7 @@ def choose_step(
     arguments = (model, given, tx, selected, num_microbatches, weight)
     divided: dict[str, Any] = {}
     if sharding is not None:
-        # The devices are those of the arguments, which may be moved to another target to be compiled for it.
+        # With an abstract mesh, the program runs on the devices of its arguments, and compiles for any target.
         mesh: Any = sharding.mesh.abstract_mesh
         divided = {"divide": dataclasses.replace(sharding, mesh=mesh).constrain, "mesh": mesh}
     step = WholeStep(*arguments, mutable=changes, seed=seed, compute_dtype=compute_dtype, **divided)
@@ -145,10 +145,10 @@ def _refuse_beside_layerwise(**given: tuple[Any, Any]) -> None:
 
 
 def _guards(on_nan: str, state: TrainState, *, is_layerwise: bool) -> bool:
-    """Whether the step can leave its own update out."""
+    """Return whether the step itself can drop its update."""
     check_choice("unknown on_nan", on_nan, ("abort", "skip", "roll_back", "ignore"), 'try "abort"')
     hosted = [path for path, leaf in leaves_with_paths(state) if on_host(getattr(leaf, "sharding", None))]
-    if is_layerwise:  # which may have updated layers before it meets a gradient that is not finite
+    if is_layerwise:  # it may have updated layers before it reaches a gradient that is not finite
         return on_nan == "skip"
     if on_nan == "skip" and hosted:
         raise ConfigError(
@@ -163,8 +163,8 @@ def _guards(on_nan: str, state: TrainState, *, is_layerwise: bool) -> bool:
 def _refuse_arguments(
     model: Any, tx: Any, loss_fn: Any, sharding: Any, num_microbatches: Any, seed: Any, pipeline: Any
 ) -> None:
-    """Raise for what cannot be a model, an optimizer, a loss function, rules, a number, or a pipeline."""
-    # Who has such a model has imported its library.
+    """Raise for an invalid model, optimizer, loss function, sharding, number or pipeline."""
+    # A model of such a library exists only if the library is imported.
     for name, library, kind in (("keras", "keras", "Model"), ("nnx", "flax.nnx", "Module")):
         cls = getattr(sys.modules.get(library), kind, None)
         if cls is not None and isinstance(model, cls):
@@ -197,7 +197,7 @@ def _refuse_arguments(
         )
     if (
         callable(loss_fn) and not isinstance(tx, LayerwiseStep) and not isinstance(model, ModelObject)
-    ):  # Equinox' state is one argument more
+    ):  # the loss of an Equinox bridge takes the module's state as one more argument
         _refuse_signature(loss_fn)
     problem, hint = "num_microbatches is no number of parts", "1 means no accumulation"
     check_count(problem, num_microbatches, 1, "an integer of at least 1", hint)
@@ -238,7 +238,7 @@ def _refuse_signature(loss_fn: Any) -> None:
 
 
 def hints_at(**names: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Have a method say what it takes in place of what other libraries' ``fit(x, y, batch_size=32)`` does."""
+    """Add hints to the `TypeError` of a method that is called like another library's ``fit(x, y, batch_size=32)``."""
 
     def decorate(method: Callable[P, R]) -> Callable[P, R]:
         signature = inspect.signature(method)

@@ -1,7 +1,8 @@
-"""What happens beside the steps: records in files, profiles; what watches a value is in `_monitors`.
+"""Callbacks: the base class, loggers of records, and profiles. Callbacks that monitor a value are in `_monitors`.
 
-A callback is told of the beginning and end of everything. It may read and change the trainer: `Trainer.model` is the
-model as it is, `Trainer.update` changes its weights, `Trainer.stop` ends the run after the step.
+The trainer calls a callback's hooks at the beginning and the end of each part of a run. A callback may read and change
+the trainer: `Trainer.model` is the current model, `Trainer.update` replaces its weights, and `Trainer.stop` ends the
+run after the current step.
 """
 
 from __future__ import annotations
@@ -30,28 +31,28 @@ from ._step import TrainState
 
 
 class TrainerView(Protocol):
-    """What callbacks see of the `Trainer` that they are given."""
+    """The part of the `Trainer` that callbacks may use."""
 
     history: list[Record]
-    """The records so far."""
+    """Records so far."""
     processes: Processes
     """The other processes of the run."""
     budget_bytes: int | None
-    """Bytes that a step may use on a device; None for what the device has."""
+    """Bytes that a step may use on a device; None for all bytes of the device."""
 
     @property
     def step(self) -> int:
-        """Steps taken so far."""
+        """Number of steps taken so far."""
         ...
 
     @property
     def model(self) -> Any:
-        """The model as it is now."""
+        """The current model."""
         ...
 
     @property
     def state(self) -> TrainState:
-        """All that a step changes."""
+        """Everything that a step changes."""
         ...
 
     @state.setter
@@ -59,39 +60,39 @@ class TrainerView(Protocol):
 
     @property
     def has_eval_data(self) -> bool:
-        """Whether the run is evaluated."""
+        """Whether the run has evaluation data."""
         ...
 
     @property
     def stages(self) -> StageReport | None:
-        """Of a pipeline what each rank holds."""
+        """Report on what each rank of a pipeline holds."""
         ...
 
     def stop(self) -> None:
-        """End the run after the step."""
+        """End the run after the current step."""
         ...
 
     def wait(self) -> None:
-        """Wait until the device has ended all steps."""
+        """Wait until the device has finished all steps."""
         ...
 
     def update(self, model: Tree) -> None:
-        """Go on with other weights."""
+        """Replace the weights."""
         ...
 
     def evaluate(self, data: Iterable[Tree]) -> dict[str, float]:
-        """Mean loss and metrics over batches."""
+        """Return the mean loss and metrics over batches."""
         ...
 
     def save(self) -> bool:
-        """Begin to write a checkpoint."""
+        """Start to write a checkpoint."""
         ...
 
 
 class Callback:
-    """Methods that `Trainer` calls; each does nothing until a subclass says otherwise.
+    """Base class of callbacks, whose hooks `Trainer` calls; each hook does nothing by default.
 
-    An exception in one of them ends the run like any other: the trainer keeps the state of the last step.
+    An exception in a hook ends the run like any other exception: the trainer keeps the state of the last step.
 
     Examples:
         >>> class Stop(Callback):
@@ -102,76 +103,76 @@ class Callback:
 
     @property
     def is_immediate(self) -> bool:
-        """Whether steps wait for their records.
+        """Whether the values of each step are read before the next step is dispatched.
 
-        For a callback that changes the training by a step's record: when a record comes would else depend on
-        evaluations and checkpoints. The device then waits for the host after every step.
+        For a callback that changes the training by a step's record. By default, the time of a record depends on
+        evaluations and checkpoints. If this is True, the device waits for the host after every step.
         """
         return False
 
     def state(self) -> dict[str, Any] | None:
-        """Return what a checkpoint keeps of it, as JSON; None for nothing."""
+        """Return the state of the callback that a checkpoint keeps, as JSON; None for no state."""
         return None
 
     def resume(self, state: dict[str, Any]) -> None:
-        """Go on from a `state` that was restored; called after `on_train_begin`."""
+        """Continue from a restored `state`; called after `on_train_begin`."""
 
     def on_train_begin(self, trainer: TrainerView) -> None:
-        """`fit` begins."""
+        """Run when `fit` begins."""
 
     def on_train_end(self, trainer: TrainerView) -> None:
-        """`fit` has ended without an exception."""
+        """Run after `fit` has ended without an exception."""
 
     def on_preflight(self, trainer: TrainerView, report: MemoryReport) -> None:
-        """Run when the step was compiled, and is about to run for the first time in this `fit`."""
+        """Run after the step was compiled, before it runs for the first time in this `fit`."""
 
     def on_epoch_begin(self, trainer: TrainerView, epoch: int) -> None:
         """Run before the first step of an epoch, counted from 0."""
 
     def on_epoch_end(self, trainer: TrainerView, epoch: int) -> None:
-        """Run when an epoch's data has ended; the records of its steps were given."""
+        """Run at the end of an epoch, after the records of its steps."""
 
     def on_step_begin(self, trainer: TrainerView, step: int) -> None:
-        """Step `step`, counted from 0, is about to run."""
+        """Run before step `step`, counted from 0."""
 
     def on_step_end(self, trainer: TrainerView, step: int) -> None:
-        """Run when the state of `step` steps is there; its loss may still be computed on the device."""
+        """Run when the state of `step` steps is available; its loss may still be computed on the device."""
 
     def on_record(self, trainer: TrainerView, record: Record) -> None:
-        """Run when the values of a step or of an evaluation are known: a step later, so that nothing waits for them.
+        """Run when the values of a step or of an evaluation are known: one step later, so that the device never waits.
 
-        Or at once, where a callback `is_immediate`; before an evaluation, a checkpoint, and the end.
+        The values are read at once if a callback `is_immediate`, and before an evaluation, a checkpoint and the end.
         """
 
     def on_evaluate_begin(self, trainer: TrainerView) -> None:
-        """`evaluate` begins."""
+        """Run when `evaluate` begins."""
 
     def on_evaluate_end(self, trainer: TrainerView, metrics: Record) -> None:
-        """`evaluate` has ended."""
+        """Run after `evaluate` has ended."""
 
     def on_predict_begin(self, trainer: TrainerView) -> None:
-        """`predict` begins."""
+        """Run when `predict` begins."""
 
     def on_predict_end(self, trainer: TrainerView) -> None:
-        """`predict` has ended."""
+        """Run after `predict` has ended."""
 
     def on_checkpoint(self, trainer: TrainerView, step: int) -> None:
-        """Run when a checkpoint of this step is being written."""
+        """Run after a checkpoint of this step was started."""
 
     def on_exception(self, trainer: TrainerView, error: BaseException) -> None:
-        """`fit` is about to raise; the trainer holds a good state again."""
+        """Run before `fit` raises; the trainer holds a valid state again."""
 
 
 class Listeners:
-    """Callbacks of a run, told of its events in their order.
+    """The callbacks of a run, called for its events in order.
 
     Args:
-        trainer: what they are given.
+        trainer: the first argument of their hooks.
         callbacks: the callbacks.
-        on_record: gets each record first, or None.
+        on_record: called first with each record, or None.
 
     Raises:
-        ConfigError: when `on_record` is no function.
+        ConfigError: when `on_record` is not callable.
     """
 
     def __init__(
@@ -185,9 +186,10 @@ class Listeners:
         self._untold = deque[tuple[Event, str, Callable[..., None]]]()
 
     def tell(self, event: Event) -> None:
-        """Tell all of them; of the first that fails the others hear nothing, but of records and last events all do.
+        """Call the hooks of all callbacks for an event.
 
-        One that has something else told meanwhile, as saving does, has the others hear of this first.
+        If a hook raises, the later callbacks miss the event, except for records and final events, which all receive. A
+        hook may cause another event, as saving does. The remaining callbacks then receive this event first.
         """
         self.finish()
         if event.name == "resume":
@@ -197,7 +199,7 @@ class Listeners:
         self.finish()
 
     def finish(self) -> None:
-        """Tell those that have not heard yet of what is being told."""
+        """Deliver the pending event to the callbacks that have not received it yet."""
         while self._untold:
             event, what, tell = self._untold.popleft()
             values = () if event.value is None else (event.value,)
@@ -208,7 +210,7 @@ class Listeners:
             try:
                 tell(*values)
             except BaseException as failure:
-                while self._untold:  # the others count a record, too, and before what one of them has told meanwhile
+                while self._untold:  # the others count a record, too, before any event that a hook caused meanwhile
                     event, other, tell = self._untold.popleft()
                     if event.name == "record":
                         with noted(failure, other):
@@ -216,15 +218,15 @@ class Listeners:
                 raise
 
     def _told(self, event: str) -> Generator[tuple[str, Callable[..., None]]]:
-        """Who hears of an event, and what it is called in a note."""
+        """Yield the functions to call for an event, each with its name for a note."""
         if event == "on_record" and self._on_record is not None:
             yield event, self._on_record
         for callback in self._callbacks if hasattr(Callback, event) else ():
             yield f"{type(callback).__name__}.{event}", partial(getattr(callback, event), self._trainer)
 
     def states(self) -> dict[str, Any]:
-        """Return what a checkpoint keeps of them."""
-        # Copies: a callback may go on counting in what it returned.
+        """Return the states of the callbacks that a checkpoint keeps."""
+        # Copies, because a callback may continue to update the object that it returned.
         states = {name: copy.deepcopy(callback.state()) for name, callback in self._named()}
         return {name: state for name, state in states.items() if state is not None}
 
@@ -234,13 +236,13 @@ class Listeners:
                 callback.resume(state)
 
     def _named(self) -> list[tuple[str, Callback]]:
-        """Name the callbacks by their classes, and those of one class by their order."""
+        """Name the callbacks by class, and those of one class by a number in order."""
         classes = [type(callback).__name__ for callback in self._callbacks]
         return [(f"{name} {classes[:at].count(name)}", self._callbacks[at]) for at, name in enumerate(classes)]
 
 
 def as_callbacks(callbacks: Any) -> tuple[Callback, ...]:
-    """Return the callbacks, of any iterable; raise for what is none, before anything runs."""
+    """Return the callbacks of any iterable as a tuple; raise for any other object, before anything runs."""
     if isinstance(callbacks, Callback) or not isinstance(callbacks, Iterable):
         raise ConfigError(
             "callbacks is no list of callbacks",
@@ -259,7 +261,7 @@ def as_callbacks(callbacks: Any) -> tuple[Callback, ...]:
             )
         events = [name for name in dir(Callback) if name.startswith("on_")]
         for name in dir(type(callback)):
-            ours = name.replace("train_batch", "step").replace("batch", "step")  # the words of other libraries
+            ours = name.replace("train_batch", "step").replace("batch", "step")  # names in Keras and Lightning
             if name.startswith("on_") and name not in events and (near := get_close_matches(ours, events, 1, 0.75)):
                 warnings.warn(
                     f"{type(callback).__name__}.{name} is never called by a trainer\nhint: did you mean {near[0]}?",
@@ -271,7 +273,7 @@ def as_callbacks(callbacks: Any) -> tuple[Callback, ...]:
 
 @contextlib.contextmanager
 def _writing(path: Path, what: str) -> Generator[None]:
-    """Say what cannot be written to."""
+    """Raise `OutputError` with the path when a file cannot be written."""
     try:
         yield
     except OSError as error:
@@ -281,10 +283,10 @@ def _writing(path: Path, what: str) -> Generator[None]:
 
 
 class JsonlLogger(Callback):
-    """Write every record as a line of JSON; what is no finite number as null, for JSON has none.
+    """Write every record as a line of JSON; numbers that are not finite become null, because JSON has none.
 
     Args:
-        path: the file; lines are added at its end, by the first process where there are several.
+        path: the file. The first process appends the lines to it.
 
     Raises:
         OutputError: when it cannot be written.
@@ -295,19 +297,19 @@ class JsonlLogger(Callback):
         self._is_writing = False
 
     def on_train_begin(self, trainer: TrainerView) -> None:
-        """Make its folder, and raise now rather than at the first record."""
+        """Make the folder, and raise now rather than at the first record if the file cannot be written."""
         if trainer.processes.is_first:
             with contextlib.suppress(OSError):
                 self.path.parent.mkdir(parents=True, exist_ok=True)
         self._write(trainer, "")
 
     def on_record(self, trainer: TrainerView, record: Record) -> None:
-        """Write one."""
+        """Append a record."""
         values = {name: value if math.isfinite(value) else None for name, value in record.items()}
         self._write(trainer, json.dumps(values) + "\n")
 
     def state(self) -> None:
-        """Make what was written survive a power cut; asked for before every checkpoint."""
+        """Flush the file to disk, so that it survives a power cut; called before every checkpoint."""
         if self._is_writing:
             with _writing(self.path, "path"), self.path.open("a", encoding="utf-8") as file:
                 os.fsync(file.fileno())
@@ -320,14 +322,14 @@ class JsonlLogger(Callback):
 
 
 class Scalars(Callback):
-    """Give every value of the records to a writer: TensorBoard's, or anything with ``add_scalar(name, value, step)``.
+    """Pass every value of the records to a writer: TensorBoard's, or anything with ``add_scalar(name, value, step)``.
 
     Args:
-        writer: for instance a ``SummaryWriter(folder)`` of tensorboardX or of torch.utils.tensorboard; of Weights &
-            Biases a run, whose ``log(values, step=)`` is called.
+        writer: for example a ``SummaryWriter(folder)`` of tensorboardX or of torch.utils.tensorboard; or a run of
+            Weights & Biases, whose ``log(values, step=)`` is called.
 
     Raises:
-        ConfigError: for what has neither method.
+        ConfigError: for a writer with neither method.
     """
 
     def __init__(self, writer: Any) -> None:
@@ -341,7 +343,7 @@ class Scalars(Callback):
         self.writer = writer
 
     def on_record(self, trainer: TrainerView, record: Record) -> None:
-        """Write one."""
+        """Write the values of a record."""
         if not trainer.processes.is_first:
             return
         values = {name: value for name, value in record.items() if name != "step"}
@@ -352,24 +354,24 @@ class Scalars(Callback):
             self.writer.add_scalar(name, value, record["step"])
 
     def on_train_end(self, trainer: TrainerView) -> None:
-        """Flush."""
+        """Flush the writer."""
         if hasattr(self.writer, "flush"):
             self.writer.flush()
 
     def on_exception(self, trainer: TrainerView, error: BaseException) -> None:
-        """Flush."""
+        """Flush the writer."""
         self.on_train_end(trainer)
 
 
 class TensorBoard(Callback):
     """Write every value of the records for TensorBoard, with tensorboardX.
 
-    A run that is resumed writes into the same folder: TensorBoard then hides what was written of steps that are done
-    again. Values of the last moments before a process is killed may be missing; those of `JsonlLogger` are not. For
-    another writer there is `Scalars`.
+    A resumed run writes into the same folder, and TensorBoard then hides the old values of steps that are repeated.
+    The last values before a process is killed may be missing; those of `JsonlLogger` are not. `Scalars` supports other
+    writers.
 
     Args:
-        directory: where to.
+        directory: folder of the event files.
 
     Raises:
         ConfigError: when a run begins and tensorboardX is not installed.
@@ -380,7 +382,7 @@ class TensorBoard(Callback):
         self._scalars: Scalars | None = None
 
     def on_train_begin(self, trainer: TrainerView) -> None:
-        """Open a file, in the first process where there are several."""
+        """Open an event file, in the first process."""
         if not trainer.processes.is_first:
             return
         try:
@@ -389,14 +391,14 @@ class TensorBoard(Callback):
             raise ConfigError("TensorBoard needs tensorboardX", hint='pip install "lowtide[tensorboard]"') from error
 
         step = trainer.step
-        # Files of the same second would have the same name.
+        # Files that are opened in the same second would have the same name without a suffix.
         purge_step, suffix = (step + 1, f".{step}") if step else (None, "")
         with _writing(self.directory, "folder"):
             writer = SummaryWriter(str(self.directory), purge_step=purge_step, filename_suffix=suffix)
         self._scalars = Scalars(writer)
 
     def on_record(self, trainer: TrainerView, record: Record) -> None:
-        """Write one."""
+        """Write the values of a record."""
         if self._scalars is not None:
             self._scalars.on_record(trainer, record)
 
@@ -407,7 +409,7 @@ class TensorBoard(Callback):
             self._scalars = None
 
     def on_exception(self, trainer: TrainerView, error: BaseException) -> None:
-        """Keep what there is."""
+        """Close the file and keep its values."""
         self.on_train_end(trainer)
 
 
@@ -415,10 +417,10 @@ class Profile(Callback):
     """Write a profile of chosen steps, for TensorBoard's or Perfetto's viewer.
 
     Args:
-        directory: where to; a folder below it for each process, where there are several.
-        first: the first profiled step, from 0, or where a resumed run begins later, that one; the very first one
-            compiles.
-        num_steps: how many.
+        directory: folder of the profile; several processes have a subfolder each.
+        first: first profiled step, counted from 0; a resumed run that begins later profiles from its own first step.
+            The first step of a run includes compilation.
+        num_steps: number of profiled steps.
 
     Raises:
         ConfigError: for a number out of range.
@@ -433,29 +435,29 @@ class Profile(Callback):
         self._running, self._end = False, -1
 
     def on_train_begin(self, trainer: TrainerView) -> None:
-        """Look for the first step again in a run that begins before it."""
+        """Reset the profile in a run that begins before the first profiled step."""
         if trainer.step <= self.first:
             self._end = -1
 
     def on_step_begin(self, trainer: TrainerView, step: int) -> None:
-        """Start before the first, once."""
+        """Start the profile before the first step, once."""
         if self._end < 0 and step >= self.first:
             own = f"process-{jax.process_index()}" if trainer.processes.count > 1 else ""
             jax.profiler.start_trace(str(self.directory / own))
             self._running, self._end = True, step + self.num_steps
 
     def on_step_end(self, trainer: TrainerView, step: int) -> None:
-        """Stop after the last, which has to have ended."""
+        """Stop the profile after the last step has finished on the device."""
         if self._running and step >= self._end:
             trainer.wait()
             self._stop()
 
     def on_train_end(self, trainer: TrainerView) -> None:
-        """Stop where the run was shorter."""
+        """Stop the profile of a run that ended early."""
         self._stop()
 
     def on_exception(self, trainer: TrainerView, error: BaseException) -> None:
-        """Keep what there is."""
+        """Stop and keep the profile."""
         with contextlib.suppress(RuntimeError):
             self._stop()
 

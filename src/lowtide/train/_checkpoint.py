@@ -1,14 +1,15 @@
-"""Checkpoints of the trainable state, written by Orbax: asynchronous, atomic, a few kept.
+"""Checkpoints of the trainable state, written by Orbax: asynchronous and atomic, with only a few kept.
 
-Orbax writes under a temporary name and renames what is complete. What a killed run left under such names is deleted by
-the next one, when it saves for the first time and not before: who only reads may do so beside a run that writes.
-A checkpoint that is written anew is complete under a name of its own before it takes the place of the old one. One
-that is too old is renamed before it is deleted: a kill leaves no half of it under the name of a whole one. Its files
-have checksums (`_checksums`), and it is verified before it is restored. Signals wait while a checkpoint is begun, and
-interrupt only the wait for one before it: interrupted anywhere, Orbax would lose track of what it writes.
+Orbax writes under a temporary name and renames a checkpoint when it is complete. A killed run may leave incomplete
+ones. The next run deletes them at its first save, and not before, so that a process may read while another run writes.
+A checkpoint that replaces another of its step is complete under its own name before it takes the old one's place. An
+old checkpoint is renamed before it is deleted, so a kill never leaves half of it under the name of a complete one.
+Files have checksums (`_checksums`), which are verified before a restore. Signals wait while a save is started, and
+interrupt only the wait for the save before: an interrupt elsewhere would make Orbax lose track of its writes.
 
-The state is stored as one flat dictionary from tree path to array, so a checkpoint does not depend on Python classes
-and its contents can be listed by name. Frozen leaves are never in it, nor leaves without elements, which Orbax refuses.
+The state is stored as one flat dictionary from tree path to array. So a checkpoint does not depend on Python classes,
+and its contents can be listed by name. It never contains frozen leaves, nor leaves without elements, which Orbax
+refuses.
 """
 
 from __future__ import annotations
@@ -50,13 +51,13 @@ from ._stored import (
     warn_of_random,
 )
 
-# Orbax reports every save through absl at INFO and above; the trainer's own records say what a user needs.
-# What fails in its threads and tasks is raised, and not worth the traceback of each that was still under way.
+# Orbax reports every save through absl at INFO and above; the trainer's own records contain what a user needs.
+# Failures in its threads and tasks are raised, so the traceback of each pending one is noise.
 _QUIET = ("/futures/", "/checkpointers/async_checkpointer", "/checkpoint_manager")
 
 
 def _is_news(record: logging.LogRecord) -> bool:
-    """Whether a record is none of Orbax', or an error that it does not raise."""
+    """Return whether a record is not from Orbax, or is an error that Orbax does not raise."""
     path = record.pathname.replace("\\", "/")
     return "orbax/checkpoint/" not in path or (
         record.levelno >= logging.ERROR and not any(part in path for part in _QUIET)
@@ -70,11 +71,11 @@ logging.getLogger("asyncio").addFilter(
 
 _STATE, _NOTES = "state", "notes"
 _NEW, _OLD = ".new-", ".old-"
-"""How the names begin of a checkpoint that takes the place of another one, and of what is deleted."""
+"""Name prefixes: of a checkpoint that will replace another one, and of folders that will be deleted."""
 _DELETED = f"{_OLD}checkpoints"
-"""The folder that Orbax moves checkpoints to that are too old."""
+"""Folder to which Orbax moves checkpoints that are too old."""
 _VERIFY_SECONDS = 24 * 3600
-"""How long processes wait for one another: who reads files needs as long as that takes, and who died is heard of."""
+"""Time that processes wait for one another to read files; a process that dies is detected in another way."""
 
 
 class Checkpoints:
@@ -82,15 +83,15 @@ class Checkpoints:
 
     Args:
         directory: the folder; made when missing.
-        max_to_keep: how many of the newest to keep.
-        best: name of the value in evaluations, such as ``eval_loss``, whose best checkpoint is kept beside them.
+        max_to_keep: number of newest checkpoints to keep.
+        best: name of a value in evaluations, such as ``eval_loss``, whose best checkpoint is kept in addition.
         best_mode: ``"min"`` or ``"max"``.
-        like: the state that is saved, arrays or shapes, where it is known: then as little of it is written at once as
-            `checkpoint_bytes` says. Otherwise as much as Orbax likes.
+        like: the state to save, arrays or shapes, where it is known: then `checkpoint_bytes` bounds how much of it is
+            written at once. Otherwise Orbax decides.
 
     Raises:
         ConfigError: for another `best_mode`, no checkpoint to keep, or the address of a bucket.
-        OutputError: for a folder that cannot be written to, or that holds folders of others named like checkpoints.
+        OutputError: for a folder that is not writable, or that holds foreign folders named like checkpoints.
     """
 
     def __init__(
@@ -108,7 +109,7 @@ class Checkpoints:
         self._under_way = None if like is None else under_way(like)
         self._is_copied = like is None or checkpoint_bytes(like).is_copied
         self.directory = meant(directory)
-        if not os.path.isdir(self.directory):  # one that is there may be for reading alone
+        if not os.path.isdir(self.directory):  # an existing folder may be read-only
             check_folder(self.directory)
         refuse_foreign(self.directory, (_NOTES, CHECKSUMS))
         of_first(self._put_in_place)
@@ -126,21 +127,21 @@ class Checkpoints:
         self._waiter = concurrent.futures.ThreadPoolExecutor(1)
 
     def _handlers(self) -> dict[str, Any]:
-        limit: Any = None if self._under_way is None else self._under_way / 10**9  # whole numbers, says its type
+        limit: Any = None if self._under_way is None else self._under_way / 10**9  # its type hint says int
         state = self._ocp.PyTreeCheckpointHandler(
             save_concurrent_gb=limit, save_device_host_concurrent_gb=None if self._is_copied else limit
         )
         return {_STATE: state, _NOTES: self._ocp.JsonCheckpointHandler()}
 
     def latest_step(self) -> int | None:
-        """Step of the newest complete checkpoint, or None."""
+        """Return the step of the newest complete checkpoint, or None."""
         return self._manager.latest_step()
 
     def look_again(self) -> int | None:
-        """`latest_step`, also of what another trainer has written meanwhile; for a run that is about to begin.
+        """Return `latest_step`, including checkpoints that another trainer wrote meanwhile; call it before a run.
 
         Raises:
-            OutputError: for a folder that cannot be written to.
+            OutputError: for a folder that is not writable.
         """
         check_folder(self.directory)
         refuse_foreign(self.directory, (_NOTES, CHECKSUMS))
@@ -149,7 +150,7 @@ class Checkpoints:
         return self.latest_step()
 
     def _refuse_other_run(self) -> None:
-        """Raise when there is a checkpoint that is none of ours and of no step before."""
+        """Raise when the folder holds a checkpoint of a later step that this run did not write."""
         known = max([-1, *self._manager.all_steps()])
         steps = [int(path.name) for path in self.directory.iterdir() if path.name.isdigit()]
         if jax.process_count() == 1 and max([-1, *steps]) > known:
@@ -162,22 +163,22 @@ class Checkpoints:
 
     @property
     def best(self) -> str | None:
-        """Name of the value whose best checkpoint is kept."""
+        """Name of the value that selects the best checkpoint."""
         return self._retention.best
 
     def best_step(self) -> int | None:
-        """Step of the best complete checkpoint, or None when none was evaluated."""
+        """Return the step of the best complete checkpoint, or None when none was evaluated."""
         return self._retention.best_step(self._manager.all_steps())
 
     def evaluated(self, step: int, record: Mapping[str, float]) -> bool:
-        """Keep what an evaluation found at a step.
+        """Record the result of an evaluation at a step.
 
         Args:
-            step: its number.
+            step: the step.
             record: the values.
 
         Returns:
-            Whether this is the best step so far, so that its checkpoint would stay.
+            Whether this is the best step so far, so that its checkpoint would be kept.
 
         Raises:
             ConfigError: when the record lacks the value that `best` names.
@@ -185,29 +186,30 @@ class Checkpoints:
         return self.best is not None and self._retention.note(step, record, self._manager.all_steps())
 
     def changed(self, step: int) -> None:
-        """Weights were changed at a step: what an evaluation found there is not of a checkpoint written now."""
+        """Record that weights were changed at a step: its evaluation does not apply to checkpoints written from now."""
         self._retention.changed(step)
 
     def save(self, step: int, state: Tree, notes: Mapping[str, Any], *, replace: bool = False) -> bool:
-        """Begin to write a checkpoint; the arrays are copied to the host before this returns, so they may be donated.
+        """Start to write a checkpoint. The arrays are copied to the host before this returns, so they may be donated.
 
         Args:
-            step: its number.
+            step: the step.
             state: any pytree of arrays.
-            notes: what else belongs to the step, as JSON.
-            replace: whether a checkpoint of this step is written anew.
+            notes: metadata of the step, as JSON.
+            replace: whether an existing checkpoint of this step is replaced.
 
         Returns:
-            Whether there was none of this step yet, or it is replaced.
+            Whether a checkpoint is written: there was none of this step, or it is replaced.
 
         Raises:
-            ConfigError: when the notes are no JSON.
-            OutputError: when it cannot be written, or an earlier one could not, or there is one of a later step.
+            ConfigError: when the notes are not JSON.
+            OutputError: when it or an earlier one cannot be written, or there is one of a later step.
 
         Memory:
-            None on the device. On the host what `checkpoint_bytes` says: a copy of a small state until the write ends,
-            for which a checkpoint that replaces another waits, or of a large one a leaf at a time, for which training
-            waits; and as much in compressed form. On CPUs the state is on the host already and is not copied.
+            None on the device. Host memory as in `checkpoint_bytes`. A small state is copied until the write ends; a
+            checkpoint that replaces another waits for that. A large state is copied one leaf at a time, and training
+            waits. In both cases as many bytes are needed for the compressed form. On CPUs the state is in host memory
+            already and is not copied.
         """
         is_there = step == self._manager.latest_step()
         if is_there and not replace:
@@ -226,14 +228,14 @@ class Checkpoints:
         chunked = {name: self._ocp.SaveArgs(**own) for name, own in chunks.items()}
         file_bytes = max((own["chunk_byte_size"] for own in chunks.values()), default=CHUNK_BYTES)
         items = {
-            # Of a file Orbax keeps all bytes until it has that many.
+            # Orbax buffers each file up to this size.
             _STATE: self._ocp.args.PyTreeSave(leaves, save_args=chunked, ocdbt_target_data_file_size=file_bytes),
             _NOTES: self._ocp.args.JsonSave({**notes, CHECKSUMS: True}),
         }
         args = self._ocp.args.Composite(**items)
         with self._writing():
             self._finish()
-            with undisturbed():  # what it has half begun Orbax can neither end nor begin again
+            with undisturbed():  # Orbax can neither finish nor restart a save whose start was interrupted
                 self._refuse_other_run()
                 if not self._has_saved:
                     self._clear()
@@ -245,7 +247,7 @@ class Checkpoints:
                 self._delete_old()
                 is_begun = self._manager.save(step, args=args)
             if not self._is_copied:
-                self._finish()  # what is not copied yet, the next step would consume
+                self._finish()  # leaves are copied one at a time, and the next step would consume the rest
         if not is_begun:
             raise OutputError(
                 f"{self.directory}: nothing was saved at step {step}",
@@ -256,7 +258,7 @@ class Checkpoints:
         return True
 
     def _replace(self, step: int, args: Any) -> None:
-        """Write a checkpoint anew: whatever happens, there is the one or the other."""
+        """Replace a checkpoint; at every moment the old one or the new one is complete."""
         here, new, old = (self.directory / f"{before}{step}" for before in ("", _NEW, _OLD))
         self._clear()
         handler = self._ocp.CompositeCheckpointHandler(**self._handlers())
@@ -271,28 +273,28 @@ class Checkpoints:
         of_first(swap)
 
     def _put_in_place(self) -> None:
-        """End what a run that was killed between two lines of `_replace` had begun."""
+        """Complete the swap of a run that was killed inside `_replace`."""
         for new in self.directory.glob(f"{_NEW}*"):
             here = self.directory / new.name.removeprefix(_NEW)
             if here.name.isdigit() and not here.exists():
-                with contextlib.suppress(PermissionError):  # a folder for reading alone
+                with contextlib.suppress(PermissionError):  # a read-only folder
                     new.rename(here)
 
     def _finish(self) -> None:
-        """Wait until what was begun is written, in another thread: Orbax forgets what it is interrupted in."""
+        """Wait for started saves in another thread, because Orbax forgets a save when its wait is interrupted."""
         concurrent.futures.wait([self._waiter.submit(self._manager.wait_until_finished)])
         with undisturbed():
-            self._manager.wait_until_finished()  # which raises, in each thread, what has failed
+            self._manager.wait_until_finished()  # raises failures, which Orbax does once in each thread
 
     @contextlib.contextmanager
     def _writing(self) -> Generator[None]:
-        """Say where it was, when a checkpoint could not be written."""
+        """Raise `OutputError` with the folder when a checkpoint cannot be written."""
         try:
             yield
         except OutputError:
             raise
-        except Exception as error:  # whatever Orbax, TensorStore and the file system say
-            self._has_saved = False  # what is left of it is deleted before the next
+        except Exception as error:  # any error of Orbax, TensorStore or the file system
+            self._has_saved = False  # the next save deletes the remains first
             said = (str(error).splitlines() or [type(error).__name__])[0][:200]
             raise OutputError(
                 f"{self.directory}: a checkpoint could not be written",
@@ -303,7 +305,7 @@ class Checkpoints:
             ) from error
 
     def _clear(self) -> None:
-        """Delete what a killed run did not complete."""
+        """Delete incomplete checkpoints of killed runs."""
         self._deletion.end()
         if jax.process_index() == 0:
             self._put_in_place()
@@ -314,24 +316,24 @@ class Checkpoints:
                     path.unlink()
 
     def _delete_old(self) -> None:
-        """Begin to delete what Orbax has put aside."""
+        """Start to delete the checkpoints that Orbax moved to `_DELETED`."""
         self._deletion.end()
         if self._has_saved and jax.process_index() == 0:
             self._deletion.begin()
 
     def notes(self, step: int) -> dict[str, Any]:
-        """Read what was saved beside the state of a step."""
+        """Read the metadata that was saved with the state of a step."""
         args = self._ocp.args.Composite(**{_NOTES: self._ocp.args.JsonRestore()})
         return dict(self._manager.restore(step, args=args)[_NOTES])
 
     def existing(self, step: int | None) -> int:
-        """Return a step, when there is a checkpoint of it.
+        """Return a step if there is a checkpoint of it.
 
         Args:
-            step: its number, or None for the best.
+            step: the step, or None for the best.
 
         Raises:
-            ConfigError: when there is none.
+            ConfigError: when there is no such checkpoint.
         """
         self.wait()
         steps = sorted(self._manager.all_steps())
@@ -355,21 +357,21 @@ class Checkpoints:
     def read(
         self, step: int, like: Tree, given: Mapping[str, Any], give_up: Callable[[], Any]
     ) -> tuple[int, Tree, dict[str, Any]]:
-        """Read a checkpoint.
+        """Read a checkpoint and verify that it fits this run.
 
         Args:
-            step: its number.
+            step: step of the checkpoint.
             like: as in `restore`.
-            given: what the notes of the checkpoint have to say: ``base``, the fingerprint of what is frozen,
-                ``arrangement``, the layer of every row of a pipeline's state, and ``random``, how numbers are drawn.
-            give_up: called before arrays are read.
+            given: the run's own metadata, to compare with: ``base``, the fingerprint of frozen leaves;
+                ``arrangement``, the layer of every row of a pipeline's state; ``random``, how numbers are drawn.
+            give_up: called before arrays are read, to free the old ones.
 
         Returns:
             Its step, state and notes.
 
         Raises:
-            StructureError: when it is of another model, or over another base.
-            StateError: when it cannot be read, or is not what was written.
+            StructureError: for a checkpoint of another model, or over another base.
+            StateError: when it cannot be read, or differs from what was written.
 
         Warns:
             UserWarning: for a checkpoint without checksums.
@@ -390,9 +392,9 @@ class Checkpoints:
             state = state if moved is None else moved.after(state)
         except (StructureError, MemoryError):
             raise
-        except Exception as error:  # whatever Orbax, TensorStore and the file system say of a damaged file
+        except Exception as error:  # any error of Orbax, TensorStore or the file system for a damaged file
             if is_out_of_memory(error) or (isinstance(error, OSError) and not isinstance(error, FileNotFoundError)):
-                raise  # the checkpoint is not to blame
+                raise  # the checkpoint is not damaged
             said = (str(error).splitlines() or [type(error).__name__])[0][:200]
             raise self._damaged(step, said) from error
         self._retention.changed(None)
@@ -413,10 +415,10 @@ class Checkpoints:
         )
 
     def _verify(self, step: int) -> bool:
-        """Whether a checkpoint has checksums; each process reads a part of its files.
+        """Verify checksums, a part of the files in each process; return False for a checkpoint without checksums.
 
         Raises:
-            StateError: when they say that it is damaged, in all processes.
+            StateError: in all processes, when any file is damaged.
         """
         folder = self.directory / str(step)
         if not has_checksums(folder):
@@ -433,15 +435,14 @@ class Checkpoints:
 
         Args:
             like: as in `restore`.
-            given: what the notes of the checkpoint have to say: ``base``, the fingerprint of what is frozen,
-                ``arrangement``, the layer of every row of a pipeline's state, and ``random``, how numbers are drawn.
-            give_up: called once, before arrays are read.
+            given: as in `read`.
+            give_up: called before arrays are read, to free the old ones.
 
         Returns:
             Its step, state and notes, or None when there is no checkpoint.
 
         Raises:
-            StructureError: when a checkpoint is of another model, or over another base.
+            StructureError: for a checkpoint of another model, or over another base.
             StateError: when no checkpoint can be read.
         """
         self.wait()
@@ -469,7 +470,7 @@ class Checkpoints:
         return None
 
     def set_aside(self, after: int) -> None:
-        """Rename the checkpoints after a step, none of which can be read."""
+        """Rename the checkpoints after a step; none of them can be read."""
         self._set_aside([step for step in self._manager.all_steps() if step > after])
 
     def _set_aside(self, steps: list[int]) -> None:
@@ -479,7 +480,7 @@ class Checkpoints:
             names: list[str] = []
             for step in steps:
                 free = (self.directory / f"damaged-{step}{'+' * more}" for more in range(100))
-                with contextlib.suppress(PermissionError):  # a folder for reading alone
+                with contextlib.suppress(PermissionError):  # a read-only folder
                     path = (self.directory / str(step)).rename(next(path for path in free if not path.exists()))
                     names.append(path.name)
             return names
@@ -499,7 +500,7 @@ class Checkpoints:
         """Raise unless a checkpoint holds a state of this structure; reads no array.
 
         Args:
-            step: its number.
+            step: step of the checkpoint.
             like: as in `restore`.
 
         Raises:
@@ -509,28 +510,28 @@ class Checkpoints:
         check_leaves(stored, like, step, self.directory)
 
     def restore(self, step: int, like: Tree) -> Tree:
-        """Read a checkpoint.
+        """Read the state of a checkpoint.
 
         Args:
-            step: its number.
-            like: a pytree with the structure, shapes and dtypes that the checkpoint has to have: arrays, or
-                `jax.ShapeDtypeStruct`s with shardings.
+            step: step of the checkpoint.
+            like: a pytree with the expected structure, shapes and dtypes: arrays, or `jax.ShapeDtypeStruct`s with
+                shardings.
 
         Returns:
-            The state, arrays placed as in `like`, in device or host memory.
+            The state, with arrays placed as in `like`, in device or host memory.
 
         Raises:
             StructureError: when the checkpoint holds other leaves.
 
         Memory:
-            The state where it belongs; `like` holds no bytes when it is made of shapes. On the host beside it a few
-            chunks, as `checkpoint_bytes` says.
+            The state in its final place; `like` needs no bytes when it is made of shapes. In addition a few chunks in
+            host memory, as in `checkpoint_bytes`.
         """
         self.check(step, like)
         return unflat(read_leaves(self.directory / str(step) / _STATE, flat(like)), like)
 
     def wait(self) -> None:
-        """Wait until all begun checkpoints are complete on disk.
+        """Wait until all started saves are complete on disk.
 
         Raises:
             OutputError: when one could not be written.

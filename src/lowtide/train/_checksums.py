@@ -1,15 +1,15 @@
-"""Checksums of a checkpoint's files: damage is noticed before anything of it is used.
+"""Checksums of a checkpoint's files, which detect damage before any of its contents is used.
 
-Orbax and TensorStore check what leads to the arrays and not the arrays: a bit that a disk or a copy has turned comes
-back as another weight. So every file gets a checksum when all of them are written, and before the checkpoint gets its
-name: a checkpoint of that name has checksums, and they are of what was saved, however long that took.
+Orbax and TensorStore verify the index of the arrays, but not their contents: a bit that a disk or a copy has flipped is
+read as another weight. So every file gets a checksum after all files are written and before the checkpoint is renamed.
+A checkpoint with its final name therefore has checksums of the saved bytes, however long the save took.
 
-Files and not arrays, because a file is what gets damaged: notes and metadata are covered too, no copy of an array is
-made, nothing of the trainer's state is given up for a checkpoint that turns out to be damaged, and on how many devices
-a leaf was or will be makes no difference. CRC-32 finds every damage within 32 bits, and misses one of 4e9 others.
+The checksums cover files, not arrays, because files get damaged. So notes and metadata are covered, and no array is
+copied. The trainer keeps its state if the checkpoint turns out to be damaged, and the number of devices may change.
+CRC-32 detects all damage within 32 bits, and misses one in 4e9 other damages.
 
-Known inefficiencies: what was written is read once more, by a thread beside the training, and with several processes by
-the first alone; and once more before it is restored, there each process its share.
+Known inefficiencies: written files are read again, in a thread next to the training; with several processes, the first
+one reads all of them. A restore first reads them a third time, with a part in each process.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ from ..core import write_files
 
 FILE = "checksums.json"
 _UNCHECKED = "_CHECKPOINT_METADATA"
-"""Orbax's own times, written into the file when the checkpoint gets its name; nothing of it is restored."""
+"""File with Orbax's own times, written when the checkpoint is renamed; a restore does not use it."""
 _AT_ONCE, _THREADS = 1 << 22, 8
 
 
 def sealed(ocp: Any, directory: Path) -> type[Any]:
-    """Orbax's folder of a checkpoint that is not complete, which gets checksums before it gets its name.
+    """Return Orbax's class for the folder of an incomplete checkpoint, extended by checksums before the rename.
 
     Args:
-        ocp: `orbax.checkpoint`, which takes a second to import.
-        directory: of the checkpoints.
+        ocp: `orbax.checkpoint`, whose import takes a second.
+        directory: folder of the checkpoints.
     """
 
     class Sealed(ocp.path.atomicity.AtomicRenameTemporaryPath):
         async def finalize(self) -> None:
-            if Path(self.get_final()).parent == directory:  # Orbax makes folders of it in a checkpoint, too
+            if Path(self.get_final()).parent == directory:  # Orbax also uses this class for folders in a checkpoint
                 write_checksums(Path(self.get()))
             await super().finalize()
 
@@ -49,7 +49,7 @@ def sealed(ocp: Any, directory: Path) -> type[Any]:
 
 
 def write_checksums(folder: Path) -> None:
-    """Write the checksums of all files in a folder, which are on the disk then.
+    """Flush all files of a folder to disk, and write their checksums.
 
     Raises:
         OSError: when a file cannot be read.
@@ -63,23 +63,23 @@ def write_checksums(folder: Path) -> None:
 
 
 def has_checksums(folder: Path) -> bool:
-    """Whether a folder's files can be verified; earlier versions wrote no checksums."""
+    """Return whether a folder has checksums; earlier versions wrote none."""
     return (folder / FILE).is_file()
 
 
 def damage(folder: Path, part: int = 0, num_parts: int = 1) -> str | None:
-    """Say what is wrong with the files of a folder.
+    """Return a description of the damage to the files of a folder.
 
     Args:
-        folder: where `write_checksums` has written.
-        part: which of the files to read.
-        num_parts: into how many parts they are divided.
+        folder: a folder in which `write_checksums` was called.
+        part: index of the part of the files to read.
+        num_parts: number of parts into which the files are split.
 
     Returns:
-        The first file that is not as it was written, and why; None when all are.
+        The first file that differs from what was written, and the difference; None if there is no damage.
 
     Raises:
-        OSError: when a file cannot be read that is there, and not because its disk is damaged.
+        OSError: when an existing file cannot be read for another reason than a damaged disk.
     """
     try:
         expected = json.loads((folder / FILE).read_bytes())["crc32"]
@@ -90,7 +90,7 @@ def damage(folder: Path, part: int = 0, num_parts: int = 1) -> str | None:
         return f"{FILE} is no list of checksums"
     try:
         sizes = [(folder / name).stat().st_size if (folder / name).is_file() else -1 for name, _, _ in written]
-    except (OSError, ValueError):  # names that no file can have
+    except (OSError, ValueError):  # invalid file names
         return f"{FILE} is no list of files"
     for (name, size, _), found in zip(written, sizes, strict=True):
         if found != size:
@@ -114,7 +114,7 @@ def _sums(paths: Iterable[Path], *, is_new: bool = False) -> list[tuple[int, str
 
 
 def _sum(path: Path, is_new: bool) -> tuple[int, str]:
-    """Bytes of a file, and their checksum."""
+    """Return the size of a file in bytes, and its checksum."""
     crc, size, buffer = 0, 0, memoryview(bytearray(_AT_ONCE))
     with open(path, "rb", buffering=0) as file:
         if is_new:

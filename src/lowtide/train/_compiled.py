@@ -1,7 +1,7 @@
-"""The compiled step: batches where it reads them, its bytes before it runs, and one call of it.
+"""The compiled step: it places batches, reports its bytes before it runs, and takes one step per call.
 
-The program is checked to reuse every donated buffer, so exactly one copy of the state lives on the device, and is
-refused where the device is too small. There is one for every shape of a batch.
+After compilation, the program is checked to reuse every donated buffer, so that exactly one copy of the state is on the
+device. A program that needs more memory than the device has is refused. Each shape of a batch has its own program.
 """
 
 from __future__ import annotations
@@ -50,12 +50,12 @@ class CompiledStep:
     """The step of a trainer, compiled for the shapes of its batches.
 
     Args:
-        step: what is compiled.
-        live: the arrays that it consumes and reads.
-        sharding: where they belong, on several devices.
+        step: the step to compile.
+        live: the arrays that the step consumes and reads.
+        sharding: sharding rules; None on one device.
         processes: the other processes of the run.
-        num_microbatches: parts of a batch.
-        budget: gives the bytes that a step may use on a device, or None for what the device has.
+        num_microbatches: number of parts of a batch.
+        budget: returns the bytes that a step may use on a device, or None for all bytes of the device.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class CompiledStep:
         self._step, self._live, self._sharding, self._processes = step, live, sharding, processes
         self._num_microbatches, self._budget = num_microbatches, budget
         self.stages: StageReport | None = None
-        """Of a pipeline what each rank holds, from `preflight` on."""
+        """Report on what each rank of a pipeline holds; available after `preflight`."""
         self._programs: dict[Any, Tried] = {}
         self._reports: dict[int, MemoryReport] = {}
 
@@ -83,12 +83,12 @@ class CompiledStep:
         places = None
         if self._sharding is not None:
             kept = self._arguments(None)[: len(DONATED)]
-            # On an abstract mesh: the devices are those of the arguments, which `memory` moves to a target's.
+            # On an abstract mesh, the program runs on the devices of its arguments; `memory` moves those to a target.
             places = *jax.tree.map(lambda leaf: abstract(leaf.sharding), kept), abstract(self._sharding.replicated())
         return jax.jit(flat(step), donate_argnums=DONATED, keep_unused=True, out_shardings=places)
 
     def memory(self, batch: Tree, target: Target | str | None) -> MemoryReport:
-        """Compiled bytes of the step for a batch or shapes of one; see `Trainer.memory`."""
+        """Return the compiled bytes of the step for a batch or shapes of one; see `Trainer.memory`."""
         shapes = self._shapes(batch)
         if target is None:
             compiled = self.compile(shapes)
@@ -104,31 +104,31 @@ class CompiledStep:
         return found
 
     def preflight(self, batch: Tree) -> MemoryReport:
-        """Compile the step, and refuse it if the device is too small; see `Trainer.preflight`."""
+        """Compile the step, and raise if it needs more memory than the device has; see `Trainer.preflight`."""
         shapes = self._shapes(batch)
         compiled = self.compile(shapes)
         self._describe(compiled, shapes)
         return self._refuse_large(compiled, batch)
 
     def _describe(self, compiled: Any, shapes: Tree) -> None:
-        """Say what each rank of a pipeline holds in this program."""
+        """Update the report on the ranks of a pipeline for this program."""
         if isinstance(step := self._step_for(shapes), PipelineStep):
             self.stages = step.report(combine(*self._live.parts), shapes, self._report(compiled))
 
     def _chosen(self, tried: Callable[[TrainingStep], Tried], shapes: Tree) -> Tried:
-        """Compile the step, of a pipeline that may be scheduled anew with what the device has room for."""
+        """Compile the step; for a pipeline that can be rescheduled, choose the schedule by the memory left."""
         step = self._step
         if not isinstance(step, PipelineStep) or not step.can_reschedule:
             return tried(step)
         return choose_schedule(step, tried, jax.tree.map(_struct, combine(*self._live.parts)), shapes)
 
     def _left(self, report: MemoryReport) -> int | None:
-        """Return the bytes that a device has beside a step; negative where the step is too large."""
+        """Return the bytes that a device has left next to a step; negative where the step is too large."""
         usable = report.target.device_bytes if (budget := self._budget()) is None else budget
         return None if usable is None else usable - report.device_bytes
 
     def shortage(self, batch: Tree, when: str) -> OutOfMemoryError:
-        """Make the error that says who owns the bytes of the step."""
+        """Return the error that lists the owners of the step's bytes."""
         batch = self._shapes(batch)
         program = compile(self._jitted(self._step_for(batch)), *self._arguments(batch))
         return shortage(program, when=when, roles=_ROLES, budget_bytes=self._budget(), hint=self._step.remedies)
@@ -137,8 +137,8 @@ class CompiledStep:
         """Take one step.
 
         Args:
-            batch: its batch.
-            sent: gets the metrics before anything can come between them and the new state.
+            batch: batch of the step.
+            sent: called with the metrics, without an interrupt between the new state and this call.
 
         Returns:
             The metrics, on the device.
@@ -151,6 +151,7 @@ class CompiledStep:
         on_device = self.place(batch)
         compiled = self.compile(on_device)
         self._refuse_large(compiled, batch)
+        # No interrupt between the call and `set`: the call consumes the state, and its result would be lost.
         with undisturbed():
             trainable, opt_state, mutable, step, metrics = called(compiled, *self._arguments(on_device))
             self._live.set(TrainState(step, trainable, opt_state, mutable))
@@ -178,21 +179,21 @@ class CompiledStep:
         return self._programs[key].program
 
     def _tried(self, step: TrainingStep, batch: Tree) -> Tried:
-        """Compile a step for here; its bytes are asked for where a schedule is chosen by them."""
+        """Compile a step for this hardware, with a memory report where a schedule is chosen by it."""
         program = self._compiled(step, batch)
         if not self._may_reschedule:
             return Tried(step, program, None, None)
-        if isinstance(program, Exception):  # of a TPU's compiler there is a report also then
+        if isinstance(program, Exception):  # a TPU compiler reports memory even when the program does not fit
             report = analyze(self._jitted(step), *self._arguments(batch), roles=_ROLES)
         else:
             report = analyze_compiled(program, roles=_ROLES)
-        # Devices of other processes may have less: all choose the same.
+        # Devices of other processes may have less memory left; all processes choose by the smallest number.
         return Tried(step, program, report, self._processes.least(self._left(report)))
 
     def _compiled(self, step: TrainingStep, batch: Tree) -> Any:
-        """Compile a step: the program, or the compiler's error for one that does not fit."""
+        """Compile a step; return the program, or the compiler's error if it does not fit."""
         with warnings.catch_warnings():
-            # JAX only warns, and without a path; _refuse_copies raises, with one.
+            # JAX only warns about them, without a path. `_refuse_copies` raises, with a path.
             warnings.filterwarnings("ignore", message="Some donated buffers were not usable")
             lowered = self._jitted(step).lower(*self._arguments(batch))
             self._processes.agree_on_program(lowered)
@@ -213,13 +214,13 @@ class CompiledStep:
         return isinstance(self._step, PipelineStep) and self._step.can_reschedule
 
     def _key(self, batch: Tree) -> Any:
-        """Tell programs apart: by the shapes of batches, and the budget where a schedule is chosen by it."""
+        """Return the cache key of a program: shapes of batches, and the budget where a schedule is chosen by it."""
         leaves, structure = jax.tree.flatten(batch)
         budget = self._budget() if self._may_reschedule else None
         return structure, budget, *[(leaf.shape, leaf.dtype, spread(leaf)) for leaf in leaves]
 
     def _shapes(self, batch: Tree) -> Tree:
-        """Of what is not on the device yet the shapes that it will have there."""
+        """Return the shapes that a batch will have on the device; leaves that are there already keep theirs."""
         if self._sharding is None:
             return argument_shapes(batch)
         self._processes.agree_on_batch(batch := numbers(batch))
@@ -230,7 +231,7 @@ class CompiledStep:
         return state.trainable, state.opt_state, state.mutable, state.step, self._live.frozen, batch
 
     def _report(self, compiled: Any) -> MemoryReport:
-        """Report on a compiled step, once."""
+        """Return the memory report of a compiled step; it is made once."""
         if id(compiled) not in self._reports:
             self._reports[id(compiled)] = analyze_compiled(compiled, roles=_ROLES)
         return self._reports[id(compiled)]
@@ -260,7 +261,7 @@ def _refuse_copies(compiled: Any) -> None:
 
 
 def parse_budget(budget: int | str | None) -> int | None:
-    """Bytes that a step may use, or None for what the device has."""
+    """Return the bytes that a step may use, or None for all bytes of the device."""
     found: Any = parse_bytes(budget) if isinstance(budget, str) else budget
     if found is not None and not is_count(found, 1):
         raise ConfigError("budget leaves nothing", got=budget, hint='budget="14 GiB", or None for the whole device')

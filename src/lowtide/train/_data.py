@@ -1,7 +1,7 @@
-"""Batches in the order of a run: by step number, or from something that is iterated, epoch after epoch.
+"""Batches in the order of a run: by step number, or from an iterable, epoch after epoch.
 
-What can be asked for the batch of a step resumes anywhere. What is iterated resumes from its own state where it has one
-(a Grain iterator's ``get_state``), else by passing over the batches that were seen.
+Data with batches by step number resumes at any step. An iterator resumes from its own state if it has one (a Grain
+iterator's ``get_state``). Otherwise the batches that were already used are skipped.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ..core import ConfigError, DataError, Tree, check_count, is_count, leaves_w
 
 @runtime_checkable
 class StepData(Protocol):
-    """Batches by step number, such as a list or a `grain.MapDataset`: what makes a run resumable at any step."""
+    """Batches by step number, such as a list or a `grain.MapDataset`, so that a run can resume at any step."""
 
     def __getitem__(self, index: int, /) -> Any:
         """Return the batch of a step."""
@@ -29,23 +29,23 @@ class StepData(Protocol):
 
 
 class DataEnd(enum.Enum):
-    """What comes instead of a batch."""
+    """Values returned in place of a batch."""
 
     EPOCH = "end of epoch"
     RUN = "end of run"
 
 
 class Feed:
-    """Where a run is in its data.
+    """Iterator over a run's training data, with its position.
 
     Args:
         data: batches by step number, or an iterable of batches.
         num_steps: the step to stop at, or None.
-        num_epochs: the epochs to stop after, or None.
+        num_epochs: the number of epochs to stop after, or None.
 
     Raises:
-        ConfigError: when the run would not end or before it began, or the number of its epochs cannot be told.
-        DataError: for what holds no batches.
+        ConfigError: when the run would have no end or a negative one, or when the length of an epoch is unknown.
+        DataError: for data that holds no batches.
     """
 
     def __init__(self, data: StepData | Iterable[Tree], num_steps: int | None, num_epochs: int | None) -> None:
@@ -67,23 +67,26 @@ class Feed:
             self._length = len(self._data)
             if not self._length:
                 raise DataError("the data has no batch", got="a length of 0", hint="pass at least one batch")
-        # Grain gives batches beyond the length, too: those of later epochs, shuffled anew.
+        # A Grain dataset also returns batches beyond its length: those of later epochs, shuffled again.
         grain = sys.modules.get("grain")
         self._goes_on = grain is not None and isinstance(data, grain.MapDataset)
         self._iterator: Any = None
         self._in_epoch = 0
         self.epoch = 0
         self._mark: tuple[int | None, dict[str, Any]] = None, {}
-        """A step, and where its batch is: set before that is asked for."""
+        """A step and the position of its batch; set before the batch is read."""
         self._read: list[Any] = []
-        """The last batch, of an iterator that cannot give it again."""
+        """The last batch, if the iterator cannot return it again."""
         self._again: list[Any] = []
-        """A batch that is next because it was read in vain."""
+        """A batch that was read without a step on it, and so is the next one."""
         self._left: Mapping[str, Any] | None = None
         self._is_lost = False
 
     def leave(self, step: int, position: Mapping[str, Any]) -> None:
-        """End the run after `step` steps at a `position` that is the trainer's, perhaps with a batch read in vain."""
+        """End the run after `step` steps at `position`, the trainer's own.
+
+        A batch that was read without a step on it is kept, and comes first in the next run.
+        """
         self._left = position
         if step == self._mark[0] and self._read:
             self._again, self._read = self._read, []
@@ -92,24 +95,26 @@ class Feed:
             self.close()
 
     def lose(self, position: Mapping[str, Any] | None) -> None:
-        """Go back, to a `position` that is the trainer's: there no iterator of the run can go on."""
+        """End the run after a rollback to `position`, the trainer's own; the run's iterator cannot continue there."""
         self._left, self._is_lost = position, True
         self.close()
 
     def close(self) -> None:
-        """Give up the iterator, unless it is the user's."""
+        """Close the iterator, unless it belongs to the user."""
         iterator, self._iterator = self._iterator, None
         self._close(iterator)
 
     def go_on(self, before: Feed | None, position: Mapping[str, Any] | None) -> bool:
-        """Go on with the very iterator of another run, where that run left it, or begin with other data.
+        """Continue with the iterator of the previous run where that run left it, or with other data.
 
         Args:
-            before: the feed of the run before.
-            position: the trainer's; another than where that run ended when the trainer has gone back since.
+            before: the feed of the previous run.
+            position: the trainer's position. It differs from the one where that run ended if the trainer was restored
+                since.
 
         Returns:
-            Whether it is that iterator, and it is there; or other data, which a position of that run says nothing of.
+            Whether the data is ready: that iterator at the right position, or other data, to which the position of the
+            previous run does not apply. Otherwise call `start`.
         """
         if before is None or before._left is not position:
             return False
@@ -117,7 +122,7 @@ class Feed:
             if before._data is self._data:
                 self._refuse_to_go_back("where the run went back to")
             self.epoch = (position or {}).get("epoch", 0)
-            return True  # a new iterator is taken as it comes
+            return True  # a new iterator is used from its first batch
         if before._is_lost:
             return False
         if before._data is not self._data and not self._is_indexed:
@@ -139,7 +144,7 @@ class Feed:
 
     @property
     def ends(self) -> dict[str, int | None]:
-        """What was said of the end of the run."""
+        """The requested end of the run."""
         return {"num_steps": self._num_steps, "num_epochs": self._num_epochs}
 
     @property
@@ -149,22 +154,22 @@ class Feed:
 
     @property
     def _is_live(self) -> bool:
-        """Whether the data is an iterator that goes forward only, as a generator does."""
+        """Whether the data is an iterator that cannot restart, such as a generator."""
         return not self._is_indexed and hasattr(self._data, "__next__") and not hasattr(self._data, "get_state")
 
     @property
     def num_steps(self) -> int | None:
-        """The step at which the run ends, where that is known."""
+        """Step at which the run ends, or None where that is unknown."""
         ends = [self._num_steps]
         ends.append(self._num_epochs * self._length if self._num_epochs is not None and self._length else None)
         return min((end for end in ends if end is not None), default=None)
 
     def start(self, step: int, position: Mapping[str, Any] | None = None) -> None:
-        """Go to where a step begins.
+        """Move to the first batch of a step.
 
         Args:
-            step: steps taken so far.
-            position: what `position` gave after that many steps, or None.
+            step: number of steps taken so far.
+            position: result of `position` after that many steps, or None.
 
         Raises:
             DataError: for an iterator that cannot go back there.
@@ -174,7 +179,7 @@ class Feed:
                 self.epoch, self._in_epoch = divmod(step, self._length)
                 there = (position or {}).get("epoch"), (position or {}).get("in_epoch")
                 if there == (self.epoch - 1, self._length):
-                    # Saved after an epoch's last step, before its end: the evaluation there is still to come.
+                    # Saved between an epoch's last step and its end: the evaluation at the end is still to come.
                     self.epoch, self._in_epoch = self.epoch - 1, self._length
             return
         if position is not None and "num_processes" in position:
@@ -212,11 +217,11 @@ class Feed:
                 )
 
     def position(self, step: int | None = None) -> dict[str, Any]:
-        """Where the data is, as JSON: what a checkpoint keeps of it.
+        """Return the position in the data as JSON, for a checkpoint.
 
         Args:
-            step: steps taken so far: when the batch of that step was read, no step has been taken on it, and the
-                position is the one before it.
+            step: number of steps taken so far. If the batch of that step was already read, the position is the one
+                before the batch, because no step was taken on it.
         """
         if step is not None and step == self._mark[0]:
             return {**self._mark[1]}
@@ -224,10 +229,10 @@ class Feed:
         return {"epoch": self.epoch, "in_epoch": self._in_epoch, "iterator": _encoded(state)}
 
     def next(self, step: int) -> Tree | DataEnd:
-        """Return the batch of a step, or that an epoch or the run has ended.
+        """Return the batch of a step, or `DataEnd` at the end of an epoch or the run.
 
         Args:
-            step: steps taken so far.
+            step: number of steps taken so far.
 
         Raises:
             DataError: when the data ends before the run.
@@ -249,7 +254,7 @@ class Feed:
                 batch = next(self._iterator)
         except (IndexError, StopIteration) as error:
             if isinstance(error, IndexError) and not self._is_past(index):
-                raise  # the user's own
+                raise  # an error inside the user's dataset
             if not self._is_indexed and self._in_epoch and (self._num_epochs or self._iterator is not self._data):
                 return self._end_epoch(step)
             raise DataError(
@@ -262,7 +267,7 @@ class Feed:
         return batch
 
     def _is_past(self, index: int) -> bool:
-        """Whether there is no such batch, so that an `IndexError` is what it should be."""
+        """Return whether no batch has this index, so that an `IndexError` means the end of the data."""
         return self._is_indexed and (not hasattr(self._data, "__len__") or index >= len(self._data))
 
     def _end_epoch(self, step: int) -> DataEnd:
@@ -273,21 +278,21 @@ class Feed:
         return DataEnd.EPOCH
 
     def _close(self, iterator: Any) -> None:
-        """Close an iterator of ours.
+        """Close an iterator that the feed has made.
 
-        Those of Grain have threads, and who drops them leaves it to the garbage collector to wait for these, in
-        whichever thread that runs.
+        Grain iterators have threads. If one were only dropped, the garbage collector would wait for its threads, in
+        whichever thread the collection runs.
         """
         if iterator is not self._data and hasattr(iterator, "close"):
             iterator.close()
 
 
 IN_ORDER = "seed=None, drop_remainder=False"
-"""How `array_data` gives every example once and in its order, as outputs and evaluations need them."""
+"""Arguments with which `array_data` returns every element once and in order, as outputs and evaluations need."""
 
 
 def refuse_arrays(data: Any) -> None:
-    """Raise for arrays, and for what else cannot be a number of batches.
+    """Raise for arrays, and for other objects that cannot be a series of batches.
 
     Raises:
         DataError: with the way to make batches.
@@ -304,12 +309,12 @@ def refuse_arrays(data: Any) -> None:
 
 
 def _is_array(data: Any) -> bool:
-    """Whether it is an array, a tensor of another library, or a table of columns."""
+    """Return whether `data` is an array, a tensor of another library, or a table of columns."""
     return isinstance(data, np.ndarray | jax.Array) or (hasattr(data, "__array__") and hasattr(data, "shape"))
 
 
 def _encoded(state: Any) -> Any:
-    """Write an iterator's state as JSON: Grain's are dictionaries, or bytes."""
+    """Convert an iterator's state to JSON; Grain's states are dictionaries or bytes."""
     return {"base64": base64.b64encode(state).decode()} if isinstance(state, bytes) else state
 
 
@@ -318,13 +323,14 @@ def _decoded(state: Any) -> Any:
 
 
 def array_data(arrays: Tree, batch_size: int, *, seed: int | None = 0, drop_remainder: bool = True) -> Any:
-    """Batches of arrays, shuffled anew in every epoch.
+    """Return batches of arrays, shuffled again in every epoch.
 
     Args:
-        arrays: a pytree of arrays with equal leading axes, the examples.
-        batch_size: examples a batch.
-        seed: of the order; None keeps the arrays' own.
-        drop_remainder: leave out examples that do not fill a batch (it would be compiled for separately).
+        arrays: a pytree of arrays with equal leading axes, the elements.
+        batch_size: number of elements in a batch.
+        seed: seed of the order; None keeps the order of the arrays.
+        drop_remainder: drop the last elements if they do not fill a batch (such a batch would need another
+            compilation).
 
     Returns:
         A `grain.MapDataset` of one epoch's batches, for ``fit(..., num_epochs=...)``.

@@ -1,7 +1,7 @@
-"""A running average of what trains, kept by the optimizer.
+"""An exponential moving average of the trainable leaves, kept by the optimizer.
 
-It is part of the optimizer's state, so that it is saved, sharded, offloaded (``match=r".*/average/.*"``) and rolled
-back like the rest of it, and costs bytes only for what trains.
+The average is part of the optimizer's state. So it is saved, sharded, offloaded (``match=r".*/average/.*"``) and rolled
+back with that state, and needs bytes only for trainable leaves.
 """
 
 from __future__ import annotations
@@ -18,30 +18,30 @@ from ..core import ConfigError, Tree
 
 
 class EmaState(NamedTuple):
-    """The state of `ema`."""
+    """State of `ema`."""
 
     inner: Tree
-    """The wrapped optimizer's."""
+    """State of the wrapped optimizer."""
     average: Tree
-    """The running average, like the parameters, float32 at least."""
+    """The running average, shaped like the parameters, in float32 or wider."""
 
 
 def ema(tx: optax.GradientTransformation, decay: float) -> optax.GradientTransformationExtraArgs:
-    """Keep an exponential moving average of the parameters beside an optimizer.
+    """Keep an exponential moving average of the parameters in an optimizer's state.
 
     Args:
         tx: the optimizer.
-        decay: of the average: ``average = decay * average + (1 - decay) * parameters`` after every update, before
+        decay: decay of the average: ``average = decay * average + (1 - decay) * parameters`` after every update, before
             constraints of a Keras model.
 
     Returns:
-        A transformation with the updates of `tx`. `Trainer.averaged` puts the average in the parameters' place.
+        A transformation with the updates of `tx`. `Trainer.averaged` replaces the parameters by the average.
 
     Raises:
         ConfigError: for a `decay` that is not between 0 and 1; from ``update``, without parameters.
 
     Memory:
-        One float32 copy of what trains.
+        One float32 copy of the trainable leaves.
 
     Examples:
         >>> tx = ema(optax.sgd(1.0), decay=0.5)
@@ -61,7 +61,7 @@ def ema(tx: optax.GradientTransformation, decay: float) -> optax.GradientTransfo
 
 @dataclasses.dataclass(frozen=True)
 class _Ema:
-    """The two functions of the transformation that `ema` returns."""
+    """The ``init`` and ``update`` of the transformation that `ema` returns."""
 
     tx: Any
     decay: float
@@ -82,13 +82,13 @@ class _Ema:
 def with_inner(
     tx: optax.GradientTransformation, change: Callable[[optax.GradientTransformation], optax.GradientTransformation]
 ) -> optax.GradientTransformation:
-    """Change a transformation, or the one that `ema` is around."""
+    """Change a transformation; inside `ema`, change the wrapped one."""
     made = getattr(tx.init, "__self__", None)
     return ema(with_inner(made.tx, change), made.decay) if isinstance(made, _Ema) else change(tx)
 
 
 def find_average(state: Tree) -> Tree | None:
-    """Find the average somewhere in an optimizer's state, or None."""
+    """Return the average of the first `ema` in an optimizer's state, or None."""
     found = [leaf for leaf in jax.tree.leaves(state, is_leaf=_is_ema) if _is_ema(leaf)]
     return found[0].average if found else None
 

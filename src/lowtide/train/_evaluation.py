@@ -1,4 +1,4 @@
-"""What a trainer computes with its model without changing it: means over batches, and outputs on the host."""
+"""Computations that leave the model unchanged: means over batches, and outputs on the host."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from ._data import refuse_arrays
 from ._step import TrainingStep, scalar_weight, weighted
 
 _EVALUATION = 2**31 - 1
-"""No step has this number."""
+"""A number that no step has."""
 
 
 def _call_model(model: Any, *batch: Tree) -> Any:
-    """Compute the model's own output for a batch.
+    """Return the model's own output for a batch.
 
     Raises:
-        ConfigError: when the model cannot be called, or takes more than a batch (an Equinox module's state).
+        ConfigError: when the model is not callable, or takes more than a batch (an Equinox module's state).
     """
     if len(batch) != 1:
         raise ConfigError(
@@ -43,16 +43,16 @@ def _call_model(model: Any, *batch: Tree) -> Any:
 
 
 class Evaluation:
-    """The compiled functions.
+    """The compiled functions of evaluation and prediction.
 
     Args:
-        step: whose loss and model.
+        step: the training step, which has the loss and the model.
         weight: weight of a batch, or None for the number of rows of its first array.
-        seed: of the keys that the loss function gets.
-        compiled: puts batches on the device.
+        seed: seed of the keys for the loss function.
+        compiled: places batches on the device.
         processes: the other processes of the run.
-        sharding: where arrays belong, on several devices.
-        model: the model, of which an object may say what is predicted by default.
+        sharding: sharding rules; None on one device.
+        model: the model; a `ModelObject` may define the default function of predictions.
     """
 
     def __init__(
@@ -73,23 +73,23 @@ class Evaluation:
         self._last: tuple[Any, Any] | None = None
 
     def means(self, parts: tuple[Tree, ...], count: Any, data: Iterable[Tree]) -> dict[str, float]:
-        """Weighted means of loss and metrics, summed on the device and read once.
+        """Return weighted means of loss and metrics, summed on the device and read once.
 
         Args:
-            parts: what trains, what the model changes, and the rest.
-            count: steps taken.
+            parts: trainable, mutable and frozen leaves.
+            count: number of steps taken.
             data: batches.
 
         Raises:
             ConfigError: when there is no batch.
-            DataError: for arrays in place of batches, or batches that weigh nothing.
+            DataError: for arrays in place of batches, or batches whose weights sum to 0.
         """
         refuse_arrays(data)
         sums = None
         for number, batch in enumerate(self._processes.batches(data)):
             on_device = self._compiled.place(batch, is_training=False)
             found = self._processes.in_turn(self._means(parts, count, number, on_device))
-            jax.block_until_ready(sums)  # two batches at a time on the device, however fast they are read
+            jax.block_until_ready(sums)  # keeps at most two batches on the device, however fast they are read
             sums = found if sums is None else jax.tree.map(jnp.add, sums, found)
         if sums is None:
             raise ConfigError("evaluate got no batch", hint="pass at least one batch, from a re-iterable source")
@@ -106,10 +106,10 @@ class Evaluation:
     def outputs(
         self, parts: Callable[[], tuple[Tree, ...]], data: Iterable[Tree], fn: Callable[..., Any] | None
     ) -> Iterator[Any]:
-        """Give what a function of the model gives for each batch, on the host; the next is sent before one is read.
+        """Return an iterator of a function's outputs on the host; the next batch is dispatched before one is read.
 
         Args:
-            parts: gives what `means` takes; asked for each batch, since there may be steps between them.
+            parts: returns the leaves as in `means`; called for each batch, since steps may run in between.
             data: batches.
             fn: the function, or None for the model's own output.
 
@@ -136,7 +136,7 @@ class Evaluation:
             yield jax.device_get(before[0])
 
     def _batch_means(self, parts: tuple[Tree, ...], count: Any, number: Any, batch: Tree) -> tuple[dict[str, Any], Any]:
-        # A key of its own for every batch, and none of training's.
+        # A separate key for every batch, different from all keys of training steps.
         key = jax.random.fold_in(jax.random.fold_in(jax.random.key(self._seed), _EVALUATION), count)
         key = jax.random.fold_in(key, number)
         loss, metrics, _ = self._step.loss(combine(*parts), batch, key=key, training=False)
@@ -145,9 +145,10 @@ class Evaluation:
 
 
 def _num_rows(batch: Tree) -> int:
-    """Return what a mean over the examples of all batches weighs a batch's mean with.
+    """Return the weight of a batch in a mean over all elements: the number of rows of its first array.
 
-    Always of the same leaf: what depends on whether leaves agree weighs batches of one evaluation in two ways.
+    It is always the same leaf. A rule that depends on whether leaves agree could weigh two batches of one evaluation
+    differently.
     """
     return next((leaf.shape[0] for leaf in jax.tree.leaves(batch) if jnp.ndim(leaf)), 1)
 
@@ -156,8 +157,8 @@ def join(parts: Sequence[Any]) -> Any:
     """Join outputs of batches along their first axis.
 
     Raises:
-        ConfigError: when there is none.
-        StructureError: when they are of other structures or shapes.
+        ConfigError: when there are no outputs.
+        StructureError: when their structures or shapes differ.
     """
     if not parts:
         raise ConfigError("predict got no batch", hint="pass at least one batch")

@@ -1,4 +1,4 @@
-"""What happens in a run, as a session says it; failures after a failure, and the line that a warning is of."""
+"""Events of a run, as a session yields them; notes on exceptions; the line of the user's code for a warning."""
 
 from __future__ import annotations
 
@@ -11,39 +11,39 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 Record = dict[str, float | int]
-"""The values of a step, or of an evaluation, by name."""
+"""Values of a step or of an evaluation, by name."""
 
 
 class Event(NamedTuple):
-    """Something that has happened, or is about to; but for two of them `Callback` has a method ``on_...``."""
+    """Something that has happened or is about to; `Callback` has a hook ``on_...`` for all but two events."""
 
     name: Literal[
         "train_begin",
-        "resume",  # the states that a checkpoint kept of callbacks, by name
+        "resume",  # the saved states of callbacks, by name
         "preflight",  # the memory report of the step
-        "epoch_begin",  # its number
+        "epoch_begin",  # the number of the epoch
         "epoch_end",
         "step_begin",  # steps taken so far
         "step_end",
         "record",  # the values of a step, or of an evaluation
-        "rollback",  # the step whose weights the run goes on with
+        "rollback",  # the step of the restored weights
         "evaluate_begin",
         "evaluate_end",  # the means
         "predict_begin",
         "predict_end",
         "checkpoint",  # its step
-        "exception",  # what ends the run
+        "exception",  # the exception that ends the run
         "train_end",
     ]
     value: Any = None
-    """What belongs to it; None for nothing."""
+    """Data of the event, or None."""
     error: BaseException | None = None
-    """The exception that is about to end the run, which nobody who hears of the event may replace."""
+    """Exception that is about to end the run; failures of hooks are added to it as notes."""
 
 
 @contextlib.contextmanager
 def noted(error: BaseException, what: str) -> Generator[None]:
-    """Do something after an exception, to which a failure adds a note."""
+    """Run a block after an exception; if the block fails, add a note to that exception."""
     try:
         yield
     except Exception as failure:
@@ -51,7 +51,7 @@ def noted(error: BaseException, what: str) -> Generator[None]:
 
 
 def level_of_user() -> int:
-    """Return the `stacklevel`, for who calls this, of the nearest line outside of this package."""
+    """Return the `stacklevel`, for the caller, of the nearest line outside of this package."""
     ours = (f"{Path(__file__).parents[1]}{os.sep}", contextlib.__file__)
     level, frame = 0, inspect.currentframe()
     while frame is not None and frame.f_code.co_filename.startswith(ours):
@@ -60,12 +60,12 @@ def level_of_user() -> int:
 
 
 class LossLines:
-    """Choose the steps whose loss is printed where no terminal shows a bar: in a log file or a notebook.
+    """Choose the steps whose loss is printed where there is no progress bar: in a log file or a notebook.
 
-    This object is mutated: it remembers when it last chose a step.
+    This object is mutable: it stores when it last chose a step.
 
     Args:
-        num_steps: the step at which the run ends, or None where that is not known.
+        num_steps: the step at which the run ends, or None if unknown.
     """
 
     def __init__(self, num_steps: int | None) -> None:
@@ -73,7 +73,7 @@ class LossLines:
         self._last: float | None = None
 
     def is_due(self, step: int) -> bool:
-        """Return whether to print: for the first step, for ten steps of a run, and after every minute."""
+        """Return whether to print: at the first step, at ten steps of a run, and after every minute."""
         now = time.monotonic()
         is_due = self._last is None or step % self._interval == 0 or now - self._last > 60
         if is_due:

@@ -1,9 +1,9 @@
-"""Losses, gradients and weights that are no numbers: who notices, and what becomes of the run.
+"""Losses, gradients and weights that are not finite: when they are detected, and how the run reacts.
 
-A loss and gradients that are finite say nothing of the update that follows: a schedule that divides by zero, a norm of
-zero, or a rate that is far too high makes NaN of them. To leave such an update out, a step would have to hold both
-states at once; so weights are asked where a run pauses: before copies, checkpoints and evaluations, and at its end,
-before the state is taken for a good one. What is on the host is not asked: it would have to come to the device.
+A finite loss and finite gradients do not guarantee a finite update: a schedule that divides by zero, a norm of zero or
+a rate that is far too high makes NaN. To drop such an update, a step would have to hold both states at once. So weights
+are checked when a run pauses and the state has to be valid: before copies, checkpoints and evaluations, and at the end.
+Weights on the host are not checked, because they would have to be copied to the device.
 """
 
 from __future__ import annotations
@@ -24,52 +24,53 @@ from ._state import LiveState
 
 OnNan = Literal["abort", "skip", "roll_back", "ignore"]
 _MAX_ROLLBACKS, _MAX_SKIPS = 3, 100
-"""How often a run may go back to one copy, and how many steps in a row it may skip, before it gives up."""
+"""Largest number of rollbacks to one copy, and number of failed steps in a row at which ``"skip"`` raises."""
 
 
 class Guard:
-    """What a run does about values that are no numbers.
+    """Policy of a run for values that are not finite.
 
     Args:
         live: the state.
-        copies: where it can go back to.
-        on_nan: the policy, as `Trainer` takes it.
-        is_guarded: whether steps leave an update out whose loss or gradients are not finite.
+        copies: the copies that it can return to.
+        on_nan: the policy, as in `Trainer`.
+        is_guarded: whether steps drop an update whose loss or gradients are not finite.
     """
 
     def __init__(self, live: LiveState, copies: Copies, on_nan: OnNan, *, is_guarded: bool) -> None:
         self._live, self._copies, self._on_nan, self._is_guarded = live, copies, on_nan, is_guarded
         self.is_spoilt = False
-        """Whether the last values had no finite loss or gradients, and nothing was done about it yet."""
+        """Whether the loss or gradients of the last step were not finite, and no reaction has followed yet."""
         self.has_left_out = False
-        """Whether the run ends at a step that left its update out, so that its state is good."""
+        """Whether the run ends at a step that dropped its update, so that the state is valid."""
         self.is_back = False
         """Whether the run ends at an earlier state than its last."""
         self._odd: frozenset[str] | None = None
-        """What trains and was not finite when the run began, which is no harm then; None before that."""
+        """Trainable leaves that were not finite when the run began, and so are ignored; None before that."""
         self._asked_at = live.step
-        """The step at which weights were last asked."""
+        """Step at which weights were last checked."""
         self._num_wrong = 0
-        """Steps in a row whose loss or gradients are no numbers."""
+        """Number of steps in a row whose loss or gradients are not finite."""
         self._num_rollbacks, self._backs = 0, (-1, -1)
-        """How often the run went back to one copy, its step, and the one it went on from: a checkpoint there is it."""
+        """Number of rollbacks to one copy; its step, and the step at which the run continued (a checkpoint saved there
+        holds the same weights)."""
 
     def begin(self) -> None:
-        """Remember the weights that are no numbers from the beginning."""
+        """Record the trainable leaves that are not finite at the beginning of the run."""
         self._odd = _not_finite_leaves(self._live.state.trainable)
 
     def see(self, values: Mapping[str, float]) -> None:
-        """Look at the loss and the gradients of a step, before anything can come between that and `judge`."""
+        """Check the loss and the gradients of a step, before an interrupt can come between this and `judge`."""
         self.is_spoilt = bool(_not_finite(values))
 
     def judge(self, step: int, values: Mapping[str, float]) -> int | None:
-        """Decide what becomes of the run after a step.
+        """Decide how the run continues after a step.
 
         Returns:
-            The step whose weights the run has gone back to, or None where it goes on.
+            The step of the weights that were restored, or None if the run simply continues.
 
         Raises:
-            NonFiniteError: as the policy says.
+            NonFiniteError: depending on the policy.
         """
         wrong = _not_finite(values)
         if not wrong:
@@ -78,7 +79,7 @@ class Guard:
         return self._act(step, wrong[0], values[wrong[0]])
 
     def ask(self) -> int | None:
-        """Look at the weights, once a step, and decide as `judge` does."""
+        """Check the weights, at most once per step, and decide as `judge` does."""
         step = self._live.step
         if self._asked_at == step:
             return None
@@ -90,10 +91,11 @@ class Guard:
         return self._act(step, spoilt[0], math.nan)
 
     def _act(self, step: int, wrong: str, value: float) -> int | None:
-        """Raise, return to the last copy, or do nothing."""
+        """Raise, restore the last copy, or do nothing."""
         self._num_wrong += 1
         if self._on_nan == "roll_back" and self._num_rollbacks < _MAX_ROLLBACKS:
-            count = jnp.array(self._live.state.step)  # a copy; the batches that were seen stay behind
+            # A copy, because a rollback may delete the state. The count stays, so the run continues with later batches.
+            count = jnp.array(self._live.state.step)
             if (back := self._copies.roll_back()) is not None:
                 self._num_rollbacks = (self._num_rollbacks if back in self._backs else 0) + 1
                 self._backs = back, int(count)
@@ -123,7 +125,7 @@ class Guard:
         )
 
     def _spoilt(self) -> list[str]:
-        """List the weights of which an update has made NaN or infinity."""
+        """List the trainable leaves that an update has made NaN or infinite."""
         if self._odd is None or self._on_nan == "ignore":
             return []
         return sorted(_not_finite_leaves(self._live.state.trainable) - self._odd)
@@ -131,7 +133,7 @@ class Guard:
     # --- after an exception ----------------------------------------------------------------------------------------
 
     def go_back(self, error: BaseException, step: int, values: Mapping[str, float], *, is_alone: bool) -> None:
-        """Go back from the state after a step that nobody has judged; with others nobody can go back."""
+        """Restore a copy if the last step needs it and was not judged; several processes cannot do so together."""
         wrong = _not_finite(values)
         if wrong and self._on_nan in ("abort", "roll_back") and not self._is_guarded:
             if is_alone and not self.is_back:
@@ -141,7 +143,7 @@ class Guard:
             self.is_back = True
 
     def heal(self, error: BaseException) -> None:
-        """Go back from weights that an update has spoilt, and nobody has noticed."""
+        """Restore a copy if an update has made weights non-finite and they were not checked since."""
         with noted(error, "going back"):
             if spoilt := self._spoilt():
                 error.add_note(f"an update has made {spoilt[0]} not finite")
@@ -149,23 +151,23 @@ class Guard:
                 self.is_back = self._copies.roll_back() is not None
 
     def fall_back(self) -> None:
-        """Say that the state was lost, and the run ends at a copy."""
+        """Record that the state was lost, so that the run ends at a copy."""
         self.is_back = True
 
 
 def _not_finite(values: Mapping[str, float]) -> list[str]:
-    """Which of loss and gradients are no numbers."""
+    """Return which of loss and gradients are not finite."""
     return [name for name in ("loss", "grad_norm") if not math.isfinite(values.get(name, 0.0))]
 
 
 @jax.jit
 def _are_finite(leaves: list[jax.Array]) -> list[jax.Array]:
-    # Scalars: of several processes each has them whole.
+    # The results are scalars, which every one of several processes holds as a whole.
     return [jnp.all(jnp.isfinite(leaf)) for leaf in leaves]
 
 
 def _not_finite_leaves(tree: Tree) -> frozenset[str]:
-    """Paths of the leaves that hold NaN or infinity; one number for each leaf comes to the host."""
+    """Return the paths of leaves with NaN or infinity; one boolean per leaf is copied to the host."""
     asked = {
         path: leaf
         for path, leaf in leaves_with_paths(tree)

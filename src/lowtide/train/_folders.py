@@ -1,4 +1,4 @@
-"""Folders that checkpoints may be written to, and are deleted from."""
+"""Folders of checkpoints: validation, and deletion in the background."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ..core import ConfigError, OutputError, check_writable
 
 
 def meant(directory: str | Path) -> Path:
-    """Return the folder that is meant, from the root.
+    """Return the absolute path of a folder.
 
     Raises:
         ConfigError: for the address of a bucket.
@@ -30,16 +30,16 @@ def meant(directory: str | Path) -> Path:
 
 
 def check_folder(directory: Path) -> None:
-    """Raise now rather than at the first checkpoint."""
+    """Raise now, rather than at the first checkpoint, if a folder is not writable."""
     check_writable(directory, "no checkpoint can be written there", "choose a checkpoint_dir that you may write to")
 
 
 def refuse_foreign(directory: Path, marks: Sequence[str]) -> None:
-    """Raise for what would be taken for checkpoints: set aside as damaged, or deleted as old ones.
+    """Raise for folders that would be taken for checkpoints, and so be renamed as damaged or deleted as old.
 
     Args:
-        directory: of checkpoints.
-        marks: what checkpoints of ours hold, at least one of it.
+        directory: folder of the checkpoints.
+        marks: names of entries, of which each checkpoint of this package has at least one.
     """
     for path in sorted(directory.iterdir()) if directory.is_dir() else ():
         if path.name.isdigit() and path.is_dir() and not any((path / name).exists() for name in marks):
@@ -52,10 +52,10 @@ def refuse_foreign(directory: Path, marks: Sequence[str]) -> None:
 
 
 class Deletion:
-    """Deletes what is in a folder beside the training: removing files may take long.
+    """Deletes the contents of a folder in a thread, because it may take long.
 
     Args:
-        folder: what there is in it when `begin` is called is deleted; the folder itself, when it is empty.
+        folder: its contents at the time of `begin` are deleted, and the folder itself when it is empty.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -64,17 +64,17 @@ class Deletion:
         self._thread: threading.Thread | None = None
 
     def begin(self) -> None:
-        """Begin to delete, when there is something."""
+        """Start to delete, if the folder exists."""
         if self._folder.is_dir():
             self._paths = list(self._folder.iterdir())
             self._thread = threading.Thread(target=lambda: [shutil.rmtree(path, True) for path in self._paths])
             self._thread.start()
 
     def end(self) -> None:
-        """Wait until it is deleted.
+        """Wait for the deletion.
 
         Warns:
-            UserWarning: for what could not be.
+            UserWarning: for contents that could not be deleted.
         """
         if self._thread is None:
             return

@@ -1,4 +1,4 @@
-"""Models and loss functions as a step takes them: the arrays of a pytree, what a loss function takes and returns."""
+"""Models and loss functions in the form that a step uses: arrays of a pytree, arguments and results of a loss."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from ..core import StructureError, Tree, Where, combine, products_explained, spl
 
 _KEYWORDS = ("key", "training")
 _RESERVED = frozenset({"step", "loss", "grad_norm", "learning_rate", "seconds"})
-"""What the trainer itself puts into records."""
+"""Names of values that the trainer itself writes into records."""
 
 
 class Pytree:
-    """A model that is a pytree, in the part of a `ModelObject`.
+    """A pytree with the interface of a `ModelObject`.
 
     Args:
-        model: the model, of which only leaves that hold no numbers are kept.
+        model: the model; only its leaves without numbers are kept.
     """
 
     wrt: Where = "**"
@@ -32,11 +32,11 @@ class Pytree:
         self._static = split_static(model)[1]
 
     def rebuild(self, *parts: Tree) -> Tree:
-        """Make the model that trees of its arrays are of."""
+        """Rebuild the model from trees of its arrays."""
         return combine(*parts, self._static)
 
     def bind(self, fn: Callable[..., Any], *, training: bool) -> Callable[..., tuple[Any, Tree]]:
-        """See `ModelObject`; a pytree does not change in a call."""
+        """Bind a function to arrays; see `ModelObject`. A call does not change a pytree."""
 
         def run(arrays: Tree, *args: Any) -> tuple[Any, Tree]:
             model = combine(arrays, self._static)
@@ -47,11 +47,11 @@ class Pytree:
 
 
 def sides(model: Any, what: str) -> tuple[Tree, Tree]:
-    """Return what is outside of the stack of a model, and its layers.
+    """Return the part of a model outside of its layer stack, and its layers.
 
     Args:
-        model: a dictionary of ``outer`` and ``layers`` alone, or a dataclass that has them.
-        what: needs it, for the message.
+        model: a dictionary with only ``outer`` and ``layers``, or a dataclass that has them.
+        what: name of the feature that needs them, for the message.
 
     Raises:
         StructureError: for any other model.
@@ -71,14 +71,14 @@ def sides(model: Any, what: str) -> tuple[Tree, Tree]:
 
 
 def with_sides(model: Any, outer: Tree, layers: Tree) -> Any:
-    """Put others in their place in the model."""
+    """Return the model with other values of ``outer`` and ``layers``."""
     if isinstance(model, Mapping):
         return {**model, "outer": outer, "layers": layers}
     return dataclasses.replace(model, outer=outer, layers=layers)
 
 
 def keywords(fn: Callable[..., Any], **values: Any) -> dict[str, Any]:
-    """Those of ``key`` and ``training`` that a function takes by name."""
+    """Return those of ``key`` and ``training`` that a function takes by name."""
     try:
         parameters = inspect.signature(fn).parameters
     except (TypeError, ValueError):  # a builtin
@@ -88,16 +88,16 @@ def keywords(fn: Callable[..., Any], **values: Any) -> dict[str, Any]:
 
 
 def parse_loss(result: Any, arrays: Tree, *, has_mutable: bool, is_training: bool = True) -> tuple[Any, Tree, Tree]:
-    """Parse the three values of a loss function: a scalar, metrics, and the model's arrays after it.
+    """Return the three values of a loss function: a scalar, metrics, and the model's arrays after the call.
 
     Args:
-        result: ``loss``, ``(loss, metrics)`` or, of a pytree with mutable leaves, ``(loss, metrics, model)``.
-        arrays: the model's arrays after the call, as the model says.
+        result: ``loss``, ``(loss, metrics)`` or, for a pytree with mutable leaves, ``(loss, metrics, model)``.
+        arrays: the model's arrays after the call, as `ModelObject.bind` returns them.
         has_mutable: whether leaves of a pytree are declared mutable.
-        is_training: whether the model has to be returned then.
+        is_training: whether a model with mutable leaves has to be returned.
 
     Raises:
-        StructureError: for anything else.
+        StructureError: for any other result.
     """
     parts = result if isinstance(result, tuple) else (result, {})
     if len(parts) == 3 and not has_mutable:
@@ -158,5 +158,5 @@ def _is_loss(value: Any) -> bool:
 
 
 def described(leaf: Any) -> str:
-    """Write what a leaf is: the dtype and shape of an array, else its type."""
+    """Return the dtype and shape of an array as text, or the name of another leaf's type."""
     return f"{leaf.dtype}{list(leaf.shape)}" if hasattr(leaf, "dtype") else type(leaf).__name__

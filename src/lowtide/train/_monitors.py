@@ -1,4 +1,4 @@
-"""Callbacks that watch a value of the records: early stopping, and a learning rate that follows what a run shows."""
+"""Callbacks that monitor a value of the records: early stopping, and a learning rate that is reduced on a plateau."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from ._rates import rates
 
 
 class _Monitor(Callback):
-    """Wait for a value to get better; `on_plateau` when it has not for too long.
+    """Base class that waits for a value to improve, and calls `on_plateau` after too many records without improvement.
 
     Args:
-        monitor: its name in the records, such as ``eval_loss``.
-        patience: records without improvement that are waited for; the next one acts (Keras' acts one earlier).
-        min_delta: what counts as one.
+        monitor: name of the value in the records, such as ``eval_loss``.
+        patience: number of tolerated records without improvement; the next one acts (Keras acts one record earlier).
+        min_delta: a change has to exceed this to count as an improvement.
         mode: ``"min"`` or ``"max"``.
     """
 
@@ -48,19 +48,19 @@ class _Monitor(Callback):
 
     @property
     def is_immediate(self) -> bool:
-        """Steps wait where it is a value of theirs that is watched."""
+        """Whether the monitored value is one of a step, whose values are then read before the next step."""
         return not self.monitor.startswith("eval_")
 
     def on_plateau(self, trainer: TrainerView) -> None:
-        """Do what is to be done then."""
+        """React to a value that no longer improves."""
 
     def state(self) -> dict[str, Any]:
-        """Return the best value, and how long it has been so."""
+        """Return the best value, and the number of records since."""
         best = self.best if math.isfinite(self.best) else None
         return {"monitor": self.monitor, "best": best, "waited": self.waited, "num_seen": self._num_seen}
 
     def resume(self, state: dict[str, Any]) -> None:
-        """Go on waiting; what another monitor counted says nothing of this value."""
+        """Continue to wait, unless the state is that of a monitor of another value."""
         if not self._is_mine(state):
             return
         self.best, self.waited = self.best if state["best"] is None else state["best"], state["waited"]
@@ -70,12 +70,12 @@ class _Monitor(Callback):
         return state.get("monitor", self.monitor) == self.monitor
 
     def on_train_begin(self, trainer: TrainerView) -> None:
-        """Begin to count anew."""
+        """Reset the best value and the counters."""
         self.best = math.inf if self.mode == "min" else -math.inf
         self.waited, self._num_seen = 0, 0
 
     def on_record(self, trainer: TrainerView, record: Record) -> None:
-        """Compare; or raise at the first record that should have had the value: a misspelt name never acts."""
+        """Compare the value. Raise at the first record that should contain it but does not, as with a misspelt name."""
         if self.monitor not in record:
             if not self._num_seen and self._is_due(trainer, record):
                 raise ConfigError(
@@ -96,17 +96,17 @@ class _Monitor(Callback):
             self.on_plateau(trainer)
 
     def _is_due(self, trainer: TrainerView, record: Record) -> bool:
-        """Whether no other record could have the value: one of a step has none of an evaluation's that is to come."""
+        """Return whether this record has to contain the value: a step's record has no value of a later evaluation."""
         return not trainer.has_eval_data or ("eval_loss" in record) == self.monitor.startswith("eval_")
 
 
 class EarlyStopping(_Monitor):
-    """Stop when a value no longer gets better.
+    """Stop the run when a value no longer improves.
 
     Args:
-        monitor: its name in the records, such as ``eval_loss``.
-        patience: records without improvement that are waited for; the next one acts (Keras' acts one earlier).
-        min_delta: what counts as one.
+        monitor: name of the value in the records, such as ``eval_loss``.
+        patience: number of tolerated records without improvement; the next one acts (Keras acts one record earlier).
+        min_delta: a change has to exceed this to count as an improvement.
         mode: ``"min"`` or ``"max"``.
 
     Raises:
@@ -124,41 +124,41 @@ class EarlyStopping(_Monitor):
         self._stop: Callable[[], None] | None = None
 
     def on_train_begin(self, trainer: TrainerView) -> None:
-        """Begin to count anew."""
+        """Reset the best value and the counters."""
         super().on_train_begin(trainer)
         self._stop = trainer.stop
 
     def resume(self, state: dict[str, Any]) -> None:
-        """Go on waiting; or stop at once, where the run had been stopped."""
+        """Continue to wait, or stop at once if the run had been stopped."""
         super().resume(state)
         if self.waited > self.patience and self._stop is not None:
             self._stop()
 
     def on_plateau(self, trainer: TrainerView) -> None:
-        """Stop."""
+        """Stop the run."""
         trainer.stop()
 
 
 class ReduceOnPlateau(_Monitor):
-    """Lower the learning rate when a value no longer gets better.
+    """Reduce the learning rate when a value no longer improves.
 
-    The rate is part of the optimizer's state, so that it is saved and restored with it (also by ``on_nan="roll_back"``,
-    which returns to the rate of the copy), and no step is compiled again.
-    For one that follows the number of steps alone give the optimizer a schedule of Optax instead; for one that follows
-    the loss of every training step, `optax.contrib.reduce_on_plateau` does so inside the step.
+    The rate is part of the optimizer's state, so it is saved and restored with the state, and no step is recompiled.
+    ``on_nan="roll_back"`` thus also restores the rate of the copy.
+    For a rate that depends only on the number of steps, use a schedule of Optax instead. For one that depends on the
+    loss of every training step, `optax.contrib.reduce_on_plateau` works inside the step.
 
     Args:
         monitor: name of the value in the records, such as ``eval_loss``.
-        factor: what the rate is multiplied by.
-        patience: records without improvement that are waited for; the next one acts (Keras' acts one earlier).
-        min_delta: what counts as one.
+        factor: factor of a reduction.
+        patience: number of tolerated records without improvement; the next one acts (Keras acts one record earlier).
+        min_delta: a change has to exceed this to count as an improvement.
         mode: ``"min"`` or ``"max"``.
-        cooldown: records after a reduction that are not counted.
-        minimum: the rate goes no lower.
+        cooldown: number of records after a reduction that are not counted.
+        minimum: lower bound of the rate.
 
     Raises:
         ConfigError: for another `mode` or a number out of range; during a run, when no record has the value, or when
-            the optimizer's rate cannot be changed: it has to be made with `optax.inject_hyperparams`.
+            the rate cannot be changed because the optimizer was not made with `optax.inject_hyperparams`.
 
     Examples:
         >>> tx = optax.inject_hyperparams(optax.adamw)(learning_rate=1e-3)
@@ -188,30 +188,30 @@ class ReduceOnPlateau(_Monitor):
         self._cooling = 0
 
     def state(self) -> dict[str, Any]:
-        """Return the best value, how long it has been so, and how long not to count."""
+        """Return the best value, the number of records since, and the remaining cooldown."""
         return {**super().state(), "cooling": self._cooling}
 
     def resume(self, state: dict[str, Any]) -> None:
-        """Go on waiting."""
+        """Continue to wait."""
         super().resume(state)
         if self._is_mine(state):
             self._cooling = state["cooling"]
 
     def on_train_begin(self, trainer: TrainerView) -> None:
-        """Begin to count anew, and make sure that there is a rate to lower."""
+        """Reset the counters, and raise if the optimizer has no rate to reduce."""
         super().on_train_begin(trainer)
         self._cooling = 0
         _check_rates(trainer.state.opt_state)
 
     def on_record(self, trainer: TrainerView, record: Record) -> None:
-        """Compare."""
+        """Compare the value; records during the cooldown are not counted."""
         is_cooling = self._cooling > 0 and self.monitor in record
         super().on_record(trainer, record)
         if is_cooling:
             self._cooling, self.waited = self._cooling - 1, 0
 
     def on_plateau(self, trainer: TrainerView) -> None:
-        """Lower the rate."""
+        """Reduce the learning rate."""
         if self._cooling:
             return
         opt_state = trainer.state.opt_state
@@ -224,7 +224,7 @@ class ReduceOnPlateau(_Monitor):
 
 
 def _number(given: Any) -> float:
-    """Return a number, also one in an array; NaN for what is none."""
+    """Return a real number, which may be in an array; NaN for any other value."""
     is_real = any(jnp.issubdtype(np.asarray(given).dtype, kind) for kind in (jnp.integer, jnp.floating))
     return float(given) if is_real and np.ndim(given) == 0 else math.nan
 

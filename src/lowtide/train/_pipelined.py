@@ -1,7 +1,7 @@
 """A training step whose gradients come from a pipeline.
 
-The state holds layers in the order of ranks (`Pipeline.arrange`), so that no step moves weights between devices; the
-model that the user sees has them in its own. Everything else is a `WholeStep`, whose gradients the pipeline computes.
+The state holds layers in the order of ranks (`Pipeline.arrange`), so that no step moves weights between devices. The
+model that the user sees has its own order. Apart from the gradients, the step is a `WholeStep`.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ _WHAT = "a pipeline"
 
 
 class PipelineStep:
-    """Gradients of a pipeline, then one update of what trains.
+    """A step that computes gradients in a pipeline, and then updates the trainable leaves.
 
     Args:
-        model: of ``outer`` and ``layers``.
+        model: a model of ``outer`` and ``layers``.
         tx: the optimizer.
-        pipeline: of arranged layers, over the mesh of `sharding`.
-        sharding: where arrays belong.
+        pipeline: a pipeline of arranged layers, over the mesh of `sharding`.
+        sharding: sharding rules of the arrays.
 
     Raises:
         StructureError: for a model with other arrays.
@@ -68,7 +68,7 @@ class PipelineStep:
                 got=", ".join(extra[:4]),
                 hint="put it under outer, which the first and the last function of the stack are given",
             )
-        # Its mesh is that of the arguments, also when they are moved to another target to be compiled for it.
+        # With an abstract mesh, the program runs on the devices of its arguments, and compiles for any target.
         self._pipeline = dataclasses.replace(pipeline, mesh=pipeline.mesh.abstract_mesh)
         self._concrete, self._sharding = pipeline, sharding
         self._num_layers = num_layers(layers)
@@ -76,7 +76,7 @@ class PipelineStep:
         self._rows = plan.rows()
         is_layer = np.isin(np.arange(plan.num_rows), plan.positions())
         self.arrangement: list[int] | None = np.where(is_layer, self._rows, -1).tolist()
-        """The layer of every row of the state, -1 for padding; None for the order of the model."""
+        """Layer of every row of the state, -1 for padding; None for the order of the model."""
         if self.arrangement == list(range(self._num_layers)):
             self.arrangement = None
         arguments = (model, self._evaluated, tx, pipeline.wrt, 1, pipeline.weight)
@@ -84,22 +84,22 @@ class PipelineStep:
 
     @property
     def can_reschedule(self) -> bool:
-        """Whether its schedule may be made anew for what the device has left."""
+        """Whether another schedule may be made for the memory left on the device."""
         made = self._concrete.schedule.remake
         return made is not None and made.memory_limit is None and self._concrete.memory_limit is None
 
     def within(self, memory_limit: int) -> PipelineStep:
-        """Return the step with another limit of what waits on each device, in bytes; state and layers are the same."""
+        """Return the step with another limit of the bytes that wait on each device; state and layers stay the same."""
         other = copy.copy(self)
         other._pipeline, other._concrete = (one.within(memory_limit) for one in (self._pipeline, self._concrete))
         other._whole = self._whole.with_gradients(other._gradients)
         return other
 
     def init(self, model: Tree) -> tuple[TrainState, Tree]:
-        """See `TrainingStep`; the model is arranged and on the mesh.
+        """Return the initial state of a model that is arranged and on the mesh; see `TrainingStep`.
 
         Raises:
-            ConfigError: when a rule divides layers otherwise.
+            ConfigError: when a rule does not shard layers along the pipeline's axis.
         """
         for path, leaf in leaves_with_paths(split_static(sides(model, _WHAT)[1])[0]):
             if _first_axis(leaf.sharding) != STAGE:
@@ -120,8 +120,8 @@ class PipelineStep:
         return self._whole.split(model)
 
     def arranged(self, model: Tree) -> Tree:
-        """See `TrainingStep`; each leaf of the layers is on the mesh afterwards."""
-        refuse_shared(self.split(model)[0])  # arranged, one array at two paths is two
+        """Arrange a model and put its layers on the mesh; see `TrainingStep`."""
+        refuse_shared(self.split(model)[0])  # arranging makes two arrays of one that is at two paths
         outer, layers = sides(model, _WHAT)
         if num_layers(layers) != self._num_layers:
             raise StructureError(
@@ -141,7 +141,7 @@ class PipelineStep:
                     got="pinned host memory",
                     hint="lt.offload.to_device, or more ranks; lt.offload.layerwise_step streams layers from the host",
                 )
-            # Rules are for rows: of uneven stages the ranks divide these, not the layers.
+            # Rules apply to rows: with uneven stages the ranks shard rows, which include padding, and not layers.
             shape = (len(self._rows), *leaf.shape[1:])
             there = jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=getattr(leaf, "sharding", None))
             rest = self._sharding.of(f"layers/{path}", there).spec[1:]
@@ -169,12 +169,12 @@ class PipelineStep:
         return self._natural(self._whole.model(*parts))
 
     def report(self, arrays: Tree, batch: Tree, memory: MemoryReport | None) -> StageReport:
-        """Report what each rank holds.
+        """Return a report on what each rank holds.
 
         Args:
-            arrays: the model's, arranged.
-            batch: shapes of one.
-            memory: of the compiled step, if there is one.
+            arrays: arrays of the model, arranged.
+            batch: shapes of a batch.
+            memory: memory report of the compiled step, or None.
         """
         return self._concrete.report(*sides(arrays, _WHAT), batch, memory=memory)
 
@@ -195,7 +195,7 @@ class PipelineStep:
 
 
 def _first_axis(sharding: Any) -> Any:
-    """Return what the first dimension of an array is divided along."""
+    """Return the mesh axis that shards the first dimension of an array."""
     first = (*getattr(sharding, "spec", ()), None)[0]
     return first[0] if isinstance(first, tuple) and len(first) == 1 else first
 
@@ -208,17 +208,18 @@ def make_pipeline(
     wrt: Where | None,
     weight: Callable[[Tree], Any] | None,
 ) -> tuple[Pipeline, ShardingRules]:
-    """Make the pipeline of a trainer, and say where its arrays belong.
+    """Return the pipeline of a trainer, and the sharding rules of its arrays.
 
     Args:
-        model: of ``outer`` and ``layers``, and ``stack`` where `given` is a schedule.
-        given: what the trainer was given.
-        sharding: likewise; by default the ranks, and FSDP along the devices that are left.
-        wrt: what trains, if not all or what a pipeline says itself.
-        weight: of a microbatch, likewise.
+        model: a model of ``outer`` and ``layers``; it needs a ``stack`` where `given` is a schedule.
+        given: the trainer's argument `pipeline`.
+        sharding: the trainer's argument; by default a mesh of the ranks, with FSDP along the remaining devices.
+        wrt: the trainable leaves, if not all leaves or those that the pipeline selects.
+        weight: weight of a microbatch, if the pipeline has none.
 
     Raises:
-        ConfigError: for a mesh without the axis or of other sizes, other axes of batches, or what is said twice.
+        ConfigError: for a mesh without the axis or with another size of it, for other batch axes, or for arguments that
+            are passed twice.
         StructureError: for a schedule and a model without a stack.
     """
     if sharding is not None and STAGE in sharding.batch_axes:
@@ -271,7 +272,7 @@ def make_pipeline(
                 got=", ".join(sharding.batch_axes) or "none",
                 hint="pass batch_axes to both; or leave sharding out",
             )
-    # Uneven stages of arranged layers have to be known beforehand.
+    # Once layers are arranged, the pipeline needs the sizes of uneven stages in advance.
     plan = made.layout(num_layers(sides(model, _WHAT)[1]))
     made = dataclasses.replace(
         made, arranged=True, layers_per_stage=plan.layers_per_stage, batch_axes=tuple(sharding.batch_axes)
@@ -280,7 +281,7 @@ def make_pipeline(
 
 
 def _mesh_of(num_ranks: int) -> Mesh:
-    """All devices, with FSDP along those that the ranks leave."""
+    """Return a mesh of all devices, with FSDP along those that the ranks leave."""
     if jax.device_count() % num_ranks:
         raise ConfigError(
             f"the devices do not divide among {num_ranks} ranks",
@@ -292,7 +293,7 @@ def _mesh_of(num_ranks: int) -> Mesh:
 
 
 def _said(pipeline: Pipeline, **given: tuple[Any, Any]) -> dict[str, Any]:
-    """Of arguments that trainer and pipeline have both (default, the trainer's) what is said to either."""
+    """Merge arguments that both the trainer and the pipeline take, each as (default, the trainer's value)."""
     found: dict[str, Any] = {}
     for name, (default, value) in given.items():
         theirs = getattr(pipeline, name)

@@ -1,13 +1,14 @@
-"""Mixed precision: the model computes in bfloat16, and what trains stays as it is.
+"""Mixed precision: the model computes in bfloat16, and trainable leaves keep their dtype.
 
-The casts are part of the differentiated function, so gradients come back in the dtype of what trains. Half-precision
-state that the model changes would lose its small changes, so `mutable` leaves are never cast. bfloat16 has float32's
-range and needs no loss scaling; float16 does, and is refused.
+The casts are part of the differentiated function, so gradients have the dtype of the trainable leaves. `mutable` leaves
+are never cast, because state in half precision would lose small changes. bfloat16 has the range of float32 and needs no
+loss scaling. float16 would need it, and is refused.
 
-Layers may cast by themselves, and bridges then help: Keras' has ``autocast(dtype)``, a context to trace the model in,
-and nothing is cast here; NNX' has ``lowered(model, dtype)``, which tells the layers of the model that a function gets.
+Layers may cast on their own, and then the bridges help. The Keras bridge has ``autocast(dtype)``, a context for tracing
+the model, and nothing is cast here. The NNX bridge has ``lowered(model, dtype)``, which sets the dtype of the layers of
+the model that is passed to a function.
 
-Known inefficiency: float32 leaves that are frozen are cast in every step. A frozen base is better stored in bfloat16.
+Known inefficiency: frozen float32 leaves are cast in every step. A frozen base is better stored in bfloat16.
 
 References: Micikevicius et al., "Mixed Precision Training", 2018; Kalamkar et al., "A Study of BFLOAT16 for Deep
 Learning Training", 2019.
@@ -26,15 +27,15 @@ from ..core import ConfigError, Tree, Where, combine, partition
 
 
 class Precision:
-    """What the functions of a model compute in.
+    """The dtype in which functions of a model compute.
 
     Args:
-        compute_dtype: bfloat16, or None for the dtypes that the arrays have.
-        source: the model, in the part of a `ModelObject`.
+        compute_dtype: bfloat16, or None for the dtypes of the arrays.
+        source: the model, with the interface of a `ModelObject`.
         mutable: leaves that are not cast, or None.
 
     Raises:
-        ConfigError: for another dtype, or a model that has a policy of its own.
+        ConfigError: for another dtype, or a model that has its own policy.
     """
 
     def __init__(self, compute_dtype: Any, source: Any, mutable: Where | None) -> None:
@@ -47,7 +48,7 @@ class Precision:
                 pass
 
     def bind(self, fn: Callable[..., Any], *, training: bool) -> Callable[..., tuple[Any, Tree]]:
-        """`ModelObject.bind`, of a function that gets the model and its other arguments in the compute dtype."""
+        """Bind a function as `ModelObject.bind` does; it gets the model and its arguments in the compute dtype."""
         if self._dtype is None:
             return self._source.bind(fn, training=training)
 
@@ -69,7 +70,7 @@ class Precision:
         return lowered if self._autocast is None else by_itself
 
     def widen(self, results: Tree) -> Tree:
-        """Widen half precision in what a function returned to float32."""
+        """Convert half-precision results of a function to float32."""
         if self._dtype is None:
             return results
         return jax.tree.map(lambda x: x.astype(jnp.float32) if _bits(x) == 16 else x, results)
@@ -79,7 +80,7 @@ class Precision:
 
 
 def refuse_precision(compute_dtype: Any) -> None:
-    """Raise when a dtype is said beside a layerwise step."""
+    """Raise when a compute dtype is passed together with a layerwise step."""
     if compute_dtype is not None:
         raise ConfigError(
             "compute_dtype is for steps of whole models",
@@ -90,7 +91,7 @@ def refuse_precision(compute_dtype: Any) -> None:
 
 
 def _bits(leaf: Any) -> int:
-    """Of a floating-point array; 0 of all else."""
+    """Return the bits of a floating-point array's dtype; 0 for any other leaf."""
     dtype = getattr(leaf, "dtype", None)
     return jnp.finfo(dtype).bits if dtype is not None and jnp.issubdtype(dtype, jnp.floating) else 0
 

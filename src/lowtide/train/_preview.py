@@ -1,7 +1,7 @@
-"""Training steps compiled from shapes, before anything is allocated: ours, and the one that people write first.
+"""Training steps compiled from shapes, before anything is allocated: the trainer's step, and a naive one.
 
 The naive step differentiates and optimises the whole model, with frozen weights behind `jax.lax.stop_gradient`. It is
-there to compare with and never runs.
+a baseline for comparison, and never runs.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ def step_job(
     num_microbatches: int = 1,
     weight: Callable[[Tree], Any] | None = None,
 ) -> Job:
-    """Make the step that `Trainer` would run, with the shapes of its arguments.
+    """Return the step that `Trainer` would run, with the shapes of its arguments.
 
     Args:
-        model: the model, or shapes of it (`jax.eval_shape` of its constructor).
+        model: the model, or its shapes (`jax.eval_shape` of its constructor).
         loss_fn: ``loss_fn(model, batch) -> (loss, metrics)``.
         tx: the optimizer.
-        wrt: what trains.
+        wrt: selects the trainable leaves.
         batch: a batch, or shapes of one.
-        num_microbatches: parts of the batch, as in `Trainer`.
-        weight: what a microbatch counts, as in `Trainer`.
+        num_microbatches: number of parts of the batch, as in `Trainer`.
+        weight: weight of a microbatch, as in `Trainer`.
 
     Returns:
         The job, with the roles ``trainable``, ``optimizer``, ``mutable``, ``step``, ``frozen`` and ``batch``.
@@ -77,7 +77,7 @@ def analyze_step(
         tx: as in `step_job`.
         wrt: as in `step_job`.
         batch: as in `step_job`.
-        target: what to compile for; None for the hardware at hand.
+        target: the hardware to compile for; None for the hardware at hand.
         **options: ``num_microbatches`` and ``weight``, as in `step_job`.
 
     Returns:
@@ -100,17 +100,17 @@ def analyze_naive(
     weight: Callable[[Tree], Any] | None = None,
     target: Target | str | None = None,
 ) -> MemoryReport:
-    """Compiled bytes of a training step that differentiates and optimises the whole model.
+    """Return the compiled bytes of a training step that differentiates and optimises the whole model.
 
     Args:
-        model: the model, or shapes of it.
+        model: the model, or its shapes.
         loss_fn: ``loss_fn(model, batch) -> (loss, metrics)``.
         tx: the optimizer.
-        wrt: what is meant to train; all else is put behind `jax.lax.stop_gradient`.
+        wrt: selects the trainable leaves; all others are put behind `jax.lax.stop_gradient`.
         batch: a batch, or shapes of one.
-        num_microbatches: parts of the batch, as in `Trainer`.
-        weight: what a microbatch counts, as in `Trainer`.
-        target: what to compile for; None for the hardware at hand.
+        num_microbatches: number of parts of the batch, as in `Trainer`.
+        weight: weight of a microbatch, as in `Trainer`.
+        target: the hardware to compile for; None for the hardware at hand.
 
     Returns:
         The report, with the roles ``trainable``, ``optimizer``, ``frozen`` and ``batch``.
@@ -143,7 +143,7 @@ def _shape(leaf: Any) -> jax.ShapeDtypeStruct:
 
 
 def _placed_shape(leaf: Any) -> jax.ShapeDtypeStruct:
-    """Return the shape of a leaf of our step, which leaves in host memory what is there."""
+    """Return the shape of a leaf of the trainer's step; a leaf in host memory stays there."""
     is_hosted = memory_space(leaf) == jax.memory.Space.Host
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding if is_hosted else spread(leaf))
 

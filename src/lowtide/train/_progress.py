@@ -1,4 +1,4 @@
-"""What `Trainer.fit` shows of a run: the bytes of its step before it begins, evaluations, and on a terminal a bar."""
+"""Progress output of `Trainer.fit`: the bytes of its step before it begins, evaluations, and on a terminal a bar."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from ._events import LossLines, Record
 
 
 class Progress(Callback):
-    """Print to standard error.
+    """Print progress to standard error.
 
     Args:
-        num_steps: the step at which the run ends, or None where that is not known.
+        num_steps: the step at which the run ends, or None if unknown.
     """
 
     def __init__(self, num_steps: int | None) -> None:
@@ -32,7 +32,7 @@ class Progress(Callback):
         self._task = TaskID(0)
 
     def on_preflight(self, trainer: TrainerView, report: MemoryReport) -> None:
-        """Print the predicted bytes beside those that there are, and begin the bar."""
+        """Print the predicted bytes next to the available ones, and start the bar."""
         self._show(memory_table(report, trainer.budget_bytes))
         if trainer.stages is not None:
             self._show(trainer.stages)
@@ -43,7 +43,7 @@ class Progress(Callback):
             self._tried(self._bar.start)
 
     def on_record(self, trainer: TrainerView, record: Record) -> None:
-        """Move the bar, or print an evaluation."""
+        """Move the bar, or print an evaluation or a loss."""
         if "eval_loss" in record:
             self._show(f"step {record['step']:>6}  eval_loss {record['eval_loss']:.4f}")
         elif self._bar is None and self._lines.is_due(int(record["step"])):
@@ -53,20 +53,20 @@ class Progress(Callback):
             self._tried(partial(self._bar.update, self._task, completed=record["step"], description=text))
 
     def on_train_end(self, trainer: TrainerView) -> None:
-        """Take the bar away."""
+        """Remove the bar."""
         if self._bar is not None:
             self._tried(self._bar.stop)
             self._bar = None
 
     def on_exception(self, trainer: TrainerView, error: BaseException) -> None:
-        """Take the bar away."""
+        """Remove the bar."""
         self.on_train_end(trainer)
 
     def _show(self, what: Any) -> None:
         self._tried(partial(self._console.print, what))
 
     def _tried(self, show: Callable[[], Any]) -> None:
-        """Show something: a terminal that was closed, or a reader that has left, ends no run."""
+        """Show something; a closed terminal or a reader that has gone does not end the run."""
         try:
             show()
         except (OSError, ValueError):
@@ -74,11 +74,11 @@ class Progress(Callback):
 
 
 def memory_table(report: MemoryReport, budget_bytes: int | None = None) -> Table:
-    """Draw the predicted bytes of each role of a step, and what there is.
+    """Return a table of the predicted bytes of each role of a step, and the available bytes.
 
     Args:
-        report: of the step.
-        budget_bytes: what it may use; by default what the device has.
+        report: memory report of the step.
+        budget_bytes: bytes that the step may use; by default all bytes of the device.
     """
     usable = report.target.device_bytes if budget_bytes is None else budget_bytes
     chip = report.target.chip

@@ -1,11 +1,11 @@
-"""Read the arrays of a checkpoint where they belong, a chunk at a time.
+"""Chunked reader of a checkpoint's arrays, which places each chunk directly in its final memory.
 
-Orbax writes a checkpoint through TensorStore: a Zarr array for each leaf, in one OCDBT database (Orbax' documentation
-of its checkpoint format). Read by Orbax (0.11), a leaf exists three times on the host: what its files have, whole, as
-an array, and as what is sent. Here its chunks go one after the other into the array where that belongs
-(`core.assemble`), and the next few are read and decompressed meanwhile.
+Orbax writes a checkpoint through TensorStore: one Zarr array for each leaf, in one OCDBT database (see Orbax'
+documentation of its checkpoint format). When Orbax (0.11) reads a leaf, the host holds it three times: the file
+contents, the array, and the data sent to the device. This module writes one chunk after the other into the final array
+(`core.assemble`), while the next few chunks are read and decompressed.
 
-Known inefficiency: what was saved as one chunk, as checkpoints before this version, is read as one.
+Known inefficiency: checkpoints of earlier versions have large chunks, and each is still read as a whole.
 """
 
 from __future__ import annotations
@@ -25,33 +25,33 @@ from ..core import Pieces, assemble
 from ._stored import CHUNK_BYTES
 
 _AHEAD_BYTES = 3 * CHUNK_BYTES // 2
-"""Bytes of chunks that are read while one is put in place, unless one has more."""
+"""Bytes of chunks that are read ahead while one is placed; a larger chunk is read alone."""
 
 _JOINED_BYTES = CHUNK_BYTES // 4
-"""Smaller chunks are read together, up to this size."""
+"""Smaller chunks are joined into one read, up to this size."""
 
 
 def read_leaves(folder: Path, like: Mapping[str, Any]) -> dict[str, jax.Array]:
     """Read the leaves of a checkpoint.
 
     Args:
-        folder: of the state, as Orbax has written it.
-        like: shapes, dtypes and shardings by name, as they are stored; None for a sharding is JAX's default device.
+        folder: folder of the state, as Orbax has written it.
+        like: stored shapes, dtypes and shardings by name; a sharding of None means JAX's default device.
 
     Returns:
-        The leaves by name, of which this process has read what its devices hold.
+        The leaves by name. Each process reads the shards on its devices alone.
 
     Raises:
         ValueError: for damaged files, from TensorStore.
 
     Memory:
-        The leaves where they belong. On the host `_AHEAD_BYTES` of chunks, as they are and compressed, and one that is
-        put in place; with them what one device holds of a leaf in host memory.
+        The leaves in their final memory. On the host `_AHEAD_BYTES` of chunks, decompressed and compressed, and the
+        chunk that is being placed; also one device's shard of a leaf in host memory.
     """
     import tensorstore as ts  # takes a tenth of a second
 
     kvstore = {"driver": "ocdbt", "base": {"driver": "file", "path": str(folder)}}
-    context = ts.Context({"cache_pool": {"total_bytes_limit": 0}})  # each chunk is read once
+    context = ts.Context({"cache_pool": {"total_bytes_limit": 0}})  # no cache, because each chunk is read once
     specs = {name: {"driver": "zarr", "kvstore": {**kvstore, "path": f"{name}/"}} for name in like}
     opened = {name: ts.open(spec, open=True, read=True, context=context) for name, spec in specs.items()}
 
@@ -65,9 +65,10 @@ def read_leaves(folder: Path, like: Mapping[str, Any]) -> dict[str, jax.Array]:
 
 
 def _chunks(stored: Any, index: tuple[slice, ...]) -> Pieces:
-    """Read a part of an array along the borders of its chunks, a few ahead."""
+    """Yield the pieces of a part of an array, along the borders of its chunks; a few are read ahead."""
     itemsize = stored.dtype.numpy_dtype.itemsize
-    chunk = _joined(stored.chunk_layout.read_chunk.shape or (), stored.shape, itemsize)  # None where there is no axis
+    # The chunk shape of a scalar is None.
+    chunk = _joined(stored.chunk_layout.read_chunk.shape or (), stored.shape, itemsize)
     size = math.prod(chunk) * itemsize
     ahead: collections.deque[tuple[tuple[int, ...], Any]] = collections.deque()
     cuts = _cuts(index, chunk)
@@ -82,7 +83,7 @@ def _chunks(stored: Any, index: tuple[slice, ...]) -> Pieces:
 
 
 def _joined(chunk: tuple[int, ...], shape: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
-    """Join chunks of a few kilobytes, as of a table of a prime number of rows: each piece is a program's call."""
+    """Join small chunks, such as those of a table with a prime number of rows: each piece costs a program call."""
     sizes = list(chunk)
     for axis in reversed(range(len(sizes))):
         room = _JOINED_BYTES // (math.prod(sizes) * itemsize)
@@ -91,7 +92,7 @@ def _joined(chunk: tuple[int, ...], shape: tuple[int, ...], itemsize: int) -> tu
 
 
 def _cuts(index: tuple[slice, ...], chunk: tuple[int, ...]) -> Iterator[tuple[slice, ...]]:
-    """Cut a part of an array along the borders of a grid."""
+    """Yield the parts of an index that the borders of a grid of chunks separate."""
     axes = [
         [
             slice(max(at, axis.start), min(at + size, axis.stop))

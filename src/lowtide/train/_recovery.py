@@ -1,7 +1,7 @@
-"""Copies of the state that a trainer can go back to: the newest checkpoint, and one on the host.
+"""Copies of the state to which a trainer can return: the newest checkpoint, and one copy on the host.
 
-A step consumes its state: when it fails on the device, neither what it was given nor what it should have returned can
-be read. So a copy is kept where it costs no device memory: in a checkpoint, and before the first one on the host.
+A step consumes its state: if it fails on the device, neither its inputs nor its results can be read. So a copy is kept
+where it needs no device memory: in a checkpoint, and before the first checkpoint on the host.
 """
 
 from __future__ import annotations
@@ -24,25 +24,25 @@ from ._state import LiveState
 from ._step import TrainState
 
 _RANDOM = ("jax_default_prng_impl", "jax_threefry_partitionable")
-"""Settings of JAX that decide which random numbers a seed gives."""
+"""JAX settings that decide which random numbers a seed gives."""
 
 
 class Notes(NamedTuple):
-    """What belongs to a state beside its arrays."""
+    """Metadata of a state, in addition to its arrays."""
 
     position: Mapping[str, Any] | None = None
-    """Where the data of the run is."""
+    """Position of the run in its data."""
     callbacks: Mapping[str, Any] | None = None
-    """The states of its callbacks, until a run has resumed them."""
+    """States of the run's callbacks, until a run has resumed them."""
 
 
 class Copies:
-    """The copies of a state, and the ways back to them.
+    """The copies of a state, and the ways to restore them.
 
     Args:
         live: the state.
-        arrangement: the layer of every row of the state, or None for the order of the model.
-        checkpoints: where they are kept, or None.
+        arrangement: layer of every row of the state, or None for the order of the model.
+        checkpoints: the checkpoints, or None.
         processes: the other processes of the run.
         rollback: whether a copy is kept on the host until there is a checkpoint.
     """
@@ -58,23 +58,23 @@ class Copies:
     ) -> None:
         self._live, self._arrangement, self._processes, self._rollback = live, arrangement, processes, rollback
         self.checkpoints = checkpoints
-        """Where they are kept, or None."""
+        """The checkpoints, or None."""
         self.notes = Notes()
-        """What belongs to the state, as the last checkpoint or run left it."""
+        """Metadata of the state, as the last checkpoint or run left it."""
         self._snapshot: tuple[Snapshot, Notes, int] | None = None
-        """A copy of the state, its notes, and its step."""
+        """A copy of the state, its notes and its step."""
         self._saved: weakref.ref[TrainState] | None = None
         """The state that was last saved or restored."""
         self._hashed: tuple[Tree, str] | None = None
 
     def leave(self, notes: Notes) -> None:
-        """Leave the state with these notes, as a run does; or without what it goes on with out of them."""
+        """Replace the metadata of the state: a run stores its own at its end, and removes what it has resumed."""
         self.notes = notes
 
     def keep(self, notes: Notes) -> None:
         """Copy the state to the host, unless there is a checkpoint of this step."""
         self._snapshot = None
-        self._live.borrow(lend=False)  # what was changed in a mutable object
+        self._live.borrow(lend=False)  # includes changes made in a mutable object
         step, is_saved = self._live.step, self._saved is not None and self._saved() is self._live.state
         if self._rollback and not (is_saved and self.checkpoints and self.checkpoints.latest_step() == step):
             self._snapshot = Snapshot(self._live.state), notes, step
@@ -82,7 +82,7 @@ class Copies:
     # --- going back ------------------------------------------------------------------------------------------------
 
     def is_alive(self) -> bool:
-        """Whether the state itself can still be read: none of it was consumed, and its step did not fail."""
+        """Return whether the state can be read: no step consumed it, and the step that made it did not fail."""
         state = self._live.state
         if any(leaf.is_deleted() for leaf in jax.tree.leaves(state)):
             return False
@@ -93,7 +93,7 @@ class Copies:
         return True
 
     def roll_back(self) -> int | None:
-        """Return to the newest checkpoint that can be read, or to the copy on the host where that is newer.
+        """Restore the newest checkpoint that can be read, or the copy on the host if that is newer.
 
         Returns:
             Its step, or None when there is neither.
@@ -120,10 +120,10 @@ class Copies:
         return found
 
     def recover(self) -> str:
-        """Make sure that there is a good state after an exception.
+        """Make sure that the trainer holds a valid state after an exception.
 
         Returns:
-            What was done, for the user.
+            A message for the user about what was done.
 
         Raises:
             StateError: when the state is gone and there is no copy.
@@ -143,7 +143,7 @@ class Copies:
         return f"the step that failed had consumed its state; the trainer is back at step {step}, where fit goes on"
 
     def _with_others(self) -> str:
-        """Say what is held after an exception in one of several processes, where nothing can be restored together."""
+        """Return a message about the state after an exception in one of several processes; it cannot restore alone."""
         latest = None if self.checkpoints is None else self.checkpoints.latest_step()
         newest = "there is no checkpoint" if latest is None else f"the newest checkpoint is of step {latest}"
         if self.is_alive():
@@ -156,11 +156,11 @@ class Copies:
     # --- checkpoints -----------------------------------------------------------------------------------------------
 
     def save(self, notes: Notes) -> bool:
-        """Begin to write a checkpoint of the state; see `Trainer.save`."""
+        """Start to write a checkpoint of the state; see `Trainer.save`."""
         checkpoints = needs_checkpoints(self.checkpoints, "save")
         state, positions = self._live.state, self._processes.positions(notes.position)
         kept = {"positions": positions, **self._identity(), "callbacks": notes.callbacks}
-        has_changed = self._saved is None or self._saved() is not state  # since the checkpoint of this step
+        has_changed = self._saved is None or self._saved() is not state  # since the last save or restore
         is_new = checkpoints.save(self._live.step, jax.tree.map(key_numbers, state), kept, replace=has_changed)
         self._saved = weakref.ref(state) if is_new else self._saved
         return is_new
@@ -199,8 +199,8 @@ class Copies:
             raise
 
     def _identity(self) -> dict[str, Any]:
-        """Of what run a checkpoint is."""
-        if self._hashed is None or self._hashed[0] is not self._live.frozen:  # `update` may have replaced it
+        """Return the metadata that identifies the run of a checkpoint."""
+        if self._hashed is None or self._hashed[0] is not self._live.frozen:  # `update` may replace frozen leaves
             self._hashed = self._live.frozen, fingerprint(self._live.frozen, self._arrangement)
         keys = [str(jax.random.key_impl(leaf)) for leaf in jax.tree.leaves(self._live.state) if is_key(leaf)]
         random = {"keys": keys, "settings": {name: getattr(jax.config, name) for name in _RANDOM}}
@@ -216,7 +216,7 @@ def open_checkpoints(
     best: str | None,
     best_mode: str,
 ) -> Checkpoints | None:
-    """Open the checkpoints, when there is a folder for them; raise for what could never be kept, or gone back to."""
+    """Return the checkpoints if there is a folder for them; raise for settings that make them unusable."""
     given: Any = rollback
     if not isinstance(given, bool):
         raise ConfigError("rollback is no choice", expected="True or False", got=repr(given), hint="rollback=False")
@@ -238,20 +238,20 @@ def open_checkpoints(
 
 
 def needs_checkpoints(checkpoints: Checkpoints | None, what: str) -> Checkpoints:
-    """Return the checkpoints, or raise that there is no folder for them."""
+    """Return the checkpoints; raise if there is no folder for them."""
     if checkpoints is None:
         raise ConfigError(f"{what} needs checkpoint_dir", hint="Trainer(..., checkpoint_dir=...)")
     return checkpoints
 
 
 def _numbers_like(leaf: Any) -> jax.ShapeDtypeStruct:
-    """Return what a checkpoint holds of a leaf: of random keys their numbers."""
+    """Return the shape of a leaf in a checkpoint, which stores random keys as numbers."""
     numbers = key_numbers(leaf)
     return jax.ShapeDtypeStruct(numbers.shape, numbers.dtype, sharding=numbers.sharding)
 
 
 def _keys_again(numbers: Any, like: Any) -> Any:
-    """Make random keys of their numbers where there were some, be they consumed."""
+    """Convert numbers to random keys where `like` is a key, even if its array was consumed."""
     return jax.random.wrap_key_data(numbers, impl=jax.random.key_impl(like)) if is_key(like) else numbers
 
 
@@ -263,17 +263,17 @@ class _Leaf:
     sharding: Any
     shards: list[tuple[Any, np.ndarray]]
     impl: Any
-    """Of a random key, how it is made of numbers."""
+    """For a random key, the implementation that makes it from numbers."""
 
 
 class Snapshot:
-    """A copy of arrays on the host, each process with its own shards.
+    """A copy of arrays on the host; each process copies its own shards.
 
     Args:
-        tree: arrays, which stay as they are.
+        tree: arrays, which stay unchanged.
 
     Memory:
-        On the host the bytes of the tree (of this process's shards); none on the device.
+        Host: the bytes of the tree (of this process's shards). Device: none.
     """
 
     def __init__(self, tree: Tree) -> None:
@@ -281,7 +281,7 @@ class Snapshot:
         self._leaves = [_copied(leaf) for leaf in leaves]
 
     def restore(self) -> Tree:
-        """Make the arrays again, where they were."""
+        """Return the arrays with their original placement."""
         return self._structure.unflatten([_restored(leaf) for leaf in self._leaves])
 
 
@@ -289,8 +289,8 @@ def _copied(leaf: Any) -> _Leaf:
     impl = None
     if is_key(leaf):
         leaf, impl = key_numbers(leaf), jax.random.key_impl(leaf)
-    # On a CPU NumPy would share the buffer, which the next step consumes.
-    parts: dict[str, np.ndarray] = {}  # of what several devices hold, one copy
+    # On a CPU, NumPy would share the buffer, which the next step consumes.
+    parts: dict[str, np.ndarray] = {}  # one copy of each shard that several devices hold
     for shard in leaf.addressable_shards:
         if str(shard.index) not in parts:
             parts[str(shard.index)] = np.array(shard.data, copy=True)
@@ -304,9 +304,9 @@ def _restored(leaf: _Leaf) -> Any:
         jax.device_put(value, jax.sharding.SingleDeviceSharding(device, memory_kind=kind))
         for device, value in leaf.shards
     ]
-    # A buffer of its own: on a CPU device_put may share NumPy's, and the next step consumes it.
+    # A new buffer: on a CPU, device_put may share NumPy's buffer, and the next step would consume it.
     parts = [part.copy() for part in parts] if kind != "pinned_host" else parts
-    # Of one device JAX (0.10 at least) would say by its type that it is in the device's memory, wherever it is.
+    # For an array on one device, make_array_from_single_device_arrays would lose host memory in the type (jax 0.10).
     is_whole = isinstance(leaf.sharding, jax.sharding.SingleDeviceSharding)
     array = parts[0] if is_whole else jax.make_array_from_single_device_arrays(leaf.shape, leaf.sharding, parts)
     return array if leaf.impl is None else jax.random.wrap_key_data(array, impl=leaf.impl)

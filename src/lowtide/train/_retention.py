@@ -1,8 +1,8 @@
-"""Which checkpoints stay: the newest, and of those that were evaluated the best.
+"""Retention policy of checkpoints: keep the newest, and the best of those that were evaluated.
 
-What evaluations found is in one small file beside the checkpoints instead of in each, so that a checkpoint may also be
-evaluated after it was written. It is written before its checkpoint: a value without a checkpoint is passed over, a
-checkpoint never lacks its value.
+The results of evaluations are in one small file next to the checkpoints, so that a checkpoint may also be evaluated
+after it was written. A result is written before its checkpoint. So a checkpoint never lacks its result, and a result
+without a checkpoint is ignored.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ FILE = "evaluations.json"
 
 
 class Retention:
-    """What Orbax asks for the checkpoints to keep.
+    """Orbax's policy for the checkpoints to keep.
 
     Args:
-        directory: of the checkpoints.
-        max_to_keep: how many of the newest.
-        best: name of the value in evaluations whose best checkpoint is kept, too; or None.
+        directory: folder of the checkpoints.
+        max_to_keep: number of newest checkpoints to keep.
+        best: name of a value in evaluations whose best checkpoint is also kept, or None.
         best_mode: ``"min"`` or ``"max"``.
 
     Raises:
@@ -41,34 +41,34 @@ class Retention:
         self._directory, self._max_to_keep = directory, max_to_keep
         self._found: dict[int, dict[str, float]] = {}
         self._changed: int | None = None
-        """The step at which weights were changed since they were evaluated or restored."""
+        """Step at which weights were changed since they were evaluated or restored."""
         if best is not None and (directory / FILE).is_file():
             self._found = _read(directory / FILE)
 
     def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> list[bool]:
-        """Of each checkpoint, oldest first, whether it stays; Orbax's ``PreservationPolicy``."""
+        """Return for each checkpoint, oldest first, whether it is kept; Orbax's ``PreservationPolicy``."""
         steps = [checkpoint.step for checkpoint in checkpoints]
         kept = {*steps[-self._max_to_keep :], self.best_step(steps)}
         return [step in kept for step in steps]
 
     def best_step(self, steps: Iterable[int]) -> int | None:
-        """Return the best of these steps, or None when none was evaluated; of equal ones the first."""
+        """Return the best of these steps (the first of equal ones), or None when none was evaluated."""
         known = sorted(step for step in steps if math.isfinite(self._value(step)))
         return min(known, key=self._value) if known else None
 
     def note(self, step: int, record: Mapping[str, float], steps: Iterable[int]) -> bool:
-        """Keep what an evaluation found.
+        """Store the result of an evaluation.
 
         Args:
-            step: where.
+            step: step of the evaluation.
             record: its values.
-            steps: of the checkpoints that there are.
+            steps: steps of the existing checkpoints.
 
         Returns:
             Whether it is the best so far.
 
         Raises:
-            ConfigError: when it lacks the value.
+            ConfigError: when the record lacks the value `best`.
         """
         names = [name for name in record if name != "step"]
         if self.best not in names:
@@ -86,11 +86,11 @@ class Retention:
         return self.best_step([*others, step]) == step
 
     def changed(self, step: int | None) -> None:
-        """Weights were changed at a step, or with None are those of a checkpoint again."""
+        """Record that weights were changed at a step; None means that they are those of a checkpoint again."""
         self._changed = step
 
     def forget(self, step: int) -> None:
-        """Before a checkpoint is written: what was found of weights that it will not hold is no more."""
+        """Drop the result of weights that were changed since; call it before the checkpoint of a step is written."""
         if self._changed == step and self._found.pop(step, None) is not None:
             self._write()
 
@@ -99,7 +99,7 @@ class Retention:
             write_files(self._directory, {FILE: (json.dumps(self._found) + "\n").encode()})
 
     def _value(self, step: int) -> float:
-        """How good a step is: less is better, infinite unknown."""
+        """Return a rank of a step: lower is better, and infinity means unknown."""
         return self._sign * self._found.get(step, {}).get(self.best or "", math.inf)
 
 

@@ -1,8 +1,8 @@
-"""The schedule of a pipeline for what its device has left.
+"""Choice of a pipeline's schedule that fits the memory left on the device.
 
-``"auto"`` that was made without costs and limit may keep more between passes, or less, than it does by default. How
-much room there is only the compiled step tells: so that is compiled, its schedule is made anew within what the device
-leaves, and what comes of it is compiled again.
+An ``"auto"`` schedule without given costs or limit may keep more or less memory between passes than by default.
+Only the compiled step shows how much memory is left. So the step is compiled, a new schedule is made for the memory
+left, and the step with that schedule is compiled again.
 """
 
 from __future__ import annotations
@@ -18,37 +18,37 @@ from ._pipelined import PipelineStep
 from ._step import TrainingStep
 
 _TRIES = 3
-"""How often less is tried: what a pass needs while it runs is another amount in each program."""
+"""Number of attempts with less memory: each program needs a different amount while a pass runs."""
 _WORTH = 0.99
-"""Of the time, that more memory has to come below: another compilation takes minutes."""
+"""A schedule that needs more memory must take less than this share of the time: another compilation takes minutes."""
 
 
 class Tried(NamedTuple):
-    """A step that was compiled."""
+    """A compiled step."""
 
     step: TrainingStep
-    """What was compiled."""
+    """The step."""
     program: Any
-    """What came of it, for whom compiled it."""
+    """The result of the compilation: the compiled program, or the error of a step that does not fit."""
     report: MemoryReport | None
-    """Its bytes, where anybody asked."""
+    """Memory report of the program; None where it was not requested."""
     left: int | None
-    """What a device has beside it, negative where it is too large; None where nobody knows. Of a run all
-    processes say the same."""
+    """Bytes left on a device, negative where the step is too large, None where unknown. The same in all processes of a
+    run."""
 
 
 def choose_schedule(step: PipelineStep, tried: Callable[[PipelineStep], Tried], arrays: Tree, batch: Tree) -> Tried:
-    """Choose the schedule that the device has room for.
+    """Choose the schedule that fits the device's memory.
 
     Args:
-        step: with the schedule of the pipeline, which may be made anew.
+        step: the step with its current schedule, which may be replaced.
         tried: compiles a step.
-        arrays: the model's, arranged; arrays or shapes.
-        batch: shapes of one.
+        arrays: arrays of the model, arranged for the pipeline, or their shapes.
+        batch: shapes of a batch.
 
     Returns:
-        The step itself where there is nothing to win; else one with less that waits, where it did not fit, or one that
-        ends sooner, where memory is left. Of several that do not fit, the smallest.
+        The step itself if no other schedule is better. Otherwise a step that keeps less between passes, if `step` does
+        not fit; or a step that ends sooner, if memory is left. If none of several steps fits, the smallest.
     """
     best = usual = tried(step)
     if usual.left is None:
@@ -60,7 +60,8 @@ def choose_schedule(step: PipelineStep, tried: Callable[[PipelineStep], Tried], 
             return usual
         return usual if ((found := tried(more[0])).left or 0) < 0 else found
     for _ in range(_TRIES):
-        # Where all of it cannot be spared, a part may do: what passes need while they run becomes less, too.
+        # If a schedule cannot save all missing bytes, it may save a part: the memory that running passes need shrinks,
+        # too.
         spared = (_within(best, int(part * (best.left or 0)), arrays, batch) for part in (1, 0.5, 0.25))
         less = next((one for one in spared if one is not None), None)
         if less is None or ((found := tried(less[0])).left or 0) <= (best.left or 0):
@@ -73,10 +74,10 @@ def choose_schedule(step: PipelineStep, tried: Callable[[PipelineStep], Tried], 
 
 
 def _within(one: Tried, rest: int, arrays: Tree, batch: Tree) -> tuple[PipelineStep, StageReport] | None:
-    """Make the step that may keep so many bytes more between passes than this one, or so many less; None for none."""
+    """Return a step that keeps at most `rest` more bytes between passes (or `-rest` fewer), or None."""
     assert isinstance(one.step, PipelineStep)
     counted, there = (one.step.report(arrays, batch, memory).waiting_bytes for memory in (None, one.report))
-    # What the compiler divides by itself counts whole where a schedule is chosen.
+    # A schedule counts arrays as whole even where the compiler shards them, so the limit is scaled to that count.
     limit = int((there + rest) * counted / there) if there else 0
     if limit < 1:
         return None
@@ -88,7 +89,7 @@ def _within(one: Tried, rest: int, arrays: Tree, batch: Tree) -> tuple[PipelineS
 
 
 def _tell(before: StageReport, after: StageReport) -> None:
-    """Warn of the time that a step takes which keeps less."""
+    """Warn about a step that saves memory and takes longer."""
     if after.time_over_ideal > before.time_over_ideal / _WORTH:
         warnings.warn(
             f"the pipeline keeps {format_bytes(after.waiting_bytes)} between passes instead of "

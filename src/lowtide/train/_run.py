@@ -1,4 +1,4 @@
-"""A run for who drives it: callbacks hear of what happens first, then the loop that iterates it."""
+"""A run as the user iterates it: each event goes to the callbacks first, then to the loop."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ._session import Session
 
 
 class FitOptions(TypedDict, total=False):
-    """What `Trainer.fit` takes beside the data, all of it optional; its docstring explains them."""
+    """Optional arguments of `Trainer.fit` in addition to the data; its docstring explains them."""
 
     num_steps: int | None
     num_epochs: int | None
@@ -25,7 +25,7 @@ class FitOptions(TypedDict, total=False):
 
 
 def refuse_unknown(options: FitOptions) -> None:
-    """Raise for what `Trainer.fit` does not take."""
+    """Raise for options that `Trainer.fit` does not take."""
     if unknown := sorted(options.keys() - FitOptions.__annotations__.keys()):
         raise TypeError(
             f"Trainer.session got {', '.join(unknown)}\nhint: it takes {', '.join(FitOptions.__annotations__)}, as fit"
@@ -36,22 +36,22 @@ class Run:
     """A run in a loop of your own, made by `Trainer.session`; iterate it once.
 
     Args:
-        session: what happens.
-        listeners: who hears of it first.
+        session: yields the events.
+        listeners: the callbacks, which receive each event first.
     """
 
     def __init__(self, session: Session, listeners: Listeners) -> None:
         self._session, self._listeners = session, listeners
         self._is_begun, self._is_closed = False, False
-        self._told = list[Event]()  # of which callbacks have heard, and the loop has not
+        self._told = list[Event]()  # events that the callbacks have received, and the loop has not
 
     @property
     def records(self) -> list[Record]:
-        """The values of steps and evaluations so far, as `Trainer.fit` returns them."""
+        """Values of steps and evaluations so far, as `Trainer.fit` returns them."""
         return self._session.records
 
     def stop(self) -> None:
-        """End after the step that is running, as if its last one had come: evaluated and saved.
+        """End after the current step, as if it were the last one: with an evaluation and a checkpoint.
 
         Raises:
             StateError: outside of its ``with`` block.
@@ -60,11 +60,11 @@ class Run:
         self._session.stop()
 
     def settle(self) -> None:
-        """Read the values of all steps so far; callbacks hear of them now, the loop of them next.
+        """Read the values of all steps so far; callbacks receive their events now, the loop afterwards.
 
         Raises:
             StateError: outside of its ``with`` block.
-            NonFiniteError: for a loss that is no number, as `on_nan` says.
+            NonFiniteError: for a loss that is not finite, depending on `on_nan`.
         """
         self._refuse_closed("settled")
         self._listeners.finish()
@@ -73,15 +73,15 @@ class Run:
             self._listeners.tell(event)
 
     def close(self) -> None:
-        """End it: nobody keeps a good state any more, so it gives no further event."""
+        """Close the run: it yields no further event, because its state is no longer protected."""
         self._is_closed = True
 
     def __iter__(self) -> Iterator[Event]:
-        """Train, and give what happens in its order.
+        """Train, and yield the events in order.
 
         Raises:
             StateError: when it was iterated before, or outside of its ``with`` block.
-            Exception: what `Trainer.fit` raises.
+            Exception: as in `Trainer.fit`.
         """
         if self._is_begun:
             raise StateError(

@@ -1,10 +1,10 @@
-"""A run: an iterator of what happens in it, over a state, copies and data that others hold.
+"""A run: an iterator of the events of a training loop. State, copies and data belong to other objects.
 
-Who iterates it hears of each `Event` when it has happened, and decides nothing; `stop` ends it. The values of a step
-are read a step later, so that the device never waits for the host to read a loss before the next step is sent to it;
-unless somebody changes the training by them (`is_immediate`).
+The caller that iterates it receives each `Event` after it has happened; `stop` ends the run. The values of a step are
+read one step later, so the device never waits for the host to read a loss. The exception is `is_immediate`: callbacks
+that change the training by the values.
 
-What has been done is told by the state, and not by how far the run came: an interrupt may come between any two lines.
+An interrupt may come between any two lines. So the state records which work is done, not the position in the loop.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ from ._signals import Ended, Terminated, valves
 from ._state import LiveState
 
 _STOP, _TERMINATE = 1, 2
-"""What a process may wish of the others."""
+"""Actions that a process may request of all processes; the higher one has priority."""
 _READ_ONCE = {"builtins", "itertools", "grain"}
-"""Whose iterators never begin again; a loader of the user's may be its own iterator, and do so."""
+"""Iterators from these modules cannot be restarted. A user's loader may be its own iterator and restart."""
 
 
 class _Sent(NamedTuple):
-    """A step that was sent to the device."""
+    """A step that was dispatched to the device."""
 
     step: int
     metrics: Tree
@@ -60,33 +60,33 @@ class Session:
     """One run, to be iterated once, inside of `running`.
 
     Raises:
-        ConfigError: for arguments that cannot be what they are for; see `Trainer.fit`.
-        DataError: for data that holds no batches, or cannot go where the run is.
+        ConfigError: for invalid arguments; see `Trainer.fit`.
+        DataError: for data that holds no batches, or cannot continue at the run's step.
         OutputError: when there is a checkpoint of a later step.
     """
 
     live: LiveState
-    """The state."""
+    """State of the training."""
     compiled: CompiledStep
-    """The step."""
+    """The compiled step."""
     copies: Copies
-    """Where it can go back to."""
+    """Copies of the state that the run can return to."""
     processes: Processes
     """The other processes of the run."""
     guard: Guard
-    """What to do about values that are no numbers."""
+    """Policy for values that are not finite."""
     feed: Feed
-    """Its data."""
+    """Training data."""
     evaluate: Callable[[Iterable[Tree]], dict[str, float]]
-    """The means over the batches of an evaluation."""
+    """Returns the means over the batches of an evaluation."""
     save: Callable[[], bool]
-    """Begins to write a checkpoint of the state and `notes`; gives whether there was none."""
+    """Starts to write a checkpoint of the state and `notes`; returns whether there was none."""
     states: Callable[[], Mapping[str, Any]] = dict
-    """What a checkpoint keeps of those who hear of events, as JSON."""
+    """Returns the states of callbacks that a checkpoint keeps, as JSON."""
     is_immediate: bool = False
-    """Whether steps wait for their values."""
+    """Whether the values of a step are read before the next step is dispatched."""
     before: Feed | None = None
-    """The data that the run before has `left`."""
+    """Data of the run before (its `left`)."""
     eval_data: Iterable[Tree] | None = None
     """Batches for evaluation."""
     eval_every: int | None = None
@@ -99,9 +99,9 @@ class Session:
         _refuse_later_checkpoint(self.copies.checkpoints, step)
         self._refuse()
         self.records: list[Record] = []
-        """The values of steps and evaluations so far."""
+        """Records of steps and evaluations so far."""
         self.left: Feed | None = None
-        """Its data, once it has left that, for the run that goes on."""
+        """The data at the end of the run, for the run that continues."""
         self.is_over = False
         """Whether the last step was taken, or an exception has ended the run."""
         self.is_closed = False
@@ -109,52 +109,52 @@ class Session:
         self.is_stopped = False
         """Whether `stop` was called."""
         position = notes.position or {}
-        # Callbacks that go on from a failure have counted the evaluation of step 0, unless the position says no.
+        # Callbacks that continue after a failure have counted the evaluation of step 0, unless the position denies it.
         is_first = step == 0 and notes.callbacks is None
         self._due: int | None = step if is_first or position.get("evaluate", step == 0) else None
-        """The step at which an evaluation is still to come, where no rule says so."""
+        """Step of an evaluation that is still to come and that no rule (`eval_every`, the last step) covers."""
         if not self.feed.go_on(self.before, notes.position):
             self.feed.start(step, notes.position)
         self._batch: Tree = None
-        """The last batch, to explain a shortage of memory with."""
+        """The last batch, to explain an out-of-memory error."""
         self._has_batch = False
         self._unraised: BaseException | None = None
-        """What a step has failed with whose record was given, until it is raised."""
+        """Exception of a failed step whose record was already delivered; re-raised on the next iteration."""
         self._pending: list[_Sent] = []
         """Steps whose values were not read yet."""
         self._finished = 0.0
         self._wish = 0
-        """The largest wish of all processes, as far as it is known: the same in all of them."""
+        """Highest action requested by any process, as far as it was read; equal in all processes."""
         self._begun = step
         is_seen = position.get("evaluated_at") == step and not (is_first or self.live.is_edited)
         self._evaluated_at: int | None = step if is_seen else None
         self._is_best = False
-        """Whether the evaluation there was the best so far, and is not saved yet."""
+        """Whether the evaluation at that step was the best so far, and no checkpoint of it is saved yet."""
         self._is_begun = False
-        """Whether callbacks have heard of the beginning."""
+        """Whether callbacks were notified of the beginning."""
         self._has_resumed = False
-        """Whether they have what a checkpoint kept of them."""
+        """Whether callbacks have received their state from a checkpoint."""
         self._is_waiting = False
-        """Whether it only waits for its checkpoints."""
+        """Whether the run only waits for its checkpoints."""
         self._terminated = Terminated(is_alone=self.processes.count == 1)
 
-    # --- for who drives it -----------------------------------------------------------------------------------------
+    # --- for the caller ----------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
     def running(self, tell: Callable[[Event], Any] = lambda event: None) -> Generator[None]:
-        """Iterate it in here: signals wait for steps, and what is raised leaves a good state.
+        """Iterate the run inside this context: signals wait for steps, and an exception leaves a valid state.
 
         Args:
-            tell: hears of what happens after the iterator was left: the last records, or what is done about an
-                exception before that goes on.
+            tell: called with the events after the iterator was left: the last records, and the handling of an
+                exception before it propagates.
         """
         try:
             with self._terminated, valves(), self.processes.watched():
                 try:
                     yield
-                    if self._unraised is not None:  # who iterates it has left at the record
+                    if self._unraised is not None:  # the loop was left at the record of the failed step
                         raise self._unraised
-                    if not self.is_over:  # who leaves early leaves a good state, too
+                    if not self.is_over:  # the loop was left early: the state has to be valid then, too
                         for events in (self.settle(), self._save_best()):
                             for event in events:
                                 tell(event)
@@ -174,18 +174,18 @@ class Session:
             self.is_closed = True
 
     def stop(self) -> None:
-        """End after the step that is running, as if its last one had come."""
+        """End after the current step, as if it were the last one."""
         self.is_stopped = True
 
     def notes(self) -> Notes:
-        """Return what belongs to the state: where the data is, and who hears of events."""
+        """Return the metadata of the state: the position of the data, and the states of callbacks."""
         position = self._position() if self.left is None else self.copies.notes.position
         return Notes(position, self.states() if self._has_resumed else self.copies.notes.callbacks)
 
     # --- the run ---------------------------------------------------------------------------------------------------
 
     def __iter__(self) -> Iterator[Event]:
-        """Give what happens, in order; see `Event`."""
+        """Yield what happens, in order; see `Event`."""
         self._agree()
         self._is_begun = True
         yield Event("train_begin")
@@ -224,7 +224,7 @@ class Session:
             yield from self._step(step, batch)
             step += 1
         yield from self.settle()
-        is_terminated = in_any(self._terminated.has_come)  # a machine goes with the others
+        is_terminated = in_any(self._terminated.has_come)  # a signal to one machine ends the run on all
         if is_terminated:
             self._terminated.come()
         elif step > self._begun:
@@ -232,7 +232,7 @@ class Session:
             yield from self._evaluate()
         yield from self._save(step)
         self._wait()
-        self._leave()  # last: the end of an iterator may be waited for, and what was saved is not lost with it then
+        self._leave()  # last: closing an iterator may block, and the saved checkpoint is safe by then
         if is_terminated and self.processes.is_first:
             where, kept = "not saved, without a checkpoint_dir", self.copies.checkpoints
             if kept is not None:
@@ -268,18 +268,19 @@ class Session:
         if not self.eval_every:
             self._due = step
             yield from self._evaluate()
-        self.live.give_back()  # the object is whole between two epochs
+        self.live.give_back()  # the object holds its arrays between two epochs
         yield Event("epoch_end", self.feed.epoch - 1)
-        self.copies.keep(self.notes())  # with what was changed at the end of the epoch
+        self.copies.keep(self.notes())  # after the hooks, which may change the model at the end of an epoch
 
     def settle(self, keep: int = 0) -> Iterator[Event]:
-        """Read the values of the steps so far, but of the last `keep`; and go back from what they have spoilt.
+        """Read the values of all steps but the last `keep`, and restore an earlier state if they require it.
 
-        Who takes the state for a good one does so first.
+        Call it before the state is used as a good one.
         """
-        # A step begins on the device when it was sent there and the one before it has ended.
+        # A step starts on the device once it was dispatched and the step before it has ended (see `_timed`).
         while len(self._pending) > keep:
             sent = self._pending[0]
+            # float() blocks until the device has computed the value.
             values = {name: float(value) for name, value in sent.metrics.items()}
             self._wish = max(self._wish, int(sent.vote))
             self.guard.see(values)
@@ -293,13 +294,13 @@ class Session:
                 self._unraised = None
                 raise
             yield from self._gone_back(back)
-            yield self._recorded(record)  # there is a good state when callbacks hear of it
+            yield self._recorded(record)  # after the rollback: callbacks see a valid state
         if not keep:
             yield from self._gone_back(self.guard.ask())
 
     def _gone_back(self, step: int | None) -> Iterator[Event]:
         if step is not None:
-            self._pending = []  # steps of states that are gone
+            self._pending = []  # steps of the discarded states
             yield Event("rollback", step)
 
     def _timed(self, sent: _Sent, values: Mapping[str, float]) -> Record:
@@ -318,7 +319,7 @@ class Session:
         values = None
         with contextlib.suppress(Ended), self.processes.leaving(lambda: self._terminated.has_come):
             values = self.evaluate(self._terminated.batches(self.eval_data))
-        if values is None or self.processes.has_left:  # it is made up for by the run that goes on
+        if values is None or self.processes.has_left:  # the run that continues evaluates again
             self._wish = _TERMINATE
             return
         yield Event("evaluate_end", {**values})
@@ -326,7 +327,7 @@ class Session:
         checkpoints = self.copies.checkpoints
         self._is_best = checkpoints is not None and checkpoints.evaluated(step, record)
         self.live.evaluated()
-        self._evaluated_at = step  # before callbacks count it: after an interrupt in one they do not do so again
+        self._evaluated_at = step  # before the hooks: an interrupt in one must not make them count it twice
         yield self._recorded(record)
         yield from self._save_best()
 
@@ -336,13 +337,13 @@ class Session:
             yield Event("checkpoint", self.live.step)
 
     def _is_terminated(self) -> bool:
-        """Whether a signal has come to any process; all of them ask."""
+        """Return whether any process has received a signal; all processes have to call this."""
         has_come = self.processes.any(self._terminated.has_come)
         self._wish = max(self._wish, _TERMINATE * has_come)
         return has_come
 
     def _is_due(self, step: int) -> bool:
-        """Whether the evaluation of a step is still to come."""
+        """Return whether the evaluation of a step is still to come."""
         if self._evaluated_at == step or step < self._begun:
             return False
         every, last = self.eval_every, self.feed.num_steps
@@ -360,7 +361,7 @@ class Session:
             self.copies.checkpoints.wait()
 
     def _position(self) -> dict[str, Any]:
-        """Where the data is at the step of the state, and whether an evaluation is due there."""
+        """Return the position of the data at the state's step, and whether an evaluation is due there."""
         step = self.live.step
         if self.eval_data is None:
             return self.feed.position(step)
@@ -368,7 +369,7 @@ class Session:
         return {**self.feed.position(step), "evaluate": self._is_due(step), **seen}
 
     def _leave(self, error: BaseException | None = None) -> None:
-        """Remember where the data is, for another run that goes on with it, and after an exception the callbacks."""
+        """Store the position of the data for a run that continues, and after an exception the states of callbacks."""
         if self.guard.is_back:
             self.feed.lose(self.copies.notes.position)
         else:
@@ -376,15 +377,15 @@ class Session:
             self.feed.leave(self.live.step, self.copies.notes.position or {})
         self.left = self.feed
         if error is not None and self._has_resumed and not self.guard.is_back:
-            # Last: one that fails must not lose the data's position.
+            # Last: if a callback's state raises, the position of the data must not be lost.
             self.copies.leave(self.copies.notes._replace(callbacks=self.states()))
 
     # --- after an exception ----------------------------------------------------------------------------------------
 
     def _end(self, error: BaseException) -> Iterator[Event]:
-        """Bring the state to a good one, and save it unless it is of no use."""
+        """Restore a valid state after an exception, and save it if it is worth saving."""
         self.processes.fail()
-        is_alone = self.processes.count == 1  # to save or go back they would all have to be here
+        is_alone = self.processes.count == 1  # saving and restoring need all processes, which may not come
         yield from self._read_last(error, is_alone)
         was_alive = self.copies.is_alive()
         if was_alive and is_alone and not self.guard.is_back and not self.is_over:
@@ -400,39 +401,39 @@ class Session:
             with noted(error, "the checkpoint"):
                 for event in self._save(self.live.step):
                     yield event._replace(error=error)
-        if self.guard.is_back or not self.is_over:  # else the run had left it, and a callback may have gone elsewhere
+        if self.guard.is_back or not self.is_over:  # else the run has left its data, and a callback may have moved on
             with noted(error, "leaving the data"):
                 self._leave(error)
-        if is_alone and not (self._is_waiting and isinstance(error, KeyboardInterrupt)):  # they wait no longer
+        if is_alone and not (self._is_waiting and isinstance(error, KeyboardInterrupt)):  # Ctrl-C ends the waiting
             with noted(error, "the checkpoint"):
                 self._wait()
 
     def _read_last(self, error: BaseException, is_alone: bool) -> Iterator[Event]:
-        """Give the records that nobody has read, and go back from a state that the last step has spoilt."""
+        """Yield the records that were not read yet, and restore an earlier state if the last step requires it."""
         pending, self._pending = self._pending, []
         events: list[Event] = []
         for sent in pending:
             try:
                 values = {name: float(value) for name, value in sent.metrics.items()}
-            except Exception:  # the step failed on the device: there are none
+            except Exception:  # the step failed on the device, so it has no values
                 break
             record = self._timed(sent, values)
             self.guard.go_back(error, sent.step, values, is_alone=is_alone)
             events.append(self._recorded(record, error))
-        yield from events  # last: who saves at a record saves a state that is judged
+        yield from events  # last: a hook that saves at a record saves a state that the guard has judged
 
     def _is_worth_saving(self, error: BaseException) -> bool:
         if self.guard.is_spoilt or self.guard.is_back or self.is_over:
             return False
         if isinstance(error, NonFiniteError):
             return self.guard.has_left_out
-        # A mistake of the script that the first step has shown: the next one would find a checkpoint in its way.
+        # A bug of the script that shows in the first step: its checkpoint would be in the way of the corrected script.
         return not isinstance(error, ConfigError) or self.live.step > self._begun + 1
 
-    # --- what is refused -------------------------------------------------------------------------------------------
+    # --- validation ------------------------------------------------------------------------------------------------
 
     def refuse_another(self) -> None:
-        """Raise for a run within this one."""
+        """Raise when a run is started inside this one."""
         raise StateError(
             "fit was called while fit is running",
             expected="one at a time",
@@ -440,7 +441,7 @@ class Session:
         )
 
     def refuse(self, what: str, hint: str | None = None) -> None:
-        """Raise while it takes steps."""
+        """Raise while the run takes steps."""
         if not self.is_over:
             raise StateError(
                 f"{what} was called while fit takes steps",
@@ -450,7 +451,7 @@ class Session:
             )
 
     def _refuse(self) -> None:
-        """Raise for arguments that cannot be what they are for."""
+        """Raise for invalid arguments."""
         checkpoints, eval_data = self.copies.checkpoints, self.eval_data
         if checkpoints is not None and checkpoints.best is not None and eval_data is None:
             raise ConfigError(
@@ -501,7 +502,7 @@ class Session:
 
 
 def _refuse_later_checkpoint(checkpoints: Checkpoints | None, step: int) -> None:
-    """Raise when there is a checkpoint of a later step: a run from here would save nothing."""
+    """Raise when there is a checkpoint of a later step, because a run from here would not save anything."""
     latest = None if checkpoints is None else checkpoints.look_again()
     if checkpoints is not None and latest is not None and latest > step:
         raise OutputError(

@@ -1,7 +1,7 @@
-"""Signals: held back while a step is sent to the device, and asked for between steps.
+"""Signal handling: signals are delayed while a step is dispatched, and checked between steps.
 
-Between the sending of a step and the assignment of its results nobody holds a good state, so Ctrl-C and SIGTERM wait
-until that moment has passed (`undisturbed`). SIGTERM ends a run after a step (`Terminated`).
+Between the dispatch of a step and the assignment of its results, no variable holds a valid state. So Ctrl-C and SIGTERM
+wait until that moment has passed (`undisturbed`). SIGTERM ends a run after a step (`Terminated`).
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ import jax
 T = TypeVar("T")
 
 _HELD = (signal.SIGTERM, signal.SIGINT)
-"""In the order in which they are let through: an interrupt raises, and nothing comes after it."""
+"""Signals in the order of their delivery: SIGINT raises, so it has to be last."""
 _handler: Callable[[int], Any] = getattr(sys.modules.get("_signal"), "getsignal", signal.getsignal)
-"""`signal.getsignal` without its search among the names of handlers, which Python 3.11 does for functions, too."""
+"""`signal.getsignal` without its conversion to an enum member, which Python 3.11 tries even for functions."""
 
 
 def _raise(number: int) -> None:
-    """Let a signal do what its handler does; where that is the default one, nothing goes on after it.
+    """Deliver a signal to its handler; if that is the default handler and returns, exit.
 
-    Linux drops a signal without a handler that comes to the first process of a container, as `exec lowtide` is one:
-    who went on from here would end with status 0, and whatever had started it would take the run for completed.
+    Linux drops a signal without a handler that is sent to the first process of a container, such as `exec lowtide`. The
+    process would then end with status 0, and its supervisor would treat the run as completed.
 
     Raises:
-        SystemExit: with the status that a shell gives a process that a signal has ended.
+        SystemExit: with the status that a shell reports for a process ended by the signal.
     """
     signal.raise_signal(number)
     if signal.getsignal(number) == signal.SIG_DFL:
@@ -38,7 +38,7 @@ def _raise(number: int) -> None:
 
 
 class _Valve:
-    """A signal handler that passes signals on to the one before it, or keeps them while it is shut."""
+    """A signal handler that forwards signals to the previous handler, or delays them while it is shut."""
 
     def __init__(self, number: int, before: Any) -> None:
         self.number, self.before, self.is_shut, self.has_come = number, before, False, False
@@ -66,11 +66,11 @@ class _Valve:
 
 @contextlib.contextmanager
 def valves() -> Generator[None]:
-    """Make `undisturbed` cheap inside the block: handlers stay, where setting them is system calls in every step."""
+    """Install handlers once for the block, so that `undisturbed` needs no system calls in each step."""
     ours: dict[int, _Valve] = {}
     if threading.current_thread() is threading.main_thread():
         before = {number: signal.getsignal(number) for number in _HELD}
-        # One that is None is not Python's.
+        # getsignal returns None for a handler that was not installed from Python; it stays.
         ours = {number: _Valve(number, handler) for number, handler in before.items() if handler is not None}
     try:
         for number, valve in ours.items():
@@ -78,12 +78,12 @@ def valves() -> Generator[None]:
         yield
     finally:
         for number, valve in ours.items():
-            if signal.getsignal(number) is valve:  # else somebody has set another
+            if signal.getsignal(number) is valve:  # else other code has installed its own handler
                 signal.signal(number, valve.before)
 
 
 class _Shut:
-    """Keeps valves shut inside of a ``with`` block; not a generator, because every step enters one."""
+    """Context manager that shuts valves; a class rather than a generator, because every step enters it."""
 
     def __init__(self, valves: Sequence[_Valve]) -> None:
         self._valves = valves
@@ -92,7 +92,7 @@ class _Shut:
         try:
             for valve in self._valves:
                 valve.shut()
-        except BaseException:  # an interrupt between two valves: nobody would open the first again
+        except BaseException:  # interrupted between two valves: nothing else would open the first one again
             self.__exit__()
             raise
 
@@ -104,7 +104,7 @@ class _Shut:
 
 
 def undisturbed() -> contextlib.AbstractContextManager[None]:
-    """Hold back Ctrl-C and SIGTERM until the block has ended; elsewhere than in the main thread they do not come."""
+    """Delay Ctrl-C and SIGTERM until the end of the block; in other threads than the main one they never arrive."""
     if threading.current_thread() is not threading.main_thread():
         return contextlib.nullcontext()
     handlers = [_handler(number) for number in _HELD]
@@ -119,18 +119,18 @@ def _shut_anew() -> Generator[None]:
 
 
 class Ended(BaseException):
-    """SIGTERM has come while data was waited for, which might never come."""
+    """Raised when SIGTERM arrives during the wait for data, which might never end."""
 
 
 class Terminated:
-    """Whether SIGTERM has come, asked for between steps; a context manager.
+    """Context manager that records whether SIGTERM has arrived, for a check between steps.
 
-    The machine is about to be taken away: the loop ends at the next step, saves, and lets the signal do what it would
-    have done. Processes that end together take leave of one another first, as at a normal end: JAX aborts one that
-    sees the first gone, which would then say that it had failed.
+    The machine is about to be taken away. So the loop ends at the next step, saves, and then delivers the signal to the
+    previous handler. Processes that end together first call `jax.distributed.shutdown`, as at a normal end. Otherwise
+    JAX would abort a process that sees the first one gone, and that process would report a failure.
 
     Args:
-        is_alone: whether this is the only process; several have to end together.
+        is_alone: whether this is the only process; several processes have to end together.
     """
 
     def __init__(self, *, is_alone: bool = True) -> None:
@@ -148,7 +148,7 @@ class Terminated:
 
     def __exit__(self, kind: type[BaseException] | None = None, *_: object) -> None:
         if kind is None and self._is_common and self._before == signal.SIG_DFL:
-            with contextlib.suppress(RuntimeError):  # of JAX, when another could not wait: this one ends all the same
+            with contextlib.suppress(RuntimeError):  # JAX raises when another process has gone; this one ends anyway
                 jax.distributed.shutdown()
         self._let_through()
 
@@ -160,19 +160,19 @@ class Terminated:
                 _raise(signal.SIGTERM)
 
     def come(self) -> None:
-        """Note that it has come to one of the processes, which all end at this step."""
+        """Record that the signal has arrived in any process; all processes end at this step."""
         self.has_come, self._is_common = True, not self._is_alone
 
     def last(self) -> None:
-        """Only files are waited for from here on: a second signal ends that."""
+        """Record that the run only waits for files from now on, so that a second signal ends it."""
         self._is_last = True
 
     def waited(self, wait: Callable[[], T]) -> T:
-        """Return what a function returns that waits for data.
+        """Call a function that waits for data, and return its result.
 
         Raises:
-            Ended: when the signal comes meanwhile, or has come. Of several processes one cannot leave the others, so
-                there a second signal ends the process.
+            Ended: if the signal arrives meanwhile, or has arrived before. With several processes it does not raise,
+                because one process cannot leave the others; there a second signal ends the process.
         """
         self._waits = True
         try:
@@ -183,7 +183,7 @@ class Terminated:
             self._waits = False
 
     def batches(self, data: Iterable[T]) -> Iterator[T]:
-        """Give the batches of an evaluation, each of them `waited` for."""
+        """Yield the batches of an evaluation; each read is `waited`."""
         iterator = self.waited(lambda: iter(data))
         nothing: Any = object()
         while (batch := self.waited(lambda: next(iterator, nothing))) is not nothing:

@@ -1,7 +1,7 @@
-"""The arrays of a model in training, and who holds them: the trainer, or the mutable object that has lent them.
+"""The arrays of a model in training, and their owner: the trainer, or the mutable object that lends them to it.
 
-`LiveState` has the one copy that there is on the device. Between steps a mutable object gets its arrays back, and what
-was changed in it is taken over (`borrow`); while steps run it holds placeholders. A pytree is its own arrays.
+`LiveState` holds the only copy on the device. Between steps a mutable object gets its arrays back, and changes made in
+it are adopted (`borrow`). While steps run, the object holds placeholders. A pytree model lends nothing.
 """
 
 from __future__ import annotations
@@ -37,19 +37,19 @@ from ._signals import undisturbed
 from ._step import UPDATE_HINT, TrainingStep, TrainState
 
 _MAX_STEP = 2**31 - 1
-"""The state counts in an int32."""
+"""Largest int32, the dtype of the step in the state."""
 
 
 class LiveState:
-    """The state of a model in training, and the model that it is of.
+    """The state of a model in training, together with the model.
 
     Args:
         model: a pytree or a `ModelObject`.
-        step: how it is trained.
-        state: of the step.
-        frozen: what no step changes.
-        sharding: where arrays belong, on several devices.
-        on_change: told of the step at which somebody has put other weights in their place.
+        step: the training step.
+        state: state of the step.
+        frozen: leaves that no step changes.
+        sharding: sharding rules; None on one device.
+        on_change: called with the current step when the weights are replaced by others.
     """
 
     def __init__(
@@ -66,37 +66,37 @@ class LiveState:
         self._object: ModelObject | None = model if isinstance(model, ModelObject) else None
         self._step, self._on_change = step, on_change
         self.state: TrainState = state
-        """All that a step changes."""
+        """Everything that a step changes."""
         self.frozen: Tree = frozen
-        """What no step changes."""
+        """Leaves that no step changes."""
         self.is_edited = False
-        """Whether somebody has put other weights in their place, which no run has evaluated."""
+        """Whether the weights were replaced by others that no run has evaluated."""
         self._is_lent = self._is_averaged = False
 
     @property
     def parts(self) -> tuple[Tree, Tree, Tree]:
-        """What trains, what the model changes itself, and the rest."""
+        """Trainable, mutable and frozen leaves."""
         return self.state.trainable, self.state.mutable, self.frozen
 
     @property
     def step(self) -> int:
-        """Steps taken so far."""
+        """Number of steps taken so far."""
         return int(self.state.step)
 
     @property
     def model(self) -> Any:
-        """The model as it is now; a mutable object has its arrays back."""
+        """The current model; a mutable object gets its arrays back."""
         self.give_back()
         return self._step.model(*self.parts)
 
     # --- other arrays ----------------------------------------------------------------------------------------------
 
     def set(self, state: TrainState) -> None:
-        """Go on with the state after a step."""
+        """Continue with the state after a step."""
         self.state = state
 
     def replace(self, state: Any, refuse_step: Callable[[], None]) -> None:
-        """Go on with a state of the user's, unless it is of another step and that is refused; see `Trainer.state`."""
+        """Continue with a state of the user, unless `refuse_step` raises for another step; see `Trainer.state`."""
         self.refuse_averaged("setting state")
         if not isinstance(state, TrainState):
             raise StructureError(
@@ -117,24 +117,25 @@ class LiveState:
         pairs = zip(*(jax.tree.leaves((each.trainable, each.mutable)) for each in (state, before)), strict=True)
         if any(new is not old for new, old in pairs):
             if not self._is_lent:
-                self._give()  # others in a mutable object would be taken for edits
+                self._give()  # else `borrow` would take the old arrays in a mutable object for edits
             self._changed()
 
     def hold(self, state: TrainState) -> None:
-        """Go on with a copy; an object that has its arrays gets these: others there would be taken for edits."""
+        """Continue with a copy of the state; a mutable object that holds its arrays gets those of the copy."""
         self.state, self.is_edited = state, False
+        # `borrow` would take the old arrays in the object for edits.
         if not self._is_lent:
             self._give()
 
     def evaluated(self) -> None:
-        """Note that a run has evaluated the weights."""
+        """Record that a run has evaluated the weights."""
         self.is_edited = False
 
     def count_from(self, number: int) -> None:
-        """Say that the weights were trained for so many steps.
+        """Set the number of steps for which the weights were trained.
 
         Raises:
-            ConfigError: for what is no number of steps.
+            ConfigError: for an invalid number of steps.
         """
         _check_step(number)
         self.refuse_averaged("setting step")
@@ -142,7 +143,7 @@ class LiveState:
         self.state = dataclasses.replace(self.state, step=put(jnp.int32(number), place))
 
     def update(self, model: Tree) -> None:
-        """Go on with other weights; see `Trainer.update`."""
+        """Replace the weights; see `Trainer.update`."""
         self.refuse_averaged("update")
         replace = getattr(self._object, "replace", None)
         if self._object is not None and replace is None:
@@ -180,38 +181,38 @@ class LiveState:
     # --- lent, borrowed, averaged ----------------------------------------------------------------------------------
 
     def borrow(self, *, lend: bool = True) -> None:
-        """Take the arrays as they are in a mutable object; with `lend`, leave placeholders there."""
+        """Adopt changed arrays of a mutable object; with `lend`, leave placeholders in it."""
         if self._object is None or self._is_lent:
             return
         held = combine(*self.parts)
         now = self._object.arrays()
         if any(a is not b for a, b in zip(jax.tree.leaves(held), jax.tree.leaves(now), strict=False)):
             self._put(*self._step.split(self._object))
-            self._object.give_back(combine(*self.parts))  # one that was moved would be taken for another edit
+            self._object.give_back(combine(*self.parts))  # `_put` may have moved arrays; else they would look edited
         if lend:
             with undisturbed():
-                self._is_lent = True  # first: what is left half lent is given back
+                self._is_lent = True  # first, so that an interrupted `lend` is undone by `give_back`
                 self._object.lend(combine(self.state.trainable, self.state.mutable))
 
     def refresh(self) -> None:
-        """Take over what was changed in a mutable object, and raise when somebody else has consumed the arrays."""
+        """Adopt changes made in a mutable object, and raise when other code has consumed the arrays."""
         self.borrow(lend=False)
         refuse_consumed(self.state, self.frozen)
 
     def give_back(self) -> None:
-        """Give a mutable object its arrays, until the next step."""
+        """Return its arrays to a mutable object, until the next step."""
         if self._is_lent:
             self._give()
 
     def _give(self) -> None:
         if self._object is not None:
             with undisturbed():
-                self._is_lent = False  # also where something was written over a placeholder, which is said afterwards
+                self._is_lent = False  # first: the object raises afterwards if a placeholder was overwritten
                 self._object.give_back(combine(self.state.trainable, self.state.mutable))
 
     @contextlib.contextmanager
     def averaged(self) -> Generator[None]:
-        """Put the running average in the place of what trains; see `Trainer.averaged`."""
+        """Replace the trainable leaves by their running average; see `Trainer.averaged`."""
         self.refuse_averaged("averaged")
         average = find_average(self.state.opt_state)
         if average is None:
@@ -236,7 +237,7 @@ class LiveState:
             self._give()
 
     def later(self) -> Callable[[], tuple[Tree, Tree, Tree]]:
-        """Return what gives the parts as they are then, and raises when they would be others than were meant."""
+        """Return a function that returns the current parts, and raises if `averaged` was entered or left since."""
         is_averaged = self._is_averaged
 
         def parts() -> tuple[Tree, Tree, Tree]:
@@ -251,10 +252,10 @@ class LiveState:
 
         return parts
 
-    # --- what is refused -------------------------------------------------------------------------------------------
+    # --- validation ------------------------------------------------------------------------------------------------
 
     def refuse_averaged(self, what: str) -> None:
-        """Raise inside of `averaged`."""
+        """Raise inside `averaged`."""
         if self._is_averaged:
             raise StateError(
                 f"{what} was called inside of averaged",
@@ -285,8 +286,8 @@ def _refuse_other_types(name: str, new: Tree, old: Tree) -> None:
 
 
 def _refuse_shared(state: TrainState, frozen: Tree) -> None:
-    """Raise when an array of the state stands in another place, too: a step consumes it."""
-    for other, *_, path in shared_leaves({"frozen": frozen, "state": state}):  # in this order
+    """Raise when an array of the state also stands elsewhere, because a step consumes it."""
+    for other, *_, path in shared_leaves({"frozen": frozen, "state": state}):  # frozen paths come first
         if path.startswith("state/"):
             raise SelectionError(
                 f"{other} and {path} are the same array",
@@ -303,15 +304,18 @@ def _check_step(number: Any) -> None:
 
 
 def _arrays(tree: Tree) -> Tree:
-    """Without Python's numbers, which are no arrays that a step could consume."""
+    """Convert Python numbers to arrays, because a step can consume only arrays."""
     return jax.tree.map(lambda x: x if hasattr(x, "dtype") else jnp.asarray(x), tree)
 
 
 def _own(tree: Tree) -> Tree:
-    """Arrays of JAX: those of NumPy would be copied to the device in every step, and hold no shards to copy."""
+    """Convert NumPy arrays to JAX arrays.
+
+    Every step would copy a NumPy array to the device, and it has no shards, of which copies are made.
+    """
     return jax.tree.map(lambda x: jnp.array(x) if isinstance(x, np.ndarray | np.generic) else x, tree)
 
 
 def _settled(tree: Tree, like: Tree) -> Tree:
-    """Arrays of JAX on the devices, and in the memory, of those that they are like."""
+    """Move arrays to the devices and the memory of those in `like`."""
     return jax.tree.map(lambda x, old: put(x, old.sharding) if hasattr(old, "sharding") else x, tree, like)

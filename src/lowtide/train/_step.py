@@ -1,8 +1,8 @@
-"""What the trainer repeats: a pure step, how its state begins, and the model that is in it.
+"""Training steps: a pure step function, its initial state, and the model that the state belongs to.
 
-The trainer knows no more of a step than `TrainingStep` says, so that a run, its checkpoints and its reports serve every
-way to compute one. `WholeStep` differentiates the model as a whole; `LayerStep` is a `lowtide.offload.layerwise_step`.
-For a pipeline see `_pipelined`.
+The trainer uses steps only through `TrainingStep`, so a run, its checkpoints and its reports work with every kind of
+step. `WholeStep` differentiates the model as a whole. `LayerStep` wraps a `lowtide.offload.layerwise_step`. Pipelines
+have their step in `_pipelined`.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ from ._rates import recorded_rate
 LossFn = Callable[..., Any]
 
 Gradients = tuple[Any, dict[str, Any], Tree, Tree]
-"""Loss, metrics, what the model changed itself, and the gradients of what trains."""
+"""Loss, metrics, the mutable leaves after the call, and the gradients of the trainable leaves."""
 
 STEP_ARGUMENTS = ("trainable", "optimizer", "mutable", "step", "frozen", "batch")
 """Names of a step's arguments, in order; the roles of its memory report."""
 UPDATE_HINT = "change the object that `Trainer.model` returns"
 DONATED = (0, 1, 2, 3)
-"""Those that a step consumes and returns."""
+"""Positions of the arguments that a step consumes and returns."""
 
 
 @functools.partial(
@@ -57,67 +57,67 @@ DONATED = (0, 1, 2, 3)
 )
 @dataclasses.dataclass(frozen=True)
 class TrainState:
-    """All that a step changes."""
+    """Everything that a step changes."""
 
     step: Any
-    """Steps taken, an int32 scalar."""
+    """Number of steps taken, an int32 scalar."""
     trainable: Tree
     """The trainable leaves, `None` elsewhere."""
     opt_state: Tree
-    """The optimizer's state for them."""
+    """State of the optimizer for the trainable leaves."""
     mutable: Tree = None
-    """What the model itself changes: batch statistics, counters of random numbers; `None` elsewhere."""
+    """Leaves that the model itself changes: batch statistics, counters of random numbers; `None` elsewhere."""
 
 
 def spread(leaf: Any) -> Any:
-    """Return the sharding of what is on several devices."""
+    """Return the sharding of an array on several devices, else None."""
     sharding = getattr(leaf, "sharding", None)
     return sharding if sharding is not None and len(sharding.device_set) > 1 else None
 
 
 def devices(leaf: Any) -> set[Any] | None:
-    """Return the devices of an array; None of what is no array."""
+    """Return the devices of an array; None for a tracer and for anything else."""
     return leaf.devices() if isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer) else None
 
 
 class TrainingStep(Protocol):
-    """A training step."""
+    """Interface of a training step."""
 
     arrangement: list[int] | None
-    """The layer of every row of its state, -1 for padding; None for the order of the model."""
+    """Layer of every row of its state, -1 for padding; None for the order of the model."""
     remedies: str
-    """What to change when it needs too much memory."""
+    """Remedies for an out-of-memory error."""
 
     def guard(self, is_guarded: bool) -> None:
-        """Leave updates out whose loss or gradients are not finite."""
+        """Drop updates whose loss or gradients are not finite."""
         ...
 
     def arranged(self, model: Tree) -> Tree:
-        """Arrange a model in that order."""
+        """Bring the layers of a model into the order of `arrangement`."""
         ...
 
     def init(self, model: Tree) -> tuple[TrainState, Tree]:
-        """Make the state of step 0 and what is frozen, each where it belongs."""
+        """Return the state of step 0 and the frozen leaves, each with its sharding."""
         ...
 
     def split(self, model: Tree) -> tuple[Tree, Tree, Tree]:
-        """Split a model's arrays, or its shapes: what trains, what the model changes itself, and the rest."""
+        """Split a model's arrays, or their shapes, into trainable, mutable and frozen leaves."""
         ...
 
     def __call__(self, state: TrainState, frozen: Tree, batch: Tree) -> tuple[TrainState, dict[str, Any]]:
-        """One step: the state after it, and the metrics."""
+        """Take one step: return the new state and the metrics."""
         ...
 
     def loss(self, arrays: Tree, batch: Tree, *, key: Any, training: bool) -> tuple[Any, dict[str, Any], Tree]:
-        """Loss, metrics, and the model's arrays after the call."""
+        """Return the loss, the metrics, and the model's arrays after the call."""
         ...
 
     def bind(self, fn: Callable[..., Any]) -> Callable[..., Any]:
-        """Make a function of the model one of its arrays, outside of training."""
+        """Turn a function of the model into a function of its arrays, for use outside of training."""
         ...
 
     def model(self, *parts: Tree) -> Tree:
-        """Make the model that the parts (trainable, mutable, frozen) are of."""
+        """Rebuild the model from its parts (trainable, mutable, frozen)."""
         ...
 
 
@@ -128,10 +128,10 @@ _OF_OPTIMIZER = (
 
 
 def flat(step: TrainingStep) -> Callable[..., tuple[Tree, Tree, Tree, Any, dict[str, Any]]]:
-    """Compute the step as a function of `STEP_ARGUMENTS`: the first four as they are after it, and the metrics.
+    """Return the step as a function of `STEP_ARGUMENTS`, which returns the new values of the first four and metrics.
 
     Raises:
-        ConfigError: where JAX is told to compile nothing.
+        ConfigError: while ``jax_disable_jit`` is on.
     """
     if jax.config.jax_disable_jit:  # pyright: ignore[reportAttributeAccessIssue]
         raise ConfigError(
@@ -151,21 +151,21 @@ def flat(step: TrainingStep) -> Callable[..., tuple[Tree, Tree, Tree, Any, dict[
 
 
 class WholeStep:
-    """All gradients of what trains, then one update of it.
+    """A step that computes all gradients of the trainable leaves, and then updates them.
 
     Args:
         model: the model, or a `ModelObject`.
-        loss_fn: ``loss_fn(model, batch)``, as `Trainer` takes it.
+        loss_fn: ``loss_fn(model, batch)``, as in `Trainer`.
         tx: the optimizer.
-        wrt: what trains.
-        mutable: what the model changes itself, or None.
-        num_microbatches: parts of a batch.
-        weight: weight of a microbatch, or None for equal ones.
-        seed: of the key that `loss_fn` gets.
-        compute_dtype: what the model computes in, or None for the dtypes of its arrays.
-        divide: says how microbatches, and activations between the layers of a stack, are divided among devices.
-        mesh: of those devices.
-        gradients: computes the gradients of a batch; by default by differentiating `loss_fn`.
+        wrt: selects the trainable leaves.
+        mutable: selects the leaves that the model itself changes, or None.
+        num_microbatches: number of parts of a batch.
+        weight: weight of a microbatch, or None for equal weights.
+        seed: seed of the keys for `loss_fn`.
+        compute_dtype: dtype of the model's computation, or None for the dtypes of its arrays.
+        divide: constrains the sharding of microbatches, and of activations between the layers of a stack.
+        mesh: mesh of that sharding.
+        gradients: computes the gradients of a batch; by default, `loss_fn` is differentiated.
     """
 
     arrangement: list[int] | None = None
@@ -202,7 +202,7 @@ class WholeStep:
         self._is_guarded = is_guarded
 
     def with_gradients(self, gradients: Callable[[TrainState, Tree, Tree], Gradients]) -> WholeStep:
-        """Make the same step with gradients that are computed otherwise."""
+        """Return the same step with another function for its gradients."""
         other = copy.copy(self)
         other._gradients = gradients
         return other
@@ -210,11 +210,12 @@ class WholeStep:
     def init(self, model: Tree) -> tuple[TrainState, Tree]:
         """See `TrainingStep`."""
         trainable, mutable, frozen = self.split(model)
-        # jit gives the optimizer's state buffers of its own, also where init returns the parameters themselves.
+        # Under jit, the optimizer's state gets its own buffers, even where init returns the parameters themselves.
         spreads = [isinstance(spread(leaf), jax.sharding.NamedSharding) for leaf in jax.tree.leaves(trainable)]
         is_spread = any(spreads)
         meshes = [leaf.sharding.mesh for leaf in jax.tree.leaves(trainable)] if all(spreads) else []
-        if meshes and not any(mesh.abstract_mesh.explicit_axes for mesh in meshes):  # which say it themselves
+        # Arrays on a mesh with explicit axes carry their sharding in their types.
+        if meshes and not any(mesh.abstract_mesh.explicit_axes for mesh in meshes):
             shardings = jax.tree.map(lambda leaf: leaf.sharding, trainable)
             self._tx = with_inner(self._tx, functools.partial(with_shardings, shardings=shardings))
         count = jnp.int32(0)
@@ -261,7 +262,7 @@ class WholeStep:
             state.trainable, batch, (state.mutable, jnp.int32(0))
         )
         total = jnp.sum(weights)
-        total = jnp.where(total == 0, 1, total)  # as the loss is: nothing counts
+        total = jnp.where(total == 0, 1, total)  # all weights are 0: metrics are 0, like the loss
         return (
             loss,
             {name: jnp.sum(weighted(value, weights)) / total for name, value in metrics.items()},
@@ -272,7 +273,7 @@ class WholeStep:
     def __call__(self, state: TrainState, frozen: Tree, batch: Tree) -> tuple[TrainState, dict[str, Any]]:
         """See `TrainingStep`."""
         loss, metrics, mutable, grads = self._gradients(state, frozen, batch)
-        # In half precision the squares overflow where the gradients do not.
+        # In half precision, the squares may overflow where the gradients do not.
         wide = jax.tree.map(lambda g: g.astype(jnp.promote_types(g.dtype, jnp.float32)), grads)
         metrics |= {"loss": loss, "grad_norm": optax.tree.norm(wide)}
         update = optax.with_extra_args_support(self._tx).update
@@ -281,7 +282,7 @@ class WholeStep:
         )
 
         def advance(state: TrainState, mutable: Tree, grads: Tree, loss: Any) -> TrainState:
-            extra = {"value": loss} if takes_value else {}  # some schedules read it
+            extra = {"value": loss} if takes_value else {}  # reduce-on-plateau schedules use the loss
             try:
                 updates, opt_state = update(grads, state.opt_state, state.trainable, **extra)
             except Exception as error:
@@ -299,7 +300,7 @@ class WholeStep:
         return dataclasses.replace(new, step=state.step + 1), metrics
 
     def loss(self, arrays: Tree, batch: Tree, *, key: Any, training: bool) -> tuple[Any, dict[str, Any], Tree]:
-        """Loss, metrics, and the model's arrays after the call."""
+        """Return the loss, the metrics, and the model's arrays after the call."""
         given = keywords(self._loss_fn, key=key, training=training)
         fn = functools.partial(self._loss_fn, **given) if given else self._loss_fn
         with dividing(self._divide, self._mesh):
@@ -324,7 +325,7 @@ class WholeStep:
 
 
 def _like(mutable: Tree, after: Tree) -> Tree:
-    """Of a model's arrays after a call those that it may change, of the types that they had before it."""
+    """Return the mutable leaves of a model after a call; raise if their types have changed."""
     kept = jax.tree.map(
         lambda old, new: None if old is None else new, mutable, after, is_leaf=lambda leaf: leaf is None
     )
@@ -340,13 +341,13 @@ def _like(mutable: Tree, after: Tree) -> Tree:
 
 
 def _guarded(is_finite: Any, advance: Callable[..., Tree], state: Tree, *given: Any) -> Tree:
-    """Return the state after an update, or as it was.
+    """Return the state after an update if `is_finite`, else the old state.
 
-    A CPU runs the update or does not: there XLA copies leaves to select between two states (benchmarks/LOG.md).
-    Elsewhere selecting costs no bytes, and on a GPU a branch is said to wait for the host (not measured). What changes
-    its type is the update's in any case: the donation check names it.
+    On a CPU, a branch runs the update or not, because XLA copies leaves to select between two states
+    (benchmarks/LOG.md). On other devices a selection costs no bytes; a branch on a GPU is said to wait for the host
+    (not measured). A leaf whose type changes is taken from the update in any case, and the donation check reports it.
     """
-    advance = jax.jit(advance)  # traced once for all uses
+    advance = jax.jit(advance)  # traced once for all calls below
 
     def is_same(new: Any, old: Any) -> bool:
         return (new.shape, new.dtype) == (old.shape, old.dtype)
@@ -366,12 +367,12 @@ def _guarded(is_finite: Any, advance: Callable[..., Tree], state: Tree, *given: 
 
 
 class LayerStep:
-    """Gradients of one layer at a time, each of which meets the optimizer before the next is computed.
+    """A step that computes the gradients of one layer at a time, and updates that layer before the next.
 
     Args:
-        model: a dictionary or a dataclass of ``outer`` and ``layers``, of which the rest is kept.
-        loss_fn: for evaluation.
-        step: what to do with it.
+        model: a dictionary or a dataclass of ``outer`` and ``layers``; its other entries are kept.
+        loss_fn: loss function of evaluations.
+        step: the layerwise step.
 
     Raises:
         StructureError: for any other model.
@@ -386,8 +387,8 @@ class LayerStep:
         self._rest = with_sides(model, None, None)
 
     def guard(self, is_guarded: bool) -> None:
-        """See `TrainingStep`; the layerwise step does it."""
-        if is_guarded:  # a step that was made to skip does so in any case
+        """Guard the layerwise step itself; see `TrainingStep`."""
+        if is_guarded:  # a layerwise step that was made with on_nan="skip" skips in any case
             self._step = dataclasses.replace(self._step, on_nan="skip")
 
     def arranged(self, model: Tree) -> Tree:
@@ -400,7 +401,7 @@ class LayerStep:
         return _train_state(state), frozen
 
     def split(self, model: Tree) -> NoReturn:
-        """Refuse other weights: the state of a layerwise step keeps them in another form.
+        """Raise: the state of a layerwise step stores weights in another form, so they cannot be replaced.
 
         Raises:
             ConfigError: always.
@@ -417,7 +418,7 @@ class LayerStep:
         return _train_state(after), metrics
 
     def loss(self, arrays: Tree, batch: Tree, *, key: Any, training: bool) -> tuple[Any, dict[str, Any], Tree]:
-        """Compute the loss, metrics, and the model's arrays after the call."""
+        """Return the loss, the metrics, and the model's arrays after the call."""
         model = self.model(arrays)
         return parse_loss(
             self._loss_fn(model, batch, **keywords(self._loss_fn, key=key, training=training)),
@@ -435,22 +436,22 @@ class LayerStep:
 
 
 def _train_state(state: LayerwiseState) -> TrainState:
-    # The norm that the next step may clip by is the optimizer's.
+    # The layerwise step may clip the next step by this gradient norm, so it is part of the optimizer's state.
     opt_state = {"outer": state.outer_opt, "layers": state.layers_opt, "norm": state.grad_norm}
     params = {"outer": state.outer, "layers": state.layers}
     return TrainState(state.step, params, opt_state, jax.tree.map(lambda _: None, params))
 
 
 def weighted(value: Any, weight: Any) -> Any:
-    """Weigh a value; what has weight 0 contributes nothing, also where a mean over no tokens is 0/0."""
+    """Multiply a value by its weight; weight 0 gives 0, even where the value is a mean over no tokens (0/0)."""
     return jnp.where(weight == 0, 0, value * weight)
 
 
 def scalar_weight(weight: Callable[[Tree], Any]) -> Callable[[Tree], Any]:
-    """Make the function of a batch that gives its weight, as one float32.
+    """Wrap a weight function of a batch so that it returns one float32 number.
 
     Raises:
-        StructureError: in the call, for what is no scalar.
+        StructureError: in the call, if the weight is not a scalar.
     """
 
     def run(batch: Tree) -> Any:

@@ -1,6 +1,7 @@
-"""A state as a checkpoint stores it: one flat dictionary from tree path to array; and which states are of another run.
+"""Storage form of a state in a checkpoint (a flat dictionary from tree path to array), and checks that it fits a run.
 
-Leaves without elements are not in it, which Orbax refuses; they come back from the structure that is asked for.
+The dictionary has no leaves without elements, because Orbax refuses them. A restore makes them from the given
+structure.
 """
 
 from __future__ import annotations
@@ -19,21 +20,21 @@ from jax.sharding import NamedSharding, PartitionSpec
 from ..core import StructureError, Tree, is_stacked, leaves_with_paths, map_with_paths, on_host, side_of
 
 CHUNK_BYTES = 64 * 1024**2
-"""The most bytes of a leaf that are compressed, written and read as one, unless primes forbid it. (Blocks of less than
-32 MiB glibc keeps when they are freed, some of each thread.)"""
+"""Largest number of bytes of a leaf that are compressed, written and read as one chunk, unless a prime length prevents
+the split. (glibc keeps freed blocks of less than 32 MiB, some for each thread.)"""
 _COPY_BYTES = 512 * 1024**2
-"""So much of the host's memory a copy of the state may take, for training to go on meanwhile."""
+"""Host memory that a copy of the state may use, so that training continues during a save."""
 _ROW_BYTES = 4 * 1024**2
-"""Of this size on, a row of a leaf is a chunk by itself: what is contiguous is not copied to be compressed."""
+"""From this size on, each row of a leaf is one chunk: a contiguous chunk needs no copy for compression."""
 _LEAST_BYTES = 4 * 1024
-"""Of a smaller chunk, TensorStore's 0.2 ms for each are too many."""
+"""Smaller chunks are avoided, because TensorStore needs 0.2 ms for each."""
 
 
 def flat(state: Tree) -> dict[str, Any]:
-    """Return the leaves that a checkpoint holds, by their names there.
+    """Return the leaves that a checkpoint holds, by their names in it.
 
     Raises:
-        StructureError: when two leaves have one name.
+        StructureError: when two leaves have the same name.
     """
     found: dict[str, Any] = {}
     for path, leaf in leaves_with_paths(state):
@@ -54,19 +55,19 @@ def largest_leaf(state: Tree) -> int:
 
 
 def chunking(leaf: Any) -> dict[str, Any]:
-    """How Orbax is to divide a leaf: arguments of its `SaveArgs`."""
+    """Return the arguments of Orbax's `SaveArgs` that decide how it splits a leaf into chunks."""
     is_divided = leaf.ndim > 0 and leaf.size * leaf.dtype.itemsize >= _ROW_BYTES * leaf.shape[0]
     limit, part = CHUNK_BYTES, _part_bytes(leaf)
     while part and _divided_bytes(leaf, limit, is_divided) < min(_LEAST_BYTES, CHUNK_BYTES, part) and limit < part:
-        limit *= 2  # a prime length is divided into ones or not at all
+        limit *= 2  # an axis of prime length is split into single elements or not at all
     return {"chunk_byte_size": limit, "shard_axes": (0,) if is_divided else ()}
 
 
 def _divided_bytes(leaf: Any, limit: int, is_divided: bool) -> int:
-    """Bytes of a chunk of a leaf, as Orbax (0.11) divides it: into divisors of its lengths, the longest first."""
+    """Return the bytes of a chunk as Orbax (0.11) splits a leaf: into divisors of its lengths, longest axis first."""
     part = _part_shape(leaf)
-    factors = [_divisors(size) for size in part]  # the last of each is the chunk's length
-    is_cut = [own != whole for own, whole in zip(part, leaf.shape, strict=True)]  # these before the others
+    factors = [_divisors(size) for size in part]  # the last divisor of each axis is the chunk's length
+    is_cut = [own != whole for own, whole in zip(part, leaf.shape, strict=True)]  # sharded axes are split before others
     if is_divided:
         factors[0], is_cut[0] = [1], True
     while (found := math.prod(own[-1] for own in factors) * leaf.dtype.itemsize) > limit:
@@ -87,34 +88,34 @@ def _divisors(number: int) -> list[int]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CheckpointBytes:
-    """The most bytes of host memory that a process needs beside a state, where that is on the host itself."""
+    """Upper bounds of a process's host memory for checkpoints, in addition to a state that is on the host itself."""
 
     saving: int
-    """While a checkpoint is written."""
+    """Bytes while a checkpoint is saved."""
     restoring: int
-    """While one is read."""
+    """Bytes while one is restored."""
     is_copied: bool
-    """Whether training goes on while a checkpoint is written, of a copy of the state: one of at most 512 MiB, or of the
-    size of the largest leaf. Otherwise training waits, and leaves are copied one after the other."""
+    """Whether training continues during a save, because the state is copied: a copy of at most 512 MiB, or of the size
+    of the largest leaf. Otherwise training waits, and leaves are copied one after the other."""
 
 
 def under_way(state: Tree) -> int:
-    """Bytes of leaves that Orbax may write at once: the largest leaf, and `CHUNK_BYTES`."""
+    """Return the bytes of leaves that Orbax may write at once: the largest leaf, and `CHUNK_BYTES`."""
     return largest_leaf(state) + CHUNK_BYTES
 
 
 def checkpoint_bytes(state: Tree) -> CheckpointBytes:
-    """Predict what writing and reading a checkpoint take of this process's host memory, beside the state.
+    """Predict the host memory that a process needs to save and restore a checkpoint, in addition to the state.
 
     Pages of files that the system caches are not counted.
 
     Args:
-        state: arrays, or `jax.ShapeDtypeStruct`s, with shardings where they matter: what a trainer's `state` has.
+        state: a trainer's `state`, of arrays or of `jax.ShapeDtypeStruct`s, with shardings where they matter.
 
     Returns:
-        Bounds in bytes. Written are at once the largest leaf, over all devices, and a few chunks of 64 MiB; unless the
-        device is a CPU, what is written is copied from it first. Read are a few chunks, and what one device holds of a
-        leaf in host memory.
+        Bounds in bytes. A save writes the largest leaf, over all devices, and a few chunks of 64 MiB at once. Unless
+        the device is a CPU, these bytes are copied from it first. A restore reads a few chunks, and one device's shard
+        of a leaf in host memory.
 
     Memory:
         None.
@@ -138,7 +139,7 @@ def checkpoint_bytes(state: Tree) -> CheckpointBytes:
 
 
 def _part_bytes(leaf: Any) -> int:
-    """Bytes of what one device holds of a leaf."""
+    """Return the bytes of one device's shard of a leaf."""
     return math.prod(_part_shape(leaf)) * leaf.dtype.itemsize
 
 
@@ -148,7 +149,7 @@ def _part_shape(leaf: Any) -> tuple[int, ...]:
 
 
 def _copied_bytes(leaf: Any) -> int:
-    """Bytes of a leaf's parts on this process's devices, each of which is copied once; of a CPU none is."""
+    """Return the bytes of a leaf's shards on this process's devices, each copied once; CPUs need no copy."""
     sharding = getattr(leaf, "sharding", None)
     if sharding is None:
         return 0 if jax.default_backend() == "cpu" else leaf.size * leaf.dtype.itemsize
@@ -159,7 +160,7 @@ def _copied_bytes(leaf: Any) -> int:
 
 
 def unflat(values: dict[str, Any], like: Tree) -> Tree:
-    """Return the state of a dictionary that `flat` makes of one with this structure; the dictionary is empty then."""
+    """Return the state whose leaves `flat` has named; the dictionary is empty afterwards."""
 
     def one(path: str, leaf: Any) -> Any:
         return _typed(values.pop(_name(path))) if _name(path) in values else _empty(leaf)
@@ -171,10 +172,10 @@ def check_leaves(stored: Mapping[str, Any], like: Tree, step: int, directory: Pa
     """Raise unless a checkpoint holds a state of this structure.
 
     Args:
-        stored: shapes and dtypes by name, as the checkpoint has them.
-        like: the structure that is asked for.
-        step: the checkpoint's.
-        directory: of the checkpoints.
+        stored: shapes and dtypes by name in the checkpoint.
+        like: the expected structure.
+        step: step of the checkpoint.
+        directory: folder of the checkpoints.
 
     Raises:
         StructureError: when the checkpoint holds other leaves.
@@ -194,20 +195,20 @@ def check_leaves(stored: Mapping[str, Any], like: Tree, step: int, directory: Pa
 
 
 class Rearrangement:
-    """Layers in the order in which a checkpoint has them, for a state that has them in another one.
+    """Layers in the order of a checkpoint, for a state with another order.
 
     Args:
-        saved: of the checkpoint, the layer of every row, -1 for padding; None for the order of the model.
-        own: likewise of the state.
+        saved: layer of every row of the checkpoint, -1 for padding; None for the order of the model.
+        own: the same for the state.
         like: the state.
 
     Raises:
-        StructureError: where a leaf of the layers has no axis of them, which an optimizer has mixed, then.
+        StructureError: for a leaf of the layers without a layer axis, because then the optimizer has mixed layers.
     """
 
     def __init__(self, saved: Sequence[int] | None, own: Sequence[int] | None, like: Tree) -> None:
         stacked = (leaf.shape[0] for path, leaf in leaves_with_paths(like) if side_of(path) == "layers" and leaf.ndim)
-        # Where no layer trains none is in the state, and the other order says how many there are.
+        # If no layer is trainable, the state has no rows, and the other order gives their number.
         num_rows = next(stacked, 1 + max(saved or own or ()))
         self._own = list(range(num_rows) if own is None else own)
         num_layers = 1 + max(self._own if saved is None else saved)
@@ -223,7 +224,8 @@ class Rearrangement:
             )
         for path, leaf in leaves_with_paths(like):
             is_whole = leaf.size > 1 and not self._is_stacked(path, leaf)
-            # Of weights on neither side, and of keys, nobody knows a row; what mirrors weights is on a side.
+            # Weights outside `outer` and `layers`, and keys, are not known to have rows. Optimizer state that mirrors
+            # weights is on one of these sides.
             if is_whole and (side_of(path) == "layers" or (side_of(path) is None and path.startswith("opt_state"))):
                 raise StructureError(
                     f"{path}: the optimizer mixes layers, which cannot be brought into another order",
@@ -232,11 +234,11 @@ class Rearrangement:
                     hint="restore it with the schedule that wrote it; a new Trainer of that trainer.model goes on with "
                     "its weights, and with new optimizer state",
                 )
-        # Padding is a copy of some layer.
+        # A padding row is a copy of any layer.
         self._rows = np.array([before.index(layer if layer >= 0 else layers[0]) for layer in self._own])
 
     def before(self) -> Tree:
-        """Return the shapes of the state that the checkpoint has, and where to read it."""
+        """Return the shapes of the checkpoint's state, with the shardings to read it with."""
 
         def one(path: str, leaf: Any) -> Any:
             if not self._is_stacked(path, leaf):
@@ -245,7 +247,7 @@ class Rearrangement:
             if isinstance(sharding, NamedSharding) and sharding.spec:
                 try:
                     sharding.shard_shape(shape)
-                except ValueError:  # its ranks do not divide the rows
+                except ValueError:  # the number of ranks does not divide the rows
                     spec = PartitionSpec(None, *sharding.spec[1:])
                     sharding = NamedSharding(sharding.mesh, spec, memory_kind=sharding.memory_kind)
             return jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=sharding)
@@ -253,7 +255,7 @@ class Rearrangement:
         return map_with_paths(one, self._like)
 
     def after(self, state: Tree) -> Tree:
-        """Bring what was read into the order of the state, leaf by leaf."""
+        """Bring the restored state into its own order, one leaf at a time."""
         places = dict(leaves_with_paths(self._like))
 
         def one(path: str, leaf: Any) -> Any:
@@ -271,7 +273,7 @@ class Rearrangement:
 
 
 def check_base(step: int, saved: str | None, base: str) -> None:
-    """Raise where a checkpoint was trained over other frozen weights than those of this fingerprint."""
+    """Raise when a checkpoint was trained over other frozen weights than those with this fingerprint."""
     if saved is not None and saved != base:
         raise StructureError(
             f"the checkpoint of step {step} was trained over other frozen weights",
@@ -282,7 +284,7 @@ def check_base(step: int, saved: str | None, base: str) -> None:
 
 
 def check_random(step: int, saved: Mapping[str, Any] | None, own: Mapping[str, Any]) -> None:
-    """Raise where the random keys of a checkpoint are of another kind than those of the state."""
+    """Raise when the random keys of a checkpoint have another implementation than those of the state."""
     if saved is not None and saved["keys"] != own["keys"]:
         raise StructureError(
             f"the random keys in the checkpoint of step {step} are of another kind",
@@ -293,7 +295,7 @@ def check_random(step: int, saved: Mapping[str, Any] | None, own: Mapping[str, A
 
 
 def warn_of_random(step: int, saved: Mapping[str, Any] | None, own: Mapping[str, Any]) -> None:
-    """Warn where JAX draws other random numbers than it did until this checkpoint."""
+    """Warn when JAX's settings draw other random numbers than they did until this checkpoint."""
     before: Mapping[str, Any] = {} if saved is None else saved["settings"]
     changed = [f"{name}={value!r}" for name, value in before.items() if own["settings"].get(name) != value]
     if changed:
@@ -306,13 +308,13 @@ def warn_of_random(step: int, saved: Mapping[str, Any] | None, own: Mapping[str,
 
 
 def _typed(leaf: Any) -> Any:
-    # Orbax assembles arrays from shards, and of these JAX forgets in the type, not in the sharding, that they are on
-    # the host (jax 0.10.2): a program would take them for the device's.
+    # Orbax assembles arrays from shards. JAX then keeps host memory in the sharding, but not in the type (jax 0.10.2),
+    # and a program would treat the arrays as device arrays.
     return jax.device_put(leaf, jax.memory.Space.Host) if on_host(leaf.sharding) else leaf
 
 
 def _empty(leaf: Any) -> Any:
-    """Make a leaf without elements, of which a checkpoint has nothing to say."""
+    """Return a leaf without elements, which a checkpoint does not store."""
     return jax.device_put(np.zeros(leaf.shape, leaf.dtype), leaf.sharding)
 
 

@@ -1,8 +1,7 @@
-"""Trackers of experiments as one callback: TensorBoard, Weights & Biases, Trackio.
+"""Experiment trackers as one callback: TensorBoard, Weights & Biases, Trackio.
 
-A tracker shows what a run does, and is no part of it: what it raises while the run trains is a warning. Weights &
-Biases keeps a run under an id, Trackio under its name; both are kept in the run's folder, where a resumed run finds
-them.
+A tracker only displays a run, so its exceptions during training become warnings. Weights & Biases identifies a run by
+an id, Trackio by its name. Both are stored in the run's folder, where a resumed run reads them.
 """
 
 from __future__ import annotations
@@ -25,38 +24,37 @@ _PACKAGES = {"tensorboard": "tensorboardX", "wandb": "wandb", "trackio": "tracki
 
 @dataclasses.dataclass(frozen=True)
 class _Open:
-    """A run of a tracker that takes values."""
+    """An open run of a tracker, which takes values."""
 
     log: Callable[[dict[str, float], int], Any]
     finish: Callable[[bool], Any]
-    """Ends it; told whether the run failed."""
+    """Ends the tracker's run; the argument is whether the training failed."""
 
 
 class Tracker(Callback):
-    """Give every value of the records to a tracker of experiments.
+    """Write every value of the records to an experiment tracker.
 
-    In the first process where there are several. A run that is resumed goes on in the tracker's run of before; a
-    tracker that fails while it trains is left with one warning, and the run goes on. Without an account:
-    ``WANDB_MODE=offline`` keeps what Weights & Biases would send in `directory`; Trackio is on this machine unless it
-    is told otherwise.
+    With several processes, only the first one writes. A resumed run continues the tracker's old run. If a tracker fails
+    during training, there is one warning, and training continues without it. No account is needed for Weights & Biases
+    with ``WANDB_MODE=offline``, which stores its data in `directory`, or for Trackio, which is local by default.
 
     Args:
         library: ``"tensorboard"``, ``"wandb"`` or ``"trackio"``.
-        directory: the run's folder; what identifies the tracker's run is kept in ``tracker-LIBRARY.json`` there.
-        project: the project that the run is put under.
-        name: the run's name; by default that of the folder.
-        config: settings to show with it.
-        values: what is written of a record; by default all of it.
+        directory: the run's folder; the identity of the tracker's run is stored there in ``tracker-LIBRARY.json``.
+        project: project of the tracker's run.
+        name: name of the run; by default the name of the folder.
+        config: settings to show with the run.
+        values: selects the values of a record to write; by default all.
 
     Raises:
-        ConfigError: for another `library`, or one that is not installed; when a new run begins, and its tracker cannot.
+        ConfigError: for another `library`, or one that is not installed; when a new run begins and its tracker cannot.
         OutputError: when `directory` cannot be written.
 
     Examples:
         >>> tracker = Tracker("tensorboard", "runs/mine")
 
     Memory:
-        Nothing on a device; what the library keeps on the host.
+        None on a device; on the host the library's own buffers.
     """
 
     def __init__(
@@ -84,7 +82,7 @@ class Tracker(Callback):
             ) from error
 
     def on_train_begin(self, trainer: TrainerView) -> None:
-        """Begin the tracker's run, or go on with it."""
+        """Begin the tracker's run, or continue it."""
         if not trainer.processes.is_first:
             return
         try:
@@ -92,7 +90,7 @@ class Tracker(Callback):
         except OutputError:
             raise
         except Exception as error:
-            if trainer.step:  # a run that waited for a machine does not stop for want of a tracker
+            if trainer.step:  # a resumed run may have waited for a machine: it must not stop because of its tracker
                 self._give_up(error)
                 return
             offline = "log in, or set WANDB_MODE=offline" if self.library == "wandb" else "see what it says"
@@ -103,7 +101,7 @@ class Tracker(Callback):
             ) from error
 
     def on_record(self, trainer: TrainerView, record: Record) -> None:
-        """Write one."""
+        """Write the values of a record."""
         if (run := self._run) is None:
             return
         chosen = record if self._values is None else self._values(record)
@@ -114,7 +112,7 @@ class Tracker(Callback):
         self._finish(failed=False)
 
     def on_exception(self, trainer: TrainerView, error: BaseException) -> None:
-        """End the tracker's run as one that failed."""
+        """End the tracker's run as failed."""
         self._finish(failed=True)
 
     def _finish(self, *, failed: bool) -> None:
@@ -151,7 +149,7 @@ class Tracker(Callback):
         options["resume"] = "allow" if known or self.library == "wandb" else "never"
         self.directory.mkdir(parents=True, exist_ok=True)
         run = self._module.init(**options)
-        # Trackio may have made a name that nobody has yet.
+        # Trackio may have generated an unused name.
         name = getattr(run, "name", None) if self.library == "trackio" else name
         kept = {"project": project, "name": name if isinstance(name, str) else options["name"]}
         kept |= {"id": options["id"]} if "id" in options else {}
@@ -174,7 +172,7 @@ def _tensorboard(trainer: TrainerView, directory: Path) -> _Open:
 
 
 def _read(path: Path) -> dict[str, str]:
-    """Read what a run of before was called; of a damaged file nothing, and the tracker begins another run."""
+    """Return the identity of an earlier run; {} for a damaged file, so that the tracker begins another run."""
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:

@@ -1,8 +1,9 @@
-"""The trainer: one jitted step over what trains, one copy of its state, and a way back when a step fails.
+"""The trainer: one jitted step over the trainable leaves, one copy of its state, and recovery when a step fails.
 
-This is the façade: it makes the parts, hands them to one another, and tells callbacks what a session says. The trainer
-owns the trainable leaves from its construction on (`_state`); its step consumes them and returns what changed, never a
-second copy of anything (`_compiled`); and whatever ends `fit`, it holds a good state afterwards (`_recovery`).
+This class is a façade: it makes the parts, connects them, and passes a session's events to callbacks. From its
+construction on, the trainer owns the trainable leaves (`_state`). Its step consumes them and returns only what changed,
+so there is never a second copy (`_compiled`). After `fit` ends for any reason, the trainer holds a valid state
+(`_recovery`).
 """
 
 from __future__ import annotations
@@ -39,60 +40,63 @@ class Trainer:
     """Train the selected leaves of any model with any Optax optimizer.
 
     Args:
-        model: a pytree, whose trainable arrays are the trainer's from now on; or a bridge to a mutable object.
-        loss_fn: ``loss_fn(model, batch)``: a scalar loss, or ``(loss, metrics)`` with a dictionary of scalars, or of a
-            pytree with `mutable` leaves ``(loss, metrics, model)``. It gets what it takes by name of ``key``, a random
-            key of its own for every step and microbatch, and ``training``, which is False in evaluation.
-        tx: the optimizer, with clipping and schedules chained in as Optax has them. Or a step made by
-            `lowtide.offload.layerwise_step`, for a model of ``outer`` and ``layers``: what trains, microbatches and
-            placement are then said there, and `loss_fn` is for evaluation alone.
-        wrt: what trains: globs on tree paths, or a predicate ``(path, leaf) -> bool``; by default all, or the bridge's.
-        mutable: which leaves the model changes itself (batch statistics, caches), selected likewise. They are saved
-            with what trains, and never trained. By default none, or what the bridge says.
-        num_microbatches: into how many parts a batch is split for gradient accumulation.
-        weight: a function of a batch: its weight in means over microbatches and evaluations, such as its target tokens.
-            By default 1, and in evaluations the rows of its first array; a layerwise step's own is taken.
-        compute_dtype: ``"bfloat16"`` for mixed precision: `loss_fn` and functions of `predict` get the model's and the
-            batch's float32 leaves in it, labels too. What trains, the optimizer and `mutable` leaves keep their dtypes;
-            gradients, the loss, metrics and predictions are float32. Leaves of 16 bits or less, and integers, are given
-            as they are. A Keras model runs under its own policy ``mixed_bfloat16``. By default nothing is cast.
-        seed: of the keys that `loss_fn` gets; they follow from it and from the number of the step alone.
-        on_nan: what to do when loss or gradients are not finite: ``"abort"`` raises and leaves the step's update out,
-            ``"skip"`` leaves it out and goes on (the hundredth in a row raises), ``"roll_back"`` returns to the last
-            copy and goes on with the next batches, ``"ignore"`` does nothing. With optimizer state on the host, whose
-            updates cannot be left out, or a layerwise step, and where an update has made weights not finite,
-            ``"abort"`` returns to the last copy and raises. A layerwise step skips as `layerwise_step` says.
-        rollback: whether to keep a copy on the host of the state with which `fit` or an epoch began, where there is no
-            checkpoint of it, for a step that fails after it has consumed its state.
-        checkpoint_dir: where to keep checkpoints of the trainable state; none are written without it.
-        max_to_keep: how many of the newest checkpoints to keep.
+        model: a pytree, whose trainable arrays the trainer owns from then on; or a bridge to a mutable object.
+        loss_fn: ``loss_fn(model, batch)`` returns a scalar loss, or ``(loss, metrics)`` with a dictionary of scalars.
+            For a pytree with `mutable` leaves it returns ``(loss, metrics, model)``. It may take two more arguments by
+            name: ``key``, a new random key for every step and microbatch, and ``training``, False in evaluation.
+        tx: the optimizer, with clipping and schedules chained as in Optax. Or a step of
+            `lowtide.offload.layerwise_step`, for a model of ``outer`` and ``layers``. Such a step sets trainable
+            leaves, microbatches and placement, and `loss_fn` is then used for evaluation only.
+        wrt: the trainable leaves: globs on tree paths, or a predicate ``(path, leaf) -> bool``; by default all leaves,
+            or those that the bridge selects.
+        mutable: the leaves that the model changes itself (batch statistics, caches), selected in the same way. They
+            are saved with the trainable leaves and never trained. By default none, or those that the bridge selects.
+        num_microbatches: number of parts into which a batch is split for gradient accumulation.
+        weight: a function of a batch that returns its weight in means over microbatches and evaluations, such as the
+            number of target tokens. By default 1, and in evaluations the number of rows of the batch's first array. A
+            layerwise step uses its own.
+        compute_dtype: ``"bfloat16"`` for mixed precision: `loss_fn` and functions of `predict` get float32 leaves of
+            the model and of the batch in this dtype, labels included. Trainable leaves, the optimizer and `mutable`
+            leaves keep their dtypes; gradients, the loss, metrics and predictions are float32. Integers and leaves of
+            16 bits or less are passed unchanged. A Keras model runs under its own policy ``mixed_bfloat16``. By
+            default nothing is cast.
+        seed: seed of the keys for `loss_fn`; a key depends only on the seed and on the number of the step.
+        on_nan: what to do when loss or gradients are not finite. ``"abort"`` drops the update of the step and raises.
+            ``"skip"`` drops the update and continues; the hundredth in a row raises. ``"roll_back"`` restores the last
+            copy and continues with the next batches. ``"ignore"`` does nothing. ``"abort"`` restores the last copy and
+            raises in three cases: optimizer state on the host, whose updates cannot be dropped; a layerwise step; an
+            update that made weights non-finite. A layerwise step skips as described in `layerwise_step`.
+        rollback: whether to keep a copy on the host of the state at the start of `fit` and of each epoch. It replaces
+            a state that a failed step has consumed. No copy is made of a state that a checkpoint holds.
+        checkpoint_dir: folder for checkpoints of the trainable state; without it none are written.
+        max_to_keep: number of newest checkpoints to keep.
         best: name of a value in the records of evaluations, such as ``"eval_loss"``. When an evaluation finds a better
-            one than all before, a checkpoint is written there, and it is kept beside the newest.
+            value than all before, a checkpoint is saved, and kept in addition to the newest ones.
         best_mode: whether less (``"min"``) or more (``"max"``) is better.
-        budget: bytes that a step may use on a device, such as ``"14 GiB"``; by default all. Larger steps are refused;
-            a pipeline's schedule is chosen within it.
-        sharding: how arrays and batches are divided among devices, of one process or of many. By default arrays stay
-            where they are, and batches go to the default device; with a pipeline, rows are divided along other axes.
-        pipeline: for a model of ``outer`` and ``layers``, the schedule by which layers are trained in stages, along the
-            mesh's axis ``stage``; or for a model without a ``stack`` of its own, or with more options, what
-            `lowtide.pipeline.value_and_grad` made. The loss is that of the stack, and `loss_fn` None; the schedule says
-            the number of microbatches. Without `sharding`, FSDP along the devices that are left. ``"auto"`` without
-            costs and limits of its own is made for what the device has left: less waits, with a warning, where the
-            step would not fit, and more where that ends sooner.
+        budget: bytes that a step may use on a device, such as ``"14 GiB"``; by default all bytes of the device. Larger
+            steps are refused, and a pipeline's schedule is chosen within the budget.
+        sharding: how arrays and batches are sharded over devices, in one process or many. By default arrays stay where
+            they are, and batches go to the default device; with a pipeline, rows are sharded along the other axes.
+        pipeline: for a model of ``outer`` and ``layers``: a schedule that trains the layers in stages, along the mesh
+            axis ``stage``. For a model without a ``stack``, or with more options: the result of
+            `lowtide.pipeline.value_and_grad`. The stack defines the loss, so `loss_fn` has to be None; the schedule
+            sets the number of microbatches. Without `sharding`, the remaining devices are used for FSDP. An ``"auto"``
+            schedule without given costs and limits adapts to the memory left on the device: it keeps less between
+            passes, with a warning, if the step would not fit, and more if that ends sooner.
 
     Raises:
-        SelectionError: when `wrt` or `mutable` selects nothing, or one array stands at two trainable paths.
+        SelectionError: when `wrt` or `mutable` selects nothing, or one array is at two trainable paths.
         StructureError: for a layerwise step or a pipeline, and a model that is not made of ``outer`` and ``layers``.
         ConfigError: for an unknown or impossible `on_nan`, `best_mode`, `compute_dtype` or `budget`, for `best` without
-            `checkpoint_dir`, or for arguments that a layerwise step or a pipeline says itself.
+            `checkpoint_dir`, or for arguments that a layerwise step or a pipeline sets itself.
         StateError: for arrays that another trainer has consumed.
 
     Memory:
         Device: frozen leaves, one copy of trainable leaves and optimizer state, gradients of trainable leaves (and
-        an accumulator of the same size with microbatches), activations of one microbatch; with `compute_dtype` copies
-        in it of the float32 leaves in use, also of frozen ones. Host: with `rollback` one copy of the state; the
-        records, some 340 bytes a step; a program for every shape of a batch. That an update can be left out costs less
-        than a leaf on a TPU and at most two leaves on a CPU (compiled); ``on_nan="ignore"`` does without.
+        an accumulator of the same size with microbatches), activations of one microbatch. With `compute_dtype` also
+        copies in that dtype of the float32 leaves in use, frozen ones included. Host: with `rollback` one copy of the
+        state; the records, about 340 bytes a step; a program for every shape of a batch. The option to drop an update
+        costs less than one leaf on a TPU and at most two leaves on a CPU (compiled); ``on_nan="ignore"`` avoids this.
 
     Examples:
         >>> import jax.numpy as jnp
@@ -131,37 +135,38 @@ class Trainer:
         )
         step, weight, sharding, num_microbatches = chosen
         model, state, frozen, self.is_guarded = chosen.begin(model, on_nan)
-        """Whether steps leave an update out whose loss or gradients are not finite."""
+        """Whether a step drops its update when loss or gradients are not finite."""
         self.checkpoints = open_checkpoints(checkpoint_dir, state, on_nan, rollback, max_to_keep, best, best_mode)
-        """Where checkpoints are kept, or None."""
+        """The checkpoints, or None."""
         self.sharding = sharding
-        """Where arrays belong; None for one device."""
+        """Sharding rules of the arrays; None for one device."""
         self.processes = Processes(sharding)
         """The other processes of the run."""
         self.on_nan: OnNan = on_nan
-        """What to do when loss or gradients are not finite."""
+        """Policy for a loss or gradients that are not finite."""
         self.history: list[Record] = []
-        """The records of the last `fit`, also of one that raised."""
+        """Records of the last `fit`, also of one that raised."""
         changed = None if self.checkpoints is None else self.checkpoints.changed
         self._live = live = LiveState(model, step, state, frozen, sharding, on_change=changed)
         self._copies = Copies(live, step.arrangement, self.checkpoints, self.processes, rollback=rollback)
         self._compiled = CompiledStep(step, live, sharding, self.processes, num_microbatches, lambda: self.budget_bytes)
         self._evaluation = Evaluation(step, weight, seed, self._compiled, self.processes, sharding, model)
         self.budget_bytes = parse_budget(budget)
-        """Bytes that a step may use on a device; None for what the device has."""
-        self._running: tuple[Session, Run] | None = None  # the `fit` that is running; not for long one that has ended
-        self._left: Feed | None = None  # the data of the last one, for another with the same iterator
+        """Bytes that a step may use on a device; None for all bytes of the device."""
+        self._running: tuple[Session, Run] | None = None  # the running `fit`, or briefly one that has just ended
+        self._left: Feed | None = None  # data of the last `fit`, for another `fit` with the same iterator
         self._is_stopped = False
 
     @property
     def state(self) -> TrainState:
-        """All that a step changes; may be set to another one with the same structure.
+        """Everything that a step changes; may be set to another state with the same structure.
 
         Raises:
-            StructureError: when that has other leaves, shapes, dtypes or containers.
-            SelectionError: when one of its arrays is at two paths, or is a frozen one.
-            StateError: inside of `averaged`, for consumed arrays, or for one of another step while `fit` takes steps.
-            ConfigError: for a step that is no number of steps.
+            StructureError: for other leaves, shapes, dtypes or containers.
+            SelectionError: when an array of the new state is at two paths, or is a frozen one.
+            StateError: inside of `averaged`, for consumed arrays, or for a state of another step while `fit` takes
+                steps.
+            ConfigError: for a step that is not a valid number of steps.
         """
         return self._live.state
 
@@ -172,23 +177,23 @@ class Trainer:
 
     @property
     def frozen(self) -> Tree:
-        """What no step changes."""
+        """Leaves that no step changes."""
         return self._live.frozen
 
     @property
     def model(self) -> Any:
-        """The model as it is now. Of a pytree, its trainable arrays are consumed by the next step.
+        """The current model. The next step consumes the trainable arrays of a pytree.
 
-        A mutable object gets its arrays back; what is changed in it is what the next step begins with.
+        A mutable object gets its arrays back; the next step starts from the changes made in it.
         """
         return self._live.model
 
     @property
     def step(self) -> int:
-        """Steps taken so far.
+        """Number of steps taken so far.
 
-        May be set, between two calls of `fit`, for weights that were trained elsewhere: data by step number, random
-        keys and records go on from there. An optimizer's own count, of a schedule, is in its state and stays.
+        May be set between two calls of `fit`, for weights that were trained elsewhere: data by step number, random keys
+        and records continue from there. The optimizer's own count, which schedules use, is in its state and unchanged.
         """
         return self._live.step
 
@@ -198,36 +203,36 @@ class Trainer:
         self._live.count_from(number)
 
     def update(self, model: Tree) -> None:
-        """Go on with other weights: those of a pytree, or of an Equinox module, like the model.
+        """Replace the weights by those of another pytree or Equinox module with the structure of the model.
 
         Args:
-            model: the model; its trainable and mutable arrays belong to the trainer from now on.
+            model: the new model; the trainer owns its trainable and mutable arrays from then on.
 
         Raises:
-            StructureError: when a leaf has another shape or dtype, or there are others.
-            ConfigError: for a mutable object, which is changed itself.
+            StructureError: when a leaf has another shape or dtype, or the leaves are others.
+            ConfigError: for a mutable object, which is to be changed itself.
             StateError: inside of `averaged`, or for arrays that were consumed.
         """
         self._live.update(model)
 
     def averaged(self) -> AbstractContextManager[None]:
-        """Put the running average of `lowtide.train.ema` in the place of what trains, inside a ``with`` block.
+        """Replace the trainable leaves by the running average of `lowtide.train.ema`, inside a ``with`` block.
 
         For evaluation, prediction and export: the block cannot train, save or restore, and changes in it are lost.
 
         Raises:
-            ConfigError: when the optimizer keeps none.
-            StateError: inside of another one.
+            ConfigError: when the optimizer keeps no average.
+            StateError: inside of another `averaged`.
         """
         return self._live.averaged()
 
     def wait(self) -> None:
-        """Wait until the device has ended all steps."""
+        """Wait until the device has finished all steps."""
         jax.block_until_ready(self.state)
 
     @property
     def position(self) -> Mapping[str, Any] | None:
-        """Where the data of the run is, as its last checkpoint or `fit` left it."""
+        """Position of the run's data iterator, as its last checkpoint or `fit` left it."""
         return self._copies.notes.position
 
     @property
@@ -237,23 +242,23 @@ class Trainer:
 
     @property
     def stages(self) -> StageReport | None:
-        """Of a pipeline what each rank holds, from `preflight` or `memory` on."""
+        """Report on what each rank of a pipeline holds; available after `preflight` or `memory`."""
         return self._compiled.stages
 
     @property
     def step_fn(self) -> Callable[..., tuple[Tree, Tree, Tree, Any, Tree]]:
         """The jitted step: a function of `STEP_ARGUMENTS` that donates the first four, and returns them and metrics.
 
-        Of a pipeline whose schedule was chosen, that of the batches that were compiled for last.
+        For a pipeline with a chosen schedule, this is the step compiled last.
         """
         return self._compiled.step_fn
 
     def memory(self, batch: Tree, *, target: Target | str | None = None) -> MemoryReport:
-        """Compiled bytes of the training step, per role (`STEP_ARGUMENTS`), before anything runs.
+        """Return the compiled bytes of the training step, per role (`STEP_ARGUMENTS`), before anything runs.
 
         Args:
             batch: a batch, or shapes of one.
-            target: what to compile for; None for the hardware at hand, whose compiled step `fit` then uses.
+            target: the hardware to compile for; None for the hardware at hand, whose compiled step `fit` then uses.
 
         Returns:
             The report for one device.
@@ -261,31 +266,31 @@ class Trainer:
         return self._compiled.memory(batch, target)
 
     def preflight(self, batch: Tree) -> MemoryReport:
-        """Compile the step, and refuse it if the device is too small; `fit` does so before its first step.
+        """Compile the step, and raise if it needs more memory than the device has; `fit` does so before its first step.
 
         Args:
             batch: a batch, or shapes of one.
 
         Returns:
-            What `memory` returns.
+            The same report as `memory`.
 
         Raises:
             OutOfMemoryError: for a step that needs more than `budget`, with the owners of its bytes and remedies.
 
         Memory:
-            Compiles; a step that is refused is compiled twice, a pipeline whose schedule is chosen up to four times.
+            Compiles. A step that is refused is compiled twice, and a pipeline with a chosen schedule up to four times.
         """
         return self._compiled.preflight(batch)
 
     def shortage(self, batch: Tree, when: str) -> OutOfMemoryError:
-        """Make the error that says who owns the bytes of the step, to raise or to add to another; see `preflight`."""
+        """Return the error that lists the owners of the step's bytes; see `preflight`."""
         return self._compiled.shortage(batch, when)
 
     def advance(self, batch: Tree) -> Tree:
         """Take one step, outside of `fit`.
 
         Args:
-            batch: its batch.
+            batch: batch of the step.
 
         Returns:
             The metrics, on the device.
@@ -299,7 +304,7 @@ class Trainer:
         return self._compiled.run(batch)
 
     def stop(self) -> None:
-        """End `fit` after the step that is running, as if its last one had come; without one it does nothing."""
+        """End `fit` after the current step, as if it were the last one; without a running `fit` do nothing."""
         if (running := self._in_fit()) is not None:
             running[0].stop()
 
@@ -325,35 +330,39 @@ class Trainer:
         """Train up to a step or an epoch, counted from the beginning of the run.
 
         Args:
-            data: batches by step number; step k (from 0) trains on ``data[k]``, so a resumed run sees what an
-                uninterrupted one would. Or an iterable of batches, one epoch each time that it is iterated; another
-                object than that of the `fit` before begins at its start, unless the trainer was restored since.
+            data: batches by step number: step k (from 0) trains on ``data[k]``, so a resumed run uses the same batches
+                as an uninterrupted one. Or an iterable of batches, which is iterated once per epoch. An object other
+                than that of the previous `fit` starts at its beginning, unless the trainer was restored since.
             num_steps: the step to stop at; a restored trainer continues from its own step.
-            num_epochs: the epoch to stop after; step k then trains on ``data[k % len(data)]``, or on ``data[k]`` of a
-                `grain.MapDataset`, which goes on with later epochs there.
-            eval_data: batches for held-out evaluation, at the first and last step and every `eval_every`.
-            eval_every: steps between evaluations; with `num_epochs` by default one after every epoch.
-            checkpoint_every: steps between checkpoints; in a `checkpoint_dir` the last step is saved however it ends.
-            callbacks: told of everything that happens.
+            num_epochs: the epoch to stop after. Step k then trains on ``data[k % len(data)]``, or for a
+                `grain.MapDataset` on ``data[k]``, where the dataset continues with later epochs.
+            eval_data: batches for held-out evaluation, at the first and last step and every `eval_every` steps.
+            eval_every: steps between evaluations; with `num_epochs` by default one evaluation after every epoch.
+            checkpoint_every: steps between checkpoints. With a `checkpoint_dir` the last step is saved however `fit`
+                ends.
+            callbacks: their hooks are called for every event.
             on_record: called with every record as soon as its values are known.
-            progress: print the step's bytes, evaluations and on a terminal a bar to the first process's standard error.
+            progress: print the step's bytes, evaluations and, on a terminal, a bar to the first process's standard
+                error.
 
         Returns:
-            The records: ``step``, ``loss``, ``grad_norm`` of what trains, the loss function's metrics, ``seconds``, and
-            of `optax.inject_hyperparams` the ``learning_rate``; or ``step``, ``eval_loss`` and metrics as ``eval_...``.
+            The records. A training record has ``step``, ``loss``, ``grad_norm`` of the trainable leaves, the loss
+            function's metrics, ``seconds``, and ``learning_rate`` with `optax.inject_hyperparams`. An evaluation record
+            has ``step``, ``eval_loss`` and metrics as ``eval_...``.
 
         Raises:
             DonationError: when the compiled step would keep a second copy of a donated leaf.
-            ConfigError: without an end; for `checkpoint_every` without a `checkpoint_dir`; when nothing could be the
-                `best`: without `eval_data`, or with evaluations that lack the value.
-            OutOfMemoryError: for a step that needs more than `budget`; JAX's own is explained likewise, in a note.
+            ConfigError: without an end; for `checkpoint_every` without a `checkpoint_dir`; for `best` without
+                `eval_data`, or with evaluations that lack its value.
+            OutOfMemoryError: for a step that needs more than `budget`; JAX's own error gets the same explanation in a
+                note.
             OutputError: when the `checkpoint_dir` holds a later step, so that nothing would be saved.
             DataError: when `data` ends before the run.
-            NonFiniteError: for a loss that is no number, as `on_nan` says.
-            StateError: when a step failed after it had consumed its state, and there is no copy to go back to.
+            NonFiniteError: for a loss that is not finite, depending on `on_nan`.
+            StateError: when a step failed after it had consumed its state, and no copy of the state exists.
 
-        Whatever else ends it is raised as it came, with a note that says which step the trainer holds. Ctrl-C comes
-        through between steps, SIGTERM after a step; both after a checkpoint, except Ctrl-C in one of several processes.
+        Any other exception is raised unchanged, with a note about the step that the trainer holds. Ctrl-C takes effect
+        between steps, SIGTERM after a step. Both save a checkpoint first, except Ctrl-C in one of several processes.
         """
         with self.session(
             data,
@@ -372,24 +381,24 @@ class Trainer:
 
     @contextlib.contextmanager
     def session(self, data: StepData | Iterable[Tree], **options: Unpack[FitOptions]) -> Generator[Run]:
-        """Train as `fit` does, in a loop of your own that hears of everything that happens.
+        """Train as `fit` does, in a loop of your own that receives every event.
 
-        Leaving the loop early leaves the run where it is, with the values of all its steps seen to, and without a last
-        evaluation or checkpoint; callbacks hear of its end, and another session or `fit` goes on there, in which they
-        count anew. `Run.stop` ends it like its last step. What is raised in the ``with`` block is handled as what is
-        raised in `fit`. A SIGTERM right before the loop is left is let through at the end of the block, without a
-        checkpoint: call `save` in the block where that matters.
+        Leaving the loop early keeps the run at its current step: the values of all steps are read, but there is no last
+        evaluation or checkpoint. Callbacks are notified of the end. Another session or `fit` continues from there, and
+        callbacks start counting anew in it. `Run.stop` ends the run as its last step does. An exception in the ``with``
+        block is handled like one in `fit`. A SIGTERM right before the loop is left takes effect at the end of the
+        block, without a checkpoint: call `save` in the block where that matters.
 
         Args:
-            data: as for `fit`.
-            **options: as for `fit`, by name; but `progress` is off by default.
+            data: as in `fit`.
+            **options: keyword arguments of `fit`; but `progress` is off by default.
 
         Returns:
-            A context manager of the run, whose iterator gives an `Event` for all that a `Callback` hears of, after the
-            callbacks have. Nothing is trained before it is iterated.
+            A context manager of the run. Its iterator yields an `Event` for everything that a `Callback` is notified
+            of, after the callbacks. Nothing is trained before the run is iterated.
 
         Raises:
-            Exception: as `fit`.
+            Exception: as in `fit`.
 
         Examples:
             >>> import jax.numpy as jnp
@@ -403,7 +412,7 @@ class Trainer:
         """
         refuse_unknown(options)
         eval_data, checkpoint_every = options.get("eval_data"), options.get("checkpoint_every")
-        with self.processes.watched():  # the others do not wait for one that refuses
+        with self.processes.watched():  # if this process raises, the others do not wait for it
             if checkpoint_every is not None:
                 needs_checkpoints(self.checkpoints, "checkpoint_every")
             self._live.refuse_averaged("fit")
@@ -411,7 +420,7 @@ class Trainer:
             self._live.refresh()
             if (running := self._in_fit()) is not None:
                 running[0].refuse_another()
-            if self._running is not None:  # an interrupt came before it was put away
+            if self._running is not None:  # an interrupt arrived before `_put_away`
                 self._put_away(*self._running)
             session = Session(
                 live=self._live,
@@ -444,17 +453,18 @@ class Trainer:
                 self._put_away(session, run)
 
     def _put_away(self, session: Session, run: Run) -> None:
-        """Keep of a run that has ended what the next one asks for."""
+        """Keep the parts of an ended run that the next one needs."""
         run.close()
         self._is_stopped, self._left = session.is_stopped, session.left or self._left
         self._running = None
         self._live.give_back()
 
     def save(self) -> bool:
-        """Begin to write a checkpoint of the state; in a callback also of where `fit` is.
+        """Start to write a checkpoint of the state; in a callback also of the position of `fit` in its data.
 
         Returns:
-            Whether there was none of this step yet, or the weights were changed since and it is written anew.
+            False if this step is saved already. True if a checkpoint is written: for a new step, or for an old one
+            whose weights were changed since.
 
         Raises:
             ConfigError: without a `checkpoint_dir`.
@@ -462,35 +472,35 @@ class Trainer:
         """
         needs_checkpoints(self.checkpoints, "save")
         self._live.refuse_averaged("save")
-        self._live.borrow(lend=False)  # what was changed in a mutable object
+        self._live.borrow(lend=False)  # includes changes made in a mutable object
         if (running := self._in_fit()) is None:
             return self._copies.save(self._copies.notes)
         session, run = running
-        run.settle()  # goes back from what the last steps have spoilt
+        run.settle()  # restores an earlier state if the last steps made it non-finite
         return self._copies.save(session.notes())
 
     def restore(self, *, step: int | None = None, best: bool = False) -> int | None:
         """Load a checkpoint into the trainer.
 
         Args:
-            step: which; by default the newest that can be read.
-            best: the one that `Trainer` keeps as the best, instead.
+            step: step of the checkpoint; by default the newest one that can be read.
+            best: load the best checkpoint instead, which `Trainer` keeps.
 
         Returns:
-            Its step, or None when there is no checkpoint yet (and none was named).
+            Step of the loaded checkpoint, or None when no checkpoint exists yet and `step` is None.
 
         Raises:
             ConfigError: without a `checkpoint_dir`; with both arguments; when there is no checkpoint of `step`, or
                 none was evaluated.
-            StructureError: when the checkpoint is of other trainable leaves, or was trained over other frozen ones.
+            StructureError: when the checkpoint has other trainable leaves, or was trained over other frozen ones.
             StateError: when no checkpoint can be read; inside of `averaged`; in a callback while `fit` takes steps.
 
         Warns:
-            UserWarning: for each checkpoint that is damaged, whose predecessor is tried then, and for those renamed.
+            UserWarning: for each damaged checkpoint, after which the one before it is tried, and for renamed ones.
 
         Memory:
-            The state's arrays are given up before those of the checkpoint are read: never two copies on the device.
-            With `rollback` they are on the host meanwhile, for a checkpoint that cannot be read.
+            The state's arrays are deleted before those of the checkpoint are read, so there are never two copies on the
+            device. With `rollback` the state is on the host meanwhile, in case the checkpoint cannot be read.
         """
         self._refuse_running("restore")
         self._live.refuse_averaged("restore")
@@ -502,19 +512,19 @@ class Trainer:
             running[0].refuse(what, hint)
 
     def _in_fit(self) -> tuple[Session, Run] | None:
-        """Return the run that has not ended."""
+        """Return the session and the run of a `fit` that has not ended, or None."""
         return None if self._running is None or self._running[0].is_closed else self._running
 
     @hints_at()
     def evaluate(self, data: Iterable[Tree], *, callbacks: Sequence[Callback] = ()) -> dict[str, float]:
-        """Mean loss and metrics over batches, weighted as `weight` says, without touching the state.
+        """Return the mean loss and metrics over batches, weighted by `weight`; the state stays unchanged.
 
         Args:
-            data: batches, finite.
-            callbacks: told of the beginning and the end.
+            data: a finite iterable of batches.
+            callbacks: notified of the beginning and the end.
 
         Returns:
-            The weighted means, ``loss`` among them; summed on the device, read once.
+            The weighted means, including ``loss``; they are summed on the device and read once.
 
         Raises:
             ConfigError: when there is no batch.
@@ -528,18 +538,18 @@ class Trainer:
         return means
 
     def predict_batches(self, data: Iterable[Tree], fn: Callable[..., Any] | None = None) -> Iterator[Any]:
-        """Give outputs of batches, one after the other, in the order of the data, on the host.
+        """Return an iterator of the outputs of batches, in the order of the data, on the host.
 
         Args:
             data: batches.
-            fn: ``fn(model, batch)``, traced once for each shape of a batch, and anew for another function;
-                `training` is False where it takes it. By default ``model(batch)``.
+            fn: ``fn(model, batch)``, traced once for each shape of a batch, and again for another function. If it takes
+                `training`, that is False. By default ``model(batch)``.
 
         Returns:
-            An iterator of NumPy arrays in the structure that `fn` returns, of the weights as they are when it is read.
+            An iterator of NumPy arrays in the structure that `fn` returns. It uses the weights at the time it is read.
 
         Raises:
-            StateError: from the iterator, when it is read on the other side of the end of `averaged`.
+            StateError: from the iterator, when it is read inside `averaged` but was made outside, or the reverse.
 
         Memory:
             The outputs of two batches on the device.
@@ -554,10 +564,10 @@ class Trainer:
         """Return outputs of all batches, joined along their first axis, on the host.
 
         Args:
-            data: batches, in whose order the outputs are: `array_data` shuffles unless it is told ``seed=None``, and
-                leaves out what does not fill a batch unless it is told ``drop_remainder=False``.
+            data: batches. Outputs are in their order: `array_data` shuffles unless ``seed=None``, and drops an
+                incomplete last batch unless ``drop_remainder=False``.
             fn: as in `predict_batches`.
-            callbacks: told of the beginning and the end.
+            callbacks: notified of the beginning and the end.
 
         Returns:
             NumPy arrays, in the structure that `fn` returns.
@@ -567,7 +577,7 @@ class Trainer:
             StructureError: when outputs of two batches cannot be joined.
 
         Memory:
-            The outputs of two batches on the device, all of them on the host.
+            The outputs of two batches on the device, all outputs on the host.
         """
         listeners = Listeners(self, as_callbacks(callbacks))
         listeners.tell(Event("predict_begin"))

@@ -1,4 +1,4 @@
-"""How much each example counts: by its class, and by a weight of its own."""
+"""Weights of elements, from the weights of their classes and their own."""
 
 from __future__ import annotations
 
@@ -15,27 +15,27 @@ from ..core import ConfigError, DataError, StructureError
 def example_weights(
     labels: Any, class_weight: Mapping[int, float] | Sequence[float], sample_weight: Any | None = None
 ) -> Any:
-    """Return the weight of each example: that of its class, times its own.
+    """Return the weight of each element: the weight of its class times its own.
 
-    A loss function takes the weighted mean with them, and tells the trainer the sum of the weights, so that means over
-    microbatches and over batches of an evaluation are those of all examples:
+    A loss function uses the weights for a weighted mean, and `Trainer` gets their sum. Means over microbatches and over
+    the batches of an evaluation are then means over all elements:
     ``Trainer(..., weight=lambda batch: jnp.sum(example_weights(batch["y"], class_weight)))``.
 
     Args:
-        labels: classes as integers, of any shape; or, of a floating-point dtype, one-hot [..., C] (the largest counts),
-            or binary, [...] or [..., 1], which are rounded.
-        class_weight: weights by class, where a class that is not named weighs 1 as in Keras (``{-1: 0.0}`` leaves
-            padding out); or a weight for each of the classes 0 to C - 1.
-        sample_weight: float [...], weights of the examples, or None.
+        labels: classes as integers, of any shape. Floating-point labels are one-hot [..., C] (the largest counts), or
+            binary, [...] or [..., 1], and rounded.
+        class_weight: a mapping from class to weight; a class that is not in it has weight 1, as in Keras
+            (``{-1: 0.0}`` leaves padding out). Or a sequence with a weight for each of the classes 0 to C - 1.
+        sample_weight: float [...], weights of the elements, or None.
 
     Returns:
-        float32 [...]: NumPy's of NumPy arrays, else JAX's.
+        float32 [...]: a NumPy array for NumPy arrays, else a JAX array.
 
     Raises:
-        ConfigError: when `class_weight` is empty, negative, not finite, or of classes that are no integers.
-        DataError: when a label is none of the C classes, or a sample's weight is negative or not finite. Of NumPy
-            arrays alone: in a traced function such a label weighs NaN, and `Trainer`'s ``on_nan`` tells of it; weights
-            of samples are taken as they are.
+        ConfigError: when `class_weight` is empty, negative, not finite, or has classes that are not integers.
+        DataError: when a label is not one of the C classes, or a sample's weight is negative or not finite. This
+            applies only to NumPy arrays. In a traced function such a label has weight NaN, which `Trainer`'s ``on_nan``
+            detects, and weights of samples are not checked.
         StructureError: when `sample_weight` has another shape than the classes.
 
     Examples:
@@ -65,7 +65,7 @@ def example_weights(
 
 
 def _table(class_weight: Mapping[int, float] | Sequence[float]) -> tuple[np.ndarray, np.ndarray]:
-    """Classes in ascending order, and their weights."""
+    """Return the classes in ascending order, and their weights."""
     is_mapping = isinstance(class_weight, Mapping)
     try:
         pairs: list[tuple[Any, Any]] = list(class_weight.items() if is_mapping else enumerate(class_weight))
