@@ -1,4 +1,4 @@
-"""Host offload that moves bytes: activations, parameters, optimizer state, and updates inside the backward pass."""
+"""Host offload of activations, parameters and optimizer state, and optimizer updates inside the backward pass."""
 
 from ._checkpoint import checkpoint as checkpoint
 from ._names import Name as Name

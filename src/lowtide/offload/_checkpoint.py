@@ -1,14 +1,16 @@
-"""What the backward pass keeps, moves to the host or computes again, said by name.
+"""Select by name which values the backward pass keeps, offloads to the host or recomputes.
 
-`jax.checkpoint` takes a policy; its policies by name take lists, and a name that is nowhere in the function changes
-nothing, silently. Here every name has to be in the function when it is traced, and where JAX's policies cannot see it.
+`jax.checkpoint` takes a policy. Its policies by name take lists, and a name that the function does not contain changes
+nothing, without an error. Here every name has to be in the function when it is traced, in a place that JAX's policies
+can see.
 
-Policies see names inside `jit`, `scan`, `cond`, `vmap` and other checkpoints. They do not see those inside the primal
-function of a `custom_vjp` or `custom_jvp`: differentiation replaces it by the rule, whose own names they do see.
+Policies see names inside `jit`, `scan`, `cond`, `vmap` and other checkpoints. They do not see names inside the primal
+function of a `custom_vjp` or `custom_jvp`: differentiation replaces it by its rule, and policies see the names of the
+rule.
 
-Limits: a function is traced once more than by `jax.checkpoint` when a claim is a pattern, or not found at first sight,
-and the function has a custom derivative rule. Also with ``jax_remat3`` the implementation is the one without it: XLA
-does not compile what the new one offloads (JAX 0.11.2).
+Limits: a function with a custom derivative rule is traced one more time than by `jax.checkpoint`. This happens if an
+argument is a pattern, or one of its names is not found at first. With ``jax_remat3``, too, the earlier implementation
+of `jax.checkpoint` is used: XLA does not compile the offloading of the new one (JAX 0.11.2).
 
 Source: `jax.checkpoint_policies.save_and_offload_only_these_names`.
 """
@@ -43,18 +45,18 @@ def checkpoint(
     prevent_cse: bool = True,
     static_argnums: int | tuple[int, ...] = (),
 ) -> Callable[..., Any]:
-    """`jax.checkpoint`, with what happens to each named value said by name.
+    """Apply `jax.checkpoint` with a decision for each named value.
 
-    A value has a name from `jax.ad_checkpoint.checkpoint_name`, or from `lowtide.offload.tag`. Values that no argument
-    mentions, and those without a name, are computed again in the backward pass. When `recompute` alone is given, all
-    other named values are saved.
+    A value gets its name from `jax.ad_checkpoint.checkpoint_name` or `lowtide.offload.tag`. Values without a name, and
+    names that no argument mentions, are recomputed in the backward pass. If only `recompute` is given, all other named
+    values are saved.
 
     Args:
-        fn: the function; of any arguments that `jax.checkpoint` takes.
+        fn: the function, with any arguments that `jax.checkpoint` accepts.
         save: names of values that stay on the device until the backward pass. A sequence holds exact names; a single
-            text is a regular expression that has to match a whole name (`re.fullmatch`).
-        offload: names of values that go to pinned host memory in the forward pass and come back in the backward pass.
-        recompute: names of values that are computed again.
+            string is a regular expression that has to match a whole name (`re.fullmatch`).
+        offload: names of values that move to pinned host memory in the forward pass and back in the backward pass.
+        recompute: names of values that are recomputed.
         prevent_cse: as in `jax.checkpoint`, which advises False when `fn` is the body of a `jax.lax.scan`.
         static_argnums: as in `jax.checkpoint`.
 
@@ -62,17 +64,17 @@ def checkpoint(
         A function with the values and gradients of `fn`.
 
     Raises:
-        ConfigError: when nothing is said, a regular expression is none, or two arguments claim one name.
-        SelectionError: when the function is traced: a name or pattern that no value has.
-        PlacementError: when the function is traced: a value that is to be kept where JAX cannot keep it (inside a
-            `custom_vjp`, whose own rule decides), or is on the host already; on a GPU, if XLA reads offloaded values
-            of a scan in the wrong order.
+        ConfigError: when no argument is given, a regular expression is invalid, or two arguments claim one name.
+        SelectionError: while tracing: for a name or pattern that no value has.
+        PlacementError: while tracing: for a value that JAX cannot keep (inside a `custom_vjp`, whose rule decides), or
+            that is already on the host; on a GPU, if XLA reads offloaded values of a scan in the wrong order.
 
     Memory:
-        Between forward and backward pass: the arguments of `fn`, the saved values, and on the host the offloaded ones
-        (`lowtide.offload.names` lists bytes). Inside a scan, each once per iteration. What the backward pass does not
-        read (a product that is only added to something) is neither kept nor moved. Around a function that itself
-        scans over layers, the backward pass still holds all layers' residuals: put it on the block instead.
+        Between forward and backward pass the device holds the arguments of `fn` and the saved values, and the host
+        holds the offloaded values (`lowtide.offload.names` lists bytes). Inside a scan, each counts once per iteration.
+        Values that the backward pass does not read (a product that is only added to something) are neither kept nor
+        moved. If `fn` itself scans over layers, the backward pass still holds the residuals of all layers; apply
+        `checkpoint` to the block instead.
 
     Examples:
         >>> import jax.numpy as jnp
@@ -91,7 +93,7 @@ def checkpoint(
 
     @functools.wraps(fn)
     def checkpointed(*args: Any, **kwargs: Any) -> Any:
-        # JAX remembers how a checkpointed function traced: doing so here costs no second trace of `fn`.
+        # JAX caches how a checkpointed function traced, so tracing here costs no second trace of `fn`.
         with classic_remat():
             traced = trace(make(), args, kwargs)
             where = getattr(fn, "__qualname__", type(fn).__name__)
@@ -162,11 +164,12 @@ def _refuse_two_claims(claimed: Sequence[tuple[str, str]]) -> None:
 
 
 def _decide(claims: tuple[_Claim, ...], traced: Traced, where: str) -> tuple[frozenset[str], frozenset[str]]:
-    """Decide the names to save and those to offload, of a function as it was traced."""
+    """Decide which names to save and which to offload, for a traced function."""
     values = list(named_values(traced.closed.jaxpr))
     visible = {value.name for value in values if not value.hidden}
     asked = {pattern for claim in claims for pattern in claim.patterns if not claim.is_regex}
     by_exclusion = {claim.argument for claim in claims} == {"recompute"}
+    # If all names are exact and visible, no second trace for custom derivative rules is needed.
     sure = asked <= visible and not by_exclusion and not any(claim.is_regex for claim in claims)
     if not sure and has_custom_rule(traced.closed.jaxpr):
         visible |= names_under_differentiation(jaxpr_as_fun(traced.closed), traced)
@@ -182,7 +185,7 @@ def _decide(claims: tuple[_Claim, ...], traced: Traced, where: str) -> tuple[fro
 
 
 def _find(claim: _Claim, pattern: str, visible: list[str], hidden: dict[str, NamedValue], where: str) -> list[str]:
-    """Find the names that one pattern of a claim means; nothing silent when JAX would do nothing about them."""
+    """Return the names that one pattern of a claim matches; raise or warn where JAX would ignore the pattern."""
     found, lost = claim.matches(pattern, visible), claim.matches(pattern, list(hidden))
     if not found and not lost:
         known = sorted({*visible, *hidden})
@@ -231,7 +234,7 @@ def _refuse_host_values(values: Sequence[NamedValue], where: str) -> None:
 
 @functools.cache
 def _policy(save: frozenset[str], offload: frozenset[str]) -> Callable[..., Any]:
-    """JAX's policy; the same object for the same names, because JAX compares policies by identity when it caches."""
+    """Return JAX's policy. The same names give the same object, because JAX's caches compare policies by identity."""
     by_name = jax.checkpoint_policies.save_and_offload_only_these_names(
         names_which_can_be_saved=sorted(save),
         names_which_can_be_offloaded=sorted(offload),
@@ -240,7 +243,7 @@ def _policy(save: frozenset[str], offload: frozenset[str]) -> Callable[..., Any]
     )
 
     def policy(primitive: Any, *avals: Any, **params: Any) -> Any:
-        # XLA slices no stack of single numbers in a TPU's host memory: they stay on the device.
+        # XLA cannot slice a stack of scalars in a TPU's host memory, so scalars stay on the device.
         if params.get("name") in offload and not avals[0].ndim:
             return jax.checkpoint_policies.everything_saveable(primitive, *avals, **params)
         return by_name(primitive, *avals, **params)

@@ -1,4 +1,4 @@
-"""Sums and extremes over rows, computed block by block: what they begin with, and how blocks are put together."""
+"""Reductions over rows that are computed block by block: initial values, and how to combine blocks."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ FOLDS: Mapping[str, Callable[[Any, Any], Any]] = {
     "reduce_and": jax.lax.bitwise_and,
     "reduce_or": jax.lax.bitwise_or,
 }
-"""JAX's primitives, and how what two blocks gave is put together."""
+"""JAX's reduction primitives, with the operation that combines the results of two blocks."""
 
 
 def identity(primitive: Any, aval: Any) -> Any:
-    """Return what a fold begins with: sums of narrow numbers in float32, as XLA computes them.
+    """Return the initial value of a fold; sums of narrow floats are in float32, as XLA computes them.
 
     Args:
         primitive: one of `FOLDS`.
@@ -40,5 +40,5 @@ def identity(primitive: Any, aval: Any) -> Any:
 
 
 def folded(primitive: Any, params: Mapping[str, Any], block: Any, total: Any) -> Any:
-    """Fold what the operation makes of one block into a total."""
+    """Reduce one block and combine it with the total."""
     return FOLDS[primitive.name](total, primitive.bind(block, **params).astype(total.dtype))

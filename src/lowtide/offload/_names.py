@@ -1,8 +1,9 @@
-"""The named values of a function: their bytes, and what it costs to compute them again.
+"""The named values of a function: their bytes, and the FLOPs of computing them again.
 
-The two sides of every choice between saving, offloading and recomputing. A cost counts the operations between a value
-and what is there anyway: the function's arguments and the other named values. Inside a loop, a value's cost ends at the
-start of the iteration, and a loop on the way to a value counts whole, named values inside or not.
+Both figures matter for the choice between saving, offloading and recomputing. FLOPs count the operations between a
+value and the values that exist anyway: the function's arguments and the other named values. Inside a loop, the FLOPs of
+a value are counted from the start of the iteration. A loop on the way to a value counts whole, with or without named
+values inside.
 
 Limit: names in the forward function of a `custom_vjp` exist only under differentiation, and are not listed.
 """
@@ -20,22 +21,22 @@ from ._trace import HIDING, is_name, trace
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Name:
-    """One name, and all values of one shape that carry it."""
+    """One name, and all values of one shape that have it."""
 
     name: str
-    """As `checkpoint_name` or `lowtide.offload.tag` gave it."""
+    """The name from `checkpoint_name` or `lowtide.offload.tag`."""
     shape: tuple[int, ...]
-    """Of one value."""
+    """Shape of one value."""
     dtype: str
-    """Of one value."""
+    """Dtype of one value."""
     count: int
-    """How many values there are: iterations of the loops around it times places where the name stands."""
+    """Number of values: iterations of the enclosing loops times places with the name."""
     bytes: int
-    """Of all values together, without a device's padding."""
+    """Bytes of all values together, without a device's padding."""
     flops: int
-    """To compute all of them again from the arguments and the other named values."""
+    """FLOPs to compute all of them again from the arguments and the other named values."""
     hidden: str = ""
-    """Why `lowtide.offload.checkpoint` cannot act on it; empty when it can."""
+    """Why `lowtide.offload.checkpoint` cannot act on it; empty if it can."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,7 +44,7 @@ class Names:
     """The named values of a function, in program order; iterates over its rows."""
 
     rows: tuple[Name, ...]
-    """One for each name and shape."""
+    """One row for each name and shape."""
 
     def __iter__(self) -> Iterator[Name]:
         return iter(self.rows)
@@ -72,10 +73,10 @@ class Names:
 
 
 def names(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Names:
-    """List the named values of a function, with their bytes and the FLOPs that computing them again takes.
+    """List the named values of a function, with their bytes and the FLOPs to compute them again.
 
-    FLOPs are counted on the traced function: 2mnk for a matrix product, one for each element that any other operation
-    computes or reduces, none for moving data. They leave out what XLA fuses away or adds.
+    FLOPs are counted on the traced function: 2mnk for a matrix product, one for each element that another operation
+    computes or reduces, none for moving data. XLA's fusion may remove some of them, and XLA may add others.
 
     Args:
         fn: a function with values named by `jax.ad_checkpoint.checkpoint_name` or `lowtide.offload.tag`.
@@ -83,11 +84,11 @@ def names(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Names:
         **kwargs: its keyword arguments.
 
     Returns:
-        One row for each name and shape; `str` makes a table.
+        One row for each name and shape; `str` formats them as a table.
 
     Memory:
-        None. What a row says in `bytes` is what saving it costs on the device, or offloading it on the host. Inside a
-        `jax.shard_map` that is for one device.
+        None. `bytes` of a row is the cost of saving it on the device or offloading it to the host. Inside a
+        `jax.shard_map` it counts one device.
 
     Examples:
         >>> import jax, jax.numpy as jnp
@@ -118,7 +119,7 @@ def names(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Names:
 
 
 class _Graph:
-    """Operations of one iteration, calls inlined: values are numbers, each made by one operation or there before."""
+    """Operations of one iteration, with calls inlined. A value is a number, computed by one operation or given."""
 
     def __init__(self, count: int, hidden: str) -> None:
         self._count, self._hidden = count, hidden
@@ -127,19 +128,19 @@ class _Graph:
         self._order: list[Any] = []  # (operation, value, hidden) for a name, a graph for a body
 
     def source(self) -> int:
-        """Return a value that is there."""
+        """Return the number of a new given value."""
         self._next += 1
         return self._next
 
     def add(self, jaxpr: Any, arguments: list[int], hidden: str = "") -> list[int]:
-        """Add the operations of a jaxpr; the values of its results."""
+        """Add the operations of a jaxpr; return the values of its results."""
         hidden = hidden or self._hidden
 
         def apply(eqn: Any, operands: list[int]) -> list[int]:
             inside = hidden or HIDING.get(kind_of(eqn), "")
             if (inner := called(eqn)) is not None:
                 return self.add(inner, operands, inside)
-            for body in bodies(eqn):  # of loops and branches: graphs of their own, whose arguments are there
+            for body in bodies(eqn):  # loops and branches have separate graphs with given arguments
                 graph = _Graph(self._count * body.times, inside)
                 graph.add(body.jaxpr, [graph.source() for _ in body.jaxpr.in_avals])
                 self._order.append(graph)
@@ -153,7 +154,7 @@ class _Graph:
         return fold(jaxpr, arguments, apply, lambda *_: self.source())
 
     def rows(self) -> Iterator[Name]:
-        """Make a row for each place with a name, in program order."""
+        """Yield a row for each place with a name, in program order."""
         for entry in self._order:
             if isinstance(entry, _Graph):
                 yield from entry.rows()
@@ -171,10 +172,11 @@ class _Graph:
             )
 
     def _flops(self, value: int) -> int:
-        """Of everything that a value needs, up to arguments and named values."""
+        """Return the FLOPs of all operations that a value needs, back to arguments and named values."""
         seen, operations, waiting = {value}, dict[int, int](), [value]
         while waiting:
             operands, flops, is_name = self._made.get(waiting.pop(), ([], 0, True))
+            # The key is the operand list, so an operation with several results counts once.
             if is_name:
                 continue
             operations[id(operands)] = flops

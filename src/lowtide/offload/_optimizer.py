@@ -1,12 +1,12 @@
 """Optimizer state in host memory, for any Optax optimizer.
 
-The wrapped transformation keeps what a regular expression selects (Adam's moments) on the host and updates it there
-block by block (`_streaming`), where the update is proved separable (`_separable`). Values are those of the
-transformation that was wrapped.
+The wrapped transformation keeps the leaves that a regular expression selects (Adam's moments) on the host. It updates
+them block by block (`_streaming`) where the update is proved separable (`_separable`). Values are those of the original
+transformation.
 
-Wrap the outermost transformation, ``optimizer(optax.chain(...))`` rather than a member of a chain: only then is the
-whole update one function that is taken apart. Under `jax.eval_shape` memory spaces are not carried, so there `update`
-takes the state for one on the device; `jax.jit(step).eval_shape` with sharded structs carries them.
+Wrap the outermost transformation, ``optimizer(optax.chain(...))``, not a member of a chain: only then is the whole
+update analysed as one function. `jax.eval_shape` does not carry memory spaces, so under it `update` treats the state as
+device state. `jax.jit(step).eval_shape` with sharded structs carries them.
 """
 
 from __future__ import annotations
@@ -55,47 +55,48 @@ def optimizer(
     chunk_bytes: int | str = 64 * 2**20,
     shardings: Tree = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """Keep an optimizer's state in host memory, and update it there a block at a time.
+    """Keep an optimizer's state in host memory, and update it there one block at a time.
 
     Args:
         tx: any Optax transformation; chains and wrappers go inside.
         match: a regular expression on the paths of the state's leaves, such as ``0/mu/layers/w``; it has to match the
-            whole path. The path is also tried between slashes (``/0/mu/``), so that the default finds Adam's moments
-            at the root and of a bare array, too.
-        mode: ``streamed`` cuts leaves into blocks where the update is separable (norms over rows are computed in a pass
-            before, which reads the state once more), and takes leaf by leaf where it is not, with one
-            `PlacementWarning`; a block or less beside larger gradients is moved at once. ``leaf`` takes each leaf as a
-            whole, one after the other; ``whole`` moves everything to the device and back at once.
-        chunk_bytes: what a block brings from the host, a number or text such as ``"64 MiB"``. Larger blocks cost
-            memory, smaller ones time.
+            whole path. The path is also tried between slashes (``/0/mu/``), so the default also finds Adam's moments at
+            the root and of a bare array.
+        mode: ``streamed`` cuts leaves into blocks where the update is separable. Norms over rows are computed in an
+            earlier pass, which reads the state a second time. An update that is not separable runs leaf by leaf, with
+            one `PlacementWarning`. If the selected state is at most one block and small compared with the gradients, it
+            is moved whole. ``leaf`` moves each leaf whole, one after the other. ``whole`` moves everything to the
+            device and back at once.
+        chunk_bytes: bytes that a block moves from the host, a number or text such as ``"64 MiB"``. Larger blocks cost
+            memory, smaller blocks cost time.
         shardings: for parameters sharded on a mesh: a tree like the parameters of `jax.sharding.NamedSharding`. A
-            traced array does not know its sharding unless its mesh has explicit axes, and slices along a sharded axis
-            would gather the leaf on every device. With it, each device streams its own shard; without it, leaves are
-            updated as a whole, in shards, one after the other.
+            tracer has no sharding unless its mesh has explicit axes, and slices along a sharded axis would gather the
+            leaf on every device. With `shardings`, each device streams its shard. Without it, leaves are updated whole,
+            in shards, one after the other.
 
     Returns:
-        A transformation with the state structure of `tx`. Its updates are where the gradients were, on the device
-        normally, its matched state on the host.
-        Call it under `jax.jit` with the state donated, so that it is updated in place, and with the gradients (or, in a
-        whole step, the parameters) donated, too: JAX pairs donated arguments with results by shape alone, and gives a
-        donated host array to an update on the device when nothing else of that shape is donated (jax 0.10.2; on a CPU
-        that ends the process). `lowtide.offload.verify` finds such a pair in the compiled step.
+        A transformation with the state structure of `tx`. Its updates are in the memory of the gradients, normally the
+        device; its matched state is on the host.
+        Call it under `jax.jit` with the state donated, so that it is updated in place. Donate the gradients, too (in a
+        whole step, the parameters). JAX pairs donated arguments with results by shape alone. If nothing else of that
+        shape is donated, it pairs a donated host array with an update on the device (jax 0.10.2; on a CPU this ends the
+        process). `lowtide.offload.verify` finds such a pair in the compiled step.
 
     Raises:
-        ConfigError: for a `tx`, `mode`, `chunk_bytes`, `shardings` or regular expression that cannot be used.
+        ConfigError: for an invalid `tx`, `mode`, `chunk_bytes`, `shardings` or regular expression.
         SelectionError: from ``init`` and ``update``, when `match` selects no leaf of the state.
         PlacementError: from ``update``, when a selected leaf is not in host memory.
-        StructureError: when `shardings` has not the structure of the gradients; from ``update``, under `jax.vmap`,
-            under differentiation, in a branch, or inside of a `jax.shard_map` with ``check_vma``.
+        StructureError: when `shardings` does not have the structure of the gradients; from ``update``, under
+            `jax.vmap`, under differentiation, in a branch, or inside a `jax.shard_map` with ``check_vma``.
 
     Warns:
-        PlacementWarning: from ``update``, when selected leaves are larger than a block and cannot be cut (or must not
-            be, on a mesh without `shardings`), when it is traced for a compile-only device that has no host memory, or
-            for a TPU with leaves of 8 or 4 bits that its compiler would copy as a whole.
+        PlacementWarning: from ``update``: when selected leaves are larger than a block and cannot be cut (or must not
+            be, on a mesh without `shardings`); when traced for a compile-only device without host memory; or for a TPU
+            with leaves of 8 or 4 bits that its compiler would copy whole.
 
     Memory:
-        Per step and beyond the parameters and gradients: on the host one copy of the selected state, on the device
-        about two blocks; leaf by leaf, about twice the state of the largest leaf.
+        Per step, in addition to the parameters and gradients: the host holds one copy of the selected state, the device
+            about two blocks. Leaf by leaf, the device holds about twice the state of the largest leaf.
 
     Examples:
         >>> params = {"w": jnp.ones((4, 2))}
@@ -131,13 +132,13 @@ def optimizer(
 
 
 def check_chunk(chunk_bytes: Any) -> int:
-    """Check the bytes of a block.
+    """Check the bytes of a block, and return them as an integer.
 
     Args:
         chunk_bytes: a number, or text such as ``"64 MiB"``.
 
     Raises:
-        ConfigError: for what is no positive whole number of bytes.
+        ConfigError: if it is not a positive whole number of bytes.
     """
     number = parse_bytes(chunk_bytes) if isinstance(chunk_bytes, str) else chunk_bytes
     if not is_count(number, 1):
@@ -151,13 +152,13 @@ def check_chunk(chunk_bytes: Any) -> int:
 
 
 def check_shardings(shardings: Tree) -> None:
-    """Check what an optimizer is told of a mesh.
+    """Check the shardings that an optimizer receives.
 
     Args:
-        shardings: None, or a tree of `jax.sharding.NamedSharding`, and of those of single devices.
+        shardings: None, or a tree of `jax.sharding.NamedSharding` and fully replicated shardings.
 
     Raises:
-        ConfigError: for other leaves, such as `jax.sharding.PartitionSpec`, which names no mesh.
+        ConfigError: for other leaves, such as `jax.sharding.PartitionSpec`, which has no mesh.
     """
     for path, leaf in leaves_with_paths(shardings):
         is_whole = isinstance(leaf, jax.sharding.Sharding) and leaf.is_fully_replicated
@@ -171,18 +172,18 @@ def check_shardings(shardings: Tree) -> None:
 
 
 def is_offloaded(tx: Any) -> bool:
-    """Whether `optimizer` made a transformation."""
+    """Return whether `optimizer` made a transformation."""
     return isinstance(getattr(tx.init, "__self__", None), _Offloaded)
 
 
 def check_transformation(tx: Any) -> None:
-    """Raise unless something is an Optax transformation.
+    """Raise if an object is not an Optax transformation.
 
     Args:
-        tx: anything.
+        tx: any object.
 
     Raises:
-        ConfigError: with what it is.
+        ConfigError: with the object.
     """
     if not (callable(getattr(tx, "init", None)) and callable(getattr(tx, "update", None))):
         raise ConfigError(
@@ -208,7 +209,8 @@ class _Offloaded:
         is_concrete = all(isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer) for leaf in leaves)
         if not is_concrete or len({frozenset(leaf.sharding.device_set) for leaf in leaves}) != 1:
             return self._init(params)
-        # Compiled, the state goes to the host leaf by leaf; made eagerly, all of it is on the device first.
+        # Compiled, each leaf of the state moves to the host in turn. Eager code would first hold the whole state on the
+        # device.
         this = optax.GradientTransformation(self._init, self.tx.update)
         return jax.jit(self._init, out_shardings=state_shardings(this, params))(params)
 
@@ -219,7 +221,7 @@ class _Offloaded:
         return structure.unflatten([put(leaf, HOST) if at in chosen else leaf for at, leaf in enumerate(leaves)])
 
     def update(self, updates: Tree, state: Tree, params: Tree = None, **extra: Any) -> tuple[Tree, Tree]:
-        # Of a module with functions among its leaves, as Equinox's, Optax takes what has gradients.
+        # For a module with functions among its leaves, such as Equinox's, Optax receives only the array leaves.
         params = jax.tree.map(lambda leaf: leaf if is_array_like(leaf) else None, params)
         leaves = jax.tree.leaves((updates, state, params, extra))
         is_concrete = all(is_array_like(leaf) and not isinstance(leaf, Tracer) for leaf in leaves)
@@ -235,7 +237,7 @@ class _Offloaded:
             given = structure.unflatten([arrays.get(at, leaf) for at, leaf in enumerate(keys)])
             return self.tx.update(grads, state, params, **given)
 
-        # Updates are like the gradients, or like the parameters where these have other trees (optax.lookahead).
+        # Updates have the structure of the gradients, or of the parameters if these have another one (optax.lookahead).
         is_like_grads = params is None or jax.tree.structure(params) == jax.tree.structure(grads)
 
         def replaces(grads: Tree, state: Tree, params: Tree, arrays: Any) -> tuple[Tree, Tree]:
@@ -268,7 +270,7 @@ class _Offloaded:
         return without_explicit_axes(streamed, args, replaces(*args), shardings)
 
     def _refuse_transformed(self, args: Tree) -> None:
-        """Raise where JAX would run the loops over blocks in a way that mixes memories, or not at all."""
+        """Raise under transformations that would mix memories in the loops over blocks, or cannot run them."""
         leaves = [leaf for leaf in jax.tree.leaves(args) if is_array_like(leaf)]
         found, remedy = transformation(leaves), 'choose mode="whole"'
         if found == "jax.vmap" and self.mode == "leaf":
@@ -289,7 +291,7 @@ class _Offloaded:
             )
 
     def _chosen(self, state: Tree) -> set[int]:
-        """Positions of the selected leaves. Random keys stay on the device, whatever the pattern says."""
+        """Return the positions of the selected leaves. Random keys stay on the device, whatever the pattern selects."""
         leaves, is_match = leaves_with_paths(state), self.pattern.fullmatch
         paths = [path for path, _ in leaves]
         chosen = {
@@ -309,9 +311,9 @@ class _Offloaded:
         return chosen
 
     def _is_narrow(self, grads: Tree, state: Tree, chosen: set[int]) -> bool:
-        """Whether what is on the host is no more than a block, and little beside the gradients.
+        """Return whether the host leaves fit into one block and into half the bytes of the gradients.
 
-        Loops would hold more then than all of it (momentum in 8 bits, computed in float32).
+        Loops would then need more memory than moving the leaves whole (8-bit momentum, computed in float32).
         """
         leaves = jax.tree.leaves(state)
         large = large_on_host(leaves, self.chunk_bytes, chosen)
@@ -319,7 +321,7 @@ class _Offloaded:
         return sum(leaf_bytes(leaves[at]) for at in large) <= most
 
     def _check(self, state: Tree) -> set[int]:
-        """Positions of the selected leaves, which are on the host."""
+        """Return the positions of the selected leaves, after checking that they are on the host."""
         leaves, chosen = leaves_with_paths(state), self._chosen(state)
         knows_host = bool(default_device().addressable_memories())
         if not knows_host:
@@ -352,7 +354,7 @@ class _Offloaded:
         )
 
     def _warn_of_mesh(self, params: Tree) -> None:
-        """Say when leaves are sharded and nobody told which way."""
+        """Warn if leaves are sharded and no shardings are given."""
         for path, leaf in leaves_with_paths(params):
             sharding = None if isinstance(leaf, Tracer) else getattr(leaf, "sharding", None)
             if self.shardings is None and sharding is not None and not sharding.is_fully_replicated:
@@ -382,7 +384,7 @@ class _Offloaded:
 
 
 def _refuse_branch() -> None:
-    """Raise inside a branch, whose results would be copies of the state on the host; TPUs cannot compile it at all."""
+    """Raise inside a branch: its results would be copies of the host state, and TPUs cannot compile it."""
     if inside_branch():
         raise StructureError(
             "the optimizer's update is called in a branch of jax.lax.cond",
@@ -394,10 +396,10 @@ def _refuse_branch() -> None:
 
 
 def num_devices(tree: Tree) -> int:
-    """Count the devices of the mesh that leaves are on; a single one where they have none.
+    """Return the number of devices of the mesh that leaves are on; 1 if they have no mesh.
 
     Args:
-        tree: arrays, traced or not. Axes inside of a `jax.shard_map` over them do not count: a leaf is a shard there.
+        tree: arrays, traced or not. Axes of an enclosing `jax.shard_map` do not count, because a leaf is a shard there.
 
     Examples:
         >>> num_devices({"w": jnp.ones(2)})
@@ -422,13 +424,13 @@ def explicit_shardings(tree: Tree) -> Tree:
 
 
 def without_explicit_axes(run: Callable[..., Tree], args: Sequence[Tree], like: Tree, shardings: Tree) -> Tree:
-    """Call a function where no sharding is part of a type: the operations of an update are run on blocks and shards.
+    """Call a function where no sharding is part of a type, because an update's operations run on blocks and shards.
 
     Args:
-        run: the function, which takes `shardings` beside its arguments.
+        run: the function, which takes `shardings` in addition to its arguments.
         args: its arguments.
-        like: what has the shardings of its result.
-        shardings: of the arguments, where they are known.
+        like: a tree with the shardings of its result.
+        shardings: shardings of the arguments, where they are known.
     """
     types = [jax.typeof(leaf).sharding for leaf in jax.tree.leaves(args) if is_array_like(leaf)]
     mesh = next((type_.mesh for type_ in types if type_.mesh.explicit_axes), None)
@@ -447,15 +449,16 @@ def without_explicit_axes(run: Callable[..., Tree], args: Sequence[Tree], like: 
 
 
 def state_shardings(tx: optax.GradientTransformation, params: Tree) -> Tree:
-    """Where an optimizer's state lives: what `jax.jit` takes as ``out_shardings``.
+    """Return the shardings of an optimizer's state, for ``out_shardings`` of `jax.jit`.
 
     Args:
         tx: a transformation, made by `optimizer` or not.
         params: arrays or `jax.ShapeDtypeStruct`s with shardings.
 
     Returns:
-        A tree like ``tx.init(params)`` of shardings with memory kinds. A leaf whose path ends in a parameter's path
-        and that has its shape is sharded like it, any other is replicated; what `optimizer` moved is ``pinned_host``.
+        A tree like ``tx.init(params)`` of shardings with memory kinds. A leaf whose path ends in a parameter's path and
+        that has its shape is sharded like the parameter. Other leaves are replicated. Leaves that `optimizer` moved are
+        ``pinned_host``.
 
     Raises:
         PlacementError: when a parameter has no sharding.
@@ -477,7 +480,7 @@ def state_shardings(tx: optax.GradientTransformation, params: Tree) -> Tree:
                 hint="call state_shardings outside of jit, give structs shardings, and make jax arrays of NumPy's",
             )
     of_leaf = _by_suffix(jax.tree.map(lambda leaf: leaf.sharding, params), params)
-    # Only a jaxpr keeps memory spaces; jax.eval_shape does not.
+    # Only a jaxpr keeps memory spaces; `jax.eval_shape` drops them.
     traced, shapes = make_jaxpr(tx.init)(params)
     kinds = ["pinned_host" if aval.memory_space is HOST else "device" for aval in traced.out_avals]
     placed = [
@@ -488,13 +491,13 @@ def state_shardings(tx: optax.GradientTransformation, params: Tree) -> Tree:
 
 
 def replicated(tree: Tree) -> Any:
-    """Return the sharding of what every device of a tree of arrays, or of shapes with shardings, has as a whole."""
+    """Return the replicated sharding for a tree of arrays, or of shapes with shardings."""
     first = jax.tree.leaves(tree)[0].sharding
     return jax.sharding.NamedSharding(first.mesh, jax.P()) if isinstance(first, jax.sharding.NamedSharding) else first
 
 
 def _by_suffix(shardings: Tree, params: Tree) -> Any:
-    """Return the sharding of the parameter whose path a leaf's path ends in and whose shape it has, else None."""
+    """Return a function that finds the sharding of the parameter whose path ends a leaf's path, or None."""
     structure = jax.tree.structure(params)
     try:
         flat = structure.flatten_up_to(shardings)
@@ -509,11 +512,12 @@ def _by_suffix(shardings: Tree, params: Tree) -> Any:
 
     def of_leaf(path: str, leaf: Any) -> Any:
         segments = path.split("/")
+        # The longest suffix that is the path of a parameter of this shape wins.
         for at in range(len(segments) + 1):
             shape, sharding = known.get("/".join(segments[at:]), (None, None))
             if shape == getattr(leaf, "shape", ()):
                 return sharding
-        for at in range(len(segments)):  # an array of a node that stands where a parameter's leaf would
+        for at in range(len(segments)):  # an array of a node that takes the place of a parameter's leaf
             shape, sharding = known.get("/".join(segments[at:-1]), (None, None))
             if shape and (found := _of_part(leaf, shape, sharding)):
                 return found
@@ -523,9 +527,9 @@ def _by_suffix(shardings: Tree, params: Tree) -> Any:
 
 
 def _of_part(leaf: Any, shape: tuple[int, ...], sharding: Any) -> Any:
-    """Return the sharding of codes in the shape of a parameter, or of scales of blocks of its last axis; else None.
+    """Return the sharding of codes in the shape of a parameter, or of block scales of its last axis; else None.
 
-    Scales are sharded like it where their number divides the axis, and the devices their number.
+    Scales are sharded like the parameter if their number divides the axis and is a multiple of the number of devices.
     """
     if leaf.shape == shape:
         return sharding

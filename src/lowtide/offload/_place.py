@@ -1,11 +1,11 @@
-"""Put the leaves of a tree into host memory, or back: arrays, tracers and shapes alike.
+"""Move the leaves of a tree to host memory or back: arrays, tracers and shapes.
 
-JAX has a memory kind in every concrete sharding and a memory space in every traced type; both are set here, so that
-one call serves a checkpoint that was just read, a traced function and an ahead-of-time compile.
+JAX has a memory kind in every concrete sharding and a memory space in every traced type. This module sets both, so one
+call works for a loaded checkpoint, a traced function and an ahead-of-time compile.
 
-Limits. Only ``pinned_host`` can be reached from a program, so `to_host` has no other kind. A shape with a
-`jax.sharding.SingleDeviceSharding` forgets its memory kind when JAX traces it (jax 0.10.2); it gets a mesh of that one
-device instead. Compile-only GPUs know no host memory, and a shape placed there stays a device's: a warning says so.
+Limits. A program can reach only ``pinned_host``, so `to_host` has no other kind. A shape with a
+`jax.sharding.SingleDeviceSharding` loses its memory kind when JAX traces it (jax 0.10.2), so it gets a mesh of that one
+device. Compile-only GPUs have no host memory: a shape placed there stays on the device, with a warning.
 """
 
 from __future__ import annotations
@@ -38,18 +38,18 @@ def to_host(tree: Tree, where: Where = "**") -> Tree:
     """Move leaves to the memory of the machine that holds their device.
 
     Args:
-        tree: any pytree. Arrays (NumPy's too) and tracers are moved; a `jax.ShapeDtypeStruct` gets a sharding in host
-            memory, on JAX's default device when it has none. Other leaves stay as they are.
-        where: which leaves: globs on tree paths or a predicate, as in `lowtide.core.select`.
+        tree: any pytree. Arrays (including NumPy's) and tracers are moved. A `jax.ShapeDtypeStruct` gets a sharding in
+            host memory, on JAX's default device if it has none. Other leaves stay unchanged.
+        where: selects the leaves: globs on tree paths or a predicate, as in `lowtide.core.select`.
 
     Returns:
-        The tree; arrays keep the devices and the sharding they had, with the memory kind ``pinned_host``.
+        The tree; arrays keep their devices and sharding, with the memory kind ``pinned_host``.
 
     Raises:
         SelectionError: when `where` selects nothing.
 
     Memory:
-        One host copy of every leaf that moves. The device's copy lives until the caller drops it, or donates it.
+        One host copy of every leaf that moves. The device copy lives until the caller drops or donates it.
 
     Examples:
         >>> import jax.numpy as jnp
@@ -68,7 +68,7 @@ def to_device(tree: Tree, where: Where = "**") -> Tree:
 
     Args:
         tree: any pytree, as in `to_host`.
-        where: which leaves, as in `to_host`.
+        where: selects the leaves, as in `to_host`.
 
     Returns:
         The tree, with the selected arrays in the memory kind ``device``.
@@ -77,8 +77,8 @@ def to_device(tree: Tree, where: Where = "**") -> Tree:
         SelectionError: when `where` selects nothing.
 
     Memory:
-        One device copy of every leaf that moves. Inside a jitted function the compiler decides how long it lives; of
-        a whole tree it makes all copies at once (`lowtide.offload.scan` takes one layer at a time).
+        One device copy of every leaf that moves. Inside a jitted function the compiler decides how long it lives. It
+        copies all leaves of a tree at once (`lowtide.offload.scan` moves one layer at a time).
 
     Examples:
         >>> import jax.numpy as jnp
@@ -97,11 +97,13 @@ def _move(tree: Tree, where: Where, kind: str) -> Tree:
 
 def _moved(leaf: Any, kind: str) -> Any:
     if isinstance(leaf, Tracer):
+        # A tracer has no memory kind, only a memory space in its type.
         return jax.device_put(leaf, jax.memory.Space.Device if kind == "device" else jax.memory.Space.Host)
     if isinstance(leaf, (jax.Array, np.ndarray, np.generic)):
         return jax.device_put(leaf, _of_kind(_sharding_of(leaf, None), kind))
     if isinstance(leaf, jax.ShapeDtypeStruct):
         sharding = _of_kind(_sharding_of(leaf, None), kind)
+        # JAX drops the memory kind of a SingleDeviceSharding when it traces the shape (jax 0.10.2).
         if kind != "device" and isinstance(sharding, SingleDeviceSharding):
             mesh = Mesh(np.array(list(sharding.device_set), dtype=object), ("device",))
             sharding = NamedSharding(mesh, PartitionSpec(), memory_kind=sharding.memory_kind)
@@ -110,20 +112,20 @@ def _moved(leaf: Any, kind: str) -> Any:
 
 
 def memory_kinds(tree: Tree, match: str, kind: str = "pinned_host", *, mesh: Mesh | None = None) -> Tree:
-    """Shardings for the `in_shardings` and `out_shardings` of `jax.jit`, with memory kinds by path.
+    """Return shardings for `in_shardings` and `out_shardings` of `jax.jit`, with memory kinds by path.
 
     Args:
         tree: a pytree of arrays, `jax.ShapeDtypeStruct`s, shardings, or (with `mesh`) `PartitionSpec`s.
         match: a regular expression for whole tree paths, such as ``.*/(mu|nu)/.*``.
-        kind: the memory kind of the leaves that it matches: ``pinned_host``, ``unpinned_host`` or ``device``.
-        mesh: the mesh of `PartitionSpec`s, and of leaves that have no sharding, which are replicated on it. Without
-            one these go to JAX's default device.
+        kind: memory kind of the leaves that it matches: ``pinned_host``, ``unpinned_host`` or ``device``.
+        mesh: mesh of `PartitionSpec`s, and of leaves without a sharding, which are replicated on it. Without a mesh
+            such leaves go to JAX's default device.
 
     Returns:
-        The tree with each leaf's own sharding in its place, in `kind` where the path matches, else in ``device``.
+        A tree with the sharding of each leaf, in `kind` where the path matches, else in ``device``.
 
     Raises:
-        SelectionError: when no path matches, or `match` is no regular expression.
+        SelectionError: when no path matches, or `match` is not a regular expression.
         ConfigError: for an unknown `kind`, or `PartitionSpec`s without a mesh.
 
     Memory:
@@ -149,7 +151,7 @@ def memory_kinds(tree: Tree, match: str, kind: str = "pinned_host", *, mesh: Mes
 
 
 def match_paths(tree: Tree, match: str, is_leaf: Callable[[Any], bool] | None = None) -> list[bool]:
-    """Say for every leaf, in flattening order, whether a regular expression matches its whole path.
+    """Return for every leaf, in flattening order, whether a regular expression matches its whole path.
 
     Args:
         tree: any pytree.
@@ -157,10 +159,10 @@ def match_paths(tree: Tree, match: str, is_leaf: Callable[[Any], bool] | None = 
         is_leaf: as in `jax.tree.flatten`.
 
     Returns:
-        One boolean a leaf.
+        One boolean for each leaf.
 
     Raises:
-        SelectionError: when it matches no path, or is no regular expression.
+        SelectionError: when it matches no path, or is not a regular expression.
     """
     paths = [path for path, _ in leaves_with_paths(tree, is_leaf=is_leaf)]
     sample = ", ".join(paths[:6]) + (f", … ({len(paths) - 6} more)" if len(paths) > 6 else "")
@@ -218,6 +220,6 @@ def _of_kind(sharding: Sharding, kind: str) -> Sharding:
 
 
 def default_device() -> Any:
-    """JAX's default device; while a function is traced for another target, one of that target's."""
+    """Return JAX's default device; while a function is traced for another target, a device of that target."""
     device: Any = jax.config.jax_default_device  # pyright: ignore[reportAttributeAccessIssue]
     return device if hasattr(device, "platform") else jax.devices(device)[0]

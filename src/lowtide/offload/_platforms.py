@@ -1,18 +1,20 @@
-"""How arrays on the host are made, read, written and waited for, in the form that TPUs, GPUs and CPUs each need.
+"""Make, read and write arrays in host memory, in the form that TPUs, GPUs and CPUs each need.
 
-On all of them a slice is cut in the memory that holds the array and only the slice is moved; the other order would move
-the array. Inside a loop that carries the array, XLA writes the slice in place, in host memory as on the device.
+On all platforms a slice is cut in the memory that holds the array, and only the slice moves. In the other order, the
+whole array would move. Inside a loop that carries the array, XLA writes the slice in place, in host and in device
+memory.
 
-| platform | needs | where |
+| platform | needs | function |
 |---|---|---|
-| TPU | row-major slices: of others XLA lays out the whole host array anew (libtpu 0.0.51) | `_moved` |
-| TPU | tiles of 8 rows: of arguments in 8 and 4 bits with others it copies all (libtpu 0.0.51) | `warn_of_tall_tiles` |
-| TPU | reading that waits by data: XLA would copy whole arrays as the program begins | `fetch`, `zero_after` |
-| GPU | an XLA that takes slices of host memory at the index that is given (jaxlib 0.11.1) | `check_host_slices` |
-| GPU | zeros that are moved as a whole: a scalar that is broadcast on the host would be computed there | `buffer` |
-| CPU | reading that comes before what overwrites, by data: else each iteration copies the array | `later` |
+| TPU | row-major slices: for others XLA changes the layout of the whole host array (libtpu 0.0.51) | `_moved` |
+| TPU | tiles of 8 rows: it copies 8- and 4-bit arguments with other tiles whole (libtpu 0.0.51) | `warn_of_tall_tiles`
+|
+| TPU | reads with a data dependency: XLA would copy whole arrays when the program starts | `fetch`, `zero_after` |
+| GPU | an XLA that slices host memory at the given index (jaxlib 0.11.1) | `check_host_slices` |
+| GPU | zeros that are moved whole: broadcasting a scalar on the host would run there | `buffer` |
+| CPU | a data dependency from reads to the writes after them: else each iteration copies the array | `later` |
 
-A platform that needs another form gets it here, by `jax.lax.platform_dependent`; who streams does not ask for it.
+Platform-specific forms are chosen here by `jax.lax.platform_dependent`, so callers need no cases.
 """
 
 from __future__ import annotations
@@ -41,15 +43,15 @@ from ..core._compat import row_major
 
 HOST, DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
 SPACES = {"host": HOST, "device": DEVICE}
-"""By the words for them in a user's arguments."""
+"""Memory spaces by the words of a user's arguments."""
 
 
 def read(tree: Tree, index: Any) -> Tree:
-    """One entry of every leaf's leading axis, on the device.
+    """Read one entry of every leaf's leading axis to the device.
 
     Args:
         tree: arrays or tracers.
-        index: its position.
+        index: position of the entry.
 
     Returns:
         The entries, without that axis.
@@ -59,6 +61,7 @@ def read(tree: Tree, index: Any) -> Tree:
     """
 
     def one(leaf: Any) -> Any:
+        # Slice first, in the memory of the array, so that only the slice moves.
         return jnp.reshape(_moved(jax.lax.dynamic_slice_in_dim(leaf, index, 1), leaf, DEVICE), leaf.shape[1:])
 
     return jax.tree.map(one, tree)
@@ -69,11 +72,11 @@ def write(tree: Tree, values: Tree, index: Any) -> Tree:
 
     Args:
         tree: arrays or tracers on the host or on the device.
-        values: the new entries, on the device, of the dtypes of `tree`.
-        index: their position.
+        values: the new entries, on the device, with the dtypes of `tree`.
+        index: position of the entries.
 
     Returns:
-        The tree with the entries replaced, every leaf in the memory where it was.
+        The tree with the entries replaced; every leaf stays in its memory.
     """
 
     def one(leaf: Any, value: Any) -> Any:
@@ -84,7 +87,7 @@ def write(tree: Tree, values: Tree, index: Any) -> Tree:
 
 
 def _moved(entry: Any, leaf: Any, space: Any) -> Any:
-    """Move an entry of a leaf, or for one, to another memory; on the device laid out as the leaf is on the host."""
+    """Move an entry from or to a leaf; on the device it has the row-major layout of the host array."""
     if HOST in (memory_space(leaf), space):
         check_host_slices()
     if memory_space(leaf) == DEVICE or not is_row_major(leaf.shape, leaf.dtype):
@@ -98,10 +101,10 @@ def entry_shape(leaf: Any) -> jax.ShapeDtypeStruct:
 
 
 def buffer(like: Tree, leading: tuple[int, ...], space: Any) -> Tree:
-    """Zeros to write entries into: for every leaf of `like` an array with more leading axes, in a memory space.
+    """Make zeros to write entries into: for every leaf of `like` an array with more leading axes, in a memory space.
 
-    XLA allocates them on the host at once. A scalar that is broadcast there would do for a TPU, too; GPUs would compute
-    it on the host. Random keys stay on the device.
+    XLA allocates the zeros directly on the host. Broadcasting a scalar on the host works on a TPU too, but a GPU
+    program would compute it on the host. Random keys stay on the device.
     """
 
     def one(leaf: Any) -> Any:
@@ -112,15 +115,15 @@ def buffer(like: Tree, leading: tuple[int, ...], space: Any) -> Tree:
 
 
 def put(tree: Tree, space: Any) -> Tree:
-    """All leaves in one memory space; those that are there already stay as they are."""
+    """Move all leaves to one memory space; leaves that are already there stay unchanged."""
     return jax.tree.map(lambda leaf: _to(leaf, space), tree)
 
 
 def fetch(tree: Tree, after: Tree) -> Tree:
-    """All leaves on the device, those from the host not before `after` has been computed.
+    """Move all leaves to the device; host leaves move only after `after` is computed.
 
-    XLA begins to copy whole arrays from the host as soon as the program begins, and keeps them; so matrices are copied
-    a block of rows at a time, in a loop that waits for `after`.
+    XLA starts to copy whole arrays from the host when the program starts, and keeps the copies. So matrices are copied
+    in blocks of rows, in a loop that depends on `after`.
     """
     begin = zero_after(after)
 
@@ -143,29 +146,29 @@ def fetch(tree: Tree, after: Tree) -> Tree:
 
 
 def later(index: Any, after: Tree) -> Any:
-    """Make an index that a CPU knows only when every leaf of a tree has been computed.
+    """Make an index that on a CPU depends on every leaf of a tree.
 
-    Of an array that a loop carries, XLA for CPUs makes a copy at each iteration, of all of it, unless whatever reads
-    old values comes before what overwrites them, by data. For TPUs and GPUs it finds such an order by itself.
+    XLA for CPUs copies an array that a loop carries in each iteration. It avoids the copy only if the writes depend on
+    the reads of old values. For TPUs and GPUs XLA finds such an order without help.
     """
     wait = jax.lax.platform_dependent(after, cpu=zero_after, default=lambda _: jnp.int32(0))
     return index + wait
 
 
 def is_tall(leaf: Any) -> bool:
-    """Whether a leaf is in a TPU's host memory, in tiles that its compiler takes no slices of."""
+    """Return whether a leaf is in a TPU's host memory, in tiles that its compiler cannot slice."""
     is_tpu = traced_device().platform == "tpu"
     return is_tpu and memory_space(leaf) == HOST and has_tall_tiles(leaf.shape, leaf.dtype)
 
 
 def warn_of_tall_tiles(leaves: Iterable[tuple[str, Any]]) -> None:
-    """Warn of leaves in a TPU's host memory that it does not stream, as the compiler lays them out.
+    """Warn of leaves in a TPU's host memory that cannot be streamed because of their tiles.
 
     Args:
         leaves: paths, and arrays or tracers.
 
     Warns:
-        PlacementWarning: naming the leaves, and what to set.
+        PlacementWarning: naming the leaves, and the setting that helps.
     """
     found = [f"{path}: {leaf.dtype}{list(leaf.shape)}" for path, leaf in leaves if is_tall(leaf)]
     if found:
@@ -187,25 +190,26 @@ def _to(leaf: Any, space: Any) -> Any:
 def cut_block(
     prefix: Sequence[int], ndim: int, num_bytes: int, chunk_bytes: int, *, device_rows: int | None = None
 ) -> tuple[int, int] | None:
-    """Which axis a block cuts, and its size along it.
+    """Choose the axis that a block cuts, and its size along it.
 
     Args:
-        prefix: the leading axes that may be cut. Along those before the cut a block has one row.
-        ndim: the rank of the arrays.
+        prefix: sizes of the leading axes that may be cut. Along the axes before the cut, a block has one row.
+        ndim: rank of the arrays.
         num_bytes: bytes of all rows.
-        chunk_bytes: bytes wanted in a block.
-        device_rows: where all of them are on the device, rows of their largest tile: blocks are multiples of it, and
-            what is left need not be.
+        chunk_bytes: wanted bytes of a block.
+        device_rows: if all arrays are on the device, the rows of their largest tile. Blocks are multiples of it; the
+            remainder need not be.
 
     Returns:
-        Axis and size, or None when the rows are one block, or cannot be cut: along the last two axes the axis and its
-        blocks have to be multiples of a TPU's tiles, and eight long rows are one tile. Of sizes near the wanted one,
-        one that divides the axis is taken.
+        Axis and size, or None if the rows form one block or cannot be cut. Along the last two axes, the axis and its
+        blocks have to be multiples of a TPU's tiles; eight long rows are one tile. Among sizes near the wanted one, a
+        divisor of the axis is preferred.
     """
     if num_bytes <= chunk_bytes or not prefix:
         return None
     tiles = [slice_step(ndim, axis) for axis in range(len(prefix))]
     axis, row_bytes = 0, num_bytes / prefix[0]
+    # Move the cut to the next axis while one row exceeds a block, but keep the last axis whole.
     while row_bytes > chunk_bytes and axis + 1 < min(len(prefix), ndim - 1) and not prefix[axis + 1] % tiles[axis + 1]:
         axis += 1
         row_bytes /= prefix[axis]
@@ -217,4 +221,5 @@ def cut_block(
     wanted = min(max(int(chunk_bytes / row_bytes) // tile * tile, tile), length)
     if wanted == length and not axis:
         return None
+    # A divisor of the axis saves the second loop over remaining rows. Sizes down to half the wanted one are tried.
     return axis, next((size for size in range(wanted, wanted // 2, -tile) if length % size == 0), wanted)

@@ -1,22 +1,22 @@
-"""`jax.lax.scan` over layers whose parameters stay in host memory, one slice on the device at a time.
+"""`jax.lax.scan` over layers whose parameters stay in host memory, with one slice on the device at a time.
 
-The whole loop is one differentiable operation. Forward it keeps the carries (what enters each layer); backward it
-takes the layers in reverse, recomputes one at a time with `jax.vjp`, and writes each slice of the gradient in place
-into a stack on the host. So the device never holds a stack of parameters or of gradients, nor a layer's residuals
-longer than that layer's turn.
+The whole loop is one differentiable operation. The forward pass keeps the carries (the input of each layer). The
+backward pass visits the layers in reverse and recomputes one at a time with `jax.vjp`. It writes each slice of the
+gradient in place into a stack on the host. So the device never holds a stack of parameters or gradients. It holds the
+residuals of one layer at a time.
 
-What JAX and XLA decide (jax 0.10.2, libtpu 0.0.51):
+JAX and XLA determine the following (jax 0.10.2, libtpu 0.0.51):
 
-- The gradient of a host leaf is a host value: JAX requires a cotangent to have the memory space of its primal. Whoever
-  wants it elsewhere moves it with `to_device`.
-- The gradient's stack is the loop's stacked output, which XLA allocates in host memory without ever clearing it on the
-  device; it becomes the program's output, with no second copy.
-- With `prefetch` the next slice is part of the carry, so that its copy has the whole layer's time; without it XLA
-  overlaps only the copies inside a layer with each other's use.
+- The gradient of a host leaf is a host value: JAX requires a cotangent to have the memory space of its primal.
+  `to_device` moves it.
+- The gradient's stack is the loop's stacked output. XLA allocates it in host memory and does not clear it on the device
+  first. It becomes the program's output without a second copy.
+- With `prefetch` the next slice is part of the carry, so its copy can overlap with the whole layer. Without it, XLA
+  overlaps only the copies inside a layer with their uses.
 
-Limits. Reverse mode only, as for every `jax.custom_vjp`. Each pass fetches one slice more than there are (the last
-iteration has no next one; leaving it out would mean compiling the body twice). Compile-only GPUs have no host memory:
-there the loop is compiled with device arguments, and a warning says so.
+Limits. Reverse mode only, as for every `jax.custom_vjp`. With `prefetch`, each pass fetches one slice more than there
+are layers: omitting the fetch in the last iteration would mean compiling the body twice. Compile-only GPUs have no host
+memory: the loop is compiled with device arguments, with a warning.
 """
 
 from __future__ import annotations
@@ -56,13 +56,13 @@ def scan(
     """Run `jax.lax.scan` with `xs` in host memory, layer by layer on the device, and recompute in the backward pass.
 
     Args:
-        body: ``body(carry, x) -> (carry, y)``, as for `jax.lax.scan`. It gets its slice in device memory, and may
-            close over anything, also what is differentiated.
-        init: the carry that enters the first layer.
-        xs: stacked parameters, every leaf of shape ``[num_layers, ...]``; those in host memory are streamed, others
-            are indexed where they are. One number a layer is moved to the device before the loop.
-        prefetch: bring the next slice while the current one computes, for the bytes of one more slice.
-        inputs: where the carries wait for the backward pass.
+        body: ``body(carry, x) -> (carry, y)``, as for `jax.lax.scan`. It receives its slice in device memory. It may
+            close over any values, including differentiated ones.
+        init: initial carry, the input of the first layer.
+        xs: stacked parameters, every leaf of shape ``[num_layers, ...]``. Leaves in host memory are streamed, others
+            are indexed in device memory. Leaves of shape ``[num_layers]`` are moved to the device before the loop.
+        prefetch: whether to fetch the next slice while the current one computes, for the bytes of one more slice.
+        inputs: memory that keeps the carries until the backward pass.
 
     Returns:
         ``(carry, ys)``, as `jax.lax.scan` returns them. Gradients with respect to host leaves of `xs` are on the host.
@@ -73,13 +73,13 @@ def scan(
         ConfigError: for an unknown `inputs`.
 
     Warns:
-        PlacementWarning: when it is traced for a compile-only device that has no host memory, or for a TPU with leaves
-            of 8 or 4 bits that its compiler would copy as a whole, unless libtpu was told otherwise before it started.
+        PlacementWarning: when traced for a compile-only device that has no host memory. Also for a TPU with leaves of 8
+            or 4 bits that its compiler would copy whole, unless a libtpu option is set before it starts.
 
     Memory:
-        On the device two slices of `xs` (one without `prefetch`), one layer's residuals and gradient; num_layers
-        carries when differentiated, which ``inputs="host"`` moves to the host; and `ys`. On the host `xs`, and as
-        much again for its gradient.
+        The device holds two slices of `xs` (one without `prefetch`), the residuals and gradient of one layer, and `ys`.
+        When differentiated, it also holds num_layers carries, which ``inputs="host"`` moves to the host. The host holds
+        `xs`, and as much again for its gradient.
 
     Examples:
         >>> from lowtide.offload import to_host
@@ -90,7 +90,7 @@ def scan(
         ('pinned_host', 24.0)
 
     References:
-        JAX's tutorial "Memories and host offloading", which streams parameters without a gradient rule of its own.
+        JAX's tutorial "Memories and host offloading", which streams parameters without a custom gradient rule.
     """
     check_choice(
         f"unknown place {inputs!r} for a layer's inputs",
@@ -100,7 +100,7 @@ def scan(
     )
     length = num_layers(xs)
     _check_on_host(xs)
-    # XLA slices no stack of single numbers in a TPU's host memory: such a stack is on the device as a whole.
+    # XLA cannot slice a stack of scalars in a TPU's host memory, so such a stack is moved to the device whole.
     xs = jax.tree.map(lambda leaf: put(leaf, DEVICE) if jnp.ndim(leaf) == 1 else leaf, xs)
     init = jax.tree.map(lambda leaf: leaf if hasattr(leaf, "dtype") else jnp.asarray(leaf), init)
     if not length:
@@ -178,10 +178,12 @@ def _differentiable(body: Callable[..., Any], *, prefetch: bool, inputs_on_host:
                 whole = combine(closed, closed_rest)
                 return _split(body(combine(carry, carry_rest), combine(x, x_rest), *whole))[0]
 
+            # `jax.vjp` of one layer recomputes its forward pass, so residuals exist for one layer at a time.
             out, pull = jax.vjp(layer, carry, x, closed)
             d_carry, d_x, more = pull(jax.tree.map(_beside, (d_carry, d_y), out))
             return (d_carry, jax.tree.map(_add, d_closed, more)), jax.tree.map(_beside, d_x, floating_xs)
 
+        # Gradients of captured values are sums over all layers, so they are part of the carry.
         zeros = jax.tree.map(lambda leaf: _beside(jnp.zeros(leaf.shape, leaf.dtype), leaf), closed)
         (d_init, d_closed), d_xs = _stream(step, (d_carry, zeros), (saved, xs, d_ys), prefetch=prefetch, reverse=True)
         return d_init, d_xs, d_closed
@@ -193,7 +195,7 @@ def _differentiable(body: Callable[..., Any], *, prefetch: bool, inputs_on_host:
 def _stream(
     step: Callable[[Tree, Tree], tuple[Tree, Tree]], init: Tree, stacked: Tree, *, prefetch: bool, reverse: bool = False
 ) -> tuple[Tree, Tree]:
-    """`jax.lax.scan` over slices of `stacked`, whose host leaves come to the device a slice at a time."""
+    """Run `jax.lax.scan` over slices of `stacked`; host leaves are moved to the device one slice at a time."""
     leaves, treedef = jax.tree.flatten(stacked)
     hosted = [memory_space(leaf) == HOST for leaf in leaves]
     length = leaves[0].shape[0]
@@ -221,13 +223,13 @@ def _at(leaf: Any, at: Any) -> Any:
 
 
 def _split(tree: Tree) -> tuple[Tree, Tree]:
-    """Split a tree into leaves that have gradients, and the others; `None` where a leaf is in the other tree."""
+    """Split a tree into leaves that have gradients and the others; `None` marks leaves of the other tree."""
     floating = jax.tree.map(lambda leaf: leaf if jnp.issubdtype(leaf.dtype, jnp.inexact) else None, tree)
     return floating, jax.tree.map(lambda leaf: None if jnp.issubdtype(leaf.dtype, jnp.inexact) else leaf, tree)
 
 
 def _beside(value: Any, leaf: Any) -> Any:
-    """Put the value into the memory of a leaf."""
+    """Move the value to the memory space of a leaf."""
     return put(value, memory_space(leaf))
 
 

@@ -1,20 +1,21 @@
-"""Which parts of an update are separable: each row of the results needs nothing but the same row of the arguments.
+"""Find the separable parts of an update: each row of the results needs only the same row of the arguments.
 
-The update is traced once and read as a list of equations, calls inlined. Every value gets one of three kinds:
+The update is traced once and read as a list of equations, with calls inlined. Every value gets one of three kinds:
 
-- *rows*: its leading `rows` axes are those of some input leaves. Elementwise operations keep all axes, a reduction or a
-  transposition keeps those before the first that it touches, and so on. Leaves that meet in an operation are a group.
-- *constant over rows*: a broadcast scalar, at home in every group.
-- *free*: everything else that depends on no host leaf, such as a step counter or the global norm of the gradients.
-  It is computed once, before the groups.
+- *rows*: its leading `rows` axes are those of some input leaves. Elementwise operations keep all axes; a reduction or
+  transposition keeps the axes before the first one that it changes; and so on. Leaves that meet in an operation form a
+  group.
+- *constant over rows*: a broadcast scalar, which can belong to every group.
+- *free*: every other value that depends on no host leaf, such as a step counter or the global norm of the gradients. It
+  is computed once, before the groups.
 
-A value that depends on a host leaf but lost its rows binds its group together: such a group is only run as a whole.
-Sums and extremes over the rows (the norm in LAMB's trust ratio, the global norm of what `optax.MultiSteps` accumulated)
-need not: they can be folded block by block in a pass of their own, and are free from there on. A `cond` on host leaves
-becomes a selection, so that its branches are taken apart, too.
+If a value depends on a host leaf but lost its rows, its group can only run whole. Sums and extremes over the rows are
+an exception (the norm in LAMB's trust ratio, the global norm of gradients that `optax.MultiSteps` accumulated). They
+can be folded block by block in a separate pass and are free afterwards. A `cond` on host leaves becomes a selection, so
+that its branches are analysed, too.
 
-Limits: operations outside of the rules below count as ones that lose all rows, which is safe but not always sharp.
-`while` and `scan` are not looked into.
+Limits: operations without a rule below count as losing all rows, which is safe but may be too strict. `while` and
+`scan` are not analysed.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ _ELEMENTWISE = frozenset(
 
 
 def _common(first: Sequence[Any], second: Sequence[Any]) -> int:
-    """How many leading entries of two sequences are equal."""
+    """Return the number of equal leading entries of two sequences."""
     return next(
         (at for at, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), min(map(len, (first, second)))
     )
@@ -52,7 +53,7 @@ def _batched(params: Mapping[str, Any]) -> int:
     return min(_common(left, range(len(left))), _common(right, range(len(right))))
 
 
-# Leading axes that an operation leaves alone, given its parameters and the shape of its first operand.
+# Number of leading axes that an operation keeps, from its parameters and the shape of its first operand.
 _KEEPS: dict[str, Callable[[Mapping[str, Any], tuple[int, ...]], int]] = {
     "broadcast_in_dim": lambda p, s: _common(
         list(zip(p["broadcast_dimensions"], s, strict=True)), list(enumerate(p["shape"]))
@@ -78,7 +79,7 @@ for _name in (*(f"reduce_{kind}" for kind in ("sum", "max", "min", "prod", "and"
 for _name in ("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp"):
     _KEEPS[_name] = lambda p, s: p["axis"]
 
-# Parameters that are shapes of full leaves, to be cut to a block's.
+# Parameters that contain the shape of a full leaf, and are replaced by that of a block.
 _SHAPES = {
     "broadcast_in_dim": "shape",
     "dynamic_slice": "slice_sizes",
@@ -87,13 +88,13 @@ _SHAPES = {
 }
 
 
-# What a fold leaves is kept on the device: at most this part of what it is made of.
+# The result of a fold stays on the device. It may have at most 1/8 of the elements of its operand.
 _FOLDED_PART = 8
 
 
 @dataclasses.dataclass(frozen=True)
 class Equation:
-    """One operation on values, which are numbered."""
+    """One operation on numbered values."""
 
     primitive: Any
     inputs: tuple[int, ...]
@@ -111,16 +112,16 @@ class Program:
     constants: dict[int, Any] = dataclasses.field(default_factory=dict)
     outputs: list[int] = dataclasses.field(default_factory=list)
     effects: tuple[str, ...] = ()
-    """What the function does beside, such as printing; the equations leave it out."""
+    """Side effects of the function, such as printing; the equations omit them."""
 
     def rank(self, value: int) -> int:
-        """Count the axes of a value."""
+        """Return the number of axes of a value."""
         return len(self.avals[value].shape)
 
     def needed_for(
         self, values: Iterable[int], among: Sequence[Equation] | None = None, known: Collection[int] = ()
     ) -> list[Equation]:
-        """List the equations, in order, that compute some values from inputs and from what is known."""
+        """List, in order, the equations that compute some values from inputs and known values."""
         wanted, kept = set(values).difference(known), list[Equation]()
         for equation in reversed(self.equations if among is None else among):
             if wanted.intersection(equation.outputs):
@@ -129,12 +130,12 @@ class Program:
         return kept[::-1]
 
     def run(self, equations: Iterable[Equation], values: dict[int, Any], sizes: Sequence[int] = ()) -> None:
-        """Compute equations; `values` gains the results.
+        """Compute equations and add the results to `values`.
 
         Args:
-            equations: what to compute, in order.
+            equations: the equations, in order.
             values: arrays by the number of their value.
-            sizes: the sizes of the leading axes of a block, where the arrays are blocks of the full ones.
+            sizes: sizes of the leading axes of a block, if the arrays are blocks of the full ones.
         """
         for equation in equations:
             params = equation.params
@@ -175,7 +176,7 @@ def _on_device(leaf: Any) -> Any:
 class _Inliner:
     program: Program
     host: set[int]  # values that depend on host leaves
-    flat: dict[int, int] = dataclasses.field(default_factory=dict)  # what a vector was before it was made one
+    flat: dict[int, int] = dataclasses.field(default_factory=dict)  # operands of reshapes to a vector, by their result
 
     def value(self, aval: Any, on_host: bool) -> int:
         self.program.avals.append(aval)
@@ -196,6 +197,7 @@ class _Inliner:
         name = eqn.primitive.name
         if (inner := called(eqn)) is not None:
             return self.add(inner, inputs)
+        # A branch on host leaves becomes a selection: both sides run, so branches with loops are left alone.
         if kind_of(eqn) is Kind.BRANCH and self.host.intersection(inputs) and not _loops(eqn):
             cases = [self.add(branch.jaxpr, inputs[1:]) for branch in bodies(eqn)]
             return [self.select(inputs[0], column) for column in zip(*cases, strict=True)]
@@ -207,7 +209,7 @@ class _Inliner:
         return outputs
 
     def inner_product(self, inputs: Sequence[int], aval: Any) -> list[int] | None:
-        """`jnp.vdot` of two arrays of one shape, which makes vectors of them, as a sum that keeps their rows apart."""
+        """Rewrite `jnp.vdot` of two arrays of one shape, which flattens them, as a sum of products that keeps rows."""
         arrays = [self.flat.get(at, at) for at in inputs]
         shapes = [jax.ShapeDtypeStruct(self.program.avals[at].shape, self.program.avals[at].dtype) for at in arrays]
         if aval.shape or not self.host.intersection(arrays) or shapes[0].shape != shapes[1].shape:
@@ -228,29 +230,29 @@ class _Inliner:
 
 
 def _loops(eqn: Any) -> bool:
-    """Whether a branch may run long, so that it must not run when it is not taken."""
+    """Return whether a branch contains a loop, which must not run unless the branch is taken."""
     inside = (kind_of(one) for branch in bodies(eqn) for one in equations(branch.jaxpr))
     return any(kind in (Kind.SCAN, Kind.WHILE) for kind in inside)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Group:
-    """Leaves that are updated together, and how."""
+    """Leaves that are updated together, and the equations of the update."""
 
     leaves: tuple[int, ...]
-    """Inputs that are read."""
+    """Input leaves that the group reads."""
     free: tuple[int, ...]
-    """Values that are read and were computed before."""
+    """Values that the group reads and that are computed before it."""
     outputs: tuple[int, ...]
     """Positions of the results."""
     equations: tuple[Equation, ...]
-    """From blocks of `leaves` to blocks of the results."""
+    """Computation of blocks of the results from blocks of `leaves`."""
     rows: int
-    """Leading axes along which blocks may be cut; 0: as a whole only."""
+    """Number of leading axes along which blocks may be cut; 0: only whole."""
     blocked_by: str | None
-    """The operation that allows no blocks."""
+    """The operation that prevents blocks."""
     folds: tuple[Equation, ...] = ()
-    """In a pass that only reads: what sums up or compares the blocks of its operand."""
+    """In a pass that only reads: the reductions that combine the blocks of their operand."""
 
 
 def separate(
@@ -259,14 +261,14 @@ def separate(
     """Divide a program into groups of leaves that do not need each other.
 
     Args:
-        program: what `trace` returned.
+        program: result of `trace`.
         on_host: the host leaves that it was traced with.
-        replaced: for each output the input leaf that it overwrites.
-        fold: whether sums and extremes over rows of host leaves may take a pass of their own.
+        replaced: for each output, the input leaf that it overwrites.
+        fold: whether sums and extremes over rows of host leaves may run in a separate pass.
 
     Returns:
-        The passes, in order; and the groups with host leaves, in order of their first output. Outputs in none of them
-        depend on no host leaf but by way of a pass.
+        The passes, in order; and the groups with host leaves, in order of their first output. Outputs outside all
+        groups depend on host leaves at most through a pass.
     """
     host = set(on_host)
     program.equations = program.needed_for(program.outputs)
@@ -287,18 +289,18 @@ def separate(
 
 
 class _Flow:
-    """Rows and leaves of every value, forward through a program."""
+    """Forward analysis of a program: the rows and leaves of every value. Leaves that meet are merged by union-find."""
 
     def __init__(self, program: Program, host: set[int], fold: bool) -> None:
         leaves = [at for at in range(program.num_inputs) if program.rank(at) or at in host]
         self.program = program
-        self.rows = {at: program.rank(at) for at in leaves}  # what is not in here is free
-        self.leaf = {at: at for at in leaves}  # one of the leaves that a value comes from; none for constants over rows
+        self.rows = {at: program.rank(at) for at in leaves}  # a value that is missing here is free
+        self.leaf = {at: at for at in leaves}  # one leaf that a value depends on; none for constants over rows
         self.parent = {at: at for at in leaves}
         self.host = set(host)
         self.fold = fold
-        self.folds: list[tuple[Equation, int]] = []  # and how many axes of the operand may be cut
-        self.level: dict[int, int] = {}  # passes that have to run before a value is known
+        self.folds: list[tuple[Equation, int]] = []  # with the number of axes of the operand that may be cut
+        self.level: dict[int, int] = {}  # number of passes that have to run before a value is known
 
     def find(self, leaf: int) -> int:
         while self.parent[leaf] != leaf:
@@ -325,13 +327,13 @@ class _Flow:
         if name in _ELEMENTWISE:
             self._free_repeated(equation, carriers)
             carriers = [at for at in carriers if at in self.rows]
-            if not carriers:  # rows times columns: nothing that a block could not compute by itself
+            if not carriers:  # rows times columns: each block can compute this
                 self.rows[equation.outputs[0]] = program.rank(equation.outputs[0])
                 return
         rows = self._rows_of(equation, carriers)
         if not rows and not on_host:
             return
-        if not rows:  # read as a whole: leaves on the device need not join the group
+        if not rows:  # whole operands: leaves on the device need not join the group
             carriers = [at for at in carriers if at in self.host]
         leaves = [self.leaf[at] for at in carriers if at in self.leaf]
         for other in leaves[1:]:
@@ -342,9 +344,9 @@ class _Flow:
             self.host.update([output] if on_host else [])
 
     def _free_repeated(self, equation: Equation, carriers: Sequence[int]) -> None:
-        """Let what an elementwise operation repeats along rows be computed before, if it is on the device.
+        """Free operands on the device that an elementwise operation repeats along rows, so they are computed before.
 
-        Such operands have one row where the result has many: Adafactor's column statistics, SM3's accumulators.
+        They have one row where the result has many: Adafactor's column statistics, SM3's accumulators.
         """
         avals, shape = self.program.avals, self.program.avals[equation.outputs[0]].shape
         for at in carriers:
@@ -353,7 +355,7 @@ class _Flow:
                 del self.rows[at]
 
     def _shared(self, equation: Equation, operand: int) -> int:
-        """How many leading axes of an elementwise operation's operand are those of its result."""
+        """Return the number of leading axes that an elementwise operation's operand shares with its result."""
         return _common(self.program.avals[operand].shape, self.program.avals[equation.outputs[0]].shape)
 
     def _rows_of(self, equation: Equation, carriers: Sequence[int]) -> int:
@@ -367,14 +369,14 @@ class _Flow:
         return min(own, *(self.rows.get(at, program.rank(at)) for at in arrays))
 
     def largest(self, positions: list[int], replaced: Sequence[int]) -> Group:
-        """Reduce the group by what the device alone can compute, where that lets more axes be cut."""
+        """Drop outputs that need no host leaf from the group, if more axes can be cut then."""
         everything = self.group(positions)
         hosted = [at for at in positions if {self.program.outputs[at], replaced[at]} & self.host]
         fewer = self.group(hosted) if hosted and len(hosted) < len(positions) else everything
         return fewer if fewer.rows > everything.rows else everything
 
     def _folded(self, equation: Equation) -> int:
-        """Along how many leading axes an operation can be computed block by block and put together afterwards."""
+        """Return the number of leading axes along which an operation can be computed in blocks and combined."""
         if equation.primitive.name not in FOLDS or len(equation.inputs) != 1:
             return 0
         (operand,), avals = equation.inputs, self.program.avals
@@ -383,7 +385,7 @@ class _Flow:
         return min(axes, self.rows.get(operand, 0)) if sizes[1] * _FOLDED_PART <= sizes[0] else 0
 
     def passes(self) -> list[Group]:
-        """One for all folds over the same rows that need the same passes before."""
+        """Return one pass for all folds over the same rows that need the same earlier passes."""
         found: dict[Any, list[Equation]] = {}
         for equation, axes in self.folds:
             (operand,) = equation.inputs

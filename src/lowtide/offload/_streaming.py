@@ -1,15 +1,15 @@
-"""Run an update on state in host memory block by block, each block written back where it came from.
+"""Update state in host memory block by block; each block is written back in place.
 
-XLA hoists whole-tree moves: moving four Adam states to the device, updating and moving them back saves 5 % where it
-should save half. A loop over slices cannot be hoisted. So each group of leaves that `_separable` proves independent is
-updated in a `fori_loop` over blocks of its leading axes: slice on the host, move, compute, move back, and write into
-the same buffer. With the state donated there is one host copy and a few blocks on the device.
+XLA hoists moves of whole trees: moving four Adam states to the device, updating them and moving them back saves 5 % of
+the memory instead of half. XLA cannot hoist slices out of a loop. So each group of leaves that `_separable` proves
+independent is updated in a loop over blocks of its leading axes: slice on the host, move, compute, move back, and write
+into the same buffer. If the state is donated, there is one host copy and a few blocks on the device.
 
-The trip counts are hidden from XLA, which would otherwise unroll loops of one block and overlap their copies, and each
-loop's count hangs on the loop before it: the temporaries of many leaves are those of one.
+Trip counts are hidden from XLA, which would otherwise unroll loops of one block and overlap their copies. The count of
+each loop depends on the previous loop, so temporaries exist for one group of leaves at a time.
 
-Limits: on a mesh a slice along a sharded axis would gather the leaf, so shardings have to be given (a tracer has none),
-and the loops then run on each device's own shard. Rows that do not fill a block are a second, shorter loop.
+Limits: on a mesh, a slice along a sharded axis would gather the leaf. Shardings have to be given, because a tracer has
+none; the loops then run on each device's shard. Rows that do not fill a block are a second, shorter loop.
 """
 
 from __future__ import annotations
@@ -43,25 +43,26 @@ from ._platforms import read as read_entry
 from ._platforms import write as write_entry
 from ._separable import Group, Program, separate, trace
 
-# Host leaves of at most this part of a block are moved as a whole, before the groups, as long as all of them are half a
-# block at most: loops over them would save nothing, and what depends on them alone (Adafactor's row and column
-# statistics) then binds no group together.
+# Host leaves of at most 1/64 of a block are moved whole, before the groups, as long as they have at most half a block
+# together. Loops over them would save nothing. Also, values that depend on them alone (Adafactor's row and column
+# statistics) then do not tie a group together.
 _SMALL_PART = 64
 _UNCUT_PART = 16
 _is_traced = contextvars.ContextVar("is_traced", default=False)
-"""Whether a function is being taken apart; loops of its own would hide what it does."""
+"""Whether a function is being traced for analysis. Then `stream` calls its function directly, because loops would hide
+the computation."""
 
 _is_part = contextvars.ContextVar("is_part", default=False)
 
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-    """One entry of a stacked array's leading axis, as a leaf of the arguments: it is updated where it is."""
+    """One entry of a stacked array's leading axis, used as a leaf of the arguments; it is updated in place."""
 
     array: Any
     """The stacked array."""
     index: Any
-    """Position on its leading axis."""
+    """Position on the array's leading axis."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -70,30 +71,30 @@ class Entry:
 
     @property
     def ndim(self) -> int:
-        """Number of its axes."""
+        """Number of axes of the entry."""
         return self.array.ndim - 1
 
     @property
     def dtype(self) -> Any:
-        """Its dtype."""
+        """Dtype of the entry."""
         return self.array.dtype
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Plan:
-    """How a function will be run; made by `plan`."""
+    """The analysis of a function and its groups; made by `plan`."""
 
     program: Program
     treedef: Any
     """Structure of the result."""
     replaced: tuple[int, ...]
-    """For each output the flat position of the leaf that it overwrites."""
+    """For each output, the flat position of the leaf that it overwrites."""
     on_host: frozenset[int]
-    """Host leaves that are not so small that they are moved at once."""
+    """Host leaves that are large enough for a loop."""
     groups: tuple[Group, ...]
-    """What runs in loops."""
+    """Groups of leaves that are updated in loops."""
     passes: tuple[Group, ...]
-    """What runs in loops before, and only reads."""
+    """Loops that run before the groups and only read, for reductions."""
 
 
 def plan(
@@ -108,10 +109,11 @@ def plan(
     """Trace a function and divide it into groups of leaves; arguments as in `stream`, `fold` as in `separate`.
 
     Returns:
-        The plan; its `groups` say how many leading axes of each may be cut, and what prevents it.
+        The plan. Its `groups` contain the number of leading axes of each that may be cut, and the operation that
+        prevents more.
 
     Raises:
-        StructureError: when the result has not the structure that `replaces` names.
+        StructureError: when the result does not have the structure that `replaces` returns.
     """
     leaves, structure = jax.tree.flatten(tuple(args))
     on_host = large_on_host(leaves, chunk_bytes, declared)
@@ -132,14 +134,14 @@ def plan(
 
 
 def traced_program(fn: Callable[..., Any], args: Sequence[Tree]) -> tuple[Program, Any]:
-    """Trace a function of device arrays, calls inlined.
+    """Trace a function of device arrays, with calls inlined.
 
     Args:
         fn: a function of trees of arrays.
         args: its arguments; only shapes and dtypes are read.
 
     Returns:
-        The program, which computes what is asked of it, and the tree structure of the function's result.
+        The program, which computes any values that are requested, and the tree structure of the function's result.
     """
     with taken_apart():
         return trace(fn, args, ())
@@ -147,7 +149,7 @@ def traced_program(fn: Callable[..., Any], args: Sequence[Tree]) -> tuple[Progra
 
 @contextlib.contextmanager
 def taken_apart() -> Generator[None]:
-    """Make `stream` call its function inside of the block, which is traced to see what it computes."""
+    """Inside the block, make `stream` call its function directly, because it is traced for analysis."""
     token = _is_traced.set(True)
     try:
         yield
@@ -157,7 +159,7 @@ def taken_apart() -> Generator[None]:
 
 @contextlib.contextmanager
 def of_a_part() -> Generator[None]:
-    """Tell transformations inside of the block that they see a part of the parameters."""
+    """Inside the block, `is_part` is true: transformations see a part of the parameters."""
     token = _is_part.set(True)
     try:
         yield
@@ -166,17 +168,17 @@ def of_a_part() -> Generator[None]:
 
 
 def is_part() -> bool:
-    """Whether a transformation sees a part of the parameters: that it selects nothing there is no error."""
+    """Return whether a transformation sees a part of the parameters, where selecting no leaf is not an error."""
     return _is_part.get()
 
 
 def is_taken_apart() -> bool:
-    """Whether a function is traced to see what it computes: how it runs is decided by who does that."""
+    """Return whether a function is being traced for analysis; the caller then decides how it runs."""
     return _is_traced.get()
 
 
 def refuse_other_structure(got: Any, expected: Any) -> None:
-    """Raise unless the structure of an update's result is that of what it replaces."""
+    """Raise if an update's result has another structure than the trees that it replaces."""
     if expected != got:
         raise StructureError(
             "the result of an update has not the structure of what it replaces",
@@ -198,33 +200,34 @@ def stream(
     declared: Collection[int] = (),
     on_fallback: Callable[[list[str], str], None] | None = None,
 ) -> Tree:
-    """Call ``fn(*args)`` with arguments in host memory, a few blocks at a time on the device.
+    """Call ``fn(*args)`` with arguments in host memory, with a few blocks at a time on the device.
+
+    Inside a function that another `stream` traces, this calls `fn` directly, and the outer loops apply.
 
     Args:
         fn: a function of trees of arrays, such as ``tx.update``.
-        args: its arguments. Leaves may be in device or in host memory, and `Entry`s of stacked arrays; a result that
+        args: its arguments. Leaves may be in device or host memory, or be `Entry`s of stacked arrays. A result that
             overwrites an `Entry` is the stacked array.
-        replaces: receives what stands for the leaves of `args` and returns those that the results overwrite, with the
+        replaces: receives placeholders for the leaves of `args` and returns those that the results overwrite, with the
             structure of the results: ``lambda grads, state, params: (grads, state)`` for ``tx.update``.
-        chunk_bytes: what one block brings from the host, about: rows are cut in multiples of the hardware's tiles.
-        by_leaf: cut nothing; each group is on the device as a whole while it is updated.
+        chunk_bytes: approximate bytes that one block moves from the host; rows are cut in multiples of the hardware's
+            tiles.
+        by_leaf: whether to cut nothing: each group is on the device whole while it is updated.
         shardings: a tuple like `args` of trees of `jax.sharding.NamedSharding` or None, or None.
-        prevented: why nothing can be cut, though it might be wanted.
-        declared: flat positions of leaves that are taken for host leaves though their type does not say so.
+        prevented: why nothing can be cut, or None.
+        declared: flat positions of leaves that count as host leaves although their type does not show it.
         on_fallback: called with the paths (position of the argument first) of a group that is larger than a block and
-            cannot be cut, and with what prevents it. The default warns.
+            cannot be cut, and with the reason. The default warns.
 
     Returns:
-        The value of ``fn(*args)``, each leaf in the memory of the one that it replaces.
+        The value of ``fn(*args)``, each leaf in the memory of the leaf that it replaces.
 
     Raises:
-        StructureError: when the result has not the structure that `replaces` names.
-
-    Inside of a function that is streamed itself, this calls `fn`: the loops are those around it.
+        StructureError: when the result does not have the structure that `replaces` returns.
 
     Memory:
-        Donated host leaves are updated in place. The device holds about two blocks; a group that cannot be cut is on
-        the device as a whole while it is updated, one group after the other.
+        Donated host leaves are updated in place. The device holds about two blocks. A group that cannot be cut is on
+        the device whole while it is updated, one group at a time.
     """
     if is_taken_apart():
         return fn(*args)
@@ -243,7 +246,7 @@ def stream(
         )
     warn_of_tall_tiles((names[at], _array(leaves[at])) for at in made.on_host)
     _check_entries(program, [(names[at], leaves[at]) for at in made.replaced])
-    # Of what is in tall tiles XLA would copy all for each block, or libtpu 0.0.51 ends the process: it is moved once.
+    # XLA would copy a whole array in tall tiles for each block, or libtpu 0.0.51 aborts. So such arrays move once.
     stays = {at for at in made.on_host if isinstance(leaves[at], Entry) or not is_tall(leaves[at])}
     values = {at: leaf if at in stays else _whole(leaf) for at, leaf in enumerate(leaves)}
 
@@ -251,6 +254,7 @@ def stream(
         values.update({at: program.constants[at] for at in program.constants.keys() & wanted})
         program.run(program.needed_for(wanted, known=values), values)
 
+    # Reductions over rows run first, in loops of their level; later passes and groups read their results.
     after: Any = jnp.int32(0)
     for group in made.passes:
         compute(group.free)
@@ -281,7 +285,7 @@ def stream(
             reason=reason,
         )
         read = {at: values[at] for at in (*group.leaves, *group.free)}
-        # What was moved at once is updated on the device, and goes back at once.
+        # Leaves that were moved whole are updated on the device and moved back whole.
         targets = {at: made.replaced[at] for at in group.outputs}
         moved = {at: target for at, target in targets.items() if values[target] is not leaves[target]}
         buffers = [_buffer(program, values[target], program.outputs[at]) for at, target in targets.items()]
@@ -291,7 +295,7 @@ def stream(
     for position, value in enumerate(program.outputs):
         if position not in results:
             leaf = leaves[made.replaced[position]]
-            is_same = values[value] is leaf  # an update that leaves some state as it is
+            is_same = values[value] is leaf  # the update does not change this state
             results[position] = _array(leaf) if is_same else _replaced(leaf, _whole(values[value]))
     return made.treedef.unflatten([results[at] for at in range(len(program.outputs))])
 
@@ -308,14 +312,14 @@ def _warn(paths: list[str], reason: str) -> None:
 
 
 def large_on_host(leaves: Sequence[Any], chunk_bytes: int, declared: Collection[int]) -> list[int]:
-    """Positions of the host leaves that are worth a loop, in order."""
+    """Return the positions of the host leaves that are worth a loop, in order."""
     on_host = [
         at
         for at, leaf in enumerate(leaves)
         if leaf.ndim and (at in declared or isinstance(leaf, Entry) or _space(leaf) is HOST)
     ]
-    # What cannot be cut, such as scales of blocks, is moved at once where it is little beside the others: all of them
-    # would else be updated as a whole.
+    # Leaves that cannot be cut, such as block scales, are moved whole if they are small compared with all host leaves.
+    # Otherwise they would force their groups to be updated whole.
     most = sum(leaf_bytes(leaves[at]) for at in on_host) // _UNCUT_PART
     on_host = [
         at for at in on_host if is_row_major(leaves[at].shape, leaves[at].dtype) or leaf_bytes(leaves[at]) > most
@@ -346,7 +350,7 @@ def _space(leaf: Any) -> Any:
 
 
 def _check_entries(program: Program, targets: Sequence[tuple[str, Any]]) -> None:
-    """Raise when an output does not fit the entry of a stacked array that it replaces."""
+    """Raise if an output does not fit the entry of a stacked array that it replaces."""
     for (name, leaf), value in zip(targets, program.outputs, strict=True):
         aval = program.avals[value]
         if isinstance(leaf, Entry) and (leaf.shape, leaf.dtype) != (aval.shape, aval.dtype):
@@ -359,7 +363,7 @@ def _check_entries(program: Program, targets: Sequence[tuple[str, Any]]) -> None
 
 
 def _buffer(program: Program, leaf: Any, value: int) -> Any:
-    """Where an output is written: the leaf that it replaces, unless that has another dtype."""
+    """Return the buffer for an output: the leaf that it replaces, or zeros if shape or dtype differ."""
     aval = program.avals[value]
     if leaf.dtype == aval.dtype and leaf.shape == aval.shape:
         return leaf
@@ -367,11 +371,11 @@ def _buffer(program: Program, leaf: Any, value: int) -> Any:
 
 
 def _on_mesh(group: Group, replaced: Sequence[int], placed: Mapping[int, Any]) -> tuple[int, Any, Any, str | None]:
-    """How many axes of a group may be cut on a mesh.
+    """Return how many axes of a group may be cut on a mesh.
 
     Returns:
-        The number of axes; the mesh and the partition of these axes when the loop has to run on shards, else None
-        twice; and why the group has to be whole, if so.
+        The number of axes; the mesh and the partition of these axes if the loop has to run on shards, else None for
+        both; and the reason if the group has to stay whole.
     """
     if not group.rows:
         return 0, None, None, f"of the operation {group.blocked_by}"
@@ -384,16 +388,16 @@ def _on_mesh(group: Group, replaced: Sequence[int], placed: Mapping[int, Any]) -
     tails = [axis for s in known for axis in s.spec[rows:] if axis]
     if len(heads) == 1 and not tails:
         return rows, known[0].mesh, heads.pop(), None
-    # Along axes before the first sharded one, a slice is local without further ado.
+    # A slice along axes before the first sharded one is local on each device.
     rows = min(rows, *(next(at for at, axis in enumerate(s.spec) if axis) for s in known))
     return rows, None, None, None if rows else "its leaves are sharded along axes that cannot be cut"
 
 
 def _in_shards(loop: _Loop, mesh: Any, spec: Any) -> Callable[..., Any]:
-    """Run the loop on each device's own shard of every array."""
+    """Run the loop on each device's shard of every array."""
 
     def run(read: Mapping[int, Any], buffers: Sequence[Any], after: Any) -> Any:
-        def of(array: Any) -> Any:  # an axis of one is repeated along rows
+        def of(array: Any) -> Any:  # an axis of size 1 is broadcast along rows
             return jax.P(*(axis if size > 1 else None for axis, size in zip(spec, array.shape, strict=False)))
 
         specs = ({at: of(array) for at, array in read.items()}, [of(b) for b in buffers], jax.P())
@@ -406,7 +410,7 @@ def _in_shards(loop: _Loop, mesh: Any, spec: Any) -> Callable[..., Any]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Loop:
-    """The update of one group of leaves, called on full arrays or, inside of a `shard_map`, on shards."""
+    """The update of one group of leaves, called on full arrays or, inside a `shard_map`, on shards."""
 
     plan: Plan
     group: Group
@@ -420,11 +424,12 @@ class _Loop:
         num_bytes = sum(map(leaf_bytes, streamed))
         on_host = [*streamed, *(buffer for buffer in buffers if _space(buffer) is HOST)]
         prefix = read[self.group.leaves[0]].shape[: self.rows]
-        # Numbers of eight bits are computed with in float32: a block may not be four blocks then.
+        # 8-bit state is computed in float32. So a block counts in the widest dtype; otherwise it could have four times
+        # `chunk_bytes`.
         wide = sum(leaf.size * max(leaf.dtype.itemsize, self._widest) for leaf in map(_shape, streamed))
         cut = None
         if self.rows and all(is_row_major(leaf.shape, leaf.dtype) for leaf in on_host):
-            # Of arrays on the device XLA keeps the tiles: blocks of half a tile would be laid out anew, with all of it.
+            # XLA keeps the tiles of device arrays. A block of half a tile would change the layout of the whole array.
             is_on_device = not any(_space(leaf) is HOST for leaf in on_host)
             rows = max(most_tile_rows(leaf.dtype) for leaf in on_host) if is_on_device else None
             cut = cut_block(prefix, min(leaf.ndim for leaf in on_host), wide, self.chunk_bytes, device_rows=rows)
@@ -452,6 +457,7 @@ class _Loop:
             return self._run(read, buffers, after, (*(1,) * axis, size), outer * per, start, prefix)
 
         done, after = blocks_of(size, 0, buffers, after)
+        # The rows that do not fill a block run in a second loop, on the buffers that the first loop returned.
         if rest := length % size:
             again = [_like(buffer, array) for buffer, array in zip(buffers, done, strict=True)]
             done, after = blocks_of(rest, length - rest, again, after)
@@ -459,7 +465,7 @@ class _Loop:
 
     @property
     def _widest(self) -> int:
-        """Most bytes of a number among those that a block is computed with."""
+        """Number of bytes of the widest floating-point dtype in the computation of a block."""
         avals = self.plan.program.avals
         made = [avals[at].dtype for equation in self.group.equations for at in equation.outputs]
         return max((dtype.itemsize for dtype in made if jnp.issubdtype(dtype, jnp.inexact)), default=1)
@@ -476,16 +482,17 @@ class _Loop:
     ) -> tuple[list[Any], Any]:
         program, outputs = self.plan.program, self.group.outputs
         targets = [self.plan.replaced[at] for at in outputs]
+        # The barrier hides the trip count from XLA, and makes this loop depend on the end of the previous one.
         trips, _ = jax.lax.optimization_barrier((jnp.int32(count), after))
 
         def body(carry: Any) -> Any:
             i, arrays = carry
             where = start(i)
             now = [_like(buffer, array) for buffer, array in zip(buffers, arrays, strict=True)]
-            # What is overwritten is read from where it is written: one buffer, not two.
+            # A leaf that is overwritten is read from the buffer that is written, so there is one buffer instead of two.
             same = {at: b for at, b in zip(targets, now, strict=False) if at in read and _are_alike(b, read[at])}
             blocks = {at: _slice(leaf, where, sizes) for at, leaf in {**read, **same}.items()}
-            # Behind the axis that is cut, a shard may be shorter than the leaf that was traced.
+            # Beyond the cut axis, a shard may be shorter than the leaf that was traced.
             program.run(self.group.equations, blocks, (*sizes, *prefix[len(sizes) :]))
             if self.group.folds:
                 folds = zip(self.group.folds, arrays, strict=True)
@@ -493,7 +500,8 @@ class _Loop:
             new = [blocks[program.outputs[at]] for at in outputs]
             written: list[Any] = []
             for pair in zip(now, new, strict=True):
-                # A CPU may read a block of one array again for another: it overwrites them one after the other.
+                # XLA for CPUs may read the block of one array again to compute another, so the writes run one after the
+                # other.
                 wait = later(jnp.int32(0), written[-1:])
                 written.append(_write(*pair, (tuple(at + wait for at in where[0]), where[1] + wait)))
             return i + 1, written
@@ -505,7 +513,7 @@ class _Loop:
 
 @dataclasses.dataclass(frozen=True)
 class _Rows:
-    """An array with its leading axes made one, and the row where the leaf begins."""
+    """A host array with its leading axes merged, and the row where the leaf starts."""
 
     array: Any
     begin: Any
@@ -525,12 +533,12 @@ def _are_alike(leaf: Any, other: Any) -> bool:
 
 
 def _like(leaf: Any, array: Any) -> Any:
-    """Give the leaf another array."""
+    """Return the leaf with another array."""
     return dataclasses.replace(leaf, array=array) if isinstance(leaf, (Entry, _Rows)) else array
 
 
 def _merged(leaf: Any, axis: int) -> Any:
-    """Rows of a host array or of an entry: libtpu aborts on a host slice that starts along two axes."""
+    """Merge the leading axes of a host array or an entry: libtpu aborts on a host slice that starts along two axes."""
     if memory_space(leaf.array if isinstance(leaf, Entry) else leaf) is HOST:
         check_host_slices()
     if isinstance(leaf, Entry):
@@ -542,13 +550,13 @@ def _merged(leaf: Any, axis: int) -> Any:
 
 
 def _slice(leaf: Any, where: tuple[tuple[Any, ...], Any], sizes: Sequence[int]) -> Any:
-    """Take a block of a leaf, on the device; scalars belong to every block."""
+    """Return a block of a leaf on the device; a scalar belongs to every block."""
     if isinstance(leaf, _Rows):
         block = jax.lax.dynamic_slice_in_dim(leaf.array, leaf.begin + where[1], sizes[-1])
         return put(block, DEVICE).reshape(*sizes, *leaf.array.shape[1:])
     if isinstance(leaf, Entry) or not leaf.ndim or not sizes:
         return _whole(leaf)
-    # An axis of one belongs to every block, too: elementwise operations repeat it.
+    # An axis of size 1 belongs to every block, too: elementwise operations broadcast it.
     where_here = [at if size > 1 else 0 for at, size in zip(where[0], leaf.shape, strict=False)]
     shape = (*map(min, sizes, leaf.shape), *leaf.shape[len(sizes) :])
     return jax.lax.dynamic_slice(leaf, _starts(where_here, leaf.ndim), shape)
@@ -565,15 +573,15 @@ def _write(leaf: Any, block: Any, where: tuple[tuple[Any, ...], Any]) -> Any:
 
 
 def _starts(leading: Sequence[Any], ndim: int) -> list[Any]:
-    """Where a slice begins along all axes: of one type, also where JAX's integers have 64 bits."""
+    """Return the start of a slice along all axes, in int32 also if JAX's default integers have 64 bits."""
     return [jnp.asarray(at, jnp.int32) for at in (*leading, *(0,) * (ndim - len(leading)))]
 
 
 def _whole(leaf: Any) -> Any:
-    """Put a leaf on the device."""
+    """Return a leaf on the device."""
     return read_entry(leaf.array, leaf.index) if isinstance(leaf, Entry) else put(leaf, DEVICE)
 
 
 def _replaced(leaf: Any, value: Any) -> Any:
-    """Replace all of a leaf's array, in its memory."""
+    """Replace the whole array of a leaf, in its memory."""
     return write_entry(leaf.array, value, leaf.index) if isinstance(leaf, Entry) else put(value, memory_space(leaf))

@@ -1,22 +1,23 @@
-"""Names for the values that are worth keeping, without editing the function that computes them.
+"""Name the values that are worth keeping, without editing the function that computes them.
 
-The function is traced, and the jaxpr gets a `checkpoint_name` behind every matrix product, convolution and attention;
-what else it holds (loops, branches, inner `jit`s and checkpoints, effects, custom derivative rules) stays as it was.
+The function is traced, and its jaxpr gets a `checkpoint_name` after every matrix product, convolution and attention.
+Everything else in it (loops, branches, inner `jit`s and checkpoints, effects, custom derivative rules) stays the same.
 
 Names are meant to be written by hand:
 
-| the value | its name | for instance |
+| value | name | example |
 |---|---|---|
-| a product with a parameter | the parameter's path, without a last `weight` or `kernel` | `attn/q_proj` |
+| a product with a parameter | the parameter's path, without a final `weight` or `kernel` | `attn/q_proj` |
 | the result of `jax.nn.dot_product_attention`, and its scores where they exist | | `dot_product_attention` |
-| a result of a custom-derivative function that holds a product or a kernel | that function's name | `flash_attention` |
-| any other product | `dot_0`, `dot_1`, … behind named scopes and names of inner `jit`s | `mlp/dot_0` |
+| a result of a custom-derivative function that contains a product or a kernel | that function's name |
+`flash_attention` |
+| any other product | `dot_0`, `dot_1`, … after named scopes and names of inner `jit`s | `mlp/dot_0` |
 
-The same name again gets a number: `attn/q_proj_1`. Several results of one call are told apart by `/0`, `/1`.
+A repeated name gets a number: `attn/q_proj_1`. Several results of one call get the suffixes `/0`, `/1`.
 
-Limits: a product inside a `while` loop or a custom derivative rule gets no name: policies do not see it there. JAX's
-attention is recognised by the traceback that JAX keeps with an operation. Tracing anew at every call costs time, and
-inner `jit`s compile anew, outside a `jax.jit`.
+Limits: a product inside a `while` loop or a custom derivative rule gets no name, because checkpoint policies do not see
+it there. JAX's attention is recognised by the traceback that JAX stores with an operation. Outside `jax.jit`, the
+function is traced at every call, which costs time, and inner `jit`s compile again.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from ..jaxprs import Body, bodies, called, equations, fold, is_closed, kind_of, 
 from ._trace import HIDING, is_name, trace
 
 Origin = tuple[str, ...] | None
-"""The path of the parameter that a value is made of; empty for an activation, None for a constant."""
+"""Path of the parameter that a value is computed from; empty for an activation, None for a constant."""
 
 _PRODUCTS = {
     "dot_general": "dot",
@@ -52,26 +53,26 @@ _ATTENTION = "dot_product_attention"
 def tag(fn: Callable[..., Any]) -> Callable[..., Any]:
     """Name the matrix products, convolutions and attention outputs of a function for `checkpoint`.
 
-    A product with a parameter is called by the parameter's path within its argument, without a last ``weight`` or
+    A product with a parameter is named after the parameter's path within its argument, without a final ``weight`` or
     ``kernel``: ``attn/q_proj``. JAX's attention is ``dot_product_attention`` (and ``dot_product_attention/scores``,
-    where XLA computes them), a function with its own derivative rule has that function's name, any other product is
-    ``dot_0``, ``dot_1``, … behind its named scopes: ``mlp/dot_0``. What has a name already keeps it. A product that is
-    cast to a smaller dtype right away is named behind the cast, where it has fewer bytes. `lowtide.offload.names`
-    lists the names of a function.
+    where XLA computes them). A function with a custom derivative rule gives its name. Any other product is ``dot_0``,
+    ``dot_1``, … after its named scopes: ``mlp/dot_0``. Existing names are kept. If a product is cast to a smaller dtype
+    right away, the name goes to the result of the cast, which has fewer bytes. `lowtide.offload.names` lists the names
+    of a function.
 
     Args:
-        fn: a function of any arguments. Its arrays are traced as `jax.jit` traces them; everything else (numbers,
-            text, functions) reaches it unchanged.
+        fn: a function of any arguments. Its arrays are traced as by `jax.jit`; other arguments (numbers, text,
+            functions) reach it unchanged.
 
     Returns:
-        A function with the results, gradients, dtypes and effects of `fn`. Call it under `jax.jit`: it is traced at
-        every call.
+        A function with the results, gradients, dtypes and effects of `fn`. Call it under `jax.jit`, because every call
+        traces it.
 
     Raises:
-        SelectionError: when it is called and `fn` computes nothing that could be named.
+        SelectionError: when it is called and `fn` computes nothing that can be named.
 
     Memory:
-        None by itself: a name keeps nothing.
+        None: a name alone keeps nothing.
 
     Examples:
         >>> import jax.numpy as jnp
@@ -103,7 +104,7 @@ def tag(fn: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _Namer:
-    """One pass over a function, jaxprs inside included; it knows the names that are taken."""
+    """Rewrites the jaxprs of a function and records the names that are in use."""
 
     def __init__(self) -> None:
         self.found = False
@@ -111,7 +112,7 @@ class _Namer:
         self._attention_products = 0
 
     def jaxpr(self, jaxpr: Any, origins: Sequence[Origin], scope: tuple[str, ...]) -> Any:
-        """Name values in the jaxpr, given what its arguments are made of and the names of the calls around it."""
+        """Name values in the jaxpr, given the origins of its arguments and the scopes around it."""
         consumers: dict[Any, list[Any]] = {}
         for eqn in jaxpr.eqns:
             for var in eqn.invars:
@@ -128,6 +129,8 @@ class _Namer:
                 values = [_narrowed(var, consumers, jaxpr.outvars) for var in eqn.outvars]
                 if not any(is_name(use) for v in (*eqn.outvars, *values) for use in consumers.get(v, [])):
                     names.update(zip(values, self._names(eqn, made_of, scope), strict=True))
+            # A named value gets a fresh variable before the name operation. The name's result takes over the old
+            # variable, so all readers read the named value.
             named = [var for var in eqn.outvars if var in names and not isinstance(var, jex.DropVar)]
             inner = {var: fresh(var.aval) for var in named}
             eqns.append(eqn.replace(outvars=[inner.get(var, var) for var in eqn.outvars]) if named else eqn)
@@ -141,17 +144,17 @@ class _Namer:
         return jaxpr.replace(eqns=eqns)
 
     def _inside(self, eqn: Any, made_of: list[Origin], scope: tuple[str, ...]) -> Any:
-        """Name values in the jaxprs that an operation calls; the operation itself when a policy would not see them."""
+        """Name values in the jaxprs that an operation calls, unless a checkpoint policy would not see them."""
         inner = bodies(eqn)
         if not inner or kind_of(eqn) in HIDING or any(body.reads is None for body in inner):
             return eqn
-        # JAX's own jits (einsum, silu) say where they are defined; their names mean nothing to the reader.
+        # JAX's own jits (einsum, silu) are defined in JAX's source; their names mean nothing to the reader.
         is_jax = "/jax/_src/" in (opened(inner[0].jaxpr).debug_info.func_src_info or "")
         own = "" if is_jax else _plain(eqn.params.get("name"))
         scope = (*scope, *_scopes(eqn), *([own] if own else []))
 
         def rewritten(body: Body) -> Any:
-            # A carry is an activation, whatever it starts as.
+            # A carry counts as an activation, whatever its initial value is.
             origins = [() if i in body.carried else made_of[at] for i, at in enumerate(body.reads or ())]
             new = self.jaxpr(opened(body.jaxpr), origins, scope)
             return body.jaxpr.replace(jaxpr=new) if is_closed(body.jaxpr) else new
@@ -159,7 +162,7 @@ class _Namer:
         return with_bodies(eqn, rewritten)
 
     def _names(self, eqn: Any, made_of: list[Origin], scope: tuple[str, ...]) -> list[str]:
-        """One name for each result of an operation that is worth names."""
+        """Return one name for each result of an operation that is worth a name."""
         primitive = eqn.primitive.name
         scope = (*scope, *_scopes(eqn))
         if _in_attention(eqn):
@@ -167,7 +170,7 @@ class _Namer:
         if primitive in _PRODUCTS:
             parameters = [path for path in made_of[:2] if path]
             if parameters:
-                path = max(reversed(parameters), key=len)  # of two the deeper one, else the right-hand side
+                path = max(reversed(parameters), key=len)  # the deeper one, else the right-hand operand's
                 return [self._unique("/".join(_without_leaf(path)))]
             return [self._unique("/".join((*scope, _PRODUCTS[primitive])), first="_0")]
         own = opened(called(eqn)).debug_info.func_name if _is_custom(eqn) else eqn.params.get("name")
@@ -176,7 +179,7 @@ class _Namer:
     def _attention_names(self, eqn: Any, scope: tuple[str, ...]) -> list[str]:
         if eqn.primitive.name not in _PRODUCTS:
             return self._each_result(eqn, (*scope, _ATTENTION))
-        self._attention_products += 1  # XLA's form: the scores, then their product with the values
+        self._attention_products += 1  # XLA computes two products: the scores, then scores times values
         leaf = [_ATTENTION, "scores"] if self._attention_products % 2 else [_ATTENTION]
         return [self._unique("/".join((*scope, *leaf)))]
 
@@ -191,7 +194,7 @@ class _Namer:
 
 
 def _narrowed(var: Any, consumers: dict[Any, list[Any]], results: Sequence[Any]) -> Any:
-    """Return the value behind a cast to a smaller dtype, when nothing else reads the value itself."""
+    """Return the result of a cast to a smaller dtype if the cast is the value's only reader; else the value."""
     uses = consumers.get(var, [])
     if len(uses) != 1 or uses[0].primitive.name != "convert_element_type" or var in results:
         return var
@@ -200,7 +203,7 @@ def _narrowed(var: Any, consumers: dict[Any, list[Any]], results: Sequence[Any])
 
 
 def _origin(eqn: Any, made_of: list[Origin]) -> Origin:
-    """Return what a result is made of: what its operands have in common, constants aside."""
+    """Return the origin of a result: the common path of its operands, without constants."""
     if eqn.primitive.name in _PRODUCTS or kind_of(eqn) is not None:
         return ()
     paths = [path for path in made_of if path is not None]
@@ -219,7 +222,7 @@ def _without_leaf(path: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def _scopes(eqn: Any) -> list[str]:
-    """Return the named scopes of an operation, without transformations and the subscripts that einsum leaves there."""
+    """Return the named scopes of an operation, without transformations and without einsum's subscripts."""
     scopes: list[str] = []
     for part in str(eqn.source_info.name_stack).split("/"):
         while (inner := re.fullmatch(r"\w+\((.*)\)", part)) is not None:
@@ -230,7 +233,7 @@ def _scopes(eqn: Any) -> list[str]:
 
 
 def _plain(name: Any) -> str:
-    """Return a function's own name, without where it was defined; empty for a lambda."""
+    """Return the unqualified name of a function; empty for a lambda."""
     own = str(name or "").rsplit(".", 1)[-1].strip("_")
     return own if own.isidentifier() else ""
 
@@ -246,6 +249,6 @@ def _is_custom(eqn: Any) -> bool:
 
 
 def _is_worth_a_name(eqn: Any) -> bool:
-    """Whether an operation is a product or a kernel, or a function with its own derivative that holds one."""
+    """Return whether an operation is a product or a kernel, or a custom-derivative function that contains one."""
     named = [eqn, *(equations(called(eqn)) if _is_custom(eqn) else ())]
     return any(one.primitive.name in (*_PRODUCTS, *_KERNELS) for one in named)

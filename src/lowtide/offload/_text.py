@@ -1,8 +1,8 @@
-"""What XLA's text of a compiled program says of arrays in host memory: their shapes, and which results are gradients.
+"""Read XLA's text of a compiled program: shapes of arrays in host memory, and which results are gradients.
 
-Donation and byte totals do not tell a new optimizer state from gradients of parameters on the host: both are host
-results of the shapes of host arguments. The scope of the operation that makes a result does (JAX writes ``transpose``
-into that of a backward pass).
+Donation and byte totals do not distinguish a new optimizer state from gradients of host parameters: both are host
+results with the shapes of host arguments. The scope of the operation that computes a result does. JAX writes
+``transpose`` into the scopes of a backward pass.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _MOST_HOPS = 64
 
 
 def host_shapes(text: str) -> set[tuple[int, ...]]:
-    """Shapes of all arrays in host memory that a program mentions.
+    """Return the shapes of all arrays in host memory that a program mentions.
 
     Args:
         text: the program, as `jax.stages.Compiled.as_text` prints it.
@@ -33,7 +33,7 @@ def host_shapes(text: str) -> set[tuple[int, ...]]:
 
 
 def gradients(text: str) -> set[int]:
-    """Positions of the results that the backward pass made and nothing was done with.
+    """Return the positions of the results that the backward pass computes and nothing changes afterwards.
 
     Args:
         text: the program, as `jax.stages.Compiled.as_text` prints it.
@@ -52,7 +52,7 @@ def _operands(line: str) -> list[str]:
 
 
 def _scope(name: str, lines: dict[str, re.Match[str]]) -> str:
-    """Return the scope of the operation that makes a value; copies and parts of tuples have none of their own."""
+    """Return the scope of the operation that computes a value; copies and tuple elements take that of their operand."""
     for _ in range(_MOST_HOPS):
         if name not in lines:
             return ""

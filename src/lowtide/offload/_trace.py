@@ -1,6 +1,7 @@
-"""Functions as JAX traces them, and the named values inside.
+"""Functions as JAX traces them, and the named values inside them.
 
-What the three functions on activations (`checkpoint`, `tag`, `names`) share. A jaxpr is read through `jax.extend.core`.
+This module is shared by the three functions on activations (`checkpoint`, `tag`, `names`). It reads jaxprs through
+`jax.extend.core`.
 """
 
 from __future__ import annotations
@@ -24,25 +25,25 @@ HIDING: Mapping[Kind | None, str] = {
     Kind.KERNEL: "inside a Pallas kernel",
     Kind.OPAQUE: "inside a function with rules of its own for recomputation",
 }
-"""Operations into which the policy of a `jax.checkpoint` does not see."""
+"""Operations into which the policy of a `jax.checkpoint` cannot see."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Traced:
-    """A function of its array arguments; everything else in its arguments is constant."""
+    """A function of its array arguments; all other arguments are constants."""
 
     closed: Any
     """The `ClosedJaxpr`."""
     arrays: tuple[Any, ...]
-    """The traced leaves: arguments of the jaxpr."""
+    """The traced leaves, which are the arguments of the jaxpr."""
     paths: tuple[str, ...]
-    """For each of them its path within its argument; empty for an argument that is an array itself."""
+    """Path of each leaf within its argument; empty for an argument that is an array itself."""
     out_tree: Any
     """The structure of the result."""
 
 
 def trace(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Traced:
-    """Trace a function in its arrays; Python numbers, text and functions among its arguments stay what they are."""
+    """Trace a function of its arrays; Python numbers, text and functions among its arguments stay unchanged."""
     named = leaves_with_paths((args, dict(kwargs)))
     leaves, treedef = jax.tree.flatten((args, dict(kwargs)))
     at = [i for i, leaf in enumerate(leaves) if isinstance(leaf, (jax.Array, np.ndarray, jax.ShapeDtypeStruct))]
@@ -56,7 +57,7 @@ def trace(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, An
 
     arrays = tuple(leaves[i] for i in at)
     closed, shape = make_jaxpr(of_arrays)(*arrays)
-    # A path starts with 0 or 1 (positional, keyword) and the argument's own position or name.
+    # A path starts with 0 or 1 (positional or keyword), then the position or name of the argument.
     paths = tuple("/".join(named[i][0].split("/")[2:]) for i in at)
     return Traced(closed, arrays, paths, jax.tree.structure(shape))
 
@@ -68,16 +69,16 @@ class NamedValue:
     name: str
     aval: Any
     hidden: str
-    """Why a policy never hears of it; empty when it does."""
+    """Why a checkpoint policy cannot see the value; empty if it can."""
 
 
 def is_name(eqn: Any) -> bool:
-    """Whether an operation gives a name; not one of the library's own."""
+    """Return whether an operation gives a name that is not one of the library's own."""
     return eqn.primitive is name_p and not is_own_name(eqn.params["name"])
 
 
 def named_values(jaxpr: Any) -> Iterator[NamedValue]:
-    """All named values of a jaxpr and the jaxprs inside, in program order."""
+    """Yield all named values of a jaxpr and the jaxprs inside it, in program order."""
     read = variables_read(jaxpr)
     for eqn, hidden in walk(jaxpr, "", lambda eqn, _, hidden: hidden or HIDING.get(kind_of(eqn), "")):
         if is_name(eqn):
@@ -86,22 +87,22 @@ def named_values(jaxpr: Any) -> Iterator[NamedValue]:
 
 
 def has_custom_rule(jaxpr: Any) -> bool:
-    """Whether differentiation replaces a part of the jaxpr by code that the jaxpr does not show."""
+    """Return whether differentiation replaces a part of the jaxpr by code that the jaxpr does not contain."""
     kinds = map(kind_of, equations(jaxpr))
     return any(kind is not None and kind.is_custom for kind in kinds)
 
 
 def names_under_differentiation(fn: Callable[..., Any], traced: Traced) -> set[str]:
-    """Return the names that a policy is asked about when a traced function is linearised.
+    """Return the names that reach a checkpoint policy when a traced function is linearised.
 
-    Custom derivative rules bring names of their own, which only differentiating shows.
+    Custom derivative rules add names that only differentiation shows.
 
     Args:
         fn: the function of the arrays alone.
-        traced: the same function as `trace` found it.
+        traced: the result of `trace` for the same function.
 
     Returns:
-        The names; empty when the function cannot be linearised, or has no argument to differentiate in.
+        The names; empty if the function cannot be linearised, or has no argument to differentiate.
     """
     seen = set[str]()
 
@@ -122,6 +123,6 @@ def names_under_differentiation(fn: Callable[..., Any], traced: Traced) -> set[s
     if any(floating):
         try:
             make_jaxpr(linearised)(*traced.arrays)
-        except Exception:  # whatever keeps it from being differentiated is told when somebody differentiates it
+        except Exception:  # the user's own differentiation raises the same error
             return set()
     return seen

@@ -1,13 +1,14 @@
 """Check on a compiled program that a placement happened.
 
-A lost placement is silent: the program computes the same values and needs the memory that was to be saved. AXLearn's
-`offload_optimizer` moves nothing under `jit`, because it asks tracers for a `sharding`; a memory kind dropped on the
-way and a donation that no output takes up look the same. So the executable is asked: the memory kinds of its arguments
-and outputs, XLA's byte totals per memory, what it aliases, and the copies between the memories.
+A lost placement raises no error: the program computes the same values and needs the memory that was to be saved.
+AXLearn's `offload_optimizer` moves nothing under `jit`, because tracers have no `sharding`. A dropped memory kind and a
+donation that no output uses look the same. So this module reads the executable: memory kinds of arguments and outputs,
+XLA's byte totals per memory, aliases, and copies between the memories.
 
-Limits. A CPU has one memory: there kinds are checked, bytes and copies are not. Compile-only GPUs keep no memory kind
-of an argument: there what was declared is checked, which only a `lowtide.memory.Program` knows. Copies are counted in
-XLA's dump, for a bare `jax.stages.Compiled` in its text, which some TPU programs cannot print.
+Limits. A CPU has one memory, so memory kinds are checked there, but bytes and copies are not. Compile-only GPUs keep no
+memory kind of an argument; there the declared kind is checked, which only a `lowtide.memory.Program` has. Copies are
+counted in XLA's dump. For a bare `jax.stages.Compiled` they are counted in its text, which some TPU programs cannot
+print.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from ._text import gradients, host_shapes
 
 Space = Literal["host", "device"]
 
-_HOST_SPACE = 5  # what XLA's layouts call host memory: f32[8]{0:S(5)}
+_HOST_SPACE = 5  # the memory space of host memory in XLA's layouts: f32[8]{0:S(5)}
 _COPIES = ("copy", "copy-start", "async-start", "dynamic-slice", "dynamic-update-slice", "fusion", "custom-call")
 _COPY_IN_TEXT = re.compile(
     r"= (.*?) (?:copy|copy-start|async-start|dynamic-slice-start|dynamic-update-slice-start|fusion-start)\("
@@ -48,7 +49,7 @@ _ARRAY_IN_TEXT = re.compile(r"\w+\[\d[\d,]*\]\{[^}]*\}")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Placement:
-    """What `verify` found, on one device.
+    """Result of `verify`, for one device.
 
     Examples:
         >>> Placement(platform="tpu", host_paths=("0/w",), num_moves=2, host_argument_bytes=64).num_moves
@@ -56,23 +57,23 @@ class Placement:
     """
 
     platform: str
-    """What the program was compiled for: ``cpu``, ``gpu`` or ``tpu``."""
+    """Platform that the program was compiled for: ``cpu``, ``gpu`` or ``tpu``."""
     host_paths: tuple[str, ...] = ()
-    """Arguments that the program takes in host memory."""
+    """Arguments in host memory."""
     device_bytes: int = 0
     """Device memory while the program runs: argument + output - alias + temporaries + code."""
     host_argument_bytes: int = 0
     """Arguments in host memory, as XLA counts them."""
     host_output_bytes: int = 0
-    """Outputs in host memory, those written into arguments included."""
+    """Outputs in host memory, including those written into arguments."""
     host_alias_bytes: int = 0
     """Outputs in host memory that are written into arguments."""
     host_temp_bytes: int = 0
-    """Temporaries in host memory: offloaded activations, and copies that should not be there."""
+    """Temporaries in host memory: offloaded activations, and unwanted copies."""
     num_moves: int | None = None
-    """Copies between the memories in the program's text, loop bodies once; None where they cannot be counted."""
+    """Copies between the memories in the program's text, loop bodies counted once; None if they cannot be counted."""
     notes: tuple[str, ...] = ()
-    """What could not be checked, and why."""
+    """Checks that were not possible, with the reason."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,31 +97,32 @@ def verify(
     host_temp_bytes: int | str | None = None,
     donated: bool = True,
 ) -> Placement:
-    """Raise unless a compiled program has its arguments and outputs where they were meant to be.
+    """Raise unless the arguments and outputs of a compiled program are in the intended memories.
 
     Args:
         compiled: a `lowtide.memory.Program` or a `jax.stages.Compiled`.
-        expected: globs on argument paths (the argument's position or keyword, then the tree path, as in ``1/**``) and
-            the memory that their leaves belong in. Where globs overlap, the later one counts.
+        expected: maps globs on argument paths to the memory of their leaves. A path is the argument's position or
+            keyword, then the tree path, as in ``1/**``. Where globs overlap, the later one counts.
         outputs: the same for the function's results.
         device_bytes: the most device memory that the program may need; a number or text such as ``"2.5 GiB"``.
-        host_bytes: the most host memory; a second copy of what is kept there goes beyond it.
-        host_temp_bytes: the least temporaries in host memory, for offloaded activations.
-        donated: whether what is updated on the host has to be donated. Without donation the host holds it twice.
+        host_bytes: the most host memory; a second copy of a host leaf exceeds it.
+        host_temp_bytes: the fewest bytes of temporaries in host memory, for offloaded activations.
+        donated: whether leaves that are updated on the host have to be donated. Without donation the host holds them
+            twice.
 
     Returns:
-        What was found, with notes on what this platform's compiler does not tell.
+        The placement, with notes on checks that this platform's compiler does not allow.
 
     Raises:
-        PlacementError: listing every leaf that is elsewhere, host arguments that XLA does not count for the host,
-            donated host leaves that no output reuses, host leaves that are neither donated nor gradients of their
-            results and so live twice, shards of host leaves that are gathered, a program that reads host leaves and
-            copies nothing between the memories, or bytes beyond the given bounds.
+        PlacementError: listing every leaf in the wrong memory; host arguments that XLA does not count for the host;
+            donated host leaves that no output reuses; host leaves that live twice, because they are not donated and
+            their results are not gradients; shards of host leaves that are gathered; a program that reads host leaves
+            but copies nothing between the memories; or bytes beyond the given bounds.
         SelectionError: when a glob matches no argument or output.
         ConfigError: for a memory other than ``host`` and ``device``.
 
     Memory:
-        Reads what the compiler reported; allocates nothing on a device.
+        Reads the compiler's report; allocates nothing on a device.
 
     Examples:
         >>> import jax.numpy as jnp
@@ -195,7 +197,7 @@ def _check_arguments(compiled: Any, expected: Any) -> None:
         )
 
 
-# --- what the program says -----------------------------------------------------------------------------------------
+# --- facts about the program ---------------------------------------------------------------------------------------
 
 
 def _arguments(executable: Any, program: Program | None) -> list[_Leaf]:
@@ -206,6 +208,7 @@ def _arguments(executable: Any, program: Program | None) -> list[_Leaf]:
     for (path, info), fmt in zip(infos, jax.tree.leaves(executable.input_formats), strict=True):
         name = str(dynamic[path[1].idx]) if hasattr(path[1], "idx") else path[1].key
         inner = path_str(path[2:])
+        # JAX drops arguments that the program does not read; these have no layout.
         kept = fmt.layout is not None
         leaves.append(
             _Leaf(
@@ -235,12 +238,12 @@ def _results(executable: Any) -> list[_Leaf]:
 
 
 def _shard_bytes(info: Any, sharding: Any) -> int:
-    """Logical bytes on one device, a lower bound of what XLA counts."""
+    """Return the logical bytes on one device, a lower bound of XLA's count."""
     return leaf_bytes(jax.ShapeDtypeStruct(sharding.shard_shape(tuple(info.shape)), info.dtype))
 
 
 def _platform(executable: Any, program: Program | None) -> tuple[str, bool]:
-    """Return the platform, and whether its devices know no host memory because they only compile."""
+    """Return the platform, and whether its devices only compile and so have no host memory."""
     devices = [
         device
         for sharding in jax.tree.leaves((executable.input_shardings, executable.output_shardings))
@@ -266,18 +269,19 @@ def _as_declared(leaves: Sequence[_Leaf], program: Program | None, expected: Map
 
 
 def _totals(executable: Any) -> dict[str, Any]:
-    """Return the fields of a `Placement` that count bytes; none where the compiler has no figures."""
+    """Return the fields of a `Placement` that count bytes; empty if the compiler has no figures."""
     stats = executable.memory_analysis()
     if stats is None:
         return {}
     parts = ("argument", "output", "temp", "generated_code")
+    # The sum replaces XLA's `peak_memory_in_bytes`, which on a TPU includes host arguments and outputs.
     on_device = sum(getattr(stats, f"{part}_size_in_bytes") for part in parts) - stats.alias_size_in_bytes
     hosted = ("argument", "output", "alias", "temp")
     on_host = {f"host_{part}_bytes": getattr(stats, f"host_{part}_size_in_bytes") for part in hosted}
     return {"device_bytes": on_device, **on_host}
 
 
-# --- what is wrong -------------------------------------------------------------------------------------------------
+# --- problems ------------------------------------------------------------------------------------------------------
 
 
 def _wanted(leaves: Sequence[_Leaf], expected: Mapping[str, Space]) -> dict[str, Space]:
@@ -302,7 +306,7 @@ def _misplaced(leaves: Sequence[_Leaf], expected: Mapping[str, Space], what: str
 def _miscounted(
     executable: Any, program: Program | None, found: Placement, read: Sequence[_Leaf], wanted: set[str]
 ) -> list[str]:
-    """Host arguments that XLA counts elsewhere, keeps twice, or never copies to the device."""
+    """Describe host arguments that XLA counts elsewhere, keeps twice, or never copies to the device."""
     wrong: list[str] = []
     names = ", ".join(leaf.path for leaf in read[:6]) + (", …" if len(read) > 6 else "")
     total = sum(leaf.num_bytes for leaf in read)
@@ -322,7 +326,7 @@ def _miscounted(
 
 
 def _crossed(executable: Any, program: Program | None) -> list[str]:
-    """Parameters that an output in another memory overwrites: JAX pairs them by shape alone (jax 0.10.2)."""
+    """Describe parameters that an output in another memory overwrites: JAX pairs them by shape alone (jax 0.10.2)."""
     if program is not None:
         return crossed_donations(program.lowered)
     header = _text(executable).split("\n", 1)[0]
@@ -339,7 +343,7 @@ def _crossed(executable: Any, program: Program | None) -> list[str]:
 
 
 def _kept_twice(read: Sequence[_Leaf], results: Sequence[_Leaf], text: str) -> list[str]:
-    """Host arguments that are not donated, as long as host results of their shapes are no gradients."""
+    """Describe host arguments that a host result of the same shape, not a gradient, replaces without donation."""
     if not text:
         return []
     of_backward = gradients(text)
@@ -358,7 +362,7 @@ def _kept_twice(read: Sequence[_Leaf], results: Sequence[_Leaf], text: str) -> l
 
 
 def _gathered(read: Sequence[_Leaf], text: str) -> list[str]:
-    """Sharded host arguments that the program puts together from all devices, to cut slices of the whole."""
+    """Describe sharded host arguments that the program gathers from all devices in order to slice them."""
     shapes = host_shapes(text)
     shards = {leaf.shard for leaf in read}
     return [
@@ -397,12 +401,13 @@ def _num_moves(executable: Any, program: Program | None) -> int | None:
     text = _text(executable)
     if not text:
         return None
+    # A copy between the memories is an operation whose arrays are in both memory spaces.
     written = (_ARRAY_IN_TEXT.findall(match[1]) for match in map(_COPY_IN_TEXT.search, text.splitlines()) if match)
     return sum(len({f"S({_HOST_SPACE})" in array for array in arrays}) == 2 for arrays in written)
 
 
 def _text(executable: Any) -> str:
-    """Return the program's text; empty where the compiler cannot print it."""
+    """Return the program's text; empty if the compiler cannot print it."""
     try:
         return executable.as_text() or ""
     except jax.errors.JaxRuntimeError:
@@ -421,7 +426,7 @@ def _moves_in(computation: Any) -> int:
 
 
 def _arrays(shape: Any) -> Iterator[Any]:
-    """Return the arrays of a shape; indices and contexts of asynchronous copies are scalars."""
+    """Yield the arrays of a shape; indices and contexts of asynchronous copies are scalars and are left out."""
     if shape.tuple_shapes:
         for part in shape.tuple_shapes:
             yield from _arrays(part)

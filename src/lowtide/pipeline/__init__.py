@@ -1,4 +1,4 @@
-"""Pipelines: schedules as data, the split of a backward pass, and the one program that runs a schedule."""
+"""Pipeline parallelism: schedules as data, the split of a backward pass, and one SPMD program that runs a schedule."""
 
 import lazy_loader
 

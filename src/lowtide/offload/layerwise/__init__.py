@@ -1,4 +1,4 @@
-"""The layerwise step: each layer updated inside of the backward pass."""
+"""The layerwise step: each layer is updated inside the backward pass."""
 
 from ._clip import Clip as Clip
 from ._layerwise import LayerwiseStep as LayerwiseStep

@@ -1,7 +1,7 @@
-"""Clipping gradients that are never all there at the same time.
+"""Clip gradients that never exist all at the same time.
 
-The global norm of all gradients is known only when the last of them has been computed, and by then an update inside the
-backward pass has long been made. `Clip` names the ways out; what each costs is in its documentation.
+The global norm is known only when the last gradient has been computed. An update inside the backward pass has already
+happened by then. `Clip` lists the alternatives and their costs.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ class Clip:
     """
 
     max_norm: float
-    """The largest norm that is left alone."""
+    """Largest norm that is not scaled down."""
     mode: ClipMode = "exact"
-    """``"exact"``: the norm of all gradients of this step, by running forward and backward twice (twice the arithmetic,
-    1.3 times the host traffic of weights and optimizer state). ``"previous"``: the factor that the previous step's norm
-    asks for, and the first step unclipped; costs nothing. ``"layer"``: each layer, and each outer leaf, by its own
-    norm; costs nothing."""
+    """``"exact"``: the norm of all gradients of this step, from a second forward and backward pass. It costs twice the
+    arithmetic and 1.3 times the host traffic of weights and optimizer state. ``"previous"``: the factor for the norm of
+    the previous step; the first step is not clipped; no extra cost. ``"layer"``: each layer, and each outer leaf, by
+    its norm; no extra cost."""
 
     def __post_init__(self) -> None:
         given: Any = self.max_norm
@@ -53,12 +53,12 @@ class Clip:
             )
 
     def factor(self, norm: Any) -> Any:
-        """Return what to multiply gradients of a norm by: one, or what makes the norm `max_norm`."""
+        """Return the factor for gradients of this norm: 1, or the factor that reduces the norm to `max_norm`."""
         return jnp.where(norm < self.max_norm, 1.0, self.max_norm / norm)
 
 
 def square_norm(tree: Tree) -> Any:
-    """Sum of the squares of all leaves, float32 or with `jax_enable_x64` float64."""
+    """Return the sum of the squares of all leaves, in float32, or in float64 with `jax_enable_x64`."""
 
     def square(leaf: Any) -> Any:
         size = jnp.abs(leaf)
@@ -68,5 +68,5 @@ def square_norm(tree: Tree) -> Any:
 
 
 def scale(tree: Tree, factor: Any) -> Tree:
-    """All leaves times a scalar, in their own dtypes."""
+    """Multiply all leaves by a scalar, in their dtypes."""
     return jax.tree.map(lambda leaf: leaf * factor.astype(leaf.dtype), tree)

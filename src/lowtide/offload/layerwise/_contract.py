@@ -1,4 +1,4 @@
-"""What a layerwise step asks of a `LayerStack` beside `LayerStack.shapes`."""
+"""Requirements of a layerwise step on a `LayerStack`, in addition to `LayerStack.shapes`."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from ...jaxprs import Kind, called, kind_of, opened
 
 
 def refuse_metrics(metrics: Tree) -> None:
-    """Raise for metrics of `LayerStack.last` that a layerwise step could not report beside its own.
+    """Raise for metrics of `LayerStack.last` that a layerwise step cannot report together with its own.
 
     Args:
-        metrics: shapes of them.
+        metrics: shapes of the metrics.
 
     Raises:
-        StructureError: for names that are taken, or none.
+        StructureError: for names that are taken, or metrics without names.
     """
     taken = {"loss", "grad_norm"} & set(metrics if isinstance(metrics, dict) else {})
     if not isinstance(metrics, dict) or taken:
@@ -33,7 +33,7 @@ def refuse_metrics(metrics: Tree) -> None:
 
 
 def refuse_equal_paths(outer: Tree) -> None:
-    """Raise when two outer leaves have one path: a layerwise step finds the state of each by its path.
+    """Raise when two outer leaves have the same path: a layerwise step looks up the state of each leaf by its path.
 
     Args:
         outer: parameters outside the stack.
@@ -53,12 +53,13 @@ def refuse_equal_paths(outer: Tree) -> None:
 
 
 def refuse_explicit_axes(**trees: Tree) -> None:
-    """Raise when a leaf lives on a mesh whose axes are part of its type.
+    """Raise when a leaf is on a mesh whose axes are part of its type.
 
-    The buffers of a layerwise step take their sharding from what is written into them, which explicit axes forbid.
+    The buffers of a layerwise step take their sharding from the values that are written into them. Explicit axes forbid
+    that.
 
     Args:
-        **trees: arrays, tracers or shapes, by the name that an error gives them.
+        **trees: arrays, tracers or shapes, by the name for error messages.
 
     Raises:
         ConfigError: with the path and the axes.
@@ -75,14 +76,14 @@ def refuse_explicit_axes(**trees: Tree) -> None:
 
 
 def refuse_unmatched(running: Sequence[str], outer: Tree) -> None:
-    """Raise when patterns of `LayerStack.running` name no outer leaf at all: a misspelt name would do nothing.
+    """Raise when the patterns of `LayerStack.running` match no outer leaf: a misspelt name would have no effect.
 
     Args:
         running: the patterns.
         outer: parameters outside the stack.
 
     Raises:
-        SelectionError: with the paths that there are.
+        SelectionError: with the available paths.
     """
     paths = [path for path, _ in leaves_with_paths(outer)]
     if running and not any(match_path(path, pattern) for path in paths for pattern in running):
@@ -94,11 +95,11 @@ def refuse_unmatched(running: Sequence[str], outer: Tree) -> None:
 
 
 def check_running(jaxpr: Any, paths: list[str]) -> None:
-    """Raise when a running gradient would be added more than once, or not at all.
+    """Raise when a running gradient would be added several times, or not at all.
 
     Args:
         jaxpr: a function whose first inputs are the totals of the running gradients.
-        paths: the paths of these.
+        paths: the paths of these gradients.
 
     Raises:
         StructureError: with the path.
@@ -114,7 +115,7 @@ def check_running(jaxpr: Any, paths: list[str]) -> None:
 
 
 def _uses(jaxpr: Any, var: Any) -> int:
-    """How many operations with a rule of their own read a variable; any other reader counts as two."""
+    """Count the operations with a custom derivative rule that read a variable; any other reader counts as two."""
     count = 2 * sum(out is var for out in jaxpr.outvars)
     for eqn in jaxpr.eqns:
         at = [position for position, read in enumerate(eqn.invars) if read is var]

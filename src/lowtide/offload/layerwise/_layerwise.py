@@ -1,16 +1,17 @@
-"""The optimizer inside the backward pass: one block's gradients at a time, updated at once, state on the host.
+"""The optimizer inside the backward pass: gradients of one block at a time are used at once, and state is on the host.
 
-A training step usually holds all gradients before the first update, and all optimizer state with them. Here the
-backward pass visits one block of a `LayerStack` at a time; its gradients meet the optimizer before the next block runs,
-and its weights and state are on the device for that visit only. Microbatches go breadth first, so tokens per step can
-grow while the traffic of weights and optimizer state over the host link does not; activations between blocks, which
-then wait on the host, add their own.
+A usual training step holds all gradients before the first update, and all optimizer state. Here the backward pass
+visits one block of a `LayerStack` at a time. The optimizer uses the block's gradients before the next block runs. The
+block's weights and state are on the device only during this visit. Microbatches run breadth first, so tokens per step
+can grow while the host traffic of weights and optimizer state does not. Activations between blocks are then kept on the
+host and add traffic.
 
-The idea of updating inside the backward pass is LOMO's (Lv et al., arXiv:2306.09782), state on the host ZeRO-Offload's
-(Ren et al., arXiv:2101.06840), layer-to-layer execution of all microbatches L2L's (Pudipeddi et al., arXiv:2002.05645).
+The update inside the backward pass follows LOMO (Lv et al., arXiv:2306.09782). State on the host follows ZeRO-Offload
+(Ren et al., arXiv:2101.06840). Layer-by-layer execution of all microbatches follows L2L (Pudipeddi et al.,
+arXiv:2002.05645).
 
-Deviations and limits: each layer, and each outer leaf, is a tree of its own to the optimizer, so one that mixes leaves
-(a global norm in a chain) is refused, and `Clip` takes the place of clipping; every block runs forward twice.
+Deviations and limits: the optimizer sees each layer, and each outer leaf, as a separate tree. So optimizers that mix
+leaves (a global norm in a chain) are refused, and `Clip` replaces clipping. Every block runs forward twice.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ from ._state import LayerwiseState, initial_state, moves, only, place_parameters
 from ._step import Step
 
 PLACES = {"layers": "host", "outer": "device", "opt_state": "host", "inputs": "host"}
-"""Where things live unless `layerwise_step` is told otherwise."""
+"""Default places of `layerwise_step`."""
 OnNan = Literal["ignore", "skip"]
 
 
@@ -74,39 +75,40 @@ def layerwise_step(
 
     Args:
         stack: the model as `first`, `block`, `last`.
-        tx: any Optax optimizer that treats leaves one by one; no clipping by a global norm in it. It sees each layer,
-            without the stacking axis, and each outer leaf as a tree of its own, at the paths ``layers/...`` and
-            ``outer/...``. So what reduces over a leaf (LAMB, Adafactor, Muon) does so over one layer's, and a mask
-            such as ``x.ndim > 1`` counts the axes of one layer, unlike in a plain step on the stacked leaves.
-        wrt: which leaves of ``{"outer": ..., "layers": ...}`` train: globs such as ``"layers/**/lora_*"``, or a
-            predicate.
+        tx: any Optax optimizer that treats leaves one by one, without clipping by a global norm. It sees each layer,
+            without the stacking axis, and each outer leaf as a separate tree, at the paths ``layers/...`` and
+            ``outer/...``. So optimizers that reduce over a leaf (LAMB, Adafactor, Muon) reduce over one layer's leaf. A
+            mask such as ``x.ndim > 1`` counts the axes of one layer, unlike in a plain step on the stacked leaves.
+        wrt: selects the leaves of ``{"outer": ..., "layers": ...}`` that train: globs such as ``"layers/**/lora_*"``,
+            or a predicate.
         place: ``"host"`` or ``"device"`` for ``"layers"`` (stacked parameters), ``"outer"`` (embedding, norm, head),
-            ``"opt_state"`` (of both) and ``"inputs"`` (what enters each block, kept for the backward pass). By default
-            all are on the host but the outer parameters. Vectors of less than a MiB stay on the device.
+            ``"opt_state"`` (of both) and ``"inputs"`` (inputs of blocks, kept for the backward pass). By default
+            everything but the outer parameters is on the host. Vectors of less than 1 MiB stay on the device.
         clip: how to clip gradients, or None.
-        num_microbatches: into how many parts a batch is split; each layer sees all of them before the next is fetched.
-        weight: a function of a microbatch that gives its weight, as in `lowtide.accumulate`.
-        chunk_bytes: about how many bytes of optimizer state are on the device at a time during an update; a number, or
-            text such as ``"64 MiB"``.
-        on_nan: what to do when the loss or gradients are not finite: ``"ignore"`` updates with them, ``"skip"`` leaves
-            updates out. ``"skip"`` leaves out all of them when the loss is not finite, or with ``"exact"`` clipping,
-            which knows the norm of all gradients before. Else it leaves out those from the first layer backward on
-            whose gradients are not finite. The metrics say what the loss and the norm were. A `lowtide.Trainer` has an
-            ``on_nan`` of its own, and with ``"skip"`` counts the steps that were left out.
+        num_microbatches: number of parts of a batch; each layer processes all of them before the next layer is fetched.
+        weight: function of a microbatch that returns its weight, as in `lowtide.accumulate`.
+        chunk_bytes: approximate bytes of optimizer state on the device at one time during an update; a number, or text
+            such as ``"64 MiB"``.
+        on_nan: what to do when the loss or gradients are not finite: ``"ignore"`` updates with them, ``"skip"`` skips
+            updates. ``"skip"`` skips all updates when the loss is not finite. It also skips all with ``"exact"``
+            clipping, because the norm of all gradients is known before. Otherwise it skips updates from the first layer
+            backward on whose gradients are not finite. The metrics report the loss and the norm. A `lowtide.Trainer`
+            has a separate ``on_nan``, and with ``"skip"`` counts the skipped steps.
 
     Returns:
         The step: ``state, frozen = step.init(outer, layers)``, then
         ``state, metrics = jax.jit(step, donate_argnums=0)(state, frozen, batch)``.
 
     Raises:
-        StructureError: when `stack` is no `LayerStack`.
+        StructureError: when `stack` is not a `LayerStack`.
         ConfigError: for an unknown place or a number out of range.
 
     Memory:
-        Device, beside what `place` leaves there: the weights and gradients of one layer, the activations of one block
-        for one microbatch, a few blocks of `chunk_bytes`; for the outer leaves the gradient of the largest (of those
-        that `first` and `last` share, throughout the backward pass). Flat in the number of layers and microbatches.
-        Host: one copy of what is placed there, and ``(num_layers + 2) * batch`` activations between blocks.
+        The device holds the arrays that `place` leaves there, and the weights and gradients of one layer. It also holds
+        the activations of one block for one microbatch, and a few blocks of `chunk_bytes`. It also holds the gradient
+        of the largest outer leaf. Gradients of leaves that `first` and `last` share are held throughout the backward
+        pass. This does not grow with the number of layers or microbatches. The host holds one copy of the arrays that
+        are placed there, and ``(num_layers + 2) * batch`` activations between blocks.
 
     Examples:
         >>> stack = LayerStack(
@@ -186,7 +188,7 @@ def layerwise_step(
     )
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)  # jax.jit tells steps apart by identity
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)  # jax.jit distinguishes steps by identity
 class LayerwiseStep:
     """A pure training step; made by `layerwise_step`, called under `jax.jit` with its first argument donated."""
 
@@ -195,40 +197,40 @@ class LayerwiseStep:
     tx: optax.GradientTransformation
     """The optimizer."""
     wrt: Where
-    """What trains."""
+    """Selects the leaves that train."""
     place: Mapping[str, str]
-    """Where things live."""
+    """Memory of each part."""
     clip: Clip | None
     """How gradients are clipped."""
     num_microbatches: int
-    """Parts of a batch."""
+    """Number of parts of a batch."""
     weight: Callable[[Tree], Any] | None
     """Weight of a microbatch."""
     chunk_bytes: int
-    """Optimizer state on the device at a time."""
+    """Approximate bytes of optimizer state on the device at one time."""
     on_nan: OnNan
-    """What to do when loss or gradients are not finite."""
+    """Action for a loss or gradients that are not finite."""
 
     def init(self, outer: Tree, layers: Tree) -> tuple[LayerwiseState, Tree]:
         """Place the parameters and make the optimizer's state.
 
         Args:
             outer: parameters outside the stack.
-            layers: stacked parameters. Both may be arrays, or `jax.ShapeDtypeStruct`s (then so are the results, for
-                ahead-of-time compilation), each with its own sharding.
+            layers: stacked parameters. Both may be arrays, or `jax.ShapeDtypeStruct`s for ahead-of-time compilation;
+                then the results are shapes, too. Each leaf keeps its sharding.
 
         Returns:
-            The state, which every step consumes and returns, and the frozen leaves, which it only reads.
+            The state, which every step consumes and returns, and the frozen leaves, which a step only reads.
 
         Raises:
             ConfigError: for leaves on a mesh with explicit axes.
             SelectionError: when `wrt` selects nothing, or a leaf that has no gradient (an integer).
-            StructureError: for layers without a common leading axis, outer leaves of one path, or an optimizer that
-                mixes leaves, needs more than gradients, parameters and the loss, or draws random numbers.
+            StructureError: for layers without a common leading axis, or outer leaves with equal paths; for an optimizer
+                that mixes leaves, draws random numbers, or needs more than gradients, parameters and the loss.
 
         Memory:
-            One copy of each parameter where it is placed; optimizer state is made a layer at a time. What is there
-            already is not copied: it belongs to the state, and the first step consumes it.
+            One copy of each parameter in its place; optimizer state is made one layer at a time. A parameter that is
+            already in its place is not copied: it becomes part of the state, and the first step consumes it.
         """
         if not num_layers(layers):
             raise StructureError(
@@ -240,7 +242,7 @@ class LayerwiseStep:
         refuse_equal_paths(outer)
         refuse_explicit_axes(outer=outer, layers=layers)
         refuse_unmatched(self.stack.running, outer)
-        # A Python number has no memory to be in.
+        # A Python number has no memory space, so it becomes an array.
         outer = jax.tree.map(lambda x: jnp.asarray(np.asarray(x)) if isinstance(x, float | int) else x, outer)
         trainable, frozen = partition({"outer": outer, "layers": layers}, self.wrt)
         check_differentiable(trainable)
@@ -259,27 +261,28 @@ class LayerwiseStep:
         return initial_state(self.tx, trainable["outer"], trainable["layers"], self.place["opt_state"]), frozen
 
     def parameters(self, state: LayerwiseState, frozen: Tree) -> tuple[Tree, Tree]:
-        """Return the model's parameters as they are now: `outer` and `layers`, where they live."""
+        """Return the model's current parameters: `outer` and `layers`, in their places."""
         return combine(state.outer, frozen["outer"]), combine(state.layers, frozen["layers"])
 
     def __call__(self, state: LayerwiseState, frozen: Tree, batch: Tree) -> tuple[LayerwiseState, dict[str, Any]]:
-        """One step.
+        """Run one step.
 
         Args:
             state: as `init` or the previous step returned it; donate it.
             frozen: the frozen leaves.
-            batch: whatever the stack's functions read; the leading axis of every leaf splits into microbatches, if
-                there are several.
+            batch: data that the stack's functions read. With several microbatches, the leading axis of every leaf is
+                split.
 
         Returns:
-            The new state, and the metrics: ``loss``, ``grad_norm`` (of all gradients, before clipping), and those of
-            `last`, averaged over microbatches by weight.
+            The new state, and the metrics: ``loss``, ``grad_norm`` (of all gradients, before clipping), and the metrics
+                of `last`, averaged over microbatches by weight.
 
         Raises:
             ConfigError: for a batch on a mesh with explicit axes.
             PlacementError: when a leaf of the state is not in the memory where it was placed.
-            StructureError: when the batch does not split, a function of the stack does not return what it has to, an
-                outer leaf is read by none, or one that `LayerStack.running` names not exactly once.
+            StructureError: when the batch does not split, or a function of the stack returns a wrong result; for an
+                outer leaf that no function reads, or one that `LayerStack.running` names but `last` does not use
+                exactly once.
         """
         _refuse_other_state(state, frozen)
         self._check_places(state, frozen)
@@ -290,6 +293,7 @@ class LayerwiseStep:
     def _run(self, step: Step) -> tuple[LayerwiseState, dict[str, Any]]:
         if self.clip is not None and self.clip.mode == "exact":
             norm, layers = step.measure()
+            # `measure` may write layers back in place, so the update continues with the layers that it returned.
             again = dataclasses.replace(step, state=dataclasses.replace(step.state, layers=layers))
             return again.update(self.clip.factor(norm), jnp.isfinite(norm))
         if self.clip is not None and self.clip.mode == "previous":
@@ -317,15 +321,15 @@ class LayerwiseStep:
         )
 
     def _batches(self, batch: Tree) -> tuple[Tree, Any]:
-        """Return the microbatches, and the part of each in the loss."""
-        if self.num_microbatches == 1:  # what has no leading axis need not split
+        """Return the microbatches, and the weight of each in the loss."""
+        if self.num_microbatches == 1:  # leaves without a leading axis need no split
             return jax.tree.map(lambda leaf: jnp.expand_dims(leaf, 0), batch), jnp.ones(1, jnp.float32)
         batches = split_batch(batch, self.num_microbatches)
         return batches, fractions(microbatch_weights(self.weight, batches, self.num_microbatches))
 
     def _check_places(self, state: LayerwiseState, frozen: Tree) -> None:
         if not default_device().addressable_memories():
-            return  # a GPU that only compiles: it knows no host memory, and memory reports move what was declared there
+            return  # compile-only GPUs have no host memory; memory reports use the declared placement
         trees = (
             ("outer", False, (state.outer, frozen["outer"])),
             ("layers", True, (state.layers, frozen["layers"])),
@@ -345,7 +349,7 @@ class LayerwiseStep:
 
 
 def _refuse_other_state(state: Any, frozen: Any) -> None:
-    """Raise when the arguments of a step are not what its `init` returned."""
+    """Raise when the arguments of a step are not those that its `init` returned."""
     if not isinstance(state, LayerwiseState) or not isinstance(frozen, Mapping) or set(frozen) != {"outer", "layers"}:
         raise StructureError(
             "the arguments are not a layerwise step's",

@@ -1,4 +1,4 @@
-"""Optimizers that cannot run inside the backward pass: one leaf's update waits there for another's gradient."""
+"""Refuse optimizers that cannot run inside the backward pass: one leaf's update needs another leaf's gradient."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .._streaming import taken_apart
 
 
 def refuse_coupled(tx: optax.GradientTransformation, params: Tree) -> None:
-    """Raise when an update of one leaf depends on the gradient of another, in this step or by way of the state.
+    """Raise when the update of one leaf depends on the gradient of another, in this step or through the state.
 
     Args:
         tx: the optimizer.
@@ -26,11 +26,12 @@ def refuse_coupled(tx: optax.GradientTransformation, params: Tree) -> None:
             than gradients, parameters and the loss.
     """
     try:
-        # Two layers at once: a norm over a stack of one leaf mixes that leaf of all layers.
+        # Two layers are traced together: with one leaf per layer, a global norm mixes only the same leaf of different
+        # layers.
         pair, prefixes = (params, params), ("layer 0: ", "layer 1: ")
         closed, state = _traced(tx, pair)
     except (TypeError, ValueError, AttributeError):
-        # Labels or masks given as trees fit one layer only.
+        # Labels or masks that are given as trees fit one layer only.
         pair, prefixes = (params,), ("",)
         closed, state = refuse_unusable(tx, params)
     for path, leaf in leaves_with_paths(state):
@@ -45,7 +46,7 @@ def refuse_coupled(tx: optax.GradientTransformation, params: Tree) -> None:
     first, last = len(paths), len(paths) + len(jax.tree.leaves(state))
     sources = [frozenset([at]) if at < first else frozenset[int]() for at in range(len(closed.in_avals))]
     sources[-1] = frozenset([_LOSS])
-    while True:  # what the state has seen in one step, updates read in the next
+    while True:  # updates in the next step can read what the state has seen in this step
         found = _reach(closed, sources)
         held = [old | new for old, new in zip(sources[first:last], found[first:last], strict=True)]
         if held == sources[first:last]:
@@ -66,7 +67,7 @@ _LOSS = -1
 
 
 def _cause(reads_loss: bool, names: set[str]) -> tuple[str, str]:
-    """Say what mixes leaves, in the words of Optax, and the remedy."""
+    """Describe, with examples from Optax, what mixes leaves, and the remedy."""
     if "is_finite" in names:
         return (
             "one that looks at all gradients before it updates, such as optax.apply_if_finite",
@@ -84,7 +85,7 @@ def _cause(reads_loss: bool, names: set[str]) -> tuple[str, str]:
 
 
 def _traced(tx: optax.GradientTransformation, params: Tree) -> tuple[Any, Tree]:
-    """One update: gradients, state, parameters and loss to updates and state; and shapes of the state."""
+    """Trace one update from gradients, state, parameters and loss to updates and state; return it with state shapes."""
     state = jax.eval_shape(tx.init, params)
     update = optax.with_extra_args_support(tx).update
     value = jax.ShapeDtypeStruct((), "float32")
@@ -107,7 +108,7 @@ def refuse_unusable(tx: optax.GradientTransformation, params: Tree) -> tuple[Any
         The jaxpr of one update, and shapes of the state.
 
     Raises:
-        StructureError: with what the optimizer says.
+        StructureError: with the optimizer's error.
     """
     try:
         return _traced(tx, params)
@@ -122,7 +123,7 @@ def refuse_unusable(tx: optax.GradientTransformation, params: Tree) -> tuple[Any
 
 
 def _reach(jaxpr: Any, inputs: Sequence[frozenset[int]]) -> list[frozenset[int]]:
-    """For every output of a jaxpr the sources that it depends on, given those of the inputs."""
+    """Return for every output of a jaxpr the sources that it depends on, given those of the inputs."""
 
     def apply(eqn: Any, read: list[frozenset[int]]) -> list[frozenset[int]]:
         if (inner := called(eqn)) is not None:

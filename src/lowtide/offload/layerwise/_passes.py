@@ -1,14 +1,15 @@
-"""Forward and backward over a layer stack, one block at a time, all microbatches of a step at each block.
+"""Forward and backward passes over a layer stack, one block at a time, with all microbatches at each block.
 
-The forward pass keeps what enters each block and nothing else; the backward pass recomputes a block from it, asks what
-to do with the block's gradients, and moves on, so gradients of two blocks never live together. Microbatches go breadth
-first: a block's weights come to the device once a pass, whatever the number of microbatches, which meet it one after
-the other.
+The forward pass keeps only the input of each block. The backward pass recomputes a block from its input, passes the
+block's gradients to a function, and goes to the next block. So gradients of two blocks never exist together.
+Microbatches run breadth first: the weights of a block move to the device once a pass, and all microbatches then run
+through the block in turn.
 
-Between two blocks the activations, and backward their cotangents, wait in the *boundary*, of leading axis [M].
+Between two blocks, activations (in the backward pass, their cotangents) are kept in the *boundary*, with leading axis
+[M].
 
-Shapes: L layers, M microbatches; `inputs`, what enters each block and what leaves the last, has the leading axis
-[(L + 1) * M]: of arrays in host memory libtpu cuts slices along one axis only.
+Shapes: L layers, M microbatches. `inputs` holds the input of each block and the output of the last. Its leading axis is
+[(L + 1) * M], because libtpu slices arrays in host memory along one axis only.
 
 Known inefficiency: every block runs forward twice, as with `jax.checkpoint`.
 """
@@ -43,7 +44,7 @@ from ._contract import check_running
 
 Carry = Any
 Consume = Callable[[Carry, Any, Tree, Tree], Carry]
-"""``consume(carry, i, layer, grads) -> carry``: what becomes of the gradients of block i."""
+"""``consume(carry, i, layer, grads) -> carry`` uses the gradients of block i."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -55,28 +56,28 @@ class StackPasses:
     frozen_outer: Tree
     """Outer leaves that do not train."""
     frozen_layers: Tree
-    """Stacked leaves that do not train, wherever they live."""
+    """Stacked leaves that do not train, on the host or on the device."""
     batches: Tree
     """The batch, every leaf with a leading axis of length M."""
     loss_weights: Any
-    """The part of each microbatch in the loss, [M], adding up to one."""
+    """Weight of each microbatch in the loss, [M]; they add up to one."""
     num_layers: int
-    """L."""
+    """Number of layers, L."""
     inputs_space: Any
-    """Where what enters each block waits for the backward pass."""
+    """Memory space that keeps the inputs of blocks until the backward pass."""
 
     @property
     def num_microbatches(self) -> int:
-        """M."""
+        """Number of microbatches, M."""
         return self.loss_weights.shape[0]
 
     @property
     def boundary_space(self) -> Any:
-        """Where activations and their cotangents are between two blocks: one microbatch never leaves the device."""
+        """Memory space of the boundary; with one microbatch it never leaves the device."""
         return DEVICE if self.num_microbatches == 1 else self.inputs_space
 
     def batch(self, m: Any) -> Tree:
-        """Microbatch m."""
+        """Return microbatch m."""
         return read(self.batches, m)
 
     def forward(self, outer: Tree, layers: Tree, after: Tree) -> tuple[Tree, Tree, Tree]:
@@ -84,19 +85,20 @@ class StackPasses:
 
         Args:
             outer: the trainable outer leaves that `first` reads.
-            layers: the trainable stacked leaves, wherever they live.
-            after: what has to be computed before.
+            layers: the trainable stacked leaves, on the host or on the device.
+            after: values that have to be computed before.
 
         Returns:
-            What entered each block, the boundary that leaves the last one, leading axis [M], and the stacked leaves.
+            The inputs of all blocks, the boundary after the last block, leading axis [M], and the stacked leaves.
         """
         warn_of_tall_tiles(leaves_with_paths(self.frozen_layers))
         whole = fetch(combine(outer, self.frozen_outer), after)
         h = jax.eval_shape(self.stack.first, whole, self.batch(0))
         inputs = buffer(h, ((self.num_layers + 1) * self.num_microbatches,), self.inputs_space)
         boundary = buffer(h, (self.num_microbatches,), self.boundary_space)
-        # The boundary of one microbatch is on the device, and what enters a block is kept when it does. Of several it
-        # is on the host; there XLA would make a copy from host to host on the device, so what leaves a block is kept.
+        # With one microbatch the boundary is on the device, and a block's input is written when the block starts. With
+        # several, the boundary is on the host. XLA would route a copy from host to host through the device. So a
+        # block's output is written instead, as the input of the next block.
         single = self.num_microbatches == 1
 
         def enter(m: Any, carry: Carry) -> Carry:
@@ -128,16 +130,16 @@ class StackPasses:
 
         Args:
             outer: the trainable outer leaves that `last` reads.
-            boundary: the activations that left the last block, leading axis [M].
+            boundary: the activations after the last block, leading axis [M].
 
         Returns:
-            The loss, the metrics, the gradients of `outer`, and the boundary of cotangents that enters the last block.
+            The loss, the metrics, the gradients of `outer`, and the boundary of cotangents for the last block.
         """
         trained, frozen = fetch((outer, self.frozen_outer), boundary)
         runs = self._runs(trained)
 
         def grads_of(m: Any, h: Tree, totals: Tree) -> tuple[Any, Tree, Tree, Tree]:
-            """Compute the loss, metrics, gradients, `runs` of them added to the total, and the cotangent of h."""
+            """Compute the loss, metrics, gradients (running totals for `runs`), and the cotangent of h."""
 
             def loss_fn(trained: Tree, h: Tree) -> tuple[Any, Tree]:
                 outer = _with_totals(combine(trained, frozen), runs, totals, self._active(m))
@@ -160,7 +162,8 @@ class StackPasses:
                 (loss, metrics),
             )
             keys = jax.tree_util.tree_map_with_path
-            # A running total has left out what has no weight: choosing between it and the one before would keep both.
+            # A running total already excludes microbatches of weight 0. Selecting between it and the previous total
+            # would keep both in memory.
             totals = keys(lambda at, old, new: new if path_str(at) in runs else _add(old, part(new)), totals, grads)
             return values, totals, _write_cotangents(boundary, jax.tree.map(part, dh), m)
 
@@ -170,18 +173,18 @@ class StackPasses:
     def backward(
         self, layers: Tree, inputs: Tree, boundary: Tree, consume: Consume, carry: Carry, after: Any
     ) -> tuple[Carry, Tree]:
-        """Run all blocks backward, handing each one's gradients to `consume`.
+        """Run all blocks backward, and pass the gradients of each to `consume`.
 
         Args:
-            layers: reads the trainable stacked leaves out of a carry.
-            inputs: what entered each block.
-            boundary: the cotangents of what left the last one, leading axis [M].
-            consume: what becomes of the gradients of a block.
-            carry: what `consume` carries; it holds the stacked leaves, which it may overwrite.
-            after: a zero of `zero_after`, for what has to be finished before.
+            layers: function that reads the trainable stacked leaves out of a carry.
+            inputs: inputs of the blocks.
+            boundary: cotangents of the last block's output, leading axis [M].
+            consume: function that uses the gradients of a block.
+            carry: carry of `consume`; it holds the stacked leaves, which `consume` may overwrite.
+            after: a zero of `zero_after`, for values that have to be computed before.
 
         Returns:
-            The carry, and the boundary of cotangents that leaves the first block backward.
+            The carry, and the boundary of cotangents of the first block's input.
         """
 
         def body(k: Any, state: Carry) -> Carry:
@@ -194,7 +197,7 @@ class StackPasses:
         return jax.lax.fori_loop(0, self.num_layers, body, (carry, boundary))
 
     def first(self, outer: Tree, boundary: Tree) -> Tree:
-        """Gradients of the outer leaves that `first` reads, from the boundary that leaves `backward`."""
+        """Compute gradients of the outer leaves that `first` reads, from the boundary that `backward` returns."""
         on_device, frozen = fetch((outer, self.frozen_outer), boundary)
 
         def grads_of(m: Any, carry: Carry) -> tuple[Tree, Carry]:
@@ -204,7 +207,7 @@ class StackPasses:
         return self._sum(grads_of, on_device, ())[0]
 
     def _runs(self, outer: Tree) -> frozenset[str]:
-        """Paths of the leaves whose gradient the model can add to a running total by itself."""
+        """Return the paths of the leaves whose gradient the model can add to a running total."""
         return frozenset(
             path
             for path, leaf in leaves_with_paths(outer)
@@ -238,11 +241,11 @@ class StackPasses:
         check_running(closed.jaxpr, paths)
 
     def _part(self, m: Any, value: Any) -> Any:
-        """Weigh what a microbatch contributes: nothing at weight 0, whatever its value; a mean of no tokens is 0/0."""
+        """Return a microbatch's contribution; zero at weight 0, also if the value is 0/0, as in a mean of no tokens."""
         return value if value.dtype == jax.dtypes.float0 else if_active(self._active(m), value)
 
     def _active(self, m: Any) -> Any:
-        """Whether a microbatch has a weight; None where it is the only one."""
+        """Return whether a microbatch has a weight; None if it is the only one."""
         return None if self.num_microbatches == 1 else self.loss_weights[m] != 0
 
     def _block_grads(self, layer: Tree, frozen: Tree, i: Any, inputs: Tree, boundary: Tree) -> tuple[Tree, Tree]:
@@ -259,7 +262,7 @@ class StackPasses:
     def _sum(
         self, grads_of: Callable[[Any, Carry], tuple[Tree, Carry]], like: Tree, carry: Carry
     ) -> tuple[Tree, Carry]:
-        """Add up the gradients of all microbatches, in float32 or wider where there are several."""
+        """Add up the gradients of all microbatches; with several, in float32 or wider."""
         if self.num_microbatches == 1:
             return grads_of(0, carry)
 
@@ -272,7 +275,7 @@ class StackPasses:
         return _narrowed(total, like), carry
 
     def _at(self, i: Any, m: Any) -> Any:
-        """Where the input of block i for microbatch m is in `inputs`."""
+        """Return the position in `inputs` of the input of block i for microbatch m."""
         return i * self.num_microbatches + m
 
     def _each(self, visit: Callable[[Any, Carry], Carry], carry: Carry) -> Carry:
@@ -282,9 +285,9 @@ class StackPasses:
 
 
 def _written_back(layers: Tree, layer: Tree, i: Any) -> Tree:
-    """Return the stacked leaves, those on the device with layer i written back as it is.
+    """Return the stacked leaves, with layer i of those on the device written back unchanged.
 
-    Of a float32 stack that a loop only reads, XLA first makes a copy of all layers in the dtype of its products.
+    If a loop only reads a float32 stack, XLA first copies all layers to the dtype of its products.
     """
     return jax.tree.map(
         lambda leaf, entry: write(leaf, entry, i) if memory_space(leaf) == DEVICE and entry.ndim > 1 else leaf,
@@ -294,7 +297,7 @@ def _written_back(layers: Tree, layer: Tree, i: Any) -> Tree:
 
 
 def _with_totals(outer: Tree, runs: frozenset[str], totals: Tree, active: Any) -> Tree:
-    """Make the leaves named in `runs` nodes that carry the gradient so far."""
+    """Replace the leaves named in `runs` by nodes that carry the gradient so far."""
     so_far = dict(leaves_with_paths(totals))
 
     def node(key: Any, leaf: Any) -> Any:
@@ -305,7 +308,7 @@ def _with_totals(outer: Tree, runs: frozenset[str], totals: Tree, active: Any) -
 
 
 def _read_cotangents(boundary: Tree, m: Any) -> Tree:
-    """Cotangents of what leaves a block. Those of integers and masks are JAX's, which have no bytes."""
+    """Read cotangents of a block's output; those of integers and masks are float0, which has no bytes."""
 
     def one(leaf: Any) -> Any:
         inexact = jnp.issubdtype(leaf.dtype, jnp.inexact)

@@ -1,4 +1,4 @@
-"""The state of a layerwise step: what it consumes and returns, and how it comes about a layer at a time."""
+"""The state of a layerwise step: its fields, and how it is initialised one layer at a time."""
 
 from __future__ import annotations
 
@@ -25,32 +25,32 @@ from .._streaming import of_a_part
 )
 @dataclasses.dataclass(frozen=True)
 class LayerwiseState:
-    """All that a layerwise step changes."""
+    """All arrays that a layerwise step changes."""
 
     step: Any
-    """Steps taken, an int32 scalar."""
+    """Number of steps taken, an int32 scalar."""
     outer: Tree
     """Trainable outer leaves, `None` elsewhere."""
     layers: Tree
     """Trainable stacked leaves, `None` elsewhere."""
     outer_opt: Mapping[str, Tree]
-    """The optimizer's state of each outer leaf, by its path."""
+    """The optimizer's state of each outer leaf, by the path of the leaf."""
     layers_opt: Tree
     """The optimizer's state of one layer, every leaf with a leading axis for the layers."""
     grad_norm: Any
-    """Norm of all gradients of the last step, float32 (float64 with `jax_enable_x64`); 0 before the first."""
+    """Norm of all gradients of the last step, float32 (float64 with `jax_enable_x64`); 0 before the first step."""
 
 
 def only(tree: Tree, paths: Collection[str]) -> Tree:
-    """Leave out all leaves of the tree but those at some paths."""
+    """Keep the leaves of the tree at the given paths; the others become None."""
     leaves = [leaf if path in paths else None for path, leaf in leaves_with_paths(tree)]
     return jax.tree.unflatten(jax.tree.structure(tree), leaves)
 
 
 def under(tx: optax.GradientTransformation, name: str) -> optax.GradientTransformationExtraArgs:
-    """Make the optimizer of a part of the parameters, by the paths that it has in the whole: ``layers/...``.
+    """Make the optimizer of a part of the parameters, at the paths of the whole tree: ``layers/...``.
 
-    Labels and masks that are functions of paths then decide as they do for a plain step.
+    So labels and masks that are functions of paths decide as in a plain step.
     """
     inner: Any = optax.with_extra_args_support(tx)
 
@@ -66,9 +66,9 @@ def under(tx: optax.GradientTransformation, name: str) -> optax.GradientTransfor
 
 
 def moves(leaf: Any, *, stacked: bool) -> bool:
-    """Whether a leaf is worth a place on the host: vectors of less than a MiB (an entry, where stacked) are not.
+    """Return whether a leaf may move to the host: it is no vector, or has at least 1 MiB (per entry, if stacked).
 
-    A TPU cannot cut parts of such rows out of host memory either, which a partitioned program may want to.
+    A TPU cannot slice parts of smaller vectors in host memory, which a partitioned program may need.
     """
     entry = leaf.shape[1:] if stacked else leaf.shape
     return len(entry) > 1 or leaf_bytes(jax.ShapeDtypeStruct(entry, leaf.dtype)) >= 2**20
@@ -80,8 +80,8 @@ def place_parameters(tree: Tree, place: Mapping[str, str]) -> Tree:
     def placed(name: str) -> Tree:
         def one(leaf: Any) -> Any:
             goes = place[name] == "host" and moves(leaf, stacked=name == "layers")
-            # To the device, too, if only to be committed there: the second step, with the results of the first, would
-            # else compile once more.
+            # `to_device` also commits arrays to the device. Otherwise the second step, which gets the results of the
+            # first, would compile again.
             return to_host(leaf) if goes else to_device(leaf)
 
         return jax.tree.map(one, tree[name])
@@ -90,7 +90,7 @@ def place_parameters(tree: Tree, place: Mapping[str, str]) -> Tree:
 
 
 def initial_state(tx: optax.GradientTransformation, outer: Tree, layers: Tree, opt_place: str) -> LayerwiseState:
-    """Make the state of step 0, for placed parameters: arrays, or shapes for shapes."""
+    """Make the state of step 0 for placed parameters; for shapes, return shapes."""
     space = SPACES[opt_place]
 
     def make_layers(layers: Tree) -> Tree:
@@ -116,7 +116,7 @@ def initial_state(tx: optax.GradientTransformation, outer: Tree, layers: Tree, o
 
 
 def _refuse_nothing(tx: optax.GradientTransformation, outer: Tree, layers: Tree) -> None:
-    """Let the optimizer say that it selects nothing of all parameters; of a part that is no error."""
+    """Raise the optimizer's error if it selects no parameter at all; selecting none in one part is no error."""
     try:
         jax.eval_shape(lambda outer, layers: tx.init({"outer": outer, "layers": read(layers, 0)}), outer, layers)
     except LowtideError:
@@ -126,8 +126,8 @@ def _refuse_nothing(tx: optax.GradientTransformation, outer: Tree, layers: Tree)
 
 
 def _made(make: Callable[[Tree], Tree], params: Tree) -> Tree:
-    """Compute ``make(params)``, each leaf sharded like the parameter that it belongs to; of shapes, shapes."""
-    initialiser: Any = make  # only `init` of the transformation is asked
+    """Compute ``make(params)``, with each leaf sharded like its parameter; for shapes, return shapes."""
+    initialiser: Any = make  # only `init` of the transformation is called
     shardings = state_shardings(optax.GradientTransformation(initialiser, initialiser), params)
     if not _are_shapes(params):
         return jax.jit(make, out_shardings=shardings)(params)
@@ -144,7 +144,7 @@ def _are_shapes(tree: Tree) -> bool:
 
 
 def _zero(like: Tree, dtype: Any) -> Any:
-    """Make a scalar zero on the devices of a tree; of shapes, a shape."""
+    """Make a scalar zero on the devices of a tree; for shapes, return a shape."""
     if _are_shapes(like):
         return jax.ShapeDtypeStruct((), dtype)
     return jax.device_put(jnp.zeros((), dtype), replicated(like).with_memory_kind("device"))

@@ -1,4 +1,4 @@
-"""One layerwise step over one batch: forward, and backward once for clipping's sake, once with updates."""
+"""One layerwise step over one batch: forward, backward for the norm of exact clipping, and backward with updates."""
 
 from __future__ import annotations
 
@@ -21,25 +21,25 @@ from ._updates import update, update_layer
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Step:
-    """A batch and the state that it meets; every method is pure."""
+    """A batch and the state before its step; every method is pure."""
 
     tx: Any
     """The optimizer."""
     clip: Clip | None
     """How gradients are clipped."""
     chunk_bytes: int
-    """Bytes from the host in one block of an update."""
+    """Bytes that one block of an update moves from the host."""
     is_guarded: bool
-    """Whether updates are left out from the first gradient on that is not finite."""
+    """Whether updates are skipped from the first gradient on that is not finite."""
     outer_space: Any
-    """Where the outer parameters live, and a gradient that waits for the end of the backward pass."""
+    """Memory space of the outer parameters, and of gradients that are kept until the end of the backward pass."""
     state: LayerwiseState
-    """What the step consumes."""
+    """The state that the step consumes."""
     passes: StackPasses
     """The passes over the batch."""
 
     def measure(self) -> tuple[Any, Tree]:
-        """Compute the norm of all gradients, which are dropped; and return the stacked leaves, to go on with."""
+        """Compute the norm of all gradients, without keeping them; return it with the stacked leaves."""
         first, last = self._readers()
         inputs, boundary, layers = self.passes.forward(self._outer(first), self.state.layers, self.state.step)
         _, _, grads_last, boundary = self.passes.last(self._outer(last), boundary)
@@ -58,14 +58,16 @@ class Step:
         """Compute the new state and the metrics.
 
         Args:
-            factor: what gradients are multiplied by before they are used; None where each norm decides by itself, or
-                nothing is clipped.
-            is_finite: whether the gradients are known to be finite so far; where steps are guarded.
+            factor: factor of the gradients before they are used; None if each layer's norm decides, or nothing is
+                clipped.
+            is_finite: whether the gradients are known to be finite so far; read if steps are guarded.
         """
         state, (first, last) = self.state, self._readers()
         inputs, boundary, layers = self.passes.forward(self._outer(first), state.layers, (state.step, factor))
         loss, metrics, grads_last, boundary = self.passes.last(self._outer(last), boundary)
         shared = self._waiting(grads_last, first & last)
+        # Leaves that only `last` reads are updated before the blocks. Leaves that `first` reads, too, wait for its
+        # gradient at the end of the backward pass.
         head = _but(grads_last, first)
         squares = square_norm(head)
         outer, outer_opt = self._update_outer(head, factor, loss, self._guard(squares, loss, is_finite))
@@ -78,7 +80,7 @@ class Step:
             layers, opt = update_layer(tx, grads, layer, layers, opt, i, loss, part, **options)
             return layers, opt, squares
 
-        # The gradients of the head are gone before the first block runs backward.
+        # The dependency frees the gradients of the head before the first block runs backward.
         after = zero_after((outer, squares))
         carry = (layers, state.layers_opt, squares)
         carry, boundary = self.passes.backward(lambda carry: carry[0], inputs, boundary, consume, carry, after)
@@ -99,10 +101,10 @@ class Step:
         return new, {**metrics, "loss": loss, "grad_norm": norm}
 
     def _readers(self) -> tuple[frozenset[str], frozenset[str]]:
-        """Paths of the trainable outer leaves that `first` reads, and of those that `last` reads.
+        """Return the paths of the trainable outer leaves that `first` reads, and of those that `last` reads.
 
         Raises:
-            StructureError: for a leaf that neither reads, or functions that return something else than they have to.
+            StructureError: for a leaf that neither reads, or functions that return a wrong result.
         """
         passes, outer = self.passes, jax.tree.map(_shape, put(self.state.outer, DEVICE))
         frozen = jax.tree.map(_shape, put(passes.frozen_outer, DEVICE))
@@ -128,7 +130,7 @@ class Step:
         return self.passes.first(self._outer(paths), boundary) if paths else self._outer(paths)
 
     def _waiting(self, grads: Tree, paths: frozenset[str]) -> Tree:
-        """Gradients that have to wait for the end of the backward pass, in the memory of their parameters."""
+        """Move gradients that are kept until the end of the backward pass to the memory of their parameters."""
         return jax.tree.map(lambda x: put(x, self.outer_space) if x.ndim > 1 else x, only(grads, paths))
 
     def _factor(self, grads: Tree, factor: Any) -> Any:
@@ -138,16 +140,17 @@ class Step:
 
     @property
     def _options(self) -> dict[str, Any]:
-        # On a mesh rows may be spread over devices, and cutting them would gather the leaf: a leaf at a time instead.
+        # On a mesh, rows can be sharded, and cutting them would gather the leaf. So leaves are updated whole, one at a
+        # time.
         meshes = [jax.typeof(leaf).sharding.mesh for leaf in jax.tree.leaves((self.state.outer, self.state.layers))]
         return {"chunk_bytes": self.chunk_bytes, "by_leaf": any(mesh.size > 1 for mesh in meshes)}
 
     def _guard(self, squares: Any, loss: Any, is_finite: Any) -> Any:
-        """Whether the loss and all gradients so far are finite; None where steps are not guarded."""
+        """Return whether the loss and all gradients so far are finite; None if steps are not guarded."""
         return jnp.isfinite(squares) & jnp.isfinite(loss) & is_finite if self.is_guarded else None
 
     def _update_outer(self, grads: Tree, factor: Any, loss: Any, guard: Any) -> tuple[Tree, dict[str, Tree]]:
-        """Compute the new leaves, and optimizer states by path, one leaf after the other."""
+        """Update outer leaves one after the other; return the new leaves, and optimizer states by path."""
         outer, states = only(self.state.outer, ()), dict[str, Tree]()
         for path, _ in leaves_with_paths(grads):
             grad, old = only(grads, {path}), only(self.state.outer, {path})
@@ -167,7 +170,7 @@ def _but(tree: Tree, paths: frozenset[str]) -> Tree:
 
 
 def _added(grads: Tree, shared: Tree) -> Tree:
-    """Return the gradients of `first`, and for shared leaves those of `last` added."""
+    """Return the gradients of `first`, plus those of `last` for shared leaves."""
     waiting = dict(leaves_with_paths(shared))
     leaves = [
         leaf + put(waiting[path], DEVICE).astype(leaf.dtype) if path in waiting else leaf
@@ -177,7 +180,7 @@ def _added(grads: Tree, shared: Tree) -> Tree:
 
 
 def _paths_read(fn: Callable[..., Any], outer: Tree, *rest: Tree) -> frozenset[str]:
-    """Paths of the leaves of `outer` that a function of it computes with."""
+    """Return the paths of the leaves of `outer` that a function of it reads."""
     jaxpr = jax.make_jaxpr(fn)(outer, *rest).jaxpr
     read = variables_read(jaxpr)
     paths = [path for path, _ in leaves_with_paths(outer)]

@@ -1,4 +1,4 @@
-"""Optimizer updates of one layer of a stack, and of one outer leaf, in the memory where they live."""
+"""Optimizer updates of one layer of a stack, or of one outer leaf, in the memory that holds them."""
 
 from __future__ import annotations
 
@@ -27,21 +27,21 @@ def update(
     guard: Any = None,
     **options: Any,
 ) -> tuple[Tree, Tree]:
-    """Update parameters and state in place, wherever they live, a block of rows at a time.
+    """Update parameters and state in place, in host or device memory, one block of rows at a time.
 
     Args:
         tx: the optimizer, which takes extra arguments.
         grads: gradients, on the device.
         params: the parameters' values, on the host or on the device.
-        opt: the optimizer's state, likewise.
-        loss: for optimizers that read it.
-        factor: what gradients are multiplied by, or None.
-        into: what the new parameters overwrite, if not `params`.
+        opt: the optimizer's state, on the host or on the device.
+        loss: the loss, for optimizers that read it.
+        factor: factor of the gradients, or None.
+        into: arrays that the new parameters overwrite, if not `params`.
         guard: whether to update at all, a boolean scalar; None for always.
-        **options: of `stream`.
+        **options: options of `stream`.
 
     Returns:
-        New parameters and state, each in the memory of what it overwrites.
+        New parameters and state, each in the memory of the arrays that it overwrites.
     """
 
     def apply(grads: Tree, opt: Tree, params: Tree, into: Tree, loss: Any, factor: Any, guard: Any) -> Any:
@@ -59,12 +59,12 @@ def update(
 
 
 def _is_narrow(leaf: Any) -> bool:
-    """Whether a leaf of a state is of eight bits: of its numbers in float32 a block is enough, too."""
+    """Return whether a state leaf has 8-bit elements; it is streamed, so only a block of it exists in float32."""
     return leaf.ndim > 1 and leaf.dtype.itemsize == 1
 
 
 def _chosen(guard: Any, new: Any, old: Any) -> Any:
-    """Choose the new value or the old one; what has become another type is refused elsewhere, by name."""
+    """Choose the new or the old value; values whose shape or dtype changed are refused elsewhere, with their name."""
     return jnp.where(guard, new, old) if (new.shape, new.dtype) == (old.shape, old.dtype) else new
 
 
@@ -80,15 +80,16 @@ def update_layer(
         layers: the stacked parameters.
         opt: the stacked optimizer state.
         i: position of the layer.
-        loss: for optimizers that read it.
-        factor: what gradients are multiplied by, or None.
-        **options: of `stream`.
+        loss: the loss, for optimizers that read it.
+        factor: factor of the gradients, or None.
+        **options: options of `stream`.
 
     Returns:
         The stacked parameters and state, with layer i replaced in place.
     """
     is_narrow = any(map(_is_narrow, jax.tree.leaves(opt)))
-    # The parameters, too, on a GPU; on a TPU XLA would keep a copy of all layers for who reads one later (compiled).
+    # On a GPU the parameters are updated in place, too. On a TPU XLA would keep a copy of all layers for later reads
+    # (compiled).
     is_all_narrow = is_narrow and traced_device().platform == "gpu"
 
     def entry(leaf: Any, is_in_place: bool) -> Any:
@@ -108,7 +109,7 @@ def update_layer(
                 hint="choose an optimizer whose state keeps its dtype, or store parameters in that of their updates",
             )
         written = write(stacked, new, at)
-        at = later(i, written)  # new parameters come from the old state, which is overwritten after them
+        at = later(i, written)  # new parameters depend on the old state, so the state is overwritten after them
         return written
 
     into = jax.tree.map(functools.partial(entry, is_in_place=is_all_narrow), layers)

@@ -1,4 +1,4 @@
-"""The one program that runs a schedule."""
+"""One SPMD program that runs a schedule."""
 
 from ._pipeline import Pipeline as Pipeline
 from ._pipeline import value_and_grad as value_and_grad

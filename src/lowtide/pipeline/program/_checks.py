@@ -1,4 +1,4 @@
-"""What a pipeline is not made of."""
+"""Checks of a pipeline's arguments and of the traced functions of its stack, with errors that state the remedy."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from ...jaxprs import Kind, bodies, equations, kind_of, source_line, walk
 from ..schedules import Schedule, tables
 
 _ONE_ORDER = "xla_cpu_enable_concurrency_optimized_scheduler"
-"""XLA's flag that, when false, has CPU devices run collectives in the program's order (jaxlib 0.10)."""
+"""XLA flag that, when false, makes CPU devices run collectives in program order (jaxlib 0.10)."""
 
 
 def refuse_other_mesh(schedule: Schedule, mesh: Mesh, axis: str, batch_axes: Sequence[str] | None) -> None:
-    """Raise for a mesh without the axes, or of other sizes or kinds."""
+    """Raise for a mesh that lacks an axis, or has axes of another size or type."""
     if axis not in mesh.shape:
         raise ConfigError(
             f"the mesh has no axis {axis!r}",
@@ -61,10 +61,10 @@ def refuse_other_mesh(schedule: Schedule, mesh: Mesh, axis: str, batch_axes: Seq
 
 
 def refuse_useless_limit(schedule: Schedule, memory_limit: int | None) -> None:
-    """Raise for a limit of memory by which no schedule is chosen.
+    """Raise for a memory limit that cannot influence the choice of a schedule.
 
     Raises:
-        ConfigError: for one that is 0, or said beside a schedule that is made already.
+        ConfigError: for a limit of 0, or a limit for a schedule that is already made.
     """
     if memory_limit is None:
         return
@@ -82,7 +82,7 @@ def refuse_useless_limit(schedule: Schedule, memory_limit: int | None) -> None:
 
 
 def refuse_other_inputs(inputs: str, remat: Any) -> None:
-    """Raise for a place that blocks' inputs cannot wait in, or where they would not be what waits."""
+    """Raise for an unknown memory of block inputs, or for inputs on the host without recomputation."""
     check_choice(
         f"unknown place {inputs!r} for what enters each block",
         inputs,
@@ -99,7 +99,7 @@ def refuse_other_inputs(inputs: str, remat: Any) -> None:
 
 
 def refuse_other_stages(schedule: Schedule, layers_per_stage: Sequence[int] | None) -> None:
-    """Raise for stages that one program cannot have."""
+    """Raise for stages that one program cannot run."""
     if layers_per_stage is not None and len(layers_per_stage) != schedule.num_stages:
         raise ConfigError(
             "layers_per_stage is not of this schedule",
@@ -114,11 +114,11 @@ def refuse_other_stages(schedule: Schedule, layers_per_stage: Sequence[int] | No
             got=", ".join(str(len(schedule.stages_of(rank))) for rank in range(schedule.num_ranks)),
             hint="one program gives every rank room for as many layers; a stage may have none: layers_per_stage",
         )
-    tables(schedule, [1] * schedule.num_stages)  # refuses stages that are no neighbours
+    tables(schedule, [1] * schedule.num_stages)  # raises for consecutive stages on ranks that are not neighbours
 
 
 def refuse_undivided_calls(name: str, jaxpr: Any, platform: str) -> None:
-    """Raise for what JAX cannot lower where the compiler divides arrays along axes: it would name no place."""
+    """Raise for calls that JAX cannot lower on a mesh with automatic axes; JAX's error has no source line."""
     mesh = jax.sharding.get_abstract_mesh()
     axes = [axis for axis, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind is AxisType.Auto]
     found = next(_undivided_calls(jaxpr, axes, platform), None)
@@ -145,12 +145,12 @@ _COLLECTIVES = {
 
 
 def refuse_collectives(name: str, jaxpr: Any, axis: str) -> None:
-    """Raise for collectives that not all devices come to: they would wait for one another for ever.
+    """Raise for collectives that some devices do not reach: the others would wait forever.
 
     Args:
-        name: of the function of the stack.
-        jaxpr: of it.
-        axis: the pipeline's.
+        name: name of the function of the stack.
+        jaxpr: jaxpr of the function.
+        axis: the pipeline's axis.
     """
     for eqn, where in _with_lines(jaxpr):
         collective = eqn.primitive.name
@@ -177,17 +177,17 @@ def refuse_collectives(name: str, jaxpr: Any, axis: str) -> None:
 
 
 def explained(error: Exception, mesh: Any, axis: str) -> StructureError | None:
-    """Say what JAX's error about a `shard_map`, or a collective, in a function of the stack means here.
+    """Translate JAX's error about a `shard_map` or a collective in a function of the stack.
 
-    It knows JAX's messages by their words, those of 0.10.2 and 0.12.0; an error of other words stays JAX's own.
+    JAX's messages are recognised by their wording in 0.10.2 and 0.12.0. Errors with other wording are not translated.
 
     Args:
-        error: of tracing the functions.
-        mesh: of the pipeline.
-        axis: of the pipeline.
+        error: raised while the functions were traced.
+        mesh: mesh of the pipeline.
+        axis: axis of the pipeline.
 
     Returns:
-        The error to raise in its place; None of any other.
+        The error to raise instead; None if the error is not recognised.
     """
     text = str(error)
     others = [name for name in mesh.axis_names if name != axis]
@@ -238,13 +238,13 @@ def _of_specs(axis: str, where: str, got: str) -> StructureError:
 
 
 def _with_lines(jaxpr: Any) -> Iterator[tuple[Any, str]]:
-    """All operations and their lines; of one without, the line of what it is in."""
+    """Yield all operations with their source lines; one without a line gets that of the enclosing operation."""
     for eqn, around in walk(jaxpr, "", lambda eqn, _, around: source_line(eqn) or around):
         yield eqn, source_line(eqn) or around
 
 
 def _axes(eqn: Any) -> tuple[Any, ...]:
-    """Return the axes of a collective; none of other operations."""
+    """Return the axes of a collective; empty for other operations."""
     if eqn.primitive.name not in _COLLECTIVES:
         return ()
     axes = eqn.params.get("axes", eqn.params.get("axis_name", ()))
@@ -252,7 +252,7 @@ def _axes(eqn: Any) -> tuple[Any, ...]:
 
 
 def _choices(jaxpr: Any) -> Iterator[tuple[str, list[str], str]]:
-    """Branches and loops whose predicate differs along an axis of a collective in them."""
+    """Yield branches and loops whose predicate varies along an axis of a collective inside them."""
     for eqn, where in _with_lines(jaxpr):
         kind = kind_of(eqn)
         if kind in (Kind.BRANCH, Kind.WHILE):
@@ -264,7 +264,7 @@ def _choices(jaxpr: Any) -> Iterator[tuple[str, list[str], str]]:
 
 
 def _undivided_calls(jaxpr: Any, axes: Sequence[str], platform: str) -> Iterator[tuple[str, str, Sequence[str]]]:
-    """Find calls of other code, their lines, and along which axes the compiler divides their arrays."""
+    """Yield calls of foreign code, their lines, and the automatic axes of the mesh around them."""
 
     def enter(eqn: Any, _: Any, around: tuple[Sequence[str], str]) -> tuple[Sequence[str], str]:
         axes, where = around
@@ -281,7 +281,7 @@ def _undivided_calls(jaxpr: Any, axes: Sequence[str], platform: str) -> Iterator
 
 
 def warn_of_waiting_forever(mesh: Mesh, axis: str) -> None:
-    """XLA's CPU client may start collectives of several axes in another order on each device, and abort the process."""
+    """Warn that XLA's CPU client may start collectives of several axes in different orders and abort the process."""
     is_exposed = mesh.size > mesh.shape[axis] > 1 and mesh.devices.flat[0].platform == "cpu"
     if is_exposed and _ONE_ORDER not in os.environ.get("XLA_FLAGS", ""):
         warnings.warn(
@@ -302,7 +302,7 @@ def refuse_wrong_types(
     batch_axes: Any,
     memory_limit: Any,
 ) -> None:
-    """Raise for arguments of `value_and_grad` of another type."""
+    """Raise for arguments of `value_and_grad` of the wrong type."""
     if not isinstance(stack, LayerStack):
         raise StructureError(
             "a pipeline needs a model as a stack of equal blocks",

@@ -1,19 +1,18 @@
-"""`value_and_grad`: a pipelined loss and its gradients, as one compiled program whose memory is flat in microbatches.
+"""The SPMD program of a pipeline: loss and gradients, with memory that does not grow with the number of microbatches.
 
-A `shard_map` over one axis of a mesh, in which every rank goes through a table of ticks: in each an input, a weight and
-a forward pass, where the schedule has them. A pass is a loop of no or one
-iteration, so that whatever it changes (buffers, totals of gradients) is changed in place; a `switch` would return it,
-and its branches copy what they hand through (JAX issues 38145, 16661). Nothing is differentiated through the ticks,
-only the stages inside (JAX issue 40823); nothing is sent along the pipeline's axis inside a pass.
+The program is a `shard_map` over one axis of a mesh. Every rank runs a table of ticks; a tick has at most an input, a
+weight and a forward pass. A pass is a loop of zero or one iterations, so that it changes buffers and gradient totals in
+place. A `switch` would return them, and its branches copy the values that they pass through (JAX issues 38145, 16661).
+JAX differentiates only the stages, never the ticks (JAX issue 40823). No pass communicates along the pipeline's axis.
 
-Between passes wait only what `_split` leaves, in as many slots as the schedule needs at a time. Gradients are added to
-one total for each weight. The last function runs forward and backward in the last stage's input pass, so that logits
-never wait; losses are summed as they come.
+Between passes only the values that the split keeps exist, in as many slots as the schedule needs at a time. Gradients
+are added to one total for each weight. The last function runs forward and backward in the input pass of the last stage,
+so logits are never kept. Losses are summed as they are computed.
 
-Known inefficiency: of float32 activations that only products read, a TPU keeps a copy in bfloat16 of the whole buffer
-while a pass runs; activations in bfloat16, as decoders compute in, have none.
+Known inefficiency: if only products read a float32 activation, a TPU keeps a bfloat16 copy of the whole buffer while a
+pass runs. Activations in bfloat16, the compute dtype of decoders, have no such copy.
 
-Legend: R ranks, V stages a rank, K layers of the longest stage, M microbatches, T ticks.
+Legend: R ranks, V stages per rank, K layers of the longest stage, M microbatches, T ticks.
 """
 
 from __future__ import annotations
@@ -40,49 +39,50 @@ from ._recomputing import recomputing
 
 State = dict[str, Any]
 Came = dict[str, list[Any]]
-"""What comes, by the column of a table that says where it is put."""
+"""Arriving values, by the table column that holds their slot."""
 HERE = "from_here"
 _NO_RESIDUALS = 0.5
-"""Of what a forward pass leaves: a limit below it is met by no schedule."""
+"""Share of a forward pass's residuals; no schedule meets a limit below it."""
 _NUM_FITTING = 4
-"""Of how many schedules within a limit of memory the best is taken: with less of it they need not be slower."""
+"""Number of schedules within a memory limit among which the fastest is chosen. A lower limit does not always give a
+slower schedule."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """What one rank runs, on shapes that are known."""
+    """The program of one rank for given shapes."""
 
     stack: LayerStack
     schedule: Schedule
     layout: Layout
     axis: str
     trainable: Tree
-    """Of ``{"outer": ..., "layers": ...}``: the shapes of what has gradients, None in place of the others."""
+    """Shapes of the leaves of ``{"outer": ..., "layers": ...}`` that have gradients, and None elsewhere."""
     frozen: Tree
-    """Those of the others."""
+    """Shapes of the other leaves."""
     batch: Tree
     """Shapes of one microbatch."""
     memory_limit: int | None
-    """Bytes that what waits may take, of all devices of a rank, where the schedule says no limit."""
+    """Limit in bytes of the values between passes, over all devices of a rank, if the schedule has no limit."""
     remat: bool | Callable[..., bool]
     inputs_on_host: bool
-    """Whether what enters each block waits for the backward pass in host memory."""
+    """Whether the input of each block is kept in host memory until the backward pass."""
     batch_axes: tuple[str, ...]
-    """Along which axes of the mesh the rows of a microbatch are divided."""
+    """Axes of the mesh along which the rows of a microbatch are sharded."""
     platform: str
-    """Of the devices."""
+    """Platform of the devices."""
 
     def gradients(self, trainable: Tree, frozen: Tree, microbatches: Tree, loss_weights: Any) -> Any:
         """Run the program, under `shard_map`.
 
         Args:
             trainable: the weights that have gradients: outer leaves whole, layers of this rank, [V * K, ...].
-            frozen: the others.
+            frozen: the other weights.
             microbatches: [M, ...].
-            loss_weights: the part of each microbatch in the loss, [M].
+            loss_weights: weight of each microbatch in the loss, [M].
 
         Returns:
-            The loss, the metrics, the gradients of the outer leaves, those of this rank's layers.
+            The loss, the metrics, and the gradients of the outer leaves and of this rank's layers.
         """
         run = _Run(self, trainable, frozen, microbatches, loss_weights)
         state = lax.scan(run.tick, run.begin(), jnp.asarray(run.tables.rows))[0]
@@ -91,7 +91,7 @@ class Program:
         return loss, metrics, {"outer": lax.psum(outer, self.axis), "layers": layers}
 
     def evaluate(self, trainable: Tree, frozen: Tree, microbatches: Tree, loss_weights: Any) -> Any:
-        """Run the forward passes alone; arguments as of `gradients`.
+        """Run the forward passes only; the arguments are those of `gradients`.
 
         Returns:
             The loss and the metrics.
@@ -101,7 +101,7 @@ class Program:
         return lax.psum((state["loss"], state["metrics"]), self.axis)
 
     def held(self, trainable: Tree, frozen: Tree, microbatches: Tree, loss_weights: Any) -> Held:
-        """Return what `gradients` holds from its first tick to its last; arguments as of it."""
+        """Return the arrays that `gradients` holds from its first tick to its last; arguments as in `gradients`."""
         run = _Run(self, trainable, frozen, microbatches, loss_weights)
         state = run.begin()
         names = dict.fromkeys(one.buffer for part in run.parts.values() for one in part.residuals)
@@ -114,18 +114,18 @@ class Program:
             run.costs,
             {
                 **{name: part.split.flops for name, part in run.parts.items()},
-                # Forward and backward in one go.
+                # `last` runs forward and backward together, in the input pass.
                 "last": PassFlops(forward=0, input=jaxpr_flops(self.traced_last(run.shapes.h)), weight=0),
             },
         )
 
     def traced_last(self, h: Tree) -> Any:
-        """Return the jaxpr of `last`."""
+        """Trace `last` to a jaxpr."""
         loss_weight = jax.ShapeDtypeStruct((), jnp.float32)
         return make_jaxpr(self.last)(self.trainable["outer"], self.frozen["outer"], h, loss_weight, self.batch)[0].jaxpr
 
     def last(self, trainable: Tree, frozen: Tree, h: Tree, loss_weight: Any, batch: Tree) -> Any:
-        """Compute the loss, the metrics, the gradients of the outer leaves and those of what in `h` has any."""
+        """Compute the loss, the metrics, and the gradients of the outer leaves and of the inexact leaves of `h`."""
         moved = jax.tree.map(lambda leaf: leaf if jnp.issubdtype(leaf.dtype, jnp.inexact) else None, h)
 
         def loss(trainable: Tree, moved: Tree) -> tuple[Any, Tree]:
@@ -150,7 +150,7 @@ class Program:
         }
 
     def blocks(self, layers: Tree, h: Any, batch: Tree, count: Any) -> Any:
-        """Run the blocks of a stage, of which only `count` are there."""
+        """Run the first `count` blocks of a stage; the remaining rows are padding."""
         block = recomputing(self.stack.block, self.remat, inputs_on_host=self.inputs_on_host)
 
         def body(h: Any, row: tuple[Tree, Any]) -> tuple[Any, None]:
@@ -161,22 +161,23 @@ class Program:
             def choose(one: Any, other: Any) -> Any:
                 return jnp.where(index < count, one, other)
 
-            # Padding computes on activations that no such layer is ever given: its gradient may be 0 times infinity.
+            # A padding layer gets activations that it was not made for, and its gradient can be 0 times infinity. So
+            # its input has no gradient.
             given = jax.tree.map(lambda leaf: choose(leaf, lax.stop_gradient(leaf)), h)
             return jax.tree.map(choose, self.divided(block(layer, given, batch)), h), None
 
         return lax.scan(body, self.divided(h), (layers, jnp.arange(self.layout.longest)))[0]
 
     def sendable(self, jaxpr: Any) -> Any:
-        """Return a jaxpr whose collectives other ranks need not take part in."""
+        """Return a jaxpr whose collectives do not involve other ranks."""
         return without_permutes(jaxpr, self.axis) if self.platform == "cpu" else jaxpr
 
     def running(self, fn: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a function of the stack whose collectives other ranks need not take part in."""
+        """Return a function whose collectives do not involve other ranks."""
         return permuting_nothing(fn, self.axis) if self.platform == "cpu" else fn
 
     def divided(self, tree: Tree) -> Tree:
-        """Arrays whose rows are divided: else XLA may gather them, and divide them along weights' axes."""
+        """Shard the rows of arrays; otherwise XLA may gather them and shard them along the axes of weights."""
         number = math.prod(jax.sharding.get_abstract_mesh().shape.get(axis, 1) for axis in self.batch_axes)
 
         def divide(leaf: Any) -> Any:
@@ -187,33 +188,33 @@ class Program:
         return jax.tree.map(divide, tree)
 
     def stage_shape(self, leaf: Any) -> Any:
-        """Of a leaf of the layers, what one stage has."""
+        """Return the shape of one stage's part of a layers leaf."""
         return jax.ShapeDtypeStruct((self.layout.longest, *leaf.shape[1:]), leaf.dtype)
 
     def shapes(self) -> StackShapes:
-        """Return the shapes of one microbatch; errors as of `LayerStack.shapes`."""
+        """Return the shapes of one microbatch; errors as in `LayerStack.shapes`."""
         weights = combine(self.trainable, self.frozen)
         layer = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), weights["layers"])
         return self.stack.shapes(weights["outer"], layer, self.batch)
 
 
 class Held(NamedTuple):
-    """What a rank has room for throughout the program."""
+    """Arrays that a rank holds throughout the program."""
 
     buffers: dict[str, tuple[tuple[int, ...], Any]]
-    """Of what waits: shape and dtype."""
+    """Shape and dtype of each buffer for values between passes."""
     messages: list[tuple[tuple[int, ...], Any]]
-    """Shapes and dtypes of what other ranks send."""
+    """Shapes and dtypes of the message buffers."""
     hoisted: list[tuple[tuple[int, ...], Any]]
-    """Shapes and dtypes of what is made of weights once."""
+    """Shapes and dtypes of the values that are computed from weights once."""
     used: dict[str, tuple[int, ...]]
-    """Slots that each rank uses of them."""
+    """Number of slots of each buffer that each rank uses."""
     schedule: Schedule
-    """What runs, made for the costs of the stages where it was made for none."""
+    """The schedule that runs; an ``auto`` schedule without costs is already fitted to the stages."""
     costs: Costs
-    """Of the stages: their FLOPs, and what waits, of which the forward pass of a stage leaves 1 of a microbatch."""
+    """Costs of the stages: FLOPs, and memory in units of the residuals that one microbatch leaves in a stage."""
     flops: dict[str, PassFlops]
-    """Arithmetic of the functions of the stack, of blocks that of a stage."""
+    """FLOPs of the functions of the stack; for blocks, FLOPs of one stage."""
 
 
 class _Weights:
@@ -228,12 +229,12 @@ class _Weights:
         return chunk * self._longest
 
     def of(self, chunk: Any) -> Tree:
-        """Return the weights of a stage, not copied out of those of the rank."""
+        """Return the weights of a stage as `Rows` of the rank's weights, without a copy."""
         return jax.tree.map(lambda leaf: Rows(leaf, self.begin(chunk)), self.layers)
 
 
 class _Forward:
-    """One run of the forward passes, which leaves nothing behind; `tick` is the body of its loop."""
+    """One run of the forward passes, which keeps no residuals; `tick` is the body of its loop."""
 
     def __init__(self, program: Program, trainable: Tree, frozen: Tree, microbatches: Tree, loss_weights: Any) -> None:
         self.program, self.microbatches, self.loss_weights = program, microbatches, loss_weights
@@ -245,7 +246,7 @@ class _Forward:
             refuse_collectives(name, jaxpr, program.axis)
 
     def _traced(self) -> Iterator[tuple[str, Any]]:
-        """Trace the jaxprs of what this runs."""
+        """Trace the functions of the stack that this run uses."""
         stack, batch = self.program.stack, self.program.batch
         outer, layers = jax.tree.map(jax.typeof, (self.weights.outer, self.weights.layers))
         layer = jax.tree.map(lambda leaf: leaf.update(shape=leaf.shape[1:]), layers)
@@ -257,7 +258,7 @@ class _Forward:
         return tables(self.program.schedule, self.program.layout.layers_per_stage, forward_only=True)
 
     def begin(self) -> State:
-        """Empty buffers."""
+        """Return empty buffers and totals."""
         h = jax.tree.leaves(self.shapes.h)
         return {
             "messages": [jnp.zeros((self.tables.num_messages, *s.shape), s.dtype) for s in h],
@@ -267,10 +268,10 @@ class _Forward:
         }
 
     def tick(self, state: State, row: Any) -> tuple[State, None]:
-        """Do what every rank does in one tick.
+        """Run one tick of every rank.
 
-        What the input passes of the row before gave is on its way while forward passes run, what these give while the
-        backward passes after them do.
+        Results of the previous row's input passes are sent while this row's forward pass runs. Results of this forward
+        pass are sent while the row's backward passes run.
         """
         numbers = dict(zip(self.tables.columns, at(row, lax.axis_index(self.program.axis)), strict=True))
         cells: dict[str, State] = {}
@@ -279,6 +280,8 @@ class _Forward:
             cells.setdefault(kind, {})[column] = number
         back = self._given("I", state) if "I" in state else {}
         state = self._run(self._forward, _after(back, state, "F"), cells["F"])
+        # The barrier ties the end of the transfer to the end of the pass. Without it a TPU's compiler starts and
+        # finishes the transfer at once, so it overlaps with nothing (v5p, `tests/pipeline/test_executor_bytes.py`).
         state["F"], back = lax.optimization_barrier((state["F"], back))
         came = self._given("F", state)
         state = self._stored(state, cells["I"], back)
@@ -293,8 +296,8 @@ class _Forward:
         return state
 
     def _run(self, run: Callable[[State, State, Tree], State], state: State, cell: State) -> State:
-        """Run a pass, if the tick has it."""
-        # A microbatch of weight 0 contributes nothing, also where its activations or its loss are no numbers.
+        """Run a pass if the tick has it."""
+        # A microbatch of weight 0 is skipped, so NaN in its activations or loss has no effect.
         counts = at(self.loss_weights, cell["microbatch"]) != 0
 
         def one(state: State, cell: State) -> State:
@@ -322,7 +325,7 @@ class _Forward:
         return {**_when(cell["is_last"] == 1, last, state, (h, batch)), "F": jax.tree.leaves(h)}
 
     def _message(self, state: State, cell: State) -> Tree:
-        """Return what a neighbour sent."""
+        """Return the message that the pass reads."""
         tree = jax.tree.structure(self.shapes.h)
         return tree.unflatten([at(buffer, cell["message"]) for buffer in state["messages"]])
 
@@ -333,17 +336,18 @@ class _Forward:
         return {**state, "loss": add(state["loss"], loss), "metrics": jax.tree.map(add, state["metrics"], metrics)}
 
     def _given(self, kind: str, state: State) -> Came:
-        """Give neighbours the last results of a kind of pass, and get theirs, and what stays on this rank."""
+        """Exchange the last results of a kind of pass with the neighbours; results for this rank stay."""
         num_ranks = self.program.schedule.num_ranks
         found: Came = {}
         for name, step in (("from_left", 1), ("from_right", -1), (HERE, 0)):
             if self.tables.comes(kind, name):
+                # A result that moves by +1 arrives from the left neighbour, one that moves by -1 from the right.
                 pairs = [(rank, (rank + step) % num_ranks) for rank in range(num_ranks)]
                 found[name] = [lax.ppermute(leaf, self.program.axis, pairs) if step else leaf for leaf in state[kind]]
         return found
 
     def _stored(self, state: State, cell: State, came: Came) -> State:
-        """Put what has come where its reader finds it."""
+        """Store arrived values in their message slots."""
         messages = state["messages"]
         for name, leaves in came.items():
 
@@ -376,14 +380,14 @@ class _Run(_Forward):
         return made
 
     def _fitted(self) -> tuple[Schedule, Tables]:
-        """Choose the schedule for the costs of the stages, so that what waits keeps within the limit in every slot.
+        """Choose the schedule for the stages' costs, such that all values between passes fit into the memory limit.
 
-        What a schedule counts is residuals; messages, cotangents of the pass that runs, and slots that only the fullest
-        rank uses come on top. So the limit that it is given is lowered until all of them are within ours, and of some
-        that are the soonest to end is taken.
+        A schedule counts only residuals. Messages, cotangents of the running pass and slots that only the fullest rank
+        uses come on top. So schedules are made for decreasing limits until all of these fit into the limit in bytes.
+        The first few that fit are simulated, and the fastest is chosen.
 
         Raises:
-            ScheduleError: when none was found.
+            ScheduleError: when no schedule was found.
         """
         waiting = [one for part in self.parts.values() for one in part.waiting()]
         lengths, limit = self.program.layout.layers_per_stage, self.program.memory_limit
@@ -408,10 +412,12 @@ class _Run(_Forward):
 
         left = min(limit / self._unit_bytes(), 2 * self._most_residuals())
         while len(found) < _NUM_FITTING and left > _NO_RESIDUALS and (size := tried(left)) is not None:
+            # Lower the limit in proportion to the excess, by at least 10 %, but do not skip a limit at which the order
+            # changes.
             lower = left * min(limit / max(size, 1), 0.9)
             left = next((one for one in telling if lower < one < left), lower)
         for left in () if found else (chunks, telling[1]):
-            tried(left)  # also of stages that leave nothing; room for as many microbatches as ranks is always enough
+            tried(left)  # also for stages without residuals; memory for R microbatches always suffices
         if found:
             return min(found, key=lambda one: one[:2])[2:]
         raise ScheduleError(
@@ -422,13 +428,13 @@ class _Run(_Forward):
         )
 
     def _most_residuals(self) -> float:
-        """Return what a rank keeps of all microbatches at once, in the unit of `_costs`."""
+        """Return the memory of a rank that holds the residuals of all microbatches, in the unit of `_costs`."""
         parts = (self.costs.input_residuals, self.costs.weight_residuals, self.costs.cotangents)
         each = sum(max(part) if isinstance(part, Sequence) else part for part in parts)
         return each * self.program.schedule.stages_per_rank * self.program.schedule.num_microbatches
 
     def _waiting_bytes(self, made: Tables) -> int:
-        """Return the bytes on the devices of a rank of all that waits: buffers and messages."""
+        """Return the bytes of buffers and messages on the devices of a rank."""
         sizes = {one.buffer: one.num_bytes for part in self.parts.values() for one in part.residuals}
         hosted = {one.buffer for part in self.parts.values() for one in part.residuals if one.is_on_host}
         h = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(self.shapes.h))
@@ -436,7 +442,7 @@ class _Run(_Forward):
         return kept + made.num_messages * h
 
     def _costs(self) -> Costs:
-        """Return what the stages cost, of which the first has the first function, and the last the last, too."""
+        """Return the costs of the stages, including the first function in the first stage and the last in the last."""
         first, blocks = (self.parts[name].split.flops for name in ("first", "blocks"))
         last = jaxpr_flops(self.program.traced_last(self.shapes.h))
         num_stages = self.program.schedule.num_stages
@@ -459,7 +465,7 @@ class _Run(_Forward):
         )
 
     def _unit_bytes(self) -> int:
-        """Return the bytes that the forward pass of a stage leaves of one microbatch."""
+        """Return the bytes that the forward pass of a stage leaves for one microbatch."""
         left = self.parts["blocks"].left_bytes
         return max(left(Pass.FORWARD, Pass.INPUT) + left(Pass.FORWARD, Pass.WEIGHT), 1)
 
@@ -480,7 +486,7 @@ class _Run(_Forward):
         return {**state, "buffers": buffers, "I": [jnp.zeros_like(leaf) for leaf in state["F"]]}
 
     def totals(self, state: State, name: str) -> Tree:
-        """Add up the gradients of the ``outer`` leaves or the ``layers``."""
+        """Return the gradient totals of the ``outer`` leaves or of the ``layers``."""
         tree = jax.tree.structure(self.weights.trainable[name])
         return tree.unflatten([state["buffers"][f"{name}/{i}"] for i in range(tree.num_leaves)])
 
@@ -502,7 +508,8 @@ class _Run(_Forward):
     def _input(self, state: State, cell: State, batch: Tree) -> State:
         outer, hoisted = self.weights.outer, self.hoisted
         loss_weight, is_last = at(self.loss_weights, cell["microbatch"]), cell["is_last"] == 1
-        came = self._message(state, cell)  # of the last stage's own forward pass: activations
+        came = self._message(state, cell)  # in the last stage: activations of its forward pass
+        # The message of the last stage is no cotangent: its cotangent starts at zero, and `_last` computes it.
         dy = jax.tree.map(lambda leaf: jnp.where(is_last, jnp.zeros_like(leaf), leaf), came)
         dy, state = _when(is_last, lambda c, given: self._last(c[1], *given), (dy, state), (came, loss_weight, batch))
         buffers = state["buffers"]
@@ -520,7 +527,7 @@ class _Run(_Forward):
         return {**state, "I": jax.tree.leaves(dx), "buffers": buffers}
 
     def _last(self, state: State, h: Tree, loss_weight: Any, batch: Tree) -> tuple[Tree, State]:
-        """Compute the loss and its gradients, in one go: nothing of a microbatch's logits ever waits."""
+        """Compute the loss and its gradients together, so that logits are never kept."""
         trainable, frozen = self.weights.trainable["outer"], self.weights.frozen["outer"]
         value, metrics, grads, dh = self.program.running(self.program.last)(trainable, frozen, h, loss_weight, batch)
         buffers = dict(state["buffers"])
@@ -542,7 +549,7 @@ class _Run(_Forward):
         return {**state, "buffers": _when(cell["is_first"] == 1, first, buffers, (cell, batch))}
 
     def _stage(self, cell: State) -> tuple[Tree, tuple[Any, ...]]:
-        """Return the weights of the tick's stage, and what was made of them once."""
+        """Return the weights of the tick's stage, and the hoisted values that were computed from them."""
         chunk, num_chunks = cell["chunk"], self.program.schedule.stages_per_rank
         hoisted: list[Any] = []
         for whole, value in zip(self.hoisted["blocks"], self.parts["blocks"].split.of(Pass.HOISTED), strict=True):
@@ -552,29 +559,29 @@ class _Run(_Forward):
 
 
 def _total(leaf: Any) -> Any:
-    """Zeros for gradients, divided among devices as the weight is.
+    """Make a zero gradient total that is sharded like the weight.
 
-    They are made of it by a choice that the compiler cannot foresee: it has nothing else to tell by how to divide them,
-    and would have every device hold all of them.
+    The zeros are selected from the weight by a condition that the compiler cannot evaluate. Without this dependence the
+    compiler has no sharding to infer, and every device would hold the whole total.
     """
     never = lax.optimization_barrier(jnp.zeros((), bool))
     return jnp.where(never, leaf, jnp.zeros_like(leaf)).astype(total_dtype(leaf.dtype))
 
 
 def total_dtype(dtype: Any) -> Any:
-    """Of a total of gradients: float32 at least. JAX promotes no floats of eight bits and fewer by itself."""
+    """Return the dtype of a gradient total, at least float32; JAX promotes no 8-bit or smaller floats implicitly."""
     return jnp.dtype(jnp.float32) if jnp.dtype(dtype).itemsize < 2 else jnp.promote_types(dtype, jnp.float32)
 
 
 def _when(flag: Any, run: Callable[[Any, Any], Any], state: Any, given: Any) -> Any:
-    """`run` in place, if the flag is up.
+    """Call `run` in place if the flag is set.
 
     Args:
-        flag: whether.
-        run: of the state and what is given.
-        state: what it changes.
-        given: all that differs from run to run. It is tied to the loop: what a loop does not change XLA computes before
-            it, also when the loop then runs no time.
+        flag: whether to run.
+        run: function of the state and `given`.
+        state: values that it changes.
+        given: all inputs that differ from run to run. A barrier ties them to the loop. Otherwise XLA moves
+            loop-invariant computation out of the loop and runs it even if the loop runs zero times.
     """
 
     def body(i: Any, state: Any) -> Any:
@@ -584,11 +591,11 @@ def _when(flag: Any, run: Callable[[Any, Any], Any], state: Any, given: Any) -> 
 
 
 def _after(came: Came, state: State, name: str) -> State:
-    """Have a pass begin after what is sent has come, on CPUs, by way of the results that it overwrites.
+    """On CPUs, make a pass start after its messages have arrived, through the results that the pass overwrites.
 
-    There each device starts whatever has its arguments, and barriers are gone by then: of devices that share a stage
-    one might wait in a collective of a pass for others, which wait for it where something is sent. Other platforms run
-    a program in its order, which is the same on all devices.
+    A CPU device starts any operation whose arguments are ready, and barriers are removed before execution. Devices that
+    share a stage could then deadlock: one waits in a collective of a pass for others, which wait for it in a transfer.
+    Other platforms run a program in its order, which is the same on all devices.
     """
     columns = [leaves for one, leaves in came.items() if one != HERE]
 
@@ -604,7 +611,7 @@ def _after(came: Came, state: State, name: str) -> State:
 
 
 def _never(leaf: Any) -> Any:
-    """Return False for every entry, which no compiler sees."""
+    """Return an array of False that the compiler cannot simplify."""
     if jnp.issubdtype(leaf.dtype, jnp.inexact):
         return jnp.isnan(leaf) & (leaf == leaf)
     if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
@@ -613,5 +620,5 @@ def _never(leaf: Any) -> Any:
 
 
 def _filled(tree: Tree, others: Tree) -> Tree:
-    """Put other leaves in place of what is there, where they are not None."""
+    """Replace leaves of a tree by the others that are not None."""
     return jax.tree.map(lambda old, new: old if new is None else new, tree, others)

@@ -1,8 +1,8 @@
-"""The passes of a stage on buffers that they change in place: what waits, and totals of gradients.
+"""Passes of a stage on buffers that they change in place: values between passes, and gradient totals.
 
-`TracedSplit` hands what waits from pass to pass as arrays. Between the ticks of a program it lies in buffers, and a
-loop over layers writes and reads its rows there: a residual is never a second time in memory. Values of one shape that
-a pass leaves share one buffer.
+`TracedSplit` passes values between passes as arrays. Between the ticks of a program they are in buffers, where a loop
+over layers writes and reads its rows directly. So a residual is never in memory twice. Values of one shape that a pass
+leaves share a buffer.
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ from ..split import Buffers, Environment, Pass, Slot, TracedSplit, Value, shape_
 
 @dataclasses.dataclass(frozen=True)
 class Residual:
-    """Something that a pass leaves."""
+    """A value that a pass leaves for a later pass."""
 
     value: Value
     made: Pass
     last: Pass
-    """In which pass it is read last."""
+    """The pass that reads it last."""
     shape: jax.ShapeDtypeStruct
     num_rows: int
-    """Rows that a loop makes one by one; 1 for what comes as a whole."""
+    """Number of rows that a loop writes one by one; 1 for a value that is written whole."""
     is_on_host: bool
-    """Whether it was offloaded."""
+    """Whether it is offloaded to the host."""
     buffer: str
-    """Shared by all of this shape that the pass leaves."""
+    """Buffer that it shares with all values of this shape that the pass leaves."""
 
     @property
     def num_bytes(self) -> int:
-        """Of one microbatch, on all devices of a rank."""
+        """Size for one microbatch, over all devices of a rank."""
         return math.prod(self.shape.shape) * self.shape.dtype.itemsize
 
 
@@ -47,10 +47,10 @@ class InPlace:
     """The passes of one part of the model."""
 
     def __init__(self, name: str, split: TracedSplit, totals: Sequence[str]) -> None:
-        """Of a split.
+        """Initialise from a split.
 
         Args:
-            name: of the part.
+            name: name of the part.
             split: its passes.
             totals: the buffers to which the gradients of its weights are added.
         """
@@ -60,27 +60,27 @@ class InPlace:
         ]
 
     def column(self, number: int) -> str:
-        """Under which a table holds the slots of something kept."""
+        """Return the table column with the slots of a residual."""
         return f"{self.name}/{number}"
 
     def waiting(self) -> list[Waiting]:
-        """Return what lies in buffers."""
+        """List the values that occupy slots of buffers."""
         return [
             Waiting(self.column(i), self.name, one.made.name[0], one.last.name[0], one.buffer)
             for i, one in enumerate(self.residuals)
         ]
 
     def left_bytes(self, made: Pass, last: Pass) -> int:
-        """Return the bytes that one pass of a microbatch leaves and another one frees.
+        """Return the bytes that one pass of a microbatch leaves and another pass frees.
 
-        Those on the host count, too: of a schedule that takes them for nothing they grow with the microbatches.
+        Bytes on the host count, too. If a schedule ignored them, they would grow with the number of microbatches.
         """
         return sum(one.num_bytes for one in self.residuals if (one.made, one.last) == (made, last))
 
     def forward(
         self, buffers: Buffers, cell: dict[str, Any], weights: Tree, hoisted: Any, x: Tree, *extras: Tree
     ) -> tuple[Tree, Buffers]:
-        """Run the forward pass: what the stage returns, and the buffers."""
+        """Run the forward pass; return the stage's result and the buffers."""
         env = self.split.env(weights, hoisted, extras)
         env.update(zip(self.split.arguments.x_values, self.split.arguments.x_arrays(x), strict=True))
         buffers = self._run(Pass.FORWARD, env, buffers, cell, 0)
@@ -89,14 +89,14 @@ class InPlace:
     def input(
         self, buffers: Buffers, cell: dict[str, Any], begin: Any, weights: Tree, hoisted: Any, dy: Tree, *extras: Tree
     ) -> tuple[Tree, Buffers]:
-        """Run the input pass: the gradient of the input, and the buffers.
+        """Run the input pass; return the gradient of the input and the buffers.
 
         Args:
-            buffers: by name.
-            cell: the table's numbers by column.
-            begin: the first row of the stage in the totals.
-            weights: of the stage.
-            hoisted: of `TracedSplit.hoist`.
+            buffers: buffers by name.
+            cell: table entries by column.
+            begin: first row of the stage in the totals.
+            weights: weights of the stage.
+            hoisted: result of `TracedSplit.hoist`.
             dy: cotangents.
             extras: constants.
         """
@@ -108,7 +108,7 @@ class InPlace:
     def weight(
         self, buffers: Buffers, cell: dict[str, Any], begin: Any, weights: Tree, hoisted: Any, *extras: Tree
     ) -> Buffers:
-        """Run the weight pass: the buffers; arguments as of `input`."""
+        """Run the weight pass; return the buffers. The arguments are those of `input`."""
         return self._run(Pass.WEIGHT, self.split.env(weights, hoisted, extras), buffers, cell, begin)
 
     def _run(self, at: Pass, env: Environment, buffers: Buffers, cell: dict[str, Any], begin: Any) -> Buffers:
@@ -131,7 +131,8 @@ class InPlace:
 def _residual(split: TracedSplit, value: Value, made: Pass, last: Pass) -> Residual:
     shape = shape_of(value)
     is_stacked = split.plan.is_stacked(value)
-    # A loop that reads rows of a buffer and writes others has the compiler copy it: so none does.
+    # If a loop reads some rows of a buffer and writes others, the compiler copies the buffer. So the buffer's name
+    # contains the pass that writes it, and later passes only read it.
     is_on_host = value.aval.memory_space == jax.memory.Space.Host
     kind = f"{made.name.lower()}/{'host/' * is_on_host}{'rows' if is_stacked else 'one'}"
     name = f"{kind}/{shape.dtype}/{'x'.join(map(str, shape.shape))}"
@@ -139,13 +140,13 @@ def _residual(split: TracedSplit, value: Value, made: Pass, last: Pass) -> Resid
 
 
 def empty_buffer(residual: Residual, num_slots: int) -> Any:
-    """Make a buffer with so many slots, in the memory where the passes leave what it holds."""
+    """Make a buffer with `num_slots` slots in the memory space of its residual."""
     dims = (num_slots, *residual.shape.shape)
     if "rows/" in residual.buffer:
         dims = (num_slots * residual.num_rows, *residual.shape.shape[1:])
     if not residual.is_on_host:
         return jnp.zeros(dims, residual.shape.dtype)
-    # Made row by row, it is never whole on the device.
+    # The buffer is made row by row, so it is never whole on the device.
     row = jnp.zeros(dims[1:], residual.shape.dtype)
     return lax.scan(lambda _, __: (None, jax.device_put(row, jax.memory.Space.Host)), None, length=dims[0])[1]
 

@@ -1,10 +1,10 @@
-"""Which layers of a stack are on which rank, and in which order a rank holds them.
+"""Layout of the layers of a stack: which rank holds which layers, and in which order.
 
-Stages are contiguous runs of layers. A rank holds the layers of its stages one after the other, each stage's padded to
-the length of the longest: leaves of shape [R * V * K, ...], divided over the ranks along their first axis. A row of
-padding is a copy of a layer of the model; what it computes is thrown away.
+Stages are contiguous runs of layers. A rank holds the layers of its stages in turn, and each stage is padded to the
+length of the longest. Leaves have shape [R * V * K, ...] and are sharded over the ranks along their first axis. A
+padding row is a copy of a layer of the model, and its results are discarded.
 
-Legend: R ranks, V stages a rank, K layers of the longest stage, L layers.
+Legend: R ranks, V stages per rank, K layers of the longest stage, L layers.
 """
 
 from __future__ import annotations
@@ -25,26 +25,26 @@ from ..schedules import Schedule
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """The layers of every stage."""
+    """Assignment of layers to stages."""
 
     schedule: Schedule
-    """Where stages are."""
+    """Gives the rank of each stage."""
     layers_per_stage: tuple[int, ...]
-    """Of each stage, from the first."""
+    """Number of layers of each stage, from the first stage on."""
 
     @property
     def num_layers(self) -> int:
-        """L."""
+        """Number of layers, L."""
         return sum(self.layers_per_stage)
 
     @property
     def longest(self) -> int:
-        """K."""
+        """Number of layers of the longest stage, K."""
         return max(self.layers_per_stage)
 
     @property
     def num_rows(self) -> int:
-        """R * V * K."""
+        """Number of rows, R * V * K."""
         return self.schedule.num_ranks * self.schedule.stages_per_rank * self.longest
 
     @property
@@ -62,7 +62,7 @@ class Layout:
         found: list[np.ndarray] = []
         for stage in self._stages():
             layers = self.layers_of(stage)
-            # A stage without layers has the row of a neighbour's.
+            # A stage without layers copies a layer of a neighbouring stage.
             found.append(np.minimum(layers.start + np.arange(self.longest), max(layers.stop - 1, 0)))
         return np.concatenate(found)
 
@@ -79,15 +79,15 @@ class Layout:
         return [stage for rank in range(self.schedule.num_ranks) for stage in self.schedule.stages_of(rank)]
 
     def arrange(self, layers: Tree, mesh: Any, axis: str) -> Tree:
-        """Stacked layers in the order of ranks; see `Pipeline.arrange`."""
+        """Arrange stacked layers in the order of ranks; see `Pipeline.arrange`."""
         return self._taken(layers, self.rows(), mesh, axis)
 
     def restore(self, rows: Tree, mesh: Any, axis: str) -> Tree:
-        """Undo `arrange`; padding is left out."""
+        """Undo `arrange` and drop the padding."""
         return self._taken(rows, self.positions(), mesh, axis)
 
     def cleared(self, rows: Tree) -> Tree:
-        """Gradients of rows, zero where a row is padding: what it computes may be no number."""
+        """Set gradients of padding rows to zero; they may be NaN."""
         if self.is_even:
             return rows
         is_layer = np.isin(np.arange(self.num_rows), self.positions())
@@ -113,10 +113,10 @@ class Layout:
 
 
 def layout(schedule: Schedule, num_layers: int, layers_per_stage: Sequence[int] | None) -> Layout:
-    """Divide layers into stages: those that are given, or as even as can be.
+    """Divide layers into stages, as given or as evenly as possible.
 
     Raises:
-        ConfigError: when the layers given are not those of the model, or it has none.
+        ConfigError: when the given numbers do not match the model, or the model has no layers.
     """
     if not num_layers:
         raise ConfigError(
@@ -124,7 +124,7 @@ def layout(schedule: Schedule, num_layers: int, layers_per_stage: Sequence[int] 
         )
     if layers_per_stage is None:
         each, more = divmod(num_layers, schedule.num_stages)
-        # The first and the last stage do more than their layers, so those between get what is left over.
+        # The first and the last stage also run the first and the last function, so inner stages get the surplus layers.
         order = sorted(range(schedule.num_stages), key=lambda stage: stage in (0, schedule.num_stages - 1))
         layers_per_stage = [each + (stage in order[:more]) for stage in range(schedule.num_stages)]
     given = tuple(layers_per_stage)
@@ -139,6 +139,6 @@ def layout(schedule: Schedule, num_layers: int, layers_per_stage: Sequence[int] 
 
 
 def _rest(leaf: Any) -> tuple[Any, ...]:
-    """How the other axes of an array are divided."""
+    """Return the sharding of all axes but the first."""
     spec = getattr(getattr(leaf, "sharding", None), "spec", ())
     return tuple(spec[1:])

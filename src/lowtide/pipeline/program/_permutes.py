@@ -1,11 +1,11 @@
-"""Permutations along other axes than the pipeline's, as gathers, on CPUs.
+"""On CPUs, replace permutations along axes other than the pipeline's by gathers.
 
-XLA's CPU client has all devices of a program take part in a collective permute, and tells permutes of a `shard_map`
-apart by nothing: a rank whose block sends along an axis of its own would be given what another rank, which does
-something else in that tick, sends to its neighbour (jaxlib 0.10.2 to 0.12.0). Gathers are among the devices of one
-group. TPUs and GPUs send from one device to another, so programs for them keep their permutes.
+In XLA's CPU client, all devices of a program take part in a collective permute, and the client cannot tell the permutes
+of a `shard_map` apart. If a rank's block sends along another axis, it can receive data that another rank sends in the
+same tick (jaxlib 0.10.2 to 0.12.0). A gather involves only the devices of one group. TPUs and GPUs send from device to
+device, so their programs keep permutes.
 
-Known inefficiency: a CPU holds what all devices of a group send.
+Known inefficiency: a CPU device holds the data that all devices of its group send.
 """
 
 from __future__ import annotations
@@ -24,24 +24,24 @@ from ...jaxprs import Kind, is_closed, kind_of, make_jaxpr, opened, with_bodies
 
 
 def without_permutes(jaxpr: Any, axis: str) -> Any:
-    """Replace each permutation by what a CPU runs as a gather, and other platforms as it was.
+    """Replace each permutation by an operation that is a gather on a CPU and a permutation on other platforms.
 
     Args:
-        jaxpr: open or closed, traced inside of the pipeline's `shard_map`.
-        axis: the pipeline's, along which there may be none.
+        jaxpr: open or closed, traced inside the pipeline's `shard_map`.
+        axis: the pipeline's axis, along which no permutation is allowed.
 
     Returns:
-        One of the same inputs and outputs; the same object when there is nothing to replace.
+        A jaxpr with the same inputs and outputs; the same object if there is nothing to replace.
     """
     return _changed(jaxpr, axis, None)
 
 
 def permuting_nothing(fn: Callable[..., Any], axis: str) -> Callable[..., Any]:
-    """Make a function that runs `without_permutes` what another one does.
+    """Make a function that applies `without_permutes` to another function.
 
     Args:
-        fn: of trees of arrays.
-        axis: the pipeline's.
+        fn: function of trees of arrays.
+        axis: the pipeline's axis.
     """
 
     def run(*args: Any) -> Any:
@@ -55,7 +55,7 @@ def permuting_nothing(fn: Callable[..., Any], axis: str) -> Callable[..., Any]:
 
 
 def _changed(jaxpr: Any, axis: str, around: Any) -> Any:
-    if is_closed(jaxpr) and opened(jaxpr) is not jaxpr:  # where a closed one is of another class
+    if is_closed(jaxpr) and opened(jaxpr) is not jaxpr:  # in versions where a closed jaxpr is a separate class
         inner = _changed(jaxpr.jaxpr, axis, around)
         return jaxpr if inner is jaxpr.jaxpr else jaxpr.replace(jaxpr=inner)
     eqns: list[Any] = []
@@ -76,16 +76,17 @@ def _axes(eqn: Any) -> tuple[Any, ...]:
 
 
 def _gathering(eqn: Any, around: Any) -> list[Any]:
-    """Return the operations that take the place of a permutation, traced as in the `shard_map` around it."""
+    """Return the operations that replace a permutation, traced as in the `shard_map` around it."""
     names, pairs, mesh = _axes(eqn), eqn.params["perm"], around["mesh"]
-    # A permute numbers devices as the mesh does, in whatever order it names axes; gathers, as their names are ordered.
+    # A permute numbers devices in mesh order, whatever the order of its axis names. A gather numbers them in the order
+    # of its axis names. So the names are sorted into mesh order.
     axes = tuple(one for one in mesh.axis_names if one in names)
     size = int(np.prod([mesh.shape[one] for one in axes]))
     source = np.full(size, -1)
     source[[to for _, to in pairs]] = [begin for begin, _ in pairs]
 
     def gather(x: Any) -> Any:
-        mine = lax.select_n(lax.axis_index(axes), *map(np.int32, source))  # not a table: a jaxpr would hold it apart
+        mine = lax.select_n(lax.axis_index(axes), *map(np.int32, source))  # a table would become a jaxpr constant
         sent = lax.dynamic_index_in_dim(lax.all_gather(x, axes), jnp.maximum(mine, 0), keepdims=False)
         return sent if source.min() >= 0 else jnp.where(mine >= 0, sent, jnp.zeros_like(sent))
 
@@ -110,7 +111,7 @@ def _gathering(eqn: Any, around: Any) -> list[Any]:
 
 
 def _inlined(closed: Any, eqn: Any) -> list[Any]:
-    """Return the operations of a jaxpr of one input and output, on the variables of an operation."""
+    """Return the operations of a jaxpr with one input and output, renamed to the variables of an operation."""
     inner = opened(closed)
     assert not inner.constvars, "nothing is held apart"
     names = {inner.invars[0]: eqn.invars[0], inner.outvars[0]: eqn.outvars[0]}

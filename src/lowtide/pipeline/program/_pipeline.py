@@ -1,4 +1,4 @@
-"""`value_and_grad`: the loss of a layer stack and its gradients, pipelined over an axis of a mesh."""
+"""`value_and_grad`: the loss of a layer stack and its gradients, pipelined over one axis of a mesh."""
 
 from __future__ import annotations
 
@@ -64,48 +64,49 @@ def value_and_grad(
     memory_limit: int | str | None = None,
     inputs: Literal["device", "host"] = "device",
 ) -> Pipeline:
-    """Make a pipelined loss with its gradients, as one compiled program.
+    """Make a pipelined loss with gradients, as one compiled program.
 
     Args:
-        stack: the model as `first`, `block`, `last`. Every function is given the microbatch, so masks and positions in
-            it reach every stage; a loss of the blocks is a leaf of `h` that `last` adds.
-        schedule: what runs when; its ranks are the devices along `axis`. ``"auto"`` that was made without costs is made
-            anew for those of the stack: FLOPs of its passes, and bytes that wait between them.
-        mesh: the devices, as of `lowtide.train.make_mesh`. Along its other axes, which are the compiler's to divide
-            along (`AxisType.Auto`), arrays are divided as their own shardings say.
-        axis: the name of the pipeline's axis. A `lowtide.Trainer` knows it as ``stage`` alone.
-        wrt: which leaves of ``{"outer": ..., "layers": ...}`` have gradients.
-        weight: a function of a microbatch that gives its weight, as in `lowtide.accumulate`: with its number of target
-            tokens, the loss is that of the whole batch. Of a microbatch of weight 0 nothing is computed.
+        stack: the model as `first`, `block`, `last`. Every function receives the microbatch, so its masks and positions
+            reach every stage. An auxiliary loss of the blocks is a leaf of `h` that `last` adds.
+        schedule: order of the passes; its ranks are the devices along `axis`. An ``"auto"`` schedule that was made
+            without costs is made again for the costs of the stack: FLOPs of its passes, and bytes kept between them.
+        mesh: the devices, as from `lowtide.train.make_mesh`. Its other axes have to be automatic (`AxisType.Auto`);
+            along them arrays keep the shardings that they have.
+        axis: name of the pipeline's axis. A `lowtide.Trainer` requires the name ``stage``.
+        wrt: selects the leaves of ``{"outer": ..., "layers": ...}`` that have gradients.
+        weight: function of a microbatch that returns its weight, as in `lowtide.accumulate`. With the number of target
+            tokens as weight, the loss is that of the whole batch. Microbatches of weight 0 are not computed.
         remat: as in `lowtide.LayerStack.hidden`.
-        layers_per_stage: of every stage; by default as even as can be.
-        arranged: whether layers come, and gradients go, in the order of `Pipeline.arrange`, in which nothing has to be
-            moved between ranks. That is of use where a rank has several stages, or stages are uneven (then
-            `layers_per_stage` has to say how).
-        batch_axes: along which other axes the rows of every microbatch are divided; by default ``expert``, ``data``
-            and ``fsdp``, where the mesh has them.
-        memory_limit: for ``"auto"`` that was made without costs and limit, what may wait between passes on each device,
-            in bytes or as text (``"4 GiB"``): messages and what passes leave to later ones, in every slot that the
-            fullest rank needs. By default what forward passes of twice as many microbatches as ranks less one leave,
-            beside messages and what an input pass leaves to a weight pass right after it; a `lowtide.Trainer` chooses
-            by what its device has left.
-        inputs: where what enters each block waits for its microbatch's backward pass, if blocks are recomputed:
-            ``"host"`` takes it off the device. Of `h`, scalars, vectors, integers and random keys stay there.
+        layers_per_stage: number of layers of every stage; by default as even as possible.
+        arranged: whether layers and their gradients are in the order of `Pipeline.arrange`, so that no layer moves
+            between ranks. It helps if a rank has several stages or if stages are uneven. Uneven stages then require
+            `layers_per_stage`.
+        batch_axes: other axes along which the rows of every microbatch are sharded; by default ``expert``, ``data`` and
+            ``fsdp``, where the mesh has them.
+        memory_limit: for an ``"auto"`` schedule without costs and limit: the most that is kept between passes on each
+            device, in bytes or as text (``"4 GiB"``). It counts messages and values between passes, in every slot that
+            the fullest rank needs. The default is the residuals of ``2 * num_ranks - 1`` microbatches; messages, and
+            values between an input pass and the weight pass right after it, come on top. A `lowtide.Trainer` chooses by
+            the free memory of its device.
+        inputs: where the input of each block is kept until the backward pass, if blocks are recomputed: ``"device"`` or
+            ``"host"``. Scalars, vectors, integers and random keys of `h` stay on the device.
 
     Returns:
-        The function: ``(loss, metrics), (outer_grads, layer_grads) = pipeline(outer, layers, batch)``. It has its
-        gradients, and JAX cannot take others of it.
+        The function: ``(loss, metrics), (outer_grads, layer_grads) = pipeline(outer, layers, batch)``. It computes its
+            gradients itself; JAX cannot differentiate it.
 
     Raises:
         ConfigError: for an axis that the mesh does not have, explicit axes, a schedule of another number of ranks, or
-            an argument of another type; for an unknown `inputs`, or those on the host beside ``remat=False``.
-        ScheduleError: for stages that are not on neighbouring ranks.
-        StructureError: when `stack` is no `LayerStack`.
+            an argument of the wrong type; for an unknown `inputs`, or ``inputs="host"`` with ``remat=False``.
+        ScheduleError: for consecutive stages that are not on neighbouring ranks.
+        StructureError: when `stack` is not a `LayerStack`.
 
     Memory:
-        On each device: its layers, the outer leaves, gradients of both (float32 at least), the batch, and what the
-        schedule keeps between passes: of GPipe and looped BFS all microbatches, of the others no more for more of them.
-        With ``inputs="host"`` less by what enters blocks, which its host then has.
+        Each device holds its layers, the outer leaves, gradients of both (float32 at least), the batch, and the values
+        that the schedule keeps between passes. GPipe and looped BFS keep the residuals of all microbatches. For other
+        schedules this memory does not grow with the number of microbatches. ``inputs="host"`` moves block inputs to
+        host memory.
 
     Examples:
         >>> from lowtide.pipeline import schedule
@@ -140,42 +141,43 @@ def value_and_grad(
     return Pipeline(stack, schedule, mesh, axis, wrt, weight, remat, layers_per_stage, arranged, axes, limit, inputs)
 
 
-@dataclasses.dataclass(frozen=True, eq=False)  # jax.jit tells pipelines apart by identity
+@dataclasses.dataclass(frozen=True, eq=False)  # jax.jit distinguishes pipelines by identity
 class Pipeline:
-    """A pipelined loss with its gradients; made by `value_and_grad`, called under `jax.jit`."""
+    """A pipelined loss with gradients; made by `value_and_grad`, called under `jax.jit`."""
 
     stack: LayerStack
     """The model."""
     schedule: Schedule
-    """What runs when."""
+    """Order of the passes."""
     mesh: Mesh
     """The devices."""
     axis: str
     """The pipeline's axis."""
     wrt: Where
-    """What has gradients."""
+    """Selects the leaves that have gradients."""
     weight: Callable[[Tree], Any] | None
     """Weight of a microbatch."""
     remat: bool | Callable[..., bool]
-    """What is recomputed."""
+    """Recomputation policy."""
     layers_per_stage: Sequence[int] | None
-    """Of every stage, or None."""
+    """Number of layers of every stage, or None."""
     arranged: bool
     """Whether layers are in the order of ranks."""
     batch_axes: tuple[str, ...]
-    """Along which the rows of microbatches are divided."""
+    """Axes along which the rows of microbatches are sharded."""
     memory_limit: int | None = None
-    """What may wait on each device, in bytes."""
+    """Most bytes that are kept between passes on each device."""
     inputs: str = "device"
-    """Where what enters each block waits: ``device`` or ``host``."""
+    """Memory that keeps the input of each block: ``device`` or ``host``."""
 
     def within(self, memory_limit: int) -> Pipeline:
-        """Return the pipeline with another limit of what may wait on each device, in bytes.
+        """Return the pipeline with another limit, in bytes, of the memory that is kept between passes on each device.
 
-        Stages stay where they are, so layers that are arranged for one are arranged for the other.
+        The placement of stages does not change, so layers that are arranged for one pipeline are arranged for the
+        other.
 
         Raises:
-            ConfigError: for a limit of 0, or a schedule that is made already.
+            ConfigError: for a limit of 0, or a schedule that is already made.
         """
         refuse_useless_limit(self.schedule, memory_limit)
         return dataclasses.replace(self, memory_limit=memory_limit)
@@ -186,19 +188,19 @@ class Pipeline:
         Args:
             outer: parameters outside the stack.
             layers: stacked parameters [num_layers, ...]; with `arranged`, in the order of `arrange`.
-            batch: leaves whose leading axis splits into the schedule's microbatches. A scalar key is folded with the
-                number of the microbatch.
+            batch: leaves whose leading axis splits into the schedule's microbatches. The index of the microbatch is
+                folded into a scalar random key.
 
         Returns:
-            ``(loss, metrics), (outer_grads, layer_grads)``: loss and metrics are means over microbatches by weight, in
-            float32; gradients have the dtypes of the parameters, and None where `wrt` selects none; those of padding
-            are zero.
+            ``(loss, metrics), (outer_grads, layer_grads)``. Loss and metrics are weighted means over microbatches, in
+            float32. Gradients have the dtypes of the parameters; leaves that `wrt` does not select have None, and
+            padding has zero.
 
         Raises:
-            ConfigError: for `layers_per_stage` that are not of this model.
+            ConfigError: for `layers_per_stage` that do not match the model.
             SelectionError: when `wrt` selects nothing, or a leaf that has no gradient.
-            StructureError: for leaves that are no arrays, when the batch does not split, also along `batch_axes`, or
-                when a function of the stack returns what it should not, or nothing that `inputs` could move.
+            StructureError: for leaves that are not arrays; when the batch does not split into microbatches or along
+                `batch_axes`; when a function of the stack returns a wrong result, or nothing that `inputs` could move.
         """
         plan, trainable, frozen = self._prepared(outer, layers)
         check_differentiable(trainable)
@@ -214,14 +216,16 @@ class Pipeline:
         return _with_gradients_of_its_own(((loss, metrics), (grads["outer"], of_layers)))
 
     def evaluate(self, outer: Tree, layers: Tree, batch: Tree) -> tuple[Any, Tree]:
-        """Compute the loss and the metrics without a backward pass; arguments and errors as of a call.
+        """Compute the loss and the metrics without a backward pass; arguments and errors are those of a call.
 
-        A batch may have any number of rows. Its microbatches have no more of them than it takes for the schedule's
-        number of microbatches; rows that are left over are one more, and count by weight, without one by rows.
+        A batch may have any number of rows. Microbatches have the size that the schedule's number of microbatches
+        requires, rounded up. Rows that remain form one more, smaller microbatch. It counts by `weight`, or by its rows
+        without `weight`.
         """
         arrays = [leaf for leaf in jax.tree.leaves(batch) if jnp.ndim(leaf)]
         _refuse_different_rows(batch)
         rows = arrays[0].shape[0] if arrays else self.schedule.num_microbatches
+        # Rows of a microbatch, rounded up to a multiple of the parts into which its rows are sharded.
         size = max(1, min(math.ceil(rows / (self.schedule.num_microbatches * self._num_parts)) * self._num_parts, rows))
         even = rows - rows % size
         prepared = self._prepared(outer, layers)
@@ -236,7 +240,7 @@ class Pipeline:
     def _evaluated(
         self, prepared: tuple[Layout, Tree, Tree], batch: Tree, rows: slice, number: int, first: int
     ) -> tuple[tuple[Any, Tree], Any]:
-        """Loss and metrics of some rows, which are so many microbatches from the `first` on, and what they weigh."""
+        """Compute loss and metrics of some rows in `number` microbatches, and their weight; keys count from `first`."""
         plan, trainable, frozen = prepared
         batch = jax.tree.map(lambda leaf: leaf[rows] if jnp.ndim(leaf) else leaf, batch)
         batches, weights = self._microbatches(batch, number, first)
@@ -247,18 +251,18 @@ class Pipeline:
         return run(trainable, frozen, batches, fractions(weights)), total
 
     def report(self, outer: Tree, layers: Tree, batch: Tree, *, memory: MemoryReport | None = None) -> StageReport:
-        """Report what every rank holds throughout the program, and what its passes compute; compiles nothing.
+        """Report the memory of every rank and the FLOPs of its passes, without compiling.
 
         Args:
             outer: as in a call; arrays or shapes.
-            layers: likewise.
-            batch: likewise.
-            memory: the report of the compiled program (`lowtide.memory.analyze`), or of one that contains it, to say
-                what the device has in all.
+            layers: as in a call; arrays or shapes.
+            batch: as in a call; arrays or shapes.
+            memory: report of the compiled program, or of a program that contains it (`lowtide.memory.analyze`). It adds
+                the total of the device.
 
         Returns:
-            The report, which `rich` prints as tables: bytes of every rank, FLOPs of F, I and W, and which operations
-            the split had to leave whole, so that W misses their work.
+            The report, which `rich` prints as tables: bytes of every rank, FLOPs of F, I and W, and the operations that
+                the split left whole, whose work W lacks.
 
         Examples:
             >>> from lowtide.pipeline import schedule
@@ -281,7 +285,7 @@ class Pipeline:
         def run(*arguments: Any) -> None:
             found.append(program.held(*arguments))
 
-        # Blocks may compute otherwise on another kind of device: they are traced for those of the mesh.
+        # Blocks may compute differently for another kind of device, so they are traced for the devices of the mesh.
         with _traced_for(self.mesh), self._saying_what_there_is(outer=outer, batch=batch):
             split = functools.partial(self._microbatches, number=self.schedule.num_microbatches)
             batches, loss_weights = jax.eval_shape(split, shapes[2])
@@ -303,11 +307,11 @@ class Pipeline:
 
     @property
     def _num_parts(self) -> int:
-        """Into how many parts the rows of a microbatch are divided."""
+        """Number of parts into which the rows of a microbatch are sharded."""
         return math.prod(self.mesh.shape[axis] for axis in self.batch_axes)
 
     def _refuse_undivided(self, batch: Tree) -> None:
-        """Raise where devices would all compute all rows."""
+        """Raise if the rows cannot be sharded, so that every device would compute all of them."""
         _refuse_different_rows(batch)
         number = self.schedule.num_microbatches * self._num_parts
         for path, leaf in leaves_with_paths(batch):
@@ -321,20 +325,20 @@ class Pipeline:
                 )
 
     def layout(self, num_layers: int) -> Layout:
-        """Which layers are where, of a stack of so many."""
+        """Return the placement of the layers of a stack of `num_layers`."""
         return layout(self.schedule, num_layers, self.layers_per_stage)
 
     def arrange(self, layers: Tree) -> Tree:
-        """Stacked layers in the order of ranks, divided over the mesh.
+        """Arrange stacked layers in the order of ranks, sharded over the mesh.
 
         Args:
             layers: leaves [num_layers, ...]; arrays or shapes.
 
         Returns:
-            Leaves [R * V * K, ...], where R are the ranks, V the stages of each and K the layers of the longest.
+            Leaves [R * V * K, ...] for R ranks, V stages per rank and K layers in the longest stage.
 
         Raises:
-            ConfigError: for `layers_per_stage` that are not of this model; for uneven stages without them.
+            ConfigError: for `layers_per_stage` that do not match the model; for uneven stages without them.
             StructureError: for leaves without a common leading axis.
         """
         plan = self.layout(num_layers(layers))
@@ -351,7 +355,7 @@ class Pipeline:
         """Undo `arrange`: leaves [num_layers, ...].
 
         Raises:
-            StructureError: for rows that are not of so many layers.
+            StructureError: for rows that do not belong to `num_layers` layers.
         """
         plan = self.layout(num_layers)
         _refuse_other_rows(rows, plan)
@@ -368,7 +372,7 @@ class Pipeline:
                     hint="let the functions of the stack read it from elsewhere",
                 )
         rows, lengths = num_layers(layers), self.layers_per_stage if self.arranged else None
-        # Of arranged layers all rows are layers, unless stages are uneven, of which the lengths are known.
+        # Every row of arranged layers is a layer, unless stages are uneven; then `layers_per_stage` is given.
         plan = self.layout(rows if lengths is None else sum(lengths))
         if self.arranged:
             _refuse_other_rows(layers, plan)
@@ -397,14 +401,14 @@ class Pipeline:
 
     @contextlib.contextmanager
     def _saying_what_there_is(self, **trees: Tree) -> Generator[None]:
-        """Of a name, or an axis, that a function of the stack, or `weight`, does not find: which there are."""
+        """Add the available names to the error of a function that does not find a leaf or an axis."""
         try:
             yield
         except KeyError as error:
             for name, tree in trees.items():
                 error.add_note(f"leaves of {name}: {', '.join(path for path, _ in leaves_with_paths(tree)) or 'none'}")
             raise
-        except AssertionError as error:  # JAX's, of an axis that a shard_map with types does not have
+        except AssertionError as error:  # JAX's, for an axis that a typed shard_map does not have
             if not error.args and _is_of_jax(error):
                 error.add_note(f"axes of the mesh: {', '.join(map(str, self.mesh.axis_names))}")
             raise
@@ -427,17 +431,17 @@ class Pipeline:
             axis_names={self.axis},
             check_vma=False,
         )
-        return jax.jit(mapped)  # outside of one, axes that are left to the compiler are an error
+        return jax.jit(mapped)  # outside jit, shard_map rejects automatic axes
 
     def _divided(self, leaf: Any) -> Any:
-        """Divide the rows of all microbatches alike."""
-        if self._num_parts == 1 or leaf.shape[1] % self._num_parts:  # the last rows of an evaluation
+        """Shard the rows of all microbatches in the same way."""
+        if self._num_parts == 1 or leaf.shape[1] % self._num_parts:  # the remaining rows of an evaluation
             return leaf
         sharding = NamedSharding(self.mesh, PartitionSpec(None, self.batch_axes))
         return jax.lax.with_sharding_constraint(leaf, sharding)
 
     def _microbatches(self, batch: Tree, number: int, first: int = 0) -> tuple[Tree, Any]:
-        """Return the microbatches and what each weighs; keys are those from the `first` on."""
+        """Return the microbatches and their weights; keys count from `first`."""
         batches = split_batch(jax.tree.map(lambda leaf: None if _is_key(leaf) else leaf, batch), number)
 
         def keys(leaf: Any) -> Any:
@@ -449,7 +453,7 @@ class Pipeline:
 
 
 def _with_gradients_of_its_own(results: Tree) -> Tree:
-    """Make cotangents of the results raise: JAX would blame the loops over ticks, of which the user knows nothing."""
+    """Make the transposition of the results raise; JAX's error would name loops over ticks, unknown to the user."""
 
     @jax.custom_jvp
     def given(leaf: Any) -> Any:
@@ -471,7 +475,7 @@ def _with_gradients_of_its_own(results: Tree) -> Tree:
 
 
 def _refuse_different_rows(batch: Tree) -> None:
-    """Raise where microbatches would have a few rows of one leaf beside many of another."""
+    """Raise if batch leaves have different numbers of rows."""
     rows: dict[int, str] = {}
     for path, leaf in leaves_with_paths(batch):
         if jnp.ndim(leaf):
@@ -498,7 +502,7 @@ def _refuse_other_rows(layers: Tree, plan: Layout) -> None:
 
 
 def _struct(leaf: Any) -> Any:
-    """Return the shape of an array, and where it is."""
+    """Return the shape, dtype and sharding of an array."""
     aval = jax.typeof(leaf)
     return jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=getattr(leaf, "sharding", None))
 
@@ -508,19 +512,19 @@ def _is_key(leaf: Any) -> bool:
 
 
 def _is_of_jax(error: BaseException) -> bool:
-    """Whether JAX raised an error itself, and no function that it called; it may have taken its own frames out."""
+    """Return whether JAX raised the error, not a function that it called; JAX may have removed its frames."""
     *_, (frame, _) = traceback.walk_tb(error.__traceback__)
     line = traceback.extract_tb(error.__traceback__)[-1].line or ""
     return frame.f_globals.get("__name__", "").split(".")[0] == "jax" or not line.startswith(("assert", "raise"))
 
 
 def _traced_for(mesh: Mesh | AbstractMesh) -> contextlib.AbstractContextManager[Any]:
-    """Trace what is inside for this process's devices of a mesh, where it has any."""
+    """Trace code inside the context for this process's devices of a mesh, if it has any."""
     devices = [] if isinstance(mesh, AbstractMesh) else list(mesh.devices.flat)
     ours = [device for device in devices if device.process_index == jax.process_index()]
     return jax.default_device(ours[0]) if ours else contextlib.nullcontext()
 
 
 def _platform(mesh: Mesh | AbstractMesh) -> str:
-    """Return the platform of a mesh's devices; without devices, as in a trainer's step, that of this process."""
+    """Return the platform of a mesh's devices; for an abstract mesh, as in a trainer's step, that of this process."""
     return jax.default_backend() if isinstance(mesh, AbstractMesh) else mesh.devices.flat[0].platform

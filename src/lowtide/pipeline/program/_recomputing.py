@@ -1,4 +1,4 @@
-"""A block whose backward pass computes it again, from an input that may wait in host memory."""
+"""A block that its backward pass recomputes, from an input that may be kept in host memory."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ _INPUT = f"{OWN_NAMES}block_input"
 
 
 def recomputing(block: Block, remat: bool | Callable[..., bool], *, inputs_on_host: bool) -> Block:
-    """Make a block of which the backward pass computes what `remat` says again.
+    """Make a block that recomputes in its backward pass, as `remat` selects.
 
     Args:
-        block: of a stack.
+        block: block of a stack.
         remat: as in `LayerStack.hidden`.
-        inputs_on_host: whether what enters it waits for that in host memory.
+        inputs_on_host: whether the block's input is kept in host memory until the backward pass.
 
     Raises:
-        StructureError: when it is traced, if nothing of what enters it can.
-        PlacementError: when it is traced for a GPU whose XLA reads host memory in the wrong order.
+        StructureError: while tracing, if no part of the input can be kept on the host.
+        PlacementError: while tracing for a GPU whose XLA reads host memory in the wrong order.
     """
     if remat is False:
         return block
@@ -50,12 +50,12 @@ def recomputing(block: Block, remat: bool | Callable[..., bool], *, inputs_on_ho
 
 
 def _can_wait_on_host(leaf: Any) -> bool:
-    """Whether it is an array of rows. Of vectors in half precision a TPU cuts no single one on the host."""
+    """Return whether it is an array of rows. A TPU cannot slice a single half-precision vector from host memory."""
     return leaf.ndim > 1 and jnp.issubdtype(leaf.dtype, jnp.inexact)
 
 
 def _offloading(policy: Callable[..., Any] | None) -> Callable[..., Any]:
-    """Return a policy that moves a block's input to the host, and says of all else what another one does."""
+    """Return a policy that offloads a block's input to the host and delegates everything else to `policy`."""
     moving = jax.checkpoint_policies.save_and_offload_only_these_names(
         names_which_can_be_saved=[],
         names_which_can_be_offloaded=[_INPUT],

@@ -1,7 +1,7 @@
-"""What every rank of a pipeline holds throughout its program, and what its passes compute, from shapes alone.
+"""Memory and FLOPs of every rank of a pipeline, computed from shapes alone.
 
-One program runs on all ranks, so each device has the room that the fullest rank needs, and a rank that needs less
-leaves some of it empty. What a pass has while it runs is the compiler's: `lowtide.memory` reports it.
+One program runs on all ranks. So each device reserves the memory that the fullest rank needs, and other ranks leave
+some of it empty. Temporaries of a running pass depend on the compiler; `lowtide.memory` reports them.
 """
 
 from __future__ import annotations
@@ -28,92 +28,93 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RankBytes:
-    """One rank: what it uses of a device's memory."""
+    """Device memory that one rank uses."""
 
     stages: tuple[int, ...]
-    """Its stages."""
+    """The stages of the rank."""
     layers: tuple[int, ...]
-    """The layers of the model in them."""
+    """The layers of the model in these stages."""
     weight_bytes: int
-    """Outer leaves and its layers, those that have no gradient, too."""
+    """Outer leaves and layers of the rank, including those without a gradient."""
     gradient_bytes: int
-    """Totals of what has gradients, float32 at least."""
+    """Gradient totals, float32 at least."""
     waiting_bytes: int
-    """Slots that it uses in device memory: of what passes leave to later ones, and of activations from other ranks."""
+    """Slots that the rank uses in device memory, for values between passes and for messages from other ranks."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StageReport:
-    """What a device holds throughout a pipeline's program, and what each rank uses of it; made by `Pipeline.report`.
+    """Memory of a device throughout a pipeline's program, and each rank's part of it; made by `Pipeline.report`.
 
-    Bytes are those of one device; of arrays that are divided along other axes of the mesh, its part. What the compiler
-    divides by itself, as activations along ``tensor``, is counted whole where no compiled `memory` shows its part.
+    Bytes count one device: its shard of arrays that are sharded along other axes of the mesh. If only the compiler
+    shards a value, such as activations along ``tensor``, it counts whole unless a compiled `memory` shows its shard.
     """
 
     name: str
-    """Of the schedule."""
+    """Name of the schedule."""
     num_microbatches: int
-    """Parts of the batch."""
+    """Number of parts of the batch."""
     ranks: tuple[RankBytes, ...]
-    """By rank."""
+    """Memory of each rank."""
     weight_bytes: int
-    """Room for outer leaves and layers: of uneven stages, for those of the longest."""
+    """Reserved for outer leaves and layers; all stages count as the longest."""
     gradient_bytes: int
-    """Room for their gradients."""
+    """Reserved for their gradients."""
     buffers: Mapping[str, int]
-    """The buffers for what passes leave to later ones, by the pass that leaves it, dtype and shape of an entry; with
-    ``host/`` those in host memory: blocks' inputs that wait there, and what a policy offloads."""
+    """Buffers for values between passes, by the pass that writes them, dtype and shape of an entry. Names with
+    ``host/`` are in host memory: block inputs that are kept there, and values that a policy offloads."""
     message_bytes: int
-    """The buffer for activations and cotangents of other ranks; with the others it is what waits."""
+    """Buffer for activations and cotangents from other ranks."""
     hoisted_bytes: int
-    """What is made of weights once for all microbatches: casts, transposes."""
+    """Values that are computed from weights once for all microbatches: casts, transposes."""
     num_padding_rows: int
-    """Rows of the layers, on all ranks, that make stages equally long."""
+    """Rows of the layers, over all ranks, that pad stages to equal length."""
     flops: Mapping[str, PassFlops]
-    """Arithmetic of the stack's functions in each pass, of one microbatch, by all devices of a rank: ``first``,
-    ``blocks`` (those of a stage, of uneven ones the longest) and ``last``, which runs in the last stage's I alone."""
+    """FLOPs of the stack's functions in each pass, for one microbatch and all devices of a rank: ``first``, ``blocks``
+    (one stage, the longest if uneven) and ``last``, which runs only in I of the last stage."""
     is_split: bool
-    """Whether the schedule has I and W apart."""
+    """Whether the schedule has separate I and W."""
     time_over_ideal: float
-    """How long it takes on ranks in lockstep, whose passes take as long as their FLOPs say, over what the busiest rank
-    computes alone. Simulated; transfers are not counted."""
+    """Time in lockstep, with FLOPs as the time of passes, over the time that the busiest rank computes. Simulated;
+    transfers are not counted."""
     scan_over_ideal: float
-    """The same of one loop over ticks that is differentiated, which keeps what all microbatches leave."""
+    """The same ratio for a differentiated loop over ticks, which keeps the residuals of all microbatches."""
     limit_bytes: int | None = None
-    """What waits was limited to when the schedule was chosen, if it was (`value_and_grad`'s ``memory_limit``)."""
+    """Limit of the memory between passes for which the schedule was chosen, if any (`value_and_grad`'s
+    ``memory_limit``)."""
     memory: MemoryReport | None = None
-    """Of the compiled program, if there is one."""
+    """Report of the compiled program, if there is one."""
 
     @property
     def waiting_bytes(self) -> int:
-        """Room for what waits in device memory: buffers and messages."""
+        """Reserved in device memory for values between passes: buffers and messages."""
         return sum(self.buffers.values()) - self.host_bytes + self.message_bytes
 
     @property
     def host_bytes(self) -> int:
-        """Of the buffers those in host memory."""
+        """Size of the buffers in host memory."""
         return sum(size for name, size in self.buffers.items() if "/host/" in name)
 
     @property
     def held_bytes(self) -> int:
-        """What is on a device throughout the program, beside the batch."""
+        """Memory of a device throughout the program, without the batch."""
         return self.weight_bytes + self.gradient_bytes + self.waiting_bytes + self.hoisted_bytes
 
     @property
     def other_bytes(self) -> int | None:
-        """Of the compiled program all others: the batch, optimizer state, code, and what a pass has while it runs."""
+        """Remaining memory of the compiled program: batch, optimizer state, code, and temporaries of a running pass."""
         return None if self.memory is None else self.memory.device_bytes - self.held_bytes
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data, for JSON."""
+        """Return plain data for JSON."""
         plain = dataclasses.asdict(dataclasses.replace(self, memory=None))
         del plain["memory"]
         device = None if self.memory is None else self.memory.device_bytes
         return {**plain, "held_bytes": self.held_bytes, "other_bytes": self.other_bytes, "device_bytes": device}
 
     def __rich__(self) -> Group:
-        """Draw a table of bytes by rank, one of arithmetic by pass, and what the split had to leave whole."""
-        from rich.console import Group  # `import lowtide` does not need what draws
+        """Draw tables of bytes by rank and FLOPs by pass, and list the operations that the split left whole."""
+        from rich.console import Group  # imported here because `import lowtide` does not need it
         from rich.text import Text
 
         notes = [f"not split: {_described(one)}" for part in self.flops.values() for one in part.unsplit]
@@ -129,7 +130,7 @@ class StageReport:
         return table
 
     def _bytes(self) -> Table:
-        """Draw a row for each rank, what all have, and the sum."""
+        """Draw a row for each rank, the reserved memory, and the totals."""
         title = f"{self.name}, {self.num_microbatches} microbatches: bytes of one device"
         table = _table(title, ["rank", "stages", "layers"], ["weights", "gradients", "waiting"])
         for number, rank in enumerate(self.ranks):
@@ -152,7 +153,7 @@ class StageReport:
         table.add_row("time over the ideal", "", "", "", "", f"{self.time_over_ideal:.2f}")
         table.add_row("of a scan that is differentiated", "", "", "", "", f"{self.scan_over_ideal:.2f}")
         if self.num_padding_rows:
-            # Its gradient is zero, but the weights are copies.
+            # The gradients of padding rows are zero, but their weights are copies.
             table.caption = (
                 f"{self.num_padding_rows} rows of padding: optimizers with norms of whole leaves (LAMB) count them"
             )
@@ -173,23 +174,23 @@ def stage_report(
     memory_limit: int | None,
     memory: MemoryReport | None,
 ) -> StageReport:
-    """Report what a program holds.
+    """Report the memory of a program.
 
     Args:
-        held: buffers.
-        plan: which layers are where.
+        held: buffers of the program.
+        plan: layout of the layers.
         trainable: shapes of ``{"outer": ..., "layers": ...}``, layers arranged.
-        frozen: of what has no gradient.
-        axis: of the pipeline.
-        rows: of a microbatch.
-        num_parts: into which its rows are divided.
-        num_devices: of a rank.
-        memory_limit: of what waits on a device.
-        memory: of the compiled program.
+        frozen: shapes of the leaves without a gradient.
+        axis: axis of the pipeline.
+        rows: rows of a microbatch.
+        num_parts: number of parts into which these rows are sharded.
+        num_devices: devices of a rank.
+        memory_limit: limit of the memory between passes on a device.
+        memory: report of the compiled program.
     """
 
     def sizes(tree: Tree, *, is_gradient: bool = False) -> tuple[int, int]:
-        """Of the outer leaves, and of one row of the layers."""
+        """Return the bytes of the outer leaves, and of one row of the layers."""
 
         def size(leaf: Any) -> int:
             dtype = total_dtype(leaf.dtype) if is_gradient else leaf.dtype
@@ -199,6 +200,7 @@ def stage_report(
         return outer, layers // plan.num_rows
 
     def room(shape: tuple[int, ...], dtype: Any) -> int:
+        # Rows are sharded into `num_parts` where they divide evenly. The compiled program may show another shard size.
         parts = num_parts if rows % num_parts == 0 and rows in shape[1:] else 1
         others = [number for number in range(1, num_devices + 1) if num_devices % number == 0]
         found = (number for number in (parts, *others) if _is_alive(memory, shape, dtype, number))
@@ -247,7 +249,7 @@ def stage_report(
 
 
 def _table(title: str, texts: Sequence[str], figures: Sequence[str]) -> Table:
-    """Make a table with columns of text, and of figures to the right of them."""
+    """Make a table with text columns, followed by right-aligned columns of figures."""
     from rich.table import Table
 
     table = Table(*texts, title=title, title_justify="left", box=None, padding=(0, 2, 0, 0))
@@ -257,8 +259,8 @@ def _table(title: str, texts: Sequence[str], figures: Sequence[str]) -> Table:
 
 
 def _short(count: int) -> str:
-    """Write a number in three digits: ``1.63 G``."""
-    power = min(int(f"{count:.2e}".split("e")[1]) // 3, 5)  # of what is printed: 999,999 is 1 M
+    """Format a number with three digits: ``1.63 G``."""
+    power = min(int(f"{count:.2e}".split("e")[1]) // 3, 5)  # power of the rounded number: 999,999 is printed as 1 M
     return f"{count / 1000**power:.3g} {' kMGTP'[power]}".rstrip()
 
 
@@ -269,7 +271,7 @@ def _described(one: Unsplit) -> str:
 
 
 def _is_alive(memory: MemoryReport | None, shape: tuple[int, ...], dtype: Any, num_parts: int) -> bool:
-    """Whether a part of a buffer is in the compiled program: only the compiler knows what it divides by itself."""
+    """Return whether a shard of a buffer is in the compiled program; only the compiler knows some shardings."""
     size = math.prod(shape) * dtype.itemsize // num_parts
     return memory is not None and any(
         one.num_bytes - one.padding_bytes == size
@@ -281,7 +283,7 @@ def _is_alive(memory: MemoryReport | None, shape: tuple[int, ...], dtype: Any, n
 
 
 def _num_parts(leaf: Any, axis: str) -> int:
-    """Among how many devices of one rank a leaf is divided."""
+    """Return the number of devices of one rank among which a leaf is sharded."""
     if not isinstance(leaf.sharding, NamedSharding):
         return 1
     names = [name for entry in leaf.sharding.spec for name in ((entry,) if isinstance(entry, str) else entry or ())]
@@ -289,7 +291,7 @@ def _num_parts(leaf: Any, axis: str) -> int:
 
 
 def _hoisted_bytes(held: Held, weights: Sequence[Tree], num_rows: int, axis: str) -> int:
-    """Of what is made of weights once: a cast or a transpose is divided as the weight of the same dimensions is."""
+    """Return the bytes of hoisted values; a cast or transpose is sharded like the weight of the same dimensions."""
     parts: dict[tuple[int, ...], int] = {}
     for tree in weights:
         for name, begin in (("outer", ()), ("layers", (num_rows,))):
@@ -300,7 +302,7 @@ def _hoisted_bytes(held: Held, weights: Sequence[Tree], num_rows: int, axis: str
 
 
 def _runs(numbers: tuple[int, ...]) -> str:
-    """Numbers, neighbours together: ``0-3, 7``."""
+    """Format numbers with consecutive ones joined: ``0-3, 7``."""
     found: list[list[int]] = []
     for number in numbers:
         if found and found[-1][-1] == number - 1:

@@ -1,4 +1,4 @@
-"""Schedules of pipelines as data: made, checked, simulated, drawn. Needs no JAX."""
+"""Pipeline schedules as data: make, validate, simulate and draw them. This package needs no JAX."""
 
 from ._actions import Action as Action
 from ._actions import Kind as Kind

@@ -1,7 +1,8 @@
-"""What a rank of a pipeline does, and how it is written: ``2F0`` is the forward pass of stage 2 on microbatch 0.
+"""Actions of a pipeline rank and their text form: ``2F0`` is the forward pass of stage 2 on microbatch 0.
 
-The text is PyTorch's (torch.distributed.pipelining), so that schedules can be exchanged. Its actions of communication
-(``2SEND_F0``, ``2UNSHARD``, ...) follow from the others and from where stages are, and are left out here.
+The text form is that of PyTorch (torch.distributed.pipelining), so schedules can be exchanged. PyTorch also writes
+communication actions (``2SEND_F0``, ``2UNSHARD``, ...). The other actions and the placement of the stages determine
+these, so this module leaves them out.
 """
 
 from __future__ import annotations
@@ -18,11 +19,11 @@ class Kind(enum.StrEnum):
 
     FORWARD = "F"
     INPUT = "I"
-    """The part of the backward pass that gives the gradient of the stage's input."""
+    """The part of the backward pass that computes the gradient of the stage's input ("B" in the zero-bubble papers)."""
     WEIGHT = "W"
-    """The part that gives the gradients of its weights."""
+    """The part of the backward pass that computes the gradients of the stage's weights."""
     BACKWARD = "B"
-    """Both parts at once."""
+    """The whole backward pass: both parts in one action."""
 
 
 class Action(NamedTuple):
@@ -48,13 +49,16 @@ _LONG = {"FORWARD": "F", "BACKWARD_INPUT": "I", "BACKWARD_WEIGHT": "W", "BACKWAR
 
 
 def parse_actions(text: str) -> list[Action]:
-    """Parse the actions in one cell of a table: none when it is empty or of communication, two when they overlap.
+    """Parse the actions in one cell of a table.
+
+    An empty cell and a communication action give no action. A cell of overlapped actions gives two.
 
     Args:
-        text: such as ``2F0``, or PyTorch's ``(0F8;7B1)OVERLAP_F_B``, of which the first comes first.
+        text: such as ``2F0``, or PyTorch's ``(0F8;7B1)OVERLAP_F_B``. Overlapped actions keep their order in the
+            text.
 
     Raises:
-        ConfigError: for anything else.
+        ConfigError: for any other text.
     """
     text = text.strip()
     if not text or _COMMUNICATION.fullmatch(text):

@@ -1,13 +1,13 @@
-"""The schedule for given costs and memory: the best of the named ones, packed ones and greedy ones.
+"""Search for the best schedule for given costs and memory: named, packed and greedy schedules are candidates.
 
-Packed are the named ones in ticks of several passes (`_packing`); greedy ones are tried for ranks that run by
-themselves, and where memory is limited, since named ones need what they need.
+Packed candidates are named schedules in ticks of several passes (`_packing`). Greedy candidates are tried for
+asynchronous ranks. They are also tried under a memory limit, because named schedules need a fixed amount of memory.
 
-A greedy rank does the first thing that it can: an input pass, which the rank before waits for; then a forward pass, if
-memory allows; and a weight pass where it would wait otherwise. It is the list scheduling of `_listing`, whose order of
-forward and input passes is given, without that order. How many microbatches a rank may have begun is varied. No optimum
-is claimed, which takes an integer program (Qi et al., "Zero Bubble Pipeline Parallelism", 2024): only that no named
-schedule with as many stages a rank is better.
+A greedy rank runs the first action that it can: an input pass, which the previous rank waits for; then a forward pass,
+if memory allows. It runs a weight pass where it would wait otherwise. This is the list scheduling of `_listing` without
+a given order of forward and input passes. The number of microbatches that a rank may have started is varied. The result
+is no worse than any named schedule with as many stages per rank. It is not always optimal: an optimum needs an integer
+program (Qi et al., "Zero Bubble Pipeline Parallelism", 2024).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ._schedule import Order, Schedule
 from ._simulate import simulate
 
 Maker = Callable[[int], Schedule]
-"""Of a number of microbatches."""
+"""Makes a schedule for a given number of microbatches."""
 
 
 def best(
@@ -38,19 +38,19 @@ def best(
     lockstep: bool,
     placement: tuple[int, ...] | None = None,
 ) -> Schedule:
-    """Of the candidates that keep within the limits, the one that ends soonest; of equals that which keeps least.
+    """Return the candidate that ends first within the limits; of equal ones, the candidate that holds least memory.
 
     Args:
         candidates: makers of schedules.
-        num_microbatches: of the one that is wanted.
-        telling: as many of them as tell candidates apart.
-        costs: of actions.
+        num_microbatches: number of microbatches of the result.
+        telling: number of microbatches that is enough to rank the candidates.
+        costs: time and memory of actions.
         limits: memory of each rank.
-        lockstep: how ranks run.
-        placement: where stages have to be; by default anywhere.
+        lockstep: whether ranks run in lockstep.
+        placement: required rank of each stage; by default any placement.
 
     Raises:
-        ScheduleError: when there is none.
+        ScheduleError: when no candidate is within the limits.
     """
 
     def within(make: Maker, number: int) -> tuple[float, float, Schedule] | None:
@@ -70,7 +70,8 @@ def best(
     rated.sort(key=lambda one: (one[:2], one[3]))
     if telling == num_microbatches and rated:
         return rated[0][2]
-    # What is short at the ends may be long in the middle: all microbatches tell the nearest apart.
+    # With few microbatches, the start and the end weigh more than the middle. So the four best candidates that fit are
+    # compared with all microbatches.
     found = (one for _, _, _, i in rated if (one := within(makers[i], num_microbatches)) is not None)
     nearest = list(itertools.islice(found, 4))
     if nearest:
@@ -84,11 +85,12 @@ def best(
 
 
 def greedy_orders(num_ranks: int, chunks: int, costs: Costs, limits: Sequence[float]) -> Iterator[Maker]:
-    """Makers of greedy schedules."""
+    """Yield makers of greedy schedules."""
     for is_v in (False, True)[: 2 if chunks > 1 else 1]:
         placement = placed(num_ranks, chunks, is_v=is_v)
         each = costs.by_rank(placement)
-        # The last begins a microbatch where all its passes have room, so that it gets on with the room for one.
+        # `begun` is the number of microbatches that a rank may have started. None: a rank starts a microbatch only if
+        # all its passes on this rank fit into memory, so a limit of one microbatch cannot block it.
         for begun in (num_ranks, num_ranks + 1, 3 * num_ranks // 2, 2 * num_ranks - 1, 2 * num_ranks, math.inf, None):
             most = begun or math.inf
             caps = [min(limit, most * one if one else math.inf) for limit, one in zip(limits, each, strict=True)]
@@ -107,15 +109,15 @@ def greedy_orders(num_ranks: int, chunks: int, costs: Costs, limits: Sequence[fl
 
 
 class _Greedy:
-    """Ranks that choose what to do next.
+    """Greedy choice of the next action on every rank.
 
     Args:
         placement: rank of each stage.
-        num_microbatches: parts of a batch.
-        costs: of actions.
+        num_microbatches: number of parts of a batch.
+        costs: time and memory of actions.
         limits: memory of each rank.
-        whole: what a microbatch keeps on each rank, to have room for all of it before it begins there; else each
-            forward pass takes its own.
+        whole: memory of one microbatch on each rank, reserved before the microbatch starts there. None: each forward
+            pass reserves its own memory.
     """
 
     def __init__(
@@ -133,7 +135,7 @@ class _Greedy:
         self.ranks = ListScheduler(len(limits), placement, costs, self._change)
 
     def run(self) -> tuple[Order, ...]:
-        """All actions of all ranks, in the order in which they are decided."""
+        """Return the actions of all ranks, in the order in which they are decided."""
         orders = self.ranks.run(self._choose, self._count)
         if sum(map(len, orders)) < 3 * self.number * len(self.placement):
             raise ScheduleError("a greedy schedule stands still within its memory", hint="raise memory_limit")
@@ -146,14 +148,14 @@ class _Greedy:
         self.next[action.kind, action.stage] += 1
 
     def _change(self, action: Action) -> float:
-        """How much memory an action takes, or frees where it is negative."""
+        """Return the memory that an action allocates; negative if the action frees memory."""
         if self.whole is None or action.kind is not Kind.FORWARD:
             return self.costs.kept(action)
         rank = self.placement[action.stage]
         return self.whole[rank] if action.stage == self.stages[rank][0] else 0.0
 
     def _candidates(self, rank: int) -> Iterator[tuple[float, int, Action]]:
-        """List what could be next: when it could begin, how urgent it is (less is more), and what."""
+        """Yield the possible next actions: start time, urgency (lower is more urgent), and the action."""
         for stage in self.stages[rank]:
             for kind in (Kind.INPUT, Kind.FORWARD):
                 action = Action(stage, kind, self.next[kind, stage])
@@ -161,6 +163,7 @@ class _Greedy:
                     continue
                 if kind is Kind.FORWARD and self.ranks.memory[rank] + self._change(action) > self.limits[rank] + 1e-9:
                     continue
-                # Input passes come first, of the earliest stage; forward passes of the latest.
+                # Input passes come first, the earliest stage before later ones. Of forward passes, the latest stage
+                # comes first.
                 urgency = stage if kind is Kind.INPUT else 2 * len(self.placement) - stage
                 yield max(self.ranks.ready(action), self.ranks.time[rank]), urgency, action

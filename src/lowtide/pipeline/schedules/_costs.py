@@ -1,4 +1,4 @@
-"""What actions cost: time for each pass of a stage, and what a stage keeps between its passes."""
+"""Costs of actions: the time of each pass of a stage, and the memory that a stage holds between its passes."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from ._actions import Action, Kind
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Costs:
-    """Time of actions and memory of stages, in any unit: one number for all stages, or one for each.
+    """Time of actions and memory of stages, in any unit: one number for all stages, or one number for each stage.
 
     Raises:
-        ConfigError: for a time that is not positive, or a memory or communication that is negative.
+        ConfigError: for a time that is not positive, or a negative memory or communication.
 
     Examples:
         >>> Costs(forward=1.0, weight=(0.5, 1.5)).of(Action(1, Kind.BACKWARD, 0))
@@ -27,21 +27,22 @@ class Costs:
     input: float | Sequence[float] = 1.0
     """Time of I."""
     weight: float | Sequence[float] = 1.0
-    """Time of W; that of B is the sum of I's and W's."""
+    """Time of W; the time of B is the sum of I and W."""
     communication: float = 0.0
-    """Time from the end of an action to its result being on another rank; ranks compute meanwhile."""
+    """Time from the end of an action until its result is on another rank; ranks compute during a transfer."""
     input_residuals: float | Sequence[float] = 0.0
-    """Memory that F leaves behind and I frees."""
+    """Memory that F allocates and I frees."""
     weight_residuals: float | Sequence[float] = 1.0
-    """Memory that F leaves behind and W frees."""
+    """Memory that F allocates and W frees."""
     cotangents: float | Sequence[float] = 0.0
-    """Memory that I leaves behind and W frees: with recomputation most of it. Where a weight pass comes right after an
-    input pass it is not counted, as for B, since all schedules have it for one pass at a time."""
+    """Memory that I allocates and W frees; with recomputation this is most of the memory between passes. If a weight
+    pass directly follows its input pass, this memory is not counted. It is not counted for B either. Every schedule
+    holds it for one pass at a time."""
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
             value: Any = getattr(self, field.name)
-            if hasattr(value, "tolist"):  # measured ones are NumPy's
+            if hasattr(value, "tolist"):  # measured costs are NumPy arrays
                 value = value.tolist()
             value = tuple(value) if isinstance(value, Sequence) else value
             object.__setattr__(self, field.name, value)
@@ -56,7 +57,7 @@ class Costs:
                     )
 
     def refuse_other(self, num_stages: int) -> None:
-        """Raise when costs are of another number of stages.
+        """Raise if the costs belong to another number of stages.
 
         Raises:
             ConfigError: with the field.
@@ -72,14 +73,14 @@ class Costs:
                 )
 
     def of(self, action: Action) -> float:
-        """Time of an action."""
+        """Return the time of an action."""
         if action.kind is Kind.FORWARD:
             return at(self.forward, action.stage)
         weight = at(self.weight, action.stage) if action.kind is not Kind.INPUT else 0.0
         return weight + (at(self.input, action.stage) if action.kind is not Kind.WEIGHT else 0.0)
 
     def kept(self, action: Action) -> float:
-        """Memory that an action leaves behind, or frees where it is negative."""
+        """Return the memory that an action allocates for later passes; negative if the action frees memory."""
         of_input, of_weight = at(self.input_residuals, action.stage), at(self.weight_residuals, action.stage)
         between = at(self.cotangents, action.stage)
         freed = {
@@ -90,7 +91,7 @@ class Costs:
         return freed.get(action.kind, of_input + of_weight)
 
     def by_rank(self, placement: Sequence[int], num_microbatches: float = 1) -> list[float]:
-        """Memory of each rank for what forward passes of so many microbatches leave behind."""
+        """Return the memory of each rank after it has run the forward passes of this many microbatches."""
         found = [0.0] * (1 + max(placement))
         for stage, rank in enumerate(placement):
             found[rank] += num_microbatches * self.kept(Action(stage, Kind.FORWARD, 0))

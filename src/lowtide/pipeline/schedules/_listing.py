@@ -1,8 +1,9 @@
-"""List scheduling: of an order of forward and input passes, where the weight passes go, so that ranks wait least.
+"""List scheduling: insert weight passes into a given order of forward and input passes, so that ranks wait least.
 
-A weight pass waits only for its input pass, and nobody waits for it: it goes where its rank would be idle, or where the
-memory that it frees is needed. That is how zero-bubble schedules fill the bubble (Qi et al., "Zero Bubble Pipeline
-Parallelism", 2024). Greedy, so no optimum is claimed: a rank looks no further than its next action.
+A weight pass needs only its input pass, and no other pass needs its result. So it can run where its rank would be idle,
+or where the memory that it frees is needed. Zero-bubble schedules fill the bubble in this way (Qi et al., "Zero Bubble
+Pipeline Parallelism", 2024). The algorithm is greedy and looks only at the next action of a rank, so the result is not
+always optimal.
 """
 
 from __future__ import annotations
@@ -20,13 +21,13 @@ _TOLERANCE = 1e-9
 
 
 class ListScheduler:
-    """Ranks in mid-run: each does the action that is chosen for it, or a weight pass where it would wait for that.
+    """State of all ranks during list scheduling: each runs its chosen action, or a weight pass if it would wait.
 
     Args:
-        num_ranks: how many there are.
+        num_ranks: number of ranks.
         placement: rank of each stage.
         costs: time of actions.
-        change: of an action, how much memory it takes, or frees where it is negative.
+        change: ``change(action)``: the memory that an action allocates; negative if the action frees memory.
     """
 
     def __init__(
@@ -35,36 +36,38 @@ class ListScheduler:
         self.placement, self.costs, self.change = placement, costs, change
         self.time, self.memory = [0.0] * num_ranks, [0.0] * num_ranks
         self.weights: list[deque[Action]] = [deque() for _ in range(num_ranks)]
-        """Weight passes that may run."""
+        """Weight passes of each rank whose input pass has run."""
         self.orders: list[list[Action]] = [[] for _ in range(num_ranks)]
-        """What every rank has done."""
+        """Actions that each rank has run."""
         self.ends: Ends = {}
 
     def run(self, choose: Callable[[int], Action | None], done: Callable[[int, Action], None]) -> tuple[Order, ...]:
-        """Run until no rank can do anything.
+        """Run until no rank can run another action.
 
         Args:
-            choose: the next action of a rank other than a weight pass, if there is one.
-            done: called with a rank and what was chosen, when it has run.
+            choose: ``choose(rank)``: the next action of a rank other than a weight pass, or None.
+            done: ``done(rank, action)`` is called after a chosen action has run.
 
         Returns:
-            The order of actions on every rank, weight passes among them.
+            The order of actions on every rank, including weight passes.
         """
         ranks = range(len(self.orders))
-        # Nothing that is decided later can end before the time of the earliest rank.
+        # The earliest rank goes first. Every action that is decided later ends after its current time, so its choice
+        # stays valid.
         while any(self._advance(rank, choose, done) for rank in sorted(ranks, key=self.time.__getitem__)):
             pass
         return tuple(map(tuple, self.orders))
 
     def ready(self, action: Action) -> float:
-        """When what an action needs is on its rank; infinite when that is not known yet."""
+        """Return the time at which the inputs of an action are on its rank; infinity while that time is unknown."""
         return ready(action, self.placement, self.ends, self.costs.communication)
 
     def _advance(self, rank: int, choose: Callable[[int], Action | None], done: Callable[[int, Action], None]) -> bool:
-        """Let a rank do its next action; whether it could."""
+        """Run the next action of a rank; return whether there was one."""
         action, now, weights = choose(rank), self.time[rank], self.weights[rank]
         begin = math.inf if action is None else self.ready(action)
-        # A weight pass is worth it when less of it than half would be waited for.
+        # Run a weight pass if it fills at least half of its time with waiting. It then delays the chosen action by less
+        # than half a weight pass.
         if weights and (action is None or begin - now > self.costs.of(weights[0]) / 2 + _TOLERANCE):
             action, begin = weights.popleft(), now
         elif action is None or begin == math.inf:
@@ -83,17 +86,17 @@ class ListScheduler:
 def place_weights(
     orders: Sequence[Sequence[Action]], placement: Sequence[int], costs: Costs, limits: Sequence[float]
 ) -> tuple[Order, ...]:
-    """Put the weight passes into orders of F and I.
+    """Insert the weight passes into orders of F and I.
 
     Args:
-        orders: of each rank, F and I alone.
+        orders: F and I actions of each rank.
         placement: rank of each stage.
         costs: time and memory of actions.
-        limits: memory of each rank. A forward pass that would exceed it waits, also behind input passes that come
-            later in the order.
+        limits: memory of each rank. A forward pass that would exceed the limit waits. Input passes that come later in
+            the order may run before it.
 
     Returns:
-        The orders with a W for each I.
+        The orders with one W for each I.
 
     Raises:
         ScheduleError: when a limit is too small for the order.
@@ -102,7 +105,7 @@ def place_weights(
     ranks = ListScheduler(len(orders), placement, costs, costs.kept)
 
     def choose(rank: int) -> Action | None:
-        """Return the next action of the order that memory allows; None when a weight pass has to free some first."""
+        """Return the next action of the order that fits into memory; None if a weight pass has to free memory first."""
         if not left[rank]:
             return None
         action = left[rank][0]

@@ -1,4 +1,4 @@
-"""`schedule`: a schedule by its name, for any stages and microbatches, costs and limits of memory."""
+"""Make a schedule from its name, for any number of stages and microbatches, costs and memory limits."""
 
 from __future__ import annotations
 
@@ -36,21 +36,22 @@ def schedule(
     """Make a pipeline schedule.
 
     Args:
-        name: one of `SCHEDULES`; ``"auto"`` for one that no other with as many stages a rank is better than, for these
-            costs and this memory. Without costs a pipeline makes it anew for those of its stages (`Schedule.fitted`).
-        num_stages: parts of the model.
-        num_microbatches: parts of a batch; any number, also one that the schedule's pattern does not divide.
-        stages_per_rank: parts that each rank has; by default 1, or 2 where the schedule needs more than one.
-        costs: time and memory of actions, by which weight passes are placed; by default one unit each.
-        memory_limit: the most that a rank may keep, in the unit of `costs` (by default what a stage keeps of one
-            microbatch), or one for each rank. By default that of
-            the schedule itself, where it has one (more where stages differ so much that it cannot be kept), and for
-            ``"auto"`` that of twice as many microbatches as ranks less one.
-        lockstep: whether, where there is a choice (``"auto"``, V-schedules with costs that differ), it is for ranks in
-            lockstep, as `value_and_grad` runs them, rather than by themselves.
+        name: one of `SCHEDULES`. ``"auto"`` gives a schedule that is at least as good as every named one with the same
+            stages_per_rank, for these costs and this memory. Without costs, a pipeline makes it again for the costs of
+            its stages (`Schedule.fitted`).
+        num_stages: number of parts of the model.
+        num_microbatches: number of parts of a batch. Any number is allowed, also one that the pattern does not divide.
+        stages_per_rank: number of stages on each rank; by default 1, or 2 where the schedule needs more than one.
+        costs: time and memory of actions, used to place the weight passes; by default one unit each.
+        memory_limit: the most that a rank may hold, or one such number for each rank. The unit is that of `costs`; by
+            default it is the residuals of one microbatch in one stage. By default a named schedule has its own limit,
+            if any; it is raised where stages differ so much that it cannot be kept. ``"auto"`` has a default of
+            ``2 * num_ranks - 1`` microbatches.
+        lockstep: whether to optimise for ranks in lockstep, as `value_and_grad` runs them, rather than for asynchronous
+            ranks. It matters for ``"auto"`` and for V-schedules with unequal costs.
 
     Returns:
-        The schedule, validated.
+        The validated schedule.
 
     Raises:
         ConfigError: for an unknown name, numbers that do not fit each other, or costs of another number of stages.
@@ -89,6 +90,7 @@ def schedule(
         limit = limit.tolist() if hasattr(limit, "tolist") else limit
         limit = tuple(limit) if isinstance(limit, Sequence) else limit
         how = _Auto(num_stages, num_microbatches, chunks, limit, lockstep)
+        # Without costs, the schedule keeps the recipe, so that `Schedule.fitted` can make it again for real costs.
         made = how.best(costs or Costs(), limit, None)
         return made if costs is not None else dataclasses.replace(made, remake=_Remake(how, made.placement))
     costs = costs or Costs()
@@ -106,7 +108,7 @@ def schedule(
 _PACKINGS: tuple[tuple[bool, Weights], ...] = (
     (True, "free"),
     (True, "together"),
-    (True, "at once"),  # with twice as many microbatches as ranks it takes as long as a scan
+    (True, "at once"),  # with the order of ZB-H2: (M + R - 1) * (F + I + W), the time of a scan
     (False, "free"),
     (False, "together"),
 )
@@ -114,7 +116,7 @@ _PACKINGS: tuple[tuple[bool, Weights], ...] = (
 
 @dataclasses.dataclass(frozen=True)
 class _Auto:
-    """What the best schedule is looked for among, and how."""
+    """Sizes and limits within which ``auto`` searches for the best schedule."""
 
     num_stages: int
     num_microbatches: int
@@ -125,7 +127,7 @@ class _Auto:
     def best(
         self, costs: Costs, memory_limit: float | tuple[float, ...] | None, placement: tuple[int, ...] | None
     ) -> Schedule:
-        """Choose for costs and a limit, of a placement or of any."""
+        """Return the best schedule for costs and a limit, with a given placement or with any."""
         costs.refuse_other(self.num_stages)
         num_ranks = self.num_stages // self.chunks
         limits = _limits(_AUTO, placed(num_ranks, self.chunks, is_v=False), self.chunks, costs, memory_limit)
@@ -148,7 +150,7 @@ class _Auto:
             for in_pairs, weights in _PACKINGS
             if one.is_open
         ]
-        if not self.lockstep or memory_limit is not None:  # named ones need what they need
+        if not self.lockstep or memory_limit is not None:  # a limit may rule out all named ones
             candidates += greedy_orders(num_ranks, self.chunks, costs, limits)
         number = self.num_microbatches
         telling = _telling(number, num_ranks)
@@ -158,14 +160,14 @@ class _Auto:
 
 @dataclasses.dataclass(frozen=True)
 class _Remake:
-    """Makes a schedule for other costs, with its stages where they are: layers are in place before costs are known."""
+    """Makes a schedule for other costs with the same placement: layers are placed before their costs are known."""
 
     how: _Auto
     placement: tuple[int, ...]
 
     @property
     def memory_limit(self) -> float | tuple[float, ...] | None:
-        """That was said."""
+        """The memory limit that the user gave."""
         return self.how.memory_limit
 
     def __call__(self, costs: Costs, memory_limit: float | Sequence[float] | None) -> Schedule:
@@ -179,7 +181,7 @@ def _remade(one: _Remake, costs: Costs, memory_limit: float | tuple[float, ...] 
 
 
 def _roomy(job: _Job, limits: list[float]) -> Schedule:
-    """Make the schedule within its own limits, or within the least larger ones that stages of different sizes need."""
+    """Make the schedule within its own limits, or within the smallest larger ones that unequal stages need."""
     for factor in (1.125**power for power in range(40)):
         with contextlib.suppress(ScheduleError):
             return job.best([factor * limit for limit in limits])
@@ -187,13 +189,13 @@ def _roomy(job: _Job, limits: list[float]) -> Schedule:
 
 
 def _telling(num_microbatches: int, num_ranks: int) -> int:
-    """How many microbatches tell orders apart: in the middle each repeats itself."""
+    """Return how many microbatches are enough to rank candidates: the middle of a schedule repeats itself."""
     return min(num_microbatches, max(4 * num_ranks, 16))
 
 
 @dataclasses.dataclass(frozen=True)
 class _Job:
-    """What a named schedule is made of."""
+    """Sizes, placement and costs of a named schedule."""
 
     name: str
     named: Named
@@ -205,14 +207,15 @@ class _Job:
     lockstep: bool
 
     def best(self, limits: list[float]) -> Schedule:
-        """Of the orders that a name stands for the one that ends soonest within limits.
+        """Return the schedule that ends first within the limits, among the orders that the name stands for.
 
         Raises:
-            ScheduleError: when none is within them.
+            ScheduleError: when no order is within the limits.
         """
         costs = [self.costs]
         if self.named.is_open and self.named.is_v and not _are_equal(self.costs):
-            # In lockstep it may cost more to fill a gap than to leave a pattern of equal passes as it is.
+            # In lockstep, filling a gap can cost more than keeping the pattern of equal passes. So weight passes are
+            # also placed by equal costs, and both results are compared by the real costs.
             costs.append(dataclasses.replace(self.costs, forward=1.0, input=1.0, weight=1.0, communication=0.0))
         telling = _telling(self.num_microbatches, self.num_ranks)
         found: list[tuple[float, int, int]] = []
@@ -246,18 +249,19 @@ class _Job:
 
 
 _MOST = 2**17
-"""Microbatches times stages: each is a row of Python objects, and a column of the program's tables."""
+"""Largest number of microbatches times stages. Each such pass is a row of Python objects and a column of the program's
+tables."""
 
 
 def _are_equal(costs: Costs) -> bool:
-    """Whether all passes of all stages take the same time."""
+    """Return whether all passes of all stages take the same time and transfers take none."""
     times = (costs.forward, costs.input, costs.weight)
     each = {one for time in times for one in (time if isinstance(time, Sequence) else [time])}
     return len(each) == 1 and not costs.communication
 
 
 def _chunks(name: str, named: Named, num_stages: int, num_microbatches: int, stages_per_rank: int | None) -> int:
-    """Stages a rank."""
+    """Return the number of stages per rank."""
     for what, number in (("num_stages", num_stages), ("num_microbatches", num_microbatches)):
         if not is_count(number, 1):
             raise ConfigError(
@@ -274,7 +278,7 @@ def _chunks(name: str, named: Named, num_stages: int, num_microbatches: int, sta
             got=repr(stages_per_rank),
             hint="interleaved, interleaved-zb, looped-bfs and auto take any number of stages a rank",
         )
-    # V-schedules and interleaved ones are cut from those of at least two microbatches a rank.
+    # V-schedules and interleaved ones are cut from schedules with at least two microbatches per rank.
     if num_stages * max(num_microbatches, 2 * num_stages // chunks) > _MOST:
         raise ConfigError(
             f"{name}: {num_stages} stages and {num_microbatches} microbatches are more than one schedule can hold",
@@ -300,13 +304,13 @@ def _limits(
     costs: Costs,
     memory_limit: float | Sequence[float] | None,
 ) -> list[float]:
-    """Return the memory of each rank."""
+    """Return the memory limit of each rank."""
     num_ranks = len(placement) // chunks
     if memory_limit is not None:
         limit: Any = memory_limit
-        limit = limit.tolist() if hasattr(limit, "tolist") else limit  # measured ones are NumPy's
+        limit = limit.tolist() if hasattr(limit, "tolist") else limit  # measured limits are NumPy arrays
         given: list[Any] = [*limit] if isinstance(limit, Sequence) else [limit] * num_ranks
-        # NaN is no limit either.
+        # This check refuses NaN, too.
         if len(given) != num_ranks or not all(isinstance(one, Real) and float(one) > 0 for one in given):
             raise ConfigError(
                 "memory_limit is no limit for each rank",

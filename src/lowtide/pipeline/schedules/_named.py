@@ -1,10 +1,11 @@
-"""The schedules that have names: orders of forward and input passes, into which `_listing` puts the weight passes.
+"""The named schedules: orders of forward and input passes. `_listing` inserts the weight passes.
 
-Legend: R ranks, V stages a rank (chunks), M microbatches. Stages are placed in a loop (stage s on rank s mod R) or,
-with two chunks, in a V (down the ranks and up again: the last stage is on the rank of the first).
+Legend: R ranks, V stages per rank (chunks), M microbatches. Stages are placed in a loop (stage s on rank s mod R). With
+two chunks they can be placed in a V: down the ranks and up again, so the last stage is on the rank of the first stage.
 
-A schedule for a number of microbatches that its pattern does not fit is that of more microbatches without those that
-are not there: what is left of an order that never waits for ever does not either.
+If the pattern of a schedule does not fit M, the order for a larger number is made and the surplus microbatches are
+removed. Removing microbatches cannot cause a deadlock: the remaining passes depend only on passes of the same
+microbatch.
 
 References:
     GPipe: Huang et al. 2019. 1F1B: Narayanan et al. 2019 (PipeDream-flush). Interleaved: Narayanan et al. 2021.
@@ -29,18 +30,18 @@ Orders = list[list[Action]]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Named:
-    """How a schedule is made."""
+    """Recipe of a named schedule."""
 
     orders: Callable[[int, int, int], Iterator[Orders]]
-    """Of R, V and M: the orders to choose from."""
+    """``orders(R, V, M)``: the candidate orders."""
     is_open: bool
-    """Whether its weight passes are still to be put in."""
+    """Whether weight passes still have to be inserted."""
     is_v: bool = False
     """Whether stages are placed in a V."""
     chunks: tuple[int, ...] = (1,)
-    """The V it can have; empty for any from 2."""
+    """Allowed values of V; empty if any V from 2 is allowed."""
     limit: Callable[[int, int], float] | None = None
-    """Of R and V, the residuals of how many microbatches a rank may keep."""
+    """``limit(R, V)``: number of microbatches whose residuals a rank may hold."""
 
 
 def placed(num_ranks: int, chunks: int, *, is_v: bool) -> tuple[int, ...]:
@@ -50,7 +51,7 @@ def placed(num_ranks: int, chunks: int, *, is_v: bool) -> tuple[int, ...]:
 
 
 def _one_by_one(forwards: Sequence[Action], inputs: Sequence[Action], ahead: int) -> list[Action]:
-    """Forward passes, `ahead` of which come first; then one of each in turn; then the input passes that are left."""
+    """Order `ahead` forward passes first, then alternate forward and input passes, then the remaining input passes."""
     order = list(forwards[:ahead])
     for forward, back in itertools.zip_longest(forwards[ahead:], inputs):
         order += [action for action in (forward, back) if action is not None]
@@ -67,12 +68,12 @@ def _breadth_first(num_ranks: int, chunks: int, num: int) -> Orders:
 
 
 def _interleaved(ahead: Callable[[int, int, int], int], kind: Kind) -> Callable[[int, int, int], Orders]:
-    """Make groups of R microbatches, which pass all chunks of a rank before the next group does.
+    """Make orders in groups of R microbatches: a group passes all chunks of a rank before the next group does.
 
     Args:
-        ahead: of R, V and a rank, how many forward passes come before its first backward pass. With one chunk it is
-            the order of 1F1B.
-        kind: of the backward passes.
+        ahead: ``ahead(R, V, rank)``: number of forward passes before forward and backward passes alternate. With one
+            chunk the result is the order of 1F1B.
+        kind: kind of the backward passes.
     """
 
     def orders(num_ranks: int, chunks: int, num: int) -> Orders:
@@ -92,7 +93,7 @@ def _interleaved(ahead: Callable[[int, int, int], int], kind: Kind) -> Callable[
 
 
 class _VRank:
-    """A rank of a V, which does passes of chunk 0 or 1 on one microbatch after the other."""
+    """Builder for the order of one rank of a V, which counts the microbatches of each pass and chunk."""
 
     def __init__(self, rank: int, num_ranks: int) -> None:
         self.stages = rank, 2 * num_ranks - 1 - rank
@@ -108,6 +109,7 @@ class _VRank:
 
 def _zb_v(num_ranks: int, _: int, num: int) -> Orders:
     num, found = max(num, 2 * num_ranks), []
+    # Warm-up, steady state (the line with four passes) and drain of ZB-V. The repeat counts need M >= 2 R.
     for rank in range(num_ranks):
         one = _VRank(rank, num_ranks)
         one.do((_F, 0), times=2 * (num_ranks - rank) - 1)
@@ -122,10 +124,12 @@ def _zb_v(num_ranks: int, _: int, num: int) -> Orders:
 
 
 def _dualpipe_v(num_ranks: int, _: int, num: int) -> Orders:
-    """With its own weight passes: whole backward passes in the middle, where they overlap with forward passes."""
+    """Make the orders of DualPipeV with weight passes; backward passes in the middle are whole, to overlap with F."""
     num, found = max(num, 2 * num_ranks), []
     for rank in range(num_ranks):
         one, after = _VRank(rank, num_ranks), num_ranks - rank - 1
+        # The calls follow steps 1 to 8 of DeepSeek's ``dualpipev.py``. Step 6 is the call with `last`: its second half
+        # runs I only, and the weight passes that it puts off fill steps 7 and 8.
         one.do((_F, 0), times=2 * after)
         one.do((_F, 0), (_F, 1), times=rank + 1)
         one.do((_I, 1), (_W, 1), (_F, 1), times=after)
@@ -142,14 +146,18 @@ def _dualpipe_v(num_ranks: int, _: int, num: int) -> Orders:
 
 
 def _blocks(*hops: tuple[int, int, int, int]) -> Callable[[int, int, int], Iterator[Orders]]:
-    """Make a V in which every microbatch follows the one before after six units, in one pattern: plain, and squeezed.
+    """Make a V in which each microbatch follows the previous one after six units, in one pattern: plain and squeezed.
 
     Args:
-        hops: units between the passes of neighbouring ranks, of F0, F1, I1 and I0. Their sum is what a microbatch's
-            residuals live, and so what a rank keeps: 6 of 12 keep half, 4 a third.
+        hops: units between the passes of neighbouring ranks, for F0, F1, I1 and I0. Their sum sets the lifetime of a
+            microbatch's residuals, and so the memory of a rank: a sum of 12 keeps as much as 1F1B, 6 half of it, 4 a
+            third.
     """
 
     def orders(num_ranks: int, _: int, num: int) -> Iterator[Orders]:
+        # The residuals of a rank's two chunks live about sum(hops) * (R - 1) units in total. Each chunk holds half of a
+        # microbatch's residuals, and a microbatch starts every 6 units. So a rank holds about sum(hops) * R / 12
+        # microbatches.
         for turns, are_squeezed in ((1,), False), ((1, 3, 4), True):
             for offsets in itertools.chain.from_iterable(_offsets(num_ranks, turns, *one) for one in hops):
                 found = [_repeated(rank, num_ranks, offsets[rank], num) for rank in range(num_ranks)]
@@ -159,31 +167,32 @@ def _blocks(*hops: tuple[int, int, int, int]) -> Callable[[int, int, int], Itera
 
 
 def _repeated(rank: int, num_ranks: int, begins: tuple[int, ...], num: int) -> Slots:
-    """When a rank does its passes of all microbatches."""
+    """Return the slots in which a rank runs its passes of all microbatches."""
     stages = rank, 2 * num_ranks - 1 - rank
     passes = zip(((0, _F), (1, _F), (1, _I), (0, _I)), begins, strict=True)
     return {Action(stages[chunk], kind, m): begin + _PERIOD * m for (chunk, kind), begin in passes for m in range(num)}
 
 
 _PERIOD = 6
-"""Units that a rank computes for a microbatch: three passes of two chunks."""
+"""Units that a rank computes for one microbatch: three passes of two chunks."""
 
 
 def _offsets(
     num_ranks: int, losses: tuple[int, ...], f0: int, f1: int, i1: int, i0: int
 ) -> Iterator[list[tuple[int, ...]]]:
-    """When each rank does F0, F1, I1 and I0 of microbatch 0, so that no two passes of any microbatches coincide.
+    """Yield start units of F0, F1, I1 and I0 of microbatch 0 on each rank, such that no two passes of a rank coincide.
 
     Args:
         num_ranks: R.
-        losses: how long to wait at the loss.
-        f0: of the hops, as the others.
-        f1: likewise.
-        i1: likewise.
-        i0: likewise.
+        losses: candidate waits between F1 and I1 at the loss.
+        f0: hop of F0, as in `_blocks`.
+        f1: hop of F1.
+        i1: hop of I1.
+        i0: hop of I0.
     """
     last = num_ranks - 1
-    # How long to wait at the ends of the V; more makes longer pipelines, and was not better for up to eight ranks.
+    # `turns` holds the waits at the three turns of the V. Longer waits lengthen the pipeline and were not better for up
+    # to eight ranks.
     for turns in itertools.product((1, 3, 4), losses, range(1, _PERIOD)):
         begin_f1 = f0 * last + turns[0]
         begin_i1 = begin_f1 + f1 * last + turns[1]
@@ -192,6 +201,8 @@ def _offsets(
             (f0 * rank, begin_f1 + f1 * (last - rank), begin_i1 + i1 * rank, begin_i0 + i0 * (last - rank))
             for rank in range(num_ranks)
         ]
+        # Pass k of microbatch m starts at begins[k] + 6 m. Two passes collide for some microbatches if and only if
+        # their starts are equal modulo 6. The two residues that stay free are for the weight passes.
         if all(len({begin % _PERIOD for begin in begins}) == len(begins) for begins in found):
             yield found
 
@@ -238,4 +249,4 @@ NAMED: dict[str, Named] = {
         orders=_blocks((1, 1, 1, 1)), is_open=True, is_v=True, chunks=(2,), limit=lambda ranks, _: (ranks + 4) // 3
     ),
 }
-"""All schedules by name."""
+"""All named schedules, by name."""

@@ -1,13 +1,14 @@
-"""Ticks of several passes: orders of F and I are laid into ticks, and weight passes where they cost least.
+"""Pack orders of F and I into ticks of several passes, and place weight passes where they cost least.
 
-A tick lasts as long as its slowest rank. So a weight pass is free where its rank would wait for another one in the
-tick; where none is free, all ranks should run one in the same tick. A rank that may keep no more has to run one at
-once, and whoever has one joins it.
+A tick lasts as long as its slowest rank. So a weight pass is free where its rank would wait for another rank in the
+same tick. If no weight pass is free, all ranks should run one in the same tick. A rank without free memory has to run
+one at once; other ranks then run one too, if it fits into the tick.
 
-With an input and a forward pass in each tick, all ticks of the middle are alike: microbatch i goes forward on rank r in
-tick i + r, and backward in tick i + 2R - 1 - r. Orders that begin twice as many microbatches as ranks (those of ZB-H2)
-give that. Orders that keep fewer have one of both in a tick, and weight passes even them out. Greedy, so no optimum is
-claimed; in the first form it is one where all passes cost the same.
+With an input and a forward pass in each tick, all middle ticks are alike: microbatch i goes forward on rank r in tick i
++ r, and backward in tick i + 2R - 1 - r. Orders that start twice as many microbatches as ranks (those of ZB-H2) have
+this form. Orders that hold fewer microbatches have one of the two passes in a tick, and weight passes even out the
+length. The algorithm is greedy, so the result is not always optimal; the first form is optimal if all passes cost the
+same.
 """
 
 from __future__ import annotations
@@ -29,18 +30,19 @@ _TOLERANCE = 1e-9
 
 
 Weights = Literal["free", "together", "at once"]
-"""When ticks become longer by weight passes: never unless memory asks for it; where all ranks have one; always."""
+"""When weight passes may lengthen a tick: only if memory requires it ("free"); if all ranks have one ("together");
+always ("at once")."""
 
 
 def packed(schedule: Schedule, costs: Costs, limits: Sequence[float], *, in_pairs: bool, weights: Weights) -> Schedule:
-    """Lay a schedule into ticks, with its weight passes where they cost least.
+    """Pack a schedule into ticks, with its weight passes where they cost least.
 
     Args:
-        schedule: one whose backward passes are split; of its orders those of F and I stay.
-        costs: of actions.
+        schedule: a schedule with split backward passes; its orders of F and I are kept.
+        costs: time and memory of actions.
         limits: memory of each rank.
-        in_pairs: whether a rank runs an input and a forward pass in one tick, where its order has them in a row.
-        weights: when ticks become longer by weight passes.
+        in_pairs: whether a rank runs an input and a forward pass in one tick if they follow each other in its order.
+        weights: when weight passes may lengthen a tick.
 
     Raises:
         ScheduleError: when a limit is too small for the order.
@@ -62,13 +64,13 @@ class _Packer:
         self.in_pairs, self.when = in_pairs, weights
         self.left = [deque(action for action in order if action.kind is not Kind.WEIGHT) for order in schedule.orders]
         self.weights: list[deque[Action]] = [deque() for _ in schedule.orders]
-        """Weight passes that may run."""
+        """Weight passes of each rank whose input pass has run."""
         self.memory = [0.0] * schedule.num_ranks
         self.done: Ends = {}
         self.table: list[list[Cell]] = []
 
     def run(self) -> list[list[Cell]]:
-        """Return what each rank does, by tick."""
+        """Return the actions of each rank, by tick."""
         sent: set[int] = set()
         while any(self.left) or any(self.weights):
             cells, must = self._begin()
@@ -77,6 +79,8 @@ class _Packer:
                 self._length((*cell, *itertools.islice(pending, 1)), rank in sent)
                 for rank, (cell, pending) in enumerate(zip(cells, self.weights, strict=True))
             ]
+            # First, the length of the tick: its passes of F and I, plus the weight passes that may lengthen it. Then
+            # every other rank adds a weight pass if it fits into that length.
             for_weights = must | self._longer(is_empty=not any(cells))
             length = max([*shortest, *(with_weights[rank] for rank in for_weights)])
             for rank, pending in enumerate(self.weights):
@@ -88,7 +92,7 @@ class _Packer:
         return self.table
 
     def _begin(self) -> tuple[list[Cell], set[int]]:
-        """Return what each rank runs of its order in this tick, and which have to run a weight pass in it."""
+        """Return the F and I passes of each rank in this tick, and the ranks that must run a weight pass in it."""
         cells: list[Cell] = []
         must: set[int] = set()
         for rank, left in enumerate(self.left):
@@ -113,14 +117,14 @@ class _Packer:
         return cells, must
 
     def _next(self, rank: int, kind: Kind) -> Action | None:
-        """Return the next action of a rank's order, if it is of this kind and can run."""
+        """Return the next action of a rank's order if it is of this kind and can run."""
         left = self.left[rank]
         if not left or ready(left[0], self.placement, self.done) == math.inf:
             return None
         return left[0] if left[0].kind is kind else None
 
     def _longer(self, *, is_empty: bool) -> set[int]:
-        """Return the ranks for whose weight passes a tick is as long as it takes, though nothing makes them run one."""
+        """Return the ranks whose weight passes may lengthen this tick although memory does not require it."""
         having = {rank for rank, pending in enumerate(self.weights) if pending}
         if is_empty or self.when == "at once":
             return having
@@ -128,7 +132,8 @@ class _Packer:
         if self.when == "together" and all(forwards) and len(having) == len(self.left):
             return having
         if self.in_pairs and not any(forwards):
-            # At the end what an input pass gives is sent while its weight pass runs, as long as nobody has more left.
+            # In the drain, the result of an input pass is sent while a weight pass runs. So the rank with the most
+            # input passes left may lengthen the tick, unless the weight passes left on another rank take longer.
             last = max(range(len(self.left)), key=lambda rank: (len(self.left[rank]), len(self.weights[rank])))
             if max(map(len, self.weights)) <= 2 * len(self.left[last]) + len(self.weights[last]):
                 return {last} & having
@@ -138,7 +143,7 @@ class _Packer:
         return spans(tuple(sorted(cell, key=place)), self.placement, self.costs, is_sent=is_sent).end
 
     def _end(self, row: list[Cell]) -> None:
-        """Run a tick."""
+        """Append a tick to the table and update memory."""
         if not any(row):
             stuck = next(rank for rank, order in enumerate(self.left) if order)
             raise ScheduleError(

@@ -1,4 +1,4 @@
-"""A schedule: which rank does what in which order. Data without a device, that other modules simulate, draw and run.
+"""A schedule: the order in which each rank runs its actions. It is plain data; other modules simulate, draw and run it.
 
 Shape legend: a schedule has R ranks (devices along the pipeline's mesh axis), S stages (parts of the model, at least as
 many as ranks) and M microbatches.
@@ -20,15 +20,15 @@ from ._costs import Costs
 
 Order = tuple[Action, ...]
 Ends = dict[tuple[Kind, int, int], float]
-"""When actions have ended, under what `gives` returns."""
+"""End time of each action, under the key that `gives` returns."""
 
 
 class Remake(Protocol):
-    """What makes a schedule for costs and a limit of memory."""
+    """A function that makes a schedule for given costs and a memory limit."""
 
     @property
     def memory_limit(self) -> float | Sequence[float] | None:
-        """That was said for it, and stays."""
+        """The limit that the schedule was requested with; it stays in force."""
         ...
 
     def __call__(self, costs: Costs, memory_limit: float | Sequence[float] | None, /) -> Schedule: ...
@@ -38,8 +38,8 @@ class Remake(Protocol):
 class Schedule:
     """The order of actions on every rank.
 
-    When an action begins is not part of it: a rank does its next one as soon as what it needs is there. What ranks in
-    lockstep do together may be.
+    A schedule does not fix start times: a rank starts its next action as soon as the inputs of the action have arrived.
+    For ranks in lockstep, `ticks` can fix which actions run together.
 
     Examples:
         >>> one = Schedule.from_text("0F0 0B0", name="one stage")
@@ -48,19 +48,19 @@ class Schedule:
     """
 
     name: str
-    """Of the algorithm, or of the file it came from."""
+    """Name of the algorithm, or of the file that the schedule was read from."""
     num_microbatches: int
-    """Parts of a batch."""
+    """Number of parts of a batch."""
     placement: tuple[int, ...]
     """The rank of every stage."""
     orders: tuple[Order, ...]
-    """What every rank does, one after the other."""
+    """Actions of each rank, in the order in which it runs them."""
     ticks: tuple[tuple[int, ...], ...] | None = None
-    """For ranks in lockstep, of each action the tick in which it runs, from 0 on; with several actions of a rank in one
-    tick, an input pass comes before a weight pass before a forward pass. None: each has one of its own."""
+    """For ranks in lockstep: the tick of each action, counted from 0. If a rank runs several actions in one tick, the
+    input pass comes first, then the weight pass, then the forward pass. None: a rank runs one action a tick."""
     remake: Remake | None = dataclasses.field(default=None, compare=False, repr=False)
-    """Makes it for other costs, with its stages where they are, if those that it was made for were not said; files do
-    not keep it."""
+    """Makes the schedule again for other costs with the same placement. Only ``auto`` schedules that were made without
+    costs have it; files do not keep it."""
 
     def __post_init__(self) -> None:
         validate(self)
@@ -71,22 +71,22 @@ class Schedule:
 
     @property
     def num_stages(self) -> int:
-        """Parts of the model."""
+        """Number of parts of the model."""
         return len(self.placement)
 
     @property
     def num_ranks(self) -> int:
-        """Devices along the pipeline's axis."""
+        """Number of devices along the pipeline's axis."""
         return len(self.orders)
 
     @property
     def stages_per_rank(self) -> int:
-        """The most stages that a rank has."""
+        """The largest number of stages on one rank."""
         return max(self.placement.count(rank) for rank in range(self.num_ranks))
 
     @property
     def is_split(self) -> bool:
-        """Whether the backward pass of a stage is split into its two parts anywhere."""
+        """Whether the backward pass of any stage is split into its two parts."""
         return any(action.kind is Kind.INPUT for order in self.orders for action in order)
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
@@ -94,32 +94,32 @@ class Schedule:
         return tuple(stage for stage, where in enumerate(self.placement) if where == rank)
 
     def truncated(self, num_microbatches: int) -> Schedule:
-        """Return the schedule of the first microbatches alone, in the same order, an action a tick."""
+        """Return the schedule of the first microbatches only: same order, no ticks."""
         orders = tuple(tuple(a for a in order if a.microbatch < num_microbatches) for order in self.orders)
         return dataclasses.replace(self, num_microbatches=num_microbatches, orders=orders, ticks=None, remake=None)
 
     def fitted(self, costs: Costs, memory_limit: float | Sequence[float] | None = None) -> Schedule:
-        """Return the schedule for these costs, if it was made without any; else as it is.
+        """Return the schedule for these costs if `remake` is set; otherwise return it unchanged.
 
         Args:
-            costs: of its stages.
-            memory_limit: of each rank, if none was said either.
+            costs: time and memory of its stages.
+            memory_limit: limit of each rank; used only if the schedule was made without a limit.
         """
         return self if self.remake is None else self.remake(costs, memory_limit)
 
     def to_csv(self, path: str | Path | None = None) -> str:
-        """As PyTorch writes schedules: a row for each rank, a cell for each action.
+        """Write the schedule as PyTorch does: a row for each rank, a cell for each action.
 
-        Ticks are written in three cells each, for an input, a weight and a forward pass, which may be empty: idle.
+        Each tick takes three cells: an input, a weight and a forward pass. Empty cells are idle.
 
         Args:
             path: the file to write, if any.
 
         Returns:
-            What it holds.
+            The CSV text.
 
         Raises:
-            OutputError: when it cannot be written.
+            OutputError: when the file cannot be written.
         """
         text = io.StringIO()
         csv.writer(text, lineterminator="\n").writerows(self._rows())
@@ -129,14 +129,14 @@ class Schedule:
 
     @classmethod
     def from_csv(cls, path: str | Path, *, name: str | None = None) -> Schedule:
-        """Read what `to_csv` or PyTorch wrote.
+        """Read a file that `to_csv` or PyTorch wrote.
 
         Args:
             path: the file.
-            name: of the schedule; by default the file's.
+            name: name of the schedule; by default the stem of the file name.
 
         Raises:
-            ConfigError: when it cannot be read, or a cell is no action.
+            ConfigError: when the file cannot be read, or a cell is not an action.
             ScheduleError: for a schedule that is not valid.
         """
         path = Path(path)
@@ -153,14 +153,14 @@ class Schedule:
 
     @classmethod
     def from_text(cls, text: str, *, name: str = "text") -> Schedule:
-        """Read actions that are separated by blanks, a line for each rank; a ``-`` is an empty cell.
+        """Read actions that are separated by blanks, one line for each rank; a ``-`` is an empty cell.
 
         Args:
             text: such as ``"0F0 0F1 0B0 0B1"``.
-            name: of the schedule.
+            name: name of the schedule.
 
         Raises:
-            ConfigError: when a word is no action.
+            ConfigError: when a word is not an action.
             ScheduleError: for a schedule that is not valid.
         """
         rows = [["" if word == "-" else word for word in line.split()] for line in text.strip().splitlines()]
@@ -170,7 +170,7 @@ class Schedule:
     def of_rows(cls, rows: Sequence[Sequence[str]], *, name: str) -> Schedule:
         """Make the schedule of a table of actions, with a row for each rank; empty cells are idle.
 
-        Where the cells of every row are in turn for input, weight and forward passes, three of them are a tick.
+        If the cells of every row repeat the order input, weight, forward pass, three cells are one tick.
         """
         parsed = [[parse_actions(cell) for cell in row] for row in rows]
         orders = tuple(tuple(action for cell in row for action in cell) for row in parsed)
@@ -202,11 +202,10 @@ class Schedule:
         )
 
     def to_text(self) -> str:
-        """Write what `from_text` reads."""
+        """Write the text that `from_text` reads."""
         return "\n".join(" ".join(word or "-" for word in row) for row in self._rows())
 
     def _rows(self) -> list[list[str]]:
-        """Write a table that `of_rows` reads."""
         if self.ticks is None:
             return [[str(action) for action in order] for order in self.orders]
         rows: list[list[str]] = []
@@ -219,16 +218,20 @@ class Schedule:
 
 
 _PLACES = ((Kind.INPUT, Kind.BACKWARD), (Kind.WEIGHT,), (Kind.FORWARD,))
-"""The order of passes in a tick."""
+"""The order of passes in a tick. An input or whole backward pass and a weight pass free memory before a forward pass
+takes it."""
 
 
 def place(action: Action) -> int:
-    """Return where in a tick an action is."""
+    """Return the position of an action within its tick: 0 for input and whole backward passes, 1 for W, 2 for F."""
     return next(i for i, kinds in enumerate(_PLACES) if action.kind in kinds)
 
 
 def needs(action: Action, num_stages: int) -> list[tuple[Kind, int]]:
-    """Return what has to come before an action of the microbatch: kinds and stages, where `Kind.INPUT` may be a B."""
+    """List the passes (kind and stage) that must end before an action of the same microbatch starts.
+
+    `Kind.INPUT` in the result stands for an input pass or a whole backward pass.
+    """
     stage = action.stage
     if action.kind is Kind.FORWARD:
         return [(Kind.FORWARD, stage - 1)] if stage else []
@@ -238,15 +241,15 @@ def needs(action: Action, num_stages: int) -> list[tuple[Kind, int]]:
 
 
 def gives(action: Action) -> tuple[Kind, int, int]:
-    """Under what `needs` finds an action."""
+    """Return the key under which `needs` looks up an action."""
     kind = Kind.INPUT if action.kind is Kind.BACKWARD else action.kind
     return kind, action.stage, action.microbatch
 
 
 def read_by(action: Action, num_stages: int) -> tuple[Kind, int] | None:
-    """Return the kind and the stage of what is given an action's result; None when it stays where it is.
+    """Return the kind and stage of the pass that reads an action's result; None if no other pass reads it.
 
-    The last stage's backward pass is given the activations of its own forward pass: the loss is taken there.
+    The backward pass of the last stage computes the loss, so it reads the activations of the stage's forward pass.
     """
     if action.kind is Kind.FORWARD:
         is_last = action.stage + 1 == num_stages
@@ -255,13 +258,13 @@ def read_by(action: Action, num_stages: int) -> tuple[Kind, int] | None:
 
 
 def sends_on(action: Action, placement: Sequence[int]) -> bool:
-    """Whether the result of an action goes to another rank."""
+    """Return whether the result of an action goes to another rank."""
     reader = read_by(action, len(placement))
     return reader is not None and placement[reader[1]] != placement[action.stage]
 
 
 def ready(action: Action, placement: Sequence[int], ends: Ends, communication: float = 0.0) -> float:
-    """When what an action needs is on its rank; infinite when that is not known yet."""
+    """Return the time at which the inputs of an action are on its rank; infinity while that time is unknown."""
     begin = 0.0
     for kind, stage in needs(action, len(placement)):
         away = communication if placement[stage] != placement[action.stage] else 0.0
@@ -270,14 +273,14 @@ def ready(action: Action, placement: Sequence[int], ends: Ends, communication: f
 
 
 def sweep(orders: Sequence[Order], run: Callable[[int, Action], bool]) -> list[int]:
-    """Try each rank's next action, rank by rank, until none can run.
+    """Try the next action of each rank, rank by rank, until no rank can run one.
 
     Args:
-        orders: of each rank.
-        run: ``run(rank, action)``: whether the action could run.
+        orders: actions of each rank.
+        run: ``run(rank, action)`` runs the action and returns whether it could run.
 
     Returns:
-        How many actions of each rank have run.
+        The number of actions that each rank has run.
     """
     counts, advanced = [0] * len(orders), True
     while advanced:
@@ -290,7 +293,7 @@ def sweep(orders: Sequence[Order], run: Callable[[int, Action], bool]) -> list[i
 
 
 def validate(schedule: Schedule) -> None:
-    """Raise unless every stage sees every microbatch once each way, where it is, and no rank waits for ever.
+    """Check that every stage passes every microbatch once each way on its own rank, and that no rank deadlocks.
 
     Raises:
         ScheduleError: with the rank and the action.
@@ -308,6 +311,7 @@ def validate(schedule: Schedule) -> None:
         done[gives(action)] = 0.0
         return True
 
+    # Run the orders without time: an action runs once its inputs are done. A rank that stops early has a deadlock.
     at = sweep(schedule.orders, run)
     waiting = {rank: order[at[rank]] for rank, order in enumerate(schedule.orders) if at[rank] < len(order)}
     for rank, action in waiting.items():
@@ -349,11 +353,13 @@ def _refuse_impossible(schedule: Schedule, ticks: tuple[tuple[int, ...], ...]) -
             begins[gives(action)] = tick
     for rank, (order, numbers) in enumerate(zip(schedule.orders, ticks, strict=True)):
         moments = [(tick, place(action)) for action, tick in zip(order, numbers, strict=True)]
-        # A whole backward pass is in the places of both of its parts.
+        # A whole backward pass takes two positions of a tick: that of I and that of W.
         taken = [(tick, at + (action.kind is Kind.BACKWARD)) for action, (tick, at) in zip(order, moments, strict=True)]
         for number, (action, tick) in enumerate(zip(order, numbers, strict=True)):
             early = number > 0 and moments[number] <= taken[number - 1]
             inputs = [begins[kind, stage, action.microbatch] for kind, stage in needs(action, schedule.num_stages)]
+            # A weight pass may follow its input pass in the same tick. Other inputs come from other passes in earlier
+            # ticks.
             known = max(inputs, default=-1) + (action.kind is not Kind.WEIGHT)
             if early or known > tick:
                 raise ScheduleError(

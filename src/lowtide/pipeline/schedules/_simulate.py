@@ -1,7 +1,7 @@
-"""When a schedule's actions run, how long ranks wait, and what they keep, without a device.
+"""Simulate a schedule without a device: when its actions run, how long ranks wait, and how much memory they hold.
 
-Two machines: ranks that run by themselves (many programs, as PyTorch or JaxPP run a pipeline), where each does its next
-action as soon as it can; and ranks in lockstep (one program), where a tick lasts as long as its slowest rank.
+Two modes. Asynchronous ranks run separate programs, as in PyTorch or JaxPP, and each starts its next action as soon as
+it can. Ranks in lockstep share one program, where a tick lasts as long as its slowest rank.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ from ._timeline import Timeline
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Simulation(Timeline):
-    """A schedule in time. Simulated, with the costs it was given."""
+    """A simulated schedule: its times and memory follow from the costs that `simulate` received."""
 
     def __rich_console__(self, console: Any, options: Any) -> Iterator[Any]:
-        """Draw the schedule in a terminal, as wide as it."""
+        """Draw the schedule in a terminal, at the width of the terminal."""
         has_colours = console.color_system is not None and not console.no_color
         yield views.terminal(self, options.max_width, has_colours=has_colours)
 
     def to_png(self, path: str | Path | None = None) -> bytes:
-        """Draw the schedule over time and what each rank keeps.
+        """Draw the schedule over time and the memory of each rank.
 
         Args:
             path: the file to write, if any.
 
         Returns:
-            Its content, 1600 pixels wide.
+            Content of the PNG file, 1600 pixels wide.
 
         Raises:
             ConfigError: when matplotlib is not installed (``pip install "lowtide[report]"``).
@@ -47,17 +47,17 @@ class Simulation(Timeline):
         return _written(path, views.picture(self, "png"))
 
     def to_svg(self, path: str | Path | None = None) -> bytes:
-        """Draw the picture of `to_png` as SVG; arguments, result and errors as there."""
+        """Draw the picture of `to_png` as SVG. Arguments, result and errors are those of `to_png`."""
         return _written(path, views.picture(self, "svg"))
 
     def to_trace(self, path: str | Path | None = None) -> bytes:
-        """Write a Chrome trace, for https://ui.perfetto.dev: a unit of time is a millisecond there.
+        """Write a Chrome trace for https://ui.perfetto.dev, where one unit of time is one millisecond.
 
         Args:
             path: the file to write, if any.
 
         Returns:
-            Its content, JSON.
+            Content of the JSON file.
 
         Raises:
             OutputError: when the file cannot be written.
@@ -66,19 +66,19 @@ class Simulation(Timeline):
 
 
 def simulate(schedule: Schedule, costs: Costs | None = None, *, lockstep: bool = False) -> Simulation:
-    """Run a schedule on paper.
+    """Compute start times, end times and memory of a schedule without a device.
 
     Args:
-        schedule: what to run.
+        schedule: the schedule to simulate.
         costs: time and memory of actions; by default one unit each.
-        lockstep: whether ranks go through the same ticks, as in one program, where a tick lasts as long as its slowest
-            rank, and what is sent is on its way while other passes of the tick, or of the next one, run.
+        lockstep: whether all ranks run the same ticks, as in one program. A tick lasts as long as its slowest rank.
+            Transfers overlap with other passes of the same tick or of the next one.
 
     Returns:
         Times and memory.
 
     Raises:
-        ConfigError: for costs of another number of stages, or what is no schedule.
+        ConfigError: for costs of another number of stages, or an argument that is not a schedule.
 
     Examples:
         >>> from lowtide.pipeline import schedule
@@ -110,14 +110,14 @@ def simulate(schedule: Schedule, costs: Costs | None = None, *, lockstep: bool =
 
 
 def scan_makespan(schedule: Schedule, costs: Costs) -> float:
-    """Time that the same ranks take for one loop over ticks that is differentiated, as most JAX trainers pipeline.
+    """Compute the time of one loop over ticks that JAX differentiates, the form of most JAX pipelines.
 
-    In a tick every rank takes all its stages' forward passes, on the way back their backward passes, of one microbatch;
-    each keeps what all microbatches leave.
+    In each tick a rank runs the forward passes of all its stages on one microbatch. In the reverse loop it runs their
+    backward passes. Each rank holds the residuals of all microbatches.
 
     Args:
-        schedule: its stages and microbatches; not its order.
-        costs: of its stages.
+        schedule: gives the stages, the ranks and the number of microbatches; its order is not used.
+        costs: time of its stages.
 
     Examples:
         >>> from lowtide.pipeline import schedule
@@ -170,6 +170,7 @@ def _lockstep(schedule: Schedule, costs: Costs) -> tuple[_Times, _Times, int]:
         found = [spans(cell, schedule.placement, costs, is_sent=rank in sent) for rank, cell in enumerate(row)]
         length = max(one.end for one in found)
         for rank, one in enumerate(found):
+            # The last action of a rank in a tick ends with the tick, because the rank waits for the slowest one.
             starts[rank] += [now + begin for begin in one.begins]
             ends[rank] += [now + end for end in (*one.ends[:-1], length)[: len(one.ends)]]
         now, sent = now + length, sent_to(row, schedule.placement)
@@ -180,6 +181,7 @@ def _peak(order: tuple[Action, ...], costs: Costs) -> float:
     held = most = 0.0
     for action, following in itertools.zip_longest(order, order[1:]):
         held += costs.kept(action)
+        # The cotangents between I and a W that follows at once are not counted, as `Costs.cotangents` documents.
         if not (action.kind is Kind.INPUT and following is not None and following.kind is Kind.WEIGHT):
             most = max(most, held)
     return most

@@ -1,9 +1,9 @@
-"""The ends of a periodic schedule: what comes before and after its steady part is moved to earlier slots.
+"""Squeeze the start and the end of a periodic schedule: passes outside its steady part move to earlier slots.
 
-A V in which every microbatch follows the one before in the same pattern is tight in the middle, and leaves slots free
-while it fills and drains. There a pass may come as soon as what it needs has, where its rank keeps no more for it than
-it does anyway (Qi et al., "Pipeline Parallelism with Controllable Memory", 2024). All passes take one slot here: what
-they really cost is for those who place the weight passes afterwards.
+In a V where all microbatches follow one pattern, the middle is tight but slots stay free while the pipeline fills and
+drains. A pass may move there as soon as its inputs exist, if the peak memory of its rank does not rise. The idea is
+from Qi et al., "Pipeline Parallelism with Controllable Memory", 2024. All passes take one slot here. Real costs are
+considered later, when the weight passes are placed.
 """
 
 from __future__ import annotations
@@ -15,33 +15,34 @@ from ._actions import Action, Kind
 from ._schedule import gives, needs
 
 Slots = dict[Action, int]
-"""When a rank does its passes, no two at a time."""
+"""Slots in which a rank runs its passes; no two passes share a slot."""
 
 
 def squeezed(ranks: Sequence[Slots]) -> list[list[Action]]:
     """Return the order of forward and input passes on every rank.
 
     Args:
-        ranks: for each, the slots of its forward and input passes. The first one has the first stage.
+        ranks: slots of the forward and input passes of each rank. The first rank has the first stage.
 
     Returns:
         Orders without weight passes.
     """
     first = ranks[0]
+    # The steady part lasts from the first input pass of stage 0 to its last forward pass.
     steady = (
         first[Action(0, Kind.INPUT, 0)],
         max(at for action, at in first.items() if action.stage == 0 and action.kind is Kind.FORWARD),
     )
     full = [_with_weights(slots) for slots in ranks]
     _squeeze(full, lambda at: not steady[0] <= at <= steady[1])
-    # The weight passes fill what is left, so they are not in the way of the others.
+    # The weight passes fill the remaining slots, so they need not block other passes.
     orders = [{action: at for action, at in slots.items() if action.kind is not Kind.WEIGHT} for slots in full]
     _squeeze(orders, lambda at: at > steady[1])
     return [sorted(slots, key=slots.__getitem__) for slots in orders]
 
 
 def _with_weights(slots: Slots) -> Slots:
-    """Every weight pass in the next slot that is free."""
+    """Add each weight pass in the next free slot after its input pass."""
     found, taken, free = dict(slots), set(slots.values()), 0
     for at, action in sorted((at, action) for action, at in slots.items() if action.kind is Kind.INPUT):
         free = max(free, at) + 1
@@ -52,11 +53,11 @@ def _with_weights(slots: Slots) -> Slots:
 
 
 def _squeeze(ranks: Sequence[Slots], may_move: Callable[[int], bool]) -> None:
-    """Move passes to the earliest slots that are free, behind what they need, with room for what they leave.
+    """Move passes to the earliest free slots after their inputs, if there is memory for their residuals.
 
     Args:
-        ranks: changed in place.
-        may_move: of a slot, whether what is in it may.
+        ranks: slots of each rank, changed in place.
+        may_move: ``may_move(slot)``: whether the pass in a slot may move.
     """
     num_stages = 1 + max(action.stage for slots in ranks for action in slots)
     held = [_residual_counts(slots) for slots in ranks]
@@ -82,10 +83,10 @@ def _squeeze(ranks: Sequence[Slots], may_move: Callable[[int], bool]) -> None:
 
 
 _LEFT = {Kind.FORWARD: 1, Kind.WEIGHT: -1}
-"""Residuals that a pass leaves."""
+"""Change of the number of residuals that a rank holds after a pass."""
 
 
 def _residual_counts(slots: Slots) -> list[int]:
-    """Return of how many passes a rank holds residuals after every slot."""
+    """Return the number of passes whose residuals a rank holds, after every slot."""
     left = {at: _LEFT.get(action.kind, 0) for action, at in slots.items()}
     return list(itertools.accumulate(left.get(at, 0) for at in range(max(left) + 1)))

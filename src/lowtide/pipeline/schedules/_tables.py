@@ -1,8 +1,9 @@
-"""What every rank does in every tick of a program in lockstep, and where things lie meanwhile, as tables of numbers.
+"""Tables of a lockstep program: what each rank does in each tick, and the buffer slots of waiting values.
 
-A value that waits (an activation or a cotangent that another rank sent, what a pass leaves to a later one) lies in a
-slot of a buffer from the tick in which it comes to the tick in which it is read last. Slots are given out as registers
-are: by colouring intervals, which for intervals needs no more slots than are alive at once.
+Two kinds of values wait: an activation or cotangent that another rank sent, and a value that a pass leaves to a later
+pass. Each occupies a slot of a buffer from the tick in which it arrives to the tick that reads it last. Slots are
+assigned like registers, by colouring intervals. For intervals this needs no more slots than values that are alive at
+the same time.
 """
 
 from __future__ import annotations
@@ -22,54 +23,53 @@ from ._schedule import Schedule, read_by
 from ._ticks import Cell, ticks
 
 KINDS = ("F", "I", "W")
-"""The passes of a row, in their order: the forward pass of a tick, then the backward passes of the next tick.
+"""The passes of a row in order: the forward pass of a tick, then the backward passes of the next tick.
 
-So each pass reads what passes before it in its row, or in earlier rows, have written, and none has to be done with what
-a later one of its row overwrites. Of a whole backward pass I and W are of one microbatch.
-"""
+So each pass reads values from earlier passes of its row or from earlier rows. It needs no value that a later pass of
+its row overwrites. I and W of a whole backward pass are in one row, for one microbatch."""
 _OF_PASSES = ("runs", "chunk", "microbatch", "is_first", "is_last", "num_layers", "message")
-"""Whether a pass runs, of what, and the slot of the message that it reads."""
+"""Columns of each pass: whether it runs, on which chunk and microbatch, and the slot of the message that it reads."""
 _CAME = ("from_left", "from_right", "from_here")
-"""Slots for what a pass of a neighbour, or of this rank, gave (-1: none)."""
+"""Slots for results that arrive from the left or right neighbour or from this rank (-1: none)."""
 _MOMENTS = {"F": 0, "I": 2, "W": 4}
-"""Of passes, in a row of eight moments. Results come at moment 1, of the row's own forward pass to its own rank and of
-input passes of the row before; or at 6, of the row's forward pass to other ranks."""
+"""Start of each pass in a row of eight moments. The result of the row's forward pass arrives at moment 1 if it stays on
+its rank, and at moment 6 on another rank. Results of the input passes of the previous row arrive at moment 1."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Waiting:
-    """Something that a pass leaves to another."""
+    """A value that one pass leaves to another pass of the same stage and microbatch."""
 
     column: str
-    """Of the table, for its slot."""
+    """Table column that holds its slot."""
     part: str
-    """``first`` is in one stage alone, ``blocks`` in all."""
+    """``first``: only stage 0 has it; ``blocks``: every stage has it."""
     made: str
-    """The pass that leaves it: F or I."""
+    """The pass that produces it: F or I."""
     read: str
-    """The one that reads it last: I or W."""
+    """The pass that reads it last: I or W."""
     buffer: str
-    """Where it lies, with others of its shape."""
+    """Buffer that holds it, together with other values of its shape."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Tables:
-    """A schedule as one program runs it."""
+    """A schedule in the form that one program runs."""
 
     columns: tuple[str, ...]
-    """For each pass of a tick, after its letter and a slash: what and whether it is, what it reads, what comes of its
-    kind, and the slots of what waits."""
+    """Column names ``pass/field``. The fields say whether and on what the pass runs, and which message it reads. Others
+    are the slots of arriving messages of its kind and of each waiting value."""
     rows: np.ndarray
-    """Numbers by row, rank and column, int32 of shape [T, R, C]."""
+    """Table entries by row, rank and column, int32 of shape [T, R, C]."""
     num_messages: int
-    """Slots of the buffer for what ranks send to each other."""
+    """Number of slots of the buffer for messages between ranks."""
     num_slots: dict[str, int]
-    """Slots of each buffer for what passes leave."""
+    """Number of slots of each buffer for values that passes leave."""
     used: dict[str, tuple[int, ...]]
-    """Of them, and of ``messages``, those that each rank uses."""
+    """Number of slots that each rank uses, for each of these buffers and for ``messages``."""
 
     def comes(self, kind: str, name: str) -> bool:
-        """Whether messages of a kind ever come from somewhere."""
+        """Return whether any message of this pass kind arrives from this source."""
         return bool((self.rows[:, :, self.columns.index(f"{kind}/{name}")] >= 0).any())
 
 
@@ -80,19 +80,19 @@ def tables(
     *,
     forward_only: bool = False,
 ) -> Tables:
-    """Lay a schedule out for a program.
+    """Make the tables of a schedule.
 
     Args:
-        schedule: what to run.
-        layers_per_stage: of every stage.
-        waiting: what passes leave behind.
-        forward_only: whether to leave the backward pass out, as an evaluation does.
+        schedule: the schedule to run.
+        layers_per_stage: number of layers of every stage.
+        waiting: values that passes leave to later passes.
+        forward_only: whether to leave out the backward passes, as an evaluation does.
 
     Returns:
         The tables.
 
     Raises:
-        ScheduleError: when neighbouring stages are on ranks that are no neighbours.
+        ScheduleError: when consecutive stages are on ranks that are not neighbours.
     """
     _refuse_far(schedule)
     table = ticks(schedule, forward_only=forward_only)
@@ -121,13 +121,14 @@ def tables(
         sent = _sent(schedule, Action(stage, Kind(kind), microbatch))
         if sent in messages:
             to = schedule.placement[sent[0]]
-            # Of two ranks each is on both sides of the other.
+            # With two ranks, each is both the left and the right neighbour of the other; the message counts as from the
+            # left.
             side = 2 if to == rank else 0 if to == (rank + 1) % schedule.num_ranks else 1
             rows[row + (kind == "I"), to, columns[f"{kind}/{_CAME[side]}"]] = messages[sent]
     counts["messages"] = of_messages
     used = {name: tuple(count[rank] for rank in range(schedule.num_ranks)) for name, count in counts.items()}
     num_slots = {name: max(each) for name, each in used.items()}
-    num_messages = max(num_slots.pop("messages"), 1)  # a single stage is sent nothing
+    num_messages = max(num_slots.pop("messages"), 1)  # a single stage receives no messages
     return Tables(tuple(columns), rows, num_messages, num_slots, used)
 
 
@@ -136,7 +137,7 @@ _Key = tuple[int, str, int]
 
 
 class _Life(NamedTuple):
-    """From one moment until before another one something lies in a slot of a rank."""
+    """Half-open interval of moments in which a value occupies a slot on a rank."""
 
     begin: int
     end: int
@@ -145,7 +146,7 @@ class _Life(NamedTuple):
 
 
 def _when(table: Iterable[tuple[Cell, ...]]) -> dict[_Key, int]:
-    """Return the row of every pass, where a whole backward pass is both of its parts."""
+    """Return the row of every pass; a whole backward pass counts as I and W."""
     return {
         (action.stage, kind, action.microbatch): tick - (kind != "F")
         for tick, row in enumerate(table)
@@ -156,11 +157,12 @@ def _when(table: Iterable[tuple[Cell, ...]]) -> dict[_Key, int]:
 
 
 def _slots(lives: Iterable[_Life]) -> tuple[dict[_Key, int], Counter[int]]:
-    """Slots for lives, on each rank for itself, and how many it needs."""
+    """Assign a slot to each interval, separately on each rank, and count the slots of each rank."""
     found: dict[_Key, int] = {}
     free: dict[int, list[int]] = {}
     busy: dict[int, list[tuple[int, int]]] = {}
     count: Counter[int] = Counter()
+    # In order of start, an interval takes the lowest slot that is free. A slot is free again when its interval ends.
     for begin, end, rank, key in sorted(lives):
         ready, taken = free.setdefault(rank, []), busy.setdefault(rank, [])
         while taken and taken[0][0] <= begin:
@@ -174,7 +176,7 @@ def _slots(lives: Iterable[_Life]) -> tuple[dict[_Key, int], Counter[int]]:
 
 
 def _messages(schedule: Schedule, when: dict[_Key, int]) -> Iterable[_Life]:
-    """Return what a stage is given by others, from the moment in which it has come."""
+    """Yield the interval of each message, from the moment in which it arrives."""
     for (stage, kind, microbatch), row in when.items():
         sent = _sent(schedule, Action(stage, Kind(kind), microbatch))
         if sent in when:
@@ -205,7 +207,7 @@ def _waiting_slots(
 
 
 def _sent(schedule: Schedule, action: Action) -> _Key:
-    """For whom the result of an action is: a stage, its pass and the microbatch; no pass where it is for nobody."""
+    """Return the pass that reads an action's result: stage, kind (empty if no pass reads it) and microbatch."""
     kind, stage = read_by(action, schedule.num_stages) or ("", action.stage)
     return stage, kind, action.microbatch
 

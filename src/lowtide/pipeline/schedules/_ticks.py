@@ -1,11 +1,12 @@
-"""Ticks: what ranks in lockstep do at a time, as one program runs them.
+"""Ticks: which passes all ranks of one lockstep program run together.
 
-In a tick a rank does at most one pass of each kind, an input pass before a weight pass before a forward pass, so that
-memory is freed before it is taken. What a forward pass gives is sent while the next tick's backward passes run, what an
-input pass gives while the passes after it in its tick do. A tick lasts as long as its slowest rank.
+In a tick a rank runs at most one pass of each kind: first an input pass, then a weight pass, then a forward pass. This
+order frees memory before it takes memory. A tick lasts as long as its slowest rank. The result of a forward pass is
+sent while the backward passes of the next tick run. The result of an input pass is sent while the later passes of its
+tick run.
 
-A schedule that does not say its ticks has one action in each: a rank does its next one in the first tick after those
-that it needs.
+A schedule without explicit ticks has one action in each tick: a rank runs its next action in the first tick after the
+ticks of its inputs.
 """
 
 from __future__ import annotations
@@ -19,18 +20,18 @@ from ._costs import Costs
 from ._schedule import Ends, Schedule, gives, ready, sends_on
 
 Cell = tuple[Action, ...]
-"""What a rank does in a tick, in that order."""
+"""Actions of a rank in a tick, in the order in which it runs them."""
 
 
 def ticks(schedule: Schedule, *, forward_only: bool = False) -> list[tuple[Cell, ...]]:
-    """Make the table of a program in lockstep: what each rank does in each tick.
+    """Make the table of a lockstep program: the actions of each rank in each tick.
 
     Args:
-        schedule: what to run.
-        forward_only: whether to leave the backward pass out, as an evaluation does.
+        schedule: the schedule to run.
+        forward_only: whether to leave out the backward passes, as an evaluation does.
 
     Returns:
-        By tick and rank the actions, in the order in which they run.
+        For each tick, the actions of each rank in the order in which they run.
     """
     if schedule.ticks is not None and not forward_only:
         rows: list[list[list[Action]]] = [
@@ -60,24 +61,24 @@ def ticks(schedule: Schedule, *, forward_only: bool = False) -> list[tuple[Cell,
 
 
 class Spans(NamedTuple):
-    """When what a rank does in a tick begins and ends, from the begin of the tick."""
+    """Start and end times of the actions of a rank in a tick, relative to the start of the tick."""
 
     begins: list[float]
-    """Of each action."""
+    """Start time of each action."""
     ends: list[float]
-    """Likewise."""
+    """End time of each action."""
     end: float
-    """When it has all that is sent to it and others what it sends."""
+    """When the rank has received all that others send to it, and its own results have arrived at other ranks."""
 
 
 def spans(cell: Cell, placement: Sequence[int], costs: Costs, *, is_sent: bool) -> Spans:
-    """Time what a rank does in a tick.
+    """Compute the times of a rank's actions in a tick.
 
     Args:
-        cell: its actions.
+        cell: actions of the rank.
         placement: rank of each stage.
-        costs: of actions.
-        is_sent: whether another rank sends it what a forward pass of the tick before gave.
+        costs: time of actions and transfers.
+        is_sent: whether another rank sends the result of a forward pass of the previous tick to this rank.
     """
     begins: list[float] = []
     ends: list[float] = []
@@ -95,7 +96,7 @@ def spans(cell: Cell, placement: Sequence[int], costs: Costs, *, is_sent: bool) 
 
 
 def sent_to(row: Sequence[Cell], placement: Sequence[int]) -> set[int]:
-    """Return the ranks to which forward passes of a tick send what they give."""
+    """Return the ranks that receive the result of a forward pass of this tick."""
     return {
         placement[action.stage + 1]
         for cell in row

@@ -1,4 +1,4 @@
-"""A schedule in time: plain data and what follows from it."""
+"""A schedule with start and end times: plain data, and the figures that follow from them."""
 
 from __future__ import annotations
 
@@ -11,64 +11,66 @@ from ._schedule import Schedule
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Timeline:
-    """When each action of a schedule runs, and what each rank keeps."""
+    """When each action of a schedule runs, and how much memory each rank holds."""
 
     schedule: Schedule
-    """What ran."""
     costs: Costs
-    """What its actions cost."""
+    """Time and memory of each action."""
     starts: tuple[tuple[float, ...], ...]
-    """When each action of each rank began."""
+    """Start time of each action of each rank."""
     ends: tuple[tuple[float, ...], ...]
-    """When it ended; in lockstep, with its tick."""
+    """End time of each action. In lockstep, the last action of a rank in a tick ends with the tick."""
     busy: tuple[float, ...]
     """Time that each rank computes."""
     peaks: tuple[float, ...]
-    """The most memory that each rank keeps at a time, in the unit of `Costs`; what an action frees is there while it
-    runs."""
+    """Largest amount of memory that each rank holds at one time, in the unit of `Costs`. An action holds the memory
+    that it frees until it ends."""
     num_transfers: int
-    """Activations and gradients that go from one rank to another."""
+    """Number of activations and gradients that one rank sends to another."""
     num_ticks: int | None = None
-    """In lockstep."""
+    """Number of ticks in lockstep; None for asynchronous ranks."""
 
     @property
     def makespan(self) -> float:
-        """Time from the first action's begin to the last one's end."""
+        """Time from the start of the first action to the end of the last one."""
         return max(ends[-1] for ends in self.ends if ends)
 
     @property
     def spans(self) -> tuple[float, ...]:
-        """Of each rank, from its first action's begin to its last one's end: what it takes when batches follow."""
+        """For each rank, time from the start of its first action to the end of its last one.
+
+        When batches follow each other, this is the time that a rank spends on one batch.
+        """
         return tuple(e[-1] - s[0] if s else 0.0 for s, e in zip(self.starts, self.ends, strict=True))
 
     @property
     def bubble(self) -> float:
-        """The time that the busiest rank waits in one batch."""
+        """Time that the busiest rank waits in one batch."""
         return self.makespan - max(self.busy)
 
     @property
     def steady_bubble(self) -> float:
-        """The time that a rank waits when batches follow: of the rank with the longest span, what it does not compute.
+        """Largest time that a rank waits when batches follow each other: its span minus the time that it computes.
 
-        The papers' "longest stage".
+        The papers call this the bubble of the "longest stage".
         """
         return max(span - busy for span, busy in zip(self.spans, self.busy, strict=True))
 
     @property
     def utilization(self) -> float:
-        """Part of all ranks' time in which they compute."""
+        """Fraction of the total time of all ranks in which they compute."""
         return sum(self.busy) / (len(self.busy) * self.makespan)
 
     def memory(self, rank: int) -> tuple[list[float], list[float]]:
-        """Return what a rank keeps over time: when it changes, and to what.
+        """Return the memory of a rank over time: the times of its changes, and the new values.
 
-        A forward pass counts from its begin, what a backward pass frees until its end.
+        A forward pass takes its memory at its start. A backward pass frees memory at its end.
         """
         times, values, held = [0.0], [0.0], 0.0
         for action, start, end in zip(self.schedule.orders[rank], self.starts[rank], self.ends[rank], strict=True):
             held += self.costs.kept(action)
             time = start if action.kind is Kind.FORWARD else end
-            if time == times[-1]:  # freed and taken at one moment
+            if time == times[-1]:  # memory is freed and taken at the same time
                 values[-1] = held
             else:
                 times.append(time)

@@ -1,7 +1,8 @@
-"""Pictures of a simulated schedule: in a terminal, as PNG or SVG, and as a trace for Perfetto.
+"""Views of a simulated schedule: in a terminal, as PNG or SVG, and as a trace for Perfetto.
 
-A row for each rank, time to the right. Colour tells the pass (F blue, I and B warm, W green), its shade the chunk: of a
-rank's stages the later are lighter. The number is the microbatch. Below stands what each rank keeps over time.
+Each rank is a row, and time runs to the right. The colour shows the pass (F blue, I and B warm, W green). Its shade
+shows the chunk: later stages of a rank are lighter. The number is the microbatch. A second plot shows the memory of
+each rank over time.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ _COLOURS = {
 _NAMES = {Kind.FORWARD: "forward", Kind.INPUT: "input", Kind.BACKWARD: "backward", Kind.WEIGHT: "weight"}
 _INK, _QUIET, _IDLE = "#1a1d21", "#5b6470", "#eef0f3"
 _MAX_LABELS = 4000
-"""Actions of which the numbers are drawn; more could not be read."""
+"""Largest number of actions whose microbatch numbers are drawn; more would be unreadable."""
 
 
 def _colour(simulation: Timeline, action: Action) -> str:
@@ -35,12 +36,13 @@ def _colour(simulation: Timeline, action: Action) -> str:
 
 
 def terminal(simulation: Timeline, width: int, *, has_colours: bool) -> Text:
-    """Draw a line for each rank, with the number of a microbatch where its pass begins.
+    """Draw a line for each rank, with the number of a microbatch where its pass starts.
 
     Args:
-        simulation: what to draw.
-        width: columns.
-        has_colours: whether colours tell passes apart; else their letters do, without numbers where there is no room.
+        simulation: the schedule to draw.
+        width: number of columns.
+        has_colours: whether colours show the kind of a pass. Otherwise its letter does, and numbers are left out where
+            they do not fit.
 
     Returns:
         Text for `rich`.
@@ -74,14 +76,14 @@ def terminal(simulation: Timeline, width: int, *, has_colours: bool) -> Text:
 
 
 def picture(simulation: Timeline, form: str) -> bytes:
-    """Draw the schedule over time and what each rank keeps.
+    """Draw the schedule over time and the memory of each rank.
 
     Args:
-        simulation: what to draw.
+        simulation: the schedule to draw.
         form: ``"png"`` or ``"svg"``.
 
     Returns:
-        The file's content; a PNG is 1600 pixels wide.
+        Content of the file; a PNG is 1600 pixels wide.
 
     Raises:
         ConfigError: when matplotlib is not installed.
@@ -117,7 +119,7 @@ def _draw_actions(axes: Any, simulation: Timeline) -> None:
         for action, (start, end) in zip(order, spans, strict=True):
             if has_labels and end - start >= shortest:
                 axes.text((start + end) / 2, rank, action.microbatch, ha="center", va="center", fontsize=8, color=_INK)
-    axes.set_ylim(schedule.num_ranks - 0.4, -0.6)  # downwards
+    axes.set_ylim(schedule.num_ranks - 0.4, -0.6)  # rank 0 at the top
     axes.set_yticks(range(schedule.num_ranks), [f"rank {rank}" for rank in range(schedule.num_ranks)])
     axes.tick_params(length=0, colors=_QUIET)
     how = "asynchronous" if simulation.num_ticks is None else f"in lockstep, {simulation.num_ticks} ticks"
@@ -153,19 +155,20 @@ def _draw_memory(axes: Any, simulation: Timeline) -> None:
 
 
 def trace(simulation: Timeline) -> str:
-    """Write the schedule as a Chrome trace, for https://ui.perfetto.dev: a unit of time is a millisecond.
+    """Write the schedule as a Chrome trace for https://ui.perfetto.dev, where one unit of time is one millisecond.
 
     Args:
-        simulation: what to write.
+        simulation: the schedule to write.
 
     Returns:
-        JSON.
+        JSON text.
     """
     events: list[dict[str, Any]] = []
     for rank, order in enumerate(simulation.schedule.orders):
         events.append({"name": "thread_name", "ph": "M", "pid": 0, "tid": rank, "args": {"name": f"rank {rank}"}})
         for action, start, end in zip(order, simulation.starts[rank], simulation.ends[rank], strict=True):
             args = {"stage": action.stage, "microbatch": action.microbatch}
+            # Chrome traces count microseconds.
             times = {"ts": 1e3 * start, "dur": 1e3 * (end - start)}
             events.append(
                 {

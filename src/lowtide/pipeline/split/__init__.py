@@ -1,4 +1,4 @@
-"""A backward pass cut into passes for inputs and for weights."""
+"""Split of a stage's backward pass into an input pass (I) and a weight pass (W)."""
 
 from ._cut import Pass as Pass
 from ._graph import Value as Value

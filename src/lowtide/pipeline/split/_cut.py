@@ -1,15 +1,16 @@
-"""To which pass every operation of a stage belongs, so that the fewest bytes wait between the passes.
+"""Assign every operation of a stage to a pass, so that the fewest bytes are kept between the passes.
 
-Four passes: `Pass.HOISTED` (of weights alone, once a step), `FORWARD`, `INPUT`, `WEIGHT`. What the forward pass returns
-is computed there, what the gradient of the input needs at the latest in the input pass. Between these bounds an
-operation may run in any pass, but never twice: a minimum cut chooses, whose capacities are the bytes that are kept from
-one pass to the next, and of equal cuts the latest. So a bias' gradient, a sum over tokens, is made in the input pass
-rather than that the tokens' cotangents wait for it, and an activation's derivative waits as the activation's input.
+There are four passes: `Pass.HOISTED` (depends on weights alone, runs once a step), `FORWARD`, `INPUT` and `WEIGHT`. The
+results of the stage must be computed in the forward pass, and the gradient of its input in the input pass at the
+latest. Between these bounds an operation may run in any pass, but only in one. A minimum cut chooses the pass; its
+capacities are the bytes that are kept from one pass to the next. Of equal cuts it takes the latest. Two examples: the
+gradient of a bias is a sum over tokens, so it is computed in the input pass and the larger cotangents are not kept. The
+derivative of an activation function is computed in the input pass, so only the function's input is kept.
 
-Matrix products and their like are not put off or brought forward for bytes: those that only weight gradients need are
-the weight pass, those that the forward pass does not need (recomputation) wait for the backward pass. What reads only
-the batch, or changes only the view of a weight, costs little and is made in each pass that reads it; a copy out of the
-host's memory is, too, since one that waited would be what was offloaded, on the device.
+Matrix products and other heavy operations do not move to save bytes. Those that only weight gradients need run in the
+weight pass. Those that the forward pass does not need (recomputation) run in the backward pass. Cheap operations run in
+each pass that reads them, if they read only the batch or only change the view of a weight. A copy out of host memory
+also runs in each pass: a kept copy would hold the offloaded array on the device.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from ._graph import TO_DEVICE, TO_HOST, Atom, Carry, Graph, Loop, Op, Value
 
 
 class Pass(enum.IntEnum):
-    """A part of a stage's work; later ones read what earlier ones left."""
+    """A part of a stage's work; later passes read values that earlier passes left."""
 
     HOISTED = 0
     FORWARD = 1
@@ -35,7 +36,7 @@ class Pass(enum.IntEnum):
 
 
 class Source(enum.Enum):
-    """What an input of the graph is."""
+    """Role of a graph input."""
 
     WEIGHT = enum.auto()
     BATCH = enum.auto()
@@ -45,12 +46,12 @@ class Source(enum.Enum):
 
 @dataclasses.dataclass(eq=False)
 class Sink:
-    """Results that are there after a pass."""
+    """Results that must exist at the end of a pass."""
 
     reads: list[Atom]
     at: Pass
     is_added: bool = False
-    """Whether it is added to a total as soon as it is there, and so never kept."""
+    """Whether the result is added to a total as soon as it exists, so it is never kept."""
 
 
 Node: TypeAlias = "Op | Carry | Sink | Source"
@@ -69,21 +70,21 @@ _VIEWS = {
 
 @dataclasses.dataclass(frozen=True)
 class Assignment:
-    """Which operation runs when."""
+    """The pass of each operation."""
 
     passes: dict[Op | Carry, Pass]
-    """Of every operation that has one; others are dead, or run in each pass that reads them."""
+    """Pass of every operation that runs in one pass. Other operations are dead, or run in each pass that reads them."""
     free: dict[Value, Op]
-    """What is made in each pass that reads it, and how."""
+    """Values that are computed in each pass that reads them, with the operation that computes them."""
 
 
 def assign(graph: Graph, sources: list[Source], sinks: list[Sink]) -> Assignment:
-    """Give every operation its pass.
+    """Assign every operation to a pass.
 
     Args:
         graph: the forward and the backward pass of a stage.
-        sources: what its inputs are.
-        sinks: its results.
+        sources: role of each graph input.
+        sinks: results of the stage.
 
     Returns:
         The assignment.
@@ -98,7 +99,7 @@ def assign(graph: Graph, sources: list[Source], sinks: list[Sink]) -> Assignment
 
 
 class Reach:
-    """Who gives and who reads a value."""
+    """Producers of all values, and the values that depend on weights alone or on the batch alone."""
 
     def __init__(self, graph: Graph, sources: list[Source], sinks: list[Sink]) -> None:
         self.inputs = dict(zip(graph.inputs, sources, strict=True))
@@ -116,7 +117,8 @@ class Reach:
                 continue
             for outer, inside in item.slices:
                 self._alias(inside, outer)
-            # A carry is of weights alone when all that enters it is; nothing shows that before its body is read.
+            # A carry depends on weights alone if its initial value and its step do. The step is known only after the
+            # body is read, so this is decided first.
             of_weights = self._carries_of_weights(item)
             for carry in item.carries:
                 self.nodes.append(carry)
@@ -127,10 +129,10 @@ class Reach:
                 self._alias(stack, value)
 
     def _alias(self, value: Value, of: Atom) -> None:
-        """Another view of the same memory."""
+        """Give a value the producer and groups of another value, of which it is a view."""
         if not isinstance(of, Value):
             return
-        if of in self.producer:  # else of something free
+        if of in self.producer:  # otherwise the other value is a view of a free value
             self.producer[value] = self.producer[of]
         for group in (self.of_weights, self.of_batch):
             if of in group:
@@ -141,7 +143,7 @@ class Reach:
         is_own = not op.has_effects and not any(value.stack for value in op.results)
         is_light = is_own and not op.is_heavy
         is_view = op.name in _VIEWS and all(value in self.of_weights for value in reads)
-        if is_own and op.name == TO_DEVICE:  # kept, it would wait on the device again
+        if is_own and op.name == TO_DEVICE:  # if it were kept, it would occupy device memory
             self.free.update(dict.fromkeys(op.results, op))
             return
         if is_light and (is_view or all(value in self.of_batch or self._is_constant(value) for value in reads)):
@@ -158,14 +160,15 @@ class Reach:
             self.of_weights.update(op.results)
 
     def _is_constant(self, value: Value) -> bool:
-        """Whether it is made of literals alone."""
+        """Return whether the value is computed from literals alone."""
         if value not in self.producer and value.stack is not None:
             return self._is_constant(value.stack)
         op = self.free.get(value)
         return op is not None and all(not isinstance(read, Value) or self._is_constant(read) for read in op.reads)
 
     def _carries_of_weights(self, loop: Loop) -> set[Carry]:
-        """Those whose begin and whose step read nothing else: found by taking all to be, and then away."""
+        """Return the carries whose initial value and step read only weights and literals."""
+        # Greatest fixed point: start with all candidates, and remove those whose step reads something else.
         carries = {carry for carry in loop.carries if self._is_of_weights(carry.init)}
         while True:
             inside = {carry.inside for carry in carries}
@@ -192,7 +195,7 @@ class Reach:
         return True
 
     def reads(self, node: Node) -> Iterator[Value]:
-        """Return what a node reads, through what is free."""
+        """Yield the values that a node reads; a free value is replaced by the values that it is computed from."""
         waiting: list[Atom] = [] if isinstance(node, Source) else [*node.reads]
         seen = set[Value]()
         while waiting:
@@ -208,7 +211,7 @@ class Reach:
                 waiting.append(atom.stack)  # pyright: ignore[reportArgumentType]
 
     def ancestors(self, nodes: Iterable[Node]) -> set[Node]:
-        """Return the nodes and all that they need."""
+        """Return the nodes and all nodes that they depend on."""
         waiting, seen = list(nodes), set[Node]()
         while waiting:
             node = waiting.pop()
@@ -219,7 +222,7 @@ class Reach:
 
 
 def _stacked(loop: Loop) -> list[tuple[Value, Value]]:
-    """Return the values of a loop's own body that are stacked outside of it, and their stacks."""
+    """Return the values of a loop's body that are stacked outside of it, with their stacks."""
     values = [carry.inside for carry in loop.carries]
     for item in loop.body:
         if isinstance(item, Op):
@@ -230,12 +233,12 @@ def _stacked(loop: Loop) -> list[tuple[Value, Value]]:
 
 
 _BOUNDS = (Pass.FORWARD, Pass.INPUT)
-"""The passes after which something may have to be kept."""
+"""Passes at whose end values may have to be kept."""
 _ENDLESS = 2**30
 
 
 class _Cut:
-    """A network in which a node stands once for each bound: on the near side of it, the node's pass comes before."""
+    """Flow network with a vertex per node and bound; on the source side, the node runs in that pass or earlier."""
 
     def __init__(self, reach: Reach, nodes: list[Node], sinks: list[Sink]) -> None:
         self.reach, self.nodes, self.sinks = reach, nodes, sinks
@@ -247,31 +250,36 @@ class _Cut:
         return 2 + self.number[node] * len(_BOUNDS) + _BOUNDS.index(bound)
 
     def solve(self) -> dict[Node, Pass]:
-        from scipy.sparse import coo_array  # takes 0.4 s; `import lowtide` does not need it
+        from scipy.sparse import coo_array  # the import takes 0.4 s
         from scipy.sparse.csgraph import breadth_first_order, maximum_flow
 
         self._add_bounds()
         self._add_residuals()
-        # Capacities are 32-bit numbers there, and those of equal edges would add up beyond.
+        # SciPy's capacities are 32-bit integers, and it would add up the capacities of equal edges, which could
+        # overflow.
         begins, ends, capacities = np.array(list(dict.fromkeys(self.edges)), np.int64).T
-        between = (begins.astype(np.int32), ends.astype(np.int32))  # SciPy 1.14 takes no others
+        between = (begins.astype(np.int32), ends.astype(np.int32))  # SciPy 1.14 accepts only 32-bit indices
         network = coo_array((self._scaled(capacities), between), shape=(self.size, self.size)).tocsr()
         found = maximum_flow(network, 0, 1)
         assert found.flow_value < _ENDLESS, "an operation without any pass that it could be in"
         left = network - found.flow
         left.eliminate_zeros()
+        # Vertices reachable from the source are the smallest source side of all minimum cuts. So each node gets its
+        # latest pass.
         near = set(breadth_first_order(left, 0, return_predecessors=False).tolist())
         return {
             node: next((bound for bound in _BOUNDS if self.at(node, bound) in near), Pass.WEIGHT) for node in self.nodes
         }
 
     def _scaled(self, capacities: Any) -> Any:
+        # Scaled to a sum of at most about 2**28, finite capacities stay below `_ENDLESS`. Each keeps at least 1, so no
+        # residual becomes free.
         finite = capacities < _ENDLESS * 2**20
         unit = max(1, math.ceil(int(capacities[finite].sum()) / 2**28))
         return np.where(finite, np.maximum(capacities // unit, np.minimum(capacities, 1)), _ENDLESS).astype(np.int32)
 
     def _always(self, begin: int, end: int) -> None:
-        """Where `begin` is on the near side, `end` is too."""
+        """Require: if `begin` is on the source side, `end` is too."""
         self.edges.append((begin, end, _ENDLESS * 2**20))
 
     def _add_bounds(self) -> None:
@@ -291,7 +299,7 @@ class _Cut:
             elif isinstance(node, Sink):
                 first, last = first if node.is_added else node.at, node.at
             elif isinstance(node, Op) and node.name == TO_HOST and node not in cotangent:
-                last = Pass.FORWARD  # what is offloaded leaves the device at once
+                last = Pass.FORWARD  # an offloaded value leaves the device at once
             elif node in effects:
                 last = effects[node]
             elif isinstance(node, Op) and node.is_heavy and node not in forward:
@@ -303,14 +311,16 @@ class _Cut:
                 if first > bound:
                     self._always(self.at(node, bound), 1)
             self._always(self.at(node, Pass.FORWARD), self.at(node, Pass.INPUT))
+            # A node cannot run before the producers of the values that it reads.
             for value in self.reach.reads(node):
                 for bound in _BOUNDS:
                     self._always(self.at(node, bound), self.at(self.reach.producer[value], bound))
 
     def _effects(self) -> dict[Node, Pass]:
-        """Return the last pass that operations with effects may be in: a weight pass leaves out what nobody reads.
+        """Return the last pass in which each operation with effects may run.
 
-        They stay in the forward pass; their copies that are recomputed come after the first cotangent.
+        A weight pass drops operations whose results nobody reads, so effects run before it. Effects of the forward pass
+        stay there. Recomputed copies of them come after the first operation that reads a cotangent.
         """
         found: dict[Node, Pass] = {}
         last = Pass.FORWARD
@@ -323,7 +333,10 @@ class _Cut:
         return found
 
     def _chain(self) -> set[Node]:
-        """Where no gradient of the input is wanted: what hands a cotangent on to other matrix products."""
+        """Return the heavy operations that pass a cotangent to other heavy operations.
+
+        They are the input pass of a stage whose input needs no gradient.
+        """
         heavy = [node for node in self.nodes if isinstance(node, Op) and node.is_heavy]
         back = [node for node in heavy if Source.COTANGENT in self.reach.ancestors([node])]
         found = set[Node]()
@@ -332,7 +345,7 @@ class _Cut:
         return found & set(back)
 
     def _add_residuals(self) -> None:
-        """Add what costs bytes when it is made before a bound and read after it."""
+        """Add an edge for each value and bound; it costs the value's bytes if it is read after and computed before."""
         readers: dict[Value, set[Node]] = {}
         for node in self.nodes:
             if isinstance(node, Sink) and node.is_added:
@@ -342,6 +355,7 @@ class _Cut:
                     readers.setdefault(value.storage, set()).add(node)
         for value, nodes in readers.items():
             for bound in _BOUNDS:
+                # `kept` is one vertex for all readers, so a value with several later readers costs its bytes once.
                 kept, self.size = self.size, self.size + 1
                 self.edges.append((self.at(self.reach.producer[value], bound), kept, max(value.size_bytes, 1)))
                 for node in nodes:
@@ -349,7 +363,7 @@ class _Cut:
 
 
 def _hoist(reach: Reach, found: dict[Op | Carry, Pass], nodes: list[Node], passes: dict[Node, Pass]) -> None:
-    """Make once a step what weights alone give and another pass reads, with all that it is made of."""
+    """Hoist operations that depend on weights alone and are read by another pass, with all their ancestors."""
     crossing: list[Node] = []
     for node in nodes:
         for value in reach.reads(node):

@@ -1,11 +1,12 @@
-"""A traced function as a graph of operations that can be told apart inside loops.
+"""A traced function as a graph whose operations can be assigned to passes, also inside loops.
 
-The split of a backward pass assigns every operation to a pass, those in the body of a `scan` too. So calls that only
-group operations (`jit`, `remat`, custom derivatives) are dissolved, and a scan is a `Loop` whose body is a graph of its
-own. An operation inside a loop that another pass needs leaves its values stacked along the loop's axis.
+The split of a backward pass assigns every operation to a pass, including those in the body of a `scan`. So calls that
+only group operations (`jit`, `remat`, custom derivatives) are inlined, and a scan becomes a `Loop` whose body is a
+graph. If another pass needs a value from inside a loop, the value is stacked along the loop's axis.
 
-Dissolving `remat` keeps what it is for: its operations stand a second time in the backward pass, where they read what
-the forward pass left. The barrier against common subexpressions is the boundary between the passes.
+Inlining `remat` keeps its purpose: the recomputed operations appear a second time in the backward pass, where they read
+values that the forward pass left. The boundary between the passes prevents common subexpression elimination, as the
+barrier of `remat` did.
 """
 
 from __future__ import annotations
@@ -23,24 +24,24 @@ from ...jaxprs import Kind, called, eqn_flops, fold, kind_of, runner, scan_count
 
 @dataclasses.dataclass(eq=False, repr=False)
 class Value:
-    """What an operation gives: an array, inside a loop one for each iteration."""
+    """A result of an operation: an array; inside a loop, one array for each iteration."""
 
     aval: Any
     loop: Loop | None = None
-    """The innermost loop that it is in."""
+    """The innermost loop that contains it."""
     stack: Value | None = None
-    """Inside a loop: the value outside that holds those of all iterations, if there is one."""
+    """Inside a loop: the value outside the loop that stacks it over all iterations, if any."""
     left_varying: frozenset[str] | None = None
-    """`varying`, of what halves of an operation leave to each other."""
+    """Explicit `varying` for a value that the first half of a split operation leaves to the second half."""
 
     @property
     def varying(self) -> frozenset[str]:
-        """Along which axes of a `shard_map` with types it differs."""
+        """Axes of a `shard_map` along which it varies, if the `shard_map` tracks them."""
         return self.aval.manual_axis_type.varying if self.left_varying is None else self.left_varying
 
     @property
     def size_bytes(self) -> int:
-        """Of all iterations."""
+        """Size of the value over all iterations."""
         inner = math.prod(self.aval.shape) * self.aval.dtype.itemsize
         loop = self.loop
         while loop is not None:
@@ -49,7 +50,7 @@ class Value:
 
     @property
     def storage(self) -> Value:
-        """The value that has to be kept so that this one can be read in another pass."""
+        """The value that has to be kept so that another pass can read this one."""
         value = self
         while value.stack is not None:
             value = value.stack
@@ -61,69 +62,69 @@ Atom: TypeAlias = "Value | jex.Literal"
 
 @dataclasses.dataclass(eq=False, repr=False)
 class Op:
-    """One operation of the jaxpr."""
+    """An operation of the jaxpr."""
 
     name: str
     reads: list[Atom]
     gives: list[Value | None]
-    """None for a result that nobody reads."""
+    """Results; None for a result that nobody reads."""
     run: Callable[..., Sequence[Any]]
-    """Of the values of `reads`, all results."""
+    """Takes the values of `reads`, returns all results."""
     has_effects: bool = False
     is_heavy: bool = False
-    """Whether it is too much to do twice, or to put off for a few bytes."""
+    """Whether it is too expensive to run twice, or to be moved for a few bytes."""
     eqn: Any = None
-    """The equation that it is of; not of what was made of one (`_inner`)."""
+    """Its equation; None for an operation that `_inner` made."""
     flops: int = 0
-    """Of one iteration of the loop that it is in."""
+    """FLOPs of one iteration of the innermost loop that contains it."""
 
     @property
     def results(self) -> list[Value]:
-        """Those that somebody reads."""
+        """Results that are read."""
         return [value for value in self.gives if value is not None]
 
 
 @dataclasses.dataclass(eq=False, repr=False)
 class Carry:
-    """What a loop hands from one iteration to the next."""
+    """A value that a loop passes from one iteration to the next."""
 
     init: Atom
     inside: Value
-    """At the begin of an iteration."""
+    """Value at the start of an iteration."""
     after: Atom
-    """At its end: a value inside."""
+    """Value at the end of an iteration, computed inside the loop."""
     final: Value
-    """After the loop."""
+    """Value after the loop."""
 
     @property
     def reads(self) -> list[Atom]:
-        """What it is made of, before the loop and at the end of an iteration."""
+        """Values that it is computed from: before the loop, and at the end of an iteration."""
         return [self.init, self.after]
 
     @property
     def results(self) -> list[Value]:
-        """What is made of it, inside the loop and after it."""
+        """Values that it provides: inside the loop and after it."""
         return [self.inside, self.final]
 
 
 @dataclasses.dataclass(eq=False, repr=False)
 class Loop:
-    """A `scan`; its body reads values outside of it directly."""
+    """A `scan`; its body reads outer values directly."""
 
     length: int
     reverse: bool
     unroll: Any
     loop: Loop | None
-    """The loop around this one."""
+    """The loop that contains this one."""
     body: list[Op | Loop] = dataclasses.field(default_factory=list)
     carries: list[Carry] = dataclasses.field(default_factory=list)
     slices: list[tuple[Atom, Value]] = dataclasses.field(default_factory=list)
-    """What iterations read a slice of, and the slice."""
+    """Outer arrays that iterations slice, each with its slice."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Graph:
-    """A traced function."""
+    """The graph of a traced function."""
 
     inputs: list[Value]
     items: list[Op | Loop]
@@ -131,7 +132,7 @@ class Graph:
 
 
 def graph(closed: Any) -> Graph:
-    """Make the graph of a `ClosedJaxpr`; its constants become part of it."""
+    """Make the graph of a `ClosedJaxpr`; its constants become part of the graph."""
     inputs = [Value(var.aval) for var in closed.jaxpr.invars]
     items: list[Op | Loop] = []
     outputs = _Reader(items, None).read(closed, inputs)
@@ -139,7 +140,7 @@ def graph(closed: Any) -> Graph:
 
 
 def operations(items: Sequence[Op | Loop]) -> Iterator[Op | Carry]:
-    """Everything that can be assigned to a pass, loops' bodies included."""
+    """Yield every operation and carry, including those in loop bodies."""
     for item in items:
         if isinstance(item, Loop):
             yield from item.carries
@@ -149,7 +150,7 @@ def operations(items: Sequence[Op | Loop]) -> Iterator[Op | Carry]:
 
 
 def repeated(items: Sequence[Op | Loop], times: int = 1) -> Iterator[tuple[Op, int]]:
-    """Every operation, and how often it runs."""
+    """Yield every operation with the number of times that it runs."""
     for item in items:
         if isinstance(item, Loop):
             yield from repeated(item.body, times * item.length)
@@ -158,13 +159,14 @@ def repeated(items: Sequence[Op | Loop], times: int = 1) -> Iterator[tuple[Op, i
 
 
 def lift(items: list[Op | Loop], given: set[Value]) -> None:
-    """Move out of loops what does the same in every iteration: operations on weights that the loop does not slice.
+    """Move loop-invariant operations on weights out of loops: operations on weights that the loop does not slice.
 
-    What they give would else be left once for each iteration. What is larger than what it is made of stays.
+    Otherwise one copy of their results would be kept for each iteration. Operations whose results are larger than their
+    operands stay.
 
     Args:
-        items: of a graph, changed in place.
-        given: the weights; what is made of them alone is added.
+        items: items of a graph, changed in place.
+        given: the weights; values that are computed from weights alone are added.
     """
 
     def size(values: Sequence[Value]) -> int:
@@ -194,16 +196,17 @@ TO_HOST, TO_DEVICE = "to_host", "to_device"
 
 
 class _Reader:
-    """Reads jaxprs into a list of items."""
+    """Converts jaxprs into a list of items."""
 
     def __init__(self, items: list[Op | Loop], loop: Loop | None) -> None:
         self.items, self.loop = items, loop
 
     def read(self, jaxpr: Any, inputs: Sequence[Atom]) -> list[Atom]:
-        """Add the operations of a jaxpr with these inputs; its outputs."""
+        """Add the operations of a jaxpr with these inputs; return its outputs."""
         return fold(jaxpr, inputs, self._equation, self._known)
 
     def _equation(self, eqn: Any, reads: list[Atom]) -> Sequence[Atom]:
+        # A call with shardings is kept as one operation, because inlining would lose them.
         inner = called(eqn)
         if inner is not None and not _has_shardings(eqn):
             return self.read(inner, reads)
@@ -240,7 +243,8 @@ class _Reader:
         for init, begin, after, final in zip(inits, inside, results, finals, strict=False):
             loop.carries.append(Carry(init, begin, after, final))
         for result, outer in zip(results[num_carry:], finals[num_carry:], strict=True):
-            # Each stack is of one value of the body's own; whatever else is stacked, a copy of it is.
+            # A stack belongs to exactly one value that the body computes. Any other result (an outer value, a slice, a
+            # value that is already stacked) is copied first, and the copy is stacked.
             if not isinstance(result, Value) or result.loop is not loop or result.stack is not None:
                 result = body.copied(result, outer)
             result.stack = outer
@@ -248,7 +252,7 @@ class _Reader:
         return finals
 
     def copied(self, atom: Atom, like: Value) -> Value:
-        """Give an atom a value of its own."""
+        """Copy an atom into a new value."""
         shape = like.aval.shape[1:]
         value = Value(like.aval.update(shape=shape), self.loop)
         self.items.append(Op("copy", [atom], [value], lambda x: [x]))
@@ -277,17 +281,17 @@ _HEAVY = {
 
 
 def _is_heavy(eqn: Any) -> bool:
-    """Tell a product or the like; or a loop, a branch, a kernel: whatever holds operations of its own."""
+    """Return whether an equation is a product or similarly expensive, or contains operations (loop, branch, kernel)."""
     return eqn.primitive.name in _HEAVY or kind_of(eqn) not in (None, Kind.SCALAR)
 
 
 def _has_effects(eqn: Any) -> bool:
-    """Whether it does more than give results; that it names an axis of a `shard_map` is none."""
+    """Return whether an equation has side effects. Naming an axis of a `shard_map` does not count."""
     return any(type(effect).__name__ != "NamedAxisEffect" for effect in eqn.effects)
 
 
 def _name(eqn: Any) -> str:
-    """Of the operation; `TO_HOST` for a copy into the host's memory, `TO_DEVICE` for one out of it."""
+    """Return the name of an operation; `TO_HOST` for a copy into host memory, `TO_DEVICE` for a copy out of it."""
     if eqn.primitive.name != "device_put":
         return eqn.primitive.name
     before, after = ({_is_on_host(var) for var in variables} for variables in (eqn.invars, eqn.outvars))
@@ -301,6 +305,6 @@ def _is_on_host(var: Any) -> bool:
 
 
 def _has_shardings(eqn: Any) -> bool:
-    """Whether a call says how its arguments are divided, which dissolving it would forget."""
+    """Return whether a call fixes the sharding of its arguments or results; inlining it would lose the sharding."""
     given = (*eqn.params.get("in_shardings", ()), *eqn.params.get("out_shardings", ()))
     return any(type(sharding).__name__ != "UnspecifiedValue" for sharding in given)

@@ -1,9 +1,9 @@
-"""The split of operations that hold others: a `cond` (or `switch`), a `shard_map`.
+"""Split of operations that contain other operations: a `cond` (or `switch`) and a `shard_map`.
 
-JAX differentiates each of them as a whole: one operation of the backward pass gives the gradients of input and weights.
-Here it becomes two. The first gives what the gradient of the input needs, and leaves what the second reads. What is
-inside is cut as a stage is, each branch by itself; branches leave arrays of the same shapes, and what one of them does
-not leave is zeros there, as JAX has it for residuals.
+JAX differentiates each of them as a whole: one operation of the backward pass computes gradients of input and weights.
+This module replaces it by two operations. The first computes the values that the input gradient needs and leaves the
+values that the second reads. The inside of each branch is cut in the same way as a stage. All branches leave arrays of
+the same shapes. If a branch does not compute one of them, it leaves zeros, as JAX does for residuals.
 """
 
 from __future__ import annotations
@@ -30,25 +30,25 @@ _LATE = (Pass.WEIGHT,)
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Whole:
-    """An operation that gives gradients of both kinds and cannot be told apart."""
+    """An operation that contributes to gradients of input and weights and cannot be split."""
 
     eqn: Any
     flops: int
-    """Of one run of the stage."""
+    """FLOPs in one run of the stage."""
     where: str
-    """The line of the source that it comes from, or what it is in; empty where nobody knows."""
+    """Source line of the operation, or of the operation that contains it; empty if unknown."""
 
 
 def split_inner(whole: Graph, sources: list[Source], sinks: list[Sink]) -> list[Whole]:
-    """Replace each operation that holds others and gives gradients of both kinds by two.
+    """Replace each container operation that contributes to both kinds of gradients by two operations.
 
     Args:
-        whole: of a stage, or of what such an operation holds; its items are changed in place.
-        sources: what its inputs are.
-        sinks: its results.
+        whole: graph of a stage, or of the inside of such an operation; its items are changed in place.
+        sources: role of each graph input.
+        sinks: results of the graph.
 
     Returns:
-        The operations that give both and could not be replaced.
+        Operations that contribute to both and could not be replaced.
     """
     reach = Reach(whole, sources, sinks)
     effects = [op for op in reach.nodes if isinstance(op, Op) and op.has_effects]
@@ -78,7 +78,8 @@ def _split_items(
 
 
 def _split_operation(op: Op, reach: Reach, read: set[Value], live: set[Value]) -> tuple[list[Op], list[Whole]]:
-    """Return the operation, or the two that take its place; and what stays whole, itself or in it."""
+    """Return the operation or its two replacements, and the operations that stay whole: itself, or some inside it."""
+    # Early results are needed for the input gradient or an effect; late results only for weight gradients.
     early: list[int] = []
     late: list[int] = []
     for i, value in enumerate(op.gives):
@@ -92,7 +93,7 @@ def _split_operation(op: Op, reach: Reach, read: set[Value], live: set[Value]) -
         return [op], [Whole(op.eqn, op.flops, source_line(op.eqn))] if op.is_heavy else []
 
     def source(atom: Atom) -> Source:
-        # What all passes have costs nothing to read late.
+        # Every pass has weights, the batch and literals, so reading them late keeps no bytes.
         is_there = not isinstance(atom, Value) or atom in reach.of_weights or atom in reach.of_batch
         return Source.BATCH if is_there else Source.COTANGENT
 
@@ -100,11 +101,11 @@ def _split_operation(op: Op, reach: Reach, read: set[Value], live: set[Value]) -
 
 
 _SEPARATE = {"optimization_barrier", "psum", "psum_invariant", "pvary"}
-"""Operations of many arrays, each of whose results is of one operand."""
+"""Operations on several arrays, where each result depends on one operand."""
 
 
 def _part(op: Op, at: list[int]) -> Op:
-    """Run an operation on some of its arrays."""
+    """Apply an operation to some of its arrays."""
     eqn = op.eqn
 
     def run(*values: Any) -> Sequence[Any]:
@@ -120,7 +121,7 @@ def _is_read(value: Value | None, read: set[Value]) -> bool:
 
 
 class _Half:
-    """What the passes before a bound, or behind it, run of one branch."""
+    """Operations of one branch that run in the given passes."""
 
     def __init__(self, branch: _Branch, passes: Sequence[Pass], outputs: Sequence[int]) -> None:
         self.branch, self.passes, self.outputs = branch, passes, outputs
@@ -128,7 +129,7 @@ class _Half:
         self.reads = {i for i, value in inputs if branch.plan.reads.get(value, set()).intersection(passes)}
 
     def run(self, env: Environment) -> list[Any]:
-        """Compute the outputs; what is made on the way is added to the environment."""
+        """Compute the outputs; intermediate values are added to the environment."""
         for at in self.passes:
             self.branch.plan.run(at, env, {}, {}, {})
         atoms: list[Any] = [self.branch.graph.outputs[i] for i in self.outputs]
@@ -145,7 +146,7 @@ class _Branch:
         later = [Sink([outputs[i]], Pass.WEIGHT, is_added=True) for i in late]
         self.wholes = split_inner(self.graph, sources, [*sinks, *later])
         assignment = assign(self.graph, sources, [*sinks, *later])
-        # Nothing adds them to a total here, so those that are made early are left to the second half.
+        # No total exists inside a branch, so gradients that are computed early are left to the second half.
         later = [dataclasses.replace(sink, is_added=False) for sink in later]
         self.plan = Plan(self.graph, assignment, [*sinks, *later])
         self.left = [v for v, (made, last) in self.plan.kept().items() if made in _EARLY and last in _LATE]
@@ -157,17 +158,17 @@ class _Branch:
 
 @dataclasses.dataclass(frozen=True)
 class _Left:
-    """Something that the first half leaves to the second, whichever branch runs."""
+    """An array that the first half leaves to the second half, whichever branch runs."""
 
     shape: tuple[int, ...]
     dtype: Any
     varies: tuple[str, ...] = ()
-    """Along which axes of a `shard_map` it differs."""
+    """Axes of a `shard_map` along which it varies."""
 
 
 def _two(op: Op, early: list[int], late: list[int], sources: list[Source]) -> tuple[list[Op], list[Whole]]:
     params, is_cond = op.eqn.params, op.name == "cond"
-    begin = int(is_cond)  # the number of the branch comes first
+    begin = int(is_cond)  # the first operand of a `cond` is the branch index
     branches = [_Branch(body.jaxpr, early, late, sources[begin:]) for body in bodies(op.eqn)]
     lefts, places = _places(branches, params)
     of_early = sorted({i for one in branches for i in one.early.reads})
@@ -232,7 +233,10 @@ def _two(op: Op, early: list[int], late: list[int], sources: list[Source]) -> tu
 
 
 def _places(branches: Sequence[_Branch], params: Any) -> tuple[list[_Left], list[list[int]]]:
-    """Return what branches leave, of one shape in one place, and the places of each branch's own."""
+    """Return the arrays that branches leave, and for each branch the positions of its arrays among them.
+
+    Branches share a position where shape, dtype and varying axes agree.
+    """
     lefts: list[_Left] = []
     places: list[list[int]] = []
     for branch in branches:
@@ -252,13 +256,13 @@ def _varies(value: Value, params: Any) -> tuple[str, ...]:
     if "newly_manual_axes" not in params:
         return tuple(sorted(value.varying))
     axes = params["newly_manual_axes"]
-    if params["check_vma"]:  # what does not vary must not seem to
+    if params["check_vma"]:  # a value that does not vary must not be typed as varying
         axes = axes & value.varying
     return tuple(axis for axis in params["mesh"].axis_names if axis in axes)
 
 
 def _typed(value: Any, left: _Left, is_branch: bool) -> Any:
-    """Return what is left, zeros where nothing is; branches agree along which axes of a `shard_map` it differs."""
+    """Return the array that a branch leaves, or zeros; it is cast so that all branches agree on the varying axes."""
     value = jnp.zeros(left.shape, left.dtype) if value is None else value
     if not (is_branch and left.varies):
         return value
@@ -279,7 +283,7 @@ def _mapped(
     *,
     is_first: bool,
 ) -> Callable[..., list[Any]]:
-    """Make a half of a `shard_map`; what is left has an axis more, along which the devices' own parts are."""
+    """Make one half of a `shard_map`; arrays that it leaves get a leading axis along which the devices' parts lie."""
     specs = [PartitionSpec(one.varies or None) for one in lefts]
     ins, outs = ([params[name][i] for i in at] for name, at in (("in_specs", reads), ("out_specs", outputs)))
 

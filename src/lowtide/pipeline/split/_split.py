@@ -1,8 +1,8 @@
-"""`split_backward`: the backward pass of a stage in two parts, one for its input's gradient, one for its weights'.
+"""Split the backward pass of a stage in two: one pass for the input gradient, one for the weight gradients.
 
-The next stage of a pipeline waits for the gradient of the input; nobody waits for those of the weights, so a schedule
-may put them where a rank would be idle (Qi et al., "Zero Bubble Pipeline Parallelism", 2024). The parts are cut out of
-the traced backward pass: nothing is computed twice, and what a part does not read it does not hold.
+The previous stage of a pipeline waits for the input gradient. No rank waits for weight gradients, so a schedule may
+compute them where a rank would be idle (Qi et al., "Zero Bubble Pipeline Parallelism", 2024). Both parts are cut out of
+the traced backward pass: nothing is computed twice, and a part holds only the values that it reads.
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ Arrays = tuple[Any, ...]
 
 
 class Residuals(NamedTuple):
-    """What a forward pass leaves behind."""
+    """Values that a forward pass leaves for the backward pass."""
 
     for_input: Arrays
-    """Of no use after the input pass."""
+    """Not needed after the input pass."""
     for_weight: Arrays
     """Kept until the weight pass; the input pass may read them too."""
 
 
 @dataclasses.dataclass(frozen=True)
 class StageSplit:
-    """A stage whose backward pass comes in two parts; made by `split_backward`."""
+    """A stage whose backward pass is split in two; made by `split_backward`."""
 
     stage: Callable[..., Any]
     """``stage(weights, x, *extras) -> y``."""
     wrt: Where
-    """The weights that have gradients."""
+    """Selects the weights that have gradients."""
     has_aux: bool
     """Whether the stage returns ``(y, aux)``."""
 
@@ -51,8 +51,8 @@ class StageSplit:
 
         Args:
             weights: parameters; arrays or shapes.
-            x: what the stage before gives.
-            extras: what every pass is given again, and nothing is differentiated in.
+            x: output of the previous stage.
+            extras: constants, passed to every pass and not differentiated.
 
         Returns:
             The passes.
@@ -70,18 +70,18 @@ def split_backward(stage: Callable[..., Any], *, wrt: Where = "**", has_aux: boo
     """Split the backward pass of a stage into its input part and its weight part.
 
     Args:
-        stage: ``stage(weights, x, *extras) -> y``. It is differentiated in the inexact arrays of `x` and in the
-            weights that `wrt` selects; `extras` (masks, positions, keys) are constants.
+        stage: ``stage(weights, x, *extras) -> y``. It is differentiated with respect to the inexact arrays of `x` and
+            the weights that `wrt` selects; `extras` (masks, positions, keys) are constants.
         wrt: globs on the paths of the weights, or a predicate, as in `lowtide.value_and_grad`.
         has_aux: whether the stage returns ``(y, aux)``.
 
     Returns:
-        The split; its `trace` gives the passes for arguments of certain shapes.
+        The split; its `trace` gives the passes for arguments of given shapes.
 
     Memory:
-        Between the passes wait only values that a later pass reads, each until its last reader; which operation runs in
-        which pass is chosen so that they are the fewest bytes. What depends on the weights alone is made once, by
-        `TracedSplit.hoist`.
+        Only values that a later pass reads are kept between passes, each until its last reader. Operations are assigned
+        to passes so that these values have the fewest bytes. Values that depend on the weights alone are computed once,
+        by `TracedSplit.hoist`.
 
     Examples:
         >>> stage = lambda weights, x: jnp.tanh(x @ weights)
@@ -100,43 +100,43 @@ def split_backward(stage: Callable[..., Any], *, wrt: Where = "**", has_aux: boo
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class TracedSplit:
-    """The passes of a stage for arguments of certain shapes.
+    """The passes of a stage for arguments of given shapes.
 
-    Their results may be given to each other only in the order of the passes; `weights`, `hoisted` and `extras` are the
-    same arrays in all of them.
+    Results of a pass are arguments of the passes after it, in the order of the passes. `weights`, `hoisted` and
+    `extras` are the same arrays in all passes.
     """
 
     y: Tree
-    """Shapes of what the forward pass returns."""
+    """Shapes of the forward pass's results."""
     plan: Plan
-    """What runs when."""
+    """Assignment of operations to passes."""
     arguments: Arguments
-    """Where the arguments and results are in it."""
+    """Graph values of the arguments and results."""
     kept: dict[tuple[Pass, Pass], list[Value]]
-    """What is left by a pass and read last by another."""
+    """Values that one pass leaves and another reads last."""
     traced: Any
-    """The jaxpr of all of them together."""
+    """The jaxpr of all passes together."""
     flops: PassFlops
-    """How much arithmetic each pass has, and which operations of the backward pass are not split."""
+    """FLOPs of each pass, and the operations of the backward pass that are not split."""
 
     @property
     def hoisted(self) -> tuple[jax.ShapeDtypeStruct, ...]:
-        """Shapes of what depends on the weights alone."""
+        """Shapes of the values that depend on the weights alone."""
         return tuple(map(shape_of, self.of(Pass.HOISTED)))
 
     @property
     def residuals(self) -> Residuals:
-        """Shapes of what the forward pass leaves."""
+        """Shapes of the values that the forward pass leaves."""
         left = (self.of(Pass.FORWARD, last) for last in (Pass.INPUT, Pass.WEIGHT))
         return Residuals(*(tuple(map(shape_of, values)) for values in left))
 
     @property
     def waiting(self) -> tuple[jax.ShapeDtypeStruct, ...]:
-        """Shapes of what the input pass leaves to the weight pass, beside `Residuals.for_weight`."""
+        """Shapes of the values that the input pass leaves to the weight pass, in addition to `Residuals.for_weight`."""
         return tuple(map(shape_of, self.of(Pass.INPUT, Pass.WEIGHT)))
 
     def hoist(self, weights: Tree) -> Arrays:
-        """Compute what depends on the weights alone, and more than one pass reads; made once for all microbatches."""
+        """Compute the values that depend on the weights alone and that other passes read, once for all microbatches."""
         env = self.arguments.weights(weights)
         self.plan.run(Pass.HOISTED, env, {}, {}, {})
         return tuple(env[value] for value in self.of(Pass.HOISTED))
@@ -146,12 +146,12 @@ class TracedSplit:
 
         Args:
             weights: parameters.
-            x: what the stage before gives.
+            x: output of the previous stage.
             extras: constants.
-            hoisted: of `hoist`; made here when left out.
+            hoisted: result of `hoist`; computed here if omitted.
 
         Returns:
-            What the stage returns, and what the backward pass needs.
+            The result of the stage, and the residuals for the backward pass.
         """
         env = self.env(weights, hoisted, extras)
         env.update(zip(self.arguments.x_values, self.arguments.x_arrays(x), strict=True))
@@ -166,13 +166,14 @@ class TracedSplit:
 
         Args:
             weights: parameters.
-            residuals: of `forward`.
-            dy: cotangents of what the stage returned, without `aux`; those of integers are ignored.
+            residuals: residuals of `forward`.
+            dy: cotangents of the stage's result, without `aux`; cotangents of integers are ignored.
             extras: constants.
-            hoisted: of `hoist`.
+            hoisted: result of `hoist`.
 
         Returns:
-            The gradient of `x`, None where it has none; and what the weight pass needs beside `Residuals.for_weight`.
+            The gradient of `x`, None where it has none; and the values that the weight pass needs in addition to
+            `Residuals.for_weight`.
         """
         env = self.env(weights, hoisted, extras)
         env.update(zip(self.of(Pass.FORWARD, Pass.INPUT), residuals.for_input, strict=True))
@@ -190,13 +191,13 @@ class TracedSplit:
 
         Args:
             weights: parameters.
-            for_weight: of `forward`'s residuals.
-            waiting: of `input`.
+            for_weight: part of the residuals of `forward`.
+            waiting: second result of `input`.
             extras: constants.
-            hoisted: of `hoist`.
+            hoisted: result of `hoist`.
 
         Returns:
-            The gradients of the weights, None where `wrt` selects none.
+            The gradients of the weights, None for those that `wrt` does not select.
         """
         env = self.env(weights, hoisted, extras)
         env.update(zip(self.of(Pass.FORWARD, Pass.WEIGHT), for_weight, strict=True))
@@ -208,7 +209,7 @@ class TracedSplit:
         return self.arguments.trainable_tree.unflatten([found[i] for i in sorted(found)])
 
     def env(self, weights: Tree, hoisted: Arrays | None, extras: Arrays) -> Environment:
-        """Return what every pass reads; what is hoisted is made here when left out."""
+        """Return the values that every pass reads; `hoist` computes hoisted values that are omitted."""
         hoisted = self.hoist(weights) if hoisted is None else hoisted
         env = self.arguments.weights(weights)
         env.update(zip(self.of(Pass.HOISTED), hoisted, strict=True))
@@ -216,17 +217,17 @@ class TracedSplit:
         return env
 
     def of(self, made: Pass, last: Pass | None = None) -> list[Value]:
-        """Return what a pass leaves, to be read last by another, or by any."""
+        """List the values that pass `made` leaves and pass `last` (None: any pass) reads last."""
         return [
             v for (begin, end), values in self.kept.items() for v in values if begin is made and last in (None, end)
         ]
 
     def gradients(self, at: Pass) -> list[tuple[int, Any]]:
-        """Which gradients of weights a pass gives, by their position, and where they are."""
+        """List the weight gradients that a pass completes: their positions and atoms."""
         return [(i, atom) for i, atom in enumerate(self.arguments.dweights) if self.plan.given(atom) is at]
 
     def results(self, env: Environment, buffers: Buffers) -> Tree:
-        """Return what the stage returns."""
+        """Return the result of the stage."""
         read = [jnp.asarray(self.plan.read(atom, env, buffers)) for atom in self.arguments.y]
         return self.arguments.y_tree.unflatten(read)
 
@@ -239,7 +240,7 @@ class TracedSplit:
 
 @dataclasses.dataclass(frozen=True)
 class Arguments:
-    """How arguments and results are trees, and which values of the graph they are."""
+    """Tree structures of arguments and results, and the graph values of their leaves."""
 
     weights_tree: Any
     weights_values: list[Value]
@@ -248,13 +249,13 @@ class Arguments:
     x_tree: Any
     x_values: list[Value]
     dx: list[Any]
-    """None for what has no gradient."""
+    """None for leaves without a gradient."""
     extras_values: list[Value]
     y_tree: Any
     y: list[Any]
     dy_tree: Any
     dy_at: list[int]
-    """Which of the results has a cotangent."""
+    """Positions of the results that have a cotangent."""
     dy_values: list[Value]
 
     def weights(self, weights: Tree) -> Environment:
@@ -278,16 +279,16 @@ def trace_split(
     has_aux: bool = False,
     rewrite: Callable[[Any], Any] = lambda jaxpr: jaxpr,
 ) -> TracedSplit:
-    """As `StageSplit.trace`, of weights that are told apart already.
+    """Trace the passes as `StageSplit.trace` does, for weights that are already partitioned.
 
     Args:
-        stage: as of `split_backward`.
-        trainable: the weights that have gradients, None in place of the others.
-        frozen: the others.
-        x: what the stage before gives.
+        stage: as in `split_backward`.
+        trainable: the weights that have gradients, with None in place of the others.
+        frozen: the other weights.
+        x: output of the previous stage.
         extras: constants.
         has_aux: whether the stage returns ``(y, aux)``.
-        rewrite: gives the jaxpr that is split in place of that of both passes, of the same inputs and outputs.
+        rewrite: maps the jaxpr of forward and backward pass to the one that is split; inputs and outputs stay the same.
 
     Returns:
         The passes.
@@ -316,7 +317,7 @@ def trace_split(
     closed, shapes = make_jaxpr(passes)(weights, x_leaves, extras, dy)
     closed = rewrite(closed)
     both = graph(closed)
-    # Values of a graph are never put into the user's containers, which may look at what they hold.
+    # User-defined pytree containers may inspect their leaves, so graph values are never unflattened into them.
     inputs, outputs = iter(both.inputs), iter(both.outputs)
     of_weights, of_x, of_extras, of_dy = (
         [next(inputs) for _ in jax.tree.leaves(tree)] for tree in (weights, x_leaves, extras, dy)
@@ -326,6 +327,7 @@ def trace_split(
     of_dx = jax.tree.unflatten(jax.tree.structure(shapes[2]), list(outputs))
     kinds = (Source.WEIGHT, Source.ACTIVATION, Source.BATCH, Source.COTANGENT)
     sources = [kind for kind, values in zip(kinds, (of_weights, of_x, of_extras, of_dy), strict=True) for _ in values]
+    # A weight gradient may be computed in any backward pass: it is added to its total at once and never kept.
     sinks = [Sink([atom], Pass.FORWARD) for atom in of_y]
     sinks += [Sink([atom], Pass.INPUT) for atom in jax.tree.leaves(of_dx)]
     sinks += [Sink([atom], Pass.WEIGHT, is_added=True) for atom in of_dweights]
@@ -359,7 +361,7 @@ def trace_split(
 def _both_passes(
     stage: Callable[..., Any], has_aux: bool, chosen: tuple[list[bool], list[bool], list[int]], x_tree: Any
 ) -> Callable[..., Any]:
-    """Run the forward and the backward pass: of weights, leaves of `x`, extras and cotangents."""
+    """Make a function of weights, leaves of `x`, extras and cotangents that runs the forward and the backward pass."""
     is_trainable, moves, dy_at = chosen
 
     def passes(weights: Tree, x_leaves: list[Any], extras: Arrays, dy: list[Any]) -> Any:
@@ -380,7 +382,7 @@ def _both_passes(
 
 
 def _filled(leaves: list[Any], others: list[Any]) -> list[Any]:
-    """Put others in place of leaves, where they are not None."""
+    """Replace leaves by the others that are not None."""
     return [old if new is None else new for old, new in zip(leaves, others, strict=True)]
 
 

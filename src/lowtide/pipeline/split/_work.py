@@ -1,11 +1,11 @@
-"""How much arithmetic each pass of a stage has, and what the split of its backward pass had to leave whole.
+"""FLOPs of each pass of a stage, and the operations that the split of its backward pass had to leave whole.
 
-FLOPs are those of the traced passes, counted as in `jaxprs/_flops.py`: of one microbatch, by all devices of a rank
-together. They say how pass compares to pass, not how long one takes.
+FLOPs are counted on the traced passes as in `jaxprs/_flops.py`, for one microbatch and all devices of a rank together.
+They compare passes with each other and do not predict time.
 
-An operation stays whole when it gives what the gradient of the input needs and gradients of weights, and nothing shows
-which of its work is for which: a kernel, a `while` loop, a branch with an effect. What it does for weights is then done
-in the input pass, and is missing in the weight pass, with which a zero-bubble schedule would fill its bubble.
+An operation stays whole if it contributes to the input gradient and to weight gradients, and nothing shows which part
+of its work belongs to which: a kernel, a `while` loop, a branch with an effect. Its work for weights then runs in the
+input pass. A zero-bubble schedule lacks this work in the weight pass, where it would fill the bubble.
 """
 
 from __future__ import annotations
@@ -24,47 +24,48 @@ from ._replay import Plan
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Unsplit:
-    """An operation whose work for gradients of weights is in the input pass."""
+    """An operation whose work for weight gradients runs in the input pass."""
 
     name: str
-    """As JAX calls it: ``pallas_call``, ``while``, ``cond``."""
+    """Name of the JAX primitive: ``pallas_call``, ``while``, ``cond``."""
     where: str
-    """The line of the source that it comes from; empty where nobody knows."""
+    """Source line of the operation; empty if unknown."""
     flops: int | None
-    """Its own; of an effect, those of what it waits for. None of a call of other code, into which nobody sees."""
+    """FLOPs of the operation; for an effect, FLOPs of the products that it waits for. None for calls of foreign code,
+    whose FLOPs are unknown."""
     share: float | None
-    """Of the arithmetic of the backward pass, from 0 to 1."""
+    """Share of the FLOPs of the backward pass, from 0 to 1."""
     hint: str
-    """What to do about it."""
+    """The remedy."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PassFlops:
-    """The arithmetic of one part of a model in each pass, for one microbatch."""
+    """FLOPs of one part of a model in each pass, for one microbatch."""
 
     forward: int
     """FLOPs of F."""
     input: int
-    """FLOPs of I: the gradient of the input, what is recomputed for it, and what nothing is put off for."""
+    """FLOPs of I: the input gradient, its recomputation, and other work that is not delayed to W."""
     weight: int
-    """FLOPs of W: products for gradients of weights. 0 where no matrix has a gradient."""
+    """FLOPs of W: products for weight gradients; 0 if no matrix has a gradient."""
     unsplit: tuple[Unsplit, ...] = ()
-    """What stayed whole, dearest first."""
+    """Operations that stayed whole, the most expensive first."""
 
     @property
     def ratio(self) -> str:
-        """What I and W take for each 1 of F, as ``lowtide schedule --costs`` reads it."""
+        """FLOPs of F, I and W divided by those of F, in the format of ``lowtide schedule --costs``."""
         return ",".join(f"{part / max(self.forward, 1):.3g}" for part in (self.forward, self.input, self.weight))
 
 
 def pass_flops(plan: Plan, sources: Sequence[Source], sinks: Sequence[Sink], wholes: Sequence[Whole]) -> PassFlops:
-    """Count the passes of a stage.
+    """Count the FLOPs of the passes of a stage.
 
     Args:
-        plan: what runs when.
-        sources: what the inputs of its graph are.
-        sinks: its results.
-        wholes: what `split_inner` found.
+        plan: assignment of operations to passes.
+        sources: role of each input of its graph.
+        sinks: results of the graph.
+        wholes: result of `split_inner`.
     """
     totals = {at: plan.flops(at) for at in Pass}
     back = max(totals[Pass.INPUT] + totals[Pass.WEIGHT], 1)
@@ -90,7 +91,7 @@ def pass_flops(plan: Plan, sources: Sequence[Source], sinks: Sequence[Sink], who
 
 
 def _early(plan: Plan, reach: Reach, sinks: Sequence[Sink]) -> list[tuple[str, str, str, int | None]]:
-    """Effects that wait for products which nothing else in the input pass does."""
+    """Return effects that force products into the input pass which nothing else in it needs."""
     effects = [op for op in reach.nodes if isinstance(op, Op) and op.has_effects and op.eqn is not None]
     if not effects:
         return []
