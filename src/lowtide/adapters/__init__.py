@@ -1,4 +1,4 @@
-"""Small trainable weights beside frozen ones, on any pytree."""
+"""Adapters: small trainable weights next to frozen base weights, on any pytree."""
 
 from . import lora as lora
 from ._adapted import adapted as adapted

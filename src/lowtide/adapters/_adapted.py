@@ -1,16 +1,17 @@
-"""Compute any function with weights that are no arrays: adapters, quantised bases.
+"""Evaluate any function with weights that are not arrays: weights with adapters, and quantised weights.
 
-A node in the place of a weight multiplies itself (`core.LinearWeight`): through `core.linear` or Python's ``@``.
-Most programs do neither: Flax and Keras call `jax.lax.dot_general`, others `jnp.einsum`. So the function is traced with
-arrays in the nodes' place, and its program is computed again, operation by operation, with the nodes: a product with a
-weight is the node's own, what only moves a weight (a transposition, a cast, a slice of a stack, the constants of a
-loop) moves the node, and anything else is refused with the line of the source that does it. W + BA exists nowhere.
+A node in place of a weight multiplies itself (`core.LinearWeight`), through `core.linear` or Python's ``@``. Most
+programs use neither: Flax and Keras call `jax.lax.dot_general`, others `jnp.einsum`. So the function is traced with
+arrays in place of the nodes. Its program is then evaluated with the nodes, one operation at a time. A product with a
+weight calls the node's own product. An operation that only moves a weight (a transposition, a cast, a slice of a stack,
+a constant of a loop) moves the node. Any other operation is refused with the source line that does it. W + BA is never
+materialised.
 
-Other ways that were weighed (docs/internals/adapters.md): Quax, which the field made for this, does it while the
-function is traced, by a tracer of its own on JAX's private parts; Qwix intercepts the layers of Flax by name. A program
-has one form, whatever wrote it.
+Alternatives that were considered (docs/internals/adapters.md): Quax, which was made for this, replaces operations while
+the function is traced, with a custom tracer that uses private parts of JAX. Qwix intercepts the layers of Flax by name.
+A jaxpr has the same form, whichever library wrote the model.
 
-Known inefficiency: the function is traced twice. Inner `jax.jit`s that hold a weight are dissolved.
+Known inefficiency: the function is traced twice. Inner `jax.jit`s that hold a weight are inlined.
 """
 
 from __future__ import annotations
@@ -29,30 +30,31 @@ from ._uses import Probe, Use, noted
 
 
 def adapted(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """Let a function that multiplies by arrays take weights with adapters, or quantised ones, in their place.
+    """Make a function that multiplies by arrays accept weights with adapters, or quantised ones, in their place.
 
-    Models that multiply through `lowtide.core.linear` or ``@`` need it not. All others do: those of Flax and Keras, and
-    functions that call `jnp.einsum` or `jax.lax.dot_general`.
+    Models that multiply through `lowtide.core.linear` or ``@`` do not need it. All others do: those of Flax and Keras,
+    and functions that call `jnp.einsum` or `jax.lax.dot_general`.
 
     Args:
-        fn: any function of pytrees that can be traced by `jax.jit`. With the weights it may do what is linear in one
-            operand: products (`jnp.matmul`, `jnp.dot`, `jnp.einsum`, `jax.lax.dot_general`), convolutions and rows of
-            tables (with what `lt.lora.add(..., fn=)` has made for them), transpose and cast them, take layers of a
-            stack, close over them in `jax.lax.scan`, `fori_loop`, `cond`, `jax.checkpoint`, `jax.jit`, scan over their
-            layers; in `jax.vmap` and under differentiation, too. What a product says of its precision and of how its
-            result is divided (`out_sharding`) holds for those with factors, too. A `jax.shard_map` goes around, as in
-            ``jax.shard_map(lt.adapted(fn), ...)``: inside of `fn` no weight goes into one.
+        fn: any function of pytrees that `jax.jit` can trace. It may use the weights in operations that are linear in
+            one operand: products (`jnp.matmul`, `jnp.dot`, `jnp.einsum`, `jax.lax.dot_general`), and convolutions and
+            table lookups (with the adapters that `lt.lora.add(..., fn=)` makes for them). It may transpose and cast
+            them, and take layers of a stack. It may close over them in `jax.lax.scan`, `fori_loop`, `cond`,
+            `jax.checkpoint` and `jax.jit`, and scan over their layers. `jax.vmap` and differentiation work, too. The
+            precision and the output sharding (`out_sharding`) of a product also apply to the products with factors. A
+            `jax.shard_map` goes around, as in ``jax.shard_map(lt.adapted(fn), ...)``: no weight may enter one inside
+            `fn`.
 
     Returns:
-        A function of the same arguments, in which `LoRAWeight` and other nodes may stand for arrays. Without any it is
-        `fn` itself. Below it nobody sees the nodes: `lt.lora.dropout` belongs outside, as in
-        ``lt.adapted(fn)(lt.lora.dropout(model, 0.1, key=key), batch)``. Numbers of Python stay what they are.
+        A function of the same arguments, in which `LoRAWeight` and other nodes may stand for arrays. Without any node
+        it calls `fn` itself. Code inside `fn` sees arrays, not nodes. `lt.lora.dropout` therefore belongs outside, as
+        in ``lt.adapted(fn)(lt.lora.dropout(model, 0.1, key=key), batch)``. Python numbers are not traced.
 
     Raises:
-        StructureError: when called, for what else is done to such a weight, with its path and the line of the source.
+        StructureError: when called, for any other operation on such a weight, with its path and the source line.
 
     Memory:
-        That of `fn`; the factors of an adapter are multiplied one after the other, never with one another.
+        That of `fn`. The factors of an adapter are applied one after the other and never multiplied together.
 
     Examples:
         >>> import jax.numpy as jnp
@@ -77,18 +79,18 @@ def adapted(fn: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def uses(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> list[set[Use]]:
-    """Find out what a function does with weights; nothing is computed.
+    """Find how a function uses weights, without computing anything.
 
     Args:
         fn: as `adapted` takes it.
-        args: its arguments, in which a `Probe` stands for each weight in question; arrays or shapes.
+        args: its arguments: arrays or shapes, with a `Probe` in place of each weight in question.
         kwargs: likewise.
 
     Returns:
-        Of each probe, in the order of the leaves, what is done with it; nothing where the function does not use it.
+        For each probe, in the order of the leaves, the set of its uses; empty where the function does not use it.
 
     Raises:
-        StructureError: where it does what no adapter can do, with the path and the line of the source.
+        StructureError: for an operation that no adapter supports, with the path and the source line.
     """
     traced = _Traced(fn, args, kwargs)
     packed, back = _packed(traced.inputs)
@@ -96,19 +98,21 @@ def uses(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> list[set[Use]]:
     def run(values: list[Any]) -> list[Any]:
         return [value for value in _evaluate(traced.program, back(values)) if not isinstance(value, Weight)]
 
+    # Probes record uses while `run` is traced, so abstract evaluation is enough.
     jax.eval_shape(run, packed)
     return [set(value.node.uses) for value in traced.inputs if isinstance(value, Weight)]
 
 
 class _Traced:
-    """The program of a function, with arrays in the place of its arguments' nodes."""
+    """The program of a function, with arrays in place of the nodes among its arguments."""
 
     def __init__(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         leaves, treedef = jax.tree.flatten((args, kwargs), is_leaf=_is_node)
         names = [path.split("/", 2)[-1] for path, _ in leaves_with_paths((args, kwargs), is_leaf=_is_node)]
         traced = [i for i, leaf in enumerate(leaves) if _is_node(leaf) or _is_traced(leaf)]
         self.inputs = [Weight(leaves[i], names[i]) if _is_node(leaves[i]) else leaves[i] for i in traced]
-        """Of the program: arrays, and weights."""
+        """Inputs of the program: arrays, and weights."""
+        # The tree of the results, and those that are not arrays, are known only after tracing.
         self._static: list[Any] = []
 
         def with_arrays(*arrays: Any) -> list[Any]:
@@ -122,7 +126,7 @@ class _Traced:
         """A `ClosedJaxpr`."""
 
     def result(self, values: Sequence[Any]) -> Any:
-        """Return what the function does, of the program's results."""
+        """Build the function's result from the program's results."""
         for value in values:
             if isinstance(value, Weight) and value.is_turned:
                 raise StructureError(
@@ -137,7 +141,7 @@ class _Traced:
 
 
 def _as_array(leaf: Any) -> Any:
-    """Return the array that a node stands for which is a whole one, and trains."""
+    """Return the trained array of a `SavedWeight`, and any other leaf unchanged."""
     return leaf.folded() if hasattr(leaf, "lora_saved") else leaf
 
 
@@ -146,15 +150,15 @@ def _is_node(leaf: Any) -> bool:
 
 
 def _is_traced(leaf: Any) -> bool:
-    """Whether a leaf is an array; numbers of Python, and NumPy's, stay what they are, for `if` and for shapes."""
+    """Return whether a leaf is an array; Python and NumPy scalars are not traced, so `if` and shapes can use them."""
     return is_array_like(leaf) and not isinstance(leaf, (bool, int, float, complex, np.generic))
 
 
 def _shape(leaf: Any) -> Any:
-    """Return what stands in a leaf's place while the function is traced: of a node its shape and dtype.
+    """Return the stand-in for a leaf while the function is traced: for a node its shape and dtype.
 
-    On a mesh with explicit axes what it holds in that shape (the weight, or its codes) says how it is divided, and in a
-    `jax.shard_map` along which axes it varies.
+    The node's first array of that shape (the weight, or its codes) determines the sharding on a mesh with explicit
+    axes. In a `jax.shard_map` it also determines the axes along which the value varies.
     """
     if not _is_node(leaf):
         return leaf
@@ -175,6 +179,7 @@ def _shape(leaf: Any) -> Any:
     shape = tuple(leaf.shape)
     held = [part for part in jax.tree.leaves(leaf) if part is not leaf and is_array_like(part) and not is_key(part)]
     like = next((part for part in held if np.shape(part) == shape), jax.ShapeDtypeStruct(shape, leaf.dtype))
+    # Abstract `astype` keeps the sharding of `like` and the axes along which it varies.
     return jax.eval_shape(lambda array: array.astype(leaf.dtype), like)
 
 
@@ -185,12 +190,11 @@ def _is_half(node: Any) -> bool:
 
 
 def _evaluate(jaxpr: Any, inputs: Sequence[Any]) -> list[Any]:
-    """Compute a program, open or closed, of arrays and weights."""
+    """Evaluate a jaxpr, open or closed, whose inputs are arrays and weights."""
     return fold(jaxpr, inputs, _apply, lambda _, value: value)
 
 
 def _apply(eqn: Any, operands: list[Any]) -> Sequence[Any]:
-    """Compute an operation of arrays and weights."""
     if not any(isinstance(value, Weight) for value in operands):
         return runner(eqn)(*operands)
     kind = kind_of(eqn)
@@ -215,7 +219,7 @@ def _apply(eqn: Any, operands: list[Any]) -> Sequence[Any]:
 
 
 def _packed(values: Sequence[Any]) -> tuple[list[Any], Callable[[Sequence[Any]], list[Any]]]:
-    """Take nodes out of weights, for a function of JAX; and what puts them back."""
+    """Take the nodes out of weights, for a JAX transformation; also return the function that puts them back."""
     of = [value if isinstance(value, Weight) else None for value in values]
 
     def back(given: Sequence[Any]) -> list[Any]:
@@ -224,7 +228,7 @@ def _packed(values: Sequence[Any]) -> tuple[list[Any], Callable[[Sequence[Any]],
     return [value.node if isinstance(value, Weight) else value for value in values], back
 
 
-# What holds programs.
+# Rules for operations that hold programs.
 
 
 def _call(eqn: Any, operands: list[Any]) -> Sequence[Any] | None:
@@ -234,6 +238,8 @@ def _call(eqn: Any, operands: list[Any]) -> Sequence[Any] | None:
 def _remat(eqn: Any, operands: list[Any]) -> Sequence[Any] | None:
     values, back = _packed(operands)
     body = bodies(eqn)[0].jaxpr
+    # Results may be weights, such as a transposed one. `jax.checkpoint` returns their nodes as pytrees. The function
+    # that makes weights of them is only known once `run` has been traced, so `run` leaves it in `moved`.
     moved = list[Any]()
 
     def run(*given: Any) -> list[Any]:
@@ -251,6 +257,7 @@ def _branch(eqn: Any, operands: list[Any]) -> Sequence[Any] | None:
     if isinstance(index, Weight):
         return None
     values, back = _packed(rest)
+    # `partial` binds each branch's jaxpr now; a plain closure would use only the last one.
     runs = [functools.partial(lambda jaxpr, *given: _arrays(eqn, jaxpr, back(given)), one.jaxpr) for one in bodies(eqn)]
     return jax.lax.switch(index, runs, *values)
 
@@ -262,9 +269,11 @@ def _scan(eqn: Any, operands: list[Any]) -> Sequence[Any] | None:
     if any(isinstance(value, Weight) for value in first):
         return None
     if any(isinstance(value, Weight) and not num_stacked(value.node) for value in stacked):
-        return None  # rows of a matrix
+        return None  # a scan over the rows of a matrix
     slices, back = _packed(stacked)
 
+    # `step` closes over weights among the constants. Weights among the scanned inputs go through `scan` as pytrees,
+    # which slices their leaves.
     def step(state: list[Any], given: list[Any]) -> tuple[list[Any], list[Any]]:
         results = _arrays(eqn, body, [*held, *state, *back(given)])
         return list(results[:carry]), list(results[carry:])
@@ -288,7 +297,7 @@ def _while(eqn: Any, operands: list[Any]) -> Sequence[Any] | None:
 
 
 def _arrays(eqn: Any, jaxpr: Any, values: Sequence[Any]) -> Sequence[Any]:
-    """Compute what a loop or a branch runs, which gives arrays."""
+    """Evaluate the body of a loop or a branch, whose results have to be arrays."""
     results = _evaluate(jaxpr, values)
     for value in results:
         if isinstance(value, Weight):
@@ -308,5 +317,5 @@ _NESTED: dict[Kind, Callable[[Any, list[Any]], Sequence[Any] | None]] = {
     Kind.SCAN: _scan,
     Kind.WHILE: _while,
 }
-"""Likewise by those that hold programs. A product with a derivative of its own (`jax.custom_vjp`, `jax.custom_jvp`) is
-refused: that of the node is another one."""
+"""Rules for operations that hold programs. Products with a custom derivative (`jax.custom_vjp`, `jax.custom_jvp`) are
+refused, because the node's product has another derivative."""

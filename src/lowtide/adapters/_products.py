@@ -1,6 +1,7 @@
-"""What operations of a program do with weights that are no arrays: move them, or multiply by them.
+"""Rules for operations of a program whose operands include weights that are not arrays.
 
-A rule takes an operation and its operands, and gives its results, or None where it is not what a weight is for.
+A rule moves a weight (transpose, cast, slice) or multiplies by it. It takes an operation and its operands and returns
+the results, or None where the operation is not supported for weights.
 """
 
 from __future__ import annotations
@@ -20,48 +21,48 @@ from ..jaxprs import bodies, equations, source_line
 
 @runtime_checkable
 class KernelWeight(Protocol):
-    """Something that stands where a weight of two groups of axes stood: [*stack, *m, *n]."""
+    """A node in place of a weight with two groups of axes: [*stack, *m, *n]."""
 
     ndim: int
-    """How many axes it has, with those of its stack."""
+    """Number of axes, including those of the stack."""
     num_rows: int
-    """How many axes m has."""
+    """Number of axes of m."""
     num_columns: int
-    """How many axes n has."""
+    """Number of axes of n."""
     num_stacked: int
-    """How many axes are before both."""
+    """Number of axes of the stack."""
 
     def transposed(self, order: tuple[int, ...]) -> Any:
-        """Transpose it; None where that mixes the groups."""
+        """Transpose the weight; return None where the order mixes the groups."""
         ...
 
     def through(self, run: Callable[[Any], Any], *, over_rows: bool, at: int, dtype: Any) -> Any:
-        """Compute what is linear in the weight: see `lora.LoRAKernel.through`."""
+        """Compute a function that is linear in the weight; see `lora.LoRAKernel.through`."""
         ...
 
 
 class Weight(NamedTuple):
-    """A node while a program is computed."""
+    """A node that stands for a value of the program."""
 
     node: Any
     path: str
-    """Where it stands in the arguments of the function."""
+    """Path of the node in the function's arguments."""
     is_turned: bool = False
-    """Whether the program has its matrices transposed."""
+    """Whether the program has transposed the weight's matrices."""
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """What the program takes for its shape."""
+        """Shape that the value has in the program."""
         shape = tuple(self.node.shape)
         return (*shape[:-2], shape[-1], shape[-2]) if self.is_turned else shape
 
 
 def num_stacked(node: Any) -> int:
-    """How many leading axes of a node are those of a stack."""
+    """Return the number of leading stack axes of a node."""
     return node.num_stacked if isinstance(node, KernelWeight) else node.ndim - 2
 
 
-# What moves a weight.
+# Rules that move a weight.
 
 
 def _same(eqn: Any, operands: list[Any]) -> Sequence[Any]:
@@ -69,7 +70,10 @@ def _same(eqn: Any, operands: list[Any]) -> Sequence[Any]:
 
 
 def _moved(change: Callable[..., Any]) -> Callable[[Any, list[Any]], Sequence[Any] | None]:
-    """Make a rule of a function from operation, weight and other operands to a weight, or None where that cannot be."""
+    """Make a rule of a function that takes the operation, the weight and the other operands.
+
+    The function returns the moved weight, or None where the weight cannot be moved so.
+    """
 
     def rule(eqn: Any, operands: list[Any]) -> Sequence[Any] | None:
         weight, *others = operands
@@ -93,22 +97,22 @@ def _transpose(eqn: Any, weight: Weight) -> Weight | None:
 
 
 def _cast(eqn: Any, weight: Weight) -> Weight | None:
-    # A node multiplies in the dtype of what it is multiplied with, which the program has cast, too. A cast to 8 bits
-    # is a rounding that the model wants, and that the node would leave out.
+    # A node multiplies in the dtype of the activations, so a cast of the weight leaves the node as it is. A cast to an
+    # 8-bit float is refused: that rounding belongs to the model, and the node would skip it.
     dtype, given = jnp.dtype(eqn.params["new_dtype"]), eqn.invars[0].aval.dtype
     if not jnp.issubdtype(dtype, jnp.floating) or dtype.itemsize == 1:
         return None
-    # So it would that of a shorter format, where the program casts it back before it multiplies.
+    # The node would also skip a rounding to a shorter format that the program casts back before it multiplies.
     return None if _is_rounded(weight.node, given) and jnp.promote_types(given, dtype) != given else weight
 
 
 def _is_rounded(node: Any, given: Any) -> bool:
-    """Whether the program has rounded a weight, to the dtype in which it is now."""
+    """Return whether the program has rounded a weight: `given`, its dtype now, cannot hold all values of the node's."""
     return jnp.promote_types(node.dtype, given) != given
 
 
 def _varying(eqn: Any, weight: Weight) -> Weight:
-    """Let a weight vary along axes of a `jax.shard_map`, as JAX does with what is multiplied by what varies."""
+    """Mark a weight as varying along axes of a `jax.shard_map`; JAX inserts `pvary` where the other operand varies."""
 
     def one(leaf: Any) -> Any:
         axes = tuple(axis for axis in eqn.params["axes"] if axis not in jax.typeof(leaf).mat.varying)
@@ -118,7 +122,7 @@ def _varying(eqn: Any, weight: Weight) -> Weight:
 
 
 def _layers(weight: Weight, start: Any, size: int) -> Weight:
-    """Slice the layers of a stack, and nothing else."""
+    """Slice the leading stack axis of a weight."""
     node = jax.tree.map(lambda leaf: jax.lax.dynamic_slice_in_dim(leaf, start, size, 0), weight.node)
     return weight._replace(node=node)
 
@@ -139,12 +143,12 @@ def _dynamic_slice(eqn: Any, weight: Weight, *starts: Any) -> Any:
 
 
 def _without_layers(eqn: Any, weight: Weight) -> Weight | None:
-    """Take the one layer out of a stack of one; `reshape` may do it, too."""
+    """Take the one layer out of a stack of one, for `squeeze` and for a `reshape` with the same effect."""
     is_one = num_stacked(weight.node) and weight.shape == (1, *eqn.outvars[0].aval.shape)
     return weight._replace(node=jax.tree.map(lambda leaf: leaf[0], weight.node)) if is_one else None
 
 
-# Products.
+# Rules that multiply by a weight.
 
 
 def _dot(eqn: Any, operands: list[Any]) -> Sequence[Any] | None:
@@ -161,6 +165,8 @@ def _dot(eqn: Any, operands: list[Any]) -> Sequence[Any] | None:
     num_stack = num_stacked(node)
     if own_stack != tuple(range(len(own_stack))) or len(own_stack) > num_stack:
         return None
+    # The axes of `own` are those of the weight as the program has it. For a transposed weight, the program's first
+    # group is the node's second one, so `over_rows` is inverted below.
     num_rows = node.num_rows if isinstance(node, KernelWeight) else 1
     is_first = sorted(own) == list(range(num_stack, num_stack + num_rows))
     if not is_first and sorted(own) != list(range(num_stack + num_rows, node.ndim)):
@@ -179,11 +185,11 @@ def _dot(eqn: Any, operands: list[Any]) -> Sequence[Any] | None:
 
 
 def _as_asked(eqn: Any, weight: Weight, at: int, run: Callable[[Any, Any], Any], x: Any) -> Any:
-    """Multiply by a node and its factors in the precision of the program's product, and divide the result as it says.
+    """Multiply by a node with the precision and the output sharding of the program's product.
 
-    In a wider dtype than the operands' the product is summed, and given: what is multiplied is cast before, of a weight
-    what the program has rounded. On a mesh with explicit axes a result that is to be divided in some way is computed as
-    with automatic ones.
+    If the result has a wider dtype than an operand, the operands are cast to the widest dtype before the product. A
+    weight that the program has rounded is rounded first. On a mesh with explicit axes, a product with an `out_sharding`
+    runs under `jax.sharding.auto_axes`.
     """
     place, name = eqn.params.get("out_sharding"), checked_precision(eqn, weight.path)
     given, out = eqn.invars[at].aval.dtype, eqn.outvars[0].aval.dtype
@@ -203,7 +209,7 @@ def _as_asked(eqn: Any, weight: Weight, at: int, run: Callable[[Any, Any], Any],
     def rounded(node: Any, x: Any) -> Any:
         return cast(_rounded(eqn, weight.path, node, given), x)
 
-    # So that the rounded weight need not wait for the backward pass.
+    # `jax.checkpoint` rounds again in the backward pass, so that the rounded copy is not kept as a residual.
     is_rounded = dtype != given and _is_rounded(weight.node, given)
     compute = jax.checkpoint(rounded) if is_rounded else cast
     with jax.default_matmul_precision(name):
@@ -214,16 +220,16 @@ def _as_asked(eqn: Any, weight: Weight, at: int, run: Callable[[Any, Any], Any],
 
 
 def checked_precision(eqn: Any, path: str) -> Any:
-    """Return what `jax.default_matmul_precision` calls the precision of a product.
+    """Return the name that `jax.default_matmul_precision` has for the precision of a product.
 
     Raises:
-        StructureError: where it has no name for it, or the result is not reduced, which factors cannot do.
+        StructureError: where it has no such name, or the result is unreduced, which factors cannot compute.
     """
     precision: Any = eqn.params["precision"]
     spec: Any = getattr(eqn.params.get("out_sharding"), "spec", None)
     is_reduced = spec is None or not spec.unreduced
     is_preset = isinstance(precision, jax.lax.DotAlgorithmPreset)
-    is_tuple = isinstance(precision, tuple) and not isinstance(precision, jax.lax.DotAlgorithm)  # a tuple itself
+    is_tuple = isinstance(precision, tuple) and not isinstance(precision, jax.lax.DotAlgorithm)  # which is a tuple, too
     pair: list[Any] = [*precision] if is_tuple else []
     if not is_reduced or not (precision is None or is_preset or (pair and pair[0] == pair[1])):
         raise StructureError(
@@ -238,7 +244,7 @@ def checked_precision(eqn: Any, path: str) -> Any:
 
 
 def _rounded(eqn: Any, path: str, node: Any, dtype: Any) -> Any:
-    """Round what a node adds to; of few bits it is made of the codes."""
+    """Round the base weight of a node to `dtype`; a quantised base is dequantised in `dtype`."""
     if isinstance(node, (jax.Array, np.ndarray)):
         return jnp.asarray(node, dtype)
     if getattr(node, "is_frozen", False) and hasattr(node, "dense"):
@@ -255,12 +261,12 @@ def _rounded(eqn: Any, path: str, node: Any, dtype: Any) -> Any:
 
 
 def _is_alike(base: Any, node: Any) -> bool:
-    """Whether a node stands for a weight like the one that it holds."""
+    """Return whether a node has the shape and dtype of the weight that it holds."""
     return hasattr(base, "dtype") and (tuple(base.shape), base.dtype) == (tuple(node.shape), node.dtype)
 
 
 def line_of(eqn: Any) -> str:
-    """Return the line of the source that an operation comes from, or what it holds: of the function that was traced."""
+    """Return the source line, in the traced function, of an operation or of the first one inside it."""
     inside = (one for body in bodies(eqn) for one in equations(body.jaxpr))
     return next(filter(None, (source_line(one, own=True) for one in (eqn, *inside))), "an unknown line")
 
@@ -270,36 +276,45 @@ def _multiplies_from_both_sides(node: Any) -> bool:
 
 
 class _Product(NamedTuple):
-    """A product as `dot_general` has it: axes of the stack, then those of the left operand, then of the right one."""
+    """A product as `dot_general` defines it.
+
+    Axes of the result: the batch axes, then the free axes of the left operand, then those of the right operand.
+    """
 
     pairs: tuple[tuple[int, int], ...]
-    """Axes that are summed over: of the weight without its stack, and of the activations."""
+    """Contracted axes: of the weight without its stack, and of the activations."""
     over_rows: bool
-    """Whether they are m of a weight [*stack, *m, *n], or n."""
+    """Whether the contracted axes are m of a weight [*stack, *m, *n], or n."""
     is_right: bool
     """Whether the weight is the right operand."""
 
     def of(self, node: Any, x: Any, stack: tuple[int, ...]) -> Any:
-        """Multiply; `stack` are the axes of `x` that go with the leading axes of the weight."""
+        """Multiply; `stack` lists the batch axes of `x`, in the order of the weight's leading axes."""
         if stack:
+            # One batch axis at a time: `vmap` over the weight's first axis and the matching axis of `x`, which shifts
+            # the others.
             first, rest = stack[0], tuple(i - (i > stack[0]) for i in stack[1:])
             inner = self._replace(pairs=tuple((own, other - (other > first)) for own, other in self.pairs))
             return jax.vmap(lambda one, y: inner.of(one, y, rest), (0, first))(node, x)
         at = x.ndim - len(self.pairs) if self.is_right else 0
         if num_stacked(node):
+            # A stack that is no batch axis: each matrix multiplies the same `x`, and the stack is a free axis of the
+            # weight.
             return jax.vmap(lambda one: self.of(one, x, ()), out_axes=at)(node)
         if isinstance(node, KernelWeight):
             run = lambda kernel: self._dense(kernel, x, node.num_rows)  # noqa: E731
             return node.through(run, over_rows=self.over_rows, at=at, dtype=x.dtype)
         x = jnp.moveaxis(x, self.pairs[0][1], -1)
-        if self.over_rows and hasattr(node, "mT"):  # in the dtype of `x`, as the program has cast both; `@` promotes
+        if self.over_rows and hasattr(node, "mT"):  # computes in the dtype of `x`; `@` would promote
             result = linear(x, node.mT)
         else:
             result = x @ node if self.over_rows else linear(x, node)
         return result if self.is_right else jnp.moveaxis(result, -1, 0)
 
     def _dense(self, kernel: Any, x: Any, num_rows: int) -> Any:
-        """Multiply by an array that may have other axes in the place of those that are not summed over."""
+        """Multiply by an array that may have other axes in place of the weight's free axes."""
+        # The axes in `pairs` count as in W [*m, *n]. A sum over m finds them unchanged in B [*m, r]. A sum over n finds
+        # them at the end of A [r, *n], where r replaces the `num_rows` axes of m.
         moved = 0 if self.over_rows else kernel.ndim - len(self.pairs) - num_rows
         own, others = [axis + moved for axis, _ in self.pairs], [other for _, other in self.pairs]
         if self.is_right:
@@ -313,7 +328,7 @@ def _convolution(eqn: Any, operands: list[Any]) -> Sequence[Any] | None:
     is_grouped = params["feature_group_count"] != 1 or params["batch_group_count"] != 1
     if isinstance(x, Weight) or is_grouped or not isinstance(weight.node, KernelWeight) or num_stacked(weight.node):
         return None
-    node, channel = weight.node, numbers.rhs_spec[0]  # the axis of the weight that is not summed over
+    node, channel = weight.node, numbers.rhs_spec[0]  # the free axis of the weight
     over_rows = channel == node.ndim - 1
     if (node.num_columns if over_rows else node.num_rows) != 1 or channel not in (0, node.ndim - 1):
         return None
@@ -328,13 +343,13 @@ def _convolution(eqn: Any, operands: list[Any]) -> Sequence[Any] | None:
 
 
 def _rows(eqn: Any, operands: list[Any]) -> Sequence[Any] | None:
-    """Take rows of a table, as ``table[ids]``, `jnp.take` and a mapped ``table[i]`` do."""
+    """Look up rows of a table, as ``table[ids]``, `jnp.take` and a vmapped ``table[i]`` do."""
     weight, indices = operands
     numbers, params = eqn.params["dimension_numbers"], eqn.params
     if isinstance(indices, Weight) or not is_rows(eqn, weight.shape) or not _is_table(weight):
         return None
     node, out, at = weight.node, eqn.outvars[0].aval, numbers.offset_dims[0]
-    kept = 1 - len(numbers.collapsed_slice_dims)  # whether a row stays an axis, of size one
+    kept = 1 - len(numbers.collapsed_slice_dims)  # 1 where the row's axis stays, with size one
 
     def run(table: Any) -> Any:
         given = {name: params[name] for name in ("unique_indices", "indices_are_sorted", "mode", "fill_value")}
@@ -346,7 +361,7 @@ def _rows(eqn: Any, operands: list[Any]) -> Sequence[Any] | None:
 
 
 def _row(eqn: Any, weight: Weight, start: Any) -> Any:
-    """Take one row of a table, as ``table[i]`` does."""
+    """Look up one row of a table, as ``table[i]`` does."""
     if not is_row(eqn, weight.shape) or not _is_table(weight):
         return None
     run = lambda table: jax.lax.dynamic_slice_in_dim(table, start, 1, 0)  # noqa: E731
@@ -358,21 +373,22 @@ def _is_table(weight: Weight) -> bool:
 
 
 def is_row(eqn: Any, shape: tuple[int, ...]) -> bool:
-    """Whether a `dynamic_slice` takes one whole row along the first axis: where it begins along others is clamped."""
+    """Return whether a `dynamic_slice` takes one whole row along the first axis; other starts are clamped to 0."""
     return tuple(eqn.params["slice_sizes"]) == (1, *shape[1:])
 
 
 def is_rows(eqn: Any, shape: tuple[int, ...]) -> bool:
-    """Whether a `gather` takes whole rows along the first axis, and out of range zeros or NaN (which None stands for).
+    """Return whether a `gather` takes whole rows along the first axis, with zeros or NaN for rows out of range.
 
-    Another value would come from the factors of a low rank, too, and be multiplied.
+    A `fill_value` of None stands for NaN. Another fill value is refused: it would fill rows of a factor, too, and then
+    be multiplied by the other factor.
     """
     numbers, sizes = eqn.params["dimension_numbers"], tuple(eqn.params["slice_sizes"])
     mode, fill = eqn.params["mode"], eqn.params["fill_value"]
     if mode == jax.lax.GatherScatterMode.FILL_OR_DROP and fill is not None and fill == fill and fill != 0:
         return False
     offsets, starts = numbers.offset_dims, numbers.start_index_map
-    # Along other axes the whole of a row is where it is, as long as what begins elsewhere is clamped.
+    # A row covers the other axes whole. Start indices for them have no effect where they are clamped to 0.
     is_first = starts == (0,) or (starts[:1] == (0,) and mode == jax.lax.GatherScatterMode.CLIP)
     return (
         (is_first and numbers.collapsed_slice_dims in ((0,), ()) and numbers.operand_batching_dims == ())
@@ -396,4 +412,5 @@ RULES: dict[str, Callable[[Any, list[Any]], Sequence[Any] | None]] = {
     "copy_p": _same,
     "optimization_barrier": _same,
 }
-"""What is done with weights by operations that hold no program; None is what cannot be done."""
+"""Rules for operations that hold no program, by primitive name. A result of None means that the operation is
+refused."""

@@ -1,7 +1,7 @@
-"""What a function does with weights, so that an adapter for each can be chosen before anything runs.
+"""Record how a function uses weights, so that each gets a suitable adapter before anything runs.
 
-The function's program is gone through as `lowtide.adapted` does, with `Probe`s in the weights' place, which note over
-which axes each is summed and compute what the program does.
+The function's program is evaluated as in `lowtide.adapted`, with a `Probe` in place of each weight. A probe records the
+axes that each operation sums over, and computes the same result as the array.
 """
 
 from __future__ import annotations
@@ -18,53 +18,53 @@ from ._products import checked_precision, is_row, is_rows
 
 
 class Use(NamedTuple):
-    """How a weight is used: its axes are [*stack, *m, *n], and what is summed over is m or n."""
+    """One way in which a weight is used: its axes are [*stack, *m, *n], and the operation sums over m or over n."""
 
     num_stacked: int
     num_rows: int
-    """How many axes m has."""
+    """Number of axes of m."""
     num_columns: int
-    """How many axes n has."""
+    """Number of axes of n."""
     is_product: bool
-    """Whether it is multiplied; else it is a convolution's kernel, or a table of which rows are taken."""
+    """Whether the operation is a product; otherwise it is a convolution or a table lookup."""
     over_rows: bool
-    """Whether what is summed over is m."""
+    """Whether the operation sums over m, or takes rows along m."""
 
     @property
     def is_matrix(self) -> bool:
-        """Whether it is multiplied as one matrix, or as each of a stack."""
+        """Whether the weight is multiplied as one matrix, or as a stack of matrices."""
         return self.is_product and self.num_rows == self.num_columns == 1
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["weight"], meta_fields=["num_axes", "uses"])
 @dataclasses.dataclass(frozen=True)
 class Probe:
-    """An array that notes what is done with it."""
+    """An array that records the operations that use it."""
 
     weight: Any
     num_axes: int
-    """Of the whole weight (static); the leading ones may have been sliced off since."""
+    """Number of axes of the whole weight (static); leading axes may have been sliced off since."""
     uses: _Uses
-    """What was done until now (static)."""
+    """Uses that were recorded until now (static)."""
 
     @property
     def ndim(self) -> int:
-        """That of the weight."""
+        """Number of axes of the weight."""
         return self.weight.ndim
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """That of the weight."""
+        """Shape of the weight."""
         return self.weight.shape
 
     @property
     def dtype(self) -> Any:
-        """That of the weight."""
+        """Dtype of the weight."""
         return self.weight.dtype
 
 
 class _Uses(set[Use]):
-    """A set that is compared and hashed as itself: the same in all copies of a probe."""
+    """A set that is compared and hashed by identity, so that all copies of a probe share one."""
 
     __hash__ = object.__hash__  # pyright: ignore[reportAssignmentType, reportUnannotatedClassAttribute]
 
@@ -73,17 +73,17 @@ class _Uses(set[Use]):
 
 
 def probe(leaf: Any) -> Probe:
-    """Make a probe of the shape of a weight, or of an array."""
+    """Make a probe for a weight, from its array or its shape."""
     return Probe(leaf, len(leaf.shape), _Uses())
 
 
 def noted(eqn: Any, operands: Sequence[Any], at: int) -> Sequence[Any] | None:
-    """Note a use of a probe, and compute it; None where the operation is no use of a weight.
+    """Record a use of a probe and compute the operation; return None where it is not a use of a weight.
 
     Args:
         eqn: the operation.
         operands: arrays, and the probe as a `Weight`.
-        at: which of them that is.
+        at: index of the probe among the operands.
     """
     use = _USES.get(eqn.primitive.name)
     weight = operands[at]
@@ -96,7 +96,7 @@ def noted(eqn: Any, operands: Sequence[Any], at: int) -> Sequence[Any] | None:
     num_stacked = found.num_stacked + node.num_axes - node.ndim
     node.uses.add(found._replace(num_stacked=num_stacked, over_rows=found.over_rows != weight.is_turned))
     array = node.weight.mT if weight.is_turned else node.weight
-    array = array.astype(eqn.invars[at].aval.dtype)  # the program has cast it, which moves a weight
+    array = array.astype(eqn.invars[at].aval.dtype)  # a cast leaves the node as it is
     return runner(eqn)(*(array if i == at else value for i, value in enumerate(operands)))
 
 
@@ -105,11 +105,14 @@ def _of_product(eqn: Any, node: Probe, at: int) -> Use | None:
     own, stack = sorted(contracted[at]), stacks[at]
     if stack != tuple(range(len(stack))):
         return None
+    # Contracted axes directly after the stack are m, and those at the end are n.
     first, num_axes = len(stack), node.ndim - len(stack)
     if num_axes > len(own) and own == list(range(first, first + len(own))):
         return Use(first, len(own), num_axes - len(own), True, True)
     if num_axes > len(own) and own == list(range(node.ndim - len(own), node.ndim)):
         return Use(first, num_axes - len(own), len(own), True, False)
+    # The contracted axis is the second-last, and axes before it are free: a stack whose matrices all multiply the same
+    # array.
     is_matrix = len(own) == 1 and own[0] >= node.ndim - 2 > 0
     return Use(node.ndim - 2, 1, 1, True, own[0] == node.ndim - 2) if is_matrix else None
 
@@ -137,4 +140,4 @@ _USES = {
     "gather": _of_rows,
     "dynamic_slice": _of_row,
 }
-"""What is a use of a weight; all else moves it, or is refused."""
+"""Functions that recognise a use of a weight, by primitive name. Other operations move the weight, or are refused."""

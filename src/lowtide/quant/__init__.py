@@ -1,6 +1,6 @@
-"""Frozen weights in few bits: nodes that multiply like the arrays they replaced.
+"""Quantised frozen weights: nodes that multiply like the arrays they replaced.
 
-What loads models builds nodes itself, with `build`; users have `quantize` and `dequantize`.
+Code that loads models makes nodes one matrix at a time with `build`; users call `quantize` and `dequantize`.
 """
 
 from ._double import dynamic_map as dynamic_map

@@ -1,4 +1,4 @@
-"""From weights to codes and scales."""
+"""Quantise weights to codes and scales."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _E8M0_NAN = 255
 
 
 class Codes(NamedTuple):
-    """Rows of a weight in few bits; scales are not quantised yet."""
+    """Quantised rows of a weight, before double quantisation of the scales."""
 
     codes: Array
     """[..., out, in]."""
@@ -27,10 +27,10 @@ class Codes(NamedTuple):
 
 
 def encode(weight: Float[Array, "*stack out in"], form: Format) -> Codes:
-    """Quantise rows; each by itself, so that a weight may come in parts.
+    """Quantise rows, each independently of the others, so that a weight may come in parts.
 
     Args:
-        weight: the numbers. A block with one that is not finite gets NaN as its scale.
+        weight: the weight. A block with a number that is not finite gets NaN as its scale.
         form: the format.
     """
     weight = weight.astype(jnp.float32)
@@ -40,16 +40,17 @@ def encode(weight: Float[Array, "*stack out in"], form: Format) -> Codes:
     padded = jnp.pad(weight, ((0, 0),) * len(outer) + ((0, number * block - inner),))
     blocks = padded.reshape(*outer, number, block)
     largest = jnp.max(jnp.abs(blocks), axis=-1)
-    is_finite = jnp.all(jnp.isfinite(blocks), axis=-1)  # a maximum may pass over NaN, as XLA's on a CPU does
+    is_finite = jnp.all(jnp.isfinite(blocks), axis=-1)  # a maximum may ignore NaN, as XLA's does on a CPU
     if form.scales == jnp.uint8:
-        # From its bits: a logarithm of a power of two may be less than it. The largest is then 4 to 8, of at most 6.
+        # The exponent comes from the bits, because a computed logarithm of a power of two may be too small. The largest
+        # number of a block is then 4 to 8 times the scale, and the largest code stands for 6.
         exponents = (jax.lax.bitcast_convert_type(largest, jnp.int32) >> 23) - 2
         scales = jnp.where(is_finite, jnp.clip(exponents, 1, 254), _E8M0_NAN).astype(jnp.uint8)
         divisor = numbers(scales, form.name)
     else:
         scales = jnp.where(is_finite, largest / form.largest, jnp.nan).astype(form.scales)
         divisor = scales.astype(jnp.float32)
-    if form.name == "nf4":  # multiplied by the inverse as bitsandbytes does: numbers between two codes depend on it
+    if form.name == "nf4":  # multiplied by the inverse as in bitsandbytes: near a border between codes it matters
         factor = shrinking(divisor)
         inverse = 1 / (jnp.maximum(divisor, _LEAST) * factor)
         scaled = jnp.clip(blocks * factor[..., None] * inverse[..., None], -1, 1)
@@ -61,7 +62,7 @@ def encode(weight: Float[Array, "*stack out in"], form: Format) -> Codes:
 
 def _rounded(scaled: Array, form: Format) -> Array:
     if form.table:
-        code_of = {value: code for code, value in reversed([*enumerate(form.table)])}  # of two zeros the first
+        code_of = {value: code for code, value in reversed([*enumerate(form.table)])}  # the first of two zeros
         values = sorted(code_of)
         place = jnp.zeros(scaled.shape, jnp.int32)
         for low, high in zip(values, values[1:], strict=False):
@@ -76,13 +77,13 @@ def _rounded(scaled: Array, form: Format) -> Array:
 
 
 def assembled(codes: Any, scales: Any, form: Format, dtype: Any) -> QuantizedWeight:
-    """Make the node of whole matrices, their scales quantised where the format says so.
+    """Make the node of whole matrices; the scales are quantised again where the format has double quantisation.
 
     Args:
         codes: [..., out, in].
         scales: [..., out, blocks].
         form: the format.
-        dtype: of the weight that it stands for.
+        dtype: of the weight that the node replaces.
     """
     name = jnp.dtype(dtype).name
     if not form.double:

@@ -1,14 +1,14 @@
-"""The formats as data: what a code means, and how many weights share a scale.
+"""Quantisation formats as data: the meaning of a code, and the number of weights that share a scale.
 
-Codes stand in an array of the weight's own shape, of a dtype of JAX that XLA stores packed (4 bits take 4), so whoever
-slices, divides or streams a weight does the same to its codes. bitsandbytes stores two neighbours of a row in a byte;
-to take those apart, a TPU would have to interleave lanes: compiled for a v5e, the forward and backward pass of a layer
-took 2.5 times the cycles of bfloat16 with bytes, and 1.1 times with XLA's own 4-bit arrays.
+Codes are stored in an array of the weight's own shape, in a JAX dtype that XLA stores packed (4 bits take 4). Code that
+slices, shards or streams a weight therefore does the same to its codes. bitsandbytes stores two neighbours of a row in
+a byte. To separate them, a TPU would have to interleave lanes. Compiled for a v5e, the forward and backward pass of a
+layer took 2.5 times the cycles of bfloat16 with bytes. It took 1.1 times with XLA's own 4-bit arrays.
 
-Every code is an integer, also those of FP8, which are its bits: nothing that selects floating-point leaves to train
-takes a code for one.
+Every code is an integer. FP8 codes are the bits of the number, so that a selection of floating-point leaves for
+training never includes a code.
 
-Sources: Dettmers et al., "QLoRA" (arXiv:2305.14314), for nf4 and scales of scales; Micikevicius et al., "FP8 Formats
+Sources: Dettmers et al., "QLoRA" (arXiv:2305.14314), for nf4 and double quantisation; Micikevicius et al., "FP8 Formats
 for Deep Learning" (arXiv:2209.05433); Open Compute Project, "OCP Microscaling Formats" 1.0, for mxfp4.
 """
 
@@ -24,22 +24,22 @@ from ..core import ConfigError, check_choice, is_count
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Format:
-    """One way to store weights in few bits."""
+    """One format of quantised weights."""
 
     name: str
-    """What users call it."""
+    """Name of the format, such as ``nf4``."""
     codes: Any
     """Dtype of the codes."""
     block: int
-    """Neighbours of a row that share a scale; 0: the whole row."""
+    """Neighbours in a row that share a scale; 0: the whole row."""
     scales: Any
-    """Dtype of the scales, before they are quantised themselves."""
+    """Dtype of the scales, before double quantisation."""
     table: tuple[float, ...] = ()
-    """What each code stands for, times its scale; empty where a code is a number itself."""
+    """The number that each code stands for, relative to its scale; empty where the code itself is a number."""
     largest: float = 1.0
-    """The number that the largest of a block is stored as."""
+    """The number, relative to the scale, that stores the largest of a block."""
     double: bool = False
-    """Whether scales are stored as 8-bit codes with scales of their own."""
+    """Whether scales are quantised again, to 8-bit codes with nested scales."""
 
 
 NF4_VALUES = (
@@ -52,7 +52,7 @@ _E2M1_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 E2M1_VALUES = (*_E2M1_MAGNITUDES, *(-value for value in _E2M1_MAGNITUDES))
 
 LARGEST_BLOCK = 2**16
-"""Neighbours of a row that can share a scale; more can as a whole row."""
+"""Most neighbours in a row that can share a scale; a whole row may be longer."""
 
 FORMATS = {
     each.name: each
@@ -64,19 +64,19 @@ FORMATS = {
         Format(name="mxfp4", codes=jnp.uint4, block=32, scales=jnp.uint8, table=E2M1_VALUES, largest=6.0),
     )
 }
-"""By name."""
+"""Formats by name."""
 
 
 def format_named(name: str, block: int | None = None) -> Format:
-    """Return a format, with other blocks if asked for.
+    """Return a format, with another block size if given.
 
     Args:
         name: of `FORMATS`.
-        block: neighbours of a row that share a scale, a multiple of 8 up to 65,536; None for the format's own, 0 for
+        block: neighbours in a row that share a scale, a multiple of 8 up to 65,536; None for the format's own, 0 for
             the whole row.
 
     Raises:
-        ConfigError: for a name that is unknown, and blocks that the format does not have.
+        ConfigError: for an unknown name, or a block size that the format does not support.
     """
     check_choice("no format to quantise in", name, tuple(FORMATS), hint="nf4 is that of QLoRA")
     found = FORMATS[name]

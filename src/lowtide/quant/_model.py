@@ -1,4 +1,4 @@
-"""Quantise chosen weights of a tree, and make arrays of them again."""
+"""Quantise chosen weights of a tree, and dequantise them again."""
 
 from __future__ import annotations
 
@@ -33,20 +33,20 @@ from ._weight import QuantizedWeight, largest_values
 
 
 def quantize(tree: Tree, match: str | Sequence[str], format: str = "nf4", *, block: int | None = None) -> Tree:
-    """Store chosen frozen weights in few bits.
+    """Quantise chosen frozen weights of a tree.
 
     Args:
-        tree: any pytree that multiplies by its weights, or looks rows up, through `lowtide.core.linear` and
-            `lowtide.core.rows`, or as ``weight @ x``, ``x @ weight`` or ``x @ weight.T``. Weights have shape [out, in],
-            or [num_layers, out, in] for stacked layers. `jax.ShapeDtypeStruct` leaves give abstract nodes.
-        match: globs on the paths of weights or of the modules that hold them. Of what they match, floating-point
-            matrices are quantised; vectors (norms, biases) and what has more axes (experts, convolutions) stay.
+        tree: any pytree that uses its weights through `lowtide.core.linear` and `lowtide.core.rows`, or as
+            ``weight @ x``, ``x @ weight`` or ``x @ weight.T``. Weights have shape [out, in], or [num_layers, out, in]
+            for stacked layers. `jax.ShapeDtypeStruct` leaves give abstract nodes.
+        match: globs on the paths of weights or of the modules that hold them. Floating-point matrices among the matches
+            are quantised. Vectors (norms, biases) and arrays with more axes (experts, convolutions) stay as they are.
         format: ``"nf4"``: 4 bits, quantiles of a normal distribution, blocks of 64 with 8-bit scales: 4.13 bits a
-            weight, the codes and scales of bitsandbytes where 64 divides the rows. ``"int4"``: 4 bits, blocks of 32:
-            4.5 bits. ``"mxfp4"``: 4 bits, blocks of 32 with powers of two: 4.25 bits. ``"int8"`` and ``"fp8"``: 8 bits,
-            one scale a row.
-        block: neighbours of a row that share a scale, where they should be others than the format's; 0: whole rows. The
-            last block of a row may be shorter. A multiple of 8 up to 65,536.
+            weight. Codes and scales equal those of bitsandbytes where 64 divides the rows. ``"int4"``: 4 bits, blocks
+            of 32: 4.5 bits. ``"mxfp4"``: 4 bits, blocks of 32 with powers of two: 4.25 bits. ``"int8"`` and ``"fp8"``:
+            8 bits, one scale a row.
+        block: neighbours in a row that share a scale, if not the format's own: a multiple of 8 up to 65,536, or 0 for
+            whole rows. The last block of a row may be shorter.
 
     Returns:
         The tree with a `QuantizedWeight` in place of each weight. Its leaves are frozen: they get no gradient.
@@ -54,17 +54,17 @@ def quantize(tree: Tree, match: str | Sequence[str], format: str = "nf4", *, blo
     Raises:
         SelectionError: when a pattern matches nothing.
         ConfigError: for an unknown format or block.
-        StructureError: when no floating-point matrix is matched, one is quantised already, is a kernel or a table with
-            an adapter (`lowtide.lora.LoRAKernel`), or holds a number that is not finite, or one so close to the largest
-            of its dtype that the format makes it infinite. Below `jax.jit` numbers are not known and nothing can be
-            raised for them: a block with one that is not finite becomes NaN as a whole, in ``"int8"`` and ``"fp8"`` its
-            row, and in ``"nf4"``, whose 8-bit scales cannot say NaN, the 256 blocks that share a scale of scales.
+        StructureError: when no floating-point matrix is matched, or one is already quantised, or is a kernel or a table
+            with an adapter (`lowtide.lora.LoRAKernel`). Also when a number is not finite, or is so close to the largest
+            of its dtype that the format makes it infinite. Under `jax.jit` numbers are unknown and this is not raised.
+            There, a number that is not finite turns its block into NaN, in ``"int8"`` and ``"fp8"`` its row. In
+            ``"nf4"``, whose 8-bit scales cannot store NaN, it turns the 256 blocks that share a nested scale into NaN.
 
     Memory:
-        ``bits * out * in / 8`` bytes for each matrix, in new arrays, made one matrix at a time; while one is made, a
-        few float32 copies of it. The given tree is not changed: drop it to free its weights. `lowtide.models.load`
-        quantises while it reads, so that no whole weight is ever there. On a CPU codes of 4 bits take a byte each more
-        while a step runs.
+        ``bits * out * in / 8`` bytes for each matrix, in new arrays. Matrices are quantised one at a time, with a few
+        float32 copies of the current one. The given tree is not changed: drop it to free its weights.
+        `lowtide.models.load` quantises while it reads, so that no whole weight is in memory. On a CPU, 4-bit codes take
+        one more byte each while a step runs.
 
     Examples:
         >>> tree = {"q_proj": {"weight": jnp.ones((8, 64))}, "norm": {"weight": jnp.ones(64)}}
@@ -100,19 +100,19 @@ def quantize(tree: Tree, match: str | Sequence[str], format: str = "nf4", *, blo
 
 
 def dequantize(tree: Tree) -> Tree:
-    """Make plain arrays of every quantised weight, in the dtype it had.
+    """Replace every quantised weight by a plain array, in the dtype it had.
 
     Args:
-        tree: a pytree with `QuantizedWeight` nodes, below adapters too.
+        tree: a pytree with `QuantizedWeight` nodes, also below adapters.
 
     Returns:
-        The tree without any; the rounding of the format stays.
+        The tree without quantised weights; the rounding of the format stays.
 
     Raises:
-        StructureError: when there is none.
+        StructureError: when the tree has no quantised weight.
 
     Memory:
-        A new array for each weight; while one is made, a float32 copy of one matrix of it.
+        A new array for each weight, and meanwhile a float32 copy of one matrix of it.
 
     Examples:
         >>> tree = quantize({"w": jnp.full((2, 64), 3.0)}, "w", "nf4")
@@ -130,7 +130,7 @@ def dequantize(tree: Tree) -> Tree:
 
 
 def abstract(shape: tuple[int, ...], form: Format, dtype: Any) -> QuantizedWeight:
-    """Return the node of a weight of some shape, its leaves `jax.ShapeDtypeStruct`s."""
+    """Return the node of a weight of a given shape, with `jax.ShapeDtypeStruct` leaves."""
     return jax.eval_shape(functools.partial(_whole, form, dtype), jax.ShapeDtypeStruct(shape, jnp.dtype(dtype)))
 
 
@@ -139,12 +139,12 @@ def _is_quantized(leaf: Any) -> bool:
 
 
 def _is_node(leaf: Any) -> bool:
-    """Whether a node is a weight: one that is quantised already, or of another kind that holds none itself."""
+    """Return whether a node is a weight: a quantised one, or another kind that holds no weight itself."""
     return isinstance(leaf, QuantizedWeight) or (isinstance(leaf, LinearWeight) and not hasattr(leaf, "weight"))
 
 
 def _owners(tree: Tree) -> dict[str, Any]:
-    """Return the nodes that do with their weight what only an array can: by path, adapters of kernels and of tables."""
+    """Return the adapters of kernels and of tables by path, which need their weight as an array."""
     is_owner = lambda node: hasattr(node, "through") and hasattr(node, "weight")  # noqa: E731
     return {path: node for path, node in leaves_with_paths(tree, is_leaf=is_owner) if is_owner(node)}
 
@@ -161,10 +161,10 @@ def _check_owner(path: str, leaf: Any, owners: dict[str, Any]) -> None:
 
 
 def _matched(paths: list[str], match: Any) -> set[str]:
-    """Match whole paths, and modules that hold a weight; what is excluded by either name is left out."""
+    """Match whole paths, and modules that hold a weight; an exclusion by either name holds."""
     by_name: dict[str, list[str]] = {}
     for path in paths:
-        # Below an adapter the weight stands at <module>/weight/weight.
+        # Below an adapter, the path of the weight is <module>/weight/weight.
         for name in {path, path.removesuffix("/weight"), path.removesuffix("/weight").removesuffix("/weight")}:
             by_name.setdefault(name, []).append(path)
     names = list(by_name)
@@ -180,13 +180,13 @@ def _matched(paths: list[str], match: Any) -> set[str]:
 
 
 def _is_matrix(path: str, leaf: Any) -> bool:
-    """Whether a leaf is one floating-point matrix, or a stack of them."""
+    """Return whether a leaf is one floating-point matrix, or a stack of them."""
     if not hasattr(leaf, "shape") or not jnp.issubdtype(leaf.dtype, jnp.floating) or not math.prod(leaf.shape):
         return False
     parts = path.split("/")
     if parts[-1].startswith("lora_"):
         return False
-    # Layers that are listed, as in Equinox, have numbers in their paths and no axis of their own.
+    # Layers in a list, as in Equinox, have numbers in their paths and no layer axis.
     is_stacked = side_of(path) == "layers" and not any(part.isdigit() for part in parts)
     stack = len(leaf.shape) - 2
     return stack == 1 if is_stacked else stack in (0, 1)
@@ -212,7 +212,7 @@ def matrices(tree: Tree, match: str | Sequence[str]) -> set[str]:
 
     Raises:
         SelectionError: when a pattern matches nothing.
-        StructureError: when there is no matrix among what it matches.
+        StructureError: when no matrix is matched.
     """
     named = leaves_with_paths(tree)
     chosen = _matched([path for path, _ in named], match)
@@ -235,27 +235,27 @@ def _no_matrix(named: list[tuple[str, Any]]) -> StructureError:
 def build(
     path: str, like: Any, form: Format, matrix: Callable[[tuple[int, ...]], Any], places: QuantizedWeight | None = None
 ) -> QuantizedWeight:
-    """Quantise a weight of which one matrix at a time is there.
+    """Quantise a weight whose matrices are available one at a time.
 
     Args:
         path: of the weight, for messages.
-        like: its shape and dtype.
+        like: the shape and dtype of the weight.
         form: the format.
-        matrix: gives the matrix at an index of the stack, () where there is no stack.
-        places: where the leaves belong, as `placed` says; None for JAX's default device.
+        matrix: returns the matrix at an index of the stack, () where there is no stack.
+        places: shardings of the leaves, from `placed`; None for JAX's default device.
 
     Raises:
-        StructureError: for a number that is not finite, or becomes so in the format.
+        StructureError: for a number that is not finite, or becomes infinite in the format.
 
     Memory:
-        The node, and beside it one matrix with a few float32 copies. Leaves for host memory pass through the device.
+        The node, and in addition one matrix with a few float32 copies. Leaves for host memory pass through the device.
     """
     stack = tuple(like.shape[:-2])
     if not stack:
         made, checks = _matrix(form, matrix(()))
         _check_finite(path, form, checks)
         return made if places is None else jax.tree.map(put, made, places)
-    # Into buffers that are written over: in a `lax.map`, XLA for CPU would hold a bfloat16 stack in float32.
+    # Write into donated buffers. In a `lax.map`, XLA for CPU would hold a bfloat16 stack in float32.
     on_device = None if places is None else jax.tree.map(lambda place: place.with_memory_kind("device"), places)
     made = jax.tree.map(lambda part: jnp.zeros(part.shape, part.dtype), abstract(tuple(like.shape), form, like.dtype))
     if on_device is not None:
@@ -268,7 +268,7 @@ def build(
 
 
 def placed(node: QuantizedWeight, sharding: jax.sharding.NamedSharding | None) -> Any:
-    """Return where the leaves of a node belong: divided as the weight is, where that divides scales, too.
+    """Return the shardings of a node's leaves: that of the weight, on the axes whose sizes it divides evenly.
 
     Args:
         node: its leaves, or their shapes.
@@ -322,7 +322,7 @@ def _whole(form: Format, dtype: Any, weight: Array) -> QuantizedWeight:
 
 @functools.partial(jax.jit, static_argnums=0)
 def _matrix(form: Format, weight: Array) -> tuple[QuantizedWeight, Array]:
-    """Return the node, and whether numbers are finite as they are and as they become."""
+    """Return the node, and whether all numbers are finite before and after quantisation."""
 
     def checked(weight: Array, node: QuantizedWeight) -> Array:
         return jnp.stack([jnp.all(jnp.isfinite(weight)), jnp.all(jnp.isfinite(largest_values(node)))])
@@ -332,7 +332,7 @@ def _matrix(form: Format, weight: Array) -> tuple[QuantizedWeight, Array]:
 
 
 def _taken(whole: Any, at: tuple[int, ...]) -> Any:
-    """Take one matrix of a stack, or its node."""
+    """Take one matrix of a stack, from an array or a node."""
     if at and any(isinstance(leaf, jax.Array) and explicit_mesh(leaf) for leaf in jax.tree.leaves(whole)):
         return _taken_by_places(whole, tuple(np.int32(i) for i in at))
     return jax.tree.map(lambda leaf: leaf[at] if at else leaf, whole)
@@ -352,7 +352,7 @@ def _taken_by_places(whole: Any, at: tuple[Any, ...]) -> Any:
 
 @functools.partial(jax.jit, donate_argnums=0)
 def _written(whole: Any, one: Any, at: tuple[Any, ...]) -> Any:
-    """Write one matrix of a stack, or its node."""
+    """Write one matrix into a stack, as an array or a node."""
 
     def write(into: Array, part: Array) -> Array:
         start = (*at, *(np.int32(0),) * part.ndim)

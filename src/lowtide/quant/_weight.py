@@ -1,16 +1,17 @@
-"""The node that stands where a weight stood: codes, scales, and how to multiply by them.
+"""The node that replaces a weight: codes, scales, and products with them.
 
 Shapes: L layers; ``out`` and ``in`` are the weight's. Every leaf has the same leading axes as the weight, so a stacked
-node is sliced by `jax.lax.scan`, streamed and divided like the array it replaced.
+node is sliced, streamed and sharded like the array it replaced.
 
-A product makes the weight of one matrix in the dtype of `x`, which XLA fuses with the product or frees after it, and
-again in the backward pass: what waits for that pass are the codes and scales, which the model holds anyway.
-`jax.checkpoint` says so, and unlike `jax.custom_vjp` it keeps `jax.jvp`, `jax.vmap` and derivatives of derivatives. Its
-barrier keeps XLA from using the forward pass's weight again. Scales get no gradient.
+A product dequantises one matrix to the dtype of `x`. XLA fuses this with the product, or frees the matrix after it. The
+backward pass dequantises again, so its residuals are the codes and scales, which the model holds anyway. This is done
+with `jax.checkpoint`, which unlike `jax.custom_vjp` supports `jax.jvp`, `jax.vmap` and higher derivatives. Its barrier
+keeps XLA from using the forward pass's matrix again. Scales get no gradient.
 
-Known inefficiencies: no kernel that multiplies by codes, so the weight may pass through the device's memory once for
-each product; the experts of `lowtide.models` cannot be quantised, whose products are of many matrices at a time. For a
-CPU XLA unpacks the 4-bit codes of a whole stack of layers, a byte each, which wait there while a step runs.
+Known inefficiencies: no kernel multiplies by codes directly, so the weight may pass through the device's memory once
+for each product. The experts of `lowtide.models` cannot be quantised, because their products use many matrices at a
+time. For a CPU, XLA unpacks the 4-bit codes of a whole stack of layers to a byte each, and keeps them while a step
+runs.
 """
 
 from __future__ import annotations
@@ -35,10 +36,11 @@ from ._formats import FORMATS
 )
 @dataclasses.dataclass(frozen=True)
 class QuantizedWeight:
-    """A frozen weight in few bits; a pytree node that multiplies, and looks rows up, like the weight it replaced.
+    """A frozen quantised weight; a pytree node that multiplies, and looks up rows, like the weight it replaced.
 
-    Its leaves stand at ``<path>/codes``, ``<path>/scales`` and, where scales have scales, ``<path>/nested_scales`` and
-    ``<path>/offset``. They are not checked: JAX puts other things there, too.
+    The paths of its leaves are ``<path>/codes``, ``<path>/scales`` and, with double quantisation,
+    ``<path>/nested_scales`` and ``<path>/offset``. The leaves are not checked, because JAX transformations replace them
+    by other objects.
 
     Examples:
         >>> import jax.numpy as jnp
@@ -49,44 +51,45 @@ class QuantizedWeight:
     """
 
     codes: Any
-    """Integers, [out, in] or stacked [L, out, in]; those of 4 bits take 4."""
+    """Integers, [out, in] or stacked [L, out, in]; a 4-bit code takes 4 bits."""
     scales: Any
-    """One for each block of neighbours in a row, [out, blocks] or [L, out, blocks]."""
+    """One for each block of neighbours in a row, [out, blocks] or [L, out, blocks]; codes of them with double
+    quantisation."""
     nested_scales: Any
-    """Scales of 256 scales each, [number] or [L, number]; None where scales are numbers."""
+    """Scales of 256 scales each, [number] or [L, number]; None without double quantisation."""
     offset: Any
-    """What is added to every scale, [] or [L]; None where scales are numbers."""
+    """The number that is added to every scale, [] or [L]; None without double quantisation."""
     format: str
     """Name of the format (static)."""
     block: int
-    """Neighbours of a row that share a scale, 0 for the whole row (static)."""
+    """Neighbours in a row that share a scale, 0 for the whole row (static)."""
     weight_dtype: str
-    """Dtype of the weight that this stands for (static)."""
+    """Dtype of the weight that this node replaces (static)."""
     transposed: bool = False
-    """Whether it stands for the transposed weight, [in, out] (static)."""
+    """Whether the node stands for the transposed weight, [in, out] (static)."""
 
-    is_frozen: ClassVar[bool] = True  # so that nobody trains its scales
+    is_frozen: ClassVar[bool] = True  # `value_and_grad` refuses to train its scales
     __array_ufunc__ = None  # so that a NumPy array leaves a product to this class
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """That of the weight."""
+        """Shape of the weight."""
         *stack, out, inner = self.codes.shape
         return (*stack, inner, out) if self.transposed else (*stack, out, inner)
 
     @property
     def ndim(self) -> int:
-        """That of the weight."""
+        """Number of axes of the weight."""
         return len(self.codes.shape)
 
     @property
     def dtype(self) -> Any:
-        """That of the weight."""
+        """Dtype of the weight."""
         return jnp.dtype(self.weight_dtype)
 
     @property
     def sharding(self) -> Any:
-        """That of the codes, whose shape is the weight's, or None."""
+        """Sharding of the codes, whose shape is the weight's; None if it is unknown or the node is transposed."""
         sharding = getattr(self.codes, "sharding", None)
         return None if self.transposed else sharding
 
@@ -97,7 +100,7 @@ class QuantizedWeight:
             dtype: of the array; by default that of the weight.
 
         Memory:
-            The whole weight, all layers of it, in `dtype`.
+            The whole weight, with all its layers, in `dtype`.
         """
 
         def made(node: QuantizedWeight) -> Array:
@@ -111,28 +114,28 @@ class QuantizedWeight:
         """Compute x Wᵀ, in the dtype of `x`.
 
         Args:
-            x: activations, shape [..., in]; their dtype is the one that the weight is made in.
+            x: activations, shape [..., in]; the weight is dequantised to their dtype.
 
         Returns:
             Shape [..., out].
 
         Memory:
-            Beside the result at most one matrix in the dtype of `x`, in the forward and in the backward pass. Between
-            them nothing waits but this node.
+            In addition to the result, at most one matrix in the dtype of `x`, in the forward and in the backward pass.
+            Between the passes, only this node is kept.
         """
         return _product(x, _frozen(self), "linear")
 
     def rows(self, ids: Int[Array, "*ids"]) -> Float[Array, "*ids in"]:
-        """Look rows up, as of an embedding, in the dtype of the weight.
+        """Look up rows, as in an embedding, in the dtype of the weight.
 
         Args:
-            ids: which rows of a matrix that is not stacked.
+            ids: indices of rows of a matrix that is not stacked.
 
         Returns:
             Shape [..., in].
 
         Memory:
-            The result; no other row is made.
+            The result; no other row is dequantised.
         """
         if self.transposed or self.ndim != 2:
             raise StructureError(
@@ -159,10 +162,10 @@ class QuantizedWeight:
 
     @property
     def T(self) -> QuantizedWeight:  # noqa: N802 - NumPy's name
-        """The transposed weight, [in, out], of one that is not stacked.
+        """The transposed weight, [in, out], if it is not stacked.
 
         Raises:
-            StructureError: for a stacked weight, whose layers would be turned, too.
+            StructureError: for a stacked weight, because ``.T`` would also move the layer axis.
         """
         if self.ndim > 2:
             raise StructureError(
@@ -181,7 +184,7 @@ def _scales(node: QuantizedWeight) -> Float[Array, "*stack out blocks"]:
 
 
 def _spread(scales: Array, block: int, width: int) -> Array:
-    """Give every weight of a row its scale."""
+    """Repeat each scale for every weight of its block."""
     return jnp.repeat(scales, min(block, width), axis=-1)[..., :width] if block else scales
 
 
@@ -200,8 +203,8 @@ def _product(x: Array, node: QuantizedWeight, side: str) -> Array:
 
 
 def numbers(scales: Array, form: str) -> Float[Array, "*any"]:
-    """Return scales that have no scales as float32."""
-    if FORMATS[form].scales == jnp.uint8:  # exponents of two, 255 for NaN, which are the bits of an infinity
+    """Return scales without double quantisation as float32."""
+    if FORMATS[form].scales == jnp.uint8:  # E8M0: 255 means NaN, and its shifted bits are an infinity
         powers = jax.lax.bitcast_convert_type(scales.astype(jnp.int32) << 23, jnp.float32)
         return jnp.where(scales == 255, jnp.nan, powers)
     return scales.astype(jnp.float32)
@@ -215,18 +218,18 @@ def _rows(node: QuantizedWeight, ids: Array) -> Array:
     else:
         scales = numbers(scales, node.format)
     values = _values(codes, node.format) * _spread(scales, node.block, codes.shape[-1])
-    # What jnp.take gives for a row that is not there.
+    # NaN for an index out of range, as `jnp.take` gives.
     known = (ids >= 0) & (ids < node.shape[0])
     return jnp.where(known[..., None], values, jnp.nan).astype(node.dtype)
 
 
 def largest_values(node: QuantizedWeight) -> Float[Array, "*stack out blocks"]:
-    """Return the largest number of each block in the weight's dtype, infinite where it is rounded up too far."""
+    """Return the largest number of each block in the weight's dtype; infinite where rounding makes it too large."""
     return (_scales(node) * FORMATS[node.format].largest).astype(node.dtype)
 
 
 def _values(codes: Array, form: str) -> Float[Array, "*any"]:
-    """Return what codes stand for, times their scale, float32."""
+    """Return the numbers that codes stand for, relative to their scale, float32."""
     table = FORMATS[form].table
     if table:
         return _looked_up(codes.astype(jnp.int32), table)
@@ -236,7 +239,7 @@ def _values(codes: Array, form: str) -> Float[Array, "*any"]:
 
 
 def _looked_up(codes: Int[Array, "*any"], table: tuple[float, ...]) -> Float[Array, "*any"]:
-    """Choose from a table by the bits of the codes: a TPU gathers slowly, and fuses this with the product."""
+    """Select from a table by the bits of the codes: a TPU gathers slowly, and XLA fuses selects with the product."""
     choices: list[Any] = list(table)
     bit = 1
     while len(choices) > 1:

@@ -1,4 +1,4 @@
-"""Reports of memory as plain data, their differences, and their views. Needs no JAX."""
+"""Memory reports as plain data, their differences, and their views; this package needs no JAX."""
 
 from ._buffers import DERIVED_ROLES as DERIVED_ROLES
 from ._buffers import Buffer as Buffer

@@ -1,4 +1,4 @@
-"""Who owns which bytes: the unit of every view, difference, remedy and finding of this room."""
+"""Buffers and their owners, from which views, differences, remedies and findings are computed."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ DERIVED_ROLES = (
     "fragmentation",
     "unattributed",
 )
-"""Roles of what is no argument; `Buffer.role` explains them."""
+"""Roles of buffers that are not arguments; `Buffer.role` explains them."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -39,25 +39,25 @@ class Buffer:
     """
 
     space: Space
-    """The memory it lies in."""
+    """The memory space that holds it."""
     role: str
-    """For an argument the caller's role. Otherwise one of `DERIVED_ROLES`: ``activations`` are made in the forward pass
-    and read in the backward pass; ``gradients`` are cotangents of arguments, also for each example or microbatch;
-    ``copies`` hold nothing but the data of one argument (cast, transposed, sliced, gathered from other devices);
-    ``cotangents`` are what else the backward pass computes, ``recomputed`` the activations that it computes anew;
-    ``workspaces`` are what an operation needs beside its operands and results (a kernel's scratch, indices, steps of
-    what the compiler makes of it); ``temporaries`` everything else that the program computes; ``fragmentation`` is heap
-    that no value can use at the peak; ``unattributed`` has no known owner."""
+    """For an argument the caller's role. Otherwise one of `DERIVED_ROLES`. ``activations`` are made in the forward pass
+    and read in the backward pass. ``gradients`` are cotangents of arguments, also for each example or microbatch.
+    ``copies`` hold only the data of one argument (cast, transposed, sliced, gathered from other devices).
+    ``cotangents`` are other results of the backward pass, and ``recomputed`` are activations that it computes again.
+    ``workspaces`` are memory that an operation needs in addition to its operands and results (a kernel's scratch,
+    indices, steps into which the compiler splits it). ``temporaries`` are all other results of the program.
+    ``fragmentation`` is heap that no value can use at the peak. ``unattributed`` has no known owner."""
     path: str = ""
-    """The tree path of the argument or output that it is, holds a copy of, or is the gradient of; else empty."""
+    """Tree path of the argument or output that it is, that it holds a copy of, or whose gradient it is; else empty."""
     phase: Phase = "argument"
-    """When the program makes it; empty for what is no value (code, fragmentation)."""
+    """Phase of the program that makes it; empty for what is not a value (code, fragmentation)."""
     scope: str = ""
-    """Where JAX made the operation: the scopes of its transformations, functions and modules."""
+    """Scope in which JAX made the operation: the names of its transformations, functions and modules."""
     operation: str = ""
-    """The operation that writes it, in XLA's words: ``fusion loop_multiply_fusion.2``."""
+    """The operation that writes it, as XLA names it: ``fusion loop_multiply_fusion.2``."""
     source: str = ""
-    """The line of the program: ``train.py:41 (loss_fn)``."""
+    """The source line: ``train.py:41 (loss_fn)``."""
     shape: tuple[int, ...] = ()
     """The array's shape on one device."""
     dtype: str = ""
@@ -65,7 +65,7 @@ class Buffer:
     num_bytes: int
     """Bytes on one device, padding included."""
     padding_bytes: int = 0
-    """Of them, bytes that hold no element."""
+    """Bytes among them that hold no element."""
     start: int
     """The first position of the program at which it is alive."""
     end: int
@@ -73,34 +73,36 @@ class Buffer:
 
     @property
     def label(self) -> str:
-        """The shortest text that says what it is: its path, else the end of its scope, else its operation."""
+        """The shortest text that identifies it: its path, else the end of its scope, its operation or its role."""
         return self.path or "/".join(self.scope.split("/")[-3:]) or self.operation or self.role
 
     def alive_at(self, moment: int) -> bool:
-        """Whether it takes its bytes at a position of the program."""
+        """Return whether it is alive at a position of the program."""
         return self.start <= moment <= self.end
 
 
 def live_bytes(buffers: Iterable[Buffer], num_moments: int) -> list[int]:
-    """Bytes alive at every position of a program.
+    """Return the bytes that are alive at every position of a program.
 
     Args:
-        buffers: the buffers to add up; fragmentation is no live byte and is left out.
-        num_moments: positions of the program.
+        buffers: the buffers to add up; fragmentation is not alive and is left out.
+        num_moments: number of positions of the program.
 
     Returns:
-        One sum a position.
+        One sum per position.
     """
     steps = [0] * (num_moments + 1)
     for buffer in buffers:
         if buffer.role != "fragmentation":
             steps[buffer.start] += buffer.num_bytes
+            # A buffer adds its bytes where it starts and removes them after its last position; the running sum is the
+            # live bytes.
             steps[buffer.end + 1] -= buffer.num_bytes
     return list(itertools.accumulate(steps[:-1]))
 
 
 def sum_by_role(buffers: Iterable[Buffer]) -> dict[str, int]:
-    """Bytes per role, the largest first."""
+    """Return the bytes per role, largest first."""
     roles = collections.Counter[str]()
     for buffer in buffers:
         roles[buffer.role] += buffer.num_bytes
@@ -108,7 +110,7 @@ def sum_by_role(buffers: Iterable[Buffer]) -> dict[str, int]:
 
 
 def to_rows(buffers: Sequence[Buffer]) -> list[dict[str, Any]]:
-    """Buffers as plain data, defaults left out."""
+    """Return buffers as plain data, without fields that have their default."""
     defaults = {f.name: f.default for f in dataclasses.fields(Buffer) if f.default is not dataclasses.MISSING}
     return [
         {
@@ -121,6 +123,6 @@ def to_rows(buffers: Sequence[Buffer]) -> list[dict[str, Any]]:
 
 
 def from_rows(rows: Iterable[dict[str, Any]]) -> tuple[Buffer, ...]:
-    """Undo `to_rows`."""
+    """Return the buffers that `to_rows` turned into plain data."""
     made: Iterable[dict[str, Any]] = ({**row, "shape": tuple(row.get("shape", ()))} for row in rows)
     return tuple(Buffer(**values) for values in made)

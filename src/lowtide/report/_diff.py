@@ -1,7 +1,7 @@
-"""The difference of two reports; what grew, what shrank, and who owns it.
+"""The difference of two reports: the owners that grew or shrank, and by how much.
 
-Buffers of two compilations have nothing in common but what they are for, so they are matched by owner: memory space,
-role, path (or scope, or operation without its number) and type. Several buffers of one owner count together.
+Compilation gives no identity to buffers, so those of two reports are matched by owner: memory space, role, path (or
+scope, or operation without its number) and type. Several buffers of one owner are added up.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
 class MemoryDiff(DiffFacts, Viewed):
-    """The difference of two reports; made by `diff`.
+    """The difference of two reports; returned by `diff`.
 
     Examples:
         >>> import jax.numpy as jnp
@@ -44,7 +44,7 @@ class MemoryDiff(DiffFacts, Viewed):
 
         Args:
             console: a `rich.console.Console`; None for one on standard output.
-            top: how many owners to list.
+            top: number of owners to list.
         """
         print_diff(self, console, top=top)
 
@@ -69,7 +69,7 @@ def diff(before: MemoryReport, after: MemoryReport) -> MemoryDiff:
         after: the second report.
 
     Returns:
-        What every owner holds at the peak of either, per memory space.
+        The bytes of every owner at the peak of each report, per memory space.
 
     Memory:
         None on any device; host memory in proportion to the buffers at the peaks.
@@ -88,12 +88,13 @@ def diff(before: MemoryReport, after: MemoryReport) -> MemoryDiff:
 
 _Key = tuple[str, str, str]
 
-# What a scope calls the body of a loop: JAX 0.11 and newer, and older ones.
+# Scopes name the body of a loop `eval_jaxpr` in JAX 0.11 and newer, and `closed_call` in older versions. Both names
+# become one, so that reports of different versions match.
 _BODY = re.compile(r"\beval_jaxpr\b")
 
 
 def _rows(space: Space, before: MemoryReport, after: MemoryReport) -> list[DiffRow]:
-    # A report without buffers knows no owners: then both are compared by role.
+    # A report without buffers has no owners, so both reports are compared by role.
     by_role = not all(any(b.space == space for b in r.buffers) or not space_total(r, space) for r in (before, after))
     sides = [_by_owner(at_peak(r, space), by_role, space_total(r, space)) for r in (before, after)]
     rows: list[DiffRow] = []
@@ -122,6 +123,7 @@ def _by_owner(buffers: Iterable[Buffer], by_role: bool, total: int) -> dict[_Key
         key = (buffer.role, buffer.role, "") if by_role else (buffer.role, owner, buffer.dtype)
         num_bytes, count = found.get(key, (0, 0))
         found[key] = (num_bytes + buffer.num_bytes, count + 1)
+    # Bytes that no buffer accounts for get their own row, so that the rows add up to the total.
     rest = total - sum(num_bytes for num_bytes, _ in found.values())
     if rest:
         key = ("unattributed", "unattributed", "")

@@ -1,7 +1,7 @@
-"""What reports and differences say: plain data and what follows from it. Views draw it, and know nothing else.
+"""The data of reports and differences, and figures derived from it; views draw only this data.
 
 Every figure is compiled: it is XLA's own, or derived from the executable's layouts so that the parts add up to XLA's
-total exactly. `peak_memory_in_bytes` is not used; on a TPU it mixes host into device bytes.
+total exactly. `peak_memory_in_bytes` is not used, because on a TPU it counts host bytes as device bytes.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ SPACES: tuple[Space, ...] = get_args(Space)
 DIFF_SCHEMA_VERSION = 1
 """Version of the JSON that `MemoryDiff.to_json` writes."""
 SCHEMA_VERSION = 2
-"""Version of the JSON that `MemoryReport.to_json` writes; it changes when a key changes its meaning or goes."""
+"""Version of the JSON that `MemoryReport.to_json` writes; it changes when a key gets another meaning or is removed."""
 
 
 def versions() -> dict[str, str | None]:
-    """Versions of what decides a compiled figure; None for what is not installed."""
+    """Return the versions of the packages that determine a compiled figure; None if a package is not installed."""
     found: dict[str, str | None] = {}
     for name in ("lowtide", "jax", "jaxlib", "libtpu"):
         try:
@@ -35,7 +35,7 @@ def versions() -> dict[str, str | None]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SpaceBytes:
-    """What one program needs in one memory space of one device.
+    """Bytes that one program needs in one memory space of one device.
 
     Examples:
         >>> SpaceBytes(argument_bytes=10, output_bytes=6, alias_bytes=4, temp_bytes=3, code_bytes=1).total_bytes
@@ -47,9 +47,9 @@ class SpaceBytes:
     output_bytes: int = 0
     """Outputs, those written into donated arguments included."""
     alias_bytes: int = 0
-    """Outputs that are written into donated arguments, and so take no bytes of their own."""
+    """Outputs that are written into donated arguments, and so need no additional bytes."""
     temp_bytes: int = 0
-    """What the program allocates while it runs, fragmentation included."""
+    """Memory that the program allocates while it runs, fragmentation included."""
     code_bytes: int = 0
     """The program itself and its constants."""
 
@@ -61,41 +61,41 @@ class SpaceBytes:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
 class ReportFacts:
-    """What a `MemoryReport` says, for views and differences; made by `lowtide.memory.analyze`."""
+    """The data of a `MemoryReport`, for views and differences; made by `lowtide.memory.analyze`."""
 
     target: Target
     """The hardware the program was compiled for."""
     device: SpaceBytes
     """The device's own memory (HBM on an accelerator)."""
     host: SpaceBytes
-    """Memory of the machine that holds the device, where arrays are offloaded to."""
+    """Memory of the machine that holds the device; offloaded arrays are there."""
     by_role: Mapping[str, int]
-    """Device bytes per role; the values add up to `device_bytes`. Arguments stand under the roles that `analyze` was
-    given and under ``other``; ``unattributed`` is what XLA counts beside the leaves (tables of pointers);
-    ``outputs`` are those not written into arguments; ``temporaries``; ``code``."""
+    """Device bytes per role; the values add up to `device_bytes`. Arguments are counted under the roles that `analyze`
+    was given and under ``other``. ``unattributed`` are bytes that XLA counts in addition to the leaves (tables of
+    pointers). ``outputs`` are those not written into arguments. Other roles are ``temporaries`` and ``code``."""
     host_by_role: Mapping[str, int]
     """The same for host memory; the values add up to `host_bytes`."""
     buffers: tuple[Buffer, ...] = ()
-    """Every piece of memory the program uses, with its owner and the positions between which it is alive."""
+    """Every piece of memory of the program, with its owner and the positions between which it is alive."""
     moments: tuple[str, ...] = ("",)
-    """The operation at every position of the program, in the order of execution, loop bodies once."""
+    """The operation at every position of the program, in execution order, with each loop body once."""
     peak_moment: int = 0
     """The position at which most device bytes are alive."""
     host_peak_moment: int = 0
     """The position at which most host bytes are alive."""
     notes: tuple[str, ...] = ()
-    """What a reader has to know to trust the figures."""
+    """Facts that a reader needs to judge the figures."""
     versions: Mapping[str, str | None] = dataclasses.field(default_factory=versions)
-    """Versions of what decided the figures, when the report was made."""
+    """Versions that determined the figures, when the report was made."""
 
     @property
     def peak(self) -> tuple[Buffer, ...]:
-        """What the device holds at the peak, largest first; the bytes add up to `device_bytes`."""
+        """The buffers on the device at the peak, largest first; the bytes add up to `device_bytes`."""
         return self.alive_at(self.peak_moment)
 
     @property
     def host_peak(self) -> tuple[Buffer, ...]:
-        """What the host holds at its peak, largest first; the bytes add up to `host_bytes`."""
+        """The buffers on the host at its peak, largest first; the bytes add up to `host_bytes`."""
         return self.alive_at(self.host_peak_moment, space="host")
 
     @property
@@ -104,17 +104,17 @@ class ReportFacts:
         return sum_by_role(self.peak)
 
     def alive_at(self, moment: int, *, space: Space = "device") -> tuple[Buffer, ...]:
-        """List the buffers alive at a position of the program, largest first.
+        """List the buffers that are alive at a position of the program, largest first.
 
         Args:
             moment: a position in `moments`.
-            space: which memory.
+            space: the memory space.
         """
         alive = [b for b in self.buffers if b.space == space and b.alive_at(moment)]
         return tuple(sorted(alive, key=lambda b: -b.num_bytes))
 
     def live_bytes(self, *, space: Space = "device") -> list[int]:
-        """Bytes alive at every position of the program, fragmentation left out."""
+        """Return the bytes that are alive at every position of the program, without fragmentation."""
         return live_bytes([b for b in self.buffers if b.space == space], len(self.moments))
 
     @property
@@ -129,21 +129,22 @@ class ReportFacts:
 
     @property
     def margin_bytes(self) -> int | None:
-        """Usable bytes of the device less the target's reserve that are left; negative when it does not fit."""
+        """Free bytes of the device after the program and the target's reserve; negative when it does not fit."""
         budget = self.target.budget_bytes
         return None if budget is None else budget - self.device_bytes
 
     @property
     def host_margin_bytes(self) -> int | None:
-        """Bytes of the host, of this device's share, that are left; None when the machine is unknown."""
+        """Free bytes of this device's share of the host; None when the machine is unknown."""
         return None if self.target.host_bytes is None else self.target.host_bytes - self.host_bytes
 
     @property
     def fits(self) -> bool | None:
-        """Whether one device can hold it and keep the target's reserve, and the host its part of it.
+        """Whether the program fits the device with the target's reserve, and its host bytes fit the host.
 
-        None when the device's capacity is unknown; a host whose capacity is unknown is taken to suffice.
+        None when the device's capacity is unknown. A host whose capacity is unknown counts as large enough.
         """
+        # A host that is too small decides, even when the capacity of the device is unknown.
         if self.host_bytes and self.host_margin_bytes is not None and self.host_margin_bytes < 0:
             return False
         return None if self.margin_bytes is None else self.margin_bytes >= 0
@@ -174,7 +175,7 @@ class ReportFacts:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DiffRow:
-    """What one owner holds at the peak before and after.
+    """Bytes of one owner at the peak, before and after.
 
     Examples:
         >>> DiffRow(space="device", role="params", owner="w", dtype="f32", before_bytes=4, after_bytes=6).delta_bytes
@@ -182,7 +183,7 @@ class DiffRow:
     """
 
     space: Space
-    """The memory it lies in."""
+    """The memory space."""
     role: str
     """The role, as in `Buffer`."""
     owner: str
@@ -194,9 +195,9 @@ class DiffRow:
     after_bytes: int = 0
     """Bytes at the peak of the second report."""
     before_count: int = 0
-    """Buffers at the peak of the first report."""
+    """Number of buffers at the peak of the first report."""
     after_count: int = 0
-    """Buffers at the peak of the second report."""
+    """Number of buffers at the peak of the second report."""
 
     @property
     def delta_bytes(self) -> int:
@@ -206,30 +207,30 @@ class DiffRow:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
 class DiffFacts:
-    """What a `MemoryDiff` says, for views."""
+    """The data of a `MemoryDiff`, for views."""
 
     before: ReportFacts
     """The first report."""
     after: ReportFacts
     """The second report."""
     rows: tuple[DiffRow, ...]
-    """One an owner, those that changed most first. Per space the deltas add up to the difference of the totals."""
+    """One row per owner, largest change first. In each space, the changes add up to the difference of the totals."""
     notes: tuple[str, ...] = ()
-    """What a reader has to know before he compares: other targets, other versions."""
+    """Facts that a reader needs for the comparison: other targets, other versions."""
 
     def delta_bytes(self, *, space: Space = "device") -> int:
-        """Bytes of the second report minus those of the first.
+        """Return the bytes of the second report minus those of the first.
 
         Args:
-            space: which memory.
+            space: the memory space.
         """
         return space_total(self.after, space) - space_total(self.before, space)
 
     def by_role(self, *, space: Space = "device") -> dict[str, tuple[int, int]]:
-        """Bytes at the peak before and after per role, the one that changed most first.
+        """Return the bytes at the peak before and after, per role, largest change first.
 
         Args:
-            space: which memory.
+            space: the memory space.
         """
         found: dict[str, tuple[int, int]] = {}
         for row in self.rows:
@@ -239,7 +240,7 @@ class DiffFacts:
         return dict(sorted(found.items(), key=lambda item: -abs(item[1][1] - item[1][0])))
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the difference as plain data, the content of `to_json`; both reports are in it."""
+        """Return the difference as plain data, the content of `to_json`, with both reports."""
         return {
             "diff_schema_version": DIFF_SCHEMA_VERSION,
             "delta_bytes": self.delta_bytes(),
@@ -253,10 +254,10 @@ class DiffFacts:
 
 
 def signed(num_bytes: int) -> str:
-    """Write a difference as text: ``+1.50 GiB``, ``-512 B``, ``0 B``."""
+    """Format a difference: ``+1.50 GiB``, ``-512 B``, ``0 B``."""
     return f"+{format_bytes(num_bytes)}" if num_bytes > 0 else format_bytes(num_bytes)
 
 
 def space_total(report: ReportFacts, space: Space) -> int:
-    """Bytes of a report in one space."""
+    """Return the bytes of a report in one space."""
     return report.device_bytes if space == "device" else report.host_bytes

@@ -1,4 +1,4 @@
-"""Reports of one compiled program: what they say, and the views of it."""
+"""The report of one compiled program, and the methods that show it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
 class MemoryReport(ReportFacts, Viewed):
-    """Where a compiled program's bytes go, on one device of a target; made by `analyze`.
+    """Bytes of a compiled program and their owners, on one device of a target; returned by `analyze`.
 
     Examples:
         >>> import jax.numpy as jnp
@@ -41,7 +41,7 @@ class MemoryReport(ReportFacts, Viewed):
             A report equal to the one that was written, with the versions it was made with.
 
         Raises:
-            ReportError: when there is no such file, or it holds something else, or another version of the format.
+            ReportError: when the file is missing, is not a report, or has another version of the format.
 
         Memory:
             None on any device.
@@ -53,7 +53,7 @@ class MemoryReport(ReportFacts, Viewed):
 
         Args:
             console: a `rich.console.Console`; None for one on standard output.
-            top: how many owners to list per memory space; equal buffers of numbered layers count as one.
+            top: number of owners to list per memory space; equal buffers of numbered layers count as one.
 
         Examples:
             >>> import jax.numpy as jnp

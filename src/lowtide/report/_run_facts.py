@@ -1,4 +1,4 @@
-"""What a page about a training run says: plain data, whoever trained."""
+"""Data of the page about a training run: plain data, independent of the trainer."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 
 Points = Sequence[tuple[float, float | None]]
-"""A curve: steps, and values there; None is a hole."""
+"""A curve: steps and their values; None is a gap."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -14,26 +14,26 @@ class Chart:
     """Curves that share their axes."""
 
     title: str
-    """What is drawn, with its unit."""
+    """The quantity, with its unit."""
     curves: Mapping[str, Points]
     """The curves by name, at most three."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RunFacts:
-    """A training run, as its page shows it."""
+    """The contents of a training run's page."""
 
     name: str
-    """What the run is called."""
+    """Name of the run."""
     verdict: str
     """The result in one sentence."""
     facts: Sequence[tuple[str, str]]
-    """Figures to see first: names and values."""
+    """The most important figures: names and values."""
     charts: Sequence[Chart]
-    """What is drawn over the steps; a chart without a value says so."""
+    """Charts over the steps; a chart without values shows a note."""
     samples: Mapping[str, tuple[str, str]]
     """Texts by title: a prompt and its continuation."""
     tables: Mapping[str, Sequence[tuple[str, str]]]
     """Tables by title, rows of name and value."""
     notes: Sequence[str] = ()
-    """Lines at the page's end."""
+    """Lines at the end of the page."""

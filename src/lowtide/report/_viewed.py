@@ -1,4 +1,4 @@
-"""The files that a report and a difference of two reports are written to."""
+"""Write a report, or a difference of two reports, to a file."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from .views._files import write_view
 
 
 class Viewed(ABC):
-    """What can be written as JSON, as a page and as a picture."""
+    """Base of objects that can be written as JSON, as an HTML page and as a picture."""
 
     def to_json(self, path: str | Path) -> None:
-        """Write it as JSON, integer bytes throughout.
+        """Write the object as JSON, with all sizes as integer bytes.
 
         Args:
             path: the file; it is replaced when it exists.
@@ -25,7 +25,7 @@ class Viewed(ABC):
         write_view(path, f"{views_json.dump(self.to_dict())}\n".encode())
 
     def to_html(self, path: str | Path) -> None:
-        """Write it as one HTML file that needs nothing else: timelines, and a table of the buffers or the owners.
+        """Write one self-contained HTML file: timelines, and a table of the buffers or the owners.
 
         Args:
             path: the file; it is replaced when it exists.
@@ -34,13 +34,13 @@ class Viewed(ABC):
             OutputError: when the file cannot be written.
 
         Memory:
-            None on any device. The file stays below 10 MB; beyond that the smallest buffers become one row a role,
-            and the page says so.
+            None on any device. The file stays below 10 MB: above that, the smallest buffers become one row per role,
+            and the page has a note.
         """
         write_view(path, self._page())
 
     def to_png(self, path: str | Path) -> None:
-        """Draw it, 1600×900: timelines by role, and the largest owners or those that changed most.
+        """Draw a picture of 1600×900: timelines by role, and the largest owners or those that changed most.
 
         Args:
             path: the file; it is replaced when it exists.
@@ -53,7 +53,7 @@ class Viewed(ABC):
 
     @abstractmethod
     def to_dict(self) -> dict[str, Any]:
-        """Return it as plain data, the content of `to_json`."""
+        """Return the object as plain data, the content of `to_json`."""
 
     @abstractmethod
     def _page(self) -> bytes: ...

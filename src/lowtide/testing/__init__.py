@@ -1,4 +1,7 @@
-"""What the pytest plugin does: limits, scaling, placement and snapshots of compiled memory. Nothing imports it."""
+"""Implementation of the pytest plugin: limits, scaling, placement and snapshots of compiled memory.
+
+No other package imports it.
+"""
 
 from ._limit import Limit as Limit
 from ._memory import DeviceMemory as DeviceMemory

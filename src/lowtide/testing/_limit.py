@@ -1,4 +1,4 @@
-"""Limits and tolerances: what the marker says, read before the test runs."""
+"""Limits and tolerances: the arguments of the marker, read before the test runs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _PERCENT = re.compile(r"\s*(\d+(?:\.\d+)?)\s*%\s*")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Limit:
-    """How much of a device a test's programs may take.
+    """Limit on the device memory of a test's programs.
 
     Examples:
         >>> str(Limit.of("1536 MiB", target="cpu"))
@@ -26,9 +26,9 @@ class Limit:
     num_bytes: int
     """Bytes on one device."""
     target: Target | None = None
-    """What the test compiles for when it does not say."""
+    """The target that the test compiles for by default."""
     missing: str | None = None
-    """Why the target cannot be compiled for here; only of an optional limit."""
+    """Why the target's compiler is not available here; set only for an optional limit."""
 
     @classmethod
     def of(cls, *args: Any, **kwargs: Any) -> Limit:
@@ -36,11 +36,11 @@ class Limit:
 
         Args:
             *args: the size.
-            **kwargs: the rest.
+            **kwargs: the other arguments.
 
         Raises:
-            ConfigError: for no size, one that is no size, or an argument that the marker does not have.
-            TargetError: for an unknown target, or one without its compiler unless the limit is optional.
+            ConfigError: for a missing or invalid size, or an argument that the marker does not have.
+            TargetError: for an unknown target, or, unless the limit is optional, one whose compiler is not installed.
         """
         known = ("size", "target", "optional")
         for key in kwargs:
@@ -65,9 +65,11 @@ class Limit:
         if goal is not None and not isinstance(goal, str | Target):
             raise ConfigError("target of the marker is a name or a Target", got=type(goal).__name__, hint=_HINT)
         try:
+            # `target` raises for a missing compiler, with a hint how to install it.
             goal = target(goal) if isinstance(goal, str) else goal
         except TargetError as error:
-            # A name that nobody knows is a mistake; a compiler that is not installed may be another machine's matter.
+            # An unknown name is a mistake. A compiler that is not installed may be available on another machine, such
+            # as CI.
             if not optional or "pip install" not in (error.hint or ""):
                 raise
             return cls(num_bytes=num_bytes, missing=error.message)
@@ -78,17 +80,17 @@ class Limit:
 
 
 def beyond_text(needed: int, allowed: int) -> str:
-    """Bytes beyond a limit as text, with the excess where both would read the same."""
+    """Return bytes beyond a limit as text, with the excess where both texts would be the same."""
     text = format_bytes(needed)
     return text if text != format_bytes(allowed) else f"{text} ({format_bytes(needed - allowed)} more)"
 
 
 def tolerated_bytes(tolerance: str | int, whole: int) -> int:
-    """Bytes of a tolerance: a size, or a share of a whole.
+    """Return the bytes of a tolerance: a size, or a share of a total.
 
     Args:
         tolerance: ``"1 %"``, ``"2 MiB"``, or bytes.
-        whole: what the share is of.
+        whole: the total that a share refers to.
 
     Raises:
         ConfigError: for text that is neither.

@@ -1,4 +1,4 @@
-"""The fixture `device_memory`: compiles, remembers, and holds bytes against what a test allows."""
+"""The fixture `device_memory`: compile functions, keep their reports, and compare bytes with a test's limits."""
 
 from __future__ import annotations
 
@@ -15,11 +15,13 @@ from ._snapshot import Snapshots
 
 
 class DeviceMemory:
-    """Compiles functions for a test and asserts their bytes; every failure names the owners.
+    """Compile functions for a test and assert their bytes; every failure lists the owners.
+
+    The object is mutable: it collects the reports in `reports`.
 
     Args:
-        limit: what every program may take, from the marker `device_memory_limit`.
-        snapshots: where the test's snapshots are; without it there are none.
+        limit: limit of every program, from the marker `device_memory_limit`.
+        snapshots: the test's snapshots; None outside a test.
 
     Examples:
         >>> import jax.numpy as jnp
@@ -53,8 +55,8 @@ class DeviceMemory:
         Args:
             fn: the function.
             *args: its arguments; shapes are enough.
-            target: what to compile for; None for the marker's target, or else the hardware at hand.
-            roles: what to call which arguments.
+            target: the target to compile for; None for the marker's target, or otherwise the local hardware.
+            roles: names of the roles, and the arguments that have them.
             donate_argnums: as in `jax.jit`.
             static_argnums: as in `jax.jit`.
             **kwargs: keyword arguments of `fn`.
@@ -63,7 +65,7 @@ class DeviceMemory:
             The report.
 
         Raises:
-            AssertionError: when the test's marker allows less, with the largest owners at the peak.
+            AssertionError: when the bytes exceed the test's marker, with the largest owners at the peak.
 
         Memory:
             None on the target.
@@ -92,7 +94,7 @@ class DeviceMemory:
         return report
 
     def limit(self, report: MemoryReport, size: str | int, *, role: str | None = None) -> None:
-        """Fail when a role takes more at the peak.
+        """Fail when a role exceeds a size at the peak.
 
         Args:
             report: the report.
@@ -101,7 +103,7 @@ class DeviceMemory:
 
         Raises:
             AssertionError: with the largest owners.
-            ConfigError: for a role that the report does not know.
+            ConfigError: for a role that the report does not have.
         """
         __tracebackhide__ = True
         allowed, needed = parse_bytes(size), role_bytes(report, role)
@@ -113,15 +115,15 @@ class DeviceMemory:
             )
 
     def limits(self, report: MemoryReport, sizes: Mapping[str, str | int]) -> None:
-        """Fail when any of several roles takes more at the peak.
+        """Fail when any of several roles exceeds its size at the peak.
 
         Args:
             report: the report.
-            sizes: the largest size of every role.
+            sizes: the largest allowed size of every role.
 
         Raises:
             AssertionError: with the largest owners of every role that is too large.
-            ConfigError: for a role that the report does not know, or when there is none.
+            ConfigError: for a role that the report does not have, or when no role is given.
         """
         __tracebackhide__ = True
         if not sizes:
@@ -150,18 +152,18 @@ class DeviceMemory:
         Args:
             make: takes a size and returns ``(fn, args)``, ``(fn, args, roles)``, a dict or a `Job`, as for
                 `lowtide.memory.extrapolate`.
-            sizes: two or more, increasing: layers, a batch, a length of sequences.
+            sizes: two or more, increasing: numbers of layers, batch sizes, or sequence lengths.
             target: as for a call.
-            role: the role whose bytes at the peak are meant; None for all.
-            space: which memory.
-            variable: what one more is called, such as ``"layer"``.
+            role: the role whose bytes at the peak are counted; None for all.
+            space: the memory space.
+            variable: name of one unit of the size, such as ``"layer"``.
 
         Returns:
             The slope, with `assert_slope_at_most` and `assert_flat`.
 
         Raises:
-            AssertionError: when the test's marker allows less than one of the sizes needs.
-            ConfigError: for sizes that do not increase, or a role that a report does not know.
+            AssertionError: when one of the programs exceeds the test's marker.
+            ConfigError: for sizes that do not increase, or a role that a report does not have.
         """
         __tracebackhide__ = True
         found = tuple(sizes)
@@ -182,22 +184,22 @@ class DeviceMemory:
         role: str | None = None,
         **options: Any,
     ) -> Ratio:
-        """Compile two functions, to assert what the one needs of the other's bytes.
+        """Compile two functions, to assert the ratio of their bytes.
 
         Args:
-            numerator: a function of `args`, a report, or what `slope` takes from `make`.
+            numerator: a function of `args`, a report, or anything that `slope` accepts from `make`.
             denominator: the same.
             *args: the arguments of both.
             target: as for a call.
-            role: the role whose bytes at the peak are meant; None for all.
-            **options: what else a call takes: `roles`, `donate_argnums`, keyword arguments.
+            role: the role whose bytes at the peak are counted; None for all.
+            **options: other arguments of a call: `roles`, `donate_argnums`, keyword arguments.
 
         Returns:
             The ratio, with `value` and `assert_at_most`.
 
         Raises:
-            AssertionError: when the test's marker allows less than one of them needs.
-            ConfigError: for a role that a report does not know, or arguments that neither side takes.
+            AssertionError: when one of the programs exceeds the test's marker.
+            ConfigError: for a role that a report does not have, or arguments when neither side is a function.
         """
         __tracebackhide__ = True
         if (args or options) and not (callable(numerator) or callable(denominator)):
@@ -226,20 +228,20 @@ class DeviceMemory:
         at_least: str | int | None = None,
         copies_at_most: str | int | None = None,
     ) -> None:
-        """Fail unless a role's arguments lie in host memory and not on the device.
+        """Fail unless a role's arguments are in host memory and not on the device.
 
         Args:
-            report: a report for a TPU, or for a GPU that is here. Elsewhere placement proves nothing: the CPU's
-                compiler has one memory, and compile-only GPUs know no host memory for arguments, so a report for them
-                only moves the bytes that were declared for the host.
+            report: a report for a TPU, or for a GPU of this machine. Other targets are refused. The CPU's compiler has
+                one memory. Compile-only GPUs have no host memory for arguments, so a report for them only moves the
+                bytes that were declared for the host.
             role: the role.
-            at_least: the fewest bytes of it on the host; None for any.
-            copies_at_most: the most bytes that copies of its arrays may take on the device at the peak, where they are
-                streamed; None for any.
+            at_least: the fewest bytes of it on the host; None for any number.
+            copies_at_most: the most bytes on the device, at the peak, of copies of its arrays, which are streamed; None
+                for any number.
 
         Raises:
             AssertionError: with the owners.
-            ConfigError: for a target on which placement proves nothing, or a role that the report does not know.
+            ConfigError: for a target whose reports do not prove placement, or a role that the report does not have.
         """
         __tracebackhide__ = True
         goal = report.target
@@ -253,6 +255,7 @@ class DeviceMemory:
             )
         check_role(report, role)
         on_device, on_host = report.by_role.get(role, 0), report.host_by_role.get(role, 0)
+        # A copy has the path of the argument whose data it holds.
         paths = {b.path for b in report.buffers if b.role == role}
         copies = [b for b in report.peak if b.role == "copies" and b.path in paths]
         allowed = None if copies_at_most is None else parse_bytes(copies_at_most)
@@ -274,17 +277,17 @@ class DeviceMemory:
             )
 
     def snapshot(self, report: MemoryReport, name: str | None = None, *, tolerance: str | int = 0) -> None:
-        """Hold a report against the snapshot beside the test; ``pytest --memory-snapshot-update`` writes it.
+        """Compare a report with the snapshot next to the test; ``pytest --memory-snapshot-update`` writes it.
 
         Args:
             report: the report.
             name: of this snapshot, where a test takes several.
-            tolerance: by how much device and host bytes may differ, either way: bytes, or a share such as ``"1 %"``.
+            tolerance: allowed difference of device and host bytes, up or down: bytes, or a share such as ``"1 %"``.
 
         Raises:
-            AssertionError: when there is none for the target and the versions of JAX and its compilers, or the bytes
-                differ; with the difference by owner.
-            ConfigError: outside of a test, or for a name that was used already.
+            AssertionError: when there is no snapshot for the target and the versions of JAX and its compilers, or the
+                bytes differ; with the difference by owner.
+            ConfigError: outside a test, or for a name that was already used.
             ReportError: when the file is damaged.
         """
         __tracebackhide__ = True

@@ -1,4 +1,4 @@
-"""What a failing test prints: the largest owners at the peak, and what changed between two reports."""
+"""Text of a failing test: the largest owners at the peak, and the changes between two reports."""
 
 from __future__ import annotations
 
@@ -12,15 +12,16 @@ from ..report import DERIVED_ROLES
 
 
 def owners_text(report: MemoryReport, *, role: str | None = None, space: str = "device", top: int = 8) -> str:
-    """List the largest owners at the peak, a line each: bytes, role, phase, name, array, source.
+    """List the largest owners at the peak, one per line: bytes, role, phase, name, array, source.
 
     Args:
         report: the report.
-        role: only those of a role.
-        space: which memory.
-        top: how many lines.
+        role: the role to list; None for all.
+        space: the memory space.
+        top: number of lines.
     """
     peak = report.host_peak if space == "host" else report.peak
+    # Equal buffers of one source line, such as those of unrolled layers, share a line.
     equal: dict[tuple[Any, ...], list[Any]] = {}
     for b in peak:
         if role is None or b.role == role:
@@ -41,7 +42,7 @@ def owners_text(report: MemoryReport, *, role: str | None = None, space: str = "
 
 
 def difference_text(before: MemoryReport, after: MemoryReport, *, top: int = 8) -> str:
-    """Say what changed between two reports, owner by owner."""
+    """Format the changes between two reports, owner by owner."""
     from rich.console import Console
 
     file = io.StringIO()
@@ -50,15 +51,15 @@ def difference_text(before: MemoryReport, after: MemoryReport, *, top: int = 8) 
 
 
 def role_bytes(report: MemoryReport, role: str | None, space: str = "device") -> int:
-    """Bytes of a role at the peak, or of everything.
+    """Return the bytes at the peak of one role, or of all.
 
     Args:
         report: the report.
         role: the role; None for all.
-        space: which memory.
+        space: the memory space.
 
     Raises:
-        ConfigError: for a role that the report does not know, so that a mistyped one does not pass as 0 bytes.
+        ConfigError: for a role that the report does not have, so that a mistyped role does not pass as 0 bytes.
     """
     check_role(report, role)
     peak = report.host_peak if space == "host" else report.peak
@@ -66,8 +67,8 @@ def role_bytes(report: MemoryReport, role: str | None, space: str = "device") ->
 
 
 def check_role(report: MemoryReport, role: str | None) -> None:
-    """Refuse a role that the report does not know."""
-    # Every program may have the derived roles, and they need not be in a report.
+    """Check that a report has a role."""
+    # Derived roles are always valid: a program may have no bytes of them, and then the report does not list them.
     known = dict.fromkeys([*report.by_role, *report.host_by_role, *(b.role for b in report.buffers), *DERIVED_ROLES])
     if role is not None and role not in known:
         close = difflib.get_close_matches(role, known, n=3)

@@ -1,4 +1,4 @@
-"""How bytes grow with a size, and how those of two functions compare."""
+"""How bytes grow with a size, and how the bytes of two programs compare."""
 
 from __future__ import annotations
 
@@ -14,31 +14,31 @@ from ._owners import difference_text, owners_text, role_bytes
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Slope:
-    """Bytes of a program at several sizes; made by `DeviceMemory.slope`."""
+    """Bytes of a program at several sizes; returned by `DeviceMemory.slope`."""
 
     sizes: tuple[int, ...]
     """The sizes, increasing."""
     reports: tuple[MemoryReport, ...]
     """The report at every size."""
     role: str | None = None
-    """The role whose bytes are meant; None for all."""
+    """The role whose bytes are counted; None for all."""
     space: str = "device"
-    """The memory that is meant."""
+    """The memory space whose bytes are counted."""
     variable: str = "unit"
-    """What one more is called."""
+    """Name of one unit of the size, such as ``layer``."""
 
     @property
     def num_bytes(self) -> tuple[int, ...]:
-        """The bytes at every size: at the peak of its program."""
+        """Bytes at the peak of the program, for every size."""
         return tuple(role_bytes(report, self.role, self.space) for report in self.reports)
 
     @property
     def bytes_per_unit(self) -> int:
-        """The slope of the line that fits best."""
+        """Slope of the linear least-squares fit."""
         return round(float(np.polyfit(self.sizes, self.num_bytes, 1)[0]))
 
     def assert_slope_at_most(self, limit: str | int) -> None:
-        """Fail when the bytes grow faster.
+        """Fail when the bytes per unit exceed a limit.
 
         Args:
             limit: bytes per unit.
@@ -58,7 +58,8 @@ class Slope:
         """Fail when the bytes depend on the size.
 
         Args:
-            tolerance: how far the largest and the smallest may lie apart: bytes, or a share such as ``"1 %"``.
+            tolerance: allowed difference between the largest and the smallest: bytes, or a share of the smallest such
+                as ``"1 %"``.
 
         Raises:
             AssertionError: with the bytes at every size, and the owners that grew most.
@@ -82,21 +83,21 @@ class Slope:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Ratio:
-    """Bytes of one program beside those of another; made by `DeviceMemory.ratio`."""
+    """Bytes of one program divided by those of another; returned by `DeviceMemory.ratio`."""
 
     numerator: MemoryReport
-    """The report above."""
+    """Report of the first program."""
     denominator: MemoryReport
-    """The report below."""
+    """Report of the second program."""
     role: str | None = None
-    """The role whose bytes are meant; None for all."""
+    """The role whose bytes are counted; None for all."""
 
     @property
     def value(self) -> float:
-        """Bytes of the one divided by bytes of the other.
+        """Bytes of the first program divided by bytes of the second.
 
         Raises:
-            ConfigError: when the other has none.
+            ConfigError: when the second program has no bytes of the role.
         """
         below = role_bytes(self.denominator, self.role)
         if not below:
@@ -107,13 +108,13 @@ class Ratio:
         return role_bytes(self.numerator, self.role) / below
 
     def assert_at_most(self, limit: float) -> None:
-        """Fail when the first program needs more of the second's bytes.
+        """Fail when the ratio exceeds a limit.
 
         Args:
             limit: the largest ratio.
 
         Raises:
-            AssertionError: with both sizes, the owners of the first, and what differs.
+            AssertionError: with both sizes, the owners of the first program, and the difference.
         """
         __tracebackhide__ = True
         if self.value > limit:

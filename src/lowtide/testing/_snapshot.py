@@ -1,7 +1,7 @@
-"""Snapshots: the owners at the peak of a test's programs, kept beside the test, per target and version.
+"""Snapshots: the owners at the peak of a test's programs, stored next to the test, per target and version.
 
-A file holds one report a target and version, cut down to what is alive at the peak. Compiled bytes are exact for given
-versions, so the default tolerance is none; other versions have other snapshots.
+A file holds one report per target and set of versions, reduced to the buffers that are alive at the peak. Compiled
+bytes are exact for given versions, so the default tolerance is zero. Other versions have separate snapshots.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from ._limit import tolerated_bytes
 from ._owners import difference_text
 
 FORMAT = 1
-"""Version of the files."""
+"""Version of the file format."""
 _FLAG = "--memory-snapshot-update"
 
 
 class Snapshots:
-    """The snapshots of one test.
+    """The snapshots of one test; mutable: it records which ones the test has taken.
 
     Args:
-        folder: where they are.
+        folder: the folder of the snapshots.
         test: the name of the test, a part of file names.
-        update: whether to write what is missing or differs.
+        update: whether to write snapshots that are missing or differ.
         on_write: called with the file and ``made`` or ``updated``.
     """
 
@@ -41,7 +41,7 @@ class Snapshots:
 
     @classmethod
     def of_test(cls, path: Path, nodeid: str, *, update: bool, on_write: Callable[[str, str], None]) -> Snapshots:
-        """Return the snapshots of a test of pytest's.
+        """Return the snapshots of a pytest test.
 
         Args:
             path: the test's file.
@@ -50,16 +50,17 @@ class Snapshots:
             on_write: as in the class.
         """
         folder = path.parent / "__memory_snapshots__" / path.stem
-        # Only the part before a parameter's text is a name whose "::" can become "." without meeting another test.
+        # Replace "::" only before the bracket: a parameter's text may contain it, and two tests could get one file
+        # name.
         name, bracket, parameters = nodeid.partition("::")[2].partition("[")
         return cls(folder, name.replace("::", ".") + bracket + parameters, update=update, on_write=on_write)
 
     def check(self, report: MemoryReport, name: str | None, tolerance: str | int) -> None:
-        """Hold a report against its snapshot, or write it.
+        """Compare a report with its snapshot, or write the snapshot.
 
         Raises:
-            AssertionError: when there is none, or it differs by more than the tolerance.
-            ConfigError: for a name that was used already, or a tolerance that is none.
+            AssertionError: when there is no snapshot, or it differs by more than the tolerance.
+            ConfigError: for a name that was already used, or an invalid tolerance.
             ReportError: when the file is damaged.
         """
         __tracebackhide__ = True
@@ -74,6 +75,7 @@ class Snapshots:
         before = stored.get(key)
         changes = [] if before is None else _changes(before, now, tolerance)
         if self.update:
+            # A file is not rewritten if no owner's bytes changed, so an update leaves it unmodified in version control.
             if before is None or any(row.delta_bytes for row in diff(before, now).rows):
                 _write(file, {**stored, key: now})
                 self._on_write(str(file), "made" if before is None else "updated")
@@ -103,13 +105,13 @@ def _changes(before: MemoryReport, now: MemoryReport, tolerance: str | int) -> l
 
 
 def _after_text(old: int, new: int) -> str:
-    """Write a size, with the difference where it would read like the other."""
+    """Format a size, with the difference where the text would equal that of the other size."""
     text = format_bytes(new)
     return text if text != format_bytes(old) else f"{text} ({new - old:+,} B)"
 
 
 def _key(report: MemoryReport) -> str:
-    """Target, and the versions that decide its figures."""
+    """Return the target, and the versions that determine its figures."""
     goal = report.target
     needed = ["jax", "jaxlib", *(["libtpu"] if goal.platform == "tpu" else [])]
     if goal.platform == "gpu":
@@ -121,13 +123,15 @@ def _key(report: MemoryReport) -> str:
 def _file_name(test: str, name: str | None) -> str:
     text = test if name is None else f"{test}.{name}"
     plain = re.sub(r"[^\w.,=\[\]-]", "_", text, flags=re.ASCII)
+    # A name that was changed or cut gets a checksum of the original, so that two tests cannot share a file.
     if plain == text and len(text) < 150:
         return plain
     return f"{plain[:150]}-{zlib.crc32(text.encode(errors='surrogatepass')):08x}"
 
 
 def _at_peak(report: MemoryReport) -> MemoryReport:
-    """Reduce a report to what is alive at the peaks."""
+    """Reduce a report to the buffers that are alive at the peaks."""
+    # The reduced report has one moment, the peak of both spaces, at which all of its buffers are alive.
     alive = (*report.peak, *report.host_peak)
     return dataclasses.replace(
         report,
@@ -149,7 +153,7 @@ def _read(file: Path) -> dict[str, MemoryReport]:
     if version != FORMAT:
         raise _damaged(file, f"version {version}, expected {FORMAT}")
     found: dict[str, MemoryReport] = {}
-    with tempfile.TemporaryDirectory() as folder:  # reports are read from files alone
+    with tempfile.TemporaryDirectory() as folder:  # `from_json` reads only files
         for key, value in snapshots.items():
             path = Path(folder) / "report.json"
             path.write_text(json.dumps(value), encoding="utf-8")

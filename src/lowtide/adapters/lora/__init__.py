@@ -1,4 +1,4 @@
-"""LoRA and its relatives: train a small correction of chosen weights and leave the weights alone.
+"""LoRA and related adapters: train a small correction of chosen weights and keep the weights frozen.
 
 Use it as a namespace: ``lt.lora.Config``, ``lt.lora.add``, ``lt.lora.merge``, ``lt.lora.save``, ``lt.lora.load``.
 """

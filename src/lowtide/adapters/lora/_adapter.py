@@ -1,4 +1,4 @@
-"""Which nodes are adapters, and what all of them have."""
+"""The kinds of adapter nodes, and functions that take any of them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ KINDS: Mapping[type, str] = {
 }
 
 TRAINABLE = "**/lora_*"
-"""A glob that selects what trains of every kind of adapter, and nothing else."""
+"""A glob that selects the trainable leaves of every kind of adapter, and nothing else."""
 
 NEEDED: Mapping[type, tuple[str, ...]] = {
     LoRAWeight: ("weight", "lora_a", "lora_b"),
@@ -34,16 +34,16 @@ NEEDED: Mapping[type, tuple[str, ...]] = {
     VeRAWeight: ("weight", "vera_a", "vera_b", "lora_lambda_d", "lora_lambda_b"),
     SavedWeight: ("weight", "lora_saved"),
 }
-"""Leaves without which a node is half of one."""
+"""Leaves of a complete node, by kind. One half of a partition lacks some of them."""
 
 
 def is_adapter(node: Any) -> TypeGuard[Adapter]:
-    """Whether a node is a weight with an adapter."""
+    """Return whether a node is a weight with an adapter."""
     return isinstance(node, (LoRAWeight, LoRAKernel, IA3Weight, VeRAWeight, SavedWeight))
 
 
 def kind_of(node: Adapter) -> str:
-    """Name the kind of an adapter, as its authors do."""
+    """Return the name of an adapter's kind, as its authors write it."""
     if isinstance(node, LoRAWeight):
         stabilised = "rsLoRA" if node.rslora else "LoRA"
         return stabilised if node.lora_magnitude is None else f"{stabilised} with DoRA" if node.rslora else "DoRA"
@@ -51,9 +51,9 @@ def kind_of(node: Adapter) -> str:
 
 
 def placed(node: Any) -> Any:
-    """Shard the leaves of an adapter like its weight along the axes they share."""
+    """Shard the leaves of an adapter like its weight, along the axes they share."""
     sharding = named_sharding(node.weight)
-    if sharding is None or isinstance(node, (LoRAKernel, SavedWeight)):  # placed when they are made
+    if sharding is None or isinstance(node, (LoRAKernel, SavedWeight)):  # these are placed when they are made
         return node
     *layers, out, inner = (*sharding.spec, *(None,) * (len(node.weight.shape) - len(sharding.spec)))
     along = {"out": out, "in": inner, "rank": None}
@@ -68,7 +68,7 @@ def placed(node: Any) -> Any:
 
 
 def named_sharding(weight: Any) -> jax.sharding.NamedSharding | None:
-    """Return how an array is divided along a mesh, where it is."""
+    """Return the `NamedSharding` of an array, or None where it has none."""
     sharding = None if isinstance(weight, jax.core.Tracer) else getattr(weight, "sharding", None)
     return sharding if isinstance(sharding, jax.sharding.NamedSharding) else None
 

@@ -1,4 +1,4 @@
-"""Several adapters of one base as one, which is folded in and rounded once."""
+"""Join several adapters of one base into one, which is merged and rounded only once."""
 
 from __future__ import annotations
 
@@ -25,28 +25,28 @@ _ONTO_ONE = "put all adapters onto one base: lt.lora.attach(base, lt.lora.split(
 def combine(models: Sequence[Tree], weights: Sequence[float] | None = None) -> Tree:
     """Make one model of several that have different adapters on the same base: the weighted sum of their corrections.
 
-    The factors stand beside each other, so the rank of a weight is the sum of its ranks, and no product is made.
+    The factors are concatenated, so the rank of a weight is the sum of its ranks, and no product is computed.
 
-    Bases that are not the same arrays are compared: shapes and dtypes of all arrays, and, number by number, the weights
-    below an adapter of any of the models and all floating-point arrays of two or more axes. NaN is the same as NaN.
-    Other arrays (norms, biases and running statistics that are not stacked, counters, random keys) and what is no array
-    are the first model's.
+    Bases that are not the same arrays are compared. Shapes and dtypes of all arrays must be equal. Values must be equal
+    for weights below an adapter of any of the models, and for all floating-point arrays of two or more axes. NaN equals
+    NaN. Other arrays are taken from the first model (norms, biases and running statistics that are not stacked,
+    counters, random keys). So are leaves that are not arrays.
 
     Args:
-        models: of one base, each with its adapters, such as `load` returns for several directories.
+        models: models of one base, each with its adapters, such as `load` returns for several directories.
         weights: a factor for each model's corrections; None: 1 for each.
 
     Returns:
         A model with adapters on every weight that has one in any of the models; the base is that of the first.
 
     Raises:
-        ConfigError: when there are no models, or not one weight a model, each a number.
-        StructureError: when the models are not of one base, for half an adapter, for several with DoRA or (IA)³, which
-            are no sums, and for kinds or kernels of one weight that do not add up. Numbers that are not known below
-            `jax.jit`, and arrays of which another process has a part, are not compared.
+        ConfigError: when there are no models, or `weights` does not hold one number per model.
+        StructureError: when the models have different bases, or an adapter is incomplete. Also when several models have
+            DoRA or (IA)³, which are not sums, or when the kinds or kernels of one weight cannot be added up. Values
+            that are unknown under `jax.jit`, and arrays that another process holds in part, are not compared.
 
     Memory:
-        The adapters once more, in the dtype of their factors; the base is not copied.
+        A copy of the adapters, in the dtype of their factors; the base is not copied.
 
     Examples:
         >>> node = LoRAWeight(jnp.zeros((2, 2)), jnp.ones((1, 2)), jnp.ones((2, 1)), alpha=3.0)
@@ -74,6 +74,8 @@ def combine(models: Sequence[Tree], weights: Sequence[float] | None = None) -> T
         if whole and len(whole) == len(found):
             if [by for _, by in whole] == [1.0]:
                 return saved(base, whole[0][0].lora_saved)
+            # The weighted sum of the changes, as for factors: a copy is not a correction, its difference from the base
+            # is.
             plain = jnp.asarray(base, jnp.float32)
             return saved(base, plain + sum(by * (node.lora_saved - plain) for node, by in whole))
         if kernels or whole:
@@ -86,6 +88,7 @@ def combine(models: Sequence[Tree], weights: Sequence[float] | None = None) -> T
         pairs = [_factors(path, node) for node, _ in found]
         lora_a = jnp.concatenate([a for a, _ in pairs], axis=-2)
         lora_b = jnp.concatenate([by * b for (_, b), (_, by) in zip(pairs, found, strict=True)], axis=-1)
+        # All scales are in B, and an alpha equal to the rank makes `scaling` 1.
         return placed(LoRAWeight(base, lora_a, lora_b, float(lora_a.shape[-2])))
 
     try:
@@ -97,7 +100,6 @@ def combine(models: Sequence[Tree], weights: Sequence[float] | None = None) -> T
 
 
 def _checked(models: Any, weights: Any) -> tuple[list[Tree], list[Any]]:
-    """Return models and their factors as lists."""
     if isinstance(models, (str, Mapping)) or not isinstance(models, Iterable):
         raise ConfigError(
             "adapters are added up from several models",
@@ -120,12 +122,14 @@ def _checked(models: Any, weights: Any) -> tuple[list[Tree], list[Any]]:
 
 
 def _check_base(path: str, base: Any, other: Any, *, is_adapted: bool) -> None:
-    """Refuse arrays that are not the same; numbers are compared of what an adapter stands on, and of weights.
+    """Check that a leaf is the same in two models.
+
+    Values are compared for weights with an adapter, and for floating-point arrays of two or more axes.
 
     Args:
         path: of the weight.
-        base: of the first model.
-        other: of another.
+        base: the leaf of the first model.
+        other: the leaf of another model.
         is_adapted: whether one of the models has an adapter on it.
     """
     if base is other or not (hasattr(base, "shape") or hasattr(other, "shape")):
@@ -143,7 +147,7 @@ def _check_base(path: str, base: Any, other: Any, *, is_adapted: bool) -> None:
 
 
 def _described(leaf: Any) -> str:
-    """Name what stands in a weight's place."""
+    """Describe a leaf in a weight's place, for messages."""
     if not hasattr(leaf, "shape"):
         return f"a {type(leaf).__name__}"
     array = f"{leaf.dtype}{list(leaf.shape)}"
@@ -153,7 +157,7 @@ def _described(leaf: Any) -> str:
 
 
 def _is_same(one: Any, other: Any) -> bool:
-    """Whether two arrays are equal, as far as that can be known."""
+    """Return whether two arrays are equal, or True where that cannot be known."""
     unknown = (jax.core.Tracer, jax.ShapeDtypeStruct)
     if one is other or isinstance(one, unknown) or isinstance(other, unknown):
         return True
@@ -167,7 +171,7 @@ def _is_same(one: Any, other: Any) -> bool:
 
 
 def _are_equal(one: Any, other: Any) -> Any:
-    # Compared by itself, NaN is the same.
+    # NaN equals NaN here.
     return ((one == other) | ((one != one) & (other != other))).all()
 
 
@@ -175,7 +179,6 @@ _equal = jax.jit(_are_equal)
 
 
 def _of_kernels(path: str, kernels: Sequence[tuple[LoRAKernel, Any]]) -> LoRAKernel:
-    """Put the factors of kernels beside each other."""
     first = kernels[0][0]
     for node, _ in kernels:
         if (node.num_rows, node.num_columns) != (first.num_rows, first.num_columns):
@@ -191,7 +194,7 @@ def _of_kernels(path: str, kernels: Sequence[tuple[LoRAKernel, Any]]) -> LoRAKer
 
 
 def _factors(path: str, node: Any) -> tuple[Any, Any]:
-    """Return A and B with all scales of their product in them."""
+    """Return A and B, with all scales of their product included."""
     if isinstance(node, VeRAWeight):
         return node.factors()
     if not isinstance(node, LoRAWeight) or node.lora_magnitude is not None:

@@ -1,4 +1,4 @@
-"""What to adapt, how, and how strongly."""
+"""Configurations of adapters: the kind, the target modules, the rank and the scale."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from ...core import ConfigError, Pattern, check_choice, is_count, is_pattern
 ALL_LINEAR = "all-linear"
 BIASES = ("none", "lora_only", "all")
 IN_THE_WEIGHT = ("pissa", "olora")
-"""Words of `Config.init` whose factors are a part of the weight."""
+"""Values of `Config.init` whose first factors are a part of the weight."""
 _INITS = ("peft", "gaussian", "orthogonal", *IN_THE_WEIGHT)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
-    """A LoRA configuration; with `rslora` and `dora` two of its variants.
+    """A LoRA configuration; `rslora` and `dora` select variants.
 
     Raises:
-        ConfigError: for a rank below 1, an alpha that is not positive and finite, an unknown `init`, or patterns and
-            layers that are none.
+        ConfigError: for a rank below 1, an alpha that is not positive and finite, an unknown `init`, or invalid
+            patterns or layers.
 
     Examples:
         >>> Config(rank=8, targets="**/{q,k,v,o}_proj").scaling
@@ -35,37 +35,37 @@ class Config:
     alpha: float = 32.0
     """The correction is scaled by ``alpha / rank``, so that a change of rank needs no new learning rate."""
     targets: Pattern | Sequence[Pattern] = "**/{q,v}_proj"
-    """Globs, or compiled regular expressions, on the paths of modules (whatever holds a leaf named ``weight``) or on
-    the paths of the weights themselves; globs that start with ``!`` exclude. They have to be weights that the model
-    multiplies through `lowtide.core.linear`. ``"all-linear"`` stands for every such matrix of a decoder's layers: no
-    embeddings, no head, no routers, no experts."""
+    """Globs, or compiled regular expressions, on the paths of modules (any node with a leaf named ``weight``) or on the
+    paths of the weights themselves; globs that start with ``!`` exclude. The model has to multiply by these weights
+    through `lowtide.core.linear`. ``"all-linear"`` stands for every such matrix of a decoder's layers, without
+    embeddings, head, routers and experts."""
     exclude: Pattern | Sequence[Pattern] = ()
-    """Patterns of what has no adapter after all, as globs of `targets` with ``!``."""
+    """Patterns of targets that get no adapter, like globs of `targets` with ``!``."""
     rank_pattern: Mapping[str, int] | Sequence[tuple[str, int]] = ()
-    """Other ranks, by glob on the path of the module or the weight; the first that fits decides."""
+    """Other ranks, by glob on the path of the module or the weight; the first match decides."""
     alpha_pattern: Mapping[str, float] | Sequence[tuple[str, float]] = ()
     """Other alphas, likewise."""
     layers: Sequence[int] | None = None
     """Indices of the layers that have an adapter, counted from 0; None for all. A stack stays one stack: its other
-    layers have factors of zeros, which train nothing and are not saved, but cost as many bytes of gradients and of
-    optimizer state as any."""
+    layers have factors of zeros, which do not train and are not saved. They cost as many bytes of gradients and
+    optimizer state as any other layer."""
     rslora: bool = False
     """Whether the scale is ``alpha / sqrt(rank)``, which keeps the size of updates as the rank grows."""
     dora: bool = False
-    """Whether the norm of each output's weights trains apart from their direction."""
+    """Whether the norm of each output's weights trains separately from their direction."""
     modules_to_save: Pattern | Sequence[Pattern] = ()
-    """Patterns on the paths of modules (whatever holds a leaf) that train as a whole beside the adapters, such as
-    ``"outer/lm_head"``; of the targets among them, as in PEFT, no adapter is made."""
+    """Patterns on the paths of modules (any node that holds a leaf) that train as a whole in addition to the adapters,
+    such as ``"outer/lm_head"``. As in PEFT, targets among them get no adapter."""
     bias: str = "none"
-    """Which biases train as a whole: "none", "lora_only" (those beside a target) or "all"."""
+    """Which biases train as a whole: "none", "lora_only" (those of modules with a target) or "all"."""
     init: str = "peft"
-    """How A begins: "peft", uniform in ±1/sqrt(in), or "gaussian", with standard deviation 1/rank; B is zero then. With
-    "orthogonal" (of an even rank) neither is zero, and their product is. With "pissa" both begin as the largest
-    singular values of the weight and their vectors, with "olora" as the first columns of its QR decomposition, and what
-    they begin as is taken off: nothing changes at first, the weight itself stays, and files have twice the rank."""
+    """First values. "peft" draws A uniformly in ±1/sqrt(in), "gaussian" with standard deviation 1/rank; B is zero in
+    both. "orthogonal" (even ranks only) draws A and B whose product is zero. "pissa" takes the largest singular values
+    of the weight and their vectors, "olora" the first columns of its QR decomposition. These two subtract their first
+    product from the correction: nothing changes at first, the weight itself stays, and files have twice the rank."""
 
     def __post_init__(self) -> None:
-        """Check the fields; lists and mappings become tuples."""
+        """Check the fields, and turn lists and mappings into tuples."""
         check_rank(self.rank, "rank")
         _check_alpha(self.alpha, "alpha")
         _settle(self, self.targets, self.exclude, self.layers, self.modules_to_save)
@@ -112,7 +112,7 @@ class Config:
 
     @property
     def scaling(self) -> float:
-        """The factor of B A: ``alpha / rank``, rank-stabilised ``alpha / sqrt(rank)``."""
+        """The factor of B A: ``alpha / rank``, or with `rslora` ``alpha / sqrt(rank)``."""
         return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
 
 
@@ -121,7 +121,7 @@ class IA3Config:
     """An (IA)³ configuration: a vector that scales the outputs, or the inputs, of each target.
 
     Raises:
-        ConfigError: for patterns and layers that are none.
+        ConfigError: for invalid patterns or layers.
 
     Examples:
         >>> IA3Config(targets="**/{k,v}_proj", feedforward=()).layers is None
@@ -131,7 +131,7 @@ class IA3Config:
     targets: Pattern | Sequence[Pattern] = ("**/{k,v}_proj", "**/down_proj")
     """Patterns, as in `Config.targets`."""
     feedforward: Pattern | Sequence[Pattern] = "**/down_proj"
-    """Which of the targets have their inputs scaled instead of their outputs; ``()`` for none."""
+    """Targets whose inputs are scaled instead of their outputs; ``()`` for none."""
     exclude: Pattern | Sequence[Pattern] = ()
     """Patterns, as in `Config.exclude`."""
     layers: Sequence[int] | None = None
@@ -140,17 +140,17 @@ class IA3Config:
     """Patterns, as in `Config.modules_to_save`."""
 
     def __post_init__(self) -> None:
-        """Check the fields; lists become tuples."""
+        """Check the fields, and turn lists into tuples."""
         _settle(self, self.targets, self.exclude, self.layers, self.modules_to_save)
         object.__setattr__(self, "feedforward", _globs("feedforward", self.feedforward, may_be_empty=True))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class VeRAConfig:
-    """A VeRA configuration: random projections, the same for all targets, and two vectors each that train.
+    """A VeRA configuration: random projections that all targets share, and two trainable vectors per target.
 
     Raises:
-        ConfigError: for a rank below 1, a `d_initial` that is zero or not finite, or patterns and layers that are none.
+        ConfigError: for a rank below 1, a `d_initial` that is zero or not finite, or invalid patterns or layers.
 
     Examples:
         >>> VeRAConfig(rank=64).d_initial
@@ -160,7 +160,7 @@ class VeRAConfig:
     rank: int = 256
     """Inner dimension of the projections."""
     d_initial: float = 0.1
-    """What the vector of the inner dimension begins with; the other begins as zero."""
+    """Initial value of the vector of the inner dimension; the other vector begins as zero."""
     targets: Pattern | Sequence[Pattern] = "**/{q,v}_proj"
     """Patterns, as in `Config.targets`."""
     exclude: Pattern | Sequence[Pattern] = ()
@@ -171,7 +171,7 @@ class VeRAConfig:
     """Patterns, as in `Config.modules_to_save`."""
 
     def __post_init__(self) -> None:
-        """Check the fields; lists become tuples."""
+        """Check the fields, and turn lists into tuples."""
         check_rank(self.rank, "rank")
         d: Any = self.d_initial
         if isinstance(d, bool) or not isinstance(d, numbers.Real) or not math.isfinite(float(d)) or float(d) == 0:
@@ -190,7 +190,7 @@ AnyConfig = Config | IA3Config | VeRAConfig
 
 
 def check_rank(rank: Any, name: str) -> None:
-    """Raise for what is no rank."""
+    """Check that a value is a valid rank."""
     if not is_count(rank, 1):
         raise ConfigError(
             f"{name}: {rank!r} is no rank",
@@ -216,7 +216,7 @@ def _check_flag(name: str, flag: Any) -> None:
 
 
 def _settle(config: Any, targets: Any, exclude: Any, layers: Any, modules_to_save: Any) -> None:
-    """Check what all configurations have, and make it hashable."""
+    """Check the fields that all configurations have, and make them hashable."""
     object.__setattr__(config, "modules_to_save", _globs("modules_to_save", modules_to_save, may_be_empty=True))
     object.__setattr__(config, "targets", _globs("targets", targets))
     object.__setattr__(config, "exclude", _globs("exclude", exclude, may_be_empty=True))

@@ -1,4 +1,4 @@
-"""Dropout of adapters, with randomness that is given and not kept."""
+"""Dropout of adapters, with a random key from the caller and no stored state."""
 
 from __future__ import annotations
 
@@ -20,23 +20,22 @@ from ._weight import LoRAWeight
 
 
 def dropout(model: Tree, rate: float, *, key: Array) -> Tree:
-    """Return the model as one training step sees it: corrections that do not see a part of their inputs.
+    """Return the model for one training step, with dropout on the inputs of the corrections.
 
-    To be called in a loss function, with a key of its own for every step. `lowtide.Trainer` gives such a key to a loss
-    function that takes ``key``, the same one when a run is resumed: ``def loss(model, batch, *, key, training)``. The
-    keys are leaves of the nodes, one a layer, so they are right under `jax.lax.scan`, and a block that is computed
-    again in the backward pass draws the same numbers. A model that this was not called on has no dropout. With
-    `lowtide.adapted` it is called outside of the function, which sees arrays: ``lt.adapted(fn)(lt.lora.dropout(model,
-    0.1, key=key), batch)``.
+    Call it in a loss function, with a new key for every step. `lowtide.Trainer` passes such a key to a loss function
+    that takes ``key``, and the same key when a run is resumed: ``def loss(model, batch, *, key, training)``. The keys
+    are leaves of the nodes, one per layer. So they are right under `jax.lax.scan`, and a block that is recomputed in
+    the backward pass draws the same numbers. Without this call a model has no dropout. With `lowtide.adapted`, call it
+    outside the function, which sees arrays: ``lt.adapted(fn)(lt.lora.dropout(model, 0.1, key=key), batch)``.
 
-    Each product draws one mask of the shape of its inputs, so under a `jax.vmap` over examples all have the same one,
-    and in a scan over time all steps. Where that is not meant, call it inside, with a key for each: ``jax.vmap(lambda
-    x, key: fn(lt.lora.dropout(model, 0.1, key=key), x))(x, jax.random.split(key, len(x)))``, and in a scan with
-    ``jax.random.fold_in(key, step)``.
+    Each product draws one mask of the shape of its inputs. So all examples of a `jax.vmap` have the same mask, and so
+    have all steps of a scan over time. For different masks, call it inside, with a key for each: ``jax.vmap(lambda x,
+    key: fn(lt.lora.dropout(model, 0.1, key=key), x))(x, jax.random.split(key,
+    len(x)))``, and in a scan with ``jax.random.fold_in(key, step)``.
 
     Args:
         model: a model with LoRA, DoRA or VeRA adapters.
-        rate: the part of each correction's inputs that is set to zero, at least 0 and less than 1.
+        rate: the fraction of each correction's inputs that is set to zero, at least 0 and less than 1.
         key: a JAX random key.
 
     Returns:
@@ -47,7 +46,7 @@ def dropout(model: Tree, rate: float, *, key: Array) -> Tree:
         StructureError: when there is no adapter, or one of (IA)³, which has no correction, of a kernel or of experts.
 
     Memory:
-        The backward pass keeps the inputs of each correction, after dropout, beside those of the weight.
+        The backward pass keeps the inputs of each correction, after dropout, in addition to those of the weight.
 
     Examples:
         >>> import jax.numpy as jnp

@@ -1,16 +1,15 @@
 """EVA: adapters that begin as the directions in which the inputs of their weights vary most.
 
-In the place of each target stands a weight that multiplies as before, and whose backward pass gives XᵀX Ω of its inputs
-X as the gradient of a leaf that changes nothing. So the inputs are seen wherever a gradient goes: in scans, under
-rematerialisation, in `jax.vmap`, divided among devices; and nothing of shape [in, in] exists. The singular vectors come
-from that product as those of a Nyström approximation.
+A node replaces each target and multiplies as before. Its backward pass returns XᵀX Ω of its inputs X, as the gradient
+of a leaf that has no effect on values. So the inputs are recorded wherever gradients flow: in scans, under
+rematerialisation, in `jax.vmap`, sharded among devices. Nothing of shape [in, in] is materialised. The singular vectors
+come from that product as those of a Nyström approximation.
 
 Sources: Paischer et al., "One Initialization to Rule them All: Fine-tuning via Explained Variance Adaptation"
 (arXiv:2410.07170); Tropp et al., "Fixed-Rank Approximation of a Positive-Semidefinite Matrix from Streaming Data"
-(arXiv:1706.05736). Deviations from PEFT: it keeps a decomposition up to date with every batch until it settles, and
-moves ranks to the weights whose inputs vary most; here the batches are gone through a fixed number of times, and every
-weight has the rank it was given, for a stack has one. Rows that the loss does not depend on, such as padding, count for
-nothing.
+(arXiv:1706.05736). Deviations from PEFT: it updates a decomposition with every batch until it settles, and moves ranks
+to the weights whose inputs vary most. Here the number of passes over the batches is fixed, and every weight keeps its
+configured rank, because a stack has one rank. Rows on which the loss does not depend, such as padding, are ignored.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ from ._tables import is_table
 from ._weight import LoRAWeight
 
 _MORE = 8
-"""Columns of Ω beyond twice the rank."""
+"""Columns of Ω in addition to twice the rank."""
 
 
 def eva(
@@ -64,14 +63,14 @@ def eva(
     B is zero, so nothing changes at first.
 
     Args:
-        model: as of `add`, with targets that are matrices [out, in], or stacks of them; quantised ones, too.
+        model: as for `add`, with targets that are matrices [out, in], or stacks of them; they may be quantised.
         config: of LoRA; its `init` is "peft".
-        fn: the loss, a function of the model and a batch, differentiable and of one number. A model that does more than
-            to multiply through `lowtide.core.linear` or ``@`` takes ``lt.adapted(fn)``.
-        batches: of what will be trained on; a handful does. They are held while this runs.
+        fn: the loss, a differentiable function of the model and a batch that returns one number. For a model that uses
+            weights in other ways than through `lowtide.core.linear` or ``@``, give ``lt.adapted(fn)``.
+        batches: a handful of batches of the training data. They are held while this runs.
         key: a JAX random key.
-        has_aux: whether `fn` gives something beside the loss, which is dropped.
-        num_passes: how often the batches are gone through. The more, the closer to the exact vectors; exact with one
+        has_aux: whether `fn` also returns auxiliary values, which are dropped.
+        num_passes: number of passes over the batches. More passes come closer to the exact vectors. One pass is exact
             where ``2 * rank + 8`` is no less than the number of inputs.
 
     Returns:
@@ -79,13 +78,13 @@ def eva(
 
     Raises:
         ConfigError: for another `init`, a number of passes below 1, and no batch.
-        StructureError: for a target that is no matrix, or that `fn` does not multiply by; and as `add`.
+        StructureError: for a target that is not a matrix, or that `fn` does not multiply by; and as `add`.
         SelectionError: as `add`.
-        NonFiniteError: when inputs are no finite numbers.
+        NonFiniteError: when inputs are not finite numbers.
 
     Memory:
-        While it runs, of each target four arrays [in, 2 * rank + 8] in float32, of one at a time its inputs in float32,
-        and what the backward pass of `fn` keeps. It costs as much time as `num_passes` gradients of each batch with
+        While it runs: four arrays [in, 2 * rank + 8] in float32 for each target, and the residuals of `fn`. For one
+        target at a time also its inputs in float32. Its time is that of `num_passes` gradients of each batch with
         respect to all activations.
 
     Examples:
@@ -133,6 +132,7 @@ def eva(
     sketches = zeros
     for number in range(num_passes):
         if number:
+            # One step of subspace iteration: an orthonormal basis of XᵀX Ω is closer to the first eigenvectors than Ω.
             seeds = jax.tree.map(_orthonormal, sketches)
         sketches = zeros
         for batch in held:
@@ -144,14 +144,14 @@ def eva(
 
 
 def check_eva(model: Tree, added: Tree) -> None:
-    """Raise where `eva` has no way to begin, before there is a batch.
+    """Check, before there is a batch, that `eva` supports the targets.
 
     Args:
         model: the model; shapes are enough.
-        added: the same with adapters, by `add`.
+        added: the same model with adapters, from `add`.
 
     Raises:
-        StructureError: for an adapter of an embedding, or of what is no matrix and no stack of them.
+        StructureError: for an adapter of an embedding, or of a weight that is not a matrix or a stack of matrices.
 
     Memory:
         None.
@@ -175,13 +175,13 @@ def _added(model: Tree, added: Tree) -> list[Site]:
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["weight", "seed", "sketch"], meta_fields=[])
 @dataclasses.dataclass(frozen=True)
 class _Watched(ScaledWeight):
-    """A weight whose inputs X are seen: the gradient of its sketch is XᵀX times the seed."""
+    """A weight that records its inputs X: the gradient of its sketch is XᵀX times the seed."""
 
     weight: Any
     seed: Any
     """Ω, [in, k] or stacked [L, in, k], float32."""
     sketch: Any
-    """Of the same shape."""
+    """The leaf whose gradient is XᵀX Ω, of the same shape."""
 
     __array_ufunc__ = None
 
@@ -190,7 +190,7 @@ class _Watched(ScaledWeight):
         return linear(_seen(x, self.seed, self.sketch), self.weight)
 
     def __rmatmul__(self, x: Array) -> Array:
-        """Refuse x W, which A does not read."""
+        """Refuse x W, because A reads the inputs of x Wᵀ."""
         raise StructureError(
             f"EVA knows no weights that are multiplied as [in, out], as this one {list(self.shape)} is",
             expected="products with the transposed weight, of which A reads the inputs",
@@ -210,6 +210,7 @@ def _seen_forward(x: Array, seed: Array, sketch: Array) -> tuple[Array, tuple[Ar
 
 def _seen_backward(kept: tuple[Array, Array], cotangent: Array) -> tuple[Array, Array, Array]:
     x, seed = kept
+    # Rows without a cotangent, such as padding, do not affect the loss.
     counts = jnp.any(cotangent != 0, axis=-1, keepdims=True)
     rows = jnp.where(counts, x.astype(jnp.float32), 0).reshape(-1, x.shape[-1])
     product = _product(rows.T, _product(rows, seed))
@@ -224,7 +225,7 @@ def _product(a: Array, b: Array) -> Array:
 
 
 def _seed(site: Site, key: Array) -> Float[Array, "*L in k"]:
-    """Draw Ω; where it has as many columns as rows, any basis is as good."""
+    """Draw Ω with orthonormal columns; where it is square, any basis gives the exact result."""
     *layers, _, inner = site.weight.shape
     width = min(inner, 2 * site.node.rank + _MORE)
     own = jax.random.fold_in(key, zlib.crc32(site.path.encode()))
@@ -261,7 +262,10 @@ def _started(node: LoRAWeight, seed: Array, sketch: Array) -> LoRAWeight:
 
 @functools.partial(jax.jit, static_argnums=2)
 def _first_vectors(seed: Float[Array, "*L in k"], sketch: Float[Array, "*L in k"], rank: int) -> Array:
-    """Return the first eigenvectors of XᵀX as rows, [*L, rank, in], given the seed and its product with that."""
+    """Return the first eigenvectors of XᵀX as rows, [*L, rank, in], from the seed Ω and the sketch XᵀX Ω."""
+    # Nyström: XᵀX ≈ S (ΩᵀS)⁺ Sᵀ = F Fᵀ with the sketch S and F = S V λ^(-1/2), where V and λ are the eigenvectors and
+    # eigenvalues of ΩᵀS. The left singular vectors of F are the eigenvectors. Eigenvalues within rounding of zero are
+    # dropped.
     inner = _product(seed.mT, sketch)
     values, vectors = jnp.linalg.eigh((inner + inner.mT) / 2)
     least = jnp.finfo(jnp.float32).eps * values[..., -1:] * values.shape[-1]

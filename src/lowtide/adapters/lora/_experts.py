@@ -1,12 +1,12 @@
-"""What adapters of a mixture's experts may be: a pair of factors for each expert of each layer.
+"""Checks of adapters for the experts of an MoE: a pair of factors for each expert of each layer.
 
-The node is `LoRAWeight` with the experts as one more axis in front: W [L, E, out, in], A [L, E, r, in],
-B [L, E, out, r]. Rows come sorted by their expert, and what multiplies them by their experts' weights multiplies them
-by the factors, too: W + B A is made of no expert. Experts that are stored as [in, out] read with B and write with A, as
-other matrices of that layout do.
+The node is `LoRAWeight` with one more leading axis for the experts: W [L, E, out, in], A [L, E, r, in], B
+[L, E, out, r]. Activation rows come sorted by their expert. The grouped product multiplies them by the factors as it
+does by the weights, so W + B A is not materialised for any expert. Experts that are stored as [in, out] read with B and
+write with A, as other matrices of that layout do.
 
-Other kinds are refused: DoRA's norms would be taken of every expert in every product, and what (IA)³'s vectors and
-VeRA's projections are for experts nobody has said. As in PEFT there is no dropout.
+Other kinds are refused. DoRA would compute the norms of every expert in every product. No source defines (IA)³'s
+vectors or VeRA's projections for experts. As in PEFT, there is no dropout.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from ._sites import Site
 
 
 def check_experts(site: Site, config: AnyConfig) -> None:
-    """Raise for what experts do not take.
+    """Check that experts support a configuration.
 
     Raises:
-        ConfigError: for another adapter than LoRA on all layers.
+        ConfigError: for any adapter other than LoRA on all layers.
         StructureError: for a quantised weight.
     """
     is_lora = isinstance(config, Config)
@@ -46,10 +46,10 @@ def check_experts(site: Site, config: AnyConfig) -> None:
 
 
 def check_file_of_experts(path: Path, site: Site, config: PeftConfig, number: int, wanted: int) -> None:
-    """Raise for a file whose adapters of experts are not LoRA of all experts of all layers.
+    """Check that a file's adapters of experts are LoRA of all experts of all layers.
 
     Raises:
-        ModelFileError: for such a file, or experts that take no adapter.
+        ModelFileError: for any other file, or for experts that take no adapter.
     """
     said = config.kind if config.kind != "LORA" else "DoRA" if config.dora else "LoRA"
     if config.file.init_lora_weights in IN_THE_WEIGHT:

@@ -1,4 +1,4 @@
-"""Write adapters as PEFT does, and read what PEFT wrote."""
+"""Write adapters in PEFT's format, and read adapters that PEFT wrote."""
 
 from __future__ import annotations
 
@@ -68,11 +68,11 @@ def save(
 ) -> None:
     """Write the adapters, and only them, as `adapter_model.safetensors` and `adapter_config.json` in PEFT's format.
 
-    Stacked adapters are written as one module a layer. Modules get the names that the model's ``external_name``
-    gives (`lowtide.core.ExternalNames`), otherwise their tree path with dots. Ranks and alphas that differ between
-    modules go into `rank_pattern` and `alpha_pattern`. Adapters of kernels are written as PEFT has them for
-    convolutions in PyTorch's order, and as they are otherwise, which `load` alone reads. Experts that are one parameter
-    elsewhere, and no modules, are written as `target_parameters`.
+    Stacked adapters are written as one module per layer. Module names come from the model's ``external_name``
+    (`lowtide.core.ExternalNames`), otherwise from the tree path with dots. Ranks and alphas that differ between modules
+    go into `rank_pattern` and `alpha_pattern`. Kernels in PyTorch's order are written as PEFT's convolutions. Other
+    kernels are written as they are, and only `load` reads them. Experts that are one parameter elsewhere, without
+    modules, are written as `target_parameters`.
 
     Args:
         model: a model with adapters.
@@ -134,7 +134,7 @@ def save(
             options = {"dora": described[name].get("dora", False), "table": name in tables}
             for leaf, key in tensor_names(name, kind, **options).items():
                 values = leaves[leaf]
-                if stacked := len(site.weight.shape) - 2:  # layers, and experts of each
+                if stacked := len(site.weight.shape) - 2:  # number of leading axes: layers, and experts of each
                     values = values.reshape(-1, *values.shape[stacked:])[layer]
                 values = values if ranks is None else cut(values, leaf, ranks[layer])
                 values = values.T if name in tables else values
@@ -160,23 +160,23 @@ def save(
 def load(model: Tree, directory: str | os.PathLike[str]) -> Tree:
     """Give a model the adapters of a directory that `save` or PEFT wrote.
 
-    LoRA with its variants rsLoRA and DoRA, (IA)³ and VeRA are read, with rank and alpha patterns, and with layers
-    that have no adapter, and LoRA of experts, be they modules or one parameter (`target_parameters`). Loaded adapters
-    train on from where they were.
+    It reads LoRA with its variants rsLoRA and DoRA, (IA)³ and VeRA, with rank and alpha patterns, and with layers that
+    have no adapter. It reads LoRA of experts as modules and as one parameter (`target_parameters`). Training can
+    continue from loaded adapters.
 
     Args:
-        model: the base model, or one that has adapters of the same shapes on the same modules, whose values are then
-            replaced.
+        model: the base model, or one that has adapters of the same kinds and ranks on the same modules, whose values
+            are then replaced.
         directory: the folder with `adapter_config.json` and `adapter_model.safetensors`.
 
     Returns:
         The model with adapters, in float32 whatever the file's dtype.
 
     Raises:
-        ModelFileError: when a file is missing or damaged; tensors are missing, unexpected or mis-shaped; or the
-            configuration asks for what is not supported (other PEFT methods, parameters that are no experts, a head
-            that is no longer tied). Dropout gives one warning: it has no effect on results, and training has it where
-            `dropout` is called.
+        ModelFileError: when a file is missing or damaged; when tensors are missing, unexpected or mis-shaped; or when
+            the configuration has an unsupported option (other PEFT methods, parameters that are not experts, a head
+            that is no longer tied). Dropout gives one warning: it has no effect on results, and training applies it
+            only where `dropout` is called.
         StructureError: when the model has other adapters.
 
     Memory:
@@ -229,6 +229,8 @@ def load(model: Tree, directory: str | os.PathLike[str]) -> Tree:
             plain = [site for site in by_index.values() if site.index in names and site.index not in chosen]
             tables = stored_tables(model, {names[site.index][0]: site for site in plain}, keys - expected)
             expected |= {*bases, *tables}
+            # Names are compared before any tensor is read. A tensor that nothing expects would otherwise be ignored
+            # silently.
             _check_keys(path, keys, expected | {*(VERA_TENSORS if config.kind == VERA and expected else ())})
             wholes = _read_projections(file, path, config) if config.kind == VERA else ()
             nodes = {
@@ -261,13 +263,13 @@ def load(model: Tree, directory: str | os.PathLike[str]) -> Tree:
 
 
 def check(directory: str | os.PathLike[str]) -> None:
-    """Read the configuration of an adapter, and nothing else, to see whether `load` can handle it.
+    """Check from the configuration of an adapter alone whether `load` supports it.
 
     Args:
         directory: the folder with `adapter_config.json`.
 
     Raises:
-        ModelFileError: when it is damaged, or asks for what is not supported, as in `load`.
+        ModelFileError: when it is damaged, or has an unsupported option, as in `load`.
     """
     read_config(Path(directory))
 
@@ -293,7 +295,7 @@ def _refuse_twice(site: Site, name: str, described: Mapping[str, Any]) -> None:
 
 
 def _of_parameters(model: Tree) -> tuple[dict[str, dict[str, Any]], dict[str, np.ndarray], set[int]]:
-    """Return what there is to say of experts that are one parameter, their tensors, and which sites they are."""
+    """Return configuration entries, tensors and site indices of experts that are written as one parameter."""
     described: dict[str, dict[str, Any]] = {}
     tensors: dict[str, np.ndarray] = {}
     done: set[int] = set()
@@ -307,7 +309,7 @@ def _of_parameters(model: Tree) -> tuple[dict[str, dict[str, Any]], dict[str, np
 
 
 def _said(node: Any, layer_scale: float) -> dict[str, Any]:
-    """Return what `adapter_config.json` has to say of the node, for one layer of it."""
+    """Return the entries of `adapter_config.json` for one layer of a node."""
     if isinstance(node, IA3Weight):
         return {"feedforward": node.feedforward}
     if isinstance(node, VeRAWeight):
@@ -315,18 +317,18 @@ def _said(node: Any, layer_scale: float) -> dict[str, Any]:
     if isinstance(node, LoRAKernel):
         return {"rank": node.rank, "alpha": node.alpha, "rslora": None, "dora": False}
     dora, rank, alpha = node.lora_magnitude is not None, node.rank, node.alpha
-    if node.start_a is not None:  # the same scale at twice the rank
+    if node.start_a is not None:  # twice the rank, at the same scale
         rank, alpha = 2 * rank, alpha * (2**0.5 if node.rslora else 2)
     return {"rank": rank, "alpha": alpha * layer_scale, "rslora": node.rslora, "dora": dora}
 
 
 def _as_peft(values: np.ndarray, node: Any) -> np.ndarray:
-    """Give a leaf of one layer the shape that PEFT has."""
+    """Give a leaf of one layer the shape that PEFT uses."""
     return values.reshape((1, -1) if node.feedforward else (-1, 1)) if isinstance(node, IA3Weight) else values
 
 
 def _projections(adapted: Sequence[Site]) -> dict[str, np.ndarray]:
-    """Return the projections of which every node of VeRA has the first rows and columns."""
+    """Return the shared projections, of which every VeRA node has the first rows and columns."""
     both = [_host_leaves(site)[0] for site in adapted]
     parts = [[leaves[name].reshape(-1, *leaves[name].shape[-2:]) for leaves in both] for name in ("vera_a", "vera_b")]
     wholes = [max(group, key=lambda part: part.size // len(part))[0] for group in parts]
@@ -343,7 +345,7 @@ def _projections(adapted: Sequence[Site]) -> dict[str, np.ndarray]:
 
 
 def _host_leaves(site: Site) -> tuple[dict[str, np.ndarray], np.ndarray | None]:
-    """Return an adapter's leaves by name, and what its layers are scaled by."""
+    """Return an adapter's leaves by name, and the scales of its layers."""
     leaves = {name: getattr(site.node, name) for name in site.node.AXES if getattr(site.node, name) is not None}
     if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves.values()):
         raise StructureError(
@@ -360,21 +362,21 @@ def _host_leaves(site: Site) -> tuple[dict[str, np.ndarray], np.ndarray | None]:
 
 
 def _names_by_site(model: Tree) -> dict[int, list[str]]:
-    """Name, one a layer, every site that can carry an adapter and is known to other software."""
+    """Return the external names, one per layer, of every site that can have an adapter and has such names."""
     names: dict[int, list[str]] = {}
     for site in sites(model):
         if site.is_matrix or site.is_experts:
             try:
                 names[site.index] = layer_names(model, site)
             except StructureError:
-                continue  # a stacked vector, or a leaf that other software does not know as a module
+                continue  # a stacked vector, or a leaf without a module in other software
     return names
 
 
 def _hits(names: Sequence[str], config: PeftConfig, keys: set[str], site: Site) -> list[bool]:
-    """Say of each layer of a weight, and each expert of a layer, whether the directory adapts it."""
+    """Return, for each layer of a weight and each expert of a layer, whether the directory adapts it."""
     found = [bool(keys.intersection(config.tensors(name).values())) and not config.saves(name) for name in names]
-    # Experts that are one parameter in PEFT are no modules, though a list of names may have theirs.
+    # Experts that are one parameter in PEFT have no modules, but a list of names may match theirs.
     if config.file.target_modules is None or (site.is_experts and not any(found)):
         return found
     return [config.targets(name) for name in names]
@@ -403,7 +405,7 @@ def _read_node(
     config: PeftConfig,
     wholes: Sequence[np.ndarray],
 ) -> Any:
-    """Read the node of a weight; layers that the directory does not adapt have zeros, and a scale of zero."""
+    """Read the node of a weight; layers that the directory does not adapt get zeros, and a scale of zero."""
     there = [name for name, is_on in zip(names, on, strict=True) if is_on]
     if site.is_experts:
         check_file_of_experts(path, site, config, len(there), len(names))
@@ -452,7 +454,7 @@ def _read_node(
 
 
 def _without_start(path: Path, site: Site, node: LoRAWeight, init: str) -> LoRAWeight:
-    """Take off what PEFT took off the weight, computed from the weight again."""
+    """Subtract the part that PEFT subtracted from the weight, computed again from the weight."""
     if isinstance(site.weight, LinearWeight):
         raise ModelFileError(
             f"{path}: what {init} took off {site.path} is not known of a weight in few bits",
@@ -478,7 +480,7 @@ def _without_start(path: Path, site: Site, node: LoRAWeight, init: str) -> LoRAW
 
 
 def _one_for_all(path: Path, site: Site, names: Sequence[str], config: PeftConfig) -> dict[str, Any]:
-    """Return what the configuration says of a weight, which has to be the same for all its layers."""
+    """Return the configuration's values for a weight, which must be the same for all its layers."""
     if config.kind == VERA:
         return {"rank": config.file.r}
     if config.kind == IA3:
@@ -517,7 +519,7 @@ def _check_projections(path: Path, site: Site, wholes: Sequence[np.ndarray]) -> 
 
 
 def _check_present(present: Sequence[Site], nodes: Mapping[int, Any]) -> None:
-    """Adapters that the model has already may only be replaced by ones of the same shapes at the same places."""
+    """Check that the model's own adapters are replaced by ones of the same kinds and ranks at the same places."""
     if not present:
         return
     ranks = {site.index: _described(site.node) for site in present}

@@ -1,4 +1,4 @@
-"""What a function's program says of the weights that are to be adapted."""
+"""Find how a function uses the weights that get adapters, from its program."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ from ._sites import Site, replace
 
 
 def find_uses(model: Tree, targets: Sequence[Site], fn: Callable[..., Any], args: Sequence[Any]) -> dict[int, Use]:
-    """Find out how a function uses weights, by `Site.index`; those that no adapter can stand for are left out.
+    """Return how a function uses each target weight, by `Site.index`.
+
+    Targets that already have an adapter, that are not floating-point, or that have fewer than two axes are left out.
 
     Raises:
         StructureError: for a weight that it does not use, uses in several ways, or does more with than to multiply.
@@ -27,17 +29,17 @@ def find_uses(model: Tree, targets: Sequence[Site], fn: Callable[..., Any], args
 
 
 def _shape(weight: Any) -> jax.ShapeDtypeStruct:
-    """Return the shape of a weight, divided as it is along the explicit axes of a mesh."""
+    """Return the shape of a weight, with its sharding in device memory."""
     sharding = named_sharding(weight)
     place = None if sharding is None else sharding.with_memory_kind("device")
     return jax.ShapeDtypeStruct(weight.shape, weight.dtype, sharding=place)
 
 
 def _one(site: Site, found: set[Use]) -> Use:
-    """Return what all uses of a weight have in common."""
+    """Return the common form of all uses of a weight."""
     groups = {use[:3] for use in found}
     if len(groups) == 1:
-        one = min(found, key=lambda use: use.is_product)  # what stands for a table can be multiplied, too
+        one = min(found, key=lambda use: use.is_product)  # the adapter of a table can be multiplied, too
         return one._replace(over_rows=any(use.over_rows for use in found))
     shape = list(site.weight.shape)
     if not groups:

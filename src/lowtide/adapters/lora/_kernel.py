@@ -1,11 +1,11 @@
-"""The node for a weight that is no matrix: kernels of attention and convolutions, and tables of embeddings.
+"""The node for a weight that is not a matrix: kernels of attention and convolutions, and embedding tables.
 
-A kernel W[m..., n...] has two groups of axes, of which a product sums over one. Its correction is B A with B[m..., r]
-and A[r, n...]: what is done with W over one group is done with that group's factor, and what comes of it, r wide, is
-multiplied by the other. So a convolution is one with r channels and a product of channels, as in PEFT; of a table the
-rows of B are taken and multiplied by A.
+A kernel W[m..., n...] has two groups of axes, and a product sums over one of them. Its correction is B A with
+B[m..., r] and A[r, n...]. The operation on W over one group is done with that group's factor. The result, which is r
+wide, is multiplied by the other factor. So a convolution becomes one with r channels and a product over channels, as in
+PEFT. A table lookup takes rows of B and multiplies them by A.
 
-Leading axes of a stack are before both groups, in all leaves. Products reach the node through `lowtide.adapted` alone.
+Stack axes come before both groups, in all leaves. Products reach the node only through `lowtide.adapted`.
 
 Source: Hu et al. (arXiv:2106.09685), section 4.1, for matrices; for convolutions PEFT's `lora.Conv2d`.
 """
@@ -35,7 +35,7 @@ from ._pieces import WrappedWeight
 class LoRAKernel(WrappedWeight):
     """A weight of two groups of axes with a low-rank adapter; a pytree node for `lowtide.adapted`.
 
-    Its leaves stand at ``<path>/weight``, ``<path>/lora_a`` and ``<path>/lora_b``.
+    The paths of its leaves are ``<path>/weight``, ``<path>/lora_a`` and ``<path>/lora_b``.
 
     Examples:
         >>> node = LoRAKernel(jnp.ones((3, 3, 4, 8)), jnp.ones((2, 8)), jnp.zeros((3, 3, 4, 2)), 1.0, 3, 1)
@@ -52,9 +52,9 @@ class LoRAKernel(WrappedWeight):
     alpha: float
     """Numerator of the scale of the correction (static)."""
     num_rows: int
-    """How many axes m has (static)."""
+    """Number of axes of m (static)."""
     num_columns: int
-    """How many axes n has (static)."""
+    """Number of axes of n (static)."""
 
     @property
     def rank(self) -> int:
@@ -63,7 +63,7 @@ class LoRAKernel(WrappedWeight):
 
     @property
     def num_stacked(self) -> int:
-        """How many leading axes are those of a stack."""
+        """Number of leading stack axes."""
         return self.ndim - self.num_rows - self.num_columns
 
     @property
@@ -72,7 +72,7 @@ class LoRAKernel(WrappedWeight):
         return self.alpha / self.rank
 
     def transposed(self, order: tuple[int, ...]) -> LoRAKernel | None:
-        """Transpose the weight; None where that mixes its groups of axes, or its stack with them."""
+        """Transpose the weight; return None where the order mixes its groups of axes, or its stack with them."""
         num_stack = self.num_stacked
         stack, rest = order[:num_stack], order[num_stack:]
         rows = range(num_stack, num_stack + self.num_rows)
@@ -84,7 +84,8 @@ class LoRAKernel(WrappedWeight):
         if stack != tuple(range(num_stack)) or groups != (own[::-1] if is_swapped else own):
             return None
         of_rows, of_columns = (second, first) if is_swapped else (first, second)
-        # Where each factor has those axes: B [*stack, *m, r], A [*stack, r, *n].
+        # Axes of the factors: B [*stack, *m, r], A [*stack, r, *n]. If the groups swap, Aᵀ is the new B and Bᵀ the new
+        # A.
         last, middle = num_stack + self.num_rows, num_stack
         b_axes, a_axes = of_rows, tuple(axis - self.num_rows + 1 for axis in of_columns)
         weight = self.weight.transpose(order)
@@ -96,22 +97,24 @@ class LoRAKernel(WrappedWeight):
         return LoRAKernel(weight, new_a, new_b, self.alpha, self.num_rows, self.num_columns)
 
     def through(self, run: Callable[[Any], Any], *, over_rows: bool, at: int, dtype: Any) -> Any:
-        """Compute what is linear in the weight, without making W + scaling B A.
+        """Compute a function that is linear in the weight, without materialising W + scaling B A.
 
         Args:
-            run: takes an array in the weight's place, without stack, with any number of axes in the place of the group
-                that is not summed over, and gives one that has them from axis `at` on.
-            over_rows: whether m is what `run` sums over, or takes rows of; else n.
-            at: of one axis in the place of the other group, where `run` leaves it.
+            run: the function. It takes an array in place of the weight, without the stack. Any number of axes may
+                replace the group that is not summed over. The result of `run` has these axes from axis `at` on.
+            over_rows: whether `run` sums over m, or takes rows along m; otherwise it sums over n.
+            at: index of the first of these axes in the result of `run`.
             dtype: to compute in.
 
         Returns:
             ``run(W + scaling B A)``, in this dtype.
 
         Memory:
-            Beside the result, one with r in the place of the other group.
+            In addition to the result, an array with r in place of the group that is not summed over.
         """
         first, second = (self.lora_b, self.lora_a) if over_rows else (self.lora_a, self.lora_b)
+        # `run` is linear and sums over one group only, so run(B A) is run(B) times A, or run(A) times B. The factor in
+        # the call has the one axis r in place of the other group, and `run` leaves it at `at`.
         low = jnp.moveaxis(run(first.astype(dtype)), at, -1) * jnp.asarray(self.scaling, dtype)
         factor = second.astype(dtype) if over_rows else jnp.moveaxis(second.astype(dtype), -1, 0)
         num_others = factor.ndim - 1
@@ -121,7 +124,7 @@ class LoRAKernel(WrappedWeight):
 
 
 def start(weight: Any, use: Use, rank: int, alpha: float, draw: Callable[[tuple[int, ...]], Any]) -> LoRAKernel:
-    """Make a fresh adapter: A drawn, B zero; both abstract when the weight is."""
+    """Make a fresh adapter with A drawn and B zero; both are abstract when the weight is."""
     shape, first, split = tuple(weight.shape), use.num_stacked, use.num_stacked + use.num_rows
     shape_a, shape_b = (*shape[:first], rank, *shape[split:]), (*shape[:split], rank)
     if isinstance(weight, jax.ShapeDtypeStruct):
@@ -132,7 +135,7 @@ def start(weight: Any, use: Use, rank: int, alpha: float, draw: Callable[[tuple[
 
 
 def on_kernel(weight: Any, lora_a: Any, lora_b: Any, alpha: float, num_rows: int, num_columns: int) -> LoRAKernel:
-    """Put factors beside a kernel, sharded like it along the axes they share."""
+    """Make a node of a kernel and its factors, which are sharded like the kernel along the axes they share."""
     shape = tuple(weight.shape)
     split = len(shape) - num_columns
     first = split - num_rows
@@ -154,10 +157,10 @@ def _placed(leaf: Any, sharding: jax.sharding.NamedSharding) -> Any:
 
 
 def fold(node: LoRAKernel) -> Any:
-    """Compute W + scaling B A, in float32, rounded once to the dtype of W.
+    """Compute W + scaling B A in float32, rounded once to the dtype of W.
 
     Memory:
-        A float32 copy of the weight while it is made.
+        A float32 copy of the weight while the sum is computed.
     """
     if isinstance(node.weight, jax.ShapeDtypeStruct):
         return node.weight
@@ -169,7 +172,7 @@ def fold(node: LoRAKernel) -> Any:
 
 @functools.partial(jax.jit, static_argnums=4)
 def _folded(weight: Any, lora_a: Any, lora_b: Any, scaling: float, num_stacked: int) -> Any:
-    # Without `precision` a GPU or TPU would multiply float32 in a shorter format.
+    # Without `precision`, a GPU or TPU multiplies float32 in a shorter format.
     product: Callable[..., Any] = functools.partial(jnp.tensordot, axes=1, precision=jax.lax.Precision.HIGHEST)
     for _ in range(num_stacked):
         product = jax.vmap(product)

@@ -1,10 +1,10 @@
 """Adapters of kernels in files: PEFT's form where it has one, and otherwise the factors as they are.
 
-A module ``m`` has the tensors ``base_model.model.m.lora_A.weight`` and ``….lora_B.weight``. Of a kernel in PyTorch's
-order, [out, in, *window], they are those of PEFT's convolutions, [r, in, *window] and [out, r, 1, ...]. Of all others
-they are `LoRAKernel.lora_a` and `LoRAKernel.lora_b`, which no other library reads. How many axes of which kernel are
-rows and columns the shape does not say, and our key ``lowtide_kernels`` of the configuration does; a directory without
-that key is PEFT's, and its kernels are convolutions.
+A module ``m`` has the tensors ``base_model.model.m.lora_A.weight`` and ``….lora_B.weight``. For a kernel in PyTorch's
+order, [out, in, *window], they are those of PEFT's convolutions, [r, in, *window] and [out, r, 1, ...]. For all other
+kernels they are `LoRAKernel.lora_a` and `LoRAKernel.lora_b`, which no other library reads. The shape of a kernel does
+not determine how many of its axes are rows and columns. Our key ``lowtide_kernels`` of the configuration records it. A
+directory without that key was written by PEFT, and its kernels are convolutions.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def kernel_name(model: Tree, site: Site) -> str:
     """Return the name of a kernel: its path with dots.
 
     Raises:
-        StructureError: for a model that has names of its own for all modules.
+        StructureError: for a model that has external names for all modules.
     """
     if isinstance(model, ExternalNames):
         raise StructureError(
@@ -45,7 +45,7 @@ def kernel_tensors(site: Site, name: str) -> dict[str, np.ndarray]:
     """Return the tensors of a kernel's adapter, by the file's names.
 
     Raises:
-        StructureError: for shapes without values.
+        StructureError: for an adapter that has shapes but no values.
     """
     node = site.node
     if isinstance(node.lora_a, jax.ShapeDtypeStruct):
@@ -62,10 +62,10 @@ def kernel_tensors(site: Site, name: str) -> dict[str, np.ndarray]:
 
 
 def kernels_in(model: Tree, config: PeftConfig, keys: set[str]) -> dict[int, tuple[str, int, int]]:
-    """Find the kernels that a directory adapts: by `Site.index` the name, and how many axes are rows and columns.
+    """Return the kernels that a directory adapts: by `Site.index` the name, and the numbers of row and column axes.
 
     Raises:
-        ModelFileError: when it says so of what the model does not have, or asks for what a kernel does not take.
+        ModelFileError: when it names a kernel that the model lacks, or has an option that kernels do not support.
     """
     said: Mapping[str, Any] = (config.file.lowtide_kernels or {}) if config.kind == LORA else {}
     found: dict[int, tuple[str, int, int]] = {}
@@ -95,10 +95,10 @@ def kernels_in(model: Tree, config: PeftConfig, keys: set[str]) -> dict[int, tup
 
 
 def read_kernel(file: Any, path: Path, site: Site, kernel: tuple[str, int, int], config: PeftConfig) -> LoRAKernel:
-    """Read the node of a kernel, of `kernels_in`.
+    """Read the node of a kernel that `kernels_in` found.
 
     Raises:
-        ModelFileError: for tensors that do not fit, and for a weight in few bits.
+        ModelFileError: for tensors that do not fit, and for a quantised weight.
     """
     name, num_rows, num_columns = kernel
     if not isinstance(site.weight, (jax.Array, np.ndarray, jax.ShapeDtypeStruct)):
@@ -118,7 +118,7 @@ def read_kernel(file: Any, path: Path, site: Site, kernel: tuple[str, int, int],
 
 
 def _shapes(shape: tuple[int, ...], rank: int, num_rows: int, num_columns: int) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of the tensors; B of what could be a convolution of PyTorch's has its axes of ones."""
+    """Return the shapes of the tensors; in PEFT's form of a convolution, B ends with axes of length 1."""
     split = len(shape) - num_columns
     stack = split - num_rows
     ones = (1,) * (num_columns - 1) if stack == 0 and num_rows == 1 else ()

@@ -1,4 +1,4 @@
-"""LoftQ: quantise weights, and let adapters begin as what quantisation lost of them.
+"""LoftQ: quantise weights, and start adapters from the quantisation error.
 
 Source: Li et al., "LoftQ: LoRA-Fine-Tuning-Aware Quantization for Large Language Models" (arXiv:2310.08659).
 """
@@ -25,30 +25,31 @@ from ._weight import LoRAWeight
 def loftq(
     model: Tree, config: Config, format: str = "nf4", *, key: Array, num_steps: int = 1, block: int | None = None
 ) -> Tree:
-    """Quantise weights and give them adapters that begin as what quantisation lost of them.
+    """Quantise weights and give them adapters that begin as an approximation of the quantisation error.
 
-    In turn Q is the quantised W - s B A, and s B A the best approximation of W - Q of its rank.
+    Two steps alternate: Q becomes the quantised W - s B A, and s B A becomes the best approximation of W - Q of its
+    rank.
 
     Args:
-        model: whose targets are matrices in floating-point numbers.
+        model: the model, whose targets are matrices of floating-point numbers.
         config: of LoRA, without DoRA; its `init` is "peft".
-        format: of the quantised weights, as of `lowtide.quantize`.
+        format: of the quantised weights, as for `lowtide.quantize`.
         key: a JAX random key.
-        num_steps: how often both are done. With 1, Q is the quantised W, so the base is that of `lowtide.quantize`, and
-            the saved adapter belongs to that. With more, Q is another: keep it, or merge.
-        block: as of `lowtide.quantize`.
+        num_steps: how often both steps are done. With 1, Q is the quantised W: the base is that of `lowtide.quantize`,
+            and the saved adapter fits that base. With more, Q is another base: keep it, or merge.
+        block: as for `lowtide.quantize`.
 
     Returns:
         The model with a `LoRAWeight` on a `lowtide.QuantizedWeight` in place of each target.
 
     Raises:
-        ConfigError: for DoRA, another `init`, a number of steps below 1, and a format that is unknown.
-        StructureError: for a target that is quantised already; and as `add`.
+        ConfigError: for DoRA, another `init`, a number of steps below 1, and an unknown format.
+        StructureError: for a target that is already quantised; and as `add`.
         SelectionError: as `add`.
 
     Memory:
-        The quantised weights and adapters; of one matrix three copies in float32, and its decomposition. The model's
-        own weights stay until it is dropped.
+        The quantised weights and adapters. For one matrix at a time, three copies in float32, and its decomposition.
+        The model's own weights stay until it is dropped.
 
     Examples:
         >>> from lowtide.adapters.lora import Config, loftq
@@ -116,6 +117,7 @@ def _started(node: LoRAWeight, form: str, block: int | None, num_steps: int) -> 
             codes = quant.quantize({"w": rest}, "w", form, block=block)["w"]
             if is_on:
                 lora_a, lora_b = pissa(whole - codes.dense(jnp.float32), rank, node.scaling)
+        # `rest` is float32, but the node replaces a weight of the original dtype.
         return dataclasses.replace(codes, weight_dtype=jnp.dtype(weight.dtype).name), lora_a, lora_b
 
     if weight.ndim == 2:

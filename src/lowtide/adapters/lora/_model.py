@@ -1,4 +1,4 @@
-"""Put adapters into a model, and fold them into its weights."""
+"""Add adapters to a model, and merge them into its weights."""
 
 from __future__ import annotations
 
@@ -38,45 +38,44 @@ def add(
 ) -> Tree:
     """Give chosen weights an adapter that starts as no change.
 
-    Of LoRA A is random, as in PEFT, and B is zero; of (IA)³ the vector is ones; of VeRA the projections are random, and
-    one of the vectors is zero. What `modules_to_save` and `bias` name trains beside them, a copy in a `SavedWeight`.
-    All are float32 whatever the weight's dtype. What is drawn for a LoRA module depends on
-    `key` and on its path only, not on what else is adapted.
+    For LoRA, A is random, as in PEFT, and B is zero. For (IA)³ the vector is ones. For VeRA the projections are random,
+    and one of the vectors is zero. Arrays that `modules_to_save` and `bias` name also train, as a copy in a
+    `SavedWeight`. All are float32 whatever the weight's dtype. The random values of a LoRA module depend only on `key`
+    and its path, not on the other targets.
 
     Args:
-        model: any pytree that multiplies by its weights and does nothing else with them: through
-            `lowtide.core.linear`, or as ``weight @ x``, ``x @ weight`` or ``x @ weight.T``, as Equinox does. Weights
-            have shape [out, in], or [num_layers, out, in] for stacked layers. (One of shape [in, out] trains as well
-            with plain LoRA, and ``x @ weight``; what its files call A is PEFT's B, transposed.) Experts of Lowtide's
-            mixtures, [num_layers, num_experts, out, in], have a pair of factors each.
-            `jax.ShapeDtypeStruct` leaves give abstract adapters.
+        model: any pytree whose weights are only multiplied: through `lowtide.core.linear`, or as ``weight @ x``,
+            ``x @ weight`` or ``x @ weight.T``, as Equinox does. Weights have shape [out, in], or [num_layers, out, in]
+            for stacked layers. (A weight [in, out] that is used as ``x @ weight`` also trains with plain LoRA; in its
+            files, A is PEFT's B, transposed.) Experts of Lowtide's MoE models, [num_layers, num_experts, out, in], have
+            a pair of factors each. `jax.ShapeDtypeStruct` leaves give abstract adapters.
         config: a `Config`, `IA3Config` or `VeRAConfig`.
         key: a JAX random key; (IA)³ needs none.
-        fn: a function of the model, such as its loss, where that does other things with weights: with `lowtide.adapted`
-            it is what will train. Its program says what each target is: a matrix whatever its axes' order, a kernel of
-            attention or of a convolution, a table of embeddings, a stack of such.
+        fn: a function of the model, such as its loss, for a model that uses weights in other ways; train it as
+            ``lt.adapted(fn)``. Its program determines what each target is: a matrix with its axes in any order, a
+            kernel of attention or of a convolution, an embedding table, or a stack of these.
         args: the other arguments of `fn`: arrays, or shapes.
 
     Returns:
         The model with a `LoRAWeight`, `IA3Weight` or `VeRAWeight` in place of each target, or a `LoRAKernel` where `fn`
-        uses it as no matrix; `TRAINABLE`, the glob ``"**/lora_*"``, selects exactly what trains.
+        does not use it as a matrix. `TRAINABLE`, the glob ``"**/lora_*"``, selects exactly the trainable leaves.
 
     Raises:
         SelectionError: when a pattern matches nothing.
-        StructureError: for a target that is no floating-point matrix, or has an adapter already; for (IA)³ on outputs
-            to which the model adds a bias itself; for an embedding that is the head, too; with `fn` for a target that
-            it does more with than to multiply by it, or nothing, without it from `lowtide.value_and_grad` and the
-            trainer.
-        ConfigError: when the rank exceeds a target's smaller dimension, `layers` names one that is not there, `key` is
-            missing, for what kernels, experts and embeddings do not take (DoRA, some layers, (IA)³, VeRA), and for a
-            module of Keras or NNX in place of its arrays.
+        StructureError: for a target that is not a floating-point matrix, or already has an adapter; for (IA)³ on
+            outputs to which the model adds a bias itself; for an embedding that is also the head; with `fn`, for a
+            target that it does not use, or uses in more ways than to multiply. Without `fn`, `lowtide.value_and_grad`
+            and the trainer raise the last one.
+        ConfigError: when the rank exceeds a target's smaller dimension, when `layers` names a layer that does not
+            exist, or when `key` is missing. Also for configurations that kernels, experts and embeddings do not support
+            (DoRA, some layers, (IA)³, VeRA). Also for a module of Keras or NNX in place of its arrays.
 
     Memory:
-        ``4 * rank * (out + in)`` bytes for each matrix, of DoRA ``4 * out`` more; of (IA)³ ``4 * out`` or ``4 * in``;
-        of VeRA ``4 * (rank + out)`` that train, and the projections, once a layer. The weights are referred to, not
-        copied; what trains as a whole is copied, in float32. An `init` out of the weight has its factors twice, and of
-        one matrix at a time a decomposition in float32. Adapters of a weight with a `jax.sharding.NamedSharding` are
-        sharded like it along the axes they share.
+        LoRA: ``4 * rank * (out + in)`` bytes for each matrix, with DoRA ``4 * out`` more. (IA)³: ``4 * out`` or
+        ``4 * in``. VeRA: ``4 * (rank + out)`` that train, and the projections, once per layer. The weights are referred
+        to, not copied; arrays that train as a whole are copied, in float32. An `init` that takes a part of the weight
+        holds its factors twice, and for one matrix at a time a decomposition in float32. Adapters of a weight with a
+        `jax.sharding.NamedSharding` are sharded like it along the axes they share.
 
     Examples:
         >>> from lowtide.adapters.lora import Config
@@ -112,25 +111,25 @@ def add(
 
 
 def merge(model: Tree) -> Tree:
-    """Fold every adapter into its weight (of LoRA, W + scaling B A), in float32, rounded once to the dtype of W.
+    """Fold every adapter into its weight (for LoRA, W + scaling B A), in float32, rounded once to the dtype of W.
 
-    The given model stays as it is, so there is nothing to undo; `unmerge` takes an adapter off weights that exist only
-    merged.
+    The given model stays unchanged, so there is nothing to undo. `unmerge` removes an adapter from weights that exist
+    only in merged form.
 
     Args:
         model: a model with adapters.
 
     Returns:
-        The model with plain weights, without any adapter. (IA)³ on outputs scales the module's bias, too.
-        Rounding to bfloat16 loses the part of a correction that is below half a unit in the last place of W.
+        The model with plain weights, without any adapter. (IA)³ on outputs also scales the module's bias. Rounding to
+        bfloat16 loses the part of a correction that is below half a unit in the last place of W.
 
     Raises:
-        StructureError: when there is no adapter, or a base weight is no array.
-        NonFiniteError: when a merged weight has a value that is no finite number (not seen under `jax.jit`).
+        StructureError: when there is no adapter, or a base weight is not an array.
+        NonFiniteError: when a merged weight has a value that is not finite (not detected under `jax.jit`).
 
     Memory:
-        A new array for each adapted weight, made one at a time; while one is made, a float32 copy of one layer of it.
-        The given model is not changed: drop it to free its weights.
+        A new array for each adapted weight, made one at a time, and meanwhile a float32 copy of one layer of it. The
+        given model is not changed: drop it to free its weights.
 
     Examples:
         >>> from lowtide.adapters.lora import LoRAWeight
@@ -155,6 +154,7 @@ def merge(model: Tree) -> Tree:
             )
     by_path = {site.path: site for site in sites(model)}
     nodes: dict[int, Any] = {}
+    # Arrays that train as a whole come first, so that (IA)³ below scales a merged bias.
     for site in sorted(adapted, key=lambda site: not isinstance(site.node, SavedWeight)):
         nodes[site.index] = _checked(site.path, _fold(site.node))
         bias = by_path.get(f"{site.module}/bias")
@@ -164,13 +164,13 @@ def merge(model: Tree) -> Tree:
 
 
 def disable(model: Tree) -> Tree:
-    """Return the model without its adapters: the base as it is.
+    """Return the model without its adapters: the unchanged base.
 
     Args:
         model: a model with adapters.
 
     Returns:
-        The model with the weights that the adapters stand on.
+        The model with the base weights in place of the adapters.
 
     Raises:
         StructureError: when there is no adapter.
@@ -208,8 +208,8 @@ def _is_finite(weight: Array) -> Array:
 
 
 def _refuse_object(model: Any) -> None:
-    """Raise for an object of a library that makes arrays of its weights, whose arrays alone take adapters."""
-    # Who has such a model has imported its library.
+    """Refuse a Keras or NNX object, whose layers make arrays of their weights; only its arrays take adapters."""
+    # A caller with such a model has imported its library, so `sys.modules` has it and nothing is imported here.
     of_nnx = "give its arrays, {}, and train with lt.adapted(fn), whose fn merges them into the module; or take "
     of_nnx += "nnx.LoRALinear in the layers' place, and lowtide.ext.nnx.Bridge(module, wrt=nnx.LoRAParam)"
     hints = {
@@ -256,11 +256,11 @@ def _check_target(model: Tree, site: Site, use: Use | None) -> None:
             + (", or give fn and args, whose program says what it is" if len(shape) > 3 else ""),
         )
     if is_named:
-        layer_names(model, site)  # refuses vectors of stacked layers, which look like a matrix [num_layers, dim]
+        layer_names(model, site)  # refuses a vector of stacked layers, which looks like a matrix [num_layers, dim]
 
 
 def _check_side(site: Site, use: Use | None, config: AnyConfig) -> None:
-    """Refuse for a weight [in, out] what scales outputs of x Wᵀ."""
+    """Refuse, for a weight [in, out], adapters that scale the inputs or outputs of x Wᵀ."""
     if use is not None and use.is_matrix and use.over_rows and (not isinstance(config, Config) or config.dora):
         raise ConfigError(
             f"{site.path}: the function multiplies by this weight as [in, out]",
@@ -282,7 +282,7 @@ def _fold(node: Adapter) -> Any:
     if weight.ndim == 2:
         merged = _fold_matrix(node)
     else:
-        # Matrix by matrix into one buffer. In a `lax.map`, XLA for CPU would hold a bfloat16 stack in float32.
+        # Merge matrix by matrix into one buffer. In a `lax.map`, XLA for CPU would hold a bfloat16 stack in float32.
         merged = jnp.zeros(weight.shape, weight.dtype, device=sharding)
         for index in np.ndindex(weight.shape[:-2]):
             merged = _fold_layer(merged, index, node)

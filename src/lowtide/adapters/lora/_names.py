@@ -1,4 +1,4 @@
-"""Whether the files of PEFT have a place for a model's adapters."""
+"""Check that PEFT's files have a place for a model's adapters."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ _PEFT_TYPES = {LoRAWeight: LORA, LoRAKernel: LORA, IA3Weight: IA3, VeRAWeight: V
 
 
 def check_names(model: Tree) -> None:
-    """Raise where `save` would find no names for an adapter, before anybody trains it.
+    """Check, before training, that `save` has a name for every adapter.
 
     Args:
         model: a model with adapters; shapes are enough.
 
     Raises:
-        StructureError: for an adapter that the files of PEFT have no place for.
+        StructureError: for an adapter that PEFT's files have no place for.
 
     Memory:
         None.
@@ -47,7 +47,7 @@ def check_names(model: Tree) -> None:
 
 
 def one_kind(adapted: Sequence[Site]) -> str:
-    """Return PEFT's name of the kind of all adapters."""
+    """Return PEFT's name of the kind that all adapters have."""
     kinds = {(_PEFT_TYPES[type(site.node)], getattr(site.node, "lora_magnitude", None) is not None) for site in adapted}
     if len(kinds) > 1:
         raise StructureError(

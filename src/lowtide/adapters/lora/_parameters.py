@@ -1,19 +1,19 @@
 """Experts that are one parameter in PEFT's files: `target_parameters`.
 
-Such a parameter has all experts of a layer, as [E, out, in] or [E, in, out], and often two of our weights, one below
-the other: ``gate_up_proj`` is gate and up. Its module ``m`` is wrapped once for each of its parameters that has an
-adapter, the first one innermost, so that of two the tensors of the first are ``m.base_layer.lora_A.weight`` and those
-of the second ``m.lora_A.weight``. A is [E r, in], expert by expert; B is [out, r E], for each of the r columns those of
-all experts beside each other (`ParamWrapper` of PEFT 0.21). An entry stands for a parameter whose name it is, or ends
-after a dot; patterns for ranks and alphas see that name, too. `layers_to_transform` and `exclude_modules` are of
-modules alone.
+Such a parameter holds all experts of a layer, as [E, out, in] or [E, in, out]. Often it holds two of our weights, one
+after the other along the outputs: ``gate_up_proj`` is gate and up. PEFT wraps its module ``m`` once for each of its
+parameters that has an adapter, the first one innermost. With two, the tensors of the first are
+``m.base_layer.lora_A.weight`` and those of the second ``m.lora_A.weight``. A is [E r, in], expert by expert. B is
+[out, r E]: for each of the r columns, those of all experts side by side (`ParamWrapper` of PEFT 0.21). An entry matches
+a parameter whose name it equals, or ends after a dot. Patterns for ranks and alphas match that name, too.
+`layers_to_transform` and `exclude_modules` apply to modules only.
 
-The adapter of a parameter is one of each of its weights, with the same A and a part of the rows of B: exact, and two
-copies of A, which train apart.
+The adapter of a parameter becomes one adapter for each of its weights, with the same A and a part of the rows of B. The
+values are exact, but there are two copies of A, which train separately.
 
-Where experts have modules in older versions of Transformers, adapters are written for those, and PEFT makes one of a
-parameter of them: of gate and up with the sum of their ranks. It takes that from the common rank and alpha alone, and
-knows nothing of rank-stabilised scales; `patterns` says it in words that it reads first.
+Where older versions of Transformers have modules for experts, adapters are written for those. PEFT joins them into one
+adapter of the parameter: for gate and up, with the sum of their ranks. It derives that sum from the common rank and
+alpha only, and ignores rank-stabilised scales. `patterns` therefore adds explicit entries, which PEFT reads first.
 """
 
 from __future__ import annotations
@@ -40,37 +40,37 @@ _PREFIX = "base_model.model."
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Parameter:
-    """A parameter of all experts of a layer, and the weights here that it holds."""
+    """A parameter that holds all experts of a layer, and the weights here that it corresponds to."""
 
     name: str
-    """Its name elsewhere, with ``{layer}``."""
+    """Its name in other software, with ``{layer}``."""
     sites: tuple[Site, ...]
-    """Of its weights, whose outputs it has one after the other."""
+    """Sites of its weights, whose outputs it holds one after the other."""
     transposed: bool
-    """Whether experts are [in, out], there and here."""
+    """Whether experts are stored as [in, out], there and here."""
     wrappers: int = 0
-    """How many wrappers of other parameters are around its own."""
+    """Number of wrappers of other parameters around its own."""
 
     @property
     def names(self) -> list[str]:
-        """Its names, one a layer."""
+        """Its names, one per layer."""
         return [self.name.replace(LAYER, str(layer)) for layer in range(self.sites[0].weight.shape[0])]
 
     @property
     def keys(self) -> list[tuple[str, str]]:
-        """The file's names of A and B, one pair a layer."""
+        """The file's names of A and B, one pair per layer."""
         inside = "base_layer." * self.wrappers
         modules = [name.rpartition(".")[0] for name in self.names]
         return [(f"{_PREFIX}{m}.{inside}lora_A.weight", f"{_PREFIX}{m}.{inside}lora_B.weight") for m in modules]
 
     def sizes(self) -> tuple[int, int, list[int]]:
-        """Return how many experts there are, how wide their inputs are, and how wide the outputs of each weight."""
+        """Return the number of experts, the width of their inputs, and the width of the outputs of each weight."""
         shapes = [site.weight.shape[:1:-1] if self.transposed else site.weight.shape[2:] for site in self.sites]
         return self.sites[0].weight.shape[1], shapes[0][1], [out for out, _ in shapes]
 
 
 def expert_parameters(model: Tree) -> list[Parameter]:
-    """List what is one parameter elsewhere, of a model that says so (``expert_parameters``), in the order there."""
+    """List the experts that are one parameter elsewhere, from the model's ``expert_parameters``, in its order."""
     told: Mapping[str, Sequence[str]] = getattr(model, "expert_parameters", {})
     if not told:
         return []
@@ -85,7 +85,7 @@ def expert_parameters(model: Tree) -> list[Parameter]:
 
 
 def nested(chosen: Sequence[Parameter]) -> list[Parameter]:
-    """Count the wrappers around each of some parameters: those of the ones of its module that come later."""
+    """Set the number of wrappers around each parameter: one for each later parameter of the same module."""
     modules = [each.name.rpartition(".")[0] for each in chosen]
     return [
         dataclasses.replace(each, wrappers=modules[number + 1 :].count(modules[number]))
@@ -94,15 +94,15 @@ def nested(chosen: Sequence[Parameter]) -> list[Parameter]:
 
 
 def written(model: Tree) -> list[Parameter]:
-    """List the parameters with an adapter whose experts have no module elsewhere: as such they are written."""
+    """List the adapted parameters that are written as `target_parameters`: their experts are not modules elsewhere."""
     return nested([each for each in expert_parameters(model) if each.transposed and is_adapted(each)])
 
 
 def parameter_tensors(parameter: Parameter, lora_a: np.ndarray, lora_b: np.ndarray) -> dict[str, np.ndarray]:
-    """Return the tensors of the adapter of a parameter that is one weight here, by the file's names.
+    """Return the adapter's tensors of a parameter that is one weight here, by the file's names.
 
     Args:
-        parameter: of `written`.
+        parameter: from `written`.
         lora_a: the node's A, [L, E, r, in], or of transposed experts [L, E, r, out].
         lora_b: the node's B, [L, E, out, r], or of transposed experts [L, E, in, r].
     """
@@ -120,11 +120,11 @@ def patterns(model: Tree, config: Mapping[str, Any]) -> dict[str, dict[str, Any]
 
     Args:
         model: the model with adapters.
-        config: what `adapter_config.json` says of modules.
+        config: the contents of `adapter_config.json` for modules.
 
     Returns:
-        ``rank_pattern`` and ``alpha_pattern``; new entries, first, only where PEFT would not come to the same. Nothing
-        for other kinds than LoRA.
+        ``rank_pattern`` and ``alpha_pattern``. New entries come first, and only where PEFT would derive another rank or
+        alpha. Empty for kinds other than LoRA.
     """
     if "rank_pattern" not in config:
         return {}
@@ -137,6 +137,7 @@ def patterns(model: Tree, config: Mapping[str, Any]) -> dict[str, dict[str, Any]
         nodes: list[Any] = [site.node for site in each.sites]
         rank, number = sum(node.rank for node in nodes), len(nodes)
         alpha = round(nodes[0].scaling * (math.sqrt(rank) if config["use_rslora"] else rank), 12)
+        # PEFT multiplies the common rank and alpha by the number of weights. Where that is right, no entry is needed.
         if (rank, alpha) != (config["r"] * number, config["lora_alpha"] * number):
             entry = ".".join(each.name.split(".")[-2:])
             ranks[entry], alphas[entry] = rank, alpha
@@ -147,10 +148,10 @@ def patterns(model: Tree, config: Mapping[str, Any]) -> dict[str, dict[str, Any]
 
 
 def check_scales(parameter: Parameter) -> None:
-    """Raise for adapters that PEFT would make one of, and that have several scales.
+    """Check that adapters which PEFT joins into one have the same scale.
 
     Raises:
-        StructureError: for such adapters.
+        StructureError: when their scales differ.
     """
     scales = {site.path: site.node.scaling for site in parameter.sites}
     if not math.isclose(min(scales.values()), max(scales.values())):
@@ -163,20 +164,20 @@ def check_scales(parameter: Parameter) -> None:
 
 
 def is_adapted(parameter: Parameter) -> bool:
-    """Whether all weights of a parameter have an adapter."""
+    """Return whether all weights of a parameter have an adapter."""
     return all(isinstance(site.node, LoRAWeight) for site in parameter.sites)
 
 
 def parameters_in(model: Tree, config: PeftConfig) -> list[Parameter]:
-    """Find the parameters that a directory adapts.
+    """Return the parameters that a directory adapts.
 
     Args:
         model: the model.
-        config: the directory's.
+        config: the directory's configuration.
 
     Raises:
-        ModelFileError: for a name that is none of a parameter of experts here, for a choice of layers, and where the
-            experts train as a whole, too.
+        ModelFileError: for a name that is not a parameter of experts here, for some layers only, and where the experts
+            also train as a whole.
     """
     named = config.target_parameters
     if not named:
@@ -221,13 +222,13 @@ def read_parameter(file: Any, path: Path, parameter: Parameter, config: PeftConf
 
     Args:
         file: an open safetensors file.
-        path: where it is, for messages.
-        parameter: of `parameters_in`.
-        config: the directory's.
+        path: the file's path, for messages.
+        parameter: from `parameters_in`.
+        config: the directory's configuration.
 
     Raises:
-        ModelFileError: for another adapter than LoRA, ranks or alphas that differ between layers, and tensors that do
-            not fit.
+        ModelFileError: for an adapter other than LoRA, for ranks or alphas that differ between layers, and for tensors
+            that do not fit.
     """
     num_experts, inner, outs = parameter.sizes()
     names = parameter.names
@@ -237,6 +238,7 @@ def read_parameter(file: Any, path: Path, parameter: Parameter, config: PeftConf
     of_a: list[np.ndarray] = []
     of_b: list[np.ndarray] = []
     for key_a, key_b in parameter.keys:
+        # PEFT's layouts: A [E r, in], expert by expert; B [out, r E], where the index of the expert varies fastest.
         lora_a = read_tensor(file, path, key_a, (num_experts * rank, inner))
         lora_b = read_tensor(file, path, key_b, (sum(outs), rank * num_experts))
         of_a.append(lora_a.reshape(num_experts, rank, inner))
@@ -246,7 +248,7 @@ def read_parameter(file: Any, path: Path, parameter: Parameter, config: PeftConf
     ends = np.cumsum([0, *outs])
     for site, start, end in zip(parameter.sites, ends[:-1], ends[1:], strict=True):
         a, b = lora_a, lora_b[:, :, start:end]
-        if parameter.transposed:  # what reads is called B here, and what writes A
+        if parameter.transposed:  # here B reads the inputs, and A writes the outputs
             a, b = b.swapaxes(-1, -2), a.swapaxes(-1, -2)
         said: dict[str, Any] = {"alpha": alpha, "rslora": bool(config.file.use_rslora)}
         nodes[site.index] = placed(LoRAWeight(site.weight, jnp.array(a), jnp.array(b), **said))

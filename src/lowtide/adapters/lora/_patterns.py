@@ -1,7 +1,8 @@
-"""Regular expressions that a file brings, matched as Python's `re` does but not for longer than a time.
+"""Regular expressions from a file, matched with the rules of Python's `re` and a time limit.
 
-`re` knows no end: ``(a+)+$`` takes years on a name of forty letters, and no signal reaches it. The `regex` package has
-the same rules (its version 0 behaviour) and a timeout. What only one of the two understands is refused.
+`re` has no time limit: ``(a+)+$`` takes years on a name of forty letters, and no signal interrupts it. The `regex`
+package has the same rules (its version 0 behaviour) and a timeout. A pattern that only one of the two accepts is
+refused.
 """
 
 from __future__ import annotations
@@ -14,18 +15,18 @@ from typing import Any
 from ...core import ModelFileError, shown
 
 MOST_SECONDS = 10.0
-"""For all matches of one configuration together."""
+"""Limit for all matches of one configuration together."""
 
 _REGEX_ONLY = re.compile(r"\[\[:|(?<!\\)\{(?!\d*,?\d*\})")
-"""POSIX classes and fuzzy matches, which `re` takes as plain characters that no module's name has."""
+"""POSIX classes and fuzzy matches of `regex`. `re` takes them as plain characters, which no module's name has."""
 
 
 class Matcher:
-    """Matches the patterns of one file.
+    """Matches the patterns of one file, within the time that is left; `matches` reduces that time.
 
     Args:
         where: the file, for messages.
-        is_trusted: whether Lowtide itself wrote the patterns, which then may take their time.
+        is_trusted: whether Lowtide wrote the patterns itself, so that no time limit applies.
     """
 
     def __init__(self, where: str, *, is_trusted: bool = False) -> None:
@@ -33,10 +34,10 @@ class Matcher:
         self._compiled: dict[str, Any] = {}
 
     def matches(self, pattern: str, name: str, *, whole: bool = True) -> bool:
-        """Whether a pattern covers a whole name, or its beginning.
+        """Return whether a pattern matches a whole name, or its beginning.
 
         Raises:
-            ModelFileError: when it is no regular expression, or when all matches take too long.
+            ModelFileError: when the pattern is not a regular expression, or when all matches take too long.
         """
         began = time.monotonic()
         if pattern not in self._compiled:
@@ -62,7 +63,7 @@ class Matcher:
         try:
             if _REGEX_ONLY.search(pattern):
                 raise ValueError("a brace that is no count, or a class in [: :]")
-            with warnings.catch_warnings():  # of what a later Python may read otherwise
+            with warnings.catch_warnings():  # about syntax that a later Python may read differently
                 warnings.simplefilter("ignore")
                 re.compile(pattern)
                 return regex.compile(pattern, flags=regex.VERSION0)

@@ -1,10 +1,10 @@
-"""PEFT's adapter format: what its configuration says, and which names its tensors have.
+"""PEFT's adapter format: the options of its configuration, and the names of its tensors.
 
 An adapter is a directory with `adapter_config.json` and `adapter_model.safetensors`. A module ``m`` has the tensors
 ``base_model.model.m.lora_A.weight`` [r, in] and ``base_model.model.m.lora_B.weight`` [out, r]. Module names in the
-configuration are matched as PEFT 0.21 does (`tuners_utils.check_target_module_exists`, `other.get_pattern_key`):
-entries of a list equal a name or end it after a dot, a text is a regular expression for the whole name, and the keys
-of `rank_pattern` and `alpha_pattern` are regular expressions for the end of a name, the first that fits deciding.
+configuration are matched as PEFT 0.21 does (`tuners_utils.check_target_module_exists`, `other.get_pattern_key`). An
+entry of a list equals a name, or ends it after a dot. A text is a regular expression for the whole name. The keys of
+`rank_pattern` and `alpha_pattern` are regular expressions for the end of a name; the first match decides.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ WEIGHTS_FILE = "adapter_model.safetensors"
 _MOST_BYTES = 16 * 1024**2
 
 KERNELS = "lowtide_kernels"
-"""Our key of the configuration, of which PEFT knows nothing."""
+"""Our own key of the configuration, which PEFT ignores."""
 LORA, IA3, VERA = "LORA", "IA3", "VERA"
 
-# Options that say nothing about the values a loaded adapter computes with.
+# Options that have no effect on the values a loaded adapter computes.
 _NO_EFFECT = frozenset(
     "auto_mapping base_model_name_or_path corda_config d_initial eva_config inference_mode init_ia3_weights "
     "init_weights loftq_config lora_ga_config megatron_core peft_version projection_prng_key qalora_group_size "
@@ -45,8 +45,9 @@ _READ = {
     IA3: "feedforward_modules",
     VERA: "bias r save_projection vera_dropout",
 }
-# Initialisations that leave the base weights alone, and those that take off what the weight itself says. The others
-# (PiSSA with random projections, CorDA, LoftQ, LoRA-GA) change the base in ways that no file tells.
+# Initialisations that leave the base weights unchanged, and those whose subtracted part can be computed from the base
+# weights. The others (PiSSA with random projections, CorDA, LoftQ, LoRA-GA) change the base in ways that no file
+# records.
 _PURE_INITS = (None, True, False, "gaussian", "eva", "orthogonal", *IN_THE_WEIGHT)
 
 
@@ -55,7 +56,7 @@ VERA_TENSORS = ("base_model.vera_A", "base_model.vera_B")
 
 
 def tensor_names(module: str, kind: str, *, dora: bool = False, table: bool = False) -> dict[str, str]:
-    """Return what the file calls the leaves of a module's node, by the leaf's name; of a table both are transposed."""
+    """Return the file's names of the leaves of a module's node, by leaf; those of a table are transposed there."""
     leaves = {
         LORA: {"lora_a": "lora_A.weight", "lora_b": "lora_B.weight"},
         IA3: {"lora_scale": "ia3_l"},
@@ -70,21 +71,21 @@ def tensor_names(module: str, kind: str, *, dora: bool = False, table: bool = Fa
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PeftConfig:
-    """What `adapter_config.json` says about the adapted modules."""
+    """The contents of `adapter_config.json` about the adapted modules."""
 
     file: Any
-    """The file, of the schema of its kind."""
+    """The file's contents, in the schema of its kind."""
     kind: str = LORA
     """PEFT's name of the kind of adapter."""
     matcher: Matcher
-    """What matches its patterns."""
+    """Matcher of the file's patterns."""
     where: str
     """The file, for messages."""
     tables: frozenset[str] = frozenset()
     """Names of modules whose rows are looked up."""
 
     def check_patterns(self) -> None:
-        """Raise for what is no regular expression, whether or not a module is looked for with it."""
+        """Raise for an invalid regular expression, whether or not a module is matched against it."""
         texts = [text for text in (self.file.target_modules, self.file.exclude_modules) if isinstance(text, str)]
         if self.kind == IA3 and isinstance(self.file.feedforward_modules, str):
             texts.append(self.file.feedforward_modules)
@@ -101,7 +102,7 @@ class PeftConfig:
         return float(_by_pattern(self.file.alpha_pattern, module, self.matcher, self.file.lora_alpha))
 
     def scale_of(self, names: Sequence[str], path: str) -> tuple[int, float]:
-        """Return rank and alpha of a stack, given the names of its layers and its path here.
+        """Return rank and alpha of a stack, from the names of its layers and its path here.
 
         Raises:
             ModelFileError: when they are not the same for all layers.
@@ -122,7 +123,7 @@ class PeftConfig:
         return list(self.file.target_parameters or ()) if self.kind == LORA else []
 
     def is_feedforward(self, module: str) -> bool:
-        """Whether (IA)³ scales a module's inputs."""
+        """Return whether (IA)³ scales a module's inputs."""
         named = self.file.feedforward_modules
         if isinstance(named, str):
             return self.matcher.matches(named, module)
@@ -130,16 +131,16 @@ class PeftConfig:
 
     @property
     def dora(self) -> bool:
-        """Whether there are magnitudes."""
+        """Whether the adapter has magnitudes."""
         return self.kind == LORA and bool(self.file.use_dora)
 
     @property
     def tensors(self) -> Any:
-        """`tensor_names` of this kind, a function of the module's name."""
+        """`tensor_names` for this configuration, as a function of the module's name."""
         return lambda module: tensor_names(module, self.kind, dora=self.dora, table=module in self.tables)
 
     def targets(self, module: str) -> bool:
-        """Whether a module has an adapter; True when the file does not say."""
+        """Return whether a module has an adapter; True when the file does not say."""
         if self.saves(module):
             return False
         named, excluded = self.file.target_modules, self.file.exclude_modules
@@ -148,16 +149,16 @@ class PeftConfig:
         return (named is None or _matches(named, module, self.matcher)) and self._has_layer(module)
 
     def saves(self, module: str) -> bool:
-        """Whether a module trains as a whole."""
+        """Return whether a module trains as a whole."""
         return _saves(self.file.modules_to_save or (), module)
 
     def trains_bias(self, module: str, is_adapted: bool) -> bool:
-        """Whether the bias of a module trains."""
+        """Return whether the bias of a module trains."""
         word = self.file.bias if self.kind == LORA else "none"
         return word == "all" or (word == "lora_only" and is_adapted)
 
     def _has_layer(self, module: str) -> bool:
-        """Whether a module is of a layer that has adapters."""
+        """Return whether a module is in a layer that has adapters."""
         layers, before = self.file.layers_to_transform, self.file.layers_pattern
         if layers is None:
             return True
@@ -180,14 +181,14 @@ def describe(
     """Return the contents of `adapter_config.json`.
 
     Args:
-        adapted: of every adapted module what its node says: ``rank``, ``alpha``, ``rslora`` (None of a kernel, whose
-            scale is alpha / rank always), ``dora``, ``feedforward``.
+        adapted: for every adapted module the properties of its node: ``rank``, ``alpha``, ``rslora`` (None for a
+            kernel, whose scale is always alpha / rank), ``dora``, ``feedforward``.
         modules: the names of all modules of the model that could be adapted.
         kind: of the adapters.
         base_model_name_or_path: where the base model is.
         task_type: PEFT's name of the kind of model.
-        whole: options that say what trains as a whole.
-        parameters: names in `adapted` that are no modules but parameters of experts, of all layers.
+        whole: options for arrays that train as a whole.
+        parameters: names in `adapted` that are not modules but parameters of experts, of all layers.
 
     Returns:
         A dictionary with the keys PEFT writes.
@@ -213,7 +214,8 @@ def describe(
         return {**common, "r": first["rank"], "projection_prng_key": 0, "save_projection": True, "vera_dropout": 0.0}
     kinds = {node["rslora"] for node in adapted.values()} - {None}
     rslora = kinds == {True}
-    # A scale of one kind among those of the other is written as what gives the same number.
+    # `use_rslora` holds for the whole file. Where nodes of both kinds occur, alphas are converted to give the same
+    # scale.
     alphas = {name: _alpha(node, rslora) for name, node in adapted.items()}
     rank, rank_pattern = _default_and_pattern({name: node["rank"] for name, node in adapted.items()})
     alpha, alpha_pattern = _default_and_pattern({name: _integral(alpha) for name, alpha in alphas.items()})
@@ -235,8 +237,8 @@ def read_config(directory: Path) -> PeftConfig:
     """Read and check `adapter_config.json`.
 
     Raises:
-        ModelFileError: when it is missing, no JSON object, lacks or garbles a value, has an alpha that is not positive,
-            or asks for something that would change the result and is not supported.
+        ModelFileError: when it is missing, is not a JSON object, or lacks a value. Also for an invalid value, an alpha
+            that is not positive, or an unsupported option that would change the result.
     """
     from ._schema import AdapterFile, IA3File, VeraFile
 
@@ -276,7 +278,7 @@ def read_config(directory: Path) -> PeftConfig:
 
 
 def _check_alphas(path: Path, file: Any) -> None:
-    """Refuse, as `Config` does, an alpha with which an adapter would train nothing, or be taken off."""
+    """Refuse, as `Config` does, an alpha of zero or less: the adapter would train nothing, or be subtracted."""
     alphas = {"lora_alpha": file.lora_alpha} | {
         f"alpha_pattern[{shown(name)}]": alpha for name, alpha in (file.alpha_pattern or {}).items()
     }
@@ -292,7 +294,7 @@ def _check_alphas(path: Path, file: Any) -> None:
 
 
 def _refuse_unsupported(path: Path, raw: Mapping[str, Any]) -> str:
-    """Refuse every option, known or not, that is switched on and would change what the adapter computes.
+    """Refuse every option, known or not, that is on and would change what the adapter computes.
 
     Returns:
         The kind of adapter.
@@ -322,9 +324,10 @@ def saved_names(chosen: Collection[str], modules: Collection[str]) -> list[str]:
     """Return entries of `modules_to_save` that stand for the chosen modules, and for no other.
 
     Raises:
-        StructureError: when there are none, since a module's name is the end of another's.
+        StructureError: when no such entries exist, because one module's name ends another's.
     """
     wanted, every = {*chosen}, {*chosen, *modules}
+    # Prefer the last segment; use the full name where that segment also ends other modules.
     last = {name: name.rpartition(".")[2] for name in chosen}
     exact = {end: all(name in wanted for name in every if _saves([end], name)) for end in {*last.values()}}
     names = sorted({end if exact[end] else name for name, end in last.items()})
@@ -339,7 +342,7 @@ def saved_names(chosen: Collection[str], modules: Collection[str]) -> list[str]:
 
 
 def _saves(names: Sequence[str], module: str) -> bool:
-    """Whether the name of a module, or of one around it, ends with one of these."""
+    """Return whether the name of a module, or of one of its parents, ends with one of these."""
     parts = module.split(".")
     return any(".".join(parts[: end + 1]).endswith(tuple(names)) for end in range(len(parts)))
 
@@ -351,14 +354,14 @@ def _matches(patterns: str | Sequence[str], module: str, matcher: Matcher) -> bo
 
 
 def _by_pattern(patterns: Mapping[str, Any] | None, module: str, matcher: Matcher, default: Any) -> Any:
-    """Return what the first pattern that fits a module says of it."""
+    """Return the value of the first pattern that matches a module, or the default."""
     patterns = patterns or {}
     key = next((key for key in patterns if matcher.matches(_end_of(key), module, whole=False)), module)
     return patterns.get(key, default)
 
 
 def _alpha(node: Mapping[str, Any], rslora: bool) -> float:
-    """Return the alpha that gives a module's scale where all are rank-stabilised, or none is."""
+    """Return the alpha that gives a node's scale in a file whose `use_rslora` is `rslora`."""
     root = math.sqrt(node["rank"])
     if rslora and not node["rslora"]:
         return round(node["alpha"] / root, 12)
@@ -374,7 +377,7 @@ def _integral(number: float) -> float:
 
 
 def _short_names(chosen: Sequence[str], modules: Sequence[str]) -> list[str]:
-    """Names that stand for `chosen` among `modules`: the last segment where all that share it are chosen."""
+    """Return names that stand for `chosen` among `modules`: the last segment if all that share it are chosen."""
     wanted = set(chosen)
     last = {name: name.rpartition(".")[2] for name in {*chosen, *modules}}
     partly = {last[name] for name in last if name not in wanted}
@@ -385,7 +388,7 @@ def _target_modules(adapted: Sequence[str], modules: Sequence[str]) -> list[str]
     names, matcher = _short_names(adapted, modules), Matcher(CONFIG_FILE, is_trusted=True)
     if {name for name in (*adapted, *modules) if _matches(names, name, matcher)} == set(adapted):
         return names
-    # A full name that is the end of another one: only a regular expression tells the two apart.
+    # One full name ends another: only a regular expression can separate them.
     return "|".join(re.escape(name) for name in sorted(adapted))
 
 

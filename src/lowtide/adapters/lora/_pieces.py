@@ -1,4 +1,4 @@
-"""What the nodes of all adapters have in common, as small functions of arrays.
+"""Functions and base classes that the nodes of several adapters share.
 
 Shapes: L layers; ``out`` and ``in`` are the weight's.
 """
@@ -15,19 +15,19 @@ from ...core import LinearWeight, StructureError
 
 
 def over_rows(vector: Float[Array, " n"], like: Array) -> Array:
-    """Cast a vector to the dtype of activations [..., n], with as many axes."""
+    """Cast a vector to the dtype of activations [..., n], and give it as many axes."""
     return jnp.expand_dims(vector.astype(like.dtype), tuple(range(like.ndim - vector.ndim)))
 
 
 def dropped(x: Float[Array, "*batch in"], key: Array, rate: float) -> Float[Array, "*batch in"]:
-    """Set a part of activations to zero, and scale the others so that their mean stays."""
+    """Set a fraction of the activations to zero, and scale the others so that the mean stays the same."""
     keep = jax.random.bernoulli(key, 1 - rate, x.shape)
     return jnp.where(keep, x / (1 - rate), jnp.zeros((), x.dtype))
 
 
 def row_squares(weight: Any) -> Float[Array, "*L out"]:
     """Return the squared norm of each row of a weight, in float32, without a float32 copy of it."""
-    if isinstance(weight, LinearWeight):  # a quantised one; of a stack one matrix at a time is made
+    if isinstance(weight, LinearWeight):  # quantised: dequantise a stack one matrix at a time
         dense: Any = weight
         if len(dense.shape) > 2:
             return jax.lax.map(row_squares, weight)
@@ -36,7 +36,7 @@ def row_squares(weight: Any) -> Float[Array, "*L out"]:
 
 
 def matmul(node: Any, x: Array) -> Array:
-    """Compute ``node @ x`` of a matrix by the node's own ``linear``, in the dtype that W x would have."""
+    """Compute ``node @ x`` for a matrix by the node's own ``linear``, in the dtype that W x would have."""
     if len(node.shape) != 2 or x.ndim > 2:
         raise StructureError(
             f"weight @ x of shapes {list(node.shape)} and {list(x.shape)} with an adapter that scales rows",
@@ -48,7 +48,7 @@ def matmul(node: Any, x: Array) -> Array:
 
 
 class WrappedWeight:
-    """Shape and dtype of a node, which are those of its weight."""
+    """A node with the shape and dtype of the weight that it holds."""
 
     weight: Any
 
@@ -69,7 +69,7 @@ class WrappedWeight:
 
 
 class ScaledWeight(WrappedWeight):
-    """A node that `core.linear` multiplies: ``@`` and ``x @ weight.mT`` use that product."""
+    """A node whose only product is its ``linear``, which ``@`` and ``x @ weight.mT`` call."""
 
     def __matmul__(self, x: Array) -> Array:
         """Compute the product with a vector or a matrix [in, n]."""
@@ -84,7 +84,7 @@ class ScaledWeight(WrappedWeight):
 
 
 class Transposed:
-    """The transpose of a node, which knows one thing: ``x @ weight.T``."""
+    """The transpose of a node, which supports only ``x @ weight.T``."""
 
     __array_ufunc__ = None
 

@@ -1,7 +1,7 @@
 """LoRA+: another learning rate for B.
 
 Source: Hayou et al., "LoRA+: Efficient Low Rank Adaptation of Large Models" (arXiv:2402.12354). Deviation from PEFT's
-`create_loraplus_optimizer`: there vectors have B's rate, too; here B alone has.
+`create_loraplus_optimizer`: there vectors also have B's rate; here only B has it.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ if TYPE_CHECKING:
 
 
 def plus(ratio: float) -> optax.GradientTransformation:
-    """Let the factors B of adapters learn at a multiple of the learning rate; to be chained after an optimizer.
+    """Multiply the learning rate of the factors B of adapters; chain it after an optimizer.
 
-    What the optimizer would add to B is multiplied, which is what it would add at that multiple of its rate, its
-    decoupled weight decay included.
+    It multiplies the updates of B. The result is the update at that multiple of the rate, including decoupled weight
+    decay.
 
     Args:
-        ratio: B's learning rate divided by that of all else; its authors advise about 16.
+        ratio: B's learning rate divided by that of all other leaves; its authors advise about 16.
 
     Returns:
         A transformation without state.
 
     Raises:
         ConfigError: for a ratio that is not positive and finite.
-        SelectionError: from ``init``, when nothing that trains is a factor B.
+        SelectionError: from ``init``, when no trainable leaf is a factor B.
 
     Memory:
         None.

@@ -1,12 +1,12 @@
-"""First values out of the weight itself: PiSSA and OLoRA.
+"""First values from the weight itself: PiSSA and OLoRA.
 
-The adapter begins as a part of the weight, which has to leave the weight for that. PEFT takes it off the weight, and so
-has another base than before. Here the base stays, for other adapters and for files: the node keeps the first factors,
-frozen, and takes their product off what it adds. So a saved adapter is B A - B0 A0, a plain one of twice the rank, for
-the base as it was.
+The adapter begins as a part of the weight, which has to be subtracted from the weight for that. PEFT changes the base
+weight to do so. Here the base weight stays unchanged, because other adapters and files use it. The node keeps the first
+factors, frozen, and subtracts their product from its correction. A saved adapter is therefore B A - B0 A0: a plain one
+of twice the rank, for the original base.
 
-Sources: Meng et al., "PiSSA" (arXiv:2404.02948); Büyükakyüz, "OLoRA" (arXiv:2406.01775). Known inefficiency: singular
-values are all computed, and a few are used.
+Sources: Meng et al., "PiSSA" (arXiv:2404.02948); Büyükakyüz, "OLoRA" (arXiv:2406.01775). Known inefficiency: all
+singular values are computed, and only a few are used.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def principal(weight: Any, rank: int, scaling: float, init: str) -> tuple[Array,
     """Return the factors A [*L, r, in] and B [*L, out, r] of the part of a weight that an adapter begins as.
 
     Args:
-        weight: [*L, out, in], an array or one in few bits.
+        weight: [*L, out, in], an array or a quantised weight.
         rank: of the adapter.
         scaling: the factor of B A, so that ``scaling * B A`` is that part.
         init: "pissa" for the largest singular values, "olora" for the first columns of a QR decomposition.
@@ -46,7 +46,7 @@ def _layer(weight: Any, index: int) -> Any:
 
 
 def dense(matrix: Any) -> Float[Array, "out in"]:
-    """Return a matrix in float32, on the device."""
+    """Return a matrix in float32, on the device; a quantised one is dequantised."""
     made: Any = getattr(matrix, "dense")(jnp.float32) if isinstance(matrix, LinearWeight) else matrix  # noqa: B009
     is_there = isinstance(made, jax.Array) and not isinstance(made, jax.core.Tracer)
     if is_there and space_of(made) == jax.memory.Space.Host:
@@ -60,14 +60,15 @@ def _of_matrix(matrix: Any, rank: int, scaling: float, init: str) -> tuple[Array
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
 def pissa(matrix: Float[Array, "out in"], rank: int, scaling: float) -> tuple[Array, Array]:
-    """Return the factors of the best approximation of a rank, divided by `scaling`."""
+    """Return the factors of the best approximation of a given rank, divided by `scaling`."""
     u, s, vt = jnp.linalg.svd(matrix, full_matrices=False)
+    # Half of the singular values goes into each factor, as their square root: B A = U (S / scaling) Vᵀ.
     root = jnp.sqrt(s[:rank] / scaling)
     return root[:, None] * vt[:rank], u[:, :rank] * root[None, :]
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
 def _olora(matrix: Float[Array, "out in"], rank: int, scaling: float) -> tuple[Array, Array]:
-    # As in PEFT, what leaves the weight is `scaling` times this product.
+    # As in PEFT, the part that is subtracted from the weight is `scaling` times this product.
     q, r = jnp.linalg.qr(matrix)
     return r[:rank], q[:, :rank]

@@ -1,4 +1,4 @@
-"""Which weights have an adapter, and what it costs."""
+"""Report which weights have an adapter, and what the adapters cost."""
 
 from __future__ import annotations
 
@@ -22,32 +22,32 @@ class Matched:
     kind: str
     """Such as "LoRA" or "DoRA"."""
     rank: int | None
-    """Of the adapter; None for (IA)³, and for what trains as a whole."""
+    """Rank of the adapter; None for (IA)³, and for an array that trains as a whole."""
     shape: tuple[int, ...]
-    """Of the weight."""
+    """Shape of the weight."""
     num_parameters: int
-    """Numbers of it that train, of all layers."""
+    """Number of trainable parameters, in all layers."""
     trainable_bytes: int
-    """Their bytes."""
+    """Bytes of the trainable parameters."""
     frozen_bytes: int
-    """Bytes of what it holds beside the weight and does not train."""
+    """Bytes of other leaves of the adapter, which do not train; the weight is not included."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Report:
-    """All weights of a model with an adapter."""
+    """All weights of a model that have an adapter."""
 
     matched: tuple[Matched, ...]
-    """In the order of the tree."""
+    """One entry per weight, in the order of the tree."""
 
     @property
     def num_parameters(self) -> int:
-        """Numbers that train."""
+        """Number of trainable parameters."""
         return sum(each.num_parameters for each in self.matched)
 
     @property
     def trainable_bytes(self) -> int:
-        """Their bytes."""
+        """Bytes of the trainable parameters."""
         return sum(each.trainable_bytes for each in self.matched)
 
     def __str__(self) -> str:
@@ -61,13 +61,13 @@ class Report:
 
 
 def report(model: Tree) -> Report:
-    """Say which weights of a model have an adapter, and what it costs.
+    """Report which weights of a model have an adapter, and what the adapters cost.
 
     Args:
-        model: a model with adapters, or without; shapes are enough.
+        model: a model, with or without adapters; shapes are enough.
 
     Returns:
-        What matched, with parameters and bytes; its text is a table.
+        The weights with adapters, with parameters and bytes; its text is a table.
 
     Memory:
         None.

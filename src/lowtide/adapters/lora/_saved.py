@@ -1,9 +1,9 @@
-"""The node for what trains as a whole beside adapters: PEFT's `modules_to_save`, and biases.
+"""The node for an array that trains as a whole in addition to adapters: PEFT's `modules_to_save`, and biases.
 
-The array as it was stays under the copy that trains, as in PEFT, so that the base is there again without the adapter,
-and so that one glob selects what trains of every kind.
+The original array stays next to the copy that trains, as in PEFT. So the base is available without the adapter, and one
+glob selects the trainable leaves of every kind.
 
-Deviation from PEFT: the copy is float32 whatever the dtype of the array, as all that trains here.
+Deviation from PEFT: the copy is float32 whatever the dtype of the array, like all trainable leaves here.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from ...core import linear, put, rows
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["weight", "lora_saved"], meta_fields=[])
 @dataclasses.dataclass(frozen=True)
 class SavedWeight:
-    """An array of which a copy trains: a head, an embedding, a norm, a bias; it is used as the copy.
+    """An array with a trainable copy that is used in its place: a head, an embedding, a norm or a bias.
 
-    Its leaves stand at ``<path>/weight`` and ``<path>/lora_saved``. What a function does with an array that this class
-    does not know, it can do with ``jnp.asarray(node)``, or under `lowtide.adapted`.
+    The paths of its leaves are ``<path>/weight`` and ``<path>/lora_saved``. For operations that this class does not
+    define, use ``jnp.asarray(node)`` or `lowtide.adapted`.
 
     Examples:
         >>> node = SavedWeight(jnp.zeros((2, 3)), jnp.ones((2, 3)))
@@ -35,12 +35,12 @@ class SavedWeight:
     """
 
     AXES: ClassVar[dict[str, tuple[str, ...]]] = {}
-    """No leaf is divided otherwise than the array."""
+    """Empty: the copy is sharded like the array."""
 
     weight: Any
     """The array as it was, of any shape, frozen."""
     lora_saved: Any
-    """What trains in its place, of the same shape, float32."""
+    """The trainable copy, of the same shape, float32."""
 
     __array_ufunc__ = None  # so that a NumPy array leaves an operation to this class
 
@@ -49,7 +49,7 @@ class SavedWeight:
         return linear(x, self.lora_saved)
 
     def rows(self, ids: Int[Array, "*ids"]) -> Float[Array, "*ids in"]:
-        """Look rows of the copy up."""
+        """Look up rows of the copy."""
         return rows(self.lora_saved, ids)
 
     def folded(self) -> Array:
@@ -84,7 +84,7 @@ class SavedWeight:
 
     @property
     def mT(self) -> Array:  # noqa: N802 - NumPy's name
-        """The copy with its last two axes exchanged."""
+        """The copy with its last two axes swapped."""
         return self.folded().mT
 
     @property
@@ -94,36 +94,36 @@ class SavedWeight:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """That of the array."""
+        """Shape of the array."""
         return self.weight.shape
 
     @property
     def ndim(self) -> int:
-        """That of the array."""
+        """Number of axes of the array."""
         return len(self.weight.shape)
 
     @property
     def size(self) -> int:
-        """That of the array."""
+        """Number of elements of the array."""
         return self.weight.size
 
     @property
     def dtype(self) -> Any:
-        """That of the array."""
+        """Dtype of the array."""
         return self.weight.dtype
 
 
 def saved(weight: Any, values: Any = None) -> SavedWeight:
-    """Put a node in the place of an array, the copy placed like it; abstract where the array is.
+    """Make a node of an array, with the copy sharded like it; the copy is abstract where the array is.
 
     Args:
         weight: the array.
-        values: of the copy; None: those of the array.
+        values: first values of the copy; None: those of the array.
     """
     sharding = getattr(weight, "sharding", None)
     if isinstance(weight, jax.ShapeDtypeStruct):
         return SavedWeight(weight, jax.ShapeDtypeStruct(weight.shape, jnp.float32, sharding=sharding))
-    # A copy in any case: one array at two paths cannot be trained at one of them.
+    # Always copy: one array at two paths cannot train at only one of them.
     copy = jnp.array(weight if values is None else values, jnp.float32, copy=True)
     is_placed = isinstance(sharding, jax.sharding.NamedSharding) and not isinstance(copy, jax.core.Tracer)
     return SavedWeight(weight, put(copy, sharding) if is_placed else copy)

@@ -1,12 +1,12 @@
-"""What trains as a whole in PEFT's files: `modules_to_save` and `bias`.
+"""Arrays that train as a whole in PEFT's files: `modules_to_save` and `bias`.
 
 A module ``m`` of `modules_to_save` has its own tensors, ``base_model.model.m.weight`` and ``….bias``. A trained bias is
-``base_model.model.m.bias``, and beside an adapter ``base_model.model.m.base_layer.bias``. A name of `modules_to_save`
-stands for every module whose name, or the name of one around it, ends with it, after a dot or not
-(`utils.other._set_trainable` of PEFT 0.21).
+``base_model.model.m.bias``, or ``base_model.model.m.base_layer.bias`` if its module has an adapter. A name of
+`modules_to_save` matches every module whose name ends with it, after a dot or not. It also matches if the name of a
+parent ends with it (`utils.other._set_trainable` of PEFT 0.21).
 
-Of a model whose embedding is the head, too, PEFT trains one of the two places, or both as one with
-`ensure_weight_tying`. Here they are one array: two equal tensors are read and written, and nothing else.
+If the embedding of a model is also its head, PEFT trains one of the two places, or both as one with
+`ensure_weight_tying`. Here they are one array, so only two equal tensors are read and written.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ _PREFIX = "base_model.model."
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Whole:
-    """What a directory says of what trains as a whole."""
+    """The part of a directory that holds arrays which train as a whole."""
 
     tensors: Mapping[str, np.ndarray]
-    """By the file's names."""
+    """Tensors by their names in the file."""
     options: Mapping[str, Any]
-    """Of `adapter_config.json`."""
+    """Options of `adapter_config.json`."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Said:
-    """What can be said of what trains as a whole without its values."""
+    """The options for arrays that train as a whole, which need no values, and the modules that they name."""
 
     found: Mapping[int, Site]
     modules: set[str]
@@ -50,15 +50,15 @@ class _Said:
 
 
 def check_whole(model: Tree, adapted: Collection[str], kind: str) -> _Said:
-    """Find PEFT's words for all nodes that train as a whole; shapes are enough.
+    """Find PEFT's options for all nodes that train as a whole; shapes are enough.
 
     Args:
         model: the model.
         adapted: names of the modules that have an adapter.
-        kind: of the adapters, in PEFT's word.
+        kind: PEFT's name of the kind of the adapters.
 
     Raises:
-        StructureError: for what PEFT's configuration has no words for.
+        StructureError: for a selection that PEFT's configuration cannot express.
     """
     found = {site.index: site for site in sites(model) if isinstance(site.node, SavedWeight)}
     if not found:
@@ -83,7 +83,7 @@ def check_whole(model: Tree, adapted: Collection[str], kind: str) -> _Said:
 
 
 def whole_of(model: Tree, adapted: Collection[str], kind: str) -> Whole:
-    """Collect the tensors and options of all nodes that train as a whole; arguments and errors of `check_whole`."""
+    """Return the tensors and options of all nodes that train as a whole; arguments and errors of `check_whole`."""
     said, names = check_whole(model, adapted, kind), named_arrays(model)
     tensors: dict[str, np.ndarray] = {}
     for index, site in said.found.items():
@@ -106,18 +106,18 @@ def whole_of(model: Tree, adapted: Collection[str], kind: str) -> Whole:
 
 
 def asked_for(model: Tree, config: PeftConfig, adapted: Collection[str]) -> tuple[set[str], dict[int, list[str]]]:
-    """Say which tensors a directory has to have for what trains as a whole.
+    """Return the names of the tensors that a directory must have for arrays that train as a whole.
 
     Args:
         model: the model.
-        config: the directory's.
+        config: the directory's configuration.
         adapted: names of the modules that have an adapter.
 
     Returns:
-        All names of tensors, and by `Site.index` those of each array, one a layer.
+        All names of tensors, and by `Site.index` those of each array, one per layer.
 
     Raises:
-        ModelFileError: when of a stack some layers train and others do not, or of two tied places one.
+        ModelFileError: when only some layers of a stack, or only one of two tied places, train.
     """
     keys: dict[int, list[str]] = {}
     by_index = {site.index: site for site in sites(model)}
@@ -154,16 +154,16 @@ def asked_for(model: Tree, config: PeftConfig, adapted: Collection[str]) -> tupl
 
 
 def read_whole(file: Any, path: Path, model: Tree, keys: Mapping[int, list[str]]) -> dict[int, Any]:
-    """Read the nodes of what trains as a whole.
+    """Read the nodes of the arrays that train as a whole.
 
     Args:
         file: an open safetensors file.
-        path: where it is, for messages.
+        path: the file's path, for messages.
         model: the model.
-        keys: of `asked_for`.
+        keys: from `asked_for`.
 
     Raises:
-        ModelFileError: for a tensor that does not fit, for two tied ones that differ, and for an array in few bits.
+        ModelFileError: for a tensor that does not fit, for two tied tensors that differ, and for a quantised weight.
     """
     by_index, names = {site.index: site for site in sites(model)}, named_arrays(model)
     nodes: dict[int, Any] = {}
@@ -188,7 +188,7 @@ def _key(module: str, leaf: str, *, beside: bool = False) -> str:
 
 
 def _saved_modules(model: Tree, found: Mapping[int, Site]) -> set[str]:
-    """Return the paths of modules of which more than a bias trains."""
+    """Return the paths of modules in which more than a bias trains."""
     modules = {parent(site.path) for site in found.values() if not site.path.endswith("/bias")}
     named = named_arrays(model)
     for site in sites(model):
@@ -209,6 +209,7 @@ def _bias_word(names: Mapping[int, Names], biases: set[str], listed: set[str], a
     every = {name for each in names.values() if each.leaf == "bias" for name in each.modules}
     if biases == every & {*adapted}:
         return "lora_only"
+    # Biases of modules in modules_to_save train with their module, so "all" covers the others.
     if biases == every - listed:
         return "all"
     raise StructureError(

@@ -1,6 +1,6 @@
-"""What `adapter_config.json` may say; see `lowtide.core.validate`.
+"""Schemas of `adapter_config.json`; see `lowtide.core.validate`.
 
-This module needs pydantic, which takes a quarter of a second to import: only functions that read files import it.
+This module needs pydantic, whose import takes a quarter of a second, so only functions that read files import it.
 """
 
 from __future__ import annotations
@@ -20,23 +20,26 @@ Word = Annotated[str, Field(pattern=r"^\w*$", max_length=2**10)]
 
 
 class CommonFile(BaseModel):
-    """What every kind of adapter says, strictly: text is no number, a number is no truth value, numbers are finite."""
+    """Options of every kind of adapter.
+
+    Types are strict: text is not a number, a number is not a boolean, and numbers are finite.
+    """
 
     model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False, frozen=True, protected_namespaces=())
 
     peft_type: str = "LORA"
     target_modules: Names | None = None
-    """Which modules have an adapter; None when the file does not say."""
+    """Modules that have an adapter; None when the file does not say."""
     exclude_modules: Names | None = None
-    """Which of them have none after all."""
+    """Modules among them that have no adapter."""
     layers_to_transform: Layer | list[Layer] | None = None
-    """Which layers have one; None for all."""
+    """Layers that have an adapter; None for all."""
     layers_pattern: Word | list[Word] | None = None
-    """What stands before the index of a layer in a module's name; None for anything."""
+    """Segment before the index of a layer in a module's name; None for any."""
     modules_to_save: Annotated[list[Name], Field(max_length=2**14)] | None = None
     """Ends of the names of modules that train as a whole."""
     ensure_weight_tying: bool | None = None
-    """Whether an embedding that is the head, too, stays so."""
+    """Whether an embedding that is also the head stays tied to it."""
 
 
 class AdapterFile(CommonFile):
@@ -51,23 +54,23 @@ class AdapterFile(CommonFile):
     alpha_pattern: dict[Pattern, Alpha] | None = None
     """Other alphas, likewise."""
     target_parameters: Annotated[list[Name], Field(max_length=2**14)] | None = None
-    """Ends of the names of parameters, of which those of experts may have an adapter."""
+    """Ends of the names of parameters that have an adapter; only parameters of experts are supported."""
     use_rslora: bool | None = None
     """Whether the scale is alpha / sqrt(rank) instead of alpha / rank."""
     use_dora: bool | None = None
-    """Whether there are magnitudes."""
+    """Whether the adapter has magnitudes."""
     lora_dropout: Annotated[float, Field(ge=0, le=1)] | None = None
     bias: str | None = "none"
     init_lora_weights: Any = True
     lowtide_kernels: dict[Pattern, Annotated[list[Axes], Field(min_length=2, max_length=2)]] | None = None
-    """Our own: of modules that are no matrices, how many axes are rows and how many columns."""
+    """Our own key: for each module that is not a matrix, the numbers of row axes and column axes."""
 
 
 class IA3File(CommonFile):
     """The options of (IA)³ that Lowtide reads."""
 
     feedforward_modules: Names | None = None
-    """Of which modules inputs are scaled."""
+    """Modules whose inputs are scaled."""
 
 
 class VeraFile(CommonFile):

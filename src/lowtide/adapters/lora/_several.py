@@ -1,7 +1,7 @@
-"""Several adapters of one base: small trees beside it, of which one at a time stands on it.
+"""Several adapters of one base: small trees that are attached to the base one at a time.
 
-An adapter by itself is the model's tree with nodes that have no weight, and None elsewhere. Nothing is copied in either
-direction, and what is compiled for one adapter serves all that have its ranks, alphas and targets.
+An adapter without a base is the model's tree with nodes that have no weight, and None elsewhere. Nothing is copied in
+either direction. A function compiled for one adapter also serves others with the same ranks, alphas and targets.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from ._vectors import IA3Weight, VeRAWeight
 
 
 def split(model: Tree) -> tuple[Tree, Tree]:
-    """Take a model's adapter off, to keep it beside others.
+    """Separate a model's adapter from its base.
 
     Args:
         model: a model with adapters.
 
     Returns:
-        The adapter, a tree of its numbers alone that `attach` puts onto a base; and the base, as `disable` returns it.
+        The adapter, a tree of its arrays alone that `attach` puts onto a base; and the base, as `disable` returns it.
 
     Raises:
         StructureError: when there is no adapter.
@@ -50,11 +50,11 @@ def split(model: Tree) -> tuple[Tree, Tree]:
 
 
 def attach(base: Tree, adapter: Tree) -> Tree:
-    """Put an adapter onto a base; inside of `jax.jit`, too, where both are arguments.
+    """Put an adapter onto a base; this also works inside `jax.jit`, with both as arguments.
 
     Args:
         base: a model without adapters: an array, a shape, or a quantised weight wherever the adapter has a node.
-        adapter: what `split` returned for a model of this base.
+        adapter: the first result of `split`, for a model of this base.
 
     Returns:
         The model with the adapter.
@@ -116,20 +116,19 @@ def attach(base: Tree, adapter: Tree) -> Tree:
 
 
 def unmerge(model: Tree, adapter: Tree) -> Tree:
-    """Take off again what `merge` folded into the weights, in float32, rounded once to the dtype of W.
+    """Remove an adapter that `merge` folded into the weights, in float32, rounded once to the dtype of W.
 
     Args:
         model: a merged model.
-        adapter: what was folded in, from `split`.
+        adapter: from `split`, before the merge.
 
     Returns:
-        The weights without it: those before it was merged, up to what was rounded then and now (of bfloat16 up to two
-        units in the last place).
+        The model before the merge, up to the rounding of both steps (in bfloat16 up to two units in the last place).
 
     Raises:
-        StructureError: for DoRA, whose directions are not those of the merged weights, and for what trained whole,
-            whose old values are gone; and when the adapter is of another model.
-        NonFiniteError: when a weight has a value that is no finite number, such as where (IA)³ scaled by zero.
+        StructureError: for DoRA, whose directions are not those of the merged weights, and for an array that trained as
+            a whole, whose old values are gone; and when the adapter is of another model.
+        NonFiniteError: when a weight has a value that is not finite, such as where (IA)³ scaled by zero.
 
     Memory:
         As `merge`: a new array for each adapted weight; the given model is not changed.
@@ -157,13 +156,14 @@ def unmerge(model: Tree, adapter: Tree) -> Tree:
 def _inverse(node: Any) -> Any:
     if isinstance(node, IA3Weight):
         return dataclasses.replace(node, lora_scale=1 / node.lora_scale)
+    # The correction is linear in B, and with first factors it is B A minus their product, so both B are negated.
     names = ["lora_lambda_b"] if isinstance(node, VeRAWeight) else ["lora_b", "start_b"]
     leaves = {name: getattr(node, name, None) for name in names}
     return dataclasses.replace(node, **{name: -leaf for name, leaf in leaves.items() if leaf is not None})
 
 
 def _fits(node: Any, shape: tuple[int, ...]) -> bool:
-    """Whether an adapter's numbers have the axes of a weight."""
+    """Return whether the leaves of an adapter have the axes of a weight."""
     if any(getattr(node, name, None) is None for name in NEEDED.get(type(node), ()) if name != "weight"):
         return False
     if isinstance(node, SavedWeight):

@@ -1,4 +1,4 @@
-"""Where adapters can stand in a tree, what those places are called, and how one is put there."""
+"""Places of weights in a tree: their names here and in other software, their selection, and their replacement."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ LAYER, EXPERT = "{layer}", "{expert}"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Site:
-    """A place that holds a weight, with or without an adapter."""
+    """A place of a weight in a tree, with or without an adapter."""
 
     index: int
     """Position in the flattening order of `sites`."""
     path: str
     """Tree path of the weight."""
     node: Any
-    """What stands there: an array (or its shape), another `lowtide.core.LinearWeight`, or an adapter."""
+    """The node at this place: an array (or its shape), another `lowtide.core.LinearWeight`, or an adapter."""
 
     @property
     def module(self) -> str:
@@ -57,7 +57,7 @@ class Site:
 
     @property
     def is_experts(self) -> bool:
-        """Whether the base weight has the axes of a mixture's experts, [num_layers, num_experts, out, in]."""
+        """Whether the base weight has the axes of experts in an MoE, [num_layers, num_experts, out, in]."""
         return self.is_floating and len(self.weight.shape) == 4
 
     @property
@@ -67,13 +67,13 @@ class Site:
 
 
 def sites(model: Tree) -> list[Site]:
-    """Every leaf, and every adapted weight as one, in flattening order."""
+    """Return a site for every leaf, in flattening order; an adapted weight is one site."""
     leaves = leaves_with_paths(model, is_leaf=is_weight)
     return [Site(index=index, path=path, node=node) for index, (path, node) in enumerate(leaves)]
 
 
 def adapted_sites(model: Tree) -> list[Site]:
-    """Return the sites that carry an adapter, all leaves present that it needs.
+    """Return the sites that have an adapter, and check that no leaf is missing.
 
     Raises:
         StructureError: when a leaf is missing, as in one half of a partition.
@@ -85,7 +85,7 @@ def adapted_sites(model: Tree) -> list[Site]:
 
 
 def check_whole(path: str, node: Any, needed: Sequence[str]) -> None:
-    """Raise when an adapter has not all of some leaves, as in one half of a partition."""
+    """Raise if an adapter lacks one of the needed leaves, as one half of a partition does."""
     missing = [name for name in needed if getattr(node, name) is None]
     if missing:
         raise StructureError(
@@ -99,13 +99,13 @@ def check_whole(path: str, node: Any, needed: Sequence[str]) -> None:
 def select_sites(
     model: Tree, targets: Pattern | Sequence[Pattern], exclude: Pattern | Sequence[Pattern] = ()
 ) -> list[Site]:
-    """Select the sites whose module or own path the patterns match; errors as in `lowtide.core.match_names`."""
+    """Return the sites whose module or own path matches the patterns; errors as in `lowtide.core.match_names`."""
     by_name: dict[str, list[Site]] = {}
     for site in sites(model):
         if is_adapter(site.node) or hasattr(site.node, "shape"):
             for name in {site.module, site.path}:
                 by_name.setdefault(name, []).append(site)
-    # Modules come first, so that a message about what there is shows the names one would write.
+    # Module paths come first, so that error messages list the names that a user would write.
     names = sorted(by_name, key=lambda name: not any(name == site.module != site.path for site in by_name[name]))
     asked: Any = targets
     given: list[Any] = [asked] if is_pattern(asked) else [*asked]
@@ -114,7 +114,7 @@ def select_sites(
         patterns = [*_all_linear(model), *patterns]
     chosen = {site.index: site for name in match_names(names, patterns) for site in by_name[name]}
     if exclude:
-        # By site, not by name: one is excluded by its module's name though it was chosen by its own.
+        # Exclude by site, not by name: a site that was chosen by its own path may be excluded by its module's path.
         for name in match_names(names, exclude):
             for site in by_name[name]:
                 chosen.pop(site.index, None)
@@ -126,7 +126,7 @@ def select_sites(
 
 
 def _all_linear(model: Tree) -> list[str]:
-    """List the paths of all stacked matrices that other software knows as a module of each layer."""
+    """Return the paths of all stacked matrices whose external name is one module in each layer."""
     found: list[str] = []
     for site in sites(model) if isinstance(model, ExternalNames) else ():
         name = external_name(model, site)
@@ -143,16 +143,16 @@ def _all_linear(model: Tree) -> list[str]:
 
 
 def replace(model: Tree, nodes: Mapping[int, Any]) -> Tree:
-    """Put other nodes at some sites of the model, keyed by `Site.index`."""
+    """Replace the nodes at some sites of the model, keyed by `Site.index`."""
     leaves, treedef = jax.tree.flatten(model, is_leaf=is_weight)
     return treedef.unflatten([nodes.get(index, leaf) for index, leaf in enumerate(leaves)])
 
 
 def external_name(model: Tree, site: Site) -> str | None:
-    """Name a module as other software does, with ``{layer}`` where the weight is stacked; None when it has no name.
+    """Return the name of a module in other software, with ``{layer}`` where the weight is stacked, or None.
 
-    A model that implements `lowtide.core.ExternalNames` decides. Otherwise it is the tree path with dots, the index
-    of a layer after the first segment ``layers``, or at the end.
+    A model that implements `lowtide.core.ExternalNames` decides. Otherwise the name is the tree path with dots. The
+    index of a layer then follows the first segment ``layers``, or comes last.
     """
     if isinstance(model, ExternalNames):
         try:
@@ -200,5 +200,8 @@ def layer_names(model: Tree, site: Site) -> list[str]:
 
 
 def is_weight(node: Any) -> bool:
-    """Whether a node stands for one weight; a module of somebody's may well have a field named ``linear``."""
+    """Return whether a node stands for one weight.
+
+    A `LinearWeight` must also have a shape and a dtype, because a user's module may have a field named ``linear``.
+    """
     return is_adapter(node) or (isinstance(node, LinearWeight) and hasattr(node, "shape") and hasattr(node, "dtype"))

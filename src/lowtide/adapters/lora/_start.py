@@ -1,4 +1,4 @@
-"""The first values of adapters, which change nothing."""
+"""The first values of adapters, which leave the outputs of the model unchanged."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ _row_squares = jax.jit(row_squares)
 
 
 def of_layers(chosen: Sequence[Site], layers: Sequence[int] | None) -> list[Site]:
-    """Leave out what belongs to other layers, where layers are no stack; check the indices.
+    """Leave out sites of other layers where layers are not stacked, and check the indices.
 
     Raises:
-        ConfigError: for a layer that is not there.
+        ConfigError: for a layer that does not exist.
     """
     if layers is None:
         return list(chosen)
@@ -58,10 +58,10 @@ def of_layers(chosen: Sequence[Site], layers: Sequence[int] | None) -> list[Site
 def started(
     model: Tree, chosen: Sequence[Site], config: AnyConfig, key: Array | None, kernels: Mapping[int, Use]
 ) -> dict[int, Any]:
-    """Make the node of every site, by its index; `kernels` says how those are used that are no matrices.
+    """Make the node of every site, by its index; `kernels` holds the uses of the weights that are not matrices.
 
     Raises:
-        ConfigError: for what a kernel or a matrix does not take.
+        ConfigError: for a configuration that a kernel or a matrix does not support.
     """
     for site in chosen if kernels else ():
         shape = list(site.weight.shape)
@@ -83,7 +83,7 @@ def started(
 
 
 def _index_of(site: Site) -> int | None:
-    """Return the index of a layer that is in a path."""
+    """Return the first number in a path, which is the index of a layer."""
     return next((int(part) for part in site.path.split("/") if part.isdecimal()), None)
 
 
@@ -92,7 +92,7 @@ def _names(site: Site) -> tuple[str, str]:
 
 
 def _by_glob(chosen: Sequence[Site], pairs: Any, default: Any) -> dict[int, Any]:
-    """Return for each site what the first glob that fits says, and raise for one that fits none."""
+    """Return the value of the first glob that matches each site, and raise for a glob that matches none."""
     for pattern, _ in pairs:
         match_names([name for site in chosen for name in _names(site)], pattern)
     return {
@@ -108,7 +108,7 @@ def _layer_scale(site: Site, layers: Sequence[int] | None) -> Any:
 
 
 def _filled(site: Site, shape: tuple[int, ...], make: Callable[[tuple[int, ...]], Array]) -> Any:
-    """Make an array with the weight's layers in front, or its shape where the weight is one."""
+    """Make an array with the weight's leading axes in front, or only its shape where the weight is a shape."""
     whole = (*site.weight.shape[:-2], *shape)
     abstract = isinstance(jax.tree.leaves(site.weight)[0], jax.ShapeDtypeStruct)
     return jax.ShapeDtypeStruct(whole, jnp.float32) if abstract else make(whole)
@@ -138,7 +138,9 @@ def _lora(
             shape: tuple[int, ...], site: Site = site, rank: int = rank, scale: Any = scale, inner: int = inner
         ) -> Array:
             own = jax.random.fold_in(key, zlib.crc32(site.path.encode()))
-            if site.index in tables:  # as PEFT's embeddings, whatever the word
+            # The key depends on the path only, so that A stays the same when other targets are added. Python's `hash`
+            # would not do: it differs between processes.
+            if site.index in tables:  # as for PEFT's embeddings, whatever `init` is
                 values = jax.random.normal(own, shape, jnp.float32)
             elif config.init == "gaussian":
                 values = jax.random.normal(own, shape, jnp.float32) / rank
@@ -146,7 +148,8 @@ def _lora(
                 # kaiming_uniform_(a=sqrt(5)), PEFT's choice: gain sqrt(2 / (1 + 5)), bound gain * sqrt(3 / in).
                 bound = float(inner) ** -0.5
                 values = jax.random.uniform(own, shape, jnp.float32, -bound, bound)
-            # With both factors zero neither has a gradient, and weight decay changes nothing.
+            # In layers without an adapter both factors are zero: neither gets a gradient, and weight decay keeps them
+            # at zero.
             return values if scale is None else values * scale[:, None, None]
 
         if use is not None:
@@ -174,12 +177,12 @@ def _matrix(site: Site, config: Config, rank: int, alpha: float, key: Any, drawn
 
 
 def _copied(leaf: Any) -> Any:
-    """Copy an array, for one at two paths cannot train at one of them."""
+    """Copy an array, because one array at two paths cannot train at only one of them."""
     return leaf if isinstance(leaf, jax.ShapeDtypeStruct) else jnp.array(leaf, copy=True)
 
 
 def _both(site: Site, config: Config, rank: int, alpha: float, key: Any, scale: Any) -> tuple[Any, Any]:
-    """Make A and B of which neither begins as zero; of layers without an adapter both are."""
+    """Make A and B for an `init` in which neither begins as zero; in layers without an adapter both are zero."""
     *layers, out, inner = site.weight.shape
     own = jax.random.fold_in(key, zlib.crc32(site.path.encode()))
 
@@ -197,10 +200,11 @@ def _both(site: Site, config: Config, rank: int, alpha: float, key: Any, scale: 
 
 
 def _orthogonal(key: Array, layers: tuple[int, ...], out: int, inner: int, rank: int) -> tuple[Array, Array]:
-    """Draw factors through two halves of an orthogonal matrix, so that B A is zero; the sizes are PEFT's."""
+    """Draw factors through two halves of an orthogonal matrix, so that B A is zero; the scales are PEFT's."""
     keys = jax.random.split(key, 3)
     q, _ = jnp.linalg.qr(jax.random.normal(keys[0], (*layers, rank, rank), jnp.float32))
     half = rank // 2
+    # A and B use the even and the odd rows of q. These are orthogonal, so B A = Y q_odd q_evenᵀ Xᵀ = 0 for any X and Y.
     a = jax.random.normal(keys[1], (*layers, inner, half), jnp.float32) @ q[..., 0::2, :] / 10
     b = jax.random.normal(keys[2], (*layers, out, half), jnp.float32) @ q[..., 1::2, :] / 10
     return a.mT, b
@@ -234,6 +238,7 @@ def _ia3(model: Tree, chosen: Sequence[Site], config: IA3Config) -> dict[int, An
 
 
 def _vera(chosen: Sequence[Site], config: VeRAConfig, key: Any) -> dict[int, Any]:
+    # One pair of projections of the largest size serves all sites, as in PEFT.
     most_out, most_in = (max(site.weight.shape[axis] for site in chosen) for axis in (-2, -1))
 
     def projection(fold: int, shape: tuple[int, int]) -> Array:
@@ -245,7 +250,7 @@ def _vera(chosen: Sequence[Site], config: VeRAConfig, key: Any) -> dict[int, Any
 
 
 def vera_node(site: Site, whole_a: Array, whole_b: Array, config: VeRAConfig) -> VeRAWeight:
-    """Make the node of a site from the projections of all, of which it takes the first rows and columns."""
+    """Make the node of a site from the shared projections, of which it takes the first rows and columns."""
     out, inner = site.weight.shape[-2:]
     a = _filled(site, (config.rank, inner), lambda shape: jnp.broadcast_to(whole_a[:, :inner], shape))
     b = _filled(site, (out, config.rank), lambda shape: jnp.broadcast_to(whole_b[:out], shape))

@@ -1,8 +1,8 @@
-"""Adapters of embeddings: tables of which rows are looked up.
+"""Adapters of embeddings: tables whose rows are looked up.
 
-The node is `LoRAWeight` as of a matrix, W [V, D], A [r, D], B [V, r]; a row is that of W and that of B times A. PEFT
-calls Bᵀ ``lora_embedding_A`` [r, V] and Aᵀ ``lora_embedding_B`` [D, r]. Where it adapts an embedding or a head it also
-puts the frozen weight into the file, which here has to be that of the model.
+The node is `LoRAWeight`, as for a matrix: W [V, D], A [r, D], B [V, r]. A row is the row of W plus the row of B times
+A. PEFT calls Bᵀ ``lora_embedding_A`` [r, V] and Aᵀ ``lora_embedding_B`` [D, r]. If PEFT adapts an embedding or a head,
+it also writes the frozen weight to the file; here it has to equal the model's.
 """
 
 from __future__ import annotations
@@ -23,26 +23,26 @@ from ._tensors import check_fits, read_tensor
 from ._whole import tied_names
 
 _MOST_NUMBERS = 2**22
-"""That are compared at once."""
+"""Elements that are compared at once."""
 
 
 def table_names(model: Tree) -> frozenset[str]:
-    """Return the names elsewhere of the modules whose rows a model looks up; none of a model that does not say."""
+    """Return the external names of the modules whose rows a model looks up; empty if it has no ``table_names``."""
     return frozenset(getattr(model, "table_names", ()))
 
 
 def is_table(model: Tree, site: Site) -> bool:
-    """Whether a weight is a table whose rows the model looks up."""
+    """Return whether a weight is a table whose rows the model looks up."""
     names = table_names(model)
     return bool(names) and external_name(model, site) in names
 
 
 def check_table(model: Tree, site: Site, config: AnyConfig) -> None:
-    """Raise for what an embedding does not take.
+    """Check that an embedding supports a configuration.
 
     Raises:
-        ConfigError: for another adapter than LoRA that begins at random.
-        StructureError: for an embedding that is the head, too.
+        ConfigError: for any adapter other than LoRA that begins at random.
+        StructureError: for an embedding that is also the head.
     """
     if not is_table(model, site):
         return
@@ -68,10 +68,10 @@ _OF_TIED = {
 
 
 def check_tables(path: Path, model: Tree, tables: Sequence[Site], config: PeftConfig) -> None:
-    """Raise for adapters of embeddings in a file that an embedding here does not take.
+    """Check that embeddings here support a file's adapters of them.
 
     Raises:
-        ModelFileError: for one that is the head, too, and for other kinds than LoRA.
+        ModelFileError: for an embedding that is also the head, and for kinds other than LoRA.
     """
     for site in tables:
         if config.kind != "LORA" or config.dora or config.file.init_lora_weights in IN_THE_WEIGHT:
@@ -86,16 +86,17 @@ def check_tables(path: Path, model: Tree, tables: Sequence[Site], config: PeftCo
 
 
 def base_keys(modules: Collection[str], keys: Collection[str]) -> dict[str, str]:
-    """Return which tensors of a file are frozen weights of adapted modules, with the modules' names."""
+    """Return the tensors of a file that are frozen weights of adapted modules, with the modules' names."""
     named = {f"base_model.model.{name}.base_layer.weight": name for name in modules}
     return {key: name for key, name in named.items() if key in keys}
 
 
 def stored_tables(model: Tree, tables: Mapping[str, Site], keys: Collection[str]) -> dict[str, Site | None]:
-    """Return which tensors of a file are an embedding or a head without an adapter, as PEFT stores resized ones.
+    """Return the tensors of a file that are an embedding or a head without an adapter, as PEFT stores resized ones.
 
     Args:
-        model: whose ``with_vocabulary`` takes another number of rows; a model without it has no such tables.
+        model: the model. Its ``with_vocabulary`` changes the number of rows; without that method there are no such
+            tensors.
         tables: sites of modules without an adapter, by name.
         keys: of the file, without those that have another meaning.
 
@@ -110,7 +111,7 @@ def stored_tables(model: Tree, tables: Mapping[str, Site], keys: Collection[str]
 
 
 def read_table(file: Any, path: Path, key: str, site: Site) -> Any:
-    """Read an embedding or a head of any number of rows, in the dtype of the one that it replaces."""
+    """Read an embedding or a head with any number of rows, in the dtype of the one that it replaces."""
     weight: Any = site.weight
     shape = (file.get_slice(key).get_shape()[0], weight.shape[1])
     values = read_tensor(file, path, key, shape)
@@ -122,9 +123,9 @@ def read_table(file: Any, path: Path, key: str, site: Site) -> Any:
 
 
 def check_base(file: Any, path: Path, site: Site, key: str) -> None:
-    """Raise where a frozen weight in a file is another one than that of the model.
+    """Check that a frozen weight in a file equals that of the model.
 
-    A weight in few bits, one of which there is only the shape, and one that other processes hold are not compared.
+    Quantised weights, shapes without values, and weights that other processes hold in part are not compared.
 
     Raises:
         ModelFileError: for another weight.
@@ -139,6 +140,7 @@ def check_base(file: Any, path: Path, site: Site, key: str) -> None:
     if isinstance(weight, jax.Array) and not weight.is_fully_addressable:
         return
     found = file.get_slice(key)
+    # Some rows at a time, because an embedding may be large.
     rows = max(1, _MOST_NUMBERS // max(shape[1], 1))
     for start in range(0, shape[0], rows):
         theirs = found[start : min(start + rows, shape[0])]

@@ -1,4 +1,4 @@
-"""Read single tensors of an adapter's file, checked against what the model and the configuration ask for."""
+"""Read single tensors of an adapter's file, and check them against the model and the configuration."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ def read_tensor(file: Any, path: Path, key: str, shape: tuple[int, ...]) -> np.n
 
     Args:
         file: an open safetensors file.
-        path: where it is, for messages.
+        path: the file's path, for messages.
         key: the tensor's name.
-        shape: what it has to have.
+        shape: the shape that it must have.
 
     Raises:
-        ModelFileError: when it has another shape or kind of numbers, or values that are no finite numbers.
+        ModelFileError: when the shape or the dtype does not fit, or a value is not a finite number.
     """
     check_fits(file, path, key, shape)
-    with np.errstate(over="ignore"):  # float64 has larger numbers
+    with np.errstate(over="ignore"):  # a float64 value may overflow to infinity
         values = np.asarray(file.get_tensor(key), np.float32)
     if not np.isfinite(values).all():
         raise ModelFileError(
@@ -37,10 +37,10 @@ def read_tensor(file: Any, path: Path, key: str, shape: tuple[int, ...]) -> np.n
 
 
 def check_fits(file: Any, path: Path, key: str, shape: tuple[int, ...]) -> None:
-    """Raise for a tensor of another shape or kind of numbers; none of it is read.
+    """Check the shape and dtype of a tensor without reading its values.
 
     Raises:
-        ModelFileError: for such a tensor.
+        ModelFileError: for another shape, or a dtype that is not floating-point.
     """
     found = file.get_slice(key)
     if tuple(found.get_shape()) != shape or found.get_dtype() not in _DTYPES:

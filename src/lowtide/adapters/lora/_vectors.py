@@ -3,8 +3,8 @@
 Sources: Liu et al., "Few-Shot Parameter-Efficient Fine-Tuning is Better and Cheaper than In-Context Learning"
 (arXiv:2205.05638); Kopiczko et al., "VeRA: Vector-based Random Matrix Adaptation" (arXiv:2310.11454).
 
-Known inefficiency: VeRA's projections are the same for all modules, and a stacked node holds them once a layer all the
-same: `jax.lax.scan` gives a layer slices of leaves, and nothing else. They are frozen, so they cost no gradient and no
+Known inefficiency: VeRA's projections are the same for all modules, but a stacked node holds them once per layer. The
+reason is that `jax.lax.scan` passes only slices of leaves to a layer. They are frozen, so they cost no gradient and no
 optimizer state.
 """
 
@@ -29,7 +29,7 @@ from ._pieces import ScaledWeight, dropped, over_rows
 )
 @dataclasses.dataclass(frozen=True)
 class IA3Weight(ScaledWeight):
-    """A weight whose outputs, or inputs, are scaled by a vector that trains.
+    """A weight whose outputs, or inputs, are scaled by a trainable vector.
 
     Examples:
         >>> node = IA3Weight(jnp.ones((4, 3)), jnp.full((4,), 2.0))
@@ -40,17 +40,18 @@ class IA3Weight(ScaledWeight):
     weight: Any
     """The base weight, [out, in] or stacked [L, out, in]: an array, or another `lowtide.core.LinearWeight`."""
     lora_scale: Any
-    """The vector, float32: [out], with `feedforward` [in]; of a stack with L in front."""
+    """The vector, float32: [out], or with `feedforward` [in]; in a stack with L in front."""
     layer_scale: Any = None
-    """Of a stack, 1 for layers with an adapter and 0 for those without, [L], which does not train. None: all have."""
+    """In a stack, 1 for layers with an adapter and 0 for those without, [L], which does not train. None: all have
+    one."""
     feedforward: bool = False
     """Whether inputs are scaled instead of outputs (static)."""
 
     __array_ufunc__ = None
 
     @property
-    def AXES(self) -> dict[str, tuple[str, ...]]:  # noqa: N802 - as of the other nodes, whose leaves have one shape
-        """The axes of each leaf after those of layers."""
+    def AXES(self) -> dict[str, tuple[str, ...]]:  # noqa: N802 - as in the other nodes, where it is a class attribute
+        """The axes of each leaf that follow the layer axes."""
         return {"lora_scale": ("in",) if self.feedforward else ("out",), "layer_scale": ()}
 
     def linear(self, x: Float[Array, "*batch in"]) -> Float[Array, "*batch out"]:
@@ -63,7 +64,7 @@ class IA3Weight(ScaledWeight):
             Shape [..., out].
 
         Memory:
-            The backward pass keeps what was scaled: the product, or `x`.
+            The backward pass keeps the array that was scaled: the product, or `x`.
         """
         if self.feedforward:
             return linear(x * over_rows(self._vector(), x), self.weight)
@@ -71,7 +72,7 @@ class IA3Weight(ScaledWeight):
         return y * over_rows(self._vector(), y)
 
     def linear_with_bias(self, x: Float[Array, "*batch in"], bias: Float[Array, " out"]) -> Float[Array, "*batch out"]:
-        """Compute l * (x Wᵀ + b): what scales outputs scales the bias with them."""
+        """Compute l * (x Wᵀ + b), because the bias is a part of the outputs; with `feedforward` (l * x) Wᵀ + b."""
         if self.feedforward:
             y = self.linear(x)
             return y + over_rows(bias, y)
@@ -86,12 +87,12 @@ class IA3Weight(ScaledWeight):
         return jnp.where(on, scale, 1.0)
 
     def folded(self) -> Float[Array, "out in"]:
-        """Return what `linear` multiplies by, in float32, of one matrix; for merging alone."""
+        """Return the matrix that `linear` multiplies by, in float32; only for merging, on one matrix."""
         vector = self._vector()
         return self.weight.astype(jnp.float32) * (vector[None, :] if self.feedforward else vector[:, None])
 
     def folded_bias(self, bias: Float[Array, "*L out"]) -> Float[Array, "*L out"]:
-        """Return the bias that belongs to `folded`, of a stack, too."""
+        """Return the bias that belongs to `folded`; also of a stack."""
         return bias if self.feedforward else (bias.astype(jnp.float32) * self._vector()).astype(bias.dtype)
 
 
@@ -102,7 +103,7 @@ class IA3Weight(ScaledWeight):
 )
 @dataclasses.dataclass(frozen=True)
 class VeRAWeight(ScaledWeight):
-    """A weight with random projections A and B, frozen, and two vectors that train: W + diag(b) B diag(d) A.
+    """A weight with frozen random projections A and B, and two trainable vectors: W + diag(b) B diag(d) A.
 
     Examples:
         >>> a, b = jnp.ones((1, 3)), jnp.ones((4, 1))
@@ -118,7 +119,7 @@ class VeRAWeight(ScaledWeight):
         "lora_lambda_b": ("out",),
         "layer_scale": (),
     }
-    """The axes of each leaf after those of layers."""
+    """The axes of each leaf that follow the layer axes."""
 
     weight: Any
     """The base weight, [out, in] or stacked [L, out, in]: an array, or another `lowtide.core.LinearWeight`."""
@@ -127,15 +128,16 @@ class VeRAWeight(ScaledWeight):
     vera_b: Any
     """The projection that writes the output, [out, r] or [L, out, r], frozen."""
     lora_lambda_d: Any
-    """What scales the inner dimension, [r] or [L, r], float32."""
+    """The vector d that scales the inner dimension, [r] or [L, r], float32."""
     lora_lambda_b: Any
-    """What scales the correction, [out] or [L, out], float32; zeros at first."""
+    """The vector b that scales the correction, [out] or [L, out], float32; zeros at first."""
     layer_scale: Any = None
-    """Of a stack, 1 for layers with an adapter and 0 for those without, [L], which does not train. None: all have."""
+    """In a stack, 1 for layers with an adapter and 0 for those without, [L], which does not train. None: all have
+    one."""
     dropout_key: Any = None
-    """With dropout a random key (of a stack one a layer), from `lowtide.lora.dropout`; None without."""
+    """With dropout, a random key from `lowtide.lora.dropout` (in a stack, one per layer); otherwise None."""
     dropout: float = 0.0
-    """Part of the activations that the correction does not see (static)."""
+    """Fraction of the correction's inputs that is set to zero (static)."""
 
     __array_ufunc__ = None
 
@@ -154,8 +156,8 @@ class VeRAWeight(ScaledWeight):
             Shape [..., out].
 
         Memory:
-            Beside the result, activations of width r, and of width out before b scales them, which the backward pass
-            keeps; nothing of shape [out, in].
+            In addition to the result, activations of width r, and those of width out before b scales them, which the
+            backward pass keeps; nothing of shape [out, in].
         """
         seen = x if self.dropout_key is None else dropped(x, self.dropout_key, self.dropout)
         inner = linear(seen, self.vera_a)
@@ -164,13 +166,13 @@ class VeRAWeight(ScaledWeight):
         return linear(x, self.weight) + correction * over_rows(scale, correction)
 
     def factors(self) -> tuple[Array, Array]:
-        """Return diag(d) A and diag(b) B, whose product is the correction, of a stack, too."""
+        """Return diag(d) A and diag(b) B, whose product is the correction; also of a stack."""
         scale = self.lora_lambda_b
         if self.layer_scale is not None:
             scale = scale * jnp.expand_dims(self.layer_scale, tuple(range(self.layer_scale.ndim, scale.ndim)))
         return self.vera_a * self.lora_lambda_d[..., None], self.vera_b * scale[..., None]
 
     def folded(self) -> Float[Array, "out in"]:
-        """Return what `linear` multiplies by, multiplied out in float32, of one matrix; for merging alone."""
+        """Return the matrix that `linear` multiplies by, computed in float32; only for merging, on one matrix."""
         a, b = (factor.astype(jnp.float32) for factor in self.factors())
         return self.weight.astype(jnp.float32) + jnp.matmul(b, a, precision=jax.lax.Precision.HIGHEST)

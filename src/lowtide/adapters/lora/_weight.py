@@ -1,20 +1,22 @@
-"""The node that stands where a weight stood: the frozen weight and its two thin factors.
+"""The node that replaces a weight: the frozen weight and its two thin factors.
 
-Shapes: L layers, r rank; ``out`` and ``in`` are the weight's. Every leaf has the same leading axis as the weight, so
-a stacked node is sliced by `jax.lax.scan` like the array it replaced.
+Shapes: L layers, E experts, r rank; ``out`` and ``in`` are the weight's. Every leaf has the same leading axes as the
+weight, so `jax.lax.scan` slices a stacked node like the array it replaced.
 
-The product is computed as x Wᵀ + (alpha / r) (x Aᵀ) Bᵀ; W + BA never exists, neither forward nor backward.
+The product is computed as x Wᵀ + (alpha / r) (x Aᵀ) Bᵀ. W + BA is never materialised, neither in the forward pass nor
+in the backward pass.
 
 Sources: Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models" (arXiv:2106.09685); Kalajdzievski, "A Rank
 Stabilization Scaling Factor for Fine-Tuning with LoRA" (arXiv:2312.03732); Liu et al., "DoRA: Weight-Decomposed
 Low-Rank Adaptation" (arXiv:2402.09353). Deviations from PEFT: it multiplies in the adapter's dtype (float32) and rounds
-the sum; here the factors are cast to the dtype of `x`, so a bfloat16 model multiplies in bfloat16 throughout. For DoRA
-it multiplies W + BA out to take the norms of its rows; here they are ‖W‖² + 2 s (W Aᵀ) · B + s² B A Aᵀ Bᵀ, in float32.
-Known inefficiency: the norms of W, a constant, are computed again in every use, which reads W once more.
+the sum; here the factors are cast to the dtype of `x`, so a bfloat16 model multiplies in bfloat16 throughout. For DoRA,
+PEFT materialises W + BA to compute the norms of its rows. Here their squares are ‖W‖² + 2 s (W Aᵀ) · B + s² B A Aᵀ Bᵀ,
+in float32. Known inefficiency: the norms of W are constant, but every use computes them again, which reads W a second
+time.
 
-A model that knows nothing of `lowtide.core.linear` writes ``weight @ x`` (Equinox), ``x @ weight`` or ``x @ weight.T``:
-the node multiplies so, too. What else is done to an array it cannot, and `lowtide.value_and_grad` and the trainer say
-so.
+A model that does not call `lowtide.core.linear` writes ``weight @ x`` (Equinox), ``x @ weight`` or ``x @ weight.T``.
+The node supports these products, too. For any other operation on the array, `lowtide.value_and_grad` and the trainer
+raise an error.
 """
 
 from __future__ import annotations
@@ -43,8 +45,8 @@ from ._pieces import WrappedWeight, dropped, matmul, over_rows, row_squares, tra
 class LoRAWeight(WrappedWeight):
     """A weight with a low-rank adapter; a pytree node that multiplies like the weight it replaced.
 
-    Its leaves stand at ``<path>/weight``, ``<path>/lora_a`` and ``<path>/lora_b``. They are not checked: after
-    `lowtide.partition` some are None, and JAX puts other things there, too.
+    The paths of its leaves are ``<path>/weight``, ``<path>/lora_a`` and ``<path>/lora_b``. The leaves are not checked:
+    `lowtide.partition` sets some of them to None, and JAX transformations replace leaves by other objects.
 
     Examples:
         >>> import jax.numpy as jnp
@@ -61,10 +63,10 @@ class LoRAWeight(WrappedWeight):
         "start_a": ("rank", "in"),
         "start_b": ("out", "rank"),
     }
-    """The axes of each leaf after those of layers."""
+    """The axes of each leaf that follow the layer axes."""
 
     weight: Any
-    """The base weight, [out, in] or stacked [L, out, in], of experts [L, E, out, in]: an array, or another
+    """The base weight: [out, in], stacked [L, out, in], or for experts [L, E, out, in]. It is an array, or another
     `lowtide.core.LinearWeight`."""
     lora_a: Any
     """The factor A that reads the input, [r, in] or [L, r, in], float32."""
@@ -73,20 +75,20 @@ class LoRAWeight(WrappedWeight):
     alpha: float
     """Numerator of the scale of the correction (static)."""
     lora_magnitude: Any = None
-    """DoRA's norm of each row of the result, [out] or [L, out], float32; None for plain LoRA."""
+    """DoRA's norm of each row of W + BA, [out] or [L, out], float32; None for plain LoRA."""
     layer_scale: Any = None
-    """Of a stack, a further factor of each layer's correction, [L], float32, which does not train: 0 for layers without
-    an adapter. None: 1 for all."""
+    """In a stack, an additional factor of each layer's correction, [L], float32, which does not train: 0 for layers
+    without an adapter. None: 1 for all."""
     dropout_key: Any = None
-    """With dropout a random key (of a stack one a layer), from `lowtide.lora.dropout`; None without."""
+    """With dropout, a random key from `lowtide.lora.dropout` (in a stack, one per layer); otherwise None."""
     start_a: Any = None
-    """Of an adapter that began as a part of the weight the first A, which does not train; None for others."""
+    """The first A of an adapter that began as a part of the weight, which does not train; None for others."""
     start_b: Any = None
-    """Likewise B; the correction is that of B A less that of both."""
+    """Likewise B. The correction is then B A minus the product of the two first factors."""
     rslora: bool = False
     """Whether the scale is ``alpha / sqrt(rank)`` (static)."""
     dropout: float = 0.0
-    """Part of the activations that the correction does not see (static)."""
+    """Fraction of the correction's inputs that is set to zero (static)."""
 
     __array_ufunc__ = None  # so that a NumPy array leaves a product to this class
 
@@ -97,14 +99,14 @@ class LoRAWeight(WrappedWeight):
 
     @property
     def scaling(self) -> float:
-        """The factor of B A: ``alpha / rank``, rank-stabilised ``alpha / sqrt(rank)``."""
+        """The factor of B A: ``alpha / rank``, or with `rslora` ``alpha / sqrt(rank)``."""
         return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
 
     def linear(self, x: Float[Array, "*batch in"]) -> Float[Array, "*batch out"]:
         """Compute x (W + scaling B A)ᵀ, in the dtype of `x`, without forming W + scaling B A.
 
-        With a magnitude m, each output is multiplied by m / ‖row of W + scaling B A‖, of which the norm is a constant
-        to gradients, as DoRA's authors advise.
+        With a magnitude m, each output is multiplied by m / ‖row of W + scaling B A‖. The norm is a constant to
+        gradients, as DoRA's authors advise.
 
         Args:
             x: activations, shape [..., in]; their dtype is the compute dtype, to which the adapter is cast.
@@ -113,16 +115,16 @@ class LoRAWeight(WrappedWeight):
             Shape [..., out].
 
         Memory:
-            Beside the result, activations of width r. The backward pass keeps `x` and those; nothing of shape
-            [out, in] unless W itself trains or has to be cast to the dtype of `x`. With a magnitude it keeps the
-            result before it was scaled, too. With dropout, `x` once more.
+            In addition to the result, activations of width r. The backward pass keeps `x` and those. It keeps nothing
+            of shape [out, in], unless W itself trains or has to be cast to the dtype of `x`. With a magnitude it also
+            keeps the result before the scaling. With dropout it keeps `x` a second time.
         """
         seen = x if self.dropout_key is None else dropped(x, self.dropout_key, self.dropout)
         if self.dropout_key is None:
             correction = self._corrected(x, *self.factors())
         else:
             correction = self._corrected(seen, self.lora_a, self.lora_b)
-            if self.start_a is not None:  # what left the weight is missing of all that the weight sees
+            if self.start_a is not None:  # PEFT subtracts this from W: without dropout
                 correction = correction - self._corrected(x, self.start_a, self.start_b)
         base = linear(x, self.weight)
         if self.lora_magnitude is None:
@@ -130,11 +132,11 @@ class LoRAWeight(WrappedWeight):
         scale = over_rows(self._row_scale(x.dtype), base)
         if self.dropout_key is None:
             return scale * checkpoint_name(base + correction, f"{OWN_NAMES}lora_scaled")
-        # As in PEFT, what is not seen is missing from the scaled part of the base's product, too.
+        # As in PEFT, dropout also applies to the product with W that the magnitude scales.
         return base + (scale - 1) * linear(seen, self.weight) + scale * correction
 
     def factors(self) -> tuple[Any, Any]:
-        """Return A and B of all that is added to W; of an adapter that began as a part of W of twice the rank."""
+        """Return A and B of all that is added to W; with `start_a` and `start_b` they have twice the rank."""
         if self.start_a is None:
             return self.lora_a, self.lora_b
         lora_a = jnp.concatenate([self.lora_a, self.start_a], axis=-2)
@@ -143,15 +145,17 @@ class LoRAWeight(WrappedWeight):
     def _corrected(self, x: Array, lora_a: Any, lora_b: Any) -> Array:
         low_rank = checkpoint_name(linear(x, lora_a), f"{OWN_NAMES}lora_low")
         low_rank = low_rank * self._factor(low_rank)
+        # On a CPU, the gradient of B is cheaper as the transpose of (x Aᵀ)ᵀ dy than as dyᵀ (x Aᵀ): see
+        # `core.turned_product`.
         if getattr(lora_b, "dtype", None) == low_rank.dtype and lora_b.ndim == 2:
             return turned_product(low_rank, lora_b)
         return linear(low_rank, lora_b)
 
     def rows(self, ids: Int[Array, "*ids"]) -> Float[Array, "*ids in"]:
-        """Look up rows of W + scaling B A, of an embedding, without forming it; in the dtype of W.
+        """Look up rows of W + scaling B A, for an embedding, without forming it; in the dtype of W.
 
         Args:
-            ids: which rows; one that is not there gives NaN.
+            ids: indices of the rows; an index out of range gives NaN.
 
         Returns:
             Shape [..., in].
@@ -171,25 +175,25 @@ class LoRAWeight(WrappedWeight):
             )
         found = rows(self.weight, ids)
         lora_a, lora_b = self.factors()
-        # Cast after they are looked up: the gradients of a token's rows add up in float32.
+        # Cast after the lookup, so that gradients of a row that is looked up several times add up in float32.
         low_rank = rows(lora_b, ids).astype(found.dtype)
         return found + jnp.matmul(low_rank * self._factor(low_rank), lora_a.astype(found.dtype))
 
     def grouped(
         self, x_MI: Float[Array, "M I"], product: Callable[..., Array], *, transposed: bool
     ) -> Float[Array, "M O"]:
-        """Multiply rows that are sorted by their expert by its W + scaling B A, without forming that of any expert.
+        """Multiply rows, sorted by expert, by their expert's W + scaling B A, without forming it for any expert.
 
         Args:
-            x_MI: rows.
-            product: ``product(rows, weights, transposed=)`` multiplies each by the weights of its own expert.
+            x_MI: rows of activations.
+            product: ``product(rows, weights, transposed=)`` multiplies each row by its expert's weights.
             transposed: whether experts are stored as [in, out].
 
         Returns:
             [M, O], in the dtype of the rows.
 
         Memory:
-            Beside the result, rows of width r, which the backward pass keeps with `x_MI`.
+            In addition to the result, rows of width r, which the backward pass keeps with `x_MI`.
         """
         # Experts that are stored as [in, out] read with B and write with A.
         lora_a, lora_b = self.factors()
@@ -198,14 +202,14 @@ class LoRAWeight(WrappedWeight):
         return product(x_MI, self.weight, transposed=transposed) + product(low, second, transposed=transposed)
 
     def _factor(self, like: Array) -> Any:
-        """Return the scale of the correction for an array whose axes begin with those of `layer_scale`."""
+        """Return the scale of the correction, shaped for an array whose axes begin with those of `layer_scale`."""
         if self.layer_scale is None:
             return self.scaling
         scale = (self.scaling * self.layer_scale).astype(like.dtype)
         return jnp.expand_dims(scale, tuple(range(scale.ndim, like.ndim)))
 
     def _row_scale(self, dtype: Any) -> Float[Array, " out"]:
-        """Return m / ‖W + scaling B A‖, the norms from those of W, from W Aᵀ and from A Aᵀ, all thin."""
+        """Return m / ‖W + scaling B A‖ for each row, from the norms of W, W Aᵀ and A Aᵀ, which are all thin."""
         if len(self.lora_a.shape) != 2:
             raise StructureError(
                 "a stack of weights with magnitudes is multiplied layer by layer",
@@ -214,6 +218,7 @@ class LoRAWeight(WrappedWeight):
             )
         weight, a, b = jax.lax.stop_gradient((self.weight, self.lora_a, self.lora_b))
         a, b = a.astype(jnp.float32), b.astype(jnp.float32) * self._factor(b)
+        # For row i, with the scale in b: ‖w_i + b_i A‖² = ‖w_i‖² + 2 b_i · (A w_i) + b_i (A Aᵀ) b_iᵀ.
         crossed = linear(a.astype(dtype), weight).astype(jnp.float32)  # A Wᵀ, [r, out]
         gram = jnp.matmul(a, a.T, precision=jax.lax.Precision.HIGHEST)
         inner = jnp.matmul(b, gram, precision=jax.lax.Precision.HIGHEST)
@@ -221,14 +226,14 @@ class LoRAWeight(WrappedWeight):
         return self._over_norm(jax.lax.stop_gradient(squares))
 
     def _over_norm(self, squares: Float[Array, " out"]) -> Float[Array, " out"]:
-        # A row of zeros has no direction to scale, and its result is zero.
+        # A row of zeros has no direction to scale. Its norm counts as 1, so the result is zero and not NaN.
         norms = jnp.sqrt(jnp.where(squares > 0, squares, 1.0))
         scale = self.lora_magnitude.astype(jnp.float32) / norms
         return scale if self.layer_scale is None else jnp.where(self.layer_scale != 0, scale, 1.0)
 
     def folded(self) -> Float[Array, "out in"]:
-        """Return what `linear` multiplies by, multiplied out in float32, of one matrix; for merging alone."""
-        # Without `precision` a GPU or TPU would multiply float32 in a shorter format.
+        """Return the matrix that `linear` multiplies by, computed in float32; only for merging, on one matrix."""
+        # Without `precision`, a GPU or TPU multiplies float32 in a shorter format.
         a, b = (factor.astype(jnp.float32) for factor in self.factors())
         delta = jnp.matmul(b, a, precision=jax.lax.Precision.HIGHEST)
         whole = self.weight.astype(jnp.float32) + self._factor(delta) * delta
@@ -244,7 +249,8 @@ class LoRAWeight(WrappedWeight):
         lora_a, lora_b = (factor.astype(result.dtype) for factor in self.factors())
         low_rank = lora_a @ x
         low_rank = (low_rank * self._factor(low_rank)).astype(result.dtype)
-        # Of a stacked weight a vector gives [L, r], which is no matrix.
+        # For a stacked weight and a vector, `low_rank` is [L, r]: one vector per layer, which `@` would take for a
+        # matrix.
         return result + (lora_b @ low_rank if x.ndim > 1 else jnp.einsum("...or,...r->...o", lora_b, low_rank))
 
     def __rmatmul__(self, x: Float[Array, "*batch out"]) -> Float[Array, "*batch in"]:
@@ -262,6 +268,7 @@ class LoRAWeight(WrappedWeight):
         """The transposed weight, [in, out] or [L, in, out], whose factors are Bᵀ and Aᵀ."""
         if not self.is_plain:
             return transposed(self)
+        # (W + B A)ᵀ = Wᵀ + Aᵀ Bᵀ, so Bᵀ takes the place of A, and Aᵀ that of B.
         changed = {"weight": self.weight.mT, "lora_a": self.lora_b.mT, "lora_b": self.lora_a.mT}
         if self.start_a is not None:
             changed |= {"start_a": self.start_b.mT, "start_b": self.start_a.mT}
@@ -269,7 +276,7 @@ class LoRAWeight(WrappedWeight):
 
     @property
     def T(self) -> Any:  # noqa: N802 - NumPy's name
-        """The transposed weight, [in, out], of one that is not stacked.
+        """The transposed weight, [in, out], if it is not stacked.
 
         Raises:
             StructureError: for a stacked weight, whose product would need another node.

@@ -1,7 +1,7 @@
-"""Which arrays train as a whole beside adapters, and what PEFT calls them.
+"""Arrays that train as a whole in addition to adapters, and their names in PEFT.
 
-A module is what holds a leaf: ``outer/lm_head`` of ``outer/lm_head/weight``. With a model that knows names elsewhere
-(`lowtide.core.ExternalNames`) a module trains with all its leaves, since PEFT's files have whole modules.
+A module is the node that holds a leaf: ``outer/lm_head`` for ``outer/lm_head/weight``. In a model with external names
+(`lowtide.core.ExternalNames`) a module trains with all its leaves, because PEFT's files hold whole modules.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ from ._sites import LAYER, Site, sites
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Names:
-    """What other software calls an array: one name of a module a layer, and the leaf's."""
+    """Names of an array in other software."""
 
     modules: Sequence[str]
-    """One, or one a layer of a stack."""
+    """Name of the module; in a stack one per layer."""
     leaf: str
-    """Such as ``weight`` or ``bias``."""
+    """Name of the leaf, such as ``weight`` or ``bias``."""
     is_stacked: bool
     """Whether the array's first axis is that of layers."""
 
 
 def parent(path: str) -> str:
-    """Return the path of the module that holds a leaf; of a leaf that nothing holds its own."""
+    """Return the path of the module that holds a leaf; a leaf without a module has its own path."""
     return path.rpartition("/")[0] or path
 
 
 def names_of(model: Tree, site: Site) -> Names | None:
-    """Say what an array is called elsewhere; None for what is no leaf of a module there."""
+    """Return the external names of an array; None if it is not a leaf of a module there."""
     above, _, leaf = site.path.rpartition("/")
     if not isinstance(model, ExternalNames):
         return Names(
@@ -55,12 +55,12 @@ def names_of(model: Tree, site: Site) -> Names | None:
 
 
 def owners(model: Tree, adapted: Collection[str], indices: Collection[int]) -> set[str]:
-    """Name the modules that hold the weights with adapters, as biases beside them are named.
+    """Return the names of the modules that hold weights with adapters, in the form used for biases.
 
     Args:
         model: the model.
-        adapted: names of the weights' modules, of a model with names elsewhere.
-        indices: `Site.index` of the weights, of any other.
+        adapted: names of the weights' modules, for a model with external names.
+        indices: `Site.index` of the weights, for any other model.
     """
     if isinstance(model, ExternalNames):
         return {*adapted}
@@ -69,29 +69,29 @@ def owners(model: Tree, adapted: Collection[str], indices: Collection[int]) -> s
 
 
 def named_arrays(model: Tree) -> dict[int, Names]:
-    """Name every array of floating-point numbers that could train as a whole, by `Site.index`."""
+    """Return the external names of every floating-point array that could train as a whole, by `Site.index`."""
     found = {site.index: names_of(model, site) for site in sites(model) if site.is_floating}
     return {index: names for index, names in found.items() if names is not None}
 
 
 def tied_names(model: Tree) -> Mapping[str, str]:
-    """Return modules that are used in a second place, by the name of that one elsewhere."""
+    """Return the modules that a model uses in a second place, with the external name of that place."""
     return getattr(model, "tied_names", {})
 
 
 def whole_sites(model: Tree, config: Any, targets: Sequence[Site]) -> list[Site]:
-    """Select what trains as a whole: `modules_to_save`, and biases.
+    """Return the sites of arrays that train as a whole: `modules_to_save`, and biases.
 
     Args:
         model: the model.
         config: of adapters.
-        targets: what it gives an adapter.
+        targets: the sites that get an adapter.
 
     Raises:
         SelectionError: when a pattern matches nothing.
-        StructureError: for what is stored in few bits, is adapted already, or is no module elsewhere; and for biases
+        StructureError: for a weight that is quantised, is already adapted, or is not a module elsewhere; and for biases
             of a model without any.
-        ConfigError: for what is in host memory.
+        ConfigError: for an array in host memory.
     """
     chosen = {site.index: site for site in _saved(model, config.modules_to_save)}
     if isinstance(config, Config) and config.bias != "none":
@@ -102,7 +102,7 @@ def whole_sites(model: Tree, config: Any, targets: Sequence[Site]) -> list[Site]
 
 
 def without_saved(model: Tree, config: Any, targets: Sequence[Site]) -> list[Site]:
-    """Leave out of the targets what trains as a whole, as PEFT does."""
+    """Remove the targets that train as a whole, as PEFT does."""
     modules = {parent(site.path) for site in _saved(model, config.modules_to_save)}
     kept = [site for site in targets if parent(site.path) not in modules]
     if targets and not kept:
@@ -132,12 +132,14 @@ def _saved(model: Tree, patterns: Any) -> list[Site]:
         raise SelectionError(
             f"modules_to_save: {error.message}", expected=error.expected, got=error.got, hint=error.hint
         ) from error
+    # PEFT's files hold whole modules, so with external names one matched leaf selects its module.
     modules = {parent(site.path) for name in matched for site in by_name[name]}
     if isinstance(model, ExternalNames):
         found = [site for module in modules for site in by_name[module] if parent(site.path) == module]
     else:
         found = [site for name in matched for site in by_name[name]]
-    # What is no number of a module, such as how far a layer sees, is none of its parameters.
+    # Arrays of a module that are not floating-point, such as the size of a layer's attention window, are not
+    # parameters.
     return [site for site in found if site.is_floating or isinstance(site.node, LinearWeight) or site.path in matched]
 
 

@@ -1,4 +1,4 @@
-"""One file of a view, written whole or not at all; pipes and devices are written to."""
+"""Write one file of a view, whole or not at all; pipes and devices are written to directly."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def write_view(path: str | Path, content: bytes) -> None:
 
     Args:
         path: the file.
-        content: all of it.
+        content: its whole content.
 
     Raises:
         OutputError: when the folder does not exist, or the file cannot be written.

@@ -1,4 +1,4 @@
-"""Buffers that are the same but for a number in their names, as one row: ``32 × layers/*/mlp/up``."""
+"""Group buffers whose names differ only in numbers into one row: ``32 × layers/*/mlp/up``."""
 
 from __future__ import annotations
 
@@ -22,38 +22,36 @@ class Group:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all of them."""
+        """Bytes of all buffers."""
         return sum(b.num_bytes for b in self.buffers)
 
     @property
     def label(self) -> str:
-        """What they are: their common name with ``*`` for the numbers that differ."""
+        """Common name of the buffers, with ``*`` for the numbers that differ."""
         return differing(sorted({b.label for b in self.buffers}))
 
     @property
     def text(self) -> str:
-        """`label`, and how many."""
-        if len(self.buffers) > 1 and not any(
-            map(str.isalnum, self.label)
-        ):  # nothing but numbers differs: arguments 2, 3
+        """`label`, with the number of buffers."""
+        if len(self.buffers) > 1 and not any(map(str.isalnum, self.label)):  # only numbers: arguments 2, 3
             return ", ".join(sorted({b.label for b in self.buffers}))
         return f"{len(self.buffers)} × {self.label}" if len(self.buffers) > 1 else self.label
 
     @property
     def array(self) -> str:
-        """Type and shape of one of them, as XLA writes them: ``bf16[4096,4096]``; empty for what is no array."""
+        """Type and shape of one buffer, as XLA writes them: ``bf16[4096,4096]``; empty if it is not an array."""
         buffer = self.buffers[0]
         return f"{buffer.dtype}[{','.join(map(str, buffer.shape))}]" if buffer.dtype else ""
 
     @property
     def source(self) -> str:
-        """The line of the program, where all have the same."""
+        """The source line, if all buffers have the same."""
         sources = {b.source for b in self.buffers}
         return next(iter(sources)) if len(sources) == 1 else ""
 
 
 def differing(labels: Sequence[str]) -> str:
-    """Labels that differ in numbers alone, with ``*`` for those that differ.
+    """Return the common form of labels that differ only in numbers, with ``*`` for the numbers that differ.
 
     Args:
         labels: at least one; all with the same text between their numbers.
@@ -68,39 +66,40 @@ def group_buffers(buffers: Iterable[Buffer]) -> list[Group]:
     """Group equal buffers of numbered layers.
 
     Args:
-        buffers: any.
+        buffers: any buffers.
 
     Returns:
-        Groups, the largest first. Grouped are buffers of the same role, phase, shape, type and size whose names
-        (path, else scope, else operation) differ in numbers alone.
+        Groups, largest first. A group has buffers of the same role, phase, shape, type and size whose names (path, else
+        scope, else operation) differ only in numbers.
     """
     found: dict[tuple[object, ...], list[Buffer]] = {}
     for b in buffers:
+        # Numbers become "#" in the key, so that layers/0/w and layers/1/w are one group.
         key = (b.space, b.role, b.phase, b.shape, b.dtype, b.num_bytes, _NUMBER.sub("#", b.label))
         found.setdefault(key, []).append(b)
     return sorted((Group(buffers=tuple(group)) for group in found.values()), key=lambda g: (-g.num_bytes, g.label))
 
 
 def owner_name(buffer: Buffer) -> str:
-    """Name a buffer alike in two compilations: by its path, else its scope, else its operation without its number."""
+    """Return a name that two compilations share: the path, else the scope, else the operation without its number."""
     return buffer.path or buffer.scope or _LAST_NUMBER.sub("", buffer.operation) or buffer.role
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RowGroup:
-    """Rows of a difference of one role and type whose owners differ in numbers alone."""
+    """Rows of a difference with the same role and type, whose owners differ only in numbers."""
 
     rows: tuple[DiffRow, ...]
     """At least one."""
 
     @property
     def owner(self) -> str:
-        """Their common name."""
+        """Common name of the owners."""
         return differing(sorted({row.owner for row in self.rows}))
 
     @property
     def count(self) -> int:
-        """Buffers, of the side that has more."""
+        """Number of buffers, on the side that has more."""
         return max(sum(row.before_count for row in self.rows), sum(row.after_count for row in self.rows))
 
     @property
@@ -120,12 +119,12 @@ class RowGroup:
 
     @property
     def text(self) -> str:
-        """`owner`, and how many."""
+        """`owner`, with the number of buffers."""
         return f"{self.count} × {self.owner}" if self.count > 1 else self.owner
 
 
 def group_rows(rows: Iterable[DiffRow]) -> list[RowGroup]:
-    """Group rows of numbered layers that changed in the same way, those that changed most first.
+    """Group rows of numbered layers that changed in the same way, largest change first.
 
     Args:
         rows: rows of a difference.

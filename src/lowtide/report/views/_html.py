@@ -1,8 +1,8 @@
 """Reports and differences as one HTML file that needs no network, and as a table for notebooks.
 
-The page carries the buffers as columns of numbers and a table of strings; its script adds them up. Text from a program
-(paths, scopes, operations) reaches the page only escaped: as JSON without ``<``, ``>`` and ``&`` in ASCII, and from
-there as text nodes.
+The page carries the buffers as columns of numbers and a table of strings, and its script adds them up. Text from a
+program (paths, scopes, operations) is always escaped: it enters the page as ASCII JSON without ``<``, ``>`` and ``&``,
+and the script inserts it as text nodes.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ._terminal import percent, shorten
 from ._verdict import fit_text, peak_text
 
 MAX_PAYLOAD_BYTES = 8_000_000
-"""What a page carries at most; with more, the smallest buffers are folded."""
+"""Largest payload of a page; above it, the smallest buffers are folded."""
 _MAX_TEXT = 2_000
 _TEXTS = ("role", "path", "phase", "scope", "operation", "source", "shape", "dtype")
 _COMMON = ("units.js", "timeline.js", "table.js")
@@ -122,14 +122,14 @@ def notebook(report: ReportFacts) -> str:
 
 
 def report_payload(report: ReportFacts, *, limit: int = MAX_PAYLOAD_BYTES) -> tuple[str, list[str]]:
-    """Return what the page of a report computes with.
+    """Return the data of a report's page.
 
     Args:
         report: the report.
         limit: the largest size of the payload in bytes.
 
     Returns:
-        JSON for a script element, and notes on what had to be left out.
+        JSON for a script element, and notes on what was left out.
     """
     buffers = sorted((b for space in SPACES for b in drawn_buffers(report, space)), key=lambda b: -b.num_bytes)
     text = _report_json(report, buffers, [])
@@ -137,7 +137,7 @@ def report_payload(report: ReportFacts, *, limit: int = MAX_PAYLOAD_BYTES) -> tu
         return text, []
     keep = len(buffers)
     while len(text) > limit and keep:
-        # A folded buffer still costs its two steps, so the share to keep is a guess that is repeated.
+        # A folded buffer still costs two steps, so the number to keep is estimated, and the estimate is repeated.
         keep = min(keep - 1, int(keep * 0.9 * limit / len(text)))
         text = _report_json(report, buffers[:keep], buffers[keep:])
     smallest = format_bytes(buffers[keep].num_bytes)
@@ -147,6 +147,7 @@ def report_payload(report: ReportFacts, *, limit: int = MAX_PAYLOAD_BYTES) -> tu
 
 
 def _report_json(report: ReportFacts, buffers: Sequence[Buffer], folded: Sequence[Buffer]) -> str:
+    # Each text is stored once and referred to by its index, because scopes and sources repeat for many buffers.
     strings: dict[str, int] = {}
 
     def index(value: str) -> int:
@@ -178,13 +179,14 @@ def _report_json(report: ReportFacts, buffers: Sequence[Buffer], folded: Sequenc
 
 
 def _fold(buffers: Sequence[Buffer]) -> list[dict[str, Any]]:
-    """One entry a space and role, with its bytes as steps: exact at every moment, without a name."""
+    """Return one entry per space and role, with its bytes as steps: exact at every moment, but without names."""
     found: dict[tuple[Space, str], list[Buffer]] = {}
     for buffer in buffers:
         found.setdefault((buffer.space, buffer.role), []).append(buffer)
     largest = max((b.num_bytes for b in buffers), default=0)
     entries: list[dict[str, Any]] = []
     for (space, role), mine in found.items():
+        # Changes of the live bytes at each position, as in `report.live_bytes`; the page sums them up.
         steps: dict[int, int] = {}
         for b in mine:
             steps[b.start] = steps.get(b.start, 0) + b.num_bytes
@@ -195,7 +197,7 @@ def _fold(buffers: Sequence[Buffer]) -> list[dict[str, Any]]:
 
 
 def diff_payload(difference: DiffFacts) -> str:
-    """Return what the page of a difference draws: the timelines in columns, and every owner.
+    """Return the data of a difference's page: the timelines in columns, and every owner.
 
     Args:
         difference: the difference.
@@ -279,12 +281,12 @@ def _page(texts: Mapping[str, str], markup: Mapping[str, str], payload: str, scr
 
 
 def asset(name: str) -> str:
-    """Read a file of the pages."""
+    """Read a file of the package's page assets."""
     return resources.files(__name__.rpartition(".")[0]).joinpath("assets", name).read_text(encoding="utf-8")
 
 
 def fill(template: str, values: Mapping[str, str]) -> str:
-    """Fill in a template's ``{{names}}``, once: what is filled in is not searched again."""
+    """Fill in a template's ``{{names}}`` once; inserted text is not searched again."""
     return re.sub(r"\{\{(\w+)\}\}", lambda match: values[match[1]], template)
 
 

@@ -1,7 +1,7 @@
-"""Reports as JSON: a line a buffer, and strict reading.
+"""Reports as JSON: one line per buffer, and strict reading.
 
-Reading refuses what it does not understand. A report is evidence; half of one, or one whose keys changed their
-meaning, would be quoted all the same.
+The reader refuses anything that it does not support. A report is evidence: an incomplete one, or one whose keys changed
+their meaning, would be quoted without notice.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ _HINT = "give a file that MemoryReport.to_json wrote"
 
 
 def dump(data: Mapping[str, Any], *, indent: str = "") -> str:
-    """JSON with a line a key, and a line an element of the long lists.
+    """Return JSON with one line per key, and one line per element of the long lists.
 
     Args:
         data: plain data; the lists under ``buffers``, ``moments`` and ``rows`` may be long.
-        indent: what stands before the closing brace.
+        indent: indentation of the closing brace.
     """
     inner = f"{indent}  "
     parts: list[str] = []
@@ -50,13 +50,13 @@ def read_fields(path: str | Path, *, schema_version: int) -> dict[str, Any]:
 
     Args:
         path: the file.
-        schema_version: the version of the JSON that is understood.
+        schema_version: the supported version of the JSON.
 
     Returns:
-        What `MemoryReport` takes to be equal to it.
+        Arguments of `MemoryReport` for an equal report.
 
     Raises:
-        ReportError: when there is no such file, or it holds something else, or another version of it.
+        ReportError: when the file is missing, is not a report, or has another version.
     """
     try:
         data = json.loads(Path(path).read_text(encoding="utf-8"))
@@ -88,6 +88,7 @@ def _fields(data: dict[str, Any]) -> dict[str, Any]:
         parts = dict(data[name])
         total = parts.pop("total_bytes")
         spaces[name] = SpaceBytes(**parts)
+        # The total is derived from the parts, so a difference means that the file was edited or damaged.
         if spaces[name].total_bytes != total:
             raise ValueError(f"the parts of {name} add up to {spaces[name].total_bytes}, not {total}")
     buffers = from_rows(data["buffers"])

@@ -1,6 +1,6 @@
 """Pictures of a report and of a difference, 1600×900, for slides and issues.
 
-Drawn with matplotlib's objects, not with pyplot: no global state, no window, no change to the caller's settings.
+They use matplotlib's figure objects instead of pyplot: no global state, no window, no change to the caller's settings.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _SETTINGS: dict[str, Any] = {
 
 
 _PLATE = {"facecolor": "white", "edgecolor": "none", "alpha": 0.85, "pad": 1.5}
-"""Behind text that may lie on a coloured area."""
+"""Background of text that may be on a coloured area."""
 
 
 def report_png(report: ReportFacts) -> bytes:
@@ -162,6 +162,8 @@ def _draw_timeline(axes: Any, report: ReportFacts, found: Mapping[str, Style], h
     series = role_series(drawn_buffers(report, "device"), num_moments)
     totals = total_series(series, num_moments)
     drawn = columns(totals, _COLUMNS)
+    # A step plot needs one more edge than columns. The first column may start after 0, because `columns` returns the
+    # position with most bytes of each range.
     edges = np.append(drawn, num_moments).astype(float)
     edges[0] = 0
     roles = [role for role in role_order(report) if role in series and series[role].any()]
@@ -246,11 +248,11 @@ def _bars(axes: Any, names: list[str], sizes: list[int], looks: list[Style], tex
 
 
 def byte_ticks(top: int, count: int = 5) -> list[int]:
-    """Round sizes from 0 to at most `top`: 1, 2 or 5 times a power of ten of a binary unit.
+    """Return round sizes from 0 to at most `top`: 1, 2 or 5 times a power of ten of a binary unit.
 
     Args:
         top: the largest size to show.
-        count: about how many.
+        count: approximate number of sizes.
     """
     unit = 1
     while top >= unit * 1024 and unit < 2**40:
@@ -262,5 +264,5 @@ def byte_ticks(top: int, count: int = 5) -> list[int]:
 
 
 def tick_text(num_bytes: int) -> str:
-    """Write a size without needless decimals: ``20 GiB``."""
+    """Format a size without needless decimals: ``20 GiB``."""
     return format_bytes(num_bytes).replace(".00 ", " ") if num_bytes else "0"

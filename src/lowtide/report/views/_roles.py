@@ -1,8 +1,8 @@
 """The colour, texture and order of every role, the same in every view.
 
-A colour has at least 3:1 contrast against the backgrounds of the light and of the dark page, so one set serves both.
-In that band of lightness no dozen hues stay apart for colour-blind readers; two roles whose colours come close
-therefore differ in texture.
+A colour has a contrast of at least 3:1 with the backgrounds of the light and of the dark page, so one set serves both.
+At that lightness, colour-blind readers cannot tell a dozen hues apart. Two roles with similar colours therefore differ
+in texture.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ from collections.abc import Iterable
 from typing import Literal
 
 LIGHT_BACKGROUND, DARK_BACKGROUND = "#f6f7f9", "#1b1f26"
-"""The least favourable backgrounds of the page."""
+"""The page backgrounds with the lowest contrast."""
 
 Texture = Literal["", "/", "\\", "x"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Style:
-    """How a role is drawn."""
+    """Colour and texture of a role."""
 
     color: str
-    """The fill, ``#rrggbb``."""
+    """Colour of the fill, ``#rrggbb``."""
     texture: Texture = ""
     """Lines over the fill: one diagonal, the other, or both."""
 
@@ -74,13 +74,14 @@ def styles(roles: Iterable[str]) -> dict[str, Style]:
         roles: names; those of arguments are arbitrary.
 
     Returns:
-        A style a role. An unusual name takes the one its letters choose, or the next that no other role has taken,
-        so that it looks the same in two reports with the same roles.
+        One style per role. A name without a fixed style gets one that a checksum of the name selects, or the next that
+        is free. So it looks the same in two reports with the same roles.
     """
     names = sorted(set(roles))
     found = {name: style for name, style in {**_USUAL, **_FIXED}.items() if name in names}
     for name in names:
         if name not in found:
+            # A checksum, because Python's `hash` of a string differs between processes.
             at = zlib.crc32(name.encode("utf-8", "surrogatepass")) % len(_SPARE)
             turns = [_SPARE[(at + step) % len(_SPARE)] for step in range(len(_SPARE))]
             found[name] = next((style for style in turns if style not in found.values()), turns[0])
@@ -88,10 +89,10 @@ def styles(roles: Iterable[str]) -> dict[str, Style]:
 
 
 def stacked(roles: Iterable[str]) -> list[str]:
-    """Roles from the bottom of a stack to its top: what stays first, what comes and goes last.
+    """Return roles from the bottom of a stack to its top: lasting ones first, short-lived ones last.
 
     Args:
-        roles: names, in the order in which those of arguments shall stand.
+        roles: names, with those of arguments in the order to show.
     """
     names = list(dict.fromkeys(roles))
     derived = {*_FIRST, *_LAST, *_TOP}
@@ -100,13 +101,13 @@ def stacked(roles: Iterable[str]) -> list[str]:
 
 
 def luminance(color: str) -> float:
-    """Relative luminance of ``#rrggbb``, as WCAG 2 defines it."""
+    """Return the relative luminance of ``#rrggbb``, as WCAG 2 defines it."""
     channels = [int(color[at : at + 2], 16) / 255 for at in (1, 3, 5)]
     linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in channels]
     return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
 
 
 def contrast(one: str, other: str) -> float:
-    """Contrast of two colours, 1 to 21, as WCAG 2 defines it."""
+    """Return the contrast of two colours, 1 to 21, as WCAG 2 defines it."""
     dark, light = sorted((luminance(one), luminance(other)))
     return (light + 0.05) / (dark + 0.05)

@@ -1,7 +1,7 @@
 """A training run as one HTML file that needs no network and no script.
 
-Curves are SVG that is stretched to the width there is, so their marks are lines, whose width stays; what is written
-beside them is HTML, whose size stays. Text from data reaches the page escaped.
+Curves are SVG, stretched to the available width. Their marks are lines with a fixed width, and labels are HTML with a
+fixed size. Text from data is escaped.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ._roles import styles
 from ._series import columns, drawn_buffers, peak_moment, role_order, role_series, total_series
 
 _MAX_POINTS = 400
-"""Columns of a curve; of more points each column has their mean, and a band from the least to the largest."""
+"""Columns of a curve. With more points, each column has their mean, and a band from the smallest to the largest."""
 _TITLES = {"device": "Memory of a step, on the device", "host": "Memory of a step, on the host"}
 
 
@@ -30,7 +30,7 @@ def run_page(run: RunFacts, memory: ReportFacts | None = None) -> bytes:
     """Make the page of a run.
 
     Args:
-        run: what it says.
+        run: the contents.
         memory: the report of its step, if there is one.
 
     Returns:
@@ -101,7 +101,7 @@ def _chart(chart: Chart) -> str:
 
 
 def _finite(points: Points) -> tuple[np.ndarray, np.ndarray]:
-    """Return steps and values in order; what is no number is NaN, which breaks a curve."""
+    """Return steps and values in order; a value that is not finite becomes NaN, which breaks the curve."""
     ordered = sorted(points, key=lambda point: point[0])
     values = [math.nan if value is None or not math.isfinite(value) else value for _, value in ordered]
     return np.array([step for step, _ in ordered], float), np.array(values, float)
@@ -109,6 +109,7 @@ def _finite(points: Points) -> tuple[np.ndarray, np.ndarray]:
 
 def _curve(points: tuple[np.ndarray, np.ndarray], number: int, place: Callable[..., np.ndarray]) -> str:
     at, middle, least, most = _columns(*points)
+    # With fewer columns than points, a band shows the range that each mean hides.
     band = ""
     if len(points[0]) > len(at):
         for run in _runs(middle):
@@ -116,6 +117,7 @@ def _curve(points: tuple[np.ndarray, np.ndarray], number: int, place: Callable[.
                 outline = [*place(at[run], most[run]), *place(at[run], least[run])[::-1]]
                 band += f'<path class="band c{number}" d="M{_path(outline)}Z"/>'
     lines = [place(at[run], middle[run]) for run in _runs(middle)]
+    # "h0" draws a line of length zero, whose round caps show a single point as a dot.
     joined = "".join(f"M{_path(line)}" + ("" if len(line) > 1 else "h0") for line in lines)
     dots = ""
     if len(at) <= 40:
@@ -125,10 +127,10 @@ def _curve(points: tuple[np.ndarray, np.ndarray], number: int, place: Callable[.
 
 
 def _columns(steps: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Return steps, means, least and largest values of at most so many columns."""
+    """Return steps, means, smallest and largest values of at most `_MAX_POINTS` columns."""
     if len(steps) <= _MAX_POINTS:
         return steps, values, values, values
-    # Equal stretches of steps and not of records: one without a record is a hole.
+    # Columns are equal ranges of steps, not of records, so a range without a record is a gap.
     bounds = np.linspace(steps[0], steps[-1], _MAX_POINTS + 1)
     edges = [0, *np.searchsorted(steps, bounds[1:-1]), len(steps)]
     rows: list[tuple[float, ...]] = []
@@ -136,12 +138,12 @@ def _columns(steps: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndar
         mine = values[low:high][np.isfinite(values[low:high])]
         rows.append((mine.mean(), mine.min(), mine.max()) if len(mine) else (math.nan,) * 3)
     at = (bounds[:-1] + bounds[1:]) / 2
-    at[0], at[-1] = steps[0], steps[-1]  # a curve goes from end to end
+    at[0], at[-1] = steps[0], steps[-1]  # the curve spans the whole range
     return at, *np.array(rows).T
 
 
 def _runs(values: np.ndarray) -> list[np.ndarray]:
-    """Return the positions between holes."""
+    """Return the index ranges between gaps."""
     good = np.flatnonzero(np.isfinite(values))
     return [run for run in np.split(good, np.flatnonzero(np.diff(good) > 1) + 1) if len(run)]
 
@@ -151,7 +153,7 @@ def _path(points: Iterable[Sequence[float]]) -> str:
 
 
 def _ticks(low: float, high: float, count: int, *, whole: bool = False) -> list[float]:
-    """Return round numbers from below the least to above the largest value; never two alike."""
+    """Return distinct round numbers from below the smallest to above the largest value."""
     if high <= low:
         around = max(abs(low) * 0.1, 1e-12)
         low, high = (low, low + 1) if whole else (low - around, high + around)
@@ -164,7 +166,7 @@ def _ticks(low: float, high: float, count: int, *, whole: bool = False) -> list[
 
 
 def _plot(title: str, drawn: str, rows: Sequence[tuple[float, str]], marks: Sequence[tuple[float, str]]) -> str:
-    """Put a drawing of 100 by 100 between its axes: places in percent, and what stands there."""
+    """Put a drawing of 100 by 100 between its axes: positions in percent, and their labels."""
     lines = "".join(f'<path class="grid" d="M0 {at:.2f}H100"/>' for at, _ in rows)
     beside = "".join(f'<span style="top:{at:.2f}%">{html.escape(text)}</span>' for at, text in rows)
     widest = max((text for _, text in rows), key=len, default="")
@@ -186,13 +188,13 @@ def _memory(report: ReportFacts | None) -> list[str]:
     if report is None:
         return []
     used: list[Space] = [space for space in SPACES if drawn_buffers(report, space)]
-    # Of a report that knows no moments each role would be as large throughout: the table says it in less room.
+    # Without moments every role would have a constant size, which the table shows in less space.
     timelines = [_timeline(report, space) for space in used if len(report.moments) > 1]
     return [*timelines, _card("Bytes of a step by role", f'<div class="scroll">{roles_table(report)}</div>')]
 
 
 def _timeline(report: ReportFacts, where: Space) -> str:
-    """Draw the live bytes of a space over the program, role upon role."""
+    """Draw the live bytes of a space over the program, stacked by role."""
     num_moments = len(report.moments)
     series = role_series(drawn_buffers(report, where), num_moments)
     totals = total_series(series, num_moments)

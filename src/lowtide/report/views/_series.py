@@ -1,4 +1,4 @@
-"""What a view draws: buffers, their bytes per role over the program, and the moments worth a column."""
+"""The data that views draw: buffers, their bytes per role over the program, and the moments to draw as columns."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from ._roles import stacked
 
 
 def peak_moment(report: ReportFacts, space: Space) -> int:
-    """Find the position at which most bytes of a space are alive."""
+    """Return the position at which most bytes of a space are alive."""
     return report.peak_moment if space == "device" else report.host_peak_moment
 
 
 def drawn_buffers(report: ReportFacts, space: Space) -> tuple[Buffer, ...]:
-    """List the buffers of a space; of a report without any, one a role that lives throughout.
+    """List the buffers of a space; for a report without buffers, one per role that is alive throughout.
 
     Args:
         report: the report.
-        space: which memory.
+        space: the memory space.
     """
     mine = tuple(b for b in report.buffers if b.space == space)
     if mine:
@@ -36,25 +36,25 @@ def drawn_buffers(report: ReportFacts, space: Space) -> tuple[Buffer, ...]:
 
 
 def role_order(*reports: ReportFacts) -> list[str]:
-    """Every role that is drawn, from the bottom of a stack to its top; arguments in the caller's order."""
+    """Return every role that is drawn, from the bottom of a stack to its top; arguments in the caller's order."""
     names = [role for report in reports for roles in (report.by_role, report.host_by_role) for role in roles]
     used = [b.role for report in reports for space in SPACES for b in drawn_buffers(report, space)]
     return [role for role in stacked([*names, *used]) if role in set(used)]
 
 
 def at_peak(report: ReportFacts, space: Space) -> tuple[Buffer, ...]:
-    """List what a space holds at its peak, largest first; the bytes add up to the space's total."""
+    """List the buffers of a space at its peak, largest first; the bytes add up to the space's total."""
     peak = peak_moment(report, space)
     alive = [b for b in drawn_buffers(report, space) if b.alive_at(peak)]
     return tuple(sorted(alive, key=lambda b: -b.num_bytes))
 
 
 def role_series(buffers: Sequence[Buffer], num_moments: int) -> dict[str, np.ndarray]:
-    """Bytes per role at every position of a program, fragmentation as a role of its own.
+    """Return the bytes per role at every position of a program, with fragmentation as a separate role.
 
     Args:
         buffers: buffers of one space.
-        num_moments: positions of the program.
+        num_moments: number of positions of the program.
 
     Returns:
         Arrays of int64, shape (num_moments,).
@@ -68,16 +68,16 @@ def role_series(buffers: Sequence[Buffer], num_moments: int) -> dict[str, np.nda
 
 
 def total_series(series: Mapping[str, np.ndarray], num_moments: int) -> np.ndarray:
-    """Add up what `role_series` returns."""
+    """Add up the series that `role_series` returns."""
     return sum(series.values(), np.zeros(num_moments, np.int64))
 
 
 def columns(totals: np.ndarray, num_columns: int) -> np.ndarray:
-    """Positions to draw when there are more than columns: of every stretch the one with most bytes.
+    """Return the positions to draw when there are more than columns: in each range the one with most bytes.
 
     Args:
         totals: bytes at every position; shape (num_moments,).
-        num_columns: how many columns there are room for.
+        num_columns: number of columns available.
 
     Returns:
         Positions in ascending order; the largest total is among them.

@@ -1,6 +1,6 @@
 """A report and a difference as text, for terminals of 60 columns and more.
 
-Columns are added as the terminal gets wider; names are shortened in the middle, where they say least.
+Wider terminals show more columns. Long names are shortened in the middle, where they carry less information.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ class _Column:
     name: str
     text: Callable[[Group], str]
     width: int
-    """Of the cell; 0 shares what is left."""
+    """Width of the cell; 0 takes the remaining width."""
     from_width: int = 0
-    """The width of the terminal from which on it is shown."""
+    """Smallest width of the terminal that shows the column."""
 
 
 def print_report(report: ReportFacts, console: Console | None, *, top: int) -> None:
@@ -42,11 +42,11 @@ def print_report(report: ReportFacts, console: Console | None, *, top: int) -> N
 
     Args:
         report: the report.
-        console: where to; None for standard output.
-        top: how many owners to list per memory space.
+        console: the console; None for standard output.
+        top: number of owners to list per memory space.
     """
     out, width = _console(console)
-    with out:  # one output: a notebook shows each by itself
+    with out:  # collect one output, because a notebook shows each separately
         out.print(_headline(report), soft_wrap=False)
         for space in SPACES:
             buffers = at_peak(report, space)
@@ -72,8 +72,8 @@ def print_diff(difference: DiffFacts, console: Console | None, *, top: int) -> N
 
     Args:
         difference: the difference.
-        console: where to; None for standard output.
-        top: how many owners to list.
+        console: the console; None for standard output.
+        top: number of owners to list.
     """
     out, width = _console(console)
     before, after = difference.before, difference.after
@@ -120,18 +120,19 @@ def _section(space: Space, report: ReportFacts, width: int) -> Text:
     total = format_bytes(sum(b.num_bytes for b in at_peak(report, space)))
     text = _text("On the host" if space == "host" else "At the peak", "bold")
     rest = f": {total}" if len(report.moments) == 1 else f": {total}, {peak_text(report, space)}"
-    if len(text) + len(rest) > width:  # where it is may be cut, how much and when may not
+    if len(text) + len(rest) > width:  # shorten only the operation's name, not the size or the moment
         rest, separator, name = rest.rpartition(", ")
         rest += f"{separator}{shorten(name, max(6, width - len(text) - len(rest) - 2))}"
     return text.append(rest, style="")
 
 
 def _bar(roles: dict[str, int], width: int) -> Text:
-    """One line, divided by role; every role keeps at least one cell."""
+    """Draw one line divided by role; every role gets at least one cell."""
     total, found = max(1, sum(roles.values())), styles(roles)
     bar, used, seen = _text(no_wrap=True), 0, 0
     for left, (role, size) in zip(range(len(roles) - 1, -1, -1), roles.items(), strict=True):
         seen += size
+        # Rounding the running sum keeps rounding errors from adding up. `left` reserves a cell for each remaining role.
         cells = max(1, min(round(seen / total * width) - used, width - used - left))
         used += cells
         bar.append(("▓" if found[role].texture else "█") * cells, style=found[role].color)
@@ -139,10 +140,11 @@ def _bar(roles: dict[str, int], width: int) -> Text:
 
 
 def _legend(roles: dict[str, int], width: int) -> Text:
-    """Roles with their bytes, in as many columns as there is room for."""
+    """List roles with their bytes, in as many columns as fit."""
     total, found = max(1, sum(roles.values())), styles(roles)
     name_width = min(24, max(len(role) for role in roles))
     cell = 2 + name_width + 13 + 9
+    # A cell is the swatch (2), the name, the bytes (13) and the share (9); three spaces separate cells.
     per_line = max(1, (width + 3) // (cell + 3))
     text = _text(no_wrap=True)
     for at, (role, size) in enumerate(roles.items()):
@@ -158,6 +160,7 @@ def _print_sparkline(out: Console, report: ReportFacts, space: Space, width: int
     drawn = columns(totals, width)
     highest = max(1, int(totals.max()))
     wide = max(1, min(8, width // len(drawn)))
+    # Three rows of blocks with eight heights each give 24 levels.
     levels = [round(int(totals[at]) / highest * 8 * 3) for at in drawn for _ in range(wide)]
     peak = peak_moment(report, space)
     at = wide * next((i for i, low in enumerate(drawn) if low >= peak), len(drawn) - 1)
@@ -172,10 +175,10 @@ def _print_sparkline(out: Console, report: ReportFacts, space: Space, width: int
 
 
 _SOURCE_FROM = 130
-"""The width from which on sources have a column; below, they stand behind the owners that have no path."""
+"""Smallest width with a column for sources; below it, sources follow the owners that have no path."""
 _SOURCE_WIDTH = 32
 _BYTES = 11
-"""Of the widest size below 1024 TiB: ``1023.99 MiB``."""
+"""Width of the longest size below 1024 TiB: ``1023.99 MiB``."""
 _COLUMNS = (
     _Column("role", lambda g: g.buffers[0].role, 14),
     _Column("phase", lambda g: g.buffers[0].phase, 9, from_width=100),
@@ -190,7 +193,7 @@ def _owners(groups: Sequence[Group], total: int, width: int, top: int) -> Table:
     texts = {c.name: [c.text(g) for g in groups[:top]] for c in shown}
     if "source" in texts:
         texts["source"] = [short_source(text, _SOURCE_WIDTH) for text in texts["source"]]
-    # A column nobody fills costs no room; one that needs less than its width takes less.
+    # An empty column is left out, and a column is no wider than its longest text.
     widths = {c.name: min(c.width, max([len(c.name), *map(len, texts[c.name])])) for c in shown if c.width}
     widths = {name: size for name, size in widths.items() if any(texts[name])}
     table = _plain_table(f"Largest owners {'at the peak' if len(groups) > 1 else ''}".strip())
@@ -216,12 +219,12 @@ def _owners(groups: Sequence[Group], total: int, width: int, top: int) -> Table:
 
 
 def with_source(text: str, group: Group, width: int) -> str:
-    """Describe an owner without a path, and the line of the program it is made at, which says more than its scope.
+    """Return the text of an owner; without a path, add the source line, which is more informative than the scope.
 
     Args:
-        text: what to call the owner.
+        text: name of the owner.
         group: its buffers.
-        width: how many characters there are.
+        width: number of characters available.
     """
     if group.buffers[0].path or not group.source:
         return text
@@ -232,11 +235,11 @@ def with_source(text: str, group: Group, width: int) -> str:
 
 
 def short_source(source: str, width: int) -> str:
-    """Cut a source line to a width: without its folders, then without its function; file and line stay longest.
+    """Shorten a source line to a width: first its folders go, then its function; file and line stay longest.
 
     Args:
         source: as in `Buffer.source`: ``pkg/train.py:41 (loss_fn)``.
-        width: how many characters there are.
+        width: number of characters available.
     """
     place, separator, function = source.partition(" (")
     name = place.rpartition("/")[2]
@@ -304,7 +307,7 @@ def _plain_table(title: str) -> Table:
 
 
 def _text(text: str = "", style: str = "", *, no_wrap: bool | None = None) -> Text:
-    """Text that is not markup: names may hold brackets."""
+    """Make text that is not markup, because names may contain brackets."""
     from rich.text import Text
 
     return Text(text, style=style, no_wrap=no_wrap)
@@ -318,13 +321,13 @@ def _print_notes(out: Console, notes: Sequence[str]) -> None:
 
 
 def percent(part: int, whole: int) -> str:
-    """Write a share with one decimal: ``12.5 %``; ``<0.1 %`` for a little."""
+    """Format a share with one decimal: ``12.5 %``; ``<0.1 %`` for a small one."""
     share = 100 * part / whole if whole else 0.0
     return "<0.1 %" if part > 0 and share < 0.05 else f"{share:.1f} %"
 
 
 def shorten(text: str, width: int) -> str:
-    """Text of at most a width, its middle left out."""
+    """Shorten a text to a width by leaving out its middle."""
     text = " ".join(text.split())
     if len(text) <= width:
         return text

@@ -9,7 +9,7 @@ from ._series import peak_moment
 
 
 def fit_text(report: ReportFacts) -> str:
-    """Whether it fits, in one sentence: ``fits: 10.88 GiB of 95.73 GiB, 84.85 GiB free``."""
+    """Return one sentence about the fit: ``fits: 10.88 GiB of 95.73 GiB, 84.85 GiB free``."""
     room, host = report.host_margin_bytes, ""
     if report.host_bytes and room is not None and room < 0:
         machine = f" of a {report.target.machine}" if report.target.machine else ""
@@ -32,14 +32,14 @@ def _device_text(report: ReportFacts) -> str:
 
 
 def peak_text(report: ReportFacts, space: Space) -> str:
-    """Where the peak is: ``moment 3,120 of 6,000, fusion.7``."""
+    """Return the position of the peak: ``moment 3,120 of 6,000, fusion.7``."""
     moment = peak_moment(report, space)
     name = report.moments[moment]
     return f"moment {moment + 1:,} of {len(report.moments):,}" + (f", {name}" if name else "")
 
 
 def summary(report: ReportFacts) -> str:
-    """Sum up a report in one or two lines."""
+    """Summarise a report in one or two lines."""
     usable = report.target.device_bytes
     of = "" if usable is None else f" of {format_bytes(usable)}"
     verdict = {True: ", fits", False: ", does not fit", None: ""}[report.fits]
