@@ -1,4 +1,4 @@
-"""Lowtide lowers the high-water mark of JAX training."""
+"""Lowtide lowers the peak memory of JAX training."""
 
 import lazy_loader
 

@@ -1,4 +1,4 @@
-"""Lowtide lowers the high-water mark of JAX training."""
+"""Lowtide lowers the peak memory of JAX training."""
 
 from . import core as core
 from . import ext as ext

@@ -1,10 +1,10 @@
-"""Assemble arrays where they belong, a bounded piece at a time.
+"""Assemble arrays on their devices, a bounded piece at a time.
 
-What a device holds of an array is made there, as zeros, and written over in place by pieces: each is read, sent, and
-gone before the next. So the host holds a few pieces beside the placed arrays, also where the device is the CPU. An
-array in the host memory of a device is read as a whole, since only its device could write into it.
+A device's part of an array starts as zeros there and is overwritten in place by pieces. Each piece is read, sent and
+freed before the next one. So the host holds a few pieces in addition to the placed arrays, even if the device is the
+CPU. An array in the host memory of a device is read as a whole, since only its device could write into it.
 
-Known inefficiency: reading waits for what was sent.
+Known inefficiency: reading waits until the previous piece is sent.
 """
 
 from __future__ import annotations
@@ -21,31 +21,31 @@ import numpy as np
 PIECE_BYTES = 64 * 1024**2
 """The most bytes that are read or written at once, unless one row of a tensor has more."""
 Pieces = Iterator[tuple[tuple[int, ...], np.ndarray]]
-"""Parts of a part of an array, and where in that they begin."""
+"""Pieces of a part of an array, each with its start within that part."""
 Reader = Callable[[tuple[slice, ...]], Pieces]
-"""Reads a part of an array, given by a start and an end along every axis, in pieces that cover it."""
+"""Function that reads a part of an array, given by a start and an end along every axis, in pieces that cover it."""
 
 
 def assemble(read: Reader, shape: tuple[int, ...], dtype: Any, sharding: jax.sharding.Sharding | None) -> jax.Array:
-    """Make an array of pieces, where it belongs.
+    """Make an array from pieces, on the devices of its sharding.
 
     Args:
-        read: gives the pieces of a part, of this dtype.
-        shape: of the array.
-        dtype: of the array.
-        sharding: where it belongs, or None for JAX's default device.
+        read: returns the pieces of a part, in this dtype.
+        shape: shape of the array.
+        dtype: dtype of the array.
+        sharding: sharding of the array, or None for JAX's default device.
 
     Returns:
-        The array, of which this process has read what its devices hold.
+        The array. This process reads only what its own devices hold.
 
     Memory:
-        On the host the pieces that `read` holds, and a copy of one; in place of these what one device holds of an array
-        in host memory (`is_staged`).
+        On the host: the pieces that `read` holds, and a copy of one. For an array in host memory (`is_staged`) instead
+        what one device holds of it.
     """
     whole = tuple(slice(0, size) for size in shape)
     if sharding is None:
         return _filled(read, whole, dtype, [None])[0]
-    holders: dict[tuple[tuple[int, int], ...], list[Any]] = {}  # what several devices hold is read once
+    holders: dict[tuple[tuple[int, int], ...], list[Any]] = {}  # a part that several devices hold is read once
     for device, index in sharding.addressable_devices_indices_map(shape).items():
         plain = _plain(index or (), shape)
         holders.setdefault(tuple((axis.start, axis.stop) for axis in plain), []).append(device)
@@ -55,12 +55,12 @@ def assemble(read: Reader, shape: tuple[int, ...], dtype: Any, sharding: jax.sha
         places = [jax.sharding.SingleDeviceSharding(device, memory_kind=kind) for device in devices]
         parts += _filled(read, tuple(slice(*bound) for bound in bounds), dtype, places)
     if isinstance(sharding, jax.sharding.SingleDeviceSharding):
-        return parts[0]  # assembled by JAX (0.10 at least), its type would say that it is in the device's memory
+        return parts[0]  # JAX (0.10 at least) would give the assembled array a type in device memory
     return jax.make_array_from_single_device_arrays(shape, sharding, parts)
 
 
 def is_staged(sharding: jax.sharding.Sharding) -> bool:
-    """Whether a leaf is assembled as a whole before it is placed: in host memory nothing is written in place."""
+    """Return whether a leaf is assembled as a whole before it is placed: host memory is not written in place."""
     return sharding.memory_kind == "pinned_host"
 
 
@@ -70,7 +70,7 @@ def _filled(
     dtype: Any,
     places: Sequence[jax.sharding.Sharding | None],
 ) -> list[jax.Array]:
-    """Make a part of a leaf in each of some places."""
+    """Make a part of a leaf in each of several places."""
     shape = tuple(axis.stop - axis.start for axis in index)
     is_small = math.prod(shape) * jnp.dtype(dtype).itemsize <= PIECE_BYTES  # one transfer, and nothing to compile
     if is_small or any(place is not None and is_staged(place) for place in places):
@@ -80,7 +80,7 @@ def _filled(
     arrays = [jnp.zeros(shape, dtype, device=place) for place in places]
     for start, values in read(index):
         arrays = [_written(array, values, tuple(np.int32(i) for i in start)) for array in arrays]
-        jax.block_until_ready(arrays)  # else pieces queue up
+        jax.block_until_ready(arrays)  # otherwise pieces queue up on the host
     return arrays
 
 

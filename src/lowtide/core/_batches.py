@@ -1,4 +1,4 @@
-"""Leaves of a batch: what of them JAX takes, and what it would take for other numbers."""
+"""Leaves of a batch: their conversion to arrays that JAX accepts, their shapes, and errors for non-numeric leaves."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from ._errors import DataError
 from ._paths import Tree, is_array_like, leaves_with_paths
 
 _NO_NUMBERS = "OSUMm"
-"""NumPy's kinds of objects, text and times."""
+"""NumPy's dtype kinds of objects, text and times."""
 
 
 def as_arguments(batch: Tree) -> Tree:
-    """Arrange a batch as the compiled step takes it.
+    """Convert a batch to arguments of the compiled step.
 
-    On a CPU a call shares the buffers of NumPy's arrays, and the user may fill them again while the step runs: they are
-    copied, which costs the host less than making them arrays of JAX.
+    On a CPU a call shares the buffers of NumPy arrays, and the user may refill them while the step runs. So they are
+    copied, which costs the host less than converting them to JAX arrays.
     """
     is_cpu = jax.default_backend() == "cpu"
 
@@ -39,10 +39,10 @@ def as_arguments(batch: Tree) -> Tree:
 
 
 def narrowed(leaf: Any) -> Any:
-    """Narrow a leaf's integers to those that JAX will make of them: without x64 of 32 bits; leave others as they are.
+    """Return a leaf unchanged after a check that JAX's narrower integers (32 bits without x64) can hold its values.
 
     Raises:
-        OverflowError: for larger ones, of which JAX would take the lower bits.
+        OverflowError: if they cannot. JAX would keep only the lower bits.
     """
     wide: Any = np.int64(leaf) if type(leaf) is int else leaf
     if isinstance(wide, np.ndarray | np.generic) and wide.dtype.kind in "iu":
@@ -55,10 +55,10 @@ def narrowed(leaf: Any) -> Any:
 
 
 def as_numpy(leaf: Any) -> Any:
-    """Make a leaf of a batch NumPy's, where another library holds it, such as a PyTorch tensor in host memory.
+    """Convert a leaf of another library, such as a PyTorch tensor in host memory, to NumPy.
 
     Raises:
-        DataError: for one that cannot be made one: on another device, in a graph of gradients, of bfloat16.
+        DataError: for a leaf that cannot be converted: on another device, in an autograd graph, or of bfloat16.
     """
     if not hasattr(leaf, "__array__") or isinstance(leaf, jax.Array | jax.ShapeDtypeStruct | np.ndarray | np.generic):
         return leaf
@@ -74,23 +74,23 @@ def as_numpy(leaf: Any) -> Any:
 
 
 def numbers(batch: Tree) -> Tree:
-    """Make arrays of other libraries in a batch NumPy's; raise for leaves that hold no numbers."""
+    """Convert arrays of other libraries in a batch to NumPy; raise for leaves that hold no numbers."""
     batch = jax.tree.map(as_numpy, batch)
     refuse_objects(batch)
     return batch
 
 
 def argument_shapes(batch: Tree) -> Tree:
-    """Of what `as_arguments` has still to do with a batch the shapes that come of it."""
+    """Return the batch with shapes in place of the leaves that `as_arguments` would still convert."""
     known = (jax.Array, jax.ShapeDtypeStruct)
     return jax.tree.map(lambda x: x if isinstance(x, known) else jax.eval_shape(jnp.asarray, x), numbers(batch))
 
 
 def refuse_objects(batch: Tree) -> None:
-    """Raise for leaves of a batch that hold no numbers, or integers that JAX has no room for.
+    """Raise for leaves of a batch that hold no numbers, or integers too large for JAX's dtype.
 
     Raises:
-        DataError: with the path of the first.
+        DataError: with the path of the first such leaf.
     """
     for path, leaf in leaves_with_paths(batch):
         try:

@@ -1,7 +1,7 @@
 """The alternatives of a glob's braces, one at a time.
 
-``**/{attn,mlp}/{q,up}_proj`` has four alternatives, which need not occur in all four combinations: each has to match
-something in any one of them. So an alternative is tried in its own place, and all other braces stay.
+``**/{attn,mlp}/{q,up}_proj`` has four alternatives, but not all four combinations need to occur: each alternative has
+to match in at least one of them. So an alternative is tried alone in its brace, and all other braces stay.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from collections.abc import Iterator
 import bracex
 
 _TOKENS = re.compile(r"\\.|\$?\{|[,}]", re.DOTALL)
-"""What may divide a pattern, and escaped characters, which do not."""
+"""Characters that may split a pattern; escaped characters are matched first, so that they do not."""
 
 
 def alternatives(pattern: str) -> Iterator[tuple[str, str]]:
-    """Every alternative of every brace, with the pattern that has it alone in the brace's place.
+    """Yield every alternative of every brace, and the pattern with that alternative in place of the brace.
 
     Args:
-        pattern: a glob with braces as Bash has them: ``{a,b}``, ``{0..3}``, one inside of another.
+        pattern: a glob with Bash's braces: ``{a,b}``, ``{0..3}``, also nested.
 
     Examples:
         >>> list(alternatives("{q,v}_proj"))
@@ -30,12 +30,13 @@ def alternatives(pattern: str) -> Iterator[tuple[str, str]]:
     at = 0
     while (start := _opening(pattern, at)) is not None:
         parts, end = _parts(pattern, start)
+        # A brace that is never closed is plain text.
         if end is None:
             return
         before, after, at = pattern[:start], pattern[end + 1 :], end + 1
         if len(parts) == 1:
             parts = bracex.expand(pattern[start : end + 1], keep_escapes=True)
-            if len(parts) == 1:  # no alternatives: the braces are plain characters, but there may be some inside
+            if len(parts) == 1:  # not a brace expansion but plain characters, which may contain one
                 at = start + 1
                 continue
         for part in parts:
@@ -45,12 +46,12 @@ def alternatives(pattern: str) -> Iterator[tuple[str, str]]:
 
 
 def _opening(pattern: str, at: int) -> int | None:
-    """Where the next brace opens that is no plain character."""
+    """Return the position of the next brace that is not escaped."""
     return next((token.start() for token in _TOKENS.finditer(pattern, at) if token[0] == "{"), None)
 
 
 def _parts(pattern: str, start: int) -> tuple[list[str], int | None]:
-    """Return what the commas of the brace at `start` divide, and where it closes, if it does."""
+    """Return the comma-separated parts of the brace at `start`, and the position where it closes, or None."""
     parts, depth, begin = list[str](), 0, start + 1
     for token in _TOKENS.finditer(pattern, start):
         if token[0] in ("{", "${"):

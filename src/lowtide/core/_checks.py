@@ -1,4 +1,4 @@
-"""Checks of single arguments, for every room."""
+"""Checks of single arguments, for every package."""
 
 from __future__ import annotations
 
@@ -10,38 +10,38 @@ from ._errors import ConfigError, LowtideError
 
 
 def is_count(value: Any, least: int) -> bool:
-    """Whether it is an integer of at least so much; truth values are none."""
+    """Return whether a value is an integer of at least `least`; booleans do not count as integers."""
     return type(value) is not bool and isinstance(value, Integral) and int(value) >= least
 
 
 def check_count(
     problem: str, given: Any, least: int, expected: str, hint: str, error: type[LowtideError] = ConfigError
 ) -> None:
-    """Raise when an argument is no integer of at least so much.
+    """Raise when an argument is not an integer of at least `least`.
 
     Args:
-        problem: what is wrong then.
+        problem: message of the error.
         given: the argument.
-        least: the smallest that is right.
-        expected: what would have been right, in words.
-        hint: what to do.
-        error: what is raised.
+        least: the smallest valid value.
+        expected: description of a valid value.
+        hint: the remedy.
+        error: class of the error.
     """
     if not is_count(given, least):
         raise error(problem, expected=expected, got=repr(given), hint=hint)
 
 
 def check_choice(problem: str, given: Any, choices: Sequence[str], hint: str) -> None:
-    """Raise when an argument is none of a few words.
+    """Raise when an argument is not one of a few words.
 
     Args:
-        problem: what is wrong then.
+        problem: message of the error.
         given: the argument.
         choices: the words, at least two.
-        hint: what to do.
+        hint: the remedy.
 
     Raises:
-        ConfigError: with the words.
+        ConfigError: with the list of words.
     """
     if given not in choices:
         *most, last = [f'"{choice}"' for choice in choices]

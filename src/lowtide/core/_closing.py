@@ -1,8 +1,8 @@
-"""A function with what it closes over as arguments, as the rules of a `jax.custom_vjp` need it.
+"""A traced function whose closed-over tracers become arguments, as the rules of a `jax.custom_vjp` need.
 
-`jax.closure_convert` makes arguments of what may have a gradient alone: an integer of a program that is traced, such as
-a batch's segments, stays inside, and is gone when the rules run. It also keeps what a function closed over as long as
-the process lives (jax 0.10.2 to 0.12.0).
+`jax.closure_convert` makes arguments only of values that may have a gradient. An integer tracer, such as a batch's
+segment ids, stays inside the function and is no longer valid when the rules run. `jax.closure_convert` also keeps
+closed-over values alive for the lifetime of the process (jax 0.10.2 to 0.12.0).
 """
 
 from __future__ import annotations
@@ -18,28 +18,29 @@ from ._paths import Tree
 
 
 class Closed:
-    """A function of trees, traced; called with the leaves of its arguments and with what it closes over."""
+    """A traced function of trees, called with the leaves of its arguments and values for its closed-over tracers."""
 
     def __init__(self, fn: Callable[..., Tree], *args: Tree) -> None:
         self._traced, self.shapes = jax.make_jaxpr(fn, return_shape=True)(*args)
+        # Concrete constants stay inside of the function; only tracers become arguments.
         self._is_held = [not isinstance(const, Tracer) for const in self._traced.consts]
 
     @property
     def tracers(self) -> list[Any]:
-        """What it closes over of programs that are traced."""
+        """Tracers that the function closes over."""
         return [const for const, is_held in zip(self._traced.consts, self._is_held, strict=True) if not is_held]
 
     @property
     def passes(self) -> list[bool]:
-        """Whether each leaf of the result is the leaf of the arguments in its place, unchanged."""
+        """Whether each leaf of the result is the argument leaf at the same position, unchanged."""
         return [out is given for out, given in zip(self._traced.jaxpr.outvars, self._traced.jaxpr.invars, strict=False)]
 
     def __call__(self, leaves: Sequence[Any], tracers: Sequence[Any]) -> list[Any]:
         """Return the leaves of the result.
 
         Args:
-            leaves: of the arguments.
-            tracers: in the place of `tracers`.
+            leaves: leaves of the arguments.
+            tracers: values in place of the attribute `tracers`, in its order.
         """
         given = iter(tracers)
         pairs = zip(self._traced.consts, self._is_held, strict=True)

@@ -1,6 +1,6 @@
-"""The only file that touches JAX outside its public, stable interface.
+"""The only module that uses JAX outside of its public, stable interface.
 
-Each use was checked on the versions of its row; where they differ, the code beside it says how.
+Each use was checked on the versions of its row. Where versions differ, a comment or docstring at the use says how.
 
 | use | 0.10.2 | 0.11.2 | 0.12.0.1 | replaced by |
 |---|---|---|---|---|
@@ -14,13 +14,13 @@ Each use was checked on the versions of its row; where they differ, the code bes
 | `jax.experimental.topologies.get_topology_desc` | yes | yes | yes | a stable home for ahead-of-time topologies |
 | `jax.experimental.layout.with_layout_constraint` | yes | yes | yes | a stable home for layouts |
 | `jax._src.lib.cuda_versions.cudnn_get_version` | yes | yes | yes | a public way to ask for cuDNN |
-| `jax._src.hardware_utils.has_visible_nvidia_gpu` | yes | yes | yes | GPU topologies without what only running needs |
+| `jax._src.hardware_utils.has_visible_nvidia_gpu` | yes | yes | yes | GPU topologies without runtime-only libraries |
 | `jax._src.distributed.global_state.client` | yes | yes | yes | a public key-value store of `jax.distributed` |
-| `jax._src.lax.control_flow.conditionals` on the stack | yes | yes | yes | a public way to ask what is traced |
+| `jax._src.lax.control_flow.conditionals` on the stack | yes | yes | yes | a public query for what is being traced |
 | `jax.interpreters.ad`, `.batching`, `.mlir` | yes | yes | yes | a public way to make operations |
-| `jax_plugins.xla_cuda13.initialize` (and 12) | yes | yes | yes | GPU topologies without what only running needs |
+| `jax_plugins.xla_cuda13.initialize` (and 12) | yes | yes | yes | GPU topologies without runtime-only libraries |
 | splash attention of `jax.experimental.pallas.ops.tpu`, `_splash_*` | yes | yes | yes | a public kernel with its sums |
-| `jax.experimental.pallas`, its `triton` | yes | deprecated | deprecated | kernels of Mosaic GPU; without, two passes |
+| `jax.experimental.pallas`, its `triton` | yes | deprecated | deprecated | Mosaic GPU kernels; else two passes |
 | `module_context.axis_context` of a lowering | yes | yes | yes | a public way to lower by the number of devices |
 """
 
@@ -46,12 +46,12 @@ from ._errors import ConfigError, StructureError
 
 
 def tpu_topology_devices(topology_name: str, *, chip_config_name: str | None = None) -> list[Any]:
-    """Devices of a TPU topology that need not be present, for ahead-of-time compilation.
+    """Return devices of a TPU topology for ahead-of-time compilation; they need not be present.
 
     Args:
         topology_name: ``name:AxB[xC]``, such as ``v5e:2x2``.
-        chip_config_name: how a chip's cores appear, where libtpu's default is not what a machine shows: ``megacore``
-            makes the two cores of a v4 chip one device.
+        chip_config_name: how the cores of a chip appear, where libtpu's default differs from a real machine:
+            ``megacore`` makes the two cores of a v4 chip one device.
 
     Returns:
         Compile-only JAX devices.
@@ -61,7 +61,7 @@ def tpu_topology_devices(topology_name: str, *, chip_config_name: str | None = N
     """
     from jax.experimental import topologies
 
-    # Without these libtpu asks the (absent) TPU metadata server, and refuses to load in two processes at once.
+    # Without these libtpu queries the (absent) TPU metadata server, and refuses to load in two processes at once.
     said = {"TPU_ACCELERATOR_TYPE": "v5litepod-4", "TPU_WORKER_HOSTNAMES": "localhost"}
     for name, value in {**said, "TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}.items():
         os.environ.setdefault(name, value)
@@ -70,24 +70,25 @@ def tpu_topology_devices(topology_name: str, *, chip_config_name: str | None = N
 
 
 def gpu_topology_devices(target_config: str, *, partitions: int, hosts: int, devices: int) -> list[Any]:
-    """Devices of NVIDIA GPUs that need not be present, for ahead-of-time compilation.
+    """Return devices of NVIDIA GPUs for ahead-of-time compilation; they need not be present.
 
-    JAX finds the plugin whatever `JAX_PLATFORMS` says, but where that may mean a GPU the plugin first asks for cuDNN,
-    cuBLAS and more. Programs that only compile need none of them, so the check is skipped: on machines without a GPU
-    at once, on those with one only after JAX's own attempt failed, when its backends are settled.
+    JAX finds the plugin regardless of `JAX_PLATFORMS`. If that variable allows GPUs, the plugin first checks for cuDNN,
+    cuBLAS and more. Programs that are only compiled need none of them, so the check is skipped. On machines without a
+    GPU it is skipped at once, on machines with one only after JAX's own attempt failed, when JAX's backends are
+    initialised.
 
     Args:
         target_config: the GPU, a `GpuTargetConfigProto` in text form.
-        partitions: how many groups of hosts there are; NVLink does not leave a group.
-        hosts: hosts of a group.
-        devices: GPUs of a host.
+        partitions: number of groups of hosts; NVLink does not leave a group.
+        hosts: hosts per group.
+        devices: GPUs per host.
 
     Returns:
         Compile-only JAX devices, with no memories (``addressable_memories() == []``).
 
     Raises:
         NotImplementedError: when JAX has no usable CUDA plugin.
-        Exception: whatever XLA raises for a description that it does not understand.
+        Exception: whatever XLA raises for a description that it cannot parse.
     """
     from jax._src import hardware_utils
     from jax.experimental import topologies
@@ -102,7 +103,7 @@ def gpu_topology_devices(target_config: str, *, partitions: int, hosts: int, dev
     try:
         return describe()
     except NotImplementedError:
-        jax.devices()  # what JAX runs on is decided before the plugin that it refused is registered
+        jax.devices()  # initialise JAX's backends before the plugin that JAX refused is registered
         with _no_cuda_check():
             return _describe_or_register(describe)
 
@@ -111,7 +112,7 @@ def _describe_or_register(describe: Callable[[], list[Any]]) -> list[Any]:
     try:
         return describe()
     except NotImplementedError:
-        # JAX looked for plugins before, and this one failed its check then.
+        # JAX searched for plugins earlier, when this one failed its check: register it now.
         names = [name for name in ("xla_cuda13", "xla_cuda12") if importlib.util.find_spec(f"jax_plugins.{name}")]
         if not names:
             raise
@@ -134,7 +135,7 @@ def _no_cuda_check() -> Generator[None]:
 
 
 def row_major(x: Any) -> Any:
-    """Make the compiler store a traced array with its last axis innermost.
+    """Constrain the compiler to store a traced array with its last axis innermost.
 
     Args:
         x: a tracer.
@@ -146,7 +147,7 @@ def row_major(x: Any) -> Any:
 
 
 def laid_out(x: Any, order: tuple[int, ...]) -> Any:
-    """Make the compiler store a traced array with its axes in this order.
+    """Constrain the compiler to store a traced array with its axes in a given order.
 
     Args:
         x: a tracer.
@@ -161,7 +162,7 @@ def laid_out(x: Any, order: tuple[int, ...]) -> Any:
 
 
 def laid_out_on_tpus(x: Any, order: tuple[int, ...]) -> Any:
-    """`laid_out` in programs for TPUs: of a divided array XLA's other compilers gather all parts to do so."""
+    """Apply `laid_out` in programs for TPUs only: other compilers of XLA gather all shards of an array for it."""
     return _on_tpus().bind(x, order=order)
 
 
@@ -174,6 +175,7 @@ def _on_tpus() -> Any:
     primitive: Any = Primitive("laid_out_on_tpus")
     primitive.def_impl(lambda x, order: x)
     primitive.def_abstract_eval(lambda x, order: x)
+    # The primitive is the identity, so the cotangent passes unchanged, in any layout.
     ad.deflinear2(primitive, lambda cotangent, _, order: [cotangent])
     batching.primitive_batchers[primitive] = mapped
     mlir.register_lowering(primitive, lambda ctx, x, order: [x])
@@ -182,11 +184,11 @@ def _on_tpus() -> Any:
 
 
 def no_derivative(x: Any, what: str) -> Any:
-    """Return an array that is refused where a derivative goes through it, rather than to be lost.
+    """Return an array unchanged, but raise if a derivative goes through it, where the derivative would be lost.
 
     Args:
         x: an array.
-        what: is differentiated then, for the `StructureError`.
+        what: the description in the `StructureError`'s message ``a derivative goes through {what}``.
     """
     return _without_derivative().bind(x, what=what)
 
@@ -212,13 +214,13 @@ def _without_derivative() -> Any:
 
 
 def bilinear(name: str, fn: Callable[..., Any], of_first: Callable[..., Any], of_second: Callable[..., Any]) -> Any:
-    """Make an operation of two arrays that is linear in each, with transposes of its own.
+    """Make a primitive of two arrays that is linear in each, with custom transposes.
 
     Args:
-        name: of the operation.
-        fn: what it computes, by which it is mapped, too.
-        of_first: ``of_first(cotangent, first, second)``: the first's cotangent, given the second.
-        of_second: likewise of the second, given the first.
+        name: name of the primitive.
+        fn: its computation. `jax.vmap` of the primitive is `jax.vmap` of this function.
+        of_first: ``of_first(cotangent, first, second)`` returns the first operand's cotangent, given the second.
+        of_second: ``of_second(cotangent, first, second)`` returns the second operand's cotangent, given the first.
     """
     primitive: Any = Primitive(name)
     primitive.def_impl(jax.jit(fn))
@@ -230,16 +232,17 @@ def bilinear(name: str, fn: Callable[..., Any], of_first: Callable[..., Any], of
 
 
 def on_one_device(alone: Callable[..., Any], among: Callable[..., Any], *args: Any, needed: str = "") -> Any:
-    """Compute with one function in a program for one TPU, with another in all other programs.
+    """Compute with one function in a program for one TPU, and with another one in all other programs.
 
-    XLA divides no Mosaic kernel, and how many devices a program is for shows when it is lowered, not when it is traced.
-    Derivatives are those of the second function.
+    XLA does not partition Mosaic kernels, and a program's number of devices is known when it is lowered, not when it is
+    traced. So this is a primitive with both functions' jaxprs, which selects one of them in its lowering. Derivatives
+    are those of the second function.
 
     Args:
-        alone: what one TPU computes, or each of several inside of a `jax.shard_map` over all axes.
+        alone: the function for one TPU, or for each of several TPUs inside of a `jax.shard_map` over all axes.
         among: another function for the same results.
         args: trees of arrays.
-        needed: what to say, with a `ConfigError`, where the second would be taken; empty: nothing.
+        needed: message of a `ConfigError` that is raised where the second function would be used; empty for no error.
     """
     leaves, tree = jax.tree.flatten(args)
     held = [jax.make_jaxpr(lambda *flat, fn=fn: fn(*tree.unflatten(flat)))(*leaves) for fn in (alone, among)]
@@ -261,6 +264,7 @@ def _on_one_device() -> Any:
         return mlir.lower_fun(jaxpr_as_fun(alone if is_alone else among))(ctx, *values)
 
     def derivative(primals: Any, tangents: Any, *, among: Any, **_: Any) -> Any:
+        # Operands without a tangent are closed over, so that no zeros are made for them.
         moving = [at for at, tangent in enumerate(tangents) if type(tangent) is not ad.Zero]
 
         def fn(*moved: Any) -> Any:
@@ -282,7 +286,7 @@ def _on_one_device() -> Any:
 
 
 def _is_for_one_device(axis_context: Any) -> bool:
-    """Whether what is lowered is for one device: of a program for one, or of each inside of a `jax.shard_map`."""
+    """Return whether code is lowered for one device: a program for one, or the inside of a full `jax.shard_map`."""
     num_devices = getattr(axis_context, "num_devices", None)
     if num_devices is not None:
         return num_devices == 1
@@ -306,22 +310,22 @@ def splash_forward(
     block: int,
     interpret: bool,
 ) -> tuple[Any, Any]:
-    """Attend by JAX's splash attention kernel.
+    """Compute attention with JAX's splash attention kernel.
 
     Args:
-        q_NTH: queries, multiplied by their scale.
+        q_NTH: queries, already multiplied by their scale.
         k_KSH: keys.
         v_KSH: values.
-        segments: of queries [T] and of keys [S].
-        sinks_N: a score of each head.
+        segments: segment ids of the queries [T] and of the keys [S].
+        sinks_N: one sink score per head.
         causal: whether a query sees no key after it.
-        window: how many it sees.
-        soft_cap: of scores.
-        block: rows and columns of a block of scores, which divide T and S.
-        interpret: whether to compute by XLA's operations what the kernel would.
+        window: the number of keys that a causal query sees, its own included.
+        soft_cap: soft cap of the scores.
+        block: rows and columns of a block of scores; it divides T and S.
+        interpret: whether XLA operations emulate the kernel.
 
     Returns:
-        The result, and the logarithm of each row's sum of exponentials, [N, T].
+        The attention output, and the logarithm of each row's sum of exponentials, [N, T].
     """
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernel
 
@@ -360,16 +364,17 @@ def splash_backward(
     """Return the gradients of queries, keys and values by the same kernel.
 
     Args:
-        arrays_NTH: queries as `splash_forward` takes them, the cotangent of its result, the logarithms that it gave,
-            and the products of results and cotangents, added up over each row, [N, T].
+        arrays_NTH: queries as for `splash_forward`, the cotangent of its output, its logarithms of sums, and each row's
+            sum of output times cotangent, [N, T].
         keys_KSH: keys and values.
-        segments: as `splash_forward` takes them, and the others, too.
-        causal: likewise.
-        window: likewise.
-        soft_cap: likewise.
-        block: likewise.
-        is_fused: whether one kernel computes all three, of queries once for each block of keys.
-        interpret: likewise.
+        segments: as for `splash_forward`.
+        causal: as for `splash_forward`.
+        window: as for `splash_forward`.
+        soft_cap: as for `splash_forward`.
+        block: as for `splash_forward`.
+        is_fused: whether one kernel computes all three gradients, with one partial gradient of the queries per block of
+            keys.
+        interpret: as for `splash_forward`.
     """
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernel
 
@@ -377,7 +382,7 @@ def splash_backward(
     tables, by_keys, mask_function = _splash_tables(q_NTH.shape[1], k_KSH.shape[1], causal, window, block, is_fused)
     ids = None if segments is None else kernel.SegmentIds(*segments)
     sizes = _splash_blocks(block, is_fused)
-    # Sinks are in the sums: only their own gradient would need them.
+    # The logarithms of sums contain the sinks already; only the gradient of the sinks would need them here.
     arrays = (q_NTH, k_KSH, v_KSH, ids, None, lse_NT, dout_NTH, delta_NT)
     options: dict[str, Any] = {
         "is_mqa": False,
@@ -405,7 +410,7 @@ def _splash_blocks(block: int, is_fused: bool) -> Any:
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernel
 
     apart = None if is_fused else block
-    columns = min(block, 512)  # of scores that a step holds, which is all that grows with a block
+    columns = min(block, 512)  # score columns that one step holds: the only memory that grows with a block
     return kernel.BlockSizes(
         block_q=block,
         block_kv=block,
@@ -423,9 +428,9 @@ def _splash_blocks(block: int, is_fused: bool) -> Any:
 def _splash_tables(
     num_queries: int, num_keys: int, causal: bool, window: int | None, block: int, is_fused: bool
 ) -> tuple[Any, Any, Any]:
-    """Return which blocks the kernel visits, by queries and by keys, as NumPy's arrays, and what it masks them with.
+    """Return the kernel's block tables by queries and by keys, as NumPy arrays, and its mask function.
 
-    Where JAX makes them they are arrays of whatever is traced, and each number of each block is looked at.
+    JAX's own constructors would make them traced arrays, and evaluate every element of every block.
     """
     import numpy as np
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
@@ -436,7 +441,7 @@ def _splash_tables(
         return seen if window is None else seen & (queries - keys < window)
 
     class Band(masks.Mask):
-        """What is seen follows from how far a key is from a query: of a block each distance is looked at once."""
+        """A band of keys. Visibility depends on the distance from key to query, so a block has one row of distances."""
 
         @property
         def shape(self) -> tuple[int, ...]:
@@ -459,7 +464,7 @@ def _splash_tables(
 
 @functools.cache
 def has_cudnn() -> bool:
-    """Whether JAX can use NVIDIA's cuDNN in this process; compiling its kernels needs it even without a GPU."""
+    """Return whether JAX can use cuDNN in this process; compiling cuDNN kernels needs it even without a GPU."""
     try:
         from jax._src.lib import cuda_versions
 
@@ -469,7 +474,7 @@ def has_cudnn() -> bool:
 
 
 class _Patch:
-    """A function of a JAX module that is replaced as long as anybody needs it, in whichever order threads leave."""
+    """A replaced function of a JAX module, restored when the last user leaves, in whichever order threads leave."""
 
     def __init__(self, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
         self._name, self._make = name, make
@@ -498,7 +503,7 @@ _cache_is_used = _Patch("is_cache_used", lambda original: lambda backend: False)
 
 @contextlib.contextmanager
 def without_compilation_cache() -> Generator[None]:
-    """Compile for certain: a program found in JAX's persistent cache would dump nothing."""
+    """Bypass JAX's persistent compilation cache, since a cached program would dump nothing."""
     from jax._src import compilation_cache
 
     with _cache_is_used(compilation_cache):
@@ -506,8 +511,9 @@ def without_compilation_cache() -> Generator[None]:
 
 
 def inside_branch() -> bool:
-    """Whether a branch of `jax.lax.cond` or `jax.lax.switch` is traced right now."""
+    """Return whether a branch of `jax.lax.cond` or `jax.lax.switch` is being traced."""
     frame = inspect.currentframe()
+    # JAX keeps no public record of this, but it traces branches from functions of this module.
     while frame is not None:
         if frame.f_globals.get("__name__") == "jax._src.lax.control_flow.conditionals":
             return True
@@ -519,21 +525,22 @@ _TRANSFORMATIONS = {"BatchTracer": "jax.vmap", "JVPTracer": "differentiation", "
 
 
 def has_pallas_triton() -> bool:
-    """Whether this JAX makes Triton kernels."""
-    with contextlib.suppress(ModuleNotFoundError):  # its parents, which it imports, may go first
+    """Return whether this JAX has Pallas' Triton backend."""
+    with contextlib.suppress(ModuleNotFoundError):  # find_spec imports the parent packages, which may be removed first
         return importlib.util.find_spec("jax.experimental.pallas.triton") is not None
     return False
 
 
 def in_triton(kernel: Callable[..., None], shapes: Any, rows: int, *, aliases: Any, interpret: bool) -> Any:
-    """Make a call of a Triton kernel on blocks of rows.
+    """Build a call of a Triton kernel on blocks of rows.
 
     Args:
-        kernel: of references to blocks, of the arguments and then of the results.
-        shapes: of the arguments, and of the results: [rows of all, numbers of a row], or of scalars.
-        rows: of a block; they divide those of all. Of 2,048 numbers, as blocks have, each of 128 threads gets 16.
-        aliases: results by the argument that each overwrites.
-        interpret: run it without Triton, on any device.
+        kernel: a function of references to blocks, first of the arguments, then of the results.
+        shapes: shapes of the arguments and of the results, each [number of rows, numbers per row] or a scalar's.
+        rows: rows per block, a divisor of the number of rows. With blocks of 2,048 numbers each of the 128 threads gets
+            16.
+        aliases: result index by the index of the argument that it overwrites.
+        interpret: whether to run the kernel without Triton, on any device.
 
     Returns:
         A function of the arguments.
@@ -550,27 +557,28 @@ def in_triton(kernel: Callable[..., None], shapes: Any, rows: int, *, aliases: A
 
 
 def transformation(values: Iterable[Any]) -> str | None:
-    """Name the transformation that some values are traced for, ``jax.vmap`` or ``differentiation``; None for neither.
+    """Return the transformation that values are traced for, ``jax.vmap`` or ``differentiation``, or None.
 
-    Read off the names of JAX's tracers (jax 0.10.2 to 0.12.0). One inside of which a `jax.jit` is traced is not seen.
+    The answer comes from the type names of JAX's tracers (jax 0.10.2 to 0.12.0). A transformation around a `jax.jit` is
+    not detected inside of that `jax.jit`.
     """
     return next((found for value in values if (found := _TRANSFORMATIONS.get(type(value).__name__))), None)
 
 
 def jit_options(jitted: Any) -> tuple[tuple[int, ...], tuple[str, ...], tuple[int, ...]]:
-    """Return the donated arguments of a function that `jax.jit` returned, by position and name, and the static ones."""
+    """Return a jitted function's donated arguments by position and by name, and its static arguments by position."""
     info = jitted._jit_info
     return info.donate_argnums, info.donate_argnames, info.static_argnums
 
 
 def argument_names(traced: Any) -> list[str]:
-    """JAX's names of a traced function's argument leaves, ``params['w']``, as its compiled programs carry them.
+    """Return JAX's names of a traced function's argument leaves, such as ``params['w']``, as in its compiled programs.
 
     Args:
         traced: a `jax.stages.Traced`.
 
     Returns:
-        One name a leaf, in flattening order; empty when JAX keeps none.
+        One name per leaf, in flattening order; empty when JAX keeps none.
     """
     return list(traced.jaxpr.jaxpr.debug_info.arg_names or ())
 
@@ -583,7 +591,7 @@ def kept_arguments(lowered: Any, num_leaves: int) -> list[int] | None:
         num_leaves: how many leaves its arguments have.
 
     Returns:
-        Indices in flattening order; None when JAX does not tell.
+        Indices in flattening order; None when JAX does not expose them.
     """
     try:
         told = lowered._lowering.compile_args
@@ -595,10 +603,11 @@ def kept_arguments(lowered: Any, num_leaves: int) -> list[int] | None:
 
 
 def called(compiled: Any, *args: Any) -> Any:
-    """Call a compiled program, with arrays of less than a byte that were put on a device, too.
+    """Call a compiled program, also with arrays of less than a byte per element that were put on a device.
 
-    JAX 0.10 writes the bits of an element into the layout of the program's argument and not into the array's, compares
-    the two, and refuses an int4 array by jax.device_put, on a mesh or from a checkpoint.
+    JAX 0.10 records the bits per element in the layout of the program's argument but not in the array's layout. It
+    compares the two layouts, and so refuses an int4 array that comes from `jax.device_put`, from a mesh or from a
+    checkpoint.
 
     Args:
         compiled: a `jax.stages.Compiled`.
@@ -609,7 +618,7 @@ def called(compiled: Any, *args: Any) -> Any:
     compared = [None if getattr(layout, "sub_byte_element_size_in_bits", 0) else layout for layout in layouts]
     if compared == layouts:
         return compiled(*args)
-    executable._xla_in_layouts = compared  # None is compared with nothing
+    executable._xla_in_layouts = compared  # JAX skips the comparison for None
     try:
         return compiled(*args)
     finally:
@@ -618,10 +627,10 @@ def called(compiled: Any, *args: Any) -> Any:
 
 @contextlib.contextmanager
 def classic_remat() -> Generator[None]:
-    """Trace `jax.checkpoint` and `checkpoint_name` as JAX 0.10 does, whatever ``jax_remat3`` says.
+    """Trace `jax.checkpoint` and `checkpoint_name` as JAX 0.10 does, regardless of ``jax_remat3``.
 
-    What it traces otherwise holds neither a jaxpr that others can read, nor, on JAX 0.11.2, offloaded values that XLA
-    compiles: a `reduce_precision` of them runs in the host's memory.
+    With ``jax_remat3`` the traced program has no jaxpr that other code can read. On JAX 0.11.2 XLA also fails to
+    compile its offloaded values, because a `reduce_precision` of them runs in host memory.
     """
     from jax._src import config
 
@@ -630,18 +639,18 @@ def classic_remat() -> Generator[None]:
 
 
 class Compilation:
-    """A program that JAX compiled, or tried to."""
+    """A program that JAX compiled, or failed to compile."""
 
     def __init__(self, compile_again: Callable[[list[tuple[str, Any]]], Any]) -> None:
         self._compile_again = compile_again
         self.executable: Any = None
         """XLA's executable; None when the compiler raised."""
         self.error: BaseException | None = None
-        """What the compiler raised."""
+        """Exception that the compiler raised."""
 
     @property
     def platform(self) -> str:
-        """What it was compiled for: ``cpu``, ``gpu``, ``tpu``; empty when the compiler raised."""
+        """Platform of the program: ``cpu``, ``gpu``, ``tpu``; empty when the compiler raised."""
         return self.executable.local_devices()[0].platform if self.executable is not None else ""
 
     def stats(self) -> Any:
@@ -649,14 +658,14 @@ class Compilation:
         return self.executable.get_compiled_memory_stats() if self.executable is not None else None
 
     def dump(self, folder: str) -> None:
-        """Compile it once more, dumped into a folder; an error of the compiler is expected and dropped."""
+        """Compile the program again with a dump into a folder; errors of the compiler are expected and suppressed."""
         with contextlib.suppress(Exception):
             self._compile_again([("xla_dump_to", folder), ("xla_dump_hlo_as_proto", True)])
 
 
 @contextlib.contextmanager
 def watch_compilations() -> Generator[list[Compilation]]:
-    """Remember every program that JAX compiles inside the block, so that it can be looked at after a failure.
+    """Record every program that JAX compiles inside the ``with`` block, for inspection after a failure.
 
     Yields:
         The programs so far, in order. They are kept alive as long as the list is.
@@ -669,6 +678,7 @@ def watch_compilations() -> Generator[list[Compilation]]:
         try:
             yield seen
         finally:
+            # By identity: nested watchers may hold equal lists.
             _watchers[:] = [watcher for watcher in _watchers if watcher is not seen]
 
 
@@ -683,6 +693,7 @@ def _watched(original: Callable[..., Any]) -> Callable[..., Any]:
                 return original(backend, computation, devices, changed, *rest, **named)
 
         record = Compilation(again)
+        # Recorded before compiling, so that a program that fails to compile is recorded, too.
         for watcher in tuple(_watchers):
             watcher.append(record)
         try:
@@ -700,21 +711,21 @@ _compile_or_get_cached = _Patch("compile_or_get_cached", _watched)
 
 
 def exchange(topic: str, text: str, timeout_seconds: int) -> list[str | None]:
-    """Tell all processes of `jax.distributed` something, and hear what each of them says.
+    """Send a text to all processes of `jax.distributed` and return the texts of all of them.
 
     Args:
         topic: a name that all processes use once.
-        text: what this one says.
+        text: the text of this process.
         timeout_seconds: how long to wait for the others.
 
     Returns:
-        What each process said, in order; None of those that did not come in time.
+        One text per process, in order; None for a process that did not arrive in time.
     """
     from jax._src import distributed
 
     client: Any = distributed.global_state.client
     client.key_value_set(f"{topic}/{jax.process_index()}", text)
-    # Only a process that failed does not come: the others wait for it in any case.
+    # Only a failed process misses the barrier. The wait then ends with an error, and the texts of the others are read.
     with contextlib.suppress(jax.errors.JaxRuntimeError):
         client.wait_at_barrier(topic, timeout_seconds * 1000)
     said = {int(key.rpartition("/")[2]): value for key, value in client.key_value_dir_get(topic)}
@@ -722,7 +733,7 @@ def exchange(topic: str, text: str, timeout_seconds: int) -> list[str | None]:
 
 
 def post(topic: str, text: str) -> None:
-    """Leave a text for the other processes of `jax.distributed`; the first one that is left holds."""
+    """Publish a text for the other processes of `jax.distributed`; only the first text of a topic is kept."""
     from jax._src import distributed
 
     with contextlib.suppress(jax.errors.JaxRuntimeError):
@@ -730,7 +741,7 @@ def post(topic: str, text: str) -> None:
 
 
 def posted(topic: str) -> str | None:
-    """Return what a process left with `post`, or None."""
+    """Return the text that a process published with `post`, or None."""
     from jax._src import distributed
 
     client: Any = distributed.global_state.client

@@ -1,7 +1,7 @@
-"""Tokens of rows that devices divide along the axis ``context`` of a mesh: work that each does on its own.
+"""Work on each device's own tokens, where rows are sharded along the mesh axis ``context``.
 
-What cuts rows into pieces by itself is called on what a device has: in an array of all tokens the compiler would gather
-them for each piece, and add up gradients of weights for each.
+Functions that cut rows into pieces are mapped over each device's own part. On an array of all tokens the compiler would
+gather the tokens for every piece, and add up gradients of weights for every piece.
 """
 
 from __future__ import annotations
@@ -18,11 +18,12 @@ from ._stack import divided_along, divided_mesh
 
 
 def token_parts(length: int, arrays: Tree) -> int:
-    """Return among how many devices the tokens of rows are divided, evenly or not at all.
+    """Return the number of devices that share the tokens of a row; 1 if they cannot be shared evenly.
 
     Args:
         length: tokens of a row.
-        arrays: whose types may say themselves how they are divided: those are left alone.
+        arrays: arrays to compute with. If their types carry explicit shardings, the result is 1 and they stay as they
+            are.
     """
     size = divided_along(CONTEXT)
     return 1 if size == 1 or length % size or explicit_mesh(arrays) is not None else size
@@ -35,12 +36,12 @@ def on_own_tokens(
 
     Args:
         fn: the function.
-        whole: what every device has all of; gradients for it are added up over the devices once.
-        tokens: arrays with tokens in one of their axes, which the devices divide.
-        axis: which.
-        out_axis: which axis of the results the devices divide.
+        whole: arrays that every device has whole. Their gradients are added up over the devices once.
+        tokens: arrays whose token axis is sharded.
+        axis: the token axis of `tokens`.
+        out_axis: the sharded axis of the results.
     """
-    # Outside of `jax.jit` JAX maps over all axes of a mesh or none (0.10.2).
+    # Outside of `jax.jit` a `jax.shard_map` maps over all axes of a mesh or none (0.10.2).
     mapped = jax.jit(
         jax.shard_map(
             fn,

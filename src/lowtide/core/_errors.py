@@ -1,7 +1,7 @@
-"""Errors that name the thing, say what was expected, and end with a remedy.
+"""Errors that name the problem, say what was expected, and end with a remedy.
 
-Every class has a stable `code`; `docs/reference/errors.md` lists the same codes, and a test keeps the two equal.
-User mistakes derive from `ValueError`; broken invariants of Lowtide itself are `assert`s, never one of these.
+Every class has a stable `code`. `docs/reference/errors.md` lists the same codes, and a test keeps the two equal.
+User mistakes derive from `ValueError`; broken invariants of Lowtide itself are `assert`s, never one of these classes.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class LowtideError(Exception):
 
 
 def _rebuilt(cls: type[LowtideError], message: str, expected: object, got: object, hint: str | None) -> LowtideError:
-    """Rebuild an error that was sent to another process."""
+    """Rebuild a pickled error, whose keyword arguments pickle alone would lose."""
     return cls(message, expected=expected, got=got, hint=hint)
 
 
@@ -85,7 +85,7 @@ class TargetError(LowtideError, ValueError):
 
 
 class ReportError(LowtideError, ValueError):
-    """A memory report that is missing, is no report, or was written in another version of the format."""
+    """A memory report that is missing, invalid, or written in another version of the format."""
 
     code = "LT009"
 
@@ -93,8 +93,8 @@ class ReportError(LowtideError, ValueError):
 class OutOfMemoryError(LowtideError, MemoryError):
     """A program that needs more memory than its device has, with the owners of its bytes.
 
-    `report` is its `lowtide.memory.MemoryReport`, `remedies` what would make it smaller; the original exception is the
-    `__cause__`.
+    `report` is its `lowtide.memory.MemoryReport`, and `remedies` are changes that would make it smaller. The original
+    exception is the `__cause__`.
     """
 
     code = "LT010"
@@ -103,28 +103,28 @@ class OutOfMemoryError(LowtideError, MemoryError):
 
 
 class PlacementError(LowtideError, ValueError):
-    """A value that is not in the memory where it was said to be, or that cannot be put there."""
+    """A value that is not in its declared memory, or that cannot be put there."""
 
     code = "LT011"
 
 
 class NonFiniteError(LowtideError, ValueError):
-    """A loss, gradients or logits that are no finite numbers."""
+    """A loss, gradients or logits that are not finite."""
 
     code = "LT012"
 
 
 class StateError(LowtideError, ValueError):
-    """Training state that is not where it is looked for: lent to a trainer, or lost with a step that failed."""
+    """Training state that is not where it is expected: borrowed by a trainer, or lost with a step that failed."""
 
     code = "LT013"
 
 
 class ScheduleError(LowtideError, ValueError):
-    """A pipeline schedule that leaves something out, does it twice, waits for ever, or needs too much memory."""
+    """A pipeline schedule that omits or repeats an action, deadlocks, or needs too much memory."""
 
     code = "LT014"
 
 
 class PlacementWarning(UserWarning):
-    """A placement that takes another form than the one asked for, at a cost in bytes or time."""
+    """A placement in another form than requested, at a cost in bytes or time."""

@@ -1,4 +1,4 @@
-"""Files that are there whole or not at all."""
+"""Writing files so that they exist either completely or not at all."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from ._errors import OutputError
 def write_files(directory: str | os.PathLike[str], contents: Mapping[str, bytes]) -> None:
     """Write files that belong together into a folder, replacing older ones of the same names.
 
-    All are written under temporary names first and renamed when every one is on disk, so a reader never sees half a
-    file, and a full disk leaves the older files as they were.
+    All files are written under temporary names first, and renamed when every one is on disk. So a reader never sees
+    half a file, and a full disk leaves the older files unchanged.
 
     Args:
-        directory: the folder; it and its parents are made when they are not there.
+        directory: the folder; it and its parents are created if they are missing.
         contents: file name to content, in the order of renaming.
 
     Raises:
@@ -35,6 +35,7 @@ def write_files(directory: str | os.PathLike[str], contents: Mapping[str, bytes]
             with open(temporary, "xb") as file:
                 file.write(content)
                 file.flush()
+                # Without this a crash after the rename could leave an empty file under the final name.
                 os.fsync(file.fileno())
         for temporary, final in list(staged.items()):
             os.replace(temporary, final)
@@ -54,15 +55,15 @@ def write_files(directory: str | os.PathLike[str], contents: Mapping[str, bytes]
 
 
 def check_writable(directory: Path, problem: str, hint: str) -> None:
-    """Make a folder, and raise now rather than at the first file that is written into it.
+    """Create a folder and raise now, not at the first write, if it cannot be written to.
 
     Args:
-        directory: the folder; its parents are made, too.
-        problem: what to say when it cannot be written to.
-        hint: what to do then.
+        directory: the folder; its parents are created, too.
+        problem: message of the error.
+        hint: the remedy.
 
     Raises:
-        OutputError: when no file can be made there.
+        OutputError: when no file can be created in the folder.
     """
     try:
         directory.mkdir(parents=True, exist_ok=True)
@@ -73,7 +74,7 @@ def check_writable(directory: Path, problem: str, hint: str) -> None:
 
 
 def _sync(folder: Path) -> None:
-    """Make the names in a folder survive a power cut, where its file system can."""
+    """Make the names in a folder survive a power cut, where the file system supports it."""
     with contextlib.suppress(OSError):
         handle = os.open(folder, os.O_RDONLY)
         try:

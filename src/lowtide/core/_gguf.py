@@ -1,4 +1,4 @@
-"""Which file of a path is a GGUF file: the one rule, for whoever has to know before JAX is there."""
+"""The rule by which a model's path is recognised as a GGUF file, without a need for JAX."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from ._inputs import input_file, shortened
 
 
 def gguf_file(path: str | Path) -> Path | None:
-    """Return the GGUF file that is meant by the path of a model, or None where it is a directory of Hugging Face.
+    """Return the GGUF file that a model's path refers to, or None for a Hugging Face directory.
 
     Args:
-        path: the file itself, or a folder with one, and neither `config.json` nor safetensors.
+        path: the file itself, or a folder that has one and neither `config.json` nor safetensors.
 
     Raises:
-        ModelFileError: when the file is missing or no regular file, and for a folder with several.
+        ModelFileError: when the file is missing or not a regular file, and for a folder with several GGUF files.
 
     Memory:
         None; the file is not opened.
@@ -28,7 +28,7 @@ def gguf_file(path: str | Path) -> Path | None:
     try:
         names = sorted(os.listdir(path))
     except OSError:
-        return None  # who reads it says so
+        return None  # the reader of the folder raises the error
     found = [name for name in names if name.lower().endswith(".gguf")]
     if not found or "config.json" in names or any(name.endswith((".safetensors", ".index.json")) for name in names):
         return None

@@ -1,12 +1,12 @@
-"""Gradients of what trains, and of nothing else.
+"""Gradients of the trainable leaves only.
 
 `jax.value_and_grad` of a whole model builds a cotangent for every leaf: a full array of zeros for each frozen
-weight (JAX issue 23316). Here only the selected leaves are differentiated; the frozen ones enter the function as
-constants, so no cotangent, zero or accumulator for them ever exists, eagerly or under jit.
+weight (JAX issue 23316). Here only the selected leaves are differentiated. The frozen leaves enter the function as
+constants, so they never get a cotangent, a zero array or an accumulator, eagerly or under jit.
 
-The other way to get there, `jax.vjp(...)[1].with_refs(jax.ad.DontWant(), ...)`, was measured beside this one
-(benchmarks/LOG.md): equal bytes under jit, but outside of it `lax.scan` still computes and stacks the gradient of the
-frozen weights before it drops it, and with a `Ref` for what trains a scan raises or gives wrong gradients.
+The alternative `jax.vjp(...)[1].with_refs(jax.ad.DontWant(), ...)` was measured too (benchmarks/LOG.md). Under jit it
+takes equal bytes. Outside of jit `lax.scan` still computes and stacks the gradient of the frozen weights before it
+drops it. With a `Ref` for the trainable leaves a scan raises or gives wrong gradients.
 """
 
 from __future__ import annotations
@@ -28,22 +28,22 @@ from ._select import Where
 def value_and_grad(
     fn: Callable[..., Any], wrt: Where = "**", *, has_aux: bool = False
 ) -> Callable[..., tuple[Any, Tree]]:
-    """Like `jax.value_and_grad` of the first argument, for the selected leaves only.
+    """Differentiate `fn` like `jax.value_and_grad`, but only with respect to the selected leaves.
 
     Args:
         fn: a function ``fn(model, *args, **kwargs)`` that returns a scalar loss, or ``(loss, aux)`` with `has_aux`.
         wrt: which leaves of `model` to differentiate: glob patterns on tree paths, or a predicate
             ``(path, leaf) -> bool``.
-        has_aux: whether `fn` returns auxiliary values beside the loss.
+        has_aux: whether `fn` returns auxiliary values in addition to the loss.
 
     Returns:
         A function with the arguments of `fn` that returns ``(loss, grads)``, or ``((loss, aux), grads)``. `grads`
         has the structure of `model` with `None` at every leaf that was not selected.
 
     Raises:
-        SelectionError: when `wrt` selects nothing, an integer or boolean leaf, one of a quantised weight, or two paths
-            of one array.
-        StructureError: when `fn` does more to a weight with an adapter than to multiply by it.
+        SelectionError: when `wrt` selects nothing, an integer or boolean leaf, a leaf of a quantised weight, or two
+            paths of one array.
+        StructureError: when `fn` uses a weight that has an adapter for anything but multiplication.
 
     Memory:
         Gradients take exactly the bytes of the selected leaves. Values equal those of `jax.value_and_grad` at the
@@ -83,7 +83,7 @@ def check_differentiable(trainable: Tree) -> None:
         trainable: the selected leaves.
 
     Raises:
-        SelectionError: with the path of an integer, boolean or non-numeric leaf, or of one of a node that is frozen
+        SelectionError: with the path of an integer, boolean or non-numeric leaf; or of a leaf of a frozen node
             (``is_frozen = True``), such as the scales of a quantised weight.
     """
     for path, leaf in leaves_with_paths(trainable):
@@ -109,11 +109,11 @@ def check_differentiable(trainable: Tree) -> None:
 
 
 def _dtype(path: str, leaf: Any) -> Any:
-    """Return an array's dtype, or that of what else a leaf is."""
+    """Return the dtype of an array leaf, or the type name of any other leaf."""
     kind = f"{type(leaf).__module__}.{type(leaf).__qualname__}".removeprefix("builtins.")
     try:
         return jnp.result_type(leaf) if is_array_like(leaf) else kind
-    except TypeError:  # of another library
+    except TypeError:  # an array type of another library
         raise SelectionError(
             f"{path}: a leaf of type {kind} cannot be differentiated",
             expected="arrays of JAX or NumPy",

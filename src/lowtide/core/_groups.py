@@ -1,17 +1,18 @@
-"""A loop over equal layers that keeps what enters each group of them, and computes all else again, group by group.
+"""A scan over equal layers that keeps one activation per group of layers and recomputes all others, group by group.
 
-Recomputing single layers keeps an activation for each: 512 MiB for 2,048 tokens of Llama 8B, 24.5 GiB for 100,352. Of
-groups of about the root of their number it is two roots' worth (Chen et al. 2016, arXiv:1604.06174, section 4.3): one
-for each group, and in the backward pass one for each layer of the group whose turn it is. All layers but the last of
-each group run forward once more than with single ones.
+Recomputing single layers keeps one activation per layer: for Llama 8B 512 MiB at 2,048 tokens, 24.5 GiB at 100,352.
+With groups of about sqrt(num_layers) layers, about 2 sqrt(num_layers) activations are live (Chen et al. 2016,
+arXiv:1604.06174, section 4.3): one per group, and in the backward pass one per layer of the current group. All layers
+but the last of each group run forward one time more than with recomputation of single layers.
 
-Nested `jax.checkpoint`s would say the same, but a scan over groups hands each inner scan a copy of its group's
-parameters, and stacks its gradients a second time. So this is one operation with a derivative rule of its own: layers
-are slices of the whole stack, taken where they are used, and gradients are written into theirs in place. Parameters
-that do not train have none, not even inside; all floating-point activations that layers change have.
+Nested `jax.checkpoint`s compute the same. But a scan over groups gives each inner scan a copy of its group's
+parameters, and stacks their gradients a second time. So this module defines one operation with a custom derivative.
+Layers are slices of the whole stack, taken where they are used, and gradients are written in place into the gradient of
+the stack. Frozen parameters get no gradient, not even an intermediate one. Every floating-point activation that layers
+change gets one.
 
-Limits: reverse mode only, as for every `jax.custom_vjp`. Where groups are not all of one size, they differ by one
-layer, and are two loops, each compiled by itself.
+Limits: reverse mode only, as for every `jax.custom_vjp`. If groups cannot all have one size, their sizes differ by one
+layer. Each of the two sizes then has its own loop, which is compiled separately.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ STAYS: Moves = (lambda leaves: leaves, lambda leaves: leaves)
 
 
 class _Span(NamedTuple):
-    """Groups of one size, one after the other: their first layer, how many they are, and the layers of each."""
+    """Consecutive groups of one size: index of their first layer, number of groups, layers per group."""
 
     first: int
     num_groups: int
@@ -43,30 +44,34 @@ class _Span(NamedTuple):
 
     @property
     def starts(self) -> Any:
-        """The first layer of each."""
+        """Index of the first layer of each group."""
         return self.first + self.size * jnp.arange(self.num_groups)
 
 
 def scan_in_groups(body: Callable[[Tree, Tree], Tree], init: Tree, xs: Tree, size: int, moves: Moves = STAYS) -> Tree:
-    """Run ``h = body(h, x)`` over the slices of `xs`, and keep what enters each group of layers for the backward pass.
+    """Run ``h = body(h, x)`` over the slices of `xs`, and keep only each group's input for the backward pass.
 
     Args:
-        body: ``body(h, x) -> h``, one layer; it may close over anything, also what is differentiated.
-        init: what enters the first layer.
+        body: ``body(h, x) -> h``, one layer. It may close over any arrays, including differentiated ones.
+        init: input of the first layer.
         xs: parameters, every leaf of shape ``[num_layers, ...]``, with at least one leaf.
-        size: layers of a group, at most `num_layers`. What does not divide makes some groups smaller by one.
-        moves: called with a list of the arrays that enter a group, on their way to where they wait and back.
+        size: the most layers of a group, at most `num_layers`. If it does not divide `num_layers`, group sizes differ
+            by one layer.
+        moves: two functions of a list of arrays. The first moves a group's input to where it is kept, the second moves
+            it back.
 
     Returns:
-        What leaves the last layer.
+        Output of the last layer.
 
     Memory:
-        When differentiated ceil(num_layers / size) activations where they wait and `size` on the device, one layer's
-        residuals, and the gradients of what is differentiated. What every layer gives back as it was is kept once.
+        When differentiated: ceil(num_layers / size) activations where `moves` keeps them, `size` activations on the
+        device, one layer's residuals, and the gradients of the differentiated inputs. Activations that every layer
+        returns unchanged are kept once.
     """
     closed = Closed(body, init, _at(xs, 0))
     if _types(closed.shapes) != _types(init):
-        # Says what does not fit, unless it is a number of Python among what enters, which then is an array of its type.
+        # `scan` raises a message that names the misfit. It accepts a Python number in `init` whose dtype is only weak:
+        # the number then becomes an array of the dtype that the layers return.
         after = jax.eval_shape(lambda init: jax.lax.scan(lambda h, x: (body(h, x), None), init, xs)[0], init)
         init = jax.tree.map(lambda leaf, like: jnp.asarray(leaf, like.dtype), init, after)
         closed = Closed(body, init, _at(xs, 0))
@@ -75,7 +80,7 @@ def scan_in_groups(body: Callable[[Tree, Tree], Tree], init: Tree, xs: Tree, siz
     fixed = [leaf for leaf, is_fixed in zip(given, passes, strict=True) if is_fixed]
 
     def pure(h: Leaves, x: Leaves, held: Leaves) -> Leaves:
-        # What passes all layers is held like what they close over.
+        # Activations that all layers return unchanged are passed in like the values that layers close over.
         others, moved = iter(held[: len(fixed)]), iter(h)
         args = [next(others if is_fixed else moved) for is_fixed in passes]
         outs = closed([*args, *x], held[len(fixed) :])
@@ -89,8 +94,9 @@ def scan_in_groups(body: Callable[[Tree, Tree], Tree], init: Tree, xs: Tree, siz
 
 
 def _in_groups(pure: Callable[..., Leaves], length: int, size: int, moves: Moves) -> Callable[..., Leaves]:
-    """Make the operation, of what enters the first layer, and of the layers with what they hold."""
+    """Build the differentiable function ``(h, (xs, held))``: first input, stacked parameters, closed-over values."""
     keep, fetch = moves
+    # Balanced groups: `longer` of them have `least + 1` layers, the others `least`.
     num_groups = -(-length // size)
     least, longer = divmod(length, num_groups)
     spans = [_Span(0, longer, least + 1), _Span(longer * (least + 1), num_groups - longer, least)]
@@ -102,6 +108,7 @@ def _in_groups(pure: Callable[..., Leaves], length: int, size: int, moves: Moves
         return jax.lax.scan(lambda h, x: (pure(h, x, held), None), h, xs)[0]
 
     def forward(h: Any, operands: Any) -> tuple[Leaves, Any]:
+        # With `symbolic_zeros`, `perturbed` says which operands are differentiated. Only those get gradients.
         h = [primal.value for primal in h]
         moving = jax.tree.map(lambda primal: primal.value if primal.perturbed else None, operands)
         others = jax.tree.map(lambda primal: None if primal.perturbed else primal.value, operands)
@@ -123,6 +130,7 @@ def _in_groups(pure: Callable[..., Leaves], length: int, size: int, moves: Moves
     def backward(residuals: Any, d_out: Leaves) -> Any:
         entered, moving, others = residuals
         state = _dense(_floating(d_out)), jax.tree.map(jnp.zeros_like, moving)
+        # Spans, groups and layers run in reverse. Inputs of one group's layers exist at a time.
         for span, kept in zip(reversed(spans), reversed(entered), strict=True):
 
             def group(state: Any, slices: Any, size: int = span.size) -> tuple[Any, None]:
@@ -144,7 +152,7 @@ def _in_groups(pure: Callable[..., Leaves], length: int, size: int, moves: Moves
 
 
 def _inputs(pure: Callable[..., Leaves], operands: Any, h: Leaves, start: Any, size: int) -> Leaves:
-    """Compute what enters each layer of a group, stacked, from what enters the first."""
+    """Recompute the input of each layer of a group, stacked, from the group's input."""
     xs, held = operands
 
     def layer(carry: tuple[Leaves, Leaves], number: Any) -> tuple[tuple[Leaves, Leaves], None]:
@@ -153,13 +161,14 @@ def _inputs(pure: Callable[..., Leaves], operands: Any, h: Leaves, start: Any, s
         return (h, _written(stacked, h, number + 1)), None
 
     stacked = [jnp.broadcast_to(leaf, (size, *leaf.shape)) for leaf in h]
+    # The last layer does not run: its output enters no layer of this group.
     return jax.lax.scan(layer, (h, stacked), jnp.arange(size - 1))[0][1]
 
 
 def _layer_back(
     pure: Callable[..., Leaves], moving: Any, others: Any, state: Any, h: Leaves, at: Any, *, is_alone: bool
 ) -> Any:
-    """Pull the gradient of what leaves one layer back to what enters it and to its parameters."""
+    """Propagate the gradient of one layer's output to its input and its parameters."""
     d_h, (d_xs, d_held) = state
     xs_rest, held_rest = others
     rest = [None if _is_floating(leaf) else leaf for leaf in h]
@@ -167,8 +176,9 @@ def _layer_back(
     def layer(h: Leaves, x: Leaves, held: Leaves) -> Leaves:
         return _floating(pure(combine(h, rest), combine(x, _at(xs_rest, at)), combine(held, held_rest)))
 
-    # The pass of the residuals bears the names of recomputation; what runs forward here is dead, but for its effects.
-    # Where one layer is all of its group, XLA takes both loops apart, and would find the forward pass's own residuals.
+    # `jax.checkpoint` labels the computation of residuals as recomputation. The forward pass of this `vjp` is dead code
+    # but for its effects. If a group has one layer, XLA unrolls both loops. It would then merge the recomputation with
+    # the original forward pass and keep that pass's residuals alive, so `prevent_cse` is on there.
     again = jax.checkpoint(layer, prevent_cse=is_alone)
     _, pull = jax.vjp(again, _floating(h), _at(moving[0], at), moving[1])
     d_h, d_x, more = pull(d_h)
@@ -193,11 +203,11 @@ def _is_floating(leaf: Any) -> bool:
 
 
 def _floating(tree: Tree) -> Tree:
-    """Replace what has no gradient, such as counters and keys, by None."""
+    """Replace leaves without a gradient, such as counters and keys, by None."""
     return jax.tree.map(lambda leaf: leaf if _is_floating(leaf) else None, tree)
 
 
 def _dense(tree: Tree) -> Tree:
-    """Make arrays of the gradients that are known to be zero."""
+    """Replace symbolic zero gradients by arrays."""
     full: Any = jax.lax.full_like
     return jax.tree.map(lambda leaf: full(leaf.aval, 0) if isinstance(leaf, SymbolicZero) else leaf, tree)

@@ -1,4 +1,4 @@
-"""Check that this machine's GPU slices host memory where a loop says.
+"""Check that this machine's GPU slices host memory at the offset that a loop asks for.
 
 XLA for GPUs replaces a slice of host memory inside a loop by a copy, whose offset it derives from the loop counter. In
 jaxlib 0.10.2 and 0.11.0 it ignores arithmetic between the counter and the index. The backward pass of a scan reads
@@ -28,13 +28,13 @@ _NUM_STEPS, _WIDTH = 5, 256
 
 
 def check_host_slices() -> None:
-    """Refuse to slice host memory in a loop if the GPU that a program is traced for does so wrongly.
+    """Raise if the GPU that a program is traced for slices host memory in a loop at a wrong offset.
 
     The first call of a process compiles and runs two programs of a few kilobytes. Later calls, other platforms and
     devices that are only compiled for cost nothing.
 
     Raises:
-        PlacementError: if the gradients of a small scan change when its residuals wait in host memory.
+        PlacementError: if the gradients of a small scan change when its residuals are kept in host memory.
     """
     if (device := _local_gpu()) is not None:
         _check(device)
@@ -62,7 +62,7 @@ def _check(device: Any) -> None:
 
 
 def _gradients(device: Any, is_offloaded: bool) -> np.ndarray:
-    """Differentiate a scan whose steps all differ."""
+    """Differentiate a scan whose steps all differ, so that a residual of another step changes the gradient."""
     weights = np.linspace(0.5, 1.5, _NUM_STEPS * _WIDTH, dtype=np.float32).reshape(_NUM_STEPS, 1, _WIDTH)
     x = np.linspace(-1.0, 1.0, 8 * _WIDTH, dtype=np.float32).reshape(8, _WIDTH)
     fn = jax.jit(jax.grad(functools.partial(_loss, is_offloaded=is_offloaded)))

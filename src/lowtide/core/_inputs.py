@@ -1,16 +1,15 @@
-"""Files that come from elsewhere: found without leaving their folder, read within limits, checked against a schema.
+"""Untrusted input files: found without leaving their folder, read within limits, checked against a schema.
 
-Whoever loads a model opens files that strangers wrote. The steps are the same for all of them, and nothing is
-allocated by what a file says before the last one:
+Loading a model opens files that strangers wrote. The steps are the same for all of them, and sizes that a file states
+allocate nothing before the last step:
 
-1. `input_file`: a regular file, where it says it is. A link may lead to a file of the same folder or, where the folder
-   is a snapshot of a Hugging Face cache (``<repository>/snapshots/<revision>``), to the blobs of the same repository
-   (``<repository>/blobs``). Any other link is refused: a folder that was unpacked from an archive reads what is in
-   the archive. The folder itself may be reached through links, since whoever names it chose it.
-2. `read_input`: at most so many bytes.
-3. `parse_json`: JSON as its standard has it, in which no name stands twice, no number is without a value, and nothing
-   is nested deeper than `MAX_DEPTH`.
-4. `validate`: types and ranges of a pydantic model, strictly: text is no number and no truth value.
+1. `input_file`: a regular file inside of its folder. A link may lead to a file of the same folder. In a snapshot of a
+   Hugging Face cache (``<repository>/snapshots/<revision>``) it may also lead to the blobs of the same repository
+   (``<repository>/blobs``). Any other link is refused, so a folder that was unpacked from an archive only reads files
+   of the archive. The folder itself may be reached through links, since the user chose it.
+2. `read_input`: at most a given number of bytes.
+3. `parse_json`: standard JSON without duplicate names, without non-finite numbers, and with at most `MAX_DEPTH` levels.
+4. `validate`: types and ranges of a pydantic model, strictly: text does not count as a number or a boolean.
 """
 
 from __future__ import annotations
@@ -33,27 +32,27 @@ if TYPE_CHECKING:
 Schema = TypeVar("Schema", bound="BaseModel")
 
 MAX_DEPTH = 64
-"""Arrays and objects inside of each other; the deepest files of today have about ten."""
+"""The most levels of nested arrays and objects; the deepest files of today have about ten."""
 MAX_DIGITS = 40
-"""Of an integer."""
-_OURS = Path(__file__).parents[1].resolve()  # installers may link what a package holds to a store of theirs
+"""The most digits of an integer."""
+_OURS = Path(__file__).parents[1].resolve()  # an installer may link the files of a package to its own store
 
 
 def input_file(folder: str | os.PathLike[str], name: str, *, expected: str | None = None, hint: str) -> Path:
-    """Return the path of a file in a folder, if it is a regular file that belongs there.
+    """Return the path of a file in a folder if it is a regular file that belongs there.
 
     Args:
         folder: the folder, as the user named it.
-        name: of the file, without a folder.
-        expected: what the folder should hold, for the message that the file is not there.
-        hint: the remedy then.
+        name: the file's name, without a folder.
+        expected: what the folder should hold, for the message about a missing file.
+        hint: the remedy for a missing file.
 
     Returns:
-        The path, links not resolved: messages name what the user sees.
+        The path without links resolved, since messages name what the user sees.
 
     Raises:
-        ModelFileError: when the name leads elsewhere, nothing is there, it is a link out of the folder (see above), or
-            it is no regular file (a pipe or a device would be read for ever).
+        ModelFileError: when the name leads to another folder or no file has it; for a link out of the folder (see
+            above); and for a file that is not regular (reading a pipe or a device would never end).
     """
     path = Path(folder) / name
     if not name or name in (".", "..") or "\0" in name or Path(name).name != name or "\\" in name:
@@ -79,6 +78,7 @@ def input_file(folder: str | os.PathLike[str], name: str, *, expected: str | Non
             got=None if missing else shortened(error),
             hint=hint if missing else "check the file's name, and its and its folder's permissions",
         ) from error
+    # Links are resolved on both sides, so that a folder that is itself reached through a link passes.
     if not (home.is_relative_to(_OURS) or any(real.is_relative_to(place) for place in (home, *_blobs(home)))):
         raise ModelFileError(
             f"{path}: a link that leaves the folder",
@@ -101,14 +101,15 @@ def read_input(path: Path, *, most_bytes: int) -> bytes:
 
     Args:
         path: the file.
-        most_bytes: a larger one is refused before it is read.
+        most_bytes: the largest accepted size; a larger file is refused before it is read.
 
     Raises:
-        ModelFileError: when it is larger, or cannot be read.
+        ModelFileError: when the file is larger, or cannot be read.
     """
     try:
         with open(path, "rb") as file:
             size = os.fstat(file.fileno()).st_size
+            # One byte more than allowed, because the file may grow after `fstat`.
             content = file.read(most_bytes + 1) if size <= most_bytes else b""
     except OSError as error:
         raise ModelFileError(
@@ -125,14 +126,14 @@ def read_input(path: Path, *, most_bytes: int) -> bytes:
 
 
 def parse_json(content: bytes, where: str) -> dict[str, Any]:
-    """Parse a JSON object, with nothing in it that JSON's standard leaves open.
+    """Parse a JSON object, without anything that the JSON standard leaves open.
 
     Args:
         content: the bytes of the file.
-        where: its name, for messages.
+        where: the file's name, for messages.
 
     Raises:
-        ModelFileError: when it is no JSON object, says a name twice, or has a number without a finite value, half a
+        ModelFileError: when the content is not a JSON object, repeats a name, or has a non-finite number, half a
             surrogate pair, or more levels than `MAX_DEPTH`.
     """
     try:
@@ -156,16 +157,16 @@ def parse_json(content: bytes, where: str) -> dict[str, Any]:
 
 
 def validate(schema: type[Schema], raw: Any, where: str, *, hint: str) -> Schema:
-    """Return what a parsed file says, if it says what the schema asks for.
+    """Return a parsed file as an instance of its schema.
 
     Args:
         schema: the pydantic model.
         raw: the parsed file.
-        where: its name, for messages.
+        where: the file's name, for messages.
         hint: the remedy.
 
     Raises:
-        ModelFileError: naming the first entries that are missing or unusable.
+        ModelFileError: with the names of the first entries that are missing or unusable.
     """
     from pydantic import ValidationError  # takes a quarter of a second; `import lowtide` does not need it
 
@@ -173,14 +174,14 @@ def validate(schema: type[Schema], raw: Any, where: str, *, hint: str) -> Schema
         return schema.model_validate(raw)
     except ValidationError as error:
         found = error.errors(include_url=False, include_context=False)
-        # Of an entry that may have several types, say what is wrong with the one that got furthest.
+        # An entry of a union type has one error per type: report the one whose location is deepest.
         tried = [each for each in found[:9] if each["loc"][:1] == found[0]["loc"][:1]]
         first = max(tried, key=lambda each: _entry(raw, each["loc"]).count("."))
         name = _entry(raw, first["loc"])
         others = sorted({_entry(raw, each["loc"]) for each in found[:9] if each not in tried})
         remedy = f"also look at {shortened(', '.join(others))}; {hint}" if others else hint
         if first["type"] == "missing":
-            *above, last = first["loc"]  # which is in no entry
+            *above, last = first["loc"]  # the missing name itself is not in `raw`
             name = f"{_entry(raw, tuple(above))}.{last}" if above else str(last)
             raise ModelFileError(f"{where}: {name} is missing", hint=remedy) from error
         expected = re.sub(r"a valid dictionary or instance of \w+|a valid dictionary", "a JSON object", first["msg"])
@@ -193,18 +194,18 @@ def validate(schema: type[Schema], raw: Any, where: str, *, hint: str) -> Schema
 
 
 def shown(value: Any) -> str:
-    """Write a value for a message, cut where it is long."""
+    """Format a value for a message, shortened if it is long."""
     return shortened(ascii(value) if isinstance(value, str) and not value.isprintable() else _repr(value))
 
 
 def shortened(value: Any, most: int = 200) -> str:
-    """Text for a message, without half characters and not longer than a few lines."""
+    """Return text for a message, without unpaired surrogates and at most a few lines long."""
     text = str(value).encode("utf-8", "backslashreplace").decode("utf-8")
     return text if len(text) <= most else f"{text[:most]}… ({len(text)} characters)"
 
 
 def _entry(raw: Any, location: tuple[int | str, ...]) -> str:
-    """Name an entry; pydantic's locations also hold which type of several was tried."""
+    """Name an entry. pydantic's locations also hold the tried type of a union, which is skipped."""
     parts: list[str] = []
     for part in location:
         try:
@@ -217,7 +218,7 @@ def _entry(raw: Any, location: tuple[int | str, ...]) -> str:
 
 
 def _kind_of(mode: int) -> str:
-    """Say what a path is that is no regular file."""
+    """Name the kind of a path that is not a regular file."""
     kinds = {
         stat.S_ISDIR: "a folder",
         stat.S_ISFIFO: "a pipe",
@@ -229,7 +230,7 @@ def _kind_of(mode: int) -> str:
 
 
 def _blobs(home: Path) -> list[Path]:
-    """Where a Hugging Face cache keeps the content of a snapshot's files."""
+    """Return the folder in which a Hugging Face cache keeps the content of a snapshot's files."""
     snapshots = [parent for parent in home.parents if parent.name == "snapshots"]
     return [(snapshots[0].parent / "blobs").resolve()] if snapshots else []
 
@@ -256,7 +257,7 @@ def _integer(text: str) -> int:
 
 
 def _check_values(value: Any) -> None:
-    """Walk without recursion: what is nested too deeply, or no Unicode text, would fail in somebody else's code."""
+    """Walk without recursion, and raise for deep nesting or invalid Unicode, on which later code would fail."""
     level: list[Any] = [value]
     for _ in range(MAX_DEPTH):
         below: list[Any] = []

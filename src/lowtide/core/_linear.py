@@ -1,8 +1,7 @@
-"""The seam between models and what replaces a weight: ``linear(x, weight)``, and ``rows(weight, ids)`` of embeddings.
+"""Interface between models and what replaces a weight: ``linear(x, weight)``, and ``rows(weight, ids)`` for lookups.
 
-Models multiply through these functions. An adapter or a quantised weight is a pytree node in the place of the array
-that knows how to multiply itself (`LinearWeight`), so models know nothing of adapters, and a factored weight is never
-multiplied out on the way.
+Models multiply through these functions. An adapter or a quantised weight is a pytree node in the place of the array,
+with its own product (`LinearWeight`). So models do not depend on adapters, and a factored weight is never materialised.
 """
 
 from __future__ import annotations
@@ -19,16 +18,17 @@ from ._errors import StructureError
 from ._paths import Tree, leaves_with_paths
 from ._traced import traced_device
 
-# A TPU's compiler casts small weights, such as adapters, of all layers before a loop over them, and keeps the copies.
-# Rounded to bfloat16 first, which changes nothing, they are cast one by one. So many numbers, of one layer:
+# The TPU compiler casts small weights, such as adapters, of all layers before a loop over layers, and keeps the copies.
+# If they are rounded to bfloat16 first, which does not change the cast, it casts them one layer at a time. The most
+# elements of one layer's weight for which this is done:
 _MOST_ROUNDED = 2**21
 
 
 @runtime_checkable
 class LinearWeight(Protocol):
-    """Something that stands where a weight matrix of shape [out, in] stood.
+    """A node in the place of a weight matrix of shape [out, in].
 
-    One that changes what is added to the product, too, also has ``linear_with_bias(x, bias)``.
+    A node that also changes what is added to the product has ``linear_with_bias(x, bias)``, too.
     """
 
     def linear(self, x: Float[Array, "*batch in"]) -> Float[Array, "*batch out"]:
@@ -44,15 +44,14 @@ def linear(
     Args:
         x: activations, shape [..., in]; their dtype is the compute dtype.
         weight: an array of shape [out, in], cast to the dtype of `x`, or a `LinearWeight`.
-        bias: what is added, cast to the dtype of `x`. A model that has one gives it here, for there are adapters that
-            scale it, too.
+        bias: added to the product, cast to the dtype of `x`. A model that has a bias passes it here, because some
+            adapters scale it, too.
 
     Returns:
         Shape [..., out], in the dtype of `x`.
 
     Memory:
-        A weight of another dtype is cast again in the backward pass; under a scan over layers its cast copy does not
-        wait for it.
+        A weight of another dtype is cast again in the backward pass. So under a scan over layers no cast copy is kept.
 
     Examples:
         >>> import jax.numpy as jnp
@@ -69,7 +68,7 @@ def linear(
         return weight.linear(x)
     if weight.dtype == x.dtype:
         return _product(x, weight)
-    # Else the cast weight would wait for the backward pass: under a scan, a second copy of all stacked weights.
+    # Without `checkpoint` the cast weight would be a residual: under a scan, a second copy of all stacked weights.
     return jax.checkpoint(_cast_product, prevent_cse=False)(x, weight)
 
 
@@ -78,14 +77,14 @@ def rows(weight: Array | LinearWeight, ids: Int[Array, "*ids"], *, path: str = "
 
     Args:
         weight: an array, or a `LinearWeight` that has a method ``rows(ids)``.
-        ids: which rows; one that is not there gives NaN.
-        path: of the module that holds the weight, for messages.
+        ids: row indices; an index out of range gives NaN.
+        path: path of the module that holds the weight, for messages.
 
     Returns:
         Shape [..., width], in the dtype of the weight.
 
     Raises:
-        StructureError: for a `LinearWeight` that cannot look rows up.
+        StructureError: for a `LinearWeight` that has no such method.
 
     Memory:
         The rows.
@@ -121,10 +120,10 @@ def _cast_product(x: Array, weight: Array) -> Array:
 
 @contextlib.contextmanager
 def products_explained(model: Tree) -> Generator[None]:
-    """Say what to write where a function does more to a `LinearWeight` than to multiply by it, in a ``with`` block.
+    """Explain, in a ``with`` block, the error of a function that uses a `LinearWeight` for more than products.
 
     Args:
-        model: what the function is called with.
+        model: the model that the function is called with.
 
     Raises:
         StructureError: in place of the `TypeError` or `AttributeError` of such a use.

@@ -1,8 +1,8 @@
-"""Microbatches: parts of a batch, what each weighs, and one accumulator for their gradients.
+"""Microbatches: splitting a batch, weighting its parts, and one accumulator for their gradients.
 
-The weighted mean over microbatches is the full batch's for a loss that is a mean over tokens, however unevenly the
-tokens fall. Everything that goes through a batch in parts (`accumulate`, layerwise steps, pipelines) cuts and weighs by
-what is here.
+For a loss that is a mean over tokens, the weighted mean over microbatches equals the full batch's loss, however
+unevenly the tokens are distributed. All code that processes a batch in parts (`accumulate`, layerwise steps, pipelines)
+splits and weights it with these functions.
 """
 
 from __future__ import annotations
@@ -27,31 +27,31 @@ def accumulate(
     has_aux: bool = False,
     has_carry: bool = False,
 ) -> Callable[..., tuple[Any, Tree]]:
-    """Run a gradient function over microbatches, adding into one accumulator in place.
+    """Run a gradient function over microbatches and add the gradients into one accumulator in place.
 
     Args:
         grad_fn: a function ``(model, batch, *args) -> (loss, grads)`` such as `value_and_grad` returns; with
             `has_aux`, ``((loss, aux), grads)``.
         num_microbatches: into how many equal parts the leading axis of every batch leaf is split.
-        weight: a function of a microbatch that gives its weight, for instance its number of target tokens. The
-            result is then the weighted mean, which equals the full batch's for a loss that is a mean over tokens,
-            however unevenly the tokens fall; a microbatch of weight 0 contributes nothing. By default all
-            microbatches weigh the same.
+        weight: a function of a microbatch that returns its weight, for instance its number of target tokens. The
+            result is then the weighted mean. For a loss that is a mean over tokens it equals the full batch's loss,
+            however unevenly the tokens are distributed. A microbatch of weight 0 contributes nothing. By default all
+            microbatches have the same weight.
         has_aux: whether `grad_fn` returns auxiliary values.
-        has_carry: whether each microbatch changes something that the next one reads, such as batch statistics:
-            ``grad_fn(model, batch, carry, *args) -> ((loss, (aux, carry)), grads)``, with `has_aux`.
+        has_carry: whether each microbatch changes state that the next one reads, such as batch statistics. Then
+            ``grad_fn(model, batch, carry, *args) -> ((loss, (aux, carry)), grads)``, and `has_aux` has to be True.
 
     Returns:
-        A function with the arguments and results of `grad_fn` for the whole batch; auxiliary values come stacked
-        with a leading axis of length `num_microbatches`, the carry as the last microbatch left it.
+        A function with the arguments and results of `grad_fn` for the whole batch. Auxiliary values are stacked along
+        a leading axis of length `num_microbatches`. The carry is the one that the last microbatch returned.
 
     Raises:
-        StructureError: when a batch leaf's leading axis is not a multiple of `num_microbatches`, or `weight`
-            gives no number.
+        StructureError: when a batch leaf's leading axis is not a multiple of `num_microbatches`, or `weight` does
+            not return a number.
 
     Memory:
-        One accumulator for the leaves that have gradients, float32 at least, carried through `lax.scan` and so
-        updated in place; activations of one microbatch at a time.
+        One accumulator for the leaves that have gradients, at least float32. `lax.scan` carries it, so it is updated
+        in place. Activations of one microbatch are live at a time.
 
     Examples:
         >>> from lowtide.core import value_and_grad
@@ -79,13 +79,14 @@ def accumulate(
             aux = (aux, *carry) if has_carry else aux
             return ((loss, aux) if has_aux else loss), grads
 
-        if num_microbatches == 1:  # no accumulator
+        if num_microbatches == 1:  # needs no accumulator
             loss, aux, carry, grads = call(batch, first)
             return result(loss, jax.tree.map(lambda x: jnp.expand_dims(x, 0), aux), carry, grads)
         microbatches = split_batch(batch, num_microbatches)
         loss_shape, _, _, grads_shape = jax.eval_shape(
             lambda all: call(jax.tree.map(lambda x: x[0], all), first), microbatches
         )
+        # At least float32: a bfloat16 total would round small gradients of later microbatches away.
         wide = jax.tree.map(lambda s: jnp.zeros(s.shape, jnp.promote_types(s.dtype, jnp.float32)), grads_shape)
 
         def body(carried: Any, microbatch: Tree) -> tuple[Any, Any]:
@@ -98,6 +99,7 @@ def accumulate(
         zero = jnp.zeros((), jnp.promote_types(loss_shape.dtype, jnp.float32))
         start = (zero, wide, jnp.zeros((), float), first)
         (loss, grads, total, carry), aux = jax.lax.scan(body, start, microbatches, length=num_microbatches)
+        # If all weights are 0, so are both sums: divide by 1, not by 0.
         total = jnp.where(total == 0, 1, total)
 
         def mean(acc: Any, like: Any) -> Any:
@@ -109,22 +111,22 @@ def accumulate(
 
 
 def _add_weighted(weight: Any, total: Any, value: Any) -> Any:
-    # A mean over no tokens is 0/0: a microbatch of weight 0 contributes nothing, whatever its value.
+    # A mean over no tokens is 0/0. `where` keeps that NaN out of the sum, which multiplication by 0 would not.
     return total + jnp.where(weight == 0, 0, weight.astype(total.dtype) * value.astype(total.dtype))
 
 
 def split_batch(batch: Tree, num_microbatches: int) -> Tree:
-    """Cut the leading axis of every leaf into microbatches.
+    """Split the leading axis of every leaf into microbatches.
 
     Args:
         batch: arrays whose leading axes are multiples of `num_microbatches`.
-        num_microbatches: how many parts.
+        num_microbatches: the number of parts.
 
     Returns:
         The batch with leaves of shape [num_microbatches, part, ...].
 
     Raises:
-        StructureError: when a leaf does not split, with its path.
+        StructureError: with the path of a leaf that does not split.
     """
 
     def split(path: Any, leaf: Any) -> Any:
@@ -144,18 +146,18 @@ def split_batch(batch: Tree, num_microbatches: int) -> Tree:
 
 
 def microbatch_weights(weight: Callable[[Tree], Any] | None, batches: Tree, num_microbatches: int) -> Any:
-    """Return what each microbatch weighs; `fractions` gives its part in the loss.
+    """Return the weight of each microbatch; `fractions` turns weights into shares of the loss.
 
     Args:
-        weight: a function of a microbatch that gives a scalar, or None for equal parts.
+        weight: a function of a microbatch that returns a scalar, or None for equal weights.
         batches: leaves of shape [num_microbatches, part, ...].
-        num_microbatches: how many there are.
+        num_microbatches: the number of microbatches.
 
     Returns:
-        Numbers of shape [num_microbatches]: float32, with `jax_enable_x64` float64.
+        Numbers of shape [num_microbatches], in float32, or float64 with `jax_enable_x64`.
 
     Raises:
-        StructureError: when `weight` gives no number.
+        StructureError: when `weight` does not return a number.
     """
     if weight is None:
         return jnp.ones(num_microbatches, float)
@@ -184,13 +186,13 @@ def _weight_of(weight: Callable[[Tree], Any], microbatch: Tree) -> Any:
 
 
 def fractions(weights: Any) -> Any:
-    """Weights as parts of their sum.
+    """Return weights as fractions of their sum.
 
     Args:
         weights: numbers of shape [num_microbatches].
 
     Returns:
-        Numbers that add up to 1, or to 0 where nothing weighs anything.
+        Numbers that add up to 1, or to 0 if all weights are 0.
     """
     total = jnp.sum(weights)
     return weights / jnp.where(total == 0, 1, total)

@@ -1,8 +1,8 @@
-"""How a trainer takes the arrays out of a model, runs a function of the model with others, and gives them back.
+"""Protocol by which a trainer borrows a model's arrays, calls the model with other arrays, and returns them.
 
-A pytree is its arrays. A mutable object (a Flax NNX module, a Keras model) holds them: it lends those that a step
-changes to the trainer, with placeholders in their stead, so that the device never keeps a second copy; the bridges in
-`lowtide.ext` say how. Frozen arrays stay in the object, which nothing takes them from.
+A pytree consists of its arrays. A mutable object (a Flax NNX module, a Keras model) holds them. It lends the arrays
+that a step changes to the trainer and keeps placeholders in their place. So the device never holds a second copy. The
+bridges in `lowtide.ext` implement this. Frozen arrays stay in the object.
 """
 
 from __future__ import annotations
@@ -18,44 +18,46 @@ from ._select import Where
 class ModelObject(Protocol):
     """A mutable model that lends its arrays.
 
-    It may also have ``call(model, batch)``, what `Trainer.predict` computes by default; ``replace(model)``, by
-    which `Trainer.update` goes on with another model where the object that the user knows cannot be changed;
-    ``constrained(trainable)``, which every update ends with, for constraints of weights; and for `compute_dtype`
-    either ``lowered(model, dtype)``, which prepares the model that a function gets, or ``autocast(dtype)``, a
-    context to trace it in without any other cast.
+    Optional members:
+
+    - ``call(model, batch)``: what `Trainer.predict` computes by default.
+    - ``replace(model)``: lets `Trainer.update` continue with another model if the user's object cannot be changed.
+    - ``constrained(trainable)``: applied at the end of every update, for constraints of weights.
+    - For `compute_dtype` one of two: ``lowered(model, dtype)`` prepares the model that a function gets;
+      ``autocast(dtype)`` is a context in which the model is traced without any other cast.
     """
 
     model: Any
-    """The object that the user knows."""
+    """The user's object."""
     wrt: Where
-    """What trains unless the trainer is told otherwise."""
+    """Leaves that train by default."""
     mutable: Where | None
-    """What a call may change beside it, such as batch statistics and counters of random numbers; None for nothing."""
+    """Other leaves that a call may change, such as batch statistics and counters of random numbers; None for none."""
 
     def arrays(self) -> Tree:
-        """Return the arrays that the object holds, as a tree of them."""
+        """Return the object's arrays as a tree."""
         ...
 
     def lend(self, arrays: Tree) -> None:
-        """Put a placeholder, which raises when it is used, where a leaf of this tree is not None."""
+        """Replace the arrays at the leaves of this tree that are not None by placeholders, which raise when used."""
         ...
 
     def give_back(self, arrays: Tree) -> None:
-        """Put the leaves of this tree that are not None into the object.
+        """Put the leaves of this tree that are not None back into the object.
 
         Raises:
-            StateError: afterwards, when something was written over a placeholder, which is lost.
+            StateError: after that, if something was written over a placeholder. The written value is lost.
         """
         ...
 
     def bind(self, fn: Callable[..., Any], *, training: bool) -> Callable[..., tuple[Any, Tree]]:
-        """Make a pure function of arrays.
+        """Make a pure function of the arrays.
 
         Args:
             fn: a function of the model and more arguments.
             training: whether dropout and batch statistics are on.
 
         Returns:
-            ``(arrays, *args) -> (fn(model, *args), arrays as they are then)``, to be traced by JAX.
+            ``(arrays, *args) -> (fn(model, *args), arrays after the call)``, for JAX to trace.
         """
         ...

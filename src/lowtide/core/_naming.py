@@ -1,7 +1,7 @@
-"""What a model's modules are called elsewhere: the seam between tree paths and other software's files.
+"""Names of a model's modules in other libraries: the mapping from tree paths to the files of other software.
 
-A model that reads and writes another library's format implements `ExternalNames`; adapters then store their tensors
-under the names that library looks for, without knowing the model.
+A model that reads and writes another library's format implements `ExternalNames`. Adapters then store their tensors
+under the names that this library expects, without depending on the model.
 """
 
 from __future__ import annotations
@@ -11,12 +11,14 @@ from typing import Protocol, runtime_checkable
 
 @runtime_checkable
 class ExternalNames(Protocol):
-    """A model that knows the names of its modules in another library.
+    """A model that maps its modules to their names in another library.
 
-    It may also have ``table_names``, the names of modules whose rows are looked up, which are other layers there than
-    those that multiply; and ``tied_names``, which gives of a module that is used in a second place the name of that.
-    ``named_as`` returns the model with the names of a file, where files have several. ``ignored_modules`` names modules
-    of the other library that the model lacks.
+    Optional members:
+
+    - ``table_names``: names of embedding lookups, which the other library implements as another kind of layer.
+    - ``tied_names``: maps a module that is used in a second place to the name of that place.
+    - ``named_as``: returns the model with the names of a given file, for files with several naming schemes.
+    - ``ignored_modules``: modules of the other library that the model lacks.
     """
 
     def external_name(self, path: str) -> str:
@@ -26,8 +28,8 @@ class ExternalNames(Protocol):
             path: a module's tree path, such as ``layers/attn/q_proj``.
 
         Returns:
-            The name, such as ``model.layers.{layer}.self_attn.q_proj``; it contains the text ``{layer}`` where the
-            index of a layer stands when the module's leaves are stacked along a leading layer axis.
+            The name, such as ``model.layers.{layer}.self_attn.q_proj``. It contains the text ``{layer}`` in place of
+            the layer's index when the module's leaves are stacked along a leading layer axis.
 
         Raises:
             KeyError: when nothing at `path` is a module of the other library.

@@ -1,8 +1,9 @@
-"""Split a tree into what trains and what is frozen, and put it together again.
+"""Split a tree into trainable and frozen leaves, and combine the halves again.
 
-Both halves keep the structure of the tree, with `None` (an empty subtree to JAX) where the other half holds the
-leaf. So a half has only its own leaves, and everything that maps over it costs only those. The idea is Equinox's
-`partition`/`combine`; the deviations: selection by path, and refusals instead of silent surprises.
+Both halves keep the structure of the tree, with `None` (an empty subtree in JAX) wherever the other half holds the
+leaf. Each half therefore has only its own leaves, and a function that maps over it costs nothing for the others. The
+idea is Equinox's `partition`/`combine`. Deviations: leaves are selected by path, and ambiguous input (a pattern without
+a match, an array shared by both halves) is an error.
 """
 
 from __future__ import annotations
@@ -27,11 +28,11 @@ def partition(tree: Tree, where: Where) -> tuple[Tree, Tree]:
         where: glob patterns on tree paths, or a predicate ``(path, leaf) -> bool``.
 
     Returns:
-        ``(selected, rest)``, both with the structure of `tree`, `None` where the other has the leaf.
+        ``(selected, rest)``, both with the structure of `tree` and `None` where the other half holds the leaf.
 
     Raises:
-        SelectionError: when a pattern matches nothing, or when one array stands at a selected and at an unselected
-            path: training would silently untie the two, and donating one would delete the other.
+        SelectionError: when a pattern matches nothing, or when one array is at both a selected and an unselected path.
+            Training would silently untie the two paths, and donating one half would delete the array of the other.
 
     Memory:
         No copy: both trees refer to the arrays of `tree`.
@@ -49,10 +50,10 @@ def partition(tree: Tree, where: Where) -> tuple[Tree, Tree]:
 
 
 def combine(*trees: Tree) -> Tree:
-    """Put the halves of `partition` (or any trees with disjoint leaves) together.
+    """Combine the halves of `partition`, or any trees with disjoint leaves.
 
     Args:
-        *trees: trees of one structure, `None` where a tree lacks a leaf.
+        *trees: trees of the same structure, with `None` where a tree lacks a leaf.
 
     Returns:
         The tree with every leaf of every argument.
@@ -79,6 +80,7 @@ def combine(*trees: Tree) -> Tree:
         return present[0] if present else None
 
     try:
+        # `None` is an empty subtree to JAX: without `is_leaf` two complementary halves would differ in structure.
         return jax.tree_util.tree_map_with_path(pick, *trees, is_leaf=lambda leaf: leaf is None)
     except StructureError:
         raise
@@ -91,7 +93,7 @@ def combine(*trees: Tree) -> Tree:
 
 
 def shared_leaves(tree: Tree) -> list[list[str]]:
-    """Group the paths at which the very same array stands (tied weights)."""
+    """Group the paths that hold the same array object (tied weights)."""
     by_identity: dict[int, list[str]] = {}
     for path, leaf in leaves_with_paths(tree):
         if isinstance(leaf, (jax.Array, np.ndarray)):
@@ -100,13 +102,13 @@ def shared_leaves(tree: Tree) -> list[list[str]]:
 
 
 def refuse_shared(*parts: Tree) -> None:
-    """Raise when one array stands at two paths of what trains: each path would get a part of its gradient.
+    """Raise when two trainable paths hold the same array, since each path would get only a part of its gradient.
 
     Args:
-        *parts: trees of what trains, or of what a step changes.
+        *parts: trees of trainable leaves, or of leaves that a step changes.
 
     Raises:
-        SelectionError: naming the paths. Inside of `jit` the paths hold different tracers, and nothing is noticed.
+        SelectionError: with both paths. Inside `jit` the paths hold different tracers, so sharing is not detected.
     """
     for paths in shared_leaves(parts):
         first, second = (path.partition("/")[2] for path in paths[:2])
@@ -121,10 +123,10 @@ def refuse_consumed(*trees: Tree) -> None:
     """Raise when a trainer or another donating function has consumed arrays of a tree.
 
     Args:
-        *trees: of arrays and other leaves.
+        *trees: any pytrees.
 
     Raises:
-        StateError: naming the first such array.
+        StateError: with the path of the first such array.
     """
     leaves = [pair for tree in trees for pair in leaves_with_paths(tree)]
     gone = [path for path, leaf in leaves if isinstance(leaf, jax.Array) and leaf.is_deleted()]
@@ -154,6 +156,6 @@ def _refuse_split_sharing(tree: Tree, mask: list[bool]) -> None:
 
 
 def split_static(model: Tree) -> tuple[Tree, Tree]:
-    """Split a model's leaves into those that hold numbers, and others (an Equinox module's activation function)."""
+    """Split a model into its numeric leaves and all others, such as an Equinox module's activation function."""
     arrays = jax.tree.map(lambda leaf: leaf if is_array_like(leaf) else None, model)
     return arrays, jax.tree.map(lambda leaf: None if is_array_like(leaf) else leaf, model)

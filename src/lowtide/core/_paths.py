@@ -22,7 +22,7 @@ def path_str(key_path: tuple[Any, ...]) -> str:
 
 
 def leaves_with_paths(tree: Tree, is_leaf: Callable[[Any], bool] | None = None) -> list[tuple[str, Any]]:
-    """List the leaves of a tree, each with its path, in JAX's flattening order.
+    """List the leaves of a tree with their paths, in JAX's flattening order.
 
     Args:
         tree: any pytree.
@@ -46,7 +46,7 @@ def map_with_paths(fn: Callable[[str, Any], Any], tree: Tree) -> Tree:
         tree: any pytree.
 
     Returns:
-        What it gives, in the structure of the tree.
+        A tree of the same structure that holds the results.
 
     Examples:
         >>> map_with_paths(lambda path, leaf: f"{path}={leaf}", {"layers": [1.0, 2.0]})
@@ -56,22 +56,22 @@ def map_with_paths(fn: Callable[[str, Any], Any], tree: Tree) -> Tree:
 
 
 def is_array_like(leaf: Any) -> bool:
-    """Whether a leaf holds numbers: arrays, shape structs, tracers and Python scalars, but not functions or text."""
+    """Return whether a leaf holds numbers: arrays, shape structs, tracers and Python scalars, not functions or text."""
     return (hasattr(leaf, "shape") and hasattr(leaf, "dtype")) or isinstance(leaf, (bool, int, float, complex))
 
 
 def is_key(leaf: Any) -> bool:
-    """Whether a leaf holds typed random keys."""
+    """Return whether a leaf holds typed random keys."""
     return hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 
 def key_numbers(leaf: Any) -> Any:
-    """Return a leaf as numbers: of random keys theirs, any other as it is."""
+    """Return the key data of typed random keys, and any other leaf unchanged."""
     return jax.random.key_data(leaf) if is_key(leaf) else leaf
 
 
 def leaf_bytes(leaf: Any) -> int:
-    """Logical bytes of one leaf: elements times item size, without a device's padding; 0 for a non-array."""
+    """Return a leaf's logical bytes: elements times item size, without a device's padding; 0 for a non-array."""
     if not is_array_like(leaf):
         return 0
     if is_key(leaf):
@@ -81,14 +81,17 @@ def leaf_bytes(leaf: Any) -> int:
 
 
 def item_bits(dtype: Any) -> int:
-    """Bits of one element on a device; NumPy's item size cannot say less than a byte, XLA packs int4 and float4."""
+    """Return the bits of one element on a device.
+
+    XLA packs int4 and float4, whereas NumPy's item size is at least one byte.
+    """
     if jnp.issubdtype(dtype, jnp.integer):
         return jnp.iinfo(dtype).bits
     return jnp.finfo(dtype).bits if jnp.issubdtype(dtype, jnp.floating) else dtype.itemsize * 8
 
 
 def tree_bytes(tree: Tree) -> int:
-    """Logical bytes of all array leaves of a tree.
+    """Return the logical bytes of all array leaves of a tree.
 
     Args:
         tree: any pytree of arrays or `jax.ShapeDtypeStruct`s; other leaves count 0.

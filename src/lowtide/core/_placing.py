@@ -1,4 +1,4 @@
-"""Where arrays are put: along which axes of a mesh rows are divided, and how an array gets where a sharding says."""
+"""Placement of arrays: mesh axes along which batches are sharded, and putting an array onto a sharding."""
 
 from __future__ import annotations
 
@@ -10,38 +10,39 @@ import numpy as np
 from ._paths import is_key, key_numbers
 
 BATCH_AXES = ("expert", "data", "fsdp")
-"""The axes that rows of batches are divided along, where the mesh has them and nobody says otherwise. Experts come
-first: a block that is mapped over them alone, by `jax.shard_map`, divides its rows so, and moves none."""
+"""Mesh axes along which rows of batches are sharded by default, where the mesh has them. `expert` comes first, so that
+a block that `jax.shard_map` maps over experts alone finds its rows sharded the same way and moves none."""
 CONTEXT = "context"
-"""The axis of a mesh that the tokens of each row are divided along, where there is one."""
+"""Mesh axis along which the tokens of each row are sharded, where the mesh has it."""
 
 
 def canonical(leaf: Any) -> np.ndarray:
-    """Make an array NumPy's, of a dtype that JAX has."""
+    """Convert an array to NumPy, in a dtype that JAX has."""
     array = np.asarray(leaf)
     return array.astype(jax.dtypes.canonicalize_dtype(array.dtype), copy=False)
 
 
 def put(leaf: Any, sharding: Any) -> Any:
-    """Put an array of which each process has the whole, or that is divided already, where a sharding says.
+    """Put an array on a sharding; each process has the whole array, or the array is sharded already.
 
     Args:
-        leaf: an array of JAX, also of random keys, or of NumPy, of which no buffer is shared.
-        sharding: of all processes' devices.
+        leaf: a JAX array (random keys included) or a NumPy array, whose buffer is not shared.
+        sharding: a sharding over the devices of all processes.
 
     Memory:
-        The parts of this process's devices; of NumPy's array, a copy while it is put.
+        The parts of this process's devices; for a NumPy array also a copy during the transfer.
     """
     if getattr(leaf, "sharding", None) == sharding:
         return leaf
     if jax.process_count() == 1:
-        # On a CPU JAX may share NumPy's buffer: what is written there later would be in the weights.
+        # On a CPU JAX may share NumPy's buffer, and later writes to it would change the weights: copy.
         return jax.device_put(np.array(leaf) if isinstance(leaf, np.ndarray) else leaf, sharding)
     if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
         return jax.device_put(leaf, sharding)
     if is_key(leaf):
         return jax.random.wrap_key_data(put(key_numbers(leaf), sharding), impl=jax.random.key_impl(leaf))
     whole = canonical(leaf)
-    # Not `device_put`: where each process has one device, JAX (to 0.12 at least) would make an array whose shards
-    # cannot be read. Copies: on a CPU JAX may share NumPy's buffers, and what trains is consumed by the next step.
+    # Not `device_put`: if each process has one device, JAX (to 0.12 at least) would make an array whose shards cannot
+    # be read. The parts are copies: on a CPU JAX may share NumPy's buffers, and the next step consumes trainable
+    # arrays.
     return jax.make_array_from_callback(whole.shape, sharding, lambda index: np.array(whole[index]))

@@ -1,4 +1,4 @@
-"""Where NVIDIA's assembler is, without which nothing is compiled for a GPU."""
+"""Search for NVIDIA's assembler, without which XLA compiles nothing for a GPU."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import shutil
 
 
 def find_ptxas() -> str | None:
-    """NVIDIA's assembler, which XLA starts for every kernel; one that XLA would miss is put on PATH.
+    """Find NVIDIA's assembler, which XLA starts for every kernel, and put it on PATH if XLA would miss it.
 
-    XLA looks in ``--xla_gpu_cuda_data_dir``, on PATH, in ``/usr/local/cuda``, ``/opt/cuda``, and in the wheels beside
-    its plugin. Wheels elsewhere on `sys.path` (a user's folder below a virtual environment) it does not find.
+    XLA searches ``--xla_gpu_cuda_data_dir``, PATH, ``/usr/local/cuda``, ``/opt/cuda``, and the wheels next to its
+    plugin. It does not find wheels elsewhere on `sys.path` (a user's folder below a virtual environment).
 
     Returns:
-        Its path, or None when there is none.
+        Its path, or None if it is not found.
     """
     folders = re.findall(r"--xla_gpu_cuda_data_dir=(\S+)", os.environ.get("XLA_FLAGS", ""))
     toolkits = [f"{root}/bin" for root in (*folders, "/usr/local/cuda", "/opt/cuda")]

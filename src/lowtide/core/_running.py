@@ -1,9 +1,9 @@
 """A weight whose gradient continues a running total, so that accumulation over microbatches is in place.
 
-``total + grad`` needs both; for the head of a language model that is twice the size of its largest matrix. A matrix
-gradient is itself a sum, over tokens, so it can start from the total instead of from zero. `RunningGradient` stands
-where the weight stood, and the operations that know it (`linear`, `lowtide.losses.chunked_cross_entropy`) return
-``total + grad`` as the weight's cotangent.
+``total + grad`` needs both arrays in memory. For the head of a language model that is twice the size of its largest
+matrix. A matrix gradient is itself a sum over tokens, so the sum can start from the total instead of from zero. A
+`RunningGradient` takes the place of the weight. The operations that support it (`linear`,
+`lowtide.losses.chunked_cross_entropy`) return ``total + grad`` as the weight's cotangent.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ._errors import StructureError
 class RunningGradient:
     """A `LinearWeight` whose cotangent is `total` plus the gradient.
 
-    Use it at one place of a function only, outside of loops and `jax.vmap`, which would add the total at every turn.
+    Use it at one place of a function only, outside of loops and `jax.vmap`, which would add the total at every step.
 
     Examples:
         >>> import jax.numpy as jnp
@@ -38,9 +38,9 @@ class RunningGradient:
     weight: Any
     """The weight, shape [out, in]."""
     total: Any
-    """The gradient so far, of the weight's shape and dtype; it gets no cotangent of its own."""
+    """The gradient so far, of the weight's shape and dtype. It gets no cotangent itself."""
     active: Bool[Array, ""] | None = None
-    """Where False, nothing is added, whatever the cotangent: a mean over no tokens is 0/0. None for True."""
+    """If False, nothing is added, whatever the cotangent: a mean over no tokens is 0/0. None means True."""
 
     def linear(self, x: Float[Array, "*batch in"]) -> Float[Array, "*batch out"]:
         """Compute x Wᵀ, in the dtype of `x`."""
@@ -49,11 +49,11 @@ class RunningGradient:
 
 @jax.custom_batching.custom_vmap
 def add_running(total: Array, grad: Array) -> Array:
-    """Add a gradient to the running total; for rules of operations that know `RunningGradient`.
+    """Add a gradient to the running total, in derivative rules of operations that support `RunningGradient`.
 
     Args:
         total: the gradient so far.
-        grad: what is added, of the same shape and dtype.
+        grad: the gradient to add, of the same shape and dtype.
 
     Returns:
         The sum.
@@ -62,7 +62,7 @@ def add_running(total: Array, grad: Array) -> Array:
         StructureError: under `jax.vmap`, which would add the total once for each entry of its axis.
 
     Memory:
-        In place where the total is not read again.
+        In place if the total is not read again.
 
     Examples:
         >>> import jax.numpy as jnp
@@ -93,7 +93,7 @@ def if_active(active: Array | None, x: Array) -> Array:
         An array like `x`.
 
     Memory:
-        None of its own: it is part of the operation that reads it.
+        No memory if the compiler fuses it with the operation that reads it.
 
     Examples:
         >>> import jax.numpy as jnp
@@ -114,6 +114,7 @@ def _forward(x: Array, weight: Array, total: Array, active: Array | None) -> tup
 
 def _backward(kept: Any, dy: Array) -> tuple[Array, Array, None, None]:
     x, weight, total, active = kept
+    # Both operands: NaN in either one would reach the total, since 0 * NaN is NaN.
     x, dy = if_active(active, x), if_active(active, dy)
     dx = jax.lax.dot_general(dy, weight.astype(dy.dtype), (((dy.ndim - 1,), (0,)), ((), ())))
     batch = tuple(range(x.ndim - 1))

@@ -1,9 +1,8 @@
-"""Which leaves: glob patterns or regular expressions on tree paths, or predicates.
+"""Leaf selection by glob patterns or regular expressions on tree paths, or by predicates.
 
 Globs follow the shell's rules on ``/``-separated paths (`*` within a segment, `**` any number of segments, `{a,b}`
-alternatives, `?`, `[...]`), matched by wcmatch against the whole path. A leading ``!`` excludes. Nothing is silent:
-a pattern that matches no leaf is an error that lists near misses, and so is one alternative in braces that matches
-none.
+alternatives, `?`, `[...]`). wcmatch matches them against the whole path. A leading ``!`` excludes. A pattern that
+matches no leaf is an error that lists near misses. So is a single alternative in braces that matches no leaf.
 """
 
 from __future__ import annotations
@@ -22,11 +21,11 @@ from ._paths import Tree, is_array_like, leaves_with_paths
 Pattern = str | re.Pattern[str]
 """A glob, or a compiled regular expression that matches a path from start to end."""
 Where = Pattern | Sequence[Pattern] | Callable[[str, Any], bool]
-"""A pattern, several, or a predicate ``(path, leaf) -> bool``."""
+"""A pattern, a sequence of patterns, or a predicate ``(path, leaf) -> bool``."""
 
 
 def match_path(path: str, pattern: str) -> bool:
-    """Whether a glob matches a whole path.
+    """Return whether a glob matches a whole path.
 
     Args:
         path: a tree path such as ``layers/attn/q_proj/weight``.
@@ -39,36 +38,37 @@ def match_path(path: str, pattern: str) -> bool:
         >>> match_path("layers/attn/q_proj/weight", "**/{q,v}_proj/*")
         True
     """
-    from wcmatch import glob  # a tenth of the time in which `lowtide.Trainer` loads
+    from wcmatch import glob  # imported late: it takes a tenth of the import time of `lowtide.Trainer`
 
     return glob.globmatch(path, pattern, flags=glob.GLOBSTAR | glob.BRACE | glob.DOTGLOB | glob.CASE | glob.FORCEUNIX)
 
 
 def among(paths: Container[str]) -> Callable[[str, Any], bool]:
-    """Select leaves by their paths as they stand: no character of them is a glob's.
+    """Return a predicate that selects leaves by exact path, in which glob characters have no meaning.
 
     Args:
-        paths: of the leaves.
+        paths: the paths to select.
 
     Returns:
-        The predicate, for all that takes a `Where`.
+        The predicate, for any argument of type `Where`.
     """
     return lambda path, leaf: path in paths
 
 
 def select(tree: Tree, where: Where) -> list[bool]:
-    """Say for every leaf, in flattening order, whether `where` selects it.
+    """Return for every leaf, in flattening order, whether `where` selects it.
 
     Args:
-        tree: any pytree. Leaves that hold no numbers (functions, text) are never selected by a pattern.
-        where: a glob on tree paths or a compiled regular expression, several (a leaf is selected when any matches;
-            globs that start with ``!`` then exclude), or a predicate ``(path, leaf) -> bool``.
+        tree: any pytree. A pattern never selects leaves that hold no numbers (functions, text).
+        where: a glob on tree paths, a compiled regular expression, several of these, or a predicate
+            ``(path, leaf) -> bool``. A leaf is selected when any pattern matches it and no glob with a leading ``!``
+            does.
 
     Returns:
-        One boolean a leaf.
+        One boolean per leaf.
 
     Raises:
-        SelectionError: when a pattern, or an alternative in its braces, matches no leaf, or nothing at all is selected.
+        SelectionError: when a pattern, or an alternative in its braces, matches no leaf, or nothing is selected.
 
     Examples:
         >>> select({"a": 1.0, "b": {"lora_a": 2.0}}, "**/lora_*")
@@ -90,7 +90,7 @@ def select(tree: Tree, where: Where) -> list[bool]:
 
 
 def match_names(names: Sequence[str], where: Pattern | Sequence[Pattern]) -> list[str]:
-    """Return the names that patterns select; every pattern has to match at least one.
+    """Return the names that patterns select; every pattern must match at least one.
 
     Args:
         names: the candidates (tree paths of leaves or of modules).
@@ -128,12 +128,12 @@ def match_names(names: Sequence[str], where: Pattern | Sequence[Pattern]) -> lis
 
 
 def is_pattern(given: Any) -> bool:
-    """Whether this is a glob, or a compiled regular expression on text."""
+    """Return whether the argument is a glob or a compiled regular expression on text."""
     return isinstance(given, str) or (isinstance(given, re.Pattern) and isinstance(given.pattern, str))
 
 
 def _hits(pattern: Pattern, names: Sequence[str]) -> set[str]:
-    """Return the names that a pattern matches, to which each alternative of a glob's braces has to contribute."""
+    """Return the names that a pattern matches; every alternative in a glob's braces must match at least one."""
     if isinstance(pattern, re.Pattern):
         hits = {name for name in names if pattern.fullmatch(name)}
         if not hits:
@@ -154,6 +154,7 @@ def _hits(pattern: Pattern, names: Sequence[str]) -> set[str]:
             hint="write ** or [0-9]* in place of the numbers",
         ) from error
     hits = {name for name in names if match_path(name, glob_only)}
+    # A pattern without any match is reported as a whole, any other by its first alternative without a match.
     tried = [(glob_only, "")] if not hits else [(alone, part) for part, alone in alternatives(glob_only)]
     for alone, part in tried:
         if not any(match_path(name, alone) for name in names):
@@ -169,7 +170,7 @@ def _hits(pattern: Pattern, names: Sequence[str]) -> set[str]:
 
 
 def _near_misses(pattern: str, names: Sequence[str]) -> str:
-    """Suggest a remedy: a variant of the pattern that does match, else the closest spellings, else what there is."""
+    """Suggest a variant of the pattern that matches, else the closest spellings, else some of the paths."""
     for variant in (f"{pattern}/**", f"**/{pattern}", f"**/{pattern}/**"):
         if any(match_path(name, variant) for name in names):
             return f"did you mean {variant!r}?"

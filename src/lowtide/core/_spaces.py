@@ -1,8 +1,7 @@
-"""Memory spaces: does a leaf live on the device or on its host.
+"""Memory spaces: whether a leaf is on the device or on its host.
 
-JAX has two notions. Concrete arrays and shape structs carry a sharding with a memory kind (``device``,
-``pinned_host``, ``unpinned_host``); tracers carry a `jax.memory.Space` in their type. Both are read here, so nothing
-else has to know which it was given.
+JAX has two notions. Concrete arrays and shape structs carry a sharding with a memory kind (``device``, ``pinned_host``,
+``unpinned_host``). Tracers carry a `jax.memory.Space` in their type. This module reads both.
 """
 
 from __future__ import annotations
@@ -22,8 +21,8 @@ def memory_space(leaf: Any) -> jax.memory.Space:  # pyright: ignore[reportInvali
         leaf: an array, a tracer, a `jax.ShapeDtypeStruct`, or anything else that a tree may hold.
 
     Returns:
-        `jax.memory.Space.Host` or `jax.memory.Space.Device`. What has no space of its own (a NumPy array, a number, a
-        shape struct without a sharding) counts as device: that is where JAX puts it.
+        `jax.memory.Space.Host` or `jax.memory.Space.Device`. Leaves without a space (a NumPy array, a number, a shape
+        struct without a sharding) count as device, because JAX puts them there.
 
     Examples:
         >>> memory_space(jax.numpy.ones(3)) == jax.memory.Space.Device
@@ -35,12 +34,12 @@ def memory_space(leaf: Any) -> jax.memory.Space:  # pyright: ignore[reportInvali
 
 
 def on_host(sharding: Any) -> bool:
-    """Whether a sharding (or None) puts arrays in host memory."""
+    """Return whether a sharding (or None) puts arrays in host memory."""
     return "host" in (getattr(sharding, "memory_kind", None) or "")
 
 
 def on_device(tree: Any) -> Any:
-    """Move the leaves of a tree that are in host memory to the device, for a forward pass alone.
+    """Move the host-memory leaves of a tree to the device, for a forward pass only.
 
     Raises:
         StructureError: when such a leaf is differentiated.

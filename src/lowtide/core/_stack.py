@@ -1,4 +1,4 @@
-"""The one shared view of a model: something before, a stack of equal blocks, something after.
+"""The shared view of a model: a function before, a stack of equal blocks, a function after.
 
 Streaming, layerwise updates, remat policies, planning and pipelines all work on this type. Parameters are two
 trees: `outer` (embedding, final norm, head) and `layers`, whose leaves all have a leading axis of length
@@ -30,7 +30,7 @@ Last = Callable[[Tree, Any, Tree], tuple[Any, Tree]]
 
 
 class StackShapes(NamedTuple):
-    """What the functions of a stack return, as shapes."""
+    """Shapes of the results of a stack's functions."""
 
     h: Tree
     """The activations between blocks."""
@@ -62,8 +62,8 @@ class LayerStack:
     last: Last
     """``last(outer, h, batch) -> (loss, metrics)``: the loss of the activations that leave the last block."""
     running: tuple[str, ...] = ()
-    """Globs of outer leaves that `last` uses once, in `lowtide.core.linear` or
-    `lowtide.losses.chunked_cross_entropy`: over microbatches they may come as a `lowtide.core.RunningGradient`."""
+    """Globs of outer leaves that `last` uses once, in `lowtide.core.linear` or `lowtide.losses.chunked_cross_entropy`.
+    Over microbatches each such leaf may be a `lowtide.core.RunningGradient`."""
 
     def hidden(
         self,
@@ -74,31 +74,33 @@ class LayerStack:
         remat: bool | Callable[..., bool] = False,
         layers_per_remat: int = 1,
     ) -> Any:
-        """Run `first` and all blocks; the activations that enter `last`.
+        """Run `first` and all blocks, and return the activations that enter `last`.
 
         Args:
             outer: parameters outside the stack.
             layers: parameters of the blocks, every leaf with a leading axis of length `num_layers`.
-            batch: whatever the three functions read.
+            batch: any tree that the three functions read.
             remat: False keeps every block's residuals; True recomputes each block in the backward pass; a policy of
                 `jax.checkpoint_policies` recomputes what it does not save.
-            layers_per_remat: with ``remat=True``, of how many blocks, at most, one activation is kept. The backward
-                pass computes those between again, a group of blocks at a time: all blocks but the last of each group
-                run forward once more, effects included. Then derivatives begin with one of reverse mode: JAX refuses
-                `jax.jvp` of it.
+            layers_per_remat: with ``remat=True``, the most blocks for which one activation is kept. The backward pass
+                recomputes the activations between them, one group of blocks at a time. All blocks but the last of each
+                group run forward one time more, effects included. The first derivative then has to be one of reverse
+                mode: JAX refuses `jax.jvp` of it.
 
         Returns:
             The activations, of the shape that `first` and `block` return.
 
         Raises:
-            StructureError: for layers that do not stack, or a block that does not return what it is given.
-            ConfigError: for a `remat` that is neither a bool nor a policy, a `layers_per_remat` that is no number of
-                these layers, or beside another `remat`.
+            StructureError: for layers that do not stack, or a block whose result differs in structure, shape or dtype
+                from its input.
+            ConfigError: for a `remat` that is neither a bool nor a policy; for a `layers_per_remat` outside of 1 to
+                `num_layers`; and for one above 1 if `remat` is not True.
 
         Memory:
-            With ``remat=True``, one activation a layer plus one block's residuals; of groups,
-            ``num_layers / layers_per_remat + layers_per_remat`` activations, least for about the root of `num_layers`
-            (a TPU may keep single layers' float32 inputs in bfloat16, where dots alone read them, and groups' not).
+            With ``remat=True``, one activation per layer plus one block's residuals. With groups,
+            ``num_layers / layers_per_remat + layers_per_remat`` activations; about the square root of `num_layers`
+            needs the fewest. A TPU may keep float32 inputs of single layers in bfloat16 if only dots read them, but not
+            inputs of groups.
         """
         if not (isinstance(remat, bool | np.bool_) or callable(remat)):
             raise ConfigError(
@@ -114,6 +116,8 @@ class LayerStack:
         block = self.block
         if remat is not False:
             policy = None if remat is True else remat
+            # Inside of a scan XLA cannot merge recomputation with the forward pass, so `prevent_cse` would only cost
+            # time.
             block = jax.checkpoint(recomputed(block) if remat is True else block, policy=policy, prevent_cse=False)
 
         divide = _divide.get()
@@ -134,23 +138,24 @@ class LayerStack:
         remat: bool | Callable[..., bool] = False,
         layers_per_remat: int = 1,
     ) -> tuple[Any, Tree]:
-        """Run the whole stack; arguments as in `hidden`, result as of `last`: ``(loss, metrics)``."""
+        """Run the whole stack, with arguments as in `hidden`, and return the result of `last`: ``(loss, metrics)``."""
         h = self.hidden(outer, layers, batch, remat=remat, layers_per_remat=layers_per_remat)
         return self.last(on_device(outer), h, batch)
 
     def shapes(self, outer: Tree, layer: Tree, batch: Tree) -> StackShapes:
-        """Trace the three functions, and check that they fit each other, so that a mistake is named before XLA sees it.
+        """Trace the three functions and check that they fit together, so that errors name the function at fault.
 
         Args:
             outer: arrays or shapes of the parameters outside the stack.
-            layer: those of one layer, without the leading axis.
-            batch: those of one batch.
+            layer: arrays or shapes of one layer, without the leading axis.
+            batch: arrays or shapes of one batch.
 
         Returns:
-            What the functions return; nothing is computed.
+            Shapes of the results; nothing is computed.
 
         Raises:
-            StructureError: when `block` does not return what it is given, or `last` no pair of a scalar and metrics.
+            StructureError: when `block` does not return what it is given, or `last` does not return a scalar loss and
+                metrics.
         """
         h = jax.eval_shape(self.first, outer, batch)
         _check_block(h, jax.eval_shape(self.block, layer, h, batch))
@@ -168,22 +173,23 @@ class LayerStack:
 def hidden_in_groups(
     stack: LayerStack, outer: Tree, layers: Tree, batch: Tree, layers_per_remat: int, moves: Moves = STAYS
 ) -> Any:
-    """Do what `LayerStack.hidden` does with `layers_per_remat`; what enters a group may wait for its turn elsewhere.
+    """Run `LayerStack.hidden` with `layers_per_remat`, where inputs of groups may be kept elsewhere.
 
     Args:
         stack: the model.
-        outer: as there.
-        layers: as there.
-        batch: as there.
-        layers_per_remat: blocks of a group, as there.
-        moves: called with the activations that enter a group, on their way to where they wait and back.
+        outer: as in `LayerStack.hidden`.
+        layers: as in `LayerStack.hidden`.
+        batch: as in `LayerStack.hidden`.
+        layers_per_remat: the most blocks of a group, as in `LayerStack.hidden`.
+        moves: two functions of a list of arrays. The first moves a group's input to where it is kept, the second moves
+            it back.
 
     Returns:
         The activations that enter `last`.
 
     Raises:
         StructureError: for layers that do not stack.
-        ConfigError: for a `layers_per_remat` that is no number of these layers.
+        ConfigError: for a `layers_per_remat` outside of 1 to `num_layers`.
     """
     _check_layers_per_remat(layers_per_remat, True, num_layers(layers))
     divide, block = _divide.get(), recomputed(stack.block)
@@ -198,7 +204,7 @@ def hidden_in_groups(
 
 @contextlib.contextmanager
 def _explained(block: Block, h: Tree, layers: Tree, batch: Tree) -> Generator[None]:
-    """Of a loop over layers, say by name where it fails since a block does not return what it is given."""
+    """Replace a scan's `TypeError` by an error that names what a block returns differently from its input."""
     try:
         yield
     except TypeError as error:
@@ -210,11 +216,11 @@ def _explained(block: Block, h: Tree, layers: Tree, batch: Tree) -> Generator[No
 def _misfit(block: Block, h: Tree, layers: Tree, batch: Tree) -> StructureError | None:
     try:
         layer = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), layers)
-        # What the functions read of a batch may be no arrays.
+        # `batch` is closed over: it may hold leaves that are not arrays, which `eval_shape` refuses as arguments.
         _check_block(*jax.eval_shape(lambda layer, h: (h, block(layer, h, batch)), layer, h))
     except StructureError as error:
         return error
-    except Exception:  # whatever it was, it is told already
+    except Exception:  # the caller raises the original error
         return None
     return None
 
@@ -255,13 +261,13 @@ def _check_layers_per_remat(number: Any, remat: Any, length: int) -> None:
 
 
 class _Bare(str):
-    """Text that is printed without quotes where it is part of something."""
+    """Text whose repr has no quotes, for printing inside of containers."""
 
     __repr__ = str.__str__
 
 
 def _text(tree: Any) -> str:
-    """Shapes and dtypes."""
+    """Format the shapes and dtypes of a tree."""
     return str(jax.tree.map(lambda leaf: _Bare(f"{leaf.dtype}{list(leaf.shape)}"), tree))
 
 
@@ -277,14 +283,14 @@ _mesh: contextvars.ContextVar[Any] = contextvars.ContextVar("mesh", default=None
 
 @contextlib.contextmanager
 def dividing(divide: Callable[[Any], Any], mesh: Any = None) -> Generator[None]:
-    """Inside the block, where a stack is traced, say of the activations between its layers how devices share them.
+    """Constrain, inside the ``with`` block, how devices share the activations between layers of a traced stack.
 
-    Where weights are divided and nothing is said, XLA may gather the activations instead of the weights of a layer, and
-    have every device compute all rows.
+    If weights are sharded and activations have no constraint, XLA may gather the activations instead of one layer's
+    weights. Every device then computes all rows.
 
     Args:
-        divide: called with the activations; gives them back, constrained.
-        mesh: of the devices, for blocks that divide their work themselves (`divided_mesh`).
+        divide: a function that returns activations with a sharding constraint.
+        mesh: mesh of the devices, for blocks that shard their work themselves (`divided_mesh`).
     """
     tokens = _divide.set(divide), _mesh.set(mesh)
     try:
@@ -295,11 +301,11 @@ def dividing(divide: Callable[[Any], Any], mesh: Any = None) -> Generator[None]:
 
 
 OWN_NAMES = "_lowtide/"
-"""How names begin that a library gives values for policies of its own: no user's claims, lists and tags know them."""
+"""Prefix of the checkpoint names that Lowtide uses for its own policies; claims, lists and tags of users omit them."""
 
 
 def is_own_name(name: str) -> bool:
-    """Whether a name of `jax.ad_checkpoint.checkpoint_name` is the library's own."""
+    """Return whether a name of `jax.ad_checkpoint.checkpoint_name` is Lowtide's own."""
     return name.startswith(OWN_NAMES)
 
 
@@ -307,10 +313,10 @@ _is_recomputed: contextvars.ContextVar[bool] = contextvars.ContextVar("is_recomp
 
 
 def recomputed(block: Callable[..., Any]) -> Callable[..., Any]:
-    """Tell a block, when it is traced, that the backward pass computes it again (`is_recomputed`).
+    """Mark a block, while it is traced, as recomputed by the backward pass (`is_recomputed`).
 
     Args:
-        block: the function, which whoever calls this recomputes, as `jax.checkpoint` does.
+        block: the function. The caller has to recompute it, as `jax.checkpoint` does.
     """
 
     @functools.wraps(block)
@@ -325,39 +331,39 @@ def recomputed(block: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def is_recomputed() -> bool:
-    """Whether the backward pass computes what is traced again, so that what is kept for it may be made there."""
+    """Return whether the backward pass recomputes the traced code, so that values kept for it may be computed there."""
     return _is_recomputed.get()
 
 
 def divided_mesh() -> Any:
-    """Return the mesh that a block is traced for: of a pipeline or `jax.set_mesh`, of a trainer, or None."""
+    """Return the mesh that a block is traced for: that of `jax.set_mesh` or a pipeline, else a trainer's, else None."""
     here = jax.sharding.get_abstract_mesh()
     return _mesh.get() if here.empty else here
 
 
 def divided_along(axis: str) -> int:
-    """Return how many devices of `divided_mesh` divide what is traced along an axis, and leave that to the compiler.
+    """Return how many devices of `divided_mesh` shard the traced arrays along an axis that the compiler partitions.
 
     Args:
-        axis: its name. Along one that the mesh lacks it is one device, as along one that `jax.shard_map` divides, which
-            arrays are a device's own of.
+        axis: name of the mesh axis. The result is 1 if the mesh lacks it, and inside of a `jax.shard_map` over it,
+            where arrays are local to one device.
     """
     mesh = divided_mesh()
     return 1 if mesh is None or axis in getattr(mesh, "manual_axes", ()) else mesh.shape.get(axis, 1)
 
 
 def side_of(path: str) -> str | None:
-    """Return which side of a model a leaf of it, or of what mirrors it, is on: ``outer``, ``layers`` or neither."""
+    """Return the side of a path in a model, or in a tree that mirrors it: ``outer``, ``layers`` or None."""
     return next((part for part in path.split("/") if part in ("outer", "layers")), None)
 
 
 def is_stacked(path: str, leaf: Any, num_rows: int) -> bool:
-    """Whether a leaf of a model, or of what mirrors one, has a row for each layer.
+    """Return whether a leaf of a model, or of a tree that mirrors it, has one row per layer.
 
     Args:
-        path: its path.
-        leaf: an array, or its shape.
-        num_rows: of the layers.
+        path: the path of the leaf.
+        leaf: an array or its shape struct.
+        num_rows: number of layers.
     """
     return side_of(path) == "layers" and leaf.shape[:1] == (num_rows,)
 
@@ -371,7 +377,7 @@ def num_layers(layers: Tree) -> int:
     words = {path: _length(leaf) for path, leaf in leaves_with_paths(layers)}
     lengths = list(words.values())
     if len(set(lengths)) != 1 or not lengths[0].isdigit():
-        # What is no array, and the rarest lengths, first.
+        # List leaves that are not arrays first, then the rarest lengths.
         first = sorted(words, key=lambda path: (words[path][0].isdigit(), lengths.count(words[path])))
         more = f", … ({len(first) - 6} more)" if len(first) > 6 else ""
         raise StructureError(
@@ -385,7 +391,7 @@ def num_layers(layers: Tree) -> int:
 
 
 def _length(leaf: Any) -> str:
-    """Write the leading axis of a leaf."""
+    """Return the length of a leaf's leading axis as text, or text that says why it has none."""
     if shape := getattr(leaf, "shape", ()):
         return str(shape[0])
     is_array = hasattr(leaf, "shape") or isinstance(leaf, bool | int | float | complex)

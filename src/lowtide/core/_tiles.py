@@ -1,11 +1,12 @@
-"""How a TPU stores arrays: two axes in tiles of 8 x 128 words of 32 bits, those two that need the least padding.
+"""TPU memory layout: two axes of an array are stored in tiles of 8 x 128 words of 32 bits.
 
-As XLA lays out arguments, on the device and on the host, compiled for a v5e:
+XLA picks the two axes with the smallest padding. These rules describe its layouts of arguments, on the device and on
+the host, in programs compiled for a v5e:
 
-- Narrow numbers share a word along the tile's rows: two bfloat16, four int8, eight int4. They do not make tiles larger.
-- Fewer than five rows take a tile of as many rows as the next power of two, and a word's at least.
-- Of int8 a multiple of 32 rows has tiles of 32 rows (of int4 64), which pads nothing.
-- An array of one axis has tiles of 1024 numbers.
+- Narrow elements share a word along the rows of a tile: two bfloat16, four int8, eight int4. Tiles do not grow.
+- Arrays of fewer than five rows have tiles of the next power of two, and at least of as many rows as share a word.
+- int8 arrays whose rows are a multiple of 32 have tiles of 32 rows (int4: 64), which adds no padding.
+- Arrays of one axis have tiles of 1024 elements.
 """
 
 from __future__ import annotations
@@ -23,18 +24,18 @@ from ._paths import item_bits
 _LANES, _SUBLANES, _WORD_BITS, _LINE = 128, 8, 32, 1024
 _VARIABLE, _TALL_TILES = "LIBTPU_INIT_ARGS", "--xla_tpu_impure_enable_large_2nd_minor_entry_layout"
 LOW_TILES = f"{_VARIABLE}={_TALL_TILES}=false"
-"""What makes libtpu (0.0.51) give every argument tiles of 8 rows, in the environment before JAX starts."""
+"""Environment setting with which libtpu (0.0.51) gives every argument tiles of 8 rows; set it before JAX starts."""
 
 
 def tile_axes(shape: Sequence[int], dtype: Any) -> tuple[int, int]:
-    """Find the two axes of an array that a TPU stores in tiles: those with the least padding, of equals the last.
+    """Return the two axes that a TPU stores in tiles: the pair with the smallest padding, and the last of equal pairs.
 
     Args:
-        shape: of two axes at least.
-        dtype: its numbers.
+        shape: shape of an array with at least two axes.
+        dtype: its dtype.
 
     Returns:
-        The axis of a tile's rows and that of its columns.
+        The axis of a tile's rows and the axis of its columns.
     """
     axes = range(len(shape))
     pairs = ((rows, columns) for rows in axes for columns in axes if rows != columns)
@@ -42,33 +43,33 @@ def tile_axes(shape: Sequence[int], dtype: Any) -> tuple[int, int]:
 
 
 def is_row_major(shape: Sequence[int], dtype: Any) -> bool:
-    """Whether a TPU stores an array with its last axis innermost; rows of others on the host cannot be sliced there.
+    """Return whether a TPU stores an array with its last axis innermost; others cannot be sliced by rows on the host.
 
     Args:
-        shape: of any number of axes.
-        dtype: its numbers.
+        shape: shape of an array with any number of axes.
+        dtype: its dtype.
     """
     return len(shape) < 2 or tile_axes(shape, dtype) == (len(shape) - 2, len(shape) - 1)
 
 
 def most_tile_rows(dtype: Any) -> int:
-    """How many rows a tile has at most.
+    """Return the most rows that a tile has.
 
     Args:
-        dtype: the numbers of an array.
+        dtype: dtype of the array.
     """
     return _SUBLANES * _in_word(dtype)
 
 
 def has_tall_tiles(shape: Sequence[int], dtype: Any) -> bool:
-    """Whether an argument has tiles of more than 8 rows, where a slice of it on the host would have tiles of 8.
+    """Return whether an argument has tiles of more than 8 rows, whereas a slice of it on the host has tiles of 8.
 
-    Of such an array on the host XLA takes no slices there: the whole of it is copied to the device, laid out anew and
-    copied back (libtpu 0.0.51).
+    XLA does not slice such an array in host memory. It copies the whole array to the device, changes its layout there,
+    and copies it back (libtpu 0.0.51).
 
     Args:
-        shape: of any number of axes.
-        dtype: its numbers.
+        shape: shape of an array with any number of axes.
+        dtype: its dtype.
     """
     return (
         len(shape) > 1
@@ -79,11 +80,12 @@ def has_tall_tiles(shape: Sequence[int], dtype: Any) -> bool:
 
 
 def choose_low_tiles() -> None:
-    """Make libtpu give every argument tiles of 8 rows, unless the environment says something about it already.
+    """Make libtpu give every argument tiles of 8 rows, unless the environment already sets the flag.
 
-    It works before JAX has started a TPU, and does nothing where the installed libtpu does not know the flag, which
-    would end the process (0.0.42; 0.0.45 and later know it). Matrices in 8 bits on the device are then laid out anew
-    where they are multiplied, which takes room (compiled): it is for programs that have theirs on the host.
+    The call has an effect only before JAX starts a TPU. It does nothing if the installed libtpu lacks the flag, because
+    an unknown flag ends the process (0.0.42 lacks it, 0.0.45 and later have it). 8-bit matrices on the device then
+    change their layout where they are multiplied, which takes memory (compiled). So this is for programs that keep such
+    matrices on the host.
     """
     said = os.environ.get(_VARIABLE, "")
     if _TALL_TILES not in said and _libtpu_knows(_TALL_TILES):
@@ -91,7 +93,7 @@ def choose_low_tiles() -> None:
 
 
 def _libtpu_knows(flag: str) -> bool:
-    """Whether the libtpu that JAX would load has a flag."""
+    """Return whether the libtpu that JAX would load has a flag, by searching the library for the flag's name."""
     spec = importlib.util.find_spec("libtpu")
     folders = (spec.submodule_search_locations or [""]) if spec is not None else [""]
     path = Path(os.environ.get("TPU_LIBRARY_PATH") or Path(folders[0], "libtpu.so"))
@@ -102,17 +104,17 @@ def _libtpu_knows(flag: str) -> bool:
 
 
 def slice_step(ndim: int, axis: int) -> int:
-    """Return what slices of a row-major array along an axis have to be multiples of, so as to be whole tiles.
+    """Return the number of which slices of a row-major array along an axis must be multiples to be whole tiles.
 
     Args:
-        ndim: how many axes the array has.
-        axis: which of them, not the last of several.
+        ndim: number of axes of the array.
+        axis: the sliced axis, not the last of several.
     """
     return {1: _LINE, 2: _SUBLANES}.get(ndim - axis, 1)
 
 
 def _padding(shape: Sequence[int], dtype: Any, rows: int, columns: int) -> float:
-    """How much larger an array becomes when these two axes are in tiles."""
+    """Return the factor by which padding enlarges an array when these two axes are in tiles."""
     tile, num_rows, num_columns = _tile_rows(shape[rows], dtype), shape[rows], shape[columns]
     return _up(num_rows, tile) / max(num_rows, 1) * _up(num_columns, _LANES) / max(num_columns, 1)
 
@@ -122,7 +124,7 @@ def _tile_rows(num_rows: int, dtype: Any) -> int:
 
 
 def _in_word(dtype: Any) -> int:
-    """How many numbers share a word."""
+    """Return how many elements share a word."""
     return max(1, _WORD_BITS // item_bits(dtype))
 
 

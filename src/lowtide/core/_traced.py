@@ -1,4 +1,4 @@
-"""The device that a program is traced for, and the order of parts of it whose data do not say one."""
+"""The device that a program is traced for, and an order for parts of it that share no data."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from ._tiles import most_tile_rows
 
 def traced_device() -> Any:
     """Return a device of the kind that the program is traced for."""
-    # `jax.default_device` says so where that is not the default backend, as in a memory report for a TPU on a machine
-    # with a GPU. It is a device, the name of a platform, or None.
+    # `jax.default_device` names it where it is not the default backend, as in a memory report for a TPU on a machine
+    # with a GPU. Its value is a device, the name of a platform, or None.
     config: Any = jax.config
     chosen = config.jax_default_device
     return chosen if hasattr(chosen, "platform") else jax.devices(chosen)[0]
@@ -24,13 +24,13 @@ def traced_device() -> Any:
 def zero_after(tree: Tree) -> Any:
     """Make an int32 zero that is known only when every leaf of a tree has been computed.
 
-    Added to an index it orders two parts of a program whose data do not. XLA's own means did not hold where this is
-    used: copies of host arrays began before an optimization barrier, tiles were computed beside each other in spite of
-    one, and an unchanged loop variable is dropped.
+    Added to an index, it orders two parts of a program that share no data. XLA's own means did not hold at the uses of
+    this function. Copies of host arrays began before an optimization barrier, tiles were computed concurrently in spite
+    of one, and an unchanged loop variable is dropped.
     """
     zero = jnp.int32(0)
     for leaf in jax.tree.leaves(tree):
-        # Whole tiles from the host: it copies nothing smaller.
+        # Slice whole tiles: XLA copies nothing smaller from the host.
         most = (*[1] * (leaf.ndim - 2), max(32, most_tile_rows(leaf.dtype)), leaf.size)[-leaf.ndim :]
         limits = tuple(min(size, limit) for size, limit in zip(leaf.shape, most, strict=False))
         corner = jax.lax.slice(leaf, (0,) * leaf.ndim, limits)
@@ -38,7 +38,8 @@ def zero_after(tree: Tree) -> Any:
             corner = jax.device_put(corner, jax.memory.Space.Device)
         corner = jax.random.key_data(corner) if is_key(corner) else corner
         bits = jnp.sum(jnp.real(jnp.ravel(corner)[:1]).astype(jnp.float32))
-        # At most 32 bits are set, which XLA does not know.
+        # A population count of 32 bits is at most 32, so `count >> 6` is 0. XLA does not know that, and keeps the
+        # dependency.
         count = jax.lax.population_count(jax.lax.bitcast_convert_type(bits, jnp.uint32))
         zero = zero + (count >> 6).astype(jnp.int32)
     return zero

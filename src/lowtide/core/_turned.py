@@ -1,10 +1,11 @@
-"""A product whose second operand's gradient is a product the other way round: of a factor of few columns, on a CPU.
+"""A product with a narrow factor whose gradient is computed transposed, which is faster on a CPU.
 
-JAX multiplies the cotangent of a product by its first operand to get the gradient of the second, [out, T] by [T, rank].
-A CPU stores the first operand of a product anew where what is summed over does not come last, and here that is the wide
-one: with LoRA on small models a fifth of a step. The other way round it is the narrow one.
+JAX computes the gradient of a product's second operand as cotangent times first operand, [out, T] by [T, rank]. A CPU
+copies the first operand of a product if the summed axis is not its last one. Here that is the wide operand: with LoRA
+on small models the copy takes a fifth of a step. In the transposed product it is the narrow one.
 
-Limits: policies of `jax.checkpoint` that ask for products by their operation (`dots_saveable`) do not know this one.
+Limits: policies of `jax.checkpoint` that select products by their primitive (`dots_saveable`) do not recognise this
+one.
 """
 
 from __future__ import annotations

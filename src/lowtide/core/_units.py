@@ -1,7 +1,7 @@
-"""Sizes: the only place where bytes are parsed from text and printed as text.
+"""Sizes in bytes: the only place where they are parsed from text and printed as text.
 
 Binary units (KiB, MiB, GiB, TiB) are powers of 1024, decimal units (KB, MB, GB, TB) powers of 1000. A bare number
-is bytes. What `format_bytes` prints for a size, `parse_bytes` reads back within half of the last digit printed.
+is bytes. `parse_bytes` reads the text of `format_bytes` back within half of the last printed digit.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def parse_bytes(text: str | int) -> int:
         The size in bytes, rounded to the nearest integer.
 
     Raises:
-        ConfigError: for a negative size, an unknown unit, or text that is no size.
+        ConfigError: for a negative size, an unknown unit, or text that is not a size.
 
     Examples:
         >>> parse_bytes("1.5 KiB")

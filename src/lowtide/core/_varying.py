@@ -1,4 +1,4 @@
-"""Axes of a `jax.shard_map` that checks along which of them values differ (``check_vma``)."""
+"""Varying axes of values inside a `jax.shard_map` with ``check_vma``: the mesh axes along which they differ."""
 
 from __future__ import annotations
 
@@ -10,28 +10,30 @@ import jax.numpy as jnp
 
 
 def varying_axes(aval: Any) -> frozenset[str]:
-    """Axes of a `jax.shard_map` with ``check_vma`` along which values of a type differ (jax 0.10.2 to 0.12.0)."""
+    """Return the axes of a `jax.shard_map` along which values of a type differ (jax 0.10.2 to 0.12.0)."""
     return getattr(getattr(aval, "mat", None), "varying", frozenset())
 
 
 def like_type(arrays: Iterable[Any], shape: tuple[int, ...], dtype: Any, fill: float = 0) -> Any:
-    """Make an array that a loop may carry where it then holds something of others: of their varying axes.
+    """Make a constant array that a loop can carry, with the varying axes of the arrays that later replace it.
 
     Args:
-        arrays: what it will be computed from.
-        shape: its own.
-        dtype: its own.
-        fill: its numbers.
+        arrays: the arrays that later values are computed from.
+        shape: shape of the result.
+        dtype: dtype of the result.
+        fill: its value.
     """
+    # With `check_vma` a loop's carry needs the same varying axes before and after each step; a constant has none.
     full = jnp.full(shape, fill, dtype)
     axes = frozenset[str]().union(*(varying_axes(jax.typeof(each)) for each in arrays))
     return jax.lax.pcast(full, tuple(sorted(axes)), to="varying") if axes else full
 
 
 def varied_alike(tree: Any) -> Any:
-    """Make arrays vary along the axes of a `jax.shard_map` that any of them varies along.
+    """Cast all arrays of a tree to vary along every `jax.shard_map` axis that any of them varies along.
 
-    Else a custom derivative would have to add up the gradients of those that do not; of the cast JAX does so.
+    Without it a custom derivative would have to sum the gradients of the others over these axes. JAX does so in the
+    derivative of the cast.
     """
     leaves, structure = jax.tree.flatten(tree)
     axes = frozenset[str]().union(*(varying_axes(jax.typeof(leaf)) for leaf in leaves))

@@ -1,4 +1,4 @@
-"""Compile for a target, and read what the compiler made: its graph, its heap, where arguments and results lie."""
+"""Compile for a target, and read the compiled program: its graph, its heap, the memory of arguments and results."""
 
 from ._compile import CompiledProgram as CompiledProgram
 from ._compile import compile_program as compile_program

@@ -1,10 +1,10 @@
-"""Compile a function for a target, and keep what the compiler says about its memory.
+"""Compile a function for a target, and keep the compiler's information about its memory.
 
-XLA writes its buffer assignment only into dumps, so every compile here dumps the program into a temporary folder, also
+XLA writes its buffer assignment only into dumps. So every compile here dumps the program into a temporary folder, even
 when a TPU's compiler gives up because the program does not fit.
 
-Known inefficiency: a compile is the price of every report, the same as the first call of the function. JAX's
-persistent cache is left out, because a cached program dumps nothing.
+Known inefficiency: every report costs a compile, as much as the first call of the function. JAX's persistent cache is
+bypassed, because a cached program dumps nothing.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ class CompiledProgram:
     """A function compiled for a target; made by `compile_program`."""
 
     target: Target
-    """What it was compiled for."""
+    """Target of the compile."""
     lowered: Any
     """The `jax.stages.Lowered` that was compiled."""
     jaxpr: Any
     """The function as JAX traced it: a `jax.core.ClosedJaxpr`."""
     hlo: Any
-    """XLA's own description of the optimised program, its buffers and their lifetimes: a protobuf message."""
+    """XLA's description of the optimised program, its buffers and their lifetimes: a protobuf message."""
     static: tuple[int, ...] = ()
     """Positions of the static arguments."""
     host_paths: frozenset[str] = frozenset()
@@ -48,7 +48,7 @@ class CompiledProgram:
     argument_names: tuple[str, ...] = ()
     """JAX's names of the argument leaves, in flattening order."""
     error: BaseException | None = None
-    """Why there is no executable: what the compiler raised when the program did not fit."""
+    """Exception that the compiler raised if the program did not fit. There is no executable then."""
     _compiled: Any = None
 
     @property
@@ -72,7 +72,7 @@ def compile_program(
     donate_argnums: int | Sequence[int] | None = None,
     static_argnums: int | Sequence[int] | None = None,
 ) -> CompiledProgram:
-    """Compile a function, as `lowtide.memory.compile` says, which has the same arguments, errors and warnings."""
+    """Compile a function; arguments, errors and warnings are those of `lowtide.memory.compile`."""
     goal = resolve_target(target)
     is_jitted = hasattr(fn, "lower")
     if is_jitted and donate_argnums is not None:
@@ -104,7 +104,7 @@ def compile_program(
             got=static,
             hint="repeat the static positional arguments of the jitted function in static_argnums",
         )
-    if not (goal.platform == "gpu" and goal.is_ahead_of_time):  # which knows no kinds of memory
+    if not (goal.platform == "gpu" and goal.is_ahead_of_time):  # compile-only GPUs have no memory kinds
         _warn_of_crossed_donations(lowered)
     compiled, hlo, error = _compile(lowered)
     return CompiledProgram(
@@ -121,7 +121,7 @@ def compile_program(
 
 
 def positions(name: str, argnums: int | Sequence[int] | None, num_args: int) -> tuple[int, ...]:
-    """Argument positions as non-negative numbers, sorted.
+    """Return argument positions as non-negative numbers, sorted.
 
     Raises:
         ConfigError: for a position that no argument has.
@@ -140,8 +140,8 @@ def positions(name: str, argnums: int | Sequence[int] | None, num_args: int) -> 
 
 def _lower(jitted: Any, args: Sequence[Any], kwargs: Mapping[str, Any], goal: Target) -> tuple[Any, Any]:
     try:
-        # Without a placed argument that the program reads, JAX would compile for its own default device instead; and
-        # a function that asks while it is traced (for a kernel of one platform) has to hear of the target.
+        # Without a placed argument that the program reads, JAX would compile for its own default device. A function
+        # that queries its device while it is traced (for a kernel of one platform) also has to get the target's.
         with jax.default_device(goal.devices()[0]):
             traced = jitted.trace(*args, **kwargs)
             if not hasattr(traced, "jaxpr"):
@@ -177,16 +177,16 @@ def _lower(jitted: Any, args: Sequence[Any], kwargs: Mapping[str, Any], goal: Ta
 
 
 def crossed_donations(lowered: Any) -> list[str]:
-    """Results that would overwrite a donated argument in another memory.
+    """List the results that would overwrite a donated argument in another memory.
 
-    JAX pairs donated arguments with results by shape and dtype (jax 0.10.2). XLA then keeps a second copy, and libtpu
-    and the CPU may abort the process.
+    JAX pairs donated arguments with results by shape and dtype only (jax 0.10.2). XLA then keeps a second copy, and
+    libtpu and the CPU may abort the process.
 
     Args:
         lowered: a `jax.stages.Lowered`.
 
     Returns:
-        What is wrong with each such result, by its name in the function's value.
+        A description of each such result, with its name in the function's value.
     """
     main = next(
         op for op in lowered.compiler_ir("stablehlo").body.operations if op.attributes["sym_name"].value == "main"
@@ -219,14 +219,14 @@ def _warn_of_crossed_donations(lowered: Any) -> None:
 
 
 def _hosted(args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
-    """Paths of the arguments in host memory."""
+    """List the paths of the arguments in host memory."""
     leaves = [*leaves_with_paths(tuple(args)), *leaves_with_paths(dict(kwargs))]
     paths = [path for path, leaf in leaves if on_host(getattr(leaf, "sharding", None))]
     return ", ".join(paths[:6]) + (f", … ({len(paths) - 6} more)" if len(paths) > 6 else "") or "no argument"
 
 
 def _compile(lowered: Any) -> tuple[Any, Any, BaseException | None]:
-    """Compile: the executable (None when it does not fit), the dumped program (None without one), and the error."""
+    """Return the executable or None if it does not fit, the dumped program or None, and the error."""
     with tempfile.TemporaryDirectory(prefix="lowtide-", ignore_cleanup_errors=True) as folder:
         options = {"xla_dump_to": folder, "xla_dump_hlo_as_proto": True}
         compiled, error = None, None
@@ -244,10 +244,11 @@ def _compile(lowered: Any) -> tuple[Any, Any, BaseException | None]:
 
 
 def read_dump(folder: str | Path) -> Any:
-    """Read the optimised program of a dump; None when there is none, or it has no buffer assignment.
+    """Read the optimised program of a dump, or return None without one or without its buffer assignment.
 
     Args:
-        folder: where XLA wrote its dump. Of several programs the largest is meant: helpers are compiled beside it.
+        folder: the folder of XLA's dump. The largest of several programs is read, because XLA dumps helper programs,
+            too.
     """
     files = sorted(Path(folder).glob("*after_optimizations.hlo.pb"), key=lambda path: -path.stat().st_size)
     hlo = read_hlo(files[0]) if files else None
@@ -255,6 +256,6 @@ def read_dump(folder: str | Path) -> Any:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error of JAX says that a program or an array does not fit."""
+    """Return whether an error of JAX says that a program or an array does not fit."""
     text = str(error)
     return "RESOURCE_EXHAUSTED" in text or "CompileTimeHbmOom" in text or "Out of memory" in text

@@ -1,16 +1,16 @@
-"""What a compiled executable says about its arguments: padded bytes, memory space, donation and aliasing.
+"""Arguments of a compiled executable: padded bytes, memory space, donation and aliasing.
 
 Only public interfaces of `jax.stages.Compiled` are read: `input_formats` (layout and sharding per leaf), `args_info`
 (shape, dtype, donation) and the header line of `as_text()`, whose `input_output_alias` entries name parameters.
 
-How the pieces meet:
+How they fit together:
 
-- A leaf that the program does not read is dropped by `jit` (unless `keep_unused`); its format then has no layout, it
-  is no parameter of the program and costs no bytes in XLA's figures.
-- Parameters are numbered over the kept leaves, after any constants that JAX hoisted into arguments. With thousands of
-  arguments TPU programs take one tuple parameter, and leaves are indices into it.
-- A layout lists dimensions from major to minor and then tiles: ``{0,1:T(8,128)(2,1)}`` of ``bf16[1000,5]`` pads 5 to
-  8 and 1000 to 1024. Tile sizes are XLA's choice, so they are read and never assumed.
+- `jit` drops a leaf that the program does not read (unless `keep_unused`). Its format then has no layout. It is not a
+  parameter of the program and costs no bytes in XLA's figures.
+- Parameters are numbered over the kept leaves, after any constants that JAX hoisted into arguments. TPU programs with
+  thousands of arguments take one tuple parameter, and leaves are indices into it.
+- A layout lists dimensions from major to minor and then tiles: ``{0,1:T(8,128)(2,1)}`` of ``bf16[1000,5]`` pads 5 to 8
+  and 1000 to 1024. XLA chooses the tile sizes, so they are read and never assumed.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _ALIAS_ENTRY = re.compile(r"\{([\d,\s]*)\}:\s*\((\d+),\s*\{([\d,\s]*)\}")
 _BRACKETS = {"{": "}", "(": ")", "[": "]"}
 
 Place = tuple[int, tuple[int, ...]]
-"""A parameter's number, and an index into the parameter where it is a tuple."""
+"""A parameter's number, and an index into the parameter if it is a tuple."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -40,7 +40,7 @@ class ArgumentLeaf:
     """One leaf of a compiled function's arguments."""
 
     path: str
-    """Where it is: the argument's number or keyword, then the tree path (``0/params/w``)."""
+    """The argument's number or keyword, then the tree path (``0/params/w``)."""
     argument: int | str
     """The argument it belongs to: position (in a compiled program, among those that are not static) or keyword."""
     num_bytes: int
@@ -50,11 +50,11 @@ class ArgumentLeaf:
     on_host: bool
     """Whether the program takes it in host memory."""
     donated: bool
-    """Whether the caller gives the buffer away."""
+    """Whether the caller donates the buffer."""
     kept: bool
     """Whether the program reads it."""
     num_replicas: int = 1
-    """On how many devices it lies in full; 1 when it is sharded or there is one device."""
+    """Number of devices that hold the whole leaf; 1 when it is sharded or there is one device."""
 
 
 def argument_leaves(compiled: Any) -> list[ArgumentLeaf]:
@@ -64,7 +64,7 @@ def argument_leaves(compiled: Any) -> list[ArgumentLeaf]:
         compiled: a `jax.stages.Compiled`.
 
     Returns:
-        One entry a leaf, those that the program dropped included.
+        One entry per leaf, including those that the program dropped.
     """
     infos = jax.tree_util.tree_leaves_with_path(compiled.args_info)
     formats = jax.tree.leaves(compiled.input_formats)
@@ -90,14 +90,14 @@ def _leaf(path: Any, info: Any, sharding: Any, *, num_bytes: int, hosted: bool, 
 
 
 def argument_of(path: Any) -> int | str:
-    """Return the position or the keyword of the argument that a leaf of a call's arguments is in."""
+    """Return the position or the keyword of the argument that contains a leaf, from the leaf's path."""
     return path[1].idx if hasattr(path[1], "idx") else path[1].key
 
 
 def host_outputs(compiled: Any) -> dict[str, int]:
-    """Paths and compiled bytes of the outputs whose sharding names host memory."""
+    """Return paths and compiled bytes of the outputs whose sharding names host memory."""
     if not any(on_host(sharding) for sharding in jax.tree.leaves(compiled.output_shardings)):
-        return {}  # JAX knows no formats where tokens of ordered effects are among the outputs
+        return {}  # JAX has no output formats if tokens of ordered effects are among the outputs
     shapes = leaves_with_paths(compiled.out_info)
     formats = jax.tree.leaves(compiled.output_formats)
     return {
@@ -110,16 +110,18 @@ def host_outputs(compiled: Any) -> dict[str, int]:
 def lowered_leaves(lowered: Any, hlo: Any, names: Sequence[str], compiled: Any = None) -> list[ArgumentLeaf]:
     """Return the leaves of a program's arguments from its dumped buffer assignment.
 
-    For programs that the compiler refused, and for those with ordered effects, of whose layouts JAX tells nothing.
+    This serves programs that the compiler refused, and programs with ordered effects, whose layouts JAX does not
+    expose.
 
     Args:
         lowered: the `jax.stages.Lowered`.
         hlo: the dumped program.
-        names: JAX's names of the leaves: a leaf that no parameter of the program is named after was dropped.
-        compiled: the `jax.stages.Compiled`, where there is one.
+        names: JAX's names of the leaves. If JAX does not list the kept leaves, those are kept whose name a parameter
+            has.
+        compiled: the `jax.stages.Compiled`, if there is one.
 
     Returns:
-        One entry a leaf, in flattening order.
+        One entry per leaf, in flattening order.
     """
     infos = jax.tree_util.tree_leaves_with_path(lowered.args_info)
     shardings = _input_shardings(compiled, len(infos))
@@ -127,7 +129,7 @@ def lowered_leaves(lowered: Any, hlo: Any, names: Sequence[str], compiled: Any =
     kept = kept_arguments(lowered, len(infos))
     if kept is None:
         kept = _kept_by_name([name for _, name in parameters], names, len(infos))
-    offset = max(len(parameters) - len(kept), 0)  # constants that JAX hoisted and tokens come first
+    offset = max(len(parameters) - len(kept), 0)  # hoisted constants and tokens come before the arguments
     place_of = {at: place for at, (place, _) in zip(kept, parameters[offset:], strict=False)}
     leaves: list[ArgumentLeaf] = []
     for at, (path, info) in enumerate(infos):
@@ -142,7 +144,7 @@ def _entry(hlo: Any) -> Any:
 
 
 def _parameter_arrays(hlo: Any) -> list[tuple[Place, str]]:
-    """Place and name every array of the entry's parameters; thousands of them come as one tuple."""
+    """Return the place and name of every array of the entry's parameters; thousands of them come as one tuple."""
     parameters = [i for i in _entry(hlo).instructions if i.opcode == "parameter"]
     parameters.sort(key=lambda i: i.parameter_number)
     if len(parameters) == 1 and parameters[0].shape.tuple_shapes:
@@ -156,29 +158,30 @@ def _parameter_allocations(hlo: Any) -> dict[Place, Any]:
 
 
 def _kept_by_name(found: Sequence[str], names: Sequence[str], num_leaves: int) -> list[int]:
-    """Leaves that a parameter is named after; all of them when JAX told no names."""
+    """Return the leaves that a parameter is named after, or all leaves when JAX recorded no names."""
     waiting = list(found)
     if len(names) != num_leaves or not any(found):
         return list(range(num_leaves))
     kept: list[int] = []
     for at, name in enumerate(names):
         if name in waiting:
+            # Parameters have the order of the leaves, so a match also rules out the names before it.
             del waiting[: waiting.index(name) + 1]
             kept.append(at)
     return kept
 
 
 def _input_shardings(compiled: Any, num_leaves: int) -> list[Any]:
-    """Return the shardings of the leaves of a compiled program; None for each when there is none."""
+    """Return the shardings of the leaves of a compiled program, or None for each leaf without a program."""
     found = [] if compiled is None else jax.tree.leaves(compiled.input_shardings, is_leaf=lambda leaf: leaf is None)
     return found if len(found) == num_leaves else [None] * num_leaves
 
 
 def named_leaves(hlo: Any) -> list[ArgumentLeaf]:
-    """Find the argument leaves of a program of which only the dump is left, by the names that JAX gave its parameters.
+    """Reconstruct the argument leaves of a program from its dump alone, by the names that JAX gave its parameters.
 
-    ``params['layers'][0].w`` becomes the path ``params/layers/0/w`` of the argument ``params``. Donation is not told:
-    a leaf counts as donated when an output reuses it.
+    ``params['layers'][0].w`` becomes the path ``params/layers/0/w`` of the argument ``params``. A dump does not record
+    donation, so a leaf counts as donated when an output reuses it.
     """
     allocations = _parameter_allocations(hlo)
     leaves: list[ArgumentLeaf] = []
@@ -201,27 +204,28 @@ def named_leaves(hlo: Any) -> list[ArgumentLeaf]:
 
 
 def output_paths(hlo: Any) -> list[str]:
-    """Stand-ins for the paths of a program's results: their numbers."""
+    """Return stand-ins for the paths of a program's results: their numbers."""
     entry = _entry(hlo)
     root = next(i for i in entry.instructions if i.id == entry.root_id)
     return [str(at) for at in range(len(root.shape.tuple_shapes))] or [""]
 
 
 def _path_of_name(name: str) -> str:
-    """``params['a'][0].b`` as ``params/a/0/b``."""
+    """Rewrite ``params['a'][0].b`` as ``params/a/0/b``."""
     return re.sub(r"\[['\"]?(.*?)['\"]?\]|\.", lambda match: f"/{match[1] or ''}", name.replace("\\'", "'")).strip("/")
 
 
 def aliased(compiled: Any, leaves: Sequence[ArgumentLeaf]) -> list[bool]:
-    """Say for every leaf whether the executable writes an output into its buffer.
+    """Return for every leaf whether the executable writes an output into its buffer.
 
     Args:
         compiled: the `jax.stages.Compiled` that `leaves` was read from.
         leaves: the result of `argument_leaves`.
 
     Returns:
-        One boolean a leaf; False for dropped ones. Of a program whose text cannot be printed (some TPU programs with
-        asynchronous operations), all donated leaves or none, as XLA's total of reused bytes says.
+        One boolean per leaf; False for dropped ones. The text of some TPU programs with asynchronous operations cannot
+        be printed. There the result is True for all donated leaves or for none, depending on XLA's total of reused
+        bytes.
     """
     try:
         header = (compiled.as_text() or "").split("\n", 1)[0]
@@ -240,28 +244,28 @@ def aliased(compiled: Any, leaves: Sequence[ArgumentLeaf]) -> list[bool]:
 
 
 def aliased_in(hlo: Any, leaves: Sequence[ArgumentLeaf]) -> list[bool]:
-    """Do as `aliased` from a dumped program (the text of some TPU programs cannot be printed)."""
+    """Return the same as `aliased`, from a dumped program (the text of some TPU programs cannot be printed)."""
     entries = hlo.module.input_output_alias.entries
     parameters = {(entry.parameter_number, tuple(entry.parameter_shape_index)) for entry in entries}
     return _reused(leaves, [place for place, _ in _parameter_arrays(hlo)], parameters)
 
 
 def _reused(leaves: Sequence[ArgumentLeaf], places: Sequence[Place], parameters: set[Place]) -> list[bool]:
-    """Say for every leaf whether its place is among some parameters."""
+    """Return for every leaf whether its place is one of the given parameters."""
     # Constants that JAX hoisted, and tokens of ordered effects, come before the arguments.
     waiting = iter(places[max(len(places) - sum(leaf.kept for leaf in leaves), 0) :])
     return [leaf.kept and next(waiting, None) in parameters for leaf in leaves]
 
 
 def aliased_parameters(header: str) -> set[Place]:
-    """Parameters that an HLO module header aliases to an output.
+    """Return the parameters that an HLO module header aliases to an output.
 
     Args:
         header: the first line of an executable's text.
 
     Returns:
-        Parameter numbers, each with its index inside the parameter (empty unless the parameter is a tuple); empty
-        when the header has no ``input_output_alias``.
+        Parameter numbers, each with its index inside the parameter (empty unless the parameter is a tuple). Empty when
+        the header has no ``input_output_alias``.
 
     Examples:
         >>> sorted(aliased_parameters("HloModule f, input_output_alias={ {0, 1}: (2, {}, may-alias), {}: (0, {5}) }"))
@@ -275,7 +279,7 @@ def aliased_parameters(header: str) -> set[Place]:
 
 
 def padded_bytes(shape: Sequence[int], item_bits: int, layout: Any) -> int:
-    """Bytes of an array in an XLA layout.
+    """Return the bytes of an array in an XLA layout.
 
     Args:
         shape: the physical shape on one device, logical dimension order.
@@ -299,13 +303,14 @@ def padded_bytes(shape: Sequence[int], item_bits: int, layout: Any) -> int:
 def _compiled_bytes(info: Any, fmt: Any) -> int:
     shape, dtype = fmt.sharding.shard_shape(tuple(info.shape)), info.dtype
     if jnp.issubdtype(dtype, jax.dtypes.prng_key):
+        # A typed random key is stored as its key data.
         physical = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(shape, dtype))
         shape, dtype = physical.shape, physical.dtype
     return padded_bytes(shape, fmt.layout.sub_byte_element_size_in_bits or dtype.itemsize * 8, fmt.layout)
 
 
 def _bracketed(text: str, key: str) -> str:
-    """Return what stands between the bracket that follows `key` and the one that closes it."""
+    """Return the text between the bracket that follows `key` and its closing bracket."""
     at = text.find(key) + len(key)
     if at < len(key) or text[at : at + 1] not in _BRACKETS:
         return ""

@@ -1,7 +1,7 @@
-"""Functions that `equinox.filter_jit` or `flax.nnx.jit` returned, as plain functions of arrays.
+"""Plain functions of arrays in place of functions that `equinox.filter_jit` or `flax.nnx.jit` returned.
 
 Both wrap `jax.jit` around a function of flat arrays, whose arguments have no names that a user knows. So the function
-below the wrapper is compiled again, with the wrapper's donation.
+inside of the wrapper is compiled again, with the wrapper's donation.
 
 Checked with Equinox 0.13.8 and Flax 0.12.8.
 """
@@ -31,15 +31,15 @@ class Plain(NamedTuple):
 
 
 def unwrapped(fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Plain:
-    """Take the wrapper of a library off a function.
+    """Remove another library's jit wrapper from a function.
 
     Args:
-        fn: what `equinox.filter_jit` or `flax.nnx.jit` returned.
+        fn: a function that `equinox.filter_jit` or `flax.nnx.jit` returned.
         args: its positional arguments.
         kwargs: its keyword arguments.
 
     Returns:
-        The function below the wrapper. Its arguments and its results hold arrays alone.
+        The function inside of the wrapper. Its arguments and results hold only arrays.
 
     Raises:
         StructureError: for a wrapper of another library.
@@ -56,7 +56,7 @@ def unwrapped(fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Plain:
 
 
 def foreign_jit(fn: Any) -> StructureError:
-    """Make the error for a wrapper that Lowtide cannot take off."""
+    """Return the error for a jit wrapper that Lowtide cannot remove."""
     return StructureError(
         f"the function is wrapped by {type(fn).__module__.partition('.')[0]}'s own jit, whose arguments Lowtide "
         "cannot name",
@@ -69,7 +69,7 @@ def foreign_jit(fn: Any) -> StructureError:
 def without_constants(
     fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], *, only_modules: bool
 ) -> tuple[Callable[..., Any], tuple[tuple[Any, ...], dict[str, Any]]]:
-    """Make a function of arrays alone, as `equinox.filter_jit` does: all other leaves become constants of it.
+    """Make a function of arrays only, as `equinox.filter_jit` does: all other leaves become its constants.
 
     `jax.jit` refuses an argument that holds a function (a module's activation), and traces a dropout's switch.
 
@@ -77,10 +77,10 @@ def without_constants(
         fn: the function.
         args: its positional arguments.
         kwargs: its keyword arguments.
-        only_modules: whether only arguments with a function or an Equinox module lose leaves that are no arrays.
+        only_modules: whether only arguments with a function or an Equinox module lose their non-array leaves.
 
     Returns:
-        The function, which returns arrays alone, and its arguments without the constants.
+        The function, which returns only arrays, and its arguments without the constants.
     """
 
     def is_constant(leaf: Any) -> bool:
@@ -112,14 +112,14 @@ def without_constants(
         result = fn(
             *map(whole, args, constants[0]), **{key: whole(arg, constants[1][key]) for key, arg in kwargs.items()}
         )
-        # A step that returns the updated module returns its functions, too.
+        # A step that returns the updated module also returns the module's functions.
         return jax.tree.map(lambda leaf: None if is_constant(leaf) else leaf, result)
 
     return bound, arrays
 
 
 def _without_modules(fn: Callable[..., Any], args: Sequence[Any]) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """Make a function of the states of NNX modules; it returns its result and the variables that it has changed."""
+    """Make a function of the states of NNX modules that returns its result and the variables that it changed."""
     nnx: Any = sys.modules["flax.nnx"]
 
     def has_module(tree: Any) -> bool:
@@ -142,7 +142,7 @@ def _without_modules(fn: Callable[..., Any], args: Sequence[Any]) -> tuple[Calla
         result = fn(*values, **kwargs)
         modules = [value for value, made in zip(values, definitions, strict=True) if made is not None]
         _, (after, returned) = split([modules, result])
-        # `nnx.jit` returns the other variables as they came, which takes no bytes.
+        # `nnx.jit` returns the other variables unchanged, which takes no bytes.
         return returned, jax.tree.map(lambda leaf: None if id(leaf) in before else leaf, after)
 
     return bound, states

@@ -1,8 +1,8 @@
 """A compiled program as a graph of values: what each is made of, where JAX made it, in which order it runs.
 
-A value is an instruction and an index into its result (results of loops and calls are tuples). Fused computations,
-loop bodies and calls are opened, so that an edge always leads from a value to the arrays it is made of, and says how:
-by moving data (`MOVE`), as another name of the same memory (`ALIAS`) or by computing (`COMPUTE`).
+A value is an instruction and an index into its result (results of loops and calls are tuples). The graph enters fused
+computations, loop bodies and calls, so an edge always leads from a value to the arrays that it is made of. The edge
+says how: by moving data (`MOVE`), as another name of the same memory (`ALIAS`) or by computing (`COMPUTE`).
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _MOVED_OPERANDS = {
 }
 # Starts of asynchronous moves: their result is a tuple of the operand (an alias), the destination and contexts.
 _STARTS = {"all-gather-start": 1, "collective-permute-start": 1, "copy-start": 0}
-# Collectives that a compiler combines: as many results as operands, each of its own.
+# Collectives that a compiler combines: they have as many results as operands, one for each.
 _COMBINED = {"all-gather", "all-reduce", "all-reduce-start", "collective-permute", "reduce-scatter"}
 _MOVING_CALLS = {"ConcatBitcast", "MoveToHost", "MoveToDevice", "Sharding", "SPMDFullToShardShape"}
 _FREE = {"constant", "iota", "partition-id", "replica-id", "rng-get-and-update-state"}
@@ -54,7 +54,7 @@ _HOLDERS = {
     *("async-done", "async-start", "async-update", "bitcast", "call", "conditional", "copy-done", "copy-start"),
     *("dynamic-update-slice", "fusion", "get-tuple-element", "optimization-barrier", "scatter", "tuple", "while"),
 }
-# Files that are not the user's: installed packages, and this one, wherever it stands.
+# Files outside of the user's program: installed packages, and this package, wherever it is installed.
 _INSTALLED = re.compile(r"[/\\](site-packages|dist-packages)[/\\]")
 _HERE = str(pathlib.Path(__file__).parents[1]) + os.sep
 _COMPILE = str(pathlib.Path(__file__).with_name("_compile.py"))
@@ -70,7 +70,7 @@ class Instruction:
 
     @property
     def opcode(self) -> str:
-        """What it does, in XLA's words."""
+        """XLA's name of the operation."""
         return self.proto.opcode
 
     @property
@@ -109,7 +109,7 @@ class Graph:
         return shape
 
     def num_elements(self, value: Value) -> int:
-        """Elements of an array; 0 for a tuple or token."""
+        """Return the elements of an array; 0 for a tuple or token."""
         return math.prod(self.shape(value).dimensions) if self.item_type(value)[1] else 0
 
     def item_type(self, value: Value) -> tuple[str, int]:
@@ -117,33 +117,33 @@ class Graph:
         return element_type(self.shape(value).element_type)
 
     def is_floating(self, value: Value) -> bool:
-        """Whether the items of an array are floating-point numbers."""
+        """Return whether the items of an array are floating-point numbers."""
         return self.item_type(value)[0].startswith(("f", "bf", "c"))
 
     def name(self, value: Value) -> str:
-        """Name the operation that writes a value, in XLA's words: ``fusion loop_multiply_fusion.2``."""
+        """Return XLA's name of the operation that writes a value: ``fusion loop_multiply_fusion.2``."""
         proto = self.instructions[value[0]].proto
         return f"{proto.opcode} {proto.name}"
 
     def values(self) -> Iterator[Value]:
-        """Every array that an operation makes, in the order of the text (operands first)."""
+        """Yield every array that an operation makes, in the order of the text (operands first)."""
         return (value for at in self.instructions for value in self.results(at))
 
     def sources(self, value: Value) -> list[tuple[Value, Edge]]:
-        """Return what a value is made of: (value, how) pairs; empty for arguments and constants."""
+        """Return the values that a value is made of, as (value, edge) pairs; empty for arguments and constants."""
         return [(found, edge) for source, edge in self._sources(value) for found in self._existing(source, value)]
 
     def _existing(self, source: Value, value: Value) -> list[Value]:
-        """Return a source, if there is such a value.
+        """Return a source if such a value exists.
 
-        Where a compiler packs the results of an asynchronous operation in a way of its own, those of the same shape.
+        Some compilers pack the results of an asynchronous operation differently. Then return those of the same shape.
         """
         at, index = source
         leaves = self._leaves(at)
         return [source] if index in leaves else [(at, leaf) for leaf in leaves if self.is_like((at, leaf), value)]
 
     def is_like(self, one: Value, other: Value) -> bool:
-        """Whether two arrays have the same shape and type."""
+        """Return whether two arrays have the same shape and type."""
         a, b = self.shape(one), self.shape(other)
         return a.element_type == b.element_type and list(a.dimensions) == list(b.dimensions)
 
@@ -163,6 +163,7 @@ class Graph:
             return [((operands[0], (instruction.proto.tuple_index, *index)), Edge.ALIAS)]
         if opcode == "while":
             body = self.computations[instruction.proto.called_computation_ids[0]]
+            # A loop's result is its initial state if the body never runs, else what the body returned last.
             return [((operands[0], index), Edge.ALIAS), ((body.root_id, index), Edge.ALIAS)]
         if opcode in ("call", "fusion", "conditional"):
             called_ids = instruction.proto.called_computation_ids
@@ -186,7 +187,7 @@ class Graph:
             return [((operands[0], inner), Edge.ALIAS)]
         if opcode in _STARTS:
             kind = Edge.MOVE if index[:1] == (_STARTS[opcode],) else Edge.ALIAS
-            own = index[1] if len(index) > 1 else 0  # of a combined one, a table of operands and a table of results
+            own = index[1] if len(index) > 1 else 0  # a combined start has a table of operands and one of results
             return [((operands[own], ()), kind)] if index[:1] in ((0,), (1,)) and own < len(operands) else []
         if opcode.endswith("-done"):
             start = self.instructions[operands[0]]
@@ -206,7 +207,7 @@ class Graph:
         return [(at, index) for index in _leaf_indices(self.instructions[at].proto.shape)]
 
     def loop_of(self, value: Value) -> int | None:
-        """Return the loop whose state a value is, inside the loop; None for anything else."""
+        """Return the loop whose state a value is inside of that loop; None for any other value."""
         instruction = self.instructions[value[0]]
         if instruction.opcode != "parameter":
             return None
@@ -214,12 +215,12 @@ class Graph:
         return next((caller.proto.id for caller in callers if caller.opcode == "while"), None)
 
     def caller(self, at: int) -> int | None:
-        """Return the operation whose computation an operation belongs to; None in the program itself."""
+        """Return the operation that calls the computation of an operation; None in the entry computation."""
         callers = self._callers.get(self.instructions[at].computation, ())
         return callers[0].proto.id if callers else None
 
     def is_loop_state(self, value: Value) -> bool:
-        """Whether a value is carried by a loop: made of what it begins with, and of what the body returns."""
+        """Return whether a value is carried by a loop: made of its initial value and of the body's result."""
         return self.instructions[value[0]].opcode == "while" or self.loop_of(value) is not None
 
     def _from_callers(self, parameter: Instruction, index: tuple[int, ...]) -> list[tuple[Value, Edge]]:
@@ -239,7 +240,7 @@ class Graph:
 
     @functools.cached_property
     def order(self) -> list[int]:
-        """Ids of the instructions as they run, loop bodies once, before the loop's own position."""
+        """Ids of the instructions in execution order; a loop's body appears once, before the loop itself."""
         sequences = {entry.key: list(entry.value.instruction_ids) for entry in self.module.schedule.sequences}
         order: list[int] = []
         stack: list[tuple[int, bool]] = [(at, False) for at in reversed(sequences.get(self.entry.id, []))]
@@ -251,7 +252,8 @@ class Graph:
                 continue
             stack.append((at, True))
             called_ids = list(instruction.proto.called_computation_ids)
-            # A loop names its body first and tests its condition first; of calls and branches the text's order holds.
+            # A loop lists its body before its condition, but runs the condition first. Calls and branches keep their
+            # order.
             for called in called_ids if instruction.opcode == "while" else reversed(called_ids):
                 stack.extend((inner, False) for inner in reversed(sequences.get(called, [])))
         return order
@@ -265,12 +267,12 @@ class Graph:
         return found
 
     def last_use(self, name: str) -> int:
-        """Return the last position at which something reads the result of an instruction, under whatever name."""
+        """Return the last position at which the result of an instruction is read, under any name."""
         return self._last_uses.get(name, len(self.order))
 
     @functools.cached_property
     def _last_uses(self) -> dict[str, int]:
-        """For every instruction by name. A tuple or a loop that holds a value is read where it is itself."""
+        """Last use of every instruction, by name. A value inside of a tuple or loop is used as long as that one is."""
         found: dict[int, int] = {}
         for position in range(len(self.order) - 1, -1, -1):
             at = self.order[position]
@@ -280,6 +282,7 @@ class Graph:
             for operand in instruction.proto.operand_ids:
                 found[operand] = max(found.get(operand, 0), until)
         if self.order:
+            # The program's result is read after its last instruction.
             found[self.entry.root_id] = len(self.order) - 1
         return {
             i.proto.name: found.get(at, self.positions[at][1])
@@ -290,14 +293,14 @@ class Graph:
     # --- where JAX made an operation ---------------------------------------------------------------------------------
 
     def scope(self, at: int) -> str:
-        """Return the scopes in which JAX made an operation; for a fusion without one, those of what it fuses."""
+        """Return the scopes in which JAX made an operation; for a fusion without any, those of a fused operation."""
         instruction = self.instructions[at]
         if instruction.proto.metadata.op_name or instruction.opcode != "fusion":
             return instruction.proto.metadata.op_name
         return next((i.metadata.op_name for i in self._fused(instruction) if i.metadata.op_name), "")
 
     def source(self, at: int) -> str:
-        """Return the innermost line of the user's program, ``file.py:12 (function)``; empty when unknown."""
+        """Return the innermost source line of the user's program, ``file.py:12 (function)``; empty when unknown."""
         instruction = self.instructions[at]
         frame = instruction.proto.metadata.stack_frame_id
         if not frame and instruction.opcode == "fusion":
@@ -305,7 +308,7 @@ class Graph:
         return self._frame_text(frame)
 
     def _fused(self, fusion: Instruction) -> list[Any]:
-        """Instructions of a fused computation, its root first."""
+        """Return the instructions of a fused computation, its root first."""
         computation = self.computations[fusion.proto.called_computation_ids[0]]
         return sorted(computation.instructions, key=lambda i: i.id != computation.root_id)
 
@@ -319,7 +322,7 @@ class Graph:
             file = index.file_names[location.file_name_id - 1]
             lines.append((file, location.line, index.function_names[location.function_name_id - 1]))
             frame = entry.parent_frame_id
-        # What stands around the call of Lowtide is not the program; a library's own line says more.
+        # Frames outside of Lowtide's compile call are not the program. A library's line serves if the user has none.
         lines = list(itertools.takewhile(lambda line: line[0] != _COMPILE, lines))
         own = [line for line in lines if not (_INSTALLED.search(line[0]) or line[0].startswith(_HERE))]
         if not lines:
@@ -329,15 +332,15 @@ class Graph:
 
 
 def reachable(start: Iterable[Node], step: Callable[[Node], Iterable[Node]]) -> Iterator[Node]:
-    """List what steps lead to, the nearest first, each once, what they start from included.
+    """Yield the start nodes and all nodes that steps lead to, the nearest first, each once.
 
     Args:
-        start: where to begin.
-        step: what one of them leads to; asked after it was given out.
+        start: the first nodes.
+        step: a function from a node to its next nodes; called after the node was yielded.
     """
     found = list(dict.fromkeys(start))
     seen = set(found)
-    for node in found:  # which grows
+    for node in found:  # `found` grows meanwhile
         yield node
         new = [one for one in step(node) if one not in seen]
         found += dict.fromkeys(new)

@@ -1,9 +1,9 @@
-"""Which value lies in which bytes, and when: XLA's buffer assignment and heap traces, put on one time axis.
+"""Which value occupies which bytes at which time, from XLA's buffer assignment and heap traces.
 
-An allocation of temporaries is a heap: values lie at offsets and share bytes at different times. The trace says when a
-value comes (ALLOC), when it takes over the bytes of another one (SHARE_WITH) and when it is done (FREE); a region stays
-alive until the last value that shares it is freed. Values without an event are of two kinds: other names of a value
-that has events (loop states), and small values for which a TPU reserves bytes throughout.
+An allocation of temporaries is a heap: values are at offsets and share bytes at different times. The trace says when a
+value is allocated (ALLOC), when it takes over the bytes of another value (SHARE_WITH) and when it is freed (FREE). A
+region stays alive until the last value that shares it is freed. Values without an event are of two kinds: other names
+of a value that has events (loop states), and small values for which a TPU reserves bytes throughout.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from typing import Any
 from ._graph import Graph, Value
 
 _ALLOC, _FREE, _SHARE_WITH = 0, 1, 2
-# Colors of allocations: what a TPU calls its memories. CPUs and GPUs have 0 only (a GPU uses 5 for the host, too).
+# Colors of allocations: a TPU's memory spaces. CPUs and GPUs have 0 only (a GPU uses 5 for the host, too).
 DEVICE_COLOR, HOST_COLOR = 0, 5
 
 
 @dataclasses.dataclass(frozen=True)
 class Segment:
-    """A stretch of time in which one value owns a region of an allocation."""
+    """An interval of time in which one value owns a region of an allocation."""
 
     value: Value
     offset: int
@@ -57,6 +57,7 @@ def segments(graph: Graph, assignment: Any, allocation: Any) -> list[Segment]:
     ]
     moved = {e.buffer_id for trace in assignment.heap_traces for e in trace.events}
     taken = _merged((s.offset, s.offset + s.size) for s in found)
+    # Values without an event: the largest first, and only where no other value is known to be.
     for buffer in sorted(placed.keys() - moved, key=lambda b: -placed[b][1]):
         offset, size = placed[buffer]
         if size and not any(start < offset + size and offset < stop for start, stop in taken):
@@ -66,7 +67,7 @@ def segments(graph: Graph, assignment: Any, allocation: Any) -> list[Segment]:
 
 
 class _Region:
-    """Values that share bytes, one after the other; there may be pauses in which other regions use the bytes."""
+    """Values that share bytes, one after the other; in pauses between them other regions may use the bytes."""
 
     def __init__(self, buffer: int, position: int) -> None:
         self.takes: list[tuple[int, int, int]] = []  # (start, stop, buffer)
@@ -75,14 +76,14 @@ class _Region:
         self._end = position
 
     def take(self, buffer: int, position: int) -> None:
-        """Another value takes the bytes over."""
+        """Let another value take the bytes over."""
         start, holder = self._open
         self.takes.append((start, position - 1 if self._alive else min(self._end, position - 1), holder))
         self._open = (position, buffer)
         self._alive.add(buffer)
 
     def free(self, buffer: int, position: int) -> None:
-        """End a value that is done."""
+        """Mark a value as freed."""
         self._alive.discard(buffer)
         self._end = max(position, self._open[0])
 
@@ -111,11 +112,11 @@ def _regions(graph: Graph, events: Sequence[Any]) -> list[_Region]:
 
 
 def _positions(graph: Graph, events: Sequence[Any]) -> list[int]:
-    """When each event happens.
+    """Return the position of each event.
 
-    A FREE names the instruction that made the value, not its last reader. It happens after the value that came last
-    and before the one that comes next; in between, at the last use of the value. An instruction that runs more than
-    once means its next run.
+    A FREE names the instruction that made the value, not its last reader. It happens after the preceding allocation and
+    before the next one, and in between at the last use of the value. If an instruction runs more than once, an event
+    means its next run.
     """
     places: dict[str, list[int]] = {}
     for position, at in enumerate(graph.order):
@@ -127,9 +128,11 @@ def _positions(graph: Graph, events: Sequence[Any]) -> list[int]:
             comes.append(None)
         else:
             runs = places.get(event.instruction_name, [])
+            # The next run of an instruction that runs more than once.
             now = next((p for p in runs if p >= now), runs[0] if runs else now)
             comes.append(now)
         earliest.append(now)
+    # Backwards, so that the next allocation after a FREE is known.
     following, positions = len(graph.order), list[int]()
     for event, position, first in zip(reversed(events), reversed(comes), reversed(earliest), strict=True):
         if position is not None:
@@ -142,7 +145,7 @@ def _positions(graph: Graph, events: Sequence[Any]) -> list[int]:
 
 
 def _merged(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Return byte ranges with those that overlap as one."""
+    """Return byte ranges in which overlapping ranges are merged."""
     merged: list[tuple[int, int]] = []
     for start, stop in sorted(ranges):
         if merged and start < merged[-1][1]:
@@ -153,7 +156,7 @@ def _merged(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
 
 
 def peak_position(segments_by_heap: Iterable[Sequence[Segment]], num_positions: int) -> int:
-    """Find the position at which most bytes are alive over several heaps; the first of equal ones."""
+    """Return the position at which the most bytes are alive over several heaps; the first of equal ones."""
     steps = [0] * (num_positions + 1)
     for segment in itertools.chain.from_iterable(segments_by_heap):
         steps[segment.start] += segment.size

@@ -1,7 +1,7 @@
-"""Arguments for a compile: shapes on the target's devices in place of arrays on whatever devices they live.
+"""Arguments for a compile: shapes on the target's devices in place of arrays on other devices.
 
-What `jit` would do with the real arguments decides: a leaf on one device goes to the target's first; a leaf on a mesh
-goes to a mesh of the same axes over the target's devices; beside a mesh, a leaf that is committed nowhere stays
+The rules are those of `jit` with the real arguments. A leaf on one device goes to the target's first device. A leaf on
+a mesh goes to a mesh of the same axes over the target's devices. If some leaf is on a mesh, an uncommitted leaf stays
 unplaced, so that the compiler may shard it as `jit` lets it. Host memory stays host memory.
 """
 
@@ -28,11 +28,11 @@ def place(arguments: Any, goal: Target, *, strict: bool) -> tuple[Any, frozenset
         strict: whether a leaf that `jit` would refuse is an error; otherwise it stays (it may be static).
 
     Returns:
-        The tree with shapes, Python numbers as they were; and the paths of leaves that are declared in host memory
-        (a target's compile-only devices may know no host memory, then their shapes lose it).
+        The tree with shapes and unchanged Python numbers, and the paths of leaves that are declared in host memory. If
+        the target's compile-only devices have no host memory, the shapes lose it.
 
     Raises:
-        StructureError: for a leaf that is no array, with its path, or a sharding that cannot be moved.
+        StructureError: for a leaf that is not an array, with its path, or for a sharding that cannot be moved.
         TargetError: when a mesh has more devices than the target.
     """
     leaves, treedef = jax.tree_util.tree_flatten_with_path(arguments)
@@ -57,6 +57,7 @@ class _Mover:
         return self._meshes[mesh]
 
     def _rebuild(self, mesh: Any, path: Any) -> Mesh:
+        # A mesh of the target's own devices keeps the user's order of devices.
         if isinstance(mesh, Mesh) and set(mesh.devices.flat) <= set(self.devices):
             return mesh
         sizes = tuple(mesh.axis_sizes)

@@ -1,11 +1,11 @@
-"""Count the bytes that a compiled program moves to and from a device's memory, loops as often as they run.
+"""Count the bytes that a compiled program moves to and from device memory, with loops counted as often as they run.
 
-XLA's own count takes what is in a loop once. Here every operation reads its operands and writes its result, as XLA
-counts them too: of an array that a fusion slices what it slices, of one that it updates in place the update. What lies
-in a TPU's vector memory or on the host is not counted. Of a conditional the dearest branch counts.
+XLA's own count takes the body of a loop once. Here, as in XLA's count, every operation reads its operands and writes
+its result. If a fusion only slices an array, the slices count; if it updates an array in place, the update counts.
+Arrays in a TPU's vector memory or on the host are not counted. A conditional counts its most expensive branch.
 
-Limits: a kernel (custom call) counts with its operands and results once, whatever it reads again; caches of a CPU and a
-GPU save some of what is counted.
+Limits: a kernel (custom call) counts its operands and results once, even if it reads them repeatedly. Caches of a CPU
+and a GPU save some of the counted traffic.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _FREE = {
     *("replica-id", "optimization-barrier", "opt-barrier", "domain", "add-dependency", "async-update"),
 }
 _SAME = {"bitcast", "copy", "convert", "reshape"}
-"""What makes another form of the same numbers, inside of a fusion."""
+"""Operations that, inside of a fusion, give another form of the same numbers."""
 _BARRIERS = ("opt-barrier", "optimization-barrier")
 _FORWARDED = {"bitcast", "copy", "copy-done", "copy-start", "reshape", *_BARRIERS}
 _SLICES = {"dynamic-slice", "slice", "gather"}
@@ -44,7 +44,7 @@ class Traffic:
         self._users: dict[int, list[Any]] = {}
         self._known: dict[int, int] = {}
         self._callers: dict[int, Any] = {}
-        """Of the computation of a fusion, that fusion."""
+        """Fusion instruction by the id of its fused computation."""
         for one in self._instructions.values():
             for at in one.operand_ids:
                 self._users.setdefault(at, []).append(one)
@@ -53,10 +53,10 @@ class Traffic:
         self._owners = {one.id: each.id for each in module.computations for one in each.instructions}
 
     def total(self) -> int:
-        """Return what the whole program moves.
+        """Return the bytes that the whole program moves.
 
         Raises:
-            StructureError: for a loop that does not say how often it runs.
+            StructureError: for a loop whose number of iterations is not known at compile time.
         """
         return self._of(self._entry)
 
@@ -71,6 +71,7 @@ class Traffic:
         if one.opcode in _FREE or one.opcode.endswith("-done"):
             return 0
         if one.opcode == "while":
+            # The first computation is the loop's body; its condition is not counted.
             return self._trips(one) * self._of(called[0])
         if one.opcode == "conditional":
             return max(self._of(each) for each in called)
@@ -82,7 +83,7 @@ class Traffic:
             return 2 * size(one.shape)
         if one.opcode in ("dynamic-update-slice", "scatter"):
             return 2 * size(self._instructions[one.operand_ids[-1 if one.opcode == "scatter" else 1]].shape)
-        if one.opcode.endswith("-start"):  # of a copy or a collective, whose result names its operand, too
+        if one.opcode.endswith("-start"):  # a copy or a collective: its result tuple contains its operand, too
             return size(one.shape)
         return size(one.shape) + sum(size(self._instructions[at].shape) for at in one.operand_ids)
 
@@ -93,7 +94,7 @@ class Traffic:
         return read + sum(self._written(at) for at in roots)
 
     def _read(self, parameter: Any, roots: Sequence[int]) -> int:
-        """Bytes of an operand that a fusion reads: of what it only slices, converted or not, the slices."""
+        """Return the bytes of an operand that a fusion reads: if it only slices it, converted or not, the slices."""
         whole, parts, reached = size(parameter.shape), 0, [parameter.id]
         while reached:
             at = self._outermost(reached.pop(), parameter)
@@ -103,6 +104,7 @@ class Traffic:
                 if user.opcode == "fusion":
                     inner = self._computations[user.called_computation_ids[0]].instructions
                     named = [n for n, operand in enumerate(user.operand_ids) if operand == at]
+                    # Continue at the inner fusion's parameters that are this value.
                     reached += [one.id for one in inner if one.opcode == "parameter" and one.parameter_number in named]
                 elif user.opcode in _SAME:
                     reached.append(user.id)
@@ -113,7 +115,7 @@ class Traffic:
         return min(parts, whole)
 
     def _outermost(self, at: int, parameter: Any) -> int:
-        """Return the fusion whose result a value is, as long as that is inside of the parameter's fusion."""
+        """Return the outermost fusion, within the parameter's computation, whose result is this value."""
         while (own := self._owners[at]) != self._owners[parameter.id] and self._computations[own].root_id == at:
             at = self._callers[own].id
         return at
@@ -124,12 +126,13 @@ class Traffic:
             is_fusion = inner.opcode == "fusion"
             below = self._computations[inner.called_computation_ids[0]].root_id if is_fusion else inner.operand_ids[0]
             inner = self._instructions[below]
+        # A fusion that ends with an update in place writes the update only.
         if inner.opcode != "dynamic-update-slice":
             return size(root.shape)
         return size(self._instructions[inner.operand_ids[1]].shape)
 
     def _trips(self, loop: Any) -> int:
-        """Return how often a loop runs whose counter begins, steps and ends at constants."""
+        """Return the number of iterations of a loop whose counter starts, steps and ends at constants."""
         if (told := re.search(rb'"known_trip_count":\{"n":"(\d+)"', loop.backend_config)) is not None:
             return int(told[1])
         body, condition = (self._computations[at] for at in loop.called_computation_ids)
@@ -153,12 +156,12 @@ class Traffic:
         )
 
     def _is_kept(self, after: Any, index: int) -> bool:
-        """Whether a loop's body leaves an entry as it is."""
+        """Return whether a loop's body returns an entry of its state unchanged."""
         same = self._origin(after.operand_ids[index])
         return same.opcode == "get-tuple-element" and same.tuple_index == index
 
     def _step(self, added: Any, index: int) -> int | None:
-        """Return what a counter grows by."""
+        """Return the constant by which a counter grows, or None."""
         if added.opcode != "add":
             return None
         terms = list(map(self._origin, added.operand_ids))
@@ -166,7 +169,7 @@ class Traffic:
         return _number(terms[is_own.index(False)]) if sorted(is_own) == [False, True] else None
 
     def _origin(self, at: int) -> Any:
-        """Follow a scalar to the operation that made it, into fusions and out of them."""
+        """Follow a scalar to the operation that computes it, into and out of fusions."""
         one = self._instructions[at]
         while True:
             below = self._instructions[one.operand_ids[0]] if one.operand_ids else None
@@ -186,7 +189,7 @@ class Traffic:
 
 
 def _number(one: Any) -> int | None:
-    """Return the integer that a constant is; a zero is not written down."""
+    """Return the integer of a constant, or None for other operations; XLA writes no value for a zero."""
     if one.opcode != "constant":
         return None
     return next(iter([*one.literal.s32s, *one.literal.s64s, *one.literal.u32s]), 0)

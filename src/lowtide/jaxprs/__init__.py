@@ -1,4 +1,4 @@
-"""Read jaxprs: the one table of operations that hold jaxprs, walks, arithmetic, what versions of JAX say otherwise."""
+"""Read jaxprs: operations that hold jaxprs, traversals, FLOP counts, differences between JAX versions."""
 
 from ._calls import PRIMITIVES as PRIMITIVES
 from ._calls import Body as Body

@@ -1,19 +1,19 @@
-"""Operations that hold jaxprs: which parameter has them, what their inputs are, how often they run.
+"""Operations that hold jaxprs: the parameters with the jaxprs, their inputs, and how often they run.
 
-The one table of the house, and how it is read: `walk` for what an operation is and where it stands, `fold` for what
-values are. Whoever needs a rule of its own for a kind of operation keeps it, and asks here what is of that kind.
+This is Lowtide's only such table. `walk` visits operations with the context of their place, `fold` propagates facts
+about values. Code that needs a special rule for a kind of operation keeps the rule itself, and gets the kind from here.
 
 | kind | inputs of the jaxprs inside | their outputs |
 |---|---|---|
 | call, remat, custom derivative | the operands | the results |
-| branch | the operands behind the first, which chooses | the results |
-| scan | the operands: constants, carry, and of stacked ones a slice | the results; of stacked ones a slice |
-| while | of the condition and of the body their constants each, then the carry | whether to go on; the carry |
-| choice | the operands | the results, of each of two jaxprs alike, of which the second is shown here |
+| branch | the operands after the first, which selects the branch | the results |
+| scan | the operands: constants, carry, and slices of stacked ones | the results, and slices of stacked ones |
+| while | for condition and body their own constants, then the carry | whether to continue; the carry |
+| choice | the operands | the results; two jaxprs compute them, of which the second is listed here |
 | `shard_map` | each device's part of the operands | its part of the results |
 | kernel | references, for each point of a grid | none |
 | scalar | two numbers, which it adds up, compares or replaces | one number |
-| opaque | none that anybody sees: it has rules of its own | |
+| opaque | hidden: the operation has its own rules | |
 | other: everything that is not in the table and holds a jaxpr | unknown | unknown |
 """
 
@@ -34,7 +34,7 @@ Known = TypeVar("Known")
 
 
 class Kind(enum.Enum):
-    """What an operation does with the jaxprs that it holds."""
+    """How an operation uses the jaxprs that it holds."""
 
     CALL = enum.auto()
     REMAT = enum.auto()
@@ -52,12 +52,12 @@ class Kind(enum.Enum):
 
     @property
     def is_custom(self) -> bool:
-        """Whether differentiation replaces it by code that its jaxpr does not show."""
+        """Whether differentiation replaces the operation by code that its jaxpr does not show."""
         return self in (Kind.CUSTOM_JVP, Kind.CUSTOM_VJP)
 
     @property
     def only_groups(self) -> bool:
-        """Whether it computes what its one jaxpr does, once, from the same operands."""
+        """Whether the operation runs its only jaxpr once, with the same operands."""
         return self in (Kind.CALL, Kind.REMAT) or self.is_custom
 
 
@@ -79,10 +79,10 @@ PRIMITIVES: Mapping[str, tuple[Kind, tuple[str, ...]]] = {
     "pallas_call": (Kind.KERNEL, ("jaxpr",)),
     "call_hi_primitive": (Kind.OPAQUE, ()),
 }
-"""Operations by the names of all versions: their kind, and which parameters hold their jaxprs."""
+"""Operations by their names in all JAX versions: their kind, and the parameters that hold their jaxprs."""
 
 _SCALAR = ("scatter", "reduce", "select_and")
-"""What operations are called whose jaxpr is of two numbers."""
+"""Prefixes of the names of operations whose jaxpr combines two numbers."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,33 +90,34 @@ class Body:
     """A jaxpr inside of an operation."""
 
     jaxpr: Any
-    """As the operation holds it, open or closed."""
+    """The jaxpr as the operation holds it, open or closed."""
     reads: tuple[int, ...] | None
-    """For each of its inputs the operand that it is, or a part of; None where that is not so, or nobody knows."""
+    """For each input, the operand that it is or is a part of; None if inputs are not operands, or are unknown."""
     carried: range = range(0)
-    """Its inputs that are operands in the first iteration alone, and then what the one before gave."""
+    """Inputs that are operands in the first iteration only, and results of the previous iteration after that."""
     times: int = 1
-    """How often it runs on one device for each run of the operation; a `while` loop counts once."""
+    """How often the jaxpr runs on one device per run of the operation; a `while` loop counts once."""
 
 
 def kind_of(eqn: Any) -> Kind | None:
-    """Return what an operation does with the jaxprs that it holds; None when it holds none."""
+    """Return how an operation uses the jaxprs that it holds; None when it holds none."""
     name = eqn.primitive.name
     if name in PRIMITIVES:
         return PRIMITIVES[name][0]
+    # A primitive that is not in the table may hold jaxprs in any parameter.
     if next(_jaxprs(tuple(eqn.params.values())), None) is None:
         return None
     return Kind.SCALAR if name.startswith(_SCALAR) else Kind.OTHER
 
 
 def called(eqn: Any) -> Any:
-    """Return the jaxpr of an operation that only groups others, as it holds it; None of any other operation."""
+    """Return the jaxpr of an operation that only groups others, open or closed; None for any other operation."""
     kind, names = PRIMITIVES.get(eqn.primitive.name, (Kind.OTHER, ()))
     return eqn.params[names[0]] if kind.only_groups else None
 
 
 def bodies(eqn: Any) -> list[Body]:
-    """List the jaxprs inside of an operation, in order; none is left out of an operation that nobody knows."""
+    """List the jaxprs inside of an operation, in order; for an unknown operation, all of its parameters' jaxprs."""
     params, operands = eqn.params, tuple(range(len(eqn.invars)))
     kind, names = PRIMITIVES.get(eqn.primitive.name, (Kind.OTHER, ()))
     held = list(_jaxprs(tuple(params[name] for name in names or params)))
@@ -127,6 +128,7 @@ def bodies(eqn: Any) -> list[Body]:
         return [Body(held[0], operands, range(consts, consts + carry), params["length"])]
     if kind is Kind.WHILE:
         first, second = params["cond_nconsts"], params["body_nconsts"]
+        # Condition and body have their own constants; both take the carry after them.
         own = (operands[:first], operands[first : first + second])
         carry = operands[first + second :]
         return [
@@ -134,37 +136,38 @@ def bodies(eqn: Any) -> list[Body]:
             for one, consts in zip(held, own, strict=True)
         ]
     if kind is Kind.KERNEL:
+        # Grid sizes may be dynamic; such a size counts as 1.
         grid = getattr(params.get("grid_mapping"), "grid", ())
         return [Body(one, None, times=math.prod(n for n in grid if isinstance(n, int))) for one in held]
     return [Body(one, operands if names else None) for one in held]
 
 
 def with_bodies(eqn: Any, change: Callable[[Body], Any]) -> Any:
-    """Put other jaxprs inside of an operation.
+    """Replace the jaxprs inside of an operation.
 
     Args:
         eqn: the operation.
-        change: gives the jaxpr that takes the place of a body's, of the same inputs and outputs.
+        change: a function that returns the replacement of a body's jaxpr, with the same inputs and outputs.
     """
     by_id = {id(body.jaxpr): body for body in bodies(eqn)}
     return with_jaxprs(eqn, lambda jaxpr: change(by_id[id(jaxpr)]) if id(jaxpr) in by_id else jaxpr)
 
 
 def equations(jaxpr: Any) -> Iterator[Any]:
-    """All operations of a jaxpr and of those inside, in program order."""
+    """Yield all operations of a jaxpr and of those inside, in program order."""
     return (eqn for eqn, _ in walk(jaxpr, None, lambda *_: None))
 
 
 def walk(jaxpr: Any, context: Context, enter: Callable[[Any, Body, Context], Context]) -> Iterator[tuple[Any, Context]]:
-    """All operations of a jaxpr and of those inside, in program order, each with what is known of where it stands.
+    """Yield all operations of a jaxpr and of those inside, in program order, each with the context of its place.
 
     Args:
         jaxpr: open or closed.
-        context: of its own operations.
-        enter: ``enter(eqn, body, context)``: the context inside of a body of an operation, given the operation's.
+        context: context of the outermost operations.
+        enter: ``enter(eqn, body, context)`` returns the context inside of an operation's body, given the operation's.
 
     Yields:
-        Operations, and their contexts.
+        Operations and their contexts.
     """
     for eqn in opened(jaxpr).eqns:
         yield eqn, context
@@ -178,18 +181,20 @@ def fold(
     apply: Callable[[Any, list[Known]], Sequence[Known]],
     known: Callable[[Any, Any], Known],
 ) -> list[Known]:
-    """Something about every value of a jaxpr, from its inputs to its outputs.
+    """Propagate facts about values through a jaxpr, from its inputs to its outputs.
 
     Args:
-        jaxpr: open or closed; what is inside of its operations is left to `apply`, as by folding it.
-        inputs: of each input what is to be known.
-        apply: ``apply(eqn, operands)``: of each result of an operation, given its operands.
-        known: ``known(var, value)``: of a literal or a constant; the value is None of constants that are not there.
+        jaxpr: open or closed. Jaxprs inside of its operations are left to `apply`, which may fold them.
+        inputs: the fact about each input.
+        apply: ``apply(eqn, operands)`` returns the fact about each result, given the facts about the operands.
+        known: ``known(var, value)`` returns the fact about a literal or constant. Constants of an open jaxpr
+            have the value None.
 
     Returns:
-        Of each output.
+        The fact about each output.
     """
     inner = opened(jaxpr)
+    # An open jaxpr names its constants but does not hold them.
     held = consts_of(jaxpr) or [None] * len(inner.constvars)
     of = {var: known(var, value) for var, value in zip(inner.constvars, held, strict=True)}
     of.update(zip(inner.invars, inputs, strict=True))
@@ -203,9 +208,10 @@ def fold(
 
 
 def runner(eqn: Any) -> Callable[..., Sequence[Any]]:
-    """Return an operation as a function of all that it reads; literals are put in again by its jaxpr."""
+    """Return an operation as a function of the variables that it reads; its literals stay inside."""
     variables = list(dict.fromkeys(var for var in eqn.invars if isinstance(var, jex.Var)))
     at = [next(i for i, var in enumerate(eqn.invars) if var is variable) for variable in variables]
+    # Dropped results are left out of the jaxpr; `run` returns None in their places.
     results = [var for var in eqn.outvars if not isinstance(var, jex.DropVar)]
 
     def run(*values: Any) -> Sequence[Any]:
@@ -217,7 +223,7 @@ def runner(eqn: Any) -> Callable[..., Sequence[Any]]:
 
 
 def variables_read(jaxpr: Any) -> set[Any]:
-    """Return the variables that an operation reads, or that are an output, in a jaxpr and in those inside."""
+    """Return the variables that operations read or that are outputs, in a jaxpr and in those inside."""
     inner = opened(jaxpr)
     groups = [*(eqn.invars for eqn in inner.eqns), inner.outvars]
     read = {var for group in groups for var in group if isinstance(var, jex.Var)}
@@ -225,7 +231,7 @@ def variables_read(jaxpr: Any) -> set[Any]:
 
 
 def _jaxprs(value: Any) -> Iterator[Any]:
-    """List the jaxprs in a parameter, and in tuples there; JAX allows no other containers."""
+    """Yield the jaxprs in a parameter, and in tuples there; JAX allows no other containers."""
     if is_jaxpr(value):
         yield value
     elif isinstance(value, tuple):

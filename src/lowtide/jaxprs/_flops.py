@@ -1,10 +1,10 @@
 """Arithmetic of a traced function, counted on its jaxpr.
 
-A count for choosing between values, not for timing: 2mnk for a product, one for each element of any other result, one
-for each element that a reduction reads, none for moving data. Of a Pallas kernel counts what it says of itself
-(`cost_estimate`), or its body for each point of its grid; other kernels that XLA does not see into count as one
-operation for each element of their results, except cuDNN's attention. A `while` loop counts once; of a `cond` the
-dearest branch; of a `shard_map` what all devices do.
+The count serves to compare alternatives, not to predict time: 2mnk for a product, one per element of any other result,
+one per element that a reduction reads, none for moving data. A Pallas kernel counts its own estimate (`cost_estimate`),
+or else its body for each point of its grid. Other kernels that XLA does not see into count one operation per element of
+their results, except cuDNN's attention. A `while` loop counts once, a `cond` its most expensive branch, a `shard_map`
+the work of all devices.
 """
 
 from __future__ import annotations
@@ -36,14 +36,15 @@ _FREE = {
 
 
 def jaxpr_flops(jaxpr: Any) -> int:
-    """FLOPs of a jaxpr, open or closed, everything inside included.
+    """Return the FLOPs of a jaxpr, open or closed, including everything inside.
 
-    What nothing reads counts nothing, for compilers drop it; of results of a call or a loop that nobody outside reads
-    that is not followed.
+    Operations whose results nothing reads count nothing, because compilers drop them. Results of a call or a loop that
+    nothing outside reads are not followed inside.
     """
     jaxpr = opened(jaxpr)
     read = set(map(id, jaxpr.outvars))
     total = 0
+    # Backwards, so that the readers of a result are known before the operation that computes it.
     for eqn in reversed(jaxpr.eqns):
         if eqn.effects or not read.isdisjoint(map(id, eqn.outvars)):
             total += eqn_flops(eqn)
@@ -52,7 +53,7 @@ def jaxpr_flops(jaxpr: Any) -> int:
 
 
 def eqn_flops(eqn: Any) -> int:
-    """FLOPs of one operation, all iterations of a scan included."""
+    """Return the FLOPs of one operation, including all iterations of a scan."""
     primitive = eqn.primitive.name
     out = eqn.outvars[0].aval if eqn.outvars else None
     if primitive in ("dot_general", "scaled_dot"):
@@ -62,16 +63,16 @@ def eqn_flops(eqn: Any) -> int:
     if primitive == "turned_product":
         return 2 * _size(out) * eqn.invars[1].aval.shape[-1]
     if primitive == "conv_general_dilated":
-        features = eqn.params["dimension_numbers"].rhs_spec[0]  # of the output; there may be none
+        features = eqn.params["dimension_numbers"].rhs_spec[0]  # axis of the output features; its size may be 0
         kernel = math.prod(size for dim, size in enumerate(eqn.invars[1].aval.shape) if dim != features)
-        stuffed = math.prod(eqn.params["lhs_dilation"])  # with zeros, in the gradient of a convolution with strides
+        stuffed = math.prod(eqn.params["lhs_dilation"])  # zeros that the gradient of a strided convolution inserts
         return 2 * _size(out) * kernel // stuffed
     if primitive == "ragged_dot_general":
         return _ragged_flops(eqn)
     if primitive.startswith("scaled_matmul"):  # [B, M, K] and [B, N, K]
         return 2 * _size(out) * eqn.invars[0].aval.shape[-1]
     if primitive.startswith("dot_product_attention"):  # query [B, T, N, H], key [B, S, K, H]; by layout 1 heads first
-        num_products = 5 if "_bwd" in primitive else 2  # backward the scores are computed again
+        num_products = 5 if "_bwd" in primitive else 2  # backward: the scores again, and four gradients
         return 2 * num_products * _size(eqn.invars[0].aval) * eqn.invars[1].aval.shape[1 + eqn.params["layout"]]
     estimate = eqn.params.get("cost_estimate")
     if estimate is not None:
@@ -89,7 +90,7 @@ def eqn_flops(eqn: Any) -> int:
 
 
 def _ragged_flops(eqn: Any) -> int:
-    """Of a product whose rows, or what is summed over, are in groups."""
+    """Return the FLOPs of a product whose rows, or whose summed axis, are in groups."""
     numbers, (lhs, _, groups) = eqn.params["ragged_dot_dimension_numbers"], (var.aval for var in eqn.invars)
     (contracted, _), _ = numbers.dot_dimension_numbers
     each = 2 * _size(eqn.outvars[0].aval) * math.prod(lhs.shape[dim] for dim in contracted)
@@ -97,10 +98,10 @@ def _ragged_flops(eqn: Any) -> int:
 
 
 def manual_devices(params: Any) -> int:
-    """Among how many devices a `shard_map` divides its arrays.
+    """Return the number of devices over which a `shard_map` shards its arrays.
 
     Args:
-        params: of its equation.
+        params: parameters of its equation.
     """
     return math.prod(params["mesh"].shape[axis] for axis in params["newly_manual_axes"])
 

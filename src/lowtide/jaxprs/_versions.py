@@ -1,4 +1,4 @@
-"""Jaxprs as `jax.extend.core` shows them, where versions of JAX say the same thing otherwise.
+"""Access to jaxprs through `jax.extend.core` that hides the differences between JAX versions.
 
 | what | 0.10.2 | 0.11.2 | 0.12.0.1 |
 |---|---|---|---|
@@ -28,7 +28,7 @@ from ..core._compat import classic_remat
 
 
 def is_closed(value: Any) -> bool:
-    """Whether a value is a jaxpr that may hold constants, in `consts`."""
+    """Return whether a value is a jaxpr that may hold constants, in `consts`."""
     return isinstance(value, jex.ClosedJaxpr)  # pyright: ignore[reportPrivateImportUsage]
 
 
@@ -38,7 +38,7 @@ def close(jaxpr: Any) -> Any:
 
 
 def is_jaxpr(value: Any) -> bool:
-    """Whether a value is a jaxpr, open or closed."""
+    """Return whether a value is a jaxpr, open or closed."""
     return is_closed(value) or isinstance(value, jex.Jaxpr)
 
 
@@ -48,16 +48,16 @@ def opened(jaxpr: Any) -> Any:
 
 
 def consts_of(jaxpr: Any) -> Sequence[Any]:
-    """Return the constants that a jaxpr holds; none of an open one."""
+    """Return the constants of a jaxpr; an open one has none."""
     return jaxpr.consts if is_closed(jaxpr) else ()
 
 
 def with_jaxprs(eqn: Any, change: Callable[[Any], Any]) -> Any:
-    """Put other jaxprs into an operation's parameters, and tuples there; the operation itself when nothing changed.
+    """Replace the jaxprs in an operation's parameters, and in tuples there; return the same operation if none changes.
 
     Args:
         eqn: the operation.
-        change: of a jaxpr another one, or the same.
+        change: a function that returns another jaxpr, or the same one.
     """
 
     def changed(value: Any) -> Any:
@@ -68,6 +68,7 @@ def with_jaxprs(eqn: Any, change: Callable[[Any], Any]) -> Any:
         new = tuple(map(changed, value))
         if all(a is b for a, b in zip(new, value, strict=True)):
             return value
+        # A named tuple takes its fields one by one.
         return type(value)(*new) if hasattr(value, "_fields") else new
 
     params = {key: changed(value) for key, value in eqn.params.items()}
@@ -75,35 +76,35 @@ def with_jaxprs(eqn: Any, change: Callable[[Any], Any]) -> Any:
 
 
 def make_jaxpr(fn: Callable[..., Any]) -> Callable[..., tuple[Any, Any]]:
-    """`jax.make_jaxpr` with shapes, with recomputation and names as operations that can be read.
+    """Wrap `jax.make_jaxpr` so that it also returns shapes, and so that recomputation and names are readable.
 
     Args:
-        fn: what `jax.make_jaxpr` takes.
+        fn: the function to trace.
 
     Returns:
-        A function of its arguments, which gives the `ClosedJaxpr` and the shapes of the result.
+        A function of the arguments of `fn` that returns the `ClosedJaxpr` and the shapes of the result.
     """
 
     def make(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
         with classic_remat():
             closed, shapes = jax.make_jaxpr(fn, return_shape=True)(*args, **kwargs)
-        return plain(closed), shapes  # what was given to jax.checkpoint before is still of the other kind
+        return plain(closed), shapes  # functions wrapped in jax.checkpoint earlier are still of the other kind
 
     return make
 
 
 def plain(jaxpr: Any) -> Any:
-    """Rewrite a jaxpr so that `jax.checkpoint` and `checkpoint_name` have the parameters that they always had.
+    """Rewrite a jaxpr so that `jax.checkpoint` and `checkpoint_name` have the parameters of JAX 0.10.
 
-    With ``jax_remat3`` they are objects inside of a ``call_hi_primitive``, whose jaxpr, policy and name nobody sees.
+    With ``jax_remat3`` they are objects inside of a ``call_hi_primitive``, which hides their jaxpr, policy and name.
 
     Args:
         jaxpr: a `Jaxpr` or `ClosedJaxpr`.
 
     Returns:
-        One that computes the same; the same object when there is nothing to replace.
+        An equivalent jaxpr; the same object if there is nothing to replace.
     """
-    if not isinstance(jaxpr, jex.Jaxpr):  # closed, where that is another class
+    if not isinstance(jaxpr, jex.Jaxpr):  # closed, in versions where that is another class
         inner = plain(jaxpr.jaxpr)
         return jaxpr if inner is jaxpr.jaxpr else jaxpr.replace(jaxpr=inner)
     eqns = [_plain_equation(eqn) for eqn in jaxpr.eqns]
@@ -118,8 +119,9 @@ def _plain_equation(eqn: Any) -> Any:
         held = eqn.params["_prim"]
         if type(held).__name__ == "RematTraced":
             inner = plain(held.jaxpr)
+            # `remat_p` takes an open jaxpr; where open and closed ones are one class, there is nothing to open.
             params = {"jaxpr": getattr(inner, "jaxpr", inner), "policy": held.policy, "differentiated": False}
-            prevent_cse = getattr(held, "prevent_cse", True)  # 0.10 always does
+            prevent_cse = getattr(held, "prevent_cse", True)  # JAX 0.10 always prevents it
             return eqn.replace(primitive=remat_p, params={**params, "prevent_cse": prevent_cse})
         if type(held).__name__ in ("CheckpointName", "CheckpointNameFwd"):
             return eqn.replace(primitive=name_p, params={"name": held.name})
@@ -128,14 +130,14 @@ def _plain_equation(eqn: Any) -> Any:
 
 
 def source_line(eqn: Any, *, own: bool = False) -> str:
-    """Return the innermost line of the source, JAX's own apart, that an operation comes from.
+    """Return the innermost source line outside of JAX that an operation comes from.
 
     Args:
-        eqn: of a jaxpr; of a backward pass, the line is that of the forward pass.
-        own: whether lines of Lowtide are left out, too, which traced a function of somebody's.
+        eqn: an operation of a jaxpr. In a backward pass, its line is that of the forward pass.
+        own: whether to skip Lowtide's own lines, too, which are there if Lowtide traced a user's function.
 
     Returns:
-        The file, from the working directory where it is in it, with the number of the line; empty if nobody knows.
+        The file and the line number; empty if unknown. The file is relative to the working directory if it is below it.
     """
     frames = getattr(eqn.source_info.traceback, "frames", None) or ()
     folders = [os.path.dirname(jax.__file__), os.path.dirname(os.path.dirname(__file__))][: 1 + own]
@@ -147,13 +149,13 @@ def source_line(eqn: Any, *, own: bool = False) -> str:
 
 
 def scan_counts(params: Mapping[str, Any]) -> tuple[int, int]:
-    """How many inputs of a `scan` are the same in every iteration, and how many are its carry.
+    """Return how many inputs of a `scan` are the same in every iteration, and how many are its carry.
 
     Args:
-        params: of the equation.
+        params: parameters of the equation.
 
     Returns:
-        The two numbers; the inputs that are left are sliced along their first axis.
+        The two numbers. The remaining inputs are sliced along their first axis.
     """
     if "ft_in" in params:
         consts, carry, _ = params["ft_in"].unpack()
@@ -162,37 +164,38 @@ def scan_counts(params: Mapping[str, Any]) -> tuple[int, int]:
 
 
 def policy_names(policy: Any) -> dict[str, bool]:
-    """Return the checkpoint names of which a policy of `jax.checkpoint` knows, and whether it saves them.
+    """Return the checkpoint names that a policy of `jax.checkpoint` distinguishes, and whether it saves them.
 
-    A policy is an opaque function, so what it holds is read (attributes, closure, defaults, constants), and then it is
-    asked: a text is a name where the answer is another one than for a name that nobody gives. Other texts, such as the
-    memory kinds of an offload, are none.
+    A policy is an opaque function. So its attributes, closure, defaults and constants are searched for texts. The
+    policy is then called with each text as a name. A text is a checkpoint name if the answer differs from the answer
+    for a name that nobody uses. Other texts, such as the memory kinds of an offload, are not names.
 
     Args:
         policy: the policy of a `jax.checkpoint`.
 
     Returns:
-        True for each name to save or to offload, False for those that a policy which saves all others leaves out; empty
-        for a policy without names.
+        True for each name to save or to offload, False for each name that a policy leaves out if it saves all others.
+        Empty for a policy without names.
     """
+    # The answer for all names that the policy does not know.
     others = saves_name(policy, _NOBODYS_NAME)
     return {text: not others for text in _texts(policy) if saves_name(policy, text) != others}
 
 
 def saves_name(policy: Any, name: str) -> bool:
-    """Whether a policy keeps or offloads a value of this name; not where it answers with an error.
+    """Return whether a policy keeps or offloads a value of this name; False if the policy raises.
 
     Args:
         policy: the policy of a `jax.checkpoint`.
         name: as in `jax.ad_checkpoint.checkpoint_name`.
 
     Returns:
-        Its answer for a matrix of 4 GiB, since a policy may leave small values alone, or for a scalar.
+        True if the policy does so for a matrix of 4 GiB, since policies may ignore small values, or for a scalar.
     """
     for shape in ((2**15, 2**15), ()):
         try:
             case = policy(name_p, jax.core.ShapedArray(shape, jnp.float32), name=name)
-        except Exception:  # of somebody else's code, which takes other arguments
+        except Exception:  # of a user's policy that takes other arguments
             continue
         if case and type(case).__name__ != "RecomputeType":
             return True
@@ -201,17 +204,17 @@ def saves_name(policy: Any, name: str) -> bool:
 
 _NOBODYS_NAME = "lowtide: a name that nobody gives"
 _MANY = 1000
-"""A container of more texts than this is no list of names."""
+"""A container with more entries than this is not a list of names."""
 
 
 def _texts(policy: Any) -> set[str]:
-    """Return the texts that a policy holds, and that functions and policies in it hold."""
+    """Return the texts that a policy holds, also inside of functions and policies that it holds."""
     texts, seen, border = set[str](), dict[int, Any](), [policy]
     while border:
         value = border.pop()
         if id(value) in seen or isinstance(value, (type, types.ModuleType)):
             continue
-        seen[id(value)] = value  # alive, so that no other gets its number
+        seen[id(value)] = value  # kept alive, so that no other object gets its id
         if isinstance(value, str):
             texts.add(value)
         elif isinstance(value, (set, frozenset, list, tuple, Mapping)):
@@ -222,7 +225,7 @@ def _texts(policy: Any) -> set[str]:
 
 
 def _held(value: Any) -> Iterator[Any]:
-    """Return what a function, a method, a partial function or an object that can be called holds."""
+    """Yield the values that a function, method, partial function or callable object holds."""
     yield from vars(value).values() if hasattr(value, "__dict__") else ()
     yield from (getattr(value, name, None) for name in getattr(type(value), "__slots__", ()))
     if isinstance(value, functools.partial):
@@ -232,5 +235,5 @@ def _held(value: Any) -> Iterator[Any]:
     if isinstance(value, types.FunctionType):
         yield from (value.__defaults__, *(value.__kwdefaults__ or {}).values(), value.__code__.co_consts)
         for cell in value.__closure__ or ():
-            with contextlib.suppress(ValueError):  # not filled yet
+            with contextlib.suppress(ValueError):  # an empty cell
                 yield cell.cell_contents

@@ -1,4 +1,4 @@
-"""Losses that do not materialise what they do not have to."""
+"""Losses that avoid large intermediate arrays, such as the logits of all tokens."""
 
 from ._cross_entropy import chunked_cross_entropy as chunked_cross_entropy
 

@@ -1,16 +1,16 @@
 """Cross-entropy of a language-model head that never holds logits of shape [tokens, vocabulary].
 
-The sequence is cut into chunks; each chunk's logits live only while its loss is taken. The gradient is formed in the
-forward pass, chunk by chunk, as in Liger Kernel (arXiv:2410.10989): the logits are then not computed twice, and what
-waits for the backward pass is d loss / d h, of the size of h, instead of h itself.
+The sequence is cut into chunks, and a chunk's logits live only while its loss is computed. The gradient is computed in
+the forward pass, chunk by chunk, as in Liger Kernel (arXiv:2410.10989). So logits are not computed twice. The residual
+for the backward pass is d loss / d h, of the size of h, instead of h itself.
 
-Chunks are cut along the sequence axis only, so a batch axis that is sharded over devices stays sharded. Devices that
-divide that axis, too, along ``context``, cut chunks of their own.
+Chunks are cut along the sequence axis only, so a batch axis that is sharded over devices stays sharded. If the sequence
+axis is sharded, too, along ``context``, each device cuts its own part into chunks.
 
 Shapes: B batch axes, T sequence, C chunk of the sequence, D model, V vocabulary.
 
-Deviations and limits: reverse mode only (also of gradients, but no `jax.jvp` or `jax.hessian`); the mean is over all
-tokens that are not ignored.
+Deviations and limits: reverse mode only. Gradients of gradients work, `jax.jvp` and `jax.hessian` do not. The mean is
+over all tokens that are not ignored.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ from ..core import (
 
 _Carry = Any
 
-# Logits of a chunk in float32; fewer tokens would leave a chip waiting for the head, more would gain nothing.
+# Float32 logits of a chunk. With fewer tokens a chip would wait while it reads the head, more would gain nothing.
 _LOGIT_BYTES = 2**28
 _LEAST_CHUNK, _MOST_CHUNK = 512, 1024
 _MOST_INDEX = 2**31 - 1
 
 
 class _Options(NamedTuple):
-    """What is the same for all chunks."""
+    """Settings that all chunks share."""
 
     chunk: int
     ignore_index: int
@@ -68,33 +68,34 @@ def chunked_cross_entropy(
     soft_cap: float | None = None,
     z_loss: float = 0.0,
 ) -> Float[Array, ""]:
-    """Softmax cross-entropy of ``h @ head.T`` with integer labels, in chunks.
+    """Compute softmax cross-entropy of ``h @ head.T`` with integer labels, in chunks.
 
     Args:
         h: activations that enter the head, shape [..., T, D], any floating dtype.
-        head: the head, shape [V, D] (an embedding serves as it is), or a `LinearWeight` in its place.
-        labels: the class of each position, shape [..., T]. A label outside [0, V) other than `ignore_index` gives
-            NaN, also in the gradients.
+        head: the head, shape [V, D] (an embedding can be passed unchanged), or a `LinearWeight` in its place.
+        labels: the class of each position, shape [..., T]. A label outside [0, V) other than `ignore_index` gives NaN,
+            also in the gradients.
         ignore_index: the label of positions that count neither in the loss nor in the mean.
-        chunk_size: how many tokens (over all batch axes) have logits at the same time; at least one position of
-            every sequence. None: 1024, and 512 where those have more than 256 MiB of logits.
+        chunk_size: number of tokens (over all batch axes) that have logits at the same time; at least one position of
+            every sequence. None means 1024, or 512 if 1024 tokens have more than 256 MiB of logits.
         reduction: ``"mean"`` over the positions that are not ignored (0 when all are), or ``"sum"``.
-        soft_cap: logits are squashed into this range, ``soft_cap * tanh(logits / soft_cap)``; None leaves them.
-        z_loss: what the square of each position's log-partition, ``logsumexp(logits)``, is multiplied by and added
-            with; 1e-4 is common, which keeps logits from drifting.
+        soft_cap: logits become ``soft_cap * tanh(logits / soft_cap)``; None leaves them unchanged.
+        z_loss: factor of the square of each position's log-partition, ``logsumexp(logits)``, which is added to the loss
+            to keep logits from drifting; 1e-4 is common.
 
     Returns:
-        The loss, a float32 scalar. Logits are formed and reduced in float32. Derivatives are of reverse mode: JAX
+        The loss, a float32 scalar. Logits are computed and reduced in float32. Only reverse-mode derivatives exist: JAX
         refuses `jax.jvp`, `jax.linearize` and `jax.hessian` of it.
 
     Raises:
         StructureError: when shapes or dtypes do not fit.
-        ConfigError: for an unknown reduction, a chunk size below 1, a `soft_cap` or a `z_loss` that is none.
+        ConfigError: for an unknown reduction; a chunk size below 1; an `ignore_index` that is not a 32-bit integer; a
+            `soft_cap` that is not a positive number; or a `z_loss` that is not a number of at least 0.
 
     Memory:
-        Logits of one chunk in float32 (``chunk_size * V * 4`` bytes, a small multiple of it in the gradient) instead
-        of all; under differentiation one array of the size of `h` waits for the backward pass, and one float32 array
-        of the size of `head` if the head trains. A frozen head gets no cotangent.
+        Float32 logits of one chunk instead of all (``chunk_size * V * 4`` bytes, a small multiple of it in the
+        gradient). Under differentiation one array of the size of `h` is kept for the backward pass. If the head trains,
+        one float32 array of its size is kept, too. A frozen head gets no cotangent.
 
     Examples:
         >>> h, head = jnp.ones((2, 8, 4)), jnp.zeros((10, 4))
@@ -112,6 +113,7 @@ def chunked_cross_entropy(
         chunk_size = _MOST_CHUNK if 4 * _MOST_CHUNK * _vocabulary(h, head) <= _LOGIT_BYTES else _LEAST_CHUNK
     num_sequences = max(1, labels.size // labels.shape[-1])
     parts = token_parts(labels.shape[-1], (h, labels))
+    # `chunk_size` counts tokens of all sequences and devices, `chunk` positions of one device's part of a sequence.
     chunk = min(labels.shape[-1] // parts, max(1, chunk_size // (num_sequences * parts)))
     if isinstance(head, RunningGradient):
         chunk = max(1, chunk // 2)  # its backward pass holds a chunk's logits twice
@@ -143,7 +145,7 @@ def _sum_cross_entropy(static: tuple[Any, _Options], h: Array, leaves: tuple[Arr
 
 
 def _forward(static: tuple[Any, _Options], h: Any, leaves: tuple[Any, ...], labels: Any) -> tuple[Array, Any]:
-    """Compute the sum, and its gradients for inputs that are being differentiated, scaled later by the cotangent."""
+    """Compute the sum, and gradients of the differentiated inputs, which the backward pass scales by the cotangent."""
     treedef, options = static
     wants_h, trained = h.perturbed, tuple(leaf.value if leaf.perturbed else None for leaf in leaves)
     h, leaves, labels = h.value, tuple(leaf.value for leaf in leaves), labels.value
@@ -171,6 +173,7 @@ def _forward(static: tuple[Any, _Options], h: Any, leaves: tuple[Any, ...], labe
         zeros,
     )
     total, dh, dleaves = _over_chunks(labels.shape[-1], options.chunk, body, carry)
+    # Empty arrays carry the dtypes of the trained leaves to the backward pass.
     return total, (dh, dleaves, jax.tree.map(lambda leaf: jnp.zeros_like(leaf, shape=(0,)), trained))
 
 
@@ -178,7 +181,7 @@ def _backward(static: tuple[Any, _Options], residuals: Any, cotangent: Any) -> t
     dh, dleaves, dtypes = residuals
     if isinstance(cotangent, jax.custom_derivatives.SymbolicZero):
         cotangent = jnp.float32(0)
-    # The cotangent of a mean, 1 / tokens, would lose digits in the dtype of h.
+    # The cotangent of a mean is 1 / tokens, which would lose digits in the dtype of h.
     dh = None if dh is None else (dh.astype(jnp.float32) * cotangent).astype(dh.dtype)
     scaled = jax.tree.map(lambda g, like: (g * cotangent.astype(g.dtype)).astype(like.dtype), dleaves, dtypes)
     return dh, scaled, None
@@ -189,7 +192,10 @@ _sum_cross_entropy.defvjp(_forward, _backward, symbolic_zeros=True)
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _running_cross_entropy(options: _Options, h: Array, head: RunningGradient, labels: Array) -> Array:
-    """Compute the sum for a `RunningGradient` head: its gradient starts from `total`, and waits for the scale."""
+    """Compute the sum for a `RunningGradient` head.
+
+    Its gradient starts from `total`, so the backward pass computes it, when the cotangent is known.
+    """
     return _sum_of_chunks(options, h, head.weight, labels)
 
 
@@ -236,9 +242,9 @@ def _chunk_loss(options: _Options, h_BCD: Array, head: Any, labels_BC: Array) ->
     if options.soft_cap is not None:
         logits_BCV = options.soft_cap * jnp.tanh(logits_BCV / options.soft_cap)
     keep_BC = labels_BC != options.ignore_index
-    if labels_BC.dtype.itemsize < 4:  # which may not count all classes
+    if labels_BC.dtype.itemsize < 4:  # too narrow, perhaps, for the indices of all classes
         labels_BC = labels_BC.astype(jnp.int32)
-    # Not looked up: the gradient of that is scattered into an array of the logits' size, in float32.
+    # Not a lookup, whose gradient would be scattered into a float32 array of the logits' size.
     vocabulary = logits_BCV.shape[-1]
     is_gold_BCV = (
         jax.lax.broadcasted_iota(labels_BC.dtype, logits_BCV.shape, logits_BCV.ndim - 1) == labels_BC[..., None]
@@ -248,14 +254,14 @@ def _chunk_loss(options: _Options, h_BCD: Array, head: Any, labels_BC: Array) ->
     loss_BC = partition_BC - gold_BC
     if options.z_loss:
         loss_BC = loss_BC + options.z_loss * jnp.square(partition_BC)
-    # Multiplied, so that gradients are NaN as well.
+    # Multiplied, not selected, so that gradients are NaN as well.
     is_class_BC = (labels_BC >= 0) & (labels_BC < vocabulary)
     return jnp.sum(jnp.where(keep_BC, loss_BC, 0.0) * jnp.where(keep_BC & ~is_class_BC, jnp.nan, 1.0))
 
 
 @jax.custom_vjp
 def _logits(h_BCD: Array, head_VD: Array) -> Array:
-    """Multiply to float32."""
+    """Multiply with a float32 result."""
     contract = (((h_BCD.ndim - 1,), (1,)), ((), ()))
     return jax.lax.dot_general(h_BCD, head_VD, contract, preferred_element_type=jnp.float32)
 
@@ -269,12 +275,12 @@ def _logits_backward(residuals: Any, d_BCV: Any) -> tuple[Array | None, Array | 
     h_BCD, head_VD, wants_h, wants_head = residuals
     if isinstance(d_BCV, jax.custom_derivatives.SymbolicZero):
         return None, None
-    if h_BCD.dtype != jnp.float16:  # whose range these gradients leave
+    if h_BCD.dtype != jnp.float16:  # its range is too small for these gradients
         d_BCV = d_BCV.astype(h_BCD.dtype)
     rows = tuple(range(h_BCD.ndim - 1))
 
     def product(a: Array, b: Array, contract: Any, like: Array) -> Array:
-        place = jax.typeof(like).sharding  # a part of the type on a mesh with explicit axes
+        place = jax.typeof(like).sharding  # part of the type on a mesh with explicit axes
         return jax.lax.dot_general(
             a,
             b,
@@ -291,7 +297,7 @@ _logits.defvjp(_logits_forward, _logits_backward, symbolic_zeros=True)
 
 
 def _over_chunks(length: int, chunk: int, body: Callable[[Any, int, _Carry], _Carry], carry: _Carry) -> _Carry:
-    """Run body(start, size, carry) over all full chunks in a loop, then over the shorter rest, if there is one."""
+    """Run body(start, size, carry) over all full chunks in a loop, then over the shorter last chunk, if any."""
     full = length // chunk
     carry = jax.lax.fori_loop(0, full, lambda i, c: body(i * chunk, chunk, c), carry)
     return body(full * chunk, length - full * chunk, carry) if length % chunk else carry

@@ -1,4 +1,4 @@
-"""Kernels that materialise little, chosen by the target that a program is traced for."""
+"""Attention and maps over tokens with small intermediate arrays, implemented for the target of the traced program."""
 
 from ._attention import attend as attend
 from ._attention import attention as attention

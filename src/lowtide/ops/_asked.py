@@ -1,4 +1,4 @@
-"""What attention is asked for: refused by name where arrays, masks or scores do not fit each other.
+"""Checks of attention's arguments: errors that name the array, mask or score that does not fit.
 
 Shapes: B batch, T queries, S keys, N query heads, K key/value heads, H head.
 """
@@ -25,10 +25,10 @@ _FROM_A_CACHE = (
 
 
 def check(q: Array, k: Array, v: Array, sight: Sight, scores: Scores) -> None:
-    """Raise where attention cannot be computed of these, whoever computes it.
+    """Raise if no implementation can compute attention of these arguments.
 
     Raises:
-        ConfigError: for what does not fit.
+        ConfigError: for arguments that do not fit.
     """
     check_arrays(q, k, v)
     _check_sight(q, k, sight)
@@ -36,10 +36,10 @@ def check(q: Array, k: Array, v: Array, sight: Sight, scores: Scores) -> None:
 
 
 def check_arrays(q: Any, k: Any, v: Any) -> None:
-    """Raise where queries, keys and values do not fit.
+    """Raise if queries, keys and values do not fit each other.
 
     Raises:
-        ConfigError: for what does not fit.
+        ConfigError: for arrays that do not fit.
     """
     got = ", ".join(map(_told, (q, k, v)))
     shapes: list[Any] = [tuple(getattr(each, "shape", ())) for each in (q, k, v)]
@@ -68,10 +68,10 @@ def check_arrays(q: Any, k: Any, v: Any) -> None:
 
 
 def check_causal(causal: Any, window: Any, num_queries: int, num_keys: int) -> None:
-    """Raise where what `attention` is told of a mask does not fit: it begins with the first key.
+    """Raise if the mask arguments of `attention` do not fit; its first query is at the first key.
 
     Raises:
-        ConfigError: for what does not fit.
+        ConfigError: for arguments that do not fit.
     """
     if not isinstance(causal, bool | np.bool_):
         raise ConfigError(
@@ -100,10 +100,10 @@ def check_causal(causal: Any, window: Any, num_queries: int, num_keys: int) -> N
 
 
 def check_scale(scale: Any) -> None:
-    """Raise where the scale is no number, of Python, NumPy or a program, which may learn it.
+    """Raise if the scale is not a number of Python or NumPy, or a traced number (which may be learned).
 
     Raises:
-        ConfigError: for what is none.
+        ConfigError: for any other scale.
     """
     is_array = isinstance(scale, jax.Array | np.ndarray)
     if not (scale.shape == () if is_array else _is_number(scale)):
@@ -128,7 +128,7 @@ def check_scale(scale: Any) -> None:
 
 
 def segments_of(segment_ids: Any) -> Any:
-    """Return the segments of queries and of keys, of one array for both or of two."""
+    """Return the segments of queries and of keys, from one array for both or from two."""
     if segment_ids is None or isinstance(segment_ids, tuple):
         return segment_ids
     return segment_ids, segment_ids
@@ -190,7 +190,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _is_place(value: Any, least: int) -> bool:
-    """Whether it is an integer of at least so much, one that a program computes, or a size that is not known yet."""
+    """Return whether a value is an integer of at least `least`, a traced integer, or a symbolic dimension."""
     if hasattr(value, "shape") and hasattr(value, "dtype"):
         is_integer = value.shape == () and jnp.issubdtype(value.dtype, jnp.integer)
         return is_integer and (isinstance(value, jax.Array) or int(value) >= least)
@@ -198,7 +198,7 @@ def _is_place(value: Any, least: int) -> bool:
 
 
 def _told(value: Any) -> str:
-    """Write an array by its type, all else as it is."""
+    """Format an array by its dtype and shape, and any other value by its repr."""
     if hasattr(value, "shape") and hasattr(value, "dtype"):
         return f"{value.dtype}{list(value.shape)}"
     return f"{type(value).__name__} {value!r}" if isinstance(value, list | tuple | dict) else repr(value)

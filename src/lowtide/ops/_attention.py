@@ -1,12 +1,12 @@
-"""Attention: who computes it is chosen by the device that the program is traced for.
+"""Attention with an implementation selected for the device that the program is traced for.
 
-cuDNN's fused kernel on a GPU in half precision, by `jax.nn.dot_product_attention`, without a soft cap or sinks; JAX's
-splash attention on a TPU (`_splash`); elsewhere blocks of XLA's operations (`_blocks`).
+On a GPU in half precision it is cuDNN's fused kernel through `jax.nn.dot_product_attention`, without a soft cap or
+sinks. On a TPU it is JAX's splash attention (`_splash`). Elsewhere it is blocks of XLA's operations (`_blocks`).
 
 Shapes: B batch, T queries, S keys, N query heads, K key/value heads, H head.
 
-Known limits: segments, and windows that differ between layers, are a mask to cuDNN, which takes it as a bias
-[B, 1, T, T]. cuDNN's residuals have no names. Windows that differ between layers are left to blocks on a TPU.
+Known limits: cuDNN takes segments, and windows that differ between layers, as a mask, which becomes a bias
+[B, 1, T, T]. cuDNN's residuals have no names. On a TPU, blocks compute windows that differ between layers.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from ._sight import Implementation, Scores, Sight
 from ._splash import LEAST_TOKENS, attend_with_splash, refusal
 
 _HALF = (jnp.bfloat16, jnp.float16)
-# Fewer queries have few scores.
+# Fewer queries have few scores, which are computed all at once.
 _LEAST_IN_BLOCKS = 64
 # cuDNN takes documents as a mask of [T, T], and computes all of it: at 32,768 tokens its step was slower than blocks.
 _LEAST_MASK_IN_BLOCKS = 16384
@@ -52,50 +52,52 @@ def attention(
     scale: float | None = None,
     implementation: Implementation | None = None,
 ) -> Float[Array, "B T N H"]:
-    """Attend with the kernel that the target has.
+    """Compute attention with the implementation selected for the target device.
 
-    Query heads in groups of N / K share a head of keys and values, which is not repeated.
+    N / K query heads share one head of keys and values, which is not repeated.
 
-    On a mesh with an axis ``context``, of a trainer or `jax.set_mesh`, tokens are divided along it: each device gets
-    all tokens of a part of the heads, and gives its results back. Inside of a `jax.shard_map` over that axis nothing is
-    sent.
+    On a mesh with an axis ``context``, of a trainer or `jax.set_mesh`, tokens are sharded along it. Each device gets
+    all tokens of a part of the heads, and returns its results to the sharding by tokens. Inside of a `jax.shard_map`
+    over that axis there is no communication.
 
-    What a query sees follows from causal masks, windows and segments: there is no mask and no bias of [T, S] (as of
-    ALiBi), which kernels would read from memory; `jax.nn.dot_product_attention` takes them.
+    Causality, windows and segments define the mask. There is no mask or bias array of [T, S] (as for ALiBi), which
+    kernels would read from memory; `jax.nn.dot_product_attention` takes such arrays.
 
     Args:
         q: queries.
         k: keys.
         v: values.
-        causal: whether a query sees no key after it; then T is S. Queries of a decoder with a cache: `attend`.
-        segment_ids: documents of a packed row: a query sees keys of its own number alone. Of queries and keys, or one
-            array for both where T is S; [1, T] where all rows share them.
-        window: how many keys a causal query sees, itself included; None: all before it.
-        soft_cap: squashes scores into this range with tanh, before anything is masked.
-        sinks: for each query head a score of a key without a value.
-        scale: what scores are multiplied by; None: ``H ** -0.5``.
-        implementation: who computes it: ``"cudnn"``'s kernel or ``"splash"``, JAX's for TPUs; ``"blocks"`` of XLA's
-            operations; ``"xla"`` with all scores at once, which alone has derivatives of forward mode (`jax.jvp`,
-            `jax.linearize`, `jax.hessian`): of the others JAX refuses them. None: on a
-            GPU cuDNN's where it can, of rows of 16,384 tokens and more not with segments, which it takes as a mask; on
-            a TPU splash where it can, of rows of 1,024 tokens and more; else blocks, and of fewer than 64 queries all
-            scores. Of several TPUs each has the kernel where a mesh is known that divides rows and heads, of the
-            trainer, `jax.set_mesh` or `jax.shard_map` (``check_vma=False``); else they divide blocks.
+        causal: whether a query sees no key after it; T then has to equal S. Queries of a decoder with a cache need
+            `attend`.
+        segment_ids: document numbers of a packed row: a query sees only keys with its own number. Either two arrays for
+            queries and keys, or one array for both if T is S; [1, T] if all rows share them.
+        window: number of keys that a causal query sees, its own included; None means all before it.
+        soft_cap: soft cap: scores become ``soft_cap * tanh(scores / soft_cap)`` before masking.
+        sinks: for each query head the score of a sink, a key without a value.
+        scale: factor of the scores; None means ``H ** -0.5``.
+        implementation: ``"cudnn"`` or ``"splash"`` (JAX's kernel for TPUs); ``"blocks"`` of XLA's operations; or
+            ``"xla"`` with all scores at once. Only ``"xla"`` has forward-mode derivatives (`jax.jvp`, `jax.linearize`,
+            `jax.hessian`); JAX refuses them for the others. None selects one. On a GPU it is cuDNN's kernel where that
+            can compute this. Rows of 16,384 tokens and more with segments are left to blocks, since cuDNN takes
+            segments as a mask. On a TPU it is splash where that can compute this, in rows of 1,024 tokens and more.
+            Else it is blocks, or all scores for fewer than 64 queries. In a program for several TPUs each one runs the
+            kernel if a mesh is known that shards rows and heads: that of a trainer, of `jax.set_mesh` or of
+            `jax.shard_map` (``check_vma=False``). Else they share blocks.
 
     Returns:
-        The values by their shares, in the dtype of `q`. A query that sees nothing gets finite numbers, and gradients
-        that are finite: its row is padding, whose result nobody reads.
+        Attention output, same shape and dtype as `q`. A query that sees nothing gets finite numbers and finite
+        gradients: its row is padding, and nothing reads its result.
 
     Raises:
-        ConfigError: for shapes or dtypes that do not fit, a window below 1, a kernel that cannot compute this here, or
-            an axis ``context`` that does not divide tokens or query heads.
+        ConfigError: for shapes or dtypes that do not fit; a window below 1; an implementation that cannot compute this
+            here; or an axis ``context`` that does not divide tokens or query heads.
 
     Memory:
-        cuDNN: [B, N, T] of the forward pass; with segments a mask [B, 1, T, T]. Blocks: scores of one block of queries
-        and keys in float32, 64 MiB of them on a device (8 on a CPU) unless blocks of 128 have more; for the backward
-        pass `q`, `k`, `v`, the result and [B, N, T], of which the last two have the names ``attn_out`` and
-        ``attn_lse``; in it gradients of keys and values in float32. Splash: as blocks without any scores; copies of
-        some heads of one row, 8 MiB of queries and more where T is long.
+        cuDNN: [B, N, T] of the forward pass; with segments a mask [B, 1, T, T]. Blocks: float32 scores of one block of
+            queries and keys, at most 64 MiB on a device (8 MiB on a CPU) unless blocks of 128 have more. For the
+            backward pass they keep `q`, `k`, `v`, the result and [B, N, T]. The last two have the names ``attn_out``
+            and ``attn_lse``. The backward pass has float32 gradients of keys and values. Splash: as blocks without any
+            scores; copies of some heads of one row, 8 MiB of queries and more where T is long.
 
     Examples:
         >>> q = jnp.ones((1, 4, 2, 8))
@@ -116,21 +118,21 @@ def attention(
 def attend(
     q: Array, k: Array, v: Array, sight: Sight, scores: Scores, implementation: Implementation | None = None
 ) -> Array:
-    """Attend as `attention` does, with windows, and a first query, that are known when the program runs.
+    """Compute attention like `attention`, with windows and a first query that may be known only at run time.
 
     Args:
-        q: queries [B, T, N, H]; of a decoder with a cache, of the tokens that are new.
+        q: queries [B, T, N, H]; in a decoder with a cache, those of the new tokens.
         k: keys [B, S, K, H].
         v: values [B, S, K, H].
-        sight: which keys a query sees. A window, and where the first query is among the keys, may be computed by the
-            program, integers without axes, the same for all rows; `jax.vmap` over rows where they differ. A window of
-            what is not causal leaves out keys that are too far before.
-        scores: what becomes of scores.
+        sight: which keys a query sees. The window, and the index of the first query among the keys, may be traced
+            integers without axes, the same for all rows; use `jax.vmap` over rows if they differ. Without causality a
+            window only excludes keys that are too far before a query.
+        scores: how scores are computed.
         implementation: as in `attention`.
 
     Raises:
-        ConfigError: as `attention` does. What a program computes is not checked: with a window of 0 a query sees
-            nothing.
+        ConfigError: as `attention` does. Values that the program computes are not checked: with a window of 0 a query
+            sees nothing.
 
     Examples:
         >>> q, cached = jnp.ones((1, 2, 4, 8)), jnp.ones((1, 16, 4, 8))
@@ -140,7 +142,7 @@ def attend(
     check(q, k, v, sight, scores)
     scale: Any = scores.scale
     soft_cap = None if scores.soft_cap is None else float(scores.soft_cap)
-    if isinstance(scale, jax.Array):  # it may be traced, or learned
+    if isinstance(scale, jax.Array):  # it may be traced or learned, so it goes into the queries
         q, scale = (q.astype(wide_of(q.dtype)) * scale).astype(q.dtype), 1.0
     scores = dataclasses.replace(scores, scale=float(scale), soft_cap=soft_cap)
     sight = dataclasses.replace(
@@ -173,12 +175,12 @@ def attend(
 
 
 def _static(value: Any) -> Any:
-    """Make an integer of NumPy's one of Python."""
+    """Convert an integer of NumPy to one of Python."""
     return int(value) if isinstance(value, np.ndarray | np.integer) else value
 
 
 def _of_all_rows(rows: int, sight: Sight) -> tuple[Array, Array] | None:
-    """Return the segments of each row, where all share those of one."""
+    """Return the segments of each row, broadcast if all rows share those of one."""
     if sight.segments is None or rows == 1 or all(each.shape[0] == rows for each in sight.segments):
         return sight.segments
     queries, keys = (jnp.broadcast_to(each, (rows, each.shape[1])) for each in sight.segments)
@@ -207,18 +209,18 @@ def attention_implementation(
     num_tokens: int | None = None,
     sight: Sight | None = None,
 ) -> Implementation:
-    """Return what computes attention on the device that a program is traced for.
+    """Return the implementation of attention on the device that a program is traced for.
 
     Args:
-        dtype: of queries.
+        dtype: dtype of the queries.
         head_dim: H.
         soft_cap: as in `attention`.
-        has_sinks: whether there are any.
-        num_tokens: T; None: as many as a kernel wants.
-        sight: which keys a query sees; None: those before it and itself.
+        has_sinks: whether there are sinks.
+        num_tokens: T; None means enough for a kernel.
+        sight: which keys a query sees; None means its own and those before it.
 
     Returns:
-        Its name. Among several devices blocks take the place of the kernel for TPUs where no mesh is known.
+        Its name. In a program for several devices, blocks replace the kernel for TPUs if no mesh is known.
 
     Examples:
         >>> attention_implementation(jnp.float32, 64)
@@ -230,7 +232,7 @@ def attention_implementation(
 
 
 def _best(q: Array, k: Array, sight: Sight, scores: Scores) -> Implementation:
-    """Return the kernel that the target has, where it can compute this."""
+    """Return the target's kernel if it can compute this, else blocks or all scores."""
     is_masked = not sight.is_static and q.shape[1] >= _LEAST_MASK_IN_BLOCKS
     if not is_masked and not _not_by_cudnn(q.dtype, q.shape[-1], scores):
         return "cudnn"
@@ -241,7 +243,7 @@ def _best(q: Array, k: Array, sight: Sight, scores: Scores) -> Implementation:
 
 
 def _not_by_splash(q: Array, k: Array, sight: Sight, scores: Scores) -> str:
-    """Return why not the kernel for TPUs."""
+    """Return why the kernel for TPUs cannot compute this; empty if it can."""
     device = traced_device()
     if device.platform != "tpu":
         return f"a device of kind {getattr(device, 'device_kind', device.platform)}"
@@ -249,7 +251,7 @@ def _not_by_splash(q: Array, k: Array, sight: Sight, scores: Scores) -> str:
 
 
 def _not_by_cudnn(dtype: Any, head_dim: int, scores: Scores) -> str:
-    """Return why not cuDNN's kernel."""
+    """Return why cuDNN's kernel cannot compute this; empty if it can."""
     device = traced_device()
     capability = re.fullmatch(r"(\d+)\.\d+", str(getattr(device, "compute_capability", "")))
     if not scores.is_plain:
@@ -260,6 +262,6 @@ def _not_by_cudnn(dtype: Any, head_dim: int, scores: Scores) -> str:
         return f"{dtype}"
     if head_dim > 128 or head_dim % 8:
         return f"heads of {head_dim}"
-    # A GPU that is not here, compiled for without the library: blocks of XLA's operations stand in, and a report counts
-    # their bytes.
+    # A program for an absent GPU may be compiled without the library. Blocks of XLA's operations then replace the
+    # kernel, and a report counts their bytes.
     return "" if has_cudnn() else "no cuDNN in this process"

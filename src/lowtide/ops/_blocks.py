@@ -1,18 +1,20 @@
-"""Attention over blocks of queries and keys by XLA's operations: exact, on every target, in memory that is flat.
+"""Attention over blocks of queries and keys with XLA's operations: exact, on every target, in constant memory.
 
-No more than one block of scores exists at a time, forward and backward, and blocks that no query sees are not in the
-program: above the diagonal, outside of a window. What only the running program knows (documents of packed rows, windows
-that differ between layers, a first query) is looked at before the loop, and a block that nobody sees is passed by.
+At most one block of scores exists at a time, forward and backward. Blocks that no query sees, above the diagonal or
+outside of a window, are not in the program. Masks that only the running program knows (documents of packed rows,
+windows that differ between layers, a first query) are evaluated before the loop, and it skips blocks that no query
+sees.
 
-For the backward pass remain queries, keys, values, the result and of each row the logarithm of its sum of exponentials;
-the last two are named ``attn_out`` and ``attn_lse`` for policies of `jax.checkpoint`. Where blocks do not divide a row,
-the last one begins earlier, and rows that it shares with the one before are written again by that, which comes later.
+The residuals are queries, keys, values, the result and the logarithm of each row's sum of exponentials. The last two
+are named ``attn_out`` and ``attn_lse`` for policies of `jax.checkpoint`. If blocks do not divide a row, the last one
+begins earlier. Blocks are visited from the last to the first, so the block before it overwrites the rows that both
+have.
 
 Shapes: B batch, T queries, S keys, C rows and D columns of a block, N query heads, K key/value heads, G = N / K,
 M = G C, H head, W = N H, X = K H.
 
-Deviations and limits: a loop for each block is slower than a kernel that keeps scores on the chip. Forward-mode
-derivatives do not pass (`jax.custom_vjp`); derivatives of gradients do.
+Deviations and limits: a loop over blocks is slower than a kernel that keeps scores on the chip. There are no
+forward-mode derivatives (`jax.custom_vjp`); derivatives of gradients work.
 
 Sources: Rabe and Staats, "Self-attention Does Not Need O(n^2) Memory" (arXiv:2112.05682); Dao, "FlashAttention-2"
 (arXiv:2307.08691), for the backward pass.
@@ -36,15 +38,15 @@ from ._divided import divided_sizes, wide_of
 from ._pairs import LEAST_ROWS, Block, Kind, Seen, blocks_of, mask_of, pairs_of
 from ._sight import Scores, Sight
 
-# One block of scores in float32 on one device: what a GPU's or a TPU's products need to be busy, and what a CPU's cache
-# nearly holds.
+# Bytes of one float32 block of scores on one device: what keeps a GPU's or a TPU's matrix units busy, and what a CPU's
+# cache nearly holds.
 _SCORE_BYTES = {"cpu": 2**23}
 _MOST_SCORE_BYTES = 2**26
 _MOST_ROWS = 1024
 
 
 class _Carry(NamedTuple):
-    """Of a block of queries, over the blocks of keys so far."""
+    """State of a block of queries over the blocks of keys so far."""
 
     highest_BKM: Array
     total_BKM: Array
@@ -52,7 +54,7 @@ class _Carry(NamedTuple):
 
 
 def attend_in_blocks(q_BTNH: Array, k_BSKH: Array, v_BSKH: Array, sight: Sight, scores: Scores) -> Array:
-    """Attend; shapes [B, T, N, H], [B, S, K, H] twice, to [B, T, N, H]."""
+    """Compute attention; shapes [B, T, N, H], [B, S, K, H] twice, to [B, T, N, H]."""
     window, start = sight.window, sight.start
     of_queries, of_keys = sight.segments or (None, None)
     seen = Seen(
@@ -68,10 +70,10 @@ def attend_in_blocks(q_BTNH: Array, k_BSKH: Array, v_BSKH: Array, sight: Sight, 
 
 
 def block_size(shape: Sequence[int], num_keys: int) -> int:
-    """Return how many rows and columns a block of scores has at most.
+    """Return the most rows and columns of a block of scores.
 
     Args:
-        shape: of the queries, [B, T, N, H], over all devices.
+        shape: shape of the queries, [B, T, N, H], over all devices.
         num_keys: S.
     """
     batch, length, heads, _ = shape
@@ -84,12 +86,12 @@ def block_size(shape: Sequence[int], num_keys: int) -> int:
 
 
 def flat(x_BTNH: Array) -> Array:
-    """Heads beside each other, [B, T, W], as products write and read them: other forms would be stored anew."""
+    """Merge heads and their width, [B, T, W], the layout that products read and write; others would be copied."""
     return x_BTNH.reshape(*x_BTNH.shape[:2], -1)
 
 
 def _rows(x_BTW: Array, start: Array, size: int, num_groups: int, dim: int) -> Array:
-    """Cut a block of queries, [B, K, M, H]: those that share keys are rows of one product, heads come before rows."""
+    """Cut a block of queries, [B, K, M, H]; heads come before rows, so queries that share keys are one product."""
     x_BCW = jax.lax.dynamic_slice_in_dim(x_BTW, start, size, axis=1)
     x_BKGCH = x_BCW.reshape(x_BCW.shape[0], size, num_groups, -1, dim).transpose(0, 2, 3, 1, 4)
     return x_BKGCH.reshape(x_BCW.shape[0], num_groups, -1, dim)
@@ -108,27 +110,27 @@ def _columns(x_BSX: Array, start: Array, size: int, num_groups: int) -> Array:
 
 
 def _of_rows(x_BNT: Array, start: Array, size: int, num_groups: int) -> Array:
-    """Cut a block of a number for each row, [B, K, M]."""
+    """Cut a block of an array with one number per row, [B, K, M]."""
     x_BNC = jax.lax.dynamic_slice_in_dim(x_BNT, start, size, axis=2)
     return x_BNC.reshape(x_BNC.shape[0], num_groups, -1)
 
 
 def _products(kind: Kind, q_BKMH: Array, k_BKDH: Array) -> Array:
-    """Scores as they enter the softmax, [B, K, M, D]."""
+    """Return the scores that enter the softmax, [B, K, M, D]."""
     wide = wide_of(q_BKMH.dtype)
     s_BKMD = jnp.einsum("bkmh,bkdh->bkmd", q_BKMH, k_BKDH, preferred_element_type=wide) * kind.scale
     return s_BKMD if kind.soft_cap is None else kind.soft_cap * jnp.tanh(s_BKMD / kind.soft_cap)
 
 
 def _over(mask: Array, s_BKMD: Array, fill: float) -> Array:
-    """Put a number where nothing is seen."""
+    """Fill the scores of keys that a query does not see."""
     batch, groups, _, columns = s_BKMD.shape
     s_BKGCD = s_BKMD.reshape(batch, groups, -1, mask.shape[-2], columns)
     return jnp.where(mask, s_BKGCD, jnp.asarray(fill, s_BKMD.dtype)).reshape(s_BKMD.shape)
 
 
 def _when(needed: Array | None, compute: Callable[[Any], Any], carry: Any) -> Any:
-    """Compute, or leave what is carried as it is."""
+    """Compute if needed, else return the carry unchanged."""
     return compute(carry) if needed is None else jax.lax.cond(needed, compute, lambda carry: carry, carry)
 
 
@@ -157,7 +159,7 @@ def _results(kind: Kind, q: Array, k: Array, v: Array, sinks: Array | None, seen
 
 
 def places(q_BTNH: Array) -> tuple[Any, Any]:
-    """Return how the results of `forward` are divided where queries are on a mesh with explicit axes."""
+    """Return the shardings of the results of `forward` if queries are on a mesh with explicit axes."""
     place = kept(q_BTNH)
     batch, length, heads, _ = place.spec
     return place, jax.NamedSharding(place.mesh, P(batch, heads, length))
@@ -187,6 +189,7 @@ def forward(
 
     def body(state: Any, at: Block) -> Any:
         carry, out_BTW, lse_BNT = state
+        # The first pair of a block of queries starts from an empty state.
         carry = jax.tree.map(lambda new, old: jnp.where(at.is_first, new, old), empty, carry)
 
         def add(carry: _Carry) -> _Carry:
@@ -196,6 +199,7 @@ def forward(
             s_BKMD = _over(mask, _products(kind, q_BKMH, k_BKDH), low)
             highest_BKM = jnp.maximum(carry.highest_BKM, jnp.max(s_BKMD, axis=-1))
             p_BKMD = _over(mask, jnp.exp(s_BKMD - highest_BKM[..., None]), 0)
+            # Sums so far are relative to the old maximum: scale them to the new one.
             kept_BKM = jnp.exp(carry.highest_BKM - highest_BKM)
             more_BKMH = jnp.einsum("bkmd,bkdh->bkmh", p_BKMD.astype(v_BKDH.dtype), v_BKDH, preferred_element_type=wide)
             total_BKM = carry.total_BKM * kept_BKM + jnp.sum(p_BKMD, axis=-1)
@@ -208,7 +212,8 @@ def forward(
             kept_BKM = jnp.exp(carry.highest_BKM - highest_BKM)
             total_BKM = total_BKM * kept_BKM + jnp.exp(sinks_BKM - highest_BKM)
             out_BKMH = out_BKMH * kept_BKM[..., None]
-        total_BKM = jnp.where(total_BKM == 0, 1, total_BKM)  # of a row that sees nothing, whose result is zero
+        total_BKM = jnp.where(total_BKM == 0, 1, total_BKM)  # a row that sees nothing has the result zero
+        # Results are written after every pair; the last pair of a block of queries completes them.
         out_BCW = _as_rows(out_BKMH / total_BKM[..., None], pairs.rows).astype(q_BTW.dtype)
         out_BTW = jax.lax.dynamic_update_slice_in_dim(out_BTW, out_BCW, at.row, axis=1)
         lse_BNC = (highest_BKM + jnp.log(total_BKM)).reshape(batch, heads, pairs.rows)
@@ -221,7 +226,7 @@ def forward(
 
 
 def gradients(kind: Kind, residuals: Any, dout_BTNH: Array) -> Any:
-    """Return those of queries, keys, values and sinks."""
+    """Return the gradients of queries, keys, values and sinks."""
     q_BTNH, k_BSKH, v_BSKH, sinks_N, seen, out_BTNH, lse_BNT = residuals
     batch, length, heads, dim = q_BTNH.shape
     num_keys, groups = k_BSKH.shape[1:3]
@@ -236,7 +241,7 @@ def gradients(kind: Kind, residuals: Any, dout_BTNH: Array) -> Any:
 
     def body(state: Any, at: Block) -> Any:
         (q_BKMH, dq_BKMH), dq_BTW, dk_BSX, dv_BSX = state
-        # Queries are read for the first of their pairs, before their gradients take their place.
+        # `dq_BTW` starts as the queries. A block of them is read at its first pair, before gradients overwrite it.
         found_BKMH = _rows(dq_BTW, at.row, pairs.rows, groups, dim)
         q_BKMH = jnp.where(at.is_first, found_BKMH, q_BKMH)
         dq_BKMH = jnp.where(at.is_first, 0, dq_BKMH)
@@ -248,16 +253,18 @@ def gradients(kind: Kind, residuals: Any, dout_BTNH: Array) -> Any:
             lse_BKM, delta_BKM = (_of_rows(x, at.row, pairs.rows, groups) for x in (lse_BNT, delta_BNT))
             k_BKDH, v_BKDH = (_columns(x, at.column, pairs.columns, groups) for x in (k_BSX, v_BSX))
             mask = mask_of(kind, seen, pairs, at, num_keys)
-            if length % pairs.rows:  # rows of two blocks count once
+            if length % pairs.rows:  # rows that two blocks have count once
                 mask = mask & is_own_C[None, None, None, :, None]
             s_BKMD = _products(kind, q_BKMH, k_BKDH)
             p_BKMD = jnp.exp(_over(mask, s_BKMD - lse_BKM[..., None], low))
             dv_BKDH = product("bkmd,bkmh->bkdh", p_BKMD.astype(v_BKDH.dtype), dout_BKMH)
+            # ds = p (dp - delta), with delta the row's sum of p dp, which equals that of output times cotangent.
             ds_BKMD = p_BKMD * (product("bkmh,bkdh->bkmd", dout_BKMH, v_BKDH) - delta_BKM[..., None])
             if kind.soft_cap is not None:
+                # s / cap is the tanh, whose derivative is 1 - tanh^2.
                 ds_BKMD = ds_BKMD * (1 - jnp.square(s_BKMD / kind.soft_cap))
             ds_BKMD = ds_BKMD * kind.scale
-            if q_BKMH.dtype != jnp.float16:  # whose range these gradients leave
+            if q_BKMH.dtype != jnp.float16:  # its range is too small for these gradients
                 ds_BKMD = ds_BKMD.astype(q_BKMH.dtype)
             dk_BKDH = product("bkmd,bkmh->bkdh", ds_BKMD, q_BKMH)
             return dq_BKMH + product("bkmd,bkdh->bkmh", ds_BKMD, k_BKDH), dk_BKDH, dv_BKDH
@@ -281,7 +288,7 @@ def gradients(kind: Kind, residuals: Any, dout_BTNH: Array) -> Any:
 
 
 def products_of_rows(x_BTNH: Array, y_BTNH: Array, rows: int) -> Array:
-    """Multiply numbers of each row and add them up, [B, N, T]: of all rows at once XLA would hold a wide copy."""
+    """Return each row's sum of products, [B, N, T], by blocks: for all rows at once XLA would hold a wide copy."""
     batch, length, heads, dim = x_BTNH.shape
     both, wide = (flat(x_BTNH), flat(y_BTNH)), wide_of(x_BTNH.dtype)
     starts = np.append(np.arange(0, length - rows, rows), length - rows)
@@ -302,8 +309,9 @@ def _added(total_BSX: Array, more_BKDH: Array, start: Array) -> Array:
 
 
 def of_sinks(sinks_N: Array | None, lse_BNT: Array, delta_BNT: Array) -> Array | None:
-    """Return the gradient of sinks: each takes its share from all values of a row."""
+    """Return the gradient of the sinks."""
     if sinks_N is None:
         return None
+    # A sink is a key whose value is 0, so its score has the gradient p (0 - delta), where p is its softmax share.
     shares_BNT = jnp.exp(sinks_N.astype(lse_BNT.dtype)[None, :, None] - lse_BNT)
     return -jnp.sum(shares_BNT * delta_BNT, axis=(0, 2)).astype(sinks_N.dtype)

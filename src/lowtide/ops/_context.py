@@ -1,14 +1,14 @@
-"""Attention over tokens that devices divide: they exchange tokens for heads before it, and heads for tokens after it.
+"""Attention over sharded tokens: devices exchange tokens for heads before it, and heads for tokens after it.
 
 Along the axis ``context`` of a mesh each device has a part of every row. For attention it gets all tokens of a part of
-the heads, by one all-to-all of the queries, of the keys and of the values each, and gives the result back by another.
-So causal masks, windows and documents cost every device the same, and whoever computes attention sees whole rows.
+the heads, by one all-to-all each of queries, keys and values. Another all-to-all returns the result. So causal masks,
+windows and documents cost every device the same, and every implementation of attention sees whole rows.
 
-Heads of keys that are fewer than the devices are repeated before they are sent: each device gets those that its queries
-share, once. Devices that divide heads along ``tensor`` divide what they have further.
+If there are fewer key heads than devices, heads are repeated before they are sent: each device gets the heads that its
+queries share, once. If heads are sharded along ``tensor``, each device shards its own heads further.
 
-Not by constraints of shardings: kernels are calls that the compiler cannot divide, and of an exchange by `shard_map` it
-is known which collectives it is.
+Sharding constraints do not suffice: the compiler cannot partition the calls of kernels, and an exchange by `shard_map`
+determines which collectives run.
 
 Shapes: B batch, T queries, S keys, N query heads, K key/value heads, H head.
 
@@ -42,7 +42,7 @@ Attend = Callable[[Array, Array, Array, Sight, Scores], Array]
 
 
 def over_context(attend: Attend, q_BTNH: Array, k_BSKH: Array, v_BSKH: Array, sight: Sight, scores: Scores) -> Array:
-    """Attend where tokens may be divided along ``context``; elsewhere as `attend` does.
+    """Compute attention where tokens may be sharded along ``context``; without that axis, call `attend`.
 
     Args:
         attend: computes attention of whole rows.
@@ -50,7 +50,7 @@ def over_context(attend: Attend, q_BTNH: Array, k_BSKH: Array, v_BSKH: Array, si
         k_BSKH: keys.
         v_BSKH: values.
         sight: which keys each query sees.
-        scores: what becomes of scores.
+        scores: how scores are computed.
 
     Raises:
         ConfigError: when the axis does not divide tokens or heads.
@@ -74,13 +74,14 @@ def _exchanged(attend: Attend, q: Array, k: Array, v: Array, arrays: Any, sight:
     mesh, parts, tensor = divided_mesh(), divided_along(CONTEXT), divided_along("tensor")
     _check(q.shape, k.shape, parts, tensor)
     k, v = (_repeated(each, tensor) for each in (k, v))
-    # All axes, also those of one device: what a kernel computes the compiler cannot divide along any.
+    # All axes, also those of one device: the compiler cannot partition a kernel along any of them.
     free = set(mesh.axis_names).difference(getattr(mesh, "manual_axes", ()))
     batch = tuple(name for name in BATCH_AXES if name in free)
     if q.shape[0] % math.prod(mesh.shape[name] for name in batch):
-        batch = ()  # rows that cannot be divided, such as the last of an evaluation, are on every device
+        batch = ()  # rows that do not divide, such as the last of an evaluation, are on every device
     heads = ("tensor",) if "tensor" in free else ()
     tokens = P(batch, CONTEXT, heads)
+    # Sinks are sharded like the heads after the exchange.
     places = {"window": P(), "start": P(), "segments": P(batch), "sinks": P((*heads, CONTEXT))}
 
     def own(q: Array, k: Array, v: Array, arrays: Any) -> Array:
@@ -107,12 +108,12 @@ def _exchanged(attend: Attend, q: Array, k: Array, v: Array, arrays: Any, sight:
 
 
 def _distinct(segments: tuple[Array, Array] | None) -> tuple[Array, ...] | None:
-    """Leave out those of keys where they are those of queries, as a kernel may have to know."""
+    """Drop the segments of keys if they are the array of the queries, since a kernel may have to know that."""
     return segments[:1] if segments is not None and segments[0] is segments[1] else segments
 
 
 def _repeated(x_BSKH: Array, parts: int) -> Array:
-    """Repeat heads as often as it takes to divide them."""
+    """Repeat heads until `parts` divides their number."""
     count = x_BSKH.shape[2]
     times = math.lcm(count, parts) // count
     return x_BSKH if times == 1 else jnp.repeat(x_BSKH, times, axis=2)

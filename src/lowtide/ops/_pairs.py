@@ -1,4 +1,4 @@
-"""Which blocks of keys a block of queries may see: as the program knows when it is traced, and when it runs.
+"""Pairs of a block of queries and a block of keys that it may see: those of the traced and of the running program.
 
 Shapes: B batch, T queries, S keys, C rows and D columns of a block, P pairs of blocks.
 """
@@ -13,22 +13,22 @@ import numpy as np
 from jaxtyping import Array
 
 LEAST_ROWS = 128
-"""Of a block: with fewer a chip's products are not busy."""
+"""The fewest rows of a block; with fewer a chip's matrix units are not busy."""
 
 
 class Kind(NamedTuple):
-    """What the program knows of attention when it is traced."""
+    """Settings of attention that are known when the program is traced."""
 
     causal: bool
     window: int | None
     scale: float
     soft_cap: float | None
     size: int
-    """Rows and columns of a block, at most."""
+    """The most rows and columns of a block."""
 
 
 class Seen(NamedTuple):
-    """What only the running program knows, each or None."""
+    """Parts of the mask that only the running program knows, each or None."""
 
     window: Array | None
     start: Array | None
@@ -37,22 +37,22 @@ class Seen(NamedTuple):
 
 
 class Pairs(NamedTuple):
-    """Blocks of queries, the last ones first, each with the blocks of keys that it may see."""
+    """Pairs of a block of queries and a block of keys that it may see, the last queries first."""
 
     rows: int
     columns: int
     row_P: np.ndarray
-    """Where a pair's queries begin."""
+    """The first query of each pair."""
     own_row_P: np.ndarray
-    """The first of them that no other block has."""
+    """The first query of each pair that is not in the block before, too."""
     column_P: np.ndarray
     own_column_P: np.ndarray
     is_first_P: np.ndarray
-    """Whether it is the first of its queries."""
+    """Whether it is the first pair of its block of queries."""
 
 
 class Block(NamedTuple):
-    """One pair in the loop."""
+    """One pair, as the loop gets it."""
 
     row: Array
     own_row: Array
@@ -67,6 +67,7 @@ def pairs_of(kind: Kind, seen: Seen, num_queries: int, num_keys: int) -> Pairs:
     rows, columns = even_size(num_queries, kind.size), even_size(num_keys, kind.size)
     found: list[tuple[int, int, int, int, bool]] = []
     for own_row in reversed(range(0, num_queries, rows)):
+        # The last block is moved back so that it ends with the row.
         row, is_first = min(own_row, num_queries - rows), True
         for own_column in range(0, num_keys, columns):
             last_row, last_column = row + rows - 1, min(own_column + columns, num_keys) - 1
@@ -76,21 +77,21 @@ def pairs_of(kind: Kind, seen: Seen, num_queries: int, num_keys: int) -> Pairs:
                 continue
             found.append((row, own_row, min(own_column, num_keys - columns), own_column, is_first))
             is_first = False
-        if is_first:  # a row of the loop, in which nothing is seen
+        if is_first:  # queries that see no key still need one pair, which writes their zeros
             found.append((row, own_row, 0, 0, True))
     row, own_row, column, own_column, first = (np.asarray(each) for each in zip(*found, strict=True))
     return Pairs(rows, columns, row, own_row, column, own_column, first)
 
 
 def even_size(length: int, most: int) -> int:
-    """Return the size of blocks that cover a row with the least overlap."""
+    """Return the size of the fewest blocks that cover a row, as even as multiples of `LEAST_ROWS` allow."""
     count = -(-length // most)
     even = -(-length // count)
     return min(most, -(-even // LEAST_ROWS) * LEAST_ROWS) if length > most else length
 
 
 def needed_pairs(kind: Kind, seen: Seen, pairs: Pairs) -> Array | None:
-    """Which pairs anybody sees, booleans [P]; None where the program knows that all are."""
+    """Return which pairs the running program needs, booleans [P]; None if it needs all of them."""
     if all(each is None for each in seen):
         return None
     start = 0 if seen.start is None else seen.start
@@ -104,12 +105,13 @@ def needed_pairs(kind: Kind, seen: Seen, pairs: Pairs) -> Array | None:
     if seen.of_queries is not None and seen.of_keys is not None:
         least_BP, most_BP = _ends(seen.of_queries, pairs.row_P, pairs.rows)
         low_BP, high_BP = _ends(seen.of_keys, pairs.column_P, pairs.columns)
+        # Ranges of segment numbers that do not overlap hold no equal pair; those that overlap may.
         needed_P &= jnp.any((least_BP <= high_BP) & (low_BP <= most_BP), axis=0)
     return needed_P
 
 
 def _ends(segments_BT: Array, starts_P: np.ndarray, size: int) -> tuple[Array, Array]:
-    """Lowest and highest number of each pair's block, [B, P] both."""
+    """Return the lowest and highest segment number of each pair's block, both [B, P]."""
     starts, of_pair = np.unique(starts_P, return_inverse=True)
     blocks = [jax.lax.slice_in_dim(segments_BT, start, start + size, axis=1) for start in starts.tolist()]
     low, high = (jnp.stack([reduce(each, axis=1) for each in blocks], axis=1) for reduce in (jnp.min, jnp.max))
@@ -117,10 +119,11 @@ def _ends(segments_BT: Array, starts_P: np.ndarray, size: int) -> tuple[Array, A
 
 
 def mask_of(kind: Kind, seen: Seen, pairs: Pairs, at: Block, num_keys: int) -> Array:
-    """Which keys of a block a query of a block sees, booleans [B or 1, 1, 1, C, D]."""
+    """Return which keys of a block each query of a block sees, booleans [B or 1, 1, 1, C, D]."""
     rows_C, columns_D = at.row + jnp.arange(pairs.rows), at.column + jnp.arange(pairs.columns)
     is_seen = jnp.ones((pairs.rows, pairs.columns), bool)
     if num_keys % pairs.columns:
+        # The last block of keys overlaps the one before it, and the keys that both have count once.
         is_seen &= (columns_D >= at.own_column)[None]
     distance_CD = (rows_C if seen.start is None else rows_C + seen.start)[:, None] - columns_D[None]
     if kind.causal:
@@ -137,17 +140,18 @@ def mask_of(kind: Kind, seen: Seen, pairs: Pairs, at: Block, num_keys: int) -> A
 
 
 def blocks_of(kind: Kind, seen: Seen, pairs: Pairs, q: Array) -> tuple[Block, Array]:
-    """Return the pairs as a loop over them takes them, and the queries.
+    """Return the pairs in the form of a loop's inputs, and the queries.
 
     Args:
-        kind: of attention.
-        seen: likewise.
-        pairs: all of them.
+        kind: settings that are known when the program is traced.
+        seen: parts of the mask that only the running program knows.
+        pairs: all pairs.
         q: the queries, in any shape.
     """
     arrays = (pairs.row_P, pairs.own_row_P, pairs.column_P, pairs.own_column_P)
     row, own_row, column, own_column = (jnp.asarray(each, jnp.int32) for each in arrays)
     first = jnp.asarray(pairs.is_first_P)
     blocks = Block(row, own_row, column, own_column, first, needed_pairs(kind, seen, pairs))
-    # Else masks follow from constants, and a loop over layers keeps those of all pairs for its backward pass.
+    # Without the barrier masks depend on constants only, and a loop over layers keeps those of all pairs for its
+    # backward pass.
     return jax.lax.optimization_barrier((blocks, q))

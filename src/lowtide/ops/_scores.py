@@ -1,6 +1,6 @@
-"""Attention that holds all scores, by XLA's own operations: of few queries, and for derivatives of every kind.
+"""Attention that holds all scores, with XLA's own operations: for few queries, and for derivatives of every kind.
 
-`jax.nn.dot_product_attention` has no soft cap and no sinks, which are computed here.
+`jax.nn.dot_product_attention` has no soft cap and no sinks, so this module computes them.
 
 Shapes: B batch, T queries, S keys, N query heads, K key/value heads, G = N / K, M = G T, H head.
 """
@@ -20,9 +20,9 @@ from ._sight import Scores, Sight
 def attend_with_scores(
     q_BTNH: Array, k_BSKH: Array, v_BSKH: Array, sight: Sight, scores: Scores, implementation: Literal["cudnn", "xla"]
 ) -> Array:
-    """Attend; shapes [B, T, N, H], [B, S, K, H] twice, to [B, T, N, H]."""
+    """Compute attention; shapes [B, T, N, H], [B, S, K, H] twice, to [B, T, N, H]."""
     length, num_keys = q_BTNH.shape[1], k_BSKH.shape[1]
-    # JAX's own computes float64 in float32, and no float16 on a CPU.
+    # JAX's own XLA implementation computes float64 in float32, and has no float16 on a CPU.
     is_taken = scores.is_plain and (implementation == "cudnn" or q_BTNH.dtype in (jnp.bfloat16, jnp.float32))
     if is_taken and sight.is_static and sight.start == 0 and (sight.causal or not sight.window):
         window: Any = sight.window
@@ -45,7 +45,8 @@ def attend_with_scores(
 
 def _attend_by_scores(q_BTNH: Array, k_BSKH: Array, v_BSKH: Array, mask: Array, scores: Scores) -> Array:
     batch, length, heads, dim = q_BTNH.shape
-    # Queries that share keys are rows of one product, and heads come before rows: a CPU multiplies them as they lie.
+    # Queries that share keys are rows of one product, and heads come before rows: a CPU multiplies these without a
+    # copy.
     q_BKMH = q_BTNH.reshape(batch, length, k_BSKH.shape[2], -1, dim).transpose(0, 2, 3, 1, 4)
     groups = q_BKMH.shape[:4]
     q_BKMH = q_BKMH.reshape(*groups[:2], -1, dim)
@@ -55,7 +56,7 @@ def _attend_by_scores(q_BTNH: Array, k_BSKH: Array, v_BSKH: Array, mask: Array, 
     s_BKGTS = s_BKMS.reshape(*groups, -1)
     if scores.soft_cap is not None:
         s_BKGTS = scores.soft_cap * jnp.tanh(s_BKGTS / scores.soft_cap)
-    # Finite: a row may see nothing.
+    # The lowest finite number, not -inf: the softmax of a row that sees nothing would be NaN.
     s_BKGTS = jnp.where(mask[:, :, None], s_BKGTS, jnp.finfo(wide).min)
     p_BKGTS = _shares(s_BKGTS, scores.sinks).astype(v_BSKH.dtype)
     out_BKMH = jnp.einsum("bkms,bksh->bkmh", p_BKGTS.reshape(s_BKMS.shape), v_BKSH)
@@ -63,10 +64,11 @@ def _attend_by_scores(q_BTNH: Array, k_BSKH: Array, v_BSKH: Array, mask: Array, 
 
 
 def _shares(s_BKGTS: Array, sinks: Array | None) -> Array:
-    """Softmax of scores; a sink is a key more without a value."""
+    """Return the softmax of scores; a sink is one more key, without a value."""
     if sinks is None:
-        return jax.nn.softmax(s_BKGTS, axis=-1)  # keeps its result alone for the backward pass
+        return jax.nn.softmax(s_BKGTS, axis=-1)  # keeps only its result for the backward pass
     sinks = sinks.astype(s_BKGTS.dtype).reshape(1, *s_BKGTS.shape[1:3], 1, 1)
+    # The maximum only avoids overflow and cancels, so it needs no gradient.
     highest = jax.lax.stop_gradient(jnp.maximum(jnp.max(s_BKGTS, axis=-1, keepdims=True), sinks))
     p_BKGTS = jnp.exp(s_BKGTS - highest)
     return p_BKGTS / (jnp.sum(p_BKGTS, axis=-1, keepdims=True) + jnp.exp(sinks - highest))

@@ -1,4 +1,4 @@
-"""What attention is told beside queries, keys and values: which keys a query sees, and what becomes of scores.
+"""Settings of attention in addition to queries, keys and values: which keys a query sees, and how scores are computed.
 
 Shapes: B batch, T queries, S keys, N query heads.
 """
@@ -13,29 +13,29 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 Implementation = Literal["cudnn", "splash", "blocks", "xla"]
-"""Who computes attention."""
+"""Name of an implementation of attention."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Sight:
-    """Which keys a query sees: those before it and itself, in its window, of its segment."""
+    """Which keys a query sees: its own and those before it, within its window and its segment."""
 
     window: int | Array | None = None
-    """How many, itself included; a traced number where layers differ."""
+    """The number of visible keys, the query's own included; a traced number if layers differ."""
     segments: tuple[Array, Array] | None = None
-    """Integers of queries [B, T] and of keys [B, S]; those that are equal see each other."""
+    """Integers of queries [B, T] and of keys [B, S]; a query sees keys with its own number."""
     start: int | Array = 0
     """Index of the first query among the keys."""
     causal: bool = True
-    """Whether keys that come after a query are not seen."""
+    """Whether a query sees no key after its own."""
 
     @property
     def is_static(self) -> bool:
-        """Whether kernels know by themselves what is seen."""
+        """Whether the mask is known at trace time, so that kernels need no mask array."""
         return self.segments is None and not isinstance(self.window, jax.Array) and isinstance(self.start, int)
 
     def mask(self, num_queries: int, num_keys: int) -> Array:
-        """Booleans of shape [B or 1, 1, T, S]."""
+        """Return booleans of shape [B or 1, 1, T, S], True where a query sees a key."""
         distance_TS = (jnp.arange(num_queries) + self.start)[:, None] - jnp.arange(num_keys)[None]
         seen = distance_TS >= 0 if self.causal else jnp.ones(distance_TS.shape, bool)
         if self.window is not None:
@@ -49,16 +49,16 @@ class Sight:
 
 @dataclasses.dataclass(frozen=True)
 class Scores:
-    """What becomes of the products of queries and keys."""
+    """How scores are computed from the products of queries and keys."""
 
     scale: float
-    """What they are multiplied by; a program may compute it."""
+    """Factor of the products; the program may compute it."""
     soft_cap: float | None = None
-    """The range that tanh squashes them into."""
+    """Soft cap: scores become ``soft_cap * tanh(scores / soft_cap)``."""
     sinks: Array | None = None
-    """Of each head a score without a key, shape [N]."""
+    """For each head the score of a sink, a key without a value, shape [N]."""
 
     @property
     def is_plain(self) -> bool:
-        """Whether `jax.nn.dot_product_attention` computes them."""
+        """Whether `jax.nn.dot_product_attention` can compute these scores."""
         return self.soft_cap is None and self.sinks is None

@@ -1,19 +1,20 @@
-"""Attention by the kernel that JAX has for TPUs, splash attention, in the place of blocks of XLA's operations.
+"""Attention with splash attention, JAX's kernel for TPUs, in place of blocks of XLA's operations.
 
-A kernel keeps scores on the chip and visits the blocks alone that a mask says. XLA cannot divide it, so in a program
-for several devices it stands inside of a `jax.shard_map` where a mesh is known that divides rows and heads; elsewhere
-blocks take its place when the program is lowered, which is when that shows (`core._compat.on_one_device`). Both give
-the same results and read the same residuals, so that either may compute the backward pass.
+The kernel keeps scores on the chip and visits only the blocks that a mask allows. XLA cannot partition it. In a program
+for several devices it runs inside of a `jax.shard_map` if a mesh is known that shards rows and heads. Otherwise blocks
+replace it when the program is lowered, because only then the number of devices is known (`core._compat.on_one_device`).
+Both give the same results and read the same residuals, so either may compute the backward pass.
 
-The kernel writes each row's sum 128 times and reads heads before tokens. Some heads of one row of the batch at a time
-are put so, and gradients take the place of what they are of, as in `_blocks`: nothing grows with the batch.
+The kernel writes each row's sum 128 times and reads heads before tokens. So this layout is made for some heads of one
+row of the batch at a time. Gradients overwrite the arrays that they belong to, as in `_blocks`. No temporary array
+grows with the batch.
 
 Shapes: B batch, T queries, S keys, N query heads, K key/value heads, G = N / K, H head, W = N H, X = K H, C of the K
 heads in a step, M of the query heads in a step (G C, or some of one G).
 
-Deviations and limits: the queries are multiplied by their scale before, in their own dtype. A row that sees nothing
-would see everything, so keys with other segments than queries are left to blocks. Derivatives of gradients are those of
-blocks.
+Deviations and limits: the queries are multiplied by their scale beforehand, in their own dtype. In the kernel a row
+that sees nothing would see everything, so blocks compute attention whose keys have other segments than queries.
+Derivatives of gradients are those of blocks.
 
 Source: JAX's `jax.experimental.pallas.ops.tpu.splash_attention`, after Dao, "FlashAttention-2" (arXiv:2307.08691).
 """
@@ -39,30 +40,33 @@ from ._pairs import Kind, Seen
 from ._sight import Scores, Sight
 
 LEAST_TOKENS = 1024
-"""Rows that are shorter are not worth the seconds that a kernel takes to compile."""
+"""Shorter rows are not worth the seconds that the kernel takes to compile."""
 _SIZES = (1024, 512, 256, 128)
+# The most pairs of blocks whose tables a chip's scalar memory holds.
 _MOST_TABLE = 512 * 512
 _HEADS = (64, 128, 256)
+# The most bytes of the sums of one step, and the bytes of one row's sum: the kernel writes it 128 times in float32.
 _STEP_BYTES = 2**24
 _SUM_BYTES = 4 * 128
+# The most blocks of keys for which one kernel computes all gradients.
 _MOST_FUSED = 4
 
 
 class Kernel(NamedTuple):
-    """What is known of the kernel when the program is traced."""
+    """Settings of the kernel that are known when the program is traced."""
 
     block: int
     """Rows and columns of a block of scores."""
     is_fused: bool
-    """Whether one kernel computes all gradients: those of queries once for each block of keys, added up after it."""
+    """Whether one kernel computes all gradients; it makes one gradient of queries per block of keys, summed later."""
     named: bool = False
-    """Whether the caller asked for it, so that nothing may take its place."""
+    """Whether the caller requested the kernel, so that nothing may replace it."""
     interpret: bool = False
-    """Whether XLA's operations compute what the kernel would."""
+    """Whether XLA's operations emulate the kernel."""
 
 
 def refusal(q: Array, k: Array, sight: Sight, scores: Scores) -> str:
-    """Return why the kernel cannot compute this on a TPU; empty where it can."""
+    """Return why the kernel cannot compute this on a TPU; empty if it can."""
     of_queries, of_keys = sight.segments or (None, None)
     length, num_keys, dim = q.shape[1], k.shape[1], q.shape[-1]
     held = [each for each in jax.tree.leaves((q, k, sight.segments, scores.sinks)) if isinstance(each, jax.Array)]
@@ -81,7 +85,7 @@ def refusal(q: Array, k: Array, sight: Sight, scores: Scores) -> str:
 
 def _size_of(length: int, num_keys: int, window: int | Array | None) -> int:
     """Return the size of blocks that divide queries and keys; 0 for none, or too many for a chip's scalar memory."""
-    # Of few blocks, and of those along a narrow window, more is masked than is seen.
+    # If large blocks are few, or lie along a narrow window, more of them is masked than visible.
     is_narrow = isinstance(window, int) and window < _SIZES[0]
     sizes = _SIZES[1:] if is_narrow or min(length, num_keys) < 4 * _SIZES[0] else _SIZES
     size = next((size for size in sizes if not length % size and not num_keys % size), 0)
@@ -91,7 +95,7 @@ def _size_of(length: int, num_keys: int, window: int | Array | None) -> int:
 def attend_with_splash(
     q_BTNH: Array, k_BSKH: Array, v_BSKH: Array, sight: Sight, scores: Scores, *, named: bool = False
 ) -> Array:
-    """Attend; shapes [B, T, N, H], [B, S, K, H] twice, to [B, T, N, H]. `refusal` says where that is not possible."""
+    """Compute attention; shapes [B, T, N, H], [B, S, K, H] twice, to [B, T, N, H]. `refusal` names the limits."""
     num_keys = k_BSKH.shape[1]
     size = _size_of(q_BTNH.shape[1], num_keys, sight.window)
     kernel = Kernel(size, num_keys // size <= _MOST_FUSED, named)
@@ -99,8 +103,9 @@ def attend_with_splash(
 
 
 def attend_by(kernel: Kernel, q: Array, k: Array, v: Array, sight: Sight, scores: Scores) -> Array:
-    """Attend with a kernel of these sizes."""
+    """Compute attention with a kernel of given sizes."""
     seen = Seen(None, None, *(sight.segments or (None, None)))
+    # A window of all keys hides none from a causal query.
     window: Any = None if isinstance(sight.window, int) and sight.window >= k.shape[1] else sight.window
     kind = Kind(sight.causal, window, 1.0, scores.soft_cap, _blocks.block_size(q.shape, k.shape[1]))
     q = (q.astype(jnp.float32) * scores.scale).astype(q.dtype)
@@ -145,7 +150,7 @@ def _results(
 
 
 def _divided(kernel: Kernel, own: Callable[..., Any], others: Callable[..., Any], *args: Any) -> Any:
-    """Compute by the kernel where it can be: each device its rows and heads, where a mesh is known."""
+    """Compute with the kernel where possible; with a known mesh each device computes its rows and heads."""
     if kernel.interpret:
         return own(*args)
     compute = functools.partial(_by_either, kernel, own, others)
@@ -161,9 +166,11 @@ def _divided(kernel: Kernel, own: Callable[..., Any], others: Callable[..., Any]
     in_specs = jax.tree.map(lambda leaf: specs[leaf.ndim], args)
     out_specs = jax.tree.map(lambda leaf: specs[leaf.ndim], jax.eval_shape(others, *args))
     names = set(mesh.axis_names) - set(getattr(mesh, "manual_axes", ()))
+    # Under `jax.set_mesh` or another `jax.shard_map`, None means the current mesh.
     given = None if not jax.sharding.get_abstract_mesh().empty else mesh
 
     def local(*args: Any) -> Any:
+        # The gradient of sinks [N] is a sum over rows, which are sharded. All other results have one entry per row.
         return jax.tree.map(lambda leaf: jax.lax.psum(leaf, rows) if leaf.ndim == 1 else leaf, compute(*args))
 
     divided: Any = jax.shard_map(
@@ -173,7 +180,7 @@ def _divided(kernel: Kernel, own: Callable[..., Any], others: Callable[..., Any]
 
 
 def _axes_of(mesh: Any, batch: int, heads: int) -> tuple[tuple[str, ...], tuple[str, ...]] | None:
-    """Return the axes of a mesh that divide rows and heads; None where others are left, or they do not divide."""
+    """Return the mesh axes that shard rows and heads; None if other axes are left, or if they do not divide."""
     if mesh is None:
         return None
     manual = getattr(mesh, "manual_axes", ())
@@ -192,7 +199,7 @@ def _by_either(kernel: Kernel, own: Callable[..., Any], others: Callable[..., An
     )
     try:
         return on_one_device(own, others, *args, needed=needed)
-    except Exception as error:  # of another version of JAX, whose kernel takes other arguments
+    except Exception as error:  # another version of JAX, whose kernel takes other arguments
         said = f"{type(error).__name__}: {error}"
         if kernel.named:
             raise ConfigError(
@@ -214,7 +221,7 @@ def _warn_of_another_kernel(said: str) -> None:
 
 
 class _Steps(NamedTuple):
-    """How a pass goes over rows of the batch and heads."""
+    """How a pass iterates over rows of the batch and heads."""
 
     heads: int
     """Query heads of a step."""
@@ -225,7 +232,7 @@ class _Steps(NamedTuple):
 
 
 def _steps(q_BTNH: Array, k_BSKH: Array, *, whole_groups: bool) -> _Steps:
-    """Choose as many heads as have room for their sums; of one group some, where it may be cut."""
+    """Choose the most heads per step whose sums fit `_STEP_BYTES`; without `whole_groups` a step may split a group."""
     batch, length, heads, _ = q_BTNH.shape
     shared = heads // k_BSKH.shape[2]
     most = max(_STEP_BYTES // (_SUM_BYTES * length), shared if whole_groups else 1)
@@ -242,7 +249,7 @@ def _heads_of(x_BTW: Array, row: Array, head: Array, count: int, dim: int) -> Ar
 
 
 def _with_heads(x_BTW: Array, part_MTH: Array, row: Array, head: Array) -> Array:
-    """Put them back."""
+    """Write heads back, the inverse of `_heads_of`."""
     part_TW = part_MTH.astype(x_BTW.dtype).swapaxes(0, 1).reshape(1, x_BTW.shape[1], -1)
     return jax.lax.dynamic_update_slice(x_BTW, part_TW, (row, 0, head * part_MTH.shape[2]))
 
@@ -284,14 +291,14 @@ def _forward(
 
 
 def _gradients(how: tuple[Kernel, Kind], residuals: Any, dout_BTNH: Array) -> Any:
-    """Return those of queries, keys, values and sinks."""
+    """Return the gradients of queries, keys, values and sinks."""
     q_BTNH, k_BSKH, v_BSKH, sinks_N, seen, out_BTNH, lse_BNT = residuals
     heads, dim = q_BTNH.shape[2:]
     steps, shared = _steps(q_BTNH, k_BSKH, whole_groups=True), heads // k_BSKH.shape[2]
     dout_BTW, delta_BNT = _blocks.flat(dout_BTNH), _blocks.products_of_rows(dout_BTNH, out_BTNH, how[0].block)
 
     def body(state: Any, at: tuple[Array, Array]) -> Any:
-        # Queries, keys and values are read before their gradients take their place.
+        # A step reads queries, keys and values before it overwrites them with their gradients.
         (dq_BTW, dk_BSX, dv_BSX), (row, head) = state, at
         group = head // shared
         q_MTH, dout_MTH = (_heads_of(each, row, head, steps.heads, dim) for each in (dq_BTW, dout_BTW))

@@ -1,13 +1,13 @@
-"""A function of each token by itself, over tiles of tokens: its intermediate arrays are those of one tile.
+"""Map a function of single tokens over tiles of tokens, so that its intermediate arrays are those of one tile.
 
-For blocks that the backward pass computes again in any case: what the function keeps for its derivative is made there,
-tile by tile, so that it runs as often as before. Gradients of what it closes over are added up in float32 at least; the
-gradient of the first array takes the place of the first result's, where they are alike. Devices that divide the tokens
-of rows go over tiles of their own.
+This serves blocks that the backward pass recomputes in any case. The function's residuals are then made in the backward
+pass, tile by tile, so the function runs as often as before. Gradients of parameters and closed-over arrays are summed
+in float32 at least. The gradient of the first array overwrites the cotangent of the first result if their shapes and
+dtypes agree. If the tokens of rows are sharded, each device maps over its local tokens.
 
 Shapes: B batch, T tokens, t tokens of a tile.
 
-Deviations and limits: reverse mode only where there are tiles (`jax.custom_vjp`); weights are read once for each tile.
+Deviations and limits: reverse mode only if there are tiles (`jax.custom_vjp`); weights are read once per tile.
 
 Source: Bekman et al., "Arctic Long Sequence Training" (arXiv:2506.13996), section 3.1, tiled MLP.
 """
@@ -45,50 +45,52 @@ from ..targets import busy_rows
 from ._divided import divided_sizes, wide_of
 
 _ROWS = {"cpu": 256, "gpu": 8192}
-"""Rows of a tile at least: a GPU's hundred processors share a product's result, and fewer would leave some idle."""
+"""The fewest rows of a tile: a GPU's hundred processors share a product's result, and fewer would leave some idle."""
 _ROWS_OF_OTHERS = 1024
 _LEAST_SAVED = {"gpu": 2**29}
 _LEAST_SAVED_BY_OTHERS = 2**27
-"""Bytes for which tiles are worth their loops; a GPU starts each operation of each tile anew."""
+"""The fewest saved bytes for which tiles are worth their loops; a GPU launches every operation again for each tile."""
 _MOST_UNROLLED = 8
 _NUM_WIDE = 4
-"""How many arrays of the full width live at once: of a gated MLP two, and their cotangents."""
+"""Number of arrays of the full width that live at once: two of a gated MLP, and their cotangents."""
 
 
 def over_tokens(
     fn: Callable[[Tree, Tree], Tree], params: Tree, x: Tree, *, width: int, share: float = 1, size: int | None = None
 ) -> Tree:
-    """Compute ``fn(params, x)`` tile by tile, where that saves bytes.
+    """Compute ``fn(params, x)`` tile by tile, if that saves bytes.
 
-    Few tiles are written out. Of many there is a loop, which costs a copy of the weights of its own: XLA reads a
-    layer's slice of stacked weights in place in products alone. Weights in few bits are made arrays before a loop, for
-    their products would make them for each tile.
+    A few tiles are unrolled. Many tiles are a loop, which costs one more copy of the weights: XLA reads a layer's slice
+    of stacked weights in place only in products. Quantised weights are dequantised before a loop, because products
+    would dequantise them for each tile.
 
     Args:
-        fn: of parameters and arrays [B or 1, t, ...], to arrays [B, t, ...], each token by itself.
-        params: what it reads beside tokens. Random keys among them (of `jax.random.key`) are made others for each tile.
-        x: of the tokens, arrays [B or 1, T, ...], of which the first is of activations [B, T, D].
-        width: numbers of the widest array that it makes of a token.
-        share: the part of tokens that a weight is multiplied by, of experts.
-        size: tokens of a tile, of all rows of one device together; None: as many as keep the chip busy, and no tiles
-            where they would save little, or on a mesh with explicit axes.
+        fn: a function of parameters and arrays [B or 1, t, ...] that returns arrays [B, t, ...] and treats tokens
+            independently.
+        params: arrays that it reads in addition to tokens. Random keys among them (of `jax.random.key`) differ between
+            tiles.
+        x: arrays of the tokens [B or 1, T, ...], of which the first has the activations [B, T, D].
+        width: numbers per token of the widest array that `fn` makes.
+        share: the part of the tokens that a weight is multiplied by, below 1 for experts.
+        size: tokens of a tile, of all rows of one device together. None means as many as keep the chip busy, and no
+            tiles if they would save little or on a mesh with explicit axes.
 
     Returns:
-        What `fn` returns of all tokens.
+        The result of `fn` for all tokens.
 
     Raises:
-        ConfigError: for a `size` that is no number of tokens, or on a mesh with explicit axes, for a `width` or `share`
-            that is none, for arrays without tokens, for results without them, and inside of a `jax.shard_map` for a
-            function that closes over what all devices have alike.
+        ConfigError: for a `size` that is not a number of tokens, or that is given on a mesh with explicit axes; for an
+            invalid `width` or `share`; for arrays or results without tokens; and inside of a `jax.shard_map` for a
+            function that closes over arrays that are the same on all devices.
 
     Memory:
-        Of several tiles for the backward pass `params` and `x`. Arrays of the full width of one tile, which has as many
-        tokens as keep a chip's products busy, or more.
+        With several tiles the backward pass keeps `params` and `x`. Arrays of the full width are those of one tile,
+        which has at least as many tokens as keep a chip's products busy.
     """
     (leaves, treedef), (arrays, structure) = jax.tree.flatten(params), jax.tree.flatten(x)
     _check(arrays, leaves, size)
     _check_width(width, share)
-    if explicit_mesh((leaves, arrays)) is not None:  # whose arrays of zeros would say how they are divided
+    if explicit_mesh((leaves, arrays)) is not None:  # zeros for results would need shardings there
         return _untiled(fn, params, x, arrays)
     if token_parts(arrays[0].shape[1], arrays) > 1:
 
@@ -109,7 +111,7 @@ def over_tokens(
 
 
 def _closed(static: _Static, leaves: Sequence[Any], x: Sequence[Array]) -> tuple[_Static, list[Any]]:
-    """Make leaves of what the function closes over of a program, whose derivatives JAX would not find there."""
+    """Make leaves of the tracers that the function closes over, whose derivatives JAX would not find otherwise."""
     held = jax.eval_shape(lambda leaves, x: _held(static, leaves, x), list(leaves), list(x))
     found, captured = dict[int, tuple[Closed, int]](), list[Any]()
     for size in {static.size, x[0].shape[1] % static.size} - {0}:
@@ -196,9 +198,9 @@ def tile_size(shape: tuple[int, ...], width_bytes: int, params: Tree, share: flo
     """Return how many tokens of each row a tile has.
 
     Args:
-        shape: of the tokens, [B, T, ...], over all devices that divide rows.
-        width_bytes: of the widest array, for each token.
-        params: whose bytes a loop copies.
+        shape: shape of the tokens, [B, T, ...], over all devices that shard rows.
+        width_bytes: bytes per token of the widest array.
+        params: the parameters, whose bytes a loop copies.
         share: as in `over_tokens`.
     """
     device = traced_device()
@@ -208,7 +210,9 @@ def tile_size(shape: tuple[int, ...], width_bytes: int, params: Tree, share: flo
     tokens, wide = batch * shape[1], _NUM_WIDE * width_bytes
     nodes = jax.tree.leaves(params, is_leaf=_is_in_few_bits)
     copied = sum(2 * math.prod(node.shape) for node in nodes if len(node.shape) > 1)
+    # Unrolled tiles are few, so they are large. Each would dequantise quantised weights again: then there is one tile.
     unrolled = tokens if any(map(_is_in_few_bits, nodes)) else max(busy, -(-tokens // _MOST_UNROLLED))
+    # A loop copies the weights in any case, so its tiles may be small: a power of two, up to half the copy's bytes.
     looped = max(busy, 1 << max(copied // wide // 2, 1).bit_length() - 1)
     rows = unrolled if unrolled * wide <= looped * wide + copied else looped
     saved = (tokens - rows) * wide - (0 if rows == unrolled else copied)
@@ -221,16 +225,16 @@ def _is_in_few_bits(node: Any) -> bool:
 
 
 class _Static(NamedTuple):
-    """What is no array."""
+    """Everything that is not an array."""
 
     fn: Callable[[Tree, Tree], Tree]
     params: Any
-    """How its parameters are made of leaves."""
+    """Structure of the parameters."""
     x: Any
-    """How tokens are."""
+    """Structure of the tokens."""
     size: int
     closed: Mapping[int, tuple[Closed, int]] = {}
-    """By the tokens of a tile all of it, where it closes over what is traced, and where that begins among leaves."""
+    """By tokens per tile, the traced function if it closes over tracers, and the position of these among the leaves."""
 
     @property
     def num_params(self) -> int:
@@ -271,7 +275,7 @@ def _results(static: _Static, leaves: tuple[Any, ...], x: tuple[Array, ...]) -> 
 
 def _forward(static: _Static, leaves: Any, x: Any) -> tuple[Tree, Any]:
     wanted = tuple(leaf.perturbed for leaf in leaves)
-    # A number of Python is one of JAX's own here, which is no array.
+    # A Python number arrives as a scalar object of JAX that is not an array.
     arrays = (
         [each.value if hasattr(each.value, "shape") else jnp.asarray(each.value) for each in given]
         for given in (leaves, x)
@@ -311,7 +315,7 @@ def _backward(static: _Static, residuals: Any, cotangents: Tree) -> tuple[Any, A
     if in_place:
         dx[0] = douts[0]
     dleaves, dx = _loop(x[0].shape[1], static.size, body, (dleaves, dx))
-    # XLA might do first what needs `dx`, and keep the wide arrays for the gradients of leaves meanwhile.
+    # XLA might first compute what needs `dx`, and keep the wide arrays for the gradients of leaves meanwhile.
     dleaves, dx = jax.lax.optimization_barrier((dleaves, dx))
     found = [None if one is None else one.astype(leaf.dtype) for one, leaf in zip(dleaves, leaves, strict=True)]
     return tuple(found), tuple(dx)
@@ -325,7 +329,7 @@ def _is_zero(value: Any) -> bool:
 
 
 def _held(static: _Static, leaves: Sequence[Any], x: Sequence[Array]) -> list[Array]:
-    """Make arrays of the weights in few bits, where there is a loop."""
+    """Dequantise the quantised weights once, if there is a loop."""
     if x[0].shape[1] // static.size <= _MOST_UNROLLED:
         return []
     own = leaves[: static.num_params]
@@ -334,12 +338,12 @@ def _held(static: _Static, leaves: Sequence[Any], x: Sequence[Array]) -> list[Ar
 
 
 def _laid_out(weight: Array) -> Array:
-    """Store a weight as its codes are, else XLA lays out those of all layers anew."""
+    """Store a weight in the layout of its codes; otherwise XLA changes the layout of the codes of all layers."""
     return laid_out_on_tpus(weight, tuple(range(weight.ndim)))
 
 
 def _with_arrays(params: Tree, arrays: list[Array]) -> Tree:
-    """Put arrays in the place of the weights in few bits, if there are any."""
+    """Replace the quantised weights by arrays, if there are any."""
     if not arrays:
         return params
     left = iter(arrays)
@@ -362,12 +366,13 @@ def _written(whole: Tree, tile: Tree, start: Any) -> Tree:
 
 
 def _loop(length: int, size: int, body: Callable[[Any, Any, int, Any], Any], carry: Any) -> Any:
-    """Run body(index, start, size, carry) over full tiles, in a loop if there are many, and over the shorter rest."""
+    """Run body(index, start, size, carry) over full tiles, as a loop if there are many, and the shorter last one."""
     full = length // size
     if full > _MOST_UNROLLED:
         carry = jax.lax.fori_loop(0, full, lambda i, c: body(i, i * size, size, c), carry)
         return body(full, full * size, length - full * size, carry) if length % size else carry
     for index, start in enumerate(range(0, length, size)):
         own = min(size, length - start)
+        # `zero_after` makes a tile wait for the one before: XLA computed tiles concurrently in spite of a barrier.
         carry = body(index, start + zero_after(carry), own, carry) if own < length else body(0, 0, own, carry)
     return carry

@@ -1,4 +1,4 @@
-"""Chips as data, and targets made of them: hardware that is here or not. Needs no JAX before a device is asked for."""
+"""Chips as data, and compile targets made of them. JAX is not needed before a target's devices are requested."""
 
 from ._catalogue import busy_rows as busy_rows
 from ._targets import Target as Target

@@ -1,9 +1,9 @@
 """The catalogue of chips: figures with their origin, read from `chips.toml`.
 
-Nothing here loads a compiler. For GPUs the catalogue also holds what XLA asks of a GPU that is not there; the fields
-are those of XLA's `GpuTargetConfigProto` (openxla/xla, xla/stream_executor/device_description.proto), checked with
-jaxlib 0.10.2. XLA's own descriptions give the rates of single arithmetic units, too. They are left out: they tune the
-compiler's estimates of time.
+This module loads no compiler. For GPUs the catalogue also holds what XLA requires to compile for an absent GPU. The
+fields are those of XLA's `GpuTargetConfigProto` (openxla/xla, xla/stream_executor/device_description.proto), checked
+with jaxlib 0.10.2. XLA's own descriptions also give the rates of single arithmetic units. They are left out, because
+they only tune the compiler's estimates of time.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import re
 import tomllib
 from typing import Any, Literal
 
-# What XLA requires beyond the chip. The versions are those of the CUDA that the plugin of jaxlib 0.10 is built for.
+# Versions that XLA requires in addition to the chip: those of the CUDA that the plugin of jaxlib 0.10 is built for.
 _CUDA_VERSION, _CUDNN_VERSION = "13.0.0", (9, 10, 0)
 _FIGURES = ("hbm_bytes", "device_bytes", "hbm_bandwidth", "flops", "host_link_bandwidth")
 
@@ -26,18 +26,18 @@ class Machine:
     """A machine shape that carries a chip."""
 
     name: str
-    """What its vendor calls it."""
+    """The vendor's name."""
     num_chips: int
-    """How many chips it has."""
+    """Number of chips."""
     host_bytes: int
     """Memory of the host."""
     source: str
-    """Where that is said."""
+    """Origin of these figures."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Capability:
-    """What a compiler has to know of an NVIDIA compute capability."""
+    """Properties of an NVIDIA compute capability that a compiler needs."""
 
     version: tuple[int, int]
     """Major and minor."""
@@ -55,14 +55,14 @@ class Capability:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Chip:
-    """One entry of the catalogue; figures are per JAX device, None where nobody says."""
+    """One entry of the catalogue; figures are per JAX device, None when unknown."""
 
     name: str
     """The canonical name."""
     platform: Literal["gpu", "tpu"]
-    """The kind of compiler that serves it."""
+    """The kind of compiler for it."""
     kinds: tuple[str, ...]
-    """What JAX calls the device where it is present."""
+    """JAX's `device_kind` names where the device is present."""
     aliases: tuple[str, ...] = ()
     """Other names."""
     devices_per_chip: int = 1
@@ -80,7 +80,7 @@ class Chip:
     machines: tuple[Machine, ...] = ()
     """Machine shapes, smallest first."""
     slice_machine: str | None = None
-    """The shape that slices of several hosts are made of, where it is not the largest."""
+    """The shape that slices of several hosts are made of; None for the largest."""
     sources: tuple[tuple[str, str], ...] = ()
     """A figure's name and its origin, for every figure that is present."""
     smallest: str = "1"
@@ -103,7 +103,7 @@ class Chip:
     """Hosts whose GPUs one NVLink domain joins."""
 
     def machine(self, num_chips: int) -> Machine | None:
-        """Find the smallest machine that holds so many chips, or the one that larger slices are made of."""
+        """Return the smallest machine with at least `num_chips` chips, or the one that larger slices are made of."""
         for machine in self.machines:
             if machine.num_chips >= num_chips:
                 return machine
@@ -111,7 +111,7 @@ class Chip:
         return (slices or list(self.machines[-1:]) or [None])[0]
 
     def gpu_target_config(self, hbm_bytes: int) -> str:
-        """XLA's description of this GPU with so much memory, as protobuf text.
+        """Return XLA's description of this GPU with a given memory, as protobuf text.
 
         Args:
             hbm_bytes: the memory of the card.
@@ -123,6 +123,7 @@ class Chip:
         major, minor = self.capability.version
         extension = "ACCELERATED_FEATURES" if self.capability.accelerated else "NONE"
         numbers = {
+            # Literal numbers are the same for all GPUs of the catalogue.
             "threads_per_block_limit": 1024,
             "threads_per_warp": 32,
             "shared_memory_per_block": 49_152,
@@ -173,25 +174,25 @@ class Chip:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Catalogue:
-    """Everything that `chips.toml` says."""
+    """The content of `chips.toml`."""
 
     chips: dict[str, Chip]
     """Chips by their canonical names, TPUs first."""
     tpu_words: dict[str, str]
-    """Other words for TPUs, for near misses."""
+    """Other words for TPUs, to suggest near misses."""
     ambiguous: dict[str, tuple[str, ...]]
     """Names that stand for several chips."""
     refused: tuple[tuple[re.Pattern[str], str], ...]
     """Patterns on the names of GPUs that cannot be compiled for, and the reason."""
 
     def find(self, name: str) -> Chip | None:
-        """Find the chip of a name, an alias, or a device kind, whatever its case, spaces and hyphens."""
+        """Return the chip of a name or an alias; case, spaces and hyphens of GPU names do not matter."""
         key, gpus = plain(name), (chip for chip in self.chips.values() if chip.platform == "gpu")
         named = (chip for chip in gpus if key in map(plain, (chip.name, *chip.aliases)))
         return next(named, self.chips.get(name))
 
     def of_kind(self, kind: str) -> Chip | None:
-        """Find the chip that JAX calls so where it is present."""
+        """Return the chip with this JAX `device_kind`."""
         return next((chip for chip in self.chips.values() if kind in chip.kinds), None)
 
     def of(self, platform: str) -> list[str]:
@@ -200,23 +201,25 @@ class Catalogue:
 
 
 def plain(name: str) -> str:
-    """Write a GPU's name without the maker, the brand, spaces, hyphens and underscores, in lower case."""
+    """Return a GPU's name in lower case, without vendor, brand, spaces, hyphens and underscores."""
     return re.sub(r"nvidia|geforce|tesla|[\s_-]", "", name.lower())
 
 
 def busy_rows(kind: str) -> int | None:
-    """Return how many rows a matrix product needs, so that a weight is read in a third of its time; a power of two.
+    """Return how many rows make a matrix product take three times as long as reading its weight; a power of two.
 
     Args:
-        kind: of a device, as JAX calls it.
+        kind: JAX's `device_kind`.
 
     Returns:
-        None for a chip of which nobody says how fast it is.
+        The number of rows, rounded up; None for a chip whose speed is unknown.
     """
     chip = catalogue().of_kind(kind)
     if chip is None or chip.flops is None or chip.hbm_bandwidth is None:
         return None
-    return 1 << math.ceil(math.log2(3 * chip.flops / chip.hbm_bandwidth))  # a weight has two bytes, and two FLOPs a row
+    # Per number of a bf16 weight: 2 bytes / bandwidth to read it, 2 FLOPs / flops per row to multiply by it. So both
+    # times are equal at flops / bandwidth rows.
+    return 1 << math.ceil(math.log2(3 * chip.flops / chip.hbm_bandwidth))
 
 
 @functools.cache
@@ -249,6 +252,7 @@ def _chip(
 ) -> Chip:
     origin: dict[str, str] = fields.pop("source")
     per_chip = int(fields.get("devices_per_chip", 1))
+    # chips.toml has figures per chip, a `Chip` has them per JAX device.
     for figure in _FIGURES:
         if figure in fields:
             fields[figure] //= per_chip

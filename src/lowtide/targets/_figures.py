@@ -1,4 +1,4 @@
-"""Figures of a target that a caller gives: sizes and rates, checked."""
+"""Sizes and rates of a target that a caller gives, with their checks."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ RATES = ("hbm_bandwidth", "flops", "host_link_bandwidth")
 
 
 def read_figures(given: Mapping[str, object]) -> dict[str, int]:
-    """Sizes and rates as whole numbers.
+    """Return sizes and rates as whole numbers.
 
     Args:
         given: figures by their names. Sizes may be text such as ``"14 GiB"``, bandwidths such as ``"25 GB/s"``. None
-            means that the catalogue's holds.
+            means the catalogue's figure.
 
     Returns:
         The figures that are not None, in bytes, bytes per second and operations per second.
@@ -40,10 +40,10 @@ def read_figures(given: Mapping[str, object]) -> dict[str, int]:
 
 
 def check_figures(name: str, device_bytes: int | None, hbm_bytes: int | None, reserve_bytes: int) -> None:
-    """Refuse capacities that contradict each other.
+    """Raise for capacities that contradict each other.
 
     Raises:
-        ConfigError: when more is reserved than there is, or more usable than physical.
+        ConfigError: when more is reserved than usable, or more is usable than physically present.
     """
     if device_bytes is not None and hbm_bytes is not None and device_bytes > hbm_bytes:
         raise ConfigError(

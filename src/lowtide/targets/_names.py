@@ -1,6 +1,6 @@
-"""Names of targets: chip and topology read from text, and refusals that say what would work.
+"""Names of targets: chip and topology parsed from text, and errors that list valid names.
 
-Deviation from the rest of the package: GPU names are forgiving (case, spaces, hyphens, the maker's name), because
+Deviation from the rest of the package: GPU names are forgiving (case, spaces, hyphens, the vendor's name), because
 every tool writes them differently. TPU names are libtpu's.
 """
 
@@ -42,7 +42,7 @@ def parse_name(name: str) -> tuple[Chip, str]:
         if not _GPU_COUNT.fullmatch(topology):
             raise _no_gpu_count(name, chip, topology)
         gpu_topology(chip, int(topology))
-    # libtpu does not refuse a zero, it divides by it: such a name must not reach it.
+    # libtpu does not refuse a zero but divides by it, so such a name must not reach it.
     elif not _TPU_TOPOLOGY.fullmatch(topology):
         raise TargetError(
             f"{name!r} has no valid topology",
@@ -54,20 +54,20 @@ def parse_name(name: str) -> tuple[Chip, str]:
 
 
 def num_chips(chip: Chip, topology: str) -> int:
-    """How many chips a canonical topology has."""
+    """Return the number of chips of a canonical topology."""
     return int(topology) if chip.platform == "gpu" else math.prod(map(int, topology.split("x")))
 
 
 def gpu_topology(chip: Chip, num_gpus: int) -> tuple[int, int, int]:
-    """How GPUs stand together.
+    """Return how GPUs are grouped into hosts and partitions.
 
     Args:
         chip: the GPU.
-        num_gpus: how many there are.
+        num_gpus: number of GPUs.
 
     Returns:
-        Partitions (groups of hosts that NVLink joins), hosts of a partition, GPUs of a host. Compile-only devices of
-        jaxlib 0.10.2 know their host (`process_index`), and all say partition 0.
+        Partitions (groups of hosts that NVLink joins), hosts per partition, GPUs per host. Compile-only devices of
+        jaxlib 0.10.2 know their host (`process_index`), and all report partition 0.
 
     Raises:
         TargetError: for a number that does not fill its hosts or partitions.
@@ -134,7 +134,7 @@ def _unknown(name: str, word: str, topology: str) -> TargetError:
             hint='on a machine with that GPU, "here" works'
             + (f"; near misses: {', '.join(close_gpus)}" if close_gpus else ""),
         )
-    # A slice name such as v5litepod-4 counts cores or chips; only the chip can be taken from it.
+    # A slice name such as v5litepod-4 may count cores or chips, so only the chip is taken from it.
     stem = re.split(r"[-=_ ]", word)[0]
     tpus = known.of("tpu")
     close = [known.tpu_words[stem]] if stem in known.tpu_words else []

@@ -1,8 +1,8 @@
-"""Compile targets: the hardware a report is about, present or not.
+"""Compile targets: the hardware that a report is about, present or not.
 
-A target names a platform, a number of JAX devices, the bytes a program may use on each, and what is known of their
-speed. TPU targets need no TPU, GPU targets no GPU: libtpu, and XLA's CUDA plugin with `ptxas`, compile for hardware
-that is only described. Figures and their origins stand in `chips.toml`, names are read in `_names.py`.
+A target names a platform, a number of JAX devices, the bytes that a program may use on each, and known speeds. TPU
+targets need no TPU and GPU targets no GPU: libtpu, and XLA's CUDA plugin with `ptxas`, compile for hardware that is
+only described. Figures and their origins are in `chips.toml`; `_names.py` reads names.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Platform = Literal["cpu", "gpu", "tpu"]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Target:
-    """Hardware to compile for; made by `target`. Figures are per JAX device; None means that nobody says.
+    """Hardware to compile for; made by `target`. Figures are per JAX device; None means unknown.
 
     Examples:
         >>> target("cpu").platform
@@ -34,36 +34,35 @@ class Target:
     name: str
     """The canonical name: ``here``, ``cpu``, or a chip with its topology, such as ``v5e:2x2`` or ``h100:8``."""
     platform: Platform
-    """The kind of compiler that serves it."""
+    """The kind of compiler for it."""
     chip: str
-    """The chip: ``v5e``, ``h100``, or the device kind that JAX reports for hardware that is here."""
+    """The chip: ``v5e``, ``h100``, or the device kind that JAX reports for hardware that is present."""
     num_devices: int
-    """How many JAX devices there are (two a chip on v2, v3 and tpu7x)."""
+    """Number of JAX devices (two per chip on v2, v3 and tpu7x)."""
     device_bytes: int | None
     """Bytes that a program may use on one JAX device, or None when unknown (a CPU's memory belongs to the system).
 
-    TPU: the "available HBM" of libtpu 0.0.51. GPU: the share of `hbm_bytes` that JAX's allocator takes, 0.75 unless
-    ``XLA_CLIENT_MEM_FRACTION`` (or its older name ``XLA_PYTHON_CLIENT_MEM_FRACTION``) says otherwise when the target is
-    made, and at most all of it (JAX documentation, GPU memory allocation). ``XLA_PYTHON_CLIENT_PREALLOCATE=false``
-    only lets the allocator grow up to the same share (openxla/xla, gpu_helpers.cc).
-    ``XLA_PYTHON_CLIENT_ALLOCATOR=platform`` lifts the limit, which this figure does not follow. Hardware that is here:
-    the limit of JAX's allocator.
+    TPU: the "available HBM" of libtpu 0.0.51. GPU: the share of `hbm_bytes` that JAX's allocator takes when the target
+    is made (JAX documentation, GPU memory allocation). It is 0.75 unless ``XLA_CLIENT_MEM_FRACTION`` (or its older name
+    ``XLA_PYTHON_CLIENT_MEM_FRACTION``) sets another one, and at most 1. ``XLA_PYTHON_CLIENT_PREALLOCATE=false`` only
+    lets the allocator grow up to the same share (openxla/xla, gpu_helpers.cc). ``XLA_PYTHON_CLIENT_ALLOCATOR=platform``
+    lifts the limit, which this figure does not follow. Hardware that is present: the limit of JAX's allocator.
     """
     chip_config_name: str | None = None
-    """How libtpu groups a chip's cores into devices, where its default is not used."""
+    """How libtpu groups a chip's cores into devices; None for its default."""
     hbm_bytes: int | None = None
-    """Physical memory of one JAX device; on a GPU what CUDA shows, which is less than the maker's round number."""
+    """Physical memory of one JAX device; on a GPU as CUDA reports it, which is less than the vendor's round number."""
     hbm_bandwidth: int | None = None
     """Bytes per second between the chip and its memory."""
     flops: int | None = None
-    """Dense bf16 operations per second, the maker's peak."""
+    """Dense bf16 operations per second, the vendor's peak."""
     host_link_bandwidth: int | None = None
-    """Bytes per second between device and host memory, each way; for most chips the rate of the link, not a measured
-    one."""
+    """Bytes per second between device and host memory, each way. For most chips this is the nominal rate of the link,
+    not a measured one."""
     host_bytes: int | None = None
     """Host memory per JAX device on `machine`."""
     machine: str | None = None
-    """The machine shape that `host_bytes` is of; other shapes carry the same chip."""
+    """The machine shape of `host_bytes`; other shapes have the same chip."""
     reserve_bytes: int = 0
     """Bytes of `device_bytes` to keep free."""
     sources: tuple[str, ...] = ()
@@ -71,17 +70,17 @@ class Target:
 
     @property
     def budget_bytes(self) -> int | None:
-        """What a program may take of one device: `device_bytes` less `reserve_bytes`; None when unknown."""
+        """Bytes that a program may use of one device: `device_bytes` less `reserve_bytes`; None when unknown."""
         return None if self.device_bytes is None else self.device_bytes - self.reserve_bytes
 
     def devices(self) -> list[Any]:
-        """Return the JAX devices to compile for; compile-only ones where the hardware is not here.
+        """Return the JAX devices to compile for; compile-only ones if the hardware is not present.
 
         Returns:
             `num_devices` devices, in JAX's order. Meshes and shardings made of them fit `lowtide.memory.analyze`.
 
         Raises:
-            TargetError: when the compiler for hardware that is not here is missing.
+            TargetError: when the hardware is not present and its compiler is not installed.
         """
         import jax
 
@@ -102,7 +101,7 @@ class Target:
 
 
 class Figures(TypedDict, total=False):
-    """What a caller of `target` may know better than the catalogue."""
+    """Figures that a caller of `target` may give in place of the catalogue's."""
 
     device_bytes: int | str
     hbm_bytes: int | str
@@ -114,23 +113,23 @@ class Figures(TypedDict, total=False):
 
 
 def target(name: str = "here", **figures: Unpack[Figures]) -> Target:
-    """Find the hardware that a name stands for.
+    """Return the hardware that a name stands for.
 
     Args:
-        name: ``"here"`` (the default backend, all its devices), ``"cpu"``, a TPU chip and topology ``AxB`` or
-            ``AxBxC`` (``"v5e:2x2"``, ``"v5p:2x2x1"``, ``"tpu7x:2x2x1"``), or a GPU and how many (``"h100:8"``,
-            ``"a100-80"``, ``"rtx 4090"``); a bare chip name means one chip.
+        name: ``"here"`` (the default backend, all its devices), ``"cpu"``, a TPU chip and topology ``AxB`` or ``AxBxC``
+            (``"v5e:2x2"``, ``"v5p:2x2x1"``, ``"tpu7x:2x2x1"``), or a GPU and its number (``"h100:8"``, ``"a100-80"``,
+            ``"rtx 4090"``). A bare chip name means one chip.
         **figures: figures of the target that differ from the catalogue's, per JAX device: `device_bytes`, `hbm_bytes`,
             `host_bytes`, `reserve_bytes` (sizes such as ``"14 GiB"``, or bytes), `hbm_bandwidth`,
             `host_link_bandwidth` (bytes per second, or text such as ``"25 GB/s"``), `flops`.
 
     Returns:
-        The target. `targets` lists them all.
+        The target. `targets` lists all of them.
 
     Raises:
         TargetError: for a name that is empty, unknown or ambiguous, a topology that no machine has, or when the
             compiler (libtpu; XLA's CUDA plugin and `ptxas`) is not installed.
-        ConfigError: for a figure that is unknown, is no positive size or rate, or contradicts another.
+        ConfigError: for a figure that is unknown, not a positive size or rate, or in conflict with another.
 
     Memory:
         None on any device, whatever the capacities.
@@ -148,16 +147,16 @@ def target(name: str = "here", **figures: Unpack[Figures]) -> Target:
         return _with_figures(_cpu(), given)
     chip, topology = parse_name(name)
     goal = _with_figures(_ahead_of_time(chip, topology), given)
-    # The compiler has the last word on the topology, and says how many devices it has.
+    # The compiler decides whether the topology exists, and how many devices it has.
     return dataclasses.replace(goal, num_devices=len(goal.devices()))
 
 
 def targets() -> tuple[Target, ...]:
-    """Every target that `target` knows: this machine, its CPU, and each chip of the catalogue alone.
+    """Return every target that `target` knows: this machine, its CPU, and each chip of the catalogue alone.
 
     Returns:
-        ``here``, ``cpu``, TPUs, GPUs. Chips stand with their smallest topology and come from the catalogue: their
-        compilers need not be installed, and are not loaded.
+        ``here``, ``cpu``, TPUs, GPUs. Chips have their smallest topology and come from the catalogue: their compilers
+        need not be installed, and are not loaded.
 
     Memory:
         None on any device.
@@ -173,12 +172,12 @@ def targets() -> tuple[Target, ...]:
 
 
 def catalogue_targets() -> tuple[Target, ...]:
-    """Each chip of the catalogue alone, as in `targets`, without a question to JAX."""
+    """Return each chip of the catalogue alone, as in `targets`, without a call of JAX."""
     return tuple(_ahead_of_time(chip, chip.smallest) for chip in catalogue().chips.values())
 
 
 def resolve_target(target_or_name: Target | str | None) -> Target:
-    """Make a target from what a public function accepts: a `Target`, its name, or None for ``"here"``."""
+    """Return the target for an argument of a public function: a `Target`, its name, or None for ``"here"``."""
     if isinstance(target_or_name, Target):
         return target_or_name
     given: Any = target_or_name
@@ -203,9 +202,10 @@ def _here() -> Target:
             expected="cpu, gpu or tpu",
             hint='choose another backend with JAX_PLATFORMS, or another target such as "cpu"',
         )
-    # Only this process's own devices can be asked.
+    # Only this process's own devices report their memory.
     own = [device for device in devices if getattr(device, "process_index", 0) == jax.process_index()]
     limits = [(device.memory_stats() or {}).get("bytes_limit") for device in own] if platform != "cpu" else [None]
+    # A program has to fit on every device, so the smallest limit holds; it is unknown if any limit is.
     known = [limit for limit in limits if limit]
     chip = catalogue().of_kind(devices[0].device_kind)
     return Target(
@@ -267,6 +267,7 @@ def _with_figures(goal: Target, given: dict[str, int]) -> Target:
         return goal
     changed: dict[str, Any] = dict(given)
     if goal.platform == "gpu" and "hbm_bytes" in given and "device_bytes" not in given and goal.is_ahead_of_time:
+        # device_bytes is a share of hbm_bytes, so it follows a given hbm_bytes.
         changed["device_bytes"] = int(given["hbm_bytes"] * _memory_fraction())
     kept = tuple(source for source in goal.sources if source.partition(":")[0] not in given)
     goal = dataclasses.replace(goal, **changed, sources=kept + tuple(f"{figure}: given" for figure in given))
@@ -275,7 +276,7 @@ def _with_figures(goal: Target, given: dict[str, int]) -> Target:
 
 
 def _memory_fraction() -> float:
-    """Return the share of a GPU's memory that JAX's allocator takes, read as jaxlib 0.10.2 reads it."""
+    """Return the share of a GPU's memory that JAX's allocator takes, read as jaxlib 0.10.2 does."""
     for variable in ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"):
         text = os.environ.get(variable)
         if not text:
@@ -303,7 +304,7 @@ def _tpu_devices(name: str, chip_config_name: str | None) -> tuple[Any, ...]:
         )
     try:
         return tuple(tpu_topology_devices(name, chip_config_name=chip_config_name))
-    except Exception as error:  # libtpu raises whatever it likes; its first line is the reason
+    except Exception as error:  # libtpu raises various types; the first line is the reason
         raise TargetError(
             f"libtpu refuses the topology {name!r}",
             got=str(error).splitlines()[0],
