@@ -12,7 +12,7 @@ the level.
 4 bits have too few codes for the dynamic map. A convolutional network was trained with three of its levels for first
 moments, and sixteenths for second moments, as in torchao. It ended 3.0 % above the held-out loss of float32; with
 companding, 0.5 % above it. A decoder trained from scratch with blocks of 128 ended 0.5 % above float32, over eight
-seeds (benchmarks/LOG.md). So 4-bit blocks have 64 numbers.
+seeds (benchmarks/log/). So 4-bit blocks have 64 numbers.
 
 Sources: Dettmers et al., "8-bit Optimizers via Block-wise Quantization" (arXiv:2110.02861), for the dynamic map and
 its blocks; FlashOptim (arXiv:2602.23349), for companded numbers (there in groups of 32); Li et al., "Memory Efficient
