@@ -129,7 +129,7 @@ def test_an_interrupt_while_arrays_are_lent_leaves_the_model_whole(kind: str, mo
     _, trainer, kernel_of = made(kind)
     before, num_made = kernel_of(), [0]
 
-    class Interrupted(bridge.Lent):
+    class Interrupted(bridge.Placeholder):
         def __init__(self, *given: Any) -> None:
             num_made[0] += 1
             if num_made[0] == 2:
@@ -137,7 +137,7 @@ def test_an_interrupt_while_arrays_are_lent_leaves_the_model_whole(kind: str, mo
             super().__init__(*given)
 
     with monkeypatch.context() as patch:
-        patch.setattr(bridge, "Lent", Interrupted)
+        patch.setattr(bridge, "Placeholder", Interrupted)
         with pytest.raises(KeyboardInterrupt):
             trainer.fit([(X, X)] * 2, num_steps=2, progress=False)
     np.testing.assert_array_equal(kernel_of(), before)
@@ -194,9 +194,9 @@ def test_a_placeholder_is_neither_copied_nor_compared() -> None:
     import copy
     import pickle
 
-    from lowtide.ext._lent import Lent
+    from lowtide.ext._lent import Placeholder
 
-    lent = Lent("kernel", jnp.ones((4, 2)))
+    lent = Placeholder("kernel", jnp.ones((4, 2)))
     uses: list[Any] = [
         copy.copy,
         copy.deepcopy,

@@ -183,7 +183,7 @@ def test_donated_layers_are_gone_by_way_of_the_host_where_a_device_is_full(full,
         def none_is_left(leaf):
             raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory")
 
-        monkeypatch.setattr(_unstack, "_apart", none_is_left)
+        monkeypatch.setattr(_unstack, "_split_stack", none_is_left)
         with pytest.raises(jax.errors.JaxRuntimeError):
             models.unstack(model)
     apart = models.unstack(model, donate=True)

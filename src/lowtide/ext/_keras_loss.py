@@ -21,7 +21,7 @@ from ..train import example_weights
 
 def compiled_loss(loss: Any, metrics: Any, class_weight: Mapping[int, float] | None) -> Callable[..., Any]:
     """See `lowtide.ext.keras.Bridge.loss`."""
-    fn = _found_loss(loss)
+    fn = _resolve_loss(loss)
     if not isinstance(metrics or {}, Mapping):
         raise ConfigError(
             "metrics have no names",
@@ -29,16 +29,16 @@ def compiled_loss(loss: Any, metrics: Any, class_weight: Mapping[int, float] | N
             got=type(metrics).__name__,
             hint='bridge.loss(loss, {"accuracy": "accuracy"}), for instance',
         )
-    means = {name: _found_metric(name, metric) for name, metric in (metrics or {}).items()}
+    means = {name: _resolve_metric(name, metric) for name, metric in (metrics or {}).items()}
     if class_weight is not None:
         example_weights(np.zeros(0, np.int32), class_weight)  # raises now rather than in the first step
 
     def loss_fn(model: Any, batch: Any, training: bool) -> tuple[Any, dict[str, Any]]:
-        x, y, sample_weight = _parts(batch)
+        x, y, sample_weight = _split_batch(batch)
         outputs = model(x, training=training)
-        _refuse_several(y, outputs)
+        _check_single_output(y, outputs)
         if class_weight is not None and training:
-            sample_weight = example_weights(_classes(y, outputs), class_weight, sample_weight)
+            sample_weight = example_weights(_class_labels(y, outputs), class_weight, sample_weight)
         value: Any = fn(y, outputs, sample_weight=sample_weight)
         value += sum(model.losses)
         return value, {name: _mean(metric, y, outputs) for name, metric in means.items()}
@@ -55,11 +55,11 @@ class _Loss(keras.losses.Loss):
 
     def call(self, y_true: Any, y_pred: Any) -> Any:
         """Compute the loss per example; the ranks of labels and outputs may differ by one axis of size 1."""
-        y_true, y_pred = _same_rank(y_true, y_pred), _same_rank(y_pred, y_true)
+        y_true, y_pred = _match_rank(y_true, y_pred), _match_rank(y_pred, y_true)
         return self._fn(y_true, y_pred)
 
 
-def _same_rank(x: Any, other: Any) -> Any:
+def _match_rank(x: Any, other: Any) -> Any:
     """Add or drop a last axis to match another array, like Keras: (B,) becomes (B, 1), else a last axis of 1 is cut."""
     if x.ndim == other.ndim - 1 == 1 and other.shape[-1] == 1:
         return x[:, None]
@@ -68,37 +68,43 @@ def _same_rank(x: Any, other: Any) -> Any:
     return x
 
 
-def _found_loss(loss: Any) -> keras.losses.Loss:
+def _resolve_loss(loss: Any) -> keras.losses.Loss:
     try:
-        found: Any = _by_shape("losses", "crossentropy") if loss in ("crossentropy", "ce") else keras.losses.get(loss)
+        resolved: Any = (
+            _select_by_shape("losses", "crossentropy") if loss in ("crossentropy", "ce") else keras.losses.get(loss)
+        )
     except (ValueError, TypeError):
-        found = None
-    if not callable(found):
+        resolved = None
+    if not callable(resolved):
         raise ConfigError(
             "the loss is none of Keras'",
             expected="a Keras loss, its name, or a function of labels and outputs, for a model of one output",
             got=repr(loss),
             hint='bridge.loss("mse"), for instance; for several outputs write loss_fn(model, batch, training)',
         )
-    return found if isinstance(found, keras.losses.Loss) else _Loss(found)
+    return resolved if isinstance(resolved, keras.losses.Loss) else _Loss(resolved)
 
 
-def _found_metric(name: str, metric: Any) -> Any:
+def _resolve_metric(name: str, metric: Any) -> Any:
     try:
         kind = {"acc": "accuracy", "ce": "crossentropy"}.get(metric, metric) if isinstance(metric, str) else None
-        of_shape = kind in ("accuracy", "crossentropy")
-        found: Any = _by_shape("metrics", kind) if of_shape else keras.metrics.get(metric)
+        is_by_shape = kind in ("accuracy", "crossentropy")
+        resolved: Any = _select_by_shape("metrics", kind) if is_by_shape else keras.metrics.get(metric)
     except (ValueError, TypeError):
-        found = None
-    of_state = isinstance(found, keras.metrics.Metric) and not isinstance(found, keras.metrics.MeanMetricWrapper)
-    if of_state or not callable(found):
+        resolved = None
+    is_stateful = isinstance(resolved, keras.metrics.Metric) and not isinstance(
+        resolved, keras.metrics.MeanMetricWrapper
+    )
+    if is_stateful or not callable(resolved):
         raise ConfigError(
-            f"metric {name!r} is no mean over examples" if of_state else f"metric {name!r} is none of Keras'",
+            f"metric {name!r} is no mean over examples" if is_stateful else f"metric {name!r} is none of Keras'",
             expected="a function of labels and outputs, the name of a Keras metric, or one that is a mean",
             got=repr(metric),
             hint="compute it from trainer.predict, in a callback for instance",
         )
-    return found if isinstance(found, keras.metrics.Metric) else keras.metrics.MeanMetricWrapper(found, name=name)
+    return (
+        resolved if isinstance(resolved, keras.metrics.Metric) else keras.metrics.MeanMetricWrapper(resolved, name=name)
+    )
 
 
 def _mean(metric: Any, y: Any, outputs: Any) -> Any:
@@ -106,7 +112,7 @@ def _mean(metric: Any, y: Any, outputs: Any) -> Any:
     return metric.stateless_result(metric.stateless_update_state(metric.stateless_reset_state(), y, outputs))
 
 
-def _by_shape(module: str, kind: str) -> Callable[..., Any]:
+def _select_by_shape(module: str, kind: str) -> Callable[..., Any]:
     """Return the function for ``"crossentropy"`` or ``"accuracy"``; like ``compile``, it chooses by shapes."""
 
     def fn(y_true: Any, y_pred: Any) -> Any:
@@ -119,7 +125,7 @@ def _by_shape(module: str, kind: str) -> Callable[..., Any]:
     return fn
 
 
-def _parts(batch: Any) -> tuple[Any, Any, Any]:
+def _split_batch(batch: Any) -> tuple[Any, Any, Any]:
     if not isinstance(batch, tuple | list) or len(batch) not in (2, 3):  # pyright: ignore[reportUnknownArgumentType]
         keys = f" of {', '.join(map(str, batch))}" if isinstance(batch, Mapping) else ""
         size = f" of {len(batch)}" if isinstance(batch, tuple | list) else ""  # pyright: ignore[reportUnknownArgumentType]
@@ -133,7 +139,7 @@ def _parts(batch: Any) -> tuple[Any, Any, Any]:
     return x, y, sample_weight
 
 
-def _refuse_several(y: Any, outputs: Any) -> None:
+def _check_single_output(y: Any, outputs: Any) -> None:
     if not hasattr(y, "shape") or not hasattr(outputs, "shape"):
         raise ConfigError(
             "the bridge's loss needs labels and outputs that are one array each",
@@ -143,7 +149,7 @@ def _refuse_several(y: Any, outputs: Any) -> None:
         )
 
 
-def _classes(y: Any, outputs: Any) -> Any:
+def _class_labels(y: Any, outputs: Any) -> Any:
     """Return the class of each label.
 
     Keras would take the argmax over any last axis, also over that of integer sequences.

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from ..core import StateError
 
 
-class Lent:
+class Placeholder:
     """A placeholder for an array that a trainer has borrowed: any use raises.
 
     Args:
@@ -19,9 +19,9 @@ class Lent:
         like: the array; the placeholder keeps its shape and dtype.
     """
 
-    def __init__(self, path: str, like: Any) -> None:
-        self.path, self.shape, self.dtype = path, like.shape, like.dtype
-        self.ndim, self.size = len(like.shape), like.size
+    def __init__(self, path: str, array: Any) -> None:
+        self.path, self.shape, self.dtype = path, array.shape, array.dtype
+        self.ndim, self.size = len(array.shape), array.size
 
     def refuse(self, *_: Any, **__: Any) -> NoReturn:
         """Raise StateError for any use."""
@@ -52,26 +52,26 @@ def is_key(leaf: Any) -> bool:
     return isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 
-def numbers(leaf: Any) -> Any:
+def unwrap_key(leaf: Any) -> Any:
     """Return the trainer's form of a leaf: key data for random keys, otherwise the leaf itself."""
     return jax.random.key_data(leaf) if is_key(leaf) else leaf
 
 
-def refuse_edits(found: Mapping[str, Any], lent: Collection[str]) -> None:
+def check_placeholders(values: Mapping[str, Any], paths: Collection[str]) -> None:
     """Raise if a placeholder was replaced while the arrays were borrowed; the replacement is lost.
 
     Args:
-        found: values in the model at the time when the trainer returned its arrays, by path.
-        lent: paths of the placeholders.
+        values: values in the model at the time when the trainer returned its arrays, by path.
+        paths: paths of the placeholders.
 
     Raises:
         StateError: with the paths.
     """
-    edited = sorted(path for path in lent if not isinstance(found.get(path), Lent))
+    edited = sorted(path for path in paths if not isinstance(values.get(path), Placeholder))
     if edited:
         raise StateError(
             f"{', '.join(edited[:4])}: changed in the model while a trainer had the arrays",
             expected="changes of trainer.model, which gives the arrays back",
-            got=f"{len(edited)} of {len(lent)} placeholders written over; the trainer's arrays have replaced that",
+            got=f"{len(edited)} of {len(paths)} placeholders written over; the trainer's arrays have replaced that",
             hint="in a callback read trainer.model first, and then change it",
         )

@@ -30,7 +30,7 @@ from ..core import (
     partition,
     products_explained,
 )
-from ._lent import Lent, is_key, numbers
+from ._lent import Placeholder, is_key, unwrap_key
 
 
 class Bridge:
@@ -85,7 +85,7 @@ class Bridge:
                 got=repr(model)[:80] if isinstance(model, type) else f"a {type(model).__name__} of Flax NNX",
                 hint="lowtide.ext.nnx.Bridge takes modules of NNX; a class has to be called",
             )
-        if state is None and any(map(_is_index, jax.tree.leaves(model, is_leaf=_is_index))):
+        if state is None and any(map(_is_state_index, jax.tree.leaves(model, is_leaf=_is_state_index))):
             raise ConfigError(
                 "the module has state, and none is given",
                 expected="Bridge(model, state)",
@@ -93,37 +93,37 @@ class Bridge:
                 hint="model, state = eqx.nn.make_with_state(Model)(...)",
             )
         self._has_state = state is not None
-        leaves = _named(model, state)
+        leaves = _leaves_by_name(model, state)
         self._structure = jax.tree.structure((model, state))
-        self._held: dict[str, Any] = {name: numbers(leaf) for name, leaf in leaves.items() if eqx.is_array(leaf)}
-        self._static: dict[str, Any] = {name: leaf for name, leaf in leaves.items() if name not in self._held}
+        self._arrays: dict[str, Any] = {name: unwrap_key(leaf) for name, leaf in leaves.items() if eqx.is_array(leaf)}
+        self._static: dict[str, Any] = {name: leaf for name, leaf in leaves.items() if name not in self._arrays}
         self._impls = {name: jax.random.key_impl(leaf) for name, leaf in leaves.items() if is_key(leaf)}
         self._names = list(leaves)
-        of_state = set(_named(None, state))
-        self._changes = of_state & set(self._held)
-        trains = self._selected(model, wrt)
-        self.wrt = among(trains)
+        state_names = set(_leaves_by_name(None, state))
+        self._state_names = state_names & set(self._arrays)
+        trainable = self._select_names(model, wrt)
+        self.wrt = among(trainable)
         """Selects the trainable leaves: the arrays of the filter."""
-        self.mutable = among(self._changes) if self._changes else None
+        self.mutable = among(self._state_names) if self._state_names else None
         """Selects the leaves that a call may change: the arrays of the state."""
-        if not trains:
+        if not trainable:
             raise SelectionError(
                 "the filter selects no array of the module",
                 expected="a filter that is True of arrays, or patterns of their paths",
-                got=", ".join(self._held) or "a module without arrays",
+                got=", ".join(self._arrays) or "a module without arrays",
                 hint="pass Bridge(model, wrt=eqx.is_inexact_array), for instance",
             )
 
-    def _selected(self, model: Any, wrt: Any) -> set[str]:
-        if is_pattern(wrt) or (isinstance(wrt, Sequence) and all(is_pattern(w) for w in wrt)):
-            arrays = {name: leaf for name, leaf in self._held.items() if name not in self._changes}
+    def _select_names(self, model: Any, wrt: Any) -> set[str]:
+        if is_pattern(wrt) or (isinstance(wrt, Sequence) and all(is_pattern(pattern) for pattern in wrt)):
+            arrays = {name: leaf for name, leaf in self._arrays.items() if name not in self._state_names}
             return {name for name, leaf in partition(arrays, wrt)[0].items() if leaf is not None}
-        return set(_named(eqx.filter(model, wrt), None)) & set(self._held)
+        return set(_leaves_by_name(eqx.filter(model, wrt), None)) & set(self._arrays)
 
     @property
     def model(self) -> Any:
         """The module with its current arrays, or ``(model, state)``. `Trainer.model` first returns borrowed arrays."""
-        model, state = self._whole(self._held)
+        model, state = self._combine(self._arrays)
         return (model, state) if self._has_state else model
 
     def replace(self, model: Any) -> None:
@@ -136,7 +136,7 @@ class Bridge:
             StructureError: when anything other than arrays differs.
         """
         pair = model if self._has_state else (model, None)
-        leaves = _named(*pair) if isinstance(pair, tuple) and len(pair) == 2 else {}
+        leaves = _leaves_by_name(*pair) if isinstance(pair, tuple) and len(pair) == 2 else {}
         static = {name: leaf for name, leaf in leaves.items() if name in self._static}
         if jax.tree.structure(pair) != self._structure or static != self._static:
             raise StructureError(
@@ -147,25 +147,25 @@ class Bridge:
                 got=type(model).__name__,
                 hint="change arrays alone, with eqx.tree_at; or make a new Trainer",
             )
-        self._held = {name: numbers(leaf) for name, leaf in leaves.items() if name not in self._static}
+        self._arrays = {name: unwrap_key(leaf) for name, leaf in leaves.items() if name not in self._static}
 
     def arrays(self) -> Tree:
         """See `lowtide.train.ModelObject`."""
-        return dict(self._held)
+        return dict(self._arrays)
 
     def lend(self, arrays: Tree) -> None:
         """See `lowtide.train.ModelObject`."""
-        self._held |= {name: Lent(name, leaf) for name, leaf in arrays.items() if leaf is not None}
+        self._arrays |= {name: Placeholder(name, leaf) for name, leaf in arrays.items() if leaf is not None}
 
     def give_back(self, arrays: Tree) -> None:
         """See `lowtide.train.ModelObject`."""
-        self._held |= {name: leaf for name, leaf in arrays.items() if leaf is not None}
+        self._arrays |= {name: leaf for name, leaf in arrays.items() if leaf is not None}
 
     def bind(self, fn: Callable[..., Any], *, training: bool) -> Callable[..., tuple[Any, Tree]]:
         """See `lowtide.train.ModelObject`; outside of training the module is in inference mode."""
 
         def run(arrays: Tree, *args: Any) -> tuple[Any, Tree]:
-            model, state = self._whole(arrays)
+            model, state = self._combine(arrays)
             model = model if training else eqx.nn.inference_mode(model)
             with products_explained(model):
                 result = fn(model, state, *args) if self._has_state else fn(model, *args)
@@ -173,8 +173,8 @@ class Bridge:
                 return result, arrays
             if isinstance(result, tuple) and result and isinstance(result[-1], eqx.nn.State):
                 # A state in last place is new state in `predict`, too; there it may be left out.
-                *values, after = result
-                return values[0] if len(values) == 1 else tuple(values), arrays | self._state_arrays(after)
+                *values, new_state = result
+                return values[0] if len(values) == 1 else tuple(values), arrays | self._state_arrays(new_state)
             if training:
                 raise StructureError(
                     "the loss function does not return the state",
@@ -187,42 +187,44 @@ class Bridge:
         return run
 
     def _state_arrays(self, state: eqx.nn.State) -> dict[str, Any]:
-        found = {name: numbers(leaf) for name, leaf in _named(None, state).items() if name not in self._static}
-        if set(found) != self._changes:
+        arrays = {
+            name: unwrap_key(leaf) for name, leaf in _leaves_by_name(None, state).items() if name not in self._static
+        }
+        if set(arrays) != self._state_names:
             raise StructureError(
                 "the loss function returns another state than the module's",
-                expected=f"{len(self._changes)} arrays",
-                got=f"{len(found)} arrays",
+                expected=f"{len(self._state_names)} arrays",
+                got=f"{len(arrays)} arrays",
                 hint="put a part back with state.update(substate)",
             )
-        return found
+        return arrays
 
-    def _whole(self, arrays: dict[str, Any]) -> tuple[Any, Any]:
+    def _combine(self, arrays: dict[str, Any]) -> tuple[Any, Any]:
         values: dict[str, Any] = {**arrays, **self._static}
 
         def leaf(name: str) -> Any:
             value = values[name]
-            if name not in self._impls or isinstance(value, Lent):
+            if name not in self._impls or isinstance(value, Placeholder):
                 return value
             return jax.random.wrap_key_data(value, impl=self._impls[name])
 
         return jax.tree.unflatten(self._structure, map(leaf, self._names))
 
 
-def _named(model: Any, state: Any) -> dict[str, Any]:
+def _leaves_by_name(model: Any, state: Any) -> dict[str, Any]:
     """Return leaves by their paths in the module, and those of its state as ``State/...``, in JAX's order."""
 
     pairs = leaves_with_paths((model, state))
-    named = {(path[2:] if path[0] == "0" else f"State{path[1:]}"): leaf for path, leaf in pairs}
-    if len(named) != len(pairs):
+    leaves = {(path[2:] if path[0] == "0" else f"State{path[1:]}"): leaf for path, leaf in pairs}
+    if len(leaves) != len(pairs):
         raise StructureError(
             "two leaves of the module have the same path",
             expected="paths that tell the leaves apart",
             got=", ".join(path for path, _ in pairs),
             hint="use keys of one type in each dictionary, and no field with the name State",
         )
-    return named
+    return leaves
 
 
-def _is_index(node: Any) -> bool:
+def _is_state_index(node: Any) -> bool:
     return isinstance(node, eqx.nn.StateIndex)

@@ -20,7 +20,7 @@ import keras
 
 from ..core import ConfigError, SelectionError, StructureError, Tree, among
 from ._keras_loss import compiled_loss
-from ._lent import Lent, refuse_edits
+from ._lent import Placeholder, check_placeholders
 
 
 class Bridge:
@@ -76,10 +76,14 @@ class Bridge:
             raise SelectionError(
                 "the model has no variables that train",
                 expected="a model that is built, with trainable layers",
-                got=_nothing_trains(model),
+                got=_describe_untrainable(model),
                 hint="call model.build(input_shape), or the model on a batch; set layer.trainable = True",
             )
-        overwritten = [v.path for v in model.trainable_variables if getattr(v, "overwrite_with_gradient", False)]
+        overwritten = [
+            variable.path
+            for variable in model.trainable_variables
+            if getattr(variable, "overwrite_with_gradient", False)
+        ]
         if overwritten:
             raise ConfigError(
                 "Keras overwrites variables of the model with their gradient, and an optimizer would spoil them",
@@ -94,23 +98,25 @@ class Bridge:
                 UserWarning,
                 stacklevel=2,
             )
-        self._variables = _named(_variables(model), _layers(model))
-        self._lent = set[str]()
-        trains = {id(variable) for variable in model.trainable_variables}
-        self._trains = {name for name, variable in self._variables.items() if id(variable) in trains}
+        self._variables = _name_variables(_variables(model), _layers(model))
+        self._borrowed = set[str]()
+        trainable_ids = {id(variable) for variable in model.trainable_variables}
+        self._trainable = {name for name, variable in self._variables.items() if id(variable) in trainable_ids}
         # Weights of frozen layers: no call changes them, unlike variables that never train.
-        weights = {id(variable) for layer in _layers(model) for variable in layer._trainable_variables}
-        self._frozen = {name for name, variable in self._variables.items() if id(variable) in weights - trains}
+        weight_ids = {id(variable) for layer in _layers(model) for variable in layer._trainable_variables}
+        self._frozen = {
+            name for name, variable in self._variables.items() if id(variable) in weight_ids - trainable_ids
+        }
 
     def wrt(self, path: str, leaf: Any) -> bool:
         """Return whether a leaf is in `model.trainable_variables`."""
-        return path in self._trains
+        return path in self._trainable
 
     @property
     def mutable(self) -> Callable[[str, Any], bool] | None:
         """Variables that a call may change, such as statistics and seeds; neither trainable nor frozen weights."""
-        changes = set(self._variables) - self._trains - self._frozen
-        return among(changes) if changes else None
+        names = set(self._variables) - self._trainable - self._frozen
+        return among(names) if names else None
 
     def loss(
         self,
@@ -142,7 +148,7 @@ class Bridge:
                 would not be called; in the step, for a model with several outputs.
             DataError: in the step, for a batch that is not such a tuple.
         """
-        self._refuse_own(
+        self._check_not_overridden(
             ("compute_loss", "compute_metrics", "train_step", "test_step", "compute_loss_and_updates"),
             "loss_fn(model, batch, training), which may return model.compute_loss(x, y, model(x, training=training)); "
             "add sum(model.losses) where that does not, and model.compile(loss=...) first where it calls Keras' own, "
@@ -170,7 +176,7 @@ class Bridge:
         Raises:
             ConfigError: for a model that overrides ``predict_step``, because the override would not be called.
         """
-        self._refuse_own(("predict_step",), "fn(model, batch), and trainer.predict(data, fn)")
+        self._check_not_overridden(("predict_step",), "fn(model, batch), and trainer.predict(data, fn)")
         return model(batch, training=False)
 
     def arrays(self) -> Tree:
@@ -179,56 +185,62 @@ class Bridge:
         Raises:
             StructureError: when variables were added, removed, frozen or unfrozen since the bridge was made.
         """
-        self._refuse_changes()
+        self._check_unchanged()
         return {name: variable._value for name, variable in self._variables.items()}
 
     def lend(self, arrays: Tree) -> None:
         """See `lowtide.train.ModelObject`. Assigning to a borrowed variable also raises."""
-        lent = {name: Lent(name, leaf) for name, leaf in arrays.items() if leaf is not None}
-        for name, placeholder in lent.items():
+        placeholders = {name: Placeholder(name, leaf) for name, leaf in arrays.items() if leaf is not None}
+        for name, placeholder in placeholders.items():
             # `Variable.assign` never reads `_value` and would overwrite the placeholder. It raises because this
             # attribute shadows the method `_direct_assign`.
             self._variables[name]._value = placeholder
             self._variables[name]._direct_assign = placeholder.refuse
-        self._lent = set(lent)
+        self._borrowed = set(placeholders)
 
     def give_back(self, arrays: Tree) -> None:
         """See `lowtide.train.ModelObject`."""
-        found: dict[str, Any] = {}
+        values: dict[str, Any] = {}
         for name, variable in self._variables.items():
             if arrays[name] is not None:
                 vars(variable).pop("_direct_assign", None)
-                found[name], variable._value = variable._value, arrays[name]
-        lent, self._lent = self._lent, set[str]()
-        refuse_edits(found, lent)
+                values[name], variable._value = variable._value, arrays[name]
+        borrowed, self._borrowed = self._borrowed, set[str]()
+        check_placeholders(values, borrowed)
 
-    def _refuse_own(self, methods: Sequence[str], instead: str) -> None:
+    def _check_not_overridden(self, methods: Sequence[str], alternative: str) -> None:
         """Raise if the model overrides one of Keras' methods."""
-        own = [name for name in methods if not _is_of_keras(getattr(self.model, name, None))]
-        if own:
+        overridden = [name for name in methods if not _is_of_keras(getattr(self.model, name, None))]
+        if overridden:
             raise ConfigError(
-                f"{type(self.model).__name__} has a {' and a '.join(own)} of its own, which would not be called",
-                expected=f"a model without {'them' if len(own) > 1 else 'it'}, or a function that does the same",
-                got=", ".join(own),
-                hint=f"write {instead}",
+                f"{type(self.model).__name__} has a {' and a '.join(overridden)} of its own, which would not be called",
+                expected=f"a model without {'them' if len(overridden) > 1 else 'it'}, or a function that does the same",
+                got=", ".join(overridden),
+                hint=f"write {alternative}",
             )
 
-    def _refuse_changes(self) -> None:
+    def _check_unchanged(self) -> None:
         """Raise if layers were frozen, unfrozen, added or removed since the bridge was made."""
-        now = {id(variable): variable for variable in _variables(self.model)}
-        trains = {id(variable) for variable in self.model.trainable_variables}
-        known = {id(variable): name for name, variable in self._variables.items()}
+        current = {id(variable): variable for variable in _variables(self.model)}
+        trainable_ids = {id(variable) for variable in self.model.trainable_variables}
+        names_by_id = {id(variable): name for name, variable in self._variables.items()}
         changes = {
-            "frozen": [name for at, name in known.items() if at in now and name in self._trains and at not in trains],
-            "to be trained": [name for at, name in known.items() if at in trains and name not in self._trains],
-            "added": [variable.path for at, variable in now.items() if at not in known],
-            "removed": [name for at, name in known.items() if at not in now],
+            "frozen": [
+                name
+                for key, name in names_by_id.items()
+                if key in current and name in self._trainable and key not in trainable_ids
+            ],
+            "to be trained": [
+                name for key, name in names_by_id.items() if key in trainable_ids and name not in self._trainable
+            ],
+            "added": [variable.path for key, variable in current.items() if key not in names_by_id],
+            "removed": [name for key, name in names_by_id.items() if key not in current],
         }
         if any(changes.values()):
             raise StructureError(
                 "the model has changed since its bridge was made",
                 expected="the variables of then, of which the same train",
-                got="; ".join(f"{what}: {', '.join(names[:4])}" for what, names in changes.items() if names),
+                got="; ".join(f"{change}: {', '.join(names[:4])}" for change, names in changes.items() if names),
                 hint="make a new Bridge and a new Trainer after layer.trainable = ... or enable_lora",
             )
 
@@ -243,22 +255,22 @@ class Bridge:
             ConfigError: when a layer has a policy other than float32.
         """
         layers = _layers(self.model)
-        own = {layer.name: layer.dtype_policy.name for layer in layers if layer.dtype_policy.name != "float32"}
-        if own:
+        policies = {layer.name: layer.dtype_policy.name for layer in layers if layer.dtype_policy.name != "float32"}
+        if policies:
             raise ConfigError(
                 "layers of the model have a dtype policy of their own",
                 expected="float32 for all of them, or no compute_dtype",
-                got=", ".join(f"{name}: {policy}" for name, policy in list(own.items())[:4]),
+                got=", ".join(f"{name}: {policy}" for name, policy in list(policies.items())[:4]),
                 hint="leave compute_dtype out: Keras applies the model's policy",
             )
         # Layers choose their dtype from the policy while the step is traced, so it only has to change during the trace.
-        kept = [layer.dtype_policy for layer in layers]
+        previous = [layer.dtype_policy for layer in layers]
         try:
             for layer in layers:
                 layer.dtype_policy = f"mixed_{dtype}"
             yield
         finally:
-            for layer, policy in zip(layers, kept, strict=True):
+            for layer, policy in zip(layers, previous, strict=True):
                 layer.dtype_policy = policy
 
     def bind(self, fn: Callable[..., Any], *, training: bool) -> Callable[..., tuple[Any, Tree]]:
@@ -280,21 +292,27 @@ def _variables(model: Any) -> list[Any]:
     The latter are the states of a recurrent layer with ``stateful=True``. Keras' own ``fit`` loses what a call assigns
     to them.
     """
-    of_metrics = {id(variable) for variable in model.metrics_variables}
+    metric_ids = {id(variable) for variable in model.metrics_variables}
     listed = (*model.trainable_variables, *model.non_trainable_variables)
-    known = of_metrics | {id(variable) for variable in listed}
-    held = [v for layer in _layers(model) for value in vars(layer).values() for v in _held(value) if not v.trainable]
-    unlisted = {id(variable): variable for variable in held if id(variable) not in known}
-    return [*(v for v in listed if id(v) not in of_metrics), *unlisted.values()]
+    listed_ids = metric_ids | {id(variable) for variable in listed}
+    attributes = [
+        variable
+        for layer in _layers(model)
+        for value in vars(layer).values()
+        for variable in _variables_in(value)
+        if not variable.trainable
+    ]
+    unlisted = {id(variable): variable for variable in attributes if id(variable) not in listed_ids}
+    return [*(variable for variable in listed if id(variable) not in metric_ids), *unlisted.values()]
 
 
-def _held(value: Any) -> list[Any]:
+def _variables_in(value: Any) -> list[Any]:
     """Return the variables in an attribute of a layer: the value itself, or items of a list or tuple."""
     values = list(value) if isinstance(value, list | tuple) else [value]
-    return [each for each in values if isinstance(each, keras.Variable)]
+    return [item for item in values if isinstance(item, keras.Variable)]
 
 
-def _nothing_trains(model: Any) -> str:
+def _describe_untrainable(model: Any) -> str:
     if not model.built:
         return "a model that is not built"
     return "only frozen variables" if model.variables else "a model without variables"
@@ -311,33 +329,33 @@ def _layers(model: Any) -> list[Any]:
     return list(model._flatten_layers())
 
 
-def _named(variables: list[Any], layers: list[Any]) -> dict[str, Any]:
+def _name_variables(variables: list[Any], layers: list[Any]) -> dict[str, Any]:
     """Return variables by path, with Keras' automatic layer numbers counted within the model.
 
     Keras counts per process: the second LSTM of a process is ``lstm_1`` in any model. A checkpoint would not fit the
     same model if it were built again.
     """
-    automatic = {_snake_case(type(layer).__name__) for layer in layers} | {"seed_generator"}
+    automatic_names = {_snake_case(type(layer).__name__) for layer in layers} | {"seed_generator"}
     counts: dict[str, list[str]] = {}
 
     def renumbered(segment: str) -> str:
         base = re.sub(r"_\d+$", "", segment)
-        if base not in automatic:
+        if base not in automatic_names:
             return segment
-        seen = counts.setdefault(base, [])
-        if segment not in seen:
-            seen.append(segment)
-        at = seen.index(segment)
-        return f"{base}_{at}" if at else base
+        segments = counts.setdefault(base, [])
+        if segment not in segments:
+            segments.append(segment)
+        index = segments.index(segment)
+        return f"{base}_{index}" if index else base
 
-    named: dict[str, Any] = {}
+    by_name: dict[str, Any] = {}
     for variable in variables:
         name = path = "/".join(map(renumbered, variable.path.split("/")))
         count = 1
-        while name in named:  # two layers have the same name
+        while name in by_name:  # two layers have the same name
             name, count = f"{path}_{count}", count + 1
-        named[name] = variable
-    return named
+        by_name[name] = variable
+    return by_name
 
 
 def _snake_case(name: str) -> str:

@@ -21,7 +21,7 @@ import numpy as np
 from flax import nnx
 
 from ..core import SelectionError, StructureError, Tree, among, leaves_with_paths, shared_leaves
-from ._lent import Lent, is_key, numbers, refuse_edits
+from ._lent import Placeholder, check_placeholders, is_key, unwrap_key
 
 
 class Bridge:
@@ -73,31 +73,31 @@ class Bridge:
         self.model = model
         """The module."""
         _warn_of_eval(model)
-        wanted = set(_named(dict(nnx.to_flat_state(nnx.state(model, wrt)))))
+        wrt_names = set(_leaves_by_name(dict(nnx.to_flat_state(nnx.state(model, wrt)))))
         for name, place in _places(model).items():
             value = place.get()
-            if isinstance(value, np.ndarray) or (name in wanted and _is_number(value)):  # not trainable as they are
+            if isinstance(value, np.ndarray) or (name in wrt_names and _is_number(value)):  # not trainable as they are
                 place.put(jnp.array(np.asarray(value)))
         places = _places(model)
-        _refuse_one_array_twice(places)
-        self._known = places.keys()
+        _check_unshared(places)
+        self._place_names = places.keys()
         self._graphdef, state = nnx.split(model)
         variables = dict(nnx.to_flat_state(state))
-        leaves = _named(variables)
+        leaves = _leaves_by_name(variables)
         self._names = {name for name, leaf in leaves.items() if isinstance(leaf, jax.Array)}
         self._variables = {path: _without_arrays(value) for path, value in variables.items()}
         self._impls = {name: jax.random.key_impl(leaves[name]) for name in self._names if is_key(leaves[name])}
-        self._trains = wanted & self._names
-        params = _named({path: value for path, value in variables.items() if isinstance(value, nnx.Param)})
-        self._changes = self._names - params.keys() - self._trains
-        self.wrt = among(self._trains)
+        self._trainable = wrt_names & self._names
+        params = _leaves_by_name({path: value for path, value in variables.items() if isinstance(value, nnx.Param)})
+        self._mutable_names = self._names - params.keys() - self._trainable
+        self.wrt = among(self._trainable)
         """Selects the trainable leaves: the variables of the filter."""
-        self.mutable = among(self._changes) if self._changes else None
+        self.mutable = among(self._mutable_names) if self._mutable_names else None
         """Selects the leaves that a call may change: all variables that are not parameters."""
-        self._lent = set[str]()
-        self._seen: dict[str, Any] = {}
+        self._borrowed = set[str]()
+        self._attributes_before: dict[str, Any] = {}
         """Attributes of the step's module before the user's function is called."""
-        if not self._trains:
+        if not self._trainable:
             raise SelectionError(
                 "the filter selects no variable of the module",
                 expected="a filter of variables that hold arrays, such as nnx.Param",
@@ -111,54 +111,60 @@ class Bridge:
         Raises:
             StructureError: when variables were added or removed since the bridge was made.
         """
-        now = _places(self.model)
-        if now.keys() != self._known:
-            changes = {"added": sorted(now.keys() - self._known), "removed": sorted(self._known - now.keys())}
+        places = _places(self.model)
+        if places.keys() != self._place_names:
+            changes = {
+                "added": sorted(places.keys() - self._place_names),
+                "removed": sorted(self._place_names - places.keys()),
+            }
             raise StructureError(
                 "the module has changed since its bridge was made",
                 expected="the variables of then",
-                got="; ".join(f"{what}: {', '.join(names[:4])}" for what, names in changes.items() if names),
+                got="; ".join(f"{change}: {', '.join(names[:4])}" for change, names in changes.items() if names),
                 hint="make a new Bridge and a new Trainer after layers are added or replaced",
             )
-        return {name: numbers(place.get()) for name, place in self._own_places().items()}
+        return {name: unwrap_key(place.get()) for name, place in self._array_places().items()}
 
     def lend(self, arrays: Tree) -> None:
         """See `lowtide.train.ModelObject`."""
-        lent, places = {n: Lent(n, leaf) for n, leaf in arrays.items() if leaf is not None}, self._own_places()
-        for name, placeholder in lent.items():
+        placeholders, places = (
+            {name: Placeholder(name, leaf) for name, leaf in arrays.items() if leaf is not None},
+            self._array_places(),
+        )
+        for name, placeholder in placeholders.items():
             places[name].put(placeholder)
-        self._lent = set(lent)
+        self._borrowed = set(placeholders)
 
     def give_back(self, arrays: Tree) -> None:
         """See `lowtide.train.ModelObject`."""
-        found: dict[str, Any] = {}
-        for name, place in self._own_places().items():
+        values: dict[str, Any] = {}
+        for name, place in self._array_places().items():
             if arrays[name] is not None:
-                found[name] = place.get()
-                place.put(self._typed(name, arrays[name]))
-        lent, self._lent = self._lent, set[str]()
-        refuse_edits(found, lent)
+                values[name] = place.get()
+                place.put(self._wrap_key(name, arrays[name]))
+        borrowed, self._borrowed = self._borrowed, set[str]()
+        check_placeholders(values, borrowed)
 
     def bind(self, fn: Callable[..., Any], *, training: bool) -> Callable[..., tuple[Any, Tree]]:
         """See `lowtide.train.ModelObject`; outside of training the module is in ``eval`` mode."""
 
         def run(arrays: Tree, *args: Any) -> tuple[Any, Tree]:
-            values = {path: self._filled(path, value, arrays) for path, value in self._variables.items()}
+            values = {path: self._fill_variable(path, value, arrays) for path, value in self._variables.items()}
             module: Any = nnx.merge(self._graphdef, nnx.from_flat_state(values))
             if not training:
                 module.eval()
-            self._seen = _attributes(module)
-            writes = _noted_writes(module, self._trains) if training else []
+            self._attributes_before = _attributes(module)
+            writes = _record_writes(module, self._trainable) if training else []
             result = fn(module, *args)
-            _refuse_lost(self._seen, _attributes(module))
+            _check_attributes(self._attributes_before, _attributes(module))
             # Variables are read from the module that the function got, so whatever it wrote becomes state of the step.
-            leaves = _named(dict(nnx.to_flat_state(nnx.state(module))))
-            after = {name: numbers(leaves[name]) for name in self._names}
+            leaves = _leaves_by_name(dict(nnx.to_flat_state(nnx.state(module))))
+            new_arrays = {name: unwrap_key(leaves[name]) for name in self._names}
             # An untouched variable still holds the identical tracer. This check alone is not enough, since `nnx.remat`
             # replaces tracers without a write: `writes` has to show that something was assigned.
             if writes:
-                _warn_of_writes([name for name in self._trains if after[name] is not arrays[name]])
-            return result, after
+                _warn_of_writes([name for name in self._trainable if new_arrays[name] is not arrays[name]])
+            return result, new_arrays
 
         return run
 
@@ -176,22 +182,24 @@ class Bridge:
         for layer in layers:
             if getattr(layer, "dtype", "none") is None:
                 layer.dtype = dtype
-        self._seen = _attributes(module)  # attributes set here are not changes by the user's function
+        self._attributes_before = _attributes(module)  # attributes set here are not changes by the user's function
         return module
 
-    def _own_places(self) -> dict[str, _Place]:
+    def _array_places(self) -> dict[str, _Place]:
         """Return the places of the module that hold arrays, each once; they hold placeholders while borrowed."""
-        found = sorted(_places(self.model, lent=self._lent).items())
-        return {name: place for name, place in found if name in self._names}
+        places = sorted(_places(self.model, borrowed=self._borrowed).items())
+        return {name: place for name, place in places if name in self._names}
 
-    def _filled(self, path: tuple[Any, ...], variable: Any, arrays: Tree) -> Any:
+    def _fill_variable(self, path: tuple[Any, ...], variable: Any, arrays: Tree) -> Any:
         """Return the step's value at a path: an array, or a variable with a tree of arrays."""
-        named = _named({path: variable})
-        leaves = [self._typed(name, arrays[name]) if name in self._names else leaf for name, leaf in named.items()]
+        leaves_by_name = _leaves_by_name({path: variable})
+        leaves = [
+            self._wrap_key(name, arrays[name]) if name in self._names else leaf for name, leaf in leaves_by_name.items()
+        ]
         value = jax.tree.unflatten(jax.tree.structure(_raw(variable)), leaves)
         return variable.replace(value) if _is_tree(variable) else value
 
-    def _typed(self, name: str, leaf: Any) -> Any:
+    def _wrap_key(self, name: str, leaf: Any) -> Any:
         return jax.random.wrap_key_data(leaf, impl=self._impls[name]) if name in self._impls else leaf
 
 
@@ -232,19 +240,21 @@ class _Place:
         self.node = value
 
 
-def _places(module: nnx.Module, lent: Collection[str] = ()) -> dict[str, _Place]:
+def _places(module: nnx.Module, borrowed: Collection[str] = ()) -> dict[str, _Place]:
     """Return the places of variables and bare arrays in a module by path, a shared variable only once."""
-    held = dict(nnx.to_flat_state(nnx.state(module)))
+    values = dict(nnx.to_flat_state(nnx.state(module)))
     nodes = dict(nnx.iter_graph(module))
     # `nnx.iter_graph` lists an array or number at two places only once, so look at the items of each node, too.
-    found = {
-        (*path, key): _Place(_name((*path, key)), node, key, value)
+    item_places = {
+        (*path, key): _Place(_path_name((*path, key)), node, key, value)
         for path, node in nodes.items()
         for key, value in _items(node)
-        if (*path, key) in held or _name((*path, key)) in lent
+        if (*path, key) in values or _path_name((*path, key)) in borrowed
     }
-    others = {path: _Place(_name(path), nodes.get(path[:-1]), path[-1], leaf) for path, leaf in held.items()}
-    return {inner.name: inner for place in {**others, **found}.values() for inner in _inner_places(place)}
+    state_places = {
+        path: _Place(_path_name(path), nodes.get(path[:-1]), path[-1], leaf) for path, leaf in values.items()
+    }
+    return {inner.name: inner for place in {**state_places, **item_places}.values() for inner in _inner_places(place)}
 
 
 def _inner_places(place: _Place) -> list[_Place]:
@@ -273,10 +283,10 @@ _ARRAY = object()
 """Marks the position of an array that the trainer has."""
 
 
-def _named(variables: Mapping[tuple[Any, ...], Any]) -> dict[str, Any]:
+def _leaves_by_name(variables: Mapping[tuple[Any, ...], Any]) -> dict[str, Any]:
     """Return the leaves of variables by name; leaves of one variable are in the order of `jax.tree.leaves`."""
     return {
-        _name((*path, *filter(None, [inner]))): leaf
+        _path_name((*path, *filter(None, [inner]))): leaf
         for path, value in variables.items()
         for inner, leaf in leaves_with_paths(_raw(value))
     }
@@ -285,9 +295,10 @@ def _named(variables: Mapping[tuple[Any, ...], Any]) -> dict[str, Any]:
 def _items(node: Any) -> Iterable[tuple[Any, Any]]:
     """Return a module's attributes, or the items of a list, tuple or dictionary, with their keys in paths."""
     if isinstance(node, nnx.Pytree):
-        own = ((key, value) for key, value in vars(node).items() if not key.startswith("_pytree__"))
+        attributes = ((key, value) for key, value in vars(node).items() if not key.startswith("_pytree__"))
         return (
-            (int(key), value) if isinstance(node, nnx.List) and key.isdigit() else (key, value) for key, value in own
+            (int(key), value) if isinstance(node, nnx.List) and key.isdigit() else (key, value)
+            for key, value in attributes
         )
     return node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list | tuple) else ()
 
@@ -297,16 +308,16 @@ _MODES = ("deterministic", "use_running_average")
 
 
 def _attributes(module: nnx.Module) -> dict[str, Any]:
-    """Return the attributes of a module and its submodules by path, each as `_held` represents it."""
+    """Return the attributes of a module and its submodules by path, each as `_comparable` represents it."""
     return {
-        _name((*path, key)): _held(value)
+        _path_name((*path, key)): _comparable(value)
         for path, node in nnx.iter_graph(module)
         for key, value in _items(node)
         if not isinstance(value, nnx.Intermediate) and key not in _MODES
     }
 
 
-def _held(value: Any) -> Any:
+def _comparable(value: Any) -> Any:
     """Return the form of an attribute that is compared before and after a call.
 
     Arrays, and containers that `_attributes` lists separately, are "held". A variable with other content than one
@@ -319,34 +330,36 @@ def _held(value: Any) -> Any:
     return "held" if isinstance(raw, nnx.Pytree | dict | list | tuple | jax.Array | np.ndarray) else raw
 
 
-def _refuse_lost(before: dict[str, Any], after: dict[str, Any]) -> None:
+def _check_attributes(before: dict[str, Any], after: dict[str, Any]) -> None:
     """Raise if a function changed attributes of the step's module, because the changes would be lost with it."""
     changes = {
         "set anew": sorted(after.keys() - before.keys()),
         "removed": sorted(before.keys() - after.keys()),
-        "of another value": sorted(n for n in before.keys() & after.keys() if not _is_same(before[n], after[n])),
+        "of another value": sorted(
+            name for name in before.keys() & after.keys() if not _is_same(before[name], after[name])
+        ),
     }
     if any(changes.values()):
         raise StructureError(
             "a call changes attributes of the module, and that would be lost",
             expected="values that change in variables which are there when the bridge is made",
-            got="; ".join(f"{what}: {', '.join(names[:4])}" for what, names in changes.items() if names),
+            got="; ".join(f"{change}: {', '.join(names[:4])}" for change, names in changes.items() if names),
             hint="make it an nnx.Variable(jnp.zeros(...)) in __init__, return it as a metric, or sow an "
             "nnx.Intermediate",
         )
 
 
-def _is_same(one: Any, other: Any) -> bool:
-    if isinstance(one, tuple) and isinstance(other, tuple):
-        return len(one) == len(other) and all(map(_is_same, one, other))
+def _is_same(first: Any, second: Any) -> bool:
+    if isinstance(first, tuple) and isinstance(second, tuple):
+        return len(first) == len(second) and all(map(_is_same, first, second))
     try:
-        is_array = isinstance(one, jax.Array)
-        return one is other or (type(one) is type(other) and not is_array and bool(one == other))
+        is_array = isinstance(first, jax.Array)
+        return first is second or (type(first) is type(second) and not is_array and bool(first == second))
     except Exception:  # values that cannot be compared count as equal
         return True
 
 
-def _refuse_one_array_twice(places: dict[str, _Place]) -> None:
+def _check_unshared(places: dict[str, _Place]) -> None:
     for names in shared_leaves({name: place.get() for name, place in places.items()}):
         raise StructureError(
             f"{names[0]} and {names[1]} are one array",
@@ -363,7 +376,7 @@ def _raw(node: Any) -> Any:
 def _warn_of_eval(module: nnx.Module) -> None:
     """Warn when all layers with a mode are in evaluation mode; a single one may be intended."""
     modes = {
-        f"{_name(path)}.{flag}".lstrip("."): getattr(node, flag)
+        f"{_path_name(path)}.{flag}".lstrip("."): getattr(node, flag)
         for path, node in nnx.iter_graph(module)
         if isinstance(node, nnx.Module)
         for flag in _MODES
@@ -377,22 +390,22 @@ def _warn_of_eval(module: nnx.Module) -> None:
         )
 
 
-def _noted_writes(module: nnx.Module, names: Collection[str]) -> list[Any]:
+def _record_writes(module: nnx.Module, names: Collection[str]) -> list[Any]:
     """Return a list that collects all values assigned to variables of a module from now on, also in NNX transforms.
 
     A comparison of values before and after is not enough: `nnx.remat` gives all variables new values.
     """
-    noted: list[Any] = []
+    writes: list[Any] = []
 
-    def note(_: Any, value: Any) -> Any:
-        noted.append(value)
+    def record(_: Any, value: Any) -> Any:
+        writes.append(value)
         return value
 
     for path, node in nnx.iter_graph(module):
-        if isinstance(node, nnx.Variable) and _name(path) in names:
-            own = node.get_metadata().get("on_set_value", ())
-            node.set_metadata(on_set_value=(*(own if isinstance(own, tuple) else (own,)), note))
-    return noted
+        if isinstance(node, nnx.Variable) and _path_name(path) in names:
+            hooks = node.get_metadata().get("on_set_value", ())
+            node.set_metadata(on_set_value=(*(hooks if isinstance(hooks, tuple) else (hooks,)), record))
+    return writes
 
 
 def _warn_of_writes(names: Collection[str]) -> None:
@@ -405,7 +418,7 @@ def _warn_of_writes(names: Collection[str]) -> None:
         )
 
 
-def _name(path: tuple[Any, ...]) -> str:
+def _path_name(path: tuple[Any, ...]) -> str:
     return "/".join(map(str, path))
 
 

@@ -10,8 +10,8 @@ Shapes: B rows, T new tokens, S columns, D model, K key/value heads, H head, V v
 
 With the rotary scaling types `dynamic` and `longrope`, one more token may change the frequencies of all earlier tokens.
 This changes the outputs of every layer beyond the first, values included, so the cached entries are invalid and
-`read_again` recomputes them. `longrope` needs this once, when a row grows beyond the length of pretraining; `dynamic`
-needs it at each token from there on.
+`recompute_rows` recomputes them. `longrope` needs this once, when a row grows beyond the length of pretraining;
+`dynamic` needs it at each token from there on.
 """
 
 from __future__ import annotations
@@ -64,8 +64,8 @@ def cache_bytes(config: DecoderConfig, num_rows: int, length: int, compute_dtype
         ...                           num_kv_heads=1, head_dim=4), num_rows=3, length=10)
         1920
     """
-    numbers = 2 * config.num_layers * num_rows * length * config.num_kv_heads * config.head_dim
-    return numbers * jnp.dtype(compute_dtype).itemsize
+    num_elements = 2 * config.num_layers * num_rows * length * config.num_kv_heads * config.head_dim
+    return num_elements * jnp.dtype(compute_dtype).itemsize
 
 
 def empty_cache(model: Decoder, segments_BS: Int[Array, "B S"]) -> Cache:
@@ -88,19 +88,21 @@ def prefill(
     """
     segments_BT = cache.segments[:, : tokens_BT.shape[1]]
     sight = Sight(segments=(segments_BT, segments_BT))
-    return _forward(model, tokens_BT, positions_BT, cache, sight, lambda new, whole: new)
+    return _forward(model, tokens_BT, positions_BT, cache, sight, lambda new, cached: new)
 
 
 def step(
     model: Decoder, tokens_B1: Int[Array, "B 1"], positions_B1: Int[Array, "B 1"], cache: Cache
 ) -> tuple[Float[Array, "B V"], Cache]:
     """Append one token to each row and return the logits of the next tokens, in float32."""
-    of_queries = jax.lax.dynamic_slice_in_dim(cache.segments, cache.column, tokens_B1.shape[1], axis=1)
-    sight = Sight(segments=(of_queries, cache.segments), start=cache.column)
-    return _forward(model, tokens_B1, positions_B1, cache, sight, lambda new, whole: whole)
+    query_segments = jax.lax.dynamic_slice_in_dim(cache.segments, cache.column, tokens_B1.shape[1], axis=1)
+    sight = Sight(segments=(query_segments, cache.segments), start=cache.column)
+    return _forward(model, tokens_B1, positions_B1, cache, sight, lambda new, cached: cached)
 
 
-def read_again(model: Decoder, tokens_BS: Int[Array, "B S"], cache: Cache, lengths_B: Array, which_B: Array) -> Cache:
+def recompute_rows(
+    model: Decoder, tokens_BS: Int[Array, "B S"], cache: Cache, lengths_B: Array, mask_B: Array
+) -> Cache:
     """Recompute keys and values of some rows, with the frequencies of their present length.
 
     Args:
@@ -108,20 +110,20 @@ def read_again(model: Decoder, tokens_BS: Int[Array, "B S"], cache: Cache, lengt
         tokens_BS: all tokens so far.
         cache: the cache; columns that are not yet written get values that `step` overwrites.
         lengths_B: number of tokens of each row so far, including the token of the cache's next column.
-        which_B: mask of the rows to recompute.
+        mask_B: mask of the rows to recompute.
     """
     # Columns not yet written repeat the last position, so `document_lengths` does not count them.
     positions_BS = jnp.clip(jnp.cumsum(cache.segments, axis=1) - 1, 0, jnp.maximum(lengths_B - 1, 0)[:, None])
-    whole = dataclasses.replace(cache, column=jnp.int32(0))
+    rewound_cache = dataclasses.replace(cache, column=jnp.int32(0))
     sight = Sight(segments=(cache.segments, cache.segments))
-    _, keys, values = _through(model, tokens_BS, positions_BS, whole, sight, lambda new, whole: new)
+    _, keys, values = _apply_layers(model, tokens_BS, positions_BS, rewound_cache, sight, lambda new, cached: new)
     axes = (0, 2, 3, 4) if not isinstance(keys, tuple) else (1, 2, 3)
 
-    def chosen(new: Array, old: Array) -> Array:
-        return jnp.where(jnp.expand_dims(which_B, axes), new, old)
+    def merge_rows(new: Array, old: Array) -> Array:
+        return jnp.where(jnp.expand_dims(mask_B, axes), new, old)
 
     # All rows are computed in one program, and rows that did not change keep their old entries.
-    keys, values = jax.tree.map(chosen, (keys, values), (cache.keys, cache.values))
+    keys, values = jax.tree.map(merge_rows, (keys, values), (cache.keys, cache.values))
     return dataclasses.replace(cache, keys=keys, values=values)
 
 
@@ -131,50 +133,50 @@ def _forward(
     positions_BT: Array,
     cache: Cache,
     sight: Sight,
-    attended: Callable[[Array, Array], Array],
+    select_kv: Callable[[Array, Array], Array],
 ) -> tuple[Array, Cache]:
-    h_BTD, keys, values = _through(model, tokens_BT, positions_BT, cache, sight, attended)
+    h_BTD, keys, values = _apply_layers(model, tokens_BT, positions_BT, cache, sight, select_kv)
     logits_BV = head_logits(model, h_BTD[:, -1:])[:, 0]
     return logits_BV, Cache(keys, values, cache.segments, cache.column + tokens_BT.shape[1])
 
 
-def _through(
+def _apply_layers(
     model: Decoder,
     tokens_BT: Array,
     positions_BT: Array,
     cache: Cache,
     sight: Sight,
-    attended: Callable[[Array, Array], Array],
+    select_kv: Callable[[Array, Array], Array],
 ) -> tuple[Array, Any, Any]:
     """Apply embedding and layers; return activations, and keys and values that include the new tokens."""
     stack = stack_of(model.config, model.compute_dtype)
     h_BTD = activations(stack.first(model.outer, {"tokens": tokens_BT}))
-    # `attended` chooses what the tokens attend to: the new keys and values (prefill), or the whole cache (step).
-    over_layers = _unrolled if isinstance(model.layers, tuple) else _scanned
-    return over_layers(model, h_BTD, positions_BT, cache, sight, attended)
+    # `select_kv` chooses what the tokens attend to: the new keys and values (prefill), or the whole cache (step).
+    apply_layers = _unroll_layers if isinstance(model.layers, tuple) else _scan_layers
+    return apply_layers(model, h_BTD, positions_BT, cache, sight, select_kv)
 
 
-def _scanned(
+def _scan_layers(
     model: Decoder,
     h_BTD: Array,
     positions_BT: Array,
     cache: Cache,
     sight: Sight,
-    attended: Callable[[Array, Array], Array],
+    select_kv: Callable[[Array, Array], Array],
 ) -> tuple[Array, Any, Any]:
-    def body(carry: tuple[Array, Array, Array], each: tuple[Array, Any]) -> tuple[tuple[Array, Array, Array], None]:
+    def body(carry: tuple[Array, Array, Array], inputs: tuple[Array, Any]) -> tuple[tuple[Array, Array, Array], None]:
         h_BTD, keys, values = carry
-        index, layer = each
+        index, layer = inputs
         written: list[Array] = []
 
         def store(*new: Array) -> tuple[Array, Array]:
-            seen: list[Array] = []
-            for whole, part in zip((keys, values), new, strict=True):
-                at = (index, zero, cache.column, zero, zero)
-                written.append(jax.lax.dynamic_update_slice(whole, part[None].astype(whole.dtype), at))
-                of_layer = jax.lax.dynamic_index_in_dim(written[-1], index, keepdims=False)
-                seen.append(attended(part, of_layer).astype(part.dtype))
-            return seen[0], seen[1]
+            selected: list[Array] = []
+            for operand, update in zip((keys, values), new, strict=True):
+                start_indices = (index, zero, cache.column, zero, zero)
+                written.append(jax.lax.dynamic_update_slice(operand, update[None].astype(operand.dtype), start_indices))
+                layer_cache = jax.lax.dynamic_index_in_dim(written[-1], index, keepdims=False)
+                selected.append(select_kv(update, layer_cache).astype(update.dtype))
+            return selected[0], selected[1]
 
         h_BTD, _, _ = layer_forward(layer, h_BTD, positions_BT, sight, model.config, store)
         return (h_BTD, written[0], written[1]), None
@@ -186,26 +188,26 @@ def _scanned(
     return jax.lax.scan(body, carry, (indices, model.layers))[0]
 
 
-def _unrolled(
+def _unroll_layers(
     model: Decoder,
     h_BTD: Array,
     positions_BT: Array,
     cache: Cache,
     sight: Sight,
-    attended: Callable[[Array, Array], Array],
+    select_kv: Callable[[Array, Array], Array],
 ) -> tuple[Array, Any, Any]:
     stored: list[tuple[Array, Array]] = []
     zero = np.int32(0)
 
     def store(*new: Array) -> tuple[Array, Array]:
-        written, seen = list[Array](), list[Array]()
-        for whole, part in zip((cache.keys, cache.values), new, strict=True):
-            of_layer = whole[len(stored)]
-            at = (zero, cache.column, zero, zero)
-            written.append(jax.lax.dynamic_update_slice(of_layer, part.astype(of_layer.dtype), at))
-            seen.append(attended(part, written[-1]).astype(part.dtype))
+        written, selected = list[Array](), list[Array]()
+        for cached, update in zip((cache.keys, cache.values), new, strict=True):
+            layer_cache = cached[len(stored)]
+            start_indices = (zero, cache.column, zero, zero)
+            written.append(jax.lax.dynamic_update_slice(layer_cache, update.astype(layer_cache.dtype), start_indices))
+            selected.append(select_kv(update, written[-1]).astype(update.dtype))
         stored.append((written[0], written[1]))
-        return seen[0], seen[1]
+        return selected[0], selected[1]
 
     for layer in model.layers:
         h_BTD, _, _ = layer_forward(layer, h_BTD, positions_BT, sight, model.config, store)

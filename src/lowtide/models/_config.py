@@ -38,7 +38,7 @@ class RopeScaling:
     """longrope: divisor of each frequency, for longer sequences."""
 
     def __post_init__(self) -> None:
-        for good, expected, got in (
+        for is_valid, expected, got in (
             (self.factor > 0, "factor > 0", self.factor),
             (
                 self.high_freq_factor > self.low_freq_factor > 0,
@@ -48,9 +48,9 @@ class RopeScaling:
             (self.beta_fast >= self.beta_slow > 0, "beta_fast >= beta_slow > 0", (self.beta_fast, self.beta_slow)),
             (self.rope_type != "dynamic" or self.factor >= 1, "factor >= 1", self.factor),
             (self.original_max_position_embeddings > 1, "more than 1 token", self.original_max_position_embeddings),
-            (all(x > 0 for x in (*self.short_factor, *self.long_factor)), "factors > 0", "one that is not"),
+            (all(factor > 0 for factor in (*self.short_factor, *self.long_factor)), "factors > 0", "one that is not"),
         ):
-            if not good:
+            if not is_valid:
                 raise ConfigError(
                     "RoPE scaling is out of range",
                     expected=expected,
@@ -201,7 +201,7 @@ class DecoderConfig:
             return self.sliding_window
         if not any(self.sliding_layers):
             return None
-        return tuple(self.sliding_window if slides else None for slides in self.sliding_layers)
+        return tuple(self.sliding_window if is_sliding else None for is_sliding in self.sliding_layers)
 
     def _check_rope(self) -> None:
         scaling = self.rope_scaling

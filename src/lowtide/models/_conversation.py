@@ -23,7 +23,7 @@ from ._cache import Cache, empty_cache, step
 from ._decoder import Decoder
 from ._generate import State, advance, append, check_finite, check_prompts, padded_ends, row_keys, stream
 from ._rope import frequencies_change
-from ._sampling import Knobs, Sampling, Ways, knobs_of
+from ._sampling import Knobs, Sampling, SamplingSwitches, knobs_of
 
 _CHUNKS = (512, 64, 8, 1)
 """Sizes of chunks, each with a compiled program; every length is a sum of them."""
@@ -52,7 +52,7 @@ class Conversation:
     def __init__(self, model: Decoder) -> None:
         self._model = model
         self._cache: Cache | None = None
-        self._cached: list[int] = []
+        self._cached_tokens: list[int] = []
         """Tokens whose keys and values are in the cache."""
 
     def stream(
@@ -92,8 +92,10 @@ class Conversation:
     ) -> Iterator[int]:
         ways, knobs = knobs_of(sampling)
         ends_E = padded_ends(ends)
-        cache, logits_BV = self._read(prompt, num_tokens)
-        state = _first(cache, logits_BV, self._text(prompt, cache), row_keys(key, [(0, 0)]), ends_E, ways, knobs)
+        cache, logits_BV = self._prefill(prompt, num_tokens)
+        state = _sample_first(
+            cache, logits_BV, self._padded_tokens(prompt, cache), row_keys(key, [(0, 0)]), ends_E, ways, knobs
+        )
         text = list(prompt)
         try:
             for count in range(num_tokens):
@@ -106,28 +108,28 @@ class Conversation:
                     until = jnp.int32(len(prompt) + count + 2)
                     state = advance(self._model, state, ends_E, knobs, until, ways)
         finally:  # also when the caller closes the iterator early
-            self._cache, self._cached = state.cache, text[: int(state.cache.column)]
+            self._cache, self._cached_tokens = state.cache, text[: int(state.cache.column)]
 
-    def _read(self, prompt: list[int], num_tokens: int) -> tuple[Cache, Array]:
+    def _prefill(self, prompt: list[int], num_tokens: int) -> tuple[Cache, Array]:
         """Process a text into the cache, except for the prefix that is already in it."""
         num_columns = max(_FEWEST_COLUMNS, 1 << (len(prompt) + num_tokens).bit_length())
         # The cache is donated below: if processing fails, none is left, and the next call starts with an empty one.
         cache, self._cache = self._cache, None
         # The last token is always processed, because its logits are needed.
-        kept = min(len(os.path.commonprefix([self._cached, prompt])), len(prompt) - 1)
+        num_cached = min(len(os.path.commonprefix([self._cached_tokens, prompt])), len(prompt) - 1)
         if cache is None or cache.segments.shape[1] < num_columns:
-            cache, kept = empty_cache(self._model, jnp.ones((1, num_columns), jnp.int32)), 0
-        cache, logits_BV = replace(cache, column=jnp.int32(kept)), None
-        while kept < len(prompt):
-            size = next(size for size in _CHUNKS if size <= len(prompt) - kept)
-            tokens_BT = np.asarray([prompt[kept : kept + size]], np.int32)
-            positions_BT = np.arange(kept, kept + size, dtype=np.int32)[None]
+            cache, num_cached = empty_cache(self._model, jnp.ones((1, num_columns), jnp.int32)), 0
+        cache, logits_BV = replace(cache, column=jnp.int32(num_cached)), None
+        while num_cached < len(prompt):
+            size = next(size for size in _CHUNKS if size <= len(prompt) - num_cached)
+            tokens_BT = np.asarray([prompt[num_cached : num_cached + size]], np.int32)
+            positions_BT = np.arange(num_cached, num_cached + size, dtype=np.int32)[None]
             logits_BV, cache = _read_chunk(self._model, tokens_BT, positions_BT, cache)
-            kept += size
+            num_cached += size
         assert logits_BV is not None
         return cache, logits_BV
 
-    def _text(self, prompt: list[int], cache: Cache) -> np.ndarray[Any, Any]:
+    def _padded_tokens(self, prompt: list[int], cache: Cache) -> np.ndarray[Any, Any]:
         tokens_BS = np.zeros(cache.segments.shape, np.int32)
         tokens_BS[0, : len(prompt)] = prompt
         return tokens_BS
@@ -139,8 +141,8 @@ def _read_chunk(model: Decoder, tokens_BT: Array, positions_BT: Array, cache: Ca
 
 
 @partial(jax.jit, static_argnames="ways", donate_argnames="cache")
-def _first(
-    cache: Cache, logits_BV: Array, tokens_BS: Array, keys_B: Array, ends_E: Array, ways: Ways, knobs: Knobs
+def _sample_first(
+    cache: Cache, logits_BV: Array, tokens_BS: Array, keys_B: Array, ends_E: Array, ways: SamplingSwitches, knobs: Knobs
 ) -> State:
     """Sample the first token of an answer."""
     seen_BV = None

@@ -35,12 +35,12 @@ from ._config import DecoderConfig
 from ._experts import balance_loss, mixture
 from ._rope import document_lengths, rotary, rotate
 from .families import family_of
-from .families._family import IMAGES, PREFIXES
+from .families._family import IMAGE_MODULES, PREFIXES
 
-EVERYTHING = 2**30
+NO_WINDOW = 2**30
 """Window value of layers without a window, in models where layers differ."""
 
-_KEPT = jax.checkpoint_policies.save_only_these_names(
+_SAVED_PRODUCTS = jax.checkpoint_policies.save_only_these_names(
     *(
         f"{OWN_NAMES}{name}"
         for name in ("attn_q", "attn_k", "attn_added", "mlp_gate", "mlp_up", "mlp_gate_up", "mlp_out")
@@ -128,9 +128,9 @@ class Decoder:
         """
         if path.endswith("/router"):
             raise KeyError(path)
-        return self._named(family_of(self.config).names[path])
+        return self._with_module_prefix(family_of(self.config).names[path])
 
-    def _named(self, name: str) -> str:
+    def _with_module_prefix(self, name: str) -> str:
         """Replace the prefix of a text model's module name with that of the checkpoint."""
         prefix = self.config.module_prefix
         if name == "lm_head" and prefix == PREFIXES[2]:
@@ -157,7 +157,7 @@ class Decoder:
     @property
     def ignored_modules(self) -> tuple[str, ...]:
         """Hugging Face modules of the checkpoint that process images and are not part of the decoder."""
-        return IMAGES if self.config.module_prefix != PREFIXES[0] else ()
+        return IMAGE_MODULES if self.config.module_prefix != PREFIXES[0] else ()
 
     @property
     def expert_parameters(self) -> dict[str, tuple[str, ...]]:
@@ -222,8 +222,8 @@ def logits(
     Memory:
         ``B * T * V * 4`` bytes; training uses `loss`, which never holds all logits.
     """
-    given = {"tokens": tokens, "segment_ids": segment_ids, "positions": positions}
-    batch = {name: value for name, value in given.items() if value is not None}
+    inputs = {"tokens": tokens, "segment_ids": segment_ids, "positions": positions}
+    batch = {name: value for name, value in inputs.items() if value is not None}
     return head_logits(model, model.stack.hidden(model.outer, model.layers, batch))
 
 
@@ -236,7 +236,7 @@ def head_logits(model: Decoder, h: Any) -> Float[Array, "B T V"]:
     """Return logits [B, T, V] in float32 of the last block's output: [B, T, D] or `Routed`."""
     config = model.config
     h_BTD = rms_norm(activations(h), model.outer["norm"]["weight"], config)
-    return _soft_capped(linear(h_BTD, _head(model.outer)).astype(jnp.float32), config.final_soft_cap)
+    return _soft_capped(linear(h_BTD, _head_weight(model.outer)).astype(jnp.float32), config.final_soft_cap)
 
 
 def init(config: DecoderConfig, *, key: Array, dtype: Any = jnp.float32, compute_dtype: Any = jnp.float32) -> Decoder:
@@ -272,7 +272,9 @@ def init(config: DecoderConfig, *, key: Array, dtype: Any = jnp.float32, compute
         std = 0.02 / math.sqrt(2 * config.num_layers) if module in ("o_proj", "down_proj", "down") else 0.02
         return (std * jax.random.normal(key, shape, jnp.float32)).astype(dtype)
 
-    params = treedef.unflatten([make(path, leaf.shape, k) for (path, leaf), k in zip(leaves, keys, strict=True)])
+    params = treedef.unflatten(
+        [make(path, leaf.shape, leaf_key) for (path, leaf), leaf_key in zip(leaves, keys, strict=True)]
+    )
     return Decoder(params["outer"], with_windows(params["layers"], config), config, jnp.dtype(compute_dtype).name)
 
 
@@ -308,23 +310,26 @@ def _mlp_shapes(c: DecoderConfig, array: Callable[..., Any], dense: Callable[...
     n, d = c.num_layers, c.hidden_size
     if c.experts is None:
         f = c.intermediate_size
-        wide = {"gate_up_proj": 2 * f} if c.fused_projections else {"gate_proj": f, "up_proj": f}
-        return {**{k: dense(size, d, c.mlp_bias) for k, size in wide.items()}, "down_proj": dense(d, f, c.mlp_bias)}
+        widths = {"gate_up_proj": 2 * f} if c.fused_projections else {"gate_proj": f, "up_proj": f}
+        return {
+            **{name: dense(size, d, c.mlp_bias) for name, size in widths.items()},
+            "down_proj": dense(d, f, c.mlp_bias),
+        }
     e, f = c.experts.num_experts, c.experts.intermediate_size
     router = dense(e, d, c.experts.clamped)
     if not c.experts.clamped:
         shapes = {"gate": (f, d), "up": (f, d), "down": (d, f)}
         return {"router": router, "experts": {name: {"weight": array(n, e, *s)} for name, s in shapes.items()}}
     sizes = {"gate_up": (d, 2 * f), "down": (f, d)}
-    both = {name: {"weight": array(n, e, *s), "bias": array(n, e, s[1])} for name, s in sizes.items()}
-    return {"router": router, "experts": both}
+    projections = {name: {"weight": array(n, e, *s), "bias": array(n, e, s[1])} for name, s in sizes.items()}
+    return {"router": router, "experts": projections}
 
 
 def with_windows(layers: Tree, config: DecoderConfig) -> Tree:
     """Add the leaf with each layer's window, if layers differ."""
     if not isinstance(config.windows, tuple):
         return layers
-    windows = [EVERYTHING if window is None else window for window in config.windows]
+    windows = [NO_WINDOW if window is None else window for window in config.windows]
     return {**layers, "attn": {**layers["attn"], "window": jnp.asarray(np.asarray(windows, np.int32))}}
 
 
@@ -340,15 +345,15 @@ class Choices(NamedTuple):
     tile_tokens: int | None = None
 
 
-OF_TARGET = Choices()
+DEFAULT_CHOICES = Choices()
 
 
 def _check_choices(choices: Choices) -> None:
-    known, attention = typing.get_args(Implementation), typing.cast(Any, choices.attention)
-    if not (attention is None or (isinstance(attention, str) and attention in known)):
+    implementations, attention = typing.get_args(Implementation), typing.cast(Any, choices.attention)
+    if not (attention is None or (isinstance(attention, str) and attention in implementations)):
         raise ConfigError(
             f"attention={attention!r} of a decoder is no implementation",
-            expected=f"{', '.join(map(repr, known))} or None",
+            expected=f"{', '.join(map(repr, implementations))} or None",
             hint="leave it out for what the target has",
         )
     if not (choices.tile_tokens is None or is_count(choices.tile_tokens, 1)):
@@ -361,19 +366,19 @@ def _check_choices(choices: Choices) -> None:
 
 
 @functools.cache
-def stack_of(config: DecoderConfig, compute_dtype: str, choices: Choices = OF_TARGET) -> LayerStack:
+def stack_of(config: DecoderConfig, compute_dtype: str, choices: Choices = DEFAULT_CHOICES) -> LayerStack:
     """Return the layer stack of decoders with this config; cached, so that equal arguments share functions."""
     dtype = jnp.dtype(compute_dtype)
     experts = config.experts
-    routed = experts if experts is not None and experts.router_loss_coef > 0 else None
+    balanced_experts = experts if experts is not None and experts.router_loss_coef > 0 else None
 
     def first(outer: Tree, batch: Tree) -> Any:
         h_BTD = rows(outer["embed"]["weight"], batch["tokens"], path="outer/embed").astype(dtype)
         if config.scale_embedding:
             h_BTD = h_BTD * jnp.asarray(math.sqrt(config.hidden_size), dtype)
-        if routed is None:
+        if balanced_experts is None:
             return h_BTD
-        zeros = jnp.zeros((h_BTD.shape[0], routed.num_experts), jnp.float32)
+        zeros = jnp.zeros((h_BTD.shape[0], balanced_experts.num_experts), jnp.float32)
         return Routed(h_BTD, zeros, zeros)
 
     def block(layer: Tree, h: Any, batch: Tree) -> Any:
@@ -382,31 +387,35 @@ def stack_of(config: DecoderConfig, compute_dtype: str, choices: Choices = OF_TA
         if positions is None:
             positions = jnp.arange(h_BTD.shape[1])[None]
         segments = batch.get("segment_ids")
-        sees = None if segments is None else (segments, segments)
-        h_BTD, routing, _ = layer_forward(layer, h_BTD, positions, Sight(segments=sees), config, choices=choices)
-        return h_BTD if routed is None else _routed(h, h_BTD, routing, segments)
+        attention_segments = None if segments is None else (segments, segments)
+        h_BTD, routing, _ = layer_forward(
+            layer, h_BTD, positions, Sight(segments=attention_segments), config, choices=choices
+        )
+        return h_BTD if balanced_experts is None else _accumulate_routing(h, h_BTD, routing, segments)
 
     def last(outer: Tree, h: Any, batch: Tree) -> tuple[Array, dict[str, Array]]:
         h_BTD = rms_norm(activations(h), outer["norm"]["weight"], config)
         labels = batch["labels"]
-        value = chunked_cross_entropy(h_BTD, _head(outer), labels, soft_cap=config.final_soft_cap)
-        if routed is None:
+        value = chunked_cross_entropy(h_BTD, _head_weight(outer), labels, soft_cap=config.final_soft_cap)
+        if balanced_experts is None:
             return value, {}
-        extra = balance_loss(h.probs, h.counts, _tokens(batch), routed, config.num_layers)
-        return value + routed.router_loss_coef * extra, {"router_loss": extra}
+        router_loss = balance_loss(h.probs, h.counts, _count_tokens(batch), balanced_experts, config.num_layers)
+        return value + balanced_experts.router_loss_coef * router_loss, {"router_loss": router_loss}
 
     return LayerStack(first, block, last, running=("embed/weight", "lm_head/weight"))
 
 
-def _routed(h: Routed, h_BTD: Array, routing: tuple[Array, Array] | None, segments: Array | None) -> Routed:
+def _accumulate_routing(h: Routed, h_BTD: Array, routing: tuple[Array, Array] | None, segments: Array | None) -> Routed:
     assert routing is not None
     probs_BTE, counts_BTE = routing
     if segments is not None:  # padding also chooses experts, but must not count
-        probs_BTE, counts_BTE = (jnp.where((segments > 0)[..., None], each, 0.0) for each in (probs_BTE, counts_BTE))
+        probs_BTE, counts_BTE = (
+            jnp.where((segments > 0)[..., None], values, 0.0) for values in (probs_BTE, counts_BTE)
+        )
     return Routed(h_BTD, h.probs + jnp.sum(probs_BTE, axis=1), h.counts + jnp.sum(counts_BTE, axis=1))
 
 
-def _tokens(batch: Tree) -> Array:
+def _count_tokens(batch: Tree) -> Array:
     """Return the number of tokens in each row, without padding."""
     segments = batch.get("segment_ids")
     keep_BT = jnp.ones(batch["tokens"].shape, bool) if segments is None else segments > 0
@@ -418,7 +427,7 @@ def _window(layer: Tree, config: DecoderConfig) -> Any:
     return layer["attn"]["window"] if isinstance(windows, tuple) else windows
 
 
-def _head(outer: Tree) -> Any:
+def _head_weight(outer: Tree) -> Any:
     return outer["lm_head" if "lm_head" in outer else "embed"]["weight"]
 
 
@@ -440,11 +449,11 @@ def rms_norm(x: Array, weight_D: Array, config: DecoderConfig) -> Array:
     return x32.astype(x.dtype) * weight.astype(x.dtype)
 
 
-def _before(layer: Tree, part: str, h_BTD: Array, config: DecoderConfig) -> Array:
+def _pre_norm(layer: Tree, part: str, h_BTD: Array, config: DecoderConfig) -> Array:
     return rms_norm(h_BTD, layer[f"{part}_norm"]["weight"], config) if config.pre_norm else h_BTD
 
 
-def _after(layer: Tree, part: str, x_BTD: Array, config: DecoderConfig) -> Array:
+def _post_norm(layer: Tree, part: str, x_BTD: Array, config: DecoderConfig) -> Array:
     return rms_norm(x_BTD, layer[f"{part}_post_norm"]["weight"], config) if config.post_norm else x_BTD
 
 
@@ -455,7 +464,7 @@ def layer_forward(
     sight: Sight,
     config: DecoderConfig,
     store: Callable[[Array, Array], tuple[Array, Array]] = lambda k, v: (k, v),
-    choices: Choices = OF_TARGET,
+    choices: Choices = DEFAULT_CHOICES,
 ) -> tuple[Array, tuple[Array, Array] | None, tuple[Array, Array]]:
     """Apply one layer: attention, then the MLP or the mixture of experts.
 
@@ -478,31 +487,31 @@ def layer_forward(
     attn = layer["attn"]
     sight = dataclasses.replace(sight, window=_window(layer, config))
     # Attention itself is not tiled. Each of the two tiled parts gets only the parameters that it reads.
-    before = {name: part for name, part in layer.items() if name in ("attn", "attn_norm")}
-    after = {name: part for name, part in layer.items() if name not in ("attn", "attn_norm")}
-    after["attn"] = {"o_proj": attn["o_proj"]}
-    before["attn"] = {name: part for name, part in attn.items() if name not in ("o_proj", "sinks")}
+    project_params = {name: part for name, part in layer.items() if name in ("attn", "attn_norm")}
+    finish_params = {name: part for name, part in layer.items() if name not in ("attn", "attn_norm")}
+    finish_params["attn"] = {"o_proj": attn["o_proj"]}
+    project_params["attn"] = {name: part for name, part in attn.items() if name not in ("o_proj", "sinks")}
     tokens = (h_BTD, positions_BT, document_lengths(config, positions_BT, sight.segments and sight.segments[0]))
     project, finish = functools.partial(_project, config), functools.partial(_finish, config)
     if is_recomputed():
-        # `wide` is the widest intermediate array per token: with experts, the hidden layers of all its chosen experts.
-        experts, chosen, wide = config.experts, 1, config.intermediate_size
+        # `widest`: the widest intermediate array per token; with experts, the hidden layers of all its chosen experts.
+        experts, chosen, widest = config.experts, 1, config.intermediate_size
         if experts is not None:
-            chosen, wide = experts.num_experts_per_token, experts.num_experts_per_token * experts.intermediate_size
+            chosen, widest = experts.num_experts_per_token, experts.num_experts_per_token * experts.intermediate_size
         tiled = functools.partial(over_tokens, size=choices.tile_tokens)
         project = functools.partial(tiled, project, width=config.num_heads * config.head_dim)
-        finish = functools.partial(tiled, finish, width=wide, share=chosen / experts.num_experts if experts else 1)
+        finish = functools.partial(tiled, finish, width=widest, share=chosen / experts.num_experts if experts else 1)
     else:
         # Save only results of matrix products; norms, gates and rotations are recomputed. This saves memory traffic.
-        project = jax.checkpoint(project, policy=_KEPT, prevent_cse=False)
-        finish = finish if config.experts else jax.checkpoint(finish, policy=_KEPT, prevent_cse=False)
-    q_BTW, k_BTX, v_BTX = project(before, tokens)
+        project = jax.checkpoint(project, policy=_SAVED_PRODUCTS, prevent_cse=False)
+        finish = finish if config.experts else jax.checkpoint(finish, policy=_SAVED_PRODUCTS, prevent_cse=False)
+    q_BTW, k_BTX, v_BTX = project(project_params, tokens)
     q_BTNH, k_BTKH, v_BTKH = (x.reshape(*x.shape[:2], -1, config.head_dim) for x in (q_BTW, k_BTX, v_BTX))
     keys, values = store(k_BTKH, v_BTKH)
     scale = config.head_dim**-0.5 if config.attention_scale is None else config.attention_scale
     scores = Scores(scale, config.attention_soft_cap, attn["sinks"]["weight"] if config.attention_sinks else None)
     out_BTNH = attend(q_BTNH, keys, values, sight, scores, choices.attention)
-    h_BTD, routing = finish(after, (h_BTD, out_BTNH.reshape(q_BTW.shape)))
+    h_BTD, routing = finish(finish_params, (h_BTD, out_BTNH.reshape(q_BTW.shape)))
     return h_BTD, routing, (keys, values)
 
 
@@ -510,7 +519,7 @@ def _project(config: DecoderConfig, layer: Tree, tokens: tuple[Array, Array, Arr
     """Return queries [B, T, W], keys and values (both [B, T, X]) of normalised activations, after rotation."""
     h_BTD, positions_BT, lengths_BT = tokens
     attn = layer["attn"]
-    q_BTW, k_BTX, v_BTX = _projected(attn, _before(layer, "attn", h_BTD, config), config)
+    q_BTW, k_BTX, v_BTX = _project_qkv(attn, _pre_norm(layer, "attn", h_BTD, config), config)
     if config.qk_norm != "none":
         q_BTW, k_BTX = checkpoint_name(q_BTW, f"{OWN_NAMES}attn_q"), checkpoint_name(k_BTX, f"{OWN_NAMES}attn_k")
     if config.qk_norm == "width":
@@ -518,8 +527,8 @@ def _project(config: DecoderConfig, layer: Tree, tokens: tuple[Array, Array, Arr
     q_BTNH, k_BTKH = (x.reshape(*x.shape[:2], -1, config.head_dim) for x in (q_BTW, k_BTX))
     if config.qk_norm == "head":
         q_BTNH, k_BTKH = (rms_norm(x, attn[f"{n}_norm"]["weight"], config) for x, n in ((q_BTNH, "q"), (k_BTKH, "k")))
-    slides = attn["window"] < EVERYTHING if "window" in attn else config.windows is not None
-    cos, sin = rotary(config, positions_BT, slides, lengths_BT)
+    is_sliding = attn["window"] < NO_WINDOW if "window" in attn else config.windows is not None
+    cos, sin = rotary(config, positions_BT, is_sliding, lengths_BT)
     return rotate(q_BTNH, cos, sin).reshape(q_BTW.shape), rotate(k_BTKH, cos, sin).reshape(k_BTX.shape), v_BTX
 
 
@@ -529,12 +538,12 @@ def _finish(
     """Add the attention output to the residual stream, then the output of the MLP or the mixture of experts."""
     h_BTD, out_BTW = tokens
     added_BTD = checkpoint_name(_dense(layer["attn"]["o_proj"], out_BTW), f"{OWN_NAMES}attn_added")
-    h_BTD = h_BTD + _after(layer, "attn", added_BTD, config)
-    out_BTD, routing = _mlp(layer["mlp"], _before(layer, "mlp", h_BTD, config), config)
-    return h_BTD + _after(layer, "mlp", out_BTD, config), routing
+    h_BTD = h_BTD + _post_norm(layer, "attn", added_BTD, config)
+    out_BTD, routing = _mlp(layer["mlp"], _pre_norm(layer, "mlp", h_BTD, config), config)
+    return h_BTD + _post_norm(layer, "mlp", out_BTD, config), routing
 
 
-def _projected(attn: Tree, x_BTD: Array, config: DecoderConfig) -> tuple[Array, Array, Array]:
+def _project_qkv(attn: Tree, x_BTD: Array, config: DecoderConfig) -> tuple[Array, Array, Array]:
     if not config.fused_projections:
         return _dense(attn["q_proj"], x_BTD), _dense(attn["k_proj"], x_BTD), _dense(attn["v_proj"], x_BTD)
     q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
@@ -560,4 +569,3 @@ def _mlp(mlp: Tree, x_BTD: Array, config: DecoderConfig) -> tuple[Array, tuple[A
 
 Llama = Decoder
 """Former name of `Decoder`."""
-

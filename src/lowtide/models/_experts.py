@@ -55,10 +55,10 @@ def mixture(
     axes = () if mesh is None else tuple(name for name in BATCH_AXES if mesh.shape.get(name, 1) > 1)
     if mesh is not None and x_BTD.shape[0] % math.prod(mesh.shape[name] for name in axes):
         axes = ()  # rows that do not divide evenly, such as an evaluation's last batch, are replicated
-    parts = divided_along(CONTEXT)
-    context = (CONTEXT,) if parts > 1 and not x_BTD.shape[1] % parts else ()
+    num_shards = divided_along(CONTEXT)
+    context = (CONTEXT,) if num_shards > 1 and not x_BTD.shape[1] % num_shards else ()
     if mesh is None or not (axes or context):
-        return _local(mlp, x_BTD, experts=experts, activation=activation, axis=False)
+        return _mixture_on_device(mlp, x_BTD, experts=experts, activation=activation, has_expert_axis=False)
     if "expert" in axes and experts.num_experts % mesh.shape["expert"]:
         raise ConfigError(
             "the experts cannot be divided along the axis expert",
@@ -66,51 +66,53 @@ def mixture(
             got=mesh.shape["expert"],
             hint="choose another size of expert in make_mesh, and fsdp for the rest",
         )
-    compute = functools.partial(_local, experts=experts, activation=activation, axis="expert" in axes)
-    rows, whole = P(axes, context), P()
-    weights = {"router": whole, "experts": P("expert") if "expert" in axes else whole}
-    mapped = jax.shard_map(
+    compute = functools.partial(
+        _mixture_on_device, experts=experts, activation=activation, has_expert_axis="expert" in axes
+    )
+    row_spec, replicated_spec = P(axes, context), P()
+    weights = {"router": replicated_spec, "experts": P("expert") if "expert" in axes else replicated_spec}
+    sharded_compute = jax.shard_map(
         compute,
         mesh=mesh,
-        in_specs=(weights, rows),
-        out_specs=(rows,) * 3,
+        in_specs=(weights, row_spec),
+        out_specs=(row_spec,) * 3,
         axis_names={*axes, *context},
         check_vma=False,
     )
-    return mapped(mlp, x_BTD)
+    return sharded_compute(mlp, x_BTD)
 
 
-def _local(
-    mlp: Tree, x_BTD: Array, *, experts: Experts, activation: Callable[[Array], Array], axis: bool
+def _mixture_on_device(
+    mlp: Tree, x_BTD: Array, *, experts: Experts, activation: Callable[[Array], Array], has_expert_axis: bool
 ) -> tuple[Array, Array, Array]:
-    """Compute the rows of one device; with `axis`, gather the tokens of all devices along ``expert``."""
+    """Compute the rows of one device; with `has_expert_axis`, gather the tokens of all devices along ``expert``."""
     logits_BTE = linear(x_BTD, mlp["router"]["weight"])
     if "bias" in mlp["router"]:
         logits_BTE = logits_BTE + mlp["router"]["bias"].astype(logits_BTE.dtype)[None, None]
     probs_BTE = jax.nn.softmax(logits_BTE.astype(jnp.float32), axis=-1)
-    shares_BTK, chosen_BTK = jax.lax.top_k(probs_BTE, experts.num_experts_per_token)
+    weights_BTK, chosen_BTK = jax.lax.top_k(probs_BTE, experts.num_experts_per_token)
     if experts.normalize:
-        shares_BTK = shares_BTK / jnp.sum(shares_BTK, axis=-1, keepdims=True)
+        weights_BTK = weights_BTK / jnp.sum(weights_BTK, axis=-1, keepdims=True)
     counts_BTE = jnp.sum(jax.nn.one_hot(chosen_BTK, experts.num_experts, dtype=jnp.float32), axis=2)
-    if not axis:
-        return _routed(mlp["experts"], x_BTD, shares_BTK, chosen_BTK, experts, activation), probs_BTE, counts_BTE
-    x_BTD, shares_BTK, ours_BTK = (
-        jax.lax.all_gather(each, "expert", axis=0, tiled=True) for each in (x_BTD, shares_BTK, chosen_BTK)
+    if not has_expert_axis:
+        return _dispatch(mlp["experts"], x_BTD, weights_BTK, chosen_BTK, experts, activation), probs_BTE, counts_BTE
+    x_BTD, weights_BTK, local_BTK = (
+        jax.lax.all_gather(array, "expert", axis=0, tiled=True) for array in (x_BTD, weights_BTK, chosen_BTK)
     )
     # Inside `shard_map` the leaves have only this device's experts; their indices begin at `count` times its position.
     count = jax.tree.leaves(mlp["experts"])[0].shape[0]
-    ours_BTK = ours_BTK - count * jax.lax.axis_index("expert")
+    local_BTK = local_BTK - count * jax.lax.axis_index("expert")
     # Experts of other devices get the index `count`, which sorts behind this device's own.
-    ours_BTK = jnp.where((ours_BTK >= 0) & (ours_BTK < count), ours_BTK, count)
-    out_BTD = _routed(mlp["experts"], x_BTD, shares_BTK, ours_BTK, experts, activation)
+    local_BTK = jnp.where((local_BTK >= 0) & (local_BTK < count), local_BTK, count)
+    out_BTD = _dispatch(mlp["experts"], x_BTD, weights_BTK, local_BTK, experts, activation)
     # Each device computed only its own experts: the sum over devices is complete, and each keeps its own tokens.
     return jax.lax.psum_scatter(out_BTD, "expert", scatter_dimension=0, tiled=True), probs_BTE, counts_BTE
 
 
-def _routed(
+def _dispatch(
     module: Tree,
     x_BTD: Array,
-    shares_BTK: Array,
+    weights_BTK: Array,
     chosen_BTK: Array,
     experts: Experts,
     activation: Callable[[Array], Array],
@@ -123,40 +125,40 @@ def _routed(
     sizes_E = jnp.bincount(chosen_M, length=count).astype(jnp.int32)
     # The inverse order restores each token's experts in order of their probability before they are summed. So the sum
     # over K has the same order, and the same rounding, whatever else is in the batch.
-    back_M = jnp.argsort(order_M)
-    take: Any = _rows if traced_device().platform == "tpu" else _rows_by_gathers
-    rows_MD = take(per_token, x_BTD.reshape(-1, width), order_M, back_M)
-    out_MD = _compute(module, rows_MD, sizes_E, chosen_M[order_M], experts, activation)
-    out_BTKD = take(1, out_MD, back_M, order_M).reshape(batch, length, per_token, width)
-    shares_BTK = jnp.where(chosen_BTK < count, shares_BTK, 0.0)
-    return jnp.sum(out_BTKD * shares_BTK.astype(out_BTKD.dtype)[..., None], axis=2)
+    inverse_M = jnp.argsort(order_M)
+    take: Any = _gather_rows if traced_device().platform == "tpu" else _gather_rows_custom_vjp
+    rows_MD = take(per_token, x_BTD.reshape(-1, width), order_M, inverse_M)
+    out_MD = _expert_mlps(module, rows_MD, sizes_E, chosen_M[order_M], experts, activation)
+    out_BTKD = take(1, out_MD, inverse_M, order_M).reshape(batch, length, per_token, width)
+    weights_BTK = jnp.where(chosen_BTK < count, weights_BTK, 0.0)
+    return jnp.sum(out_BTKD * weights_BTK.astype(out_BTKD.dtype)[..., None], axis=2)
 
 
-def _rows(copies: int, x_ND: Array, order_M: Array, back_M: Array) -> Array:
-    """Gather rows in an order of all their copies, M = N * `copies`; `back_M` is the inverse of `order_M`."""
-    del back_M
+def _gather_rows(copies: int, x_ND: Array, order_M: Array, inverse_M: Array) -> Array:
+    """Gather rows in an order of all their copies, M = N * `copies`; `inverse_M` is the inverse of `order_M`."""
+    del inverse_M
     return x_ND[order_M // copies]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _rows_by_gathers(copies: int, x_ND: Array, order_M: Array, back_M: Array) -> Array:
-    """Gather like `_rows`, with a gather in the backward pass, too.
+def _gather_rows_custom_vjp(copies: int, x_ND: Array, order_M: Array, inverse_M: Array) -> Array:
+    """Gather like `_gather_rows`, with a gather in the backward pass, too.
 
     XLA transposes a gather to a scatter, which is several times slower on a GPU. The order is a permutation, so the
     gather in the inverse order is the same transpose.
     """
-    return _rows(copies, x_ND, order_M, back_M)
+    return _gather_rows(copies, x_ND, order_M, inverse_M)
 
 
-def _rows_forward(copies: int, x_ND: Array, order_M: Array, back_M: Array) -> tuple[Array, Array]:
-    return _rows(copies, x_ND, order_M, back_M), back_M
+def _gather_rows_forward(copies: int, x_ND: Array, order_M: Array, inverse_M: Array) -> tuple[Array, Array]:
+    return _gather_rows(copies, x_ND, order_M, inverse_M), inverse_M
 
 
-def _rows_backward(copies: int, back_M: Array, dy_MD: Array) -> tuple[Array, None, None]:
-    return jnp.sum(dy_MD[back_M].reshape(-1, copies, dy_MD.shape[-1]), axis=1), None, None
+def _gather_rows_backward(copies: int, inverse_M: Array, dy_MD: Array) -> tuple[Array, None, None]:
+    return jnp.sum(dy_MD[inverse_M].reshape(-1, copies, dy_MD.shape[-1]), axis=1), None, None
 
 
-_rows_by_gathers.defvjp(_rows_forward, _rows_backward)
+_gather_rows_custom_vjp.defvjp(_gather_rows_forward, _gather_rows_backward)
 
 
 def balance_loss(
@@ -176,7 +178,7 @@ def balance_loss(
     return experts.num_experts * jnp.sum(jnp.sum(probs_BE, axis=0) / total * jnp.sum(counts_BE, axis=0) / total)
 
 
-def _compute(
+def _expert_mlps(
     module: Tree,
     rows_MD: Array,
     sizes_E: Array,
@@ -190,8 +192,8 @@ def _compute(
         up_MF = multiply(rows_MD, module["up"]["weight"])
         return multiply(gate_MF * up_MF, module["down"]["weight"])
     # gpt-oss: columns of gate and up alternate, 1.702 approximates GELU by x sigmoid(1.702 x), and up is shifted by 1.
-    both = module["gate_up"]
-    out = multiply(rows_MD, both["weight"], transposed=True) + both["bias"].astype(rows_MD.dtype)[expert_M]
+    gate_up = module["gate_up"]
+    out = multiply(rows_MD, gate_up["weight"], transposed=True) + gate_up["bias"].astype(rows_MD.dtype)[expert_M]
     gate_MF = jnp.minimum(out[:, ::2], experts.limit)
     up_MF = jnp.clip(out[:, 1::2], -experts.limit, experts.limit)
     hidden_MF = (up_MF + 1) * gate_MF * jax.nn.sigmoid(gate_MF * 1.702)

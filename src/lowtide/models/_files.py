@@ -43,13 +43,13 @@ from ._decoder import Decoder, init, parameter_shapes, with_windows, without_win
 from ._shards import CONFIG, INDEX, SINGLE, Tensor, write_model
 from ._tensors import DTYPES, Source, open_tensors, pieces, read_leaf
 from .families import family_of
-from .families._family import IMAGES
+from .families._family import IMAGE_MODULES
 from .gguf import gguf_model, open_gguf
 from .packed import Packed, Plan, Scheme, Stored, folded, plan, told
 
 _MOST_CONFIG_BYTES, _MOST_INDEX_BYTES = 16 * 1024**2, 256 * 1024**2
 _HEAD = "lm_head.weight"
-_AGAIN = "copy the file from the model's source again"
+_COPY_HINT = "copy the file from the model's source again"
 
 
 def load(
@@ -103,46 +103,54 @@ def load(
             )
     directory = Path(directory)
     config, scheme = _read_config(directory)
-    with _plans(directory, config, scheme, dtype) as (plans, treedef, notes):
+    with _open_plans(directory, config, scheme, dtype) as (plans, treedef, notes):
         for note in notes:
             warnings.warn(f"{directory}: {note}", stacklevel=2)
-        shapes = treedef.unflatten([each.like for each in plans])
-        hosted = _hosted(shapes, host)
+        shapes = treedef.unflatten([leaf_plan.like for leaf_plan in plans])
+        hosted = _select_hosted(shapes, host)
         formats = _formats(plans, treedef, quantize)
-        _refuse_twice(directory, plans, formats, scheme)
+        _check_not_quantized(directory, plans, formats, scheme)
         leaves: list[Any] = []
-        for each, on_the_host in zip(plans, hosted, strict=True):
-            like = jax.ShapeDtypeStruct(each.like.shape, each.like.dtype)
-            place = None if sharding is None else sharding(each.path, like)
-            if on_the_host:
+        for leaf_plan, is_hosted in zip(plans, hosted, strict=True):
+            like = jax.ShapeDtypeStruct(leaf_plan.like.shape, leaf_plan.like.dtype)
+            place = None if sharding is None else sharding(leaf_plan.path, like)
+            if is_hosted:
                 place = _host_memory() if place is None else place.with_memory_kind("pinned_host")
-            if form := formats.get(each.path):
-                leaves.append(_read_quantized(each, like, form, place))
+            if form := formats.get(leaf_plan.path):
+                leaves.append(_read_quantized(leaf_plan, like, form, place))
             else:
-                leaves.append(each.read(place))
+                leaves.append(leaf_plan.read(place))
     params = treedef.unflatten(leaves)
     return Decoder(params["outer"], with_windows(params["layers"], config), config, jnp.dtype(compute_dtype).name)
 
 
 def _formats(plans: Sequence[Plan], treedef: Any, quantize: str | Mapping[str, str] | None) -> dict[str, Format]:
     """Return the format of each weight to quantise, by path; the first glob that matches applies."""
-    shapes = treedef.unflatten([jax.ShapeDtypeStruct(each.like.shape, each.like.dtype) for each in plans])
+    shapes = treedef.unflatten(
+        [jax.ShapeDtypeStruct(leaf_plan.like.shape, leaf_plan.like.dtype) for leaf_plan in plans]
+    )
     by_glob = {"layers/**/*_proj": quantize} if isinstance(quantize, str) else quantize or {}
-    found: dict[str, Format] = {}
+    formats: dict[str, Format] = {}
     for glob, name in by_glob.items():
         form = format_named(name)
-        found = dict.fromkeys(matrices(shapes, glob), form) | found
-    return found
+        formats = dict.fromkeys(matrices(shapes, glob), form) | formats
+    return formats
 
 
-def _refuse_twice(directory: Path, plans: Sequence[Plan], formats: Mapping[str, Format], scheme: Scheme | None) -> None:
+def _check_not_quantized(
+    directory: Path, plans: Sequence[Plan], formats: Mapping[str, Format], scheme: Scheme | None
+) -> None:
     """Raise for weights that are quantised already; weights that the software left unquantised may be quantised."""
-    for each in plans:
-        if scheme is not None and each.path in formats and any(isinstance(one, Packed) for one in each.sources):
+    for leaf_plan in plans:
+        if (
+            scheme is not None
+            and leaf_plan.path in formats
+            and any(isinstance(source, Packed) for source in leaf_plan.sources)
+        ):
             raise ConfigError(
-                f"{directory}: {each.path} is quantised already, by {scheme.method}",
+                f"{directory}: {leaf_plan.path} is quantised already, by {scheme.method}",
                 expected="no quantize: it is read as it is",
-                got=f"quantize, to {formats[each.path].name}",
+                got=f"quantize, to {formats[leaf_plan.path].name}",
                 hint="leave quantize out, or load the unquantised checkpoint",
             )
 
@@ -179,8 +187,8 @@ def load_shapes(directory: str | Path, *, dtype: Any = "auto", compute_dtype: An
         if scheme is None or scheme.form is None:
             return shapes
         return quantize_leaves(shapes, "layers/**/*_proj", scheme.form.name, block=scheme.form.block)
-    with _plans(directory, config, scheme, dtype) as (plans, treedef, _):
-        params = treedef.unflatten([each.like for each in plans])
+    with _open_plans(directory, config, scheme, dtype) as (plans, treedef, _):
+        params = treedef.unflatten([leaf_plan.like for leaf_plan in plans])
     layers = jax.eval_shape(lambda layers: with_windows(layers, config), params["layers"])
     return Decoder(params["outer"], layers, config, jnp.dtype(compute_dtype).name)
 
@@ -210,8 +218,8 @@ def stored_weights(directory: str | Path) -> dict[str, StoredWeight]:
     """
     directory = Path(directory)
     config, scheme = _read_config(directory)
-    with _stored(directory, config, scheme, []) as tensors:
-        return {name: StoredWeight(each.dtype, each.shape, each.num_bytes) for name, each in tensors.items()}
+    with _open_weights(directory, config, scheme, []) as tensors:
+        return {name: StoredWeight(weight.dtype, weight.shape, weight.num_bytes) for name, weight in tensors.items()}
 
 
 def quantization_of(directory: str | Path) -> str | None:
@@ -228,74 +236,79 @@ def quantization_of(directory: str | Path) -> str | None:
 
 
 @contextlib.contextmanager
-def _stored(
+def _open_weights(
     directory: Path, config: DecoderConfig, scheme: Scheme | None, notes: list[str]
 ) -> Generator[Mapping[str, Stored], None, None]:
     """Yield all weights by Hugging Face name, while the files are open."""
     if (file := gguf_file(directory)) is not None:
         experts = 1 if config.experts is None else config.experts.num_experts
         heads = {"q": config.num_heads, "k": config.num_kv_heads}
-        with open_gguf(file, layers=config.num_layers, experts=experts, heads=heads, names=_names(config)) as tensors:
+        with open_gguf(
+            file, layers=config.num_layers, experts=experts, heads=heads, names=_all_names(config)
+        ) as tensors:
             yield tensors
         return
-    with open_tensors(_weight_files(directory)) as found:
-        ours = _of_the_text(found, config)
+    with open_tensors(_weight_files(directory)) as sources:
+        weights = _select_text_tensors(sources, config)
         embedding = _embedding(config)
-        if config.tie_embeddings and embedding not in ours and _HEAD in ours:  # the tied tensor has the head's name
-            ours = {embedding if name == _HEAD else name: source for name, source in ours.items()}
-        yield ours if scheme is None else folded(ours, scheme, notes)
+        # The tied tensor may have the head's name.
+        if config.tie_embeddings and embedding not in weights and _HEAD in weights:
+            weights = {embedding if name == _HEAD else name: source for name, source in weights.items()}
+        yield weights if scheme is None else folded(weights, scheme, notes)
 
 
 @contextlib.contextmanager
-def _plans(
+def _open_plans(
     directory: Path, config: DecoderConfig, scheme: Scheme | None, dtype: Any
 ) -> Generator[tuple[list[Plan], Any, list[str]], None, None]:
     """Yield the plan for reading each leaf, while the files are open; all names and shapes are checked before."""
     notes: list[str] = []
-    with _stored(directory, config, scheme, notes) as tensors:
+    with _open_weights(directory, config, scheme, notes) as tensors:
         _check_tensors(tensors, config, directory)
         _check_tied_head(tensors, config)
-        flat, treedef = jax.tree_util.tree_flatten_with_path(parameter_shapes(config))
+        leaves, treedef = jax.tree_util.tree_flatten_with_path(parameter_shapes(config))
         embedding = tensors[_embedding(config)]
-        otherwise = DTYPES.get(embedding.dtype, "bfloat16")
-        kind = None if dtype == "auto" else jnp.dtype(dtype)
+        default_dtype = DTYPES.get(embedding.dtype, "bfloat16")
+        leaf_dtype = None if dtype == "auto" else jnp.dtype(dtype)
         plans: list[Plan] = []
-        for path, leaf in flat:
+        for path, leaf in leaves:
             # The layers of a stack may be stored in different dtypes; the stack's dtype loses no digits of any.
-            sources = [tensors[name] for name in _tensor_names(path, config).values()]
-            plans.append(plan(path_str(path), sources, leaf.shape, kind, otherwise))
+            sources = [tensors[name] for name in _names_of_leaf(path, config).values()]
+            plans.append(plan(path_str(path), sources, leaf.shape, leaf_dtype, default_dtype))
         yield plans, treedef, [*notes, *told(plans)]
 
 
-def _hosted(shapes: Any, host: Where | None) -> list[bool]:
+def _select_hosted(shapes: Any, host: Where | None) -> list[bool]:
     """Return whether each weight belongs in host memory; a quantised weight is selected as a whole."""
-    leaves = jax.tree.leaves(shapes, is_leaf=_is_node)
+    leaves = jax.tree.leaves(shapes, is_leaf=_is_quantized)
     if host is None:
         return [False] * len(leaves)
     # `host` selects by the path of the weight, so a quantised weight counts as one leaf here.
-    plain = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), shapes, is_leaf=_is_node)
-    return list(select(plain, host))
+    weight_shapes = jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), shapes, is_leaf=_is_quantized
+    )
+    return list(select(weight_shapes, host))
 
 
-def _is_node(leaf: Any) -> bool:
+def _is_quantized(leaf: Any) -> bool:
     return isinstance(leaf, QuantizedWeight)
 
 
 def _read_quantized(
-    read: Plan, like: jax.ShapeDtypeStruct, form: Format, place: jax.sharding.Sharding | None
+    leaf_plan: Plan, like: jax.ShapeDtypeStruct, form: Format, place: jax.sharding.Sharding | None
 ) -> QuantizedWeight:
     """Read and quantise one leaf, a matrix at a time."""
-    stack = like.shape[:-2]
+    stack_shape = like.shape[:-2]
 
-    def matrix(at: tuple[int, ...]) -> jax.Array:
-        index = int(np.ravel_multi_index(at, stack)) if at else 0
-        return read_leaf([read.sources[index]], like.shape[-2:], like.dtype, None)
+    def matrix(position: tuple[int, ...]) -> jax.Array:
+        index = int(np.ravel_multi_index(position, stack_shape)) if position else 0
+        return read_leaf([leaf_plan.sources[index]], like.shape[-2:], like.dtype, None)
 
     if place is None or isinstance(place, jax.sharding.NamedSharding):
         places = placed(abstract(like.shape, form, like.dtype), place)
     else:
         places = jax.tree.map(lambda _: place, abstract(like.shape, form, like.dtype))
-    return build(read.path, like, form, matrix, places)
+    return build(leaf_plan.path, like, form, matrix, places)
 
 
 def load_config(directory: str | Path) -> DecoderConfig:
@@ -322,7 +335,7 @@ def _read_config(directory: Path) -> tuple[DecoderConfig, Scheme | None]:
         expected="a Hugging Face model directory with config.json and model.safetensors",
         hint="give a local folder that holds the model; nothing is downloaded",
     )
-    raw = _json(path, _MOST_CONFIG_BYTES)
+    raw = _read_json(path, _MOST_CONFIG_BYTES)
     return config_from_hf(raw, str(path)), quantization_from_hf(raw, str(path))
 
 
@@ -375,7 +388,7 @@ def save(
     tensors = [
         Tensor(name, leaf, index, dtype)
         for path, leaf in jax.tree_util.tree_leaves_with_path(params)
-        for index, name in _tensor_names(path, model.config).items()
+        for index, name in _names_of_leaf(path, model.config).items()
     ]
     stored = dtype or jnp.dtype(model.outer["embed"]["weight"].dtype).name
     files = {CONFIG: (json.dumps(config_to_hf(model.config, stored), indent=2) + "\n").encode()}
@@ -394,40 +407,45 @@ def _host_memory() -> jax.sharding.Sharding:
     return jnp.zeros(()).sharding.with_memory_kind("pinned_host")
 
 
-def _tensor_names(path: Any, config: DecoderConfig) -> dict[tuple[int, ...], str]:
+def _names_of_leaf(path: Any, config: DecoderConfig) -> dict[tuple[int, ...], str]:
     """Return the Hugging Face names of a leaf's tensors, by index in its stack: layer, or layer and expert."""
-    return dict(_named(path, config))
+    return dict(_iter_names(path, config))
 
 
-def _names(config: DecoderConfig) -> Iterator[str]:
+def _all_names(config: DecoderConfig) -> Iterator[str]:
     """Yield all tensor names lazily: a damaged GGUF file may ask for more names than it has tensors."""
     for path, _ in jax.tree_util.tree_leaves_with_path(parameter_shapes(config)):
-        for _, name in _named(path, config):
+        for _, name in _iter_names(path, config):
             yield name
 
 
-def _named(path: Any, config: DecoderConfig) -> Iterator[tuple[tuple[int, ...], str]]:
+def _iter_names(path: Any, config: DecoderConfig) -> Iterator[tuple[tuple[int, ...], str]]:
     """Yield the stack indices and names of a leaf's tensors."""
     names = family_of(config).names
     *module, leaf = (entry.key for entry in path)
-    whole = "/".join([*module, leaf])
-    template = names[whole] if whole in names else f"{names['/'.join(module)]}.{leaf}"
+    leaf_path = "/".join([*module, leaf])
+    template = names[leaf_path] if leaf_path in names else f"{names['/'.join(module)]}.{leaf}"
     sizes = [config.num_layers] if "{layer}" in template else []
     sizes += [config.experts.num_experts] if config.experts is not None and "{expert}" in template else []
     for index in np.ndindex(*sizes):
         yield index, template.format(**dict(zip(("layer", "expert"), index, strict=False)))
 
 
-def _of_the_text(tensors: dict[str, Source], config: DecoderConfig) -> dict[str, Source]:
+def _select_text_tensors(tensors: dict[str, Source], config: DecoderConfig) -> dict[str, Source]:
     """Drop image modules from a model of images and text, and rename the rest as in a text model."""
     text_of = family_of(config).text_of
     if text_of is None:
         return tensors
-    kept = {name: source for name, source in tensors.items() if not name.removeprefix("model.").startswith(IMAGES)}
+    text_tensors = {
+        name: source for name, source in tensors.items() if not name.removeprefix("model.").startswith(IMAGE_MODULES)
+    }
     for prefix in ("language_model.", "model.language_model."):  # prefixes of transformers 4 and 5
-        into = prefix.removesuffix("language_model.")
-        kept = {into + name.removeprefix(prefix) if name.startswith(prefix) else name: kept[name] for name in kept}
-    return kept
+        new_prefix = prefix.removesuffix("language_model.")
+        text_tensors = {
+            new_prefix + name.removeprefix(prefix) if name.startswith(prefix) else name: text_tensors[name]
+            for name in text_tensors
+        }
+    return text_tensors
 
 
 def _weight_files(directory: Path) -> list[Path]:
@@ -437,8 +455,8 @@ def _weight_files(directory: Path) -> list[Path]:
     names = [SINGLE]
     # With both an index and a single file, transformers reads the single file.
     if os.path.lexists(directory / INDEX) and not os.path.lexists(directory / SINGLE):
-        path = input_file(directory, INDEX, hint=_AGAIN)
-        index = validate(IndexFile, _json(path, _MOST_INDEX_BYTES), str(path), hint="copy the index again")
+        path = input_file(directory, INDEX, hint=_COPY_HINT)
+        index = validate(IndexFile, _read_json(path, _MOST_INDEX_BYTES), str(path), hint="copy the index again")
         names = sorted(set(index.weight_map.values()))
     return [
         input_file(
@@ -453,18 +471,19 @@ def _weight_files(directory: Path) -> list[Path]:
 
 def _check_tensors(tensors: Mapping[str, Stored], config: DecoderConfig, directory: Path) -> None:
     # Compare counts first: a wrong config.json could ask for hundreds of millions of names below.
-    each = 1 if config.experts is None or config.experts.clamped else config.experts.num_experts
-    if config.num_layers * each > len(tensors):
+    experts_per_layer = 1 if config.experts is None or config.experts.clamped else config.experts.num_experts
+    if config.num_layers * experts_per_layer > len(tensors):
         raise ModelFileError(
             f"{directory}: config.json asks for tensors that the weights lack",
-            expected=f"weights of {config.num_layers} layers" + (f" of {each} experts" if each > 1 else ""),
+            expected=f"weights of {config.num_layers} layers"
+            + (f" of {experts_per_layer} experts" if experts_per_layer > 1 else ""),
             got=f"{len(tensors)} tensors",
             hint="config.json and weights are of different models, or a shard is missing",
         )
     expected = {
         name: leaf.shape[len(index) :]
         for path, leaf in jax.tree_util.tree_leaves_with_path(parameter_shapes(config))
-        for index, name in _tensor_names(path, config).items()
+        for index, name in _names_of_leaf(path, config).items()
     }
     missing = [name for name in expected if name not in tensors]
     if missing:
@@ -506,7 +525,7 @@ def _check_tied_head(tensors: Mapping[str, Stored], config: DecoderConfig) -> No
     embedding = tensors[_embedding(config)]
     itemsize = max(head.itemsize, embedding.itemsize)
     if head.shape == embedding.shape and all(
-        np.array_equal(head.read(cut), embedding.read(cut)) for cut in pieces(head.shape, itemsize)
+        np.array_equal(head.read(piece), embedding.read(piece)) for piece in pieces(head.shape, itemsize)
     ):
         return
     raise ModelFileError(
@@ -521,7 +540,7 @@ def _embedding(config: DecoderConfig) -> str:
     """Return the name of the embedding's tensor."""
 
     (path, _), *_ = jax.tree_util.tree_leaves_with_path({"outer": {"embed": {"weight": 0}}})
-    return _tensor_names(path, config)[()]
+    return _names_of_leaf(path, config)[()]
 
 
 def _is_floating(name: Any) -> bool:
@@ -531,5 +550,5 @@ def _is_floating(name: Any) -> bool:
         return False
 
 
-def _json(path: Path, most_bytes: int) -> dict[str, Any]:
+def _read_json(path: Path, most_bytes: int) -> dict[str, Any]:
     return parse_json(read_input(path, most_bytes=most_bytes), str(path))

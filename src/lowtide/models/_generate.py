@@ -23,12 +23,12 @@ import numpy as np
 from jaxtyping import Array, Int
 
 from ..core import ConfigError, NonFiniteError, Tree
-from ._cache import Cache, empty_cache, prefill, read_again, step
+from ._cache import Cache, empty_cache, prefill, recompute_rows, step
 from ._decoder import Decoder, activations, head_logits
 from ._rope import frequencies_change
-from ._sampling import Knobs, Sampling, Ways, choose, knobs_of
+from ._sampling import Knobs, Sampling, SamplingSwitches, choose, knobs_of
 
-_STEPS_AT_ONCE = 32  # steps per call of the compiled loop; Python handles signals between calls
+_STEPS_PER_CALL = 32  # steps per call of the compiled loop; Python handles signals between calls
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,9 +116,9 @@ def generate(
         return _run_uncached(hidden, model, padded, jnp.int32(prompt.shape[0]), key, jnp.float32(temperature))
     rows = [[int(token) for token in np.asarray(prompt)]]
     check_prompts(model, rows, num_tokens, 1, 1)
-    *_, (state, first) = _batch(model, rows, num_tokens, key[None], Sampling(temperature=temperature), ())
-    new = jax.lax.dynamic_slice_in_dim(state.tokens[0], first, num_tokens)
-    return jnp.concatenate([prompt, new.astype(prompt.dtype)])
+    *_, (state, first_column) = _batch(model, rows, num_tokens, key[None], Sampling(temperature=temperature), ())
+    new_tokens = jax.lax.dynamic_slice_in_dim(state.tokens[0], first_column, num_tokens)
+    return jnp.concatenate([prompt, new_tokens.astype(prompt.dtype)])
 
 
 def generate_batch(
@@ -211,10 +211,12 @@ def _tokens(
     model: Decoder, prompt: Sequence[int], num_tokens: int, key: Array, sampling: Sampling, ends: tuple[int, ...]
 ) -> Iterator[int]:
     keys = row_keys(key, [(0, 0)])
-    for count, (state, first) in enumerate(_batch(model, [prompt], num_tokens, keys, sampling, ends, at_once=1)):
+    for count, (state, first_column) in enumerate(
+        _batch(model, [prompt], num_tokens, keys, sampling, ends, steps_per_call=1)
+    ):
         if state.counts[0] <= count:
             return
-        yield int(state.tokens[0, first + count])
+        yield int(state.tokens[0, first_column + count])
 
 
 def _completions(
@@ -229,16 +231,16 @@ def _completions(
 ) -> Iterator[Completion]:
     size = min(batch_size, len(rows))
     for start in range(0, len(rows), size):
-        here = rows[start : start + size]
+        batch_rows = rows[start : start + size]
         # The last batch is padded to the size of the others, so that no further program is compiled.
-        keys = row_keys(key, [*here, *[(0, 0)] * (size - len(here))])
-        given: list[Sequence[int]] = [prompts[index] for index, _ in here]
-        *_, (state, first) = _batch(model, given, num_tokens, keys, sampling, ends)
+        keys = row_keys(key, [*batch_rows, *[(0, 0)] * (size - len(batch_rows))])
+        batch_prompts: list[Sequence[int]] = [prompts[index] for index, _ in batch_rows]
+        *_, (state, first_column) = _batch(model, batch_prompts, num_tokens, keys, sampling, ends)
         tokens, counts = np.asarray(state.tokens), np.asarray(state.counts)
-        for at, (index, sample) in enumerate(here):
-            count = int(counts[at])
-            new = tuple(int(token) for token in tokens[at, first : first + count])
-            yield Completion(index, sample, new, bool(state.is_done[at]) and count < num_tokens)
+        for row, (index, sample) in enumerate(batch_rows):
+            count = int(counts[row])
+            new_tokens = tuple(int(token) for token in tokens[row, first_column : first_column + count])
+            yield Completion(index, sample, new_tokens, bool(state.is_done[row]) and count < num_tokens)
 
 
 def _batch(
@@ -248,15 +250,15 @@ def _batch(
     keys_B: Array,
     sampling: Sampling,
     ends: tuple[int, ...],
-    at_once: int = _STEPS_AT_ONCE,
+    steps_per_call: int = _STEPS_PER_CALL,
 ) -> Iterator[tuple[State, int]]:
-    """Continue a batch; yield its state every `at_once` steps, with the column of the first new token.
+    """Continue a batch; yield its state every `steps_per_call` steps, with the column of the first new token.
 
     With fewer prompts than keys, the remaining rows are padding. `advance` donates each state, so a yielded state is
     valid only until the next one is requested.
     """
-    width = _rounded(max(map(len, prompts)))
-    size = _rounded(width + num_tokens)
+    width = _round_up(max(map(len, prompts)))
+    size = _round_up(width + num_tokens)
     tokens_BS = np.zeros((len(keys_B), size), np.int32)
     segments_BS = np.zeros((len(keys_B), size), np.int32)
     for row, prompt in enumerate(prompts):
@@ -272,7 +274,7 @@ def _batch(
         yield state, width
         if column >= limit or bool(jnp.all(state.is_done)):
             return
-        column = min(column + at_once, limit)
+        column = min(column + steps_per_call, limit)
         state = advance(model, state, ends_E, knobs, jnp.int32(column), ways)
 
 
@@ -284,7 +286,7 @@ def _start(
     keys_B: Array,
     ends_E: Array,
     knobs: Knobs,
-    ways: Ways,
+    ways: SamplingSwitches,
     width: int,
 ) -> State:
     segments_BP = segments_BS[:, :width]
@@ -303,21 +305,21 @@ def _start(
 
 
 @partial(jax.jit, static_argnames="ways", donate_argnames="state")
-def advance(model: Decoder, state: State, ends_E: Array, knobs: Knobs, until: Array, ways: Ways) -> State:
+def advance(model: Decoder, state: State, ends_E: Array, knobs: Knobs, until: Array, ways: SamplingSwitches) -> State:
     """Take steps up to a column, or until all rows have ended."""
 
-    def goes_on(state: State) -> Array:
+    def is_running(state: State) -> Array:
         return (state.cache.column + 1 < until) & ~jnp.all(state.is_done) & state.is_finite
 
-    def one(state: State) -> State:
+    def take_step(state: State) -> State:
         last_B1 = jax.lax.dynamic_slice_in_dim(state.tokens, state.cache.column, 1, axis=1)
-        logits_BV, cache = step(model, last_B1, state.lengths[:, None] - 1, _fresh(model, state))
+        logits_BV, cache = step(model, last_B1, state.lengths[:, None] - 1, _recompute_if_stale(model, state))
         return append(dataclasses.replace(state, cache=cache), logits_BV, ends_E, ways, knobs)
 
-    return jax.lax.while_loop(goes_on, one, state)
+    return jax.lax.while_loop(is_running, take_step, state)
 
 
-def _fresh(model: Decoder, state: State) -> Cache:
+def _recompute_if_stale(model: Decoder, state: State) -> Cache:
     """Return the cache, recomputed for rows whose newest token changes the rotary frequencies of earlier tokens."""
     changed_B = frequencies_change(model.config, state.lengths)
     if changed_B is None:
@@ -325,13 +327,13 @@ def _fresh(model: Decoder, state: State) -> Cache:
     # Ended rows need no valid cache, so their growth must not trigger the costly recomputation.
     changed_B = changed_B & ~state.is_done
 
-    def again(cache: Cache) -> Cache:
-        return read_again(model, state.tokens, cache, state.lengths, changed_B)
+    def recompute(cache: Cache) -> Cache:
+        return recompute_rows(model, state.tokens, cache, state.lengths, changed_B)
 
-    return jax.lax.cond(jnp.any(changed_B), again, lambda cache: cache, state.cache)
+    return jax.lax.cond(jnp.any(changed_B), recompute, lambda cache: cache, state.cache)
 
 
-def append(state: State, logits_BV: Array, ends_E: Array, ways: Ways, knobs: Knobs) -> State:
+def append(state: State, logits_BV: Array, ends_E: Array, ways: SamplingSwitches, knobs: Knobs) -> State:
     """Sample the token of the cache's next column."""
     keys_B = jax.vmap(jax.random.fold_in)(state.keys, state.lengths)
     new_B = choose(logits_BV, keys_B, state.seen, ways, knobs)
@@ -356,7 +358,7 @@ def append(state: State, logits_BV: Array, ends_E: Array, ways: Ways, knobs: Kno
 def row_keys(key: Array, rows: Sequence[tuple[int, int]]) -> Array:
     """Return a random key for each row, which is a pair of a prompt and a sample."""
     prompts, samples = (jnp.asarray(column, jnp.uint32) for column in zip(*rows, strict=True))
-    return jax.vmap(lambda p, s: jax.random.fold_in(jax.random.fold_in(key, p), s))(prompts, samples)
+    return jax.vmap(lambda index, sample: jax.random.fold_in(jax.random.fold_in(key, index), sample))(prompts, samples)
 
 
 def check_finite(state: State) -> None:
@@ -374,7 +376,7 @@ def padded_ends(ends: Sequence[int]) -> Int[Array, "E"]:
     return jnp.asarray([*ends, *[-1] * (-len(ends) % 8)] or [-1] * 8, jnp.int32)
 
 
-def _rounded(length: int) -> int:
+def _round_up(length: int) -> int:
     """Round a length up, above 16 by at most a quarter, so that few lengths are compiled."""
     # A length of n bits is at least 2 ** (n - 1), and the unit is 2 ** (n - 3): rounding adds less than a quarter.
     unit = max(16, 1 << max(length.bit_length() - 3, 0))

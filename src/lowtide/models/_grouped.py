@@ -48,10 +48,10 @@ def grouped_linear(
         the result, with at least 8 rows per expert. There is no slab when there are fewer rows than experts. In
         addition, a GPU copies at most 128 MiB of weights, or the weights of one expert if they are larger.
     """
-    own: Any = getattr(weight, "grouped", None)
-    if own is not None:  # an adapter multiplies by the base weight and by its factors separately
-        run = functools.partial(grouped_linear, sizes_E=sizes_E, num_experts=num_experts)
-        return own(x_MI, run, transposed=transposed)
+    grouped_method: Any = getattr(weight, "grouped", None)
+    if grouped_method is not None:  # an adapter multiplies by the base weight and by its factors separately
+        multiply = functools.partial(grouped_linear, sizes_E=sizes_E, num_experts=num_experts)
+        return grouped_method(x_MI, multiply, transposed=transposed)
     weight = weight.astype(x_MI.dtype)
     if traced_device().platform == "tpu":
         contract = (((1,), (1 if transposed else 2,)), ((), ()))
@@ -62,14 +62,14 @@ def grouped_linear(
     return _product(transposed, num_experts or sizes_E.shape[0], x_MI, weight, sizes_E)
 
 
-def _way() -> Any:
+def _implementation() -> Any:
     """Return the implementation for the device that the program is traced for."""
     return _grouped_slab if traced_device().platform == "gpu" else _grouped_blocks
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _product(transposed: bool, num_experts: int, x_MI: Array, weight: Array, sizes_E: Array) -> Array:
-    return _way().product(transposed, num_experts, x_MI, weight, sizes_E)
+    return _implementation().product(transposed, num_experts, x_MI, weight, sizes_E)
 
 
 def _forward(transposed: bool, num_experts: int, x: Any, weight: Any, sizes: Any) -> tuple[Array, Any]:
@@ -78,15 +78,15 @@ def _forward(transposed: bool, num_experts: int, x: Any, weight: Any, sizes: Any
     return out, (x.value if weight.perturbed else None, weight.value, sizes.value, x.perturbed)
 
 
-def _backward(transposed: bool, num_experts: int, kept: Any, cotangent: Any) -> tuple[Any, Any, None]:
-    x_MI, weight, sizes_E, wants_x = kept
+def _backward(transposed: bool, num_experts: int, residuals: Any, cotangent: Any) -> tuple[Any, Any, None]:
+    x_MI, weight, sizes_E, is_x_perturbed = residuals
     if isinstance(cotangent, jax.custom_derivatives.SymbolicZero):
         return None, None, None
     # The gradient of rows is the same product with the weights in the other orientation.
-    dx = _product(not transposed, num_experts, cotangent, weight, sizes_E) if wants_x else None
+    dx = _product(not transposed, num_experts, cotangent, weight, sizes_E) if is_x_perturbed else None
     if x_MI is None:
         return dx, None, None
-    dw = _way().weight_gradient(transposed, num_experts, x_MI, cotangent, sizes_E)
+    dw = _implementation().weight_gradient(transposed, num_experts, x_MI, cotangent, sizes_E)
     return dx, dw.astype(weight.dtype), None
 
 

@@ -22,12 +22,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-_MULTIPLE = 8
+_ROW_MULTIPLE = 8
 """Rows of the slab and of tiles are a multiple of this, as tensor cores require."""
 _TILES = (16, 256)
 """Rows of the shortest and of the longest tile that is used together with a slab."""
-_MOST_TILES = 32
-_FEW_STEPS = 4
+_MAX_TILES = 32
+_MAX_UNROLLED_STEPS = 4
 _COPIED_BYTES = 128 * 2**20
 """Most bytes of weights that the tiles of one step may copy."""
 
@@ -38,18 +38,18 @@ def product(transposed: bool, num_experts: int, x_MI: Array, weight: Array, size
     dims = "gci,gio->gco" if transposed else "gci,goi->gco"
     out = jnp.zeros((num_rows, weight.shape[2 if transposed else 1]), x_MI.dtype)
     if plan.slab:
-        part_EPO = jnp.einsum(dims, _taken(x_MI, *plan.in_slab()), weight)
-        at_M, ours_M = plan.of_rows()
-        out = jnp.where(ours_M[:, None], part_EPO.reshape(-1, out.shape[1])[at_M], 0)
+        part_EPO = jnp.einsum(dims, _gather_masked(x_MI, *plan.slab_rows()), weight)
+        position_M, in_slab_M = plan.slab_positions()
+        out = jnp.where(in_slab_M[:, None], part_EPO.reshape(-1, out.shape[1])[position_M], 0)
 
     def body(i: Any, out: Array) -> Array:
-        expert_G, rows_GC, ours_GC = plan.tiles(i)
-        part_GCO = jnp.einsum(dims, _taken(x_MI, rows_GC, ours_GC), weight[expert_G])
+        expert_G, rows_GC, is_valid_GC = plan.tiles(i)
+        part_GCO = jnp.einsum(dims, _gather_masked(x_MI, rows_GC, is_valid_GC), weight[expert_G])
         # Invalid rows get distinct indices past the end: `mode="drop"` discards them and indices stay unique.
-        nowhere_GC = num_rows + jnp.arange(rows_GC.size).reshape(rows_GC.shape)
-        return out.at[jnp.where(ours_GC, rows_GC, nowhere_GC)].set(part_GCO, mode="drop", unique_indices=True)
+        out_of_range_GC = num_rows + jnp.arange(rows_GC.size).reshape(rows_GC.shape)
+        return out.at[jnp.where(is_valid_GC, rows_GC, out_of_range_GC)].set(part_GCO, mode="drop", unique_indices=True)
 
-    return plan.over_tiles(body, out)
+    return plan.loop_over_tiles(body, out)
 
 
 def weight_gradient(transposed: bool, num_experts: int, x_MI: Array, dy_MO: Array, sizes_E: Array) -> Array:
@@ -59,20 +59,20 @@ def weight_gradient(transposed: bool, num_experts: int, x_MI: Array, dy_MO: Arra
     shape = jax.ShapeDtypeStruct((sizes_E.shape[0], *widths), jnp.float32)
     plan = _Plan(x_MI.shape[0], num_experts, shape, sizes_E)
 
-    def of(rows: Array, ours: Array) -> Array:
-        both = _taken(x_MI, rows, ours), _taken(dy_MO, rows, ours)
-        return jnp.einsum(dims, *both, preferred_element_type=jnp.float32)
+    def gradient(rows: Array, mask: Array) -> Array:
+        operands = _gather_masked(x_MI, rows, mask), _gather_masked(dy_MO, rows, mask)
+        return jnp.einsum(dims, *operands, preferred_element_type=jnp.float32)
 
     def body(i: Any, total: Array) -> Array:
-        expert_G, rows_GC, ours_GC = plan.tiles(i)
-        return total.at[expert_G].add(of(rows_GC, ours_GC))
+        expert_G, rows_GC, is_valid_GC = plan.tiles(i)
+        return total.at[expert_G].add(gradient(rows_GC, is_valid_GC))
 
-    return plan.over_tiles(body, of(*plan.in_slab()) if plan.slab else jnp.zeros(shape.shape, shape.dtype))
+    return plan.loop_over_tiles(body, gradient(*plan.slab_rows()) if plan.slab else jnp.zeros(shape.shape, shape.dtype))
 
 
-def _taken(x_MI: Array, rows: Array, ours: Array) -> Array:
-    """Gather rows, with zeros where `ours` is false."""
-    return jnp.where(ours[..., None], x_MI.at[rows].get(mode="clip"), 0)
+def _gather_masked(x_MI: Array, rows: Array, mask: Array) -> Array:
+    """Gather rows, with zeros where `mask` is false."""
+    return jnp.where(mask[..., None], x_MI.at[rows].get(mode="clip"), 0)
 
 
 class _Plan:
@@ -86,52 +86,54 @@ class _Plan:
     """
 
     def __init__(self, num_rows: int, num_experts: int, weight: Array | jax.ShapeDtypeStruct, sizes_E: Array) -> None:
-        own, mean = sizes_E.shape[0], num_rows // num_experts
+        num_local_experts, mean = sizes_E.shape[0], num_rows // num_experts
         # Slab: 9/8 of the mean, rounded up to the multiple. Tile: a power of two of at most a quarter of the mean.
-        self.slab = 0 if num_rows < num_experts else -(-(mean + -(-mean // 8)) // _MULTIPLE) * _MULTIPLE
-        self._tile = min(_TILES[1], max(_TILES[0], 1 << (mean // 4).bit_length() - 1)) if mean >= 4 else _MULTIPLE
-        copied = weight.size // own * weight.dtype.itemsize
-        self._at_once = min(_MOST_TILES, max(1, _COPIED_BYTES // copied))
+        self.slab = 0 if num_rows < num_experts else -(-(mean + -(-mean // 8)) // _ROW_MULTIPLE) * _ROW_MULTIPLE
+        self._tile_rows = (
+            min(_TILES[1], max(_TILES[0], 1 << (mean // 4).bit_length() - 1)) if mean >= 4 else _ROW_MULTIPLE
+        )
+        expert_bytes = weight.size // num_local_experts * weight.dtype.itemsize
+        self._tiles_per_step = min(_MAX_TILES, max(1, _COPIED_BYTES // expert_bytes))
         if self.slab:  # an even router leaves few rows for tiles
-            self._at_once = min(self._at_once, max(1, mean * own // 8 // self._tile))
+            self._tiles_per_step = min(self._tiles_per_step, max(1, mean * num_local_experts // 8 // self._tile_rows))
         # An expert with n rows needs at most 1 + (n - 1) // tile tiles.
-        chosen = min(own, num_rows)
-        self._most = chosen + (num_rows - chosen) // self._tile
+        max_active_experts = min(num_local_experts, num_rows)
+        self._max_tiles = max_active_experts + (num_rows - max_active_experts) // self._tile_rows
         self._num_rows, self._sizes_E = num_rows, sizes_E
         self._rows_to_E = jnp.cumsum(sizes_E)
-        self._rest_E = jnp.maximum(sizes_E - self.slab, 0)
-        self._tiles_to_E = jnp.cumsum(-(-self._rest_E // self._tile))
+        self._remaining_E = jnp.maximum(sizes_E - self.slab, 0)
+        self._tiles_to_E = jnp.cumsum(-(-self._remaining_E // self._tile_rows))
 
-    def in_slab(self) -> tuple[Array, Array]:
+    def slab_rows(self) -> tuple[Array, Array]:
         """Return the row indices of the slab, [E, P], and which of them belong to their expert."""
-        inside_P = jnp.arange(self.slab)
-        rows_EP = (self._rows_to_E - self._sizes_E)[:, None] + inside_P[None]
-        return rows_EP, inside_P[None] < self._sizes_E[:, None]
+        offset_P = jnp.arange(self.slab)
+        rows_EP = (self._rows_to_E - self._sizes_E)[:, None] + offset_P[None]
+        return rows_EP, offset_P[None] < self._sizes_E[:, None]
 
-    def of_rows(self) -> tuple[Array, Array]:
+    def slab_positions(self) -> tuple[Array, Array]:
         """Return the position of each row in the slab, [M], and whether the row is in it."""
         rows_M = jnp.arange(self._num_rows)
         expert_M = jnp.sum(self._rows_to_E[None] <= rows_M[:, None], axis=1)
-        inside_M = rows_M - (self._rows_to_E - self._sizes_E)[jnp.minimum(expert_M, len(self._sizes_E) - 1)]
-        ours_M = (expert_M < len(self._sizes_E)) & (inside_M < self.slab)
-        return jnp.where(ours_M, expert_M * self.slab + inside_M, 0), ours_M
+        offset_M = rows_M - (self._rows_to_E - self._sizes_E)[jnp.minimum(expert_M, len(self._sizes_E) - 1)]
+        in_slab_M = (expert_M < len(self._sizes_E)) & (offset_M < self.slab)
+        return jnp.where(in_slab_M, expert_M * self.slab + offset_M, 0), in_slab_M
 
     def tiles(self, i: Any) -> tuple[Array, Array, Array]:
         """Return the experts of the tiles of step `i`, [G], their row indices, [G, C], and which rows are valid."""
-        tile_G = i * self._at_once + jnp.arange(min(self._at_once, self._most))
+        tile_G = i * self._tiles_per_step + jnp.arange(min(self._tiles_per_step, self._max_tiles))
         # A tile belongs to the first expert whose cumulative number of tiles exceeds the tile's index.
         is_past_GE = self._tiles_to_E[None] <= tile_G[:, None]
         expert_G = jnp.minimum(jnp.sum(is_past_GE, axis=1), len(self._sizes_E) - 1)
-        before_G = jnp.max(jnp.where(is_past_GE, self._tiles_to_E[None], 0), axis=1)
-        inside_GC = (tile_G - before_G)[:, None] * self._tile + jnp.arange(self._tile)[None]
-        first_G = (self._rows_to_E - self._sizes_E)[expert_G] + self.slab
-        ours_GC = (inside_GC < self._rest_E[expert_G][:, None]) & (tile_G < self._tiles_to_E[-1])[:, None]
-        return expert_G, first_G[:, None] + inside_GC, ours_GC
+        tiles_before_G = jnp.max(jnp.where(is_past_GE, self._tiles_to_E[None], 0), axis=1)
+        offset_GC = (tile_G - tiles_before_G)[:, None] * self._tile_rows + jnp.arange(self._tile_rows)[None]
+        first_row_G = (self._rows_to_E - self._sizes_E)[expert_G] + self.slab
+        is_valid_GC = (offset_GC < self._remaining_E[expert_G][:, None]) & (tile_G < self._tiles_to_E[-1])[:, None]
+        return expert_G, first_row_G[:, None] + offset_GC, is_valid_GC
 
-    def over_tiles(self, body: Callable[[Any, Array], Array], begin: Array) -> Array:
+    def loop_over_tiles(self, body: Callable[[Any, Array], Array], initial: Array) -> Array:
         """Run `body` over all tiles; a few steps are unrolled, since the host must read a loop's condition."""
 
-        steps = -(-self._most // self._at_once)
-        if steps <= _FEW_STEPS and not self.slab:
-            return functools.reduce(lambda out, i: body(i, out), range(steps), begin)
-        return jax.lax.fori_loop(0, -(-self._tiles_to_E[-1] // self._at_once), body, begin)
+        steps = -(-self._max_tiles // self._tiles_per_step)
+        if steps <= _MAX_UNROLLED_STEPS and not self.slab:
+            return functools.reduce(lambda out, i: body(i, out), range(steps), initial)
+        return jax.lax.fori_loop(0, -(-self._tiles_to_E[-1] // self._tiles_per_step), body, initial)

@@ -20,7 +20,7 @@ from ._config import DecoderConfig, RopeScaling
 def rotary(
     config: DecoderConfig,
     positions_BT: Int[Array, "B T"],
-    slides: Array | bool = False,
+    is_sliding: Array | bool = False,
     lengths_BT: Int[Array, "B T"] | None = None,
 ) -> tuple[Float[Array, "B T 1 R/2"], Float[Array, "B T 1 R/2"]]:
     """Return cosines and sines for queries and keys, in float32.
@@ -28,7 +28,7 @@ def rotary(
     Args:
         config: sizes and scaling rules.
         positions_BT: the position of each token in its document.
-        slides: whether the layer has sliding-window attention, which may use separate frequencies.
+        is_sliding: whether the layer has sliding-window attention, which may use separate frequencies.
         lengths_BT: result of `document_lengths`.
 
     Returns:
@@ -37,8 +37,8 @@ def rotary(
     freq, scale = frequencies(config, lengths_BT)
     factor: Array | float = scale
     if config.local_rope_theta is not None:
-        local = _plain(config.local_rope_theta, config.rotary_dim)
-        freq, factor = jnp.where(slides, local, freq), jnp.where(slides, 1.0, scale)
+        local_freq = _base_frequencies(config.local_rope_theta, config.rotary_dim)
+        freq, factor = jnp.where(is_sliding, local_freq, freq), jnp.where(is_sliding, 1.0, scale)
     freq = freq[:, :, None] if freq.ndim == 3 else freq[None, None, None]
     angles = positions_BT.astype(jnp.float32)[:, :, None, None] * freq
     return jnp.cos(angles) * factor, jnp.sin(angles) * factor
@@ -46,11 +46,11 @@ def rotary(
 
 def rotate(x_BTNH: Array, cos: Array, sin: Array) -> Array:
     """Rotate the first R dimensions of each head, in float32."""
-    rotated = 2 * cos.shape[-1]
-    x32 = x_BTNH[..., :rotated].astype(jnp.float32)
+    rotary_dim = 2 * cos.shape[-1]
+    x32 = x_BTNH[..., :rotary_dim].astype(jnp.float32)
     first, second = jnp.split(x32, 2, axis=-1)
-    turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x_BTNH.dtype)
-    return turned if rotated == x_BTNH.shape[-1] else jnp.concatenate([turned, x_BTNH[..., rotated:]], axis=-1)
+    output = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x_BTNH.dtype)
+    return output if rotary_dim == x_BTNH.shape[-1] else jnp.concatenate([output, x_BTNH[..., rotary_dim:]], axis=-1)
 
 
 def frequencies(config: DecoderConfig, length: Int[Array, "B T"] | None) -> tuple[Float[Array, "*BT R/2"], float]:
@@ -61,14 +61,14 @@ def frequencies(config: DecoderConfig, length: Int[Array, "B T"] | None) -> tupl
         length: length of each token's document, for the rules that depend on it; frequencies are then per token.
     """
     scaling, dim = config.rope_scaling, config.rotary_dim
-    freq = _plain(config.rope_theta, dim)
+    freq = _base_frequencies(config.rope_theta, dim)
     if scaling is None:
         return freq, 1.0
     match scaling.rope_type:
         case "linear":
             return freq / scaling.factor, 1.0
         case "dynamic":
-            return _dynamic(config, scaling, length), 1.0
+            return _dynamic_frequencies(config, scaling, length), 1.0
         case "llama3":
             # Rotations over the length of pretraining: frequencies with few are scaled, with many kept, others blended.
             turns = scaling.original_max_position_embeddings * freq / (2 * math.pi)
@@ -76,30 +76,30 @@ def frequencies(config: DecoderConfig, length: Int[Array, "B T"] | None) -> tupl
             smooth = jnp.clip((turns - low) / (high - low), 0.0, 1.0)
             return (1 - smooth) * freq / scaling.factor + smooth * freq, 1.0
         case "yarn":
-            kept = _kept_by_yarn(scaling, config.rope_theta, dim)
+            ramp = _yarn_ramp(scaling, config.rope_theta, dim)
             # YaRN's temperature of attention: sqrt(1 / t) = 0.1 ln(factor) + 1, applied to queries and keys.
             default = 0.1 * math.log(scaling.factor) + 1.0 if scaling.factor > 1 else 1.0
-            return freq / scaling.factor * (1 - kept) + freq * kept, scaling.attention_factor or default
+            return freq / scaling.factor * (1 - ramp) + freq * ramp, scaling.attention_factor or default
         case "longrope":
             original = scaling.original_max_position_embeddings
             assert length is not None
-            one_each = tuple(range(length.ndim))
+            batch_axes = tuple(range(length.ndim))
             freq, short, long = (
-                jnp.expand_dims(jnp.asarray(each, jnp.float32), one_each)
-                for each in (freq, scaling.short_factor, scaling.long_factor)
+                jnp.expand_dims(jnp.asarray(values, jnp.float32), batch_axes)
+                for values in (freq, scaling.short_factor, scaling.long_factor)
             )
             default = math.sqrt(1 + math.log(scaling.factor) / math.log(original)) if scaling.factor > 1 else 1.0
             return freq / jnp.where(length[..., None] > original, long, short), scaling.attention_factor or default
 
 
-def _asks_for_length(config: DecoderConfig) -> bool:
+def _depends_on_length(config: DecoderConfig) -> bool:
     return config.rope_scaling is not None and config.rope_scaling.rope_type in ("dynamic", "longrope")
 
 
 def frequencies_change(config: DecoderConfig, lengths_B: Int[Array, "B"]) -> Array | None:
     """Return which documents' last token changed the frequencies of earlier tokens, [B]; None: this never happens."""
     scaling = config.rope_scaling
-    if scaling is None or not _asks_for_length(config):
+    if scaling is None or not _depends_on_length(config):
         return None
     if scaling.rope_type == "dynamic":
         return lengths_B > config.max_position_embeddings
@@ -113,35 +113,35 @@ def document_lengths(config: DecoderConfig, positions_BT: Array, segments_BT: Ar
     the segment changes. The maximum over the batch would be wrong: other documents in the row, and other rows, must not
     change a document's frequencies.
     """
-    if not _asks_for_length(config):
+    if not _depends_on_length(config):
         return None
-    last, ends_BT = positions_BT.shape[1] - 1, positions_BT[:, 1:] <= positions_BT[:, :-1]
+    last_index, ends_BT = positions_BT.shape[1] - 1, positions_BT[:, 1:] <= positions_BT[:, :-1]
     if segments_BT is not None:
         ends_BT = ends_BT | (segments_BT[:, 1:] != segments_BT[:, :-1])
         positions_BT = jnp.broadcast_to(positions_BT, segments_BT.shape)
     ends_BT = jnp.pad(ends_BT, ((0, 0), (0, 1)), constant_values=True)
     # A reversed running minimum over the end positions finds the end of each token's own document.
-    at_BT = jnp.where(ends_BT, jnp.arange(last + 1)[None], last)
-    return jnp.take_along_axis(positions_BT, jax.lax.cummin(at_BT, axis=1, reverse=True), axis=1) + 1
+    end_index_BT = jnp.where(ends_BT, jnp.arange(last_index + 1)[None], last_index)
+    return jnp.take_along_axis(positions_BT, jax.lax.cummin(end_index_BT, axis=1, reverse=True), axis=1) + 1
 
 
-def _plain(theta: float | Array, dim: int) -> Array:
+def _base_frequencies(theta: float | Array, dim: int) -> Array:
     exponents = jnp.arange(0, dim, 2, dtype=jnp.float32) / dim
     return theta ** -jnp.expand_dims(exponents, tuple(range(jnp.ndim(theta) - 1)))
 
 
-def _dynamic(config: DecoderConfig, scaling: RopeScaling, length: Array | None) -> Array:
+def _dynamic_frequencies(config: DecoderConfig, scaling: RopeScaling, length: Array | None) -> Array:
     """Return frequencies for a base that grows with the length beyond that of pretraining."""
     assert length is not None
-    most, dim = config.max_position_embeddings, config.rotary_dim
-    longest = jnp.maximum(length, most).astype(jnp.float32)
+    pretrained_length, dim = config.max_position_embeddings, config.rotary_dim
+    effective_length = jnp.maximum(length, pretrained_length).astype(jnp.float32)
     # Lowest frequency: theta ** -((dim - 2) / dim). With the base times grown ** (dim / (dim - 2)) it is divided by
-    # exactly `grown`, and the highest frequency, 1, does not change.
-    grown = scaling.factor * longest / most - (scaling.factor - 1)
-    return _plain(config.rope_theta * grown[..., None] ** (dim / (dim - 2)), dim)
+    # exactly `growth`, and the highest frequency, 1, does not change.
+    growth = scaling.factor * effective_length / pretrained_length - (scaling.factor - 1)
+    return _base_frequencies(config.rope_theta * growth[..., None] ** (dim / (dim - 2)), dim)
 
 
-def _kept_by_yarn(scaling: RopeScaling, theta: float, dim: int) -> Array:
+def _yarn_ramp(scaling: RopeScaling, theta: float, dim: int) -> Array:
     """Return the unscaled share of each frequency: 1 for fast rotations, 0 for slow ones."""
 
     # Solves turns = length * theta ** (-2 d / dim) / (2 pi) for d, the index of the frequency.

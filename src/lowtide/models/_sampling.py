@@ -51,8 +51,8 @@ class Sampling:
             "min_p": (0 <= self.min_p <= 1, "a number from 0 to 1"),
             "repetition_penalty": (0 < self.repetition_penalty < math.inf, "a finite number above 0"),
         }
-        for name, (is_right, expected) in checks.items():
-            if not is_right:
+        for name, (is_valid, expected) in checks.items():
+            if not is_valid:
                 raise ConfigError(
                     f"{name}: out of its range",
                     expected=expected,
@@ -76,7 +76,7 @@ class Knobs(NamedTuple):
     repetition_penalty: Array
 
 
-class Ways(NamedTuple):
+class SamplingSwitches(NamedTuple):
     """Static switches of the program: sorting a vocabulary costs more than one layer of a small model."""
 
     filters: bool
@@ -85,38 +85,42 @@ class Ways(NamedTuple):
     """Whether the repetition penalty is in use."""
 
 
-def knobs_of(sampling: Sampling) -> tuple[Ways, Knobs]:
+def knobs_of(sampling: Sampling) -> tuple[SamplingSwitches, Knobs]:
     """Split a `Sampling` into static switches and traced values."""
-    s = sampling
-    filters = not s.is_greedy and (s.top_k > 0 or s.top_p < 1 or s.min_p > 0)
-    knobs = Knobs(*(jnp.float32(getattr(s, name)) for name in Knobs._fields))
-    return Ways(filters, s.repetition_penalty != 1), knobs._replace(top_k=jnp.int32(s.top_k))
+    settings = sampling
+    filters = not settings.is_greedy and (settings.top_k > 0 or settings.top_p < 1 or settings.min_p > 0)
+    knobs = Knobs(*(jnp.float32(getattr(settings, name)) for name in Knobs._fields))
+    return SamplingSwitches(filters, settings.repetition_penalty != 1), knobs._replace(top_k=jnp.int32(settings.top_k))
 
 
 def choose(
-    logits_BV: Float[Array, "B V"], keys_B: Array, seen_BV: Bool[Array, "B V"] | None, ways: Ways, knobs: Knobs
+    logits_BV: Float[Array, "B V"],
+    keys_B: Array,
+    seen_BV: Bool[Array, "B V"] | None,
+    ways: SamplingSwitches,
+    knobs: Knobs,
 ) -> Int[Array, "B"]:
     """Choose a token for each row with the row's random key."""
     if seen_BV is not None:
         penalty = knobs.repetition_penalty
         logits_BV = jnp.where(seen_BV, jnp.where(logits_BV < 0, logits_BV * penalty, logits_BV / penalty), logits_BV)
     if ways.filters:
-        logits_BV = _filtered(logits_BV, knobs)
+        logits_BV = _filter_logits(logits_BV, knobs)
     # Gumbel-max: argmax(logits / T + g) samples from softmax(logits / T). Multiplied by T it also covers T = 0, greedy.
     noise_BV = jax.vmap(lambda key: jax.random.gumbel(key, logits_BV.shape[1:]))(keys_B)
     return jnp.argmax(logits_BV + knobs.temperature * noise_BV, axis=-1).astype(jnp.int32)
 
 
-def _filtered(logits_BV: Array, knobs: Knobs) -> Array:
+def _filter_logits(logits_BV: Array, knobs: Knobs) -> Array:
     """Set the logits of excluded tokens to minus infinity."""
     size = logits_BV.shape[-1]
     sorted_BV = -jnp.sort(-logits_BV, axis=-1)
     rank_V = jnp.arange(size)[None]
-    most = jnp.where(knobs.top_k > 0, knobs.top_k, size)
-    scaled_BV = jnp.where(rank_V < most, sorted_BV, -jnp.inf) / knobs.temperature
+    top_k = jnp.where(knobs.top_k > 0, knobs.top_k, size)
+    scaled_BV = jnp.where(rank_V < top_k, sorted_BV, -jnp.inf) / knobs.temperature
     probs_BV = jax.nn.softmax(scaled_BV, axis=-1)
-    before_BV = jnp.cumsum(probs_BV, axis=-1) - probs_BV
-    kept_BV = (rank_V < most) & (before_BV < knobs.top_p) & (probs_BV >= knobs.min_p * probs_BV[:, :1])
-    kept_BV = kept_BV | (rank_V == 0)  # whatever rounding does, the most likely token stays
-    least_B1 = jnp.min(jnp.where(kept_BV, sorted_BV, jnp.inf), axis=-1, keepdims=True)
-    return jnp.where(logits_BV >= least_B1, logits_BV, -jnp.inf)
+    cumulative_BV = jnp.cumsum(probs_BV, axis=-1) - probs_BV
+    mask_BV = (rank_V < top_k) & (cumulative_BV < knobs.top_p) & (probs_BV >= knobs.min_p * probs_BV[:, :1])
+    mask_BV = mask_BV | (rank_V == 0)  # whatever rounding does, the most likely token stays
+    threshold_B1 = jnp.min(jnp.where(mask_BV, sorted_BV, jnp.inf), axis=-1, keepdims=True)
+    return jnp.where(logits_BV >= threshold_B1, logits_BV, -jnp.inf)

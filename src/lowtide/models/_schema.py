@@ -144,42 +144,45 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
 
 
 def unhandled(
-    file: _File, known: Collection[str] | None = None, neutral: Mapping[str, tuple[Any, ...]] = NEUTRAL
+    file: _File, known_fields: Collection[str] | None = None, neutral: Mapping[str, tuple[Any, ...]] = NEUTRAL
 ) -> dict[str, Any]:
     """Return the fields that are switched on and would compute something that Lowtide does not.
 
     Args:
         file: the parsed file.
-        known: fields of `config.json` that are read; None for a section of the file, all of whose fields are read.
+        known_fields: fields of `config.json` that are read; None for a section of the file, all of whose fields are
+            read.
         neutral: fields that may only have one of these values.
     """
-    given: dict[str, Any] = {**(file.model_extra or {})}
+    values: dict[str, Any] = {**(file.model_extra or {})}
     harmless = HARMLESS
-    if known is not None:
+    if known_fields is not None:
         fields = type(file).model_fields
-        given |= {fields[name].alias or name: getattr(file, name) for name in file.model_fields_set & set(fields)}
-        harmless = harmless | (set(known) - set(neutral))
-    if given.get("use_sliding_window") is False:  # the window's sizes have no effect
+        values |= {fields[name].alias or name: getattr(file, name) for name in file.model_fields_set & set(fields)}
+        harmless = harmless | (set(known_fields) - set(neutral))
+    if values.get("use_sliding_window") is False:  # the window's sizes have no effect
         harmless = harmless | {"sliding_window", "max_window_layers"}
     return {
         name: value
-        for name, value in given.items()
+        for name, value in values.items()
         if name not in harmless
         and name != "local_rope"
-        and not (name.startswith("_") and name not in _READ_ALL_THE_SAME)
+        and not (name.startswith("_") and name not in _UNDERSCORE_FIELDS)
         and not _is_off(name, value, neutral)
     }
 
 
-_READ_ALL_THE_SAME = ("_sliding_window_pattern",)
+_UNDERSCORE_FIELDS = ("_sliding_window_pattern",)
 """Names that are read although they begin with an underscore; all other such names are ignored."""
 
 
 def _is_off(name: str, value: Any, neutral: Mapping[str, tuple[Any, ...]]) -> bool:
     if name in neutral:
-        return value is None or any(value == each and (value is True) == (each is True) for each in neutral[name])
+        return value is None or any(
+            value == allowed and (value is True) == (allowed is True) for allowed in neutral[name]
+        )
     if name == "layer_types":
-        return not value or all(each == "full_attention" for each in value)
+        return not value or all(layer_type == "full_attention" for layer_type in value)
     return not value
 
 
@@ -223,7 +226,6 @@ class _TokenizerModel(_File):
 
 class TokenizerFile(_File):
     """`tokenizer.json`, checked as far as its sizes; the tokenizers library reads the rest."""
-
 
     version: str | None = None
     truncation: dict[str, Any] | None = None

@@ -34,9 +34,9 @@ from ._tensors import DTYPES, open_tensors, pieces
 
 SINGLE, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
 _SHARD = re.compile(r"model-(\d+-)?\d{5}-of-\d{5}\.safetensors")
-_NEW = ".saving-"
+_TEMPORARY_PREFIX = ".saving-"
 """Prefix of incomplete files; no software recognises them as part of a model."""
-_NAMES = {name: code for code, name in DTYPES.items()}
+_DTYPE_CODES = {name: code for code, name in DTYPES.items()}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,16 +67,16 @@ class Tensor:
     def parts(self) -> Iterator[np.ndarray]:
         """Yield the tensor in pieces that are copied to the host."""
         leaf, count = self.leaf, len(self.index)
-        is_here = isinstance(leaf, np.ndarray) or _shares_memory(leaf)
-        whole = np.asarray(leaf)[self.index] if is_here else None
-        for cut in pieces(self.shape, jnp.dtype(leaf.dtype).itemsize):
-            if whole is not None:
-                yield np.ascontiguousarray(whole[cut], self.dtype)
+        is_on_host = isinstance(leaf, np.ndarray) or _shares_memory(leaf)
+        array = np.asarray(leaf)[self.index] if is_on_host else None
+        for piece in pieces(self.shape, jnp.dtype(leaf.dtype).itemsize):
+            if array is not None:
+                yield np.ascontiguousarray(array[piece], self.dtype)
                 continue
             # Starts are traced and sizes static: one compiled program cuts all pieces of one size.
-            start = (*self.index, *(axis.start for axis in cut))
-            sizes = (1,) * count + tuple(axis.stop - axis.start for axis in cut)
-            yield np.ascontiguousarray(_cut(leaf, tuple(np.int32(i) for i in start), sizes), self.dtype)
+            start = (*self.index, *(axis.start for axis in piece))
+            sizes = (1,) * count + tuple(axis.stop - axis.start for axis in piece)
+            yield np.ascontiguousarray(_slice_to_device(leaf, tuple(np.int32(i) for i in start), sizes), self.dtype)
 
 
 def write_model(
@@ -98,39 +98,39 @@ def write_model(
         On the host a few pieces of at most 64 MiB, or of one row.
     """
     for tensor in tensors:
-        if tensor.dtype.name not in _NAMES:
+        if tensor.dtype.name not in _DTYPE_CODES:
             raise ModelFileError(
                 f"{tensor.name} has dtype {tensor.dtype}",
-                expected=f"one of {', '.join(_NAMES)}",
+                expected=f"one of {', '.join(_DTYPE_CODES)}",
                 hint="cast the model before it is saved",
             )
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        for left in directory.glob(f"{_NEW}*"):  # from a save that was killed
-            left.unlink()
-        shards = _shards(tensors, max_shard_bytes)
-        _check_space(directory, sum(map(len, files.values())) + sum(_size(shard) for shard in shards))
-        names = _free_names(directory, len(shards))
+        for leftover in directory.glob(f"{_TEMPORARY_PREFIX}*"):  # from a save that was killed
+            leftover.unlink()
+        shards = _split_into_shards(tensors, max_shard_bytes)
+        _check_space(directory, sum(map(len, files.values())) + sum(_file_size(shard) for shard in shards))
+        names = _unused_names(directory, len(shards))
         try:
             for name, shard in zip(names, shards, strict=True):
-                _write_shard(directory / f"{_NEW}{name}", shard)
-            others = dict(files)
+                _write_shard(directory / f"{_TEMPORARY_PREFIX}{name}", shard)
+            other_files = dict(files)
             if len(shards) > 1:
-                others[INDEX] = _index(names, shards)
-            for name, content in others.items():
-                with _on_disk(directory / f"{_NEW}{name}") as file:
+                other_files[INDEX] = _encode_index(names, shards)
+            for name, content in other_files.items():
+                with _create_synced(directory / f"{_TEMPORARY_PREFIX}{name}") as file:
                     file.write(content)
-            _put_in_place(directory, names, others)
+            _commit_files(directory, names, other_files)
         finally:
-            for left in directory.glob(f"{_NEW}*"):
-                left.unlink()
+            for leftover in directory.glob(f"{_TEMPORARY_PREFIX}*"):
+                leftover.unlink()
     except OSError as error:
         raise OutputError(
             f"{directory}: cannot write the model", got=str(error), hint="choose a folder that you may write to"
         ) from error
 
 
-def _shards(tensors: Sequence[Tensor], max_shard_bytes: int) -> list[list[Tensor]]:
+def _split_into_shards(tensors: Sequence[Tensor], max_shard_bytes: int) -> list[list[Tensor]]:
     shards: list[list[Tensor]] = [[]]
     size = 0
     for tensor in tensors:
@@ -154,79 +154,81 @@ def _check_space(directory: Path, num_bytes: int) -> None:
         )
 
 
-def _free_names(directory: Path, count: int) -> list[str]:
+def _unused_names(directory: Path, count: int) -> list[str]:
     """Return shard names that no file has; files that an index lists are never overwritten."""
 
     if count == 1:
         return [SINGLE]
     for generation in itertools.count(1):
-        before = "" if generation == 1 else f"{generation}-"
-        names = [f"model-{before}{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
+        prefix = "" if generation == 1 else f"{generation}-"
+        names = [f"model-{prefix}{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
         if not any(os.path.lexists(directory / name) for name in names):
             return names
     raise AssertionError("some number is free")
 
 
-def _header(shard: Sequence[Tensor]) -> bytes:
+def _encode_header(shard: Sequence[Tensor]) -> bytes:
     entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for tensor in shard:
         start, end = end, end + tensor.num_bytes
-        kind = _NAMES[tensor.dtype.name]
-        entries[tensor.name] = {"dtype": kind, "shape": list(tensor.shape), "data_offsets": [start, end]}
+        dtype_code = _DTYPE_CODES[tensor.dtype.name]
+        entries[tensor.name] = {"dtype": dtype_code, "shape": list(tensor.shape), "data_offsets": [start, end]}
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # aligns the tensors in the mapped file
     return len(text).to_bytes(8, "little") + text
 
 
-def _size(shard: Sequence[Tensor]) -> int:
-    return len(_header(shard)) + sum(tensor.num_bytes for tensor in shard)
+def _file_size(shard: Sequence[Tensor]) -> int:
+    return len(_encode_header(shard)) + sum(tensor.num_bytes for tensor in shard)
 
 
 def _write_shard(path: Path, shard: Sequence[Tensor]) -> None:
     """Write one file, then check its header with the safetensors library."""
-    with _on_disk(path) as file:
-        file.write(_header(shard))
+    with _create_synced(path) as file:
+        file.write(_encode_header(shard))
         for tensor in shard:
             for part in tensor.parts():
                 file.write(part.reshape(-1).view(np.uint8).data)
-    with open_tensors([path]) as found:
-        assert {name: source.shape for name, source in found.items()} == {t.name: t.shape for t in shard}
+    with open_tensors([path]) as tensors:
+        assert {name: source.shape for name, source in tensors.items()} == {
+            tensor.name: tensor.shape for tensor in shard
+        }
 
 
-def _index(names: Sequence[str], shards: Sequence[Sequence[Tensor]]) -> bytes:
+def _encode_index(names: Sequence[str], shards: Sequence[Sequence[Tensor]]) -> bytes:
     weight_map = {tensor.name: name for name, shard in zip(names, shards, strict=True) for tensor in shard}
     total = sum(tensor.num_bytes for shard in shards for tensor in shard)
     return (json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2) + "\n").encode()
 
 
-def _put_in_place(directory: Path, names: Sequence[str], others: Mapping[str, bytes]) -> None:
+def _commit_files(directory: Path, names: Sequence[str], other_files: Mapping[str, bytes]) -> None:
     """Give complete files their final names; comments state what a reader finds after each line."""
 
     def rename(name: str) -> None:
-        os.replace(directory / f"{_NEW}{name}", directory / name)
+        os.replace(directory / f"{_TEMPORARY_PREFIX}{name}", directory / name)
 
-    shards, switch = ([], SINGLE) if len(names) == 1 else (names, INDEX)
+    shards, commit_name = ([], SINGLE) if len(names) == 1 else (names, INDEX)
     # `config.json` comes last, since a folder without it holds no model.
-    beside = sorted((name for name in others if name != INDEX), key=lambda name: name == CONFIG)
+    side_files = sorted((name for name in other_files if name != INDEX), key=lambda name: name == CONFIG)
     for name in shards:
         rename(name)  # the old model: no index lists these shards yet
-    _sync(directory)
-    if any(_content(directory / name) != others[name] for name in beside):
+    _sync_directory(directory)
+    if any(_read_if_present(directory / name) != other_files[name] for name in side_files):
         (directory / CONFIG).unlink(missing_ok=True)  # no model
-    rename(switch)
+    rename(commit_name)
     # Lowtide or other software could read an older model in the other layout (single file or index) in place of this.
-    (directory / (INDEX if switch == SINGLE else SINGLE)).unlink(missing_ok=True)
-    _sync(directory)
-    for name in beside:
+    (directory / (INDEX if commit_name == SINGLE else SINGLE)).unlink(missing_ok=True)
+    _sync_directory(directory)
+    for name in side_files:
         rename(name)  # the new model, as soon as `config.json` is there, which is last
-    _sync(directory)
+    _sync_directory(directory)
     for path in directory.iterdir():
         if _SHARD.fullmatch(path.name) and path.name not in shards:
             path.unlink()
 
 
-def _content(path: Path) -> bytes | None:
+def _read_if_present(path: Path) -> bytes | None:
     try:
         return path.read_bytes()
     except FileNotFoundError:
@@ -234,7 +236,7 @@ def _content(path: Path) -> bytes | None:
 
 
 @contextlib.contextmanager
-def _on_disk(path: Path) -> Generator[BinaryIO]:
+def _create_synced(path: Path) -> Generator[BinaryIO]:
     """Create a file that is flushed to the disk when it is closed."""
     with open(path, "xb") as file:
         yield file
@@ -242,7 +244,7 @@ def _on_disk(path: Path) -> Generator[BinaryIO]:
         os.fsync(file.fileno())
 
 
-def _sync(directory: Path) -> None:
+def _sync_directory(directory: Path) -> None:
     """Flush the directory's file names, so that they survive a power cut, where the file system supports it."""
     with contextlib.suppress(OSError):
         handle = os.open(directory, os.O_RDONLY)
@@ -259,6 +261,6 @@ def _shares_memory(leaf: Any) -> bool:
 
 
 @functools.partial(jax.jit, static_argnums=2)
-def _cut(leaf: Any, start: tuple[Any, ...], sizes: tuple[int, ...]) -> Any:
+def _slice_to_device(leaf: Any, start: tuple[Any, ...], sizes: tuple[int, ...]) -> Any:
     # JAX keeps the host copy of an array as long as the array lives, so only slices of arrays are copied.
     return jax.device_put(jax.lax.dynamic_slice(leaf, start, sizes), jax.memory.Space.Device)

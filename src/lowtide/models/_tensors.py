@@ -26,7 +26,7 @@ from ..core import PIECE_BYTES, ModelFileError, Pieces, assemble, format_bytes, 
 
 DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 """NumPy names of the dtypes in safetensors headers."""
-_OTHERS = {"U8": 1, "I8": 1, "BOOL": 1, "F8_E4M3": 1, "F8_E5M2": 1, "I16": 2, "U16": 2, "I32": 4, "U32": 4}
+_OTHER_ITEMSIZES = {"U8": 1, "I8": 1, "BOOL": 1, "F8_E4M3": 1, "F8_E5M2": 1, "I16": 2, "U16": 2, "I32": 4, "U32": 4}
 """Bytes per element of other dtypes; quantised weights are stored in those of 8 bits, among others."""
 
 
@@ -73,7 +73,7 @@ class Source:
     @property
     def itemsize(self) -> int:
         """Bytes per element."""
-        return jnp.dtype(DTYPES[self.dtype]).itemsize if self.dtype in DTYPES else _OTHERS.get(self.dtype, 8)
+        return jnp.dtype(DTYPES[self.dtype]).itemsize if self.dtype in DTYPES else _OTHER_ITEMSIZES.get(self.dtype, 8)
 
     @property
     def num_bytes(self) -> int:
@@ -170,15 +170,15 @@ def _read_part(
     sources: Sequence[Readable], shape: tuple[int, ...], dtype: np.dtype[Any], index: tuple[slice, ...]
 ) -> Pieces:
     """Yield the pieces of a part of a leaf, each with its start inside that part."""
-    stack = len(shape) - len(sources[0].shape)
+    num_stacked = len(shape) - len(sources[0].shape)
     sizes = tuple(axis.stop - axis.start for axis in index)
-    for at in itertools.product(*(range(size) for size in sizes[:stack])):
-        layer = [axis.start + i for axis, i in zip(index[:stack], at, strict=True)]
-        source = sources[int(np.ravel_multi_index(layer, shape[:stack])) if stack else 0]
-        for cut in pieces(sizes[stack:], max(dtype.itemsize, source.itemsize)):
-            inside = tuple(
-                slice(axis.start + own.start, axis.start + own.stop)
-                for axis, own in zip(index[stack:], cut, strict=True)
+    for stack_index in itertools.product(*(range(size) for size in sizes[:num_stacked])):
+        layer = [axis.start + i for axis, i in zip(index[:num_stacked], stack_index, strict=True)]
+        source = sources[int(np.ravel_multi_index(layer, shape[:num_stacked])) if num_stacked else 0]
+        for piece in pieces(sizes[num_stacked:], max(dtype.itemsize, source.itemsize)):
+            source_index = tuple(
+                slice(axis.start + piece_axis.start, axis.start + piece_axis.stop)
+                for axis, piece_axis in zip(index[num_stacked:], piece, strict=True)
             )
-            values = source.read(inside).astype(dtype, copy=False)
-            yield (*at, *(own.start for own in cut)), values.reshape((1,) * stack + values.shape)
+            values = source.read(source_index).astype(dtype, copy=False)
+            yield (*stack_index, *(axis.start for axis in piece)), values.reshape((1,) * num_stacked + values.shape)

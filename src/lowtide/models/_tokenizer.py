@@ -24,10 +24,10 @@ _MOST_BYTES = 256 * 1024**2
 _MOST_CONFIG_BYTES = 64 * 1024**2
 _CONFIG, _SPECIAL, _ADDED = "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"
 _MOST_SECONDS = 120
-_AGAIN = "the file is damaged; copy it from its source again"
+_COPY_HINT = "the file is damaged; copy it from its source again"
 _PROBE = "The tide, 12 m: naïve ébb 潮\n\tdef f(x): return {'a': 1}  # 🌊 <s> </s>"
 
-_harmless = set[bytes]()
+_checked_digests = set[bytes]()
 
 # The subprocess limits its CPU time and address space, and writes no core dump: a crash is an expected outcome here.
 _GUARD = """
@@ -79,7 +79,7 @@ def load_tokenizer(directory: str | Path) -> Tokenizer:
         tokenizer.no_truncation()
         tokenizer.no_padding()
     except Exception as error:  # the tokenizers library raises bare Exception
-        raise ModelFileError(f"{path}: not a tokenizer", got=shortened(error), hint=_AGAIN) from error
+        raise ModelFileError(f"{path}: not a tokenizer", got=shortened(error), hint=_COPY_HINT) from error
     _add_tokens(tokenizer, Path(directory))
     return tokenizer
 
@@ -120,32 +120,34 @@ def _add_tokens(tokenizer: Tokenizer, directory: Path) -> None:
     ids, tokens = dict[str, int](), dict[str, AddedToken]()
     special = load_special_tokens(directory)
     decoder = _read(directory, _CONFIG).get("added_tokens_decoder")
-    named = decoder if isinstance(decoder, dict) else {}
-    entries = [{**token, "id": int(id)} for id, token in named.items() if id.isdecimal() and isinstance(token, dict)]
-    if not named:
-        listed = _read(directory, _ADDED)
+    tokens_by_id = decoder if isinstance(decoder, dict) else {}
+    entries = [
+        {**token, "id": int(id)} for id, token in tokens_by_id.items() if id.isdecimal() and isinstance(token, dict)
+    ]
+    if not tokens_by_id:
+        ids_by_text = _read(directory, _ADDED)
         entries = [
             {"id": id, "content": text, "special": text in special.values(), "normalized": text not in special.values()}
-            for text, id in listed.items()
+            for text, id in ids_by_text.items()
         ]
-    where = f"{directory / (_CONFIG if named else _ADDED)}: added tokens"
+    source = f"{directory / (_CONFIG if tokens_by_id else _ADDED)}: added tokens"
     for entry in entries:
-        token = validate(AddedTokenFile, entry, where, hint=_AGAIN)
+        token = validate(AddedTokenFile, entry, source, hint=_COPY_HINT)
         ids[token.content] = token.id
         tokens[token.content] = AddedToken(
             **{name: getattr(token, name) for name in ("content", "single_word", "lstrip", "rstrip", "normalized")},
             special=token.special,
         )
     order = sorted(tokens, key=ids.__getitem__)
-    present = {token.content for token in tokenizer.get_added_tokens_decoder().values()}
+    existing = {token.content for token in tokenizer.get_added_tokens_decoder().values()}
     for text in dict.fromkeys([*order, *special.values()]):
-        if text in present or not text:
+        if text in existing or not text:
             continue
         token = tokens.get(text, AddedToken(text, special=True, normalized=False))
         (tokenizer.add_special_tokens if token.special else tokenizer.add_tokens)([token])
         if (id := tokenizer.token_to_id(text)) != ids.get(text, id):
             raise ModelFileError(
-                f"{where} do not fit tokenizer.json",
+                f"{source} do not fit tokenizer.json",
                 expected=f"{ids[text]} for {shown(text)}, which tokenizer.json lacks",
                 got=f"{id}, the next free id",
                 hint="copy all files of the tokenizer from one source; "
@@ -153,37 +155,39 @@ def _add_tokens(tokenizer: Tokenizer, directory: Path) -> None:
             )
 
 
-def _check(content: bytes, where: str) -> None:
+def _check(content: bytes, filename: str) -> None:
     """Raise unless the file is safe to load; each content is checked once per process."""
     from ._schema import TokenizerFile
 
     digest = hashlib.sha256(content).digest()
-    if digest in _harmless:
+    if digest in _checked_digests:
         return
-    validate(TokenizerFile, parse_json(content, where), f"{where}: not a tokenizer", hint=_AGAIN)
+    validate(TokenizerFile, parse_json(content, filename), f"{filename}: not a tokenizer", hint=_COPY_HINT)
     if sys.executable:  # empty when Python is embedded in another program, where no subprocess can be started
-        _try_elsewhere(content, where)
-    _harmless.add(digest)
+        _check_in_subprocess(content, filename)
+    _checked_digests.add(digest)
 
 
-def _try_elsewhere(content: bytes, where: str) -> None:
+def _check_in_subprocess(content: bytes, filename: str) -> None:
     most_bytes = 8 * 1024**3 + 100 * len(content)
     # -I and -S keep site-packages out of the subprocess, so the folder of tokenizers is passed as an argument.
-    where_from = str(Path(tokenizers.__file__).parents[1])
-    command = [sys.executable, "-I", "-S", "-c", _GUARD, where_from, str(_MOST_SECONDS), str(most_bytes), _PROBE]
+    site_packages = str(Path(tokenizers.__file__).parents[1])
+    command = [sys.executable, "-I", "-S", "-c", _GUARD, site_packages, str(_MOST_SECONDS), str(most_bytes), _PROBE]
     # Threads take address space, which is limited.
-    alone = {**os.environ, "TOKENIZERS_PARALLELISM": "false", "RAYON_NUM_THREADS": "1"}
+    environment = {**os.environ, "TOKENIZERS_PARALLELISM": "false", "RAYON_NUM_THREADS": "1"}
 
     try:
-        done = subprocess.run(
-            command, input=content, env=alone, capture_output=True, timeout=_MOST_SECONDS, check=False
+        process = subprocess.run(
+            command, input=content, env=environment, capture_output=True, timeout=_MOST_SECONDS, check=False
         )
     except subprocess.TimeoutExpired as error:
         got = f"it was not read in {_MOST_SECONDS} s"
-        raise ModelFileError(f"{where}: not a tokenizer", got=got, hint=_AGAIN) from error
-    if done.returncode:
-        said = done.stderr.decode("utf-8", "replace").strip().splitlines()
-        how = f"reading it ended a process by signal {-done.returncode}" if done.returncode < 0 else ""
+        raise ModelFileError(f"{filename}: not a tokenizer", got=got, hint=_COPY_HINT) from error
+    if process.returncode:
+        stderr_lines = process.stderr.decode("utf-8", "replace").strip().splitlines()
+        signal_message = f"reading it ended a process by signal {-process.returncode}" if process.returncode < 0 else ""
         raise ModelFileError(
-            f"{where}: not a tokenizer", got=shortened(": ".join(filter(None, [how, *said[-1:]]))), hint=_AGAIN
+            f"{filename}: not a tokenizer",
+            got=shortened(": ".join(filter(None, [signal_message, *stderr_lines[-1:]]))),
+            hint=_COPY_HINT,
         )

@@ -18,7 +18,7 @@ from jax.sharding import SingleDeviceSharding
 from ..core import num_layers
 from ._decoder import Decoder
 
-_apart = jax.jit(tuple)
+_split_stack = jax.jit(tuple)
 """Split a stacked array along its first axis, in one compiled program."""
 
 
@@ -52,24 +52,34 @@ def unstack(model: Decoder, *, donate: bool = False) -> Decoder:
         return model
     count = num_layers(model.layers)
     leaves, treedef = jax.tree.flatten(model.layers)
-    done: dict[int, list[Any]] = {}  # one leaf may occur in several places
+    parts_by_id: dict[int, list[Any]] = {}  # one leaf may occur in several places
 
-    parts = [done[id(leaf)] if id(leaf) in done else done.setdefault(id(leaf), _parts(leaf, donate)) for leaf in leaves]
+    parts = [
+        parts_by_id[id(leaf)]
+        if id(leaf) in parts_by_id
+        else parts_by_id.setdefault(id(leaf), _split_leaf(leaf, donate))
+        for leaf in leaves
+    ]
     layers = tuple(treedef.unflatten([part[index] for part in parts]) for index in range(count))
     return dataclasses.replace(model, layers=layers)
 
 
-def _parts(leaf: Any, donate: bool) -> list[Any]:
+def _split_leaf(leaf: Any, donate: bool) -> list[Any]:
     try:
-        parts = jax.block_until_ready([*_apart(leaf)])
+        parts = jax.block_until_ready([*_split_stack(leaf)])
     except jax.errors.JaxRuntimeError as error:
-        fits = "RESOURCE_EXHAUSTED" not in str(error)
-        if fits or not donate or not isinstance(leaf, jax.Array) or not isinstance(leaf.sharding, SingleDeviceSharding):
+        has_memory = "RESOURCE_EXHAUSTED" not in str(error)
+        if (
+            has_memory
+            or not donate
+            or not isinstance(leaf, jax.Array)
+            or not isinstance(leaf.sharding, SingleDeviceSharding)
+        ):
             raise
         # The device cannot hold the stacked array twice: move it to the host, free it, and send the layers back.
-        whole, where = np.asarray(leaf), leaf.sharding
+        stacked, sharding = np.asarray(leaf), leaf.sharding
         leaf.delete()
-        return [jax.device_put(part, where) for part in whole]
+        return [jax.device_put(part, sharding) for part in stacked]
     if donate and isinstance(leaf, jax.Array):
         leaf.delete()
     return parts

@@ -25,7 +25,7 @@ COMMON: Mapping[str, str] = {
 """Fields of `DecoderConfig` that every family has, and their names in `config.json`."""
 
 _OUTER = {"outer/embed": "model.embed_tokens", "outer/norm": "model.norm", "outer/lm_head": "lm_head"}
-IMAGES = ("vision_tower", "multi_modal_projector")
+IMAGE_MODULES = ("vision_tower", "multi_modal_projector")
 """Modules of models of images and text that are not read."""
 PREFIXES = ("model.", "model.language_model.", "language_model.model.")
 """Prefixes of a decoder's module names: in a text model, and in models of images and text of `transformers` since 4.52
@@ -49,7 +49,7 @@ def names(
     """
     return {
         **_OUTER,
-        **{f"layers/{ours}": f"model.layers.{{layer}}.{theirs}" for ours, theirs in norms.items()},
+        **{f"layers/{norm}": f"model.layers.{{layer}}.{hf_name}" for norm, hf_name in norms.items()},
         **{f"layers/attn/{name}_proj": f"{_ATTN}.{name}_proj" for name in attn.split()},
         **({f"layers/attn/{name}_norm": f"{_ATTN}.{name}_norm" for name in "qk"} if qk_norm else {}),
         **{f"layers/mlp/{name}_proj": f"{_MLP}.{name}_proj" for name in mlp.split()},
@@ -64,8 +64,8 @@ def expert_parameters(gate_up: str = "gate up") -> dict[str, tuple[str, ...]]:
     """
     experts = {"gate_up_proj": gate_up, "down_proj": "down"}
     return {
-        f"{_MLP}.experts.{theirs}": tuple(f"layers/mlp/experts/{name}" for name in ours.split())
-        for theirs, ours in experts.items()
+        f"{_MLP}.experts.{parameter}": tuple(f"layers/mlp/experts/{name}" for name in modules.split())
+        for parameter, modules in experts.items()
     }
 
 
@@ -106,33 +106,33 @@ class Family:
     @property
     def known(self) -> frozenset[str]:
         """Fields of `config.json` that are read."""
-        return frozenset([*COMMON.values(), *self.fields.values(), *self.also, *ALWAYS])
+        return frozenset([*COMMON.values(), *self.fields.values(), *self.also, *ALWAYS_READ])
 
 
-ALWAYS = (
+ALWAYS_READ = (
     "architectures model_type hidden_act rope_theta rope_scaling rope_parameters attention_dropout "
     "bos_token_id eos_token_id quantization_config"
 ).split()
 """Fields that are read for every family."""
 
 
-def sliding_by_type(file: ConfigFile, otherwise: Callable[[int], bool]) -> dict[str, Any]:
+def sliding_by_type(file: ConfigFile, is_sliding: Callable[[int], bool]) -> dict[str, Any]:
     """Return which layers have sliding-window attention: from ``layer_types``, or by layer index.
 
     Args:
         file: the config, of which ``layer_types`` and ``sliding_window`` are read.
-        otherwise: function from a layer's index to whether it slides, used if ``layer_types`` is missing.
+        is_sliding: function from a layer's index to whether it slides, used if ``layer_types`` is missing.
     """
     count = file.num_hidden_layers
     types = file.layer_types or [
-        "sliding_attention" if otherwise(index) else "full_attention" for index in range(count)
+        "sliding_attention" if is_sliding(index) else "full_attention" for index in range(count)
     ]
-    slides = tuple(each == "sliding_attention" for each in types)
-    return {"sliding_window": file.sliding_window, "sliding_layers": slides}
+    sliding_layers = tuple(layer_type == "sliding_attention" for layer_type in types)
+    return {"sliding_window": file.sliding_window, "sliding_layers": sliding_layers}
 
 
 def layer_types(config: DecoderConfig) -> list[str]:
     """Return the attention type of each layer as `config.json` names it."""
 
-    slides = config.sliding_layers or (config.sliding_window is not None,) * config.num_layers
-    return ["sliding_attention" if each else "full_attention" for each in slides]
+    sliding_layers = config.sliding_layers or (config.sliding_window is not None,) * config.num_layers
+    return ["sliding_attention" if is_sliding else "full_attention" for is_sliding in sliding_layers]

@@ -91,11 +91,11 @@ GEMMA2 = Family(
 
 
 def _read_gemma3(file: ConfigFile) -> dict[str, Any]:
-    every = file.sliding_window_pattern or file.old_sliding_window_pattern or 6
+    period = file.sliding_window_pattern or file.old_sliding_window_pattern or 6
     return {
         **_read_gemma2(file),
         "attention_soft_cap": None,
-        **sliding_by_type(file, lambda index: (index + 1) % every != 0),
+        **sliding_by_type(file, lambda index: (index + 1) % period != 0),
         "local_rope_theta": file.local_rope.rope_theta or file.rope_local_base_freq or 10_000.0,
     }
 

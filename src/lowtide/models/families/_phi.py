@@ -16,8 +16,8 @@ _CODE = ("configuration_phi3.Phi3Config", "modeling_phi3.Phi3ForCausalLM")
 
 
 def _read(file: ConfigFile) -> dict[str, Any]:
-    given = (file.model_extra or {}).get("auto_map") or {}
-    code: Any = given if isinstance(given, dict) else {"auto_map": given}
+    auto_map = (file.model_extra or {}).get("auto_map") or {}
+    code: Any = auto_map if isinstance(auto_map, dict) else {"auto_map": auto_map}
     for name, value in code.items():
         if name != "AutoTokenizer" and not str(value).endswith(_CODE):
             raise ConfigError(

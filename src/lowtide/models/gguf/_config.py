@@ -50,7 +50,7 @@ _LONG, _SHORT = "rope_factors_long.weight", "rope_factors_short.weight"
 CONSTANTS = (_ROPE, _LONG, _SHORT)
 """Tensors with scaling factors of rotary frequencies."""
 _WRONG_LOGITS = "computing something else would give wrong logits, so nothing was loaded"
-_AGAIN = "convert the original again, with a recent llama.cpp"
+_CONVERT_HINT = "convert the original again, with a recent llama.cpp"
 
 
 def config_of(header: Header) -> dict[str, Any]:
@@ -67,20 +67,20 @@ def config_of(header: Header) -> dict[str, Any]:
     keys = _Keys(header, architecture)
     experts = keys.count("expert_count", 0)
     window = keys.count("attention.sliding_window", 0) if architecture in _WINDOWED else 0
-    model_type, named = _FAMILIES[architecture]
+    model_type, class_name = _FAMILIES[architecture]
     if architecture == "llama" and (experts or window):
-        model_type, named = _MIXTRAL if experts else _MISTRAL
+        model_type, class_name = _MIXTRAL if experts else _MISTRAL
     heads, hidden = keys.count("attention.head_count"), keys.count("embedding_length")
     embedding = header.places.get("token_embd.weight")
     if embedding is None:
-        raise _wrong(header, "token_embd.weight", "a tensor, of the embedding", None)
+        raise _error(header, "token_embd.weight", "a tensor, of the embedding", None)
     if keys.get("attention.key_length") is None and heads > hidden:
-        raise keys.wrong("attention.head_count", f"at most {hidden}, the width, without attention.key_length", heads)
+        raise keys.error("attention.head_count", f"at most {hidden}, the width, without attention.key_length", heads)
     head_dim = keys.count("attention.key_length", hidden // heads)
-    if (other := keys.count("attention.value_length", head_dim)) != head_dim:
-        raise keys.wrong("attention.value_length", f"{head_dim}, as keys have", other)
+    if (value_dim := keys.count("attention.value_length", head_dim)) != head_dim:
+        raise keys.error("attention.value_length", f"{head_dim}, as keys have", value_dim)
     raw = {
-        "architectures": [named],
+        "architectures": [class_name],
         "model_type": model_type,
         "vocab_size": embedding.shape[0],
         "hidden_size": hidden,
@@ -108,7 +108,7 @@ def config_of(header: Header) -> dict[str, Any]:
     if model_type == "llama":
         raw["mlp_bias"] = "blk.0.ffn_gate.bias" in header.places
     raw |= _rope(keys, raw)
-    keys.refuse_others()
+    keys.check_unread()
     return raw
 
 
@@ -117,29 +117,29 @@ class _Keys:
 
     def __init__(self, header: Header, architecture: str) -> None:
         self.header, self.prefix = header, f"{architecture}."
-        self.read = {self.prefix + each for each in _HARMLESS}
+        self.read = {self.prefix + key for key in _HARMLESS}
 
-    def get(self, key: str, otherwise: Any = None) -> Any:
+    def get(self, key: str, default: Any = None) -> Any:
         """Return a value; an array with the same value for every layer becomes that value."""
         name = self.prefix + key
         self.read.add(name)
-        value = self.header.fields.get(name, otherwise)
-        if isinstance(value, list) and value and all(each == value[0] for each in value):  # pyright: ignore
+        value = self.header.fields.get(name, default)
+        if isinstance(value, list) and value and all(item == value[0] for item in value):  # pyright: ignore
             return value[0]  # pyright: ignore[reportUnknownVariableType]
         return value
 
-    def count(self, key: str, otherwise: int | None = None) -> int:
+    def count(self, key: str, default: int | None = None) -> int:
         """Return an integer."""
-        value = self.get(key, otherwise)
-        if type(value) is not int or not (0 if otherwise == 0 else 1) <= value < 2**40:
-            raise self.wrong(key, "a whole number, the same for all layers", value)
+        value = self.get(key, default)
+        if type(value) is not int or not (0 if default == 0 else 1) <= value < 2**40:
+            raise self.error(key, "a whole number, the same for all layers", value)
         return value
 
-    def number(self, key: str, otherwise: float | None = None) -> float:
+    def number(self, key: str, default: float | None = None) -> float:
         """Return a finite number."""
-        value = self.get(key, otherwise)
+        value = self.get(key, default)
         if type(value) not in (int, float) or not math.isfinite(value):
-            raise self.wrong(key, "a number", value)
+            raise self.error(key, "a number", value)
         return value
 
     def token(self, name: str) -> int | None:
@@ -147,14 +147,14 @@ class _Keys:
         key = f"tokenizer.ggml.{name}_token_id"
         value = self.header.fields.get(key)
         if value is not None and type(value) is not int:
-            raise _wrong(self.header, key, "a token", value)
+            raise _error(self.header, key, "a token", value)
         return value
 
-    def wrong(self, key: str, expected: str, got: Any) -> ModelFileError:
+    def error(self, key: str, expected: str, got: Any) -> ModelFileError:
         """Return an error for an invalid value."""
-        return _wrong(self.header, self.prefix + key, expected, got)
+        return _error(self.header, self.prefix + key, expected, got)
 
-    def refuse_others(self) -> None:
+    def check_unread(self) -> None:
         """Raise for keys that were not read and are switched on."""
         for name, value in self.header.fields.items():
             key = name.removeprefix(self.prefix)
@@ -170,19 +170,19 @@ class _Keys:
 
 def _expected(key: str) -> str:
     if key in _NEUTRAL:
-        return f"{' or '.join(str(each) for each in _NEUTRAL[key])}, or no such key"
+        return f"{' or '.join(str(value) for value in _NEUTRAL[key])}, or no such key"
     return "keys that are read; others have to be absent, false or zero"
 
 
 def _architecture(header: Header) -> str:
     fields = header.fields
-    for key, good, hint in (
+    for key, valid, hint in (
         ("general.type", (None, "model"), "give the file of a whole model; adapters are read from PEFT's format"),
         ("split.count", (None, 0, 1), "put the parts together: llama-gguf-split --merge FIRST_PART OUT"),
     ):
-        if fields.get(key) not in good:
+        if fields.get(key) not in valid:
             raise ModelFileError(
-                f"{header.file}: no whole model", expected=f"{key} {good[-1]}", got=shown(fields.get(key)), hint=hint
+                f"{header.file}: no whole model", expected=f"{key} {valid[-1]}", got=shown(fields.get(key)), hint=hint
             )
     architecture = fields.get("general.architecture")
     if not isinstance(architecture, str) or architecture not in _FAMILIES:
@@ -200,38 +200,38 @@ def _gemma(keys: _Keys, raw: Mapping[str, Any]) -> dict[str, Any]:
     scalar = raw["hidden_size"] / raw["num_attention_heads"] if is_wide else raw["head_dim"]
     scale = keys.number("attention.scale", 0.0)
     if scale and not 1e-3 <= scale <= 1e3:
-        raise keys.wrong("attention.scale", "0, or 1e-3 to 1e3", scale)
-    found: dict[str, Any] = {"query_pre_attn_scalar": float(scale**-2 if scale else scalar)}
+        raise keys.error("attention.scale", "0, or 1e-3 to 1e3", scale)
+    config: dict[str, Any] = {"query_pre_attn_scalar": float(scale**-2 if scale else scalar)}
     for key in ("attn_logit_softcapping", "final_logit_softcapping"):
         if keys.get(key) is not None:
-            found[key] = keys.number(key)
+            config[key] = keys.number(key)
     if architecture == "gemma3":
-        found["rope_local_base_freq"] = keys.number("rope.freq_base_swa", 10_000.0)
+        config["rope_local_base_freq"] = keys.number("rope.freq_base_swa", 10_000.0)
     pattern = keys.header.fields.get(keys.prefix + "attention.sliding_window_pattern")
     if pattern is not None:
         keys.get("attention.sliding_window_pattern")
-        found["layer_types"] = _layer_types(keys, pattern, layers)
-    return found
+        config["layer_types"] = _layer_types(keys, pattern, layers)
+    return config
 
 
 def _layer_types(keys: _Keys, pattern: Any, layers: int) -> list[str]:
     """Return the attention type of each layer, from a period (the last layer of each is full) or from a list."""
     if type(pattern) is int and pattern > 0 and layers <= len(keys.header.places):
-        slides: Sequence[Any] = [layer % pattern < pattern - 1 for layer in range(layers)]
-    elif isinstance(pattern, list) and all(type(each) is bool for each in pattern):  # pyright: ignore
-        slides = pattern  # pyright: ignore[reportUnknownVariableType]
+        sliding_layers: Sequence[Any] = [layer % pattern < pattern - 1 for layer in range(layers)]
+    elif isinstance(pattern, list) and all(type(is_sliding) is bool for is_sliding in pattern):  # pyright: ignore
+        sliding_layers = pattern  # pyright: ignore[reportUnknownVariableType]
     else:
-        raise keys.wrong("attention.sliding_window_pattern", "a number, or a truth value for each layer", pattern)
-    return ["sliding_attention" if each else "full_attention" for each in slides]
+        raise keys.error("attention.sliding_window_pattern", "a number, or a truth value for each layer", pattern)
+    return ["sliding_attention" if is_sliding else "full_attention" for is_sliding in sliding_layers]
 
 
 def _experts(keys: _Keys, model_type: str, experts: int) -> dict[str, Any]:
-    chosen = keys.count("expert_used_count")
+    num_chosen = keys.count("expert_used_count")
     if model_type == "mixtral":
-        return {"num_local_experts": experts, "num_experts_per_tok": chosen}
+        return {"num_local_experts": experts, "num_experts_per_tok": num_chosen}
     return {
         "num_experts": experts,
-        "num_experts_per_tok": chosen,
+        "num_experts_per_tok": num_chosen,
         "moe_intermediate_size": keys.count("expert_feed_forward_length"),
         "norm_topk_prob": True,  # not in the files; llama.cpp always normalises
     }
@@ -239,51 +239,51 @@ def _experts(keys: _Keys, model_type: str, experts: int) -> dict[str, Any]:
 
 def _rope(keys: _Keys, raw: Mapping[str, Any]) -> dict[str, Any]:
     places = keys.header.places
-    theta, rotated = keys.number("rope.freq_base", 10_000.0), keys.count("rope.dimension_count", raw["head_dim"])
+    theta, rotary_dim = keys.number("rope.freq_base", 10_000.0), keys.count("rope.dimension_count", raw["head_dim"])
     if theta < 1:
-        raise keys.wrong("rope.freq_base", "a number from 1 on", theta)
-    if rotated % 2:
-        raise keys.wrong("rope.dimension_count", "an even number, since rotations take pairs", rotated)
-    found: dict[str, Any] = {"rope_theta": float(theta)}
-    if rotated != raw["head_dim"]:
-        found["partial_rotary_factor"] = rotated / raw["head_dim"]
+        raise keys.error("rope.freq_base", "a number from 1 on", theta)
+    if rotary_dim % 2:
+        raise keys.error("rope.dimension_count", "an even number, since rotations take pairs", rotary_dim)
+    config: dict[str, Any] = {"rope_theta": float(theta)}
+    if rotary_dim != raw["head_dim"]:
+        config["partial_rotary_factor"] = rotary_dim / raw["head_dim"]
     has_factor = any(keys.header.fields.get(keys.prefix + key) for key in ("rope.scaling.factor", "rope.scale_linear"))
     kind = keys.get("rope.scaling.type", "linear" if has_factor else "none")
     original = keys.count("rope.scaling.original_context_length", 0)
     tables = [name for name in CONSTANTS if name in places]
     if tables and (kind not in ("none", "longrope") or (_ROPE in tables) == (len(tables) > 1)):
-        raise keys.wrong("rope.scaling.type", f"none, beside {', '.join(tables)}", kind)
+        raise keys.error("rope.scaling.type", f"none, beside {', '.join(tables)}", kind)
     scaling: dict[str, Any] | None
     if tables == [_ROPE]:
-        scaling = _stretched(keys, _factors(keys, places[_ROPE], rotated), theta, rotated, kind)
+        scaling = _scaling_from_factors(keys, _read_factors(keys, places[_ROPE], rotary_dim), theta, rotary_dim, kind)
     elif tables:
         factors = {
-            f"{word}_factor": _factors(keys, places[name], rotated)
+            f"{word}_factor": _read_factors(keys, places[name], rotary_dim)
             for word, name in (("short", _SHORT), ("long", _LONG))
             if name in places
         }
         scaling = {"rope_type": "longrope", **factors}
         if attention := keys.number("rope.scaling.attn_factor", 0.0):
             scaling["attention_factor"] = float(attention)
-        found |= {"original_max_position_embeddings": original} if original else {}
+        config |= {"original_max_position_embeddings": original} if original else {}
     else:
-        scaling = _by_metadata(keys, kind, original)
+        scaling = _scaling_from_metadata(keys, kind, original)
         if raw["model_type"] == "phi3" and original:
-            found["original_max_position_embeddings"] = original
-    return {**found, "rope_scaling": scaling}
+            config["original_max_position_embeddings"] = original
+    return {**config, "rope_scaling": scaling}
 
 
-def _by_metadata(keys: _Keys, kind: Any, original: int) -> dict[str, Any] | None:
+def _scaling_from_metadata(keys: _Keys, kind: Any, original: int) -> dict[str, Any] | None:
     factor = keys.number("rope.scaling.factor", 0.0) or keys.number("rope.scale_linear", 1.0)
     attention = keys.number("rope.scaling.attn_factor", 0.0)
     if attention not in (0, 1):
-        raise keys.wrong("rope.scaling.attn_factor", "1 without factors of frequencies", attention)
+        raise keys.error("rope.scaling.attn_factor", "1 without factors of frequencies", attention)
     if kind == "none" or (kind == "linear" and factor == 1):
         return None
     if kind == "linear":
         return {"rope_type": "linear", "factor": float(factor)}
     if kind != "yarn":
-        raise keys.wrong("rope.scaling.type", "none, linear, yarn, or longrope with its factors", kind)
+        raise keys.error("rope.scaling.type", "none, linear, yarn, or longrope with its factors", kind)
     scaling: dict[str, Any] = {"rope_type": "yarn", "factor": float(factor)}
     if original:
         scaling["original_max_position_embeddings"] = original
@@ -293,36 +293,44 @@ def _by_metadata(keys: _Keys, kind: Any, original: int) -> dict[str, Any] | None
     return scaling
 
 
-def _factors(keys: _Keys, place: Place, rotated: int) -> list[float]:
+def _read_factors(keys: _Keys, place: Place, rotary_dim: int) -> list[float]:
     """Read the divisors of rotary frequencies."""
-    if place.kind.name != "F32" or place.shape != (rotated // 2,):
-        raise _wrong(keys.header, place.name, f"F32 of shape {(rotated // 2,)}", f"{place.kind.name} of {place.shape}")
+    if place.kind.name != "F32" or place.shape != (rotary_dim // 2,):
+        raise _error(
+            keys.header, place.name, f"F32 of shape {(rotary_dim // 2,)}", f"{place.kind.name} of {place.shape}"
+        )
     values = np.fromfile(keys.header.file, np.float32, place.shape[0], offset=place.start)
     if not np.all((values > 0) & np.isfinite(values)):
-        raise _wrong(keys.header, place.name, "factors above 0", "one that is not")
-    return [float(str(each)) for each in values]
+        raise _error(keys.header, place.name, "factors above 0", "one that is not")
+    return [float(str(value)) for value in values]
 
 
-def _stretched(keys: _Keys, factors: list[float], theta: float, rotated: int, kind: Any) -> dict[str, Any] | None:
+def _scaling_from_factors(
+    keys: _Keys, factors: list[float], theta: float, rotary_dim: int, kind: Any
+) -> dict[str, Any] | None:
     """Return the Llama 3 scaling rule that produces these factors; otherwise the factors themselves, as longrope."""
 
     if kind != "none":
-        raise keys.wrong("rope.scaling.type", f"none, beside {_ROPE}", kind)
-    found, most = np.asarray(factors), max(factors)
-    if most == 1 == min(factors):
+        raise keys.error("rope.scaling.type", f"none, beside {_ROPE}", kind)
+    stored_factors, max_factor = np.asarray(factors), max(factors)
+    if max_factor == 1 == min(factors):
         return None
     low, high = 1.0, 4.0
-    turns = theta ** -(np.arange(0, rotated, 2) / rotated) / (2 * math.pi)
+    turns = theta ** -(np.arange(0, rotary_dim, 2) / rotary_dim) / (2 * math.pi)
     # The file has only the resulting factors, so try the rule for each pretraining length from 512 to 262,144 tokens.
     for original in (2**power for power in range(9, 19)):
-        kept = np.clip((original * turns - low) / (high - low), 0, 1)
-        if np.allclose(1 / ((1 - kept) / most + kept), found, rtol=1e-5, atol=0):
+        unscaled = np.clip((original * turns - low) / (high - low), 0, 1)
+        if np.allclose(1 / ((1 - unscaled) / max_factor + unscaled), stored_factors, rtol=1e-5, atol=0):
             lengths = {"low_freq_factor": low, "high_freq_factor": high, "original_max_position_embeddings": original}
-            return {"rope_type": "llama3", "factor": most, **lengths}
-    same = {"short_factor": factors, "long_factor": factors}
-    return {"rope_type": "longrope", "factor": most, "attention_factor": 1.0, **same}
+            return {"rope_type": "llama3", "factor": max_factor, **lengths}
+    both_factors = {"short_factor": factors, "long_factor": factors}
+    return {"rope_type": "longrope", "factor": max_factor, "attention_factor": 1.0, **both_factors}
 
 
-def _wrong(header: Header, name: str, expected: str, got: Any) -> ModelFileError:
-    said = "nothing" if got is None else f"{got.count} values" if isinstance(got, Long) else shortened(shown(got), 80)
-    return ModelFileError(f"{header.file}: {shown(name)} is not usable", expected=expected, got=said, hint=_AGAIN)
+def _error(header: Header, name: str, expected: str, got: Any) -> ModelFileError:
+    description = (
+        "nothing" if got is None else f"{got.count} values" if isinstance(got, Long) else shortened(shown(got), 80)
+    )
+    return ModelFileError(
+        f"{header.file}: {shown(name)} is not usable", expected=expected, got=description, hint=_CONVERT_HINT
+    )

@@ -14,13 +14,13 @@ from ._header import Header, Place, read_header
 from ._library import tensor_names
 from ._tensors import GgufTensor
 
-_AGAIN = "the file is damaged, or of another version of its architecture; convert the original again"
+_CONVERT_HINT = "the file is damaged, or of another version of its architecture; convert the original again"
 _MOST_EXPERTS = 2**18
 """Most experts in all layers together: ten times as many as the largest models have."""
 _LAYER = re.compile(r"(?<=^model\.layers\.)\d+(?=\.)")
 _EXPERT = re.compile(r"(?<=\.experts)\.(\d+)(?=\.)")
 _STACKED = re.compile(r"blk\.\d+\.ffn_\w+_exps\.")
-_HALVES = re.compile(r"self_attn\.([qk])_proj\.(weight|bias)$")
+_PERMUTED = re.compile(r"self_attn\.([qk])_proj\.(weight|bias)$")
 
 
 def gguf_model(file: Path) -> dict[str, Any]:
@@ -61,7 +61,7 @@ def open_gguf(
             f"{file}: the metadata asks for tensors that the file lacks",
             expected=f"weights of {layers} layers",
             got=f"{len(header.places)} tensors",
-            hint=_AGAIN,
+            hint=_CONVERT_HINT,
         )
     if experts > 1:
         _check_experts(header, [place for name, place in header.places.items() if _STACKED.match(name)], experts)
@@ -70,9 +70,9 @@ def open_gguf(
                 f"{file}: too many experts",
                 expected=f"at most {_MOST_EXPERTS:,} in all layers",
                 got=f"{layers} layers of {experts:,}",
-                hint=_AGAIN,
+                hint=_CONVERT_HINT,
             )
-    yield _renamed(header, names, experts, heads)
+    yield _map_tensors(header, names, experts, heads)
 
 
 def _check_experts(header: Header, places: Iterable[Place], experts: int) -> None:
@@ -82,40 +82,44 @@ def _check_experts(header: Header, places: Iterable[Place], experts: int) -> Non
                 f"{header.file}: {shown(place.name)} has another shape than the metadata says",
                 expected=f"{experts} matrices, one for each expert",
                 got=place.shape,
-                hint=_AGAIN,
+                hint=_CONVERT_HINT,
             )
 
 
-def _renamed(header: Header, names: Iterable[str], experts: int, heads: Mapping[str, int]) -> dict[str, GgufTensor]:
+def _map_tensors(header: Header, names: Iterable[str], experts: int, heads: Mapping[str, int]) -> dict[str, GgufTensor]:
     architecture = str(header.fields["general.architecture"])
-    named = tensor_names(architecture)
-    found: dict[str, GgufTensor] = {}
-    for theirs in names:
-        expert, layer = _EXPERT.search(theirs), _LAYER.search(theirs)
+    translate = tensor_names(architecture)
+    tensors: dict[str, GgufTensor] = {}
+    for hf_name in names:
+        expert, layer = _EXPERT.search(hf_name), _LAYER.search(hf_name)
         # The library's table covers one layer and no experts: look up the name in layer 0, then insert the layer again.
-        first = named(_LAYER.sub("0", _EXPERT.sub("", theirs)))
-        name = first.replace("blk.0.", f"blk.{layer[0]}.", 1) if first is not None and layer is not None else first
+        first_layer_name = translate(_LAYER.sub("0", _EXPERT.sub("", hf_name)))
+        name = (
+            first_layer_name.replace("blk.0.", f"blk.{layer[0]}.", 1)
+            if first_layer_name is not None and layer is not None
+            else first_layer_name
+        )
         place = header.places.get(name or "")
         if place is None:
             raise ModelFileError(
                 f"{header.file}: the metadata asks for tensors that the file lacks",
-                expected=f"{name or 'a tensor'}, for {theirs}",
+                expected=f"{name or 'a tensor'}, for {hf_name}",
                 got=f"{len(header.places)} tensors without it",
-                hint=_AGAIN,
+                hint=_CONVERT_HINT,
             )
         if expert is not None:
             _check_experts(header, [place], experts)
-        halves = _HALVES.search(theirs) if architecture == "llama" else None
-        is_shifted = architecture.startswith("gemma") and theirs.endswith("norm.weight")
-        found[theirs] = GgufTensor(
+        permuted = _PERMUTED.search(hf_name) if architecture == "llama" else None
+        is_shifted = architecture.startswith("gemma") and hf_name.endswith("norm.weight")
+        tensors[hf_name] = GgufTensor(
             name=place.name,
             file=header.file,
             place=place,
             expert=None if expert is None else int(expert[1]),
-            heads=0 if halves is None else heads[halves[1]],
+            heads=0 if permuted is None else heads[permuted[1]],
             added=1.0 if is_shifted else 0.0,
         )
-    used = {each.name for each in found.values()}
+    used = {tensor.name for tensor in tensors.values()}
     for name in header.places:
         if name not in used and name not in CONSTANTS:
             raise ModelFileError(
@@ -123,4 +127,4 @@ def _renamed(header: Header, names: Iterable[str], experts: int, heads: Mapping[
                 got=shortened(", ".join(sorted(set(header.places) - used - set(CONSTANTS)))),
                 hint="Lowtide would compute without it; load the original's safetensors, if its family is known",
             )
-    return found
+    return tensors

@@ -20,13 +20,13 @@ import numpy as np
 from ...core import ModelFileError, format_bytes, shortened, shown
 from ._library import Kind, is_dequantized, kinds
 
-_AGAIN = "the file is truncated or damaged; download it again"
+_DOWNLOAD_HINT = "the file is truncated or damaged; download it again"
 _MAGIC = b"GGUF"
 _MOST_TENSORS, _MOST_KEYS, _MOST_TEXTS = 2**20, 2**16, 2**24
 _MOST_NAME, _KEPT_TEXT, _KEPT_ARRAY = 2**16, 2**16, 2**14
 _ALL_NUMBERS, _ALL_TEXT = 2**20, 16 * 1024**2
 """Limits per file: numbers in arrays, and bytes of names and, separately, of texts; far more than models have."""
-_LEAST_KEY, _LEAST_TENSOR = 13, 32
+_MIN_KEY, _MIN_TENSOR = 13, 32
 """Fewest bytes of a key with its value, and of the description of a tensor: they bound the counts in a file."""
 _SCALARS: Mapping[int, str] = {
     0: "B",
@@ -89,14 +89,14 @@ def read_header(file: Path) -> Header:
     Memory:
         Names of tensors and short values; the file is memory-mapped.
     """
-    known = kinds()
+    tensor_kinds = kinds()
     try:
-        with open(file, "rb") as opened:
-            size = opened.seek(0, 2)
+        with open(file, "rb") as stream:
+            size = stream.seek(0, 2)
             if size < 24:
-                raise _wrong(file, "a header of at least 24 bytes", format_bytes(size))
-            with mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as content:
-                return _Walk(file, content, size).header(known)
+                raise _error(file, "a header of at least 24 bytes", format_bytes(size))
+            with mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as content:
+                return _Reader(file, content, size).header(tensor_kinds)
     except OSError as error:
         raise ModelFileError(
             f"{file}: cannot be read", got=error.strerror or error, hint="check the file's permissions"
@@ -104,45 +104,45 @@ def read_header(file: Path) -> Header:
 
 
 @dataclasses.dataclass
-class _Walk:
+class _Reader:
     """A position in the file that only moves forward."""
 
     file: Path
     content: mmap.mmap
     size: int
-    at: int = 0
+    position: int = 0
     texts: int = 0
     numbers_left: int = _ALL_NUMBERS
     names_left: int = _ALL_TEXT
     text_left: int = _ALL_TEXT
 
-    def header(self, known: Mapping[int, Kind]) -> Header:
+    def header(self, tensor_kinds: Mapping[int, Kind]) -> Header:
         """Parse the whole header."""
         tensors, keys = self._counts()
         fields: dict[str, Any] = {}
         for _ in range(keys):
             key = self._name("a key")
             if key in fields:
-                raise _wrong(self.file, "every key once", f"{shown(key)} twice")
+                raise _error(self.file, "every key once", f"{shown(key)} twice")
             fields[key] = self._value(key, self._number("I"))
-        infos = [self._tensor(known) for _ in range(tensors)]
+        descriptions = [self._tensor(tensor_kinds) for _ in range(tensors)]
         alignment = fields.get("general.alignment", 32)
         if type(alignment) is not int or not 8 <= alignment <= 2**20 or alignment & (alignment - 1):
-            raise _wrong(self.file, "general.alignment: a power of two from 8 on", shown(alignment))
-        start = -(-self.at // alignment) * alignment
+            raise _error(self.file, "general.alignment: a power of two from 8 on", shown(alignment))
+        start = -(-self.position // alignment) * alignment
         places: dict[str, Place] = {}
-        for name, kind, shape, offset in infos:
+        for name, kind, shape, offset in descriptions:
             if name in places:
-                raise _wrong(self.file, "every tensor once", f"{shown(name)} twice")
+                raise _error(self.file, "every tensor once", f"{shown(name)} twice")
             num_bytes = math.prod(shape) // kind.block * kind.block_bytes
             if offset % alignment or start + offset + num_bytes > self.size:
                 got = f"{format_bytes(num_bytes)} of {shown(name)} at {offset}, in a file of {format_bytes(self.size)}"
-                raise _wrong(self.file, f"tensors inside of the file, at multiples of {alignment}", got)
+                raise _error(self.file, f"tensors inside of the file, at multiples of {alignment}", got)
             places[name] = Place(name, kind, shape, start + offset, num_bytes)
         end = 0
-        for place in sorted(places.values(), key=lambda each: each.start):
+        for place in sorted(places.values(), key=lambda place: place.start):
             if place.start < end:
-                raise _wrong(self.file, "tensors beside each other", f"{shown(place.name)} begins inside of another")
+                raise _error(self.file, "tensors beside each other", f"{shown(place.name)} begins inside of another")
             end = place.start + place.num_bytes
         return Header(self.file, fields, places)
 
@@ -152,7 +152,7 @@ class _Walk:
             raise ModelFileError(
                 f"{self.file}: no GGUF file", expected=repr(_MAGIC), got=repr(magic), hint="check the file's name"
             )
-        self.at = 4
+        self.position = 4
         version = self._number("I")
         if version not in (2, 3):
             # With the bytes swapped, a small version has its low 16 bits at zero.
@@ -164,55 +164,55 @@ class _Walk:
                 hint="convert the original again, with a recent llama.cpp",
             )
         tensors, keys = self._number("Q"), self._number("Q")
-        left = self.size - self.at
-        if tensors > min(_MOST_TENSORS, left // _LEAST_TENSOR) or keys > min(_MOST_KEYS, left // _LEAST_KEY):
-            raise _wrong(self.file, f"counts that fit in {format_bytes(left)}", f"{tensors} tensors, {keys} keys")
+        remaining = self.size - self.position
+        if tensors > min(_MOST_TENSORS, remaining // _MIN_TENSOR) or keys > min(_MOST_KEYS, remaining // _MIN_KEY):
+            raise _error(self.file, f"counts that fit in {format_bytes(remaining)}", f"{tensors} tensors, {keys} keys")
         return tensors, keys
 
     def _number(self, code: str) -> Any:
-        form = f"<{code}"
-        at = self._step(struct.calcsize(form))
+        layout = f"<{code}"
+        start = self._advance(struct.calcsize(layout))
         if code == "?":  # struct accepts any byte as a boolean
-            value = self.content[at]
+            value = self.content[start]
             if value > 1:
-                raise _wrong(self.file, "a truth value, 0 or 1", value)
+                raise _error(self.file, "a truth value, 0 or 1", value)
             return bool(value)
-        (number,) = struct.unpack_from(form, self.content, at)
-        return _shortest(number) if code == "f" else number
+        (number,) = struct.unpack_from(layout, self.content, start)
+        return _shortest_decimal(number) if code == "f" else number
 
     def _array(self, code: str, count: int) -> list[Any] | Long:
-        form = f"<{count}{code}"
-        at = self._step(count * struct.calcsize(f"<{code}"))
+        layout = f"<{count}{code}"
+        start = self._advance(count * struct.calcsize(f"<{code}"))
         if count > min(_KEPT_ARRAY, self.numbers_left):
             return Long(count)
         self.numbers_left -= count
-        if code == "?" and any(value > 1 for value in self.content[at : self.at]):
-            raise _wrong(self.file, "truth values, 0 or 1", "others in an array")
-        values = struct.unpack_from(form, self.content, at)
-        return [_shortest(each) for each in values] if code == "f" else list(values)
+        if code == "?" and any(value > 1 for value in self.content[start : self.position]):
+            raise _error(self.file, "truth values, 0 or 1", "others in an array")
+        values = struct.unpack_from(layout, self.content, start)
+        return [_shortest_decimal(value) for value in values] if code == "f" else list(values)
 
-    def _step(self, num_bytes: int) -> int:
-        at = self.at
-        if num_bytes > self.size - at:
-            raise _wrong(self.file, f"{num_bytes} bytes more at byte {at}", f"a file of {format_bytes(self.size)}")
-        self.at += num_bytes
-        return at
+    def _advance(self, num_bytes: int) -> int:
+        start = self.position
+        if num_bytes > self.size - start:
+            raise _error(self.file, f"{num_bytes} bytes more at byte {start}", f"a file of {format_bytes(self.size)}")
+        self.position += num_bytes
+        return start
 
-    def _name(self, what: str) -> str:
+    def _name(self, description: str) -> str:
         length = self._number("Q")
         if length > _MOST_NAME:
-            raise _wrong(self.file, f"{what} of at most {_MOST_NAME} bytes", f"{length}")
+            raise _error(self.file, f"{description} of at most {_MOST_NAME} bytes", f"{length}")
         if length > self.names_left:
-            raise _wrong(self.file, f"names of at most {format_bytes(_ALL_TEXT)} in all", f"more, with {what}")
+            raise _error(self.file, f"names of at most {format_bytes(_ALL_TEXT)} in all", f"more, with {description}")
         self.names_left -= length
-        return self._text(length, what)
+        return self._text(length, description)
 
-    def _text(self, length: int, what: str) -> str:
-        at = self._step(length)
+    def _text(self, length: int, description: str) -> str:
+        start = self._advance(length)
         try:
-            return self.content[at : at + length].decode("utf-8")
+            return self.content[start : start + length].decode("utf-8")
         except UnicodeDecodeError as error:
-            raise _wrong(self.file, f"{what} in UTF-8", shortened(error)) from error
+            raise _error(self.file, f"{description} in UTF-8", shortened(error)) from error
 
     def _value(self, key: str, kind: int) -> Any:
         if kind in _SCALARS:
@@ -220,54 +220,54 @@ class _Walk:
         if kind == _TEXT:
             length = self._number("Q")
             if length > min(_KEPT_TEXT, self.text_left):
-                self._step(length)
+                self._advance(length)
                 return Long(length)
             self.text_left -= length
             return self._text(length, f"the text of {shown(key)}")
         if kind != _ARRAY:
-            raise _wrong(self.file, "a type of GGUF, 0 to 12", f"{kind}, of {shown(key)}")
-        of, count = self._number("I"), self._number("Q")
-        if of == _TEXT:
+            raise _error(self.file, "a type of GGUF, 0 to 12", f"{kind}, of {shown(key)}")
+        element_kind, count = self._number("I"), self._number("Q")
+        if element_kind == _TEXT:
             return self._skip_texts(key, count)
-        if of not in _SCALARS:
-            raise _wrong(self.file, "an array of numbers or of texts", f"type {of}, of {shown(key)}")
-        return self._array(_SCALARS[of], count)
+        if element_kind not in _SCALARS:
+            raise _error(self.file, "an array of numbers or of texts", f"type {element_kind}, of {shown(key)}")
+        return self._array(_SCALARS[element_kind], count)
 
     def _skip_texts(self, key: str, count: int) -> Long:
         self.texts += count
-        if count > (self.size - self.at) // 8 or self.texts > _MOST_TEXTS:
-            raise _wrong(self.file, f"at most {_MOST_TEXTS} texts, inside of the file", f"{count}, of {shown(key)}")
+        if count > (self.size - self.position) // 8 or self.texts > _MOST_TEXTS:
+            raise _error(self.file, f"at most {_MOST_TEXTS} texts, inside of the file", f"{count}, of {shown(key)}")
         for _ in range(count):
-            at = self._step(8)
-            self._step(int.from_bytes(self.content[at : at + 8], "little"))
+            start = self._advance(8)
+            self._advance(int.from_bytes(self.content[start : start + 8], "little"))
         return Long(count)
 
-    def _tensor(self, known: Mapping[int, Kind]) -> tuple[str, Kind, tuple[int, ...], int]:
+    def _tensor(self, tensor_kinds: Mapping[int, Kind]) -> tuple[str, Kind, tuple[int, ...], int]:
         name = self._name("a tensor's name")
         axes = self._number("I")
         if not 1 <= axes <= 4:
-            raise _wrong(self.file, f"1 to 4 axes of {shown(name)}", axes)
+            raise _error(self.file, f"1 to 4 axes of {shown(name)}", axes)
         shape = tuple(self._number("Q") for _ in range(axes))[::-1]
         number, offset = self._number("I"), self._number("Q")
-        kind = known.get(number)
+        kind = tensor_kinds.get(number)
         if kind is None or not (kind.name == "F64" or is_dequantized(kind)):
             raise ModelFileError(
                 f"{self.file}: {shown(name)} is of a type that is not read",
-                expected=f"one of {', '.join(each.name for each in known.values() if is_dequantized(each))}",
+                expected=f"one of {', '.join(item.name for item in tensor_kinds.values() if is_dequantized(item))}",
                 got=f"type {number}" if kind is None else kind.name,
                 hint="get the model in another quantisation, such as Q8_0, or update the library gguf",
             )
         if 0 in shape or math.prod(shape) > 2**48 or shape[-1] % kind.block:
-            raise _wrong(
+            raise _error(
                 self.file, f"rows of whole blocks of {kind.block} in {kind.name}", f"{shape}, of {shown(name)}"
             )
         return name, kind, shape, offset
 
 
-def _shortest(number: float) -> float:
+def _shortest_decimal(number: float) -> float:
     """Return the shortest decimal of a float32, which restores the value in the config before conversion."""
     return float(str(np.float32(number)))
 
 
-def _wrong(file: Path, expected: str, got: Any) -> ModelFileError:
-    return ModelFileError(f"{file}: not a complete GGUF file", expected=expected, got=got, hint=_AGAIN)
+def _error(file: Path, expected: str, got: Any) -> ModelFileError:
+    return ModelFileError(f"{file}: not a complete GGUF file", expected=expected, got=got, hint=_DOWNLOAD_HINT)

@@ -37,7 +37,11 @@ def kinds() -> dict[int, Kind]:
     """
     gguf = _gguf()
     sizes = gguf.GGML_QUANT_SIZES
-    return {int(each): Kind(each.name, *sizes[each]) for each in gguf.GGMLQuantizationType if each in sizes}
+    return {
+        int(tensor_type): Kind(tensor_type.name, *sizes[tensor_type])
+        for tensor_type in gguf.GGMLQuantizationType
+        if tensor_type in sizes
+    }
 
 
 def dequantize(blocks: np.ndarray, kind: str) -> np.ndarray:
@@ -56,10 +60,10 @@ def dequantize(blocks: np.ndarray, kind: str) -> np.ndarray:
     gguf = _gguf()
     rows, width = blocks.shape
     # The library dequantises 16 rows at a time. Blocks are independent of row boundaries, and longer rows are faster.
-    together = 1
-    while rows % (2 * together) == 0 and 2 * together * width <= _LONG_ROW:
-        together *= 2
-    values = gguf.quants.dequantize(blocks.reshape(rows // together, -1), gguf.GGMLQuantizationType[kind])
+    num_merged = 1
+    while rows % (2 * num_merged) == 0 and 2 * num_merged * width <= _LONG_ROW:
+        num_merged *= 2
+    values = gguf.quants.dequantize(blocks.reshape(rows // num_merged, -1), gguf.GGMLQuantizationType[kind])
     return values.reshape(rows, -1)
 
 
@@ -83,8 +87,8 @@ def tensor_names(architecture: str) -> Callable[[str], str | None]:
     number = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
     table = gguf.get_tensor_name_map(number, 1)
 
-    def name(theirs: str) -> str | None:
-        return table.get_name(theirs, try_suffixes=(".weight", ".bias"))
+    def name(hf_name: str) -> str | None:
+        return table.get_name(hf_name, try_suffixes=(".weight", ".bias"))
 
     return name
 

@@ -62,16 +62,16 @@ class GgufTensor:
         """Return a part of the weight: in the stored dtype, or in float32 if it is quantised."""
         if len(self.shape) == 1:  # a vector is small, so all of it is read
             values = self._values(np.arange(1), slice(0, self.shape[0]))[0]
-            return values[self._order(np.arange(values.size))][index[0]]
+            return values[self._file_rows(np.arange(values.size))][index[0]]
         rows, columns = index
-        whole = np.empty((rows.stop - rows.start, columns.stop - columns.start), self._kind)
-        for cut, _ in pieces(whole.shape, 16):
-            order = self._order(np.arange(rows.start + cut.start, rows.start + cut.stop))
-            whole[cut] = self._values(order, columns)
-        return whole
+        out = np.empty((rows.stop - rows.start, columns.stop - columns.start), self._value_dtype)
+        for piece, _ in pieces(out.shape, 16):
+            file_rows = self._file_rows(np.arange(rows.start + piece.start, rows.start + piece.stop))
+            out[piece] = self._values(file_rows, columns)
+        return out
 
     @property
-    def _kind(self) -> np.dtype:
+    def _value_dtype(self) -> np.dtype:
         return np.dtype(np.float32) if self.weight_dtype is None or self.added else jnp.dtype(self.weight_dtype)
 
     def _bytes(self) -> np.ndarray:
@@ -82,7 +82,7 @@ class GgufTensor:
         start = self.place.start + (self.expert or 0) * self.num_bytes
         return np.memmap(self.file, np.uint8, "r", start, shape)
 
-    def _order(self, rows: np.ndarray) -> np.ndarray:
+    def _file_rows(self, rows: np.ndarray) -> np.ndarray:
         """Return the rows of the file that hold the given rows of the weight."""
         if not self.heads:
             return rows

@@ -43,12 +43,12 @@ class Plan:
             places = placed(self.like, place)
         else:
             places = jax.tree.map(lambda _: place, self.like)
-        wanted, treedef = jax.tree.flatten(self.like)
-        where = [None] * len(wanted) if places is None else treedef.flatten_up_to(places)
+        shapes, treedef = jax.tree.flatten(self.like)
+        shardings = [None] * len(shapes) if places is None else treedef.flatten_up_to(places)
         leaves: list[Any] = []
-        for number, (leaf, at) in enumerate(zip(wanted, where, strict=True)):
-            parts: list[Readable] = [each.parts[number] for each in packed]
-            leaves.append(read_leaf(parts, leaf.shape, leaf.dtype, at))
+        for index, (leaf, leaf_sharding) in enumerate(zip(shapes, shardings, strict=True)):
+            parts: list[Readable] = [weight.parts[index] for weight in packed]
+            leaves.append(read_leaf(parts, leaf.shape, leaf.dtype, leaf_sharding))
         return treedef.unflatten(leaves)
 
 
@@ -62,41 +62,48 @@ def plan(path: str, sources: Sequence[Stored], shape: tuple[int, ...], dtype: An
         dtype: dtype of the leaf; None for the stored dtype, or the dtype before quantisation.
         otherwise: dtype for quantised weights whose file does not record the dtype before quantisation.
     """
-    kind = dtype
+    leaf_dtype = dtype
     if dtype is None:
-        kind = stored_dtype(
-            DTYPES[each.dtype] if isinstance(each, Source) else each.weight_dtype or jnp.dtype(otherwise).name
-            for each in sources
+        leaf_dtype = stored_dtype(
+            DTYPES[weight.dtype] if isinstance(weight, Source) else weight.weight_dtype or jnp.dtype(otherwise).name
+            for weight in sources
         )
-    packed = [each for each in sources if isinstance(each, Packed)]
-    forms = {(each.form, len(each.parts)) for each in packed if each.form is not None}
+    packed = [weight for weight in sources if isinstance(weight, Packed)]
+    forms = {(weight.form, len(weight.parts)) for weight in packed if weight.form is not None}
     is_matrix = "experts" not in path.split("/")
-    if len(packed) == len(sources) and len(forms) == 1 and all(each.form is not None for each in packed) and is_matrix:
-        return Plan(path, sources, _node(packed[0], shape, kind))
-    why = "" if not forms else "not all their layers are quantised alike" if is_matrix else "they are experts"
-    return Plan(path, sources, jax.ShapeDtypeStruct(shape, jnp.dtype(kind)), why)
+    if (
+        len(packed) == len(sources)
+        and len(forms) == 1
+        and all(weight.form is not None for weight in packed)
+        and is_matrix
+    ):
+        return Plan(path, sources, _quantized_shapes(packed[0], shape, leaf_dtype))
+    reason = "" if not forms else "not all their layers are quantised alike" if is_matrix else "they are experts"
+    return Plan(path, sources, jax.ShapeDtypeStruct(shape, jnp.dtype(leaf_dtype)), reason)
 
 
 def told(plans: Sequence[Plan]) -> list[str]:
     """Return messages on quantised weights that become arrays although a node could hold each alone, with reasons."""
     notes: list[str] = []
-    for why in dict.fromkeys(each.why for each in plans if each.why):
-        some = [each for each in plans if each.why == why]
-        size = format_bytes(sum(math.prod(each.like.shape) * each.like.dtype.itemsize for each in some))
-        notes.append(f"{', '.join(each.path for each in some)} become arrays of {size}, since {why}")
+    for reason in dict.fromkeys(leaf_plan.why for leaf_plan in plans if leaf_plan.why):
+        affected = [leaf_plan for leaf_plan in plans if leaf_plan.why == reason]
+        size = format_bytes(
+            sum(math.prod(leaf_plan.like.shape) * leaf_plan.like.dtype.itemsize for leaf_plan in affected)
+        )
+        notes.append(f"{', '.join(leaf_plan.path for leaf_plan in affected)} become arrays of {size}, since {reason}")
     return notes
 
 
-def _node(one: Packed, shape: tuple[int, ...], dtype: Any) -> QuantizedWeight:
+def _quantized_shapes(weight: Packed, shape: tuple[int, ...], dtype: Any) -> QuantizedWeight:
     """Return the `QuantizedWeight` of a stack of weights, with shapes as leaves."""
-    assert one.form is not None
+    assert weight.form is not None
     stack = shape[:-2]
-    is_double = len(one.parts) == 4
-    dtypes = (one.form.codes, jnp.uint8 if is_double else one.form.scales, jnp.float32, jnp.float32)
+    is_double = len(weight.parts) == 4
+    dtypes = (weight.form.codes, jnp.uint8 if is_double else weight.form.scales, jnp.float32, jnp.float32)
     leaves = [
-        jax.ShapeDtypeStruct((*stack, *part.shape), jnp.dtype(kind))
-        for part, kind in zip(one.parts, dtypes, strict=False)
+        jax.ShapeDtypeStruct((*stack, *part.shape), jnp.dtype(part_dtype))
+        for part, part_dtype in zip(weight.parts, dtypes, strict=False)
     ]
     nested, offset = (leaves[2], leaves[3]) if is_double else (None, None)
     name = jnp.dtype(dtype).name
-    return QuantizedWeight(leaves[0], leaves[1], nested, offset, one.form.name, one.form.block, name)
+    return QuantizedWeight(leaves[0], leaves[1], nested, offset, weight.form.name, weight.form.block, name)

@@ -25,24 +25,26 @@ def elements(source: Source, start: int, stop: int, dtype: Any) -> np.ndarray:
         stop: index after the last element.
         dtype: dtype of an element; a byte holds two 4-bit elements, the first in its high half.
     """
-    wanted = np.dtype(dtype)
-    is_half = wanted == jnp.uint4
+    element_dtype = np.dtype(dtype)
+    is_half = element_dtype == jnp.uint4
     # The file may store elements in a wider dtype, such as 4-bit codes in bfloat16: find the range of bytes, then read
     # the stored elements that cover it.
-    low, high = (start // 2, -(-stop // 2)) if is_half else (start * wanted.itemsize, stop * wanted.itemsize)
+    low, high = (
+        (start // 2, -(-stop // 2)) if is_half else (start * element_dtype.itemsize, stop * element_dtype.itemsize)
+    )
     size = source.itemsize
     first, last = low // size, -(-high // size)
     if math.prod(source.shape) == 1 or not source.shape:
-        found = source.read(tuple(slice(0, 1) for _ in source.shape))
+        values = source.read(tuple(slice(0, 1) for _ in source.shape))
     else:
-        found = source.read(tuple(slice(first, last) if axis > 1 else slice(0, 1) for axis in source.shape))
-    raw = np.ascontiguousarray(found).reshape(-1).view(np.uint8)[low - first * size : high - first * size]
+        values = source.read(tuple(slice(first, last) if axis > 1 else slice(0, 1) for axis in source.shape))
+    raw = np.ascontiguousarray(values).reshape(-1).view(np.uint8)[low - first * size : high - first * size]
     if not is_half:
-        return raw.view(wanted)
+        return raw.view(element_dtype)
     halves = np.empty((raw.size, 2), np.uint8)
     np.right_shift(raw, 4, out=halves[:, 0])
     np.bitwise_and(raw, 15, out=halves[:, 1])
-    return halves.reshape(-1)[start % 2 : start % 2 + stop - start].view(wanted)
+    return halves.reshape(-1)[start % 2 : start % 2 + stop - start].view(element_dtype)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,16 +64,16 @@ class Rows:
         """Copy a part into memory; whole rows are read in pieces and then cut."""
         rows, columns = index
         width = self.shape[1]
-        cuts = list(pieces((rows.stop - rows.start, width), self.itemsize))
-        if len(cuts) == 1 and columns.stop - columns.start == width:  # needs no second copy
-            found = elements(self.source, width * rows.start, width * rows.stop, self.dtype)
-            return found.reshape(-1, width)
-        whole = np.empty((rows.stop - rows.start, columns.stop - columns.start), self.dtype)
-        for cut, _ in cuts:
-            first, last = (width * (rows.start + each) for each in (cut.start, cut.stop))
-            found = elements(self.source, first, last, self.dtype)
-            whole[cut] = found.reshape(-1, width)[:, columns]
-        return whole
+        row_pieces = list(pieces((rows.stop - rows.start, width), self.itemsize))
+        if len(row_pieces) == 1 and columns.stop - columns.start == width:  # needs no second copy
+            values = elements(self.source, width * rows.start, width * rows.stop, self.dtype)
+            return values.reshape(-1, width)
+        out = np.empty((rows.stop - rows.start, columns.stop - columns.start), self.dtype)
+        for piece, _ in row_pieces:
+            first, last = (width * (rows.start + row) for row in (piece.start, piece.stop))
+            values = elements(self.source, first, last, self.dtype)
+            out[piece] = values.reshape(-1, width)[:, columns]
+        return out
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,11 +124,11 @@ class Grid:
         rows, columns = index
         first, last = rows.start // self.rows, -(-rows.stop // self.rows)
         if len(self.source.shape) == 2:
-            found = self.source.read((slice(first, last), columns))
+            stored = self.source.read((slice(first, last), columns))
         else:
-            whole = tuple(slice(first, last) for _ in self.source.shape)
-            found = self.source.read(whole).reshape(-1, 1)
-        scales = found.astype(np.float32) * np.float32(self.factor)
+            source_index = tuple(slice(first, last) for _ in self.source.shape)
+            stored = self.source.read(source_index).reshape(-1, 1)
+        scales = stored.astype(np.float32) * np.float32(self.factor)
         return scales[np.arange(rows.start, rows.stop) // self.rows - first]
 
 
@@ -150,15 +152,15 @@ class Spread:
         """Compute a part of the scales in float32."""
         rows, columns = (np.arange(axis.start, axis.stop) for axis in index)
         # Index of the file's block that contains each shorter block, in the order of the flat matrix.
-        at = (rows[:, None] * self.shape[1] + columns[None]) * self.short // self.block
-        start, stop = int(at.min()), int(at.max()) + 1
+        block_index = (rows[:, None] * self.shape[1] + columns[None]) * self.short // self.block
+        start, stop = int(block_index.min()), int(block_index.max()) + 1
         if self.nested is None:
-            return elements(self.absmax, start, stop, np.float32)[at - start]
+            return elements(self.absmax, start, stop, np.float32)[block_index - start]
         codes = elements(self.absmax, start, stop, np.uint8)
         low = start // 256
-        largest = elements(self.nested, low, (stop - 1) // 256 + 1, np.float32)
-        scales = self.table[codes] * largest[np.arange(start, stop) // 256 - low] + np.float32(self.offset)
-        return scales[at - start]
+        nested_scales = elements(self.nested, low, (stop - 1) // 256 + 1, np.float32)
+        scales = self.table[codes] * nested_scales[np.arange(start, stop) // 256 - low] + np.float32(self.offset)
+        return scales[block_index - start]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -173,25 +175,25 @@ class MxExperts:
     @property
     def shape(self) -> tuple[int, ...]:
         """Shape of the experts' weights in the decoder."""
-        experts, out, number, _ = self.blocks.shape
-        return (experts, number * 32, out)
+        experts, out, num_blocks, _ = self.blocks.shape
+        return (experts, num_blocks * 32, out)
 
     def read(self, index: tuple[slice, ...]) -> np.ndarray:
         """Dequantise a part to bfloat16, which represents every value exactly."""
         experts, inner, outer = index
         low, high = inner.start // 32, -(-inner.stop // 32)
-        whole = np.empty([axis.stop - axis.start for axis in index], jnp.bfloat16)
-        for one in range(experts.start, experts.stop):
-            for cut, _ in pieces((outer.stop - outer.start, 32 * (high - low)), 16):
-                rows = slice(outer.start + cut.start, outer.start + cut.stop)
-                part = self._rows(one, rows, slice(low, high))[:, inner.start - 32 * low : inner.stop - 32 * low]
-                whole[one - experts.start, :, cut] = part.T
-        return whole
+        weights = np.empty([axis.stop - axis.start for axis in index], jnp.bfloat16)
+        for expert in range(experts.start, experts.stop):
+            for piece, _ in pieces((outer.stop - outer.start, 32 * (high - low)), 16):
+                rows = slice(outer.start + piece.start, outer.start + piece.stop)
+                part = self._decode(expert, rows, slice(low, high))[:, inner.start - 32 * low : inner.stop - 32 * low]
+                weights[expert - experts.start, :, piece] = part.T
+        return weights
 
-    def _rows(self, expert: int, rows: slice, blocks: slice) -> np.ndarray:
-        number = slice(expert, expert + 1)
-        raw = self.blocks.read((number, rows, blocks, slice(0, 16)))[0]
-        exponents = self.scales.read((number, rows, blocks))[0]
+    def _decode(self, expert: int, rows: slice, blocks: slice) -> np.ndarray:
+        expert_slice = slice(expert, expert + 1)
+        raw = self.blocks.read((expert_slice, rows, blocks, slice(0, 16)))[0]
+        exponents = self.scales.read((expert_slice, rows, blocks))[0]
         if np.any(exponents == 255):
             raise ModelFileError(
                 f"{self.scales.file}: {self.scales.name} has a scale that is no number",

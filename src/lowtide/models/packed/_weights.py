@@ -48,11 +48,11 @@ class Packed:
         if self.experts is not None:
             return self.experts.read(index)
         rows, columns = index
-        whole = np.empty((rows.stop - rows.start, columns.stop - columns.start), np.float32)
-        for cut, _ in pieces(whole.shape, 16):
-            inside = slice(rows.start + cut.start, rows.start + cut.stop)
-            whole[cut] = self._values((inside, columns)) * self._scales(inside, columns)
-        return whole
+        weights = np.empty((rows.stop - rows.start, columns.stop - columns.start), np.float32)
+        for piece, _ in pieces(weights.shape, 16):
+            piece_rows = slice(rows.start + piece.start, rows.start + piece.stop)
+            weights[piece] = self._values((piece_rows, columns)) * self._scales(piece_rows, columns)
+        return weights
 
     def _values(self, index: tuple[slice, ...]) -> np.ndarray:
         codes = self.parts[0].read(index)
@@ -63,21 +63,23 @@ class Packed:
     def _scales(self, rows: slice, columns: slice) -> np.ndarray:
         block = self.block or self.shape[1]
         low, high = columns.start // block, -(-columns.stop // block)
-        scales = _numbers(self, rows, slice(low, high))
+        scales = _read_scales(self, rows, slice(low, high))
         return np.repeat(scales, block, axis=1)[:, columns.start - low * block : columns.stop - low * block]
 
 
-def _numbers(weight: Packed, rows: slice, columns: slice) -> np.ndarray:
+def _read_scales(weight: Packed, rows: slice, columns: slice) -> np.ndarray:
     """Return the scales of a weight as float32, [rows, blocks]."""
-    found = weight.parts[1].read((rows, columns))
+    scales = weight.parts[1].read((rows, columns))
     if len(weight.parts) == 2:
-        return found
-    number = weight.parts[1].shape[1]
+        return scales
+    blocks_per_row = weight.parts[1].shape[1]
     # Double quantisation: 256 consecutive scales of the file share one scale, across rows.
-    at = (np.arange(rows.start, rows.stop)[:, None] * number + np.arange(columns.start, columns.stop)) // 256
-    low = int(at.min())
-    nested = weight.parts[2].read((slice(low, int(at.max()) + 1),))
-    return dynamic_map()[found] * nested[at - low] + weight.parts[3].read(())
+    nested_index = (
+        np.arange(rows.start, rows.stop)[:, None] * blocks_per_row + np.arange(columns.start, columns.stop)
+    ) // 256
+    low = int(nested_index.min())
+    nested = weight.parts[2].read((slice(low, int(nested_index.max()) + 1),))
+    return dynamic_map()[scales] * nested[nested_index - low] + weight.parts[3].read(())
 
 
 Stored = Source | Packed | GgufTensor
