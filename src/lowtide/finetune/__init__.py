@@ -12,7 +12,7 @@ __getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
 
 
 class _Package(types.ModuleType):
-    """This package, which users of other libraries call like a function."""
+    """Module class that rejects `lt.finetune(...)`, since other libraries offer a function of that name."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         raise ConfigError(

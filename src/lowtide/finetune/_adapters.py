@@ -1,4 +1,4 @@
-"""The adapter of a run: of the method that was asked for, or one that goes on training."""
+"""The adapter of a run, either new with the configured method or loaded to continue training; and the run's loss."""
 
 from __future__ import annotations
 
@@ -17,33 +17,35 @@ from ._config import FinetuneConfig
 from ._offloaded import inputs_place, loss
 
 _NUM_EVA_BATCHES = 8
-"""Of training, which EVA looks at."""
+"""Number of training batches that EVA reads."""
 
 
 def adapted(base: models.Decoder, config: FinetuneConfig) -> models.Decoder:
-    """Give a model the adapter that the settings say.
+    """Add the configured adapter to a model.
 
     Args:
         base: the model.
-        config: of which `method`, `rank`, `alpha`, `targets`, `modules_to_save`, `bias`,
-            `lora_init`, `adapter` and `seed` are read; with EVA it begins at random.
+        config: `method`, `rank`, `alpha`, `targets`, `modules_to_save`, `bias`, `lora_init`, `adapter` and `seed` are
+            used. With EVA the adapter is random here; `begun_with_data` initialises it from data.
 
     Returns:
         The model with adapters.
 
     Raises:
         SelectionError: when a target matches nothing.
-        StructureError: for a target that EVA cannot begin, where it is asked for.
-        ModelFileError: for an adapter that cannot be read, or of another model.
+        StructureError: with EVA, for a target that EVA cannot initialise.
+        ModelFileError: for an adapter that cannot be read, or one of another model.
     """
     if config.adapter is not None:
         with warnings.catch_warnings():
-            if config.lora_dropout:  # which is what the warning asks for
+            if config.lora_dropout:  # the warning tells the user to set a dropout, and here it is set
                 warnings.filterwarnings("ignore", r".*_dropout .* is not applied")
             return lora.load(base, config.adapter)
     key = jax.random.key(config.seed)
     saved: dict[str, Any] = {"modules_to_save": config.modules_to_save or ()}
     if config.method == "ia3":
+        # (IA)³ scales the inputs of `down_proj` and the outputs of all other targets. A `feedforward` pattern that
+        # matches no target is an error. So first find the targets, then pass the paths of those that are `down_proj`.
         plain = lora.IA3Config(targets=config.targets, feedforward=())
         paths = [each.path for each in lora.report(lora.add(base, plain)).matched]
         wide = tuple(path for path in paths if path.endswith("/down_proj/weight"))
@@ -57,12 +59,12 @@ def adapted(base: models.Decoder, config: FinetuneConfig) -> models.Decoder:
 
 
 def begun_with_data(base: models.Decoder, config: FinetuneConfig, batches: Any) -> models.Decoder:
-    """Give a model an adapter like that of `adapted`, which begins as EVA does.
+    """Add the adapter of `adapted` to a model, initialised by EVA from training data.
 
     Args:
         base: the model.
-        config: as of `adapted`; a batch is gone through in its microbatches, as in a step.
-        batches: of training, by step, of which the first are looked at.
+        config: as in `adapted`; a batch is read microbatch by microbatch, as in a step.
+        batches: training batches, indexed by step; the first ones are read.
 
     Returns:
         The model with adapters.
@@ -74,7 +76,7 @@ def begun_with_data(base: models.Decoder, config: FinetuneConfig, batches: Any) 
         for number in range(config.num_microbatches)
     ]
     key = jax.random.key(config.seed)
-    plain = _plain_loss(dataclasses.replace(config, layers_per_remat=1))  # there is no backward pass
+    plain = _plain_loss(dataclasses.replace(config, layers_per_remat=1))  # EVA runs no backward pass
     return lora.eva(base, _lora(config), plain, first, key=key, has_aux=True)
 
 
@@ -92,7 +94,7 @@ def _lora(config: FinetuneConfig) -> lora.Config:
 
 
 def loss_of(config: FinetuneConfig) -> Callable[..., Any]:
-    """Return the loss function of a run's steps, which takes a key where there is dropout."""
+    """Return the loss function of a run's steps; with dropout it takes a random key."""
     plain = _plain_loss(config)
     return partial(_dropped, plain, config.lora_dropout) if config.lora_dropout else plain
 
@@ -103,12 +105,12 @@ def _plain_loss(config: FinetuneConfig) -> Callable[..., Any]:
 
 
 def _dropped(plain: Callable[..., Any], rate: float, model: Tree, batch: Tree, *, key: Any, training: bool) -> Any:
-    """Compute the loss, in a training step of a model whose adapters do not see a part of their inputs."""
+    """Compute the loss; in a training step with dropout on the inputs of the adapters."""
     return plain(lora.dropout(model, rate, key=key) if training else model, batch)
 
 
 def refuse_eva(config: FinetuneConfig) -> None:
-    """Raise where batches are divided among devices or processes, for EVA looks at whole ones."""
+    """Raise for EVA with batches sharded over devices or processes, since EVA reads whole batches."""
     if config.lora_init == "eva":
         raise ConfigError(
             "lora_init: EVA looks at whole batches, on one device",
@@ -119,7 +121,7 @@ def refuse_eva(config: FinetuneConfig) -> None:
 
 
 def refuse_dropout(config: FinetuneConfig) -> None:
-    """Raise where a pipeline computes the loss, which has no random key."""
+    """Raise for dropout in a pipeline, whose loss takes no random key."""
     if config.lora_dropout:
         raise ConfigError(
             "lora_dropout: the loss of a pipeline takes no random key",

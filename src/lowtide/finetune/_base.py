@@ -1,4 +1,4 @@
-"""Open the directory of a model and its tokenizer, which have to fit each other."""
+"""Load a base model and its tokenizer, and check that they fit each other and the settings."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ def open_base(
     attention: str = "auto",
     tile_tokens: int | None = None,
 ) -> tuple[models.Decoder, Tokenizer]:
-    """Read a model and its tokenizer.
+    """Load a model and its tokenizer.
 
     Args:
-        directory: of Hugging Face's layout, or a GGUF file; None: the embedded model.
-        tokenizer: the folder of its tokenizer; None: the directory, which a GGUF file is not.
+        directory: a directory in Hugging Face's layout, or a GGUF file; None: the embedded model.
+        tokenizer: the folder of its tokenizer; None: `directory`. A GGUF file needs one.
         param_dtype: dtype of the parameters: auto (as stored; float32 on a CPU), or a dtype's name.
         compute_dtype: dtype of activations: auto (bfloat16 on an accelerator, float32 on a CPU), or a dtype's name.
         host: as in `lowtide.models.load`.
@@ -43,12 +43,12 @@ def open_base(
         tile_tokens: likewise.
 
     Returns:
-        The model and the tokenizer. Whoever makes data of them gives `vocab_size` the model's
-        ``config.vocab_size``: tokens beyond its embeddings are refused then.
+        The model and the tokenizer. Pass the model's ``config.vocab_size`` as `vocab_size` to the data functions, so
+        that they refuse tokens without an embedding.
 
     Raises:
-        ModelFileError: for an unusable directory, or a tokenizer of another model. Tokens that were added to its
-            vocabulary may have ids beyond the embeddings, which are refused in a text.
+        ModelFileError: for an unusable directory, or a tokenizer of another model. Added tokens may have ids beyond
+            the embeddings; the data functions refuse texts with such tokens.
         ConfigError: for float16 on a CPU.
 
     Memory:
@@ -59,7 +59,8 @@ def open_base(
     sizes = models.load_config(directory)
     folder = tokenizer_folder(directory, tokenizer)
     words = models.load_tokenizer(folder)
-    # Added tokens alone may be beyond: Gemma 3's small models have one for images. `check_ids` refuses it in a text.
+    # Only added tokens may be beyond the embeddings, such as the image token of Gemma 3's small models. `check_ids`
+    # refuses a text with such a token.
     largest = max(words.get_vocab(with_added_tokens=False).values(), default=0)
     if largest >= sizes.vocab_size:
         raise ModelFileError(
@@ -73,27 +74,29 @@ def open_base(
 
 
 def chosen(model: models.Decoder, attention: str, tile_tokens: int | None) -> models.Decoder:
-    """Return a model that is computed as a `FinetuneConfig` says."""
+    """Return the model with the attention implementation and tile size of a `FinetuneConfig`."""
     implementation: Any = None if attention == "auto" else attention
     return dataclasses.replace(model, attention=implementation, tile_tokens=tile_tokens)
 
 
 def formats(config: FinetuneConfig) -> dict[str, str] | None:
-    """Return in which format what is frozen is stored, by glob."""
+    """Return the quantised format of frozen weights by glob; None without quantisation."""
     asked = {"layers/**/*_proj": config.quantize, "outer/**": config.quantize_embeddings}
     return {glob: form for glob, form in asked.items() if form is not None} or None
 
 
 def refuse_for_model(config: FinetuneConfig, directory: str | Path) -> None:
-    """Raise where a run asks for what its model cannot do; of one that is quantised `open_base` refuses `quantize`.
+    """Raise for settings that the model does not support.
+
+    `open_base` separately refuses `quantize` for a model that is already quantised.
 
     Args:
-        config: of the run.
-        directory: of the model; its headers are read.
+        config: the run's configuration.
+        directory: the model's directory; only headers are read.
 
     Raises:
-        ConfigError: for groups of more layers than there are, and of a quantised model for full, and for layers of 4
-            bits in host memory.
+        ConfigError: for `layers_per_remat` above the number of layers. For a quantised model also for `full`, and for
+            4-bit layers in host memory.
         ModelFileError: for an unusable directory.
     """
     number = models.load_config(directory).num_layers
@@ -127,12 +130,12 @@ def refuse_for_model(config: FinetuneConfig, directory: str | Path) -> None:
 
 
 def trained_dtype(config: FinetuneConfig) -> str:
-    """Return the dtype that the model is loaded in: what trains is float32, as adapters are, unless it is said."""
+    """Return the dtype to load the model in; with `full`, ``auto`` means float32, the dtype of adapters too."""
     return "float32" if config.full and config.param_dtype == "auto" else config.param_dtype
 
 
 def dtypes(param_dtype: str, compute_dtype: str, platform: str | None = None) -> tuple[str, str]:
-    """Return the dtypes that ``auto`` stands for; parameters on an accelerator keep ``auto``, which is as stored.
+    """Return the dtypes that ``auto`` stands for; parameters on an accelerator keep ``auto``, the stored dtype.
 
     Args:
         param_dtype: dtype of the parameters, or ``auto``.
@@ -142,7 +145,7 @@ def dtypes(param_dtype: str, compute_dtype: str, platform: str | None = None) ->
     Raises:
         ConfigError: for float16 on a CPU.
     """
-    # A CPU multiplies in float32 only: XLA would hold a widened copy of every half-precision stack beside it.
+    # XLA multiplies in float32 on a CPU. It would hold a float32 copy of every half-precision stack in addition to it.
     on_cpu = (platform or jax.default_backend()) == "cpu"
     stored = "float32" if on_cpu and param_dtype == "auto" else param_dtype
     compute = ("float32" if on_cpu else "bfloat16") if compute_dtype == "auto" else compute_dtype

@@ -1,4 +1,8 @@
-"""What a model's directory has beside weights and sizes: what a tokenizer is told, how it answers, ids of tokens."""
+"""Files that go with a model's weights: tokenizer, chat template, generation settings, and the rest of config.json.
+
+`save` functions of `lowtide.models` write weights and the sizes in config.json. This module copies the other files of
+the base and the other keys of its config.json, such as token ids.
+"""
 
 from __future__ import annotations
 
@@ -15,19 +19,20 @@ _COPIED = (
     *("chat_template.json", "generation_config.json", "vocab.json", "vocab.txt", "merges.txt", "tokenizer.model"),
 )
 _WRITTEN = {"rope_parameters", "dtype", "quantization_config", "text_config", "vision_config"}
-"""What config.json says in other words, or says of what is not written."""
+"""Keys of the base's config.json that are not copied: the written file states them in another form, or they describe
+parts that are not written (quantisation, the vision tower)."""
 _MOST_BYTES = 256 * 1024**2
 
 
 def tokenizer_folder(base: Path, tokenizer: str | Path | None) -> Path:
-    """Return the folder that a model's tokenizer and chat template are in.
+    """Return the folder that holds a model's tokenizer and chat template.
 
     Args:
         base: the model: a directory, or a GGUF file.
-        tokenizer: the folder that was named for it, if any.
+        tokenizer: the folder from the settings, if any.
 
     Raises:
-        ModelFileError: for a GGUF file without one.
+        ModelFileError: for a GGUF file without such a folder.
     """
     if tokenizer is not None:
         return Path(tokenizer)
@@ -41,14 +46,14 @@ def tokenizer_folder(base: Path, tokenizer: str | Path | None) -> Path:
 
 
 def files_beside(base: Path, chat_template: str | Path | None = None) -> dict[str, bytes]:
-    """Read the files of a base that go with every model made of it.
+    """Read the files of a base that are copied to every model made from it.
 
     Args:
         base: the directory.
-        chat_template: a file to take as `chat_template.jinja`; None: that of the base, if it has one.
+        chat_template: a file to use as `chat_template.jinja`; None: the base's template, if it has one.
 
     Raises:
-        ModelFileError: when one of them cannot be read.
+        ModelFileError: when a file cannot be read.
     """
     found = {name: content(base, name) for name in _COPIED if os.path.lexists(base / name)}
     if chat_template is not None:
@@ -57,10 +62,10 @@ def files_beside(base: Path, chat_template: str | Path | None = None) -> dict[st
 
 
 def add_the_rest(base: Path, written: Path, config: models.DecoderConfig) -> None:
-    """Add to the written config.json what else the base's says, such as ids of tokens that the model knows not of.
+    """Copy further keys of the base's config.json, such as token ids, into the written config.json.
 
-    What says in another form what is written is left out, and so is all of it should it say another model. A GGUF file
-    has no more to say.
+    Keys that the written file states in another form are not copied. If the merged file describes a different model,
+    nothing is copied. A GGUF base has no further keys.
     """
     name = "config.json"
     if models.gguf_file(base) is not None:
@@ -69,6 +74,7 @@ def add_the_rest(base: Path, written: Path, config: models.DecoderConfig) -> Non
     text = theirs.get("text_config")
     rest = {key: value for key, value in (text if isinstance(text, dict) else theirs).items() if key not in _WRITTEN}
     write_files(written, {name: (json.dumps({**rest, **ours}, indent=2) + "\n").encode()})
+    # A copied key may change what the written keys mean. So load the merged file, and compare the configurations.
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:

@@ -1,7 +1,7 @@
-"""What a run needs of the device, from `config.json` and the settings alone, and what would make it need less.
+"""Device memory of a run, from `config.json` and the settings alone, and settings that lower it.
 
-The step of the run is compiled for shapes, so the figures are the compiler's. A batch has the columns of packed
-documents unless the settings say that it has none.
+The step of the run is compiled for shapes, so the figures are those of the compiler. A batch has the columns of packed
+documents unless the settings exclude them.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ _LEAST_LENGTH = 32
 _REST = "activations and gradients"
 _NAMES = {"frozen": "base", "trainable": "adapters", "optimizer": "optimizer", "batch": "batch"}
 _PLACING = ("quantize", "quantize_embeddings", "offload", "state_dtype", "param_dtype")
-"""Of the settings that are tried those that change what stays on the device."""
+"""Those of the tried settings that change the bytes of the step's arguments on the device."""
 _NAMES_OF_FULL = ("weights and optimizer", "weights", "batch")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Needs:
-    """Bytes that a run needs of the device."""
+    """Device memory of a run in bytes."""
 
     device_bytes: int
-    """In all."""
+    """Total."""
     by_part: Mapping[str, int]
-    """The same by what they are for; the rest is activations and gradients."""
+    """The total by part; ``activations and gradients`` is the total minus the bytes of the step's arguments."""
 
     def __str__(self) -> str:
         parts = ", ".join(f"{name} {format_bytes(number)}" for name, number in self.by_part.items() if number)
@@ -49,48 +49,49 @@ def needs(config: FinetuneConfig, target: Target | str | None = None) -> Needs:
     """Compile the step of a run for shapes.
 
     Args:
-        config: the settings; of the model `config.json` is read, of an adapter to go on from its files.
-        target: what to compile for; None for the hardware at hand.
+        config: the settings. From the model only `config.json` is read; the files of `adapter`, if set, are read.
+        target: device to compile for; None for the hardware at hand.
 
     Returns:
-        What it needs of one device.
+        The memory that it needs on one device.
 
     Raises:
         ModelFileError: when `config.json` cannot be read.
         SelectionError: when a target matches nothing.
 
     Memory:
-        The compiler's; of the device what an adapter to go on from has.
+        Host memory of the compiler. On the device only a loaded `adapter`.
     """
     report = config_job(config, target).analyze(target)
     if config.full:
         return _parted(report, dict(zip(("state", "frozen", "batch"), _NAMES_OF_FULL, strict=True)))
-    # A weight that something else trains in the place of is on the device all the same, though no step reads it.
+    # A weight that `modules_to_save` replaces is still on the device, although no step reads it. jit drops unused
+    # arguments, so the report does not count it.
     frozen = partition(adapted(base_shapes(config, target), config), WRT)[1]
     unread = max(tree_bytes(_on_device(frozen)) - report.by_role.get("frozen", 0), 0)
     return _parted(report, _NAMES, unread)
 
 
 def within(config: FinetuneConfig, budget: int, *, on_try: Callable[[str], None] | None = None) -> str:
-    """Refuse a run that needs more than a budget, before anything of it is loaded.
+    """Refuse a run that needs more than a budget, before any weight is loaded.
 
-    What stays on the device in all steps (weights, adapters, the optimizer's state) is counted first. Where that alone
-    is more than the budget whatever is tried, nothing is compiled.
+    The arguments of the step (weights, adapters, optimizer state) are counted first. If they alone exceed the budget
+    with every tried setting, nothing is compiled.
 
     Args:
         config: the settings.
-        budget: bytes that it may take of the device.
-        on_try: called with the flags of the settings for which the step is compiled next, where the run needs more.
+        budget: device memory in bytes that the run may use.
+        on_try: called before each further compilation of a run above the budget, with the flags of the tried settings.
 
     Returns:
-        A line that says what it needs.
+        A line that states the needed memory.
 
     Raises:
-        OutOfMemoryError: with what the bytes are for, and settings with which it would need less.
+        OutOfMemoryError: with bytes by part, and settings that lower them.
         ModelFileError, SelectionError: as `needs`.
 
     Memory:
-        As `needs`; a run that is refused is compiled again for each of the settings that may be enough.
+        As `needs`. A refused run is compiled again for each setting that may be enough.
     """
     directory = directory_of(config)
     refuse_for_model(config, directory)
@@ -109,13 +110,16 @@ def within(config: FinetuneConfig, budget: int, *, on_try: Callable[[str], None]
 
 
 class _Kept:
-    """What the arguments of a run's step have of the device, counted, by the settings that are changed."""
+    """Device bytes of the step's arguments, counted from shapes and cached by the settings that change them.
+
+    This object is mutated: it adds to its cache. Counting takes no compilation.
+    """
 
     def __init__(self, config: FinetuneConfig) -> None:
         self._config, self._found = config, {_placing(config): _kept(config)}
 
     def __call__(self, change: Mapping[str, Any]) -> Mapping[str, int] | None:
-        """Return bytes by part; None where the settings contradict each other."""
+        """Return bytes by part; None if the settings contradict each other."""
         try:
             config = dataclasses.replace(self._config, **change)
             key = _placing(config)
@@ -126,7 +130,7 @@ class _Kept:
         return self._found[key]
 
     def bytes(self, change: Mapping[str, Any]) -> float:
-        """Return all of them; without end where the settings contradict each other."""
+        """Return the total bytes; infinity if the settings contradict each other."""
         parts = self(change)
         return math.inf if parts is None else sum(parts.values())
 
@@ -137,7 +141,7 @@ def _placing(config: FinetuneConfig) -> tuple[Any, ...]:
 
 
 def _kept(config: FinetuneConfig) -> dict[str, int]:
-    """Count what the arguments of a run's step have of the device, by the names of `Needs`."""
+    """Count the device bytes of the step's arguments, by the parts of `Needs`."""
     base = base_shapes(config)
     schedule = learning_rate(dataclasses.replace(config, num_epochs=None))
     if config.full:
@@ -151,7 +155,7 @@ def _kept(config: FinetuneConfig) -> dict[str, int]:
 
 
 def _refuse_more(config: FinetuneConfig, budget: int, kept: _Kept) -> None:
-    """Refuse a run of which more than the budget stays on the device, whatever is tried."""
+    """Refuse a run whose arguments exceed the budget with every tried setting."""
     changes = ({}, *_of_optimizer(config), *_single_changes(config), *_together(config))
     least = min(changes, key=kept.bytes)
     parts = kept(least) or {}
@@ -170,14 +174,14 @@ def _refuse_more(config: FinetuneConfig, budget: int, kept: _Kept) -> None:
 
 
 def _advice(config: FinetuneConfig, ours: Needs, budget: int, kept: _Kept, on_try: Callable[[str], None]) -> str:
-    """Name the settings that help, with their bytes; those that are enough, if there are any."""
+    """Return a hint: settings that are enough, with their bytes; if none is enough, settings that help."""
 
     def size(change: Mapping[str, Any]) -> int | None:
         on_try(_flags(change))
         return _size(config, change)
 
     sizes: dict[str, int] = {}
-    for change in _of_optimizer(config):  # counted: nothing else changes
+    for change in _of_optimizer(config):  # counted, not compiled, since only the optimizer state moves
         sizes[_flags(change)] = ours.device_bytes - ours.by_part.get("optimizer", 0)
     least: dict[str, float] = {}
     for change in _single_changes(config):
@@ -211,7 +215,11 @@ def _fewer(
     budget: int,
     size_of: Callable[[Mapping[str, Any]], int | None],
 ) -> dict[str, int]:
-    """Look for the largest batch, or length, that fits: the least, and from there on a straight line to ours."""
+    """Search the largest batch or length that fits.
+
+    Linear interpolation between the bytes of the least value and of the configured one gives a candidate, which is
+    then compiled.
+    """
     smallest, most = _smaller(config, field, least), getattr(config, field)
     size = size_of(smallest)
     if size is None or size > budget:
@@ -232,13 +240,13 @@ def _said(each: tuple[str, int]) -> str:
 
 
 def _of_optimizer(config: FinetuneConfig) -> Iterator[dict[str, Any]]:
-    """Yield the change that takes the optimizer's state off the device, if there is one."""
+    """Yield the change that moves the optimizer state off the device, if it is there."""
     if not config.full and "optimizer" not in (config.offload or ()):
         yield {"offload": (*(config.offload or ()), "optimizer")}
 
 
 def _single_changes(config: FinetuneConfig) -> Iterator[dict[str, Any]]:
-    """Yield changes of one kind each."""
+    """Yield changes of one remedy each."""
     if not config.full and config.quantize is None:
         yield {"quantize": "nf4"}
     if not config.full and config.quantize_embeddings is None:
@@ -250,6 +258,7 @@ def _single_changes(config: FinetuneConfig) -> Iterator[dict[str, Any]]:
     if not config.remat:
         yield {"remat": True}
     if config.remat and not config.full and "parameters" not in (config.offload or ()):
+        # With g layers a group, L/g group inputs and the g layer inputs of one group are live: least at g = sqrt(L).
         size = round(models.load_config(directory_of(config)).num_layers ** 0.5)
         if size > config.layers_per_remat == 1:
             yield {"layers_per_remat": size}
@@ -262,13 +271,13 @@ def _single_changes(config: FinetuneConfig) -> Iterator[dict[str, Any]]:
 
 
 def _few_bits(config: FinetuneConfig) -> dict[str, Any]:
-    """Return the change to five bytes a parameter of full-parameter tuning, or fewer where they were asked for."""
+    """Return the change to five bytes a parameter for full-parameter tuning; fewer if `state_dtype` is lower."""
     form = "8bit" if config.state_dtype == "float32" else config.state_dtype
     return {"state_dtype": form, "param_dtype": "bfloat16"}
 
 
 def _together(config: FinetuneConfig) -> Iterator[dict[str, Any]]:
-    """Yield changes to one sequence of the least length, in few bits, then with the rest in the host's memory."""
+    """Yield combined changes: one sequence of the least length, then also low precision, then also host memory."""
     change = _smaller(config, "batch_size", 1) | {"seq_len": min(config.seq_len, _LEAST_LENGTH)}
     change |= {} if config.remat else {"remat": True}
     if config.full:
@@ -293,7 +302,7 @@ def _smaller(config: FinetuneConfig, field: str, value: int) -> dict[str, Any]:
 
 
 def _size(config: FinetuneConfig, change: Mapping[str, Any]) -> int | None:
-    """Return what a run with other settings needs; None where they contradict each other."""
+    """Return the device bytes of a run with changed settings; None if they contradict each other."""
     try:
         return needs(dataclasses.replace(config, **change)).device_bytes
     except (LowtideError, NotImplementedError, jax.errors.JaxRuntimeError):
@@ -312,7 +321,7 @@ def _word(value: Any) -> str:
 
 
 def _on_device(tree: Tree) -> list[Any]:
-    """Return the leaves that are not in the host's memory."""
+    """Return the leaves that are not in host memory."""
     return [leaf for leaf in jax.tree.leaves(tree) if getattr(leaf.sharding, "memory_kind", None) != "pinned_host"]
 
 

@@ -1,7 +1,7 @@
-"""What `lowtide finetune` was asked to do: flags and a TOML file, checked field by field.
+"""Settings of `lowtide finetune` from flags and a TOML file, checked field by field.
 
-The fields of `FinetuneConfig` are the one table of settings: the command makes a flag of each, by its type, with the
-docstring below it as help. `metadata` says what the type does not: another name of the flag, or of its value.
+The fields of `FinetuneConfig` are the only table of settings. The command derives a flag from each field: its type
+gives the parser, and the docstring below it is the help text. `metadata` overrides the name of the flag or its value.
 """
 
 from __future__ import annotations
@@ -25,26 +25,26 @@ if TYPE_CHECKING:
     from pydantic import BaseModel
 
 _OF_NEW_ADAPTERS = ("method", "rank", "alpha", "targets", "modules_to_save", "bias", "lora_init")
-"""What the files of an adapter say."""
+"""Settings that the files of a loaded adapter replace."""
 _OF_ADAPTERS = (*_OF_NEW_ADAPTERS, "adapter", "lora_dropout", "loraplus_ratio", "quantize", "quantize_embeddings")
 _METHODS = {"lora": "LoRA", "rslora": "rsLoRA", "dora": "DoRA", "ia3": "(IA)³", "vera": "VeRA"}
 FOUR_BITS = ("nf4", "int4", "mxfp4")
 _FALLING = ("cosine", "linear", "warmup_stable_decay")
-"""Schedules that have an end."""
+"""Schedules that end at `final_rate_fraction`."""
 _HINTS = {
     "qlora": "QLoRA is LoRA on a quantised base: leave method out, and give --quantize nf4",
     "loftq": 'lt.lora.loftq(model, config, "nf4", key=key), and lt.Trainer trains it; without it quantize = "nf4" '
     "trains an adapter that begins as usual on weights in few bits",
 }
-"""Remedies for values that are known in other libraries."""
+"""Hints for values of other libraries."""
 
 
 def _is_name(text: str) -> bool:
     return bool(text.strip())
 
 
-# Ranges of values as types, which pydantic checks. `annotated_types` is imported in the place of `pydantic.Field`,
-# which takes a quarter of a second.
+# Types with ranges, which pydantic checks. They use `annotated_types` instead of `pydantic.Field`, since the import of
+# pydantic takes a quarter of a second.
 Count = Annotated[int, Ge(1)]
 Positive = Annotated[float, Gt(0)]
 NotNegative = Annotated[float, Ge(0)]
@@ -60,158 +60,159 @@ Schedule = Literal["cosine", "linear", "constant", "inverse_sqrt", "warmup_stabl
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FinetuneConfig:
-    """Every choice of a fine-tuning run, with defaults; the fields are the keys of the TOML file, and flags."""
+    """All settings of a fine-tuning run with defaults; each field is a key of the TOML file and a flag."""
 
     model: PathText | None = dataclasses.field(default=None, metadata={"metavar": "DIR"})
-    """A Hugging Face directory of a model, or a GGUF file; by default the model embedded in Lowtide."""
+    """A Hugging Face model directory, or a GGUF file; by default the model embedded in Lowtide."""
     tokenizer: PathText | None = dataclasses.field(default=None, metadata={"metavar": "DIR"})
-    """The folder of the model's tokenizer and chat template, if it is another one; a GGUF file needs it."""
+    """The folder of the tokenizer and chat template; by default the model's directory. A GGUF file needs it."""
     data: PathText | None = dataclasses.field(default=None, metadata={"metavar": "PATH"})
-    """A text file, a folder of text or source; records in JSONL, JSON, CSV, TSV or Parquet, a folder of such files, or
-    one that Hugging Face datasets saved; by default Python's language reference."""
+    """Training data; by default Python's language reference. Text: a file, or a folder of text or source. Records:
+    JSONL, JSON, CSV, TSV or Parquet, a folder of such files, or a folder that Hugging Face datasets saved."""
     eval_data: PathText | None = dataclasses.field(default=None, metadata={"metavar": "PATH"})
-    """Data to evaluate, in place of a part of `data`."""
+    """Evaluation data; by default a part of `data`."""
     columns: tuple[str, ...] | None = dataclasses.field(default=None, metadata={"metavar": "WORDS"})
-    """Which columns of the records stand for which fields: words such as messages=chat or prompt=question; other
-    columns are not read then."""
+    """Columns of the records by field: words such as messages=chat or prompt=question. If set, other columns are not
+    read."""
     chat_template: PathText | None = dataclasses.field(default=None, metadata={"metavar": "FILE"})
-    """A file with a chat template in Jinja, in place of the model's."""
+    """A file with a Jinja chat template; by default the model's template."""
     loss_on: Literal["completion", "all"] = "completion"
-    """What of records is learned: completion (the assistant's turns, completions and outputs) or all."""
+    """Tokens of records with a loss: completion (the assistant's turns, completions and outputs) or all."""
     packing: Literal["auto", "best-fit", "none", "contiguous"] = "auto"
-    """How documents become rows: best-fit (whole documents, several a row, which do not see each other), none (one a
-    row), contiguous (windows over one stream of text), or auto: contiguous for plain text, best-fit for records."""
+    """How documents are arranged in rows. best-fit: several whole documents a row, without attention between them;
+    none: one document a row; contiguous: windows over one stream of text; auto: contiguous for plain text, best-fit for
+    records."""
     too_long: Literal["cut", "split", "drop"] = "cut"
-    """What becomes of documents longer than a row, where packing is best-fit or none: cut, split or drop."""
+    """Treatment of documents longer than a row: cut, split or drop. Applies to best-fit and none packing."""
     full: bool = False
-    """Whether to tune all parameters, each layer updated inside the backward pass, instead of adapters."""
+    """Whether to tune all parameters instead of adapters. Each layer is updated inside the backward pass."""
     offload: tuple[Offload, ...] | None = dataclasses.field(default=None, metadata={"metavar": "WORDS"})
-    """What lives in host memory: any of activations (what enters each block waits there for the backward pass),
-    optimizer (its state, updated there block by block) and parameters (streamed a layer at a time). Nothing by default;
-    with `full` the layers, the optimizer's state and the activations, but not embedding and head, which the word
-    parameters includes. As a flag: words with commas between them, or none."""
+    """Data to keep in host memory: any of activations (the input of each block, until the backward pass), optimizer
+    (its state, updated block by block) and parameters (streamed one layer at a time). By default nothing. With `full`
+    the default is the layers, the optimizer state and the activations; the word parameters also includes embedding and
+    head. As a flag: words separated by commas, or none."""
     num_steps: Count = dataclasses.field(default=300, metadata={"flag": "--steps"})
     """Optimizer steps."""
     num_epochs: Positive | None = None
-    """Passes over the training data, in place of `num_steps`; may be a fraction."""
+    """Passes over the training data, instead of `num_steps`; may be a fraction."""
     method: Literal["lora", "rslora", "dora", "ia3", "vera", "full"] = "lora"
     """The kind of adapter: lora, rslora, dora, ia3 or vera; the word full sets `full`."""
     adapter: PathText | None = dataclasses.field(default=None, metadata={"metavar": "DIR"})
-    """A folder with an adapter that training goes on from, in place of a new one; it says what the settings of adapters
-    say otherwise."""
+    """A folder with an adapter to continue training, instead of a new adapter. Its files replace the settings of new
+    adapters."""
     rank: Count = 16
     """Rank of the adapter; (IA)³ has none."""
     alpha: Positive = 32.0
     """LoRA scale: the adapter's product is multiplied by alpha / rank."""
     targets: str | tuple[str, ...] = dataclasses.field(default="layers/**/*_proj", metadata={"metavar": "GLOB"})
-    """Globs on module paths: which projections get an adapter (by default all seven of a block). As a flag: one glob,
-    and the flag again for another."""
+    """Globs on the paths of modules that get an adapter; by default all seven projections of a block. As a flag: one
+    glob; repeat the flag for more."""
     modules_to_save: str | tuple[str, ...] | None = dataclasses.field(default=None, metadata={"metavar": "GLOB"})
-    """Globs on paths of modules that train as a whole beside the adapter and are saved with it, such as outer/lm_head,
-    outer/embed or layers/*_norm. As a flag: one glob, and the flag again for another."""
+    """Globs on the paths of modules to train in full and save with the adapter, such as outer/lm_head, outer/embed or
+    layers/*_norm. As a flag: one glob; repeat the flag for more."""
     bias: Literal["none", "lora_only", "all"] = "none"
     """Which biases train with the adapter: none, lora_only (those of the targets) or all."""
     lora_init: Literal["peft", "gaussian", "orthogonal", "pissa", "olora", "eva"] = "peft"
-    """How the adapter's factors begin: peft, gaussian, orthogonal, as a part of the weight (pissa or olora), or as the
-    directions in which the inputs of the first batches vary most (eva)."""
+    """Initialisation of the adapter's factors: peft, gaussian, orthogonal, pissa or olora (a part of the weight), or
+    eva (the directions in which the inputs of the first batches vary most)."""
     lora_dropout: Share = 0.0
-    """Part of its inputs that the adapter does not see in a training step."""
+    """Dropout rate of the adapter's inputs in a training step."""
     loraplus_ratio: Positive = 1.0
-    """LoRA+: the learning rate of the adapter's factors B as a multiple of that of all else; 16 is usual."""
+    """LoRA+: ratio of the learning rate of the adapter's factors B to that of all other parameters; 16 is usual."""
     quantize: Format | None = None
-    """Store the frozen projections of the layers in few bits while they are read: nf4 (4.1 bits each, as QLoRA), int4,
+    """Quantise the frozen projections of the layers while they are loaded: nf4 (4.1 bits a weight, as in QLoRA), int4,
     mxfp4, int8 or fp8."""
     quantize_embeddings: Format | None = None
-    """Store the frozen embedding and head in few bits, likewise; int8 rounds by at most half a percent of a row's
-    largest entry."""
+    """Quantise the frozen embedding and head in the same way. int8 rounds by at most half a percent of a row's largest
+    entry."""
     batch_size: Count = 8
     """Sequences in a batch."""
     seq_len: Annotated[int, Ge(0)] = 0
-    """Tokens in a sequence. 0 takes the longest record, up to 2,048 tokens and the model's context; and 128 tokens for
-    the embedded model."""
+    """Tokens in a sequence. 0: the length of the longest record, up to 2,048 tokens and the model's context; for the
+    embedded model up to 128 tokens."""
     num_microbatches: Count = 1
-    """Parts of a batch that are run one after the other, to save activation memory. The loss that balances a mixture's
-    routers, where the model has it, is of each part."""
+    """Parts of a batch that run one after the other, to save activation memory. The load-balancing loss of a mixture of
+    experts, if the model has one, is computed for each part."""
     learning_rate: Positive | None = None
-    """Peak of the schedule. By default 2e-4, or 5e-3 for the embedded model; with `full` 1e-5 and 1e-3."""
+    """Peak learning rate. By default 2e-4, or 5e-3 for the embedded model; with `full` 1e-5 and 1e-3."""
     schedule: Schedule = "cosine"
-    """How the learning rate goes on after its warm-up: cosine, linear (both fall over all steps), constant,
-    inverse_sqrt, or warmup_stable_decay (constant, and linear at the end)."""
+    """Learning rate after the warm-up: cosine, linear (both fall over all steps), constant, inverse_sqrt, or
+    warmup_stable_decay (constant, then linear at the end)."""
     final_rate_fraction: Annotated[float, Ge(0), Le(1)] = 0.1
-    """Part of the peak at which the learning rate ends and stays, with a schedule that has an end."""
+    """Final learning rate as a fraction of the peak. Applies to cosine, linear and warmup_stable_decay."""
     decay_fraction: Annotated[float, Gt(0), Le(1)] = 0.1
-    """Part of the steps in which the learning rate falls, at the end of warmup_stable_decay."""
+    """Fraction of the steps in which the learning rate falls, at the end of warmup_stable_decay."""
     schedule_steps: Count | None = None
-    """Steps until the learning rate is at its end, where it stays; by default all. A run that is resumed with more
-    steps keeps those that it began with."""
+    """Length of the schedule in steps, after which the learning rate stays constant; by default all steps. A run
+    resumed with more steps keeps its original length."""
     warmup_ratio: Share = 0.1
-    """Linear warm-up, as a part of the schedule's steps."""
+    """Linear warm-up as a fraction of the schedule's steps."""
     warmup_steps: Annotated[int, Ge(0)] | None = None
-    """Steps of linear warm-up, in place of `warmup_ratio`."""
+    """Steps of linear warm-up, instead of `warmup_ratio`."""
     weight_decay: NotNegative = 0.0
-    """AdamW's decoupled weight decay, on what trains."""
+    """AdamW's decoupled weight decay of the trained parameters."""
     adam_beta1: Share = 0.9
     """Decay of AdamW's mean of gradients."""
     adam_beta2: Share = 0.999
     """Decay of AdamW's mean of squared gradients."""
     adam_epsilon: Positive = 1e-8
-    """What AdamW adds to the root of that mean."""
+    """Number that AdamW adds to the root of the mean of squared gradients."""
     max_grad_norm: NotNegative = 1.0
-    """Gradients with a larger global norm are scaled down to it; 0 leaves them as they are."""
+    """Gradients with a larger global norm are scaled down to this norm; 0 disables clipping."""
     clip_mode: Literal["exact", "previous", "layer"] = "exact"
-    """With `full`, which norm that is: exact (of all gradients, by a second backward pass), previous (of the step
-    before) or layer (of each layer by itself), as in `lowtide.offload.Clip`."""
+    """With `full`, the norm for clipping: exact (of all gradients, with a second backward pass), previous (of the
+    previous step) or layer (of each layer separately), as in `lowtide.offload.Clip`."""
     save_dtype: Dtype = "auto"
-    """With `full`, dtype of the model that is written: auto (as the base is stored), float32, bfloat16 or float16."""
+    """With `full`, dtype of the saved model: auto (as the base is stored), float32, bfloat16 or float16."""
     state_dtype: Literal["float32", "bfloat16", "8bit", "companded", "fp8", "4bit"] = "float32"
-    """What AdamW's moments are stored as: float32, bfloat16, 8bit (bitsandbytes' map, blocks of 256), companded (8 bits
+    """Storage format of AdamW's moments: float32, bfloat16, 8bit (bitsandbytes' map, blocks of 256), companded (8 bits
     of roots, blocks of 128), fp8 or 4bit."""
     param_dtype: Dtype = "auto"
-    """Dtype of the frozen base: auto (as stored; float32 on a CPU), float32, bfloat16 or float16. What trains is
-    float32; with `full` it may be bfloat16, with what each weight lacks of the number that it stands for kept beside it
-    in 8 bits."""
+    """Dtype of the frozen base: auto (as stored; float32 on a CPU), float32, bfloat16 or float16. Trained parameters
+    are float32. With `full` they may be bfloat16 plus an 8-bit residual for each weight."""
     compute_dtype: Dtype = "auto"
     """Dtype of activations: auto (bfloat16 on an accelerator, float32 on a CPU), float32, bfloat16 or float16."""
     remat: bool = True
     """Whether to recompute each block in the backward pass instead of keeping its activations."""
     layers_per_remat: Count = 1
-    """Of how many blocks one activation is kept, and those between are recomputed, too: for fewer bytes of long
-    sequences at the cost of another forward pass. About the root of the number of layers takes the fewest."""
+    """Number of blocks for each kept activation; the blocks between are recomputed. More blocks save memory for long
+    sequences at the cost of another forward pass. About the root of the number of layers takes the fewest bytes."""
     tile_tokens: Count | None = None
-    """Tokens of a tile of a recomputed block, of one device's rows; by default what keeps the device busy. Fewer take
-    fewer bytes, and on a GPU more time."""
+    """Tokens in a tile of a recomputed block, within one device's rows; by default enough to keep the device busy.
+    Smaller tiles take fewer bytes, and on a GPU more time."""
     attention: Literal["auto", "cudnn", "splash", "blocks", "xla"] = "auto"
-    """Who computes attention: cudnn, splash (on a TPU), blocks (of XLA's operations), xla (all scores at once), or
-    auto, what the device has."""
+    """Implementation of attention: cudnn, splash (on a TPU), blocks (of XLA operations), xla (all scores at once), or
+    auto (selected for the device)."""
     eval_every: Count = 100
     """Steps between held-out evaluations; the first and the last step are always evaluated."""
     held_out_fraction: Annotated[float, Gt(0), Lt(1)] = 0.1
-    """Part of the data kept for evaluation."""
+    """Fraction of the data kept for evaluation."""
     checkpoint_every: Count = 50
     """Steps between checkpoints; the last step is always saved."""
     max_to_keep: Count = 2
-    """How many of the newest checkpoints stay."""
+    """Number of newest checkpoints to keep."""
     keep_best: bool = False
-    """Whether the checkpoint with the least held-out loss stays beside them."""
+    """Whether to also keep the checkpoint with the lowest held-out loss."""
     load_best_at_end: bool = False
-    """Whether the adapter or model that is written at the end is that with the least held-out loss, instead of the last
-    one; keeps its checkpoint, too."""
+    """Whether to write the adapter or model with the lowest held-out loss at the end, instead of the last one. Also
+    keeps its checkpoint."""
     early_stopping_patience: Count | None = None
-    """Evaluations in a row without a lower held-out loss at which the run ends; by default it goes to its last step."""
+    """Number of evaluations in a row without a lower held-out loss after which the run ends; by default it does not
+    end early."""
     early_stopping_threshold: NotNegative = 0.0
-    """By how much a held-out loss has to be lower to count as such."""
+    """Least decrease of the held-out loss that counts as lower."""
     sample_tokens: Annotated[int, Ge(0)] = 48
-    """Length of the text sampled before and after; 0 samples nothing."""
+    """Tokens of the text sampled before and after training; 0 disables the sample."""
     track: tuple[TrackerName, ...] | None = dataclasses.field(default=None, metadata={"metavar": "WORDS"})
-    """Trackers that are given every record: any of tensorboard, wandb and trackio, each an extra of that name."""
+    """Trackers that receive every record: any of tensorboard, wandb and trackio, each an extra of that name."""
     project: Name = "lowtide"
-    """The project that wandb and trackio put the run under."""
+    """Project of the run in wandb and trackio."""
     run_name: Name | None = None
-    """What they call the run; by default the name of its folder."""
+    """Name of the run in wandb and trackio; by default the name of its folder."""
     report: bool = False
-    """Whether the run writes report.html: one page of its curves, samples and memory."""
+    """Whether the run writes report.html: one page with its curves, samples and memory."""
     seed: Annotated[int, Ge(0), Lt(2**32)] = 0
-    """Of the data order, the adapters and the sample."""
+    """Seed of the data order, the adapters and the sample."""
 
     def __post_init__(self) -> None:
         _validate(self)
@@ -228,12 +229,15 @@ class FinetuneConfig:
 
     @property
     def is_packed(self) -> bool:
-        """Whether rows have documents that do not see each other; of texts that are looked at, it may turn out not."""
+        """Whether rows may hold several separate documents; with auto packing and data this is an upper bound.
+
+        Auto packing depends on the content of the data, which this property does not read.
+        """
         return self.packing != "contiguous" and (self.packing != "auto" or self.data is not None)
 
     @property
     def adapter_text(self) -> str:
-        """What trains, in words."""
+        """Description of the adapter for messages."""
         if self.adapter is not None:
             return f"that of {self.adapter}"
         targets = self.targets if isinstance(self.targets, str) else ", ".join(self.targets)
@@ -242,11 +246,11 @@ class FinetuneConfig:
 
 
 def config_from_dict(values: Mapping[str, Any], where: str) -> FinetuneConfig:
-    """Make a configuration from plain values.
+    """Build a configuration from plain values.
 
     Args:
         values: field names and values, as in TOML.
-        where: where they come from, for messages.
+        where: source of the values, for messages.
 
     Returns:
         The configuration.
@@ -299,14 +303,14 @@ def flag_of(field: str) -> str:
 
 
 def config_to_toml(config: FinetuneConfig) -> str:
-    """Write the configuration as TOML, every field that is set and means something; `read_config` reads it back."""
+    """Write the configuration as TOML: every field that is set and has an effect. `read_config` reads it back."""
     left_out = [*_OF_ADAPTERS] if config.full else []
     left_out += ["num_steps"] if config.num_epochs is not None else []
     return tomli_w.dumps({k: v for k, v in dataclasses.asdict(config).items() if v is not None and k not in left_out})
 
 
 def _nearest(name: str, known: list[str]) -> str:
-    """Say which setting an unknown one may be."""
+    """Return a hint with the settings that an unknown key may stand for."""
     if (here := setting_of(name)) is not None:
         return f"what other libraries call {name} is {here} here"
     close = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
@@ -315,7 +319,7 @@ def _nearest(name: str, known: list[str]) -> str:
 
 @functools.cache
 def _schema() -> type[BaseModel]:
-    """Return the fields and their types as a pydantic model, which takes no value for another."""
+    """Return the fields and their types as a strict pydantic model, which converts no value to another type."""
     from pydantic import ConfigDict, create_model
 
     kinds: dict[str, Any] = typing.get_type_hints(FinetuneConfig, include_extras=True)
@@ -373,7 +377,7 @@ def _unknown_word(field: str, word: str, words: str, *, is_one: bool) -> ConfigE
 
 
 def _check_combination(config: FinetuneConfig) -> None:
-    """Refuse settings that are right by themselves and contradict each other."""
+    """Refuse settings that are valid separately but contradict each other."""
     defaults = {field.name: field.default for field in dataclasses.fields(config)}
     _check_recipe(config, {name for name, value in defaults.items() if getattr(config, name) != value})
     changed = [name for name in _OF_ADAPTERS if getattr(config, name) != defaults[name]]
@@ -428,7 +432,7 @@ def _check_combination(config: FinetuneConfig) -> None:
 
 
 def _check_groups(config: FinetuneConfig) -> None:
-    """Refuse groups of layers where each layer's input is kept, or none is."""
+    """Refuse `layers_per_remat` with settings that keep each layer's input, or recompute nothing."""
     if config.layers_per_remat == 1:
         return
     streamed = "parameters" in (config.offload or ())
@@ -448,7 +452,7 @@ def _check_groups(config: FinetuneConfig) -> None:
 
 
 def _check_recipe(config: FinetuneConfig, changed: set[str]) -> None:
-    """Refuse settings of the recipe of which one would do nothing."""
+    """Refuse settings of the recipe of which one would have no effect."""
     pairs = [("num_epochs", "num_steps"), ("warmup_ratio", "warmup_steps")]
     for first, second in pairs:
         if {first, second} <= changed:

@@ -1,4 +1,7 @@
-"""What a run trains on: plain text in windows, or records packed into rows, as the configuration says."""
+"""Training data of a run: plain text in windows, or records packed into rows, depending on the configuration.
+
+`_text` makes windows and `data/` packs records; this module selects one of them and collects notes for the user.
+"""
 
 from __future__ import annotations
 
@@ -21,9 +24,12 @@ if TYPE_CHECKING:
 
 _MOST_NAMES = 6
 _MOST_LOST = 0.02
-"""Part of the tokens that may be cut off without a note."""
+"""Share of the tokens that may be cut off without a note."""
 _MOST_BATCH_TOKENS = 2**28
-"""Of a batch, 4 GiB on the host before anything is compiled; more is a slip, and would take the machine's memory."""
+"""Largest batch in tokens. With four int32 columns it takes 4 GiB on the host before anything is compiled.
+
+More is probably a typing error, and would exhaust the machine's memory.
+"""
 
 
 def load_data(
@@ -40,25 +46,25 @@ def load_data(
     """Read, tokenise and pack the data of a run.
 
     Args:
-        config: of which the settings of data are used.
-        directory: of the tokenizer, for its chat template.
-        tokenizer: the model's.
-        end_token: put after documents and completions.
-        context: positions that the model was made for, if the length of a sequence is to be chosen.
-        vocab_size: embeddings of the model: tokens beyond are refused; None: nothing is.
-        day: what a chat template that writes the date takes for today; None: today.
-        on_progress: called with documents done and in all.
+        config: the data settings are used.
+        directory: the tokenizer's folder, for its chat template.
+        tokenizer: the model's tokenizer.
+        end_token: token appended to documents and completions.
+        context: the model's number of positions, for choosing the sequence length if none is set.
+        vocab_size: number of the model's embeddings; tokens beyond are refused. None: nothing is refused.
+        day: date for a chat template that writes today's date; None: today.
+        on_progress: called with the number of finished documents and the total.
 
     Returns:
-        The batches; of records with a report.
+        The batches; for records with a report.
 
     Raises:
-        ConfigError: for a batch that no machine holds, and settings of records with text that ignores them.
+        ConfigError: for a batch above the limit, and for record settings with plain text, which would ignore them.
         DataError: for unusable data.
         ModelFileError: for an unusable tokenizer or chat template.
 
     Memory:
-        On the host all tokens of plain text; of records what `lowtide.finetune.data.record_data` says.
+        Holds all tokens of plain text on the host; for records see `lowtide.finetune.data.record_data`.
     """
     if config.batch_size * config.seq_len > _MOST_BATCH_TOKENS:
         raise ConfigError(
@@ -111,7 +117,7 @@ def load_data(
 
 
 def _noted(data: TextData, config: FinetuneConfig, template: ChatTemplate | None = None) -> TextData:
-    """Add what a user may not expect."""
+    """Add notes on facts that a user may not expect."""
     notes = [*notes_on(config.data, config.columns), *notes_on(config.eval_data, config.columns, is_evaluation=True)]
     num_rows, batch_size = data.num_train_sequences, config.batch_size
     if num_rows is not None and num_rows < batch_size:
@@ -126,11 +132,11 @@ def _noted(data: TextData, config: FinetuneConfig, template: ChatTemplate | None
 
 
 def is_read_as_records(data: str | None, columns: tuple[str, ...] | None) -> bool:
-    """Whether data is records; JSON lines with ``text``, and no fields of another kind, are plain text.
+    """Return whether data is read as records; JSON lines with ``text`` and no fields of another kind are plain text.
 
     Args:
-        data: a path, as the configuration has it.
-        columns: of the configuration; who names columns has records.
+        data: the path in the configuration.
+        columns: the columns in the configuration; if they are set, the data is records.
     """
     if not data:
         return False
@@ -143,7 +149,7 @@ def is_read_as_records(data: str | None, columns: tuple[str, ...] | None) -> boo
         return True
     head = read_head(path)
     if is_binary(head):
-        return False  # who reads text says what it is
+        return False  # the text reader raises an error that names the format
     if path.suffix != ".jsonl" or columns:
         return True
     fields = set(first_fields(head, ".jsonl"))
@@ -151,15 +157,15 @@ def is_read_as_records(data: str | None, columns: tuple[str, ...] | None) -> boo
 
 
 def notes_on(data: str | None, columns: tuple[str, ...] | None, *, is_evaluation: bool = False) -> list[str]:
-    """Say which files of a folder are not read, or not as what they are.
+    """Describe the files of a folder that are not read, or are read in an unexpected way.
 
     Args:
-        data: a path, as the configuration has it.
-        columns: of the configuration.
-        is_evaluation: whether it is data to evaluate.
+        data: the path in the configuration.
+        columns: the columns in the configuration.
+        is_evaluation: whether this is evaluation data.
 
     Returns:
-        Sentences; none for a file, and where nothing is left out.
+        Sentences; none for a single file, or if all files are read as expected.
     """
     if not data or not Path(data).is_dir():
         return []
@@ -170,7 +176,7 @@ def notes_on(data: str | None, columns: tuple[str, ...] | None, *, is_evaluation
         if tables := files_read_as_text(files_below(folder)):
             notes.append(f"{folder}: read as plain text, braces and commas included: {_named(folder, tables)}")
         return notes
-    if (found := folder_of_records(folder)) is None:  # what `datasets` saved
+    if (found := folder_of_records(folder)) is None:  # a folder that the `datasets` library saved
         return []
     if found.held_back:
         names = _named(folder, found.held_back)
@@ -189,7 +195,7 @@ def _named(folder: Path, files: Sequence[Path]) -> str:
 
 
 def _refuse_settings_of_records(config: FinetuneConfig, *, is_plain: bool) -> None:
-    """Refuse settings that windows of text would ignore."""
+    """Raise ConfigError for record settings that contiguous windows of text would ignore."""
     columns = config.columns if is_plain else None
     given = {"chat_template": config.chat_template, "columns": columns}
     given |= {"too_long": config.too_long != "cut", "loss_on": config.loss_on != "completion"}
@@ -209,7 +215,7 @@ def _source(data: str | None, columns: tuple[str, ...] | None) -> Path | dict[st
 
 
 def _texts(data: str | None, columns: tuple[str, ...] | None) -> Mapping[str, str | Path]:
-    """Read documents for contiguous windows, which records with a prompt cannot be in; a large file is a path."""
+    """Read documents for contiguous windows; a large text file is returned as a path, and records need plain text."""
     if not is_read_as_records(data, columns):
         return {data: Path(data)} if data and is_large_text(data) else named_documents(data)
     texts = texts_of_records(Path(data or ""), columns)

@@ -1,8 +1,9 @@
 """Tokens at which an answer ends.
 
-A base model's config.json names the end of a document (``<|endoftext|>``), and chats end their turns with another token
-(``<|im_end|>``). A model that was tuned on chats writes only the second. So answers end at the tokens that config.json,
-generation_config.json and the tokenizer name, and at the token that closes an assistant's turn of the chat template.
+A base model's config.json names the end of a document (``<|endoftext|>``). Chats end their turns with another token
+(``<|im_end|>``), and a model tuned on chats writes only that one. So answers end at all tokens that config.json,
+generation_config.json and the tokenizer name. They also end at the token that closes an assistant's turn in the chat
+template.
 """
 
 from __future__ import annotations
@@ -27,16 +28,16 @@ _ANSWER = "Spring tide"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EndTokens:
-    """Ids of the tokens that end what a model writes."""
+    """Ids of the tokens that end a generated text."""
 
     answer: tuple[int, ...]
-    """All of them, of config.json first."""
+    """All end tokens, those of config.json first."""
     text: int | None
-    """Put after documents and completions that are learned: of config.json, else of the tokenizer."""
+    """Token appended to learned documents and completions: from config.json, else from the tokenizer."""
     turn: int | None
-    """What closes an assistant's turn of the chat template; None without a template, or if it writes none."""
+    """Token that closes an assistant's turn in the chat template; None without a template or such a token."""
     is_turn_open: bool
-    """Whether the chat template writes no token after an answer."""
+    """Whether the chat template writes no added token after an answer."""
 
 
 def load_end_tokens(
@@ -50,14 +51,14 @@ def load_end_tokens(
     """Collect the tokens that end an answer.
 
     Args:
-        config: of the model.
-        tokenizer: the model's.
-        directory: of the model, or a GGUF file; None: the embedded model.
-        tokenizer_dir: the folder of its tokenizer, if that is another.
-        chat_template: a file to take instead of the model's template.
+        config: the model's configuration.
+        tokenizer: the model's tokenizer.
+        directory: the model's directory, or a GGUF file; None: the embedded model.
+        tokenizer_dir: the folder of its tokenizer, if it is a different one.
+        chat_template: a file to use instead of the model's template.
 
     Raises:
-        ModelFileError: for an end token outside of the vocabulary, with the name of the file, and for unusable files.
+        ModelFileError: for an end token outside the vocabulary, with the name of the file, and for unusable files.
     """
     folders = [Path(folder) for folder in (directory, tokenizer_dir) if folder is not None]
     named: list[tuple[Any, Any]] = [(directory or "the embedded model", config.eos_token_id)]
@@ -71,9 +72,9 @@ def load_end_tokens(
     try:
         template = load_chat_template(beside, chat_template)
         turn, is_turn_open = (None, False) if template is None else _turn_end(template, tokenizer)
-    except (DataError, ModelFileError):  # plain text needs no template, and chats raise this when they are rendered
+    except (DataError, ModelFileError):  # plain text needs no template; rendering a chat raises this error again
         turn, is_turn_open = None, False
-    # The tokenizer may know tokens that the model has no embedding for.
+    # The tokenizer may have tokens that the model has no embedding for.
     of_tokenizer, turn = (None if end is None or end >= config.vocab_size else end for end in (of_tokenizer, turn))
     text = of_tokenizer if config.eos_token_id is None else ends[0]
     answer = [*ends, *(end for end in (of_tokenizer, turn) if end is not None)]
@@ -94,7 +95,7 @@ def _checked(value: Any, where: Any, vocab_size: int) -> Sequence[int]:
 
 
 def _turn_end(template: ChatTemplate, tokenizer: Tokenizer) -> tuple[int | None, bool]:
-    """Return the first added token after an answer, and whether an answer was written without one."""
+    """Return the first added token after an answer, and whether the template writes an answer without one."""
     text = chat_turn(template, _ANSWER)
     begin = text.rfind(_ANSWER)
     if begin < 0:
@@ -112,11 +113,12 @@ def with_end_tokens(files: Mapping[str, bytes], ends: EndTokens, config: models.
 
     Args:
         files: contents by name.
-        ends: of the model.
-        config: of the model; its end tokens count if that file names none.
+        ends: the model's end tokens.
+        config: the model's configuration; its end tokens count if generation_config.json names none.
 
     Returns:
-        The files, unchanged if they name all end tokens. transformers' `generate` stops at those of this file.
+        The files, unchanged if they already name all end tokens. The `generate` of transformers stops at the tokens of
+        generation_config.json.
     """
     settings = parse_json(files[_GENERATION], _GENERATION) if _GENERATION in files else {}
     named = settings.get("eos_token_id", config.eos_token_id)

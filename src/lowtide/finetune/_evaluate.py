@@ -1,7 +1,7 @@
-"""The loss of a model on text: every token but the first is predicted once, and counts once.
+"""The loss of a model on text: every token except the first is predicted once, and all count equally.
 
-Documents are joined as they are for training, and cut into rows that overlap by one token. A row sees nothing of the
-rows before it, so longer rows give lower losses.
+Documents are joined as for training, and cut into rows that overlap by one token. A row has no context from earlier
+rows, so longer rows give lower losses.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ class TextLoss:
     loss: float
     """Mean over all predicted tokens, in nats."""
     num_tokens: int
-    """Predicted tokens."""
+    """Number of predicted tokens."""
 
     @property
     def perplexity(self) -> float:
-        """The loss as a number of equally likely tokens."""
+        """Exponential of the loss; infinity above the float64 range."""
         return math.exp(self.loss) if self.loss < 700 else math.inf
 
 
@@ -47,10 +47,10 @@ def token_stream(
     """Tokenise documents and join them, each followed by the end token, if any.
 
     Args:
-        documents: texts, or texts by what they are called in errors.
-        tokenizer: the model's.
-        end_token: appended to each document.
-        vocab_size: embeddings of the model: tokens beyond are refused; None: nothing is.
+        documents: texts, or texts by their name in errors.
+        tokenizer: the model's tokenizer.
+        end_token: token appended to each document.
+        vocab_size: number of the model's embeddings; tokens beyond are refused. None: nothing is refused.
 
     Returns:
         Token ids, int32 [N].
@@ -73,22 +73,22 @@ def text_loss(
     """Compute a model's loss on a stream of tokens.
 
     Args:
-        model: the decoder, with or without adapters, all of it on the device.
-        stream: token ids, [N], such as `token_stream` returns.
+        model: the decoder, with or without adapters, entirely on the device.
+        stream: token ids, [N], such as from `token_stream`.
         seq_len: tokens in a row, T.
-        batch_size: rows at once, B.
-        on_progress: called with predicted tokens so far, those in all, and the loss so far.
+        batch_size: rows in a batch, B.
+        on_progress: called with the number of predicted tokens so far, their total, and the loss so far.
 
     Returns:
-        The mean over the N - 1 tokens that something stands before. What routers of a mixture are trained by is no
-        part of it.
+        The mean over the N - 1 tokens after the first. It excludes the load-balancing loss of a mixture of experts.
 
     Raises:
-        DataError: for fewer than two tokens, or tokens that the model does not have.
+        DataError: for fewer than two tokens, or tokens without an embedding.
         ConfigError: for a number below 1.
 
     Memory:
-        One batch's activations of one layer, and logits of one chunk: `lowtide.losses.chunked_cross_entropy`.
+        Holds one batch's activations of one layer, and the logits of one chunk of
+        `lowtide.losses.chunked_cross_entropy`.
     """
     for name, value in (("seq_len", seq_len), ("batch_size", batch_size)):
         if value < 1:
@@ -110,24 +110,24 @@ def batches_loss(
     *,
     on_progress: Callable[[int, int, float], None] | None = None,
 ) -> TextLoss:
-    """Compute a model's loss on batches, in which all labels count alike.
+    """Compute a model's loss on batches, with equal weight for all labels.
 
     Args:
-        model: the decoder, with or without adapters, all of it on the device.
-        batches: as `lowtide.models.loss` takes them; the label -100 is not predicted.
-        num_tokens: predicted tokens in all, to show progress.
-        on_progress: called with predicted tokens so far, those in all, and the loss so far.
+        model: the decoder, with or without adapters, entirely on the device.
+        batches: batches for `lowtide.models.loss`; the label -100 is not predicted.
+        num_tokens: total number of predicted tokens, for `on_progress`.
+        on_progress: called with the number of predicted tokens so far, their total, and the loss so far.
 
     Returns:
         The mean over all labels.
 
     Raises:
-        DataError: when there is no label, and for tokens that the model does not have.
+        DataError: when there is no label, and for tokens without an embedding.
 
     Memory:
         As in `text_loss`.
     """
-    total, done = 0.0, 0  # in float64: a mean of float32 means would lose digits with many batches
+    total, done = 0.0, 0  # float64, since a float32 sum over many batches would lose digits
     for batch in batches:
         count = int(np.sum(batch["labels"] != IGNORE))
         if count == 0:
@@ -144,7 +144,7 @@ def batches_loss(
 
 
 def _check(model: models.Decoder, ids: np.ndarray) -> None:
-    """Refuse ids beyond the embeddings, which a compiled program would not."""
+    """Raise DataError for ids beyond the embeddings; a compiled lookup would clamp them without an error."""
     if (largest := int(ids.max())) >= model.config.vocab_size:
         raise DataError(
             "the data has tokens that the model has not",
@@ -158,13 +158,14 @@ def _check(model: models.Decoder, ids: np.ndarray) -> None:
 def _mean_loss(model: models.Decoder, batch: Tree) -> Array:
     value, metrics = models.loss(model, batch)
     experts = model.config.experts
+    # The training loss includes the load-balancing loss of a mixture of experts. It is no prediction error.
     if experts is None or "router_loss" not in metrics:
         return value
     return value - jnp.float32(experts.router_loss_coef) * metrics["router_loss"]
 
 
 def _batches(stream: np.ndarray, seq_len: int, batch_size: int) -> Iterator[dict[str, np.ndarray]]:
-    """Rows of one shape; what fills up the last ones is not predicted, nor a part of their length."""
+    """Yield batches of one shape; padding is not predicted, and does not count for the length of a row."""
     num_rows = -(-(len(stream) - 1) // seq_len)
     for first in range(0, num_rows, batch_size):
         tokens = np.zeros((batch_size, seq_len), np.int32)
@@ -173,5 +174,6 @@ def _batches(stream: np.ndarray, seq_len: int, batch_size: int) -> Iterator[dict
         for row in range(min(batch_size, num_rows - first)):
             part = stream[(first + row) * seq_len :][: seq_len + 1]
             tokens[row, : len(part) - 1], labels[row, : len(part) - 1] = part[:-1], part[1:]
+            # Positions that stop increasing end the document, for rotary frequencies that depend on its length.
             positions[row] = np.minimum(positions[row], len(part) - 2)
         yield {"tokens": tokens, "labels": labels, "positions": positions}

@@ -1,6 +1,7 @@
-"""Tune a language model, its adapters or all of it: the whole job, from files to files that other software reads.
+"""A whole fine-tuning run, from model and data files to files that other software reads.
 
-Everything here is the public interface put together; `lowtide finetune` parses arguments, calls this and prints.
+The run tunes adapters or the whole model, and uses only the public interface. `lowtide finetune` parses arguments,
+calls this class and prints.
 """
 
 from __future__ import annotations
@@ -66,23 +67,24 @@ from ._text import IGNORE
 from ._tokens import decode_after
 
 _PROMPT_TOKENS = 24
+"""Tokens of the prompt for a sample from plain text."""
 
 
 class Finetune:
-    """A fine-tuning run.
+    """A fine-tuning run. This object is mutated: `run` trains its model.
 
     Args:
-        config: what to do.
+        config: the settings.
         out: the run's folder, checked by `open_run`.
-        on_tokenise: called with documents done and documents in all.
-        sharding: how the work is shared among devices, of one process or of many.
+        on_tokenise: called with the number of finished documents and the total.
+        sharding: rules that shard the work over the devices of one or more processes.
 
     Raises:
         ModelFileError: for an unusable model directory.
         DataError: for unusable data.
         SelectionError: when ``config.targets`` matches no module.
-        ConfigError: when a resumed run's data changed, processes differ, `sharding` meets ``full`` or ``offload``, or
-            a tracker is not installed.
+        ConfigError: when a resumed run's data changed, processes differ, `sharding` is combined with ``full`` or
+            ``offload``, or a tracker is not installed.
         StructureError: when a checkpoint does not fit.
     """
 
@@ -102,12 +104,12 @@ class Finetune:
             refuse_dropout(config)
         self._processes = Processes(sharding)
         self.out = Path(out)
-        self._trackers = trackers(config, self.out, self._with_rate)  # first: a missing package is known at once
+        self._trackers = trackers(config, self.out, self._with_rate)  # first, so that a missing package raises at once
         self.directory = directory_of(config)
         self.beside = tokenizer_folder(self.directory, config.tokenizer)
         self.base, self.tokenizer = _load(config, self.directory, None if sharding is None else sharding.of)
         model = self.base
-        if not config.full:  # before hours may go into preparing data
+        if not config.full:  # before the data, whose preparation may take hours
             model = adapted(model, config)
             lora.check_names(model)
         files = {"tokenizer_dir": self.beside, "chat_template": config.chat_template}
@@ -119,21 +121,23 @@ class Finetune:
         config = dataclasses.replace(config, seq_len=self.data.seq_len)
         asked, config = config, with_steps(config, self.data.num_train_sequences)
         self.config = config
-        # An adapter where the model cannot use one is an error here, before anything is written.
+        # An adapter on a weight that the model cannot adapt raises here, before anything is written.
         loss_fn = loss_of(config)
         given: dict[str, Any] = {"key": jax.random.key(0), "training": True} if config.lora_dropout else {}
         jax.eval_shape(partial(loss_fn, **given), model, self.data.train[0])
         if sharding is not None:
-            sharding.batch_shapes(self.data.train[0], config.num_microbatches)  # raises where rows cannot be divided
+            sharding.batch_shapes(self.data.train[0], config.num_microbatches)  # raises if rows cannot be sharded
         self._processes.agree(config=config_to_toml(config), data=self.data.digest)
         refuse_other_folders(self._processes, self.out)
-        # Before the trainer makes the folder of checkpoints: killed in between, the run could not be resumed.
+        # Before the trainer creates the checkpoint folder. A run killed with that folder but without config.toml could
+        # neither be resumed nor started again.
         of_first(lambda: (write_config(self.out, asked), check_same_run(self.out, config, self.data.digest, day)))
         self.schedule = learning_rate(config)
-        # For records, in one program; and now, for what waits for a device between a step and its record may lose it.
+        # The learning rates for records are computed here, in one program. Computed after a step, they would delay the
+        # record until the device is free. An interrupt during this wait could lose the record.
         self._rates = np.asarray(jax.jit(jax.vmap(self.schedule))(jnp.arange(config.num_steps)))
         tx: Any = optimizer(config, self.schedule)
-        # Dropout alone reads the trainer's key; pipelines and layerwise steps take no seed.
+        # Only dropout uses the trainer's key; pipelines and layerwise steps take no seed.
         options = {"wrt": WRT, "num_microbatches": config.num_microbatches, "seed": config.seed}
         if sharding is not None and STAGE in sharding.mesh.shape:
             options, loss_fn = {"pipeline": _pipeline(config, model.stack, sharding)}, None  # the stack has a loss
@@ -148,21 +152,21 @@ class Finetune:
             max_to_keep=config.max_to_keep,
             best="eval_loss" if config.keep_best or config.load_best_at_end else None,
             sharding=sharding,
-            rollback=False,  # an error ends the process, and the run is resumed from its checkpoints
+            rollback=False,  # an error ends the process, and a resume continues from a checkpoint
             **options,
         )
         self.resumed_at = self.trainer.restore()
         if config.full:
-            self.base = self.trainer.model  # nothing else holds the arrays that training consumes
+            self.base = self.trainer.model  # drops the last other reference to arrays that training donates
         check_checkpoint(self.out, config, self.resumed_at)
         if config.lora_init == "eva" and self.resumed_at is None:
             self.trainer.update(begun_with_data(self.base, config, self.data.train))
 
     def memory(self, target: Target | str | None = None) -> MemoryTable:
-        """Compile our step, the one that `run` then takes, and say where its bytes go.
+        """Compile the step of `run`, and report its bytes.
 
         Args:
-            target: what to compile for; None for the hardware at hand.
+            target: device to compile for; None for the hardware at hand.
 
         Returns:
             The table, without the naive step.
@@ -180,18 +184,18 @@ class Finetune:
         )
 
     def compare(self, table: MemoryTable, target: Target | str | None = None) -> MemoryTable:
-        """Compile the naive step, too.
+        """Compile the naive step for comparison.
 
         Args:
             table: the result of `memory`.
-            target: what that was compiled for.
+            target: the target of that call.
 
         Returns:
-            The table with the naive step in it.
+            The table, including the naive step.
 
         Memory:
-            Compiles; allocates nothing on the device. The compiler's own memory stays with the process, so a run
-            compares when it has ended.
+            Compiles; allocates nothing on the device. The process keeps the compiler's memory, so a run compares after
+            training.
         """
         batch, sharding = self.data.train[0], self.trainer.sharding
         batch = batch if sharding is None else sharding.batch_shapes(batch, self.config.num_microbatches)
@@ -214,14 +218,14 @@ class Finetune:
         return dataclasses.replace(table, naive=naive, naive_gradient_bytes=_device_bytes(model))
 
     def run(self, on_record: Callable[[Record], None] | None = None) -> None:
-        """Train to the last step, writing metrics and checkpoints as it goes.
+        """Train to the last step, and write metrics and checkpoints on the way.
 
         Args:
-            on_record: called with every record, the learning rate included.
+            on_record: called with every record, including the learning rate.
 
         Raises:
-            NonFiniteError: when a loss or gradients are not finite. The run stops there. The step is left out, and the
-                state is saved.
+            NonFiniteError: when a loss or gradients are not finite. The run stops, skips this step's update, and saves
+                the state.
         """
         metrics = MetricsFile(self.out / METRICS, self.resumed_at)
 
@@ -229,7 +233,7 @@ class Finetune:
             if not np.isfinite(record.get("eval_loss", 0.0)):
                 raise NonFiniteError(f"step {record['step']}: eval_loss is not finite", got=record["eval_loss"])
             if not np.isfinite([record.get("loss", 0.0), record.get("grad_norm", 0.0)]).all():
-                return  # no JSON; the trainer raises
+                return  # JSON has no such numbers; the trainer raises
             record = self._with_rate(record)
             metrics.append(record)
             if on_record is not None:
@@ -237,7 +241,7 @@ class Finetune:
 
         try:
             with warnings.catch_warnings():
-                warnings.filterwarnings("ignore", message="fit took no step")  # a finished run may be resumed
+                warnings.filterwarnings("ignore", message="fit took no step")  # the user may resume a finished run
                 self.trainer.fit(
                     self.data.train,
                     num_steps=self.config.num_steps,
@@ -261,10 +265,10 @@ class Finetune:
         return {**record, "learning_rate": float(self._rates[int(record["step"]) - 1])}
 
     def load_best(self) -> int | None:
-        """Go back to the weights with the least held-out loss, where the settings ask for it; after `run`.
+        """Restore the weights with the lowest held-out loss if `load_best_at_end` is set; call it after `run`.
 
         Returns:
-            Their step, or None where the last ones stay.
+            Step of these weights, or None if the last weights stay.
 
         Memory:
             As `Trainer.restore`: never two copies on the device.
@@ -283,7 +287,7 @@ class Finetune:
             table: the result of `memory`.
 
         Memory:
-            On the host, of a whole model one shard at a time. Sharded adapters come to every device as a whole.
+            For a whole model, the host holds one shard at a time. Sharded adapters are gathered on every device.
         """
         model, sharding = self.trainer.model, self.trainer.sharding
         if sharding is not None:
@@ -304,12 +308,12 @@ class Finetune:
         self.write_memory(table)
 
     def write_memory(self, table: MemoryTable) -> None:
-        """Write `memory.json`, also again with what was compared; the first process does so."""
+        """Write `memory.json`, or overwrite it after a comparison; only the first process writes."""
         if self._processes.is_first:
             write_files(self.out, {MEMORY: (json.dumps(table.to_dict(), indent=2) + "\n").encode()})
 
     def tables(self) -> dict[str, list[tuple[str, str]]]:
-        """Tables of the run's page beside its settings, rows of name and text by title."""
+        """Return the tables of the run's page except its settings: rows of name and text by title."""
         data = self.data
         counts = {
             "documents": data.num_documents,
@@ -336,19 +340,18 @@ class Finetune:
     def write_report(
         self, table: MemoryTable, samples: Mapping[str, tuple[str, str]] | None = None, *, timeline: bool = False
     ) -> Path | None:
-        """Write the run's page as far as the run has come, where the settings ask for one.
+        """Write the page of the finished or unfinished run if `report` is set.
 
         Args:
             table: the result of `memory`.
-            samples: texts by title, prompt and continuation.
-            timeline: compile the step once more, so that what is alive when has its place in the program; several
-                processes do not.
+            samples: prompt and continuation by title.
+            timeline: compile the step again to show the live bytes over the program; ignored with several processes.
 
         Returns:
-            The page; None without `report`, or in another than the first process.
+            Path of the page; None without `report`, or in any process except the first.
 
         Memory:
-            None on a device. The compiler's own memory stays with the process, so a run has its timeline at the end.
+            None on a device. The process keeps the compiler's memory, so a run adds its timeline at the end.
         """
         if not (self.config.report and self._processes.is_first):
             return None
@@ -357,29 +360,29 @@ class Finetune:
         return write_report(self.out)
 
     def eval_losses(self) -> list[tuple[int, float]]:
-        """Held-out losses so far: step and mean nats per token."""
+        """Return the held-out losses so far: step and mean nats per token."""
         records = read_records(self.out / METRICS)
         return [(record["step"], record["eval_loss"]) for record in records if "eval_loss" in record]
 
     def sample_before(self) -> tuple[str, str] | None:
-        """Ask the untuned model, as `sample` does after; with ``config.full`` to be called before `run`.
+        """Sample from the untuned model, as `sample` does; with ``config.full`` call it before `run`.
 
-        Of adapters the base stays as it is, so that a run can begin without compiling this, and sample at its end.
+        Adapters leave the base unchanged, so a run can take this sample at its end and start without its compilation.
 
         Returns:
-            None when no sample is asked for, or a resumed run tunes the whole model: there is only the tuned one then.
-            Several processes sample nothing.
+            Prompt and continuation. None without `sample_tokens`, with several processes, or for a resumed run with
+            ``config.full``, which has only the tuned model.
         """
         gone = self.config.full and self.resumed_at is not None
         return None if gone or not self.samples else self.sample(self.base)
 
     @property
     def samples(self) -> bool:
-        """Whether text is sampled before and after."""
+        """Whether text is sampled before and after training."""
         return bool(self.config.sample_tokens) and self._processes.count == 1
 
     def sample(self, model: Tree) -> tuple[str, str]:
-        """Continue the beginning of a held-out sequence, or answer the first question of a held-out record.
+        """Sample a continuation of a held-out text, or an answer to the first question of a held-out record.
 
         Args:
             model: the model to sample from: `base`, or ``trainer.model``.
@@ -388,14 +391,14 @@ class Finetune:
             The prompt and its continuation.
 
         Memory:
-            Layers on the host are streamed, all of them once for each token; embedding and head on the device.
+            All layers on the host are streamed once for each token; embedding and head are on the device.
         """
         batch = self.data.held_out[0]
         row = batch["tokens"][0]
         if "segment_ids" in batch:
-            row = row[batch["segment_ids"][0] == 1]  # of packed records the first document, and no padding
+            row = row[batch["segment_ids"][0] == 1]  # the first document of the packed row, without padding
         is_learned = np.asarray(batch["labels"][0])[: len(row)] != IGNORE
-        # The label of a token is the next token, so the question ends with the first token whose label is learned.
+        # The label of a token is the next token. So the first token with a learned label is the question's last token.
         question = int(np.argmax(is_learned)) + 1
         prompt = row[: question if question > 1 else min(_PROMPT_TOKENS, self.config.seq_len)]
         key = jax.random.fold_in(jax.random.key(self.config.seed), 1)
@@ -408,7 +411,7 @@ class Finetune:
 
 
 def _refuse_on_host(config: FinetuneConfig, sharding: ShardingRules) -> None:
-    """Raise for what cannot be in host memory where devices share the work."""
+    """Raise for host offload that sharded runs do not support."""
     is_pipeline = STAGE in sharding.mesh.shape
     refused = [word for word in config.offload or () if word != "activations" or not is_pipeline]
     if config.full or refused:
@@ -422,7 +425,7 @@ def _refuse_on_host(config: FinetuneConfig, sharding: ShardingRules) -> None:
 
 
 def _refuse_in_stages(config: FinetuneConfig, sharding: ShardingRules) -> None:
-    """Raise for groups of layers where layers are stages."""
+    """Raise for `layers_per_remat` with pipeline stages."""
     if STAGE in sharding.mesh.shape and config.layers_per_remat > 1:
         raise ConfigError(
             "layers_per_remat contradicts --pipeline, whose stages keep what enters each of their layers",
@@ -433,7 +436,7 @@ def _refuse_in_stages(config: FinetuneConfig, sharding: ShardingRules) -> None:
 
 
 def _pipeline(config: FinetuneConfig, stack: LayerStack, sharding: ShardingRules) -> Pipeline:
-    """Divide the layers among ranks; of microbatches there are as many as said, or as rows."""
+    """Build the pipeline, with `num_microbatches` microbatches or, if that is 1, one per row of the local batch."""
     num_parts = math.prod(sharding.mesh.shape[axis] for axis in sharding.batch_axes)
     number = config.num_microbatches if config.num_microbatches > 1 else max(config.batch_size // num_parts, 1)
     made = schedule(num_stages=sharding.mesh.shape[STAGE], num_microbatches=number)
@@ -465,13 +468,15 @@ def _load(config: FinetuneConfig, directory: Path, sharding: Any) -> tuple[model
 
 
 def _device_bytes(tree: Tree) -> int:
-    """Bytes that a device has of arrays, or of gradients that are divided like them."""
+    """Return the bytes on one device of arrays, or of gradients with the same sharding."""
     arrays = [leaf for leaf in jax.tree.leaves(tree) if isinstance(leaf, jax.Array)]
     return tree_bytes([jax.ShapeDtypeStruct(x.sharding.shard_shape(x.shape), x.dtype) for x in arrays])
 
 
 def _layerwise_bytes(trainable: Tree) -> int:
-    """Return the most bytes of gradients that live together in a layerwise step."""
+    """Return the largest number of gradient bytes that are live at the same time in a layerwise step."""
+    # The step updates a layer or an outer leaf as soon as it has the gradient. Only a tied embedding waits: its head
+    # makes the first part of the gradient and its lookup the last part, so the sum is live during all layers.
     outer, layers = trainable["outer"], trainable["layers"]
     layer = tree_bytes(layers) // num_layers(layers)
     largest = max((tree_bytes(leaf) for leaf in jax.tree.leaves(outer)), default=0)

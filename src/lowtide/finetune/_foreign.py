@@ -1,6 +1,6 @@
-"""What settings are called in other libraries: PEFT, transformers and TRL, torchtune, Unsloth, Axolotl.
+"""Names of our settings in other libraries: PEFT, transformers and TRL, torchtune, Unsloth, Axolotl.
 
-Only for hints. A name is not taken in place of ours: what it means differs in more than the name.
+These names serve hints only. They are not aliases, because the settings differ in more than the name.
 """
 
 from __future__ import annotations
@@ -71,13 +71,13 @@ _WITH_WORDS = {
 
 
 def setting_of(name: str) -> str | None:
-    """Say what a well-known setting of another library is called here.
+    """Return our name for a well-known setting of another library.
 
     Args:
         name: a key or a flag, with or without its dashes.
 
     Returns:
-        Our name, with a remark where it means something else; None for a name that is not known.
+        Our name, with a remark where the meaning differs; None for an unknown name.
     """
     plain = name.lstrip("-").partition("=")[0].replace("-", "_").lower()
     return _WITH_WORDS.get(plain) or _NAMES.get(plain)

@@ -1,8 +1,8 @@
-"""What a file of data is, by its name and its first bytes, and what is refused because it is no plain text.
+"""Detect the format of data files by name and first bytes, and refuse files that are not plain text.
 
-Everything that is UTF-8 could be trained on as text, and a table or an archive of records would be: the loss falls, the
-run reports success, and the model has learned commas. So files whose records Lowtide does not read are named as what
-they are, with the fields of their first record.
+Any UTF-8 file could be trained on as text, so a table of records would be trained on by mistake: the loss falls, the
+run reports success, and the model has learned commas. So files whose records Lowtide does not read are an error that
+names their format and the fields of their first record.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ..core import DataError, format_bytes, shortened, shown
 
 _HEAD_BYTES = 1024**2
 RECORDS = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet")
-"""Names of the files whose records are read, by `lowtide.finetune.data`."""
+"""Suffixes of the files that `lowtide.finetune.data` reads records from."""
 _NO_DATA = ("config.json", "adapter_config.json", "config.toml", "generation_config.json", "tokenizer.json")
 """Files of a model, an adapter or a run."""
 READ = f"text or source, or records ({', '.join(RECORDS)}); a file, or a folder of text or of one format of records"
@@ -64,7 +64,7 @@ _BY_HEAD = (
 )
 _TEXTS = (".csv", ".tsv", ".json", ".jsonl", ".ndjson", ".jl")
 KINDS = ({"messages"}, {"conversations"}, {"prompt", "completion"}, {"instruction", "output"})
-"""Fields that only records to tune on have."""
+"""Sets of fields that identify training records (chats, prompts, instructions)."""
 _UTF16 = ("text in UTF-16", "convert it: iconv -f UTF-16 -t UTF-8")
 
 
@@ -75,7 +75,7 @@ def refuse_other_formats(path: Path) -> None:
         path: the file, which exists.
 
     Raises:
-        DataError: saying what it is, and the fields of its first record.
+        DataError: with its format and the fields of its first record.
     """
     if not path.is_file():
         raise DataError(
@@ -105,15 +105,15 @@ def refuse_other_formats(path: Path) -> None:
 
 
 def refuse_folder_of_records(folder: Path, files: Sequence[Path]) -> None:
-    """Raise for a folder that is records more than text, or chats beside text; a source tree may hold a few tables.
+    """Raise for a folder of mostly records, or of text mixed with chats; a source tree may contain a few tables.
 
     Args:
-        folder: as the user named it.
+        folder: the folder as the user named it.
         files: those of its files that would be read.
 
     Raises:
-        DataError: when half of the bytes or more are in files that `refuse_other_formats` would refuse for their names,
-            or one of them has the fields of chats, prompts or instructions.
+        DataError: when at least half of the bytes are in files that `refuse_other_formats` would refuse by name. Also
+            when one of these files has the fields of chats, prompts or instructions.
     """
     sizes = {file: file.stat().st_size for file in files}
     records = [file for file in files if file.suffix.lower() in _BY_SUFFIX]
@@ -134,7 +134,7 @@ def refuse_folder_of_records(folder: Path, files: Sequence[Path]) -> None:
 
 
 def _refuse_records_beside_text(folder: Path, records: Sequence[Path], num_files: int) -> None:
-    """Raise where a file's first record is one of those to tune on: as text the model would learn its braces."""
+    """Raise if a file's first record is a training record; read as text, the model would learn its braces."""
     for file in records:
         suffix = file.suffix.lower()
         fields = first_fields(read_head(file), suffix) if suffix in _TEXTS else []
@@ -149,16 +149,16 @@ def _refuse_records_beside_text(folder: Path, records: Sequence[Path], num_files
 
 
 def files_read_as_text(files: Sequence[Path]) -> list[Path]:
-    """List files of records or tables that a folder of text has, and that are text, too."""
+    """List the text-based record and table files (CSV, JSON) among the files of a folder of text."""
     return [file for file in files if file.suffix.lower() in _TEXTS]
 
 
 def first_fields(head: bytes, suffix: str) -> list[str]:
-    """Find the fields of the first record: a table's columns, or an object's keys; empty where it cannot be told.
+    """Find the fields of the first record: a table's columns, or an object's keys; empty if it cannot be parsed.
 
     Args:
         head: the beginning of the file.
-        suffix: of its name, in small letters.
+        suffix: suffix of its name, in lower case.
     """
     text = head.decode("utf-8", "replace").removeprefix("\ufeff").lstrip()
     if suffix in (".csv", ".tsv"):
@@ -173,21 +173,21 @@ def first_fields(head: bytes, suffix: str) -> list[str]:
 
 
 def read_head(path: Path) -> bytes:
-    """Read the beginning of a file; nothing where it cannot be read."""
+    """Read the beginning of a file; empty if it cannot be read."""
     try:
         with open(path, "rb") as file:
             return file.read(_HEAD_BYTES)
-    except OSError:  # whoever reads all of it says what is wrong
+    except OSError:  # the code that reads the whole file raises a DataError
         return b""
 
 
 def is_binary(head: bytes) -> bool:
-    """Whether a file is compressed, a table or a document, by its first bytes, or text in UTF-16."""
+    """Return whether the first bytes are those of a compressed file, a binary table, a document or UTF-16 text."""
     return head.startswith(tuple(start for start, _ in _BY_HEAD)) or _is_utf16(head)
 
 
 def _first_object(text: str) -> Any:
-    """Parse the first JSON object of a text that begins with one, or with a list of them."""
+    """Parse the first JSON object of a text that begins with an object or a list of objects; None on failure."""
     start = len(text) - len(text.removeprefix("[").lstrip())
     try:
         return json.JSONDecoder().raw_decode(text, start)[0]
@@ -196,7 +196,7 @@ def _first_object(text: str) -> Any:
 
 
 def _is_json_lines(head: bytes) -> bool:
-    """Whether the first lines, or the only one, are JSON objects."""
+    """Return whether the first two lines, or the only line, are JSON objects."""
     lines = [line for line in head.removeprefix(b"\xef\xbb\xbf").split(b"\n")[:8] if line.strip()][:2]
     return bool(lines) and all(line.startswith(b"{") and isinstance(_parsed(line), dict) for line in lines)
 
@@ -209,7 +209,10 @@ def _parsed(line: bytes) -> Any:
 
 
 def _is_utf16(head: bytes) -> bool:
-    """Whether the bytes begin with UTF-16's mark, or every other one is zero as in Western text."""
+    """Return whether the bytes begin with a UTF-16 byte order mark, or every other byte is mostly zero.
+
+    The second test detects Western text without a mark: its high bytes are zero, and its low bytes are not.
+    """
     some = head[:4096]
     halves = (some[::2], some[1::2])
     return head.startswith((b"\xff\xfe", b"\xfe\xff")) or (

@@ -1,7 +1,7 @@
-"""What a model's directory, an adapter's, a file of weights or a run holds, without reading a weight.
+"""Inspect a model's or adapter's directory, a weights file, or a run, without reading a weight.
 
-Names, shapes and dtypes come from the files' headers. What Lowtide cannot handle is a problem with a name, and no
-error; a file that is damaged is an error.
+Names, shapes and dtypes come from the files' headers. Content that Lowtide cannot handle is listed as a problem, not
+raised; a damaged file is an error. `_inspect_data` does the same for data.
 """
 
 from __future__ import annotations
@@ -38,46 +38,46 @@ _GROUPS = (
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Inspection:
-    """What was found."""
+    """Content of an inspected folder or file."""
 
     kind: str
-    """model, adapter, weights, run or checkpoints."""
+    """One of model, adapter, weights, run, checkpoints."""
     path: str
-    """What was looked at."""
+    """The inspected folder or file."""
     facts: Mapping[str, Any]
-    """By name; plain values, lists and objects."""
+    """Facts by name; plain values, lists and objects."""
     problems: tuple[str, ...] = ()
-    """What Lowtide cannot handle, by name."""
+    """Content that Lowtide cannot handle, one sentence each."""
     notes: tuple[str, ...] = ()
-    """What a user may not expect, and is no problem."""
+    """Facts that a user may not expect and that are not problems."""
     parts: tuple[Inspection, ...] = ()
-    """Of a run, what it wrote."""
+    """The outputs of a run; empty for other kinds."""
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything as plain values, for JSON."""
+        """Return all content as plain values, for JSON."""
         parts = [part.to_dict() for part in self.parts]
         own = {name: getattr(self, name) for name in ("kind", "path", "facts")}
         return {**own, "problems": [*self.all_problems()], "notes": [*self.notes], "parts": parts}
 
     def all_problems(self) -> Iterable[str]:
-        """Those of parts, too."""
+        """Return the problems of this inspection and of its parts."""
         return [*self.problems, *(problem for part in self.parts for problem in part.all_problems())]
 
 
 def inspect(path: str | Path) -> Inspection:
-    """Say what a folder or a file holds.
+    """Inspect a folder or a file.
 
     Args:
-        path: a directory of a model or an adapter, a file of GGUF or safetensors, a run or its checkpoints.
+        path: a directory of a model or an adapter, a GGUF or safetensors file, a run or its checkpoints.
 
     Returns:
-        What was found, problems included.
+        The content, problems included.
 
     Raises:
-        ModelFileError: when nothing is there, it is none of these, or a file of it is damaged.
+        ModelFileError: when the path does not exist, has another kind, or contains a damaged file.
 
     Memory:
-        Headers of files; no weight is read.
+        Holds file headers only; no weight is read.
     """
     path = Path(path)
     if (file := gguf_file(path)) is not None:
@@ -169,7 +169,7 @@ def _model(folder: Path) -> Inspection:
 
 
 def _gguf(path: Path, file: Path) -> Inspection:
-    """Say what a GGUF file holds; a header that cannot be read is an error."""
+    """Inspect a GGUF file; an unreadable header is an error."""
     from .. import models
     from ..models.gguf import read_header
 
@@ -198,7 +198,7 @@ def _gguf(path: Path, file: Path) -> Inspection:
 
 
 def _bits(found: Mapping[str, Any]) -> dict[str, str]:
-    """Count the bits that a weight takes in each format."""
+    """Compute the average stored bits of a weight for each quantised format, scales included."""
     weights, stored = Counter[str](), Counter[str]()
     for each in found.values():
         if each.format not in _BITS:
@@ -210,7 +210,11 @@ def _bits(found: Mapping[str, Any]) -> dict[str, str]:
 def _quantized(
     folder: Path, tensors: dict[str, tuple[str, tuple[int, ...]]], problems: list[str]
 ) -> tuple[dict[str, tuple[str, tuple[int, ...]]], dict[str, Any]]:
-    """Put what belongs to one weight together; with it who quantised, and bits of a weight in each format."""
+    """Group the tensors of one weight (codes, scales) under its name.
+
+    Returns:
+        Format and shape by weight name, and facts: the quantisation method and the bits of a weight in each format.
+    """
     from .. import models
 
     method = models.quantization_of(folder)
@@ -223,7 +227,7 @@ def _quantized(
 
 
 def _asked_for(config: Any) -> int:
-    """Count the parameters of a configuration."""
+    """Count the parameters that a model of this configuration has."""
     import jax
     import jax.numpy as jnp
 
@@ -271,7 +275,7 @@ def _adapter(folder: Path) -> Inspection:
     for tensor, (_, shape) in tensors.items():
         if match := re.fullmatch(r"(?:base_model\.model\.)?(.+)\.(?:lora_A\.weight|lora_embedding_A)", tensor):
             if raw.get("target_parameters") and re.search(r"\.experts(\.base_layer)*$", match[1]):
-                continue  # rows of all experts, of which the tensor does not say how many there are
+                continue  # PEFT stacks the rows of all experts, and the tensor does not state the number of experts
             modules.setdefault(re.sub(r"\.\d+\.", ".*.", match[1]), []).append(shape[0])
     facts["modules"] = {key: {"layers": len(found), "ranks": sorted(set(found))} for key, found in modules.items()}
     return Inspection(kind="adapter", path=str(folder), facts=facts, problems=(*problems, *_dtypes(tensors)))
@@ -317,7 +321,7 @@ def _weight_files(folder: Path) -> list[Path]:
 
 
 def _tensors(files: Sequence[Path]) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """Dtype and shape of each tensor; headers say them, and that a file is as long as it should be."""
+    """Read the dtype and shape of each tensor from the headers, which also verify the length of each file."""
     from safetensors import SafetensorError, safe_open
 
     found: dict[str, tuple[str, tuple[int, ...]]] = {}
@@ -351,6 +355,7 @@ def _weights(
     total = counts.total()
     facts: dict[str, Any] = {"parameters": total, "groups": dict(counts.most_common()), "dtypes": dict(dtypes)}
     if experts is not None:
+        # Each token uses `chosen` of `number` experts of equal size, and all other weights.
         chosen, number = experts
         facts["experts_per_token"] = f"{chosen} of {number}"
         facts["active_parameters"] = total - counts["experts"] + counts["experts"] * chosen // number
@@ -389,7 +394,7 @@ def _tokenizer(folder: Path, problems: list[str], notes: list[str], vocabulary: 
 
         try:
             template = load_chat_template(folder)
-            _ = template and chat_prompts(template, {})  # which compiles it, and renders nothing
+            _ = template and chat_prompts(template, {})  # compiles the template without rendering a message
         except ModelFileError as error:
             problems.append(_said(error))
     return facts
@@ -403,7 +408,7 @@ def _dtypes(tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> tuple[str, ..
 
 
 def _other_formats(paths: Sequence[Path], read: Sequence[Path] = ()) -> tuple[str, ...]:
-    """Weights in other formats, where they are all there is."""
+    """Describe weights in other formats; empty if a safetensors file was read."""
     if read:
         return ()
     what = {

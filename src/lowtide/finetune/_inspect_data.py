@@ -1,4 +1,4 @@
-"""A dry run on data: what a run with it would read, learn, cut and leave out."""
+"""Dry run on data: count the records and tokens that a run would read, learn, cut and skip."""
 
 from __future__ import annotations
 
@@ -22,25 +22,25 @@ from ._recipe import with_seq_len
 from ._text import named_documents
 
 _AT_ONCE = 256
-"""Records that are tokenised together."""
+"""Number of records that are tokenised together."""
 
 
 def inspect_data(config: FinetuneConfig) -> Inspection:
-    """Read and tokenise all data of a run, and say what would become of it.
+    """Read and tokenise all data of a run, and report how the run would use it.
 
     Args:
-        config: the settings, of which `data` is needed. `model`, `tokenizer`, `chat_template`, `columns`, `loss_on` and
-            `seq_len` count as in a run.
+        config: the settings; `data` is required. `model`, `tokenizer`, `chat_template`, `columns`, `loss_on` and
+            `seq_len` have the same effect as in a run.
 
     Returns:
-        Counts of records, tokens, columns, duplicates and empty turns, and what is longer than a row.
+        Counts of records, tokens, columns, duplicates, empty turns, and records longer than a row.
 
     Raises:
         DataError: for data that a run would refuse.
         ModelFileError: for an unusable tokenizer or chat template.
 
     Memory:
-        One batch of records at a time; of plain text all of it.
+        Holds one batch of records at a time; plain text as a whole.
     """
     from .data import Example, load_chat_template, parse_columns, read_records
     from .data._encode import Encoder
@@ -78,7 +78,7 @@ def inspect_data(config: FinetuneConfig) -> Inspection:
             for ids, mask in encoder.encode(known) if known else ():
                 lengths.append(len(ids))
                 learned += int(mask.sum())
-                starts.append(int(np.argmax(mask)) if mask.any() else np.inf)  # of what is learned
+                starts.append(int(np.argmax(mask)) if mask.any() else np.inf)  # first learned token
     finally:
         encoder.close()
     facts: dict[str, Any] = {
@@ -94,7 +94,7 @@ def inspect_data(config: FinetuneConfig) -> Inspection:
     if counts["empty turns"]:
         notes.append(f"turns without text: {counts['empty turns']:,}")
     problems: list[str] = []
-    if lengths and not is_plain:  # plain text is cut into rows, and nothing is lost
+    if lengths and not is_plain:  # windows over plain text lose no tokens
         more, lost = _lengths(config, sizes.max_position_embeddings, np.asarray(lengths), np.asarray(starts))
         facts |= more
         notes += lost
@@ -109,7 +109,7 @@ def inspect_data(config: FinetuneConfig) -> Inspection:
 def _lengths(
     config: FinetuneConfig, context: int, lengths: np.ndarray[Any, Any], starts: np.ndarray[Any, Any]
 ) -> tuple[dict[str, Any], list[str]]:
-    """Return how long records are, what is lost at the length of a row, and a note if that is much."""
+    """Return statistics of record lengths and of lost tokens, and a note if more than 2 % are lost."""
     seq_len = with_seq_len(config, context, int(lengths.max())).seq_len
     total, longer = int(lengths.sum()), lengths[lengths > seq_len]
     lost = int((longer - seq_len).sum())

@@ -1,6 +1,6 @@
-"""The step of a run from `config.json` and the settings alone, for any target, before any weight is there.
+"""The training step of a run, built from `config.json` and the settings without any weight, for any target.
 
-`lowtide fits`, `lowtide explain` and ``--budget`` compile this step. Its functions are those of the run.
+`lowtide fits`, `lowtide explain` and ``--budget`` compile this step. It uses the same functions as the run.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from ._recipe import learning_rate, with_seq_len
 from ._text import IGNORE
 
 WRT = "**/lora_*"
-"""What trains of a model with adapters."""
+"""Glob of the trainable leaves of a model with adapters."""
 
 
 def step_job(model: str | Path, *, target: Target | str | None = None, **settings: Any) -> Job:
     """Make the step of `lowtide finetune` from shapes alone.
 
     Args:
-        model: a folder with `config.json`, or a GGUF file. Weights are not read, and need not be there. The base of a
+        model: a folder with `config.json`, or a GGUF file. Weights are not read and need not exist. The base of a
             quantised folder is quantised in the same format.
-        target: what the step will be compiled for. It decides what the dtype ``auto`` means.
+        target: device that the step will be compiled for. It decides the meaning of the dtype ``auto``.
         **settings: fields of `FinetuneConfig`, such as `batch_size`, `seq_len`, `quantize`, `full` and `offload`.
             Batches have the columns of packed records, unless `packing` is ``contiguous``.
 
@@ -43,7 +43,7 @@ def step_job(model: str | Path, *, target: Target | str | None = None, **setting
 
     Raises:
         ModelFileError: when `config.json` cannot be read.
-        ConfigError: for an unknown setting, or one out of range.
+        ConfigError: for an unknown setting or a value out of range.
         SelectionError: when `targets` matches nothing.
 
     Memory:
@@ -66,14 +66,14 @@ def config_job(config: FinetuneConfig, target: Target | str | None = None) -> Jo
         target: as in `step_job`.
 
     Returns:
-        The job. Its roles are those of `lowtide.train.analyze_step`; with `full` they are ``state``, ``frozen`` and
-        ``batch``.
+        The job. Its roles are those of `lowtide.train.analyze_step`; with `full`: ``state``, ``frozen`` and ``batch``.
     """
     refuse_for_model(config, directory_of(config))
     base = base_shapes(config, target)
     config = with_seq_len(config, base.config.max_position_embeddings)
     names = ("tokens", "labels", *(("segment_ids", "positions") if config.is_packed else ()))
     batch = {name: jax.ShapeDtypeStruct((config.batch_size, config.seq_len), jnp.int32) for name in names}
+    # Without data, epochs have no length in steps. The compiled step is the same for any number of steps.
     schedule = learning_rate(dataclasses.replace(config, num_epochs=None))
     if config.full:
         step = full_step(config, base.stack, schedule, num_targets)
@@ -91,7 +91,7 @@ def config_job(config: FinetuneConfig, target: Target | str | None = None) -> Jo
 
 
 def base_shapes(config: FinetuneConfig, target: Target | str | None = None) -> models.Decoder:
-    """Return the shapes of the base as a run loads it."""
+    """Return the base as shapes, with the dtypes, quantisation and memory spaces that a run loads it with."""
     platform = None if target is None else resolve_target(target).platform
     stored, compute = dtypes(trained_dtype(config), config.compute_dtype, platform)
     shapes = models.load_shapes(directory_of(config), dtype=stored, compute_dtype=compute)
@@ -103,10 +103,10 @@ def base_shapes(config: FinetuneConfig, target: Target | str | None = None) -> m
 
 
 def directory_of(config: FinetuneConfig) -> Path:
-    """Return the model's folder; that of the embedded model where none is named."""
+    """Return the model's folder; without `model`, the folder of the embedded model."""
     return Path(config.model) if config.model is not None else models.base_path()
 
 
 def num_targets(batch: Tree) -> Any:
-    """Count the tokens that are learned, which is the weight of a microbatch."""
+    """Count the tokens that have a label; this count is the weight of a microbatch."""
     return jnp.sum(batch["labels"] != IGNORE)

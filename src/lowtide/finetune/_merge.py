@@ -1,7 +1,7 @@
-"""A model with its adapters folded in, as a directory that other software loads.
+"""Write a model with its adapters merged, as a directory that other software loads.
 
-It is written into a folder beside the one that was asked for, whose name says that it is not whole, and renamed at
-the end: a kill leaves nothing under the name that was asked for.
+The files go to a sibling folder whose name ends in `.unfinished`, which is renamed to the requested name at the end.
+So a killed process leaves nothing under the requested name.
 """
 
 from __future__ import annotations
@@ -37,29 +37,29 @@ def write_merged(
     chat_template: str | Path | None = None,
     tokenizer: str | Path | None = None,
 ) -> models.Decoder:
-    """Fold adapters into their base, and write the directory of a whole model.
+    """Merge adapters into their base, and write the directory of a whole model.
 
     Args:
-        directory: the base, of Hugging Face's layout, or a GGUF file; None: the embedded model.
-        adapters: directories of adapters in PEFT's format, added up.
-        out: the folder to make; one that has something in it is refused.
+        directory: the base in Hugging Face's layout, or a GGUF file; None: the embedded model.
+        adapters: directories of adapters in PEFT's format; their updates are summed.
+        out: the folder to create; a folder that is not empty is refused.
         weights: a factor for each adapter; None: 1.
-        dtype: of the weights that are written; None: as the base stores them, or its embedding where it is quantised.
+        dtype: dtype of the written weights; None: as stored in the base, or that of its embedding if it is quantised.
         max_shard_bytes: the most bytes in one file.
-        chat_template: a file to write as `chat_template.jinja`; None: that of the base, if it has one.
-        tokenizer: the folder of the base's tokenizer; None: the base's, which a GGUF file is not.
+        chat_template: a file to write as `chat_template.jinja`; None: the base's template, if it has one.
+        tokenizer: the folder of the base's tokenizer; None: the base's directory. A GGUF file needs one.
 
     Returns:
         The merged model.
 
     Raises:
-        OutputError: when the folder has something in it, or cannot be written.
+        OutputError: when the folder is not empty or cannot be written.
         ModelFileError: for an unusable base or adapter.
         ConfigError: for weights that do not fit the adapters, or an unknown dtype.
 
     Memory:
-        The base, and each weight that is adapted twice while it is folded; with `dtype`, or where the base is
-        quantised, the base in float32. On the host, one shard at a time.
+        Holds the base, plus a second copy of each adapted weight while it is merged. With `dtype` or a quantised base,
+        the base is in float32. The host holds one shard at a time.
     """
     base, out = Path(directory) if directory is not None else models.base_path(), Path(out)
     if not adapters:
@@ -69,13 +69,13 @@ def write_merged(
     words = input_file(beside, "tokenizer.json", hint="save the tokenizer in the fast format")
     copied = files_beside(beside, chat_template)
     is_quantized = models.gguf_file(base) is not None or models.quantization_of(base) is not None
-    if is_quantized and dtype is None:  # as bitsandbytes and PEFT would store it, and rounded once all the same
+    if is_quantized and dtype is None:  # the dtype that bitsandbytes and PEFT would store; still rounded only once
         dtype = jnp.dtype(models.load_shapes(base).outer["embed"]["weight"].dtype).name
     model = models.load(base, dtype="auto" if dtype is None else "float32")
     if is_quantized and any(isinstance(each, QuantizedWeight) for each in _weights(model)):
         model = dequantize(model)
     merged = lora.merge(lora.combine([lora.load(model, adapter) for adapter in adapters], weights))
-    if dtype is not None:  # rounded once, from float32
+    if dtype is not None:  # the base was loaded in float32, so weights are rounded only here
         merged = jax.tree.map(lambda x: x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x, merged)
     vocabulary = models.load_tokenizer(beside)
     ends = load_end_tokens(merged.config, vocabulary, base, tokenizer_dir=beside, chat_template=chat_template)
@@ -86,7 +86,7 @@ def write_merged(
         models.save(merged, unfinished, tokenizer=words, max_shard_bytes=max_shard_bytes)
         add_the_rest(base, unfinished, merged.config)
         write_files(unfinished, with_end_tokens(copied, ends, merged.config))
-        os.replace(unfinished, out)  # in place of an empty folder, too
+        os.replace(unfinished, out)  # also replaces an empty folder
     except OSError as error:
         raise OutputError(
             f"{out}: cannot be written", got=str(error), hint="choose another folder; nothing was left there"
@@ -101,10 +101,10 @@ def _weights(model: models.Decoder) -> list[Any]:
 
 
 def refuse_full_folder(out: Path) -> None:
-    """Raise when there is something in a folder, or a file in its place.
+    """Raise when a folder is not empty, or a file has its name.
 
     Raises:
-        OutputError: then, or when it cannot be looked into.
+        OutputError: in these cases, or when the folder cannot be read.
     """
     try:
         is_free = not os.path.lexists(out) or (out.is_dir() and not out.is_symlink() and not any(out.iterdir()))
@@ -133,7 +133,7 @@ def _card(
     merged: models.Decoder,
 ) -> str:
     """Return the model card, with the header that Hugging Face's hub reads."""
-    # A name such as `models/llama` is no secret, while the folders of a machine are nobody's business.
+    # The card has only the last part of the path: the other folders of this machine are private.
     name = "lowtide's embedded base model" if directory is None else Path(directory).resolve().name
     folder = json.dumps(out.absolute().name, ensure_ascii=False)[1:-1]
     count = sum(leaf.size for leaf in jax.tree.leaves(merged) if jnp.issubdtype(leaf.dtype, jnp.floating))

@@ -1,10 +1,10 @@
-"""What fine-tuning keeps in host memory, and the loss of a model that is partly there.
+"""Host memory in fine-tuning, and the loss of a model that is partly in host memory.
 
-The words of ``FinetuneConfig.offload`` become arguments of `lowtide.offload` here: which leaves are loaded onto the
-host, how the optimizer is wrapped, what waits for the backward pass, and the layerwise step of ``full``.
+This module translates the words of ``FinetuneConfig.offload`` to arguments of `lowtide.offload`: the leaves to load
+onto the host, the wrapper of the optimizer, the place of residuals, and the layerwise step of ``full``.
 
 Known limits: text is sampled without a cache, so a model whose layers are on the host is streamed once for each token.
-Embedding and head of a fully tuned model come to the device as a whole to evaluate and to sample.
+To evaluate and to sample, the whole embedding and head of a fully tuned model move to the device.
 """
 
 from __future__ import annotations
@@ -31,20 +31,21 @@ _INPUT = "block_input"
 
 
 def is_hosted(config: FinetuneConfig) -> Callable[[str, Any], bool] | None:
-    """Which leaves are loaded into host memory: a predicate for `lowtide.models.load`, or None for none."""
+    """Return a predicate for `lowtide.models.load` that selects the leaves for host memory, or None for no leaf."""
     place = places(config) if config.full else {"layers": "host"} if "parameters" in (config.offload or ()) else {}
-    # Vectors are small, and of half-precision rows in host memory a TPU cuts no single one.
+    # Vectors stay on the device: they are small, and a TPU cannot slice a single half-precision row in host memory.
+    # Leaves of `layers` have one more axis than a weight, the layer, so a stacked vector has two.
     least = {name: 3 if name == "layers" else 2 for name in ("layers", "outer") if place.get(name) == "host"}
     return (lambda path, leaf: leaf.ndim >= least.get(path.partition("/")[0], math.inf)) if least else None
 
 
 def is_weight(path: str, leaf: Any) -> bool:
-    """Whether a leaf is a parameter: how far each layer sees, which is data, is of integers."""
+    """Return whether a leaf is a parameter; integer leaves, such as the attention window of each layer, are data."""
     return jnp.issubdtype(leaf.dtype, jnp.inexact)
 
 
 def places(config: FinetuneConfig) -> dict[str, str]:
-    """Where the layerwise step of ``full`` keeps things, as `lowtide.offload.layerwise_step` takes it."""
+    """Return the `place` argument of `lowtide.offload.layerwise_step` for ``full``."""
     words = config.offload
     on_host = {
         "layers": words is None or "parameters" in words,
@@ -56,12 +57,12 @@ def places(config: FinetuneConfig) -> dict[str, str]:
 
 
 def inputs_place(config: FinetuneConfig) -> Literal["device", "host"]:
-    """Where what enters each block waits for the backward pass of adapters."""
+    """Return the memory that holds the input of each block until the backward pass of adapters."""
     return "host" if "activations" in (config.offload or ()) else "device"
 
 
 def optimizer(config: FinetuneConfig, schedule: optax.Schedule) -> optax.GradientTransformation:
-    """AdamW with clipping, its moments where and in what the configuration says."""
+    """Build AdamW with clipping, with the moments in the configured memory and dtype."""
     clip = optax.clip_by_global_norm(config.max_grad_norm) if config.max_grad_norm else optax.identity()
     faster = [lora.plus(config.loraplus_ratio)] if config.loraplus_ratio != 1 else []
     tx = _stored(config, optax.chain(clip, adamw(config, schedule), *faster))
@@ -69,7 +70,7 @@ def optimizer(config: FinetuneConfig, schedule: optax.Schedule) -> optax.Gradien
 
 
 def _stored(config: FinetuneConfig, tx: optax.GradientTransformation) -> optax.GradientTransformation:
-    """Store an optimizer's state in `state_dtype`; with `full` in bfloat16 also what parameters lack of float32."""
+    """Store an optimizer's state in `state_dtype`; bfloat16 parameters of `full` also get 8-bit residuals."""
     form = None if config.state_dtype == "float32" else config.state_dtype
     weights = "split" if config.full and config.param_dtype == "bfloat16" else None
     return tx if form is weights is None else low_precision(tx, form, weights=weights)
@@ -78,7 +79,7 @@ def _stored(config: FinetuneConfig, tx: optax.GradientTransformation) -> optax.G
 def full_step(
     config: FinetuneConfig, stack: LayerStack, schedule: optax.Schedule, weight: Callable[[Tree], Any]
 ) -> offload.LayerwiseStep:
-    """AdamW on every parameter, inside the backward pass."""
+    """Build the step that applies AdamW to every parameter inside the backward pass."""
     mode: Any = config.clip_mode
     return offload.layerwise_step(
         stack,
@@ -94,21 +95,21 @@ def full_step(
 def loss(
     model: Decoder, batch: Tree, *, remat: bool = True, layers_per_remat: int = 1, inputs: str = "device"
 ) -> tuple[Any, Tree]:
-    """`lowtide.models.loss` for a model whose leaves may be in host memory.
+    """Compute `lowtide.models.loss` for a model whose leaves may be in host memory.
 
     Args:
-        model: the decoder; layers on the host are streamed one at a time, outer leaves moved.
+        model: the decoder. Layers on the host are streamed one at a time; outer leaves on the host move as a whole.
         batch: ``tokens`` and ``labels``.
-        remat: whether blocks are computed again in the backward pass; of streamed layers they always are.
-        layers_per_remat: of how many blocks one input is kept; of streamed layers each has its own.
-        inputs: ``"host"`` or ``"device"``: where what enters each block, or group, waits for the backward pass.
+        remat: whether the backward pass recomputes blocks; streamed blocks are always recomputed.
+        layers_per_remat: number of consecutive blocks that share one kept input; streamed blocks keep one each.
+        inputs: ``"host"`` or ``"device"``: memory that holds the kept inputs until the backward pass.
 
     Returns:
         The loss and its metrics.
 
     Memory:
-        On the device two of the streamed layers and one layer's activations; with ``inputs="host"`` the activations
-        between blocks on the host.
+        With streamed layers, the device holds two layers and the activations of one layer. With ``inputs="host"``,
+        the activations between blocks are on the host.
     """
     outer = _on_device(model.outer)
     if inputs == "host" and not _on_host(model.layers) and layers_per_remat == 1:
@@ -118,7 +119,7 @@ def loss(
 
 
 def hidden(model: Decoder, batch: Tree) -> Any:
-    """Compute the activations [B, T, D] that leave the last block, of a model whose leaves may be in host memory."""
+    """Compute the last block's output [B, T, D] for a model whose leaves may be in host memory."""
     return _hidden(model, _on_device(model.outer), batch, remat=False, inputs="device")
 
 
@@ -137,16 +138,21 @@ def _hidden(model: Decoder, outer: Tree, batch: Tree, *, remat: bool, layers_per
 
 
 def _offloading(stack: LayerStack) -> LayerStack:
-    """Make the stack's blocks send their input to the host and compute all else again."""
+    """Return the stack with blocks that offload their input to the host and recompute everything else."""
 
     def block(layer: Tree, h: Any, batch: Tree) -> Any:
         return recomputed(stack.block)(layer, checkpoint_name(h, _INPUT), batch)
 
+    # The stack scans over its blocks. XLA does not merge recomputation with the forward pass across two loops, so the
+    # barriers of `prevent_cse` would have no use.
     return dataclasses.replace(stack, block=offload.checkpoint(block, offload=[_INPUT], prevent_cse=False))
 
 
 def _to_host(h: Tree) -> Tree:
-    """Move what a group of blocks is given; of vectors in half precision a TPU cuts no single one on the host."""
+    """Move the inputs of a group of blocks to the host, except integers and vectors.
+
+    A TPU cannot slice a single half-precision vector in host memory.
+    """
     return offload.to_host(h, lambda path, leaf: leaf.ndim > 1 and jnp.issubdtype(leaf.dtype, jnp.inexact))
 
 

@@ -1,6 +1,6 @@
-"""The page of a run, `report.html`, out of the files in its folder: at the end, after an interrupt, or later.
+"""Write the page of a run, `report.html`, from the files in its folder: at its end, after an interrupt, or later.
 
-It knows records and not what was trained for: a record's ``loss`` and ``eval_loss`` are drawn, whichever loss that is.
+The page is independent of the objective: it draws the ``loss`` and ``eval_loss`` of the records, whatever they are.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ def keep_for_report(
     tables: Mapping[str, Sequence[tuple[str, str]]],
     samples: Mapping[str, tuple[str, str]],
 ) -> None:
-    """Write what the page needs and no other file has.
+    """Write the inputs of the page that no other file has.
 
     Args:
         out: the run's folder.
-        memory: the report of its step.
+        memory: the memory report of its step.
         tables: rows of name and text by title.
-        samples: prompt and continuation by title; those that a run of before has left stay beside them.
+        samples: prompt and continuation by title. Samples of an earlier call of the run are kept.
 
     Raises:
-        OutputError: when it cannot be written.
+        OutputError: when a file cannot be written.
     """
     memory.to_json(out / REPORT)
     parts = {"tables": tables, "samples": {**dict(_texts(_parts(out / PARTS, []).get("samples"))), **samples}}
@@ -45,20 +45,20 @@ def keep_for_report(
 
 
 def write_report(out: str | Path) -> Path:
-    """Write the page of a run from the files in its folder, as far as the run has come.
+    """Write the page of a finished or unfinished run from the files in its folder.
 
     Args:
         out: the run's folder.
 
     Returns:
-        The page, `report.html` in it: one file that needs no network and no script.
+        Path of the page, `report.html` in that folder: one file that needs no network and no script.
 
     Raises:
         OutputError: when the folder holds no run, or cannot be written.
         ConfigError: when its `config.toml` is damaged.
 
     Memory:
-        The records, on the host.
+        Holds the records on the host.
     """
     out = Path(out)
     if not (out / CONFIG).is_file():
@@ -98,7 +98,10 @@ def _charts(config: FinetuneConfig, records: Sequence[Record]) -> list[Chart]:
 
 
 def _without_peaks(points: list[tuple[float, float | None]]) -> tuple[list[tuple[float, float | None]], str]:
-    """Cut what is far above the rest, such as a step that was waited for elsewhere, and say so."""
+    """Clip values above four times the median, and return a note for the title.
+
+    Such values occur when the wait for a step is timed elsewhere, so that the step itself seems fast.
+    """
     known = [value for _, value in points if value is not None]
     limit = 4 * statistics.median(known) if known else math.inf
     if max(known, default=0) <= limit:
@@ -123,7 +126,7 @@ def _facts(
     times = [value for record in records if (value := _value(record, "seconds"))]
     if times:
         tokens = config.batch_size * config.seq_len
-        # Records say nothing of padding; which part of the rows it is stands in the table of the data.
+        # Records do not count padding. The table of the data has the share of padding in the rows.
         facts.append(("Tokens in batches, with padding", f"{tokens * len(times):,}"))
         facts.append(("Time in steps", _duration(sum(times))))
         facts.append(("Tokens per second", f"{tokens / statistics.median(times):,.0f} (median)"))

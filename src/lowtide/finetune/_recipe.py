@@ -1,6 +1,6 @@
-"""The recipe of a run, out of its settings: how many steps, the learning rate of each, the optimizer, what watches.
+"""The recipe of a run from its settings: number of steps, learning rates, optimizer, callbacks and trackers.
 
-Nothing here knows what the loss is.
+The recipe is independent of the loss.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from ..train import Callback, EarlyStopping, Record, Tracker
 from ._config import FinetuneConfig
 
 _MOST_TOKENS, _EMBEDDED_TOKENS, _ROUND_TOKENS = 2048, 128, 64
-"""Of a sequence whose length is chosen: the most, those with the embedded model, and their common divisor."""
+"""Default sequence lengths: the largest, that of the embedded model, and the multiple that lengths round up to."""
 
 
 def with_steps(config: FinetuneConfig, num_sequences: int | None) -> FinetuneConfig:
-    """Say in steps what `num_epochs` says in passes over the data.
+    """Convert `num_epochs` to `num_steps`.
 
     Args:
         config: the settings.
-        num_sequences: sequences to train on, or None where the data does not say.
+        num_sequences: number of training sequences, or None if the data has no known length.
 
     Returns:
-        Settings with `num_steps` alone.
+        Settings with `num_steps` only.
 
     Raises:
-        ConfigError: for epochs of data whose length is not known.
+        ConfigError: for `num_epochs` with data of unknown length.
     """
     if config.num_epochs is None:
         return config
@@ -47,11 +47,11 @@ def with_steps(config: FinetuneConfig, num_sequences: int | None) -> FinetuneCon
 
 
 def with_seq_len(config: FinetuneConfig, context: int, longest: int | None = None) -> FinetuneConfig:
-    """Choose the tokens of a sequence if the configuration names none.
+    """Choose the sequence length if the configuration sets none.
 
     Args:
         config: the settings.
-        context: positions that the model was made for.
+        context: the model's number of positions.
         longest: tokens of the longest record, if it is known.
     """
     if config.seq_len:
@@ -62,15 +62,15 @@ def with_seq_len(config: FinetuneConfig, context: int, longest: int | None = Non
 
 
 def peak_rate(config: FinetuneConfig) -> float:
-    """Return the peak of the learning rate, given or by default."""
+    """Return the configured or default peak learning rate."""
     given, embedded = (1e-5, 1e-3) if config.full else (2e-4, 5e-3)
     return config.learning_rate or (given if config.model is not None else embedded)
 
 
 def learning_rate(config: FinetuneConfig) -> optax.Schedule:
-    """Make the learning rate of every step: a linear warm-up, and then what `schedule` names.
+    """Build the learning-rate schedule: a linear warm-up, then the shape that `schedule` names.
 
-    The first step of a warm-up has a rate of its own instead of 0, which would do nothing.
+    A warm-up of n steps begins at 1 / (n + 1) of the peak, since a first step with rate 0 would do nothing.
     """
     peak = peak_rate(config)
     num_steps = config.schedule_steps or config.num_steps
@@ -84,7 +84,7 @@ def learning_rate(config: FinetuneConfig) -> optax.Schedule:
 
 
 def adamw(config: FinetuneConfig, schedule: optax.Schedule) -> optax.GradientTransformation:
-    """Make AdamW as the settings say, without clipping."""
+    """Build AdamW from the settings, without clipping."""
     return optax.adamw(
         schedule,
         b1=config.adam_beta1,
@@ -95,21 +95,21 @@ def adamw(config: FinetuneConfig, schedule: optax.Schedule) -> optax.GradientTra
 
 
 def watchers(config: FinetuneConfig) -> list[Callback]:
-    """Make the callbacks that may end a run before its last step."""
+    """Build the callbacks that may end a run before its last step."""
     if config.early_stopping_patience is None:
         return []
-    # Ours acts at the evaluation after those that are waited for.
+    # `EarlyStopping` stops at the evaluation after `patience` ones without improvement; our setting counts it, too.
     patience = config.early_stopping_patience - 1
     return [EarlyStopping("eval_loss", patience=patience, min_delta=config.early_stopping_threshold)]
 
 
 def trackers(config: FinetuneConfig, out: Path, values: Callable[[Record], Mapping[str, float]]) -> list[Callback]:
-    """Make what gives the records to trackers; raises for a package that is not there.
+    """Build the callbacks that send records to trackers; they raise if a tracker's package is missing.
 
     Args:
         config: the settings.
         out: the run's folder.
-        values: what is shown of a record.
+        values: selects the values of a record to send.
     """
     shown = {name: value for name, value in dataclasses.asdict(config).items() if value is not None}
     return [
@@ -131,11 +131,13 @@ def _constant(config: FinetuneConfig, peak: float, warmup: int, num_steps: int) 
 
 
 def _inverse_sqrt(config: FinetuneConfig, peak: float, warmup: int, num_steps: int) -> optax.Schedule:
+    # `step` counts from the end of the warm-up, so in steps s of the run this is peak * sqrt(warmup / s).
     shift = max(warmup, 1)
     return lambda step: peak * (shift / (shift + step)) ** 0.5
 
 
 def _stable(config: FinetuneConfig, peak: float, warmup: int, num_steps: int) -> optax.Schedule:
+    # `decay_fraction` refers to all steps of the schedule, including the warm-up.
     decay = min(num_steps, max(1, round(config.decay_fraction * (num_steps + warmup))))
     fall = optax.linear_schedule(peak, peak * config.final_rate_fraction, decay)
     return optax.join_schedules([optax.constant_schedule(peak), fall], [num_steps - decay])

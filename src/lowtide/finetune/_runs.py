@@ -1,12 +1,13 @@
-"""The folder of a run: is it free, is it the run to resume, and the metrics in it.
+"""The folder of a run: checks before a start or a resume, and the metrics file.
 
-config.toml     what was run
+config.toml     settings of the run
+data.json       digest of the tokens, settings, steps and day that the run began with
 metrics.jsonl   one record a line
 checkpoints/    trainable state only
 adapter/        the adapter in PEFT's format, or
-model/          the model, when all of it was tuned
-memory.json     where the bytes went
-report.html     with `report` one page of all of it, and in report.json and memory-report.json what only that needs
+model/          the model, if the whole model was tuned
+memory.json     bytes of the step
+report.html     with `report`, one page about the run; report.json and memory-report.json hold its further inputs
 """
 
 from __future__ import annotations
@@ -37,24 +38,24 @@ _FREE = (
     *("track", "project", "run_name", "report"),
     *("max_to_keep", "keep_best", "load_best_at_end", "early_stopping_patience", "early_stopping_threshold"),
 )
-"""Settings that may be edited before a run is resumed: they decide what is written when, and bytes, but no losses."""
+"""Settings that may be edited before a run is resumed: they change outputs, their times and bytes, but no losses."""
 
 
 def open_run(out: str | Path, values: Mapping[str, Any], where: str, *, resume: bool) -> FinetuneConfig:
-    """Settle a run's configuration, and check that its folder can be used.
+    """Determine a run's configuration, and check that its folder can be used.
 
     Args:
         out: the run's folder.
-        values: configuration values that were asked for.
-        where: where they come from, for messages.
-        resume: continue the run in `out`: its own `config.toml` holds, and `values` must not contradict it, but for
-            more steps.
+        values: configuration values of the call.
+        where: source of these values, for messages.
+        resume: continue the run in `out`. Its own `config.toml` applies, and `values` must not contradict it, except
+            for a larger number of steps.
 
     Returns:
         The configuration.
 
     Raises:
-        OutputError: when `out` holds something and `resume` is not set, cannot be written, or has nothing to resume.
+        OutputError: when `out` is not empty and `resume` is not set, cannot be written, or has nothing to resume.
         ConfigError: for unusable values, or values that differ from those of the run to resume.
     """
     same_in_all("arguments", json.dumps(values, default=str, sort_keys=True))
@@ -63,7 +64,7 @@ def open_run(out: str | Path, values: Mapping[str, Any], where: str, *, resume: 
 
 
 def _open_run(out: Path, values: Mapping[str, Any], where: str, *, resume: bool) -> FinetuneConfig:
-    # Absolute paths, so that the run can be resumed from another working directory; an empty one is none.
+    # Absolute paths allow a resume from another working directory. An empty string means that no path is given.
     named = {name: values[name] for name in _PATHS if isinstance(values.get(name), str) and values[name]}
     values = {**values, **{name: _absolute(Path(path)) for name, path in named.items()}}
     if resume:
@@ -78,7 +79,7 @@ def _open_run(out: Path, values: Mapping[str, Any], where: str, *, resume: bool)
             saved = {name: value for name, value in saved.items() if name != "num_epochs"}
         asked = config_from_dict({**saved, **values}, where)
         if asked.num_steps > config.num_steps:
-            # The learning rate goes on from where it was: stretched over the new number it would jump back up.
+            # The schedule keeps its length. Stretched over the new number of steps, the learning rate would jump up.
             steps = {"num_steps": asked.num_steps, "schedule_steps": config.schedule_steps or config.num_steps}
             config = dataclasses.replace(config, **steps)
         _refuse_other_config(config, asked, values, out)
@@ -94,12 +95,12 @@ def _open_run(out: Path, values: Mapping[str, Any], where: str, *, resume: bool)
 
 
 def _absolute(path: Path) -> str:
-    """Resolve a path; of a GGUF file not its last link, which in a cache of Hugging Face leads to another name."""
+    """Resolve a path. The last link of a GGUF file is kept: in a Hugging Face cache its target has another name."""
     return str(path.parent.resolve() / path.name if path.suffix.lower() == ".gguf" else path.resolve())
 
 
 def _in_steps(out: Path, config: FinetuneConfig) -> FinetuneConfig:
-    """Say how many steps a run was to take that was begun with epochs, as its first call recorded it."""
+    """Replace `num_epochs` with the number of steps that the run's first call recorded."""
     recorded = json.loads((out / DATA).read_text()).get("num_steps") if (out / DATA).is_file() else None
     if not is_count(recorded, 1):
         raise ConfigError(
@@ -110,35 +111,35 @@ def _in_steps(out: Path, config: FinetuneConfig) -> FinetuneConfig:
 
 
 def write_config(out: Path, config: FinetuneConfig) -> None:
-    """Write `config.toml`, whole or not at all."""
+    """Write `config.toml` atomically."""
     write_files(out, {CONFIG: config_to_toml(config).encode()})
 
 
 def begun_on(out: Path) -> str:
-    """Return the day on which a run began, such as ``2025-01-31``: of a run that begins now, or recorded none, today.
+    """Return the day on which a run began, such as ``2025-01-31``; today for a new run or one without a recorded day.
 
-    Chat templates may write it, and resumed on another day the run has to see the same tokens.
+    Chat templates may write the date, and a run resumed on another day needs the same tokens.
 
     Raises:
-        OutputError: when what was recorded is damaged.
+        OutputError: when the record is damaged.
     """
     path, today = out / DATA, datetime.date.today().isoformat()
     return _recorded(path)[2] or today if path.is_file() else today
 
 
 def check_same_run(out: Path, config: FinetuneConfig, digest: str, day: str | None = None) -> None:
-    """Refuse to resume over other data, or with other settings; the first call of a run records which they are.
+    """Refuse to resume with other data or other settings; the first call of a run records both.
 
-    For the first process.
+    Only the first process calls this.
 
     Args:
         out: the run's folder.
         config: its settings.
-        digest: of its tokens.
-        day: on which it began, of `begun_on`.
+        digest: digest of its tokens.
+        day: day on which it began, from `begun_on`.
 
     Raises:
-        ConfigError: when the tokens, or settings in `config.toml`, differ from those the run began with.
+        ConfigError: when the tokens, or settings in `config.toml`, differ from those that the run began with.
     """
     path, settings = out / DATA, _deciding(config)
     if not path.is_file():
@@ -162,14 +163,15 @@ def check_same_run(out: Path, config: FinetuneConfig, digest: str, day: str | No
 
 
 def check_checkpoint(out: Path, config: FinetuneConfig, resumed_at: int | None) -> None:
-    """Refuse to begin again over a run whose checkpoints are gone.
+    """Refuse to restart a run whose checkpoints were deleted.
 
-    A kill before the first checkpoint is complete leaves records, and the run begins again. The first is complete when
-    the second is begun, which is after the record of its step and before the next; and when the run has ended.
+    A kill before the first checkpoint is complete leaves records but no checkpoint, and then the run may restart.
 
     Raises:
-        OutputError: when the metrics say that there was a checkpoint and there is none.
+        OutputError: when the metrics prove that a checkpoint existed, and the folder contains none.
     """
+    # The first checkpoint is complete when the second one starts, or when the run has ended. The second one starts
+    # after the record of step 2 * checkpoint_every and before the next record.
     recorded = max((record["step"] for record in read_records(out / METRICS)), default=0)
     has_saved = recorded > 2 * config.checkpoint_every or (out / MEMORY).is_file()
     if resumed_at is None and has_saved:
@@ -181,17 +183,17 @@ def check_checkpoint(out: Path, config: FinetuneConfig, resumed_at: int | None) 
 
 
 class MetricsFile(Callback):
-    """`metrics.jsonl`: records appended and flushed line by line.
+    """Writer of `metrics.jsonl`, which appends and flushes one record a line.
 
     Args:
         path: the file.
-        keep_through: keep earlier records up to this step (of a run that continues there) and drop later ones, so
-            that the file reads as if the run had never stopped; None drops all.
+        keep_through: keep earlier records up to this step, at which a run continues, and drop later ones. So the file
+            reads as if the run had never stopped. None drops all.
     """
 
     def __init__(self, path: Path, keep_through: int | None) -> None:
         self._file = None
-        if jax.process_index():  # one process writes
+        if jax.process_index():  # only the first process writes
             return
         kept = [] if keep_through is None else [r for r in read_records(path) if r["step"] <= keep_through]
         write_files(path.parent, {path.name: "".join(json.dumps(record) + "\n" for record in kept).encode()})
@@ -205,7 +207,7 @@ class MetricsFile(Callback):
         self._file.flush()
 
     def state(self) -> None:
-        """Make what was written survive a power cut; asked for before every checkpoint."""
+        """Sync the file to disk, so that its records survive a power cut; called before every checkpoint."""
         if self._file is not None and not self._file.closed:
             os.fsync(self._file.fileno())
 
@@ -217,7 +219,7 @@ class MetricsFile(Callback):
 
 
 def read_records(path: Path) -> list[dict[str, Any]]:
-    """Read the complete records of a metrics file; a line that a kill cut off is left out."""
+    """Read the complete records of a metrics file; a line truncated by a kill is skipped."""
     records: list[dict[str, Any]] = []
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.is_file() else []:
         try:
@@ -246,7 +248,7 @@ def _refuse_other_config(saved: FinetuneConfig, asked: FinetuneConfig, values: M
 
 
 def _looked_at(out: Path, look: Callable[[], bool]) -> bool:
-    """Return what is found in a folder, which may be one that nobody may look into."""
+    """Call `look`, and report an unreadable folder as an OutputError."""
     try:
         return look()
     except OSError as error:
@@ -256,14 +258,15 @@ def _looked_at(out: Path, look: Callable[[], bool]) -> bool:
 
 
 def _deciding(config: FinetuneConfig) -> dict[str, Any]:
-    """Return the settings that decide what a run's losses are; paths are not among them, since files may be moved."""
-    dropped = ("tile_tokens",) if config.lora_dropout and config.tile_tokens else ()  # each tile drops others
+    """Return the settings that determine a run's losses, without paths, since files may be moved."""
+    # With dropout the tile size changes losses, since each tile draws its own mask.
+    dropped = ("tile_tokens",) if config.lora_dropout and config.tile_tokens else ()
     values = {name: value for name, value in dataclasses.asdict(config).items() if name not in _FREE or name in dropped}
     return json.loads(json.dumps({**values, "schedule_steps": config.schedule_steps or config.num_steps}))
 
 
 def _recorded(path: Path) -> tuple[str, dict[str, Any], str | None]:
-    """Return data, settings and day that a run began with; earlier versions recorded no settings, and no day."""
+    """Return the digest, settings and day that a run began with; earlier versions recorded no settings and no day."""
     try:
         values = json.loads(path.read_text())
         day = values.get("day")

@@ -1,4 +1,4 @@
-"""Where the bytes of a fine-tuning step go: the step that runs, and when it is asked for the naive one beside it."""
+"""Memory table of a fine-tuning step, optionally compared with a naive step."""
 
 from __future__ import annotations
 
@@ -12,32 +12,34 @@ from ..memory import MemoryReport, versions
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MemoryTable:
-    """Bytes of a fine-tuning step; all figures compiled or counted from shapes."""
+    """Bytes of a fine-tuning step; all figures are compiled or counted from shapes."""
 
     ours: MemoryReport
-    """The step that runs."""
+    """Report of the step that runs."""
     trainable_bytes: int
-    """Adapters, or with `full` the whole model, without padding."""
+    """Adapters, or the whole model with `full`, without padding."""
     frozen_bytes: int
-    """The base of adapters, without padding."""
+    """The base of the adapters, without padding."""
     gradient_bytes: int
-    """The gradients of our step that live together: of all adapters; with `full` of a layer or of the largest outer
-    leaf, and of a tied embedding."""
+    """Gradients of our step that are live at the same time: of all adapters; with `full`, of one layer or the largest
+    outer leaf, plus a tied embedding."""
     optimizer_bytes: int
-    """The optimizer's state."""
+    """Optimizer state."""
     naive_gradient_bytes: int | None = None
-    """The gradient tree of the naive step; None when nothing is compared."""
+    """Gradient tree of the naive step; None without a comparison."""
     naive: MemoryReport | None = None
-    """AdamW over the whole model, everything on the device, with what is frozen behind stop_gradient; None when it does
-    not compile for lack of memory, or nothing is compared."""
+    """Report of AdamW over the whole model, all on the device, with frozen leaves behind stop_gradient.
+
+    None when it does not compile for lack of memory, or without a comparison.
+    """
 
     @property
     def is_compared(self) -> bool:
-        """Whether there are figures of the naive step."""
+        """Whether the table has figures of the naive step."""
         return self.naive_gradient_bytes is not None
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the content of `memory.json`; what begins with ``naive_`` is there when it was compared."""
+        """Return the content of `memory.json`; keys that begin with ``naive_`` are present only with a comparison."""
         counted = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.type == "int"}
         naive = {
             "naive_gradient_bytes": self.naive_gradient_bytes,
@@ -59,6 +61,6 @@ class MemoryTable:
 
 
 def measured_peak_bytes() -> int | None:
-    """Return the most bytes JAX's allocator has held on the first device so far; None where it keeps no count (CPU)."""
+    """Return the peak bytes of JAX's allocator on the first device so far; None where it keeps no count (CPU)."""
     stats = jax.local_devices()[0].memory_stats()
     return None if not stats else stats.get("peak_bytes_in_use")

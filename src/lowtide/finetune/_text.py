@@ -1,8 +1,8 @@
-"""Text to training batches: read, tokenise, pack, split, shuffle.
+"""Plain text to training batches: read, tokenise, cut into windows, split, shuffle.
 
 Documents are tokenised with the model's own tokenizer, shuffled once by seed, joined with the end-of-document token
-and cut into windows of ``seq_len + 1`` tokens; the last part of the stream is held out. Order, repetition and
-batching are Grain's: a `MapDataset` that gives the batch of any step, which is what makes a run resumable.
+and cut into windows of ``seq_len + 1`` tokens. The last part of the stream is held out. Grain does the order,
+repetition and batching: its `MapDataset` returns the batch of any step, so a run is resumable.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ if TYPE_CHECKING:
 IGNORE = -100
 _ENCODE_AT_ONCE = 256
 _MOST_AT_ONCE = 32 * 1024**2
-"""Bytes of a text file that is read as a whole."""
+"""Bytes of the largest text file that is read as a whole; larger files are tokenised in windows."""
 _MOST_IN_MEMORY = 2**24
-"""Tokens that are kept in memory while more are made."""
+"""Tokens kept in memory during tokenisation before they go to a temporary file."""
 _LEAST_WINDOWS = 16
-"""Windows that a chosen length leaves."""
+"""Least number of windows if the sequence length is chosen from the data."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -41,10 +41,10 @@ class TextData:
     """Tokenised text, ready for `Trainer`."""
 
     train: Any
-    """A `grain.MapDataset` of batches by step: ``tokens`` and ``labels``, int32 [B, T]; of records also ``segment_ids``
-    and ``positions``."""
+    """A `grain.MapDataset` of batches by step: ``tokens`` and ``labels``, int32 [B, T]; records add ``segment_ids`` and
+    ``positions``."""
     held_out: Sequence[dict[str, np.ndarray]]
-    """Evaluation batches; rows that fill up the last one have all labels ignored."""
+    """Evaluation batches; padding rows of the last batch have all labels ignored."""
     num_documents: int
     """Documents read."""
     num_train_tokens: int
@@ -52,15 +52,15 @@ class TextData:
     num_held_out_tokens: int
     """Tokens in held-out windows."""
     num_train_sequences: int | None
-    """Sequences of an epoch; None where the data does not say."""
+    """Sequences of an epoch; None for data of unknown length."""
     digest: str
-    """SHA-256 of all tokens in their order, to tell whether a resumed run sees the same data."""
+    """SHA-256 of all tokens in their order, to check that a resumed run has the same data."""
     seq_len: int
     """Tokens in a sequence, T."""
     report: DataReport | None = None
-    """Of records, what became of them."""
+    """Counts of records that were read, packed, cut and dropped; None for plain text."""
     notes: tuple[str, ...] = ()
-    """What a user may not expect: files that were not read, or not as what they are."""
+    """Facts that a user may not expect, such as files that were not read, or were read in an unexpected way."""
 
 
 def read_documents(path: str | Path | None) -> list[str]:
@@ -68,23 +68,21 @@ def read_documents(path: str | Path | None) -> list[str]:
 
     Args:
         path: a file (``.jsonl``: one object with a ``text`` field a line; other text: one document), a folder
-            (every UTF-8 file below it is a document, in sorted order; hidden and binary files are left out, links are
-            followed), or
-            None for the language reference that ships inside Python (`pydoc_data.topics`).
+            (every UTF-8 file below it is a document, in sorted order; hidden and binary files are skipped, links are
+            followed), or None for the language reference that ships inside Python (`pydoc_data.topics`).
 
     Returns:
         The documents that are not blank.
 
     Raises:
-        DataError: when the path does not exist, cannot be read, holds no text, or holds records in a format that is
-            read as such, or compressed (CSV, JSON, Parquet and others, folders of JSON lines): they would be trained
-            on as text.
+        DataError: when the path does not exist, cannot be read or holds no text. Also for compressed files and for
+            records (CSV, JSON, Parquet and others, folders of JSON lines), which would be trained on as text.
     """
     return [*named_documents(path).values()]
 
 
 def named_documents(path: str | Path | None) -> dict[str, str]:
-    """Read documents as `read_documents` does, by what they are called in errors: a file, or one and its line.
+    """Read documents as `read_documents` does, by their name in errors: a file, or a file and a line.
 
     Args:
         path: as in `read_documents`.
@@ -128,10 +126,10 @@ def texts_of_records(path: Path, columns: tuple[str, ...] | None = None) -> dict
 
     Args:
         path: as in `lowtide.finetune.data.read_records`.
-        columns: of the configuration.
+        columns: the columns in the configuration.
 
     Raises:
-        DataError: for records of another kind, and those that `read_records` refuses.
+        DataError: for records of another kind, and for records that `read_records` refuses.
     """
     from .data import parse_columns, read_records
 
@@ -164,22 +162,22 @@ def text_data(
     """Tokenise, pack, split and shuffle documents.
 
     Args:
-        documents: texts, or texts by what they are called in errors.
+        documents: texts, or texts by their name in errors.
         tokenizer: the model's tokenizer.
-        seq_len: tokens in a training sequence, T; or a function of a sixteenth of all tokens, which chooses T.
+        seq_len: tokens in a training sequence, T; or a function that maps a sixteenth of the number of tokens to T.
         batch_size: sequences in a batch, B.
-        seed: of the document order and the batch order.
-        end_token: appended to each document, if any.
-        held_out_fraction: part of the windows kept for evaluation, at least one window.
-        eval_documents: texts to evaluate instead of that part, in windows of their own.
-        vocab_size: embeddings of the model: tokens beyond are refused; None: nothing is.
-        on_progress: called with documents done and documents in all.
+        seed: seed of the document order and the batch order.
+        end_token: token appended to each document, if any.
+        held_out_fraction: fraction of the windows kept for evaluation, at least one window.
+        eval_documents: evaluation texts that replace this fraction, in separate windows.
+        vocab_size: number of the model's embeddings; tokens beyond are refused. None: nothing is refused.
+        on_progress: called with the number of finished documents and the total.
 
     Returns:
         The batches.
 
     Raises:
-        DataError: when there are fewer tokens than two windows (one to train on, one held out), and for tokens that
+        DataError: when there are fewer tokens than two windows (one for training, one held out), and for tokens that
             the model has no embedding for.
         ConfigError: for a sequence length, batch size or fraction out of range.
     """
@@ -192,6 +190,7 @@ def text_data(
             got=f"seq_len={seq_len}, batch_size={batch_size}, held_out_fraction={held_out_fraction}",
             hint="check --seq-len and --batch-size",
         )
+    # Shuffle documents before the split, so that the held-out end of the stream is a random sample of them.
     order, items = np.random.default_rng(seed).permutation(len(documents)), [*named(documents).items()]
     digest = hashlib.sha256()
     stream = tokenise(dict(items[i] for i in order), tokenizer, end_token, vocab_size, on_progress, digest)
@@ -238,13 +237,13 @@ def tokenise(
     on_progress: Callable[[int, int], None] | None = None,
     digest: Any = None,
 ) -> np.ndarray:
-    """Tokenise texts, or text files, and join them, as `text_data` does; int32 [N].
+    """Tokenise and join texts or text files as `text_data` does; int32 [N].
 
-    The hash `digest`, if any, is updated by the tokens.
+    The hash `digest`, if given, is updated with the tokens.
 
     Raises:
         DataError: for a token that the model has no embedding for.
-        ModelFileError: for a tokenizer that cannot encode, or contradicts itself.
+        ModelFileError: for a tokenizer that cannot encode the text, or returns ids outside its own vocabulary.
     """
     tokens = _Tokens(digest)
     names, texts = [*documents], [*documents.values()]
@@ -268,10 +267,10 @@ def tokenise(
 
 
 class _Tokens:
-    """Tokens of all documents. This object is mutated: `add` appends, and writes to a temporary file what is too much.
+    """Tokens of all documents. This object is mutated: `add` appends, and moves large amounts to a temporary file.
 
     Memory:
-        At most 128 MiB. The array that `stream` returns is mapped from the file.
+        At most 128 MiB. If the file was used, `stream` returns a memory map of it.
     """
 
     def __init__(self, digest: Any) -> None:
@@ -332,7 +331,7 @@ def _not_text(path: Path) -> DataError:
 
 
 def is_large_text(path: str | Path) -> bool:
-    """Return whether a path is one document that is read in pieces; raises DataError for another format."""
+    """Return whether a path is one text document that is read in pieces; raises DataError for other formats."""
     path = Path(path)
     if not path.is_file() or path.suffix == ".jsonl" or path.stat().st_size <= _MOST_AT_ONCE:
         return False
@@ -341,7 +340,7 @@ def is_large_text(path: str | Path) -> bool:
 
 
 class _EvaluationBatches(Sequence[dict[str, np.ndarray]]):
-    """Batches of windows [N, T + 1], each made when it is asked for; the last one is filled up with ignored rows."""
+    """Batches of windows [N, T + 1], built at access; the last batch is padded with ignored rows."""
 
     def __init__(self, windows: np.ndarray, batch_size: int) -> None:
         self._windows, self._batch_size = windows, batch_size
@@ -357,7 +356,7 @@ class _EvaluationBatches(Sequence[dict[str, np.ndarray]]):
 
 
 def _place(name: str, text: str | Path, ids: np.ndarray, tokenizer: Tokenizer, vocab_size: int) -> str:
-    """Say where in a document the first token beyond the vocabulary is, where its text says it."""
+    """Return the document's name, with the line of the first token beyond the vocabulary if the text contains it."""
     token = tokenizer.id_to_token(int(ids[ids >= vocab_size][0]))
     at = text.find(token) if token and isinstance(text, str) else -1
     return (
@@ -369,6 +368,7 @@ def _place(name: str, text: str | Path, ids: np.ndarray, tokenizer: Tokenizer, v
 
 def _next_token(windows: np.ndarray) -> dict[str, np.ndarray]:
     tokens, labels = np.ascontiguousarray(windows[:, :-1]), np.ascontiguousarray(windows[:, 1:])
+    # Padding rows contain IGNORE, which is a valid label but a negative token id.
     return {"tokens": np.maximum(tokens, 0), "labels": labels}
 
 
@@ -384,6 +384,6 @@ def _utf8(path: Path) -> str | None:
     if b"\0" in data:
         return None
     try:
-        return data.decode("utf-8").removeprefix("\ufeff")  # a mark that some editors write, and no text
+        return data.decode("utf-8").removeprefix("\ufeff")  # byte order mark of some editors
     except UnicodeDecodeError:
         return None

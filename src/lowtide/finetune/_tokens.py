@@ -1,4 +1,7 @@
-"""Text to tokens by a tokenizer that a stranger wrote, for plain text and for records."""
+"""Encode and decode text with any `tokenizers` tokenizer, for plain text and for records.
+
+A tokenizer.json comes from a third party, so its failures and ids are checked here.
+"""
 
 from __future__ import annotations
 
@@ -12,35 +15,38 @@ from ..core import DataError, ModelFileError, shortened, shown
 from ._windows import LongEncoding, encode_long, is_long
 
 _CONTEXT = 16
-"""Tokens of a prompt that say how the next ones are written."""
+"""Number of prompt tokens decoded together with a continuation."""
 
 
 def encode(tokenizer: Tokenizer, texts: Sequence[str], *, special: bool = True, offsets: bool = False) -> list[Any]:
     """Tokenise texts. A text that begins with BOS gets no second BOS.
 
     Args:
-        tokenizer: of the `tokenizers` library.
-        texts: what to tokenise.
+        tokenizer: a tokenizer of the `tokenizers` library.
+        texts: texts to tokenise.
         special: whether the tokenizer adds its special tokens.
-        offsets: whether it says which characters a token has, which takes longer.
+        offsets: whether encodings have the character range of each token, which takes longer.
 
     Returns:
         An encoding for each text, with `ids` and `offsets`. A text of more than a million characters is encoded in
         windows.
 
     Raises:
-        ModelFileError: when the tokenizer cannot.
+        ModelFileError: when the tokenizer fails.
     """
     try:
         run = tokenizer.encode_batch if offsets else tokenizer.encode_batch_fast
         short = iter(run([text for text in texts if not is_long(text)], add_special_tokens=special))
         encodings = [encode_long(tokenizer, text, special=special) if is_long(text) else next(short) for text in texts]
+        # The special tokens of an empty text begin with BOS, if the tokenizer adds BOS. A text that starts with the
+        # characters of BOS then has two of them, and the first is removed.
         added = tokenizer.encode("").ids if special else []
         for encoding in encodings if added else ():
             if not isinstance(encoding, LongEncoding) and encoding.ids[:2] == [added[0]] * 2:
                 encoding.truncate(len(encoding) - 1, direction="left")
         return encodings
-    except BaseException as error:  # the library raises bare Exception, and panics as a BaseException of its own
+    # The library raises bare Exception, and a Rust panic arrives as PanicException, a subclass of BaseException only.
+    except BaseException as error:
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
         raise ModelFileError(
@@ -51,19 +57,20 @@ def encode(tokenizer: Tokenizer, texts: Sequence[str], *, special: bool = True, 
 
 
 def decode_after(tokenizer: Tokenizer, prompt: Sequence[int], ids: Sequence[int]) -> str:
-    """Return the text by which tokens continue a prompt; alone they may lose a space at their beginning."""
+    """Return the text that tokens add to a prompt; decoded alone they may lose a leading space."""
+    # Decode both texts and compare, since a decoder may write a token in another way at the start of a text.
     prompt = list(prompt[-_CONTEXT:])
     before, whole = (tokenizer.decode(tokens) for tokens in (prompt, [*prompt, *ids]))
     return whole[len(before) :] if whole.startswith(before) else tokenizer.decode(list(ids))
 
 
 def largest_id(tokenizer: Tokenizer, end_token: int | None) -> int:
-    """Return the largest id that a tokenizer's vocabulary, or the end token, has."""
+    """Return the largest id among a tokenizer's vocabulary and the end token."""
     return max(*tokenizer.get_vocab().values(), -1, -1 if end_token is None else end_token)
 
 
 def refuse_unknown(found: int, largest: int) -> None:
-    """Raise ModelFileError when the largest id that was found is beyond the vocabulary."""
+    """Raise ModelFileError when the largest id in the data, `found`, is beyond the vocabulary."""
     if found > largest:
         raise ModelFileError(
             "the tokenizer gives tokens that are not in its vocabulary",
@@ -74,10 +81,10 @@ def refuse_unknown(found: int, largest: int) -> None:
 
 
 def named(documents: Sequence[str] | Mapping[str, Any]) -> dict[str, Any]:
-    """Give texts without names a number.
+    """Return texts by name; a sequence of texts gets numbered names.
 
     Raises:
-        DataError: for one text, whose characters would be texts.
+        DataError: for a single string, whose characters would count as texts.
     """
     if isinstance(documents, str):
         raise DataError(
@@ -94,16 +101,16 @@ def named(documents: Sequence[str] | Mapping[str, Any]) -> dict[str, Any]:
 def check_ids(
     ids: Sequence[int] | np.ndarray[Any, Any], tokenizer: Tokenizer, vocab_size: int | None, where: str
 ) -> None:
-    """Refuse tokens that a model has no embedding for, as some added tokens of published models have none.
+    """Refuse tokens that a model has no embedding for, such as some added tokens of published models.
 
     Args:
-        ids: of one text.
-        tokenizer: the model's, which says what a token is called.
-        vocab_size: embeddings of the model; None: nothing is refused.
-        where: of which text they are, for the message.
+        ids: token ids of one text.
+        tokenizer: the model's tokenizer, for the text of a token.
+        vocab_size: number of the model's embeddings; None: nothing is refused.
+        where: name of the text, for the message.
 
     Raises:
-        DataError: naming the token.
+        DataError: for such a token, with its text and id.
     """
     if vocab_size is None or np.max(ids, initial=0) < vocab_size:
         return

@@ -1,4 +1,7 @@
-"""The files of a folder of data, text or records: all of them, or an error."""
+"""List the files of a data folder, whether text or records.
+
+An unreadable file or folder is an error, since skipping it would silently change the data.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +13,10 @@ from ..core import DataError
 
 
 def files_below(folder: Path) -> list[Path]:
-    """List the files below a folder that are not hidden, in sorted order; links are followed.
+    """List the files below a folder in sorted order, without hidden ones; symbolic links are followed.
 
     Raises:
-        DataError: for what cannot be read, and links to nothing.
+        DataError: for an unreadable folder or a broken link.
     """
     found: list[Path] = []
 
@@ -23,7 +26,8 @@ def files_below(folder: Path) -> list[Path]:
     root, seen = folder.resolve(), {folder.resolve()}
     for here, folders, names in os.walk(folder, onerror=fail, followlinks=True):
         paths = {name: Path(here, name) for name in [*folders, *names] if not name.startswith(".")}
-        # A folder that is linked to twice, or is in this one anyway, perhaps around the link, is read once.
+        # Read a folder once when several links point to it, or when a link points into this tree. The second case
+        # includes links to a parent of the link, which would recurse without end.
         folders[:] = [name for name in sorted(folders) if name in paths and not _is_seen(paths[name], root, seen)]
         for name in names:
             if name in paths and paths[name].is_symlink() and not paths[name].exists():

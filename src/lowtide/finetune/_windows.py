@@ -1,9 +1,9 @@
 """Tokenise a long text in windows, so that memory does not grow with its length.
 
 The `tokenizers` library takes about 150 bytes for each byte of a text that it encodes at once. So a long text is
-encoded in windows that overlap, and two windows are joined where they agree on a run of tokens. Subword tokenizers
-(BPE, Unigram, WordPiece) depend on nearby characters alone, so a run in common means that all tokens after it are those
-of the whole text. Windows without a run in common are encoded together.
+encoded in overlapping windows, and two windows are joined where they agree on a run of tokens. Subword tokenizers
+(BPE, Unigram, WordPiece) depend only on nearby characters. So after a common run, all tokens equal those of the whole
+text. Windows without a common run are encoded together.
 """
 
 from __future__ import annotations
@@ -18,12 +18,13 @@ from tokenizers import Tokenizer
 _WINDOW = 2**19
 """Characters of a window."""
 _OVERLAP = 2**11
+"""Characters that two windows share."""
 _RUN = 24
-"""Tokens that two windows have to agree on."""
+"""Number of consecutive tokens on which two windows have to agree."""
 
 
 class LongEncoding(NamedTuple):
-    """Ids of a text, and where each token begins and ends in it, in characters."""
+    """Token ids of a text, and the first and end character of each token."""
 
     ids: np.ndarray[Any, Any]
     """int32 [N]."""
@@ -35,16 +36,16 @@ class LongEncoding(NamedTuple):
 
 
 def is_long(text: str) -> bool:
-    """Return whether a text is to be encoded in windows."""
+    """Return whether a text is encoded in windows: it has more than twice a window's characters."""
     return len(text) > 2 * _WINDOW
 
 
 def encode_long(tokenizer: Tokenizer, text: str, *, special: bool) -> LongEncoding:
-    """Tokenise a text in windows, to the same tokens as at once.
+    """Tokenise a text in windows; the tokens equal those of one call for the whole text.
 
     Args:
-        tokenizer: of the `tokenizers` library.
-        text: what to tokenise.
+        tokenizer: a tokenizer of the `tokenizers` library.
+        text: the text.
         special: whether to add the tokenizer's special tokens.
 
     Returns:
@@ -61,8 +62,8 @@ def encoded_pieces(tokenizer: Tokenizer, file: TextIO, *, special: bool) -> Iter
     """Tokenise a file in windows, and yield the tokens piece by piece.
 
     Args:
-        tokenizer: of the `tokenizers` library.
-        file: a text file, which is read once.
+        tokenizer: a tokenizer of the `tokenizers` library.
+        file: a text file, read once from start to end.
         special: whether to add the tokenizer's special tokens.
 
     Yields:
@@ -82,9 +83,11 @@ def encoded_pieces(tokenizer: Tokenizer, file: TextIO, *, special: bool) -> Iter
         start, stop = max(end - _OVERLAP, begin + 1), end + _WINDOW
         following = _encoded(tokenizer, text, start, stop)
         cut = _common_cut(window, following)
-        if cut is None:  # encode both together, and look for a run in a later overlap
+        if cut is None:  # encode both windows together, and search the next overlap for a common run
             window, end = _encoded(tokenizer, text, begin, stop), stop
             continue
+        # Tokens before the cut come from the first window, the others from the second. This drops the last tokens of
+        # the first window and the first tokens of the second, which lack context on one side.
         yield LongEncoding(window.ids[: cut[0]], window.offsets[: cut[0]])
         window = LongEncoding(following.ids[cut[1] :], following.offsets[cut[1] :])
         begin, end = int(window.offsets[0, 0]), stop
@@ -94,7 +97,7 @@ def encoded_pieces(tokenizer: Tokenizer, file: TextIO, *, special: bool) -> Iter
 
 
 class _Buffer:
-    """Part of a text file. This object is mutated: it reads on, and drops what is not needed any more."""
+    """Loaded part of a text file. This object is mutated: it reads more text, and drops text that is done."""
 
     def __init__(self, file: TextIO) -> None:
         self._file, self._text, self._begin = file, "", 0
@@ -106,11 +109,11 @@ class _Buffer:
         return self._text[place.start - self._begin : place.stop - self._begin]
 
     def ends_at(self, end: int) -> bool:
-        """Return whether no character comes after a place."""
+        """Return whether the text has no character at or after this position."""
         return not self[end : end + 1]
 
     def drop(self, begin: int) -> None:
-        """Drop the text before a place."""
+        """Drop the text before this position."""
         self._text, self._begin = self._text[begin - self._begin :], begin
 
 
@@ -125,7 +128,10 @@ def _encoded(tokenizer: Tokenizer, text: _Buffer, start: int, stop: int) -> Long
 
 
 def _common_cut(first: LongEncoding, second: LongEncoding) -> tuple[int, int] | None:
-    """Return the indices of one token in both windows, in the middle of a run that they have in common."""
+    """Return the indices of one token in both windows, in the middle of a common run; None without such a run.
+
+    A token is common if its id and its characters are equal in both windows.
+    """
     if not len(second):
         return None
     tail = int(np.searchsorted(first.offsets[:, 0], second.offsets[0, 0]))
@@ -135,20 +141,21 @@ def _common_cut(first: LongEncoding, second: LongEncoding) -> tuple[int, int] | 
         other = places.get((*offset, id))
         is_next = other is not None and (run == 0 or other == previous + 1)
         run, previous = (run + 1 if is_next else int(other is not None)), -1 if other is None else other
-        # The token before has to end where this one begins: several tokens may be parts of one character.
+        # The previous token has to end where this one begins. Byte-level tokens can be parts of one character: they
+        # have equal offsets, and a window that began between them would split the character.
         if run >= _RUN and first.offsets[index - _RUN // 2, 0] >= first.offsets[index - _RUN // 2 - 1, 1]:
             return index - _RUN // 2, previous - _RUN // 2
     return None
 
 
 def _head(encoding: LongEncoding, most: int | None = None) -> list[tuple[int, tuple[int, int]]]:
-    """Return ids and offsets as numbers of Python."""
+    """Return ids and offsets as Python integers, which are faster to compare one by one than NumPy scalars."""
     offsets = encoding.offsets[:most].tolist()
     return [(id, (start, end)) for id, (start, end) in zip(encoding.ids[:most].tolist(), offsets, strict=True)]
 
 
 def _special_ids(tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
-    """Return the special tokens that a tokenizer puts before and after a text."""
+    """Return the special tokens that a tokenizer adds before and after a text."""
     encoding = tokenizer.encode("a", add_special_tokens=True)
     text = [index for index, is_special in enumerate(encoding.special_tokens_mask) if not is_special]
     if not text:

@@ -1,4 +1,4 @@
-"""Compile for hardware that is here or not, and say where every byte of the program goes."""
+"""Compile for present or absent hardware, and report the owner of every byte of the program."""
 
 from ..hlo import crossed_donations as crossed_donations
 from ..hlo import is_out_of_memory as is_out_of_memory

@@ -1,4 +1,8 @@
-"""Say where the bytes of a compiled program go, without running it."""
+"""Report the bytes of a compiled program without running it.
+
+`_owners` assigns an owner to each buffer. This module compiles, adds XLA's totals, moves arguments and outputs that are
+declared in host memory, and builds the `MemoryReport`.
+"""
 
 from __future__ import annotations
 
@@ -33,10 +37,10 @@ from ._isolate import run_isolated
 from ._owners import Owners, find_owners
 
 Role = int | str | Sequence[int | str]
-"""Which arguments a role covers: a position, a keyword, or several."""
+"""Arguments of a role: a position, a keyword, or several of these."""
 
 _NOTABLE_BYTES = 2**20
-"""Below this, constants outside of the figures need no note."""
+"""Constants outside the figures get a note from this size on."""
 _RESERVED = ("other", *DERIVED_ROLES)
 
 
@@ -53,17 +57,16 @@ def analyze(
     """Compile a function for a target and report its bytes.
 
     Args:
-        fn: a function, or one that `jax.jit` returned (its donation and static arguments hold).
-        *args: its arguments: arrays, `jax.ShapeDtypeStruct`s, or trees of them; nothing is read from them but shape,
-            dtype, sharding and memory kind. Arrays on a mesh are moved to a mesh of the same axes over the target's
-            devices.
+        fn: a function, or the result of `jax.jit` (its donation and static arguments apply).
+        *args: its arguments: arrays, `jax.ShapeDtypeStruct`s, or trees of them. Only shape, dtype, sharding and memory
+            kind are read. Arrays on a mesh are moved to a mesh of the same axes over the target's devices.
         target: a `Target`, a name for `lowtide.memory.target`, or None for the hardware at hand.
-        roles: what to call which arguments: a name for a position, a keyword, or several of these.
-        donate_argnums: as in `jax.jit`; not for a function that is jitted already.
-        static_argnums: as in `jax.jit`. For a jitted function with static positional arguments, repeat its own.
-        isolate: compile in a process of its own, since one that compiled for a TPU keeps much memory. The function
+        roles: role names, each with the position or keyword of an argument, or several of these.
+        donate_argnums: as in `jax.jit`; not for a function that is already jitted.
+        static_argnums: as in `jax.jit`. For a jitted function with static positional arguments, repeat its value.
+        isolate: compile in a separate process, since a process that compiled for a TPU keeps much memory. The function
             and its arguments are sent with cloudpickle, arrays as shapes.
-        **kwargs: keyword arguments of `fn` (except those named like this function's own).
+        **kwargs: keyword arguments of `fn`, except those with the name of a parameter above.
 
     Returns:
         The report, for one device of the target.
@@ -72,12 +75,12 @@ def analyze(
         TargetError: when the target is unknown, or too small for an argument's mesh.
         StructureError: for an argument that a compiled function does not take, with its path.
         ConfigError: for roles, `donate_argnums` or `static_argnums` that do not fit the arguments.
-        Exception: what the compiler raises, unchanged; but a program that does not fit a TPU gets a report.
+        Exception: any other exception of the compiler, unchanged. A program that does not fit a TPU gets a report.
 
     Memory:
-        Nothing is allocated on the target. Figures include the padding of the target's layouts. An argument that
-        the function does not read costs no bytes here, as in a jitted call. Constants that the function closes over
-        count as code or temporaries, not as arguments.
+        Nothing is allocated on the target. Figures include the padding of the target's layouts. An argument that the
+        function does not read takes no bytes, as in a jitted call. Constants that the function closes over count as
+        code or temporaries, not as arguments.
 
     Examples:
         >>> import jax.numpy as jnp
@@ -89,7 +92,7 @@ def analyze(
     if isolate:
         call = {"donate_argnums": donate_argnums, "static_argnums": static_argnums, "roles": roles, "kwargs": kwargs}
         return run_isolated(analyze, fn, args, call, resolve_target(target))
-    # Before the compiler's minutes are spent.
+    # Check the roles before the compiler, which may take minutes.
     _owners(roles or {}, len(args), list(kwargs), positions("static_argnums", static_argnums, len(args)))
     program = compile_program(
         fn, args, kwargs, target=target, donate_argnums=donate_argnums, static_argnums=static_argnums
@@ -104,14 +107,14 @@ def analyze_compiled(
     roles: Mapping[str, Role] | None = None,
     static_argnums: int | Sequence[int] | None = None,
 ) -> MemoryReport:
-    """Report the bytes of a program that is compiled already.
+    """Report the bytes of a compiled program.
 
     Args:
         compiled: a `jax.stages.Compiled`.
-        target: what it was compiled for; None for the hardware at hand.
+        target: the target that it was compiled for; None for the hardware at hand.
         roles: as in `analyze`.
-        static_argnums: the static arguments it was compiled with, so that `roles` can count positions as the caller
-            does.
+        static_argnums: the static arguments that it was compiled with. With them, positions in `roles` are those of
+            the uncompiled function.
 
     Returns:
         The report, for one device.
@@ -121,7 +124,7 @@ def analyze_compiled(
         TargetError: when the program was compiled for another platform, or its compiler reports no memory.
 
     Memory:
-        Reads what the compiler reported; compiles and allocates nothing.
+        Reads the compiler's report; compiles and allocates nothing.
     """
     goal = resolve_target(target)
     _check_platform(compiled, goal)
@@ -137,14 +140,14 @@ def analyze_compiled(
 
 
 def examine(program: CompiledProgram, roles: Mapping[str, Role] | None = None) -> tuple[MemoryReport, Owners | None]:
-    """Make the report of a program, and what is behind it.
+    """Build the report of a program, and return it with the owners of its buffers.
 
     Args:
-        program: the program, or what is left of one that did not fit.
+        program: the program; one that did not fit has allocations but no executable.
         roles: as in `analyze`.
 
     Returns:
-        The report, for one device; and the owners it was made of (None when the compiler dumped nothing).
+        The report, for one device, and the owners behind it (None if the compiler dumped nothing).
 
     Raises:
         ConfigError: for roles that do not fit the arguments.
@@ -164,16 +167,16 @@ def examine(program: CompiledProgram, roles: Mapping[str, Role] | None = None) -
 
 
 def examine_dump(hlo: Any, goal: Target, stats: Any, roles: Mapping[str, str]) -> tuple[MemoryReport, Owners]:
-    """Report on a program of which only the dump is left, as after an out-of-memory error.
+    """Report on a program of which only the dump exists, as after an out-of-memory error.
 
     Args:
         hlo: the dumped program.
-        goal: what it was compiled for.
+        goal: the target that it was compiled for.
         stats: the compiler's figures; None when it refused the program.
-        roles: the role of an argument, by the name that the function gives it; by default its name.
+        roles: roles by the parameter name of the argument; without an entry the role is that name.
 
     Returns:
-        The report, with arguments by the names that JAX gave them, and its owners.
+        The report, with arguments under the names that JAX recorded, and its owners.
     """
     leaves = named_leaves(hlo)
     facts = _Facts.of_allocations(hlo, leaves) if stats is None else _Facts.of_stats(stats, leaves, {}, [])
@@ -184,17 +187,17 @@ def examine_dump(hlo: Any, goal: Target, stats: Any, roles: Mapping[str, str]) -
 
 @dataclasses.dataclass(frozen=True)
 class _Facts:
-    """What the compiler says about a program as a whole."""
+    """The compiler's figures for a program as a whole."""
 
     leaves: list[ArgumentLeaf]
     device: SpaceBytes
     host: SpaceBytes
     host_outputs: Mapping[str, int]
-    """Paths and bytes of results that are declared in host memory."""
+    """Bytes of results that are declared in host memory, by path."""
     aliased: list[bool]
     """For every leaf, whether an output is written into its buffer."""
     has_totals: bool = True
-    """Whether XLA gave totals beside the allocations."""
+    """Whether XLA reported totals in addition to the allocations."""
 
     @classmethod
     def of_compiled(cls, compiled: Any, leaves: list[ArgumentLeaf], hlo: Any = None) -> _Facts:
@@ -219,14 +222,15 @@ class _Facts:
 
     @property
     def totals(self) -> dict[Space, SpaceBytes] | None:
-        """XLA's own, by memory space."""
+        """XLA's totals by memory space; None if it reported none."""
         return {"device": self.device, "host": self.host} if self.has_totals else None
 
     @classmethod
     def of_allocations(cls, hlo: Any, leaves: list[ArgumentLeaf]) -> _Facts:
-        """Do the same from the allocations of a program that did not fit."""
+        """Compute the figures from the allocations of a program that did not fit."""
         spaces: list[SpaceBytes] = []
         for color in (DEVICE_COLOR, HOST_COLOR):
+            # As in XLA's own figures, outputs include those in donated arguments, and `alias_bytes` subtracts them.
             mine = [a for a in hlo.assignment.allocations if a.color == color and not a.is_thread_local]
             arguments = sum(a.size for a in mine if a.is_entry_parameter)
             alias = sum(a.size for a in mine if a.is_entry_parameter and a.is_parameter_aliased_with_output)
@@ -261,7 +265,7 @@ def _examine(
     if goal.platform == "gpu" and goal.is_ahead_of_time and not has_cudnn():
         notes = (*notes, "compiled without cuDNN, which is not installed: a GPU with it may use other kernels")
     if hlo is not None:
-        # Not out_info, which JAX cannot give for programs with ordered effects.
+        # Not `out_info`, which JAX cannot compute for programs with ordered effects.
         numbers = jax.tree.unflatten(stages.out_tree, range(stages.out_tree.num_leaves))
         outputs = [path for path, _ in leaves_with_paths(numbers)]
         found = find_owners(hlo, facts.leaves, leaf_roles, outputs, facts.totals)
@@ -280,7 +284,7 @@ def _report(
     moved: _Moved,
     notes: tuple[str, ...] = (),
 ) -> MemoryReport:
-    """Make the report of a program, whose arguments have roles of some names."""
+    """Build the report of a program; `names` are the roles to list, even with zero bytes."""
     device, host = _spaces(facts, moved)
     buffers = found.buffers if found else _coarse_buffers(facts, leaf_roles)
     buffers = tuple(moved.apply(buffer, facts.leaves) for buffer in buffers)
@@ -304,7 +308,7 @@ def _report(
 
 
 def _uncounted(owners: Owners, goal: Target) -> tuple[str, ...]:
-    """Write a note on constants that are in no buffer: a TPU's compiler counts them as code, others nowhere."""
+    """Return a note on constants in no buffer: the TPU compiler counts them as code, others do not count them."""
     total = sum(buffer.num_bytes for buffer in owners.uncounted)
     if total < _NOTABLE_BYTES:
         return ()
@@ -333,7 +337,7 @@ def _check_platform(compiled: Any, goal: Target) -> None:
 def _owners(
     roles: Mapping[str, Role], num_args: int, keywords: Sequence[str], static: Sequence[int]
 ) -> dict[int | str, str]:
-    """Return the role of every argument that has one, by its position among those not static, or by keyword."""
+    """Return roles by argument: the position among the arguments that are not static, or the keyword."""
     dynamic = {position: at for at, position in enumerate(p for p in range(num_args) if p not in static)}
     keys: dict[int | str, int | str] = {**dynamic, **{p - num_args: at for p, at in dynamic.items()}}
     keys.update({keyword: keyword for keyword in keywords})
@@ -368,7 +372,7 @@ def _owners(
 
 
 def _as_called(leaf: ArgumentLeaf, dynamic: Sequence[int]) -> ArgumentLeaf:
-    """Return a leaf whose argument is numbered as the caller does, static arguments included."""
+    """Return the leaf with the argument position of the call, in which static arguments count."""
     if not isinstance(leaf.argument, int):
         return leaf
     position = dynamic[leaf.argument]
@@ -376,11 +380,11 @@ def _as_called(leaf: ArgumentLeaf, dynamic: Sequence[int]) -> ArgumentLeaf:
 
 
 def _with_names(leaves: list[ArgumentLeaf], leaf_names: Sequence[str]) -> list[ArgumentLeaf]:
-    """Let paths begin with the names of the signature, where every argument has a name of its own.
+    """Begin paths with the parameter names of the signature, if every argument has a different name.
 
     Args:
         leaves: the leaves, whose paths begin with the argument's position or keyword.
-        leaf_names: JAX's name of every leaf, such as ``params['w']``. Arguments of a ``*args`` parameter share one.
+        leaf_names: JAX's name of every leaf, such as ``params['w']``. Arguments of a ``*args`` parameter share a name.
     """
     if len(leaf_names) != len(leaves):
         return leaves
@@ -406,17 +410,22 @@ _HOST_NOTES = {
 
 @dataclasses.dataclass(frozen=True)
 class _Moved:
-    """Arguments and outputs that are declared in host memory but that the compiler counts for the device."""
+    """Arguments and outputs that are declared in host memory, but counted as device memory by the compiler."""
 
     leaves: Mapping[int, int]
-    """Index of a leaf: its bytes."""
+    """Bytes by index of the argument leaf."""
     outputs: Mapping[str, int]
-    """Path of an output of its own: its bytes."""
+    """Bytes by path of the output."""
     alias_bytes: int = 0
+    """Bytes of moved arguments whose buffer holds an output."""
 
     @property
     def output_bytes(self) -> int:
-        """What is written into a moved argument moves with it, also where its own memory kind was dropped."""
+        """Bytes of outputs to move.
+
+        An output in the buffer of a moved argument moves with it, even if the compiler dropped the output's memory
+        kind.
+        """
         return max(sum(self.outputs.values()), self.alias_bytes)
 
     def apply(self, buffer: Buffer, leaves: Sequence[ArgumentLeaf]) -> Buffer:
@@ -427,7 +436,8 @@ class _Moved:
 
 def _moved_to_host(goal: Target, facts: _Facts, host_paths: frozenset[str]) -> _Moved:
     declared = [at for at, leaf in enumerate(facts.leaves) if leaf.kept and (leaf.on_host or leaf.path in host_paths)]
-    # A TPU, and a GPU that is there, count host arguments for the host by themselves.
+    # The compilers for a TPU and for a present GPU count host arguments as host memory. A compile-only GPU has no
+    # memories (`addressable_memories() == []`), so its compiler drops the memory kind of arguments.
     if goal.platform == "tpu" or facts.host.argument_bytes or facts.host.output_bytes:
         return _Moved({}, {})
     return _Moved(
@@ -450,7 +460,7 @@ def _spaces(facts: _Facts, moved: _Moved) -> tuple[SpaceBytes, SpaceBytes]:
 
 
 def _coarse_buffers(facts: _Facts, roles: Sequence[str]) -> tuple[Buffer, ...]:
-    """Buffers of a program without a dump: arguments by leaf, the rest as XLA's totals."""
+    """Return buffers for a program without a dump: arguments by leaf, everything else as XLA's totals."""
     buffers: list[Buffer] = []
     spaces: list[tuple[Space, SpaceBytes]] = [("device", facts.device), ("host", facts.host)]
     for space, total in spaces:
@@ -473,7 +483,7 @@ def _by_role(space: SpaceBytes, names: Sequence[str], leaves: Sequence[tuple[Arg
 
 
 def _derived(space: SpaceBytes, leaf_bytes: int) -> dict[str, int]:
-    """Bytes by role of what is no leaf of an argument, given the bytes of the leaves."""
+    """Return bytes by role for everything except argument leaves, whose bytes are given."""
     return {
         "unattributed": space.argument_bytes - leaf_bytes,
         "outputs": space.output_bytes - space.alias_bytes,

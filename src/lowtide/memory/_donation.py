@@ -1,8 +1,9 @@
-"""Donation that is checked: a donated buffer that the program did not reuse means two copies of it.
+"""Check donation: a donated buffer that the program does not reuse means two copies of its data.
 
-JAX donates what it can and at most warns about the rest. Here the executable is asked instead: every donated leaf has
-to be aliased to an output in ``input_output_alias``. A buffer may serve any output of the same size and layout, so of
-several equal leaves the one that is named need not be the one whose output is missing; the bytes are right.
+JAX donates the buffers that it can, and at most warns about the others. This module reads the executable: every donated
+leaf has to be aliased to an output in ``input_output_alias``. A buffer may serve any output of the same size and
+layout. So among several equal leaves, the reported path may not be the leaf whose output is missing; the bytes are
+correct.
 """
 
 from __future__ import annotations
@@ -24,22 +25,22 @@ class UndonatedLeaf:
     path: str
     """The argument's number, name or keyword, then the tree path: ``0/params/w``."""
     num_bytes: int
-    """Its compiled bytes on one device; for a leaf the program does not read, its logical bytes."""
+    """Its compiled bytes on one device; the logical bytes of a leaf that the program does not read."""
     is_read: bool
-    """Whether the program reads it (else `jit` dropped it, and its buffer stays with the caller)."""
+    """Whether the program reads it. Otherwise `jit` dropped it, and the caller keeps its buffer."""
 
 
 def undonated(compiled: Any, *, arg_names: Sequence[str] | None = None) -> tuple[UndonatedLeaf, ...]:
     """List the donated leaves that a compiled program did not reuse for an output.
 
     Args:
-        compiled: a `jax.stages.Compiled` of a function jitted with `donate_argnums` or `donate_argnames`; with
-            ``keep_unused=True`` also leaves that the program does not read can be donated.
-        arg_names: names for the positional arguments in paths, in place of their numbers.
+        compiled: a `jax.stages.Compiled` of a function jitted with `donate_argnums` or `donate_argnames`. With
+            ``keep_unused=True``, leaves that the program does not read can be donated, too.
+        arg_names: names of the positional arguments in paths, instead of their numbers.
 
     Returns:
-        The leaves, in flattening order; empty when every donated buffer is reused (or nothing was donated:
-        `check_donation` refuses that). Leaves of zero bytes are never listed.
+        The leaves in flattening order. Empty when every donated buffer is reused, or when nothing was donated, which
+        `check_donation` refuses. Leaves of zero bytes are never listed.
 
     Memory:
         Reads the executable's text; allocates nothing on a device.

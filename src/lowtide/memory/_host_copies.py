@@ -1,9 +1,14 @@
-"""What a GPU copies of arguments in host memory, where the compiler knew no host memory.
+"""Device copies of host arguments on a GPU, for programs compiled without host memory.
 
-A GPU that only compiles reads such arguments in place. A real one has copies on the device: of an array that is read as
-a whole from the beginning of the program (there XLA starts its copies, as on a TPU) until it is last read, or until the
-result that overwrites it is made; in a loop for the length of the loop's body; of slices, the slice. That is an upper
-bound: a real schedule may start a copy later.
+A compile-only GPU has no host memory, so its program reads such arguments in place. A real GPU copies them to the
+device:
+
+- an array that is read as a whole, from the start of the program to its last read, or until the result that overwrites
+  it is made (XLA starts its copies there, as on a TPU);
+- an array that is read as a whole in a loop, for the length of the loop's body;
+- a slice, for the operation or the loop body that reads it.
+
+These times are an upper bound: a real schedule may start a copy later.
 """
 
 from __future__ import annotations
@@ -26,13 +31,13 @@ def with_host_copies(
     """Add the copies of host arguments to a program's figures.
 
     Args:
-        owners: of the program.
-        device: its bytes on the device, without what is on the host.
+        owners: the owners of the program.
+        device: its device bytes, without arguments and outputs on the host.
         buffers: its buffers.
-        leaves: positions of the arguments on the host.
+        leaves: indices of the argument leaves on the host.
 
     Returns:
-        The bytes on the device, the buffers, and the position of the peak, all with the copies.
+        The device bytes, the buffers, and the position of the peak, all including the copies.
     """
     mine = [buffer for buffer in buffers if buffer.space == "device"]
     before = live_bytes(mine, len(owners.moments))
@@ -40,6 +45,7 @@ def with_host_copies(
     after = live_bytes([*mine, *copies], len(owners.moments))
     peak = max(range(len(after)), key=after.__getitem__)
     added = after[peak] - before[owners.peak_moment]
+    # Fragmentation exists only at the peak in the timeline, so it moves to the new peak.
     moved = [
         dataclasses.replace(b, start=peak, end=peak) if b.role == "fragmentation" and b.space == "device" else b
         for b in buffers
@@ -75,13 +81,15 @@ class _Copies:
                 )
 
     def _ranges(self, leaf: int, parameter: Value) -> tuple[set[tuple[int, int]], dict[tuple[int, int], int]]:
-        """Where the leaf is read as a whole; and where slices of it are, with the bytes of the largest."""
+        """Return the ranges in which the leaf is read as a whole, and those of its slices with the largest's bytes."""
         wholes = dict[int, tuple[int, int]]()
         slices = dict[tuple[int, int], int]()
         memory, border = {parameter}, [parameter]
         while border:
             value = border.pop()
             for reader, edge in self.owners.dataflow.users.get(value, ()):
+                # Aliases, bitcasts and in-place writes are still the argument's memory, so follow them. Any other user
+                # reads the memory, and needs a copy on the device.
                 instruction = self.graph.instructions[reader[0]]
                 written = instruction.opcode in _IN_PLACE and instruction.proto.operand_ids[0] == value[0]
                 if edge == Edge.ALIAS or written or instruction.opcode == "bitcast":
@@ -109,12 +117,12 @@ class _Copies:
         return found, inside
 
     def _overwritten(self, leaf: int, memory: set[Value]) -> int:
-        """Return the position at which the result that takes the leaf's place is made; 0 without one."""
+        """Return the position at which the result that replaces the leaf is made; 0 without one."""
         made = (value for value, at in self.owners.replaced.items() if at == leaf and value in self.owners.in_place)
         return max((_made_at(self.graph, value) for value in made if value not in memory), default=0)
 
     def _range(self, at: int) -> tuple[int, int]:
-        """Return the positions of a loop's body; of the program itself one."""
+        """Return the range of an instruction: all of the loop body around it, or its own position outside loops."""
         positions = self.graph.positions
         computation = self.graph.computations[self.graph.instructions[at].computation]
         if computation.id == self.graph.entry.id:
@@ -124,12 +132,12 @@ class _Copies:
 
 
 def _written(proto: Any) -> int:
-    """Return what an operation writes into its first operand; before it a scatter has all operands, and targets."""
+    """Return the operand that is written into the first one; a scatter's operands are n targets, indices, n updates."""
     return proto.operand_ids[(len(proto.operand_ids) + 1) // 2 if proto.opcode == "scatter" else 1]
 
 
 def _made_at(graph: Graph, value: Value) -> int:
-    """Return the position at which a value is made, under whatever name it is known."""
+    """Return the position at which a value is made, following its aliases."""
     seen = {value}
     while True:
         at = _scheduled(graph, value[0])
@@ -143,7 +151,7 @@ def _made_at(graph: Graph, value: Value) -> int:
 
 
 def _scheduled(graph: Graph, at: int) -> int | None:
-    """Return the instruction that runs for one that may be inside of a fusion; None for what never runs by itself."""
+    """Return the scheduled instruction that runs an instruction, such as the fusion around it; None without one."""
     while at not in graph.positions:
         caller = graph.caller(at)
         if caller is None:

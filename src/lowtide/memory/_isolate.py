@@ -1,8 +1,8 @@
-"""Compile and analyze in a process of its own.
+"""Compile and analyze in a child process.
 
-A process that compiled for a TPU keeps hundreds of megabytes, and a compiler that crashes takes its process along.
-Functions travel by cloudpickle, arrays among the arguments as shapes, JAX's configuration as it is here; what comes
-back is the report. Arrays that the function closes over are constants of the program, and travel in full.
+A process that compiled for a TPU keeps hundreds of megabytes, and a crash of the compiler ends its process. The
+function is sent with cloudpickle, arrays among the arguments as shapes, and JAX's configuration as it is here; the
+child returns the report. Arrays that the function closes over are constants of the program, and are sent in full.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def run_isolated(
     """Run `lowtide.memory.analyze` in a child process.
 
     Args:
-        analyze: that function.
+        analyze: `lowtide.memory.analyze`.
         fn: the function.
         args: its arguments; arrays are sent as shapes.
         options: further arguments of `analyze`.
@@ -46,8 +46,8 @@ def run_isolated(
 
     Raises:
         StructureError: when the function or an argument cannot be sent.
-        TargetError: when the child died, with the end of what it wrote.
-        Exception: what `analyze` raised in the child.
+        TargetError: when the child died, with the end of its output.
+        Exception: any exception of `analyze` in the child.
     """
     shapes = [_shapes(arg) for arg in args]
     call = {**options, "kwargs": {key: _shapes(value) for key, value in options["kwargs"].items()}}
@@ -78,7 +78,7 @@ def run_isolated(
 
 
 def _dumps(value: Any, goal: Target) -> bytes:
-    """Pickle a value; devices, which cannot travel, are looked up again on the other side."""
+    """Pickle a value; devices cannot be pickled, so the child looks them up again."""
     import cloudpickle
 
     places = {device: at for at, device in enumerate(goal.devices())}
@@ -97,7 +97,7 @@ def _dumps(value: Any, goal: Target) -> bytes:
 
 
 def _configuration() -> dict[str, Any]:
-    """JAX's options as they hold here, those that a context manager set included."""
+    """Return JAX's current options, including those set by a context manager."""
     options = {name: getattr(jax.config, name, None) for name in jax.config.values}
     return {name: value for name, value in options.items() if isinstance(value, (bool, int, float, str))}
 
@@ -117,7 +117,7 @@ def _local_device(platform: str, number: int) -> Any:
 
 
 def _shapes(tree: Any) -> Any:
-    """Put shapes in place of a tree's arrays, host memory kept."""
+    """Replace a tree's arrays with shapes, including their memory kind."""
 
     def shape(leaf: Any) -> Any:
         if isinstance(leaf, np.ndarray) and leaf.dtype.kind in "biufc":
@@ -133,7 +133,7 @@ def _shapes(tree: Any) -> Any:
 def _main(source: str, result: str) -> None:
     import cloudpickle
 
-    # One after the other: what is configured decides how the rest is read.
+    # Load the configuration first, since JAX's options affect how the other values are unpickled.
     payload = io.BytesIO(Path(source).read_bytes())
     _configure(pickle.load(payload))
     analyze, fn, args, call, goal = pickle.load(payload)
@@ -142,6 +142,7 @@ def _main(source: str, result: str) -> None:
         outcome: Any = analyze(fn, *args, target=goal, **call, **kwargs)
     except Exception as error:
         try:
+            # Some exceptions can be pickled but not unpickled. Then send their text.
             pickle.loads(cloudpickle.dumps(error))
             outcome = error
         except Exception:

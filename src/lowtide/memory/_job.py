@@ -1,7 +1,7 @@
-"""What to analyse: a function, its arguments and what they are called, as one value.
+"""A function, its arguments and their roles as one value, ready for analysis.
 
-The command line, the pytest plugin and `extrapolate` all ask a function of the user's for a job; here its answer is
-read, and refused by name when it is something else.
+The command line, the pytest plugin and `extrapolate` call a function of the user that returns a job. This module parses
+the returned value, and raises an error with the function's name for anything else.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Job:
     kwargs: Mapping[str, Any] = dataclasses.field(default_factory=dict[str, Any])
     """Its keyword arguments."""
     roles: Mapping[str, Role] | None = None
-    """What to call which arguments, as in `analyze`."""
+    """Role names and their arguments, as in `analyze`."""
     donate_argnums: int | Sequence[int] | None = None
     """As in `analyze`."""
     static_argnums: int | Sequence[int] | None = None
@@ -49,17 +49,17 @@ class Job:
 
     @classmethod
     def of(cls, value: Any, what: str = "the job") -> Job:
-        """Read a job from what a user's function returned.
+        """Convert the return value of a user's function to a job.
 
         Args:
             value: a `Job`, ``(fn, args)``, ``(fn, args, roles)``, or a mapping with the names of this class's fields.
-            what: what to call it in an error.
+            what: its name in an error.
 
         Returns:
             The job.
 
         Raises:
-            ConfigError: when it is something else.
+            ConfigError: for any other value.
         """
         if isinstance(value, Job):
             return value
@@ -93,22 +93,22 @@ class Job:
         what: str | None = None,
         **settings: Any,
     ) -> Job:
-        """Ask a user's function for a job.
+        """Call a user's function, and convert its return value to a job.
 
         Args:
-            maker: a function that returns what `of` reads. When it has a parameter ``target`` it gets the `Target`, to
-                build meshes on its devices.
+            maker: a function that returns a value for `of`. If it has a parameter ``target``, it receives the `Target`,
+                to build meshes on its devices.
             *values: its positional arguments.
-            target: what the job will be analysed for.
-            what: what to call the function in an error; None for its name.
+            target: the target of the later analysis.
+            what: the function's name in an error; None for its own name.
             **settings: its keyword arguments.
 
         Returns:
             The job.
 
         Raises:
-            ConfigError: when it is not callable, or returns something else.
-            Exception: what it raises itself, unchanged.
+            ConfigError: when it is not callable, or returns another value.
+            Exception: any exception of the function, unchanged.
         """
         what = what or getattr(maker, "__name__", "the function")
         if not callable(maker):
@@ -120,7 +120,7 @@ class Job:
         return cls.of(maker(*values, **settings), f"what {what} returns")
 
     def analyze(self, target: Target | str | None = None) -> MemoryReport:
-        """Compile it for a target and report its bytes.
+        """Compile the function for a target and report its bytes.
 
         Args:
             target: as in `lowtide.memory.analyze`.
@@ -129,7 +129,7 @@ class Job:
             The report.
 
         Raises:
-            Exception: what `lowtide.memory.analyze` raises.
+            Exception: any exception of `lowtide.memory.analyze`.
 
         Memory:
             None on the target.
@@ -146,7 +146,7 @@ class Job:
 
 
 def takes_target(maker: Callable[..., Any]) -> bool:
-    """Whether a function has a parameter of the name ``target``."""
+    """Return whether a function has a parameter named ``target``."""
     try:
         return "target" in inspect.signature(maker).parameters
     except (TypeError, ValueError):  # a builtin without a signature

@@ -1,8 +1,9 @@
-"""Which argument leaf an output replaces, or is the gradient of.
+"""Match each output with the argument leaf that it replaces, or whose gradient it is.
 
-Buffers alone do not tell: JAX gives a donated buffer to whichever output of its shape comes first, so that new
-parameters may be written into a momentum. Paths alone do not either: a result often has another shape of tree. So the
-dataflow is asked first: a new momentum is computed from the old one, new parameters from the old ones and the momenta.
+Buffers alone are not enough: JAX gives a donated buffer to the first output of its shape, so new parameters may be
+written into the buffer of a momentum. Paths alone are not enough either, since a result often has another tree
+structure. So the dataflow decides first: a new momentum is computed from the old one, and new parameters from the old
+ones and the momenta.
 """
 
 from __future__ import annotations
@@ -22,19 +23,21 @@ def match_outputs(
     paths: Mapping[Value, str],
     reused: Mapping[Value, int],
 ) -> dict[Value, int]:
-    """Match every array of the entry's result with the leaf that it replaces or is the gradient of, where there is one.
+    """Match each array of the entry's result with the leaf that it replaces, or whose gradient it is, if there is one.
 
-    Of leaves of the same shape and type those count that the output is computed from element by element. The output
-    with the fewest chooses first, and no leaf is taken twice as long as there is another one. Among several, the path
-    decides (an argument's number is no part of it), then the buffer that is reused, then the order. An output that is
-    computed from no leaf, but from the backward pass, is a gradient: there the path decides, then the order.
+    The candidates of an output are the leaves of its shape and type from which it is computed element by element. The
+    output with the fewest candidates chooses first, and outputs share a leaf only if no other one is left. Among
+    several candidates the path decides (without the argument's number), then the reused buffer, then the order.
+
+    An output without candidates that depends on the backward pass is a gradient. For it the path decides, then the
+    order.
 
     Args:
-        flow: the program.
+        flow: dataflow of the program.
         leaves: the argument leaves.
-        parameters: the leaf that every array of the entry's parameters is.
-        paths: the path of every array of the entry's result.
-        reused: the leaf in whose buffer an array of the entry's result is written.
+        parameters: argument leaf of each array of the entry's parameters.
+        paths: path of each array of the entry's result.
+        reused: argument leaf whose buffer holds the array of the entry's result.
     """
     matcher = _Matcher(flow, leaves, parameters)
     gradients: list[Value] = []
@@ -46,6 +49,7 @@ def match_outputs(
         for leaf in origins:
             rank = (len(origins), -matcher.common(path, leaf), leaf != reused.get(value), order, leaf)
             pairs.append((rank, value, leaf))
+    # Greedy matching: the best pairs first, each leaf once; then outputs without a free leaf share one; then gradients.
     pairs.sort(key=lambda pair: pair[0])
     matched, taken = dict[Value, int](), set[int]()
     for _, value, leaf in pairs:
@@ -70,25 +74,25 @@ class _Matcher:
         self.names = {leaf: _names(leaves[leaf]) for leaf in parameters.values()}
         self.alike: dict[tuple[int, ...], list[int]] = {}
         self.by_suffix: dict[tuple[Any, ...], list[int]] = {}
-        # Leaves that are differentiated first: of the parameters and a momentum, a gradient is the parameters'.
+        # Differentiated leaves come first: a gradient belongs to the parameters, not to a momentum of equal shape.
         for leaf in sorted(self.types, key=lambda leaf: (not flow.is_differentiated(leaf), leaf)):
             self.alike.setdefault(self.types[leaf], []).append(leaf)
             for length in range(1, len(self.names[leaf]) + 1):
                 self.by_suffix.setdefault((self.types[leaf], self.names[leaf][-length:]), []).append(leaf)
 
     def origins(self, output: Value) -> set[int]:
-        """Leaves of the output's shape and type that it is computed from element by element."""
+        """Return the leaves of the output's shape and type from which it is computed element by element."""
         wanted = self._type(output)
         found = {self.flow.copy_of(value) for value in self.flow.same_size(output)}
         return {leaf for leaf in found if leaf is not None and self.types.get(leaf) == wanted}
 
     def common(self, path: str, leaf: int) -> int:
-        """How many names at their ends a path and a leaf have in common."""
+        """Return the number of names that a path and a leaf's path share at their ends."""
         pairs = zip(reversed(path.split("/")), reversed(self.names[leaf]), strict=False)
         return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
 
     def closest(self, output: Value, path: str, taken: set[int]) -> int | None:
-        """Return the first free leaf of the output's shape and type whose path ends most alike."""
+        """Return the first free leaf of the output's shape and type whose path shares the longest end."""
         wanted, names = self._type(output), tuple(path.split("/"))
         for length in range(len(names), 0, -1):
             if alike := self.by_suffix.get((wanted, names[-length:])):
@@ -104,6 +108,6 @@ class _Matcher:
 
 
 def _names(leaf: ArgumentLeaf) -> tuple[str, ...]:
-    """Return the names of a leaf's path; an argument's number is none, a result has numbers of its own."""
+    """Return the names of a leaf's path without the argument's number, which results do not have."""
     names = tuple(leaf.path.split("/"))
     return names[1:] if isinstance(leaf.argument, int) else names

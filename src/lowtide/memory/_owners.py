@@ -1,8 +1,8 @@
-"""An owner for every byte: from a dumped program and what is known of its arguments to a list of buffers.
+"""Assign an owner to every byte of a dumped program, as a list of buffers.
 
 Arguments and outputs own their allocations for the whole program. Values in a heap of temporaries get the role that
-the dataflow gives them. What XLA counts beyond its allocations (reserved by the compiler, not assigned to any value)
-is listed as unattributed, so that the buffers at the peak always add up to XLA's total.
+the dataflow gives them. Bytes that XLA counts in addition to its allocations (reserved by the compiler, not assigned to
+any value) are listed as unattributed. So the buffers at the peak always add up to XLA's total.
 """
 
 from __future__ import annotations
@@ -37,35 +37,35 @@ _SPACES: dict[int, Space] = {DEVICE_COLOR: "device", HOST_COLOR: "host"}
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Owners:
-    """Every buffer of a program, on one axis of positions."""
+    """All buffers of a program, with lifetimes as positions in its schedule."""
 
     buffers: tuple[Buffer, ...]
     moments: tuple[str, ...]
     peak_moment: int
     host_peak_moment: int
     dataflow: Dataflow
-    """For further questions about the same program."""
+    """Dataflow of the same program."""
     leaves: Sequence[ArgumentLeaf]
     outputs: Sequence[str]
     """The tree path of every leaf of the function's result; a result that is one array has the empty path."""
     parameters: Mapping[Value, int]
-    """The argument leaf that every array of the entry's parameters is."""
+    """Argument leaf of each array of the entry's parameters."""
     results: Mapping[Value, int]
-    """The output leaf that every array of the entry's result is."""
+    """Output leaf of each array of the entry's result."""
     replaced: Mapping[Value, int]
-    """The argument leaf that an array of the entry's result replaces, or is the gradient of."""
+    """Argument leaf that an array of the entry's result replaces, or whose gradient it is."""
     uncounted: tuple[Buffer, ...]
-    """Constants that the compiler's figures leave out, as a CPU's do; they are no part of `buffers`."""
+    """Constants that the compiler's figures exclude, as on a CPU; they are not in `buffers`."""
     in_place: Mapping[Value, int]
-    """The argument leaf in whose buffer an array of the entry's result is written."""
+    """Argument leaf whose buffer holds an array of the entry's result."""
 
     @functools.cached_property
     def parameter_of(self) -> Mapping[int, Value]:
-        """The array of the entry's parameters that a leaf is; without those that the program dropped."""
+        """Array of the entry's parameters by argument leaf, without leaves that the program dropped."""
         return {leaf: value for value, leaf in self.parameters.items()}
 
     def path_of(self, result: Value) -> str:
-        """Return the path of the output leaf that an array of the entry's result is."""
+        """Return the path of the output leaf of an array of the entry's result."""
         return self.outputs[self.results[result]]
 
 
@@ -76,18 +76,18 @@ def find_owners(
     outputs: Sequence[str],
     totals: Mapping[Space, SpaceBytes] | None,
 ) -> Owners:
-    """Give every byte of a compiled program an owner.
+    """Assign an owner to every byte of a compiled program.
 
     Args:
-        hlo: what `read_hlo` returned for the optimised program.
+        hlo: the optimised program, from `read_hlo`.
         leaves: the leaves of the function's arguments.
         roles: the role of every leaf.
         outputs: the paths of the leaves of the function's result.
-        totals: for each memory space what XLA reports; None where the compile failed, to take the allocations' own
-            sums.
+        totals: XLA's totals for each memory space; None for a failed compilation, which has only the sums of its
+            allocations.
 
     Returns:
-        The buffers. Those alive at the peak add up to the totals of their space, exactly.
+        The buffers. Those that are live at the peak add up exactly to the totals of their space.
     """
     return _Finder(hlo, leaves, roles, outputs).find(totals)
 
@@ -132,6 +132,7 @@ class _Finder:
             peak = peaks[space] = peak_position([s for _, s in heaps.values()], self.last + 1)
             temporaries = [self._temporary(space, s) for _, found_here in heaps.values() for s in found_here]
             for allocation, inside in heaps.values():
+                # A heap is reserved as a whole. Its unused bytes at the peak are fragmentation.
                 unused = max(allocation.size - sum(s.size for s in inside if s.start <= peak <= s.end), 0)
                 temporaries.append(
                     Buffer(space=space, role="fragmentation", phase="", num_bytes=unused, start=peak, end=peak)
@@ -159,18 +160,18 @@ class _Finder:
     # --- arguments and outputs ---------------------------------------------------------------------------------------
 
     def _match_parameters(self) -> dict[Value, int]:
-        """Match every array of the entry's parameters with the leaf that it is."""
+        """Match every array of the entry's parameters with its argument leaf."""
         entry = [self.entry[number] for number in sorted(self.entry)]
         if len(entry) == 1 and entry[0].shape.tuple_shapes:
             values: list[Value] = [(entry[0].id, (at,)) for at in range(len(entry[0].shape.tuple_shapes))]
         else:
             values = [(i.id, ()) for i in entry]
         kept = [at for at, leaf in enumerate(self.leaves) if leaf.kept]
-        offset = max(len(values) - len(kept), 0)  # constants that JAX hoisted and tokens come first
+        offset = max(len(values) - len(kept), 0)  # tokens, and constants that JAX hoisted, come first
         return dict(zip(values[offset:], kept, strict=False))
 
     def _match_outputs(self) -> dict[Value, int]:
-        """Match every array of the entry's result with the leaf of the function's result that it is."""
+        """Match every array of the entry's result with its leaf of the function's result."""
         root = self.graph.instructions[self.graph.entry.root_id].proto
         values: list[Value] = [(root.id, (at,)) for at in range(len(root.shape.tuple_shapes))] or [(root.id, ())]
         offset = max(len(values) - len(self.outputs), 0)  # tokens come first
@@ -181,7 +182,7 @@ class _Finder:
         if (number, index) in self.places:
             value, leaf = self.places[number, index]
             return self._whole(space, allocation, self.roles[leaf], self.leaves[leaf].path, "argument", value)
-        # A table of pointers, or a constant that JAX passes as an argument.
+        # Without a leaf, it is a table of pointers, or a constant that JAX passes as an argument.
         entry = self.entry.get(number)
         value = (entry.id, index) if entry is not None else None
         is_array = value is not None and not self.graph.shape(value).tuple_shapes
@@ -203,12 +204,12 @@ class _Finder:
         return self._whole(space, allocation, "outputs", self.outputs[at], self.flow.phase(value), value)
 
     def _maker(self, output: Value, defined: Mapping[Value, int]) -> Value | None:
-        """Return the value that is an output under another name, among those that allocations hold."""
+        """Return the alias of an output that is the value of an allocation; None without one."""
         names = reachable([output], lambda one: [s for s, edge in self.flow.sources(one) if edge == Edge.ALIAS])
         return next((value for value in names if value in defined), None)
 
     def _written_first(self) -> dict[Value, int]:
-        """Return the output leaf of everything that is only moved into an output, and of what a loop makes it in."""
+        """Return output leaves by value, for values that are only moved into an output, and loop buffers of outputs."""
         found = dict(self.results)
         border = list(found)
         while border:
@@ -221,7 +222,7 @@ class _Finder:
         return found
 
     def _defined(self, allocation: Any) -> list[Value]:
-        """List the values that an allocation holds; of tuples, what is in them."""
+        """List the values in an allocation, without tuples."""
         ids = sorted({a.logical_buffer_id for a in allocation.assigned})
         values = [self.buffers[at] for at in ids if at in self.buffers]
         return [value for value in values if value[1] or not self.graph.shape(value).tuple_shapes]
@@ -253,7 +254,7 @@ class _Finder:
     def _whole(
         self, space: Space, allocation: Any, role: str, path: str, phase: Any, value: Value | None, operation: str = ""
     ) -> Buffer:
-        """Make a buffer for a whole allocation, alive throughout."""
+        """Build a buffer for a whole allocation, live for the whole program."""
         scope, source = ("", "")
         if value is not None and phase != "argument":
             scope, source = self.flow.described(value)
@@ -293,13 +294,17 @@ class _Finder:
         heap_bytes: int,
         totals: Mapping[Space, SpaceBytes] | None,
     ) -> list[Buffer]:
-        """Code, and what XLA counts beyond its allocations; constants that XLA does not count are dropped."""
+        """Return buffers for code and for bytes that XLA counts in addition to its allocations.
+
+        Constants that XLA does not count move from `constants` to `uncounted`. The unattributed bytes come last, and
+        are negative if the allocations hold more than XLA's total.
+        """
         if totals is None:
             return []
         total = totals[space]
         rest = total.total_bytes - total.code_bytes - _total(arguments) - _total(results) - heap_bytes
         if rest < _total(constants):
-            # They lie in the code, or nowhere that the compiler reports.
+            # The compiler counts these constants as code, or in none of its figures.
             self.uncounted += constants
             constants.clear()
         rest -= _total(constants)
@@ -314,7 +319,7 @@ class _Finder:
 
 
 def _trim(temporaries: list[Buffer], excess: int, peak: int) -> list[Buffer]:
-    """Take off what a TPU's allocations hold beyond its total: a few scalars that end up in other memories."""
+    """Reduce temporaries by the excess of a TPU's allocations over its total: a few scalars in other memories."""
     trimmed: list[Buffer] = []
     for buffer in sorted(temporaries, key=lambda b: (b.role != "fragmentation", b.num_bytes)):
         cut = min(excess, buffer.num_bytes) if buffer.alive_at(peak) else 0
@@ -336,14 +341,14 @@ def _total(buffers: Sequence[Buffer]) -> int:
 
 
 def _readable(scope: str) -> str:
-    """Shorten a scope by the parts that every operation has."""
+    """Remove the prefix of a scope that every operation has."""
     return re.sub(r"^jit\([^/()]*\)/", "", first_scope(scope))
 
 
 def _short(source: str) -> str:
-    """Shorten a source line: the file relative to the working directory or to installed packages, or a cell."""
+    """Shorten a source line: the file relative to the working directory or installed packages, or a notebook cell."""
     file, separator, line = source.partition(":") if os.sep != "\\" else ("", "", source)
     file = re.sub(r"^.*[/\\](site|dist)-packages[/\\]", "", file)
-    file = re.sub(r"^.*[/\\]ipykernel_\d+[/\\]\d+\.py$", "cell", file)  # of a notebook
+    file = re.sub(r"^.*[/\\]ipykernel_\d+[/\\]\d+\.py$", "cell", file)  # a notebook cell
     here = os.getcwd() + os.sep
     return (file[len(here) :] if file.startswith(here) else file) + separator + line

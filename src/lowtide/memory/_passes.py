@@ -1,9 +1,9 @@
-"""Which pass of a differentiation makes an operation, from the scopes that JAX records.
+"""Determine the pass of differentiation that makes an operation, from the scopes that JAX records.
 
-JAX writes the transformations that made an operation around each other, the outermost first: ``jvp`` for the forward
-pass of a gradient, ``transpose(jvp)`` for its backward pass. Where gradients are nested (MAML, a gradient penalty, a
-PINN), the outermost one decides: the inner gradient as a whole belongs to its forward pass. A ``jvp`` that nothing
-transposes is forward-mode differentiation (a Hessian-vector product as `jvp` of `grad`); then the next one decides.
+A scope nests the transformations of an operation, the outermost first: ``jvp`` for the forward pass of a gradient,
+``transpose(jvp)`` for its backward pass. With nested gradients (MAML, a gradient penalty, a PINN) the outermost one
+decides: the whole inner gradient belongs to the forward pass of the outer one. A ``jvp`` without a transpose is
+forward-mode differentiation (a Hessian-vector product as `jvp` of `grad`); then the next inner gradient decides.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from typing import Literal
 
 Pass = Literal["forward", "recompute", "backward", "update"]
 
-# Transformations that JAX writes around each other: vmap(transpose(jvp(mlp))).
+# Transformations that JAX nests in a scope: vmap(transpose(jvp(mlp))).
 _TRANSFORMED = re.compile(r"(jvp|transpose|vmap|pmap|checkpoint|remat|shard_map)\((.*)\)")
-# A part of its own, or with `jax_remat3` inside of the transposition: transpose(jvp(rematted_computation)).
+# A separate part of the scope or, with `jax_remat3`, inside the transpose: transpose(jvp(rematted_computation)).
 _RECOMPUTED = re.compile(r"(?:^|[/(])rematted_computation[/)]")
 _FORWARD, _BACKWARD = "f", "b"
 
@@ -26,7 +26,7 @@ class Passes:
     """The passes of a program.
 
     Args:
-        scopes: of all its operations; they tell which forward passes have a backward pass.
+        scopes: the scopes of all its operations, which show the forward passes that have a backward pass.
 
     Examples:
         >>> inner = "jit(step)/jvp(transpose(jvp()))/mul"
@@ -45,6 +45,9 @@ class Passes:
 
     def phase(self, scope: str) -> Pass | None:
         """Return the pass that a scope names; None when it names none."""
+        # `levels` has one letter for each differentiation around the operation, the outermost first. The first "b"
+        # (backward) decides. If an outer gradient differentiates that backward pass, it belongs to the outer forward
+        # pass.
         levels = _levels(scope)
         inner = levels.find(_BACKWARD)
         if inner < 0:
@@ -54,9 +57,10 @@ class Passes:
         return "recompute" if _RECOMPUTED.search(first_scope(scope)) else "backward"
 
     def is_open(self, scope: str) -> bool:
-        """Whether an inner gradient may belong to an outer forward pass, of which the scopes alone do not tell.
+        """Return whether an inner gradient may belong to an outer forward pass, which scopes alone do not show.
 
-        Such a gradient is not differentiated itself: of first-order MAML, or a curvature beside the gradient.
+        Such a gradient is not itself differentiated, for example in first-order MAML, or in a curvature that is
+        computed in addition to the gradient.
         """
         levels = _levels(scope)
         inner = levels.find(_BACKWARD)
@@ -64,14 +68,14 @@ class Passes:
         return inner > 0 and outer and not self._is_transposed(levels, inner)
 
     def _is_transposed(self, levels: str, inner: int) -> bool:
-        """Whether the gradient at a level is differentiated in reverse by one around it."""
+        """Return whether an outer gradient differentiates the gradient at this level in reverse mode."""
         transposed = [levels[:at] + _BACKWARD + levels[at + 1 : inner + 1] for at in range(inner)]
         return any(other.startswith(one) for one in transposed for other in self._found)
 
 
 @functools.lru_cache(maxsize=4096)
 def _levels(scope: str) -> str:
-    """Return the differentiations around an operation, the outermost first, a letter each."""
+    """Return the differentiations around an operation, the outermost first, as one letter each."""
     levels = ""
     for part in _parts(scope):
         transposed = False
@@ -84,7 +88,7 @@ def _levels(scope: str) -> str:
 
 
 def first_scope(scope: str) -> str:
-    """Return the first of several scopes: a compiler joins those of operations that it merges, ``a;b`` or ``(a:b)``.
+    """Return the first of several scopes, which a compiler joins for merged operations: ``a;b`` or ``(a:b)``.
 
     Examples:
         >>> first_scope("jit(f)/mul;jit(f)/add"), first_scope("(jit(f)/mul:jit(f)/add)"), first_scope("jit(f)/mul")
@@ -96,14 +100,14 @@ def first_scope(scope: str) -> str:
 
 
 def _transformations(part: str) -> Iterator[str]:
-    """Return the transformations around a part of a scope, the outermost first."""
+    """Yield the transformations around a part of a scope, the outermost first."""
     while found := _TRANSFORMED.fullmatch(part):
         yield found[1]
         part = found[2]
 
 
 def _parts(scope: str) -> list[str]:
-    """Return the parts between slashes that stand in no bracket, without the primitive at the end, if there is one."""
+    """Split a scope at slashes outside brackets, and drop the primitive at the end, if there is one."""
     scope = first_scope(scope)
     parts, depth, begin = list[str](), 0, 0
     for at, char in enumerate(scope):

@@ -1,4 +1,4 @@
-"""What compiles a function and reports on it."""
+"""Compile a function for a target; the compiled program reports its memory."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ class Program(CompiledProgram):
 
     @property
     def bytes_accessed(self) -> int:
-        """Bytes that a call moves to and from a device's memory, loops counted as often as they run.
+        """Bytes that a call moves to and from a device's memory; a loop body counts once per iteration.
 
-        A kernel counts with its operands and results once. Over the chip's bandwidth it is a time that no schedule of
-        this program beats.
+        The operands and results of each kernel count once. Divided by the chip's bandwidth, this is a lower bound on
+        the time of the program under any schedule.
 
         Raises:
-            StructureError: for a loop that ends when the data say so.
+            StructureError: for a loop whose number of iterations depends on data.
         """
         return Traffic(self.hlo.module).total()
 
@@ -39,10 +39,10 @@ class Program(CompiledProgram):
         """Report the bytes of the program and their owners.
 
         Args:
-            roles: what to call which arguments, as in `lowtide.memory.analyze`.
+            roles: role names and their arguments, as in `lowtide.memory.analyze`.
 
         Returns:
-            The report, also of a program that does not fit.
+            The report, even for a program that does not fit.
         """
         return examine(self, roles)[0]
 
@@ -55,37 +55,36 @@ def compile(
     static_argnums: int | Sequence[int] | None = None,
     **kwargs: Any,
 ) -> Program:
-    """Compile a function for hardware that is here or not.
+    """Compile a function for present or absent hardware.
 
     Args:
-        fn: a function, or one that `jax.jit` returned (its donation and static arguments hold).
-        *args: its arguments: arrays, `jax.ShapeDtypeStruct`s, or trees of them; nothing is read from them but shape,
-            dtype, sharding and memory kind. In an argument that holds functions (an Equinox module) all but arrays are
-            constants, as in `equinox.filter_jit`. Arrays on a mesh are moved to a mesh of the same axes over the
+        fn: a function, or the result of `jax.jit` (its donation and static arguments apply).
+        *args: its arguments: arrays, `jax.ShapeDtypeStruct`s, or trees of them. Only shape, dtype, sharding and memory
+            kind are read. In an argument that contains functions (an Equinox module), everything except arrays is
+            constant, as in `equinox.filter_jit`. Arrays on a mesh are moved to a mesh of the same axes over the
             target's devices.
         target: a `Target`, a name for `lowtide.memory.target`, or None for the hardware at hand.
-        donate_argnums: as in `jax.jit`; not for a function that is jitted already.
-        static_argnums: as in `jax.jit`. For a jitted function with static positional arguments, repeat its own.
-        **kwargs: keyword arguments of `fn` (except those named like this function's own).
+        donate_argnums: as in `jax.jit`; not for a function that is already jitted.
+        static_argnums: as in `jax.jit`. For a jitted function with static positional arguments, repeat its value.
+        **kwargs: keyword arguments of `fn`, except those with the name of a parameter above.
 
     Returns:
-        The program. A program that does not fit a TPU is returned, too: its `report()` says where the bytes go, its
+        The program. A program that does not fit a TPU is also returned: its `report()` gives the bytes, and its
         `compiled` raises the compiler's error.
 
     Raises:
         TargetError: when the target is unknown, or too small for an argument's mesh.
         StructureError: for an argument that a compiled function does not take, with its path.
         ConfigError: for `donate_argnums` or `static_argnums` that do not fit the arguments.
-        PlacementError: when the function computes with a value in host memory, with the paths of those.
-        Exception: what the compiler raises for any other reason, unchanged.
+        PlacementError: when the function computes with values in host memory, with their paths.
+        Exception: any other exception of the compiler, unchanged.
 
     Warns:
-        PlacementWarning: when JAX gives a donated argument on the host to a result on the device, or the other way
-            round.
+        PlacementWarning: when JAX aliases a donated argument on the host to a result on the device, or the reverse.
 
     Memory:
-        Nothing is allocated on the target. The compiler's own memory stays with the process; `analyze` can compile in
-        a process of its own.
+        Nothing is allocated on the target. This process keeps the compiler's memory; `analyze` can compile in a
+        separate process.
     """
     program = compile_program(
         fn, args, kwargs, target=target, donate_argnums=donate_argnums, static_argnums=static_argnums

@@ -1,6 +1,6 @@
-"""The role of a value that a program computes: what a report calls it, and whose it is.
+"""Role of a computed value in a report, and the argument or result that it belongs to.
 
-The first rule that holds decides. Arguments have the roles that the caller gives them, and are not asked about here.
+The first rule that applies decides. This module does not handle arguments, whose roles come from the caller.
 """
 
 from __future__ import annotations
@@ -11,20 +11,20 @@ from ..hlo import Value
 from ._dataflow import Dataflow
 
 _OF_PASS = {"backward": "cotangents", "recompute": "recomputed"}
-"""Of values that are nothing else, by the pass that makes them."""
+"""Roles of values to which no other rule applies, by the pass that makes them."""
 
 
 def role_of(value: Value, flow: Dataflow, leaves: Sequence[str], written_first: Mapping[Value, str]) -> tuple[str, str]:
-    """Say what a value is for.
+    """Return the role of a value, and the path of the argument or result that it belongs to.
 
     Args:
-        value: as `Dataflow.standing_for` gives it.
-        flow: what is known of how the program makes and uses values.
-        leaves: the paths of the argument's leaves.
-        written_first: the path of the result that a value is, before it is moved into the result's buffer.
+        value: a value from `Dataflow.standing_for`.
+        flow: the dataflow of the program.
+        leaves: the paths of the argument leaves.
+        written_first: paths of results, by the values that are later moved into the result's buffer.
 
     Returns:
-        The role, and the path of the argument or result that the value belongs to, or nothing.
+        The role and the path; the path is empty if the value belongs to no argument or result.
     """
     if flow.graph.shape(value).tuple_shapes:
         return "temporaries", ""

@@ -1,4 +1,4 @@
-"""Data that people have: records of several kinds and formats, chat templates, packing."""
+"""Training records: file formats, kinds of records, chat templates, tokenisation and packing."""
 
 import lazy_loader
 

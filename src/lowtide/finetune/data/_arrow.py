@@ -1,8 +1,8 @@
-"""Tables: Parquet, and the Arrow files of Hugging Face's ``Dataset.save_to_disk``, with pyarrow alone.
+"""Read tables with pyarrow alone: Parquet, and the Arrow files of Hugging Face's ``Dataset.save_to_disk``.
 
-Nothing is unpickled: `state.json` and `dataset_dict.json` are JSON, the shards are Arrow streams. Shards are
-memory-mapped, and every batch of rows is validated before its values are looked at, since offsets in a damaged file
-would lead anywhere.
+Nothing is unpickled: `state.json` and `dataset_dict.json` are JSON, and the shards are Arrow streams. Shards are
+memory-mapped. Every batch of rows is validated before its values are read, since the offsets in a damaged file can
+point outside the buffer.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _STATE, _SPLITS = "state.json", "dataset_dict.json"
 
 
 def read_parquet(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Stream a Parquet file by row groups, some rows at a time.
+    """Stream the rows of a Parquet file in small batches.
 
     Raises:
         DataError: for a damaged file.
@@ -35,10 +35,10 @@ def read_parquet(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
 
 
 def saved_split(folder: Path) -> Path | None:
-    """Find the folder of one split in what ``save_to_disk`` wrote; None for another kind of folder.
+    """Find the folder of one split in the output of ``save_to_disk``; None for another kind of folder.
 
     Args:
-        folder: of a `Dataset`, or of a `DatasetDict`, of which the split ``train`` is taken, or the only one.
+        folder: folder of a `Dataset`, or of a `DatasetDict`. The latter needs a split ``train``, or only one split.
 
     Raises:
         DataError: when there are several splits and none is ``train``.
@@ -65,10 +65,10 @@ def read_saved(folder: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
     """Stream the rows of one split that ``save_to_disk`` wrote.
 
     Args:
-        folder: with `state.json` and Arrow shards.
+        folder: a folder with `state.json` and Arrow shards.
 
     Raises:
-        DataError: for a damaged file, and for a selection of rows that was saved beside them.
+        DataError: for a damaged file, and for a selection of rows that is saved as separate indices.
         ConfigError: without pyarrow.
     """
     pa = _pyarrow(folder)
@@ -91,6 +91,7 @@ def read_saved(folder: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
         except ModelFileError as error:
             raise DataError(error.message, expected=error.expected, got=error.got, hint=error.hint) from error
         with _damaged(path), pa.memory_map(str(path)) as source:
+            # Arrow has two formats: a file begins with this mark, a stream does not.
             is_file = source.read(6) == b"ARROW1"
             source.seek(0)
             opened = pa.ipc.open_file(source) if is_file else pa.ipc.open_stream(source)
@@ -110,7 +111,7 @@ def _rows(batches: Any, path: Path, number: int) -> Iterator[tuple[str, Mapping[
 
 
 def _given(value: Any) -> Any:
-    """Leave out what is null in objects: a table fills missing fields with it, and templates ask what is defined."""
+    """Remove null fields of objects: tables fill missing fields with null, and chat templates test for presence."""
     if isinstance(value, dict):
         return {name: _given(each) for name, each in value.items() if each is not None}
     return [_given(each) for each in value] if isinstance(value, list) else value
@@ -118,7 +119,7 @@ def _given(value: Any) -> Any:
 
 @contextmanager
 def _damaged(path: Path) -> Generator[None]:
-    """Turn what pyarrow raises for a damaged file into an error that names it."""
+    """Convert pyarrow's exceptions for a damaged file to a DataError that names the file."""
     import pyarrow as pa
 
     try:

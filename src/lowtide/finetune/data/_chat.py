@@ -1,12 +1,12 @@
-"""Chat templates: a conversation becomes the text that the model was made for, and which of it is the assistant's.
+"""Chat templates: render a conversation as the model's text, and find the assistant's turns in it.
 
-The template is the tokenizer's own, in Jinja as `transformers` renders it: token ids and masks are those of its
-``apply_chat_template(..., return_assistant_tokens_mask=True)``. Where a template does not mark the assistant's turns
-with ``{% generation %}``, they are found from its renderings (`_render`): from after the header that the generation
-prompt writes to what closes a turn. A template for which that cannot be told is refused, never guessed at.
+The template is the tokenizer's own Jinja template, rendered as in `transformers`: token ids and masks equal those of
+its ``apply_chat_template(..., return_assistant_tokens_mask=True)``. Many templates do not mark the assistant's turns
+with ``{% generation %}``. Then `_render` finds them by comparing renderings: a turn begins after the header that the
+generation prompt writes, and includes the text that closes it. If a turn cannot be determined, the template is refused.
 
-One deviation: a character whose bytes are several tokens belongs to a turn with all of them. transformers leaves the
-later ones out where such a character ends a turn.
+One deviation: if the bytes of a turn's last character are several tokens, all of them belong to the turn. transformers
+leaves the later ones out.
 """
 
 from __future__ import annotations
@@ -28,30 +28,30 @@ _CONFIG, _TEMPLATE = "tokenizer_config.json", "chat_template.jinja"
 _MOST_BYTES, _MOST_CONFIG_BYTES = 1024**2, 64 * 1024**2
 _MOST_MEMORY_BYTES = 1024**3
 _SECONDS = 20.0
-"""For one conversation; a large one takes milliseconds."""
+"""Time limit for one conversation; a large one takes milliseconds."""
 Spans = list[tuple[int, int]]
 Tools = Sequence[Mapping[str, Any]]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ChatTemplate:
-    """A template and what it is rendered with; nothing of it has run yet."""
+    """A chat template that is not compiled yet, and its variables."""
 
     source: str
-    """Jinja."""
+    """Jinja source."""
     special: dict[str, str]
     """``bos_token``, ``eos_token`` and other special tokens, by name."""
     where: str
-    """The file that it is from."""
+    """The file that the template comes from."""
     day: str | None = None
-    """What a template that writes the date takes for today, such as ``2025-01-31``, from its midnight; None: now."""
+    """Date, such as ``2025-01-31``, whose midnight is the current time for a template that writes it; None: now."""
 
     arguments: Mapping[str, Any] = dataclasses.field(default_factory=dict[str, Any])
     """Other variables of the template, such as ``enable_thinking``."""
 
     @property
     def writes_date(self) -> bool:
-        """Whether what it renders depends on the day."""
+        """Whether the rendered text depends on the date."""
         return "strftime_now" in self.source
 
 
@@ -59,15 +59,15 @@ def load_chat_template(directory: str | Path, file: str | Path | None = None) ->
     """Read the chat template of a model directory.
 
     Args:
-        directory: with `chat_template.jinja`, or `tokenizer_config.json` and ``chat_template`` in it: a text, or a list
-            of named ones, of which ``default`` is taken.
-        file: a template to take instead.
+        directory: a directory with `chat_template.jinja`, or with ``chat_template`` in `tokenizer_config.json`: a text,
+            or a list of named templates, of which ``default`` is used.
+        file: a template file to use instead.
 
     Returns:
         The template; None when the directory has none.
 
     Raises:
-        ModelFileError: for files that are damaged, too large, or have several templates and no default.
+        ModelFileError: for files that are damaged, too large, or have several templates without a default.
     """
     directory = Path(directory)
     config, special = dict[str, Any](), load_special_tokens(directory)
@@ -99,16 +99,16 @@ def load_chat_template(directory: str | Path, file: str | Path | None = None) ->
 
 
 class Renderer:
-    """Render conversations in a process of its own, which ends when this is closed.
+    """Renderer of conversations in a separate process, which runs until `close`.
 
     Args:
-        template: what to render.
+        template: the template.
 
     Raises:
-        ModelFileError: when the template is no Jinja.
+        ModelFileError: when the template is not valid Jinja.
 
     Memory:
-        On the host at most 1 GiB, in the other process.
+        At most 1 GiB on the host, in the other process.
     """
 
     def __init__(self, template: ChatTemplate) -> None:
@@ -118,7 +118,8 @@ class Renderer:
         homes = {str(Path(str(module.__file__)).parents[1]) for module in (jinja2, markupsafe)}
         script = str(Path(__file__).with_name("_render.py"))
         self._template = template
-        # Its messages go nowhere: an error of the template is an answer, and a full pipe would stop it.
+        # stderr is discarded: the process reports errors of the template in its answers, and nobody reads the pipe, so
+        # a full one would block the process.
         self._process = subprocess.Popen(
             [sys.executable, "-I", "-S", script, *sorted(homes), str(_MOST_MEMORY_BYTES)],
             stdin=subprocess.PIPE,
@@ -136,13 +137,13 @@ class Renderer:
         self._has_generation = bool(answer["has_generation"])
 
     def close(self) -> None:
-        """End the process."""
+        """Stop the process."""
         self._process.kill()
         for pipe in (self._process.stdin, self._process.stdout):
             if pipe is not None:
                 try:
                     pipe.close()
-                except OSError:  # what was not yet written has no reader any more
+                except OSError:  # closing flushes unwritten bytes, which have no reader any more
                     pass
         self._process.wait()
 
@@ -150,15 +151,15 @@ class Renderer:
         """Render a chat.
 
         Args:
-            example: whose kind is ``chat``.
-            turns: whether the assistant's turns are asked for.
+            example: a record of the kind ``chat``.
+            turns: whether to find the assistant's turns.
 
         Returns:
-            The text, and the characters of the assistant's turns, from and to.
+            The text, and the character spans (start, end) of the assistant's turns.
 
         Raises:
-            DataError: when the template refuses the conversation, or the turns cannot be told.
-            ModelFileError: when the template leaves the sandbox, does not end, or takes too much memory.
+            DataError: when the template refuses the conversation, or the turns cannot be determined.
+            ModelFileError: when the template violates the sandbox, does not finish, or takes too much memory.
         """
         request = {"messages": example.messages, "tools": example.tools, "first": example.first, "turns": turns}
         answer = self._answer(request, example.where)
@@ -175,12 +176,12 @@ class Renderer:
         return text, [(max(a, start), b) for a, b in spans if b > start]
 
     def prompt(self, messages: Sequence[Mapping[str, Any]], where: str, tools: Tools | None = None) -> str:
-        """Render a conversation with the beginning of the answer that is asked for.
+        """Render a conversation, followed by the header of the next answer (the generation prompt).
 
         Args:
             messages: objects with ``role`` and ``content``.
-            where: what the conversation is called in messages.
-            tools: what the template is given as ``tools``.
+            where: name of the conversation in errors.
+            tools: the template's variable ``tools``.
 
         Raises:
             DataError: as in `render`.
@@ -193,6 +194,7 @@ class Renderer:
         try:
             answer = self._ask(request)
             said = str(answer.get("error", ""))
+            # These errors mean an unusable template. Any other error is the template's refusal of this conversation.
             if said.startswith(("SecurityError", "MemoryError", "OverflowError", "RecursionError")):
                 raise self._refused(said)
         except ModelFileError as error:
@@ -206,7 +208,7 @@ class Renderer:
         return answer
 
     def _start(self, text: str, answer: dict[str, Any], example: Example) -> int:
-        """Return where the completion begins, of a prompt and a completion that are messages."""
+        """Return the start of the completion for a prompt and a completion that are messages; else 0."""
         if not example.first:
             return 0
         if not text.startswith(answer["prompt"]):
@@ -214,7 +216,10 @@ class Renderer:
         return len(answer["prompt"])
 
     def _with_weight(self, spans: Any, example: Example, silent: set[int]) -> Spans:
-        """Leave out turns that have no loss, of a template that marks what is learned."""
+        """Remove the turns with a weight of 0 from the spans of a template with ``{% generation %}``.
+
+        The template's spans have no message numbers, so there has to be one span for each assistant turn.
+        """
         turns = [number for number, each in enumerate(example.messages) if each["role"] == "assistant"]
         if not silent.intersection(turns):
             return spans
@@ -249,6 +254,7 @@ class Renderer:
             late.set()
             self._process.kill()
 
+        # A template may loop without output, which would block `readline`. Killing the process unblocks it.
         timer = threading.Timer(_SECONDS, end)
         timer.start()
         assert self._process.stdin is not None
@@ -278,22 +284,22 @@ def chat_prompts(
     conversations: Mapping[str, Sequence[Mapping[str, Any]]],
     tools: Mapping[str, Tools] | None = None,
 ) -> list[str]:
-    """Render conversations, each with the beginning of the answer that is asked for.
+    """Render conversations, each followed by the header of the next answer (the generation prompt).
 
     Args:
-        template: of the model.
-        conversations: messages, objects with ``role`` and ``content``, by what a conversation is called in errors.
-        tools: what the template is given as ``tools`` with a conversation, by the same names; without it, none.
+        template: the model's template.
+        conversations: lists of messages, objects with ``role`` and ``content``, by their name in errors.
+        tools: the template's variable ``tools`` for each conversation, by the same names; missing names have no tools.
 
     Returns:
-        The texts; special tokens are in them, so that a tokenizer should add none.
+        The texts. They contain their special tokens, so the tokenizer must not add any.
 
     Raises:
         DataError: when the template refuses a conversation.
         ModelFileError: when the template cannot be used.
 
     Memory:
-        On the host at most 1 GiB, in a process of its own.
+        At most 1 GiB on the host, in a separate process.
     """
     renderer = Renderer(template)
     try:
@@ -303,11 +309,11 @@ def chat_prompts(
 
 
 def chat_turn(template: ChatTemplate, answer: str) -> str:
-    """Render a question and an answer, with what the template writes after the answer.
+    """Render a question and an answer, including the text that closes the answer's turn.
 
     Args:
-        template: of the model.
-        answer: what the assistant says.
+        template: the model's template.
+        answer: content of the assistant's message.
 
     Raises:
         DataError: when the template refuses the conversation.

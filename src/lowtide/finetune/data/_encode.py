@@ -1,4 +1,4 @@
-"""Records to token ids, and which of them are learned."""
+"""Tokenise records, and mark the tokens that are learned."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ _ALPACA = (
     "### Instruction:\n{}\n\n{}### Response:\n"
 )
 _TURN_FIELDS = {"role", "content", "weight", "tool_calls"}
-"""Fields of a turn that are read or refused, whatever the template mentions."""
+"""Fields of a turn that are read or refused, whether or not the template mentions them."""
 
 
 class Encoder:
-    """Tokenise records of one kind.
+    """Tokeniser of records of one kind. This object is mutated: the first chat starts a process for its template.
 
-    Text, and a prompt with its completion, get the special tokens that the tokenizer adds, and an end token. A chat has
-    those of its template alone. An Alpaca record is a chat of two messages where the model has a template, and else the
-    text that Alpaca was trained with. Prompt and completion are tokenised together; a token with characters of both is
-    the completion's.
+    Text, and a prompt with its completion, get the tokenizer's special tokens and an end token. A chat has only the
+    special tokens of its template. An Alpaca record becomes a chat of two messages if the model has a template;
+    otherwise it becomes the text that Alpaca was trained with. Prompt and completion are tokenised together. A token
+    with characters of both belongs to the completion.
 
     Args:
-        tokenizer: the model's.
+        tokenizer: the model's tokenizer.
         template: its chat template, if any.
-        end_token: put after text and completions, if any.
-        vocab_size: embeddings of the model: tokens beyond are refused; None: nothing is.
-        loss_on: ``completion`` learns the assistant's turns, completions and outputs with their end, and all of a text;
-            ``all`` every token.
+        end_token: token appended to text and completions, if any.
+        vocab_size: number of the model's embeddings; tokens beyond are refused. None: nothing is refused.
+        loss_on: ``completion`` learns the assistant's turns, completions and outputs, including their end, and whole
+            texts; ``all`` learns every token.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class Encoder:
         self._renderer: Renderer | None = None
 
     def close(self) -> None:
-        """End the process that renders templates, if there is one."""
+        """Stop the process that renders templates, if it was started."""
         if self._renderer is not None:
             self._renderer.close()
 
@@ -61,14 +61,14 @@ class Encoder:
         """Tokenise records.
 
         Args:
-            examples: of one kind.
+            examples: records of one kind.
 
         Returns:
-            Of each its ids, int32 [L], and whether a token is learned, uint8 [L].
+            For each record its ids, int32 [L], and a mask of the learned tokens, uint8 [L].
 
         Raises:
-            DataError: for a chat without a template, or one that the template refuses, and tokens without an embedding.
-            ModelFileError: for a template or a tokenizer that cannot be used.
+            DataError: for a chat without a template, a chat that the template refuses, and tokens without an embedding.
+            ModelFileError: for an unusable template or tokenizer.
         """
         examples = [self._as_chat(each) for each in examples]
         is_chat = bool(examples) and examples[0].kind == "chat"
@@ -96,7 +96,7 @@ class Encoder:
         return Example(kind="chat", where=example.where, messages=messages)
 
     def _written(self, example: Example) -> tuple[str, Spans | None]:
-        """Write a record as text, and say which of it is learned; None is all."""
+        """Return a record as text, and the character spans that are learned; None means all of it."""
         learns_all = self._loss_on == "all"
         if example.kind == "text":
             return example.text, None
@@ -125,6 +125,7 @@ class Encoder:
         ids = np.asarray(encoding.ids, np.int32)
         mask = np.ones(len(ids), np.uint8) if spans is None else _learned(encoding, spans)
         if not is_chat and self._end is not None:
+            # The end token is always learned, even if the tokenizer's special tokens already contain it.
             if ids[-1:].tolist() != [self._end]:
                 ids = np.append(ids, np.int32(self._end))
                 mask = np.append(mask, np.uint8(1))
@@ -138,6 +139,7 @@ def _learned(encoding: Any, spans: Spans) -> np.ndarray:
     offsets = np.asarray(encoding.offsets, np.int64).reshape(-1, 2)
     learned = np.zeros(len(offsets), np.uint8)
     for start, end in spans:
+        # Half-open intervals overlap if each begins before the other ends.
         learned |= ((offsets[:, 0] < end) & (offsets[:, 1] > start)).astype(np.uint8)
     return learned
 

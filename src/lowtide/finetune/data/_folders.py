@@ -1,9 +1,9 @@
-"""Folders of records: which of their files are read, and which are not.
+"""Folders of records: select the files to read.
 
-Datasets are downloaded with a page, a licence and perhaps a script beside the records, and with the records to evaluate
-on beside those to train on. A folder is records when they are half of its bytes or more, and all of one format; else it
-is text, or refused. JSON is records alone or beside notes: a source tree has settings in it. Split names are looked for
-as the Hub does, as words in the names of files and folders.
+A downloaded dataset contains a page, a licence and perhaps a script in addition to its records, and evaluation records
+in addition to training records. A folder is a record folder if records of one format are at least half of its bytes;
+otherwise it is text, or refused. JSON files are records only alone or with notes, since a source tree contains JSON
+settings. Split names are detected as on the Hugging Face Hub: words in the names of files and folders.
 """
 
 from __future__ import annotations
@@ -24,24 +24,24 @@ class RecordFolder:
     """The files of a folder of records."""
 
     read: list[Path]
-    """Those that are read, in sorted order."""
+    """Record files that are read, in sorted order."""
     held_back: list[Path]
-    """Records that are not, since their names say that they are to evaluate on, and others are there."""
+    """Record files that are not read, since their names mark them for evaluation and others exist."""
     others: list[Path]
-    """What is no records."""
+    """Files without records."""
     is_evaluation: bool
-    """Whether the names of all that is read say so."""
+    """Whether the names mark all read files for evaluation."""
 
 
 def record_folder(folder: Path, suffixes: Container[str]) -> RecordFolder | None:
-    """Divide the files of a folder; None where it is text, or records of several formats.
+    """Sort the files of a folder; None if it is text, or records of several formats.
 
     Args:
-        folder: with files, also in folders below.
-        suffixes: of files of records, in small letters.
+        folder: the folder; files in folders below count, too.
+        suffixes: suffixes of record files, in lower case.
 
     Raises:
-        DataError: for what cannot be read, and links to nothing.
+        DataError: for an unreadable folder or a broken link.
     """
     files = files_below(folder)
     is_note = {each: bool(_NOTE.match(each.name)) for each in files}
@@ -52,7 +52,7 @@ def record_folder(folder: Path, suffixes: Container[str]) -> RecordFolder | None
     formats = {each.suffix.lower() for each in records}
     if len(formats) != 1 or _num_bytes(records) < _num_bytes(texts):
         return None
-    if texts and formats == {".json"}:  # settings of a source tree rather than records
+    if texts and formats == {".json"}:  # probably the settings of a source tree, not records
         return None
     evaluation = [each for each in records if _is_for_evaluation(each.relative_to(folder))]
     is_evaluation = len(evaluation) == len(records)

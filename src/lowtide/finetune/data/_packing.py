@@ -1,7 +1,8 @@
 """Best-fit packing of documents into rows: Fewer Truncations Improve Language Modeling (arXiv:2404.10830).
 
-Longest first, each document goes into the row with the least room that it fits in. Rooms that some row has are kept
-in order, so a document costs one bisection: O(n log T) comparisons for rows of T tokens, beside sorting the lengths.
+Each document, longest first, goes into the row with the least free space that holds it. The distinct free spaces are
+kept sorted, so a document costs one bisection: O(n log T) comparisons for rows of T tokens, in addition to sorting the
+lengths.
 """
 
 from __future__ import annotations
@@ -18,27 +19,27 @@ class Pieces:
     """Parts of documents that fit into a row."""
 
     document: np.ndarray
-    """Which document, int64 [N]."""
+    """Index of the document, int64 [N]."""
     start: np.ndarray
-    """The first token, within the document, int64 [N]."""
+    """First token within the document, int64 [N]."""
     length: np.ndarray
-    """Tokens, int64 [N]."""
+    """Number of tokens, int64 [N]."""
     num_cut: int
-    """Documents that were cut."""
+    """Number of documents that were cut or split."""
     num_cut_tokens: int
-    """Tokens that were cut off or dropped."""
+    """Number of tokens that were cut off or dropped."""
     num_dropped: int
-    """Documents that were left out for their length."""
+    """Number of documents that were dropped for their length."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Rows:
-    """Which pieces are in which row."""
+    """Assignment of pieces to rows."""
 
     order: np.ndarray
-    """Pieces, row after row, int64 [N]."""
+    """Indices of the pieces, row after row, int64 [N]."""
     offsets: np.ndarray
-    """Where each row begins in `order`, and at the end N, int64 [R + 1]."""
+    """Index in `order` of the first piece of each row, then N, int64 [R + 1]."""
 
     def __len__(self) -> int:
         """Count the rows."""
@@ -46,14 +47,14 @@ class Rows:
 
 
 def cut(lengths: np.ndarray, documents: np.ndarray, seq_len: int, too_long: str) -> Pieces:
-    """Make documents fit into rows.
+    """Cut, split or drop documents that are longer than a row.
 
     Args:
         lengths: tokens of every document.
-        documents: those that are wanted.
+        documents: indices of the documents to use.
         seq_len: tokens of a row, T.
-        too_long: what becomes of a longer one: ``cut`` keeps its first T tokens, ``split`` all of it in parts, ``drop``
-            nothing.
+        too_long: treatment of a longer document: ``cut`` keeps its first T tokens, ``split`` keeps all tokens in
+            several pieces, ``drop`` keeps nothing.
     """
     wanted = lengths[documents]
     is_long = wanted > seq_len
@@ -80,18 +81,18 @@ def best_fit(lengths: np.ndarray, seq_len: int) -> Rows:
         seq_len: tokens of a row.
 
     Returns:
-        The rows; each piece is in one.
+        The rows; each piece is in exactly one.
 
     Memory:
-        On the host about 40 bytes a piece.
+        About 40 bytes a piece on the host.
     """
     row_of = np.empty(len(lengths), np.int64)
     by_room: dict[int, list[int]] = {}
-    rooms: list[int] = []  # those of `by_room` that have a row, in order
+    rooms: list[int] = []  # free spaces of partly filled rows, sorted; the keys of `by_room` with at least one row
     count = 0
     decreasing: Any = np.argsort(-lengths, kind="stable")
     for piece, length in zip(decreasing.tolist(), lengths[decreasing].tolist(), strict=True):
-        place = bisect.bisect_left(rooms, length)
+        place = bisect.bisect_left(rooms, length)  # the least free space that is at least `length`
         if place == len(rooms):
             row, room = count, seq_len
             count += 1
@@ -112,5 +113,5 @@ def best_fit(lengths: np.ndarray, seq_len: int) -> Rows:
 
 
 def one_each(count: int) -> Rows:
-    """Give every piece a row of its own."""
+    """Put every piece into a separate row."""
     return Rows(np.arange(count), np.arange(count + 1))

@@ -1,7 +1,7 @@
-"""Files of records, streamed: JSON lines, JSON, CSV and TSV here, tables in `_arrow`.
+"""Stream files of records: JSON lines, JSON, CSV and TSV here, Parquet and Arrow tables in `_arrow`.
 
-A reader yields where a record stands and its raw fields; `read_records` checks them, counts blank ones and refuses a
-file whose records are of several kinds.
+A reader yields the location and raw fields of each record. `read_records` checks the fields, yields None for a blank
+record, and refuses a file with records of several kinds.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ Raw = Iterator[tuple[str, Mapping[str, Any]]]
 
 
 def is_records(path: Path) -> bool:
-    """Whether a path is records rather than plain text, by its name, or of a folder by what is in it.
+    """Return whether a path is records and not plain text: a file by its name, a folder by its content.
 
     Args:
-        path: a file or a folder; what is neither is none.
+        path: a file or a folder; any other path is not records.
     """
     if path.is_dir():
         return saved_split(path) is not None or folder_of_records(path) is not None
@@ -39,19 +39,19 @@ def read_records(path: Path, columns: Mapping[str, str]) -> Iterator[Example | N
 
     Args:
         path: a ``.jsonl``, ``.ndjson``, ``.json``, ``.csv``, ``.tsv`` or ``.parquet`` file, a folder of such files of
-            one format (in sorted order; without those named as for evaluation, where others are there), or a folder
-            that `datasets` saved with ``save_to_disk``.
-        columns: field to column, of `parse_columns`.
+            one format (read in sorted order, without files named for evaluation if there are others), or a folder that
+            `datasets` saved with ``save_to_disk``.
+        columns: field to column, from `parse_columns`.
 
     Yields:
         Each record; None for a blank one.
 
     Raises:
-        DataError: for a file that is damaged, empty or of another format, and records that are unusable or of several
-            kinds.
+        DataError: for a file that is damaged, empty or in another format, and for records that are unusable or of
+            several kinds.
 
     Memory:
-        One record; of a Parquet file 1,024 rows, of a JSON file all of it where it is a list, and not JSON lines.
+        Holds one record; 1,024 rows of a Parquet file; a whole JSON file if it is a list and not JSON lines.
     """
     kind: str | None = None
     for where, raw in _raw(path):
@@ -69,10 +69,10 @@ def read_records(path: Path, columns: Mapping[str, str]) -> Iterator[Example | N
 
 
 def data_files(path: Path) -> list[Path]:
-    """List the files that a path's records are in, for a digest.
+    """List the files with the records of a path, for a digest.
 
     Raises:
-        DataError: when there is nothing of that name, or no file.
+        DataError: when the path does not exist, or is neither a file nor a folder.
     """
     if not path.is_dir():
         if not path.is_file():
@@ -87,7 +87,7 @@ def data_files(path: Path) -> list[Path]:
 
 
 def folder_of_records(path: Path) -> RecordFolder | None:
-    """Say which files of a folder are read; None for what is no folder of files of records of one format."""
+    """Return which files of a folder are read; None if it is not a folder of record files of one format."""
     return record_folder(path, _READERS) if path.is_dir() and saved_split(path) is None else None
 
 
@@ -158,7 +158,7 @@ def _read_json(path: Path) -> Raw:
 
 
 def _is_lines(path: Path) -> bool:
-    """Whether a file begins with two lines that are objects; one line may be an object that holds all records."""
+    """Return whether a file begins with two lines that are objects; a single line may be an object of all records."""
     with open(path, "rb") as file:
         lines = (line for line in iter(lambda: file.readline(_MOST_LINE_BYTES), b"") if line.strip())
         first = next(lines, b"").removeprefix(b"\xef\xbb\xbf")
@@ -172,6 +172,7 @@ def _is_lines(path: Path) -> bool:
 
 
 def _read_csv(path: Path) -> Raw:
+    # The default limit of the csv module is 131,072 characters a field, which long documents exceed.
     csv.field_size_limit(max(csv.field_size_limit(), min(_MOST_FIELD, sys.maxsize)))
     with open(path, encoding="utf-8-sig", newline="") as file:
         rows = csv.reader(file, delimiter="\t" if path.suffix.lower() == ".tsv" else ",", strict=True)

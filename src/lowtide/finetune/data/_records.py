@@ -1,6 +1,6 @@
-"""Records to training batches: tokenised into a store, divided, packed into rows, shuffled.
+"""Records to training batches: tokenise into a store, split, pack into rows, shuffle.
 
-Shape suffixes: B rows of a batch, T tokens of a row. Order, repetition and batching are Grain's, as of text.
+Shape suffixes: B rows of a batch, T tokens of a row. Grain does the order, repetition and batching, as for text.
 """
 
 from __future__ import annotations
@@ -26,38 +26,38 @@ _EXAMPLE_TOKENS = 400
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DataReport:
-    """What became of the records, to be printed before training."""
+    """Counts of used, cut and dropped records, printed before training."""
 
     kind: str
-    """``text``, ``prompt``, ``alpaca`` or ``chat``."""
+    """One of ``text``, ``prompt``, ``alpaca`` and ``chat``."""
     template: str | None
-    """The file of the chat template; None where none was used."""
+    """The file of the chat template; None if no template was used."""
     num_documents: int
-    """Records that were not blank, of training and evaluation."""
+    """Records of the source that are not blank, including held-out ones."""
     num_blank: int
-    """Records that were, and were left out."""
+    """Blank records of the source, which were skipped."""
     num_tokens: int
-    """Of all documents."""
+    """Tokens of all these documents."""
     num_cut: int
-    """Documents that were longer than a row, and were cut or split."""
+    """Documents longer than a row that were cut or split."""
     num_dropped: int
-    """Documents that were left out because they were longer than a row."""
+    """Documents longer than a row that were dropped."""
     num_lost_tokens: int
     """Tokens that were cut off or dropped."""
     num_without_loss: int
-    """Documents with no token to learn, after cutting; they were left out."""
+    """Pieces of documents that were skipped because, after cutting, they have no token to learn."""
     num_rows: int
-    """Rows to train on."""
+    """Training rows."""
     utilisation: float
-    """Part of the tokens of these rows that is no padding."""
+    """Fraction of the tokens in training rows that are not padding."""
     loss_share: float
-    """Part of those that is learned."""
+    """Fraction of these tokens that are learned."""
     num_held_out_left_out: int
-    """Documents to evaluate that were left out: too long and dropped, or with no token to learn."""
+    """Evaluation documents that were dropped as too long, or have no token to learn."""
     num_held_out_lost_tokens: int
-    """Tokens to evaluate that were cut off or dropped."""
+    """Evaluation tokens that were cut off or dropped."""
     examples: list[list[tuple[str, bool]]]
-    """The first documents: texts, and whether they are learned."""
+    """Beginnings of the first documents: texts, and whether they are learned."""
     unread: tuple[str, ...] = ()
     """Columns of the records that are not read."""
 
@@ -72,29 +72,29 @@ class RecordData:
     held_out: Sequence[dict[str, np.ndarray]]
     """Evaluation batches."""
     num_train_tokens: int
-    """Tokens in training rows, padding not counted."""
+    """Tokens in training rows, without padding."""
     num_held_out_tokens: int
-    """Tokens in evaluation rows, padding not counted."""
+    """Tokens in evaluation rows, without padding."""
     seq_len: int
     """Tokens in a row, T."""
     digest: str
-    """Of all tokens, what is learned, and how they were packed."""
+    """Digest of all tokens, their learned mask, and the packing settings."""
     report: DataReport
-    """What became of the records."""
+    """Counts of used, cut and dropped records."""
 
 
 class RowSource:
-    """Rows by number, made of the mapped tokens when they are asked for; what Grain reads from.
+    """Rows by number, built at access from memory-mapped tokens; the data source for Grain.
 
-    A row is ``tokens``, ``labels``, ``segment_ids`` and ``positions``, int32 [T]. ``labels[t]`` is the token after
-    ``tokens[t]`` where that one is learned and of the same document, else -100. ``segment_ids`` counts the documents of
-    a row from 1, and is 0 in padding; ``positions`` begins at 0 in each.
+    A row has ``tokens``, ``labels``, ``segment_ids`` and ``positions``, int32 [T]. ``labels[t]`` is the token after
+    ``tokens[t]`` if that token is learned and in the same document, else -100. ``segment_ids`` numbers the documents of
+    a row from 1, and is 0 in padding. ``positions`` begins at 0 in each document.
 
     Args:
         store: the tokens.
         pieces: parts of documents.
-        rows: which pieces are in which row.
-        seq_len: T.
+        rows: assignment of pieces to rows.
+        seq_len: tokens of a row, T.
     """
 
     def __init__(self, store: Store, pieces: Pieces, rows: Rows, seq_len: int) -> None:
@@ -105,7 +105,7 @@ class RowSource:
         return len(self._rows)
 
     def __getitem__(self, number: Any) -> dict[str, np.ndarray]:
-        """Make a row."""
+        """Build a row."""
         number, pieces = int(number), self._pieces
         row = padding(self._seq_len)
         place = 0
@@ -117,6 +117,7 @@ class RowSource:
             learned = self._store.learned[first : first + length]
             here = slice(place, place + length)
             row["tokens"][here] = tokens
+            # The last token keeps the label IGNORE, since the next token belongs to another document.
             row["labels"][place : place + length - 1] = np.where(learned[1:], tokens[1:], IGNORE)
             row["segment_ids"][here] = segment
             row["positions"][here] = np.arange(length)
@@ -125,12 +126,12 @@ class RowSource:
 
 
 class Batches(Sequence[dict[str, np.ndarray]]):
-    """Rows in their order, a batch at a time; the last batch is filled up with padding.
+    """Batches of rows in order; the last batch is padded with empty rows.
 
     Args:
-        rows: where they come from.
-        batch_size: B.
-        seq_len: T.
+        rows: the rows.
+        batch_size: rows of a batch, B.
+        seq_len: tokens of a row, T.
     """
 
     def __init__(self, rows: RowSource, batch_size: int, seq_len: int) -> None:
@@ -141,10 +142,10 @@ class Batches(Sequence[dict[str, np.ndarray]]):
         return -(-len(self._rows) // self._batch_size)
 
     def __getitem__(self, number: Any) -> Any:
-        """Make a batch, or a list of them."""
+        """Build a batch, or a list of batches for a slice."""
         if isinstance(number, slice):
             return [self[i] for i in range(*number.indices(len(self)))]
-        number = range(len(self))[number]  # raises IndexError, which ends an iteration
+        number = range(len(self))[number]  # raises the IndexError that ends an iteration
         start = number * self._batch_size
         rows = [self._rows[i] for i in range(start, min(start + self._batch_size, len(self._rows)))]
         rows += [padding(self._seq_len)] * (self._batch_size - len(rows))
@@ -152,7 +153,7 @@ class Batches(Sequence[dict[str, np.ndarray]]):
 
 
 def padding(seq_len: int) -> dict[str, np.ndarray]:
-    """Return a row without a document."""
+    """Return an empty row: all labels are ignored."""
     row = {name: np.zeros(seq_len, np.int32) for name in ("tokens", "labels", "segment_ids", "positions")}
     row["labels"][:] = IGNORE
     return row
@@ -176,32 +177,32 @@ def record_data(
     vocab_size: int | None = None,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> RecordData:
-    """Tokenise, divide, pack and shuffle records.
+    """Tokenise, split, pack and shuffle records.
 
     Args:
-        source: what `read_records` takes, or texts, or texts by what they are called in errors.
-        tokenizer: the model's.
+        source: a path for `read_records`, or texts, or texts by their name in errors.
+        tokenizer: the model's tokenizer.
         template: its chat template, if any.
-        seq_len: tokens in a row, T; or a function of the tokens of the longest document, which chooses T.
+        seq_len: tokens in a row, T; or a function that maps the number of tokens of the longest document to T.
         batch_size: rows in a batch, B.
-        seed: of the division and of the order of rows.
-        eval_source: an evaluation set of its own; else a part of the documents is held out.
+        seed: seed of the split and of the order of rows.
+        eval_source: a separate evaluation set; None: a fraction of the documents is held out.
         columns: ``field=column`` words.
-        end_token: put after text and completions.
-        held_out_fraction: that part, at least one document.
+        end_token: token appended to text and completions.
+        held_out_fraction: this fraction, at least one document.
         loss_on: ``completion`` or ``all``.
         packing: ``best-fit``, or ``none`` for one document a row.
         too_long: ``cut``, ``split`` or ``drop``.
-        vocab_size: embeddings of the model: tokens beyond are refused; None: nothing is.
-        on_progress: called with records done.
+        vocab_size: number of the model's embeddings; tokens beyond are refused. None: nothing is refused.
+        on_progress: called with the number of finished records, as in `open_store`.
 
     Raises:
-        DataError: for unusable data, tokens without an embedding, and where nothing is left to train on or to evaluate.
+        DataError: for unusable data, tokens without an embedding, and if no training or evaluation document is left.
         ModelFileError: for an unusable tokenizer or template.
 
     Memory:
-        On the host about 100 bytes a document, and the rows of the batches that Grain reads ahead; the tokens are in
-        mapped files, 5 bytes each, whose pages the system may drop.
+        The host holds about 100 bytes a document, and the rows of the batches that Grain prefetches. The tokens are in
+        memory-mapped files of 5 bytes a token, whose pages the system may evict.
     """
     import grain  # takes a second; `import lowtide` does not need it
 
@@ -246,24 +247,24 @@ def evaluation_data(
     loss_on: str = "completion",
     vocab_size: int | None = None,
 ) -> tuple[Sequence[dict[str, np.ndarray]], DataReport]:
-    """Pack all records to be evaluated; what is longer than a row is split.
+    """Pack all records for evaluation; documents longer than a row are split.
 
     Args:
-        source: as in `record_data`, and so are the rest.
-        tokenizer: the model's.
+        source: as in `record_data`.
+        tokenizer: the model's tokenizer.
         template: its chat template, if any.
         seq_len: tokens in a row, T.
         batch_size: rows in a batch, B.
         columns: ``field=column`` words.
-        end_token: put after text and completions.
+        end_token: token appended to text and completions.
         loss_on: ``completion`` or ``all``.
         vocab_size: as in `record_data`.
 
     Returns:
-        Batches, and what became of the records, without examples.
+        The batches, and a report without examples.
 
     Raises:
-        DataError: for unusable data, and where nothing is left to evaluate.
+        DataError: for unusable data, and if no document is left to evaluate.
         ModelFileError: for an unusable tokenizer or template.
 
     Memory:
@@ -309,8 +310,9 @@ class _Packer:
     too_long: str
 
     def __call__(self, store: Store, documents: np.ndarray, where: str) -> tuple[Pieces, Rows, dict[str, Any]]:
-        """Cut and pack documents; count what was lost."""
+        """Cut and pack documents, and count cut, dropped and unlearned ones."""
         pieces = cut(store.lengths, documents, self.seq_len, self.too_long)
+        # Drop pieces without a learned token before packing: they would fill rows and add nothing to the loss.
         learned = _num_learned(store, pieces)
         useful = np.flatnonzero(learned)
         kept = Pieces(
@@ -322,6 +324,7 @@ class _Packer:
             pieces.num_dropped,
         )
         if not len(useful):
+            # Without cutting: do whole documents have a learned token?
             if not _num_learned(store, cut(store.lengths, documents, int(store.lengths.max()), "cut")).any():
                 raise _without_answer(store, documents, where)
             raise DataError(
@@ -355,7 +358,7 @@ def _without_answer(store: Store, documents: np.ndarray, where: str) -> DataErro
 
 
 def _num_learned(store: Store, pieces: Pieces) -> np.ndarray:
-    """Count the tokens of each piece that are learned; the first one of a piece is nobody's label."""
+    """Count the learned tokens of each piece, except its first token, which is no token's label."""
     first = store.offsets[pieces.document] + pieces.start
     found = np.zeros(len(first), np.int64)
     for i, (start, length) in enumerate(zip(first.tolist(), pieces.length.tolist(), strict=True)):
@@ -364,7 +367,7 @@ def _num_learned(store: Store, pieces: Pieces) -> np.ndarray:
 
 
 def _divided(store: Store, evaluated: Store, fraction: float, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """Choose the documents to train on and those to evaluate."""
+    """Return the indices of the training documents and of the evaluation documents."""
     count = len(store.lengths)
     order = np.random.default_rng(seed).permutation(count)
     if evaluated is not store:
@@ -380,7 +383,7 @@ def _divided(store: Store, evaluated: Store, fraction: float, seed: int) -> tupl
 
 
 def _examples(store: Store, tokenizer: Tokenizer, documents: np.ndarray) -> list[list[tuple[str, bool]]]:
-    """Decode the beginnings of documents, in parts that are learned or not."""
+    """Decode the beginnings of documents, in runs of learned and unlearned tokens."""
     found: list[list[tuple[str, bool]]] = []
     for document in documents:
         start = int(store.offsets[document])

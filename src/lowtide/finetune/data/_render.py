@@ -1,8 +1,8 @@
-"""The process that renders chat templates; started by `_chat` as a script, never imported.
+"""The process that renders chat templates; `_chat` starts it as a script and never imports it.
 
-A template is a program of whoever made the model. Jinja's sandbox keeps it from Python's objects, but it may still
-multiply strings and nest loops for as long as it likes; so it runs here, where memory is limited, and whoever waits
-for an answer ends the process when none comes. Lines of JSON go in and out.
+A template is a third-party program. Jinja's sandbox blocks access to Python objects, but a template can still multiply
+strings and nest loops without limit. So it runs in this process, whose memory is limited, and `_chat` kills the process
+if an answer takes too long. Input and output are lines of JSON.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _MOST_CHARACTERS = 16 * 1024**2
 
 
 def main() -> None:
-    """Read a template, then conversations, and answer each with a line."""
+    """Read a template, then conversations, and write a line of JSON for each."""
     paths, most_bytes = sys.argv[1:-1], int(sys.argv[-1])
     sys.path[:0] = paths
     _limit(most_bytes)
@@ -39,7 +39,7 @@ def main() -> None:
 
 
 def _rendered(render: Any, has_generation: bool, request: dict[str, Any], eos: str) -> dict[str, Any]:
-    """Render a conversation, and say where each turn of the assistant is where the template does not mark them."""
+    """Render a conversation, and find the assistant's turns if the template does not mark them."""
     messages, tools = request["messages"], request["tools"]
     text, spans = render(messages, tools, False)
     _check_all_said(lambda given: render(given, tools, False)[0], messages)
@@ -54,12 +54,14 @@ def _rendered(render: Any, has_generation: bool, request: dict[str, Any], eos: s
 
 
 class _Turns:
-    """Where turns begin and end in a text whose template does not say it.
+    """Finder of turns in a text whose template does not mark them.
 
-    Marks where what messages say begins and ends are rendered with it: the header of a turn, which the generation
-    prompt tells, comes after the end of the message before, and what closes a turn after its own. Where marks change
-    the text, or are not in it, the conversation is rendered up to the turn and up to its end, which have to be
-    beginnings of the whole.
+    The conversation is rendered again with marks around the contents of its messages, which gives the position of each
+    content in the text. A turn begins after its header, which follows the content of the previous message; the
+    generation prompt gives the header. A turn ends after the text that closes it, which follows its own content.
+
+    If the marks change the text or are missing in it, the conversation is rendered up to the turn, and up to the turn's
+    end. Both renderings have to be prefixes of the whole text.
     """
 
     def __init__(self, render: Any, messages: list[Any], text: str, eos: str) -> None:
@@ -69,7 +71,8 @@ class _Turns:
         self._openings: dict[str, str] = {}
         self._ends, self._starts = self._marked(messages, text)
         self._headers = list[str]()
-        # After what a tool gave some templates ask for nothing, and go on with the turn.
+        # The header is the difference between the renderings with and without the generation prompt. They end at the
+        # last user message, since after a tool's result some templates write no header and continue the turn.
         others = [i for i, each in enumerate(messages) if each["role"] != "assistant"]
         asked = max([i for i in others if messages[i]["role"] == "user"] or others, default=-1) + 1
         closed, opened = (self._tried(messages[:asked], prompt) for prompt in (False, True))
@@ -78,14 +81,14 @@ class _Turns:
             self._headers = self._cut(opened[len(closed) :]) if opened.startswith(closed) else []
 
     def spans(self, turns: list[int]) -> list[tuple[int, tuple[int, int] | None]]:
-        """Return where turns are, each None where that cannot be told, as of two in one place."""
+        """Return the span of each turn; None if it is unknown, or overlaps the span of another turn."""
         spans = [(i, self._span(i)) for i in turns]
         told = sorted((span, i) for i, span in spans if span)
         twice = {i for a, b in itertools.pairwise(told) if b[0][0] < a[0][1] for i in (a[1], b[1])}
         return [(i, None if i in twice else span) for i, span in spans]
 
     def astray(self) -> int | None:
-        """Return the first message that the template leaves out, or writes before an earlier one."""
+        """Return the first message that the template omits, or writes before an earlier message."""
         last = 0
         for i, each in enumerate(self._messages if self._ends else ()):
             if (each.get("content") or "").strip() and self._ends.get(i, -1) < last:
@@ -104,9 +107,10 @@ class _Turns:
         return len(before), len(upto)
 
     def _cut(self, header: str) -> list[str]:
-        """Return a header, and what of it may be there alone, such as without the beginning of a thought.
+        """Return a header and prefixes of it that may occur alone, for example without the start of a thought.
 
-        What also begins what others say, such as all before the name of a role, is none.
+        A prefix is longer than half of the header. It must not occur before messages of other roles, as the text before
+        the name of the role does.
         """
         cuts = [cut.end() for cut in re.finditer(r"[>\]:\n]", header) if len(header) // 2 < cut.end() < len(header)]
         others = [
@@ -123,7 +127,8 @@ class _Turns:
         before = self._ends.get(i - 1) if i else 0
         if before is None or (own is None and i + 1 < len(self._messages) and i + 1 not in self._starts):
             return None
-        # What is said may begin as the header ends; what is thought may quote it, and so the first counts.
+        # The content may start with the characters that end the header, so the search ends after the content's start.
+        # A thought before the content may quote the header, so the first match counts.
         places = [(self._text.find(each, before, most + len(each) - 1), -len(each)) for each in self._headers]
         at, size = min((place for place in places if place[0] >= 0), default=(-1, 0))
         return None if at < 0 else at - size
@@ -133,13 +138,13 @@ class _Turns:
             return len(self._text)
         said, start = self._ends.get(i), self._starts.get(i + 1, -1)
         opening = self._openings.get(self._messages[i + 1]["role"])
-        if said is None:  # nothing is said, or shown; the first that closes a turn closes this one
+        if said is None:  # no visible content: the first closing text after the header closes this turn
             places = [(self._text.find(tail, begin), len(tail)) for tail in self._tails_of(i) if tail]
             at, size = min(((at, size) for at, size in places if at >= 0), default=(-1, 0))
             calls_unseen = self._messages[i].get("tool_calls") and at != begin
             return None if at < 0 or calls_unseen else at + size
         if not _closes_alike(self._messages[i]) and opening and self._text.endswith(opening, said, max(start, 0)):
-            return start - len(opening)  # arguments differ, what comes after them does not
+            return start - len(opening)  # tool-call arguments vary, so measure back from the next message's header
         for own in (_trailing(self._messages[i]), ""):
             for tail in filter(None, self._tails_of(i)):
                 if self._text.startswith(own + tail, said):
@@ -150,7 +155,7 @@ class _Turns:
         return None
 
     def _tails_of(self, i: int) -> list[str]:
-        """Return what may close a turn; the same for all that call no tools."""
+        """Return texts that may close a turn; turns without tool calls share them."""
         if i in self._ends and self._messages[i].get("tool_calls"):
             return self._closing(i)
         if self._tails is None:
@@ -159,6 +164,7 @@ class _Turns:
         return self._tails
 
     def _closing(self, i: int) -> list[str]:
+        """Return the text after the last content in renderings up to message i, with and without a next header."""
         upto, found = self._messages[: i + 1], list[str]()
         for prompt in (True, False):
             text = self._tried(upto, prompt)
@@ -170,7 +176,7 @@ class _Turns:
         return found
 
     def _tried(self, messages: list[Any], prompt: bool) -> str | None:
-        """Render a part of the conversation, which a template need not take."""
+        """Render a part of the conversation; None if the template refuses it."""
         try:
             return self._render(messages, prompt)
         except Exception:
@@ -179,8 +185,10 @@ class _Turns:
     def _marked(
         self, messages: list[Any], text: str, prompt: bool = False, most: int = 2
     ) -> tuple[dict[int, int], dict[int, int]]:
-        """Return where what messages say ends, and where it begins, of those that are told."""
-        for marks in range(most, -1, -1):  # a template may look at how a text begins, or whether there is one
+        """Return the ends and the starts of the messages' contents in the text, as far as marks show them."""
+        # A template may test how a content begins, or whether it is empty. So try fewer marks until the rendering
+        # without its marks equals the text.
+        for marks in range(most, -1, -1):
             given = [self._with_marks(i, each, marks) for i, each in enumerate(messages)]
             parts = re.split(rf"\ue000{self._nonce}([(.!])(\d+);", self._tried(given, prompt) or "")
             places: dict[str, dict[int, list[int]]] = {"(": {}, ".": {}, "!": {}}
@@ -189,17 +197,21 @@ class _Turns:
                 places[kind].setdefault(int(number), []).append(place)
                 place += len(piece)
             ends, starts = ({i: at[0] for i, at in places[kind].items() if len(at) == 1} for kind in ".(")
-            calls = {i: at[0] for i, at in places["!"].items()}  # what a tool gave may be named after its call again
+            # A template may repeat the name of a call at the tool's result, so the first mark of a call counts.
+            calls = {i: at[0] for i, at in places["!"].items()}
             if "".join(parts[::3]) == text and ends | calls:
                 return ends | calls, starts
         return {}, {}
 
     def _with_marks(self, i: int, message: Any, marks: int) -> Any:
-        """Write marks into a message: at its end; with 1 where the assistant begins; with 2 where all do."""
+        """Write marks at the end of a message's content, and after the name of its last tool call.
+
+        With ``marks=1`` also mark the start of assistant contents, with ``marks=2`` the start of all contents.
+        """
         content, calls = message.get("content"), message.get("tool_calls")
         is_other = message["role"] != "assistant"
         given = dict(message)
-        end = f"\ue000{self._nonce}.{i};"  # a character that filters to JSON leave as it is
+        end = f"\ue000{self._nonce}.{i};"  # the JSON filter does not escape this character
         if (content or "").strip() or (isinstance(content, str) and is_other and marks == 2):
             start = f"\ue000{self._nonce}({i};" if marks == 2 or (marks and not is_other) else ""
             given["content"] = _wrapped(content, start, end)
@@ -208,10 +220,10 @@ class _Turns:
 
 
 def _check_all_said(render: Any, messages: list[Any]) -> None:
-    """Refuse a conversation of which a template leaves out calls of tools.
+    """Refuse a conversation whose tool calls the template omits.
 
     Raises:
-        ValueError: naming the message.
+        ValueError: with the call and the message.
     """
     nonce, marked, wanted = secrets.token_hex(8), list[Any](), dict[str, str]()
     for i, each in enumerate(messages):
@@ -224,7 +236,7 @@ def _check_all_said(render: Any, messages: list[Any]) -> None:
         return
     try:
         found = render(marked)
-    except Exception:  # the template does not take such names
+    except Exception:  # the template rejects the marked names
         return
     for mark, what in wanted.items():
         if mark not in found:
@@ -232,7 +244,7 @@ def _check_all_said(render: Any, messages: list[Any]) -> None:
 
 
 def _with_marked_calls(message: Any, mark: Any) -> Any:
-    """Write a mark after the name of each call, if it has one."""
+    """Append a mark to the name of each tool call; return the message unchanged if a call has no name."""
     calls = message.get("tool_calls")
     if not calls or not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
         return message
@@ -247,14 +259,14 @@ def _with_marked_calls(message: Any, mark: Any) -> Any:
 
 
 def _wrapped(content: str, start: str, end: str) -> str:
-    """Write marks around what a content says, inside of the white space about it."""
+    """Write marks around a content, inside its leading and trailing white space."""
     core = content.strip()
     before, after = content.split(core, 1) if core else (content, "")
     return f"{before}{start}{core}{end}{after}"
 
 
 def _trailing(message: Any) -> str:
-    """Return the white space that ends what a message says, which a template may leave out."""
+    """Return the trailing white space of a message's content, which a template may strip."""
     text = message.get("content") or ""
     return text[len(text.rstrip()) :]
 
@@ -264,7 +276,11 @@ def _closes_alike(message: Any) -> bool:
 
 
 def _compiled(source: str, special: dict[str, str], day: str | None) -> tuple[Any, bool]:
-    """Compile a template with all that transformers gives one."""
+    """Compile a template with the globals, filters and extensions of transformers.
+
+    Returns:
+        A function that renders messages, and whether the template has ``{% generation %}``.
+    """
     from jinja2 import nodes
     from jinja2.exceptions import SecurityError, TemplateError
     from jinja2.ext import Extension, loopcontrols
@@ -279,7 +295,10 @@ def _compiled(source: str, special: dict[str, str], day: str | None) -> tuple[An
             raise SecurityError(f"the template asks for {attribute!r} of a {type(obj).__name__}")
 
     class Generation(Extension):
-        """Mark what the tag encloses, wherever it is: text of a macro or a variable may move."""
+        """The ``{% generation %}`` tag, which writes marks around its text.
+
+        Marks stay with the text when a macro or a variable moves it.
+        """
 
         tags = {"generation"}
 
@@ -325,7 +344,7 @@ def _compiled(source: str, special: dict[str, str], day: str | None) -> tuple[An
 
 
 def _unmarked(text: str, marks: re.Pattern[str]) -> tuple[str, list[tuple[int, int]]]:
-    """Take the marks out of a text, and say what they enclosed."""
+    """Remove the marks from a text, and return the spans that they enclosed."""
     parts = marks.split(text)
     pieces, spans, place, starts = [parts[0]], list[tuple[int, int]](), len(parts[0]), list[int]()
     for mark, piece in zip(parts[1::2], parts[2::2], strict=True):
@@ -350,7 +369,7 @@ def _answer(value: dict[str, Any]) -> None:
 def _limit(most_bytes: int) -> None:
     try:
         import resource
-    except ImportError:  # not on Windows; the limit of time holds there, too
+    except ImportError:  # Windows has no `resource`; there only the time limit applies
         return
     for what, most in ((resource.RLIMIT_CORE, 0), (resource.RLIMIT_AS, most_bytes)):
         hard = resource.getrlimit(what)[1]

@@ -1,9 +1,9 @@
-"""What a record may be, in one place: its kind is found from its fields, and pydantic checks their types.
+"""Schema of records: the fields of a record determine its kind, and pydantic checks their types.
 
-Four kinds come out, whatever went in: ``text``, ``prompt`` (a prompt and its completion), ``chat`` (messages) and
-``alpaca`` (an instruction, with or without input, and its output). ShareGPT's ``conversations`` become messages; a
-prompt and a completion that are lists of messages become one chat whose turns before the completion have no loss, and
-no more have turns with a ``weight`` of 0, as OpenAI's records say it.
+The result has one of four kinds: ``text``, ``prompt`` (a prompt and its completion), ``chat`` (messages) and ``alpaca``
+(an instruction, with or without input, and its output). ShareGPT's ``conversations`` become messages. A prompt and a
+completion that are lists of messages become one chat, whose turns before the completion have no loss. Turns with a
+``weight`` of 0, a field of OpenAI's records, have no loss either.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ _KINDS = {
     "alpaca": ("instruction", "output"),
     "text": ("text",),
 }
-"""The fields that make a record of a kind."""
+"""Required fields of each kind."""
 _BESIDE = {"alpaca": ("input",), "text": ()}
-"""The fields that a record of a kind may have besides; of others tools."""
+"""Optional fields of a kind; the optional field of other kinds is tools."""
 FIELDS = (*dict.fromkeys(field for fields in _KINDS.values() for field in fields), "input", "tools", "system")
 _ROLES = {
     "human": "user",
@@ -48,7 +48,7 @@ _SHAREGPT = ("human", "gpt", "chatgpt")
 _USUAL = ("assistant", "user", "system", "tool")
 _CHAT = '{"messages": [{"role": "user", "content": "..."}, ...]}'
 _HINT = f'one object a record, such as {{"text": "..."}} or {_CHAT}'
-_CHAT_HINT = f"one object a record, such as {_CHAT}"  # also for prompts, which may be no text
+_CHAT_HINT = f"one object a record, such as {_CHAT}"
 
 
 class _Strict(BaseModel):
@@ -63,7 +63,7 @@ class _Turn(_Strict):
 
 class _Said(_Strict):
     speaker: str = Field(alias="from")
-    value: str = ""  # null, as content of messages may be
+    value: str = ""  # may be absent, since `normalized` drops null fields and the content of a message may be null
 
 
 class _Messages(_Strict):
@@ -103,36 +103,36 @@ _SCHEMAS: dict[str, type[BaseModel]] = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Example:
-    """One record, checked."""
+    """A checked record."""
 
     kind: str
-    """``text``, ``prompt``, ``alpaca`` or ``chat``."""
+    """One of ``text``, ``prompt``, ``alpaca`` and ``chat``."""
     where: str
-    """File and line or row, for messages."""
+    """File and line or row, for errors."""
     text: str = ""
-    """Of a text; of a prompt, the completion; of an Alpaca record, the output."""
+    """The text, the completion of a prompt, or the output of an Alpaca record."""
     prompt: str = ""
-    """What stands before the completion; of an Alpaca record, the instruction."""
+    """The prompt, or the instruction of an Alpaca record."""
     more: str = ""
-    """An Alpaca record's input."""
+    """The input of an Alpaca record."""
     messages: tuple[dict[str, Any], ...] = ()
-    """Of a chat."""
+    """The messages of a chat."""
     tools: list[dict[str, Any]] | None = None
-    """What a chat's template is given as ``tools``."""
+    """The variable ``tools`` of a chat's template."""
     first: int = 0
-    """Of a chat, the first message that may have loss."""
+    """Index of the first message of a chat that may have a loss."""
     unread: tuple[str, ...] = ()
     """Columns of the record that are not read."""
 
 
 def parse_columns(words: tuple[str, ...] | None) -> dict[str, str]:
-    """Read ``field=column`` words: which column of the data stands for which field.
+    """Parse ``field=column`` words, which map the fields of a record to columns of the data.
 
     Args:
-        words: such as ``("messages=chat",)``.
+        words: words such as ``("messages=chat",)``.
 
     Raises:
-        ConfigError: for a word without ``=``, an unknown field, or a field said twice.
+        ConfigError: for a word without ``=``, an unknown field, or a repeated field.
     """
     found: dict[str, str] = {}
     for word in words or ():
@@ -149,15 +149,15 @@ def parse_columns(words: tuple[str, ...] | None) -> dict[str, str]:
 
 
 def parse_record(raw: Mapping[str, Any], where: str, columns: Mapping[str, str]) -> Example | None:
-    """Find out the kind of a record and check it.
+    """Determine the kind of a record and check it.
 
     Args:
         raw: the fields.
         where: file and line or row.
-        columns: field to column, of `parse_columns`; where it is given, other fields are not read.
+        columns: field to column, from `parse_columns`; if not empty, other fields are not read.
 
     Returns:
-        The record; None when it is blank: what the model should learn is missing, or nothing but spaces.
+        The record; None for a blank one, in which the part to learn is missing or white space.
 
     Raises:
         DataError: when fields are missing, several kinds fit, or a value has another type.
@@ -170,7 +170,7 @@ def parse_record(raw: Mapping[str, Any], where: str, columns: Mapping[str, str])
 
 
 def _example(kind: str, record: dict[str, Any], where: str) -> Example | None:
-    """Check a record of a known kind; None for a blank one."""
+    """Check a record of a known kind, and return it; None for a blank one."""
     if kind == "conversations":
         _check_speakers({**record, **_decoded(record, where)}, where)
     record = normalized(kind, {**record, **_decoded(record, where)}, where)
@@ -201,12 +201,15 @@ def _example(kind: str, record: dict[str, Any], where: str) -> Example | None:
 
 
 def _is_other_label(name: str, value: Any) -> bool:
-    """Return whether a field called label is no verdict on the answer, such as the number of a class."""
+    """Return whether a field named label is not true or false, such as the number of a class.
+
+    A label of true or false is KTO's verdict on the answer, which `normalized` reads.
+    """
     return name == "label" and str(value).lower() not in ("true", "false")
 
 
 def _check_speakers(record: Mapping[str, Any], where: str) -> None:
-    """Raise for messages that are called conversations."""
+    """Raise for a field named conversations whose turns are messages with a role."""
     turns = record["conversations"]
     if isinstance(turns, list) and any(isinstance(turn, Mapping) and "role" in turn for turn in turns):
         fields = {"tools": "tools", "system": "system", "system_prompt": "system"}
@@ -251,7 +254,7 @@ def _kind_of(raw: Mapping[str, Any], where: str, columns: Mapping[str, str]) -> 
 
 
 def _decoded(record: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Parse lists that a table holds as JSON text."""
+    """Parse lists that a table stores as JSON text."""
     found: dict[str, Any] = {}
     for name in ("messages", "conversations", "tools", "functions"):
         value = record.get(name)
@@ -261,11 +264,12 @@ def _decoded(record: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 def parse_list(content: bytes, where: str) -> list[Any]:
-    """Parse a JSON list, as strictly as `parse_json` does an object.
+    """Parse a JSON list with the strictness of `parse_json`.
 
     Raises:
-        DataError: when it is none.
+        DataError: when the content is not a JSON list.
     """
+    # Wrap the list in an object for `parse_json`. Content such as `[], "x": 1` would add keys, so check the keys below.
     try:
         value = parse_json(b'{"list":' + content + b"}", where)
     except ModelFileError as error:
@@ -277,7 +281,7 @@ def parse_list(content: bytes, where: str) -> list[Any]:
 
 
 def _remedy(content: bytes) -> str:
-    """Say how to repair a list that is not JSON."""
+    """Return a hint on how to repair a list that is not JSON."""
     if re.match(rb"\s*\[\s*(\{\s*)?'", content):
         return "this is Python's notation: write it with json.dumps, not with str"
     if re.search(rb",\s*[\]}]\s*$", content):
@@ -299,7 +303,7 @@ def _prompt(record: Mapping[str, Any], where: str, tools: Any) -> Example:
 
 
 def _turn(said: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Rewrite a turn of ShareGPT as a message."""
+    """Convert a turn of ShareGPT to a message."""
     if said["from"] in _CALLERS:
         return {"role": "assistant", "tool_calls": _calls(said.get("value", ""), where), **_weight(said)}
     role = _ROLES.get(said["from"])
@@ -331,7 +335,7 @@ def _calls(value: str, where: str) -> list[dict[str, Any]]:
 
 
 def _check_weights(turns: Any, where: str) -> None:
-    """Refuse a weight that would be no more than a number in the file."""
+    """Refuse a weight other than 0 and 1, which would have no effect."""
     for turn in turns if isinstance(turns, list) else ():
         weight = turn.get("weight")
         if weight is not None and (isinstance(weight, bool) or weight not in (0, 1)):
@@ -344,7 +348,7 @@ def _check_weights(turns: Any, where: str) -> None:
 
 
 def _check_unread(record: Mapping[str, Any], where: str) -> None:
-    """Refuse what some write beside Alpaca's fields, and an answer may depend on."""
+    """Refuse a history in addition to Alpaca's fields, since the answer may depend on it and it is not read."""
     fields = [field for field in ("instruction", "input", "output") if field in record]
     if not _is_blank(record.get("history")):
         raise DataError(
@@ -357,9 +361,9 @@ def _check_unread(record: Mapping[str, Any], where: str) -> None:
 
 
 def _check_roles(turns: Any, where: str) -> None:
-    """Refuse a role that is nearly one of the usual ones; a template would write it, and nothing of it be learned.
+    """Refuse a misspelt role or a role of ShareGPT: a template would write it, but the turn would not be learned.
 
-    So would one of ShareGPT's. Others, such as ``developer`` or ``ipython``, are for the template to know.
+    Other roles, such as ``developer`` or ``ipython``, are passed to the template.
     """
     for turn in turns if isinstance(turns, list) else ():
         role = turn["role"]

@@ -1,8 +1,8 @@
-"""Tokenised records in files, so that data larger than memory is read once and then mapped.
+"""Tokenised records in files, so that data larger than memory is read once and then memory-mapped.
 
-A store is a folder named by a digest of the data's files, the tokenizer, the template and the settings. It is written
-under another name and renamed when it is whole: a killed run leaves nothing that is taken for a store. Stores are in
-``LOWTIDE_CACHE``, or ``~/.cache/lowtide``, below ``data``; delete them at any time but during a run.
+The name of a store's folder is a digest of the data files, the tokenizer, the template and the settings. The store is
+written under a temporary name and renamed when it is complete, so a killed run leaves no broken store. Stores are in
+``LOWTIDE_CACHE``, or ``~/.cache/lowtide``, below ``data``. You can delete them at any time except during a run.
 """
 
 from __future__ import annotations
@@ -39,20 +39,20 @@ _TOKENS, _LEARNED, _ENDS, _ABOUT = "tokens.bin", "learned.bin", "ends.bin", "abo
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Store:
-    """Documents, one after the other."""
+    """Tokens of all documents, one after the other."""
 
     tokens: np.ndarray
-    """int32 [N], mapped."""
+    """Token ids, int32 [N], memory-mapped."""
     learned: np.ndarray
-    """uint8 [N], mapped."""
+    """1 for learned tokens, uint8 [N], memory-mapped."""
     offsets: np.ndarray
-    """Where each document begins, and at the end N, int64 [D + 1]."""
+    """Index of the first token of each document, then N, int64 [D + 1]."""
     kind: str
-    """Of the records."""
+    """Kind of the records, as in `Example`."""
     num_blank: int
-    """Records without text."""
+    """Number of records without text."""
     digest: str
-    """SHA-256 of tokens and what is learned."""
+    """SHA-256 of `tokens` and `learned`."""
     unread: tuple[str, ...] = ()
     """Columns of the records that are not read, in sorted order."""
 
@@ -73,18 +73,18 @@ def open_store(
     vocab_size: int | None = None,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> Store:
-    """Tokenise the records of a path into files, or find the files of an earlier time.
+    """Tokenise records into files, or open the files of an earlier call.
 
     Args:
-        source: what `read_records` takes, or texts, or texts by what they are called in errors.
-        tokenizer: the model's.
-        template: its chat template, if any; one that writes the date and has no day is given today, since what is kept
-            must not depend on the hour.
+        source: a path for `read_records`, or texts, or texts by their name in errors.
+        tokenizer: the model's tokenizer.
+        template: its chat template, if any. One that writes the date and has no day gets today as its day, since a
+            store must not depend on the time of day.
         columns: field to column.
-        end_token: put after text and completions.
+        end_token: token appended to text and completions.
         loss_on: ``completion`` or ``all``.
-        vocab_size: embeddings of the model: tokens beyond are refused; None: nothing is.
-        on_progress: called with records done, and again as their number in all, which is not known.
+        vocab_size: number of the model's embeddings; tokens beyond are refused. None: nothing is refused.
+        on_progress: called with the number of finished records twice, since the total is unknown.
 
     Raises:
         DataError: for unusable data.
@@ -92,16 +92,17 @@ def open_store(
         OutputError: when the files cannot be written.
 
     Memory:
-        On the host 256 records and their tokens, and 8 bytes a document. The files take 5 bytes a token.
+        The host holds 256 records and their tokens, and 8 bytes a document. The files take 5 bytes a token.
     """
     settings: dict[str, Any] = {"columns": dict(columns), "end": end_token, "loss_on": loss_on, "version": _VERSION}
     if template is not None and template.writes_date and template.day is None:
         template = dataclasses.replace(template, day=datetime.date.today().isoformat())
     if vocab_size is not None and largest_id(tokenizer, end_token) >= vocab_size:
-        settings["vocab_size"] = vocab_size  # a store made without it may hold what is refused
+        settings["vocab_size"] = vocab_size  # a store written without this check may contain refused tokens
     chat = None if template is None else [template.source, template.special]
     if template is not None and chat is not None and template.writes_date:
         chat.append(template.day or "")
+    # The name covers every input of the tokenisation, so that a changed input leads to another store.
     name = hashlib.sha256(tokenizer.to_str().encode())
     name.update(json.dumps([settings, chat], sort_keys=True).encode())
     for piece in _digests(source):
@@ -123,7 +124,7 @@ def open_store(
 
 
 def _digests(source: Source) -> Iterator[bytes]:
-    """Digest all that a store is made of."""
+    """Yield digests of the source's files or texts."""
     if isinstance(source, Path):
         for file in data_files(source):
             yield file.name.encode() + b"\0" + _file_digest(file)
@@ -141,11 +142,11 @@ def _new_folder(home: Path) -> Path:
 
 
 def _remove_abandoned(home: Path) -> None:
-    """Remove what killed runs left: nothing was written to it for a day."""
+    """Remove unfinished folders without a write for a day, which killed runs left."""
     for folder in home.glob("unfinished-*"):
         try:
             times = [file.stat().st_mtime for file in (folder, *folder.iterdir())]
-        except OSError:  # another process has renamed or removed it meanwhile, or it is another user's
+        except OSError:  # another process has renamed or removed it, or it belongs to another user
             continue
         if time.time() - max(times) > _ABANDONED_SECONDS:
             shutil.rmtree(folder, ignore_errors=True)
@@ -228,7 +229,7 @@ def _keep(unfinished: Path, folder: Path) -> None:
     try:
         unfinished.rename(folder)
     except OSError:
-        if not folder.is_dir():  # else another process has written the same meanwhile
+        if not folder.is_dir():  # otherwise another process has written the same store in the meantime
             raise
 
 

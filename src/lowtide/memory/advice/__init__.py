@@ -1,4 +1,4 @@
-"""What to do about memory: lint, remedies, out-of-memory errors, and sizes that were not compiled."""
+"""Advice on memory: lint findings, remedies, explained out-of-memory errors, and the largest size that fits."""
 
 from ._extrapolate import ByteFit as ByteFit
 from ._extrapolate import Extrapolation as Extrapolation

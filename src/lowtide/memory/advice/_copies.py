@@ -1,4 +1,4 @@
-"""Rules of the lint about copies of arguments that are kept for the backward pass."""
+"""Lint rules for copies of arguments that are kept for the backward pass."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ._finding import Finding
 
 
 def residual_copies(owners: Owners, report: MemoryReport) -> Iterator[Finding]:
-    """Find copies of arguments that wait for the backward pass, and whole frozen arguments in a lower precision."""
+    """Find copies of arguments that are kept for the backward pass, and casts of whole frozen arguments."""
     flow = owners.dataflow
     written = {b.operation: b for b in report.buffers if b.role == "copies"}
     largest: dict[int, Buffer] = {}
@@ -21,7 +21,7 @@ def residual_copies(owners: Owners, report: MemoryReport) -> Iterator[Finding]:
         at, buffer = flow.copy_of(value), written.get(flow.graph.name(value))
         if at is None or buffer is None or flow.phase(value) != "forward" or not flow.is_read_backward(value):
             continue
-        # A copy in the same type and size is the compiler's own (another layout), and nobody's to avoid.
+        # The compiler makes copies of equal type and size for another layout; a user cannot avoid them.
         if buffer.path != owners.leaves[at].path or _same_items(owners, value, at):
             continue
         if at not in largest or buffer.num_bytes > largest[at].num_bytes:
@@ -38,7 +38,7 @@ def residual_copies(owners: Owners, report: MemoryReport) -> Iterator[Finding]:
                 # Neither a barrier nor jax.checkpoint keeps a compiler from casting all layers before the loop.
                 remedy=f"pass it in {buffer.dtype}, as it does not train",
             )
-        elif buffer.source:  # else the compiler's own, as the bfloat16 of a TPU's products
+        elif buffer.source:  # without a source line the compiler made it, such as the bfloat16 inputs of TPU products
             yield Finding(
                 rule="residual-copy",
                 path=leaf.path,
@@ -50,7 +50,7 @@ def residual_copies(owners: Owners, report: MemoryReport) -> Iterator[Finding]:
 
 
 def dequantized(owners: Owners, report: MemoryReport) -> Iterator[Finding]:
-    """Find weights that are made of codes in the forward pass and wait, as floats, for the backward pass."""
+    """Find frozen weights that the forward pass dequantises and keeps as floats for the backward pass."""
     flow = owners.dataflow
     floats = {b.operation: b for b in report.buffers if b.role == "activations" and b.source}
     for value in flow.phases:
@@ -64,8 +64,9 @@ def dequantized(owners: Owners, report: MemoryReport) -> Iterator[Finding]:
         items, graph = flow.graph.num_elements(value), flow.graph
         integers = {at: graph.num_elements(one) for at, one in arguments.items() if not graph.is_floating(one)}
         narrow = {at for at, one in arguments.items() if graph.item_type(one)[1] <= 8}
-        codes = [at for at, number in integers.items() if at in narrow and items in (number, 2 * number)]  # two a byte
-        has_scales = len(arguments) > 1  # which may be integers, too
+        # Codes are integers of at most 8 bits, one for each weight, or 4-bit codes packed in pairs.
+        codes = [at for at, number in integers.items() if at in narrow and items in (number, 2 * number)]
+        has_scales = len(arguments) > 1  # scales may be integers, too
         if codes and has_scales:
             leaf = owners.leaves[codes[0]]
             where = f"{buffer.dtype}{list(buffer.shape)} from {buffer.source}"
@@ -80,7 +81,7 @@ def dequantized(owners: Owners, report: MemoryReport) -> Iterator[Finding]:
 
 
 def _is_cast_of_frozen(owners: Owners, copy: Buffer, leaf: int) -> bool:
-    """Whether a copy holds all of a leaf that no output replaces, in fewer bytes."""
+    """Return whether a copy holds a whole frozen leaf, which no output replaces, in fewer bytes."""
     is_whole = math.prod(copy.shape) == owners.dataflow.graph.num_elements(owners.parameter_of[leaf])
     is_narrower = copy.num_bytes < owners.leaves[leaf].num_bytes
     is_frozen = owners.dataflow.is_differentiated(leaf) and leaf not in owners.replaced.values()

@@ -1,4 +1,7 @@
-"""What a change to a step would save, read off its report: buffers leave the timeline, which gives the new peak."""
+"""Estimate the saving of a change to a step from its report.
+
+The estimate removes buffers from the timeline and computes the new peak.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +13,11 @@ from ...report import Buffer, MemoryReport, live_bytes
 
 
 def saving(report: MemoryReport, share: Callable[[Buffer], float]) -> int:
-    """Device bytes less at the peak when a share of every buffer goes away.
+    """Return the decrease of the device's peak in bytes when a share of every buffer is removed.
 
     Args:
         report: the report.
-        share: the part of a buffer that goes, between 0 and 1.
+        share: the removed fraction of a buffer, between 0 and 1.
     """
     mine = [b for b in report.buffers if b.space == "device"]
     smaller = [dataclasses.replace(b, num_bytes=round(b.num_bytes * (1 - share(b)))) for b in mine]
@@ -23,14 +26,14 @@ def saving(report: MemoryReport, share: Callable[[Buffer], float]) -> int:
 
 
 def recomputations(report: MemoryReport) -> Iterable[tuple[str, tuple[int, int]]]:
-    """Find what could be recomputed, by the function that makes it.
+    """Find functions whose values could be recomputed.
 
     Args:
         report: the report.
 
     Yields:
-        What to do, and the least and most device bytes that it saves. The most is all that the function keeps for the
-        backward pass. The least leaves out what recomputation itself needs.
+        The action, and a range of device bytes that it saves. The upper end is everything that the function keeps for
+        the backward pass. The lower end is reduced by the memory that recomputation needs.
     """
     groups: dict[str, list[Buffer]] = {}
     for buffer in report.peak:
@@ -47,23 +50,26 @@ def recomputations(report: MemoryReport) -> Iterable[tuple[str, tuple[int, int]]
                 "put the layers into jax.lax.scan, with jax.checkpoint around its body (outside of a loop, the CPU's "
                 "compiler, before JAX 0.12, merges recomputation with the forward pass, or does all of it at once)"
             )
-        # All that the function keeps, at any time: before the peak the same arrays have other names.
+        # Count all buffers of the function, not only those at the peak: before it, the same arrays are other buffers.
         kept = saving(report, lambda b, w=where: float(_is_kept(b, report) and _maker(b) == w))
         still = _still_kept(buffers, where in recomputed)
         yield f"recompute what {where} keeps for the backward pass ({shapes}): {how}", (max(kept - still, 0), kept)
 
 
 def _is_kept(buffer: Buffer, report: MemoryReport) -> bool:
-    """Whether a buffer waits for the backward pass; on a CPU, recomputation outside of loops comes before that, too."""
+    """Return whether a buffer is kept for the backward pass; on a CPU also recomputed values outside loops.
+
+    The CPU compiler may run such recomputation all at once, so that its values are live at the same time.
+    """
     at_once = report.target.platform == "cpu" and not _is_in_loop(buffer)
     return buffer.role == "activations" or (buffer.role == "recomputed" and at_once)
 
 
 def _still_kept(buffers: Sequence[Buffer], is_recomputed: bool) -> int:
-    """Bytes that recomputation needs itself: what the function begins with, and one layer's largest array.
+    """Return the bytes that recomputation itself needs: the function's inputs, and the largest array of one layer.
 
-    What it begins with is taken to be the smallest of what it keeps in each layer, as a block's input is; of a function
-    that is recomputed already and keeps one array, that is the array.
+    The inputs are assumed to be the smallest array that is kept in each layer, such as the input of a block. If the
+    function is already recomputed and keeps one array, the inputs are that array.
     """
     kinds = _kinds(buffers)
     if len(kinds) < 2 and not is_recomputed:
@@ -75,7 +81,7 @@ def _still_kept(buffers: Sequence[Buffer], is_recomputed: bool) -> int:
 
 
 def _kinds(buffers: Sequence[Buffer]) -> dict[object, list[Buffer]]:
-    """Return the arrays that a function keeps: a loop's stack holds all layers, else each layer has a buffer."""
+    """Group the buffers that a function keeps: a loop's stack is a group, and unrolled layers of one kind are one."""
     kinds: dict[object, list[Buffer]] = {}
     for buffer in buffers:
         is_stack = buffer.operation.startswith(("while", "parameter"))
@@ -84,27 +90,27 @@ def _kinds(buffers: Sequence[Buffer]) -> dict[object, list[Buffer]]:
 
 
 def _are_layers(buffers: Sequence[Buffer]) -> bool:
-    """Whether most of what a function keeps is made three times and more on one line in one shape, as by layers."""
+    """Return whether most kept bytes are of arrays that occur three times or more with one line and shape."""
     repeated = [b.num_bytes for kind in _kinds(buffers).values() if len(kind) > 2 for b in kind]
     return 2 * sum(repeated) >= sum(b.num_bytes for b in buffers)
 
 
 def _is_in_loop(buffer: Buffer) -> bool:
-    is_random = buffer.dtype.startswith("u")  # bits, which are made in loops of their own
+    is_random = buffer.dtype.startswith("u")  # random bits, which XLA makes in separate loops
     return not is_random and ("while/body" in buffer.scope or buffer.operation.startswith(("while", "parameter")))
 
 
 def _maker(buffer: Buffer) -> str:
-    """Return the file and function of a buffer's source line, ``train.py (block)``; its scope when there is none."""
+    """Return the file and function of a buffer's source line, ``train.py (block)``; without a line, its scope."""
     return re.sub(r":\d+ \(", " (", buffer.source) or buffer.scope
 
 
 def some(names: Iterable[str], limit: int = 3) -> str:
-    """Name the first of several, and say how many more there are.
+    """Return the first names in sorted order, and the number of the others.
 
     Args:
-        names: in any order.
-        limit: how many to spell out.
+        names: names in any order.
+        limit: number of names to list.
     """
     listed = list(dict.fromkeys(sorted(names)))
     more = f" and {len(listed) - limit} more" if len(listed) > limit else ""

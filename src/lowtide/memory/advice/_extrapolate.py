@@ -1,7 +1,7 @@
-"""The largest size that fits: fitted on a few small programs, and confirmed by compiling the answer.
+"""Find the largest size that fits: fit bytes on a few small programs, then compile the answer.
 
-The fit only says where to look. The answer is a compiled figure, and so is that of the next size, which does not fit;
-between them the search assumes that bytes never shrink as the size grows.
+The fit only directs the search. Both the answer and the next size, which does not fit, are compiled. Elsewhere the
+search assumes that bytes never decrease with the size.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 _GOOD_FIT = 0.05
-"""The error at the size that was held out, as a share of the growth, up to which a fit counts as good."""
+"""Largest error of a good fit at the held-out size, as a share of the growth."""
 _STRAIGHT = 0.002
-"""The same, up to which a line needs no second look: a curve that is small there is large far away."""
+"""Largest error of a line that needs no check, since a small curvature at small sizes is large at large sizes."""
 _MORE_SIZES = 3
-"""How often the largest size is doubled when the fit is poor or flat: small sizes may be padding alone."""
+"""Number of times to double the largest size if the fit is poor or flat: small sizes may be only padding."""
 _FARTHEST = 2**40
-"""No size beyond this one is looked for."""
+"""Largest size of the search."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -43,22 +43,24 @@ class ByteFit:
     coefficients: tuple[float, ...]
     """Constant, bytes per unit, and for a quadratic fit bytes per squared unit."""
     residual: float | None
-    """The error at the largest size when it is predicted from the others, as a share of the bytes that it is larger
-    than the smallest; None when there were too few to hold one out."""
+    """Error of the largest size when predicted from the others, as a share of the growth from the smallest size.
+
+    None with too few sizes to hold one out.
+    """
 
     @property
     def is_good(self) -> bool:
-        """Whether the size that was held out was predicted well: to 5 % of the growth."""
+        """Whether the error at the held-out size is at most 5 % of the growth."""
         return self.residual is not None and self.residual <= _GOOD_FIT
 
     def predict(self, size: int) -> int:
-        """Bytes at a size."""
+        """Return the bytes at a size."""
         return round(sum(c * size**power for power, c in enumerate(self.coefficients)))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SizePoint:
-    """One compiled size.
+    """A compiled size.
 
     Examples:
         >>> SizePoint(size=2, device_bytes=64, host_bytes=0, fits=True, predicted_bytes=None).size
@@ -72,44 +74,43 @@ class SizePoint:
     host_bytes: int
     """Compiled bytes in host memory."""
     fits: bool
-    """Whether they fit."""
+    """Whether both fit."""
     predicted_bytes: int | None
-    """What the fit said about the device before the size was compiled; None for a size it was made from."""
+    """Device bytes that the fit predicted; None for a size that the fit was made from."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
 class Extrapolation:
-    """The largest size that fits, and how it was found; made by `extrapolate`."""
+    """The largest size that fits, with the search behind it; made by `extrapolate`."""
 
     variable: str
-    """What the size is called."""
+    """Name of the size."""
     target: Target
-    """What was compiled for."""
+    """Target of the compilations."""
     limit_bytes: int
-    """Bytes of one device that it may take."""
+    """Limit in bytes on one device."""
     points: tuple[SizePoint, ...]
-    """Every size that was compiled, in that order."""
+    """All compiled sizes, in order of compilation."""
     fit: ByteFit
     """Device bytes by size."""
     host_fit: ByteFit
     """Host bytes by size."""
     by_role: Mapping[str, ByteFit]
-    """Device bytes at the peak by size, role by role, a line each; those that grow fastest first."""
+    """Linear fit of the device bytes at the peak for each role; the fastest-growing role first."""
     answer: int
     """The largest size that fits."""
     report: MemoryReport
     """The compiled report at the answer."""
     following: SizePoint | None
-    """The next size that was compiled, which does not fit: at most `multiple_of` larger. None when the answer is the
-    maximum."""
+    """The next compiled size, which does not fit: at most `multiple_of` larger. None if the answer is the maximum."""
 
     @property
     def predicted_bytes(self) -> int:
-        """What the fit says about the answer."""
+        """Device bytes that the fit predicts for the answer."""
         return self.fit.predict(self.answer)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the result as plain data, integer bytes throughout."""
+        """Return the result as plain data, with sizes in integer bytes."""
         return {
             "variable": self.variable,
             "target": self.target.name,
@@ -124,7 +125,7 @@ class Extrapolation:
         }
 
     def print(self, console: Console | None = None) -> None:
-        """Print the answer, the fit and the sizes that were compiled.
+        """Print the answer, the fit and the compiled sizes.
 
         Args:
             console: a `rich.console.Console`; None for one on standard output.
@@ -188,26 +189,26 @@ def extrapolate(
     """Find the largest size of a program that fits: a batch, a number of layers, a length of sequences.
 
     Args:
-        make: takes a size and returns a `Job`, ``(fn, args)``, ``(fn, args, roles)`` or a dict of the same; when it has
-            a parameter ``target`` it gets the `Target`.
-        sizes: small sizes to compile first, increasing; from three on, the fit is checked at the largest.
-        limit: bytes that it may take of one device (``"14 GiB"``); None for what the target says is usable.
+        make: a function from a size to a `Job`, ``(fn, args)``, ``(fn, args, roles)`` or a dict of the same. If it has
+            a parameter ``target``, it receives the `Target`.
+        sizes: small sizes to compile first, increasing. With three or more, the fit is checked at the largest.
+        limit: limit in bytes on one device (``"14 GiB"``); None for the usable bytes of the target.
         target: as in `analyze`.
         maximum: the largest size to consider.
-        multiple_of: the answer is a multiple of this.
-        variable: what the size is called when the result is printed.
+        multiple_of: the answer is a multiple of this number.
+        variable: name of the size in printed results.
 
     Returns:
-        The answer with its compiled report. The answer itself and the next size were compiled: the one fits, the other
-        does not, unless the answer is the maximum. Host memory counts, too, where the target knows it.
+        The answer with its compiled report. The answer and the next size were compiled: the first fits, the second does
+        not, unless the answer is the maximum. Host memory counts, too, if the target states its host memory.
 
     Raises:
-        ConfigError: for sizes that do not increase, a limit that is neither given nor known, when nothing fits, or when
-            the bytes do not grow with the size and there is no maximum.
-        Exception: what `make` or the compiler raises, unchanged.
+        ConfigError: for sizes that do not increase, or a limit that is neither given nor known. Also when nothing fits,
+            or when the bytes do not grow with the size and there is no maximum.
+        Exception: any exception of `make` or the compiler, unchanged.
 
     Memory:
-        None on the target. A handful of programs are compiled in this process, one after another.
+        None on the target. A few programs are compiled in this process, one after the other.
 
     Examples:
         >>> import jax, jax.numpy as jnp
@@ -261,13 +262,13 @@ def _checked_sizes(sizes: Sequence[int], maximum: int | None, multiple_of: int) 
 
 
 def fit_bytes(points: Sequence[tuple[int, int]]) -> ByteFit:
-    """Fit bytes by size: a line, or a parabola where it predicts the largest size better.
+    """Fit bytes by size with a line, or a parabola if it predicts the largest size better.
 
     Args:
         points: sizes and bytes, at least two, sizes increasing.
 
     Returns:
-        The fit through all points. Its residual is that of a fit without the largest size.
+        The fit to all points. Its residual is the error at the largest size of a fit to the other points.
     """
     (last_size, last_bytes), rest = points[-1], points[:-1]
     best: tuple[float, int] | None = None
@@ -275,7 +276,7 @@ def fit_bytes(points: Sequence[tuple[int, int]]) -> ByteFit:
         guess = ByteFit(coefficients=_polynomial(rest, degree), residual=None).predict(last_size)
         residual = abs(guess - last_bytes) / max(abs(last_bytes - rest[0][1]), 1)
         bends_down = degree == 2 and _polynomial(points, 2)[2] < 0
-        # A parabola has to earn its third coefficient: both of them fit a line.
+        # Both fit points on a line, so take the parabola only if it at least halves the residual and bends upwards.
         if best is None or (best[0] > _STRAIGHT and residual < best[0] / 2 and not bends_down):
             best = residual, degree
     residual, degree = best or (None, 1)
@@ -284,20 +285,23 @@ def fit_bytes(points: Sequence[tuple[int, int]]) -> ByteFit:
 
 def _polynomial(points: Sequence[tuple[int, int]], degree: int) -> tuple[float, ...]:
     sizes, values = (np.array(column, dtype=np.float64) for column in zip(*points, strict=True))
-    scale = float(sizes.max())
+    scale = float(sizes.max())  # sizes scaled to at most 1 keep the least-squares problem well conditioned
     solved = np.linalg.lstsq(np.vander(sizes / scale, degree + 1, increasing=True), values, rcond=None)[0]
     return tuple(float(c) / scale**power for power, c in enumerate(solved))
 
 
 def _middle(low: int, high: int | None) -> int:
-    """Halfway between two steps; by ratio, where they lie far apart."""
+    """Return the middle of two steps; their geometric mean if they are far apart."""
     if high is None:
         return 2 * low
     return math.isqrt(low * high) if high > 4 * low > 0 else (low + high) // 2
 
 
 class _Search:
-    """Compiles sizes, remembers them, and closes in on the largest that fits; steps count multiples."""
+    """Search for the largest size that fits; a step is a size divided by `multiple_of`.
+
+    This object is mutated: it keeps the compiled sizes and their reports.
+    """
 
     def __init__(
         self, make: Callable[[int], Any], goal: Target, limit_bytes: int, multiple_of: int, most: int | None
@@ -325,7 +329,7 @@ class _Search:
         for _ in range(_MORE_SIZES if len(sizes) >= 3 else 0):
             too_large = self.most is not None and 2 * largest > self.most * self.multiple_of
             grows = self.points[largest].device_bytes > smallest.device_bytes
-            # Three sizes cannot tell a line from a parabola.
+            # Three sizes cannot distinguish a line from a parabola.
             is_certain = fits[0].is_good and ((fits[0].residual or 0) <= _STRAIGHT or len(self.points) > 3)
             if (is_certain and grows) or too_large or not self.points[largest].fits:
                 break
@@ -338,7 +342,7 @@ class _Search:
         return sorted(self.points.values(), key=lambda p: p.size)
 
     def _fits_by_space(self) -> tuple[ByteFit, ByteFit]:
-        # At most the four largest: what is true of small sizes, where padding rules, misleads.
+        # Use at most the four largest sizes, since padding dominates the bytes of small ones.
         points = self._by_size()[-4:]
         return (
             fit_bytes([(p.size, p.device_bytes) for p in points]),
@@ -346,7 +350,7 @@ class _Search:
         )
 
     def role_fits(self) -> dict[str, ByteFit]:
-        sizes = sorted(self.reports)[:4]  # beyond them lie those around the answer
+        sizes = sorted(self.reports)[:4]  # the further sizes are near the answer
         found = {size: self.reports[size].peak_by_role for size in sizes}
         roles = dict.fromkeys(role for peak in found.values() for role in peak)
         lines = {role: _polynomial([(size, peak.get(role, 0)) for size, peak in found.items()], 1) for role in roles}
@@ -372,7 +376,10 @@ class _Search:
         return device_bytes <= self.limit_bytes and (host_limit is None or host_bytes <= host_limit)
 
     def run(self, fit: ByteFit, host_fit: ByteFit) -> int:
-        """Find the largest size that fits: compiled itself, and so is the next."""
+        """Find the largest size that fits, such that it and the next size are compiled.
+
+        `low` fits, or is assumed to fit if it is not compiled; `high` does not fit.
+        """
         fits_at = max(size for size, point in self.points.items() if point.fits)
         over = [size for size, point in self.points.items() if not point.fits and size > fits_at]
         low = fits_at // self.multiple_of
@@ -400,7 +407,7 @@ class _Search:
                 low = max(low, step)
             else:
                 high = step if high is None else min(high, step)
-                low = low if low < step else 0  # what had only been assumed to fit does not
+                low = low if low < step else 0  # the step that was only assumed to fit does not fit
                 over.append(size)
             probes += 1
             step = self._next(low, high, probes)
@@ -415,7 +422,7 @@ class _Search:
         return step * self.multiple_of in self.points
 
     def _predict(self, fit: ByteFit, host_fit: ByteFit, low: int) -> int:
-        """Predict the largest step that the fits say fits."""
+        """Return the largest step that fits according to the fits."""
 
         def fits(step: int) -> bool:
             size = step * self.multiple_of
@@ -441,7 +448,11 @@ class _Search:
         )
 
     def _next(self, low: int, high: int | None, probes: int) -> int:
-        """Where to look next: where the line through the nearest sizes meets the limit; every third time halfway."""
+        """Return the next step to compile.
+
+        It is where the line through the nearest sizes meets the limit. Every third time it is the middle of the range
+        instead, so that a bad slope cannot slow the search down for long.
+        """
         if probes % 3 == 0:
             return _middle(low, high)
         below = [p for p in self._by_size() if p.fits]

@@ -1,4 +1,4 @@
-"""What a rule of the lint says."""
+"""Findings of the lint, and its rules."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ RULES = {
     "replicated": "a large argument is on every device of the mesh in full",
     "padded": "a large buffer is mostly padding",
 }
-"""The rules and what each means."""
+"""Rules and their meaning."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Finding:
-    """Something that costs bytes without need.
+    """An unnecessary use of memory in a step.
 
     Examples:
         >>> print(Finding(rule="undonated-state", path="0/w", num_bytes=2**20, remedy="donate argument 0"))
@@ -46,13 +46,13 @@ class Finding:
     rule: str
     """One of `RULES`."""
     path: str
-    """The tree path of the argument or output, or the checkpoint name, it is about."""
+    """Tree path of the argument or output, or the checkpoint name."""
     num_bytes: int
-    """Bytes on one device that it costs."""
+    """Bytes on one device that it takes."""
     remedy: str
-    """What to do about it."""
+    """How to avoid it."""
     detail: str = ""
-    """More about this one."""
+    """Further details of this finding."""
 
     def __str__(self) -> str:
         detail = f" ({self.detail})" if self.detail else ""
@@ -61,5 +61,5 @@ class Finding:
 
 
 def of_leaf(rule: str, leaf: ArgumentLeaf, *, detail: str = "", remedy: str) -> Finding:
-    """Make a finding that costs the bytes of an argument leaf."""
+    """Build a finding with the path and bytes of an argument leaf."""
     return Finding(rule=rule, path=leaf.path, num_bytes=leaf.num_bytes, detail=detail, remedy=remedy)

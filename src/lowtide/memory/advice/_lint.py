@@ -1,8 +1,8 @@
-"""Findings: what a step holds or moves without need, each with its path, its bytes and a remedy.
+"""Lint a step: find memory that it uses without need, with path, bytes and a remedy for each finding.
 
-The rules ask the compiled program, not the source: whether an output reuses its argument's buffer, whether a state is
-fed by any gradient, whether a value holds only the data of a weight. So they hold for any framework, and a finding
-means that the bytes are really there.
+The rules inspect the compiled program, not the source: whether an output reuses its argument's buffer, whether a
+gradient reaches a state, whether a value contains only the data of a weight. So they work for any framework, and the
+bytes of a finding exist in the compiled program.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ._traced import casts, constants, duplicated_averages, multiplied_out, unma
 
 _PRODUCTS = {"convolution", "custom-call", "dot"}
 _NOTABLE = 0.01
-"""Below this share of the device bytes, logits are no finding."""
+"""Smallest share of the device bytes for a finding about logits."""
 
 
 def lint(
@@ -38,23 +38,23 @@ def lint(
     static_argnums: int | Sequence[int] | None = None,
     **kwargs: Any,
 ) -> tuple[Finding, ...]:
-    """Compile a step and say what it holds or moves without need.
+    """Compile a step, and find memory that it uses without need.
 
     Args:
         fn: the step, as in `lowtide.memory.compile`.
         *args: its arguments, or shapes of them.
-        target: what to compile for.
+        target: target to compile for.
         roles: as in `lowtide.memory.analyze`; no rule needs them.
-        min_bytes: smaller findings are left out (those without bytes of their own never are).
+        min_bytes: smaller findings are dropped, except unmatched checkpoint names, which may have no bytes.
         donate_argnums: as in `jax.jit`.
         static_argnums: as in `jax.jit`.
         **kwargs: keyword arguments of `fn`.
 
     Returns:
-        Findings, the largest first; empty when there is nothing to say.
+        Findings, the largest first; empty if no rule applies.
 
     Raises:
-        ConfigError: for a `min_bytes` that is no size; otherwise as `lowtide.memory.compile`.
+        ConfigError: for a `min_bytes` that is not a size; otherwise as `lowtide.memory.compile`.
 
     Memory:
         Nothing is allocated on the target.
@@ -82,11 +82,11 @@ def lint(
 
 
 def lint_owners(owners: Owners, report: MemoryReport, jaxpr: Any = None) -> list[Finding]:
-    """Lint the compiled program; with the function as it was traced, without what the compiler casts."""
+    """Lint the compiled program; with a jaxpr, drop copies in a type that the traced function does not use."""
     found = [finding for rule in _RULES_OF_OWNERS for finding in rule(owners, report)] + list(_padded(report))
     known = None if jaxpr is None else casts(jaxpr)
     found = [f for f in found if known is None or f.rule != "residual-copy" or f.detail.partition("[")[0] in known]
-    copied = {f.path for f in found if f.rule == "copied-in-loop"}  # the same bytes, better known
+    copied = {f.path for f in found if f.rule == "copied-in-loop"}  # a more specific finding for the same bytes
     return [f for f in found if f.rule != "rebuilt-state" or f.path not in copied]
 
 
@@ -134,7 +134,7 @@ def _rebuilt(owners: Owners, report: MemoryReport) -> Iterator[Finding]:
     }
     beside = collections.Counter[str]()
     for buffer in report.peak:
-        # The output itself lies in the argument's memory, so this is what is copied there.
+        # The output is in the argument's buffer, so this is a second buffer that is copied there at the end.
         if buffer.role == "outputs" and buffer.path in donated and "while/body" in buffer.scope:
             beside[buffer.path] += buffer.num_bytes
     for path, num_bytes in beside.items():
@@ -163,15 +163,15 @@ def _unchanged(owners: Owners, report: MemoryReport) -> Iterator[Finding]:
 
 
 def _follows(owners: Owners, output: Value, leaf: int) -> bool:
-    """Whether an output is computed from a leaf element by element, as a new state from the old one."""
+    """Return whether an output is computed from a leaf element by element, as a new state from the old one."""
     return any(owners.dataflow.copy_of(value) == leaf for value in owners.dataflow.same_size(output))
 
 
 def _is_output_of_a_model(owners: Owners, output: Value, leaf: int) -> bool:
-    """Whether an output of an argument's shape is what a model makes of it, not the argument's next value.
+    """Return whether an output of an argument's shape is a model's output for it, not the argument's next value.
 
-    An input goes through products on its way; a state is replaced element by element or in slices, or has the name of
-    what replaces it.
+    A model multiplies its input by weights. A state is replaced element by element or in slices, or the output has its
+    name.
     """
     path, name = owners.path_of(output), owners.leaves[leaf].path.partition("/")[2]
     if name and path.rpartition("/")[2] == name.rpartition("/")[2]:
@@ -196,7 +196,8 @@ def _optimizer_over_frozen(owners: Owners, report: MemoryReport) -> Iterator[Fin
     sizes = _dimensions(owners)
     counts = collections.Counter(sizes.values())
     for output, at in owners.replaced.items():
-        # A state of a leaf has the leaf's shape; the leaf itself is read by the forward pass.
+        # The optimizer state of a leaf has the leaf's shape. So there are at least two leaves of the shape, and the
+        # passes of differentiation read the weight but not its state.
         has_twin = at in sizes and counts[sizes[at]] > 1
         is_scalar = flow.graph.num_elements(output) <= 1
         if is_scalar or not has_twin or flow.is_differentiated(at) or _is_fed(owners, output, at):
@@ -210,10 +211,10 @@ def _optimizer_over_frozen(owners: Owners, report: MemoryReport) -> Iterator[Fin
 
 
 def _is_fed(owners: Owners, output: Value, leaf: int) -> bool:
-    """Whether more than the old state reaches a new one: a gradient, an activation, a leaf that the passes read.
+    """Return whether a new state depends on a gradient, an activation or a leaf that the passes read.
 
-    Scalars do not count: the norm of all gradients scales also what is zero. A moving average of parameters or of
-    statistics is fed, and no optimizer's state.
+    Scalars do not count, since the norm of all gradients also scales gradients that are zero. A moving average of
+    parameters or statistics has such an input, so it does not count as unused optimizer state.
     """
     flow = owners.dataflow
 
@@ -234,7 +235,7 @@ def _norms(owners: Owners, report: MemoryReport) -> Iterator[Finding]:
     flow, graph = owners.dataflow, owners.dataflow.graph
     trained = set(owners.replaced.values())
     frozen: dict[tuple[int, ...], list[ArgumentLeaf]] = {}
-    # A compiler may compute a gradient twice, once for the norm: such a one has no leaf of its own.
+    # A compiler may compute a gradient twice, once for the norm. The second copy is assigned to no leaf.
     unnamed: dict[tuple[int, ...], set[int]] = {}
     for at, dims in _dimensions(owners).items():
         if at not in trained and len(dims) > 1:
@@ -250,7 +251,7 @@ def _norms(owners: Owners, report: MemoryReport) -> Iterator[Finding]:
         if leaves:
             for rest in unnamed.values():
                 rest -= leaves
-            continue  # of a leaf that trains
+            continue  # the norm of a trained leaf's gradient
         made = (v for v in values if flow.phase(v) == "backward" and not flow.is_constant(v))
         norms.update({_sorted_dims(graph, value) for value in made})
     for dims, count in norms.items():
@@ -259,13 +260,13 @@ def _norms(owners: Owners, report: MemoryReport) -> Iterator[Finding]:
 
 
 def _dimensions(owners: Owners) -> dict[int, tuple[int, ...]]:
-    """Return the dimensions of every floating leaf."""
+    """Return the sorted dimensions of every floating-point leaf."""
     graph = owners.dataflow.graph
     return {at: _sorted_dims(graph, value) for value, at in owners.parameters.items() if graph.is_floating(value)}
 
 
 def _sorted_dims(graph: Graph, value: Value) -> tuple[int, ...]:
-    """Return the dimensions other than 1, sorted: layouts may be transposed."""
+    """Return the dimensions other than 1, sorted, since layouts may be transposed."""
     return tuple(sorted(dim for dim in graph.shape(value).dimensions if dim != 1))
 
 
@@ -274,9 +275,9 @@ def _sorted_dims(graph: Graph, value: Value) -> tuple[int, ...]:
 
 def _stacked_gradients(owners: Owners, report: MemoryReport) -> Iterator[Finding]:
     graph = owners.dataflow.graph
-    # Numbers and not bytes: a gradient may have a wider dtype than its weight, or be divided otherwise.
+    # Compare elements, not bytes: a gradient may have a wider dtype than its weight, or another sharding.
     counts = {owners.leaves[at].path: graph.num_elements(value) for value, at in owners.parameters.items()}
-    split = {owners.dataflow.graph.name(value) for value in owners.dataflow.partial}  # one product's, in parts
+    split = {owners.dataflow.graph.name(value) for value in owners.dataflow.partial}  # parts of one split product
     held = collections.defaultdict[str, list[Buffer]](list)
     for buffer in report.peak:  # the largest first
         if buffer.role == "gradients" and buffer.phase == "backward" and buffer.operation not in split:
@@ -284,7 +285,7 @@ def _stacked_gradients(owners: Owners, report: MemoryReport) -> Iterator[Finding
                 held[buffer.path].append(buffer)
     for path, buffers in held.items():
         sizes = [math.prod(buffer.shape) for buffer in buffers]
-        # Two of one size may be a gradient and what is made of it; three are those of microbatches in a list.
+        # Two arrays of one size may be a gradient and a value computed from it. Three are gradients of microbatches.
         if sizes[0] < 2 * counts[path] and len(buffers) < 3:
             continue
         first = buffers[0]
@@ -310,7 +311,7 @@ def _undone_checkpoints(owners: Owners, report: MemoryReport) -> Iterator[Findin
         elif buffer.role == "recomputed" and "while/body" not in buffer.scope:
             recomputed.setdefault((buffer.scope, buffer.source, buffer.shape), []).append(buffer)
     for buffers in recomputed.values():
-        if len(buffers) > 2:  # of as many layers at once
+        if len(buffers) > 2:  # recomputed values of several layers are live at the same time
             merged.setdefault(buffers[0].source or buffers[0].scope, []).extend(buffers)
     for where, buffers in merged.items():
         yield Finding(
@@ -324,7 +325,11 @@ def _undone_checkpoints(owners: Owners, report: MemoryReport) -> Iterator[Findin
 
 
 def logits(owners: Owners) -> tuple[int, Callable[[Buffer], bool]]:
-    """How many columns logits have, and whether a buffer is logits: a row for each token, a column for each word."""
+    """Return the number of columns of logits, and a predicate for buffers that are logits.
+
+    Logits have a row for each token of an integer argument, and a column for each word of the vocabulary. The size of
+    the vocabulary is taken from the largest dimension of a differentiated leaf.
+    """
     graph = owners.dataflow.graph
     tokens, widths = set[int](), set[int]()
     for value, at in owners.parameters.items():
@@ -346,7 +351,7 @@ def logits(owners: Owners) -> tuple[int, Callable[[Buffer], bool]]:
 
 
 def _are_hidden(owners: Owners, columns: int, sizes: set[int]) -> bool:
-    """Whether arrays of the logits' size are multiplied again in the forward pass, as those of a wide layer are."""
+    """Return whether the forward pass multiplies arrays of the logits' size, as it does for a wide hidden layer."""
     flow, graph = owners.dataflow, owners.dataflow.graph
     for at, instruction in graph.instructions.items():
         if instruction.opcode not in _PRODUCTS or flow.phase((at, ())) != "forward":
@@ -379,7 +384,7 @@ def _whole_logits(owners: Owners, report: MemoryReport) -> Iterator[Finding]:
 
 def _offload(program: CompiledProgram, report: MemoryReport) -> Iterator[Finding]:
     if report.host_bytes or program.target.platform == "cpu":
-        return  # the CPU has one memory, and proves nothing
+        return  # a CPU has one memory, so missing host bytes prove nothing
     wanted = 0
     for equation, runs in with_runs(program.jaxpr):
         if equation.primitive.name == "device_put":

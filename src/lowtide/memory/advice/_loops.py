@@ -1,7 +1,7 @@
-"""Arrays that a loop copies whole at each iteration, to write a part of them.
+"""Find arrays that a loop copies as a whole in each iteration to write a part of them.
 
-A loop that writes slices into what it carries writes them in place, unless something else may read the old values
-after the write: then XLA copies the array first, all of it, every time. In the source nothing shows it.
+A loop writes slices into its carry in place, unless an operation may read the old values after the write. Then XLA
+first copies the whole array, in every iteration. The source code does not show this copy.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _PARTIAL_WRITES = ("dynamic-update-slice", "scatter")
 
 
 def copied_in_loops(owners: Owners, report: MemoryReport) -> Iterator[Finding]:
-    """One finding for every array that a loop carries, writes in part, and copies whole before."""
+    """Yield a finding for every carried array of a loop that is copied as a whole and then partly written."""
     graph = owners.dataflow.graph
     written = {buffer.operation: buffer for buffer in report.buffers}
     for instruction in graph.instructions.values():
@@ -32,12 +32,16 @@ def copied_in_loops(owners: Owners, report: MemoryReport) -> Iterator[Finding]:
 
 
 def _copies(graph: Graph, value: Value) -> list[Value]:
-    """Find the copies between what an iteration begins with and what it leaves, if it writes a part of that."""
+    """Find the copies of a carried array within an iteration, if the iteration also writes a part of it.
+
+    The search goes backwards from the value that the iteration returns to the parameter of the loop's body. It follows
+    aliases, copies and partial writes only; any other source means that the array is computed anew.
+    """
     copies: list[Value] = []
     is_partial = False
     body = graph.instructions[value[0]].computation
     seen, border = {value}, [value]
-    while border:  # of a branch it may be several that lead back to the beginning
+    while border:  # several paths may lead back to the parameter, one for each branch of a conditional
         value = border.pop()
         instruction = graph.instructions[value[0]]
         if instruction.opcode == "parameter" and instruction.computation == body:
@@ -48,7 +52,7 @@ def _copies(graph: Graph, value: Value) -> list[Value]:
             sources: list[Value] = [(instruction.proto.operand_ids[0], ())]
         else:
             sources = [source for source, edge in graph.sources(value) if edge == Edge.ALIAS]
-        if instruction.opcode == "while":  # its own iterations are another loop's matter
+        if instruction.opcode == "while":  # for an inner loop continue at its initial value; it is checked separately
             sources = sources[:1]
         if not sources:
             return []
@@ -58,7 +62,7 @@ def _copies(graph: Graph, value: Value) -> list[Value]:
 
 
 def _run_at_once(graph: Graph, copies: list[Value]) -> list[Value]:
-    """Of the branches of a conditional those of the one that copies most: one of them runs."""
+    """Keep only the copies of the branch with the most copies, since only one branch of a conditional runs."""
     found: dict[tuple[bool, int | None], dict[int, list[Value]]] = {}
     for copy in copies:
         inside, caller = graph.instructions[copy[0]].computation, graph.caller(copy[0])

@@ -1,8 +1,8 @@
-"""Out of memory, explained: who owns the bytes at the peak of the program that failed, and what would help.
+"""Explain out-of-memory errors: owners of the bytes at the peak of the failed program, and remedies.
 
-The block remembers the programs that JAX compiles inside it. When memory runs out, the failing one (at run time the
-largest) is compiled once more with a dump, and its owners are read from that. So nothing is paid until it fails, and a
-TPU's refusal to compile is explained as well as a GPU's failure to allocate.
+The `explain_oom` block records the programs that JAX compiles inside it. When memory runs out, the failed program (at
+run time, the largest one) is compiled again with a dump, which gives the owners. So the block costs nothing until a
+failure. It explains both a TPU program that the compiler refuses and a GPU program whose allocation fails.
 """
 
 from __future__ import annotations
@@ -38,28 +38,28 @@ def explain_oom(
     top: int = 12,
     html: str | Path | None = None,
 ) -> Generator[None]:
-    """Turn an out-of-memory error inside the block into one that names the owners of the bytes.
+    """Replace an out-of-memory error inside the block with an error that lists the owners of the bytes.
 
-    Put it around everything that may fail, first calls included: programs that were compiled before are not known.
+    Put the block around everything that may fail, including first calls: it does not record earlier compilations.
 
     Args:
-        target: the hardware, for its capacity; None for the hardware at hand. Give it for programs that are compiled
+        target: the hardware, for its capacity; None for the hardware at hand. Set it for programs that are compiled
             ahead of time.
-        roles: the role of arguments, by the names that the failing function gives them (``{"params": "weights"}``);
-            by default each argument is a role of its own.
-        top: how many owners and remedies the message lists.
-        html: where to write the report's page, if anywhere.
+        roles: roles of arguments by their parameter names in the failing function (``{"params": "weights"}``); by
+            default each argument is a separate role.
+        top: number of owners and remedies in the message.
+        html: path for the report's page; None writes no page.
 
     Yields:
         Nothing.
 
     Raises:
-        OutOfMemoryError: instead of JAX's error, which is its cause. Its `report` and `remedies` are for programs. When
-            the explanation itself fails, JAX's error is raised with a note.
+        OutOfMemoryError: instead of JAX's error, which is its cause. Code can read its `report` and `remedies`. If the
+            explanation itself fails, JAX's error is raised with a note.
 
     Memory:
-        Programs compiled inside are kept alive until the end of the block. After a failure one of them is compiled
-        again, on the host.
+        Programs compiled inside the block are kept until its end. After a failure one of them is compiled again, on
+        the host.
 
     Examples:
         >>> import jax, jax.numpy as jnp
@@ -104,13 +104,13 @@ def _explain(
         if html is not None:
             report.to_html(html)
         return _explained("while it ran" if ran else "while it was compiled", report, found, top, live=ran)
-    except Exception as failure:  # the user's error must never be hidden by ours
+    except Exception as failure:  # an error in the explanation must not hide the user's error
         error.add_note(f"lowtide: explaining it failed: {type(failure).__name__}: {failure}")
         return None
 
 
 def _culprit(error: Exception, seen: list[Compilation]) -> Compilation | None:
-    """Find the program that the compiler refused; of programs that compiled, the one that needs most."""
+    """Return the program that the compiler refused; otherwise the compiled program with the most bytes."""
     refused = [c for c in seen if c.error is error]
     if refused:
         return refused[-1]
@@ -136,21 +136,21 @@ def shortage(
     top: int = 12,
     hint: str = _HINT,
 ) -> OutOfMemoryError:
-    """Make the error that says who owns the bytes of a program that is too large, and what would help.
+    """Build the error for a program that is too large, with the owners of its bytes and remedies.
 
     Args:
-        program: what `lowtide.memory.compile` made.
-        when: when the memory ran out.
-        roles: what to call which arguments, as in `lowtide.memory.analyze`.
-        budget_bytes: the bytes that it may have; by default those of its target.
-        top: how many owners and remedies the message lists.
-        hint: what the reader can do.
+        program: a program from `lowtide.memory.compile`.
+        when: text that states when memory ran out.
+        roles: role names and their arguments, as in `lowtide.memory.analyze`.
+        budget_bytes: the limit in bytes; by default that of its target.
+        top: number of owners and remedies in the message.
+        hint: the hint of the error.
 
     Returns:
-        The error, for the caller to raise; its `report` and `remedies` are for programs.
+        The error, for the caller to raise. Code can read its `report` and `remedies`.
 
     Memory:
-        Reads what the compiler dumped; allocates nothing on the device.
+        Reads the compiler's dump; allocates nothing on the device.
 
     Examples:
         >>> import jax.numpy as jnp
@@ -197,7 +197,7 @@ def _text(report: MemoryReport, top: int) -> str:
 
 
 def _live_arrays(report: MemoryReport) -> str:
-    """Say what else was on the device: arrays that live outside of the program."""
+    """Return a line on the live arrays of the process, which include arrays outside the program."""
     of_device = collections.defaultdict[Any, collections.Counter[str]](collections.Counter)
     for array in jax.live_arrays():
         if array.is_deleted() or on_host(array.sharding):

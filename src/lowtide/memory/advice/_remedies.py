@@ -1,9 +1,9 @@
-"""What would make a step smaller, and by how much: ranked, estimated from the report, compiled where that is possible.
+"""Ranked remedies that lower the memory of a step, with estimated or compiled savings.
 
-An estimate removes buffers from the report's timeline and looks at the new peak, so that bytes which are not alive at
-the peak promise nothing. Remedies that only change how the step is called (donation, sharding, the batch) are applied
-and compiled when the step is at hand; then the saving is the compiler's. Of the others an estimate is an upper bound:
-what replaces a buffer (recomputation, transfers) takes memory, too.
+An estimate removes buffers from the report's timeline and computes the new peak. So buffers that are not live at the
+peak add nothing to the estimate. Some remedies only change how the step is called (donation, sharding, the batch). If
+the step is available, they are applied and compiled, and the saving is the compiler's figure. For the other remedies
+the estimate is an upper bound, since the replacement of a buffer (recomputation, transfers) takes memory, too.
 """
 
 from __future__ import annotations
@@ -33,19 +33,20 @@ from ._lint import lint_owners, logits
 
 _LOSS_CHUNKS = 8
 _COMPUTED = ("activations", "cotangents", "recomputed", "workspaces", "temporaries")
-"""Roles of what a step computes of its batch."""
+"""Roles of values that a step computes from its batch."""
 _MOMENTS = re.compile(r"/(mu|nu|nu_max|m1|exp_avg|exp_avg_sq|trace)(/|$)")
-"""Paths of what `lowtide.optim.low_precision` stores in few bits."""
+"""Paths of the state that `lowtide.optim.low_precision` quantises."""
 _LEAST_SIZE = 4096
+"""Elements of the smallest leaf that `lowtide.optim.low_precision` quantises."""
 _IN_EIGHT_BITS = 1 - (1 + 4 / 256) / 4
-"""What that saves of float32: scales of blocks are beside the codes."""
+"""Saved share of float32: 8-bit codes take 1 byte, plus a scale of 4 bytes for each block of 256, instead of 4."""
 _SHARE = 0.01
-"""Remedies below this share of the device bytes are not worth a line."""
+"""Remedies that save less than this share of the device bytes are not listed."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Remedy:
-    """One way to need fewer bytes.
+    """A change that lowers the memory of a step.
 
     Examples:
         >>> print(Remedy(kind="donate", action="donate argument 0 (params)", estimated_bytes=2**30))
@@ -56,19 +57,19 @@ class Remedy:
     """``donate``, ``split-frozen``, ``offload-optimizer``, ``low-precision-optimizer``, ``recompute``, ``chunk-loss``,
     ``shard``, ``smaller-batch`` or a rule of `lowtide.memory.lint`."""
     action: str
-    """What to do, in words."""
+    """Description of the change."""
     estimated_bytes: int
-    """Device bytes that it saves at the peak, read off the report."""
+    """Device bytes that it saves at the peak, estimated from the report."""
     range_bytes: tuple[int, int] | None = None
-    """Least and most bytes that it may save, where the report cannot tell more; None where `estimated_bytes` holds."""
+    """Least and most bytes that it saves, if the report gives only a range; otherwise None."""
     compiled_bytes: int | None = None
-    """Device bytes that it saved when it was applied and compiled; None when nobody tried."""
+    """Device bytes that it saves when compiled; None if it was not compiled."""
     apply: Callable[[], Program] | None = dataclasses.field(default=None, repr=False, compare=False)
-    """Compiles the step with the remedy; None where the code of the step has to change."""
+    """Function that compiles the step with the remedy; None if the code of the step has to change."""
 
     @property
     def saving_bytes(self) -> int:
-        """The best figure there is: compiled, else estimated."""
+        """Compiled saving if there is one, otherwise the estimate."""
         return self.estimated_bytes if self.compiled_bytes is None else self.compiled_bytes
 
     def __str__(self) -> str:
@@ -93,22 +94,21 @@ def remedies(
     static_argnums: int | Sequence[int] | None = None,
     **kwargs: Any,
 ) -> tuple[Remedy, ...]:
-    """Rank what would make a step smaller.
+    """Rank the changes that would lower the memory of a step.
 
     Args:
         fn: the step, as in `lowtide.memory.compile`.
         *args: its arguments, or shapes of them.
-        target: what to compile for.
+        target: target to compile for.
         roles: as in `lowtide.memory.analyze`.
         batch: the role whose leaves have the batch as their leading axis.
-        verify: compile the step with every remedy that only changes how it is called, one compile each; False leaves
-            estimates.
+        verify: compile the step once for every remedy that only changes how it is called. False: only estimate.
         donate_argnums: as in `jax.jit`.
         static_argnums: as in `jax.jit`.
         **kwargs: keyword arguments of `fn`.
 
     Returns:
-        Remedies that save at least one per cent of the device bytes, the best first.
+        Remedies that save at least 1 % of the device bytes, the largest saving first.
 
     Raises:
         Exception: as `lowtide.memory.compile`.
@@ -131,16 +131,16 @@ def remedies(
 def advise(
     job: Job, target: Target | str | None = None, *, batch: str = "batch", verify: bool = False
 ) -> tuple[MemoryReport, tuple[Remedy, ...]]:
-    """Report the bytes of a job, and rank what would make it smaller, with one compile.
+    """Report the bytes of a job, and rank the changes that would lower them, with one compilation.
 
     Args:
         job: the step.
-        target: what to compile for.
+        target: target to compile for.
         batch: as in `remedies`.
-        verify: as in `remedies`, with one more compile for each remedy that only changes how the step is called.
+        verify: as in `remedies`, with a further compilation for each remedy that only changes how the step is called.
 
     Returns:
-        The report, and the remedies as `remedies` returns them.
+        The report, and the remedies in the form of `remedies`.
 
     Raises:
         Exception: as `lowtide.memory.compile`.
@@ -160,7 +160,7 @@ def advise(
 
 
 def ranked(found: Iterable[Remedy], report: MemoryReport) -> tuple[Remedy, ...]:
-    """Remedies that are worth a line, the best first."""
+    """Return the remedies that save at least `_SHARE` of the device bytes, the largest saving first."""
     worth = [remedy for remedy in found if remedy.saving_bytes >= _SHARE * report.device_bytes]
     return tuple(sorted(worth, key=lambda remedy: -remedy.saving_bytes))
 
@@ -171,7 +171,7 @@ def _verified(remedy: Remedy, report: MemoryReport) -> Remedy:
     try:
         saved = report.device_bytes - remedy.apply().report().device_bytes
     except Exception as error:
-        # A step that counts on its batch or its shardings does not compile with other ones; the estimate stands.
+        # A step that depends on its batch size or shardings does not compile with others. Then keep the estimate.
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         return dataclasses.replace(remedy, action=f"{remedy.action} (as it is, the step refuses: {reason})", apply=None)
     return dataclasses.replace(remedy, compiled_bytes=saved)
@@ -179,7 +179,7 @@ def _verified(remedy: Remedy, report: MemoryReport) -> Remedy:
 
 @dataclasses.dataclass(frozen=True)
 class _Call:
-    """How a step is called, to be called otherwise."""
+    """A call of a step, from which changed calls are derived."""
 
     fn: Callable[..., Any]
     args: tuple[Any, ...]
@@ -203,11 +203,13 @@ class _Call:
         return hasattr(self.fn, "trace") and hasattr(self.fn, "lower")
 
     def donating(self, also: int, donated: Iterable[int], keywords: Iterable[str]) -> _Call:
-        """Donate one more argument of the call; of a jitted function, with all else that it was jitted with.
+        """Return the call with one more donated argument.
+
+        A jitted function keeps its other donations, and its static keyword arguments are bound.
 
         Args:
             also: the position to donate.
-            donated: positions that are donated already.
+            donated: positions that are already donated.
             keywords: keyword arguments that are not static.
         """
         changed = dataclasses.replace(self, donate=tuple(sorted({*donated, also})))
@@ -231,13 +233,13 @@ def suggest(
     roles: Mapping[str, Role] | None = None,
     batch: str = "batch",
 ) -> tuple[Remedy, ...]:
-    """Remedies of one report, estimated.
+    """Return the remedies for a report, with estimated savings.
 
     Args:
         report: the report.
-        owners: what the report was made of.
-        findings: what `lint` said.
-        call: how the step is called, to apply remedies; None when it is not at hand.
+        owners: the owners behind the report.
+        findings: findings of `lint`.
+        call: the call of the step, to apply remedies; None if the step is not available.
         roles: the caller's roles.
         batch: the role of the batch.
     """
@@ -261,12 +263,12 @@ def _donations(
     for argument, leaves in arguments.items():
         paths = {leaf.path for leaf in leaves}
         served = {at: value for value, at in owners.replaced.items() if owners.leaves[at].path in paths}
-        # One buffer serves one output, however many are made of the argument.
+        # A donated buffer serves only one output, even if several outputs are computed from the argument.
         outputs = {owners.path_of(value) for value in served.values()}
         mine = (b for b in report.buffers if b.role == "outputs" and b.dtype != "" and b.path in outputs)
         throughout = {id(b) for b in mine if (b.start, b.end) == (0, len(report.moments) - 1)}
         estimate = saving(report, lambda b, t=throughout: float(id(b) in t))
-        # The compiler copies an argument that it reads after it has written the result.
+        # The saving may be zero: XLA copies a donated argument if the program reads it after writing the result.
         yield Remedy(
             kind="donate",
             action=f"donate argument {argument!r} ({_roles_of(report, paths)})",
@@ -322,7 +324,7 @@ def _from_findings(report: MemoryReport, findings: Sequence[Finding]) -> Iterabl
 
 
 def _optimizer_state(report: MemoryReport, owners: Owners) -> Iterable[Remedy]:
-    """State that the update replaces and neither pass computes with."""
+    """Yield remedies for optimizer state: leaves that the update replaces and no pass of differentiation reads."""
     flow = owners.dataflow
     state = {
         at
@@ -349,8 +351,8 @@ def _optimizer_state(report: MemoryReport, owners: Owners) -> Iterable[Remedy]:
         estimated_bytes=saving(report, packed),
     )
     if report.target.platform == "cpu":
-        return  # has no other memory
-    staging = 2 * max(owners.leaves[at].num_bytes for at in state)
+        return  # a CPU has only one memory
+    staging = 2 * max(owners.leaves[at].num_bytes for at in state)  # two leaves on the device while streaming
     estimate = saving(report, lambda b: float(state_path(b) in paths)) - staging
     yield Remedy(
         kind="offload-optimizer",
@@ -401,7 +403,10 @@ def _is_divisible(owners: Owners, leaf: int) -> bool:
 
 
 def _sharding(call: _Call | None, argument: int | str, count: int) -> Callable[[], Program] | None:
-    """Compile with an argument split over the whole mesh, along the first axis of each leaf that divides."""
+    """Return a function that compiles with an argument sharded over the whole mesh.
+
+    Each leaf is sharded along its first axis that the number of devices divides.
+    """
     if call is None or not isinstance(argument, int):
         return None
 
@@ -432,6 +437,8 @@ def _smaller_batch(
     weights = {tuple(sorted(dims)) for at, dims in shapes.items() if owners.leaves[at] not in leaves}
 
     def scales(buffer: Buffer) -> bool:
+        # A computed buffer is assumed to grow with the batch if its size is a multiple of the batch size. Buffers with
+        # the shape of a weight are excluded, since gradients have such shapes.
         if buffer.phase == "argument":
             return buffer.role == batch
         elements = math.prod(buffer.shape)

@@ -1,4 +1,4 @@
-"""Rules of the lint that ask the function as JAX traced it: names of activations, constants, equal states."""
+"""Lint rules on the traced function: checkpoint names, constants, multiplied-out adapters, duplicated averages."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ._finding import Finding, of_leaf
 
 
 def unmatched_names(jaxpr: Any) -> Iterator[Finding]:
-    """Names that a policy knows and nobody gives: a misspelt one is not saved, or not left out."""
+    """Find names in a policy that no `checkpoint_name` gives; the policy has no effect for a misspelt name."""
     tags, policies = _names(jaxpr)
     known = set[str]().union(*(names for _, names in policies))
     missed = {name: size for name, size in tags.items() if name not in known}
@@ -31,10 +31,10 @@ def unmatched_names(jaxpr: Any) -> Iterator[Finding]:
 
 
 def unused_names(jaxpr: Any) -> Iterator[Finding]:
-    """Find names that no policy asks for or saves, so that the values are recomputed.
+    """Find names that no policy requests or saves, so that their values are recomputed.
 
-    Without a policy that asks for one of the names, only names inside of `jax.checkpoint` count: elsewhere a name is an
-    offer of a library, and changes nothing.
+    If no policy requests a name, only names inside `jax.checkpoint` count. Elsewhere a library gives names for an
+    optional policy, and they have no effect.
     """
     tags, policies = _names(jaxpr)
     asked = {name for _, names in policies for name, is_saved in names.items() if is_saved}
@@ -42,7 +42,7 @@ def unused_names(jaxpr: Any) -> Iterator[Finding]:
     unused = {tag for tag in tags if tag not in known and not any(saves_name(policy, tag) for policy, _ in policies)}
     if not asked:
         unused &= {e.params["name"] for e in _recomputed_equations(jaxpr) if e.primitive.name == "name"}
-    # A policy that asks for other names alone has a finding of its own.
+    # If policies request only names that do not exist, `unmatched_names` reports them instead.
     if unused and (not asked or asked & set(tags)):
         yield Finding(
             rule="checkpoint-name-unused",
@@ -54,7 +54,7 @@ def unused_names(jaxpr: Any) -> Iterator[Finding]:
 
 
 def _recomputed_equations(jaxpr: Any) -> Iterator[Any]:
-    """Yield the equations inside of `jax.checkpoint`."""
+    """Yield the equations inside `jax.checkpoint`."""
     for equation in equations(jaxpr):
         if "policy" in equation.params:
             for body in bodies(equation):
@@ -62,7 +62,7 @@ def _recomputed_equations(jaxpr: Any) -> Iterator[Any]:
 
 
 def _names(jaxpr: Any) -> tuple[dict[str, int], list[tuple[Any, dict[str, bool]]]]:
-    """Return the bytes behind each name that is given, and each policy with the names that it knows."""
+    """Return the bytes of each `checkpoint_name`, and each policy with the names that it mentions."""
     tags, policies = dict[str, int](), dict[int, Any]()
     for equation, runs in with_runs(jaxpr):
         if equation.primitive.name == "name" and not is_own_name(equation.params["name"]):
@@ -75,12 +75,12 @@ def _names(jaxpr: Any) -> tuple[dict[str, int], list[tuple[Any, dict[str, bool]]
 
 
 def with_runs(jaxpr: Any) -> Iterator[tuple[Any, int]]:
-    """All equations of a jaxpr and of those inside, with how often each runs."""
+    """Yield all equations of a jaxpr and of its inner jaxprs, each with the number of its runs."""
     return walk(jaxpr, 1, lambda _, body, runs: runs * body.times)
 
 
 def casts(jaxpr: Any) -> set[str]:
-    """Return the types, in XLA's words, that the function casts to or gives its arguments."""
+    """Return XLA's names of the types that the function casts to, or that its arguments have."""
     made = {
         str(v.aval.dtype) for e in equations(jaxpr) if e.primitive.name == "convert_element_type" for v in e.outvars
     }
@@ -92,7 +92,7 @@ def casts(jaxpr: Any) -> set[str]:
 
 
 def constants(jaxpr: Any) -> Iterator[Finding]:
-    """Arrays that the function closes over."""
+    """Find the arrays that the function closes over."""
     found = {id(array): array for array in _constants(jaxpr) if hasattr(array, "shape") and hasattr(array, "dtype")}
     for array in found.values():
         yield Finding(
@@ -114,20 +114,20 @@ def _constants(closed: Any) -> Iterator[Any]:
 
 
 class _Known(NamedTuple):
-    """What a value holds of the step's arguments."""
+    """Relation of a value to the step's arguments."""
 
     leaf: int | None = None
-    """The argument that it is a copy, a cast or a part of; of a product the first factor."""
+    """Argument of which the value is a copy, a cast or a part; for a product, that of the first factor."""
     inner: int | None = None
-    """Of a product of two arguments, what it is summed over."""
+    """Size of the summed axes, for a product of two arguments."""
 
 
 _MOVES = {"convert_element_type", "transpose", "squeeze", "reshape", "copy", "slice", "dynamic_slice", "neg", "mul"}
-"""What gives a value that holds no more than one operand does; of a product with a number, the other one."""
+"""Operations whose result contains the data of one operand; ``mul`` counts as a product with a number."""
 
 
 def multiplied_out(jaxpr: Any, owners: Owners) -> Iterator[Finding]:
-    """Find sums of a weight and a product of two thin matrices, all of them arguments: W + B A."""
+    """Find sums of a weight and a product of two thin matrices, W + B A, if all three are arguments."""
     inner = jaxpr.jaxpr
     if len(inner.invars) != len(owners.leaves):
         return
@@ -180,7 +180,7 @@ def multiplied_out(jaxpr: Any, owners: Owners) -> Iterator[Finding]:
 
 
 def duplicated_averages(jaxpr: Any, owners: Owners) -> Iterator[Finding]:
-    """States that no pass computes with and that follow the same formula: two averages of the same weights."""
+    """Find states with equal update formulas that no pass reads, such as two averages of the same weights."""
     inner = jaxpr.jaxpr
     if len(inner.invars) != len(owners.leaves) or len(inner.outvars) != len(owners.outputs):
         return
@@ -206,17 +206,17 @@ def duplicated_averages(jaxpr: Any, owners: Owners) -> Iterator[Finding]:
 
 
 class _Formulas:
-    """Numbers for variables that are equal where their formulas are (value numbering).
+    """Value numbering: variables with equal formulas have equal numbers.
 
     Args:
-        jaxpr: the program; what is inside of its loops and calls is compared as a whole.
-        states: inputs whose names do not matter, only their shapes.
+        jaxpr: the program; inner programs of loops and calls are compared as a whole.
+        states: inputs that count as equal if their shapes and dtypes are equal.
     """
 
     def __init__(self, jaxpr: Any, states: list[Any]) -> None:
         self._numbers: dict[Any, int] = {var: hash(("state", str(var.aval))) for var in states}
         self._made = set(states)
-        # In order, so that nothing has to be called within itself, however long the program.
+        # In program order, so that even a long program needs no recursion.
         for equation in jaxpr.eqns:
             inputs = tuple(self._number(variable) for variable in equation.invars)
             params = tuple((key, _comparable(value)) for key, value in sorted(equation.params.items()))
@@ -226,7 +226,7 @@ class _Formulas:
                 self._made.update(equation.outvars)
 
     def of(self, variable: Any) -> int | None:
-        """Return the number of a variable's formula; None for what is made of no state."""
+        """Return the number of a variable's formula; None if the variable depends on no state."""
         return None if _is_literal(variable) or variable not in self._made else self._number(variable)
 
     def _number(self, variable: Any) -> int:
@@ -240,7 +240,7 @@ def _is_literal(variable: Any) -> bool:
 
 
 def _comparable(value: Any) -> object:
-    """Make a parameter of an operation comparable; programs inside by identity, as a jitted function's are one."""
+    """Make a parameter of an operation comparable; inner programs by identity, since a jitted function has one."""
     if isinstance(value, (list, tuple)) and any(map(_is_program, value)):
         return tuple(map(id, value))
     return id(value) if _is_program(value) else str(value)
