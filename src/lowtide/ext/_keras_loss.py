@@ -1,9 +1,7 @@
-"""Loss function for a trainer from the loss and metrics that Keras' ``compile`` accepts.
+"""Loss function for a trainer from the loss and metrics that Keras' ``compile`` accepts (checked with Keras 3.15.1).
 
 Ranks, masks and reductions are those of `keras.losses.Loss` and `keras.metrics.MeanMetricWrapper`. Keras handles a bare
 function as a loss in a private class, so `_Loss` does the same here.
-
-Checked with Keras 3.15.1.
 """
 
 from __future__ import annotations
@@ -150,10 +148,7 @@ def _check_single_output(y: Any, outputs: Any) -> None:
 
 
 def _class_labels(y: Any, outputs: Any) -> Any:
-    """Return the class of each label.
-
-    Keras would take the argmax over any last axis, also over that of integer sequences.
-    """
+    """Return the class of each label; Keras would take the argmax over any last axis, also of integer sequences."""
     if y.ndim > 1 and y.shape[-1] == 1:
         y = y[..., 0]
     elif y.ndim > 1 and y.shape == outputs.shape:

@@ -12,12 +12,7 @@ from ..core import StateError
 
 
 class Placeholder:
-    """A placeholder for an array that a trainer has borrowed: any use raises.
-
-    Args:
-        path: path of the array in the model.
-        like: the array; the placeholder keeps its shape and dtype.
-    """
+    """A placeholder with the path, shape and dtype of an array that a trainer has borrowed: any use raises."""
 
     def __init__(self, path: str, array: Any) -> None:
         self.path, self.shape, self.dtype = path, array.shape, array.dtype
@@ -44,7 +39,7 @@ class Placeholder:
         self.refuse()
 
     def __repr__(self) -> str:
-        return f"Lent({self.path}: {self.dtype}{list(self.shape)})"
+        return f"Placeholder({self.path}: {self.dtype}{list(self.shape)})"
 
 
 def is_key(leaf: Any) -> bool:
@@ -58,15 +53,7 @@ def unwrap_key(leaf: Any) -> Any:
 
 
 def check_placeholders(values: Mapping[str, Any], paths: Collection[str]) -> None:
-    """Raise if a placeholder was replaced while the arrays were borrowed; the replacement is lost.
-
-    Args:
-        values: values in the model at the time when the trainer returned its arrays, by path.
-        paths: paths of the placeholders.
-
-    Raises:
-        StateError: with the paths.
-    """
+    """Raise StateError if a placeholder was replaced while the arrays were borrowed; the replacement is lost."""
     edited = sorted(path for path in paths if not isinstance(values.get(path), Placeholder))
     if edited:
         raise StateError(

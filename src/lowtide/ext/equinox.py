@@ -213,7 +213,6 @@ class Bridge:
 
 def _leaves_by_name(model: Any, state: Any) -> dict[str, Any]:
     """Return leaves by their paths in the module, and those of its state as ``State/...``, in JAX's order."""
-
     pairs = leaves_with_paths((model, state))
     leaves = {(path[2:] if path[0] == "0" else f"State{path[1:]}"): leaf for path, leaf in pairs}
     if len(leaves) != len(pairs):

@@ -289,8 +289,7 @@ class Bridge:
 def _variables(model: Any) -> list[Any]:
     """Return the model's variables without those of metrics, and with variables that Keras does not list.
 
-    The latter are the states of a recurrent layer with ``stateful=True``. Keras' own ``fit`` loses what a call assigns
-    to them.
+    These are states of a recurrent layer with ``stateful=True``. Keras' ``fit`` loses what a call assigns to them.
     """
     metric_ids = {id(variable) for variable in model.metrics_variables}
     listed = (*model.trainable_variables, *model.non_trainable_variables)
@@ -332,8 +331,7 @@ def _layers(model: Any) -> list[Any]:
 def _name_variables(variables: list[Any], layers: list[Any]) -> dict[str, Any]:
     """Return variables by path, with Keras' automatic layer numbers counted within the model.
 
-    Keras counts per process: the second LSTM of a process is ``lstm_1`` in any model. A checkpoint would not fit the
-    same model if it were built again.
+    Keras counts per process (the second LSTM is ``lstm_1`` in any model): a checkpoint would not fit a rebuilt model.
     """
     automatic_names = {_snake_case(type(layer).__name__) for layer in layers} | {"seed_generator"}
     counts: dict[str, list[str]] = {}
@@ -360,6 +358,5 @@ def _name_variables(variables: list[Any], layers: list[Any]) -> dict[str, Any]:
 
 def _snake_case(name: str) -> str:
     """Return Keras' automatic layer name for a class: ``LSTMCell`` becomes ``lstm_cell``."""
-
     name = re.sub(r"(.)([A-Z][a-z]+)", r"\1_\2", re.sub(r"\W+", "", name))
     return re.sub(r"([a-z])([A-Z])", r"\1_\2", name).lower()

@@ -214,11 +214,7 @@ class _Place:
         return _raw(self.node)
 
     def put(self, value: Any) -> None:
-        """Set the value without NNX's checks of its type.
-
-        Raises:
-            StructureError: when the value is in a tuple, or in another node that cannot be modified.
-        """
+        """Set the value without NNX's checks of its type; StructureError if it is in a tuple or another fixed node."""
         if isinstance(self.node, nnx.Variable):
             self.node.set_raw_value(value, _unsafe_bypass_check=True)
             return
@@ -320,8 +316,7 @@ def _attributes(module: nnx.Module) -> dict[str, Any]:
 def _comparable(value: Any) -> Any:
     """Return the form of an attribute that is compared before and after a call.
 
-    Arrays, and containers that `_attributes` lists separately, are "held". A variable with other content than one
-    array is a tuple of its leaves. Everything else is the value itself.
+    Arrays, and containers that `_attributes` lists separately, are "held". Other variables become tuples of leaves.
     """
     raw = _raw(value)
     if raw is not value and not isinstance(raw, jax.Array):

@@ -1,17 +1,15 @@
 """KV cache, so that a new token costs the work of one token.
 
-The keys and values of all layers are two stacked arrays. A scan over the layers carries them and XLA updates them in
-place: a step writes one column and copies nothing. When layers have separate arrays (`unstack`), keys and values are
-tuples and the loop over layers is unrolled. Prompts of different lengths end in the same column. Shorter prompts are
-padded on the left with segment 0 in place of 1, which no token attends to. A layer with a sliding window holds as many
-columns as the others.
+A scan over the layers carries two stacked arrays, the keys and values of all layers. XLA updates them in place: a step
+writes one column and copies nothing. After `unstack` they are tuples and the loop over layers is unrolled. Prompts of
+different lengths end in the same column: shorter ones are padded on the left with segment 0 in place of 1, which no
+token attends to. A layer with a sliding window holds as many columns as the others.
 
 Shapes: B rows, T new tokens, S columns, D model, K key/value heads, H head, V vocabulary, L layers.
 
 With the rotary scaling types `dynamic` and `longrope`, one more token may change the frequencies of all earlier tokens.
-This changes the outputs of every layer beyond the first, values included, so the cached entries are invalid and
-`recompute_rows` recomputes them. `longrope` needs this once, when a row grows beyond the length of pretraining;
-`dynamic` needs it at each token from there on.
+This changes their keys, and the values of every layer beyond the first. `recompute_rows` recomputes both: with
+`longrope` once, when a row grows beyond the length of pretraining; with `dynamic` at each token from there on.
 """
 
 from __future__ import annotations
@@ -82,7 +80,7 @@ def empty_cache(model: Decoder, segments_BS: Int[Array, "B S"]) -> Cache:
 def prefill(
     model: Decoder, tokens_BT: Int[Array, "B T"], positions_BT: Int[Array, "B T"], cache: Cache
 ) -> tuple[Float[Array, "B V"], Cache]:
-    """Process prompts with an empty cache and return the logits of the next tokens, in float32.
+    """Process prompts into an empty cache and return the float32 logits of the next tokens.
 
     The tokens attend only to each other, so scores have shape [T, T] and not [T, S].
     """
@@ -103,14 +101,9 @@ def step(
 def recompute_rows(
     model: Decoder, tokens_BS: Int[Array, "B S"], cache: Cache, lengths_B: Array, mask_B: Array
 ) -> Cache:
-    """Recompute keys and values of some rows, with the frequencies of their present length.
+    """Recompute keys and values of the rows in `mask_B`, with the frequencies of their present lengths.
 
-    Args:
-        model: the decoder.
-        tokens_BS: all tokens so far.
-        cache: the cache; columns that are not yet written get values that `step` overwrites.
-        lengths_B: number of tokens of each row so far, including the token of the cache's next column.
-        mask_B: mask of the rows to recompute.
+    `lengths_B` include the token of the cache's next column. Later columns get values that `step` overwrites.
     """
     # Columns not yet written repeat the last position, so `document_lengths` does not count them.
     positions_BS = jnp.clip(jnp.cumsum(cache.segments, axis=1) - 1, 0, jnp.maximum(lengths_B - 1, 0)[:, None])

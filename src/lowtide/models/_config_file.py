@@ -27,19 +27,7 @@ _WRONG_LOGITS = "computing with another frequency rule would give wrong logits, 
 
 
 def config_from_hf(raw: Mapping[str, Any], filename: str) -> DecoderConfig:
-    """Convert the contents of a Hugging Face `config.json`.
-
-    Args:
-        raw: the parsed file.
-        filename: the file's name, for messages.
-
-    Returns:
-        The configuration.
-
-    Raises:
-        ModelFileError: for an unknown architecture, activation or RoPE type, a missing or invalid field, or a field
-            that switches on something that Lowtide does not compute.
-    """
+    """Convert a parsed `config.json`; a field that switches on what Lowtide does not compute raises ModelFileError."""
     from ._schema import NEUTRAL, ConfigFile, unhandled
 
     quantization_from_hf(raw, filename)  # raises for formats that are not read
@@ -83,18 +71,7 @@ def config_from_hf(raw: Mapping[str, Any], filename: str) -> DecoderConfig:
 
 
 def quantization_from_hf(raw: Mapping[str, Any], filename: str) -> Scheme | None:
-    """Return the quantisation scheme in a Hugging Face `config.json`.
-
-    Args:
-        raw: the parsed file.
-        filename: the file's name, for messages.
-
-    Returns:
-        The scheme, or None if the weights are not quantised.
-
-    Raises:
-        ModelFileError: for software or a format that is not read.
-    """
+    """Return the quantisation scheme in a parsed `config.json`, or None; ModelFileError if it is not supported."""
     text = raw.get("text_config")
     inner: Any = text.get("quantization_config") if isinstance(text, Mapping) else None  # pyright: ignore
     return scheme_of(raw.get("quantization_config") or inner, filename)
@@ -123,17 +100,9 @@ def _single_or_tuple(ids: tuple[int | None, ...]) -> Any:
 
 
 def config_to_hf(config: DecoderConfig, dtype: str) -> dict[str, Any]:
-    """Return the contents of a Hugging Face `config.json` with the same meaning in `transformers` 4 and 5.
+    """Return a Hugging Face `config.json` with the same meaning in `transformers` 4 and 5, ready for JSON.
 
-    Args:
-        config: the sizes and switches.
-        dtype: the dtype of the stored weights, such as ``"bfloat16"``.
-
-    Returns:
-        A dictionary ready for JSON.
-
-    Raises:
-        ConfigError: when the configuration has switches that no model of its family has.
+    `dtype` is that of the stored weights. A switch that no model of the family has raises ConfigError.
     """
     family = family_of(config)
     file = {
@@ -173,7 +142,6 @@ def config_to_hf(config: DecoderConfig, dtype: str) -> dict[str, Any]:
 
 def _differences(config: DecoderConfig, reread: DecoderConfig) -> dict[str, tuple[Any, Any]]:
     """Return the fields in which two configurations compute different results, with both values."""
-
     # Different fields can mean the same computation, so defaults and windows are resolved before the comparison.
     def resolved_fields(decoder: DecoderConfig) -> dict[str, Any]:
         out_bias = decoder.attention_bias if decoder.attention_out_bias is None else decoder.attention_out_bias

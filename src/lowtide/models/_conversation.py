@@ -1,9 +1,7 @@
 """Conversation with a model: the KV cache of earlier turns is kept, and later turns need no compilation.
 
-Text is processed in chunks of a few sizes, into a cache whose length is a power of two. So the programs of the first
-turn are reused in later turns, until the cache has to grow.
-
-Shapes: B = 1 row, S columns of the cache, V vocabulary.
+Text is processed in chunks of a few sizes, into a cache whose length is a power of two. So later turns reuse the
+programs of the first one until the cache has to grow. Shapes: B = 1 row, S columns of the cache, V vocabulary.
 """
 
 from __future__ import annotations
@@ -90,11 +88,11 @@ class Conversation:
     def _tokens(
         self, prompt: list[int], num_tokens: int, key: Array, sampling: Sampling, ends: tuple[int, ...]
     ) -> Iterator[int]:
-        ways, knobs = knobs_of(sampling)
+        switches, knobs = knobs_of(sampling)
         ends_E = padded_ends(ends)
         cache, logits_BV = self._prefill(prompt, num_tokens)
         state = _sample_first(
-            cache, logits_BV, self._padded_tokens(prompt, cache), row_keys(key, [(0, 0)]), ends_E, ways, knobs
+            cache, logits_BV, self._padded_tokens(prompt, cache), row_keys(key, [(0, 0)]), ends_E, switches, knobs
         )
         text = list(prompt)
         try:
@@ -106,7 +104,7 @@ class Conversation:
                 yield text[-1]
                 if count + 1 < num_tokens:
                     until = jnp.int32(len(prompt) + count + 2)
-                    state = advance(self._model, state, ends_E, knobs, until, ways)
+                    state = advance(self._model, state, ends_E, knobs, until, switches)
         finally:  # also when the caller closes the iterator early
             self._cache, self._cached_tokens = state.cache, text[: int(state.cache.column)]
 
@@ -140,17 +138,23 @@ def _read_chunk(model: Decoder, tokens_BT: Array, positions_BT: Array, cache: Ca
     return step(model, tokens_BT, positions_BT, cache)
 
 
-@partial(jax.jit, static_argnames="ways", donate_argnames="cache")
+@partial(jax.jit, static_argnames="switches", donate_argnames="cache")
 def _sample_first(
-    cache: Cache, logits_BV: Array, tokens_BS: Array, keys_B: Array, ends_E: Array, ways: SamplingSwitches, knobs: Knobs
+    cache: Cache,
+    logits_BV: Array,
+    tokens_BS: Array,
+    keys_B: Array,
+    ends_E: Array,
+    switches: SamplingSwitches,
+    knobs: Knobs,
 ) -> State:
     """Sample the first token of an answer."""
     seen_BV = None
-    if ways.penalises:
+    if switches.penalises:
         is_text_BS = jnp.arange(tokens_BS.shape[1])[None] < cache.column
         seen_BV = jnp.zeros(logits_BV.shape, jnp.int32).at[jnp.zeros_like(tokens_BS), tokens_BS].max(is_text_BS) > 0
     zeros_B = jnp.zeros((1,), jnp.int32)
     state = State(
         cache, tokens_BS, zeros_B + cache.column, zeros_B, jnp.zeros((1,), bool), jnp.bool_(True), seen_BV, keys_B
     )
-    return append(state, logits_BV, ends_E, ways, knobs)
+    return append(state, logits_BV, ends_E, switches, knobs)

@@ -1,9 +1,8 @@
-"""The decoder: pure functions over a pytree with stacked layers, shared by many model families.
+"""The decoder of many model families: pure functions over a pytree with stacked layers.
 
-A block has RMSNorm, rotary positions, grouped-query attention, and a gated MLP or a mixture of experts;
 `DecoderConfig` has the switches between families. Every matrix is stored as [out, in], as in Hugging Face checkpoints.
-`lowtide.core.linear` multiplies by it, so an adapter or a quantised weight can replace it. Layers with and without
-a sliding window share one stack: an integer leaf, ``layers/attn/window``, holds each layer's window. No file contains
+`lowtide.core.linear` multiplies by it, so an adapter or a quantised weight can replace it. Layers with and without a
+sliding window share one stack: an integer leaf, ``layers/attn/window``, holds each layer's window. No file contains
 this leaf.
 
 Shapes: B batch, T sequence, D model, N query heads, K key/value heads, H head, F MLP, V vocabulary, L layers,
@@ -466,23 +465,10 @@ def layer_forward(
     store: Callable[[Array, Array], tuple[Array, Array]] = lambda k, v: (k, v),
     choices: Choices = DEFAULT_CHOICES,
 ) -> tuple[Array, tuple[Array, Array] | None, tuple[Array, Array]]:
-    """Apply one layer: attention, then the MLP or the mixture of experts.
+    """Apply one layer; return the residual stream, the router's probabilities and choices, and the result of `store`.
 
-    If the backward pass recomputes the layer, everything but attention itself runs over tiles of tokens. Then norms,
-    rotations and intermediate activations never exist for all tokens at once.
-
-    Args:
-        layer: parameters of the layer.
-        h_BTD: the residual stream.
-        positions_BT: position of each token in its document, [B or 1, T].
-        sight: which keys each query attends to; the window comes from the layer.
-        config: sizes and switches.
-        store: function of the new keys and values [B, T, K, H]. It returns the keys and values to attend to
-            [B, S, K, H], such as a cache that includes the new ones.
-        choices: the user's choices.
-
-    Returns:
-        The residual stream; the router's probabilities and choices (None without experts); and what `store` returned.
+    `positions_BT` are positions in documents and may be [1, T]. `store` takes the new keys and values [B, T, K, H]. It
+    returns those to attend to [B, S, K, H], such as a cache that includes the new ones.
     """
     attn = layer["attn"]
     sight = dataclasses.replace(sight, window=_window(layer, config))
@@ -494,6 +480,7 @@ def layer_forward(
     tokens = (h_BTD, positions_BT, document_lengths(config, positions_BT, sight.segments and sight.segments[0]))
     project, finish = functools.partial(_project, config), functools.partial(_finish, config)
     if is_recomputed():
+        # In tiles, norms, rotations and intermediate activations never exist for all tokens at once.
         # `widest`: the widest intermediate array per token; with experts, the hidden layers of all its chosen experts.
         experts, chosen, widest = config.experts, 1, config.intermediate_size
         if experts is not None:

@@ -29,27 +29,11 @@ from ._grouped import grouped_linear
 def mixture(
     mlp: Tree, x_BTD: Float[Array, "B T D"], experts: Experts, activation: Callable[[Array], Array]
 ) -> tuple[Float[Array, "B T D"], Float[Array, "B T E"], Float[Array, "B T E"]]:
-    """Apply the mixture-of-experts MLP to activations.
+    """Return the outputs of the MoE, the router's probabilities, and 1 for each chosen expert, else 0.
 
-    Where rows or tokens are sharded, each device sorts its own. Along the mesh axis ``expert`` each device holds some
-    of the experts: tokens are all-gathered, and the experts' outputs are summed and scattered back to their devices.
-
-    Args:
-        mlp: ``router`` and ``experts``.
-        x_BTD: activations.
-        experts: sizes and switches.
-        activation: activation function of the gate.
-
-    Returns:
-        Outputs of each token's experts, summed with the router's weights; the router's probabilities; and 1 for each
-        chosen expert, else 0.
-
-    Raises:
-        ConfigError: when the size of the axis ``expert`` does not divide the number of experts.
-
-    Memory:
-        K rows per token of this device (along ``expert``: per token of all devices of that axis). In addition, this
-        device's experts of one layer, unsharded: they are gathered along ``fsdp`` and ``data``.
+    Each device sorts its own rows. Along the mesh axis ``expert`` each device holds some experts: tokens are
+    all-gathered, and outputs are summed and scattered back. Memory: K rows per token of this device (of all devices
+    along ``expert``), and this device's experts of one layer, gathered along ``fsdp`` and ``data``.
     """
     mesh = divided_mesh()
     axes = () if mesh is None else tuple(name for name in BATCH_AXES if mesh.shape.get(name, 1) > 1)
@@ -142,10 +126,9 @@ def _gather_rows(copies: int, x_ND: Array, order_M: Array, inverse_M: Array) -> 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _gather_rows_custom_vjp(copies: int, x_ND: Array, order_M: Array, inverse_M: Array) -> Array:
-    """Gather like `_gather_rows`, with a gather in the backward pass, too.
+    """Gather like `_gather_rows`; the backward pass gathers in the inverse order of the permutation.
 
-    XLA transposes a gather to a scatter, which is several times slower on a GPU. The order is a permutation, so the
-    gather in the inverse order is the same transpose.
+    XLA transposes a gather to a scatter, which is several times slower on a GPU.
     """
     return _gather_rows(copies, x_ND, order_M, inverse_M)
 
@@ -166,12 +149,7 @@ def balance_loss(
 ) -> Float[Array, ""]:
     """Return the load-balancing loss over all layers; uniform routing gives the number of experts per token.
 
-    Args:
-        probs_BE: router probabilities of each expert, summed over the tokens of a sequence and over all layers.
-        counts_BE: how often each expert was chosen, summed in the same way.
-        tokens_B: number of tokens of each sequence that count.
-        experts: sizes.
-        num_layers: L.
+    `probs_BE` and `counts_BE` are sums over the tokens of a sequence and over all layers. `tokens_B` excludes padding.
     """
     # E * sum_e f_e P_e: f_e is the share of tokens that chose expert e, P_e its mean probability.
     total = jnp.maximum(jnp.sum(tokens_B), 1.0) * num_layers

@@ -45,7 +45,7 @@ from ._tensors import DTYPES, Source, open_tensors, pieces, read_leaf
 from .families import family_of
 from .families._family import IMAGE_MODULES
 from .gguf import gguf_model, open_gguf
-from .packed import Packed, Plan, Scheme, Stored, folded, plan, told
+from .packed import Packed, Plan, Scheme, Stored, dequantization_notes, folded, plan
 
 _MOST_CONFIG_BYTES, _MOST_INDEX_BYTES = 16 * 1024**2, 256 * 1024**2
 _HEAD = "lm_head.weight"
@@ -275,7 +275,7 @@ def _open_plans(
             # The layers of a stack may be stored in different dtypes; the stack's dtype loses no digits of any.
             sources = [tensors[name] for name in _names_of_leaf(path, config).values()]
             plans.append(plan(path_str(path), sources, leaf.shape, leaf_dtype, default_dtype))
-        yield plans, treedef, [*notes, *told(plans)]
+        yield plans, treedef, [*notes, *dequantization_notes(plans)]
 
 
 def _select_hosted(shapes: Any, host: Where | None) -> list[bool]:
@@ -538,7 +538,6 @@ def _check_tied_head(tensors: Mapping[str, Stored], config: DecoderConfig) -> No
 
 def _embedding(config: DecoderConfig) -> str:
     """Return the name of the embedding's tensor."""
-
     (path, _), *_ = jax.tree_util.tree_leaves_with_path({"outer": {"embed": {"weight": 0}}})
     return _names_of_leaf(path, config)[()]
 

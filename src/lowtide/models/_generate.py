@@ -1,10 +1,8 @@
 """Text generation: prompts of different lengths in one batch, a KV cache, and a loop that stops when all rows end.
 
-One compiled program processes prompts and another takes steps. Lengths are rounded up to a few sizes. Values that vary
-between calls (temperatures, number of tokens) are traced, so that programs are reused.
-
-A token is sampled with the random key of its row and position. So a row's tokens do not depend on the other rows of the
-batch, nor on the padding.
+One compiled program processes prompts and another takes steps. To reuse them, lengths are rounded up to a few sizes,
+and values that vary between calls are traced. A token is sampled with the random key of its row and position, so it
+depends neither on the other rows nor on the padding.
 
 Shapes: B rows, P columns of prompts, S columns in all, V vocabulary.
 """
@@ -254,8 +252,7 @@ def _batch(
 ) -> Iterator[tuple[State, int]]:
     """Continue a batch; yield its state every `steps_per_call` steps, with the column of the first new token.
 
-    With fewer prompts than keys, the remaining rows are padding. `advance` donates each state, so a yielded state is
-    valid only until the next one is requested.
+    With fewer prompts than keys, the other rows are padding. `advance` donates a state when the next one is requested.
     """
     width = _round_up(max(map(len, prompts)))
     size = _round_up(width + num_tokens)
@@ -264,10 +261,10 @@ def _batch(
     for row, prompt in enumerate(prompts):
         tokens_BS[row, width - len(prompt) : width] = prompt
         segments_BS[row, width - len(prompt) :] = 1
-    ways, knobs = knobs_of(sampling)
+    switches, knobs = knobs_of(sampling)
     ends_E = padded_ends(ends)
     limit = width + num_tokens
-    state = _start(model, jnp.asarray(tokens_BS), jnp.asarray(segments_BS), keys_B, ends_E, knobs, ways, width)
+    state = _start(model, jnp.asarray(tokens_BS), jnp.asarray(segments_BS), keys_B, ends_E, knobs, switches, width)
     column = width + 1
     while True:
         check_finite(state)
@@ -275,10 +272,10 @@ def _batch(
         if column >= limit or bool(jnp.all(state.is_done)):
             return
         column = min(column + steps_per_call, limit)
-        state = advance(model, state, ends_E, knobs, jnp.int32(column), ways)
+        state = advance(model, state, ends_E, knobs, jnp.int32(column), switches)
 
 
-@partial(jax.jit, static_argnames=("ways", "width"))
+@partial(jax.jit, static_argnames=("switches", "width"))
 def _start(
     model: Decoder,
     tokens_BS: Array,
@@ -286,7 +283,7 @@ def _start(
     keys_B: Array,
     ends_E: Array,
     knobs: Knobs,
-    ways: SamplingSwitches,
+    switches: SamplingSwitches,
     width: int,
 ) -> State:
     segments_BP = segments_BS[:, :width]
@@ -295,17 +292,19 @@ def _start(
     positions_BP = jnp.maximum(jnp.cumsum(segments_BP, axis=1) - 1, 0)
     logits_BV, cache = prefill(model, tokens_BS[:, :width], positions_BP, empty_cache(model, segments_BS))
     seen_BV = None
-    if ways.penalises:
+    if switches.penalises:
         rows_B1 = jnp.arange(len(tokens_BS))[:, None]
         seen_BV = jnp.zeros(logits_BV.shape, jnp.int32).at[rows_B1, tokens_BS[:, :width]].max(segments_BP) > 0
     # Rows without a prompt only fill the batch; they count as done from the start.
     zeros_B, is_padding_B = jnp.zeros_like(lengths_B), lengths_B == 0
     state = State(cache, tokens_BS, lengths_B, zeros_B, is_padding_B, jnp.bool_(True), seen_BV, keys_B)
-    return append(state, logits_BV, ends_E, ways, knobs)
+    return append(state, logits_BV, ends_E, switches, knobs)
 
 
-@partial(jax.jit, static_argnames="ways", donate_argnames="state")
-def advance(model: Decoder, state: State, ends_E: Array, knobs: Knobs, until: Array, ways: SamplingSwitches) -> State:
+@partial(jax.jit, static_argnames="switches", donate_argnames="state")
+def advance(
+    model: Decoder, state: State, ends_E: Array, knobs: Knobs, until: Array, switches: SamplingSwitches
+) -> State:
     """Take steps up to a column, or until all rows have ended."""
 
     def is_running(state: State) -> Array:
@@ -314,7 +313,7 @@ def advance(model: Decoder, state: State, ends_E: Array, knobs: Knobs, until: Ar
     def take_step(state: State) -> State:
         last_B1 = jax.lax.dynamic_slice_in_dim(state.tokens, state.cache.column, 1, axis=1)
         logits_BV, cache = step(model, last_B1, state.lengths[:, None] - 1, _recompute_if_stale(model, state))
-        return append(dataclasses.replace(state, cache=cache), logits_BV, ends_E, ways, knobs)
+        return append(dataclasses.replace(state, cache=cache), logits_BV, ends_E, switches, knobs)
 
     return jax.lax.while_loop(is_running, take_step, state)
 
@@ -333,10 +332,10 @@ def _recompute_if_stale(model: Decoder, state: State) -> Cache:
     return jax.lax.cond(jnp.any(changed_B), recompute, lambda cache: cache, state.cache)
 
 
-def append(state: State, logits_BV: Array, ends_E: Array, ways: SamplingSwitches, knobs: Knobs) -> State:
+def append(state: State, logits_BV: Array, ends_E: Array, switches: SamplingSwitches, knobs: Knobs) -> State:
     """Sample the token of the cache's next column."""
     keys_B = jax.vmap(jax.random.fold_in)(state.keys, state.lengths)
-    new_B = choose(logits_BV, keys_B, state.seen, ways, knobs)
+    new_B = choose(logits_BV, keys_B, state.seen, switches, knobs)
     is_finite_B = jnp.all(jnp.isfinite(logits_BV), axis=1)
     is_done = state.is_done | jnp.any(new_B[:, None] == ends_E[None], axis=1)
     # Rows that have ended take part in further steps with token 0; their counts stay, and their logits do not matter.

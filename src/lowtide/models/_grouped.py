@@ -31,22 +31,11 @@ def grouped_linear(
     transposed: bool = False,
     num_experts: int | None = None,
 ) -> Float[Array, "M O"]:
-    """Multiply each group of rows by the weights of its expert.
+    """Return ``x_MI[m] @ weight[e].T`` for the expert e of each row, in the dtype of `x_MI`; zero without an expert.
 
-    Args:
-        x_MI: rows, sorted by expert.
-        weight: weights of all experts, [E, O, I] or [E, I, O]; or a node with a method ``grouped``, such as an adapter.
-        sizes_E: number of rows of each expert; their sum may be less than M.
-        transposed: whether `weight` is [E, I, O].
-        num_experts: number of experts on all devices that share the rows; None: E.
-
-    Returns:
-        ``x_MI[m] @ weight[e].T`` for the expert e of each row, in the dtype of `x_MI`; zero for rows of no expert.
-
-    Memory:
-        The result. On a CPU, also the rows and weights of one block. On a GPU, also a slab of 9/8 of the rows and of
-        the result, with at least 8 rows per expert. There is no slab when there are fewer rows than experts. In
-        addition, a GPU copies at most 128 MiB of weights, or the weights of one expert if they are larger.
+    Rows are sorted by expert, and `sizes_E` may sum to less than M. `weight` is [E, I, O] if `transposed`, or a node
+    with a method ``grouped``, such as an adapter. `num_experts` counts the experts on all devices that share the rows.
+    Memory: the result; on a CPU one block's rows and weights, on a GPU the slab and copied weights (`_grouped_slab`).
     """
     grouped_method: Any = getattr(weight, "grouped", None)
     if grouped_method is not None:  # an adapter multiplies by the base weight and by its factors separately

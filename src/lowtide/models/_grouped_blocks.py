@@ -71,12 +71,7 @@ def weight_gradient(transposed: bool, num_experts: int, x_MI: Array, dy_MO: Arra
 
 
 class _Blocks:
-    """Blocks of rows of one expert each.
-
-    Args:
-        num_rows: M.
-        sizes_E: number of rows of each expert.
-    """
+    """Blocks of rows of one expert each; `sizes_E` has the number of rows of each expert."""
 
     def __init__(self, num_rows: int, sizes_E: Array) -> None:
         self._lengths = tuple(length for length in _BLOCK_LENGTHS if length < 2 * num_rows) or _BLOCK_LENGTHS[:1]

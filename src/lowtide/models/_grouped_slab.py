@@ -29,7 +29,7 @@ _TILES = (16, 256)
 _MAX_TILES = 32
 _MAX_UNROLLED_STEPS = 4
 _COPIED_BYTES = 128 * 2**20
-"""Most bytes of weights that the tiles of one step may copy."""
+"""Most bytes of weights that the tiles of one step may copy; one expert is copied even if it is larger."""
 
 
 def product(transposed: bool, num_experts: int, x_MI: Array, weight: Array, sizes_E: Array) -> Array:
@@ -76,14 +76,7 @@ def _gather_masked(x_MI: Array, rows: Array, mask: Array) -> Array:
 
 
 class _Plan:
-    """Assignment of rows to the slab and to tiles.
-
-    Args:
-        num_rows: M.
-        num_experts: number of experts that share the rows: E, or more when experts are sharded.
-        weight: weights of E experts, or their shape.
-        sizes_E: number of rows of each expert.
-    """
+    """Assignment of rows to the slab and to tiles; `num_experts` is larger than E when experts are sharded."""
 
     def __init__(self, num_rows: int, num_experts: int, weight: Array | jax.ShapeDtypeStruct, sizes_E: Array) -> None:
         num_local_experts, mean = sizes_E.shape[0], num_rows // num_experts
@@ -132,7 +125,6 @@ class _Plan:
 
     def loop_over_tiles(self, body: Callable[[Any, Array], Array], initial: Array) -> Array:
         """Run `body` over all tiles; a few steps are unrolled, since the host must read a loop's condition."""
-
         steps = -(-self._max_tiles // self._tiles_per_step)
         if steps <= _MAX_UNROLLED_STEPS and not self.slab:
             return functools.reduce(lambda out, i: body(i, out), range(steps), initial)

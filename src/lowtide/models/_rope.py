@@ -23,16 +23,9 @@ def rotary(
     is_sliding: Array | bool = False,
     lengths_BT: Int[Array, "B T"] | None = None,
 ) -> tuple[Float[Array, "B T 1 R/2"], Float[Array, "B T 1 R/2"]]:
-    """Return cosines and sines for queries and keys, in float32.
+    """Return cosines and sines for queries and keys, in float32; sliding-window layers may have separate frequencies.
 
-    Args:
-        config: sizes and scaling rules.
-        positions_BT: the position of each token in its document.
-        is_sliding: whether the layer has sliding-window attention, which may use separate frequencies.
-        lengths_BT: result of `document_lengths`.
-
-    Returns:
-        Two arrays of shape [B, T, 1, R/2].
+    `positions_BT` are positions in documents, and `lengths_BT` is the result of `document_lengths`.
     """
     freq, scale = frequencies(config, lengths_BT)
     factor: Array | float = scale
@@ -54,12 +47,7 @@ def rotate(x_BTNH: Array, cos: Array, sin: Array) -> Array:
 
 
 def frequencies(config: DecoderConfig, length: Int[Array, "B T"] | None) -> tuple[Float[Array, "*BT R/2"], float]:
-    """Return rotary frequencies after scaling, and the factor for cosines and sines.
-
-    Args:
-        config: sizes and scaling rules.
-        length: length of each token's document, for the rules that depend on it; frequencies are then per token.
-    """
+    """Return rotary frequencies after scaling, per token if they depend on `length`, and the factor of cos and sin."""
     scaling, dim = config.rope_scaling, config.rotary_dim
     freq = _base_frequencies(config.rope_theta, dim)
     if scaling is None:
@@ -109,9 +97,8 @@ def frequencies_change(config: DecoderConfig, lengths_B: Int[Array, "B"]) -> Arr
 def document_lengths(config: DecoderConfig, positions_BT: Array, segments_BT: Array | None) -> Array | None:
     """Return the length of each token's document, [B, T], if frequencies depend on it, else None.
 
-    The length is the last position of the document plus one. A document ends where positions do not increase or where
-    the segment changes. The maximum over the batch would be wrong: other documents in the row, and other rows, must not
-    change a document's frequencies.
+    A document ends where positions do not increase or the segment changes; its length is its last position plus one. A
+    maximum over the batch would be wrong: other documents and rows must not change a document's frequencies.
     """
     if not _depends_on_length(config):
         return None
@@ -143,7 +130,6 @@ def _dynamic_frequencies(config: DecoderConfig, scaling: RopeScaling, length: Ar
 
 def _yarn_ramp(scaling: RopeScaling, theta: float, dim: int) -> Array:
     """Return the unscaled share of each frequency: 1 for fast rotations, 0 for slow ones."""
-
     # Solves turns = length * theta ** (-2 d / dim) / (2 pi) for d, the index of the frequency.
     def dimension(turns: float) -> float:
         return dim * math.log(scaling.original_max_position_embeddings / (turns * 2 * math.pi)) / (2 * math.log(theta))

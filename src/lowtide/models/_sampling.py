@@ -97,14 +97,14 @@ def choose(
     logits_BV: Float[Array, "B V"],
     keys_B: Array,
     seen_BV: Bool[Array, "B V"] | None,
-    ways: SamplingSwitches,
+    switches: SamplingSwitches,
     knobs: Knobs,
 ) -> Int[Array, "B"]:
     """Choose a token for each row with the row's random key."""
     if seen_BV is not None:
         penalty = knobs.repetition_penalty
         logits_BV = jnp.where(seen_BV, jnp.where(logits_BV < 0, logits_BV * penalty, logits_BV / penalty), logits_BV)
-    if ways.filters:
+    if switches.filters:
         logits_BV = _filter_logits(logits_BV, knobs)
     # Gumbel-max: argmax(logits / T + g) samples from softmax(logits / T). Multiplied by T it also covers T = 0, greedy.
     noise_BV = jax.vmap(lambda key: jax.random.gumbel(key, logits_BV.shape[1:]))(keys_B)

@@ -1,12 +1,11 @@
 """Schemas of the files in a Hugging Face folder: types, ranges, and the fields that change the computation.
 
-A field of `config.json` that Lowtide does not know is an error when it is switched on: any value but null, false, zero,
-an empty string, list or object. Otherwise the logits would silently be those of another model. Three tables list the
-known fields. Fields of a family (`families`) are read with the types of `ConfigFile`. Fields in `HARMLESS` do not
-change a forward pass: metadata, text generation, training losses, output switches (from `LlamaConfig` and
-`PretrainedConfig` of transformers 4 and 5). Fields in `NEUTRAL` may only have the value that has no effect.
+An unknown field of `config.json` is an error when it is switched on (not null, false, zero or empty): otherwise the
+logits would silently be those of another model. Fields of a family (`families`) are read with the types of
+`ConfigFile`. Fields in `HARMLESS` do not change a forward pass; they come from `LlamaConfig` and `PretrainedConfig` of
+transformers 4 and 5. Fields in `NEUTRAL` may only have the value that has no effect.
 
-This module needs pydantic, whose import takes a quarter of a second: only functions that read files import it.
+pydantic takes a quarter of a second to import, so only functions that read files import this module.
 """
 
 from __future__ import annotations
@@ -148,11 +147,7 @@ def unhandled(
 ) -> dict[str, Any]:
     """Return the fields that are switched on and would compute something that Lowtide does not.
 
-    Args:
-        file: the parsed file.
-        known_fields: fields of `config.json` that are read; None for a section of the file, all of whose fields are
-            read.
-        neutral: fields that may only have one of these values.
+    For a section of the file, `known_fields` is None: all its fields are read. `neutral` lists values without effect.
     """
     values: dict[str, Any] = {**(file.model_extra or {})}
     harmless = HARMLESS

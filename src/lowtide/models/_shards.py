@@ -1,8 +1,8 @@
 """Save the weights of a model directory in pieces of bounded size, so that the directory holds the old or new model.
 
-`safetensors` needs all tensors of a file in memory. A file is eight bytes with the header's length, the header in JSON,
-and the tensors one after another (https://github.com/huggingface/safetensors#format). So this module writes files in
-pieces, and the library reads back each header before the file gets its final name.
+`safetensors` needs all tensors of a file in memory. So this module writes files in pieces: the length of the header in
+eight bytes, the header in JSON, and the tensors (https://github.com/huggingface/safetensors#format). The library reads
+back each header before the file gets its final name.
 
 All files are complete under temporary names, and on the disk, before anything of an older model changes. Shards get
 names that no older file has. So one rename, of the index or of the single file, switches from the old to the new model.
@@ -82,20 +82,10 @@ class Tensor:
 def write_model(
     directory: Path, tensors: Sequence[Tensor], files: Mapping[str, bytes], *, max_shard_bytes: int
 ) -> None:
-    """Write the weights and other files of a model, and replace an older model in the directory.
+    """Write a model's weights and other files, including `config.json`, and replace an older model in the directory.
 
-    Args:
-        directory: the model directory; created when missing.
-        tensors: tensors in the order in which they are written.
-        files: names and contents of the other files, including `config.json`.
-        max_shard_bytes: most bytes of tensors per file; a larger model is sharded and gets an index.
-
-    Raises:
-        ModelFileError: for a dtype that cannot be written.
-        OutputError: when the disk has too little space or the directory is not writable; an older model stays intact.
-
-    Memory:
-        On the host a few pieces of at most 64 MiB, or of one row.
+    A model of more than `max_shard_bytes` is sharded and gets an index. After an OutputError an older model is intact.
+    Host memory: a few pieces of at most 64 MiB, or of one row.
     """
     for tensor in tensors:
         if tensor.dtype.name not in _DTYPE_CODES:
@@ -156,7 +146,6 @@ def _check_space(directory: Path, num_bytes: int) -> None:
 
 def _unused_names(directory: Path, count: int) -> list[str]:
     """Return shard names that no file has; files that an index lists are never overwritten."""
-
     if count == 1:
         return [SINGLE]
     for generation in itertools.count(1):

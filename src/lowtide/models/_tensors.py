@@ -96,13 +96,10 @@ class Source:
 
 @contextlib.contextmanager
 def open_tensors(files: Sequence[Path]) -> Generator[dict[str, Source], None, None]:
-    """Open safetensors files and yield their tensors by name.
+    """Open safetensors files and yield their tensors by name; a bad file or a duplicate tensor raises ModelFileError.
 
     Before anything is allocated, safetensors checks each header: offsets follow one another without a gap, fit the
     dtypes and shapes, and end where the file ends.
-
-    Raises:
-        ModelFileError: when a file is unreadable or incomplete, or when two files contain the same tensor.
     """
     with contextlib.ExitStack() as stack:
         tensors: dict[str, Source] = {}
@@ -138,19 +135,10 @@ def stored_dtype(names: Iterable[str]) -> Any:
 def read_leaf(
     sources: Sequence[Readable], shape: tuple[int, ...], dtype: Any, sharding: jax.sharding.Sharding | None
 ) -> jax.Array:
-    """Read one leaf into a placed array.
+    """Read one leaf, with stack axes before tensor axes, from tensors in the order of the stack axes.
 
-    Args:
-        sources: tensors of the leaf, all of one shape, in the order of the stack axes.
-        shape: shape of the leaf: the stack axes, then the axes of a tensor.
-        dtype: dtype of the leaf; each piece is cast to it.
-        sharding: placement of the leaf, or None for JAX's default device.
-
-    Returns:
-        The array. This process reads only the parts that its own devices hold.
-
-    Memory:
-        A few times `PIECE_BYTES` on the host. For a leaf in host memory, also the bytes that one device holds of it.
+    This process reads only the parts that its devices hold. Host memory: a few times `PIECE_BYTES`; for a leaf in host
+    memory also the bytes that one device holds of it.
     """
     return assemble(functools.partial(_read_part, sources, shape, jnp.dtype(dtype)), shape, dtype, sharding)
 

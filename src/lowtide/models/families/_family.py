@@ -41,11 +41,7 @@ def names(
 ) -> dict[str, str]:
     """Return a table from module paths to Hugging Face names, with ``{layer}`` and ``{expert}`` for indices.
 
-    Args:
-        attn: projections of the attention.
-        mlp: projections of the MLP.
-        qk_norm: whether queries and keys have norms.
-        norms: table from our names of norms to Hugging Face's; Llama's by default.
+    `norms` maps our names of norms to those of Hugging Face.
     """
     return {
         **_OUTER,
@@ -57,11 +53,7 @@ def names(
 
 
 def expert_parameters(gate_up: str = "gate up") -> dict[str, tuple[str, ...]]:
-    """Return a table from the `transformers` parameters that hold all experts of a layer to our modules in them.
-
-    Args:
-        gate_up: our modules that form one matrix in `transformers`.
-    """
+    """Map the `transformers` parameters of all experts to our modules in them, of which `gate_up` form one matrix."""
     experts = {"gate_up_proj": gate_up, "down_proj": "down"}
     return {
         f"{_MLP}.experts.{parameter}": tuple(f"layers/mlp/experts/{name}" for name in modules.split())
@@ -117,12 +109,7 @@ ALWAYS_READ = (
 
 
 def sliding_by_type(file: ConfigFile, is_sliding: Callable[[int], bool]) -> dict[str, Any]:
-    """Return which layers have sliding-window attention: from ``layer_types``, or by layer index.
-
-    Args:
-        file: the config, of which ``layer_types`` and ``sliding_window`` are read.
-        is_sliding: function from a layer's index to whether it slides, used if ``layer_types`` is missing.
-    """
+    """Return which layers have sliding-window attention: from ``layer_types``, or by layer index if it is missing."""
     count = file.num_hidden_layers
     types = file.layer_types or [
         "sliding_attention" if is_sliding(index) else "full_attention" for index in range(count)
@@ -133,6 +120,5 @@ def sliding_by_type(file: ConfigFile, is_sliding: Callable[[int], bool]) -> dict
 
 def layer_types(config: DecoderConfig) -> list[str]:
     """Return the attention type of each layer as `config.json` names it."""
-
     sliding_layers = config.sliding_layers or (config.sliding_window is not None,) * config.num_layers
     return ["sliding_attention" if is_sliding else "full_attention" for is_sliding in sliding_layers]

@@ -54,15 +54,7 @@ _CONVERT_HINT = "convert the original again, with a recent llama.cpp"
 
 
 def config_of(header: Header) -> dict[str, Any]:
-    """Return the contents of a Hugging Face `config.json` for the model.
-
-    Args:
-        header: header of the file; factors of rotary frequencies are also read from the file.
-
-    Raises:
-        ModelFileError: when the file is not a whole model of a known architecture. Also when a key is missing or has
-            an invalid value, or when a key that is not read changes what the model computes.
-    """
+    """Return a Hugging Face `config.json` for the model; factors of rotary frequencies are also read from the file."""
     architecture = _architecture(header)
     keys = _Keys(header, architecture)
     experts = keys.count("expert_count", 0)
@@ -309,7 +301,6 @@ def _scaling_from_factors(
     keys: _Keys, factors: list[float], theta: float, rotary_dim: int, kind: Any
 ) -> dict[str, Any] | None:
     """Return the Llama 3 scaling rule that produces these factors; otherwise the factors themselves, as longrope."""
-
     if kind != "none":
         raise keys.error("rope.scaling.type", f"none, beside {_ROPE}", kind)
     stored_factors, max_factor = np.asarray(factors), max(factors)

@@ -72,7 +72,6 @@ class Header:
     fields: Mapping[str, Any]
     """Metadata by key: numbers, booleans, texts, lists, and `Long`."""
     places: Mapping[str, Place]
-    """Tensors by name."""
 
 
 def read_header(file: Path) -> Header:

@@ -26,15 +26,10 @@ class Kind(NamedTuple):
     block: int
     """Number of neighbours in a row that form a block."""
     block_bytes: int
-    """Bytes per block."""
 
 
 def kinds() -> dict[int, Kind]:
-    """Return the types that the library knows, by their numbers in files.
-
-    Raises:
-        ConfigError: when the library is not installed.
-    """
+    """Return the types that the library knows, by their numbers in files; without the library, raise ConfigError."""
     gguf = _gguf()
     sizes = gguf.GGML_QUANT_SIZES
     return {
@@ -45,18 +40,7 @@ def kinds() -> dict[int, Kind]:
 
 
 def dequantize(blocks: np.ndarray, kind: str) -> np.ndarray:
-    """Dequantise whole blocks.
-
-    Args:
-        blocks: rows of bytes.
-        kind: name of the type.
-
-    Returns:
-        Rows of float32.
-
-    Memory:
-        The float32 values twice.
-    """
+    """Dequantise whole blocks, given as rows of bytes, to rows of float32, which are in memory twice."""
     gguf = _gguf()
     rows, width = blocks.shape
     # The library dequantises 16 rows at a time. Blocks are independent of row boundaries, and longer rows are faster.
@@ -78,11 +62,7 @@ def is_dequantized(kind: Kind) -> bool:
 
 
 def tensor_names(architecture: str) -> Callable[[str], str | None]:
-    """Return a function from Hugging Face names in the first layer to names in the file, or None for unknown names.
-
-    Args:
-        architecture: architecture in the file's metadata.
-    """
+    """Return a function from Hugging Face names in the first layer to names in the file, or None for unknown names."""
     gguf = _gguf()
     number = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
     table = gguf.get_tensor_name_map(number, 1)

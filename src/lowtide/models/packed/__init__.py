@@ -2,11 +2,11 @@
 
 from ._fold import folded as folded
 from ._leaf import Plan as Plan
+from ._leaf import dequantization_notes as dequantization_notes
 from ._leaf import plan as plan
-from ._leaf import told as told
 from ._scheme import Scheme as Scheme
 from ._scheme import scheme_of as scheme_of
 from ._weights import Packed as Packed
 from ._weights import Stored as Stored
 
-__all__ = ["Packed", "Plan", "Scheme", "Stored", "folded", "plan", "scheme_of", "told"]
+__all__ = ["Packed", "Plan", "Scheme", "Stored", "dequantization_notes", "folded", "plan", "scheme_of"]

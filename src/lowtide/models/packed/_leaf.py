@@ -82,7 +82,7 @@ def plan(path: str, sources: Sequence[Stored], shape: tuple[int, ...], dtype: An
     return Plan(path, sources, jax.ShapeDtypeStruct(shape, jnp.dtype(leaf_dtype)), reason)
 
 
-def told(plans: Sequence[Plan]) -> list[str]:
+def dequantization_notes(plans: Sequence[Plan]) -> list[str]:
     """Return messages on quantised weights that become arrays although a node could hold each alone, with reasons."""
     notes: list[str] = []
     for reason in dict.fromkeys(leaf_plan.why for leaf_plan in plans if leaf_plan.why):

@@ -19,11 +19,8 @@ from .._tensors import Source, pieces
 def elements(source: Source, start: int, stop: int, dtype: Any) -> np.ndarray:
     """Read consecutive elements of a tensor that is a vector, a column, a row or a number.
 
-    Args:
-        source: the tensor; its bytes are reinterpreted, whatever dtype the file states.
-        start: index of the first element, counted in `dtype`.
-        stop: index after the last element.
-        dtype: dtype of an element; a byte holds two 4-bit elements, the first in its high half.
+    The bytes are reinterpreted as `dtype`, in which `start` and `stop` count. A byte holds two 4-bit elements, the high
+    half first.
     """
     element_dtype = np.dtype(dtype)
     is_half = element_dtype == jnp.uint4
