@@ -23,7 +23,7 @@ from lowtide.core import LOW_TILES
 from lowtide.finetune import FinetuneConfig, config_from_dict, flag_of, read_config
 from lowtide.finetune import _finetune as finetune_job
 from lowtide.memory import MemoryReport, SpaceBytes
-from lowtide.train._data import Feed
+from lowtide.train._data import DataCursor
 
 TEXT = "the tide goes out and the tide comes in and the moon pulls and the sea follows\n" * 60
 
@@ -157,14 +157,14 @@ def test_a_full_run_learns_and_writes_a_model(finetune, tmp_path, tiny_model_dir
 @pytest.mark.slow
 def test_an_interrupt_saves_the_steps_that_were_taken(finetune, tmp_path, monkeypatch):
     """Whatever the display does with the records that are read on the way out."""
-    took, before = Feed.next, signal.getsignal(signal.SIGINT)
+    took, before = DataCursor.next, signal.getsignal(signal.SIGINT)
 
     def interrupted(self, step):
         if step == 6:
             signal.raise_signal(signal.SIGINT)
         return took(self, step)
 
-    monkeypatch.setattr(Feed, "next", interrupted)
+    monkeypatch.setattr(DataCursor, "next", interrupted)
     try:
         status, printed, _ = finetune("--steps", "9")
     finally:

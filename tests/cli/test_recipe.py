@@ -15,7 +15,7 @@ from safetensors.numpy import load_file
 from lowtide.cli import main
 from lowtide.finetune import _finetune as job
 from lowtide.finetune import config_from_dict, read_config
-from lowtide.train._data import Feed
+from lowtide.train._data import DataCursor
 
 TEXT = "the tide goes out and the tide comes in and the moon pulls and the sea follows <b>\n" * 20
 SMALL = "--seq-len 8 --batch-size 4 --rank 2 --sample-tokens 0 --eval-every 2".split()
@@ -122,14 +122,14 @@ def test_a_tracker_that_is_not_installed_is_an_error_before_anything_is_read(
 def test_a_run_has_a_page_also_when_it_is_interrupted_and_later(
     finetune: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    page, took = tmp_path / "run" / "report.html", Feed.next
+    page, took = tmp_path / "run" / "report.html", DataCursor.next
 
     def interrupted(self: Any, step: int, *args: Any) -> Any:
         if step == 2:
             raise KeyboardInterrupt
         return took(self, step, *args)
 
-    monkeypatch.setattr(Feed, "next", interrupted)
+    monkeypatch.setattr(DataCursor, "next", interrupted)
     assert finetune("--steps", "4", "--report")[0] == 130
     assert "2 of 4 steps" in page.read_text()
     monkeypatch.undo()

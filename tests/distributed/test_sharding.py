@@ -295,10 +295,10 @@ def test_what_is_no_rule_is_refused(rule):
 
 
 def test_the_copy_on_the_host_holds_each_part_once():
-    from lowtide.train._recovery import Snapshot
+    from lowtide.train._recovery import HostSnapshot
 
     rules = ShardingRules(mesh=make_mesh(data=8, fsdp=1))
-    snapshot = Snapshot({"w": jax.device_put(jnp.ones((64, 64)), rules.replicated())})
+    snapshot = HostSnapshot({"w": jax.device_put(jnp.ones((64, 64)), rules.replicated())})
     buffers = {id(value): value.nbytes for leaf in snapshot._leaves for _, value in leaf.shards}
     assert sum(buffers.values()) == 64 * 64 * 4
     np.testing.assert_array_equal(snapshot.restore()["w"], np.ones((64, 64)))

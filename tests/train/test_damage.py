@@ -132,14 +132,14 @@ def test_what_is_said_of_damage_is_what_was_done(saved, tmp_path, how):
     for step in ("1", "2"):
         (there / step / SUMS).write_bytes(b"")
     ours.checkpoints.look_again()
-    ours._copies.keep(ours._copies.notes)
+    ours._snapshots.take(ours._snapshots.metadata)
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         if how == "all of them":
             with pytest.raises(StateError, match="no checkpoint can be read"):
                 ours.restore()
         else:
-            assert ours._copies.roll_back() == 0
+            assert ours._snapshots.roll_back() == 0
     told = [str(one.message).partition("hint: ")[2] for one in said if "step" in str(one.message)]
     assert told[:2] == ["the one before it is tried", "there is none before it"]
     is_renamed = [(tmp_path / f"damaged-{step}").is_dir() for step in (1, 2)]
@@ -197,14 +197,16 @@ def test_what_is_damaged_costs_a_trainer_nothing_that_it_holds(saved, tmp_path):
 
 
 def test_large_files_are_read_in_parts_and_shared_by_processes(tmp_path, monkeypatch):
-    monkeypatch.setattr(_checksums, "_AT_ONCE", 10)
+    monkeypatch.setattr(_checksums, "_BUFFER_BYTES", 10)
     for number in range(4):
         (tmp_path / f"{number}").write_bytes(bytes(range(95)))
     _checksums.write_checksums(tmp_path)
     (tmp_path / "2").write_bytes(bytes(range(94)) + b"!")
-    assert [_checksums.damage(tmp_path, part, 4) is None for part in range(4)] == [True, True, False, True]
+    assert [_checksums.find_damage(tmp_path, part, 4) is None for part in range(4)] == [True, True, False, True]
     (tmp_path / "3").write_bytes(b"")
-    assert all(pathlib.Path(tmp_path, "3").name in (_checksums.damage(tmp_path, part, 4) or "") for part in range(2))
+    assert all(
+        pathlib.Path(tmp_path, "3").name in (_checksums.find_damage(tmp_path, part, 4) or "") for part in range(2)
+    )
 
 
 def test_a_file_that_its_disk_gives_no_more_is_damage_and_one_that_may_not_be_read_is_not(tmp_path, monkeypatch):
@@ -215,12 +217,12 @@ def test_a_file_that_its_disk_gives_no_more_is_damage_and_one_that_may_not_be_re
         def fail(paths, number=number):
             raise OSError(number, os.strerror(number))
 
-        monkeypatch.setattr(_checksums, "_sums", fail)
+        monkeypatch.setattr(_checksums, "_compute_checksums", fail)
         if expected:
-            assert expected in str(_checksums.damage(tmp_path))
+            assert expected in str(_checksums.find_damage(tmp_path))
         else:
             with pytest.raises(PermissionError):
-                _checksums.damage(tmp_path)
+                _checksums.find_damage(tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ import pytest
 import lowtide as lt
 from lowtide.core import ConfigError, StateError
 from lowtide.train import Callback, EarlyStopping, ReduceOnPlateau, _checksums
-from lowtide.train._signals import Terminated
+from lowtide.train._signals import SigtermMonitor
 
 
 def trainer(tx: Any = None, **options: Any) -> lt.Trainer:
@@ -439,8 +439,8 @@ def test_of_several_processes_a_second_signal_ends_a_wait(monkeypatch: Any) -> N
         return "done"
 
     try:
-        with Terminated(is_alone=False) as terminated:
-            assert terminated.waited(wait) == "done" and terminated.has_come
+        with SigtermMonitor(is_alone=False) as terminated:
+            assert terminated.wait_for_data(wait) == "done" and terminated.has_arrived
     finally:
         signal.signal(signal.SIGTERM, before)
     assert calls == ["sent", "sent", "handled"]

@@ -148,7 +148,7 @@ def test_an_interrupt_while_a_run_is_left_loses_no_position(monkeypatch: pytest.
         def __iter__(self) -> Any:
             return iter(DATA)
 
-    ours, data, leave, calls = trainer(), Loader(), Session._leave, list[int]()  # pyright: ignore
+    ours, data, leave, calls = trainer(), Loader(), Session._store_position, list[int]()  # pyright: ignore
 
     def interrupted(self: Any, error: Any = None) -> None:
         calls.append(1)
@@ -157,7 +157,7 @@ def test_an_interrupt_while_a_run_is_left_loses_no_position(monkeypatch: pytest.
         leave(self, error)
 
     ours.fit(data, num_steps=1, progress=False)
-    monkeypatch.setattr(Session, "_leave", interrupted)
+    monkeypatch.setattr(Session, "_store_position", interrupted)
     with pytest.raises(KeyboardInterrupt), ours.session(data, num_steps=4) as run:
         for event in run:
             if event == ("step_end", 3, None):
@@ -169,7 +169,7 @@ def test_an_interrupt_while_a_run_is_left_loses_no_position(monkeypatch: pytest.
 def test_an_interrupt_before_a_run_is_put_away_leaves_a_trainer_that_trains(monkeypatch: pytest.MonkeyPatch) -> None:
     ours = trainer()
     with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
-        patched.setattr(ours, "_put_away", interrupt)
+        patched.setattr(ours, "_finish_run", interrupt)
         ours.fit(DATA, num_steps=2, progress=False)
     assert ours.advance(DATA[2]) is not None and not ours.is_stopped
     ours.fit(DATA, num_steps=4, progress=False)

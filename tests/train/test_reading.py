@@ -119,7 +119,7 @@ def test_a_state_that_is_too_large_to_copy_is_written_before_training_goes_on(tm
     monkeypatch.setattr(Checkpoints, "_finish", lambda self: (waited.append(1), finish(self)))
     data = [{"x": jnp.ones((2, 8))} for _ in range(6)]
     ours = _trainer(tmp_path)
-    assert not ours._copies.checkpoints._is_copied
+    assert not ours._snapshots.checkpoints._is_copied
     ours.fit(data, num_steps=6, checkpoint_every=2)
     assert len(waited) >= 3
     again = _trainer(tmp_path)
@@ -158,7 +158,7 @@ def test_the_chunks_are_those_that_orbax_makes(shape, is_divided):
     axes = (0,) if is_divided and shape else ()
     for limit in (4, 64, 400, 4000, 10**6):
         chunk = choose_chunk_shape(shape, shape, leaf.dtype, limit, shard_axes=axes)
-        assert _stored._divided_bytes(leaf, limit, bool(axes)) == 4 * np.prod(chunk, dtype=int)
+        assert _stored._chunk_bytes(leaf, limit, bool(axes)) == 4 * np.prod(chunk, dtype=int)
 
 
 def test_leaves_without_elements_and_scalars_cost_nothing() -> None:

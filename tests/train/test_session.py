@@ -10,9 +10,9 @@ import optax
 import pytest
 
 import lowtide as lt
-from lowtide.train._data import Feed
+from lowtide.train._data import DataCursor
 from lowtide.train._events import Event
-from lowtide.train._finite import Guard
+from lowtide.train._finite import NonFinitePolicy
 from lowtide.train._session import Session
 
 DATA = [np.float32(value) for value in (1, 2, 4, 8)]
@@ -25,12 +25,12 @@ def trainer(**options: Any) -> lt.Trainer:
 
 def session(ours: Any, data: Any = DATA, num_steps: int = 4, **options: Any) -> Session:
     return Session(
-        live=ours._live,
+        store=ours._store,
         compiled=ours._compiled,
-        copies=ours._copies,
+        snapshots=ours._snapshots,
         processes=ours.processes,
-        guard=Guard(ours._live, ours._copies, ours.on_nan, is_guarded=ours.is_guarded),
-        feed=Feed(data, num_steps, None),
+        nan_policy=NonFinitePolicy(ours._store, ours._snapshots, ours.on_nan, is_guarded=ours.is_guarded),
+        cursor=DataCursor(data, num_steps, None),
         evaluate=ours.evaluate,
         save=ours.save,
         **options,
@@ -79,7 +79,7 @@ def test_a_run_that_is_left_goes_on_in_another_one() -> None:
             if event.name == "step_end" and event.value == 2:
                 break
     assert first.is_over and ours.step == 2
-    events = drive(session(ours, live, before=first.left))
+    events = drive(session(ours, live, previous=first.final_cursor))
     assert [event.value for event in events if event.name == "step_end"] == [3, 4]
     assert float(ours.model["w"]) == sum(DATA)
 

@@ -18,7 +18,7 @@ import pytest
 
 import lowtide as lt
 from lowtide.train import Callback
-from lowtide.train._signals import Terminated, _Shut, _Valve, undisturbed, valves
+from lowtide.train._signals import SigtermMonitor, _Delay, _Handler, delay_signals, install_handlers
 
 
 class Ended(Exception):
@@ -49,13 +49,13 @@ def test_a_signal_waits_for_the_end_of_the_block(number: int, raised: Any, has_v
     reached = []
 
     def send() -> None:
-        with undisturbed():
+        with delay_signals():
             os.kill(os.getpid(), number)
             reached.append("end")
 
     with pytest.raises(raised):
         if has_valves:
-            with valves():
+            with install_handlers():
                 send()
         else:
             send()
@@ -64,8 +64,8 @@ def test_a_signal_waits_for_the_end_of_the_block(number: int, raised: Any, has_v
 
 def test_outside_of_the_block_valves_let_signals_through() -> None:
     reached = []
-    with pytest.raises(KeyboardInterrupt), valves():
-        with undisturbed():
+    with pytest.raises(KeyboardInterrupt), install_handlers():
+        with delay_signals():
             reached.append("block")
         os.kill(os.getpid(), signal.SIGINT)
         reached.append("after the signal")
@@ -73,23 +73,23 @@ def test_outside_of_the_block_valves_let_signals_through() -> None:
 
 
 def test_an_interrupt_between_two_valves_opens_the_first_again() -> None:
-    class Interrupted(_Valve):
+    class Interrupted(_Handler):
         """Where an interrupt comes right before it is shut."""
 
         def __setattr__(self, name: str, value: Any) -> None:
-            if (name, value) == ("is_shut", True):
+            if (name, value) == ("is_delaying", True):
                 os.kill(os.getpid(), signal.SIGINT)
             super().__setattr__(name, value)
 
-    first, second = _Valve(signal.SIGTERM, None), Interrupted(signal.SIGINT, None)
-    with pytest.raises(KeyboardInterrupt), _Shut([first, second]):
+    first, second = _Handler(signal.SIGTERM, None), Interrupted(signal.SIGINT, None)
+    with pytest.raises(KeyboardInterrupt), _Delay([first, second]):
         raise AssertionError("the block was entered")
-    assert not first.is_shut
+    assert not first.is_delaying
 
 
 def test_a_failure_in_the_block_opens_the_valves() -> None:
-    with valves():
-        with pytest.raises(ValueError, match="planted"), undisturbed():
+    with install_handlers():
+        with pytest.raises(ValueError, match="planted"), delay_signals():
             raise ValueError("planted")
         with pytest.raises(Ended):
             os.kill(os.getpid(), signal.SIGTERM)
@@ -108,7 +108,7 @@ def dropped(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     signal.signal(signal.SIGTERM, before)
 
 
-@pytest.mark.parametrize("how", [Terminated, undisturbed])
+@pytest.mark.parametrize("how", [SigtermMonitor, delay_signals])
 def test_nothing_goes_on_after_a_signal_that_the_system_drops(how: Any, dropped: None) -> None:
     reached = []
     with pytest.raises(SystemExit) as raised:
@@ -135,9 +135,9 @@ def test_a_run_whose_signal_the_system_drops_has_saved(dropped: None, tmp_path: 
 
 def test_a_signal_that_is_ignored_ends_nothing() -> None:
     before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    with Terminated() as terminated:
+    with SigtermMonitor() as terminated:
         os.kill(os.getpid(), signal.SIGTERM)
-    assert terminated.has_come and signal.getsignal(signal.SIGTERM) == signal.SIG_IGN
+    assert terminated.has_arrived and signal.getsignal(signal.SIGTERM) == signal.SIG_IGN
     signal.signal(signal.SIGTERM, before)
 
 
@@ -151,9 +151,9 @@ def test_the_first_process_of_a_container_ends_with_the_status_of_the_signal() -
         pytest.skip("needs unshare(1) and namespaces of one's own")
     code = """
 import os, signal
-from lowtide.train._signals import Terminated
+from lowtide.train._signals import SigtermMonitor
 assert os.getpid() == 1
-with Terminated():
+with SigtermMonitor():
     os.kill(1, signal.SIGTERM)
 print("went on")
 """
@@ -165,7 +165,7 @@ def test_nothing_is_set_in_other_threads() -> None:
     found: list[Any] = []
 
     def run() -> None:
-        with valves(), undisturbed():
+        with install_handlers(), delay_signals():
             found.append(signal.getsignal(signal.SIGINT))
 
     thread = threading.Thread(target=run)

@@ -29,7 +29,7 @@ from ..distributed import ShardingRules, placed
 from ..offload import LayerwiseStep
 from ..pipeline import Pipeline, Schedule
 from ._data import IN_ORDER
-from ._models import Pytree, keywords
+from ._models import Pytree, accepted_keywords
 from ._pipelined import PipelineStep, make_pipeline
 from ._precision import refuse_precision
 from ._step import LayerStep, LossFn, TrainingStep, TrainState, WholeStep
@@ -38,7 +38,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-class Chosen(NamedTuple):
+class SelectedStep(NamedTuple):
     """A training step, and the settings that follow from it."""
 
     step: TrainingStep
@@ -47,13 +47,13 @@ class Chosen(NamedTuple):
     num_microbatches: int
     """Number of parts of a batch."""
 
-    def begin(self, model: Any, on_nan: str) -> tuple[Any, TrainState, Tree, bool]:
+    def initialize(self, model: Any, on_nan: str) -> tuple[Any, TrainState, Tree, bool]:
         """Return the placed model, its state, the frozen leaves, and whether steps drop non-finite updates."""
         refuse_consumed(model)
         if self.sharding is not None:
             model = placed(model, self.sharding, self.step.arranged)
         state, frozen = self.step.init(model)
-        is_guarded = _guards(on_nan, state, is_layerwise=isinstance(self.step, LayerStep))
+        is_guarded = _can_drop_update(on_nan, state, is_layerwise=isinstance(self.step, LayerStep))
         self.step.guard(is_guarded)
         refuse_shared(state.trainable, state.mutable)
         return model, state, frozen, is_guarded
@@ -71,7 +71,7 @@ def choose_step(
     seed: int,
     sharding: ShardingRules | None,
     pipeline: Schedule | Pipeline | None,
-) -> Chosen:
+) -> SelectedStep:
     """Choose the training step; arguments and errors as in `Trainer`."""
     if weight is not None and not callable(weight):
         raise ConfigError(
@@ -80,12 +80,17 @@ def choose_step(
             got=repr(weight)[:80],
             hint='lambda batch: jnp.sum(batch["mask"])',
         )
-    _refuse_arguments(model, tx, loss_fn, sharding, num_microbatches, seed, pipeline)
+    _check_arguments(model, tx, loss_fn, sharding, num_microbatches, seed, pipeline)
     if pipeline is not None:
-        _refuse_beside_pipeline(model, loss_fn, tx, mutable, num_microbatches, compute_dtype, seed)
-        made, sharding = make_pipeline(model, pipeline, sharding, wrt=wrt, weight=weight)
-        return Chosen(PipelineStep(model, tx, made, sharding), made.weight, sharding, made.schedule.num_microbatches)
-    given: Any = loss_fn
+        _check_pipeline_arguments(model, loss_fn, tx, mutable, num_microbatches, compute_dtype, seed)
+        resolved_pipeline, sharding = make_pipeline(model, pipeline, sharding, wrt=wrt, weight=weight)
+        return SelectedStep(
+            PipelineStep(model, tx, resolved_pipeline, sharding),
+            resolved_pipeline.weight,
+            sharding,
+            resolved_pipeline.schedule.num_microbatches,
+        )
+    checked_loss_fn: Any = loss_fn
     if isinstance(tx, LayerwiseStep):
         refuse_precision(compute_dtype)
         if sharding is not None and sharding.num_context_shards > 1:
@@ -95,31 +100,31 @@ def choose_step(
                 got=dict(sharding.mesh.shape),
                 hint="an Optax optimizer, with remat=True in the loss; its state is divided along fsdp",
             )
-        _refuse_beside_layerwise(
+        _check_layerwise_arguments(
             wrt=(wrt, None), mutable=(mutable, None), num_microbatches=(num_microbatches, 1), seed=(seed, 0)
         )
         if tx.weight is None:
             tx = dataclasses.replace(tx, weight=weight)
         elif weight not in (None, tx.weight):
-            _refuse_beside_layerwise(weight=(weight, None))
-        return Chosen(LayerStep(model, given, tx), tx.weight, sharding, 1)
+            _check_layerwise_arguments(weight=(weight, None))
+        return SelectedStep(LayerStep(model, checked_loss_fn, tx), tx.weight, sharding, 1)
     defaults: Any = model if isinstance(model, ModelObject) else Pytree
-    selected = defaults.wrt if wrt is None else wrt
-    changes = defaults.mutable if mutable is None else mutable
-    arguments = (model, given, tx, selected, num_microbatches, weight)
-    divided: dict[str, Any] = {}
+    selected_wrt = defaults.wrt if wrt is None else wrt
+    selected_mutable = defaults.mutable if mutable is None else mutable
+    arguments = (model, checked_loss_fn, tx, selected_wrt, num_microbatches, weight)
+    sharding_kwargs: dict[str, Any] = {}
     if sharding is not None:
         # With an abstract mesh, the program runs on the devices of its arguments, and compiles for any target.
         mesh: Any = sharding.mesh.abstract_mesh
-        divided = {"divide": dataclasses.replace(sharding, mesh=mesh).constrain, "mesh": mesh}
-    step = WholeStep(*arguments, mutable=changes, seed=seed, compute_dtype=compute_dtype, **divided)
-    return Chosen(step, weight, sharding, num_microbatches)
+        sharding_kwargs = {"divide": dataclasses.replace(sharding, mesh=mesh).constrain, "mesh": mesh}
+    step = WholeStep(*arguments, mutable=selected_mutable, seed=seed, compute_dtype=compute_dtype, **sharding_kwargs)
+    return SelectedStep(step, weight, sharding, num_microbatches)
 
 
-def _refuse_beside_pipeline(
+def _check_pipeline_arguments(
     model: Any, loss_fn: Any, tx: Any, mutable: Any, num_microbatches: int, compute_dtype: Any, seed: int
 ) -> None:
-    given = {
+    conflicts = {
         "a bridge": (isinstance(model, ModelObject), "a pytree of outer and layers", "pass the arrays as a pytree"),
         "a layerwise step": (isinstance(tx, LayerwiseStep), "an optimizer of Optax", "optax.adamw(1e-4)"),
         "loss_fn": (loss_fn is not None, "None: its loss is the stack's", "Trainer(model, None, tx, pipeline=...)"),
@@ -128,13 +133,13 @@ def _refuse_beside_pipeline(
         "compute_dtype": (compute_dtype is not None, "a stack that casts by itself", "load(..., compute_dtype=...)"),
         "seed": (seed != 0, "random keys as leaves of batches", 'a batch {"key": jax.random.key(step), ...}'),
     }
-    for name, (is_given, expected, hint) in given.items():
-        if is_given:
+    for name, (is_set, expected, hint) in conflicts.items():
+        if is_set:
             raise ConfigError(f"a pipeline is trained without {name}", expected=expected, got=name, hint=hint)
 
 
-def _refuse_beside_layerwise(**given: tuple[Any, Any]) -> None:
-    for name, (value, default) in given.items():
+def _check_layerwise_arguments(**arguments: tuple[Any, Any]) -> None:
+    for name, (value, default) in arguments.items():
         if value != default:
             raise ConfigError(
                 f"{name} is said twice, to the trainer and to its layerwise step",
@@ -144,29 +149,29 @@ def _refuse_beside_layerwise(**given: tuple[Any, Any]) -> None:
             )
 
 
-def _guards(on_nan: str, state: TrainState, *, is_layerwise: bool) -> bool:
+def _can_drop_update(on_nan: str, state: TrainState, *, is_layerwise: bool) -> bool:
     """Return whether the step itself can drop its update."""
     check_choice("unknown on_nan", on_nan, ("abort", "skip", "roll_back", "ignore"), 'try "abort"')
-    hosted = [path for path, leaf in leaves_with_paths(state) if on_host(getattr(leaf, "sharding", None))]
+    host_paths = [path for path, leaf in leaves_with_paths(state) if on_host(getattr(leaf, "sharding", None))]
     if is_layerwise:  # it may have updated layers before it reaches a gradient that is not finite
         return on_nan == "skip"
-    if on_nan == "skip" and hosted:
+    if on_nan == "skip" and host_paths:
         raise ConfigError(
             "this step's updates cannot be left out",
             expected='on_nan="abort", "roll_back" or "ignore"',
-            got=f"state on the host: {', '.join(hosted[:4])}",
+            got=f"state on the host: {', '.join(host_paths[:4])}",
             hint='"roll_back" returns to the last copy of the state; a layerwise step can skip',
         )
-    return on_nan in ("abort", "skip") and not hosted
+    return on_nan in ("abort", "skip") and not host_paths
 
 
-def _refuse_arguments(
+def _check_arguments(
     model: Any, tx: Any, loss_fn: Any, sharding: Any, num_microbatches: Any, seed: Any, pipeline: Any
 ) -> None:
     """Raise for an invalid model, optimizer, loss function, sharding, number or pipeline."""
     # A model of such a library exists only if the library is imported.
-    for name, library, kind in (("keras", "keras", "Model"), ("nnx", "flax.nnx", "Module")):
-        cls = getattr(sys.modules.get(library), kind, None)
+    for name, library, class_name in (("keras", "keras", "Model"), ("nnx", "flax.nnx", "Module")):
+        cls = getattr(sys.modules.get(library), class_name, None)
         if cls is not None and isinstance(model, cls):
             raise ConfigError(
                 f"a {type(model).__name__} is a mutable object, which the trainer takes by way of its bridge",
@@ -198,7 +203,7 @@ def _refuse_arguments(
     if (
         callable(loss_fn) and not isinstance(tx, LayerwiseStep) and not isinstance(model, ModelObject)
     ):  # the loss of an Equinox bridge takes the module's state as one more argument
-        _refuse_signature(loss_fn)
+        _check_signature(loss_fn)
     problem, hint = "num_microbatches is no number of parts", "1 means no accumulation"
     check_count(problem, num_microbatches, 1, "an integer of at least 1", hint)
     if not is_count(seed, -(2**31)) or seed >= 2**32:
@@ -221,13 +226,13 @@ def _refuse_arguments(
         )
 
 
-def _refuse_signature(loss_fn: Any) -> None:
+def _check_signature(loss_fn: Any) -> None:
     try:
         signature = inspect.signature(loss_fn)
     except (TypeError, ValueError):  # a builtin
         return
     try:
-        signature.bind("model", "batch", **keywords(loss_fn, key=None, training=True))
+        signature.bind("model", "batch", **accepted_keywords(loss_fn, key=None, training=True))
     except TypeError as error:
         raise ConfigError(
             "loss_fn does not take a model and a batch",
@@ -237,7 +242,7 @@ def _refuse_signature(loss_fn: Any) -> None:
         ) from error
 
 
-def hints_at(**names: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
+def add_hints(**names: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Add hints to the `TypeError` of a method that is called like another library's ``fit(x, y, batch_size=32)``."""
 
     def decorate(method: Callable[P, R]) -> Callable[P, R]:

@@ -26,7 +26,7 @@ from ..core import ConfigError, OutputError, Tree, is_count
 from ..distributed import Processes
 from ..memory import MemoryReport
 from ..pipeline import StageReport
-from ._events import Event, Record, level_of_user, noted
+from ._events import Event, Record, note_failure, user_stacklevel
 from ._step import TrainState
 
 
@@ -183,41 +183,41 @@ class Listeners:
                 "on_record is no function", expected="on_record(record)", got=repr(on_record)[:80], hint="print"
             )
         self._trainer, self._callbacks, self._on_record = trainer, callbacks, on_record
-        self._untold = deque[tuple[Event, str, Callable[..., None]]]()
+        self._pending = deque[tuple[Event, str, Callable[..., None]]]()
 
-    def tell(self, event: Event) -> None:
+    def notify(self, event: Event) -> None:
         """Call the hooks of all callbacks for an event.
 
         If a hook raises, the later callbacks miss the event, except for records and final events, which all receive. A
         hook may cause another event, as saving does. The remaining callbacks then receive this event first.
         """
-        self.finish()
+        self.flush()
         if event.name == "resume":
             self._resume(event.value)
             return
-        self._untold.extend((event, *told) for told in self._told(f"on_{event.name}"))
-        self.finish()
+        self._pending.extend((event, *hook) for hook in self._hooks(f"on_{event.name}"))
+        self.flush()
 
-    def finish(self) -> None:
+    def flush(self) -> None:
         """Deliver the pending event to the callbacks that have not received it yet."""
-        while self._untold:
-            event, what, tell = self._untold.popleft()
+        while self._pending:
+            event, name, hook = self._pending.popleft()
             values = () if event.value is None else (event.value,)
             if event.error is not None:
-                with noted(event.error, what):
-                    tell(*values)
+                with note_failure(event.error, name):
+                    hook(*values)
                 continue
             try:
-                tell(*values)
+                hook(*values)
             except BaseException as failure:
-                while self._untold:  # the others count a record, too, before any event that a hook caused meanwhile
-                    event, other, tell = self._untold.popleft()
+                while self._pending:  # the others count a record, too, before any event that a hook caused meanwhile
+                    event, other_name, hook = self._pending.popleft()
                     if event.name == "record":
-                        with noted(failure, other):
-                            tell(event.value)
+                        with note_failure(failure, other_name):
+                            hook(event.value)
                 raise
 
-    def _told(self, event: str) -> Generator[tuple[str, Callable[..., None]]]:
+    def _hooks(self, event: str) -> Generator[tuple[str, Callable[..., None]]]:
         """Yield the functions to call for an event, each with its name for a note."""
         if event == "on_record" and self._on_record is not None:
             yield event, self._on_record
@@ -227,18 +227,18 @@ class Listeners:
     def states(self) -> dict[str, Any]:
         """Return the states of the callbacks that a checkpoint keeps."""
         # Copies, because a callback may continue to update the object that it returned.
-        states = {name: copy.deepcopy(callback.state()) for name, callback in self._named()}
+        states = {name: copy.deepcopy(callback.state()) for name, callback in self._named_callbacks()}
         return {name: state for name, state in states.items() if state is not None}
 
     def _resume(self, states: Mapping[str, Any]) -> None:
-        for name, callback in self._named():
+        for name, callback in self._named_callbacks():
             if (state := states.get(name)) is not None:
                 callback.resume(state)
 
-    def _named(self) -> list[tuple[str, Callback]]:
+    def _named_callbacks(self) -> list[tuple[str, Callback]]:
         """Name the callbacks by class, and those of one class by a number in order."""
         classes = [type(callback).__name__ for callback in self._callbacks]
-        return [(f"{name} {classes[:at].count(name)}", self._callbacks[at]) for at, name in enumerate(classes)]
+        return [(f"{name} {classes[:index].count(name)}", self._callbacks[index]) for index, name in enumerate(classes)]
 
 
 def as_callbacks(callbacks: Any) -> tuple[Callback, ...]:
@@ -250,8 +250,8 @@ def as_callbacks(callbacks: Any) -> tuple[Callback, ...]:
             got=repr(callbacks)[:80],
             hint="put a single one into a list",
         )
-    found = tuple(callbacks)
-    for callback in found:
+    checked_callbacks = tuple(callbacks)
+    for callback in checked_callbacks:
         if not isinstance(callback, Callback):
             raise ConfigError(
                 "a callback is none",
@@ -261,24 +261,24 @@ def as_callbacks(callbacks: Any) -> tuple[Callback, ...]:
             )
         events = [name for name in dir(Callback) if name.startswith("on_")]
         for name in dir(type(callback)):
-            ours = name.replace("train_batch", "step").replace("batch", "step")  # names in Keras and Lightning
-            if name.startswith("on_") and name not in events and (near := get_close_matches(ours, events, 1, 0.75)):
+            hook = name.replace("train_batch", "step").replace("batch", "step")  # names in Keras and Lightning
+            if name.startswith("on_") and name not in events and (matches := get_close_matches(hook, events, 1, 0.75)):
                 warnings.warn(
-                    f"{type(callback).__name__}.{name} is never called by a trainer\nhint: did you mean {near[0]}?",
+                    f"{type(callback).__name__}.{name} is never called by a trainer\nhint: did you mean {matches[0]}?",
                     UserWarning,
-                    stacklevel=level_of_user(),
+                    stacklevel=user_stacklevel(),
                 )
-    return found
+    return checked_callbacks
 
 
 @contextlib.contextmanager
-def _writing(path: Path, what: str) -> Generator[None]:
+def _writing(path: Path, kind: str) -> Generator[None]:
     """Raise `OutputError` with the path when a file cannot be written."""
     try:
         yield
     except OSError as error:
         raise OutputError(
-            f"{path}: cannot be written", got=error.strerror or error, hint=f"choose another {what}"
+            f"{path}: cannot be written", got=error.strerror or error, hint=f"choose another {kind}"
         ) from error
 
 
@@ -432,23 +432,23 @@ class Profile(Callback):
                 "no step would be profiled", got=f"{first!r}, {num_steps!r}", hint="first=10, num_steps=3"
             )
         self.directory, self.first, self.num_steps = Path(directory), first, num_steps
-        self._running, self._end = False, -1
+        self._is_profiling, self._end_step = False, -1
 
     def on_train_begin(self, trainer: TrainerView) -> None:
         """Reset the profile in a run that begins before the first profiled step."""
         if trainer.step <= self.first:
-            self._end = -1
+            self._end_step = -1
 
     def on_step_begin(self, trainer: TrainerView, step: int) -> None:
         """Start the profile before the first step, once."""
-        if self._end < 0 and step >= self.first:
-            own = f"process-{jax.process_index()}" if trainer.processes.count > 1 else ""
-            jax.profiler.start_trace(str(self.directory / own))
-            self._running, self._end = True, step + self.num_steps
+        if self._end_step < 0 and step >= self.first:
+            subfolder = f"process-{jax.process_index()}" if trainer.processes.count > 1 else ""
+            jax.profiler.start_trace(str(self.directory / subfolder))
+            self._is_profiling, self._end_step = True, step + self.num_steps
 
     def on_step_end(self, trainer: TrainerView, step: int) -> None:
         """Stop the profile after the last step has finished on the device."""
-        if self._running and step >= self._end:
+        if self._is_profiling and step >= self._end_step:
             trainer.wait()
             self._stop()
 
@@ -462,6 +462,6 @@ class Profile(Callback):
             self._stop()
 
     def _stop(self) -> None:
-        if self._running:
-            self._running = False
+        if self._is_profiling:
+            self._is_profiling = False
             jax.profiler.stop_trace()

@@ -31,12 +31,12 @@ from ..core import ConfigError, OutputError, StateError, StructureError, Tree
 from ..distributed import SHARED, in_any, of_first
 from ..memory import is_out_of_memory
 from ._checksums import FILE as CHECKSUMS
-from ._checksums import damage, has_checksums, sealed
-from ._events import level_of_user
-from ._folders import Deletion, check_folder, meant, refuse_foreign
+from ._checksums import checksummed_folder, find_damage, has_checksums
+from ._events import user_stacklevel
+from ._folders import Deletion, check_folder, refuse_foreign, resolve_folder
 from ._reading import read_leaves
 from ._retention import FILE, Retention
-from ._signals import undisturbed
+from ._signals import delay_signals
 from ._stored import (
     CHUNK_BYTES,
     Rearrangement,
@@ -45,9 +45,9 @@ from ._stored import (
     check_random,
     checkpoint_bytes,
     chunking,
-    flat,
-    under_way,
-    unflat,
+    concurrent_bytes,
+    flatten_state,
+    unflatten_state,
     warn_of_random,
 )
 
@@ -56,7 +56,7 @@ from ._stored import (
 _QUIET = ("/futures/", "/checkpointers/async_checkpointer", "/checkpoint_manager")
 
 
-def _is_news(record: logging.LogRecord) -> bool:
+def _is_relevant(record: logging.LogRecord) -> bool:
     """Return whether a record is not from Orbax, or is an error that Orbax does not raise."""
     path = record.pathname.replace("\\", "/")
     return "orbax/checkpoint/" not in path or (
@@ -64,7 +64,7 @@ def _is_news(record: logging.LogRecord) -> bool:
     )
 
 
-logging.getLogger("absl").addFilter(_is_news)
+logging.getLogger("absl").addFilter(_is_relevant)
 logging.getLogger("asyncio").addFilter(
     lambda record: not any(name in record.getMessage() for name in ("orbax", "tensorstore"))
 )
@@ -106,28 +106,28 @@ class Checkpoints:
         import orbax.checkpoint as ocp  # takes a second; `import lowtide` does not need it
 
         self._ocp = ocp
-        self._under_way = None if like is None else under_way(like)
+        self._limit_bytes = None if like is None else concurrent_bytes(like)
         self._is_copied = like is None or checkpoint_bytes(like).is_copied
-        self.directory = meant(directory)
+        self.directory = resolve_folder(directory)
         if not os.path.isdir(self.directory):  # an existing folder may be read-only
             check_folder(self.directory)
         refuse_foreign(self.directory, (_NOTES, CHECKSUMS))
-        of_first(self._put_in_place)
+        of_first(self._complete_swaps)
         self._retention = Retention(self.directory, max_to_keep, best, best_mode)
         self._has_saved = False
         self._deletion = Deletion(self.directory / _DELETED)
-        self._folder = sealed(ocp, self.directory)
+        self._folder_class = checksummed_folder(ocp, self.directory)
         options = ocp.CheckpointManagerOptions(
             preservation_policy=self._retention,
             create=True,
-            temporary_path_class=self._folder,
+            temporary_path_class=self._folder_class,
             todelete_subdir=_DELETED,
         )
         self._manager = ocp.CheckpointManager(self.directory, options=options, item_handlers=self._handlers())
         self._waiter = concurrent.futures.ThreadPoolExecutor(1)
 
     def _handlers(self) -> dict[str, Any]:
-        limit: Any = None if self._under_way is None else self._under_way / 10**9  # its type hint says int
+        limit: Any = None if self._limit_bytes is None else self._limit_bytes / 10**9  # its type hint says int
         state = self._ocp.PyTreeCheckpointHandler(
             save_concurrent_gb=limit, save_device_host_concurrent_gb=None if self._is_copied else limit
         )
@@ -151,12 +151,12 @@ class Checkpoints:
 
     def _refuse_other_run(self) -> None:
         """Raise when the folder holds a checkpoint of a later step that this run did not write."""
-        known = max([-1, *self._manager.all_steps()])
+        last_step = max([-1, *self._manager.all_steps()])
         steps = [int(path.name) for path in self.directory.iterdir() if path.name.isdigit()]
-        if jax.process_count() == 1 and max([-1, *steps]) > known:
+        if jax.process_count() == 1 and max([-1, *steps]) > last_step:
             raise OutputError(
                 f"{self.directory}: another run writes checkpoints here",
-                expected=f"none after step {known}" if known >= 0 else "none",
+                expected=f"none after step {last_step}" if last_step >= 0 else "none",
                 got=f"step {max(steps)}",
                 hint="choose another checkpoint_dir for one of them; both have written here",
             )
@@ -183,11 +183,11 @@ class Checkpoints:
         Raises:
             ConfigError: when the record lacks the value that `best` names.
         """
-        return self.best is not None and self._retention.note(step, record, self._manager.all_steps())
+        return self.best is not None and self._retention.add_evaluation(step, record, self._manager.all_steps())
 
     def changed(self, step: int) -> None:
         """Record that weights were changed at a step: its evaluation does not apply to checkpoints written from now."""
-        self._retention.changed(step)
+        self._retention.mark_changed(step)
 
     def save(self, step: int, state: Tree, notes: Mapping[str, Any], *, replace: bool = False) -> bool:
         """Start to write a checkpoint. The arrays are copied to the host before this returns, so they may be donated.
@@ -211,8 +211,8 @@ class Checkpoints:
             waits. In both cases as many bytes are needed for the compressed form. On CPUs the state is in host memory
             already and is not copied.
         """
-        is_there = step == self._manager.latest_step()
-        if is_there and not replace:
+        is_existing = step == self._manager.latest_step()
+        if is_existing and not replace:
             return False
         try:
             json.dumps(notes)
@@ -223,32 +223,32 @@ class Checkpoints:
                 got=error,
                 hint="return plain numbers, such as float(value)",
             ) from error
-        leaves = flat(state)
+        leaves = flatten_state(state)
         chunks = {name: chunking(leaf) for name, leaf in leaves.items()}
-        chunked = {name: self._ocp.SaveArgs(**own) for name, own in chunks.items()}
-        file_bytes = max((own["chunk_byte_size"] for own in chunks.values()), default=CHUNK_BYTES)
+        save_args = {name: self._ocp.SaveArgs(**options) for name, options in chunks.items()}
+        file_bytes = max((options["chunk_byte_size"] for options in chunks.values()), default=CHUNK_BYTES)
         items = {
             # Orbax buffers each file up to this size.
-            _STATE: self._ocp.args.PyTreeSave(leaves, save_args=chunked, ocdbt_target_data_file_size=file_bytes),
+            _STATE: self._ocp.args.PyTreeSave(leaves, save_args=save_args, ocdbt_target_data_file_size=file_bytes),
             _NOTES: self._ocp.args.JsonSave({**notes, CHECKSUMS: True}),
         }
         args = self._ocp.args.Composite(**items)
         with self._writing():
             self._finish()
-            with undisturbed():  # Orbax can neither finish nor restart a save whose start was interrupted
+            with delay_signals():  # Orbax can neither finish nor restart a save whose start was interrupted
                 self._refuse_other_run()
                 if not self._has_saved:
                     self._clear()
                     self._has_saved = True
-                self._retention.forget(step)
-                if is_there:
+                self._retention.forget_if_changed(step)
+                if is_existing:
                     self._replace(step, args)
                     return True
                 self._delete_old()
-                is_begun = self._manager.save(step, args=args)
+                is_started = self._manager.save(step, args=args)
             if not self._is_copied:
                 self._finish()  # leaves are copied one at a time, and the next step would consume the rest
-        if not is_begun:
+        if not is_started:
             raise OutputError(
                 f"{self.directory}: nothing was saved at step {step}",
                 expected=f"a step after {self._manager.latest_step()}, which is there",
@@ -259,31 +259,31 @@ class Checkpoints:
 
     def _replace(self, step: int, args: Any) -> None:
         """Replace a checkpoint; at every moment the old one or the new one is complete."""
-        here, new, old = (self.directory / f"{before}{step}" for before in ("", _NEW, _OLD))
+        path, new, old = (self.directory / f"{prefix}{step}" for prefix in ("", _NEW, _OLD))
         self._clear()
         handler = self._ocp.CompositeCheckpointHandler(**self._handlers())
-        with self._ocp.Checkpointer(handler, temporary_path_class=self._folder) as checkpointer:
+        with self._ocp.Checkpointer(handler, temporary_path_class=self._folder_class) as checkpointer:
             checkpointer.save(new, args=args)
 
         def swap() -> None:
-            here.rename(old)
-            new.rename(here)
+            path.rename(old)
+            new.rename(path)
             shutil.rmtree(old)
 
         of_first(swap)
 
-    def _put_in_place(self) -> None:
+    def _complete_swaps(self) -> None:
         """Complete the swap of a run that was killed inside `_replace`."""
         for new in self.directory.glob(f"{_NEW}*"):
-            here = self.directory / new.name.removeprefix(_NEW)
-            if here.name.isdigit() and not here.exists():
+            path = self.directory / new.name.removeprefix(_NEW)
+            if path.name.isdigit() and not path.exists():
                 with contextlib.suppress(PermissionError):  # a read-only folder
-                    new.rename(here)
+                    new.rename(path)
 
     def _finish(self) -> None:
         """Wait for started saves in another thread, because Orbax forgets a save when its wait is interrupted."""
         concurrent.futures.wait([self._waiter.submit(self._manager.wait_until_finished)])
-        with undisturbed():
+        with delay_signals():
             self._manager.wait_until_finished()  # raises failures, which Orbax does once in each thread
 
     @contextlib.contextmanager
@@ -295,10 +295,10 @@ class Checkpoints:
             raise
         except Exception as error:  # any error of Orbax, TensorStore or the file system
             self._has_saved = False  # the next save deletes the remains first
-            said = (str(error).splitlines() or [type(error).__name__])[0][:200]
+            reason = (str(error).splitlines() or [type(error).__name__])[0][:200]
             raise OutputError(
                 f"{self.directory}: a checkpoint could not be written",
-                got=said,
+                got=reason,
                 hint="free some space, or choose another checkpoint_dir; the trainer keeps its state"
                 if jax.process_count() == 1
                 else "look whether all processes live, and whether there is space",
@@ -308,7 +308,7 @@ class Checkpoints:
         """Delete incomplete checkpoints of killed runs."""
         self._deletion.end()
         if jax.process_index() == 0:
-            self._put_in_place()
+            self._complete_swaps()
             for path in self.directory.iterdir():
                 if self._ocp.utils.TMP_DIR_SUFFIX in path.name or path.name.startswith((_NEW, _OLD)):
                     shutil.rmtree(path)
@@ -337,9 +337,9 @@ class Checkpoints:
         """
         self.wait()
         steps = sorted(self._manager.all_steps())
-        found = self.best_step() if step is None else step
-        if found in steps:
-            return found
+        selected = self.best_step() if step is None else step
+        if selected in steps:
+            return selected
         if step is None:
             raise ConfigError(
                 f"{self.directory}: no checkpoint is the best, because none was evaluated",
@@ -381,23 +381,23 @@ class Checkpoints:
             notes = self.notes(step)
             if CHECKSUMS in notes and not is_verified:
                 raise FileNotFoundError(f"{CHECKSUMS} is missing")
-            saved, own = notes.get("arrangement"), given["arrangement"]
-            moved = None if saved == own else Rearrangement(saved, own, like)
-            stored = like if moved is None else moved.before()
+            saved, current = notes.get("arrangement"), given["arrangement"]
+            rearrangement = None if saved == current else Rearrangement(saved, current, like)
+            stored = like if rearrangement is None else rearrangement.source_structs()
             self.check(step, stored)
             check_base(step, notes.get("base"), given["base"])
             check_random(step, notes.get("random"), given["random"])
             give_up()
             state = self.restore(step, stored)
-            state = state if moved is None else moved.after(state)
+            state = state if rearrangement is None else rearrangement.apply(state)
         except (StructureError, MemoryError):
             raise
         except Exception as error:  # any error of Orbax, TensorStore or the file system for a damaged file
             if is_out_of_memory(error) or (isinstance(error, OSError) and not isinstance(error, FileNotFoundError)):
                 raise  # the checkpoint is not damaged
-            said = (str(error).splitlines() or [type(error).__name__])[0][:200]
-            raise self._damaged(step, said) from error
-        self._retention.changed(None)
+            reason = (str(error).splitlines() or [type(error).__name__])[0][:200]
+            raise self._damage_error(step, reason) from error
+        self._retention.mark_changed(None)
         warn_of_random(step, notes.get("random"), given["random"])
         if not is_verified:
             warnings.warn(
@@ -408,9 +408,9 @@ class Checkpoints:
             )
         return step, state, notes
 
-    def _damaged(self, step: int, said: str) -> StateError:
+    def _damage_error(self, step: int, reason: str) -> StateError:
         return StateError(
-            f"the checkpoint of step {step} in {self.directory} is damaged: {said}",
+            f"the checkpoint of step {step} in {self.directory} is damaged: {reason}",
             hint="restore() takes the newest that can be read",
         )
 
@@ -423,9 +423,9 @@ class Checkpoints:
         folder = self.directory / str(step)
         if not has_checksums(folder):
             return False
-        said = damage(folder, jax.process_index(), jax.process_count())
-        if in_any(said is not None, _VERIFY_SECONDS):
-            raise self._damaged(step, said or "so another process has found")
+        reason = find_damage(folder, jax.process_index(), jax.process_count())
+        if in_any(reason is not None, _VERIFY_SECONDS):
+            raise self._damage_error(step, reason or "so another process has found")
         return True
 
     def newest(
@@ -449,17 +449,17 @@ class Checkpoints:
         steps = sorted(self._manager.all_steps(), reverse=True)
         damaged: list[int] = []
         for step in steps:
-            found, said = None, f"the checkpoint of step {step} in {self.directory} cannot be read by another process"
+            result, text = None, f"the checkpoint of step {step} in {self.directory} cannot be read by another process"
             try:
-                found = self.read(step, like, given, give_up)
+                result = self.read(step, like, given, give_up)
             except StateError as error:
-                said = error.message
-            if not in_any(found is None):
+                text = error.message
+            if not in_any(result is None):
                 self._set_aside(damaged)
-                return found
+                return result
             damaged.append(step)
             hint = "there is none before it" if step == steps[-1] else "the one before it is tried"
-            warnings.warn(f"{said}\nhint: {hint}", UserWarning, stacklevel=level_of_user())
+            warnings.warn(f"{text}\nhint: {hint}", UserWarning, stacklevel=user_stacklevel())
         if steps:
             raise StateError(
                 f"{self.directory}: no checkpoint can be read",
@@ -479,9 +479,9 @@ class Checkpoints:
         def rename() -> list[str]:
             names: list[str] = []
             for step in steps:
-                free = (self.directory / f"damaged-{step}{'+' * more}" for more in range(100))
+                candidates = (self.directory / f"damaged-{step}{'+' * count}" for count in range(100))
                 with contextlib.suppress(PermissionError):  # a read-only folder
-                    path = (self.directory / str(step)).rename(next(path for path in free if not path.exists()))
+                    path = (self.directory / str(step)).rename(next(path for path in candidates if not path.exists()))
                     names.append(path.name)
             return names
 
@@ -493,7 +493,7 @@ class Checkpoints:
             warnings.warn(
                 f"{self.directory}: damaged checkpoints were renamed: {', '.join(names)}\nhint: delete them",
                 UserWarning,
-                stacklevel=level_of_user(),
+                stacklevel=user_stacklevel(),
             )
 
     def check(self, step: int, like: Tree) -> None:
@@ -528,7 +528,7 @@ class Checkpoints:
             host memory, as in `checkpoint_bytes`.
         """
         self.check(step, like)
-        return unflat(read_leaves(self.directory / str(step) / _STATE, flat(like)), like)
+        return unflatten_state(read_leaves(self.directory / str(step) / _STATE, flatten_state(like)), like)
 
     def wait(self) -> None:
         """Wait until all started saves are complete on disk.

@@ -26,12 +26,12 @@ from typing import Any
 from ..core import write_files
 
 FILE = "checksums.json"
-_UNCHECKED = "_CHECKPOINT_METADATA"
+_UNVERIFIED = "_CHECKPOINT_METADATA"
 """File with Orbax's own times, written when the checkpoint is renamed; a restore does not use it."""
-_AT_ONCE, _THREADS = 1 << 22, 8
+_BUFFER_BYTES, _NUM_THREADS = 1 << 22, 8
 
 
-def sealed(ocp: Any, directory: Path) -> type[Any]:
+def checksummed_folder(ocp: Any, directory: Path) -> type[Any]:
     """Return Orbax's class for the folder of an incomplete checkpoint, extended by checksums before the rename.
 
     Args:
@@ -39,13 +39,13 @@ def sealed(ocp: Any, directory: Path) -> type[Any]:
         directory: folder of the checkpoints.
     """
 
-    class Sealed(ocp.path.atomicity.AtomicRenameTemporaryPath):
+    class ChecksummedFolder(ocp.path.atomicity.AtomicRenameTemporaryPath):
         async def finalize(self) -> None:
             if Path(self.get_final()).parent == directory:  # Orbax also uses this class for folders in a checkpoint
                 write_checksums(Path(self.get()))
             await super().finalize()
 
-    return Sealed
+    return ChecksummedFolder
 
 
 def write_checksums(folder: Path) -> None:
@@ -56,9 +56,9 @@ def write_checksums(folder: Path) -> None:
         OutputError: when the checksums cannot be written.
     """
     names = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
-    names = [name for name in names if name not in (FILE, _UNCHECKED)]
-    sums = _sums((folder / name for name in names), is_new=True)
-    text = json.dumps({"crc32": dict(zip(names, sums, strict=True))}, indent=1)
+    names = [name for name in names if name not in (FILE, _UNVERIFIED)]
+    checksums = _compute_checksums((folder / name for name in names), is_new=True)
+    text = json.dumps({"crc32": dict(zip(names, checksums, strict=True))}, indent=1)
     write_files(folder, {FILE: (text + "\n").encode()})
 
 
@@ -67,7 +67,7 @@ def has_checksums(folder: Path) -> bool:
     return (folder / FILE).is_file()
 
 
-def damage(folder: Path, part: int = 0, num_parts: int = 1) -> str | None:
+def find_damage(folder: Path, part: int = 0, num_parts: int = 1) -> str | None:
     """Return a description of the damage to the files of a folder.
 
     Args:
@@ -83,39 +83,39 @@ def damage(folder: Path, part: int = 0, num_parts: int = 1) -> str | None:
     """
     try:
         expected = json.loads((folder / FILE).read_bytes())["crc32"]
-        written = [(str(name), int(size), str(crc)) for name, (size, crc) in sorted(expected.items())]
+        entries = [(str(name), int(size), str(crc)) for name, (size, crc) in sorted(expected.items())]
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
-        written = []
-    if not written:
+        entries = []
+    if not entries:
         return f"{FILE} is no list of checksums"
     try:
-        sizes = [(folder / name).stat().st_size if (folder / name).is_file() else -1 for name, _, _ in written]
+        sizes = [(folder / name).stat().st_size if (folder / name).is_file() else -1 for name, _, _ in entries]
     except (OSError, ValueError):  # invalid file names
         return f"{FILE} is no list of files"
-    for (name, size, _), found in zip(written, sizes, strict=True):
-        if found != size:
-            return f"{name} is missing" if found < 0 else f"{name} has {found} bytes of {size}"
-    mine = written[part::num_parts]
+    for (name, size, _), actual in zip(entries, sizes, strict=True):
+        if actual != size:
+            return f"{name} is missing" if actual < 0 else f"{name} has {actual} bytes of {size}"
+    own_entries = entries[part::num_parts]
     try:
-        sums = _sums(folder / name for name, _, _ in mine)
+        checksums = _compute_checksums(folder / name for name, _, _ in own_entries)
     except OSError as error:
         if error.errno != errno.EIO:
             raise
         return "a file cannot be read from its disk any more"
-    for (name, _, crc), (_, found) in zip(mine, sums, strict=True):
-        if found != crc:
+    for (name, _, crc), (_, actual) in zip(own_entries, checksums, strict=True):
+        if actual != crc:
             return f"{name} is not what was written, by its checksum"
     return None
 
 
-def _sums(paths: Iterable[Path], *, is_new: bool = False) -> list[tuple[int, str]]:
-    with ThreadPoolExecutor(min(_THREADS, os.cpu_count() or 1)) as threads:
-        return list(threads.map(lambda path: _sum(path, is_new), paths))
+def _compute_checksums(paths: Iterable[Path], *, is_new: bool = False) -> list[tuple[int, str]]:
+    with ThreadPoolExecutor(min(_NUM_THREADS, os.cpu_count() or 1)) as threads:
+        return list(threads.map(lambda path: _compute_checksum(path, is_new), paths))
 
 
-def _sum(path: Path, is_new: bool) -> tuple[int, str]:
+def _compute_checksum(path: Path, is_new: bool) -> tuple[int, str]:
     """Return the size of a file in bytes, and its checksum."""
-    crc, size, buffer = 0, 0, memoryview(bytearray(_AT_ONCE))
+    crc, size, buffer = 0, 0, memoryview(bytearray(_BUFFER_BYTES))
     with open(path, "rb", buffering=0) as file:
         if is_new:
             os.fsync(file.fileno())

@@ -38,10 +38,10 @@ from ..memory import (
 )
 from ..pipeline import StageReport
 from ._pipelined import PipelineStep
-from ._room import Tried, choose_schedule
-from ._signals import undisturbed
-from ._state import LiveState
-from ._step import DONATED, STEP_ARGUMENTS, TrainingStep, TrainState, flat, spread
+from ._room import Trial, choose_schedule
+from ._signals import delay_signals
+from ._state import TrainStateStore
+from ._step import DONATED, STEP_ARGUMENTS, TrainingStep, TrainState, flat_step, multi_device_sharding
 
 _ROLES = {name: position for position, name in enumerate(STEP_ARGUMENTS)}
 
@@ -51,7 +51,7 @@ class CompiledStep:
 
     Args:
         step: the step to compile.
-        live: the arrays that the step consumes and reads.
+        store: the arrays that the step consumes and reads.
         sharding: sharding rules; None on one device.
         processes: the other processes of the run.
         num_microbatches: number of parts of a batch.
@@ -61,68 +61,68 @@ class CompiledStep:
     def __init__(
         self,
         step: TrainingStep,
-        live: LiveState,
+        store: TrainStateStore,
         sharding: ShardingRules | None,
         processes: Processes,
         num_microbatches: int,
         budget: Callable[[], int | None],
     ) -> None:
-        self._step, self._live, self._sharding, self._processes = step, live, sharding, processes
+        self._step, self._store, self._sharding, self._processes = step, store, sharding, processes
         self._num_microbatches, self._budget = num_microbatches, budget
         self.stages: StageReport | None = None
         """Report on what each rank of a pipeline holds; available after `preflight`."""
-        self._programs: dict[Any, Tried] = {}
+        self._programs: dict[Any, Trial] = {}
         self._reports: dict[int, MemoryReport] = {}
 
     @property
     def step_fn(self) -> Callable[..., tuple[Tree, Tree, Tree, Any, Tree]]:
         """The jitted step; see `Trainer.step_fn`."""
-        return self._jitted([self._step, *(kept.step for kept in self._programs.values())][-1])
+        return self._jitted([self._step, *(trial.step for trial in self._programs.values())][-1])
 
     def _jitted(self, step: TrainingStep) -> Any:
         places = None
         if self._sharding is not None:
-            kept = self._arguments(None)[: len(DONATED)]
+            state = self._arguments(None)[: len(DONATED)]
             # On an abstract mesh, the program runs on the devices of its arguments; `memory` moves those to a target.
-            places = *jax.tree.map(lambda leaf: abstract(leaf.sharding), kept), abstract(self._sharding.replicated())
-        return jax.jit(flat(step), donate_argnums=DONATED, keep_unused=True, out_shardings=places)
+            places = *jax.tree.map(lambda leaf: abstract(leaf.sharding), state), abstract(self._sharding.replicated())
+        return jax.jit(flat_step(step), donate_argnums=DONATED, keep_unused=True, out_shardings=places)
 
     def memory(self, batch: Tree, target: Target | str | None) -> MemoryReport:
         """Return the compiled bytes of the step for a batch or shapes of one; see `Trainer.memory`."""
         shapes = self._shapes(batch)
         if target is None:
             compiled = self.compile(shapes)
-            self._describe(compiled, shapes)
+            self._update_stages(compiled, shapes)
             return self._report(compiled)
 
-        def tried(step: TrainingStep) -> Tried:
+        def analyze_trial(step: TrainingStep) -> Trial:
             report = analyze(self._jitted(step), *self._arguments(shapes), target=target, roles=_ROLES)
-            return Tried(step, None, report, self._left(report))
+            return Trial(step, None, report, self._free_bytes(report))
 
-        found = self._chosen(tried, shapes).report
-        assert found is not None
-        return found
+        chosen_report = self._choose(analyze_trial, shapes).report
+        assert chosen_report is not None
+        return chosen_report
 
     def preflight(self, batch: Tree) -> MemoryReport:
         """Compile the step, and raise if it needs more memory than the device has; see `Trainer.preflight`."""
         shapes = self._shapes(batch)
         compiled = self.compile(shapes)
-        self._describe(compiled, shapes)
+        self._update_stages(compiled, shapes)
         return self._refuse_large(compiled, batch)
 
-    def _describe(self, compiled: Any, shapes: Tree) -> None:
+    def _update_stages(self, compiled: Any, shapes: Tree) -> None:
         """Update the report on the ranks of a pipeline for this program."""
         if isinstance(step := self._step_for(shapes), PipelineStep):
-            self.stages = step.report(combine(*self._live.parts), shapes, self._report(compiled))
+            self.stages = step.report(combine(*self._store.parts), shapes, self._report(compiled))
 
-    def _chosen(self, tried: Callable[[TrainingStep], Tried], shapes: Tree) -> Tried:
+    def _choose(self, build: Callable[[TrainingStep], Trial], shapes: Tree) -> Trial:
         """Compile the step; for a pipeline that can be rescheduled, choose the schedule by the memory left."""
         step = self._step
         if not isinstance(step, PipelineStep) or not step.can_reschedule:
-            return tried(step)
-        return choose_schedule(step, tried, jax.tree.map(_struct, combine(*self._live.parts)), shapes)
+            return build(step)
+        return choose_schedule(step, build, jax.tree.map(_to_struct, combine(*self._store.parts)), shapes)
 
-    def _left(self, report: MemoryReport) -> int | None:
+    def _free_bytes(self, report: MemoryReport) -> int | None:
         """Return the bytes that a device has left next to a step; negative where the step is too large."""
         usable = report.target.device_bytes if (budget := self._budget()) is None else budget
         return None if usable is None else usable - report.device_bytes
@@ -133,12 +133,12 @@ class CompiledStep:
         program = compile(self._jitted(self._step_for(batch)), *self._arguments(batch))
         return shortage(program, when=when, roles=_ROLES, budget_bytes=self._budget(), hint=self._step.remedies)
 
-    def run(self, batch: Tree, sent: Callable[[Tree], None] = lambda metrics: None) -> Tree:
+    def run(self, batch: Tree, on_dispatch: Callable[[Tree], None] = lambda metrics: None) -> Tree:
         """Take one step.
 
         Args:
             batch: batch of the step.
-            sent: called with the metrics, without an interrupt between the new state and this call.
+            on_dispatch: called with the metrics, without an interrupt between the new state and this call.
 
         Returns:
             The metrics, on the device.
@@ -146,16 +146,16 @@ class CompiledStep:
         Raises:
             StateError: inside of `averaged`.
         """
-        self._live.refuse_averaged("a step")
-        self._live.borrow()
+        self._store.refuse_averaged("a step")
+        self._store.borrow()
         on_device = self.place(batch)
         compiled = self.compile(on_device)
         self._refuse_large(compiled, batch)
         # No interrupt between the call and `set`: the call consumes the state, and its result would be lost.
-        with undisturbed():
+        with delay_signals():
             trainable, opt_state, mutable, step, metrics = called(compiled, *self._arguments(on_device))
-            self._live.set(TrainState(step, trainable, opt_state, mutable))
-            sent(metrics)
+            self._store.set(TrainState(step, trainable, opt_state, mutable))
+            on_dispatch(metrics)
         return self._processes.in_turn(metrics)
 
     def place(self, batch: Tree, *, is_training: bool = True) -> Tree:
@@ -169,26 +169,26 @@ class CompiledStep:
         """Compile the step for batches of this shape, and check that it reuses every donated buffer."""
         key = self._key(batch)
         if key not in self._programs:
-            chosen = self._chosen(lambda step: self._tried(step, batch), batch)
-            if isinstance(chosen.program, Exception):
-                raise chosen.program
-            _refuse_copies(chosen.program)
-            self._programs[key] = chosen
-            if chosen.report is not None:
-                self._reports[id(chosen.program)] = chosen.report
+            trial = self._choose(lambda step: self._compile_trial(step, batch), batch)
+            if isinstance(trial.program, Exception):
+                raise trial.program
+            _refuse_copies(trial.program)
+            self._programs[key] = trial
+            if trial.report is not None:
+                self._reports[id(trial.program)] = trial.report
         return self._programs[key].program
 
-    def _tried(self, step: TrainingStep, batch: Tree) -> Tried:
+    def _compile_trial(self, step: TrainingStep, batch: Tree) -> Trial:
         """Compile a step for this hardware, with a memory report where a schedule is chosen by it."""
         program = self._compiled(step, batch)
-        if not self._may_reschedule:
-            return Tried(step, program, None, None)
+        if not self._can_reschedule:
+            return Trial(step, program, None, None)
         if isinstance(program, Exception):  # a TPU compiler reports memory even when the program does not fit
             report = analyze(self._jitted(step), *self._arguments(batch), roles=_ROLES)
         else:
             report = analyze_compiled(program, roles=_ROLES)
         # Devices of other processes may have less memory left; all processes choose by the smallest number.
-        return Tried(step, program, report, self._processes.least(self._left(report)))
+        return Trial(step, program, report, self._processes.least(self._free_bytes(report)))
 
     def _compiled(self, step: TrainingStep, batch: Tree) -> Any:
         """Compile a step; return the program, or the compiler's error if it does not fit."""
@@ -210,14 +210,14 @@ class CompiledStep:
         return self._programs[key].step if key in self._programs else self._step
 
     @property
-    def _may_reschedule(self) -> bool:
+    def _can_reschedule(self) -> bool:
         return isinstance(self._step, PipelineStep) and self._step.can_reschedule
 
     def _key(self, batch: Tree) -> Any:
         """Return the cache key of a program: shapes of batches, and the budget where a schedule is chosen by it."""
         leaves, structure = jax.tree.flatten(batch)
-        budget = self._budget() if self._may_reschedule else None
-        return structure, budget, *[(leaf.shape, leaf.dtype, spread(leaf)) for leaf in leaves]
+        budget = self._budget() if self._can_reschedule else None
+        return structure, budget, *[(leaf.shape, leaf.dtype, multi_device_sharding(leaf)) for leaf in leaves]
 
     def _shapes(self, batch: Tree) -> Tree:
         """Return the shapes that a batch will have on the device; leaves that are there already keep theirs."""
@@ -227,8 +227,8 @@ class CompiledStep:
         return self._sharding.batch_shapes(batch, self._num_microbatches)
 
     def _arguments(self, batch: Tree) -> tuple[Tree, Tree, Tree, Any, Tree, Tree]:
-        state = self._live.state
-        return state.trainable, state.opt_state, state.mutable, state.step, self._live.frozen, batch
+        state = self._store.state
+        return state.trainable, state.opt_state, state.mutable, state.step, self._store.frozen, batch
 
     def _report(self, compiled: Any) -> MemoryReport:
         """Return the memory report of a compiled step; it is made once."""
@@ -238,12 +238,12 @@ class CompiledStep:
 
     def _refuse_large(self, compiled: Any, batch: Tree) -> MemoryReport:
         report = self._report(compiled)
-        if (self._left(report) or 0) < 0:
+        if (self._free_bytes(report) or 0) < 0:
             raise self.shortage(batch, "before its first step")
         return report
 
 
-def _struct(leaf: Any) -> jax.ShapeDtypeStruct:
+def _to_struct(leaf: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=getattr(leaf, "sharding", None))
 
 
@@ -262,7 +262,7 @@ def _refuse_copies(compiled: Any) -> None:
 
 def parse_budget(budget: int | str | None) -> int | None:
     """Return the bytes that a step may use, or None for all bytes of the device."""
-    found: Any = parse_bytes(budget) if isinstance(budget, str) else budget
-    if found is not None and not is_count(found, 1):
+    num_bytes: Any = parse_bytes(budget) if isinstance(budget, str) else budget
+    if num_bytes is not None and not is_count(num_bytes, 1):
         raise ConfigError("budget leaves nothing", got=budget, hint='budget="14 GiB", or None for the whole device')
-    return found
+    return num_bytes

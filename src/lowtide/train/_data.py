@@ -35,7 +35,7 @@ class DataEnd(enum.Enum):
     RUN = "end of run"
 
 
-class Feed:
+class DataCursor:
     """Iterator over a run's training data, with its position.
 
     Args:
@@ -69,34 +69,34 @@ class Feed:
                 raise DataError("the data has no batch", got="a length of 0", hint="pass at least one batch")
         # A Grain dataset also returns batches beyond its length: those of later epochs, shuffled again.
         grain = sys.modules.get("grain")
-        self._goes_on = grain is not None and isinstance(data, grain.MapDataset)
+        self._has_later_epochs = grain is not None and isinstance(data, grain.MapDataset)
         self._iterator: Any = None
-        self._in_epoch = 0
+        self._index_in_epoch = 0
         self.epoch = 0
-        self._mark: tuple[int | None, dict[str, Any]] = None, {}
+        self._batch_position: tuple[int | None, dict[str, Any]] = None, {}
         """A step and the position of its batch; set before the batch is read."""
-        self._read: list[Any] = []
+        self._last_batch: list[Any] = []
         """The last batch, if the iterator cannot return it again."""
-        self._again: list[Any] = []
+        self._unused_batch: list[Any] = []
         """A batch that was read without a step on it, and so is the next one."""
-        self._left: Mapping[str, Any] | None = None
-        self._is_lost = False
+        self._end_position: Mapping[str, Any] | None = None
+        self._is_rolled_back = False
 
-    def leave(self, step: int, position: Mapping[str, Any]) -> None:
+    def end_run(self, step: int, position: Mapping[str, Any]) -> None:
         """End the run after `step` steps at `position`, the trainer's own.
 
         A batch that was read without a step on it is kept, and comes first in the next run.
         """
-        self._left = position
-        if step == self._mark[0] and self._read:
-            self._again, self._read = self._read, []
-            self._in_epoch = self._mark[1]["in_epoch"]
-        if not self._is_live:
+        self._end_position = position
+        if step == self._batch_position[0] and self._last_batch:
+            self._unused_batch, self._last_batch = self._last_batch, []
+            self._index_in_epoch = self._batch_position[1]["in_epoch"]
+        if not self._is_single_pass:
             self.close()
 
-    def lose(self, position: Mapping[str, Any] | None) -> None:
+    def end_after_rollback(self, position: Mapping[str, Any] | None) -> None:
         """End the run after a rollback to `position`, the trainer's own; the run's iterator cannot continue there."""
-        self._left, self._is_lost = position, True
+        self._end_position, self._is_rolled_back = position, True
         self.close()
 
     def close(self) -> None:
@@ -104,11 +104,11 @@ class Feed:
         iterator, self._iterator = self._iterator, None
         self._close(iterator)
 
-    def go_on(self, before: Feed | None, position: Mapping[str, Any] | None) -> bool:
+    def continue_from(self, previous: DataCursor | None, position: Mapping[str, Any] | None) -> bool:
         """Continue with the iterator of the previous run where that run left it, or with other data.
 
         Args:
-            before: the feed of the previous run.
+            previous: the cursor of the previous run.
             position: the trainer's position. It differs from the one where that run ended if the trainer was restored
                 since.
 
@@ -116,34 +116,34 @@ class Feed:
             Whether the data is ready: that iterator at the right position, or other data, to which the position of the
             previous run does not apply. Otherwise call `start`.
         """
-        if before is None or before._left is not position:
+        if previous is None or previous._end_position is not position:
             return False
-        if before._is_lost and self._is_live:
-            if before._data is self._data:
-                self._refuse_to_go_back("where the run went back to")
+        if previous._is_rolled_back and self._is_single_pass:
+            if previous._data is self._data:
+                self._refuse_rewind("where the run went back to")
             self.epoch = (position or {}).get("epoch", 0)
             return True  # a new iterator is used from its first batch
-        if before._is_lost:
+        if previous._is_rolled_back:
             return False
-        if before._data is not self._data and not self._is_indexed:
-            self.epoch = before.epoch
+        if previous._data is not self._data and not self._is_indexed:
+            self.epoch = previous.epoch
             return True
-        if before._data is not self._data or not self._is_live:
+        if previous._data is not self._data or not self._is_single_pass:
             return False
-        self.epoch, self._in_epoch = before.epoch, before._in_epoch
-        self._iterator, self._again = before._iterator, before._again
+        self.epoch, self._index_in_epoch = previous.epoch, previous._index_in_epoch
+        self._iterator, self._unused_batch = previous._iterator, previous._unused_batch
         return True
 
-    def _refuse_to_go_back(self, where: str) -> NoReturn:
+    def _refuse_rewind(self, target: str) -> NoReturn:
         raise DataError(
-            f"the data cannot go back {where}",
+            f"the data cannot go back {target}",
             expected="batches by step number, or an iterable that begins anew",
             got=type(self._data).__name__,
             hint="pass a list, a grain dataset, or an object whose __iter__ begins again",
         )
 
     @property
-    def ends(self) -> dict[str, int | None]:
+    def limits(self) -> dict[str, int | None]:
         """The requested end of the run."""
         return {"num_steps": self._num_steps, "num_epochs": self._num_epochs}
 
@@ -153,7 +153,7 @@ class Feed:
         return self._num_epochs is not None and self.epoch >= self._num_epochs
 
     @property
-    def _is_live(self) -> bool:
+    def _is_single_pass(self) -> bool:
         """Whether the data is an iterator that cannot restart, such as a generator."""
         return not self._is_indexed and hasattr(self._data, "__next__") and not hasattr(self._data, "get_state")
 
@@ -176,11 +176,11 @@ class Feed:
         """
         if self._is_indexed:
             if self._length:
-                self.epoch, self._in_epoch = divmod(step, self._length)
-                there = (position or {}).get("epoch"), (position or {}).get("in_epoch")
-                if there == (self.epoch - 1, self._length):
+                self.epoch, self._index_in_epoch = divmod(step, self._length)
+                saved_position = (position or {}).get("epoch"), (position or {}).get("in_epoch")
+                if saved_position == (self.epoch - 1, self._length):
                     # Saved between an epoch's last step and its end: the evaluation at the end is still to come.
-                    self.epoch, self._in_epoch = self.epoch - 1, self._length
+                    self.epoch, self._index_in_epoch = self.epoch - 1, self._length
             return
         if position is not None and "num_processes" in position:
             raise DataError(
@@ -196,11 +196,11 @@ class Feed:
             return
         self._iterator = iter(self._data)
         if position.get("iterator") is not None and hasattr(self._iterator, "set_state"):
-            self._iterator.set_state(_decoded(position["iterator"]))
-            self._in_epoch = position["in_epoch"]
+            self._iterator.set_state(_decode_state(position["iterator"]))
+            self._index_in_epoch = position["in_epoch"]
             return
         if self._iterator is self._data:
-            self._refuse_to_go_back(f"to step {step}")
+            self._refuse_rewind(f"to step {step}")
         warnings.warn(
             f"the data has no state: {position['in_epoch']} batches are passed over to get to step {step}\n"
             "hint: a grain dataset goes there at once",
@@ -223,10 +223,10 @@ class Feed:
             step: number of steps taken so far. If the batch of that step was already read, the position is the one
                 before the batch, because no step was taken on it.
         """
-        if step is not None and step == self._mark[0]:
-            return {**self._mark[1]}
+        if step is not None and step == self._batch_position[0]:
+            return {**self._batch_position[1]}
         state = self._iterator.get_state() if hasattr(self._iterator, "get_state") else None
-        return {"epoch": self.epoch, "in_epoch": self._in_epoch, "iterator": _encoded(state)}
+        return {"epoch": self.epoch, "in_epoch": self._index_in_epoch, "iterator": _encode_state(state)}
 
     def next(self, step: int) -> Tree | DataEnd:
         """Return the batch of a step, or `DataEnd` at the end of an epoch or the run.
@@ -237,33 +237,33 @@ class Feed:
         Raises:
             DataError: when the data ends before the run.
         """
-        if self._length is not None and self._in_epoch == self._length:
+        if self._length is not None and self._index_in_epoch == self._length:
             return self._end_epoch(step)
-        before = self.position()
-        self._mark, self._read = (step, before), []
+        position = self.position()
+        self._batch_position, self._last_batch = (step, position), []
         if self.is_over or (self._num_steps is not None and step >= self._num_steps):
             return DataEnd.RUN
-        index = step % self._length if self._length and not self._goes_on else step
+        index = step % self._length if self._length and not self._has_later_epochs else step
         try:
             if self._is_indexed:
                 batch = self._data[index]
-            elif self._again:
-                batch = self._again[0]
+            elif self._unused_batch:
+                batch = self._unused_batch[0]
             else:
                 self._iterator = iter(self._data) if self._iterator is None else self._iterator
                 batch = next(self._iterator)
         except (IndexError, StopIteration) as error:
             if isinstance(error, IndexError) and not self._is_past(index):
                 raise  # an error inside the user's dataset
-            if not self._is_indexed and self._in_epoch and (self._num_epochs or self._iterator is not self._data):
+            if not self._is_indexed and self._index_in_epoch and (self._num_epochs or self._iterator is not self._data):
                 return self._end_epoch(step)
             raise DataError(
                 f"the data has no batch for step {step}",
                 expected="a batch for each " + (f"of {self._num_steps} steps" if self._num_steps else "epoch"),
                 hint="pass data that repeats, such as a grain.MapDataset with .repeat(), or lower num_steps",
             ) from error
-        self._read, self._again = [batch] if self._is_live else [], []
-        self._in_epoch += 1
+        self._last_batch, self._unused_batch = [batch] if self._is_single_pass else [], []
+        self._index_in_epoch += 1
         return batch
 
     def _is_past(self, index: int) -> bool:
@@ -271,14 +271,14 @@ class Feed:
         return self._is_indexed and (not hasattr(self._data, "__len__") or index >= len(self._data))
 
     def _end_epoch(self, step: int) -> DataEnd:
-        ended = self._iterator
-        self.epoch, self._in_epoch, self._iterator = self.epoch + 1, 0, None
-        self._mark = step, self.position()
-        self._close(ended)
+        iterator = self._iterator
+        self.epoch, self._index_in_epoch, self._iterator = self.epoch + 1, 0, None
+        self._batch_position = step, self.position()
+        self._close(iterator)
         return DataEnd.EPOCH
 
     def _close(self, iterator: Any) -> None:
-        """Close an iterator that the feed has made.
+        """Close an iterator that the cursor has made.
 
         Grain iterators have threads. If one were only dropped, the garbage collector would wait for its threads, in
         whichever thread the collection runs.
@@ -313,12 +313,12 @@ def _is_array(data: Any) -> bool:
     return isinstance(data, np.ndarray | jax.Array) or (hasattr(data, "__array__") and hasattr(data, "shape"))
 
 
-def _encoded(state: Any) -> Any:
+def _encode_state(state: Any) -> Any:
     """Convert an iterator's state to JSON; Grain's states are dictionaries or bytes."""
     return {"base64": base64.b64encode(state).decode()} if isinstance(state, bytes) else state
 
 
-def _decoded(state: Any) -> Any:
+def _decode_state(state: Any) -> Any:
     return base64.b64decode(state["base64"]) if isinstance(state, dict) and set(state) == {"base64"} else state
 
 

@@ -55,8 +55,8 @@ def ema(tx: optax.GradientTransformation, decay: float) -> optax.GradientTransfo
     """
     if not 0 < decay < 1:
         raise ConfigError("decay is out of range", expected="between 0 and 1", got=decay, hint="0.999 is customary")
-    made = _Ema(optax.with_extra_args_support(tx), decay)
-    return optax.GradientTransformationExtraArgs(made.init, made.update)
+    transform = _Ema(optax.with_extra_args_support(tx), decay)
+    return optax.GradientTransformationExtraArgs(transform.init, transform.update)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,35 +67,35 @@ class _Ema:
     decay: float
 
     def init(self, params: Tree) -> EmaState:
-        return EmaState(self.tx.init(params), jax.tree.map(_wide, params))
+        return EmaState(self.tx.init(params), jax.tree.map(_widen, params))
 
     def update(self, updates: Tree, state: Any, params: Tree = None, **extra: Any) -> Any:
         if params is None:
             raise ConfigError("ema averages parameters", hint="tx.update(grads, state, params)")
-        updates, after = self.tx.update(updates, state.inner, params, **extra)
+        updates, inner = self.tx.update(updates, state.inner, params, **extra)
         new = optax.apply_updates(params, updates)
-        old, part = self.decay, 1 - self.decay
-        average = jax.tree.map(lambda mean, p: old * mean + part * p.astype(mean.dtype), state.average, new)
-        return updates, EmaState(after, average)
+        decay, share = self.decay, 1 - self.decay
+        average = jax.tree.map(lambda mean, p: decay * mean + share * p.astype(mean.dtype), state.average, new)
+        return updates, EmaState(inner, average)
 
 
 def with_inner(
     tx: optax.GradientTransformation, change: Callable[[optax.GradientTransformation], optax.GradientTransformation]
 ) -> optax.GradientTransformation:
     """Change a transformation; inside `ema`, change the wrapped one."""
-    made = getattr(tx.init, "__self__", None)
-    return ema(with_inner(made.tx, change), made.decay) if isinstance(made, _Ema) else change(tx)
+    transform = getattr(tx.init, "__self__", None)
+    return ema(with_inner(transform.tx, change), transform.decay) if isinstance(transform, _Ema) else change(tx)
 
 
 def find_average(state: Tree) -> Tree | None:
     """Return the average of the first `ema` in an optimizer's state, or None."""
-    found = [leaf for leaf in jax.tree.leaves(state, is_leaf=_is_ema) if _is_ema(leaf)]
-    return found[0].average if found else None
+    ema_states = [leaf for leaf in jax.tree.leaves(state, is_leaf=_is_ema) if _is_ema(leaf)]
+    return ema_states[0].average if ema_states else None
 
 
 def _is_ema(node: Any) -> bool:
     return isinstance(node, EmaState)
 
 
-def _wide(leaf: Any) -> Any:
+def _widen(leaf: Any) -> Any:
     return jnp.array(leaf, jnp.promote_types(leaf.dtype, jnp.float32), copy=True)

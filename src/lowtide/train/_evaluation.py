@@ -15,7 +15,7 @@ from ._compiled import CompiledStep
 from ._data import refuse_arrays
 from ._step import TrainingStep, scalar_weight, weighted
 
-_EVALUATION = 2**31 - 1
+_EVALUATION_FOLD = 2**31 - 1
 """A number that no step has."""
 
 
@@ -68,9 +68,9 @@ class Evaluation:
         self._step, self._weight, self._seed = step, scalar_weight(weight or _num_rows), seed
         self._compiled, self._processes = compiled, processes
         self._out = None if sharding is None else sharding.replicated()
-        self._call = getattr(model, "call", _call_model) if isinstance(model, ModelObject) else _call_model
+        self._default_fn = getattr(model, "call", _call_model) if isinstance(model, ModelObject) else _call_model
         self._means = jax.jit(self._batch_means, out_shardings=self._out)
-        self._last: tuple[Any, Any] | None = None
+        self._cache: tuple[Any, Any] | None = None
 
     def means(self, parts: tuple[Tree, ...], count: Any, data: Iterable[Tree]) -> dict[str, float]:
         """Return weighted means of loss and metrics, summed on the device and read once.
@@ -86,11 +86,11 @@ class Evaluation:
         """
         refuse_arrays(data)
         sums = None
-        for number, batch in enumerate(self._processes.batches(data)):
+        for index, batch in enumerate(self._processes.batches(data)):
             on_device = self._compiled.place(batch, is_training=False)
-            found = self._processes.in_turn(self._means(parts, count, number, on_device))
+            batch_sums = self._processes.in_turn(self._means(parts, count, index, on_device))
             jax.block_until_ready(sums)  # keeps at most two batches on the device, however fast they are read
-            sums = found if sums is None else jax.tree.map(jnp.add, sums, found)
+            sums = batch_sums if sums is None else jax.tree.map(jnp.add, sums, batch_sums)
         if sums is None:
             raise ConfigError("evaluate got no batch", hint="pass at least one batch, from a re-iterable source")
         values, weights = sums
@@ -117,28 +117,28 @@ class Evaluation:
             DataError: for arrays in place of batches.
         """
         refuse_arrays(data)
-        chosen: Callable[..., Any] = self._call if fn is None else fn
-        if self._last is None or self._last[0] is not chosen:
-            bound = self._step.bind(chosen)
-            self._last = chosen, jax.jit(lambda parts, batch: bound(combine(*parts), batch), out_shardings=self._out)
-        return self._outputs(self._last[1], parts, data)
+        target: Callable[..., Any] = self._default_fn if fn is None else fn
+        if self._cache is None or self._cache[0] is not target:
+            bound = self._step.bind(target)
+            self._cache = target, jax.jit(lambda parts, batch: bound(combine(*parts), batch), out_shardings=self._out)
+        return self._outputs(self._cache[1], parts, data)
 
     def _outputs(
         self, run: Callable[..., Any], parts: Callable[[], tuple[Tree, ...]], data: Iterable[Tree]
     ) -> Iterator[Any]:
-        before = None
+        previous = None
         for batch in self._processes.batches(data):
-            now = self._processes.in_turn(run(parts(), self._compiled.place(batch, is_training=False)))
-            if before is not None:
-                yield jax.device_get(before[0])
-            before = (now,)
-        if before is not None:
-            yield jax.device_get(before[0])
+            output = self._processes.in_turn(run(parts(), self._compiled.place(batch, is_training=False)))
+            if previous is not None:
+                yield jax.device_get(previous[0])
+            previous = (output,)
+        if previous is not None:
+            yield jax.device_get(previous[0])
 
-    def _batch_means(self, parts: tuple[Tree, ...], count: Any, number: Any, batch: Tree) -> tuple[dict[str, Any], Any]:
+    def _batch_means(self, parts: tuple[Tree, ...], count: Any, index: Any, batch: Tree) -> tuple[dict[str, Any], Any]:
         # A separate key for every batch, different from all keys of training steps.
-        key = jax.random.fold_in(jax.random.fold_in(jax.random.key(self._seed), _EVALUATION), count)
-        key = jax.random.fold_in(key, number)
+        key = jax.random.fold_in(jax.random.fold_in(jax.random.key(self._seed), _EVALUATION_FOLD), count)
+        key = jax.random.fold_in(key, index)
         loss, metrics, _ = self._step.loss(combine(*parts), batch, key=key, training=False)
         weights = self._weight(batch)
         return {name: weighted(value, weights) for name, value in {**metrics, "loss": loss}.items()}, weights

@@ -42,19 +42,19 @@ class Event(NamedTuple):
 
 
 @contextlib.contextmanager
-def noted(error: BaseException, what: str) -> Generator[None]:
+def note_failure(error: BaseException, action: str) -> Generator[None]:
     """Run a block after an exception; if the block fails, add a note to that exception."""
     try:
         yield
     except Exception as failure:
-        error.add_note(f"lowtide: {what} failed: {type(failure).__name__}: {failure}")
+        error.add_note(f"lowtide: {action} failed: {type(failure).__name__}: {failure}")
 
 
-def level_of_user() -> int:
+def user_stacklevel() -> int:
     """Return the `stacklevel`, for the caller, of the nearest line outside of this package."""
-    ours = (f"{Path(__file__).parents[1]}{os.sep}", contextlib.__file__)
+    package_prefixes = (f"{Path(__file__).parents[1]}{os.sep}", contextlib.__file__)
     level, frame = 0, inspect.currentframe()
-    while frame is not None and frame.f_code.co_filename.startswith(ours):
+    while frame is not None and frame.f_code.co_filename.startswith(package_prefixes):
         level, frame = level + 1, frame.f_back
     return level
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from ..core import ConfigError, OutputError, check_writable
 
 
-def meant(directory: str | Path) -> Path:
+def resolve_folder(directory: str | Path) -> Path:
     """Return the absolute path of a folder.
 
     Raises:
@@ -46,7 +46,7 @@ def refuse_foreign(directory: Path, marks: Sequence[str]) -> None:
             raise OutputError(
                 f"{path}: a folder with the name of a checkpoint, and none of Lowtide's",
                 expected="a folder for checkpoints of lt.Trainer alone",
-                got=", ".join(sorted(each.name for each in path.iterdir())[:4]) or "an empty folder",
+                got=", ".join(sorted(entry.name for entry in path.iterdir())[:4]) or "an empty folder",
                 hint="choose another checkpoint_dir, or rename that folder",
             )
 
@@ -82,9 +82,9 @@ class Deletion:
         self._thread = None
         with contextlib.suppress(OSError):
             self._folder.rmdir()
-        if left := sorted(path.name for path in self._paths if path.exists()):
+        if remaining := sorted(path.name for path in self._paths if path.exists()):
             warnings.warn(
-                f"{self._folder}: checkpoints that are too old cannot be deleted: {', '.join(left)}\n"
+                f"{self._folder}: checkpoints that are too old cannot be deleted: {', '.join(remaining)}\n"
                 "hint: look who may write there, or has files of them open; the disk fills up otherwise",
                 UserWarning,
                 stacklevel=4,

@@ -46,12 +46,12 @@ class Pytree:
         return run
 
 
-def sides(model: Any, what: str) -> tuple[Tree, Tree]:
+def outer_and_layers(model: Any, feature: str) -> tuple[Tree, Tree]:
     """Return the part of a model outside of its layer stack, and its layers.
 
     Args:
         model: a dictionary with only ``outer`` and ``layers``, or a dataclass that has them.
-        what: name of the feature that needs them, for the message.
+        feature: name of the feature that needs them, for the message.
 
     Raises:
         StructureError: for any other model.
@@ -60,24 +60,24 @@ def sides(model: Any, what: str) -> tuple[Tree, Tree]:
     if isinstance(model, Mapping) and set(model) == fields:
         return model["outer"], model["layers"]
     if dataclasses.is_dataclass(model) and fields <= {field.name for field in dataclasses.fields(model)}:
-        given: Any = model
-        return given.outer, given.layers
+        dataclass_model: Any = model
+        return dataclass_model.outer, dataclass_model.layers
     raise StructureError(
-        f"{what} trains a model that is made of outer and layers",
+        f"{feature} trains a model that is made of outer and layers",
         expected='{"outer": ..., "layers": ...}, or a dataclass with these fields',
         got=type(model).__name__,
         hint="put the stacked parameters under layers and all others under outer",
     )
 
 
-def with_sides(model: Any, outer: Tree, layers: Tree) -> Any:
+def with_outer_and_layers(model: Any, outer: Tree, layers: Tree) -> Any:
     """Return the model with other values of ``outer`` and ``layers``."""
     if isinstance(model, Mapping):
         return {**model, "outer": outer, "layers": layers}
     return dataclasses.replace(model, outer=outer, layers=layers)
 
 
-def keywords(fn: Callable[..., Any], **values: Any) -> dict[str, Any]:
+def accepted_keywords(fn: Callable[..., Any], **values: Any) -> dict[str, Any]:
     """Return those of ``key`` and ``training`` that a function takes by name."""
     try:
         parameters = inspect.signature(fn).parameters
@@ -120,7 +120,7 @@ def parse_loss(result: Any, arrays: Tree, *, has_mutable: bool, is_training: boo
         raise StructureError(
             "the loss function returns neither a loss nor a loss and metrics",
             expected="a floating-point scalar, or a tuple (scalar, {name: scalar})",
-            got=jax.tree.map(described, result, is_leaf=lambda x: x is None),
+            got=jax.tree.map(describe, result, is_leaf=lambda x: x is None),
             hint="jnp.mean the losses of the examples; return {} for no metrics",
         )
     metrics: dict[Any, Any] = parts[1]
@@ -144,7 +144,7 @@ def parse_loss(result: Any, arrays: Tree, *, has_mutable: bool, is_training: boo
                 expected="a scalar",
                 got=type(value).__name__
                 if shape is None
-                else described(value)
+                else describe(value)
                 if shape == ()
                 else f"shape {list(shape)}",
                 hint="jnp.mean what is one value for each example",
@@ -157,6 +157,6 @@ def _is_loss(value: Any) -> bool:
     return is_number and jnp.shape(value) == () and jnp.issubdtype(jnp.result_type(value), jnp.floating)
 
 
-def described(leaf: Any) -> str:
+def describe(leaf: Any) -> str:
     """Return the dtype and shape of an array as text, or the name of another leaf's type."""
     return f"{leaf.dtype}{list(leaf.shape)}" if hasattr(leaf, "dtype") else type(leaf).__name__

@@ -15,7 +15,7 @@ import optax
 from ..core import ConfigError, Tree, check_choice, is_count
 from ._callbacks import Callback, TrainerView
 from ._events import Record
-from ._rates import rates
+from ._rates import find_learning_rates
 
 
 class _Monitor(Callback):
@@ -61,12 +61,12 @@ class _Monitor(Callback):
 
     def resume(self, state: dict[str, Any]) -> None:
         """Continue to wait, unless the state is that of a monitor of another value."""
-        if not self._is_mine(state):
+        if not self._is_same_monitor(state):
             return
         self.best, self.waited = self.best if state["best"] is None else state["best"], state["waited"]
         self._num_seen = state.get("num_seen", int(state["best"] is not None))
 
-    def _is_mine(self, state: dict[str, Any]) -> bool:
+    def _is_same_monitor(self, state: dict[str, Any]) -> bool:
         return state.get("monitor", self.monitor) == self.monitor
 
     def on_train_begin(self, trainer: TrainerView) -> None:
@@ -194,7 +194,7 @@ class ReduceOnPlateau(_Monitor):
     def resume(self, state: dict[str, Any]) -> None:
         """Continue to wait."""
         super().resume(state)
-        if self._is_mine(state):
+        if self._is_same_monitor(state):
             self._cooling = state["cooling"]
 
     def on_train_begin(self, trainer: TrainerView) -> None:
@@ -215,33 +215,33 @@ class ReduceOnPlateau(_Monitor):
         if self._cooling:
             return
         opt_state = trainer.state.opt_state
-        for place, rate in rates(opt_state):
+        for rate_path, rate in find_learning_rates(opt_state):
             lower = np.maximum(np.asarray(rate) * self.factor, self.minimum).astype(rate.dtype)
             new = jax.device_put(np.minimum(lower, rate), rate.sharding)
-            opt_state = optax.tree.set(opt_state, lambda path, _, at=place: path == at, learning_rate=new)
+            opt_state = optax.tree.set(opt_state, lambda path, _, target=rate_path: path == target, learning_rate=new)
         trainer.state = dataclasses.replace(trainer.state, opt_state=opt_state)
         self.waited, self._cooling = 0, self.cooldown
 
 
-def _number(given: Any) -> float:
+def _number(value: Any) -> float:
     """Return a real number, which may be in an array; NaN for any other value."""
-    is_real = any(jnp.issubdtype(np.asarray(given).dtype, kind) for kind in (jnp.integer, jnp.floating))
-    return float(given) if is_real and np.ndim(given) == 0 else math.nan
+    is_real = any(jnp.issubdtype(np.asarray(value).dtype, kind) for kind in (jnp.integer, jnp.floating))
+    return float(value) if is_real and np.ndim(value) == 0 else math.nan
 
 
 def _check_rates(opt_state: Tree) -> None:
-    found, wrong = rates(opt_state), None
-    whole = [rate.dtype for _, rate in found if not jnp.issubdtype(rate.dtype, jnp.floating)]
-    if rates(opt_state, "hyperparams_states"):
-        wrong = "one that follows a schedule, which would overwrite it"
-    elif whole:
-        wrong = f"one of type {whole[0]}"
-    elif not found:
-        wrong = "none"
-    if wrong is not None:
+    learning_rates, problem = find_learning_rates(opt_state), None
+    integer_dtypes = [rate.dtype for _, rate in learning_rates if not jnp.issubdtype(rate.dtype, jnp.floating)]
+    if find_learning_rates(opt_state, "hyperparams_states"):
+        problem = "one that follows a schedule, which would overwrite it"
+    elif integer_dtypes:
+        problem = f"one of type {integer_dtypes[0]}"
+    elif not learning_rates:
+        problem = "none"
+    if problem is not None:
         raise ConfigError(
             "the optimizer's learning rate cannot be changed",
             expected="a hyperparameter learning_rate in its state, a floating-point number",
-            got=wrong,
+            got=problem,
             hint="optax.inject_hyperparams(optax.adamw)(learning_rate=1e-3)",
         )

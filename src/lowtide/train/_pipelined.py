@@ -32,10 +32,10 @@ from ..core import (
 from ..distributed import STAGE, ShardingRules, make_mesh
 from ..memory import MemoryReport
 from ..pipeline import Pipeline, Schedule, StageReport, value_and_grad
-from ._models import keywords, parse_loss, sides, with_sides
+from ._models import accepted_keywords, outer_and_layers, parse_loss, with_outer_and_layers
 from ._step import Gradients, TrainState, WholeStep
 
-_WHAT = "a pipeline"
+_FEATURE = "a pipeline"
 
 
 class PipelineStep:
@@ -59,8 +59,8 @@ class PipelineStep:
     def __init__(
         self, model: Tree, tx: optax.GradientTransformation, pipeline: Pipeline, sharding: ShardingRules
     ) -> None:
-        layers = sides(model, _WHAT)[1]
-        extra = [path for path, _ in leaves_with_paths(with_sides(split_static(model)[0], None, None))]
+        layers = outer_and_layers(model, _FEATURE)[1]
+        extra = [path for path, _ in leaves_with_paths(with_outer_and_layers(split_static(model)[0], None, None))]
         if extra:
             raise StructureError(
                 f"{extra[0]}: no part of the pipeline reads it",
@@ -79,21 +79,23 @@ class PipelineStep:
         """Layer of every row of the state, -1 for padding; None for the order of the model."""
         if self.arrangement == list(range(self._num_layers)):
             self.arrangement = None
-        arguments = (model, self._evaluated, tx, pipeline.wrt, 1, pipeline.weight)
+        arguments = (model, self._evaluate, tx, pipeline.wrt, 1, pipeline.weight)
         self._whole = WholeStep(*arguments, gradients=self._gradients)
 
     @property
     def can_reschedule(self) -> bool:
         """Whether another schedule may be made for the memory left on the device."""
-        made = self._concrete.schedule.remake
-        return made is not None and made.memory_limit is None and self._concrete.memory_limit is None
+        remake = self._concrete.schedule.remake
+        return remake is not None and remake.memory_limit is None and self._concrete.memory_limit is None
 
     def within(self, memory_limit: int) -> PipelineStep:
         """Return the step with another limit of the bytes that wait on each device; state and layers stay the same."""
-        other = copy.copy(self)
-        other._pipeline, other._concrete = (one.within(memory_limit) for one in (self._pipeline, self._concrete))
-        other._whole = self._whole.with_gradients(other._gradients)
-        return other
+        step = copy.copy(self)
+        step._pipeline, step._concrete = (
+            pipeline.within(memory_limit) for pipeline in (self._pipeline, self._concrete)
+        )
+        step._whole = self._whole.with_gradients(step._gradients)
+        return step
 
     def init(self, model: Tree) -> tuple[TrainState, Tree]:
         """Return the initial state of a model that is arranged and on the mesh; see `TrainingStep`.
@@ -101,7 +103,7 @@ class PipelineStep:
         Raises:
             ConfigError: when a rule does not shard layers along the pipeline's axis.
         """
-        for path, leaf in leaves_with_paths(split_static(sides(model, _WHAT)[1])[0]):
+        for path, leaf in leaves_with_paths(split_static(outer_and_layers(model, _FEATURE)[1])[0]):
             if _first_axis(leaf.sharding) != STAGE:
                 raise ConfigError(
                     f"layers/{path}: is not divided along {STAGE!r}",
@@ -122,7 +124,7 @@ class PipelineStep:
     def arranged(self, model: Tree) -> Tree:
         """Arrange a model and put its layers on the mesh; see `TrainingStep`."""
         refuse_shared(self.split(model)[0])  # arranging makes two arrays of one that is at two paths
-        outer, layers = sides(model, _WHAT)
+        outer, layers = outer_and_layers(model, _FEATURE)
         if num_layers(layers) != self._num_layers:
             raise StructureError(
                 "the model has another number of layers than the pipeline was made for",
@@ -131,7 +133,7 @@ class PipelineStep:
                 hint="make a new Trainer",
             )
 
-        def one(path: str, leaf: Any) -> Any:
+        def arrange_leaf(path: str, leaf: Any) -> Any:
             if not hasattr(leaf, "dtype"):
                 return leaf
             if on_host(getattr(leaf, "sharding", None)):
@@ -143,13 +145,13 @@ class PipelineStep:
                 )
             # Rules apply to rows: with uneven stages the ranks shard rows, which include padding, and not layers.
             shape = (len(self._rows), *leaf.shape[1:])
-            there = jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=getattr(leaf, "sharding", None))
-            rest = self._sharding.of(f"layers/{path}", there).spec[1:]
+            struct = jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=getattr(leaf, "sharding", None))
+            other_axes = self._sharding.of(f"layers/{path}", struct).spec[1:]
             rows = leaf if self.arrangement is None else leaf[self._rows]
-            return put(rows, NamedSharding(self._sharding.mesh, PartitionSpec(STAGE, *rest)))
+            return put(rows, NamedSharding(self._sharding.mesh, PartitionSpec(STAGE, *other_axes)))
 
-        rows = [one(path, leaf) for path, leaf in leaves_with_paths(layers)]
-        return with_sides(model, outer, jax.tree.unflatten(jax.tree.structure(layers), rows))
+        rows = [arrange_leaf(path, leaf) for path, leaf in leaves_with_paths(layers)]
+        return with_outer_and_layers(model, outer, jax.tree.unflatten(jax.tree.structure(layers), rows))
 
     def __call__(self, state: TrainState, frozen: Tree, batch: Tree) -> tuple[TrainState, dict[str, Any]]:
         """See `TrainingStep`."""
@@ -161,12 +163,12 @@ class PipelineStep:
 
     def bind(self, fn: Callable[..., Any]) -> Callable[..., Any]:
         """See `TrainingStep`."""
-        given = keywords(fn, training=False)
-        return self._whole.bind(lambda model, *args: fn(self._natural(model), *args, **given))
+        kwargs = accepted_keywords(fn, training=False)
+        return self._whole.bind(lambda model, *args: fn(self._in_model_order(model), *args, **kwargs))
 
     def model(self, *parts: Tree) -> Tree:
         """See `TrainingStep`."""
-        return self._natural(self._whole.model(*parts))
+        return self._in_model_order(self._whole.model(*parts))
 
     def report(self, arrays: Tree, batch: Tree, memory: MemoryReport | None) -> StageReport:
         """Return a report on what each rank holds.
@@ -176,22 +178,22 @@ class PipelineStep:
             batch: shapes of a batch.
             memory: memory report of the compiled step, or None.
         """
-        return self._concrete.report(*sides(arrays, _WHAT), batch, memory=memory)
+        return self._concrete.report(*outer_and_layers(arrays, _FEATURE), batch, memory=memory)
 
     def _gradients(self, state: TrainState, frozen: Tree, batch: Tree) -> Gradients:
         model = self._whole.model(state.trainable, state.mutable, frozen)
-        (loss, metrics), grads = self._pipeline(*sides(model, _WHAT), batch)
+        (loss, metrics), grads = self._pipeline(*outer_and_layers(model, _FEATURE), batch)
         loss, metrics, _ = parse_loss((loss, metrics), None, has_mutable=False)
-        return loss, metrics, state.mutable, with_sides(state.trainable, *grads)
+        return loss, metrics, state.mutable, with_outer_and_layers(state.trainable, *grads)
 
-    def _natural(self, model: Tree) -> Tree:
+    def _in_model_order(self, model: Tree) -> Tree:
         if self.arrangement is None:
             return model
-        outer, layers = sides(model, _WHAT)
-        return with_sides(model, outer, self._concrete.restore(layers, self._num_layers))
+        outer, layers = outer_and_layers(model, _FEATURE)
+        return with_outer_and_layers(model, outer, self._concrete.restore(layers, self._num_layers))
 
-    def _evaluated(self, model: Tree, batch: Tree) -> tuple[Any, Tree]:
-        return self._pipeline.evaluate(*sides(model, _WHAT), batch)
+    def _evaluate(self, model: Tree, batch: Tree) -> tuple[Any, Tree]:
+        return self._pipeline.evaluate(*outer_and_layers(model, _FEATURE), batch)
 
 
 def _first_axis(sharding: Any) -> Any:
@@ -202,7 +204,7 @@ def _first_axis(sharding: Any) -> Any:
 
 def make_pipeline(
     model: Tree,
-    given: Schedule | Pipeline,
+    pipeline: Schedule | Pipeline,
     sharding: ShardingRules | None,
     *,
     wrt: Where | None,
@@ -211,8 +213,8 @@ def make_pipeline(
     """Return the pipeline of a trainer, and the sharding rules of its arrays.
 
     Args:
-        model: a model of ``outer`` and ``layers``; it needs a ``stack`` where `given` is a schedule.
-        given: the trainer's argument `pipeline`.
+        model: a model of ``outer`` and ``layers``; it needs a ``stack`` where `pipeline` is a schedule.
+        pipeline: the trainer's argument `pipeline`.
         sharding: the trainer's argument; by default a mesh of the ranks, with FSDP along the remaining devices.
         wrt: the trainable leaves, if not all leaves or those that the pipeline selects.
         weight: weight of a microbatch, if the pipeline has none.
@@ -229,7 +231,7 @@ def make_pipeline(
             got=", ".join(sharding.batch_axes),
             hint=f"leave {STAGE!r} out of batch_axes",
         )
-    if isinstance(given, Schedule):
+    if isinstance(pipeline, Schedule):
         stack = getattr(model, "stack", None)
         if not isinstance(stack, LayerStack):
             raise StructureError(
@@ -238,46 +240,46 @@ def make_pipeline(
                 got=type(model).__name__,
                 hint="pipeline=lt.pipeline.value_and_grad(stack, schedule, mesh=mesh)",
             )
-        sharding = sharding or ShardingRules(mesh=_mesh_of(given.num_ranks))
+        sharding = sharding or ShardingRules(mesh=_mesh_of(pipeline.num_ranks))
         if STAGE not in sharding.mesh.shape:
             raise ConfigError(
                 f"the mesh has no axis {STAGE!r} for the ranks of the pipeline",
-                expected=f"an axis {STAGE!r} of {given.num_ranks}",
+                expected=f"an axis {STAGE!r} of {pipeline.num_ranks}",
                 got=", ".join(map(str, sharding.mesh.axis_names)),
-                hint=f"ShardingRules(mesh=make_mesh(stage={given.num_ranks}))",
+                hint=f"ShardingRules(mesh=make_mesh(stage={pipeline.num_ranks}))",
             )
         wrt = "**" if wrt is None else wrt
-        made = value_and_grad(stack, given, mesh=sharding.mesh, axis=STAGE, wrt=wrt, weight=weight)
+        resolved = value_and_grad(stack, pipeline, mesh=sharding.mesh, axis=STAGE, wrt=wrt, weight=weight)
     else:
-        if given.axis != STAGE:
+        if pipeline.axis != STAGE:
             raise ConfigError(
                 "the trainer divides layers along another axis than the pipeline",
                 expected=repr(STAGE),
-                got=repr(given.axis),
+                got=repr(pipeline.axis),
                 hint=f'name the axis of the mesh "{STAGE}"',
             )
-        sharding = sharding or ShardingRules(mesh=given.mesh, batch_axes=given.batch_axes)
-        made = dataclasses.replace(given, **_said(given, wrt=("**", wrt), weight=(None, weight)))
-        if given.mesh != sharding.mesh:
+        sharding = sharding or ShardingRules(mesh=pipeline.mesh, batch_axes=pipeline.batch_axes)
+        resolved = dataclasses.replace(pipeline, **_merge_arguments(pipeline, wrt=("**", wrt), weight=(None, weight)))
+        if pipeline.mesh != sharding.mesh:
             raise ConfigError(
                 "the pipeline and sharding have different meshes",
-                expected=str(dict(given.mesh.shape)),
+                expected=str(dict(pipeline.mesh.shape)),
                 got=str(dict(sharding.mesh.shape)),
                 hint="make one mesh, and pass it to both; or leave sharding out",
             )
-        if set(given.batch_axes) != set(sharding.batch_axes):
+        if set(pipeline.batch_axes) != set(sharding.batch_axes):
             raise ConfigError(
                 "the pipeline and sharding divide batches along different axes",
-                expected=f"ShardingRules(..., batch_axes={list(given.batch_axes)})",
+                expected=f"ShardingRules(..., batch_axes={list(pipeline.batch_axes)})",
                 got=", ".join(sharding.batch_axes) or "none",
                 hint="pass batch_axes to both; or leave sharding out",
             )
     # Once layers are arranged, the pipeline needs the sizes of uneven stages in advance.
-    plan = made.layout(num_layers(sides(model, _WHAT)[1]))
-    made = dataclasses.replace(
-        made, arranged=True, layers_per_stage=plan.layers_per_stage, batch_axes=tuple(sharding.batch_axes)
+    plan = resolved.layout(num_layers(outer_and_layers(model, _FEATURE)[1]))
+    resolved = dataclasses.replace(
+        resolved, arranged=True, layers_per_stage=plan.layers_per_stage, batch_axes=tuple(sharding.batch_axes)
     )
-    return made, sharding
+    return resolved, sharding
 
 
 def _mesh_of(num_ranks: int) -> Mesh:
@@ -292,17 +294,17 @@ def _mesh_of(num_ranks: int) -> Mesh:
     return make_mesh(stage=num_ranks)
 
 
-def _said(pipeline: Pipeline, **given: tuple[Any, Any]) -> dict[str, Any]:
+def _merge_arguments(pipeline: Pipeline, **arguments: tuple[Any, Any]) -> dict[str, Any]:
     """Merge arguments that both the trainer and the pipeline take, each as (default, the trainer's value)."""
-    found: dict[str, Any] = {}
-    for name, (default, value) in given.items():
-        theirs = getattr(pipeline, name)
-        if not (value is None or value == theirs or theirs == default):
+    merged: dict[str, Any] = {}
+    for name, (default, value) in arguments.items():
+        pipeline_value = getattr(pipeline, name)
+        if not (value is None or value == pipeline_value or pipeline_value == default):
             raise ConfigError(
                 f"{name} is said twice, to the trainer and to its pipeline",
                 expected=f"value_and_grad(..., {name}=...) or Trainer(..., {name}=...)",
-                got=f"{theirs!r} and {value!r}",
+                got=f"{pipeline_value!r} and {value!r}",
                 hint=f"pass {name} to one of them",
             )
-        found[name] = theirs if value is None else value
-    return found
+        merged[name] = pipeline_value if value is None else value
+    return merged

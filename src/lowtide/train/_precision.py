@@ -40,7 +40,7 @@ class Precision:
 
     def __init__(self, compute_dtype: Any, source: Any, mutable: Where | None) -> None:
         self._source, self._mutable = source, mutable
-        self._dtype = None if compute_dtype is None else _checked(compute_dtype)
+        self._dtype = None if compute_dtype is None else _check_dtype(compute_dtype)
         self._autocast: Any = None
         if self._dtype is not None and hasattr(source, "autocast"):
             self._autocast = functools.partial(source.autocast, self._dtype.name)
@@ -52,22 +52,22 @@ class Precision:
         if self._dtype is None:
             return self._source.bind(fn, training=training)
 
-        def of_lowered(model: Any, *args: Any) -> Any:
+        def on_lowered_model(model: Any, *args: Any) -> Any:
             return fn(self._source.lowered(model, self._dtype), *args)
 
-        run = self._source.bind(of_lowered if hasattr(self._source, "lowered") else fn, training=training)
+        run = self._source.bind(on_lowered_model if hasattr(self._source, "lowered") else fn, training=training)
 
-        def by_itself(arrays: Tree, *args: Any) -> tuple[Any, Tree]:
+        def with_autocast(arrays: Tree, *args: Any) -> tuple[Any, Tree]:
             with self._autocast():
                 return run(arrays, *args)
 
-        def lowered(arrays: Tree, *args: Any) -> tuple[Any, Tree]:
+        def on_lowered_arrays(arrays: Tree, *args: Any) -> tuple[Any, Tree]:
             if self._mutable is None:
                 return run(self._lower(arrays), *self._lower(args))
-            mutable, rest = partition(arrays, self._mutable)
-            return run(combine(mutable, self._lower(rest)), *self._lower(args))
+            mutable, other_leaves = partition(arrays, self._mutable)
+            return run(combine(mutable, self._lower(other_leaves)), *self._lower(args))
 
-        return lowered if self._autocast is None else by_itself
+        return on_lowered_arrays if self._autocast is None else with_autocast
 
     def widen(self, results: Tree) -> Tree:
         """Convert half-precision results of a function to float32."""
@@ -96,7 +96,7 @@ def _bits(leaf: Any) -> int:
     return jnp.finfo(dtype).bits if dtype is not None and jnp.issubdtype(dtype, jnp.floating) else 0
 
 
-def _checked(compute_dtype: Any) -> Any:
+def _check_dtype(compute_dtype: Any) -> Any:
     try:
         dtype = jnp.dtype(compute_dtype)
     except TypeError:

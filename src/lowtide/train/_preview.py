@@ -17,7 +17,7 @@ from ..core import Tree, Where, accumulate, combine, memory_space, partition, sp
 from ..memory import Job, MemoryReport, Target, analyze
 from ..offload import state_shardings
 from ._models import parse_loss
-from ._step import DONATED, STEP_ARGUMENTS, LossFn, WholeStep, flat, spread
+from ._step import DONATED, STEP_ARGUMENTS, LossFn, WholeStep, flat_step, multi_device_sharding
 
 
 def step_job(
@@ -52,7 +52,7 @@ def step_job(
     opt_state = _state_shapes(tx, trainable)
     count = jax.ShapeDtypeStruct((), jnp.int32)
     return Job(
-        fn=flat(step),
+        fn=flat_step(step),
         args=(trainable, opt_state, mutable, count, frozen, jax.tree.map(_shape, batch)),
         roles={name: position for position, name in enumerate(STEP_ARGUMENTS)},
         donate_argnums=DONATED,
@@ -124,13 +124,13 @@ def analyze_naive(
 
     def step(trainable: Tree, opt_state: Tree, frozen: Tree, batch: Tree) -> tuple[Any, ...]:
         def loss(halves: tuple[Tree, Tree], batch: Tree) -> Any:
-            whole = combine(halves[0], jax.tree.map(jax.lax.stop_gradient, halves[1]), static)
-            return parse_loss(loss_fn(whole, batch), halves, has_mutable=False)[:2]
+            full_model = combine(halves[0], jax.tree.map(jax.lax.stop_gradient, halves[1]), static)
+            return parse_loss(loss_fn(full_model, batch), halves, has_mutable=False)[:2]
 
         grad_fn = accumulate(jax.value_and_grad(loss, has_aux=True), num_microbatches, weight=weight, has_aux=True)
         (value, _), grads = grad_fn((trainable, frozen), batch)
-        params, whole = combine(trainable, frozen), combine(*grads)
-        updates, opt_state = tx.update(whole, opt_state, params)
+        params, full_grads = combine(trainable, frozen), combine(*grads)
+        updates, opt_state = tx.update(full_grads, opt_state, params)
         return optax.apply_updates(params, updates), opt_state, value
 
     arguments = (trainable, opt_state, frozen, jax.tree.map(_shape, batch))
@@ -139,21 +139,23 @@ def analyze_naive(
 
 
 def _shape(leaf: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=spread(leaf))
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=multi_device_sharding(leaf))
 
 
 def _placed_shape(leaf: Any) -> jax.ShapeDtypeStruct:
     """Return the shape of a leaf of the trainer's step; a leaf in host memory stays there."""
     is_hosted = memory_space(leaf) == jax.memory.Space.Host
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding if is_hosted else spread(leaf))
+    return jax.ShapeDtypeStruct(
+        leaf.shape, leaf.dtype, sharding=leaf.sharding if is_hosted else multi_device_sharding(leaf)
+    )
 
 
 def _state_shapes(tx: optax.GradientTransformation, params: Tree) -> Tree:
     """Return shapes of an optimizer's state, in host memory where `lowtide.offload.optimizer` keeps it."""
     shapes = jax.eval_shape(tx.init, params)
-    here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    default_sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     placed = jax.tree.map(
-        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding or here), params
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding or default_sharding), params
     )
     places = state_shardings(tx, placed)
     return jax.tree.map(lambda s, place: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=place), shapes, places)

@@ -40,7 +40,7 @@ class Progress(Callback):
             columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
             self._bar = Bar(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=self._console, transient=True)
             self._task = self._bar.add_task("training", total=self._num_steps, completed=trainer.step)
-            self._tried(self._bar.start)
+            self._attempt(self._bar.start)
 
     def on_record(self, trainer: TrainerView, record: Record) -> None:
         """Move the bar, or print an evaluation or a loss."""
@@ -50,25 +50,25 @@ class Progress(Callback):
             self._show(f"step {record['step']:>6}  loss {record['loss']:.4f}  {record['seconds']:.3f} s/step")
         elif self._bar is not None:
             text = f"loss {record['loss']:.4f}  {record['seconds']:.3f} s/step"
-            self._tried(partial(self._bar.update, self._task, completed=record["step"], description=text))
+            self._attempt(partial(self._bar.update, self._task, completed=record["step"], description=text))
 
     def on_train_end(self, trainer: TrainerView) -> None:
         """Remove the bar."""
         if self._bar is not None:
-            self._tried(self._bar.stop)
+            self._attempt(self._bar.stop)
             self._bar = None
 
     def on_exception(self, trainer: TrainerView, error: BaseException) -> None:
         """Remove the bar."""
         self.on_train_end(trainer)
 
-    def _show(self, what: Any) -> None:
-        self._tried(partial(self._console.print, what))
+    def _show(self, renderable: Any) -> None:
+        self._attempt(partial(self._console.print, renderable))
 
-    def _tried(self, show: Callable[[], Any]) -> None:
+    def _attempt(self, action: Callable[[], Any]) -> None:
         """Show something; a closed terminal or a reader that has gone does not end the run."""
         try:
-            show()
+            action()
         except (OSError, ValueError):
             self._console.quiet, self._bar = True, None
 
@@ -84,15 +84,15 @@ def memory_table(report: MemoryReport, budget_bytes: int | None = None) -> Table
     chip = report.target.chip
     table = Table(box=None, padding=(0, 2, 0, 0), show_footer=True)
     table.add_column("step (compiled)", footer="predicted")
-    table.add_column(f"one device ({chip})", justify="right", footer=_of(report.device_bytes, usable))
+    table.add_column(f"one device ({chip})", justify="right", footer=_format_of_total(report.device_bytes, usable))
     if report.host_bytes:
-        table.add_column("host", justify="right", footer=_of(report.host_bytes, report.target.host_bytes))
+        table.add_column("host", justify="right", footer=_format_of_total(report.host_bytes, report.target.host_bytes))
     names = [name for name, size in report.by_role.items() if size or report.host_by_role.get(name)]
     for name in names:
-        hosted = [format_bytes(report.host_by_role.get(name, 0))] if report.host_bytes else []
-        table.add_row(name, format_bytes(report.by_role[name]), *hosted)
+        host_cells = [format_bytes(report.host_by_role.get(name, 0))] if report.host_bytes else []
+        table.add_row(name, format_bytes(report.by_role[name]), *host_cells)
     return table
 
 
-def _of(num_bytes: int, there: int | None) -> str:
-    return format_bytes(num_bytes) + ("" if there is None else f" of {format_bytes(there)}")
+def _format_of_total(num_bytes: int, total_bytes: int | None) -> str:
+    return format_bytes(num_bytes) + ("" if total_bytes is None else f" of {format_bytes(total_bytes)}")

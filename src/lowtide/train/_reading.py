@@ -53,50 +53,50 @@ def read_leaves(folder: Path, like: Mapping[str, Any]) -> dict[str, jax.Array]:
     kvstore = {"driver": "ocdbt", "base": {"driver": "file", "path": str(folder)}}
     context = ts.Context({"cache_pool": {"total_bytes_limit": 0}})  # no cache, because each chunk is read once
     specs = {name: {"driver": "zarr", "kvstore": {**kvstore, "path": f"{name}/"}} for name in like}
-    opened = {name: ts.open(spec, open=True, read=True, context=context) for name, spec in specs.items()}
+    stores = {name: ts.open(spec, open=True, read=True, context=context) for name, spec in specs.items()}
 
-    def one(name: str, leaf: Any) -> jax.Array:
-        stored: Any = opened.pop(name).result()
+    def read_leaf(name: str, leaf: Any) -> jax.Array:
+        stored: Any = stores.pop(name).result()
         if tuple(stored.shape) != tuple(leaf.shape) or stored.dtype.numpy_dtype != leaf.dtype:
             raise ValueError(f"{name} is {stored.dtype.name}{list(stored.shape)}, not {leaf.dtype}{list(leaf.shape)}")
         return assemble(functools.partial(_chunks, stored), leaf.shape, leaf.dtype, getattr(leaf, "sharding", None))
 
-    return {name: one(name, leaf) for name, leaf in like.items()}
+    return {name: read_leaf(name, leaf) for name, leaf in like.items()}
 
 
 def _chunks(stored: Any, index: tuple[slice, ...]) -> Pieces:
     """Yield the pieces of a part of an array, along the borders of its chunks; a few are read ahead."""
     itemsize = stored.dtype.numpy_dtype.itemsize
     # The chunk shape of a scalar is None.
-    chunk = _joined(stored.chunk_layout.read_chunk.shape or (), stored.shape, itemsize)
+    chunk = _join_chunks(stored.chunk_layout.read_chunk.shape or (), stored.shape, itemsize)
     size = math.prod(chunk) * itemsize
-    ahead: collections.deque[tuple[tuple[int, ...], Any]] = collections.deque()
-    cuts = _cuts(index, chunk)
+    pending_reads: collections.deque[tuple[tuple[int, ...], Any]] = collections.deque()
+    cuts = _split_index(index, chunk)
     while True:
-        for cut in itertools.islice(cuts, max(1, _AHEAD_BYTES // size) - len(ahead)):
-            start = tuple(own.start - axis.start for own, axis in zip(cut, index, strict=True))
-            ahead.append((start, stored[cut].read()))
-        if not ahead:
+        for cut in itertools.islice(cuts, max(1, _AHEAD_BYTES // size) - len(pending_reads)):
+            start = tuple(cut_axis.start - axis.start for cut_axis, axis in zip(cut, index, strict=True))
+            pending_reads.append((start, stored[cut].read()))
+        if not pending_reads:
             return
-        start, values = ahead.popleft()
+        start, values = pending_reads.popleft()
         yield start, np.asarray(values.result())
 
 
-def _joined(chunk: tuple[int, ...], shape: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
+def _join_chunks(chunk: tuple[int, ...], shape: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
     """Join small chunks, such as those of a table with a prime number of rows: each piece costs a program call."""
     sizes = list(chunk)
     for axis in reversed(range(len(sizes))):
-        room = _JOINED_BYTES // (math.prod(sizes) * itemsize)
-        sizes[axis] *= max(1, min(room, -(-shape[axis] // sizes[axis])))
+        max_chunks = _JOINED_BYTES // (math.prod(sizes) * itemsize)
+        sizes[axis] *= max(1, min(max_chunks, -(-shape[axis] // sizes[axis])))
     return tuple(sizes)
 
 
-def _cuts(index: tuple[slice, ...], chunk: tuple[int, ...]) -> Iterator[tuple[slice, ...]]:
+def _split_index(index: tuple[slice, ...], chunk: tuple[int, ...]) -> Iterator[tuple[slice, ...]]:
     """Yield the parts of an index that the borders of a grid of chunks separate."""
     axes = [
         [
-            slice(max(at, axis.start), min(at + size, axis.stop))
-            for at in range(axis.start // size * size, axis.stop, size)
+            slice(max(start, axis.start), min(start + size, axis.stop))
+            for start in range(axis.start // size * size, axis.stop, size)
         ]
         for axis, size in zip(index, chunk, strict=True)
     ]

@@ -20,14 +20,14 @@ import numpy as np
 from ..core import ConfigError, StateError, Tree, is_key, key_numbers
 from ..distributed import Processes, fingerprint
 from ._checkpoint import Checkpoints
-from ._state import LiveState
+from ._state import TrainStateStore
 from ._step import TrainState
 
 _RANDOM = ("jax_default_prng_impl", "jax_threefry_partitionable")
 """JAX settings that decide which random numbers a seed gives."""
 
 
-class Notes(NamedTuple):
+class RunMetadata(NamedTuple):
     """Metadata of a state, in addition to its arrays."""
 
     position: Mapping[str, Any] | None = None
@@ -36,11 +36,11 @@ class Notes(NamedTuple):
     """States of the run's callbacks, until a run has resumed them."""
 
 
-class Copies:
+class Snapshots:
     """The copies of a state, and the ways to restore them.
 
     Args:
-        live: the state.
+        store: the state.
         arrangement: layer of every row of the state, or None for the order of the model.
         checkpoints: the checkpoints, or None.
         processes: the other processes of the run.
@@ -49,41 +49,41 @@ class Copies:
 
     def __init__(
         self,
-        live: LiveState,
+        store: TrainStateStore,
         arrangement: list[int] | None,
         checkpoints: Checkpoints | None,
         processes: Processes,
         *,
         rollback: bool,
     ) -> None:
-        self._live, self._arrangement, self._processes, self._rollback = live, arrangement, processes, rollback
+        self._store, self._arrangement, self._processes, self._rollback = store, arrangement, processes, rollback
         self.checkpoints = checkpoints
         """The checkpoints, or None."""
-        self.notes = Notes()
+        self.metadata = RunMetadata()
         """Metadata of the state, as the last checkpoint or run left it."""
-        self._snapshot: tuple[Snapshot, Notes, int] | None = None
-        """A copy of the state, its notes and its step."""
-        self._saved: weakref.ref[TrainState] | None = None
+        self._snapshot: tuple[HostSnapshot, RunMetadata, int] | None = None
+        """A copy of the state, its metadata and its step."""
+        self._saved_state: weakref.ref[TrainState] | None = None
         """The state that was last saved or restored."""
-        self._hashed: tuple[Tree, str] | None = None
+        self._digest: tuple[Tree, str] | None = None
 
-    def leave(self, notes: Notes) -> None:
+    def set_metadata(self, metadata: RunMetadata) -> None:
         """Replace the metadata of the state: a run stores its own at its end, and removes what it has resumed."""
-        self.notes = notes
+        self.metadata = metadata
 
-    def keep(self, notes: Notes) -> None:
+    def take(self, metadata: RunMetadata) -> None:
         """Copy the state to the host, unless there is a checkpoint of this step."""
         self._snapshot = None
-        self._live.borrow(lend=False)  # includes changes made in a mutable object
-        step, is_saved = self._live.step, self._saved is not None and self._saved() is self._live.state
+        self._store.borrow(lend=False)  # includes changes made in a mutable object
+        step, is_saved = self._store.step, self._saved_state is not None and self._saved_state() is self._store.state
         if self._rollback and not (is_saved and self.checkpoints and self.checkpoints.latest_step() == step):
-            self._snapshot = Snapshot(self._live.state), notes, step
+            self._snapshot = HostSnapshot(self._store.state), metadata, step
 
     # --- going back ------------------------------------------------------------------------------------------------
 
     def is_alive(self) -> bool:
         """Return whether the state can be read: no step consumed it, and the step that made it did not fail."""
-        state = self._live.state
+        state = self._store.state
         if any(leaf.is_deleted() for leaf in jax.tree.leaves(state)):
             return False
         try:
@@ -102,22 +102,22 @@ class Copies:
             UserWarning: for checkpoints that cannot be read.
         """
         latest = None if self.checkpoints is None else self.checkpoints.latest_step()
-        kept = -1 if self._snapshot is None else self._snapshot[-1]
-        found = None
-        if latest is not None and latest > kept:
+        snapshot_step = -1 if self._snapshot is None else self._snapshot[-1]
+        restored_step = None
+        if latest is not None and latest > snapshot_step:
             try:
-                found = self.restore()
+                restored_step = self.restore()
             except Exception as error:
                 if self._snapshot is None:
                     raise
                 warnings.warn(f"no checkpoint could be restored, so the copy on the host is: {error}", stacklevel=2)
                 if self.checkpoints is not None and isinstance(error, StateError):
-                    self.checkpoints.set_aside(after=kept)
-        if self._snapshot is not None and (found is None or found < kept):
-            snapshot, self.notes, _ = self._snapshot
-            self._live.hold(snapshot.restore())
-            return self._live.step
-        return found
+                    self.checkpoints.set_aside(after=snapshot_step)
+        if self._snapshot is not None and (restored_step is None or restored_step < snapshot_step):
+            snapshot, self.metadata, _ = self._snapshot
+            self._store.adopt(snapshot.restore())
+            return self._store.step
+        return restored_step
 
     def recover(self) -> str:
         """Make sure that the trainer holds a valid state after an exception.
@@ -129,9 +129,9 @@ class Copies:
             StateError: when the state is gone and there is no copy.
         """
         if self._processes.count > 1:
-            return self._with_others()
+            return self._multi_process_message()
         if self.is_alive():
-            return f"the trainer holds the state of step {self._live.step}; fit goes on from there"
+            return f"the trainer holds the state of step {self._store.step}; fit goes on from there"
         step = self.roll_back()
         if step is None:
             raise StateError(
@@ -142,69 +142,69 @@ class Copies:
             )
         return f"the step that failed had consumed its state; the trainer is back at step {step}, where fit goes on"
 
-    def _with_others(self) -> str:
+    def _multi_process_message(self) -> str:
         """Return a message about the state after an exception in one of several processes; it cannot restore alone."""
         latest = None if self.checkpoints is None else self.checkpoints.latest_step()
         newest = "there is no checkpoint" if latest is None else f"the newest checkpoint is of step {latest}"
         if self.is_alive():
             return (
-                f"the trainer holds the state of step {self._live.step}; fit goes on from there if all processes live, "
-                f"else start them all again and restore: {newest}"
+                f"the trainer holds the state of step {self._store.step}; fit goes on from there if all processes "
+                f"live, else start them all again and restore: {newest}"
             )
         return f"the step that failed had consumed its state; start all processes again and restore: {newest}"
 
     # --- checkpoints -----------------------------------------------------------------------------------------------
 
-    def save(self, notes: Notes) -> bool:
+    def save(self, metadata: RunMetadata) -> bool:
         """Start to write a checkpoint of the state; see `Trainer.save`."""
-        checkpoints = needs_checkpoints(self.checkpoints, "save")
-        state, positions = self._live.state, self._processes.positions(notes.position)
-        kept = {"positions": positions, **self._identity(), "callbacks": notes.callbacks}
-        has_changed = self._saved is None or self._saved() is not state  # since the last save or restore
-        is_new = checkpoints.save(self._live.step, jax.tree.map(key_numbers, state), kept, replace=has_changed)
-        self._saved = weakref.ref(state) if is_new else self._saved
+        checkpoints = require_checkpoints(self.checkpoints, "save")
+        state, positions = self._store.state, self._processes.positions(metadata.position)
+        content = {"positions": positions, **self._identity(), "callbacks": metadata.callbacks}
+        has_changed = self._saved_state is None or self._saved_state() is not state  # since the last save or restore
+        is_new = checkpoints.save(self._store.step, jax.tree.map(key_numbers, state), content, replace=has_changed)
+        self._saved_state = weakref.ref(state) if is_new else self._saved_state
         return is_new
 
     def restore(self, step: int | None = None, *, best: bool = False) -> int | None:
         """Load a checkpoint; see `Trainer.restore`."""
-        checkpoints = needs_checkpoints(self.checkpoints, "restore")
+        checkpoints = require_checkpoints(self.checkpoints, "restore")
         if best and step is not None:
             raise ConfigError("restore takes step or best", got=f"step={step}, best=True", hint="leave one out")
-        like = jax.tree.map(_numbers_like, self._live.state)
-        before: list[Snapshot] = []
+        like = jax.tree.map(_stored_struct, self._store.state)
+        backups: list[HostSnapshot] = []
 
-        def give_up() -> None:
+        def release_state() -> None:
             if self._rollback and self.is_alive():
-                before.append(Snapshot(self._live.state))
-            jax.tree.map(lambda x: x.delete(), self._live.state)
+                backups.append(HostSnapshot(self._store.state))
+            jax.tree.map(lambda x: x.delete(), self._store.state)
 
-        how = like, self._identity(), give_up
-        chosen = checkpoints.existing(step) if best or step is not None else None
+        arguments = like, self._identity(), release_state
+        target = checkpoints.existing(step) if best or step is not None else None
         try:
-            found = checkpoints.newest(*how) if chosen is None else checkpoints.read(chosen, *how)
-            if found is None:
+            result = checkpoints.newest(*arguments) if target is None else checkpoints.read(target, *arguments)
+            if result is None:
                 return None
-            loaded, numbers, kept = found
-            self._live.hold(jax.tree.map(_keys_again, numbers, self._live.state))
-            self._saved = weakref.ref(self._live.state)
-            self.notes = Notes(self._processes.position(kept["positions"]), kept.get("callbacks"))
+            loaded, numbers, content = result
+            self._store.adopt(jax.tree.map(_restore_key, numbers, self._store.state))
+            self._saved_state = weakref.ref(self._store.state)
+            self.metadata = RunMetadata(self._processes.position(content["positions"]), content.get("callbacks"))
             return loaded
         except BaseException as error:
-            if before:
-                self._live.hold(before[0].restore())
+            if backups:
+                self._store.adopt(backups[0].restore())
             if self.is_alive():
-                error.add_note(f"the trainer holds the state of step {self._live.step}, as before")
+                error.add_note(f"the trainer holds the state of step {self._store.step}, as before")
             elif not self._rollback:
                 error.add_note("the trainer's own state was given up for it: rollback=False keeps no copy")
             raise
 
     def _identity(self) -> dict[str, Any]:
         """Return the metadata that identifies the run of a checkpoint."""
-        if self._hashed is None or self._hashed[0] is not self._live.frozen:  # `update` may replace frozen leaves
-            self._hashed = self._live.frozen, fingerprint(self._live.frozen, self._arrangement)
-        keys = [str(jax.random.key_impl(leaf)) for leaf in jax.tree.leaves(self._live.state) if is_key(leaf)]
+        if self._digest is None or self._digest[0] is not self._store.frozen:  # `update` may replace frozen leaves
+            self._digest = self._store.frozen, fingerprint(self._store.frozen, self._arrangement)
+        keys = [str(jax.random.key_impl(leaf)) for leaf in jax.tree.leaves(self._store.state) if is_key(leaf)]
         random = {"keys": keys, "settings": {name: getattr(jax.config, name) for name in _RANDOM}}
-        return {"base": self._hashed[1], "arrangement": self._arrangement, "random": random}
+        return {"base": self._digest[1], "arrangement": self._arrangement, "random": random}
 
 
 def open_checkpoints(
@@ -217,12 +217,12 @@ def open_checkpoints(
     best_mode: str,
 ) -> Checkpoints | None:
     """Return the checkpoints if there is a folder for them; raise for settings that make them unusable."""
-    given: Any = rollback
-    if not isinstance(given, bool):
-        raise ConfigError("rollback is no choice", expected="True or False", got=repr(given), hint="rollback=False")
-    where: Any = directory
-    if not (where is None or (isinstance(where, str | os.PathLike) and str(where))):
-        raise ConfigError("checkpoint_dir is no folder", expected="a path, or None", got=repr(where), hint='"run"')
+    flag: Any = rollback
+    if not isinstance(flag, bool):
+        raise ConfigError("rollback is no choice", expected="True or False", got=repr(flag), hint="rollback=False")
+    folder: Any = directory
+    if not (folder is None or (isinstance(folder, str | os.PathLike) and str(folder))):
+        raise ConfigError("checkpoint_dir is no folder", expected="a path, or None", got=repr(folder), hint='"run"')
     if on_nan == "roll_back" and not rollback and directory is None:
         raise ConfigError(
             'on_nan="roll_back" has nothing to go back to',
@@ -237,26 +237,26 @@ def open_checkpoints(
     return None
 
 
-def needs_checkpoints(checkpoints: Checkpoints | None, what: str) -> Checkpoints:
+def require_checkpoints(checkpoints: Checkpoints | None, feature: str) -> Checkpoints:
     """Return the checkpoints; raise if there is no folder for them."""
     if checkpoints is None:
-        raise ConfigError(f"{what} needs checkpoint_dir", hint="Trainer(..., checkpoint_dir=...)")
+        raise ConfigError(f"{feature} needs checkpoint_dir", hint="Trainer(..., checkpoint_dir=...)")
     return checkpoints
 
 
-def _numbers_like(leaf: Any) -> jax.ShapeDtypeStruct:
+def _stored_struct(leaf: Any) -> jax.ShapeDtypeStruct:
     """Return the shape of a leaf in a checkpoint, which stores random keys as numbers."""
     numbers = key_numbers(leaf)
     return jax.ShapeDtypeStruct(numbers.shape, numbers.dtype, sharding=numbers.sharding)
 
 
-def _keys_again(numbers: Any, like: Any) -> Any:
+def _restore_key(numbers: Any, like: Any) -> Any:
     """Convert numbers to random keys where `like` is a key, even if its array was consumed."""
     return jax.random.wrap_key_data(numbers, impl=jax.random.key_impl(like)) if is_key(like) else numbers
 
 
 @dataclasses.dataclass(frozen=True)
-class _Leaf:
+class _HostArray:
     """The shards of an array that this process holds, on the host."""
 
     shape: tuple[int, ...]
@@ -266,7 +266,7 @@ class _Leaf:
     """For a random key, the implementation that makes it from numbers."""
 
 
-class Snapshot:
+class HostSnapshot:
     """A copy of arrays on the host; each process copies its own shards.
 
     Args:
@@ -278,14 +278,14 @@ class Snapshot:
 
     def __init__(self, tree: Tree) -> None:
         leaves, self._structure = jax.tree.flatten(tree)
-        self._leaves = [_copied(leaf) for leaf in leaves]
+        self._leaves = [_copy_to_host(leaf) for leaf in leaves]
 
     def restore(self) -> Tree:
         """Return the arrays with their original placement."""
-        return self._structure.unflatten([_restored(leaf) for leaf in self._leaves])
+        return self._structure.unflatten([_copy_to_devices(leaf) for leaf in self._leaves])
 
 
-def _copied(leaf: Any) -> _Leaf:
+def _copy_to_host(leaf: Any) -> _HostArray:
     impl = None
     if is_key(leaf):
         leaf, impl = key_numbers(leaf), jax.random.key_impl(leaf)
@@ -295,10 +295,10 @@ def _copied(leaf: Any) -> _Leaf:
         if str(shard.index) not in parts:
             parts[str(shard.index)] = np.array(shard.data, copy=True)
     shards = [(shard.device, parts[str(shard.index)]) for shard in leaf.addressable_shards]
-    return _Leaf(leaf.shape, leaf.sharding, shards, impl)
+    return _HostArray(leaf.shape, leaf.sharding, shards, impl)
 
 
-def _restored(leaf: _Leaf) -> Any:
+def _copy_to_devices(leaf: _HostArray) -> Any:
     kind = leaf.sharding.memory_kind
     parts = [
         jax.device_put(value, jax.sharding.SingleDeviceSharding(device, memory_kind=kind))

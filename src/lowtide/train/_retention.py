@@ -39,24 +39,24 @@ class Retention:
         check_count("no checkpoint would be kept", max_to_keep, 1, "max_to_keep >= 1", "max_to_keep=2")
         self.best, self._sign = best, 1 if best_mode == "min" else -1
         self._directory, self._max_to_keep = directory, max_to_keep
-        self._found: dict[int, dict[str, float]] = {}
-        self._changed: int | None = None
+        self._evaluations: dict[int, dict[str, float]] = {}
+        self._changed_step: int | None = None
         """Step at which weights were changed since they were evaluated or restored."""
         if best is not None and (directory / FILE).is_file():
-            self._found = _read(directory / FILE)
+            self._evaluations = _read(directory / FILE)
 
     def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> list[bool]:
         """Return for each checkpoint, oldest first, whether it is kept; Orbax's ``PreservationPolicy``."""
         steps = [checkpoint.step for checkpoint in checkpoints]
-        kept = {*steps[-self._max_to_keep :], self.best_step(steps)}
-        return [step in kept for step in steps]
+        steps_to_keep = {*steps[-self._max_to_keep :], self.best_step(steps)}
+        return [step in steps_to_keep for step in steps]
 
     def best_step(self, steps: Iterable[int]) -> int | None:
         """Return the best of these steps (the first of equal ones), or None when none was evaluated."""
-        known = sorted(step for step in steps if math.isfinite(self._value(step)))
-        return min(known, key=self._value) if known else None
+        evaluated_steps = sorted(step for step in steps if math.isfinite(self._value(step)))
+        return min(evaluated_steps, key=self._value) if evaluated_steps else None
 
-    def note(self, step: int, record: Mapping[str, float], steps: Iterable[int]) -> bool:
+    def add_evaluation(self, step: int, record: Mapping[str, float], steps: Iterable[int]) -> bool:
         """Store the result of an evaluation.
 
         Args:
@@ -78,29 +78,29 @@ class Retention:
                 got=repr(self.best),
                 hint="return it among the loss function's metrics, or choose another",
             )
-        others = [at for at in steps if at != step]
-        self._found = {at: values for at, values in self._found.items() if at in others}
-        self._found[step] = {name: record[name] for name in names if math.isfinite(record[name])}
-        self._changed = None
+        other_steps = [number for number in steps if number != step]
+        self._evaluations = {number: values for number, values in self._evaluations.items() if number in other_steps}
+        self._evaluations[step] = {name: record[name] for name in names if math.isfinite(record[name])}
+        self._changed_step = None
         self._write()
-        return self.best_step([*others, step]) == step
+        return self.best_step([*other_steps, step]) == step
 
-    def changed(self, step: int | None) -> None:
+    def mark_changed(self, step: int | None) -> None:
         """Record that weights were changed at a step; None means that they are those of a checkpoint again."""
-        self._changed = step
+        self._changed_step = step
 
-    def forget(self, step: int) -> None:
+    def forget_if_changed(self, step: int) -> None:
         """Drop the result of weights that were changed since; call it before the checkpoint of a step is written."""
-        if self._changed == step and self._found.pop(step, None) is not None:
+        if self._changed_step == step and self._evaluations.pop(step, None) is not None:
             self._write()
 
     def _write(self) -> None:
         if jax.process_index() == 0:
-            write_files(self._directory, {FILE: (json.dumps(self._found) + "\n").encode()})
+            write_files(self._directory, {FILE: (json.dumps(self._evaluations) + "\n").encode()})
 
     def _value(self, step: int) -> float:
         """Return a rank of a step: lower is better, and infinity means unknown."""
-        return self._sign * self._found.get(step, {}).get(self.best or "", math.inf)
+        return self._sign * self._evaluations.get(step, {}).get(self.best or "", math.inf)
 
 
 def _read(path: Path) -> dict[int, dict[str, float]]:

@@ -17,13 +17,13 @@ from ..pipeline import StageReport
 from ._pipelined import PipelineStep
 from ._step import TrainingStep
 
-_TRIES = 3
+_MAX_ATTEMPTS = 3
 """Number of attempts with less memory: each program needs a different amount while a pass runs."""
-_WORTH = 0.99
+_MAX_TIME_SHARE = 0.99
 """A schedule that needs more memory must take less than this share of the time: another compilation takes minutes."""
 
 
-class Tried(NamedTuple):
+class Trial(NamedTuple):
     """A compiled step."""
 
     step: TrainingStep
@@ -32,17 +32,17 @@ class Tried(NamedTuple):
     """The result of the compilation: the compiled program, or the error of a step that does not fit."""
     report: MemoryReport | None
     """Memory report of the program; None where it was not requested."""
-    left: int | None
+    free_bytes: int | None
     """Bytes left on a device, negative where the step is too large, None where unknown. The same in all processes of a
     run."""
 
 
-def choose_schedule(step: PipelineStep, tried: Callable[[PipelineStep], Tried], arrays: Tree, batch: Tree) -> Tried:
+def choose_schedule(step: PipelineStep, build: Callable[[PipelineStep], Trial], arrays: Tree, batch: Tree) -> Trial:
     """Choose the schedule that fits the device's memory.
 
     Args:
         step: the step with its current schedule, which may be replaced.
-        tried: compiles a step.
+        build: compiles a step.
         arrays: arrays of the model, arranged for the pipeline, or their shapes.
         batch: shapes of a batch.
 
@@ -50,47 +50,47 @@ def choose_schedule(step: PipelineStep, tried: Callable[[PipelineStep], Tried], 
         The step itself if no other schedule is better. Otherwise a step that keeps less between passes, if `step` does
         not fit; or a step that ends sooner, if memory is left. If none of several steps fits, the smallest.
     """
-    best = usual = tried(step)
-    if usual.left is None:
-        return usual
-    before = step.report(arrays, batch, None)
-    if usual.left >= 0:
-        more = _within(usual, usual.left, arrays, batch)
-        if more is None or more[1].time_over_ideal > _WORTH * before.time_over_ideal:
-            return usual
-        return usual if ((found := tried(more[0])).left or 0) < 0 else found
-    for _ in range(_TRIES):
+    best = default = build(step)
+    if default.free_bytes is None:
+        return default
+    default_report = step.report(arrays, batch, None)
+    if default.free_bytes >= 0:
+        larger = _reschedule(default, default.free_bytes, arrays, batch)
+        if larger is None or larger[1].time_over_ideal > _MAX_TIME_SHARE * default_report.time_over_ideal:
+            return default
+        return default if ((trial := build(larger[0])).free_bytes or 0) < 0 else trial
+    for _ in range(_MAX_ATTEMPTS):
         # If a schedule cannot save all missing bytes, it may save a part: the memory that running passes need shrinks,
         # too.
-        spared = (_within(best, int(part * (best.left or 0)), arrays, batch) for part in (1, 0.5, 0.25))
-        less = next((one for one in spared if one is not None), None)
-        if less is None or ((found := tried(less[0])).left or 0) <= (best.left or 0):
+        options = (_reschedule(best, int(part * (best.free_bytes or 0)), arrays, batch) for part in (1, 0.5, 0.25))
+        smaller = next((option for option in options if option is not None), None)
+        if smaller is None or ((trial := build(smaller[0])).free_bytes or 0) <= (best.free_bytes or 0):
             break
-        best = found
-        if (best.left or 0) >= 0:
-            _tell(before, less[1])
+        best = trial
+        if (best.free_bytes or 0) >= 0:
+            _warn_slower(default_report, smaller[1])
             break
     return best
 
 
-def _within(one: Tried, rest: int, arrays: Tree, batch: Tree) -> tuple[PipelineStep, StageReport] | None:
-    """Return a step that keeps at most `rest` more bytes between passes (or `-rest` fewer), or None."""
-    assert isinstance(one.step, PipelineStep)
-    counted, there = (one.step.report(arrays, batch, memory).waiting_bytes for memory in (None, one.report))
+def _reschedule(trial: Trial, extra_bytes: int, arrays: Tree, batch: Tree) -> tuple[PipelineStep, StageReport] | None:
+    """Return a step that keeps at most `extra_bytes` more between passes (fewer where it is negative), or None."""
+    assert isinstance(trial.step, PipelineStep)
+    counted, compiled = (trial.step.report(arrays, batch, memory).waiting_bytes for memory in (None, trial.report))
     # A schedule counts arrays as whole even where the compiler shards them, so the limit is scaled to that count.
-    limit = int((there + rest) * counted / there) if there else 0
+    limit = int((compiled + extra_bytes) * counted / compiled) if compiled else 0
     if limit < 1:
         return None
-    other = one.step.within(limit)
+    limited_step = trial.step.within(limit)
     try:
-        return other, other.report(arrays, batch, None)
+        return limited_step, limited_step.report(arrays, batch, None)
     except ScheduleError:
         return None
 
 
-def _tell(before: StageReport, after: StageReport) -> None:
+def _warn_slower(before: StageReport, after: StageReport) -> None:
     """Warn about a step that saves memory and takes longer."""
-    if after.time_over_ideal > before.time_over_ideal / _WORTH:
+    if after.time_over_ideal > before.time_over_ideal / _MAX_TIME_SHARE:
         warnings.warn(
             f"the pipeline keeps {format_bytes(after.waiting_bytes)} between passes instead of "
             f"{format_bytes(before.waiting_bytes)}, for which the device has no room: it takes "

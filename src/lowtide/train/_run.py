@@ -42,8 +42,8 @@ class Run:
 
     def __init__(self, session: Session, listeners: Listeners) -> None:
         self._session, self._listeners = session, listeners
-        self._is_begun, self._is_closed = False, False
-        self._told = list[Event]()  # events that the callbacks have received, and the loop has not
+        self._is_started, self._is_closed = False, False
+        self._undelivered = list[Event]()  # events that the callbacks have received, and the loop has not
 
     @property
     def records(self) -> list[Record]:
@@ -67,10 +67,10 @@ class Run:
             NonFiniteError: for a loss that is not finite, depending on `on_nan`.
         """
         self._refuse_closed("settled")
-        self._listeners.finish()
+        self._listeners.flush()
         for event in self._session.settle():
-            self._told.append(event)
-            self._listeners.tell(event)
+            self._undelivered.append(event)
+            self._listeners.notify(event)
 
     def close(self) -> None:
         """Close the run: it yields no further event, because its state is no longer protected."""
@@ -83,26 +83,26 @@ class Run:
             StateError: when it was iterated before, or outside of its ``with`` block.
             Exception: as in `Trainer.fit`.
         """
-        if self._is_begun:
+        if self._is_started:
             raise StateError(
                 "a run was iterated twice",
                 expected="one loop for each trainer.session(...)",
                 hint="leave the with block, and begin another session: it goes on where this one is",
             )
         self._refuse_closed()
-        self._is_begun = True
+        self._is_started = True
         for event in self._session:
-            self._listeners.tell(event)
+            self._listeners.notify(event)
             yield event
             self._refuse_closed()
-            while self._told:
-                yield self._told.pop(0)
+            while self._undelivered:
+                yield self._undelivered.pop(0)
                 self._refuse_closed()
 
-    def _refuse_closed(self, what: str = "iterated") -> None:
+    def _refuse_closed(self, action: str = "iterated") -> None:
         if self._is_closed:
             raise StateError(
-                f"a run was {what} outside of its with block",
+                f"a run was {action} outside of its with block",
                 expected="for event in run: inside of with trainer.session(...) as run:",
                 hint="begin another session: it goes on where this one is",
             )

@@ -33,20 +33,20 @@ from ..distributed import Processes, in_any, refuse_other_folders
 from ..memory import is_out_of_memory
 from ._checkpoint import Checkpoints
 from ._compiled import CompiledStep
-from ._data import DataEnd, Feed, refuse_arrays
-from ._events import Event, Record, level_of_user, noted
-from ._finite import Guard
-from ._recovery import Copies, Notes
-from ._signals import Ended, Terminated, valves
-from ._state import LiveState
+from ._data import DataCursor, DataEnd, refuse_arrays
+from ._events import Event, Record, note_failure, user_stacklevel
+from ._finite import NonFinitePolicy
+from ._recovery import RunMetadata, Snapshots
+from ._signals import SigtermMonitor, TerminationRequested, install_handlers
+from ._state import TrainStateStore
 
 _STOP, _TERMINATE = 1, 2
 """Actions that a process may request of all processes; the higher one has priority."""
-_READ_ONCE = {"builtins", "itertools", "grain"}
+_SINGLE_PASS_MODULES = {"builtins", "itertools", "grain"}
 """Iterators from these modules cannot be restarted. A user's loader may be its own iterator and restart."""
 
 
-class _Sent(NamedTuple):
+class _DispatchedStep(NamedTuple):
     """A step that was dispatched to the device."""
 
     step: int
@@ -65,28 +65,28 @@ class Session:
         OutputError: when there is a checkpoint of a later step.
     """
 
-    live: LiveState
+    store: TrainStateStore
     """State of the training."""
     compiled: CompiledStep
     """The compiled step."""
-    copies: Copies
+    snapshots: Snapshots
     """Copies of the state that the run can return to."""
     processes: Processes
     """The other processes of the run."""
-    guard: Guard
+    nan_policy: NonFinitePolicy
     """Policy for values that are not finite."""
-    feed: Feed
+    cursor: DataCursor
     """Training data."""
     evaluate: Callable[[Iterable[Tree]], dict[str, float]]
     """Returns the means over the batches of an evaluation."""
     save: Callable[[], bool]
-    """Starts to write a checkpoint of the state and `notes`; returns whether there was none."""
-    states: Callable[[], Mapping[str, Any]] = dict
+    """Starts to write a checkpoint of the state and `metadata`; returns whether there was none."""
+    callback_states: Callable[[], Mapping[str, Any]] = dict
     """Returns the states of callbacks that a checkpoint keeps, as JSON."""
     is_immediate: bool = False
     """Whether the values of a step are read before the next step is dispatched."""
-    before: Feed | None = None
-    """Data of the run before (its `left`)."""
+    previous: DataCursor | None = None
+    """Data of the run before (its `final_cursor`)."""
     eval_data: Iterable[Tree] | None = None
     """Batches for evaluation."""
     eval_every: int | None = None
@@ -95,12 +95,12 @@ class Session:
     """Steps between checkpoints."""
 
     def __post_init__(self) -> None:
-        step, notes = self.live.step, self.copies.notes
-        _refuse_later_checkpoint(self.copies.checkpoints, step)
-        self._refuse()
+        step, metadata = self.store.step, self.snapshots.metadata
+        _refuse_later_checkpoint(self.snapshots.checkpoints, step)
+        self._validate_arguments()
         self.records: list[Record] = []
         """Records of steps and evaluations so far."""
-        self.left: Feed | None = None
+        self.final_cursor: DataCursor | None = None
         """The data at the end of the run, for the run that continues."""
         self.is_over = False
         """Whether the last step was taken, or an exception has ended the run."""
@@ -108,67 +108,67 @@ class Session:
         """Whether `running` has ended."""
         self.is_stopped = False
         """Whether `stop` was called."""
-        position = notes.position or {}
+        position = metadata.position or {}
         # Callbacks that continue after a failure have counted the evaluation of step 0, unless the position denies it.
-        is_first = step == 0 and notes.callbacks is None
-        self._due: int | None = step if is_first or position.get("evaluate", step == 0) else None
+        is_first = step == 0 and metadata.callbacks is None
+        self._due_step: int | None = step if is_first or position.get("evaluate", step == 0) else None
         """Step of an evaluation that is still to come and that no rule (`eval_every`, the last step) covers."""
-        if not self.feed.go_on(self.before, notes.position):
-            self.feed.start(step, notes.position)
+        if not self.cursor.continue_from(self.previous, metadata.position):
+            self.cursor.start(step, metadata.position)
         self._batch: Tree = None
         """The last batch, to explain an out-of-memory error."""
         self._has_batch = False
-        self._unraised: BaseException | None = None
+        self._deferred_error: BaseException | None = None
         """Exception of a failed step whose record was already delivered; re-raised on the next iteration."""
-        self._pending: list[_Sent] = []
+        self._pending: list[_DispatchedStep] = []
         """Steps whose values were not read yet."""
-        self._finished = 0.0
-        self._wish = 0
+        self._last_finish_time = 0.0
+        self._requested_action = 0
         """Highest action requested by any process, as far as it was read; equal in all processes."""
-        self._begun = step
-        is_seen = position.get("evaluated_at") == step and not (is_first or self.live.is_edited)
-        self._evaluated_at: int | None = step if is_seen else None
+        self._start_step = step
+        is_evaluated = position.get("evaluated_at") == step and not (is_first or self.store.is_edited)
+        self._evaluated_step: int | None = step if is_evaluated else None
         self._is_best = False
         """Whether the evaluation at that step was the best so far, and no checkpoint of it is saved yet."""
-        self._is_begun = False
+        self._is_started = False
         """Whether callbacks were notified of the beginning."""
         self._has_resumed = False
         """Whether callbacks have received their state from a checkpoint."""
         self._is_waiting = False
         """Whether the run only waits for its checkpoints."""
-        self._terminated = Terminated(is_alone=self.processes.count == 1)
+        self._sigterm = SigtermMonitor(is_alone=self.processes.count == 1)
 
     # --- for the caller ----------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
-    def running(self, tell: Callable[[Event], Any] = lambda event: None) -> Generator[None]:
+    def running(self, notify: Callable[[Event], Any] = lambda event: None) -> Generator[None]:
         """Iterate the run inside this context: signals wait for steps, and an exception leaves a valid state.
 
         Args:
-            tell: called with the events after the iterator was left: the last records, and the handling of an
+            notify: called with the events after the iterator was left: the last records, and the handling of an
                 exception before it propagates.
         """
         try:
-            with self._terminated, valves(), self.processes.watched():
+            with self._sigterm, install_handlers(), self.processes.watched():
                 try:
                     yield
-                    if self._unraised is not None:  # the loop was left at the record of the failed step
-                        raise self._unraised
+                    if self._deferred_error is not None:  # the loop was left at the record of the failed step
+                        raise self._deferred_error
                     if not self.is_over:  # the loop was left early: the state has to be valid then, too
                         for events in (self.settle(), self._save_best()):
                             for event in events:
-                                tell(event)
-                        self._leave()
+                                notify(event)
+                        self._store_position()
                         self.is_over = True
-                        if self._is_begun:
-                            tell(Event("train_end"))
+                        if self._is_started:
+                            notify(Event("train_end"))
                 except BaseException as error:
                     try:
-                        for event in self._end(error):
-                            tell(event)
+                        for event in self._handle_exception(error):
+                            notify(event)
                     finally:
                         self.is_over = True
-                        tell(Event("exception", error, error))
+                        notify(Event("exception", error, error))
                     raise
         finally:
             self.is_closed = True
@@ -177,72 +177,72 @@ class Session:
         """End after the current step, as if it were the last one."""
         self.is_stopped = True
 
-    def notes(self) -> Notes:
+    def metadata(self) -> RunMetadata:
         """Return the metadata of the state: the position of the data, and the states of callbacks."""
-        position = self._position() if self.left is None else self.copies.notes.position
-        return Notes(position, self.states() if self._has_resumed else self.copies.notes.callbacks)
+        position = self._position() if self.final_cursor is None else self.snapshots.metadata.position
+        return RunMetadata(position, self.callback_states() if self._has_resumed else self.snapshots.metadata.callbacks)
 
     # --- the run ---------------------------------------------------------------------------------------------------
 
     def __iter__(self) -> Iterator[Event]:
         """Yield what happens, in order; see `Event`."""
-        self._agree()
-        self._is_begun = True
+        self._check_processes()
+        self._is_started = True
         yield Event("train_begin")
-        yield Event("resume", self.copies.notes.callbacks or {})
+        yield Event("resume", self.snapshots.metadata.callbacks or {})
         self._has_resumed = True
-        self.copies.leave(self.copies.notes._replace(callbacks=None))
+        self.snapshots.set_metadata(self.snapshots.metadata._replace(callbacks=None))
         if self.processes.count > 1 and in_any(self.is_stopped):
-            self._wish = _STOP
-        if self._due == self.live.step:
+            self._requested_action = _STOP
+        if self._due_step == self.store.step:
             yield from self._evaluate()
-        self.copies.keep(self.notes())
-        self.guard.begin()
+        self.snapshots.take(self.metadata())
+        self.nan_policy.begin()
         yield from self._train()
-        self._warn_of_nothing()
+        self._warn_if_no_step()
         self.is_over = True
         yield Event("train_end")
 
     def _train(self) -> Iterator[Event]:
-        is_open, step = False, self.live.step
+        is_open, step = False, self.store.step
         while not self._is_ending():
             try:
-                batch = self._terminated.waited(partial(self.feed.next, step))
-            except Ended:
+                batch = self._sigterm.wait_for_data(partial(self.cursor.next, step))
+            except TerminationRequested:
                 break
             if batch is DataEnd.RUN:
                 break
             if batch is DataEnd.EPOCH:
                 is_open = False
                 yield from self._end_epoch(step)
-                if self.feed.is_over:
+                if self.cursor.is_over:
                     break
                 continue
             if not is_open:
-                yield Event("epoch_begin", self.feed.epoch)
+                yield Event("epoch_begin", self.cursor.epoch)
                 is_open = True
             yield from self._step(step, batch)
             step += 1
         yield from self.settle()
-        is_terminated = in_any(self._terminated.has_come)  # a signal to one machine ends the run on all
+        is_terminated = in_any(self._sigterm.has_arrived)  # a signal to one machine ends the run on all
         if is_terminated:
-            self._terminated.come()
-        elif step > self._begun:
-            self._due = step
+            self._sigterm.mark_arrived()
+        elif step > self._start_step:
+            self._due_step = step
             yield from self._evaluate()
         yield from self._save(step)
         self._wait()
-        self._leave()  # last: closing an iterator may block, and the saved checkpoint is safe by then
+        self._store_position()  # last: closing an iterator may block, and the saved checkpoint is safe by then
         if is_terminated and self.processes.is_first:
-            where, kept = "not saved, without a checkpoint_dir", self.copies.checkpoints
-            if kept is not None:
-                where = f"saved there: {kept.directory}" if kept.latest_step() == step else "with nothing to save"
-            logging.getLogger("lowtide").warning("SIGTERM: stopped after step %d, %s", step, where)
+            text, manager = "not saved, without a checkpoint_dir", self.snapshots.checkpoints
+            if manager is not None:
+                text = f"saved there: {manager.directory}" if manager.latest_step() == step else "with nothing to save"
+            logging.getLogger("lowtide").warning("SIGTERM: stopped after step %d, %s", step, text)
 
     def _is_ending(self) -> bool:
         if self.processes.count == 1:
-            return self.is_stopped or self._terminated.has_come
-        return bool(self._wish)
+            return self.is_stopped or self._sigterm.has_arrived
+        return bool(self._requested_action)
 
     def _step(self, step: int, batch: Tree) -> Iterator[Event]:
         yield Event("step_begin", step)
@@ -250,9 +250,9 @@ class Session:
         if is_first:
             yield Event("preflight", self.compiled.preflight(batch))
         started = time.perf_counter()
-        self.compiled.run(batch, lambda metrics: self._pending.append(_Sent(step + 1, metrics, started)))
-        wish = _TERMINATE if self._terminated.has_come else _STOP * self.is_stopped
-        self._pending[-1] = self._pending[-1]._replace(vote=self.processes.vote(wish))
+        self.compiled.run(batch, lambda metrics: self._pending.append(_DispatchedStep(step + 1, metrics, started)))
+        action = _TERMINATE if self._sigterm.has_arrived else _STOP * self.is_stopped
+        self._pending[-1] = self._pending[-1]._replace(vote=self.processes.vote(action))
         yield from self.settle(int(not self.is_immediate))
         yield Event("step_end", step + 1)
         if self.eval_every and (step + 1) % self.eval_every == 0:
@@ -264,151 +264,154 @@ class Session:
 
     def _end_epoch(self, step: int) -> Iterator[Event]:
         yield from self.settle()
-        self.processes.agree(epoch=self.feed.epoch, steps=step)
+        self.processes.agree(epoch=self.cursor.epoch, steps=step)
         if not self.eval_every:
-            self._due = step
+            self._due_step = step
             yield from self._evaluate()
-        self.live.give_back()  # the object holds its arrays between two epochs
-        yield Event("epoch_end", self.feed.epoch - 1)
-        self.copies.keep(self.notes())  # after the hooks, which may change the model at the end of an epoch
+        self.store.give_back()  # the object holds its arrays between two epochs
+        yield Event("epoch_end", self.cursor.epoch - 1)
+        self.snapshots.take(self.metadata())  # after the hooks, which may change the model at the end of an epoch
 
-    def settle(self, keep: int = 0) -> Iterator[Event]:
-        """Read the values of all steps but the last `keep`, and restore an earlier state if they require it.
+    def settle(self, num_pending: int = 0) -> Iterator[Event]:
+        """Read the values of all steps but the last `num_pending`, and restore an earlier state if they require it.
 
         Call it before the state is used as a good one.
         """
-        # A step starts on the device once it was dispatched and the step before it has ended (see `_timed`).
-        while len(self._pending) > keep:
+        # A step starts on the device once it was dispatched and the step before it has ended (see `_make_record`).
+        while len(self._pending) > num_pending:
             sent = self._pending[0]
             # float() blocks until the device has computed the value.
             values = {name: float(value) for name, value in sent.metrics.items()}
-            self._wish = max(self._wish, int(sent.vote))
-            self.guard.see(values)
+            self._requested_action = max(self._requested_action, int(sent.vote))
+            self.nan_policy.observe(values)
             del self._pending[0]
-            record = self._timed(sent, values)
+            record = self._make_record(sent, values)
             try:
-                back = self.guard.judge(sent.step, values)
+                restored_step = self.nan_policy.check_step(sent.step, values)
             except BaseException as error:
-                self._unraised = error
-                yield self._recorded(record, error)
-                self._unraised = None
+                self._deferred_error = error
+                yield self._record_event(record, error)
+                self._deferred_error = None
                 raise
-            yield from self._gone_back(back)
-            yield self._recorded(record)  # after the rollback: callbacks see a valid state
-        if not keep:
-            yield from self._gone_back(self.guard.ask())
+            yield from self._rollback_events(restored_step)
+            yield self._record_event(record)  # after the rollback: callbacks see a valid state
+        if not num_pending:
+            yield from self._rollback_events(self.nan_policy.check_weights())
 
-    def _gone_back(self, step: int | None) -> Iterator[Event]:
+    def _rollback_events(self, step: int | None) -> Iterator[Event]:
         if step is not None:
             self._pending = []  # steps of the discarded states
             yield Event("rollback", step)
 
-    def _timed(self, sent: _Sent, values: Mapping[str, float]) -> Record:
-        begun, self._finished = max(sent.started, self._finished), time.perf_counter()
-        return {"step": sent.step, **values, "seconds": self._finished - begun}
+    def _make_record(self, sent: _DispatchedStep, values: Mapping[str, float]) -> Record:
+        start_time, self._last_finish_time = max(sent.started, self._last_finish_time), time.perf_counter()
+        return {"step": sent.step, **values, "seconds": self._last_finish_time - start_time}
 
-    def _recorded(self, record: Record, error: BaseException | None = None) -> Event:
+    def _record_event(self, record: Record, error: BaseException | None = None) -> Event:
         self.records.append(record)
         return Event("record", record, error)
 
     def _evaluate(self) -> Iterator[Event]:
-        step = self.live.step
-        if self.eval_data is None or self._evaluated_at == step or self._is_terminated():
+        step = self.store.step
+        if self.eval_data is None or self._evaluated_step == step or self._is_terminated():
             return
         yield Event("evaluate_begin")
         values = None
-        with contextlib.suppress(Ended), self.processes.leaving(lambda: self._terminated.has_come):
-            values = self.evaluate(self._terminated.batches(self.eval_data))
+        with contextlib.suppress(TerminationRequested), self.processes.leaving(lambda: self._sigterm.has_arrived):
+            values = self.evaluate(self._sigterm.batches(self.eval_data))
         if values is None or self.processes.has_left:  # the run that continues evaluates again
-            self._wish = _TERMINATE
+            self._requested_action = _TERMINATE
             return
         yield Event("evaluate_end", {**values})
         record: Record = {"step": step, **{f"eval_{name}": value for name, value in values.items()}}
-        checkpoints = self.copies.checkpoints
+        checkpoints = self.snapshots.checkpoints
         self._is_best = checkpoints is not None and checkpoints.evaluated(step, record)
-        self.live.evaluated()
-        self._evaluated_at = step  # before the hooks: an interrupt in one must not make them count it twice
-        yield self._recorded(record)
+        self.store.mark_evaluated()
+        self._evaluated_step = step  # before the hooks: an interrupt in one must not make them count it twice
+        yield self._record_event(record)
         yield from self._save_best()
 
     def _save_best(self) -> Iterator[Event]:
         is_best, self._is_best = self._is_best, False
         if is_best and self.save():
-            yield Event("checkpoint", self.live.step)
+            yield Event("checkpoint", self.store.step)
 
     def _is_terminated(self) -> bool:
         """Return whether any process has received a signal; all processes have to call this."""
-        has_come = self.processes.any(self._terminated.has_come)
-        self._wish = max(self._wish, _TERMINATE * has_come)
-        return has_come
+        has_arrived = self.processes.any(self._sigterm.has_arrived)
+        self._requested_action = max(self._requested_action, _TERMINATE * has_arrived)
+        return has_arrived
 
     def _is_due(self, step: int) -> bool:
         """Return whether the evaluation of a step is still to come."""
-        if self._evaluated_at == step or step < self._begun:
+        if self._evaluated_step == step or step < self._start_step:
             return False
-        every, last = self.eval_every, self.feed.num_steps
-        by_rule = step > self._begun and (step == last or (every is not None and step % every == 0))
-        return by_rule or step == self._due
+        every, last_step = self.eval_every, self.cursor.num_steps
+        is_scheduled = step > self._start_step and (step == last_step or (every is not None and step % every == 0))
+        return is_scheduled or step == self._due_step
 
     def _save(self, step: int) -> Iterator[Event]:
-        if self.copies.checkpoints is not None and step and self.save():
+        if self.snapshots.checkpoints is not None and step and self.save():
             yield Event("checkpoint", step)
 
     def _wait(self) -> None:
-        if self.copies.checkpoints is not None:
+        if self.snapshots.checkpoints is not None:
             self._is_waiting = True
-            self._terminated.last()
-            self.copies.checkpoints.wait()
+            self._sigterm.begin_final_wait()
+            self.snapshots.checkpoints.wait()
 
     def _position(self) -> dict[str, Any]:
         """Return the position of the data at the state's step, and whether an evaluation is due there."""
-        step = self.live.step
+        step = self.store.step
         if self.eval_data is None:
-            return self.feed.position(step)
-        seen = {"evaluated_at": step} if self._evaluated_at == step and not self.live.is_edited else {}
-        return {**self.feed.position(step), "evaluate": self._is_due(step), **seen}
+            return self.cursor.position(step)
+        evaluated = {"evaluated_at": step} if self._evaluated_step == step and not self.store.is_edited else {}
+        return {**self.cursor.position(step), "evaluate": self._is_due(step), **evaluated}
 
-    def _leave(self, error: BaseException | None = None) -> None:
+    def _store_position(self, error: BaseException | None = None) -> None:
         """Store the position of the data for a run that continues, and after an exception the states of callbacks."""
-        if self.guard.is_back:
-            self.feed.lose(self.copies.notes.position)
+        if self.nan_policy.has_rolled_back:
+            self.cursor.end_after_rollback(self.snapshots.metadata.position)
         else:
-            self.copies.leave(Notes(self._position(), None if self._has_resumed else self.copies.notes.callbacks))
-            self.feed.leave(self.live.step, self.copies.notes.position or {})
-        self.left = self.feed
-        if error is not None and self._has_resumed and not self.guard.is_back:
+            self.snapshots.set_metadata(
+                RunMetadata(self._position(), None if self._has_resumed else self.snapshots.metadata.callbacks)
+            )
+            self.cursor.end_run(self.store.step, self.snapshots.metadata.position or {})
+        self.final_cursor = self.cursor
+        if error is not None and self._has_resumed and not self.nan_policy.has_rolled_back:
             # Last: if a callback's state raises, the position of the data must not be lost.
-            self.copies.leave(self.copies.notes._replace(callbacks=self.states()))
+            self.snapshots.set_metadata(self.snapshots.metadata._replace(callbacks=self.callback_states()))
 
     # --- after an exception ----------------------------------------------------------------------------------------
 
-    def _end(self, error: BaseException) -> Iterator[Event]:
+    def _handle_exception(self, error: BaseException) -> Iterator[Event]:
         """Restore a valid state after an exception, and save it if it is worth saving."""
         self.processes.fail()
         is_alone = self.processes.count == 1  # saving and restoring need all processes, which may not come
-        yield from self._read_last(error, is_alone)
-        was_alive = self.copies.is_alive()
-        if was_alive and is_alone and not self.guard.is_back and not self.is_over:
-            self.guard.heal(error)
-        holds = self.copies.recover()
+        yield from self._read_pending(error, is_alone)
+        was_alive = self.snapshots.is_alive()
+        if was_alive and is_alone and not self.nan_policy.has_rolled_back and not self.is_over:
+            self.nan_policy.restore_finite_weights(error)
+        state_message = self.snapshots.recover()
         if not was_alive:
-            self.guard.fall_back()
+            self.nan_policy.mark_rolled_back()
         if self._has_batch and is_out_of_memory(error) and not isinstance(error, LowtideError):
-            with noted(error, "explaining it"):
+            with note_failure(error, "explaining it"):
                 error.add_note(str(self.compiled.shortage(self._batch, "in fit")))
-        error.add_note(holds)
+        error.add_note(state_message)
         if is_alone and self._is_worth_saving(error):
-            with noted(error, "the checkpoint"):
-                for event in self._save(self.live.step):
+            with note_failure(error, "the checkpoint"):
+                for event in self._save(self.store.step):
                     yield event._replace(error=error)
-        if self.guard.is_back or not self.is_over:  # else the run has left its data, and a callback may have moved on
-            with noted(error, "leaving the data"):
-                self._leave(error)
+        # Otherwise the run has left its data, and a callback may have moved on.
+        if self.nan_policy.has_rolled_back or not self.is_over:
+            with note_failure(error, "leaving the data"):
+                self._store_position(error)
         if is_alone and not (self._is_waiting and isinstance(error, KeyboardInterrupt)):  # Ctrl-C ends the waiting
-            with noted(error, "the checkpoint"):
+            with note_failure(error, "the checkpoint"):
                 self._wait()
 
-    def _read_last(self, error: BaseException, is_alone: bool) -> Iterator[Event]:
+    def _read_pending(self, error: BaseException, is_alone: bool) -> Iterator[Event]:
         """Yield the records that were not read yet, and restore an earlier state if the last step requires it."""
         pending, self._pending = self._pending, []
         events: list[Event] = []
@@ -417,18 +420,18 @@ class Session:
                 values = {name: float(value) for name, value in sent.metrics.items()}
             except Exception:  # the step failed on the device, so it has no values
                 break
-            record = self._timed(sent, values)
-            self.guard.go_back(error, sent.step, values, is_alone=is_alone)
-            events.append(self._recorded(record, error))
-        yield from events  # last: a hook that saves at a record saves a state that the guard has judged
+            record = self._make_record(sent, values)
+            self.nan_policy.handle_last_step(error, sent.step, values, is_alone=is_alone)
+            events.append(self._record_event(record, error))
+        yield from events  # last: a hook that saves at a record saves a state that `nan_policy` has checked
 
     def _is_worth_saving(self, error: BaseException) -> bool:
-        if self.guard.is_spoilt or self.guard.is_back or self.is_over:
+        if self.nan_policy.has_nonfinite_values or self.nan_policy.has_rolled_back or self.is_over:
             return False
         if isinstance(error, NonFiniteError):
-            return self.guard.has_left_out
+            return self.nan_policy.has_dropped_update
         # A bug of the script that shows in the first step: its checkpoint would be in the way of the corrected script.
-        return not isinstance(error, ConfigError) or self.live.step > self._begun + 1
+        return not isinstance(error, ConfigError) or self.store.step > self._start_step + 1
 
     # --- validation ------------------------------------------------------------------------------------------------
 
@@ -440,19 +443,19 @@ class Session:
             hint="call it after the other has returned",
         )
 
-    def refuse(self, what: str, hint: str | None = None) -> None:
+    def refuse(self, action: str, hint: str | None = None) -> None:
         """Raise while the run takes steps."""
         if not self.is_over:
             raise StateError(
-                f"{what} was called while fit takes steps",
-                expected=f"{what} between two calls of fit, or in on_train_end or on_exception",
+                f"{action} was called while fit takes steps",
+                expected=f"{action} between two calls of fit, or in on_train_end or on_exception",
                 got="a callback of steps, whose data and records would no longer be those of the state",
-                hint=hint or f"call trainer.stop() there, and {what} after fit has returned",
+                hint=hint or f"call trainer.stop() there, and {action} after fit has returned",
             )
 
-    def _refuse(self) -> None:
+    def _validate_arguments(self) -> None:
         """Raise for invalid arguments."""
-        checkpoints, eval_data = self.copies.checkpoints, self.eval_data
+        checkpoints, eval_data = self.snapshots.checkpoints, self.eval_data
         if checkpoints is not None and checkpoints.best is not None and eval_data is None:
             raise ConfigError(
                 f"best={checkpoints.best!r} needs evaluations",
@@ -460,12 +463,12 @@ class Session:
                 got="no eval_data",
                 hint="pass batches to evaluate on, and eval_every",
             )
-        for name, every in (("eval_every", self.eval_every), ("checkpoint_every", self.checkpoint_every)):
-            if every is not None and not is_count(every, 1):
+        for name, interval in (("eval_every", self.eval_every), ("checkpoint_every", self.checkpoint_every)):
+            if interval is not None and not is_count(interval, 1):
                 raise ConfigError(
                     f"{name} is no number of steps",
                     expected="1 or more, or None for never",
-                    got=every,
+                    got=interval,
                     hint=f"{name}=100",
                 )
         if eval_data is None:
@@ -473,7 +476,7 @@ class Session:
                 raise ConfigError("eval_every needs eval_data", got="no eval_data", hint="fit(..., eval_data=batches)")
             return
         refuse_arrays(eval_data)
-        if isinstance(eval_data, Iterator) and type(eval_data).__module__.split(".")[0] in _READ_ONCE:
+        if isinstance(eval_data, Iterator) and type(eval_data).__module__.split(".")[0] in _SINGLE_PASS_MODULES:
             raise DataError(
                 "eval_data gives its batches only once, and is evaluated at least twice",
                 expected="a list, a grain dataset, or an object whose __iter__ begins again",
@@ -481,23 +484,25 @@ class Session:
                 hint="list(eval_data), if its batches fit in memory",
             )
 
-    def _agree(self) -> None:
+    def _check_processes(self) -> None:
         """Raise where processes would not run the same program."""
-        kinds = [f"{path}: {leaf.dtype}{list(leaf.shape)}" for path, leaf in leaves_with_paths(self.live.state)]
-        every = {"eval_every": self.eval_every, "checkpoint_every": self.checkpoint_every}
-        if self.copies.checkpoints is not None:
-            refuse_other_folders(self.processes, self.copies.checkpoints.directory)
-        evaluates = self.eval_data is not None
-        self.processes.agree(step=self.live.step, **self.feed.ends, **every, eval_data=evaluates, state=kinds)
+        types = [f"{path}: {leaf.dtype}{list(leaf.shape)}" for path, leaf in leaves_with_paths(self.store.state)]
+        periods = {"eval_every": self.eval_every, "checkpoint_every": self.checkpoint_every}
+        if self.snapshots.checkpoints is not None:
+            refuse_other_folders(self.processes, self.snapshots.checkpoints.directory)
+        has_eval_data = self.eval_data is not None
+        self.processes.agree(
+            step=self.store.step, **self.cursor.limits, **periods, eval_data=has_eval_data, state=types
+        )
 
-    def _warn_of_nothing(self) -> None:
-        step = self.live.step
-        if step == self._begun > 0 and not (self.records or self.is_stopped or self._terminated.has_come):
+    def _warn_if_no_step(self) -> None:
+        step = self.store.step
+        if step == self._start_step > 0 and not (self.records or self.is_stopped or self._sigterm.has_arrived):
             warnings.warn(
-                f"fit took no step: the trainer is at step {step} and epoch {self.feed.epoch}\n"
+                f"fit took no step: the trainer is at step {step} and epoch {self.cursor.epoch}\n"
                 "hint: num_steps and num_epochs count from the beginning of the run, not of this fit",
                 UserWarning,
-                stacklevel=level_of_user(),
+                stacklevel=user_stacklevel(),
             )
 
 

@@ -1,7 +1,7 @@
 """Signal handling: signals are delayed while a step is dispatched, and checked between steps.
 
 Between the dispatch of a step and the assignment of its results, no variable holds a valid state. So Ctrl-C and SIGTERM
-wait until that moment has passed (`undisturbed`). SIGTERM ends a run after a step (`Terminated`).
+wait until that moment has passed (`delay_signals`). SIGTERM ends a run after a step (`SigtermMonitor`).
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ import jax
 
 T = TypeVar("T")
 
-_HELD = (signal.SIGTERM, signal.SIGINT)
+_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 """Signals in the order of their delivery: SIGINT raises, so it has to be last."""
-_handler: Callable[[int], Any] = getattr(sys.modules.get("_signal"), "getsignal", signal.getsignal)
+_get_handler: Callable[[int], Any] = getattr(sys.modules.get("_signal"), "getsignal", signal.getsignal)
 """`signal.getsignal` without its conversion to an enum member, which Python 3.11 tries even for functions."""
 
 
-def _raise(number: int) -> None:
+def _deliver_signal(number: int) -> None:
     """Deliver a signal to its handler; if that is the default handler and returns, exit.
 
     Linux drops a signal without a handler that is sent to the first process of a container, such as `exec lowtide`. The
@@ -37,92 +37,92 @@ def _raise(number: int) -> None:
         raise SystemExit(128 + number)
 
 
-class _Valve:
-    """A signal handler that forwards signals to the previous handler, or delays them while it is shut."""
+class _Handler:
+    """A signal handler that forwards signals to the previous handler, or delays them after `start_delay`."""
 
-    def __init__(self, number: int, before: Any) -> None:
-        self.number, self.before, self.is_shut, self.has_come = number, before, False, False
+    def __init__(self, number: int, previous: Any) -> None:
+        self.number, self.previous, self.is_delaying, self.has_arrived = number, previous, False, False
 
-    def shut(self) -> None:
-        self.is_shut = True
+    def start_delay(self) -> None:
+        self.is_delaying = True
 
-    def open(self) -> None:
-        self.is_shut = False
+    def stop_delay(self) -> None:
+        self.is_delaying = False
 
-    def let_through(self) -> None:
-        if self.has_come:
-            self.has_come = False
+    def deliver(self) -> None:
+        if self.has_arrived:
+            self.has_arrived = False
             signal.raise_signal(self.number)
 
     def __call__(self, number: int, frame: Any) -> None:
-        if self.is_shut:
-            self.has_come = True
-        elif callable(self.before):
-            self.before(number, frame)
-        elif self.before == signal.SIG_DFL:
+        if self.is_delaying:
+            self.has_arrived = True
+        elif callable(self.previous):
+            self.previous(number, frame)
+        elif self.previous == signal.SIG_DFL:
             signal.signal(number, signal.SIG_DFL)
-            _raise(number)
+            _deliver_signal(number)
 
 
 @contextlib.contextmanager
-def valves() -> Generator[None]:
-    """Install handlers once for the block, so that `undisturbed` needs no system calls in each step."""
-    ours: dict[int, _Valve] = {}
+def install_handlers() -> Generator[None]:
+    """Install handlers once for the block, so that `delay_signals` needs no system calls in each step."""
+    handlers: dict[int, _Handler] = {}
     if threading.current_thread() is threading.main_thread():
-        before = {number: signal.getsignal(number) for number in _HELD}
+        previous = {number: signal.getsignal(number) for number in _SIGNALS}
         # getsignal returns None for a handler that was not installed from Python; it stays.
-        ours = {number: _Valve(number, handler) for number, handler in before.items() if handler is not None}
+        handlers = {number: _Handler(number, handler) for number, handler in previous.items() if handler is not None}
     try:
-        for number, valve in ours.items():
-            signal.signal(number, valve)
+        for number, installed in handlers.items():
+            signal.signal(number, installed)
         yield
     finally:
-        for number, valve in ours.items():
-            if signal.getsignal(number) is valve:  # else other code has installed its own handler
-                signal.signal(number, valve.before)
+        for number, installed in handlers.items():
+            if signal.getsignal(number) is installed:  # else other code has installed its own handler
+                signal.signal(number, installed.previous)
 
 
-class _Shut:
-    """Context manager that shuts valves; a class rather than a generator, because every step enters it."""
+class _Delay:
+    """Context manager that delays signals; a class rather than a generator, because every step enters it."""
 
-    def __init__(self, valves: Sequence[_Valve]) -> None:
-        self._valves = valves
+    def __init__(self, handlers: Sequence[_Handler]) -> None:
+        self._handlers = handlers
 
     def __enter__(self) -> None:
         try:
-            for valve in self._valves:
-                valve.shut()
-        except BaseException:  # interrupted between two valves: nothing else would open the first one again
+            for handler in self._handlers:
+                handler.start_delay()
+        except BaseException:  # interrupted between two handlers: nothing else would end the delay of the first
             self.__exit__()
             raise
 
     def __exit__(self, *_: object) -> None:
-        for valve in self._valves:
-            valve.open()
-        for valve in self._valves:
-            valve.let_through()
+        for handler in self._handlers:
+            handler.stop_delay()
+        for handler in self._handlers:
+            handler.deliver()
 
 
-def undisturbed() -> contextlib.AbstractContextManager[None]:
+def delay_signals() -> contextlib.AbstractContextManager[None]:
     """Delay Ctrl-C and SIGTERM until the end of the block; in other threads than the main one they never arrive."""
     if threading.current_thread() is not threading.main_thread():
         return contextlib.nullcontext()
-    handlers = [_handler(number) for number in _HELD]
-    shut = [handler for handler in handlers if isinstance(handler, _Valve)]
-    return _Shut(shut) if len(shut) + handlers.count(None) == len(_HELD) else _shut_anew()
+    handlers = [_get_handler(number) for number in _SIGNALS]
+    delayable = [handler for handler in handlers if isinstance(handler, _Handler)]
+    return _Delay(delayable) if len(delayable) + handlers.count(None) == len(_SIGNALS) else _install_and_delay()
 
 
 @contextlib.contextmanager
-def _shut_anew() -> Generator[None]:
-    with valves(), undisturbed():
+def _install_and_delay() -> Generator[None]:
+    with install_handlers(), delay_signals():
         yield
 
 
-class Ended(BaseException):
+class TerminationRequested(BaseException):
     """Raised when SIGTERM arrives during the wait for data, which might never end."""
 
 
-class Terminated:
+class SigtermMonitor:
     """Context manager that records whether SIGTERM has arrived, for a check between steps.
 
     The machine is about to be taken away. So the loop ends at the next step, saves, and then delivers the signal to the
@@ -134,65 +134,65 @@ class Terminated:
     """
 
     def __init__(self, *, is_alone: bool = True) -> None:
-        self.has_come = False
-        self._is_last, self._is_common = False, False
-        self._is_alone, self._waits = is_alone, False
-        self._before: Any = None
+        self.has_arrived = False
+        self._is_final_wait, self._is_joint = False, False
+        self._is_alone, self._is_waiting = is_alone, False
+        self._previous: Any = None
 
-    def __enter__(self) -> Terminated:
+    def __enter__(self) -> SigtermMonitor:
         if threading.current_thread() is threading.main_thread():
-            self._before = signal.getsignal(signal.SIGTERM)
-            if self._before is not None:
-                signal.signal(signal.SIGTERM, self._note)
+            self._previous = signal.getsignal(signal.SIGTERM)
+            if self._previous is not None:
+                signal.signal(signal.SIGTERM, self._on_signal)
         return self
 
     def __exit__(self, kind: type[BaseException] | None = None, *_: object) -> None:
-        if kind is None and self._is_common and self._before == signal.SIG_DFL:
+        if kind is None and self._is_joint and self._previous == signal.SIG_DFL:
             with contextlib.suppress(RuntimeError):  # JAX raises when another process has gone; this one ends anyway
                 jax.distributed.shutdown()
-        self._let_through()
+        self._restore_handler()
 
-    def _let_through(self) -> None:
-        if self._before is not None:
-            signal.signal(signal.SIGTERM, self._before)
-            self._before = None
-            if self.has_come:
-                _raise(signal.SIGTERM)
+    def _restore_handler(self) -> None:
+        if self._previous is not None:
+            signal.signal(signal.SIGTERM, self._previous)
+            self._previous = None
+            if self.has_arrived:
+                _deliver_signal(signal.SIGTERM)
 
-    def come(self) -> None:
+    def mark_arrived(self) -> None:
         """Record that the signal has arrived in any process; all processes end at this step."""
-        self.has_come, self._is_common = True, not self._is_alone
+        self.has_arrived, self._is_joint = True, not self._is_alone
 
-    def last(self) -> None:
+    def begin_final_wait(self) -> None:
         """Record that the run only waits for files from now on, so that a second signal ends it."""
-        self._is_last = True
+        self._is_final_wait = True
 
-    def waited(self, wait: Callable[[], T]) -> T:
+    def wait_for_data(self, wait: Callable[[], T]) -> T:
         """Call a function that waits for data, and return its result.
 
         Raises:
-            Ended: if the signal arrives meanwhile, or has arrived before. With several processes it does not raise,
-                because one process cannot leave the others; there a second signal ends the process.
+            TerminationRequested: if the signal arrives meanwhile, or has arrived before. With several processes it does
+                not raise, because one process cannot leave the others; there a second signal ends the process.
         """
-        self._waits = True
+        self._is_waiting = True
         try:
-            if self.has_come and self._is_alone:
-                raise Ended
+            if self.has_arrived and self._is_alone:
+                raise TerminationRequested
             return wait()
         finally:
-            self._waits = False
+            self._is_waiting = False
 
     def batches(self, data: Iterable[T]) -> Iterator[T]:
-        """Yield the batches of an evaluation; each read is `waited`."""
-        iterator = self.waited(lambda: iter(data))
-        nothing: Any = object()
-        while (batch := self.waited(lambda: next(iterator, nothing))) is not nothing:
+        """Yield the batches of an evaluation; each read is `wait_for_data`."""
+        iterator = self.wait_for_data(lambda: iter(data))
+        sentinel: Any = object()
+        while (batch := self.wait_for_data(lambda: next(iterator, sentinel))) is not sentinel:
             yield batch
 
-    def _note(self, *_: object) -> None:
-        if (self._is_last or self._waits) and self.has_come:
-            self._let_through()
-        self.has_come = True
-        if self._waits and self._is_alone:
-            self._waits = False
-            raise Ended
+    def _on_signal(self, *_: object) -> None:
+        if (self._is_final_wait or self._is_waiting) and self.has_arrived:
+            self._restore_handler()
+        self.has_arrived = True
+        if self._is_waiting and self._is_alone:
+            self._is_waiting = False
+            raise TerminationRequested

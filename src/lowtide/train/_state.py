@@ -1,7 +1,7 @@
 """The arrays of a model in training, and their owner: the trainer, or the mutable object that lends them to it.
 
-`LiveState` holds the only copy on the device. Between steps a mutable object gets its arrays back, and changes made in
-it are adopted (`borrow`). While steps run, the object holds placeholders. A pytree model lends nothing.
+`TrainStateStore` holds the only copy on the device. Between steps a mutable object gets its arrays back, and changes
+made in it are adopted (`borrow`). While steps run, the object holds placeholders. A pytree model lends nothing.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ from ..core import (
 )
 from ..distributed import ShardingRules
 from ._ema import find_average
-from ._models import described
-from ._signals import undisturbed
+from ._models import describe
+from ._signals import delay_signals
 from ._step import UPDATE_HINT, TrainingStep, TrainState
 
 _MAX_STEP = 2**31 - 1
 """Largest int32, the dtype of the step in the state."""
 
 
-class LiveState:
+class TrainStateStore:
     """The state of a model in training, together with the model.
 
     Args:
@@ -62,7 +62,7 @@ class LiveState:
         *,
         on_change: Callable[[int], None] | None,
     ) -> None:
-        state, frozen = (_own if sharding is None else sharding.settle)((_arrays(state), frozen))
+        state, frozen = (_from_numpy if sharding is None else sharding.settle)((_as_arrays(state), frozen))
         self._object: ModelObject | None = model if isinstance(model, ModelObject) else None
         self._step, self._on_change = step, on_change
         self.state: TrainState = state
@@ -106,32 +106,32 @@ class LiveState:
                 hint="dataclasses.replace(trainer.state, opt_state=...); other weights go into trainer.update(model)",
             )
         refuse_consumed(state)
-        state, before = _arrays(state), self.state
-        _refuse_other_types("state", state, before)
-        if state.step is not before.step and (step := int(state.step)) != self.step:
+        state, previous = _as_arrays(state), self.state
+        _refuse_other_types("state", state, previous)
+        if state.step is not previous.step and (step := int(state.step)) != self.step:
             refuse_step()
             _check_step(step)
-        state = _settled(state, before)
+        state = _place_like(state, previous)
         _refuse_shared(state, self.frozen)
         self.state = state
-        pairs = zip(*(jax.tree.leaves((each.trainable, each.mutable)) for each in (state, before)), strict=True)
+        pairs = zip(*(jax.tree.leaves((tree.trainable, tree.mutable)) for tree in (state, previous)), strict=True)
         if any(new is not old for new, old in pairs):
             if not self._is_lent:
-                self._give()  # else `borrow` would take the old arrays in a mutable object for edits
-            self._changed()
+                self._return_arrays()  # else `borrow` would take the old arrays in a mutable object for edits
+            self._mark_changed()
 
-    def hold(self, state: TrainState) -> None:
+    def adopt(self, state: TrainState) -> None:
         """Continue with a copy of the state; a mutable object that holds its arrays gets those of the copy."""
         self.state, self.is_edited = state, False
         # `borrow` would take the old arrays in the object for edits.
         if not self._is_lent:
-            self._give()
+            self._return_arrays()
 
-    def evaluated(self) -> None:
+    def mark_evaluated(self) -> None:
         """Record that a run has evaluated the weights."""
         self.is_edited = False
 
-    def count_from(self, number: int) -> None:
+    def set_step(self, number: int) -> None:
         """Set the number of steps for which the weights were trained.
 
         Raises:
@@ -149,7 +149,7 @@ class LiveState:
         if self._object is not None and replace is None:
             raise ConfigError("update is for pytrees", hint=UPDATE_HINT)
         if replace is None:
-            self._put(*self._step.split(self._step.arranged(model)))
+            self._assign(*self._step.split(self._step.arranged(model)))
             return
         self.give_back()
         try:
@@ -159,21 +159,21 @@ class LiveState:
             self._object.give_back(combine(*self.parts))  # pyright: ignore[reportOptionalMemberAccess]
             raise
 
-    def _put(self, trainable: Tree, mutable: Tree, frozen: Tree) -> None:
+    def _assign(self, trainable: Tree, mutable: Tree, frozen: Tree) -> None:
         refuse_consumed(trainable, mutable, frozen)
-        trainable, mutable = _arrays((trainable, mutable))
+        trainable, mutable = _as_arrays((trainable, mutable))
         for name, *pair in zip(
             ("trainable", "mutable", "frozen"), (trainable, mutable, frozen), self.parts, strict=True
         ):
             _refuse_other_types(name, *pair)
         refuse_shared(trainable, mutable)
-        trainable, mutable, frozen = _settled((trainable, mutable, frozen), self.parts)
+        trainable, mutable, frozen = _place_like((trainable, mutable, frozen), self.parts)
         state = dataclasses.replace(self.state, trainable=trainable, mutable=mutable)
         _refuse_shared(state, frozen)
         self.state, self.frozen = state, frozen
-        self._changed()
+        self._mark_changed()
 
-    def _changed(self) -> None:
+    def _mark_changed(self) -> None:
         self.is_edited = True
         if self._on_change is not None:
             self._on_change(self.step)
@@ -184,13 +184,13 @@ class LiveState:
         """Adopt changed arrays of a mutable object; with `lend`, leave placeholders in it."""
         if self._object is None or self._is_lent:
             return
-        held = combine(*self.parts)
-        now = self._object.arrays()
-        if any(a is not b for a, b in zip(jax.tree.leaves(held), jax.tree.leaves(now), strict=False)):
-            self._put(*self._step.split(self._object))
-            self._object.give_back(combine(*self.parts))  # `_put` may have moved arrays; else they would look edited
+        own_arrays = combine(*self.parts)
+        object_arrays = self._object.arrays()
+        if any(a is not b for a, b in zip(jax.tree.leaves(own_arrays), jax.tree.leaves(object_arrays), strict=False)):
+            self._assign(*self._step.split(self._object))
+            self._object.give_back(combine(*self.parts))  # `_assign` may have moved arrays; else they would look edited
         if lend:
-            with undisturbed():
+            with delay_signals():
                 self._is_lent = True  # first, so that an interrupted `lend` is undone by `give_back`
                 self._object.lend(combine(self.state.trainable, self.state.mutable))
 
@@ -202,11 +202,11 @@ class LiveState:
     def give_back(self) -> None:
         """Return its arrays to a mutable object, until the next step."""
         if self._is_lent:
-            self._give()
+            self._return_arrays()
 
-    def _give(self) -> None:
+    def _return_arrays(self) -> None:
         if self._object is not None:
-            with undisturbed():
+            with delay_signals():
                 self._is_lent = False  # first: the object raises afterwards if a placeholder was overwritten
                 self._object.give_back(combine(self.state.trainable, self.state.mutable))
 
@@ -218,7 +218,7 @@ class LiveState:
         if average is None:
             raise ConfigError("there is no average", hint="Trainer(..., lt.train.ema(optax.adamw(1e-4), decay=0.999))")
         try:
-            like = jax.tree.map(lambda leaf, old: leaf.astype(old.dtype), average, self.state.trainable)
+            averages = jax.tree.map(lambda leaf, old: leaf.astype(old.dtype), average, self.state.trainable)
         except ValueError as error:
             raise ConfigError(
                 "the average is not of all that trains",
@@ -227,16 +227,16 @@ class LiveState:
                 hint="lt.train.ema(optax.multi_transform(...), decay=...)",
             ) from error
         self.borrow()
-        kept = self.state
+        trained_state = self.state
         try:
-            self.state, self._is_averaged = dataclasses.replace(kept, trainable=like), True
+            self.state, self._is_averaged = dataclasses.replace(trained_state, trainable=averages), True
             self.give_back()
             yield
         finally:
-            self.state, self._is_averaged = kept, False
-            self._give()
+            self.state, self._is_averaged = trained_state, False
+            self._return_arrays()
 
-    def later(self) -> Callable[[], tuple[Tree, Tree, Tree]]:
+    def deferred_parts(self) -> Callable[[], tuple[Tree, Tree, Tree]]:
         """Return a function that returns the current parts, and raises if `averaged` was entered or left since."""
         is_averaged = self._is_averaged
 
@@ -254,11 +254,11 @@ class LiveState:
 
     # --- validation ------------------------------------------------------------------------------------------------
 
-    def refuse_averaged(self, what: str) -> None:
+    def refuse_averaged(self, action: str) -> None:
         """Raise inside `averaged`."""
         if self._is_averaged:
             raise StateError(
-                f"{what} was called inside of averaged",
+                f"{action} was called inside of averaged",
                 expected="evaluate and predict there",
                 got="the average in the place of what trains",
                 hint="leave the with block first",
@@ -266,14 +266,14 @@ class LiveState:
 
 
 def _refuse_other_types(name: str, new: Tree, old: Tree) -> None:
-    theirs, ours = dict(leaves_with_paths(new)), dict(leaves_with_paths(old))
-    for path in {**ours, **theirs}:
-        a, b = (described(tree[path]) if path in tree else None for tree in (ours, theirs))
-        if a != b:
+    new_leaves, old_leaves = dict(leaves_with_paths(new)), dict(leaves_with_paths(old))
+    for path in {**old_leaves, **new_leaves}:
+        expected, got = (describe(tree[path]) if path in tree else None for tree in (old_leaves, new_leaves))
+        if expected != got:
             raise StructureError(
                 f"{name} leaf {path} is not what it was when the trainer was made",
-                expected=a or "no such leaf",
-                got=b or "no such leaf",
+                expected=expected or "no such leaf",
+                got=got or "no such leaf",
                 hint="the step is compiled for these shapes: make a new Trainer",
             )
     if jax.tree.structure(new) != jax.tree.structure(old):
@@ -287,10 +287,10 @@ def _refuse_other_types(name: str, new: Tree, old: Tree) -> None:
 
 def _refuse_shared(state: TrainState, frozen: Tree) -> None:
     """Raise when an array of the state also stands elsewhere, because a step consumes it."""
-    for other, *_, path in shared_leaves({"frozen": frozen, "state": state}):  # frozen paths come first
+    for first_path, *_, path in shared_leaves({"frozen": frozen, "state": state}):  # frozen paths come first
         if path.startswith("state/"):
             raise SelectionError(
-                f"{other} and {path} are the same array",
+                f"{first_path} and {path} are the same array",
                 expected="an array of its own at each path of the state, because each is donated to the step",
                 hint="jnp.array(leaf, copy=True)",
             )
@@ -303,12 +303,12 @@ def _check_step(number: Any) -> None:
         )
 
 
-def _arrays(tree: Tree) -> Tree:
+def _as_arrays(tree: Tree) -> Tree:
     """Convert Python numbers to arrays, because a step can consume only arrays."""
     return jax.tree.map(lambda x: x if hasattr(x, "dtype") else jnp.asarray(x), tree)
 
 
-def _own(tree: Tree) -> Tree:
+def _from_numpy(tree: Tree) -> Tree:
     """Convert NumPy arrays to JAX arrays.
 
     Every step would copy a NumPy array to the device, and it has no shards, of which copies are made.
@@ -316,6 +316,6 @@ def _own(tree: Tree) -> Tree:
     return jax.tree.map(lambda x: jnp.array(x) if isinstance(x, np.ndarray | np.generic) else x, tree)
 
 
-def _settled(tree: Tree, like: Tree) -> Tree:
+def _place_like(tree: Tree, like: Tree) -> Tree:
     """Move arrays to the devices and the memory of those in `like`."""
     return jax.tree.map(lambda x, old: put(x, old.sharding) if hasattr(old, "sharding") else x, tree, like)

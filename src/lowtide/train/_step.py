@@ -36,9 +36,9 @@ from ..core import (
 from ..offload import LayerwiseState, LayerwiseStep, state_shardings
 from ..optim import with_shardings
 from ._ema import with_inner
-from ._models import Pytree, keywords, parse_loss, sides, with_sides
+from ._models import Pytree, accepted_keywords, outer_and_layers, parse_loss, with_outer_and_layers
 from ._precision import Precision
-from ._rates import recorded_rate
+from ._rates import learning_rate_metric
 
 LossFn = Callable[..., Any]
 
@@ -69,7 +69,7 @@ class TrainState:
     """Leaves that the model itself changes: batch statistics, counters of random numbers; `None` elsewhere."""
 
 
-def spread(leaf: Any) -> Any:
+def multi_device_sharding(leaf: Any) -> Any:
     """Return the sharding of an array on several devices, else None."""
     sharding = getattr(leaf, "sharding", None)
     return sharding if sharding is not None and len(sharding.device_set) > 1 else None
@@ -121,13 +121,13 @@ class TrainingStep(Protocol):
         ...
 
 
-_OF_OPTIMIZER = (
+_OPTIMIZER_NOTE = (
     "raised by the optimizer, whose update gets the gradients, its state, what trains and value=loss: one that calls "
     "the loss function itself (optax.lbfgs, sophia), or wants other parameters (optax.lookahead's), needs another loop"
 )
 
 
-def flat(step: TrainingStep) -> Callable[..., tuple[Tree, Tree, Tree, Any, dict[str, Any]]]:
+def flat_step(step: TrainingStep) -> Callable[..., tuple[Tree, Tree, Tree, Any, dict[str, Any]]]:
     """Return the step as a function of `STEP_ARGUMENTS`, which returns the new values of the first four and metrics.
 
     Raises:
@@ -190,11 +190,11 @@ class WholeStep:
         self.source: Any = model if isinstance(model, ModelObject) else Pytree(model)
         self._loss_fn, self._tx, self._wrt, self._mutable = loss_fn, tx, wrt, mutable
         self._num_microbatches, self._seed = num_microbatches, seed
-        self._divide, self._mesh = divide, mesh
+        self._shard, self._mesh = divide, mesh
         self._weight = scalar_weight(weight or (lambda batch: 1))
         self._precision = Precision(compute_dtype, self.source, mutable)
         self._constrained: Callable[[Tree], Tree] = getattr(self.source, "constrained", lambda trainable: trainable)
-        self._gradients = gradients or self._differentiated
+        self._gradients = gradients or self._compute_gradients
         self._is_guarded = False
 
     def guard(self, is_guarded: bool) -> None:
@@ -203,37 +203,39 @@ class WholeStep:
 
     def with_gradients(self, gradients: Callable[[TrainState, Tree, Tree], Gradients]) -> WholeStep:
         """Return the same step with another function for its gradients."""
-        other = copy.copy(self)
-        other._gradients = gradients
-        return other
+        step = copy.copy(self)
+        step._gradients = gradients
+        return step
 
     def init(self, model: Tree) -> tuple[TrainState, Tree]:
         """See `TrainingStep`."""
         trainable, mutable, frozen = self.split(model)
         # Under jit, the optimizer's state gets its own buffers, even where init returns the parameters themselves.
-        spreads = [isinstance(spread(leaf), jax.sharding.NamedSharding) for leaf in jax.tree.leaves(trainable)]
-        is_spread = any(spreads)
-        meshes = [leaf.sharding.mesh for leaf in jax.tree.leaves(trainable)] if all(spreads) else []
+        are_sharded = [
+            isinstance(multi_device_sharding(leaf), jax.sharding.NamedSharding) for leaf in jax.tree.leaves(trainable)
+        ]
+        is_sharded = any(are_sharded)
+        meshes = [leaf.sharding.mesh for leaf in jax.tree.leaves(trainable)] if all(are_sharded) else []
         # Arrays on a mesh with explicit axes carry their sharding in their types.
         if meshes and not any(mesh.abstract_mesh.explicit_axes for mesh in meshes):
             shardings = jax.tree.map(lambda leaf: leaf.sharding, trainable)
             self._tx = with_inner(self._tx, functools.partial(with_shardings, shardings=shardings))
         count = jnp.int32(0)
-        homes = [devices(leaf) for leaf in jax.tree.leaves(trainable)]
-        is_away = not is_spread and any(home not in (None, count.devices()) for home in homes)
-        places = state_shardings(self._tx, trainable) if is_spread or is_away else None
-        opt_state = jax.jit(self._tx.init, out_shardings=places)(trainable)
-        if is_away:  # a checkpoint restores each leaf to its own device
+        device_sets = [devices(leaf) for leaf in jax.tree.leaves(trainable)]
+        is_elsewhere = not is_sharded and any(device_set not in (None, count.devices()) for device_set in device_sets)
+        out_shardings = state_shardings(self._tx, trainable) if is_sharded or is_elsewhere else None
+        opt_state = jax.jit(self._tx.init, out_shardings=out_shardings)(trainable)
+        if is_elsewhere:  # a checkpoint restores each leaf to its own device
             count = jax.device_put(count, jax.tree.leaves(trainable)[0].sharding)
         return TrainState(count, trainable, opt_state, mutable), frozen
 
     def split(self, model: Tree) -> tuple[Tree, Tree, Tree]:
         """See `TrainingStep`."""
-        rest = self.source.arrays() if self.source is model else split_static(model)[0]
-        mutable = jax.tree.map(lambda _: None, rest)
+        arrays = self.source.arrays() if self.source is model else split_static(model)[0]
+        mutable = jax.tree.map(lambda _: None, arrays)
         if self._mutable is not None:
-            mutable, rest = partition(rest, self._mutable)
-        trainable, frozen = partition(rest, self._wrt)
+            mutable, arrays = partition(arrays, self._mutable)
+        trainable, frozen = partition(arrays, self._wrt)
         check_differentiable(trainable)
         return trainable, mutable, frozen
 
@@ -241,15 +243,15 @@ class WholeStep:
         """See `TrainingStep`."""
         return model
 
-    def _differentiated(self, state: TrainState, frozen: Tree, batch: Tree) -> Gradients:
+    def _compute_gradients(self, state: TrainState, frozen: Tree, batch: Tree) -> Gradients:
         key = jax.random.fold_in(jax.random.key(self._seed), state.step)
 
         def loss_fn(trainable: Tree, batch: Tree, carry: tuple[Tree, Any]) -> tuple[Any, Any]:
-            mutable, part = carry
-            batch = self._divide(batch) if self._num_microbatches > 1 else batch
-            given = combine(trainable, mutable, frozen)
-            loss, metrics, after = self.loss(given, batch, key=jax.random.fold_in(key, part), training=True)
-            return loss, ((metrics, self._weight(batch)), (_like(mutable, after), part + 1))
+            mutable, index = carry
+            batch = self._shard(batch) if self._num_microbatches > 1 else batch
+            arrays = combine(trainable, mutable, frozen)
+            loss, metrics, after = self.loss(arrays, batch, key=jax.random.fold_in(key, index), training=True)
+            return loss, ((metrics, self._weight(batch)), (_updated_mutable(mutable, after), index + 1))
 
         grad_fn = accumulate(
             jax.value_and_grad(loss_fn, has_aux=True),
@@ -277,8 +279,8 @@ class WholeStep:
         wide = jax.tree.map(lambda g: g.astype(jnp.promote_types(g.dtype, jnp.float32)), grads)
         metrics |= {"loss": loss, "grad_norm": optax.tree.norm(wide)}
         update = optax.with_extra_args_support(self._tx).update
-        takes_value = "value" in (names := inspect.signature(update).parameters) or any(
-            names[name].kind is inspect.Parameter.VAR_KEYWORD for name in names
+        takes_value = "value" in (parameters := inspect.signature(update).parameters) or any(
+            parameters[name].kind is inspect.Parameter.VAR_KEYWORD for name in parameters
         )
 
         def advance(state: TrainState, mutable: Tree, grads: Tree, loss: Any) -> TrainState:
@@ -286,24 +288,24 @@ class WholeStep:
             try:
                 updates, opt_state = update(grads, state.opt_state, state.trainable, **extra)
             except Exception as error:
-                error.add_note(_OF_OPTIMIZER)
+                error.add_note(_OPTIMIZER_NOTE)
                 raise
             trainable = self._constrained(optax.apply_updates(state.trainable, updates))
             return TrainState(state.step, trainable, opt_state, mutable)
 
         if self._is_guarded:
             is_finite = jnp.isfinite(loss) & jnp.isfinite(metrics["grad_norm"])
-            new = _guarded(is_finite, advance, state, mutable, grads, loss)
+            new = _update_if_finite(is_finite, advance, state, mutable, grads, loss)
         else:
             new = advance(state, mutable, grads, loss)
-        metrics = recorded_rate(new.opt_state) | metrics
+        metrics = learning_rate_metric(new.opt_state) | metrics
         return dataclasses.replace(new, step=state.step + 1), metrics
 
     def loss(self, arrays: Tree, batch: Tree, *, key: Any, training: bool) -> tuple[Any, dict[str, Any], Tree]:
         """Return the loss, the metrics, and the model's arrays after the call."""
-        given = keywords(self._loss_fn, key=key, training=training)
-        fn = functools.partial(self._loss_fn, **given) if given else self._loss_fn
-        with dividing(self._divide, self._mesh):
+        kwargs = accepted_keywords(self._loss_fn, key=key, training=training)
+        fn = functools.partial(self._loss_fn, **kwargs) if kwargs else self._loss_fn
+        with dividing(self._shard, self._mesh):
             result, after = self._precision.bind(fn, training=training)(arrays, batch)
         is_declared = self._mutable is not None and isinstance(self.source, Pytree)
         loss, metrics, after = parse_loss(result, after, has_mutable=is_declared, is_training=training)
@@ -311,10 +313,10 @@ class WholeStep:
 
     def bind(self, fn: Callable[..., Any]) -> Callable[..., Any]:
         """See `TrainingStep`."""
-        run = self._precision.bind(functools.partial(fn, **keywords(fn, training=False)), training=False)
+        run = self._precision.bind(functools.partial(fn, **accepted_keywords(fn, training=False)), training=False)
 
         def bound(arrays: Tree, *args: Any) -> Any:
-            with dividing(self._divide, self._mesh):
+            with dividing(self._shard, self._mesh):
                 return self._precision.widen(run(arrays, *args)[0])
 
         return bound
@@ -324,12 +326,12 @@ class WholeStep:
         return self.source.rebuild(*parts) if isinstance(self.source, Pytree) else self.source.model
 
 
-def _like(mutable: Tree, after: Tree) -> Tree:
+def _updated_mutable(mutable: Tree, after: Tree) -> Tree:
     """Return the mutable leaves of a model after a call; raise if their types have changed."""
-    kept = jax.tree.map(
+    updated = jax.tree.map(
         lambda old, new: None if old is None else new, mutable, after, is_leaf=lambda leaf: leaf is None
     )
-    for (path, old), (_, new) in zip(leaves_with_paths(mutable), leaves_with_paths(kept), strict=True):
+    for (path, old), (_, new) in zip(leaves_with_paths(mutable), leaves_with_paths(updated), strict=True):
         if (old.shape, old.dtype) != (jnp.shape(new), jnp.result_type(new)):
             raise StructureError(
                 f"{path}: the model changes the type of its state",
@@ -337,14 +339,14 @@ def _like(mutable: Tree, after: Tree) -> Tree:
                 got=f"{jnp.result_type(new)}{list(jnp.shape(new))}",
                 hint="cast the new value to the dtype of the old one",
             )
-    return kept
+    return updated
 
 
-def _guarded(is_finite: Any, advance: Callable[..., Tree], state: Tree, *given: Any) -> Tree:
+def _update_if_finite(is_finite: Any, advance: Callable[..., Tree], state: Tree, *arguments: Any) -> Tree:
     """Return the state after an update if `is_finite`, else the old state.
 
     On a CPU, a branch runs the update or not, because XLA copies leaves to select between two states
-    (benchmarks/LOG.md). On other devices a selection costs no bytes; a branch on a GPU is said to wait for the host
+    (benchmarks/log/). On other devices a selection costs no bytes; a branch on a GPU is said to wait for the host
     (not measured). A leaf whose type changes is taken from the update in any case, and the donation check reports it.
     """
     advance = jax.jit(advance)  # traced once for all calls below
@@ -355,15 +357,15 @@ def _guarded(is_finite: Any, advance: Callable[..., Tree], state: Tree, *given: 
     def choose(new: Any, old: Any) -> Any:
         return jax.lax.select(jnp.broadcast_to(is_finite, new.shape), new, old) if is_same(new, old) else new
 
-    def selected(state: Tree, *given: Any) -> Tree:
-        return jax.tree.map(choose, advance(state, *given), state)
+    def selected(state: Tree, *arguments: Any) -> Tree:
+        return jax.tree.map(choose, advance(state, *arguments), state)
 
-    def branched(state: Tree, *given: Any) -> Tree:
-        return jax.lax.cond(is_finite, advance, lambda state, *_: state, state, *given)
+    def branched(state: Tree, *arguments: Any) -> Tree:
+        return jax.lax.cond(is_finite, advance, lambda state, *_: state, state, *arguments)
 
-    if not all(jax.tree.leaves(jax.tree.map(is_same, jax.eval_shape(advance, state, *given), state))):
-        return selected(state, *given)
-    return jax.lax.platform_dependent(state, *given, cpu=branched, default=selected)
+    if not all(jax.tree.leaves(jax.tree.map(is_same, jax.eval_shape(advance, state, *arguments), state))):
+        return selected(state, *arguments)
+    return jax.lax.platform_dependent(state, *arguments, cpu=branched, default=selected)
 
 
 class LayerStep:
@@ -382,9 +384,9 @@ class LayerStep:
     remedies = "fewer rows a batch, more num_microbatches of the layerwise step, or a larger budget"
 
     def __init__(self, model: Tree, loss_fn: LossFn, step: LayerwiseStep) -> None:
-        sides(model, "a layerwise step")
+        outer_and_layers(model, "a layerwise step")
         self._step, self._loss_fn = step, loss_fn
-        self._rest = with_sides(model, None, None)
+        self._other_fields = with_outer_and_layers(model, None, None)
 
     def guard(self, is_guarded: bool) -> None:
         """Guard the layerwise step itself; see `TrainingStep`."""
@@ -397,7 +399,7 @@ class LayerStep:
 
     def init(self, model: Tree) -> tuple[TrainState, Tree]:
         """See `TrainingStep`."""
-        state, frozen = self._step.init(*sides(model, "a layerwise step"))
+        state, frozen = self._step.init(*outer_and_layers(model, "a layerwise step"))
         return _train_state(state), frozen
 
     def split(self, model: Tree) -> NoReturn:
@@ -411,28 +413,28 @@ class LayerStep:
     def __call__(self, state: TrainState, frozen: Tree, batch: Tree) -> tuple[TrainState, dict[str, Any]]:
         """See `TrainingStep`."""
         opt, params = state.opt_state, state.trainable
-        given = LayerwiseState(
+        layerwise_state = LayerwiseState(
             state.step, **params, outer_opt=opt["outer"], layers_opt=opt["layers"], grad_norm=opt["norm"]
         )
-        after, metrics = self._step(given, frozen, batch)
-        return _train_state(after), metrics
+        new_state, metrics = self._step(layerwise_state, frozen, batch)
+        return _train_state(new_state), metrics
 
     def loss(self, arrays: Tree, batch: Tree, *, key: Any, training: bool) -> tuple[Any, dict[str, Any], Tree]:
         """Return the loss, the metrics, and the model's arrays after the call."""
         model = self.model(arrays)
         return parse_loss(
-            self._loss_fn(model, batch, **keywords(self._loss_fn, key=key, training=training)),
+            self._loss_fn(model, batch, **accepted_keywords(self._loss_fn, key=key, training=training)),
             arrays,
             has_mutable=False,
         )
 
     def bind(self, fn: Callable[..., Any]) -> Callable[..., Any]:
         """See `TrainingStep`."""
-        return lambda arrays, *args: fn(self.model(arrays), *args, **keywords(fn, training=False))
+        return lambda arrays, *args: fn(self.model(arrays), *args, **accepted_keywords(fn, training=False))
 
     def model(self, *parts: Tree) -> Tree:
         """See `TrainingStep`."""
-        return with_sides(self._rest, **combine(*parts))
+        return with_outer_and_layers(self._other_fields, **combine(*parts))
 
 
 def _train_state(state: LayerwiseState) -> TrainState:
@@ -455,14 +457,14 @@ def scalar_weight(weight: Callable[[Tree], Any]) -> Callable[[Tree], Any]:
     """
 
     def run(batch: Tree) -> Any:
-        found = weight(batch)
-        if jax.tree.structure(found) != jax.tree.structure(0) or jnp.ndim(found):
+        value = weight(batch)
+        if jax.tree.structure(value) != jax.tree.structure(0) or jnp.ndim(value):
             raise StructureError(
                 "weight does not give one number for a batch",
                 expected='a scalar, such as jnp.sum(batch["mask"])',
-                got=f"shape {list(jnp.shape(found))}" if hasattr(found, "shape") else type(found).__name__,
+                got=f"shape {list(jnp.shape(value))}" if hasattr(value, "shape") else type(value).__name__,
                 hint="sum the weights of the examples",
             )
-        return jnp.asarray(found, jnp.float32)
+        return jnp.asarray(value, jnp.float32)
 
     return run

@@ -30,23 +30,23 @@ _LEAST_BYTES = 4 * 1024
 """Smaller chunks are avoided, because TensorStore needs 0.2 ms for each."""
 
 
-def flat(state: Tree) -> dict[str, Any]:
+def flatten_state(state: Tree) -> dict[str, Any]:
     """Return the leaves that a checkpoint holds, by their names in it.
 
     Raises:
         StructureError: when two leaves have the same name.
     """
-    found: dict[str, Any] = {}
+    named_leaves: dict[str, Any] = {}
     for path, leaf in leaves_with_paths(state):
         name = _name(path)
-        if name in found:
+        if name in named_leaves:
             raise StructureError(
                 f"{path}: another leaf of the state is stored as {name!r}, too",
                 expected="tree paths that differ also where '/' is written '.'",
                 hint="rename one of the two keys",
             )
-        found[name] = leaf
-    return {name: leaf for name, leaf in found.items() if leaf.size}
+        named_leaves[name] = leaf
+    return {name: leaf for name, leaf in named_leaves.items() if leaf.size}
 
 
 def largest_leaf(state: Tree) -> int:
@@ -56,29 +56,29 @@ def largest_leaf(state: Tree) -> int:
 
 def chunking(leaf: Any) -> dict[str, Any]:
     """Return the arguments of Orbax's `SaveArgs` that decide how it splits a leaf into chunks."""
-    is_divided = leaf.ndim > 0 and leaf.size * leaf.dtype.itemsize >= _ROW_BYTES * leaf.shape[0]
-    limit, part = CHUNK_BYTES, _part_bytes(leaf)
-    while part and _divided_bytes(leaf, limit, is_divided) < min(_LEAST_BYTES, CHUNK_BYTES, part) and limit < part:
+    has_row_chunks = leaf.ndim > 0 and leaf.size * leaf.dtype.itemsize >= _ROW_BYTES * leaf.shape[0]
+    limit, total = CHUNK_BYTES, _part_bytes(leaf)
+    while total and _chunk_bytes(leaf, limit, has_row_chunks) < min(_LEAST_BYTES, CHUNK_BYTES, total) and limit < total:
         limit *= 2  # an axis of prime length is split into single elements or not at all
-    return {"chunk_byte_size": limit, "shard_axes": (0,) if is_divided else ()}
+    return {"chunk_byte_size": limit, "shard_axes": (0,) if has_row_chunks else ()}
 
 
-def _divided_bytes(leaf: Any, limit: int, is_divided: bool) -> int:
+def _chunk_bytes(leaf: Any, limit: int, has_row_chunks: bool) -> int:
     """Return the bytes of a chunk as Orbax (0.11) splits a leaf: into divisors of its lengths, longest axis first."""
-    part = _part_shape(leaf)
-    factors = [_divisors(size) for size in part]  # the last divisor of each axis is the chunk's length
-    is_cut = [own != whole for own, whole in zip(part, leaf.shape, strict=True)]  # sharded axes are split before others
-    if is_divided:
+    dims = _part_shape(leaf)
+    factors = [_divisors(size) for size in dims]  # the last divisor of each axis is the chunk's length
+    is_cut = [size != full for size, full in zip(dims, leaf.shape, strict=True)]  # sharded axes are split before others
+    if has_row_chunks:
         factors[0], is_cut[0] = [1], True
-    while (found := math.prod(own[-1] for own in factors) * leaf.dtype.itemsize) > limit:
-        long = [axis for axis, own in enumerate(factors) if len(own) > 1]
-        if not long:
+    while (num_bytes := math.prod(divisors[-1] for divisors in factors) * leaf.dtype.itemsize) > limit:
+        divisible_axes = [axis for axis, divisors in enumerate(factors) if len(divisors) > 1]
+        if not divisible_axes:
             break
-        is_cut = is_cut if any(is_cut[axis] for axis in long) else [True] * len(part)
-        axis = max((axis for axis in long if is_cut[axis]), key=lambda axis: factors[axis][-1])
+        is_cut = is_cut if any(is_cut[axis] for axis in divisible_axes) else [True] * len(dims)
+        axis = max((axis for axis in divisible_axes if is_cut[axis]), key=lambda axis: factors[axis][-1])
         factors[axis].pop()
         is_cut[axis] = True
-    return found
+    return num_bytes
 
 
 def _divisors(number: int) -> list[int]:
@@ -99,7 +99,7 @@ class CheckpointBytes:
     of the largest leaf. Otherwise training waits, and leaves are copied one after the other."""
 
 
-def under_way(state: Tree) -> int:
+def concurrent_bytes(state: Tree) -> int:
     """Return the bytes of leaves that Orbax may write at once: the largest leaf, and `CHUNK_BYTES`."""
     return largest_leaf(state) + CHUNK_BYTES
 
@@ -125,15 +125,15 @@ def checkpoint_bytes(state: Tree) -> CheckpointBytes:
         8
     """
     leaves = jax.tree.leaves(state)
-    whole = sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
-    copied = sum(_copied_bytes(leaf) for leaf in leaves)
-    longest = max((chunking(leaf)["chunk_byte_size"] for leaf in leaves), default=CHUNK_BYTES) - CHUNK_BYTES
-    written = min(2 * whole, largest_leaf(state) + 7 * CHUNK_BYTES + 2 * longest)
-    is_copied = copied <= max(_COPY_BYTES, largest_leaf(state))
-    staged = max((_part_bytes(leaf) for leaf in leaves if on_host(getattr(leaf, "sharding", None))), default=0)
+    total_bytes = sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
+    copied_bytes = sum(_copied_bytes(leaf) for leaf in leaves)
+    extra_bytes = max((chunking(leaf)["chunk_byte_size"] for leaf in leaves), default=CHUNK_BYTES) - CHUNK_BYTES
+    written_bytes = min(2 * total_bytes, largest_leaf(state) + 7 * CHUNK_BYTES + 2 * extra_bytes)
+    is_copied = copied_bytes <= max(_COPY_BYTES, largest_leaf(state))
+    staged_bytes = max((_part_bytes(leaf) for leaf in leaves if on_host(getattr(leaf, "sharding", None))), default=0)
     return CheckpointBytes(
-        saving=written + (copied if is_copied else min(copied, under_way(state))),
-        restoring=staged + min(2 * whole, 8 * CHUNK_BYTES + 3 * longest),
+        saving=written_bytes + (copied_bytes if is_copied else min(copied_bytes, concurrent_bytes(state))),
+        restoring=staged_bytes + min(2 * total_bytes, 8 * CHUNK_BYTES + 3 * extra_bytes),
         is_copied=is_copied,
     )
 
@@ -159,13 +159,13 @@ def _copied_bytes(leaf: Any) -> int:
     return len(parts) * _part_bytes(leaf)
 
 
-def unflat(values: dict[str, Any], like: Tree) -> Tree:
-    """Return the state whose leaves `flat` has named; the dictionary is empty afterwards."""
+def unflatten_state(values: dict[str, Any], like: Tree) -> Tree:
+    """Return the state whose leaves `flatten_state` has named; the dictionary is empty afterwards."""
 
-    def one(path: str, leaf: Any) -> Any:
-        return _typed(values.pop(_name(path))) if _name(path) in values else _empty(leaf)
+    def restore_leaf(path: str, leaf: Any) -> Any:
+        return _with_host_type(values.pop(_name(path))) if _name(path) in values else _empty(leaf)
 
-    return map_with_paths(one, like)
+    return map_with_paths(restore_leaf, like)
 
 
 def check_leaves(stored: Mapping[str, Any], like: Tree, step: int, directory: Path) -> None:
@@ -180,15 +180,15 @@ def check_leaves(stored: Mapping[str, Any], like: Tree, step: int, directory: Pa
     Raises:
         StructureError: when the checkpoint holds other leaves.
     """
-    found = {name: f"{meta.dtype}{list(meta.shape)}" for name, meta in stored.items()}
-    wanted = {name: f"{leaf.dtype}{list(leaf.shape)}" for name, leaf in flat(like).items()}
-    if found != wanted:
-        names = sorted({name for name, _ in set(found.items()) ^ set(wanted.items())})
+    actual = {name: f"{meta.dtype}{list(meta.shape)}" for name, meta in stored.items()}
+    expected = {name: f"{leaf.dtype}{list(leaf.shape)}" for name, leaf in flatten_state(like).items()}
+    if actual != expected:
+        names = sorted({name for name, _ in set(actual.items()) ^ set(expected.items())})
         name, others = names[0], f" (and {len(names) - 1} other leaves)" if len(names) > 1 else ""
         raise StructureError(
             f"{name}{others}: the checkpoint of step {step} is not of this model and optimizer",
-            expected=wanted.get(name, "no such leaf, in this trainer"),
-            got=found.get(name, "no such leaf, in the checkpoint"),
+            expected=expected.get(name, "no such leaf, in this trainer"),
+            got=actual.get(name, "no such leaf, in the checkpoint"),
             hint=f"resume with the model, optimizer and wrt that wrote {directory}; of a state in "
             "another format lt.optim.converted makes one of this",
         )
@@ -199,23 +199,23 @@ class Rearrangement:
 
     Args:
         saved: layer of every row of the checkpoint, -1 for padding; None for the order of the model.
-        own: the same for the state.
+        current: the same for the state.
         like: the state.
 
     Raises:
         StructureError: for a leaf of the layers without a layer axis, because then the optimizer has mixed layers.
     """
 
-    def __init__(self, saved: Sequence[int] | None, own: Sequence[int] | None, like: Tree) -> None:
+    def __init__(self, saved: Sequence[int] | None, current: Sequence[int] | None, like: Tree) -> None:
         stacked = (leaf.shape[0] for path, leaf in leaves_with_paths(like) if side_of(path) == "layers" and leaf.ndim)
         # If no layer is trainable, the state has no rows, and the other order gives their number.
-        num_rows = next(stacked, 1 + max(saved or own or ()))
-        self._own = list(range(num_rows) if own is None else own)
-        num_layers = 1 + max(self._own if saved is None else saved)
-        before = list(range(num_layers) if saved is None else saved)
-        self._num_rows, self._like = len(before), like
-        layers = [layer for layer in self._own if layer >= 0]
-        if {layer for layer in before if layer >= 0} != {*layers}:
+        num_rows = next(stacked, 1 + max(saved or current or ()))
+        self._current = list(range(num_rows) if current is None else current)
+        num_layers = 1 + max(self._current if saved is None else saved)
+        source_layers = list(range(num_layers) if saved is None else saved)
+        self._num_rows, self._like = len(source_layers), like
+        layers = [layer for layer in self._current if layer >= 0]
+        if {layer for layer in source_layers if layer >= 0} != {*layers}:
             raise StructureError(
                 "the checkpoint has another number of layers than the model",
                 expected=str(len(layers)),
@@ -223,24 +223,24 @@ class Rearrangement:
                 hint="resume with the model that wrote it",
             )
         for path, leaf in leaves_with_paths(like):
-            is_whole = leaf.size > 1 and not self._is_stacked(path, leaf)
+            is_unstacked = leaf.size > 1 and not self._is_stacked(path, leaf)
             # Weights outside `outer` and `layers`, and keys, are not known to have rows. Optimizer state that mirrors
             # weights is on one of these sides.
-            if is_whole and (side_of(path) == "layers" or (side_of(path) is None and path.startswith("opt_state"))):
+            if is_unstacked and (side_of(path) == "layers" or (side_of(path) is None and path.startswith("opt_state"))):
                 raise StructureError(
                     f"{path}: the optimizer mixes layers, which cannot be brought into another order",
-                    expected=f"a row for each layer ({len(self._own)})",
+                    expected=f"a row for each layer ({len(self._current)})",
                     got=f"{list(leaf.shape)}",
                     hint="restore it with the schedule that wrote it; a new Trainer of that trainer.model goes on with "
                     "its weights, and with new optimizer state",
                 )
         # A padding row is a copy of any layer.
-        self._rows = np.array([before.index(layer if layer >= 0 else layers[0]) for layer in self._own])
+        self._rows = np.array([source_layers.index(layer if layer >= 0 else layers[0]) for layer in self._current])
 
-    def before(self) -> Tree:
+    def source_structs(self) -> Tree:
         """Return the shapes of the checkpoint's state, with the shardings to read it with."""
 
-        def one(path: str, leaf: Any) -> Any:
+        def source_struct(path: str, leaf: Any) -> Any:
             if not self._is_stacked(path, leaf):
                 return leaf
             sharding, shape = leaf.sharding, (self._num_rows, *leaf.shape[1:])
@@ -252,24 +252,24 @@ class Rearrangement:
                     sharding = NamedSharding(sharding.mesh, spec, memory_kind=sharding.memory_kind)
             return jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=sharding)
 
-        return map_with_paths(one, self._like)
+        return map_with_paths(source_struct, self._like)
 
-    def after(self, state: Tree) -> Tree:
+    def apply(self, state: Tree) -> Tree:
         """Bring the restored state into its own order, one leaf at a time."""
-        places = dict(leaves_with_paths(self._like))
+        targets = dict(leaves_with_paths(self._like))
 
-        def one(path: str, leaf: Any) -> Any:
-            like = places[path]
+        def reorder_leaf(path: str, leaf: Any) -> Any:
+            like = targets[path]
             if not self._is_stacked(path, like):
                 return leaf
             on_device = jax.device_put(leaf, jax.memory.Space.Device)
             rows = jax.jit(lambda x: x[self._rows], out_shardings=like.sharding.with_memory_kind("device"))(on_device)
             return jax.device_put(rows, like.sharding)
 
-        return map_with_paths(one, state)
+        return map_with_paths(reorder_leaf, state)
 
     def _is_stacked(self, path: str, leaf: Any) -> bool:
-        return is_stacked(path, leaf, len(self._own))
+        return is_stacked(path, leaf, len(self._current))
 
 
 def check_base(step: int, saved: str | None, base: str) -> None:
@@ -283,21 +283,21 @@ def check_base(step: int, saved: str | None, base: str) -> None:
         )
 
 
-def check_random(step: int, saved: Mapping[str, Any] | None, own: Mapping[str, Any]) -> None:
+def check_random(step: int, saved: Mapping[str, Any] | None, current: Mapping[str, Any]) -> None:
     """Raise when the random keys of a checkpoint have another implementation than those of the state."""
-    if saved is not None and saved["keys"] != own["keys"]:
+    if saved is not None and saved["keys"] != current["keys"]:
         raise StructureError(
             f"the random keys in the checkpoint of step {step} are of another kind",
             expected=", ".join(saved["keys"]),
-            got=", ".join(own["keys"]),
+            got=", ".join(current["keys"]),
             hint="make the keys as the run began with, such as jax.random.key(0, impl=...)",
         )
 
 
-def warn_of_random(step: int, saved: Mapping[str, Any] | None, own: Mapping[str, Any]) -> None:
+def warn_of_random(step: int, saved: Mapping[str, Any] | None, current: Mapping[str, Any]) -> None:
     """Warn when JAX's settings draw other random numbers than they did until this checkpoint."""
-    before: Mapping[str, Any] = {} if saved is None else saved["settings"]
-    changed = [f"{name}={value!r}" for name, value in before.items() if own["settings"].get(name) != value]
+    saved_settings: Mapping[str, Any] = {} if saved is None else saved["settings"]
+    changed = [f"{name}={value!r}" for name, value in saved_settings.items() if current["settings"].get(name) != value]
     if changed:
         warnings.warn(
             f"the run drew its random numbers with {', '.join(changed)} until step {step}, and draws others from here "
@@ -307,7 +307,7 @@ def warn_of_random(step: int, saved: Mapping[str, Any] | None, own: Mapping[str,
         )
 
 
-def _typed(leaf: Any) -> Any:
+def _with_host_type(leaf: Any) -> Any:
     # Orbax assembles arrays from shards. JAX then keeps host memory in the sharding, but not in the type (jax 0.10.2),
     # and a program would treat the arrays as device arrays.
     return jax.device_put(leaf, jax.memory.Space.Host) if on_host(leaf.sharding) else leaf

@@ -17,13 +17,13 @@ from typing import Any
 
 from ..core import ConfigError, OutputError, check_choice, write_files
 from ._callbacks import Callback, TensorBoard, TrainerView
-from ._events import Record, level_of_user
+from ._events import Record, user_stacklevel
 
 _PACKAGES = {"tensorboard": "tensorboardX", "wandb": "wandb", "trackio": "trackio"}
 
 
 @dataclasses.dataclass(frozen=True)
-class _Open:
+class _TrackerRun:
     """An open run of a tracker, which takes values."""
 
     log: Callable[[dict[str, float], int], Any]
@@ -70,7 +70,7 @@ class Tracker(Callback):
         check_choice("unknown tracker", library, tuple(_PACKAGES), '"tensorboard" needs no account')
         self.library, self.directory, self.project = library, Path(directory), project
         self.name, self.config, self._values = name, dict(config or {}), values
-        self._run: _Open | None = None
+        self._run: _TrackerRun | None = None
         try:
             self._module: Any = importlib.import_module(_PACKAGES[library])
         except ImportError as error:
@@ -104,8 +104,8 @@ class Tracker(Callback):
         """Write the values of a record."""
         if (run := self._run) is None:
             return
-        chosen = record if self._values is None else self._values(record)
-        self._attempt(lambda: run.log({k: v for k, v in chosen.items() if k != "step"}, int(record["step"])))
+        values = record if self._values is None else self._values(record)
+        self._attempt(lambda: run.log({k: v for k, v in values.items() if k != "step"}, int(record["step"])))
 
     def on_train_end(self, trainer: TrainerView) -> None:
         """End the tracker's run."""
@@ -121,9 +121,9 @@ class Tracker(Callback):
             self._attempt(lambda: run.finish(failed))
         self._run = None
 
-    def _attempt(self, act: Callable[[], Any]) -> None:
+    def _attempt(self, action: Callable[[], Any]) -> None:
         try:
-            act()
+            action()
         except Exception as error:
             self._give_up(error)
 
@@ -133,42 +133,42 @@ class Tracker(Callback):
             f"{self.library} failed, and hears no more of this run: {type(error).__name__}: {error}\n"
             "hint: the run goes on; its records are in its own files",
             UserWarning,
-            stacklevel=level_of_user(),
+            stacklevel=user_stacklevel(),
         )
 
-    def _open(self, trainer: TrainerView) -> _Open:
+    def _open(self, trainer: TrainerView) -> _TrackerRun:
         if self.library == "tensorboard":
             return _tensorboard(trainer, self.directory)
         path = self.directory / f"tracker-{self.library}.json"
-        known = _read(path)
-        name = known.get("name") or self.name or self.directory.resolve().name
-        project = known.get("project") or self.project
+        identity = _read(path)
+        name = identity.get("name") or self.name or self.directory.resolve().name
+        project = identity.get("project") or self.project
         options: dict[str, Any] = {"project": project, "name": name, "config": self.config}
         if self.library == "wandb":
-            options |= {"id": known.get("id") or secrets.token_hex(6), "dir": str(self.directory)}
-        options["resume"] = "allow" if known or self.library == "wandb" else "never"
+            options |= {"id": identity.get("id") or secrets.token_hex(6), "dir": str(self.directory)}
+        options["resume"] = "allow" if identity or self.library == "wandb" else "never"
         self.directory.mkdir(parents=True, exist_ok=True)
         run = self._module.init(**options)
         # Trackio may have generated an unused name.
         name = getattr(run, "name", None) if self.library == "trackio" else name
-        kept = {"project": project, "name": name if isinstance(name, str) else options["name"]}
-        kept |= {"id": options["id"]} if "id" in options else {}
-        write_files(self.directory, {path.name: (json.dumps(kept) + "\n").encode()})
+        new_identity = {"project": project, "name": name if isinstance(name, str) else options["name"]}
+        new_identity |= {"id": options["id"]} if "id" in options else {}
+        write_files(self.directory, {path.name: (json.dumps(new_identity) + "\n").encode()})
 
         def finish(failed: bool) -> None:
             run.finish(**({"exit_code": int(failed)} if self.library == "wandb" else {}))
 
-        return _Open(lambda values, step: run.log(values, step=step), finish)
+        return _TrackerRun(lambda values, step: run.log(values, step=step), finish)
 
 
-def _tensorboard(trainer: TrainerView, directory: Path) -> _Open:
+def _tensorboard(trainer: TrainerView, directory: Path) -> _TrackerRun:
     board = TensorBoard(directory / "tensorboard")
     board.on_train_begin(trainer)
 
     def log(values: dict[str, float], step: int) -> None:
         board.on_record(trainer, {**values, "step": step})
 
-    return _Open(log, lambda failed: board.on_train_end(trainer))
+    return _TrackerRun(log, lambda failed: board.on_train_end(trainer))
 
 
 def _read(path: Path) -> dict[str, str]:
@@ -184,6 +184,6 @@ def _read(path: Path) -> dict[str, str]:
     warnings.warn(
         f"{path} is damaged, so the tracker begins another run: {values}\nhint: remove the file",
         UserWarning,
-        stacklevel=level_of_user(),
+        stacklevel=user_stacklevel(),
     )
     return {}

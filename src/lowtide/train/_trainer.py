@@ -22,17 +22,17 @@ from ..distributed import Processes, ShardingRules
 from ..memory import MemoryReport, Target
 from ..offload import LayerwiseStep
 from ..pipeline import Pipeline, Schedule, StageReport
-from ._arguments import choose_step, hints_at
+from ._arguments import add_hints, choose_step
 from ._callbacks import Callback, Listeners, as_callbacks
 from ._compiled import CompiledStep, parse_budget
-from ._data import Feed, StepData
+from ._data import DataCursor, StepData
 from ._evaluation import Evaluation, join
 from ._events import Event, Record
-from ._finite import Guard, OnNan
-from ._recovery import Copies, needs_checkpoints, open_checkpoints
+from ._finite import NonFinitePolicy, OnNan
+from ._recovery import Snapshots, open_checkpoints, require_checkpoints
 from ._run import FitOptions, Run, refuse_unknown
 from ._session import Session
-from ._state import LiveState
+from ._state import TrainStateStore
 from ._step import LossFn, TrainState
 
 
@@ -130,11 +130,11 @@ class Trainer:
         sharding: ShardingRules | None = None,
         pipeline: Schedule | Pipeline | None = None,
     ) -> None:
-        chosen = choose_step(
+        selected = choose_step(
             model, loss_fn, tx, wrt, mutable, num_microbatches, weight, compute_dtype, seed, sharding, pipeline
         )
-        step, weight, sharding, num_microbatches = chosen
-        model, state, frozen, self.is_guarded = chosen.begin(model, on_nan)
+        step, weight, sharding, num_microbatches = selected
+        model, state, frozen, self.is_guarded = selected.initialize(model, on_nan)
         """Whether a step drops its update when loss or gradients are not finite."""
         self.checkpoints = open_checkpoints(checkpoint_dir, state, on_nan, rollback, max_to_keep, best, best_mode)
         """The checkpoints, or None."""
@@ -146,15 +146,17 @@ class Trainer:
         """Policy for a loss or gradients that are not finite."""
         self.history: list[Record] = []
         """Records of the last `fit`, also of one that raised."""
-        changed = None if self.checkpoints is None else self.checkpoints.changed
-        self._live = live = LiveState(model, step, state, frozen, sharding, on_change=changed)
-        self._copies = Copies(live, step.arrangement, self.checkpoints, self.processes, rollback=rollback)
-        self._compiled = CompiledStep(step, live, sharding, self.processes, num_microbatches, lambda: self.budget_bytes)
+        on_change = None if self.checkpoints is None else self.checkpoints.changed
+        self._store = store = TrainStateStore(model, step, state, frozen, sharding, on_change=on_change)
+        self._snapshots = Snapshots(store, step.arrangement, self.checkpoints, self.processes, rollback=rollback)
+        self._compiled = CompiledStep(
+            step, store, sharding, self.processes, num_microbatches, lambda: self.budget_bytes
+        )
         self._evaluation = Evaluation(step, weight, seed, self._compiled, self.processes, sharding, model)
         self.budget_bytes = parse_budget(budget)
         """Bytes that a step may use on a device; None for all bytes of the device."""
-        self._running: tuple[Session, Run] | None = None  # the running `fit`, or briefly one that has just ended
-        self._left: Feed | None = None  # data of the last `fit`, for another `fit` with the same iterator
+        self._current_run: tuple[Session, Run] | None = None  # the running `fit`, or briefly one that has just ended
+        self._last_cursor: DataCursor | None = None  # data of the last `fit`, for another `fit` with the same iterator
         self._is_stopped = False
 
     @property
@@ -168,17 +170,17 @@ class Trainer:
                 steps.
             ConfigError: for a step that is not a valid number of steps.
         """
-        return self._live.state
+        return self._store.state
 
     @state.setter
     def state(self, state: TrainState) -> None:
         hint = "dataclasses.replace(state, step=trainer.state.step)"
-        self._live.replace(state, lambda: self._refuse_running("setting a state of another step", hint))
+        self._store.replace(state, lambda: self._refuse_running("setting a state of another step", hint))
 
     @property
     def frozen(self) -> Tree:
         """Leaves that no step changes."""
-        return self._live.frozen
+        return self._store.frozen
 
     @property
     def model(self) -> Any:
@@ -186,7 +188,7 @@ class Trainer:
 
         A mutable object gets its arrays back; the next step starts from the changes made in it.
         """
-        return self._live.model
+        return self._store.model
 
     @property
     def step(self) -> int:
@@ -195,12 +197,12 @@ class Trainer:
         May be set between two calls of `fit`, for weights that were trained elsewhere: data by step number, random keys
         and records continue from there. The optimizer's own count, which schedules use, is in its state and unchanged.
         """
-        return self._live.step
+        return self._store.step
 
     @step.setter
     def step(self, number: int) -> None:
         self._refuse_running("setting step")
-        self._live.count_from(number)
+        self._store.set_step(number)
 
     def update(self, model: Tree) -> None:
         """Replace the weights by those of another pytree or Equinox module with the structure of the model.
@@ -213,7 +215,7 @@ class Trainer:
             ConfigError: for a mutable object, which is to be changed itself.
             StateError: inside of `averaged`, or for arrays that were consumed.
         """
-        self._live.update(model)
+        self._store.update(model)
 
     def averaged(self) -> AbstractContextManager[None]:
         """Replace the trainable leaves by the running average of `lowtide.train.ema`, inside a ``with`` block.
@@ -224,7 +226,7 @@ class Trainer:
             ConfigError: when the optimizer keeps no average.
             StateError: inside of another `averaged`.
         """
-        return self._live.averaged()
+        return self._store.averaged()
 
     def wait(self) -> None:
         """Wait until the device has finished all steps."""
@@ -233,12 +235,12 @@ class Trainer:
     @property
     def position(self) -> Mapping[str, Any] | None:
         """Position of the run's data iterator, as its last checkpoint or `fit` left it."""
-        return self._copies.notes.position
+        return self._snapshots.metadata.position
 
     @property
     def has_eval_data(self) -> bool:
         """Whether the `fit` that is running evaluates."""
-        return (running := self._in_fit()) is not None and running[0].eval_data is not None
+        return (running := self._active_run()) is not None and running[0].eval_data is not None
 
     @property
     def stages(self) -> StageReport | None:
@@ -299,21 +301,21 @@ class Trainer:
             DonationError, OutOfMemoryError: as `fit`.
             StateError: in a callback of `fit`, or inside of `averaged`.
         """
-        self._live.refuse_averaged("advance")
+        self._store.refuse_averaged("advance")
         self._refuse_running("advance")
         return self._compiled.run(batch)
 
     def stop(self) -> None:
         """End `fit` after the current step, as if it were the last one; without a running `fit` do nothing."""
-        if (running := self._in_fit()) is not None:
+        if (running := self._active_run()) is not None:
             running[0].stop()
 
     @property
     def is_stopped(self) -> bool:
         """Whether `stop` was called in this run."""
-        return self._is_stopped if (running := self._in_fit()) is None else running[0].is_stopped
+        return self._is_stopped if (running := self._active_run()) is None else running[0].is_stopped
 
-    @hints_at(epochs="num_epochs", steps_per_epoch="num_steps in all", validation_data="eval_data", verbose="progress")
+    @add_hints(epochs="num_epochs", steps_per_epoch="num_steps in all", validation_data="eval_data", verbose="progress")
     def fit(
         self,
         data: StepData | Iterable[Tree],
@@ -414,25 +416,25 @@ class Trainer:
         eval_data, checkpoint_every = options.get("eval_data"), options.get("checkpoint_every")
         with self.processes.watched():  # if this process raises, the others do not wait for it
             if checkpoint_every is not None:
-                needs_checkpoints(self.checkpoints, "checkpoint_every")
-            self._live.refuse_averaged("fit")
+                require_checkpoints(self.checkpoints, "checkpoint_every")
+            self._store.refuse_averaged("fit")
             callbacks = as_callbacks(options.get("callbacks", ()))
-            self._live.refresh()
-            if (running := self._in_fit()) is not None:
+            self._store.refresh()
+            if (running := self._active_run()) is not None:
                 running[0].refuse_another()
-            if self._running is not None:  # an interrupt arrived before `_put_away`
-                self._put_away(*self._running)
+            if self._current_run is not None:  # an interrupt arrived before `_finish_run`
+                self._finish_run(*self._current_run)
             session = Session(
-                live=self._live,
+                store=self._store,
                 compiled=self._compiled,
-                copies=self._copies,
+                snapshots=self._snapshots,
                 processes=self.processes,
-                guard=Guard(self._live, self._copies, self.on_nan, is_guarded=self.is_guarded),
-                feed=(feed := Feed(data, options.get("num_steps"), options.get("num_epochs"))),
-                before=self._left,
+                nan_policy=NonFinitePolicy(self._store, self._snapshots, self.on_nan, is_guarded=self.is_guarded),
+                cursor=(cursor := DataCursor(data, options.get("num_steps"), options.get("num_epochs"))),
+                previous=self._last_cursor,
                 evaluate=lambda batches: self.evaluate(batches),
                 save=lambda: self.save(),
-                states=lambda: listeners.states(),
+                callback_states=lambda: listeners.states(),
                 is_immediate=any(callback.is_immediate for callback in callbacks),
                 eval_data=eval_data,
                 eval_every=options.get("eval_every"),
@@ -441,23 +443,23 @@ class Trainer:
             if options.get("progress") and self.processes.is_first:
                 from ._progress import Progress  # takes a moment; `import lowtide` does not need it
 
-                callbacks = (Progress(feed.num_steps), *callbacks)
+                callbacks = (Progress(cursor.num_steps), *callbacks)
             listeners = Listeners(self, callbacks, options.get("on_record"))
             self._is_stopped, self.history = False, session.records
             run = Run(session, listeners)
             try:
-                self._running = session, run
-                with session.running(listeners.tell):
+                self._current_run = session, run
+                with session.running(listeners.notify):
                     yield run
             finally:
-                self._put_away(session, run)
+                self._finish_run(session, run)
 
-    def _put_away(self, session: Session, run: Run) -> None:
+    def _finish_run(self, session: Session, run: Run) -> None:
         """Keep the parts of an ended run that the next one needs."""
         run.close()
-        self._is_stopped, self._left = session.is_stopped, session.left or self._left
-        self._running = None
-        self._live.give_back()
+        self._is_stopped, self._last_cursor = session.is_stopped, session.final_cursor or self._last_cursor
+        self._current_run = None
+        self._store.give_back()
 
     def save(self) -> bool:
         """Start to write a checkpoint of the state; in a callback also of the position of `fit` in its data.
@@ -470,14 +472,14 @@ class Trainer:
             ConfigError: without a `checkpoint_dir`.
             StateError: inside of `averaged`.
         """
-        needs_checkpoints(self.checkpoints, "save")
-        self._live.refuse_averaged("save")
-        self._live.borrow(lend=False)  # includes changes made in a mutable object
-        if (running := self._in_fit()) is None:
-            return self._copies.save(self._copies.notes)
+        require_checkpoints(self.checkpoints, "save")
+        self._store.refuse_averaged("save")
+        self._store.borrow(lend=False)  # includes changes made in a mutable object
+        if (running := self._active_run()) is None:
+            return self._snapshots.save(self._snapshots.metadata)
         session, run = running
         run.settle()  # restores an earlier state if the last steps made it non-finite
-        return self._copies.save(session.notes())
+        return self._snapshots.save(session.metadata())
 
     def restore(self, *, step: int | None = None, best: bool = False) -> int | None:
         """Load a checkpoint into the trainer.
@@ -503,19 +505,19 @@ class Trainer:
             device. With `rollback` the state is on the host meanwhile, in case the checkpoint cannot be read.
         """
         self._refuse_running("restore")
-        self._live.refuse_averaged("restore")
+        self._store.refuse_averaged("restore")
         with self.processes.watched():
-            return self._copies.restore(step, best=best)
+            return self._snapshots.restore(step, best=best)
 
-    def _refuse_running(self, what: str, hint: str | None = None) -> None:
-        if (running := self._in_fit()) is not None:
-            running[0].refuse(what, hint)
+    def _refuse_running(self, action: str, hint: str | None = None) -> None:
+        if (running := self._active_run()) is not None:
+            running[0].refuse(action, hint)
 
-    def _in_fit(self) -> tuple[Session, Run] | None:
+    def _active_run(self) -> tuple[Session, Run] | None:
         """Return the session and the run of a `fit` that has not ended, or None."""
-        return None if self._running is None or self._running[0].is_closed else self._running
+        return None if self._current_run is None or self._current_run[0].is_closed else self._current_run
 
-    @hints_at()
+    @add_hints()
     def evaluate(self, data: Iterable[Tree], *, callbacks: Sequence[Callback] = ()) -> dict[str, float]:
         """Return the mean loss and metrics over batches, weighted by `weight`; the state stays unchanged.
 
@@ -530,11 +532,11 @@ class Trainer:
             ConfigError: when there is no batch.
         """
         listeners = Listeners(self, as_callbacks(callbacks))
-        self._live.refresh()
-        listeners.tell(Event("evaluate_begin"))
+        self._store.refresh()
+        listeners.notify(Event("evaluate_begin"))
         with self.processes.watched():
-            means = self._evaluation.means(self._live.parts, self.state.step, data)
-        listeners.tell(Event("evaluate_end", {**means}))
+            means = self._evaluation.means(self._store.parts, self.state.step, data)
+        listeners.notify(Event("evaluate_end", {**means}))
         return means
 
     def predict_batches(self, data: Iterable[Tree], fn: Callable[..., Any] | None = None) -> Iterator[Any]:
@@ -554,10 +556,10 @@ class Trainer:
         Memory:
             The outputs of two batches on the device.
         """
-        self._live.refresh()
-        return self._evaluation.outputs(self._live.later(), data, fn)
+        self._store.refresh()
+        return self._evaluation.outputs(self._store.deferred_parts(), data, fn)
 
-    @hints_at()
+    @add_hints()
     def predict(
         self, data: Iterable[Tree], fn: Callable[..., Any] | None = None, *, callbacks: Sequence[Callback] = ()
     ) -> Any:
@@ -580,8 +582,8 @@ class Trainer:
             The outputs of two batches on the device, all outputs on the host.
         """
         listeners = Listeners(self, as_callbacks(callbacks))
-        listeners.tell(Event("predict_begin"))
+        listeners.notify(Event("predict_begin"))
         with self.processes.watched():
             joined = join(list(self.predict_batches(data, fn)))
-        listeners.tell(Event("predict_end"))
+        listeners.notify(Event("predict_end"))
         return joined

@@ -48,23 +48,23 @@ def example_weights(
         https://keras.io/api/models/model_training_apis/#fit-method, ``class_weight`` and ``sample_weight``.
     """
     numpy: Any = jnp if any(isinstance(leaf, jax.Array) for leaf in (labels, sample_weight)) else np
-    classes, values = _table(class_weight)
-    ids = _ids(numpy.asarray(labels), numpy)
-    at = numpy.clip(numpy.searchsorted(classes, ids), 0, len(classes) - 1)
-    is_named = numpy.asarray(classes)[at] == ids
-    if not isinstance(class_weight, Mapping) and numpy is np and not is_named.all():
+    classes, values = _class_table(class_weight)
+    ids = _class_ids(numpy.asarray(labels), numpy)
+    index = numpy.clip(numpy.searchsorted(classes, ids), 0, len(classes) - 1)
+    has_weight = numpy.asarray(classes)[index] == ids
+    if not isinstance(class_weight, Mapping) and numpy is np and not has_weight.all():
         raise DataError(
             "a label is none of the classes that have a weight",
             expected=f"0 to {len(classes) - 1}",
-            got=ids[~is_named].flat[0],
+            got=ids[~has_weight].flat[0],
             hint="give more weights, or a dictionary, whose other classes weigh 1",
         )
-    other = 1.0 if isinstance(class_weight, Mapping) else np.nan
-    found = numpy.where(is_named, numpy.asarray(values)[at], numpy.float32(other))
-    return found if sample_weight is None else found * _checked(numpy.asarray(sample_weight), ids.shape, numpy)
+    default_weight = 1.0 if isinstance(class_weight, Mapping) else np.nan
+    weights = numpy.where(has_weight, numpy.asarray(values)[index], numpy.float32(default_weight))
+    return weights if sample_weight is None else weights * _validate(numpy.asarray(sample_weight), ids.shape, numpy)
 
 
-def _table(class_weight: Mapping[int, float] | Sequence[float]) -> tuple[np.ndarray, np.ndarray]:
+def _class_table(class_weight: Mapping[int, float] | Sequence[float]) -> tuple[np.ndarray, np.ndarray]:
     """Return the classes in ascending order, and their weights."""
     is_mapping = isinstance(class_weight, Mapping)
     try:
@@ -85,7 +85,7 @@ def _table(class_weight: Mapping[int, float] | Sequence[float]) -> tuple[np.ndar
     return classes[order], values[order]
 
 
-def _ids(labels: Any, numpy: Any) -> Any:
+def _class_ids(labels: Any, numpy: Any) -> Any:
     """Return the class of each label."""
     if not jnp.issubdtype(labels.dtype, jnp.floating):
         return labels.astype(np.int32)
@@ -94,7 +94,7 @@ def _ids(labels: Any, numpy: Any) -> Any:
     return numpy.round(labels[..., 0] if labels.ndim > 1 else labels).astype(np.int32)
 
 
-def _checked(sample_weight: Any, shape: tuple[int, ...], numpy: Any) -> Any:
+def _validate(sample_weight: Any, shape: tuple[int, ...], numpy: Any) -> Any:
     if sample_weight.shape != shape:
         raise StructureError(
             "sample_weight is not of the labels' shape",
