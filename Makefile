@@ -1,4 +1,4 @@
-# Every target creates and updates its virtual environment by itself; `make` alone lists the targets.
+# Every target creates and updates the virtual environment that it needs; `make` without a target lists the targets.
 VENV ?= .venv
 PYTHON ?= python3
 ARGS ?=
@@ -7,11 +7,12 @@ PYTEST_ARGS ?=
 SHELL := bash
 
 BIN := $(VENV)/bin
-# The versions that fit the Python: JAX 0.11 and newer need Python 3.12.
+# Versions that fit the installed Python: JAX 0.11 and newer need Python 3.12.
 CONSTRAINTS ?= $(shell $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) -c \
 	'import sys; print("constraints/oldest.txt" if sys.version_info < (3, 12) else "constraints/newest.txt")')
-# Without --no-compile pip would compile every module of every package; Python compiles those it imports anyway, and
-# keeps them: a process that may not starts JAX in three seconds instead of one, and tests start hundreds of them.
+# Without --no-compile, pip compiles every module of every package. Python compiles the modules that it imports anyway,
+# and caches them. Without that cache a process starts JAX in three seconds instead of one, and tests start hundreds of
+# processes.
 unexport PYTHONDONTWRITEBYTECODE
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile --constraint $(CONSTRAINTS)
 
@@ -26,21 +27,21 @@ finetune: $(VENV)/.installed-run ## Tune the embedded model with LoRA; ARGS="--s
 
 test: lint pytest ## Lint, check types and layers, and run the fast tests. Aim: ten minutes.
 
-# Tests that run anywhere; the others need other libraries, a GPU, or half an hour.
+# Tests that run on any machine; the others need other libraries, a GPU, or half an hour.
 LOCAL := not peers and not gpu and not rehearsal
-# A sentinel is a slow test that stands for others of its kind.
+# A sentinel is a slow test that represents others of its kind.
 FAST := $(LOCAL) and (sentinel or not slow)
-# In `make test-all` some tests of numbers, and the examples of docstrings, run as users compile them.
+# `make test-all` runs these numeric tests, and the docstring examples, with the compiler options that users have.
 OPTIMIZED := tests/core/test_grad.py tests/core/test_accumulate.py tests/losses tests/adapters/test_lora.py \
 	tests/models/test_llama.py tests/test_project.py
 LOGS := build/logs
 PYTEST := $(BIN)/python -m pytest --dist worksteal --durations=10
 
-# Two lanes at the same time: tests that compute, and tests that mostly wait for processes of their own.
-# Status 5, no tests, is no failure with PYTEST_ARGS: "-k units" may choose tests of one lane alone. Without them it is
-# one, since xdist ends so where its workers end while they import.
-# The second lane collects the files of its tests alone, where nothing else names files: each of its workers would spend
-# eight seconds on all files and two on these.
+# Two lanes run at the same time: tests that compute, and tests that mostly wait for processes that they start.
+# With PYTEST_ARGS, pytest's status 5 (no tests) is no failure, because "-k units" may select tests of one lane only.
+# Without PYTEST_ARGS it is a failure, because xdist also ends with 5 when its workers die during import.
+# Unless PYTEST_ARGS is set, the second lane collects only the files that contain its tests. Each of its workers would
+# spend eight seconds on collecting all files, and needs two for these.
 # $(1): marker expression, $(2): more arguments, $(3): name of the logs, $(4): files of the second lane
 PROCESS_FILES = $(shell grep --recursive --files-with-matches --word-regexp --include='test_*.py' processes tests)
 define lanes
@@ -57,15 +58,15 @@ pytest: $(VENV)/.installed-dev ## Run the fast tests alone.
 
 SELECTION ?= build/selection.txt
 
-# What .ci/run adds to `make test`; scripts/ci.py says how the tests are chosen.
+# The tests that .ci/run adds to `make test`; scripts/ci.py documents the selection.
 selected: $(VENV)/.installed-dev
 	@mkdir -p $(dir $(SELECTION))
 	$(BIN)/python scripts/ci.py select --output $(SELECTION)
 	$(call lanes,$(LOCAL),@$(SELECTION),selected)
 	$(BIN)/python scripts/ci.py ran $(SELECTION) $(LOGS)/selected.log $(LOGS)/selected-processes.log
 
-# Pages are run, not rewritten, and recordings change only where a peer answers otherwise, so that the commit which
-# passed is the one that .ci/verified names.
+# Pages are run but not rewritten, and recordings change only if a peer's answer changes. So .ci/verified names exactly
+# the commit that passed.
 test-all: $(VENV)/.installed-peers $(VENV)/.installed-docs ## Run everything, peers, Ray and all pages included; writes .ci/verified when it passes.
 	@[ -z '$(PYTEST_ARGS)' ] || { echo "test-all runs all tests: leave PYTEST_ARGS out" >&2; exit 1; }
 	$(BIN)/python scripts/ci.py clean
@@ -95,12 +96,12 @@ format: $(VENV)/.installed-dev ## Let ruff rewrite what it can.
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-# Pages hold the outputs of their code. make docs runs stale pages, with ALL=1 every page, with CACHED=1 none.
+# Pages contain the outputs of their code. `make docs` runs stale pages, with ALL=1 every page, with CACHED=1 none.
 docs: $(VENV)/.installed-docs ## Run stale pages, build site/; ALL=1 runs all pages, CACHED=1 none.
 	$(BIN)/python scripts/docs_outputs.py $(if $(CACHED),--check,$(if $(ALL),--all))
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
-# Ray by itself: its clusters find each other on a machine, and its patience does not grow with what runs beside it.
+# Ray runs alone: its clusters find each other on a machine, and its timeouts do not allow for a busy machine.
 RAY := tests/integration/test_ray.py
 
 peers: $(VENV)/.installed-peers ## Ask torch, transformers and PEFT anew and compare with the recordings; train on Ray.
@@ -133,7 +134,7 @@ $(BIN)/python:
 		{ echo "Lowtide needs Python 3.11 or newer; choose one with: make PYTHON=python3.12 ..." >&2; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 
-# One stamp a purpose, so that `make finetune` installs no development tools and a second call installs nothing.
+# One stamp file per purpose: `make finetune` installs no development tools, and a second call installs nothing.
 $(VENV)/.installed-run: pyproject.toml constraints/oldest.txt constraints/newest.txt | $(BIN)/python
 	@echo "Installing Lowtide into $(VENV) ..."
 	$(INSTALL) --editable .

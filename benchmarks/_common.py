@@ -1,4 +1,4 @@
-"""What the benchmarks share: the header of a raw result, and shapes placed for a target."""
+"""Shared code of the benchmarks: the header of a raw result, and shapes placed for a target."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from lowtide.memory import versions
 ROOT = Path(__file__).resolve().parent
 MIB = 2**20
 MEASURED = ("src/lowtide", "benchmarks/*.py")
-"""What decides the figures, as Git names it."""
+"""Paths whose uncommitted changes affect the figures, as Git path specifications."""
 
 
 def header(command: str) -> dict[str, Any]:
-    """Versions, commit and date: what a figure needs to be compared later."""
+    """Return versions, commit and date, which later comparisons of a figure need."""
     return {
         "command": command,
         "date": datetime.datetime.now(tz=datetime.UTC).date().isoformat(),
@@ -37,7 +37,7 @@ def write(path: Path, content: dict[str, Any]) -> None:
 
 
 def mib(num_bytes: int | None) -> str:
-    """Bytes in MiB with two decimals, the unit of the published figures."""
+    """Format bytes in MiB with two decimals, the unit of the published figures."""
     return "-" if num_bytes is None else f"{num_bytes / MIB:,.2f}"
 
 

@@ -1,8 +1,8 @@
-"""What the GPU parts share about decoders: Llama shapes, random weights that exist once, batches, values to compare.
+"""Decoders for the GPU parts: Llama shapes, random weights in one copy, batches, and values for comparisons.
 
-Weights are drawn on the host, a leaf at a time, and put where they belong: a device never holds more than it is to
-hold, so that its allocator's peak is the step's own. Values of one case are kept in a scratch folder for the case that
-is compared with it, since every case is a process of its own.
+Weights are drawn on the host, one leaf at a time, and placed where they belong. A device never holds more than its
+share, so the allocator's peak is that of the step. Every case runs in a separate process, so a case keeps its values in
+a scratch folder for the case that is compared with it.
 """
 
 from __future__ import annotations
@@ -48,24 +48,24 @@ LLAMA_8B = dataclasses.replace(
     LLAMA_1B, hidden_size=4096, intermediate_size=14336, num_layers=32, head_dim=128, tie_embeddings=False
 )
 SAMPLES = 4096
-"""Numbers of each entry that are compared."""
+"""Numbers of each sampled entry that are compared."""
 
 
 def toy() -> LlamaConfig:
-    """The decoder of a rehearsal, whose programs a CPU compiles in haste."""
+    """Return the decoder of a rehearsal, and make the CPU compile with few optimisations."""
     jax.config.update("jax_disable_most_optimizations", True)
     sizes = {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 128, "head_dim": 16}
     return dataclasses.replace(LLAMA_1B, **sizes, num_layers=3, num_heads=4, num_kv_heads=2)
 
 
 def num_parameters(config: LlamaConfig) -> int:
-    """Parameters of a decoder; a tied head counts once."""
+    """Return the number of parameters of a decoder; a tied head counts once."""
     model = jax.eval_shape(lambda: init(config, key=jax.random.key(0)))
     return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(model))
 
 
 def decoder(config: LlamaConfig, *, seed: int = 0, dtype: Any = "float32", on_host: str | None = None) -> Llama:
-    """A decoder with random weights that computes in bfloat16; leaves that the glob `on_host` matches are there."""
+    """Return a decoder with random weights that computes in bfloat16; leaves that match `on_host` are on the host."""
     model = jax.eval_shape(lambda: init(config, key=jax.random.key(0), compute_dtype=jnp.bfloat16))
     paths = [path for path, _ in leaves_with_paths(model)]
     leaves, treedef = jax.tree.flatten(model)
@@ -75,18 +75,19 @@ def decoder(config: LlamaConfig, *, seed: int = 0, dtype: Any = "float32", on_ho
         values = _drawn(path, leaf.shape, config, seed, jnp.dtype(dtype))
         kind = "pinned_host" if on_the_host else "device"
         made.append(jax.device_put(values, jax.sharding.SingleDeviceSharding(jax.devices()[0], memory_kind=kind)))
-        made[-1].block_until_ready()  # before the next leaf is drawn
+        made[-1].block_until_ready()  # wait, so that one leaf at a time is on the host
     return treedef.unflatten(made)
 
 
 def _drawn(path: str, shape: tuple[int, ...], config: LlamaConfig, seed: int, dtype: Any) -> np.ndarray:
-    """Normal, as `lowtide.models.init` has it; norms are one."""
+    """Draw normal values with the scale of `lowtide.models.init`; norms are one."""
     if "norm" in path:
         return np.ones(shape, dtype)
     std = 0.02 / math.sqrt(2 * config.num_layers) if "o_proj" in path or "down_proj" in path else 0.02
     values, rows = np.empty((math.prod(shape[:-1]), shape[-1]), dtype), 1024
 
     def draw(begin: int) -> None:
+        # Seeded by path and block, so that the values do not depend on the order of the threads.
         generator = np.random.default_rng((seed, zlib.crc32(path.encode()), begin))
         part = values[begin : begin + rows]
         part[...] = np.float32(std) * generator.standard_normal(part.shape, np.float32)
@@ -97,7 +98,7 @@ def _drawn(path: str, shape: tuple[int, ...], config: LlamaConfig, seed: int, dt
 
 
 def batch_of(config: LlamaConfig, rows: int, length: int, *, seed: int = 0) -> Tree:
-    """Random tokens on the device; the label of a position is the next token, and that of the last none."""
+    """Return random tokens on the device. The label of a position is the next token; the last position has no label."""
     tokens = np.random.default_rng(seed).integers(0, config.vocab_size, (rows, length), np.int32)
     labels = np.concatenate([tokens[:, 1:], np.full((rows, 1), -100, np.int32)], 1)
     return jax.device_put({"tokens": tokens, "labels": labels}, jax.devices()[0])
@@ -108,7 +109,7 @@ def batch_of(config: LlamaConfig, rows: int, length: int, *, seed: int = 0) -> T
 
 @contextlib.contextmanager
 def memory_may_run_out(row: dict[str, Any]) -> Iterator[None]:
-    """A lack of memory inside the block is a result, which is written into the row; all else is an error."""
+    """Record in the row whether the block runs out of memory; all other errors propagate."""
     row["out_of_memory"] = False
     try:
         yield
@@ -119,10 +120,11 @@ def memory_may_run_out(row: dict[str, Any]) -> Iterator[None]:
 
 
 def compiled(row: dict[str, Any], fn: Callable[..., Any], *args: Any, **options: Any) -> Any:
-    """Compile for the device at hand; the row gets what was predicted, and how long it took."""
+    """Compile for the current device, and add the predicted bytes and the compile time to the row."""
     started = time.perf_counter()
     program = jax.jit(fn, **options).lower(*args).compile()
     report = lt.memory.analyze_compiled(program)
+    # cuDNN's attention is a custom call whose name contains "fmha".
     text = program.as_text() or ""
     row |= {
         "compile_seconds": round(time.perf_counter() - started, 2),
@@ -136,13 +138,13 @@ def compiled(row: dict[str, Any], fn: Callable[..., Any], *args: Any, **options:
 
 
 def placed(found: lt.offload.Placement) -> dict[str, Any]:
-    """What `lowtide.offload.verify` counted."""
+    """Return the counts of `lowtide.offload.verify`."""
     keys = ("num_moves", "host_argument_bytes", "host_temp_bytes")
     return {"placed": {key: getattr(found, key) for key in keys}}
 
 
 def verified(program: Any, num_bytes: int) -> dict[str, Any]:
-    """Whether so much, or half of it, is on the host, as `lowtide.offload.verify` says."""
+    """Return whether at least half of these bytes are on the host, according to `lowtide.offload.verify`."""
     try:
         found = lt.offload.verify(program, {}, host_temp_bytes=num_bytes // 2)
     except lt.LowtideError as error:
@@ -151,9 +153,10 @@ def verified(program: Any, num_bytes: int) -> dict[str, Any]:
 
 
 def step_peak_bytes(step: Callable[[], Any]) -> int | None:
-    """The most that the allocator held while a step was taken, by asking it all the time: at least so much.
+    """Return the peak of the allocator during one step, found by polling; the true peak may be higher.
 
-    The allocator's own peak is that of the process, in which placing the state may have needed more. None on a CPU.
+    The allocator's own peak covers the whole process, and placing the state may have needed more than the step. None on
+    a CPU.
     """
     device, ended, most = jax.local_devices()[0], threading.Event(), [0]
     if not device.memory_stats():
@@ -174,7 +177,7 @@ def step_peak_bytes(step: Callable[[], Any]) -> int | None:
 
 
 def host_peak_bytes() -> int:
-    """The most memory of this process that was in the host's at once."""
+    """Return the peak resident memory of this process on the host."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
@@ -182,14 +185,14 @@ def host_peak_bytes() -> int:
 
 
 def scratch(*parts: str) -> Path:
-    """A folder for what cases leave for each other, which a reboot may empty."""
+    """Create a folder for values that cases leave for each other; a reboot may empty it."""
     path = Path(tempfile.gettempdir(), f"lowtide-gpu-{os.getuid()}", *parts)
     path.mkdir(parents=True, exist_ok=True)
     return path
 
 
 def sampled(tree: Tree) -> list[np.ndarray]:
-    """Some numbers of a few entries of each leaf, spread over the entry; no leaf moves as a whole."""
+    """Return some numbers from a few entries of each leaf, spread over the entry. No whole leaf is moved."""
 
     @jax.jit
     def part(leaf: Any, index: Any) -> Any:
@@ -204,12 +207,12 @@ def sampled(tree: Tree) -> list[np.ndarray]:
 
 
 def keep(part: str, name: str, losses: list[float], leaves: list[np.ndarray]) -> None:
-    """Leave values for another case."""
+    """Save values for the comparison with another case."""
     np.savez(scratch(part) / f"{name}.npz", np.asarray(losses, np.float64), *leaves)
 
 
 def compare(part: str, name: str, losses: list[float], leaves: list[np.ndarray]) -> dict[str, Any]:
-    """The largest differences from the values that a case left; None where it left none on this machine."""
+    """Return the largest differences from the values that another case saved; None if it saved none on this machine."""
     path = scratch(part) / f"{name}.npz"
     if not path.is_file():
         return {"compared_with": None, "loss_difference": None, "max_difference": None}

@@ -8,8 +8,9 @@ A part is a script that declares its cases and calls `main`:
     if __name__ == "__main__":
         main("lora", {"1b": step}, __doc__, minutes={"1b": 3}, needs={"peft": ["torch", "peft"]})
 
-The parent never starts a JAX backend, which would take the device's memory from its cases. Every case starts with a
-clean allocator. The result file is replaced as a whole after every case. This file imports the standard library alone.
+The parent never starts a JAX backend, because that would take the device's memory from its cases. Every case starts
+with a clean allocator. The result file is replaced as a whole after every case. This file imports only the standard
+library.
 """
 
 from __future__ import annotations
@@ -44,9 +45,9 @@ RESULTS = ROOT / "results" / "gpu"
 MINUTES = 5.0
 """Default limit of a case."""
 ENOUGH = 0.5
-"""A case starts while this share of its limit is left."""
+"""A case only starts while at least this share of its time limit is left."""
 TAIL_LINES = 30
-"""Lines of standard error in the row of a failed case."""
+"""Number of lines of standard error that the row of a failed case keeps."""
 MEASURED = ("src/lowtide", "benchmarks/*.py")
 DISTRIBUTIONS = (
     *("lowtide", "jax", "jaxlib", "jax-cuda12-plugin", "jax-cuda13-plugin", "jax-cuda12-pjrt", "jax-cuda13-pjrt"),
@@ -64,7 +65,7 @@ Case = Callable[[bool], Row]
 
 
 def write(path: Path, content: Row) -> None:
-    """Write JSON as a whole or not at all."""
+    """Write JSON atomically, with a temporary file that replaces the old one."""
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(f".{path.name}.{os.getpid()}")
     part.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
@@ -72,7 +73,7 @@ def write(path: Path, content: Row) -> None:
 
 
 def read_result(path: Path) -> Row:
-    """Content of a part's file, or nothing if there is no file; a file that is no result ends the program."""
+    """Return the content of a part's file, or nothing without a file. Exit if the file is not the result of a part."""
     try:
         content = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     except ValueError:
@@ -83,7 +84,7 @@ def read_result(path: Path) -> Row:
 
 
 def home_of(device_kind: str, rehearsal: bool) -> Path:
-    """Folder of the measurements of a kind of device; a new temporary one for a rehearsal."""
+    """Return the folder for the results of a kind of device; for a rehearsal, a new temporary folder."""
     if rehearsal:
         return Path(tempfile.mkdtemp(prefix="lowtide-rehearsal-"))
     return RESULTS / re.sub(r"[^a-z0-9]+", "-", device_kind.lower()).strip("-")
@@ -93,7 +94,7 @@ def home_of(device_kind: str, rehearsal: bool) -> Path:
 
 
 def gpu() -> dict[str, Any]:
-    """Name, driver and memory of the first GPU, as `nvidia-smi` prints them; empty without a GPU."""
+    """Return name, driver and memory of the first GPU, as `nvidia-smi` prints them; empty without a GPU."""
     fields = ("name", "driver_version", "memory.total", "power.limit", "clocks.max.sm", "pcie.link.gen.max")
     command = ["nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader"]
     try:
@@ -105,7 +106,7 @@ def gpu() -> dict[str, Any]:
 
 
 def header(part: str, command: str, rehearsal: bool) -> Row:
-    """Hardware, versions, commit and date."""
+    """Return hardware, versions, commit and date."""
     card = {} if rehearsal else gpu()
     versions: dict[str, str] = {}
     for name in DISTRIBUTIONS:
@@ -125,9 +126,10 @@ def header(part: str, command: str, rehearsal: bool) -> Row:
 
 
 def moment() -> Row:
-    """Date, commit, last commit of the measured code, and whether that code has uncommitted changes; None is unknown.
+    """Return the date, the commit, the last commit of the measured code, and whether that code has uncommitted changes.
 
-    A copy without Git names its commit in ``LOWTIDE_COMMIT``. The commit of a repository around the copy is ignored.
+    None means unknown. A copy without Git names its commit in ``LOWTIDE_COMMIT``. If the copy lies in another
+    repository, that repository's commit is ignored.
     """
     now, named = datetime.datetime.now(tz=datetime.UTC), os.environ.get("LOWTIDE_COMMIT")
     top = _git("rev-parse", "--show-toplevel")
@@ -150,7 +152,7 @@ def _git(*arguments: str) -> str | None:
 
 
 def environment(rehearsal: bool, extra: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Variables of a part's process: the library of this checkout, and the GPU unless this is a rehearsal."""
+    """Return the environment of a part's process: this checkout's library, and the GPU unless this is a rehearsal."""
     paths = os.pathsep.join([str(SRC), *filter(None, [os.environ.get("PYTHONPATH")])])
     inherited = os.environ.get("JAX_PLATFORMS", "")
     platforms = "cpu" if rehearsal else inherited if {"cuda", "gpu"} & {*inherited.split(",")} else "cuda,cpu"
@@ -171,14 +173,15 @@ def main(
 ) -> None:
     """Run the cases of a part, each in its own process, and keep the rows that they return.
 
-    A rehearsal runs all cases in this process: a CPU has no allocator to keep clean.
+    A rehearsal runs all cases in this process, because a CPU has no allocator to keep clean.
 
     Args:
         part: Name of the part; the file is ``results/gpu/<device>/<part>.json``.
-        cases: Cases by name, in the order of worth. A case takes whether this is a rehearsal and returns a JSON row.
+        cases: Cases by name, the most important first. A case receives whether this is a rehearsal, and returns a JSON
+            row.
         doc: Docstring of the script.
-        minutes: Limits of cases that need another one than `MINUTES`.
-        needs: Modules that a case needs. A case that lacks one is not run, and its row names it.
+        minutes: Time limits of cases for which `MINUTES` is not right.
+        needs: Modules that a case needs. If one is missing, the case does not run, and its row names the module.
         env: Environment variables of a case, such as ``XLA_PYTHON_CLIENT_PREALLOCATE``.
     """
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -225,7 +228,7 @@ def main(
             failed |= not (row and row["ok"])
             row = {**moment(), **source, **row} if row else None
         print(f"{part}/{name}: {outcome}", flush=True)
-        if row and (row["ok"] or not is_measured):  # a failure erases no measurement
+        if row and (row["ok"] or not is_measured):  # a failure does not replace a measurement
             rows[name] = row
         ordered = {case: rows[case] for case in cases if case in rows}
         if ordered != before.get("rows") or [*cases] != before.get("cases"):
@@ -236,7 +239,7 @@ def main(
 
 
 def attempt(case: Case, rehearsal: bool) -> Row:
-    """Run a case in this process; its row, or one with its error."""
+    """Run a case in this process; return its row, or a row with its error."""
     started = time.monotonic()
     if rehearsal and "jax" in sys.modules:
         sys.modules["jax"].config.update("jax_platforms", "cpu")
@@ -254,7 +257,7 @@ def attempt(case: Case, rehearsal: bool) -> Row:
 
 
 def run_case(script: Path, name: str, env: Mapping[str, str], limit: float, left: float) -> Row | None:
-    """Run a case in its own process; None if only the end of the day cuts it short."""
+    """Run a case in a separate process; return None if only the end of the total time limit stops it."""
     started = time.monotonic()
     with tempfile.TemporaryDirectory() as text:
         path, errors = Path(text) / "row.json", Path(text) / "stderr"
@@ -264,6 +267,7 @@ def run_case(script: Path, name: str, env: Mapping[str, str], limit: float, left
         seconds = {"seconds": round(time.monotonic() - started, 2)}
         if path.exists():
             return {**json.loads(path.read_text(encoding="utf-8")), **seconds}
+        # The total time ended before the case's own limit. It gets no row, so that the next call runs it again.
         if status is None and left < limit:
             return None
         why = f"killed at its limit of {limit:.0f} s" if status is None else f"exit status {status}"
@@ -275,14 +279,14 @@ def run_case(script: Path, name: str, env: Mapping[str, str], limit: float, left
 
 
 def peak_bytes() -> int | None:
-    """Peak of JAX's allocator on the first device in this process; None on a CPU, which keeps no count."""
+    """Return the peak of JAX's allocator on the first device in this process; None on a CPU, which does not count."""
     import jax
 
     return (jax.local_devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
 
 
 def timed(step: Callable[[], Any], *, warmup: int, repeats: int) -> list[float]:
-    """Seconds of each call after the warm-up calls, measured until its result is ready."""
+    """Return the seconds of each call after the warm-up calls, each measured until its result is ready."""
     import jax
 
     seconds: list[float] = []

@@ -1,4 +1,4 @@
-"""The ladder: one LoRA step of a decoder, in each rung one technique more. Compiled and timed alike."""
+"""The ladder: one LoRA step of a decoder, where each rung adds a technique. All rungs are compiled and timed alike."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TARGETS = "layers/**/*_proj"
 
 
 class Rung(NamedTuple):
-    """A step by its loss, what is around its trace, and what its projections are stored in."""
+    """A step, defined by its loss, the context in which it is traced, and the format of its projections."""
 
     said: str
     loss: Callable[[Any, Tree], tuple[Any, Tree]]
@@ -29,18 +29,18 @@ class Rung(NamedTuple):
 
     @property
     def is_hosted(self) -> bool:
-        """Whether what enters the layers waits on the host."""
+        """Return whether the layer inputs are on the host."""
         return self.loss is HOSTED
 
     def adapted(self, model: Any, key: Any) -> Any:
-        """The model in which the rung trains adapters; below `jax.eval_shape`, too."""
+        """Return the model with the adapters that the rung trains; also works within `jax.eval_shape`."""
         model = model if self.base is None else lt.quantize(model, TARGETS, self.base)
         return lt.lora.add(model, lt.lora.Config(rank=RANK, targets=TARGETS), key=key)
 
 
 @contextlib.contextmanager
 def all_scores() -> Generator[None]:
-    """Attention that holds all scores, in a ``with`` block."""
+    """Make attention compute all scores at once within a ``with`` block."""
     from lowtide.ops import _attention
 
     chosen = _attention._best
@@ -52,7 +52,7 @@ def all_scores() -> Generator[None]:
 
 
 def dense_loss(model: Any, batch: Tree) -> tuple[Any, Tree]:
-    """Cross-entropy of all logits at once, over the labels that are tokens."""
+    """Return the cross-entropy of all logits at once, over labels that are tokens."""
     is_token = batch["labels"] >= 0
     labels = jnp.where(is_token, batch["labels"], 0)
     losses = optax.softmax_cross_entropy_with_integer_labels(logits(model, batch["tokens"]), labels)
@@ -69,4 +69,4 @@ RUNGS = {
     "nf4": Rung("+ base in nf4", HOSTED, base="nf4"),
 }
 GROUPS = Rung("layers run again, in groups of 4", partial(loss, remat=True, layers_per_remat=4))
-"""Beside the rung of the layers that run again, one at a time."""
+"""For comparison with the rung that recomputes one layer at a time."""

@@ -1,7 +1,7 @@
 """Steps beyond one gradient of one stack of layers: nested gradients, pooling, graphs, adjoints of solvers.
 
-As in `_programs.py`, each function returns the keyword arguments of `lowtide.memory.analyze`, and nothing runs. Sizes
-are chosen to compile in seconds on a CPU.
+As in `_programs.py`, each function returns the keyword arguments of `lowtide.memory.analyze`, and nothing runs. The
+sizes compile in seconds on a CPU.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def mlp(params: Layers, x: Any) -> Any:
 
 
 def stepped(loss_fn: Callable[..., Any], params: Any, batch: Any) -> dict[str, Any]:
-    """A step of Adam on a loss of parameters and batch, with everything donated but the batch."""
+    """Return an Adam step for a loss of parameters and batch; everything except the batch is donated."""
     tx = optax.adam(1e-3)
 
     def step(params: Any, opt_state: Any, batch: Any) -> Any:
@@ -44,7 +44,7 @@ def stepped(loss_fn: Callable[..., Any], params: Any, batch: Any) -> dict[str, A
 
 
 def maml() -> dict[str, Any]:
-    """Two inner steps of gradient descent for each of several tasks, differentiated by the outer step."""
+    """Return MAML: two inner steps of gradient descent for each of several tasks, differentiated by the outer step."""
     (dim, wide, rows), tasks = sized(64, 512, 512), 8
 
     def mse(params: Layers, x: Any, y: Any) -> Any:
@@ -65,7 +65,7 @@ def maml() -> dict[str, Any]:
 
 
 def pinn() -> dict[str, Any]:
-    """The residual of a heat equation, u_t - u_xx, at points: gradients of a network by its inputs, differentiated."""
+    """Return a PINN: the residual of the heat equation, u_t - u_xx, with derivatives of a network by its inputs."""
     wide, points = sized(256, 8192)
 
     def loss_fn(params: Layers, batch: Any) -> Any:
@@ -81,7 +81,7 @@ def pinn() -> dict[str, Any]:
 
 
 def gradient_penalty() -> dict[str, Any]:
-    """A critic with the penalty of Wasserstein GANs on the norm of its gradient by its input."""
+    """Return a critic with the Wasserstein GAN penalty on the norm of its gradient with respect to its input."""
     dim, wide, rows = sized(784, 1024, 2048)
 
     def loss_fn(params: Layers, batch: Any) -> Any:
@@ -95,7 +95,7 @@ def gradient_penalty() -> dict[str, Any]:
 
 
 def hessian_vector() -> dict[str, Any]:
-    """Forward over reverse: a Hessian-vector product, in which nothing is differentiated behind the gradient."""
+    """Return a forward-over-reverse Hessian-vector product; nothing differentiates the gradient in reverse."""
     dim, wide, rows = sized(256, 1024, 4096)
 
     def product(params: Layers, vector: Layers, batch: Any) -> Any:
@@ -126,7 +126,7 @@ def normed(x: Any, scale: Any) -> Any:
 
 
 def two_pools() -> dict[str, Any]:
-    """Two convolutions, each with a max-pool behind it."""
+    """Return two convolutions, each followed by a max-pool."""
     rows, side = 16, sized(64)[0]
 
     def loss_fn(params: Any, batch: Any) -> Any:
@@ -139,7 +139,7 @@ def two_pools() -> dict[str, Any]:
 
 
 def resnet18() -> dict[str, Any]:
-    """A ResNet-18 for small images, with a max-pool behind its stem and one before its head."""
+    """Return a ResNet-18 for small images, with a max-pool after the stem and one before the head."""
     rows, side, widths = 8, sized(64)[0], (32, 64, 128, 256)
 
     def block(params: Any, x: Any, stride: int) -> Any:
@@ -167,7 +167,7 @@ def resnet18() -> dict[str, Any]:
 
 
 def unet() -> dict[str, Any]:
-    """A U-Net of three levels whose skips wait from the way down to the way up."""
+    """Return a U-Net of three levels, whose skip connections live from the encoder to the decoder."""
     rows, side, widths = 4, sized(64)[0], (32, 64, 128)
 
     def double(params: Any, x: Any) -> Any:
@@ -201,7 +201,7 @@ def unet() -> dict[str, Any]:
 
 
 def gnn() -> dict[str, Any]:
-    """Messages along the edges of a graph: gathered, computed, summed by segment, for three rounds."""
+    """Return a graph network: messages along edges are gathered, computed, and summed by segment, in three rounds."""
     (nodes, edges, dim), rounds = sized(4096, 32768, 128), 3
 
     def loss_fn(params: Any, batch: Any) -> Any:
@@ -218,7 +218,7 @@ def gnn() -> dict[str, Any]:
 
 
 def neural_ode_adjoint() -> dict[str, Any]:
-    """A neural ODE for each example, whose adjoint integrates the state and the gradients of all weights backward."""
+    """Return a neural ODE per example, whose adjoint integrates the state and the gradients of all weights backward."""
     (dim, wide, rows), steps = sized(64, 128, 256), 8
 
     def field(params: Layers, y: Any) -> Any:
@@ -257,7 +257,7 @@ def neural_ode_adjoint() -> dict[str, Any]:
 
 
 def selective_scan() -> dict[str, Any]:
-    """A state-space model: a parallel scan over time in each of the stacked layers."""
+    """Return a state-space model: a parallel scan over time in each of the stacked layers."""
     (dim, length), layers, states, rows = sized(128, 256), 4, 16, 4
 
     def layer(x: Any, one: Any) -> Any:
@@ -276,7 +276,7 @@ def selective_scan() -> dict[str, Any]:
 
 
 def cached_decoding() -> dict[str, Any]:
-    """One token through stacked layers whose caches are xs and ys of a scan, which makes them anew."""
+    """Return one decoding step through stacked layers whose caches are xs and ys of a scan, so the scan copies them."""
     (length, dim), layers, rows, heads = sized(1024, 256), 4, 4, 8
 
     def step(params: Any, cache: Any, x: Any, at: Any) -> Any:

@@ -1,4 +1,4 @@
-"""How much of the copies over the host link lies under kernels, from a trace of `jax.profiler`."""
+"""Share of host-link copies that overlap with kernels, from a trace of `jax.profiler`."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ Interval = tuple[float, float]
 
 
 def overlap(trace_dir: str | Path) -> dict[str, Any]:
-    """Seconds of kernels and of copies over the host link in a `jax.profiler` trace, and of copies under kernels.
+    """Return the seconds of kernels, of host-link copies, and of copies during kernels, from a `jax.profiler` trace.
 
-    Nothing for a trace without a GPU. Where several kernels or copies run at once, their time counts once. The figures
-    are sums over the GPUs of the trace.
+    The result is empty for a trace without a GPU. If several kernels or copies run at once, their time counts once. The
+    figures are sums over the GPUs of the trace.
     """
     from jax.profiler import ProfileData
 
@@ -24,7 +24,7 @@ def overlap(trace_dir: str | Path) -> dict[str, Any]:
                 events = [
                     (event.name, event.start_ns / 1e9, (event.start_ns + event.duration_ns) / 1e9)
                     for line in plane.lines
-                    if line.name.startswith("Stream")  # others repeat these by operation and module
+                    if line.name.startswith("Stream")  # other lines repeat these events by operation and module
                     for event in line.events
                 ]
                 for name, value in hidden(events).items():
@@ -35,7 +35,7 @@ def overlap(trace_dir: str | Path) -> dict[str, Any]:
 
 
 def hidden(events: Iterable[tuple[str, float, float]]) -> dict[str, float]:
-    """Seconds of kernels and copies, and of copies while a kernel ran, from (name, start, end)."""
+    """Return the seconds of kernels, of copies, and of copies during kernels, from (name, start, end)."""
     kinds: dict[str, list[Interval]] = {"kernel": [], "h2d": [], "d2h": []}
     for name, start, end in events:
         lower = name.lower()
@@ -54,7 +54,7 @@ def hidden(events: Iterable[tuple[str, float, float]]) -> dict[str, float]:
 
 
 def union(intervals: Iterable[Interval]) -> list[Interval]:
-    """The same points, as intervals in order that do not touch."""
+    """Merge intervals that overlap or touch, and return them in order."""
     merged: list[Interval] = []
     for start, end in sorted(intervals):
         if merged and start <= merged[-1][1]:
@@ -65,7 +65,7 @@ def union(intervals: Iterable[Interval]) -> list[Interval]:
 
 
 def common(one: Sequence[Interval], other: Sequence[Interval]) -> list[Interval]:
-    """The points in both of two unions."""
+    """Return the intersection of two unions."""
     found: list[Interval] = []
     i = j = 0
     while i < len(one) and j < len(other):
@@ -80,5 +80,5 @@ def common(one: Sequence[Interval], other: Sequence[Interval]) -> list[Interval]
 
 
 def length(intervals: Iterable[Interval]) -> float:
-    """Seconds in a union."""
+    """Return the total seconds of a union."""
     return sum(end - start for start, end in intervals)

@@ -1,4 +1,4 @@
-"""Wheels for a GPU machine without a network: which ones it lacks, and how to download them."""
+"""Wheels for a GPU machine without a network: which ones are missing, and how to download them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any
 LIST = Path(__file__).resolve().parent / "gpu-wheels.txt"
 PROJECT = LIST.parent.parent / "pyproject.toml"
 EXTRAS = ("nnx", "equinox", "peers")
-"""Extras that the parts use where they are installed."""
+"""Extras that the parts use if they are installed."""
 PLATFORMS = ("manylinux_2_28", "manylinux_2_27", "manylinux_2_17", "manylinux2014", "manylinux1")
 
 
@@ -28,7 +28,7 @@ def requirement(line: str) -> Any:
 
 
 def wheels(python: str) -> Iterator[str]:
-    """Pins of the list, ``name==version``, for a Python such as ``3.12``."""
+    """Yield the pins of the list, ``name==version``, for a Python version such as ``3.12``."""
     for line in LIST.read_text(encoding="utf-8").splitlines():
         if text := line.partition("#")[0].strip():
             need = requirement(text)
@@ -37,18 +37,18 @@ def wheels(python: str) -> Iterator[str]:
 
 
 def normal(name: str) -> str:
-    """Name of a distribution as the index compares it."""
+    """Return the normalised name of a distribution, as the index compares it."""
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
 def lacking() -> list[str]:
-    """Pins that are not installed here, or in a version that Lowtide or an installed package of the list refuses.
+    """Return pins that are not installed, or whose installed version Lowtide or a listed package does not accept.
 
-    A new wheel tells its requirements once it is installed, so a second call may name more.
+    The requirements of a new wheel are only known after its installation, so a second call may return more.
     """
     pins = {normal(pin.partition("==")[0]): pin for pin in wheels(f"{sys.version_info[0]}.{sys.version_info[1]}")}
     named = [(found.metadata["Name"], found) for found in metadata.distributions()]
-    here = {normal(name): found for name, found in reversed(named) if name}  # the first on the path counts
+    here = {normal(name): found for name, found in reversed(named) if name}  # the first one on the path counts
     project = tomllib.loads(PROJECT.read_text(encoding="utf-8"))["project"]
     lines = [*project["dependencies"], *(line for extra in EXTRAS for line in project["optional-dependencies"][extra])]
     lines += [line for name in pins if name in here for line in here[name].requires or ()]
@@ -63,7 +63,7 @@ def lacking() -> list[str]:
 
 
 def download(directory: Path, python: str) -> None:
-    """Fetch the wheels of the list for Linux on x86_64."""
+    """Download the wheels of the list for Linux on x86_64."""
     directory.mkdir(parents=True, exist_ok=True)
     words = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:"]
     words += ["--implementation", "cp", "--python-version", python, "--dest", str(directory)]

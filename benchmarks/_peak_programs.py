@@ -1,4 +1,4 @@
-"""More programs for `benchmarks/measured_peak.py`, of the kinds that `_programs.py` has not.
+"""More programs for `benchmarks/measured_peak.py`, of kinds that `_programs.py` does not contain.
 
 As there, each function returns the keyword arguments of `lowtide.memory.analyze`, at the scale of `_programs.scale`.
 """
@@ -23,7 +23,7 @@ from lowtide.pipeline import schedule, value_and_grad
 
 
 def _step(loss_fn: Callable[..., Any], tx: optax.GradientTransformation, params: Any, batch: Any) -> dict[str, Any]:
-    """A training step of a loss, with state that is donated."""
+    """Return a training step of a loss; parameters and optimizer state are donated."""
 
     def step(params: Any, opt_state: Any, batch: Any) -> Any:
         loss, grads = jax.value_and_grad(loss_fn)(params, batch)
@@ -35,7 +35,7 @@ def _step(loss_fn: Callable[..., Any], tx: optax.GradientTransformation, params:
 
 
 def attention(length: int) -> dict[str, Any]:
-    """Gradients of causal attention with 16 heads of 64."""
+    """Return the gradients of causal attention with 16 heads of 64."""
 
     def loss(q: Any, k: Any, v: Any) -> Any:
         return jnp.sum(jax.nn.dot_product_attention(q, k, v, is_causal=True).astype(F32))
@@ -45,7 +45,7 @@ def attention(length: int) -> dict[str, Any]:
 
 
 def convnet() -> dict[str, Any]:
-    """Residual convolutions of 3 x 3 in four stages, images of 224 x 224, SGD with momentum."""
+    """Return residual 3 x 3 convolutions in four stages, for images of 224 x 224, with SGD and momentum."""
     (side,), channels, rows = sized(224), (64, 128, 256, 512), 32
 
     def conv(x: Any, kernel: Any, stride: int = 1) -> Any:
@@ -70,7 +70,7 @@ def convnet() -> dict[str, Any]:
 
 
 def lstm() -> dict[str, Any]:
-    """Two LSTM layers in a scan over 512 steps, Adam."""
+    """Return two LSTM layers in a scan over 512 steps, with Adam."""
     dim, length = sized(1024, 512)
     rows = 64
 
@@ -93,7 +93,7 @@ def lstm() -> dict[str, Any]:
 
 
 def mixture_of_experts() -> dict[str, Any]:
-    """Eight experts of which two see each token, up to a capacity, AdamW."""
+    """Return eight experts with two per token, up to a capacity, with AdamW."""
     dim, wide, rows = sized(1024, 4096, 8192)
     experts, chosen = 8, 2
     capacity = max(rows * chosen // experts, 1)
@@ -121,7 +121,7 @@ def mixture_of_experts() -> dict[str, Any]:
 
 
 def gradient_penalty() -> dict[str, Any]:
-    """A gradient inside a gradient: a critic whose slope is held at one, Adam."""
+    """Return a gradient inside a gradient: a critic whose slope is kept near one, with Adam."""
     dim, rows = sized(2048, 4096)
 
     def critic(params: Any, x: Any) -> Any:
@@ -138,7 +138,7 @@ def gradient_penalty() -> dict[str, Any]:
 
 
 def while_loop() -> dict[str, Any]:
-    """Conjugate gradients until the residual is small: a loop whose length the values decide."""
+    """Return conjugate gradients until the residual is small: a loop whose length depends on values."""
     (dim,) = sized(16384)
 
     def solve(a: Any, b: Any) -> Any:
@@ -162,7 +162,7 @@ def while_loop() -> dict[str, Any]:
 
 
 def fourier() -> dict[str, Any]:
-    """A filter in frequencies and its gradient: the library's work space is not the compiler's."""
+    """Return a filter in frequency space and its gradient; the FFT library's work space is unknown to the compiler."""
     (side,) = sized(4096)
 
     def loss(weights: Any, x: Any) -> Any:
@@ -173,7 +173,7 @@ def fourier() -> dict[str, Any]:
 
 
 def factorisation() -> dict[str, Any]:
-    """Cholesky, a triangular solve and the gradient of a Gaussian process's likelihood."""
+    """Return the gradient of a Gaussian process's likelihood, with a Cholesky factorisation and a triangular solve."""
     (dim,) = sized(8192)
 
     def likelihood(x: Any, y: Any) -> Any:
@@ -200,7 +200,7 @@ def _mlp_shapes() -> tuple[Any, Any]:
 
 
 def pipeline_of_one_stage(target: Any) -> dict[str, Any]:
-    """A pipelined step with eight microbatches on one device, Adam."""
+    """Return a pipelined step with eight microbatches on one device, with Adam."""
     mesh = Mesh(target.devices()[:1], ("stage",))
     layers, batch = _mlp_shapes()
     made = schedule("1f1b", num_stages=1, num_microbatches=8)
@@ -225,17 +225,17 @@ def _layerwise(where: str) -> dict[str, Any]:
 
 
 def layerwise_device() -> dict[str, Any]:
-    """Adam inside the backward pass, everything on the device."""
+    """Return Adam inside the backward pass, with everything on the device."""
     return _layerwise("device")
 
 
 def layerwise_host() -> dict[str, Any]:
-    """Adam inside the backward pass, everything on the host."""
+    """Return Adam inside the backward pass, with everything on the host."""
     return _layerwise("host")
 
 
 def lora_1b() -> dict[str, Any]:
-    """A LoRA step on Llama 1B shapes, 8 x 2048 tokens, layers recomputed."""
+    """Return a LoRA step on Llama 1B shapes, 8 x 2048 tokens, layers recomputed."""
     vocabulary, hidden, intermediate, head, length, layers = sized(128256, 2048, 8192, 64, 2048, 16)
     config = dataclasses.replace(
         LLAMA_1B,
@@ -249,12 +249,12 @@ def lora_1b() -> dict[str, Any]:
 
 
 def attention_2048() -> dict[str, Any]:
-    """Gradients of causal attention over 2048 positions."""
+    """Return the gradients of causal attention over 2048 positions."""
     return attention(2048)
 
 
 def attention_8192() -> dict[str, Any]:
-    """Gradients of causal attention over 8192 positions."""
+    """Return the gradients of causal attention over 8192 positions."""
     return attention(8192)
 
 

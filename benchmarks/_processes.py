@@ -1,4 +1,4 @@
-"""Processes of a GPU day: each has a time limit and ends when its parent ends. Standard library only."""
+"""Processes of a GPU day: each has a time limit, and ends when its parent ends. Imports only the standard library."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import IO, Any
 
 
 def run(command: Sequence[str], env: Mapping[str, str], seconds: float, stderr: IO[bytes] | None = None) -> int | None:
-    """Run a command for at most some seconds; its exit status, or None if it was killed at the limit.
+    """Run a command with a time limit; return its exit status, or None if it was killed at the limit.
 
     The command leads a process group, which is killed as a whole.
     """
@@ -35,9 +35,9 @@ def run_child(command: Sequence[str], **options: Any) -> subprocess.CompletedPro
 
 
 def check_child(title: str, command: Sequence[str], **options: Any) -> None:
-    """Run a process of a case; raise its own error if it fails.
+    """Run a process of a case; raise an error with its last exception if it fails.
 
-    Its standard error is passed on line by line, so that a process that is killed leaves what it wrote.
+    Its standard error is forwarded line by line, so that the output of a killed process is not lost.
     """
     lines: list[str] = []
     with subprocess.Popen(_tied(command), stderr=subprocess.PIPE, text=True, errors="replace", **options) as process:
@@ -49,17 +49,18 @@ def check_child(title: str, command: Sequence[str], **options: Any) -> None:
 
 
 def reason(text: str) -> str:
-    """The last exception in the output of a process, or else its first line."""
+    """Return the last exception in the output of a process, or else its first line."""
     lines = text.strip().splitlines()
     named = [line for line in lines if re.match(r"((\w+: )?error[: ]|[\w.]*(Error|Exception|Interrupt)\b)", line)]
     return (named[-1:] or lines[:1] or ["?"])[0]
 
 
 def _tied(command: Sequence[str]) -> list[str]:
-    """A command whose process is killed when this process ends, even if this one is killed.
+    """Return a command whose process is killed when this process ends, even if this process itself is killed.
 
-    This file, run as a script, asks the kernel for it and becomes the command. ``preexec_fn`` would run Python between
-    fork and exec, which is not safe in a process with threads, such as one that runs JAX.
+    The command runs this file as a script, which asks the kernel for the signal and then becomes the command.
+    ``preexec_fn`` would run Python between fork and exec, which is not safe in a process with threads, such as one that
+    runs JAX.
     """
     return [sys.executable, "-S", "-E", os.path.abspath(__file__), str(os.getpid()), *command]
 
@@ -67,7 +68,7 @@ def _tied(command: Sequence[str]) -> list[str]:
 if __name__ == "__main__":
     _, parent, *words = sys.argv
     with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG, which exec keeps
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG persists across exec
     if os.getppid() != int(parent):
         sys.exit(1)  # the parent ended before the call above
     os.execvp(words[0], words)

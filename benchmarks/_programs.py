@@ -1,7 +1,7 @@
-"""Training steps written the way people write theirs, for `benchmarks/attribution.py` and its tests.
+"""Training steps in the styles that people use, for `benchmarks/attribution.py` and its tests.
 
-Every function returns what `lowtide explain benchmarks/_programs.py:NAME` takes: the keyword arguments of
-`lowtide.memory.analyze`. Arguments are shapes wherever the library allows it; nothing runs.
+Every function returns the keyword arguments of `lowtide.memory.analyze`, which `lowtide explain
+benchmarks/_programs.py:NAME` accepts. Arguments are shapes wherever the library allows it; nothing runs.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from jax.sharding import PartitionSpec as P
 F32, BF16, I32 = jnp.float32, jnp.bfloat16, jnp.int32
 STEP_ROLES = {"params": 0, "opt_state": 1, "batch": 2}
 scale = 1
-"""What widths and lengths are divided by; a rehearsal sets more, and runs the same programs."""
+"""Divisor of widths and lengths; a rehearsal sets a larger one and runs the same programs."""
 
 
 def shape(*dims: int, dtype: Any = F32) -> jax.ShapeDtypeStruct:
@@ -29,7 +29,7 @@ def shape(*dims: int, dtype: Any = F32) -> jax.ShapeDtypeStruct:
 
 
 def sized(*sizes: int) -> tuple[int, ...]:
-    """Widths and lengths at the scale of the day."""
+    """Return widths and lengths divided by `scale`."""
     return tuple(max(size // scale, 1) for size in sizes)
 
 
@@ -45,7 +45,7 @@ def cross_entropy(logits: Any, labels: Any) -> Any:
 
 
 def equinox_mlp() -> dict[str, Any]:
-    """An eqx.nn.MLP with vmap and AdamW, everything donated but the batch."""
+    """Return an eqx.nn.MLP with vmap and AdamW; everything except the batch is donated."""
     import equinox as eqx
 
     tx = optax.adamw(1e-3)
@@ -66,7 +66,7 @@ def equinox_mlp() -> dict[str, Any]:
 
 
 def equinox_transformer() -> dict[str, Any]:
-    """Blocks of eqx.nn attention and MLP in a Python loop, plain SGD with momentum, nothing donated."""
+    """Return blocks of eqx.nn attention and MLP in a Python loop, SGD with momentum, nothing donated."""
     import equinox as eqx
 
     heads, layers, (dim, length, vocabulary) = 8, 4, sized(512, 512, 8192)
@@ -123,7 +123,7 @@ def equinox_transformer() -> dict[str, Any]:
 
 
 def nnx_transformer() -> dict[str, Any]:
-    """Flax NNX's own modules, split into graph and state around a jitted step, nnx.Optimizer with AdamW."""
+    """Return a Flax NNX transformer, split into graph and state around a jitted step, nnx.Optimizer with AdamW."""
     from flax import nnx
 
     heads, layers, (dim, length, vocabulary) = 8, 4, sized(512, 512, 8192)
@@ -173,7 +173,7 @@ def nnx_transformer() -> dict[str, Any]:
 
 
 def keras_model() -> dict[str, Any]:
-    """A functional Keras 3 transformer through stateless_call and the optimizer's stateless_apply."""
+    """Return a functional Keras 3 transformer that uses stateless_call and the optimizer's stateless_apply."""
     os.environ["KERAS_BACKEND"] = "jax"
     import keras
 
@@ -220,7 +220,7 @@ def _mlp(params: Any, x: Any) -> Any:
 
 
 def adam_loop() -> dict[str, Any]:
-    """An epoch as one program: lax.scan of Adam steps over a stack of batches, clipped by the global norm."""
+    """Return an epoch as one program: lax.scan of Adam steps over stacked batches, clipped by the global norm."""
     tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-3))
 
     def epoch(params: Any, opt_state: Any, batches: Any) -> Any:
@@ -272,22 +272,22 @@ def _scan_layers(policy: Any) -> dict[str, Any]:
 
 
 def scan_remat_everything() -> dict[str, Any]:
-    """lax.scan over layers, each recomputed as a whole."""
+    """Return a lax.scan over layers, each recomputed as a whole."""
     return _scan_layers(jax.checkpoint_policies.nothing_saveable)
 
 
 def scan_remat_dots() -> dict[str, Any]:
-    """lax.scan over layers that keep their matrix products."""
+    """Return a lax.scan over layers that keep their matrix products."""
     return _scan_layers(jax.checkpoint_policies.dots_with_no_batch_dims_saveable)
 
 
 def scan_remat_names() -> dict[str, Any]:
-    """lax.scan over layers that keep two named values."""
+    """Return a lax.scan over layers that keep two named values."""
     return _scan_layers(jax.checkpoint_policies.save_only_these_names("attn_out", "mlp_in"))
 
 
 def lora(config: Any, rows: int, length: int) -> dict[str, Any]:
-    """A LoRA step of the project's decoder over a bfloat16 base, layers recomputed."""
+    """Return a LoRA step of Lowtide's decoder over a bfloat16 base, layers recomputed."""
     import lowtide as lt
     from lowtide.models import init, loss
 
@@ -307,7 +307,7 @@ def lora(config: Any, rows: int, length: int) -> dict[str, Any]:
 
 
 def lora_8b() -> dict[str, Any]:
-    """A LoRA step of the project's decoder on Llama 8B shapes: bfloat16 base, 1 x 2048 tokens, layers recomputed."""
+    """Return a LoRA step on Llama 8B shapes: Lowtide's decoder, bfloat16 base, 1 x 2048 tokens, layers recomputed."""
     from lowtide.models import LlamaConfig
 
     vocabulary, hidden, intermediate, head, length, layers = sized(128256, 4096, 14336, 128, 2048, 32)
@@ -325,7 +325,7 @@ def lora_8b() -> dict[str, Any]:
 
 
 def fsdp(target: Any) -> dict[str, Any]:
-    """A fully sharded step over eight devices: parameters and Adam split, gathered where they are used."""
+    """Return a fully sharded step over eight devices: parameters and Adam state are gathered where they are used."""
     devices = target.devices()[:8]
     mesh = Mesh(np.array(devices), ("data",))
     tx = optax.adam(1e-3)
@@ -382,17 +382,17 @@ def _tutorial(policy: Any, params_on_host: bool, target: Any) -> dict[str, Any]:
 
 
 def offload_base(target: Any) -> dict[str, Any]:
-    """Everything on the device."""
+    """Return the program with everything on the device."""
     return _tutorial(None, False, target)
 
 
 def offload_activations(target: Any) -> dict[str, Any]:
-    """Named activations of every layer offloaded to pinned host memory."""
+    """Return the program with the named activations of every layer offloaded to pinned host memory."""
     return _tutorial(_offload_policy(), False, target)
 
 
 def offload_parameters(target: Any) -> dict[str, Any]:
-    """The same, and parameters that live on the host."""
+    """Return the same with the parameters on the host as well."""
     return _tutorial(_offload_policy(), True, target)
 
 

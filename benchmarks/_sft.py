@@ -1,12 +1,14 @@
 """A fine-tuning step on packed chats, by this library and by `transformers` with `peft`, on the same files.
 
-Rows are filled with chats: turns of prompt and answer, of log-normal lengths; only answers have labels. Documents of a
-row do not see each other, and their positions restart. This library is told by ``segment_ids`` and ``positions``.
-transformers is told by ``position_ids`` alone: without an attention mask or a cache its `create_causal_mask` finds
-where they restart, and masks the rest. Labels there are of the token itself, and shifted by the model.
+Rows are filled with chats: alternating prompts and answers of log-normal lengths. Only answers have labels. The
+documents of a row do not attend to each other, and their positions restart. This library receives ``segment_ids`` and
+``positions``. transformers receives only ``position_ids``: without an attention mask or a cache, its
+`create_causal_mask` finds where they restart, and masks the other documents. Its labels are the tokens themselves,
+which the model shifts.
 
-Both sides train adapters on all projections that are layers of their own, with AdamW; of a mixture that is attention,
-since experts are one parameter of three axes on both sides. Neither imports the other's framework.
+Both sides train adapters on all projections that are separate layers, with AdamW. In a mixture of experts these are the
+attention projections, because on both sides the experts are one parameter with three axes. Neither side imports the
+other's framework.
 """
 
 from __future__ import annotations
@@ -26,10 +28,10 @@ Step = Callable[[], Any]
 
 
 def packed(vocab_size: int, num_rows: int, length: int, *, seed: int = 0) -> Rows:
-    """Rows of chats, [rows, length] each: ``tokens``, ``segment_ids`` (0 is padding), ``positions``, ``answers``.
+    """Return rows of chats, [rows, length] each: ``tokens``, ``segment_ids`` (0: padding), ``positions``, ``answers``.
 
-    A chat that does not fit into the rest of a row begins the next one, whose rest is padding; ``answers`` says which
-    tokens are of an answer.
+    A chat that does not fit into the rest of a row is dropped: another is drawn, and after ten failures the rest is
+    padding. ``answers`` marks the tokens of answers.
     """
     generator = np.random.default_rng(seed)
     shape = (num_rows, length)
@@ -51,7 +53,7 @@ def packed(vocab_size: int, num_rows: int, length: int, *, seed: int = 0) -> Row
 
 
 def _turns(generator: np.random.Generator, room: int) -> list[int]:
-    """Lengths of prompts and answers by turns, that fit together; empty where ten drawn chats did not."""
+    """Draw alternating lengths of prompts and answers that fit into `room`; empty if ten drawn chats do not fit."""
     for _ in range(10):
         pairs = int(generator.integers(1, 4))
         sizes = generator.lognormal((3.2, 4.0), 0.6, (pairs, 2))
@@ -62,7 +64,7 @@ def _turns(generator: np.random.Generator, room: int) -> list[int]:
 
 
 def facts(rows: Rows) -> dict[str, Any]:
-    """What the rows hold."""
+    """Return the counts of the rows."""
     return {
         "rows": rows["tokens"].shape[0],
         "seq_len": rows["tokens"].shape[1],
@@ -74,7 +76,7 @@ def facts(rows: Rows) -> dict[str, Any]:
 
 
 def adapter_of(method: str) -> str:
-    """The folder of a method's adapter."""
+    """Return the folder of a method's adapter."""
     return f"adapter-{'lora' if method == 'qlora' else method}"
 
 
@@ -82,7 +84,7 @@ def adapter_of(method: str) -> str:
 
 
 def write_model(config: Any, folder: Path, dtype: str) -> None:
-    """Random weights and adapters as both sides read them."""
+    """Write random weights and adapters in the formats that both sides read."""
     import functools
 
     import jax
@@ -101,9 +103,9 @@ def write_model(config: Any, folder: Path, dtype: str) -> None:
 def our_step(
     folder: Path, rows: Rows, *, remat: bool, dtype: str, compiled: Callable[..., Any], method: str = "lora"
 ) -> tuple[Step, dict]:
-    """A function that takes one step and returns its loss, and what is trained; `compiled` compiles.
+    """Return a function that takes one step and returns its loss, and the parameter counts.
 
-    `method` is one of `METHODS`, or ``qlora`` for LoRA on projections in nf4.
+    `compiled` compiles the step. `method` is one of `METHODS`, or ``qlora`` for LoRA on projections in nf4.
     """
     import jax
     import optax
@@ -150,7 +152,7 @@ def our_step(
 def their_step(
     folder: Path, rows: Rows, *, remat: bool, dtype: str, device: str, options: dict[str, Any], method: str = "lora"
 ) -> tuple[Step, dict[str, Any]]:
-    """The same in PyTorch, ``qlora`` by bitsandbytes; `options` go to ``from_pretrained``."""
+    """Return the same for PyTorch, with bitsandbytes for ``qlora``; `options` are passed to ``from_pretrained``."""
     import torch
     from peft import LoraConfig, get_peft_model
     from safetensors.torch import load_file
@@ -178,7 +180,7 @@ def their_step(
     config = LoraConfig.from_pretrained(folder / adapter_of(method))
     config.inference_mode = False
     model = get_peft_model(model, config)
-    # PEFT 0.21.2 does not load an adapter of a mixture with Transformers 5.0.0 (it passes `loading_info`).
+    # PEFT 0.21.2 with Transformers 5.0.0 fails to load an adapter of a mixture of experts (it passes `loading_info`).
     factors = load_file(folder / adapter_of(method) / "adapter_model.safetensors")
     named = {_name(name): value for name, value in factors.items()}
     if unknown := model.load_state_dict(named, strict=False).unexpected_keys:
@@ -206,7 +208,7 @@ def their_step(
 
 
 def _name(name: str) -> str:
-    """The parameter of a PEFT model that a tensor of a file is."""
+    """Return the parameter name in a PEFT model for the name of a tensor in an adapter file."""
     vector = "lora_magnitude_vector"
     if name.endswith(vector):
         return f"{name}.default.weight"

@@ -1,7 +1,7 @@
-"""Tables of a GPU day: the figures of every case, and their ratios to the case that a rule of its part names.
+"""Tables of a GPU day: the figures of every case, and their ratios to the case that the part's rule names.
 
-Two cases that did not compute the same give no ratio but a reason. A ratio of cases that differ in versions or commit
-is labelled and meets no aim. Standard library only.
+If two cases did not compute the same values, the table shows the reason and no ratio. A ratio of cases that differ in
+versions or commit is labelled, and never meets an aim. Imports only the standard library.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ LOSS_TOLERANCE = 0.05  # nats by which the losses of two sides in bfloat16 may d
 VALUE_TOLERANCE = 0.05  # share of the largest value, or of the norm, by which values may differ
 ERROR_AIM, OVERHEAD_AIM = 0.03, 0.02
 LENGTH_AIM = 342_733  # tokens of QLoRA on Llama 3.1 8B with 80 GB in Unsloth's documentation
-LEAST_PROGRAMS = 14  # programs whose peaks must be compared before the aim counts as met
-VERSIONS = ("jax", "jaxlib", "torch", "transformers", "peft")  # which two cases of a ratio must share
+LEAST_PROGRAMS = 14  # number of programs whose peaks must be compared before the aim counts as met
+VERSIONS = ("jax", "jaxlib", "torch", "transformers", "peft")  # must be equal for both cases of a ratio
 FIGURES = {
     "tokens_per_second": "{:,.0f} tokens/s",
     "seconds_per_step": "{:,.3f} s a step",
@@ -59,7 +59,7 @@ class Line(NamedTuple):
 
 
 class Rule(NamedTuple):
-    """The cases that a case is compared with, the keys of the ratios, whether losses must agree, and the aim."""
+    """The cases to compare with, the keys of the ratios, whether losses must agree, and the aim."""
 
     bases: Callable[[str, Rows], list[str]]
     keys: tuple[str, ...] = ()
@@ -72,13 +72,13 @@ class Rule(NamedTuple):
 
 
 def value(row: Row, key: str) -> float | None:
-    """A figure of a row; the median if every step was timed."""
+    """Return a figure of a row; the median if every step was timed."""
     entry = row.get(key) or None
     return statistics.median(entry) if isinstance(entry, list) else entry
 
 
 def figures(row: Row) -> str:
-    """Figures of a row in words."""
+    """Format the figures of a row."""
     words = ["runs out of memory"] if row.get("out_of_memory") else []
     if row.get("loss_after") is not None:
         words.append(f"{row['loss_before']:.4f} → {row['loss_after']:.4f} nats/token")
@@ -92,7 +92,7 @@ def figures(row: Row) -> str:
     }
     names = [key for key in FIGURES if entries.get(key) is not None]
     own_peak = {"step_peak_gib", "both_peak_gib", "measured_gib"} & {*names}
-    hidden = {"peak_gib"} if own_peak else set[str]()  # making the model may take more than the step
+    hidden = {"peak_gib"} if own_peak else set[str]()  # creating the model may take more memory than the step
     if (row.get("peak_before_bytes") or 0) < (row.get("predicted_bytes") or 0):
         hidden.add("peak_before_gib")
     if row.get("out_of_memory"):
@@ -102,7 +102,7 @@ def figures(row: Row) -> str:
 
 
 def amiss(row: Row) -> str:
-    """Why a step is not the one that was meant; empty if it is."""
+    """Return why a step is not valid; empty if it is."""
     losses = row.get("losses") or ()
     if row.get("verified") is False:
         return f"not verified: {(row.get('verify_error', '').strip().splitlines() or ['?'])[0]}"
@@ -113,13 +113,13 @@ def amiss(row: Row) -> str:
 
 
 def apart(row: Row, base: Row) -> str:
-    """Why two rows do not compute the same; empty if losses, values and counts agree.
+    """Return why two rows do not compute the same; empty if losses, values and counts agree.
 
     Losses and values that were not compared do not count as equal.
     """
     both = {**base, **row}
     for key in ("num_trained", "num_parameters"):
-        # In few bits each side counts what it stores: bitsandbytes packs several codes into one number.
+        # Each side counts quantised weights as it stores them: bitsandbytes packs several codes into one number.
         if row.get(key) != base.get(key) and (key == "num_trained" or row.get("method") != "qlora"):
             return f"{row.get(key)} of {key}, and {base.get(key)} of the other"
     if "relative_error" in both or "forward_ms" in both:
@@ -138,7 +138,7 @@ def apart(row: Row, base: Row) -> str:
 
 
 def mixed(row: Row, base: Row) -> str:
-    """Label of a ratio whose rows may not be of one commit and one set of versions; empty if they are."""
+    """Return a label for a ratio whose rows may differ in commit or versions; empty if they do not."""
     ours, theirs = row.get("versions", {}), base.get("versions", {})
     different = [name for name in VERSIONS if ours.get(name) != theirs.get(name)]
     key = "code_commit" if row.get("code_commit") and base.get("code_commit") else "commit"
@@ -149,7 +149,7 @@ def mixed(row: Row, base: Row) -> str:
 
 
 def compared(row: Row, base: Row, rule: Rule) -> tuple[str, bool | None]:
-    """Ratios of a row to another, or the reason for no ratio, and whether they are within the bounds of the rule."""
+    """Return the ratios of a row to another, or the reason for no ratio, and whether they are within bounds."""
     if row.get("out_of_memory") or base.get("out_of_memory"):
         if not rule.keys or base.get("out_of_memory"):
             return "the other runs out of memory" * bool(base.get("out_of_memory")), None
@@ -168,21 +168,21 @@ def compared(row: Row, base: Row, rule: Rule) -> tuple[str, bool | None]:
 
 
 def _peers(name: str, rows: Rows) -> list[str]:
-    """The cases of PEFT or transformers with the same model, shape and method."""
+    """Return the cases of PEFT or transformers with the same model, shape and method."""
     head, side, tail = name.partition("lowtide")
     starts = (f"{head}peft", f"{head}transformers")
     return [other for other in rows if side and other.startswith(starts) and other.endswith(tail)]
 
 
 def _offloaded(name: str, rows: Rows) -> list[str]:
-    """The same step with one thing more on the device."""
+    """Return the same step with one more thing on the device."""
     size, _, kind = name.partition("-")
     bases = {"activations": "device", "remat": "device", "opt_state": "remat", "parameters": "gradients"}
     return [f"{size}-{bases[kind]}"] if kind in bases else []
 
 
 def _first(name: str, rows: Rows) -> list[str]:
-    """The first step that fits, of one method: weights in few bits are other weights."""
+    """Return the first step with this method that fits; other methods have other weights, because of quantisation."""
     method = rows[name].get("method")
     return [key for key, row in rows.items() if row.get("tokens_per_second") and row.get("method") == method][:1]
 
@@ -211,8 +211,9 @@ RULES = {
 
 
 def all_programs(rows: Rows, cases: set[str], measured: Rows) -> Line:
-    """Compiled against measured peaks of all programs."""
+    """Compare the compiled and measured peaks of all programs."""
     errors = {name: abs(row["error"]) for name, row in measured.items() if row.get("error") is not None}
+    # The compiler's autotuning may allocate more than the step. Such a run measures no error, and is only counted.
     covered = sum(bool(row.get("covered")) for row in measured.values())
     failed = sum(not row.get("ok") and not row.get("not_here") for row in rows.values())
     absent, words, met = len(cases - {*rows}), list[str](), None
@@ -230,7 +231,7 @@ def all_programs(rows: Rows, cases: set[str], measured: Rows) -> Line:
 
 
 def longest(measured: Rows) -> Line:
-    """The longest sequence that was trained on."""
+    """Return the line of the longest sequence that was trained on."""
     lost = min((row["length"] for row in measured.values() if row.get("out_of_memory")), default=0)
     fits = (row["length"] for row in measured.values() if row.get("tokens_per_second") and not amiss(row))
     most = max(fits, default=0)
@@ -240,7 +241,7 @@ def longest(measured: Rows) -> Line:
 
 
 def all_tests(rows: Rows, cases: set[str]) -> Line:
-    """Tests marked gpu; the aim is met only if every file ran and passed."""
+    """Return the line of the tests marked gpu; the aim is met only if every file ran and passed."""
     passed, failed = (sum(row.get(f"num_{key}", 0) for row in rows.values()) for key in ("passed", "failed"))
     is_met = not failed and passed > 0 and all(row.get("ok") for row in rows.values())
     absent = len(cases - {*rows})
@@ -249,7 +250,7 @@ def all_tests(rows: Rows, cases: set[str]) -> Line:
 
 
 def lines(part: str, content: Mapping[str, Any]) -> Iterator[Line]:
-    """Lines of a part on one device; a rehearsal ends the program."""
+    """Yield the lines of a part on one device; exit if the result is a rehearsal."""
     if content.get("rehearsal"):
         raise SystemExit(f"{part} is a rehearsal on {content['device_kind']}, not a measurement")
     rows, cases = content["rows"], {*(content.get("cases") or content["rows"])}
@@ -280,7 +281,7 @@ def lines(part: str, content: Mapping[str, Any]) -> Iterator[Line]:
 
 
 def table(results: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> str:
-    """A Markdown table per device, then its failures and the parts without a result."""
+    """Return a Markdown table per device, followed by its failures and the parts without a result."""
     text: list[str] = []
     for device, content in results.items():
         text += [f"## {device}", "", "| part | case | measured | compared | aim | met |", "|---|---|---|---|---|---|"]

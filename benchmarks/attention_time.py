@@ -1,17 +1,19 @@
-"""Milliseconds, TFLOP/s and bytes of one layer's attention, by cuDNN's kernel and by blocks of XLA's operations.
+"""Milliseconds, TFLOP/s and bytes of one layer's attention: cuDNN's kernel versus blocks of XLA operations.
 
     python benchmarks/attention_time.py [--case 32k-blocks] [--rehearse]
 
-`lowtide.ops.attention` in bfloat16 on Llama 3.1 8B's shapes (32 query heads on 8 of keys and values, of 128), causal:
-32,768 tokens in rows of 4,096 to 32,768, one row of 65,536 and of 131,072; one of 32,768 with documents of 2,048, and
-with a window of 4,096. Forward alone, then forward with the gradients of queries, keys and values.
+The benchmark runs `lowtide.ops.attention` in bfloat16 on Llama 3.1 8B's shapes: 32 query heads and 8 key/value heads,
+of width 128, causal. The cases are 32,768 tokens in rows of 4,096 to 32,768, and one row each of 65,536 and of 131,072.
+Two further cases are one row of 32,768 tokens with documents of 2,048, and with a window of 4,096. Each case runs the
+forward pass alone, then the forward pass with the gradients of queries, keys and values.
 
-TFLOP/s count what a query sees, and nothing that a kernel computes beside it: 4 per pair, head and its width, 2.5 times
-that more for the gradients. Peaks are the allocator's since the process began; queries, keys and values are drawn a
-part at a time, so that drawing them leaves none. What runs out of memory says so. cuDNN leaves samples of its results
-for the case of blocks, whose distance from them is `relative_error`: that of the worst of result and gradients.
+TFLOP/s count only the query-key pairs that attention allows, and no other work of a kernel: 4 FLOPs per pair, head and
+unit of head width, plus 2.5 times as many for the gradients. Peaks are those of the allocator since the process began.
+Queries, keys and values are drawn in parts, so that drawing them leaves no peak. The row of a case that runs out of
+memory records that. The cuDNN case saves samples of its results for the blocks case. `relative_error` of the blocks
+case is the largest error among result and gradients.
 
-A rehearsal has no cuDNN: XLA's operations on whole rows of scores stand in for it.
+A rehearsal has no cuDNN; XLA operations on whole rows of scores replace it.
 """
 
 from __future__ import annotations
@@ -35,20 +37,22 @@ from lowtide.ops import attention
 PART = "attention"
 IMPLEMENTATIONS = ("cudnn", "blocks")
 STAND_IN = "xla"
-"""Of a rehearsal, for what the library does not have there."""
+"""The implementation that a rehearsal uses if the library does not support the requested one on its device."""
 DTYPE = jnp.bfloat16
 WARMUP, LEAST, MOST, SECONDS = 1, 3, 20, 4.0
-"""Calls before the clock, and on it: as many as take about so long."""
+"""Warm-up calls, fewest and most timed calls, and the seconds that the timed calls should take."""
 BACKWARD = 2.5
-"""Products of the gradients over those of the forward pass, which are computed once more among them."""
+"""FLOPs of the backward pass over those of the forward pass: five matrix products versus two. One of the five computes
+the scores again.
+"""
 TOLERANCE = 0.05
-"""Share of a result's norm by which two kernels in bfloat16 may differ in a rehearsal."""
+"""Share of a result's norm by which two bfloat16 kernels may differ in a rehearsal."""
 FIRST = ("forward_ms", "both_ms", "forward_tflops", "both_tflops")
 ENVIRONMENT = {"XLA_PYTHON_CLIENT_MEM_FRACTION": ".95"}
 
 
 class Shape(NamedTuple):
-    """Rows, and what their queries see."""
+    """The rows of a case, and which keys their queries attend to."""
 
     batch_size: int
     seq_len: int
@@ -57,7 +61,9 @@ class Shape(NamedTuple):
 
     @property
     def pairs(self) -> int:
-        """Of a query and a key that it sees, of all rows."""
+        """Number of allowed query-key pairs of all rows."""
+        # Query i of a document attends to min(i + 1, window) keys: a triangle for the first `seen` queries, then `seen`
+        # keys for each of the others.
         length = self.document or self.seq_len
         seen = min(self.window or length, length)
         documents = self.batch_size * self.seq_len // length
@@ -79,11 +85,11 @@ TOYS = {
     "32k-packed": Shape(1, 1024, document=128),
     "32k-window": Shape(1, 1024, window=192),
 }
-"""Of a rehearsal; toys of the other lengths would run the same program."""
+"""Shapes of a rehearsal. Toys of the other lengths would run the same program."""
 
 
 def flops(shape: Shape, num_heads: int, head_dim: int, *, backward: bool) -> float:
-    """Of the two products of each pair that is seen, a product and a sum each, and of their gradients."""
+    """Return the FLOPs of two matrix products, a multiplication and an addition per pair, and of their gradients."""
     return 4.0 * num_heads * head_dim * shape.pairs * (1 + BACKWARD * backward)
 
 
@@ -92,7 +98,7 @@ def flops(shape: Shape, num_heads: int, head_dim: int, *, backward: bool) -> flo
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
 def _drawn(key: Any, shape: tuple[int, ...], parts: int) -> Any:
-    """Normal numbers, some tokens at a time: their float32 numbers would be the peak of the forward pass."""
+    """Draw normal values a few tokens at a time; all of them in float32 at once would be the forward pass's peak."""
     batch, length, heads, dim = shape
     part = (batch * length // parts, heads, dim)
     made = jax.lax.map(lambda one: jax.random.normal(one, part, DTYPE), jax.random.split(key, parts))
@@ -100,14 +106,14 @@ def _drawn(key: Any, shape: tuple[int, ...], parts: int) -> Any:
 
 
 def drawn(shape: Shape, seed: int, num_heads: int, head_dim: int) -> Any:
-    """Random numbers [B, T, heads, width] on the device."""
+    """Return random values [B, T, heads, width] on the device."""
     rows, length = shape.batch_size, shape.seq_len
     made = _drawn(jax.random.key(seed), (rows, length, num_heads, head_dim), max(1, rows * length // 4096))
     return jax.block_until_ready(made)
 
 
 def passes(shape: Shape, implementation: str) -> dict[str, Callable[..., Any]]:
-    """The forward pass, and that with the gradients."""
+    """Return the forward pass, and the forward pass with its gradients."""
     options: dict[str, Any] = {"causal": True, "window": shape.window, "implementation": implementation}
 
     def forward(q: Any, k: Any, v: Any) -> Any:
@@ -124,7 +130,7 @@ def passes(shape: Shape, implementation: str) -> dict[str, Callable[..., Any]]:
 
 
 def measured(row: dict[str, Any], fn: Callable[..., Any], arrays: Sequence[Any], num_flops: float) -> Any:
-    """Compile, run, time; what it gives, or None where memory runs out."""
+    """Compile, run and time a program; return its result, or None if memory runs out."""
     result: Any = None
     with memory_may_run_out(row):
         program = compiled(row, fn, *arrays)
@@ -141,7 +147,7 @@ def measured(row: dict[str, Any], fn: Callable[..., Any], arrays: Sequence[Any],
 
 
 def run(name: str, implementation: str, rehearsal: bool) -> dict[str, Any]:
-    """One row."""
+    """Measure one case and return its row."""
     if rehearsal and name not in TOYS:
         return {"rehearsed_as": f"4k-{implementation}"}
     shape = TOYS[name] if rehearsal else SHAPES[name]
@@ -168,7 +174,7 @@ def run(name: str, implementation: str, rehearsal: bool) -> dict[str, Any]:
             figures |= {f"{which}_{key}": value for key, value in part.items()}
             if result is None:
                 row["out_of_memory"] = True
-                break  # the gradients need more
+                break  # the gradients need more memory
             if which == "both":
                 row |= distance(f"{name}{'-toy' * rehearsal}", implementation, result)
             del result
@@ -179,7 +185,7 @@ def run(name: str, implementation: str, rehearsal: bool) -> dict[str, Any]:
 
 
 def is_known(implementation: str) -> bool:
-    """Whether the device at hand computes attention that way, by the library's own word."""
+    """Return whether the library supports this implementation on the current device."""
     one = jnp.ones((1, 8, 1, 8), DTYPE)
     try:
         jax.eval_shape(functools.partial(attention, implementation=typing.cast(Any, implementation)), one, one, one)
@@ -197,9 +203,9 @@ def _at(leaf: Any, places: Any) -> Any:
 
 
 def distance(name: str, implementation: str, results: Sequence[Any]) -> dict[str, Any]:
-    """Leave samples of the first implementation's results; of another how far it is from them, if they are there.
+    """Save samples of the first implementation's results, or return how far another one's results are from them.
 
-    Samples of result and gradients each: the norm of the difference over the norm.
+    The error of the result and of each gradient is the norm of the samples' difference over the norm of the samples.
     """
     generator = np.random.default_rng(0)
     ours = [np.asarray(_at(leaf, generator.integers(0, leaf.size, SAMPLES))) for leaf in results]

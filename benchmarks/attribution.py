@@ -1,11 +1,12 @@
-"""How much of a program's memory has an owner: steps in many styles, compiled for four kinds of hardware.
+"""Share of a program's memory that has an owner: steps in many styles, compiled for four kinds of hardware.
 
     python benchmarks/attribution.py [--program NAME] [--target NAME] [--out FILE]
 
-For each: the owners at the peak add up to XLA's total exactly; `device_bytes` is argument + output - alias + temp (+
-code); how much is unattributed, how much only a temporary, and how much of the heap is fragmentation.
-`_nested_programs.py` adds nested gradients, pooling, graphs, adjoints, scans and caches. Every target runs in a process
-of its own, since a process that compiled for a TPU keeps much memory. Every figure is compiled; nothing runs.
+For each program the owners at the peak must add up exactly to XLA's total. `device_bytes` must equal argument + output
+- alias + temp (+ code). The table shows how much is unattributed, how much is only known to be a temporary, and how
+much of the heap is fragmentation. `_nested_programs.py` adds nested gradients, pooling, graphs, adjoints, scans and
+caches. Every target runs in a separate process, because a process that compiled for a TPU keeps much memory. Every
+figure is compiled; nothing runs.
 """
 
 from __future__ import annotations
@@ -37,13 +38,15 @@ from lowtide.core import format_bytes
 PROGRAMS = {**STEPS, **NESTED}
 TARGETS = ("cpu", "v5e:2x2", "v5p:2x2x1", "h100")
 EIGHT_DEVICES = {"v5e:2x2": "v5e:2x4", "v5p:2x2x1": "v5p:2x2x2", "h100": "h100:8"}
-"""What the sharded step is compiled for instead."""
+"""Targets for which the sharded step is compiled instead."""
 MAX_UNATTRIBUTED = 0.02
 MAX_TEMPORARIES = 0.25
-"""Of nested programs, what may be unattributed or a temporary of the peak."""
+"""Largest share of a nested program's peak that may be unattributed or a temporary."""
 MAX_DIFFERENCE = 0.001
 HOST_COPY = "copy from host memory"
-"""What only a real GPU holds, and XLA's total for one that only compiles does not: the two may differ by as much."""
+"""A real GPU holds these copies, and XLA's total for a compile-only GPU leaves them out. The two totals may differ by
+them.
+"""
 
 
 def measure(name: str, target_name: str) -> dict[str, Any]:
@@ -86,7 +89,7 @@ def measure(name: str, target_name: str) -> dict[str, Any]:
 
 
 def _total(stats: Any) -> int:
-    """XLA's own figures for device and host together: owners may move between the two, never vanish."""
+    """Return XLA's total for device and host together, because owners may move between the two but never vanish."""
     names = ("argument_size_in_bytes", "output_size_in_bytes", "temp_size_in_bytes", "generated_code_size_in_bytes")
     both = sum(getattr(stats, prefix + name) for prefix in ("", "host_") for name in names)
     return both - stats.alias_size_in_bytes - stats.host_alias_size_in_bytes
@@ -97,7 +100,7 @@ def _max_rss() -> int:
 
 
 def problems(row: dict[str, Any]) -> list[str]:
-    """What a row breaks of what is promised; empty when it holds."""
+    """Return the promises that a row breaks; empty if it breaks none."""
     found: list[str] = []
     if row["sum_of_owners_bytes"] != row["device_bytes"] or row["sum_of_host_owners_bytes"] != row["host_bytes"]:
         found.append("owners do not add up")

@@ -1,20 +1,20 @@
-"""Which of XLA's options, and which order of a program, let copies to and from the host run beside kernels on a GPU.
+"""Which XLA options, and which order of operations, let a GPU copy to and from the host while kernels run.
 
     python benchmarks/copies_time.py [--case ahead] [--rehearse]
 
-Sixteen layers of two products in bfloat16, run again in the backward pass: the seconds of loss and gradients of their
-weights, with what enters the layers on the device, and on the host. A layer's arithmetic takes about as long as its
-copy, so that by arithmetic copies beside it cost little, and others two thirds of the step.
+The program has sixteen layers of two bfloat16 matrix products, recomputed in the backward pass. The figures are the
+seconds of the loss and the weight gradients, with the layer inputs on the device and on the host. A layer's arithmetic
+takes about as long as its copy. So hidden copies should cost little, and exposed copies two thirds of the step.
 
-    device       on the device
-    host         on the host by `jax.checkpoint`'s policy for names
-    host-NAME    the same program, compiled with an option of XLA
+    device       layer inputs on the device
+    host         layer inputs on the host, by `jax.checkpoint`'s policy for names
+    host-NAME    the same program, compiled with an XLA option
     ahead        written by hand: a layer's input is copied while the next layer runs, and fetched while the one after
-                 it does; of such a loop every copy begins where an iteration begins and ends where it ends
-    ahead-NAME   that, with an option
+                 it runs; every copy of this loop begins and ends with an iteration
+    ahead-NAME   the same with an option
 
-Each row has the share of the copies' seconds under kernels, from a profile. An option that this XLA does not know is
-told in its row.
+Each row has the share of the copies' seconds that overlaps with kernels, from a profile. If this XLA does not know an
+option, the row records that.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ PROFILED = 2
 
 
 def block(h: Any, layer: Tree) -> Any:
-    """One layer."""
+    """Compute one layer."""
     return h + jnp.tanh(h @ layer["up"]) @ layer["down"]
 
 
 def scanned(layers: Tree, x: Any, *, on_host: bool) -> Any:
-    """The layers with what enters each kept by name."""
+    """Apply the layers in a scan whose checkpoint policy keeps each layer's input by name."""
 
     def body(h: Any, layer: Tree) -> tuple[Any, None]:
         return block(checkpoint_name(h, "input"), layer), None
@@ -67,7 +67,7 @@ def scanned(layers: Tree, x: Any, *, on_host: bool) -> Any:
 
 @jax.custom_vjp
 def ahead(layers: Tree, x: Any) -> Any:
-    """The layers, each one's input copied while the next runs."""
+    """Apply the layers; each layer's input is copied to the host while the next layer runs."""
     return _ahead_forward(layers, x)[0]
 
 
@@ -76,7 +76,7 @@ def _ahead_forward(layers: Tree, x: Any) -> Any:
         h, before = carry
         return (block(h, layer), h), jax.device_put(before, HOST)
 
-    # What the first iteration copies is the input itself, once more.
+    # The first iteration has no previous layer; it copies the input a second time.
     (h, last), kept = jax.lax.scan(body, (x, x), layers)
     return h, (layers, last, kept)
 
@@ -91,7 +91,7 @@ def _ahead_backward(residuals: Any, g: Any) -> Any:
         to_layer, g = jax.vjp(lambda layer, h: block(h, layer), layer, h)[1](g)
         return (g, fetched), to_layer
 
-    # `kept` has what entered the layer before, so that a layer fetches it for the next to run.
+    # `kept` is shifted by one layer: each iteration fetches the input of the layer that the next iteration runs.
     (g, _), grads = jax.lax.scan(body, (g, last), (layers, kept), reverse=True)
     return grads, g
 
@@ -100,13 +100,13 @@ ahead.defvjp(_ahead_forward, _ahead_backward)
 
 
 def loss_of(kind: str) -> Callable[[Tree, Any], Any]:
-    """The loss of layers and their input."""
+    """Return the loss as a function of layers and input."""
     run = ahead if kind == "ahead" else functools.partial(scanned, on_host=kind == "host")
     return lambda layers, x: jnp.mean(jnp.square(run(layers, x).astype(jnp.float32)))
 
 
 def run(kind: str, option: str | None, rehearsal: bool) -> dict[str, Any]:
-    """Compare, time, profile."""
+    """Compile, compare, time and profile one case."""
     width, hidden, tokens = (16, 16, 32) if rehearsal else (WIDTH, HIDDEN, TOKENS)
     row: dict[str, Any] = {"kind": kind, "option": option, "tokens": tokens, "width": width, "num_layers": NUM_LAYERS}
     random = np.random.default_rng(0)

@@ -1,14 +1,14 @@
-"""What `lowtide explain` adds to the compilation itself: seconds and host memory, for a step on 8B shapes.
+"""Cost of `lowtide explain` in addition to the compilation: seconds and host memory, for a step on 8B shapes.
 
     python benchmarks/explain_cost.py [--program lora_8b] [--target v5e:2x4]... [--repeats 3]
 
 Each repeat runs two fresh processes for every target, one after the other, and the tables show the median:
 
-- compile: a Python process that imports the file, makes the job and calls `lowtide.memory.compile`, nothing more;
+- compile: a Python process that imports the file, creates the job and calls `lowtide.memory.compile`, nothing more;
 - explain: the command with `--html`, `--png` and `--json`, from its start to its end.
 
-Both start Python and import JAX; the difference is what the explanation costs (owners, terminal report, views). Memory
-is the largest resident set of the process, as the kernel counts it.
+Both start Python and import JAX, so the difference is the cost of the explanation: owners, terminal report and views.
+Memory is the largest resident set of the process, as the kernel counts it.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ lt.memory.compile(
 
 
 def compile_command(program: str, target: str, folder: Path) -> list[str]:
-    """A process that compiles, and does nothing with the result."""
+    """Return the command that only compiles."""
     return [sys.executable, "-c", _COMPILE, str(ROOT), program, target]
 
 
 def explain_command(program: str, target: str, folder: Path) -> list[str]:
-    """The command with every view."""
+    """Return the command with every view."""
     views = [f"--{kind}={folder / f'report.{kind}'}" for kind in ("html", "png", "json")]
     return [
         sys.executable,
@@ -66,11 +66,11 @@ def explain_command(program: str, target: str, folder: Path) -> list[str]:
 
 
 def measure(command: list[str]) -> tuple[float, int]:
-    """Seconds and largest resident bytes of a command.
+    """Return the seconds and the largest resident bytes of a command.
 
-    A process of its own waits for the command, because the kernel keeps the largest resident set of all the children
-    that a process ever had.
+    A separate process waits for the command, because the kernel keeps one maximum for all children of a process.
     """
+    # `RUSAGE_CHILDREN` is the maximum over all children, so the waiting process may have only one.
     script = (
         "import resource, subprocess, sys\n"
         "subprocess.run(sys.argv[1:], check=True, stdout=subprocess.DEVNULL)\n"
@@ -82,7 +82,7 @@ def measure(command: list[str]) -> tuple[float, int]:
 
 
 def run(program: str, target: str, repeats: int) -> dict[str, Any]:
-    """Medians of both commands, and the sizes of the views."""
+    """Return the medians of both commands, and the sizes of the views."""
     found: dict[str, list[tuple[float, int]]] = {"compile": [], "explain": []}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

@@ -1,10 +1,10 @@
-"""What a user holds after a run went wrong: `lowtide.Trainer` beside Keras' own `fit`, on the same Keras model.
+"""State of a model after a failed run: `lowtide.Trainer` versus Keras' `fit`, on the same Keras model.
 
     python benchmarks/failure_matrix.py [--json FILE]
 
-Every row plants one failure in a run of six steps, then asks three things: are the model's weights there; are they,
-bit for bit, those of an undisturbed run of as many steps; does another `fit` work. The undisturbed run is each
-trainer's own. Keras draws dropout's random numbers as state of the model in both.
+Every row plants one failure in a run of six steps, and answers three questions. Are the model's weights readable? Are
+they bitwise equal to those of an undisturbed run of as many steps with the same trainer? Does another `fit` work? With
+both trainers, Keras draws dropout's random numbers as state of the model.
 """
 
 from __future__ import annotations
@@ -37,27 +37,27 @@ RNG = np.random.default_rng(0)
 DATA = [(RNG.normal(size=(8, 4)).astype(np.float32), RNG.normal(size=(8, 2)).astype(np.float32)) for _ in range(STEPS)]
 PLANTED = "planted"
 WIDE = 16
-"""Rows of a batch for which the model needs petabytes: a program that compiles, and fails when it runs."""
+"""Rows of a batch for which the model needs petabytes: the program compiles, and fails when it runs."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What is left after a failure."""
+    """State after a failure."""
 
     failure: str
-    """What was planted."""
+    """The planted failure."""
     trainer: str
-    """Whose `fit`."""
+    """The trainer whose `fit` ran."""
     raised: str
-    """What reached the user, and its note."""
+    """The exception that the user sees, and its note."""
     weights: str
-    """``good`` (those of an undisturbed run), ``other``, or why they cannot be read."""
+    """``good`` (equal to those of an undisturbed run), ``other``, or the reason why they cannot be read."""
     fits_again: bool
     """Whether another `fit` works."""
 
 
 class Failing(keras.layers.Layer):
-    """A layer that fails on the device, after the step has consumed its state, in the call that is told to."""
+    """A layer that fails on the device in a chosen call, after the step has consumed its state."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -65,7 +65,9 @@ class Failing(keras.layers.Layer):
         self.calls = 0
         self.traces_left: int | None = None
         self.is_refused = False
-        """Whether the compiler is given what it refuses. (Out of memory it never says on a CPU.)"""
+        """Whether the program contains an operation that the compiler rejects. (A CPU compiler never reports out of
+        memory.)
+        """
 
     def call(self, x: Any, training: bool = False) -> Any:
         if self.traces_left is not None:
@@ -77,6 +79,7 @@ class Failing(keras.layers.Layer):
             scalar = jax.ffi.ffi_call("no_such_target", jax.ShapeDtypeStruct((), x.dtype))(scalar)
         if x.shape[0] == WIDE:
             large = jax.lax.optimization_barrier(jax.numpy.broadcast_to(scalar, (2**26, 2**26)))
+            # The callback's result is part of the output, because JAX removes a pure callback whose result is unused.
             scalar = jax.numpy.sort(large * scalar, axis=0)[::2].sum()
         return 0 * jax.pure_callback(self._host, jax.ShapeDtypeStruct((), x.dtype), scalar) + x
 
@@ -88,7 +91,7 @@ class Failing(keras.layers.Layer):
 
 
 def make() -> tuple[Any, Failing]:
-    """The model, and the layer of it that can fail."""
+    """Return the model, and its layer that can fail."""
     keras.utils.set_random_seed(0)
     failing = Failing()
     layers = [keras.layers.Dense(8), keras.layers.BatchNormalization(), keras.layers.Dropout(0.2, seed=1)]
@@ -96,19 +99,19 @@ def make() -> tuple[Any, Failing]:
 
 
 def batch(step: int, stop_at: int | None = None, wide_at: int | None = None) -> Any:
-    """The batch of a step, before which the run is interrupted, or which is too large."""
+    """Return the batch of a step, or interrupt the run before it, or return a batch that is too large."""
     if step == stop_at:
         raise KeyboardInterrupt
     return tuple(np.tile(x, (2, 1)) for x in DATA[step]) if step == wide_at else DATA[step]
 
 
 def batches(stop_at: int | None = None, wide_at: int | None = None) -> Iterator[Any]:
-    """The data."""
+    """Return the batches of a run."""
     return (batch(step, stop_at, wide_at) for step in range(STEPS))
 
 
 class Keras:
-    """Keras' own `fit`."""
+    """The trainer of Keras: `fit`, `evaluate` and `predict` of the model."""
 
     name = "keras"
 
@@ -122,7 +125,7 @@ class Keras:
         self.model.fit(data, steps_per_epoch=count, epochs=1, verbose=0, callbacks=[hook])
 
     def fit_validated(self) -> None:
-        """An epoch, validation, and an interrupt when the first step after it has ended."""
+        """Train one epoch, validate, and interrupt when the first step after the validation has ended."""
 
         class Next(keras.callbacks.Callback):
             epoch = 0
@@ -182,7 +185,7 @@ class Ours:
 
 
 def raise_at(step: int) -> Callable[[Any, int], None]:
-    """A callback that is interrupted."""
+    """Return a callback that raises KeyboardInterrupt after a step."""
 
     def event(_: Any, at: int) -> None:
         if at == step:
@@ -192,13 +195,13 @@ def raise_at(step: int) -> Callable[[Any, int], None]:
 
 
 def fails_at(subject: Any, call: int) -> None:
-    """A failure on the device in a call of the layer, counted from 1."""
+    """Fail on the device in a call of the layer, counted from 1."""
     subject.failing.fail_at = subject.failing.calls + call
     subject.fit(STEPS)
 
 
 def closes_over(subject: Any) -> None:
-    """A callback that reads the model itself: ours by way of the trainer, which gives the arrays back."""
+    """Train with a callback that reads the model: for ours through the trainer, which provides the arrays."""
 
     def event(given: Any, at: int) -> None:
         if at == 3:
@@ -209,7 +212,7 @@ def closes_over(subject: Any) -> None:
 
 
 def compile_error(subject: Any) -> None:
-    """An exception while the first step is traced; Keras traces the model once before, to build what depends on it."""
+    """Raise an exception while the first step is traced. Keras traces the model once before that, to build it."""
     subject.failing.traces_left = 1 if isinstance(subject, Keras) else 0
     try:
         subject.fit(STEPS)
@@ -218,7 +221,7 @@ def compile_error(subject: Any) -> None:
 
 
 def refused(subject: Any) -> None:
-    """A step that the compiler refuses."""
+    """Train a step that the compiler rejects."""
     subject.failing.is_refused = True
     try:
         subject.fit(STEPS)
@@ -227,14 +230,14 @@ def refused(subject: Any) -> None:
 
 
 def edit(subject: Any) -> None:
-    """What the callback does to the weights."""
+    """Change the weights, as the callback does."""
     model = subject.trainer.model if isinstance(subject, Ours) else subject.model
     for variable in model.trainable_variables:
         variable.assign(jax.numpy.full(variable.shape, 0.01))
 
 
 def edits(subject: Any) -> None:
-    """A callback that changes the weights after the third step."""
+    """Train with a callback that changes the weights after the third step."""
 
     def event(_: Any, at: int) -> None:
         if at == 3:
@@ -257,25 +260,26 @@ FAILURES: dict[str, tuple[Callable[[Any], None], int]] = {
     "callback that reads the model": (closes_over, 4),
     "callback that edits the weights": (edits, 3),
 }
-"""What is planted, and the step whose weights are good afterwards. After a failure on the device that is the step where
-`fit` began: a copy of it is on the host."""
+"""Failures, and the step whose weights are good afterwards. After a failure on the device this is the step where `fit`
+began, because the trainer keeps a copy of it on the host.
+"""
 
 
 def weights(model: Any) -> list[np.ndarray] | str:
-    """The weights, or why they cannot be read."""
+    """Return the weights, or the reason why they cannot be read."""
     try:
         values = [np.array(variable.value) for variable in model.variables]
-    except Exception as error:  # whatever Keras and JAX say
+    except Exception as error:  # any exception of Keras or JAX
         return f"{type(error).__name__}: {str(error).splitlines()[0][:60]}"
     return values if all(value.dtype != object for value in values) else "None"
 
 
 def outcome(make_subject: Callable[[], Any], failure: str) -> Outcome:
-    """Plant one failure."""
+    """Plant one failure and describe the state after it."""
     plant, good_step = FAILURES[failure]
     undisturbed = make_subject()
     if plant is closes_over and isinstance(undisturbed, Keras):
-        good_step = 3  # the callback itself raises there
+        good_step = 3  # in Keras the callback itself raises
     if good_step:
         undisturbed.fit(good_step)
     if plant is edits:
@@ -283,7 +287,7 @@ def outcome(make_subject: Callable[[], Any], failure: str) -> Outcome:
     reference, subject, raised = weights(undisturbed.model), make_subject(), "nothing"
     try:
         plant(subject)
-    except BaseException as error:  # an interrupt is one
+    except BaseException as error:  # includes KeyboardInterrupt
         note = getattr(error, "__notes__", [""])[-1]
         raised = f"{type(error).__name__}{': ' + note if 'trainer' in note else ''}"
     left = weights(subject.model)

@@ -1,20 +1,20 @@
-"""What frozen parameters cost: the programs of JAX issue 23316, and seven optimizer idioms. Compiled, never run.
+"""Cost of frozen parameters: the programs of JAX issue 23316, and seven optimizer idioms. Compiled, never run.
 
     python benchmarks/frozen_gradients.py [--target v5e:2x2] [--target cpu] [--json FILE]
 
 The issue ("Full zero arrays allocated for gradients of `stop_gradient` parameters") has three programs:
 
-1. gradients of a LoRA of rank 64 on a Linear 65536 -> 1024, float32: `jax.value_and_grad` of the whole model with
-   `stop_gradient` on the base ("naive"), beside `lowtide.value_and_grad` of what trains ("ours");
+1. gradients of a rank-64 LoRA on a Linear 65536 -> 1024, float32: `jax.value_and_grad` of the whole model with
+   `stop_gradient` on the base ("naive"), versus `lowtide.value_and_grad` of the trainable leaves ("ours");
 2. one AdamW step of the same;
-3. a stack of 34 such layers of 16,384 x 16,384 ("a 34 GB model"). A v5e chip cannot hold it even as an argument; there
-   the figures are those of the plan that the compiler refused, and the program is compiled for a v5p chip too.
+3. a stack of 34 such layers of 16,384 x 16,384 ("a 34 GB model"). A v5e chip cannot hold it even as an argument. There
+   the figures are those of the plan that the compiler refused, and the program is also compiled for a v5p chip.
 
-Then the ways people freeze parameters with Optax, on a 24 MiB base: bytes of optimizer state and of temporaries, and
-the floating-point operations of the step.
+A second table compares the ways in which people freeze parameters with Optax, on a 24 MiB base: bytes of optimizer
+state and of temporaries, and the floating-point operations of the step.
 
-Every figure is compiled (XLA's own, per device); those marked "refused" are of programs that the compiler planned and
-then refused, because they do not fit.
+Every figure is compiled (XLA's own, per device). Figures marked "refused" belong to programs that the compiler planned
+and then refused, because they do not fit.
 """
 
 from __future__ import annotations
@@ -46,22 +46,22 @@ ROOMY = "v5p:2x2x1"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Figure:
-    """One figure of a program, naive beside ours."""
+    """One figure of a program, for the naive version and for ours."""
 
     program: str
-    """Which program."""
+    """Name of the program."""
     figure: str
-    """What is counted."""
+    """The counted quantity."""
     target: str
-    """What it was compiled for."""
+    """Target of the compilation."""
     naive_bytes: int
-    """The whole tree with `stop_gradient`."""
+    """Bytes with the whole tree and `stop_gradient`."""
     ours_bytes: int
-    """What trains, alone."""
+    """Bytes with only the trainable leaves."""
     naive_refused: bool = False
     """Whether the compiler refused the naive program, because it does not fit."""
     ours_refused: bool = False
-    """The same for ours."""
+    """Whether it refused ours."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -69,18 +69,19 @@ class Idiom:
     """One way to freeze parameters, compiled."""
 
     name: str
-    """How it is written."""
+    """The code of the idiom."""
     state_bytes: int
-    """Optimizer state, as the program takes it."""
+    """Bytes of optimizer state that the program takes."""
     temp_bytes: int
-    """Temporaries of the step."""
+    """Bytes of temporaries of the step."""
     flops: float | None
-    """Floating-point operations of the step, as XLA counts them; None for a step with a loop, whose body XLA counts
-    once."""
+    """Floating-point operations of the step, as XLA counts them. None for a step with a loop, because XLA counts its
+    body once.
+    """
 
 
 def shape(*dims: int) -> jax.ShapeDtypeStruct:
-    """A float32 array that exists in name only."""
+    """Return the shape of a float32 array that is never allocated."""
     return jax.ShapeDtypeStruct(dims, jnp.float32)
 
 
@@ -88,7 +89,7 @@ def shape(*dims: int) -> jax.ShapeDtypeStruct:
 
 
 def lora_linear(in_features: int, out_features: int, rank: int = RANK) -> Tree:
-    """Shapes of one linear layer and its adapter."""
+    """Return the shapes of one linear layer and its adapter."""
     return {
         "base": shape(out_features, in_features),
         "lora_a": shape(rank, in_features),
@@ -97,31 +98,31 @@ def lora_linear(in_features: int, out_features: int, rank: int = RANK) -> Tree:
 
 
 def apply_linear(layer: Tree, x: jax.Array) -> jax.Array:
-    """Wx + BAx, without W + BA."""
+    """Compute Wx + BAx without W + BA."""
     return layer["base"] @ x + layer["lora_b"] @ (layer["lora_a"] @ x)
 
 
 def loss_fn(model: Sequence[Tree], x: jax.Array) -> jax.Array:
-    """The loss of the issue: the squared mean of the output."""
+    """Compute the loss of the issue: the squared mean of the output."""
     for layer in model:
         x = apply_linear(layer, x)
     return jnp.square(jnp.mean(x))
 
 
 def naive_loss_fn(model: Sequence[Tree], x: jax.Array) -> jax.Array:
-    """The same with `stop_gradient` on every base, as the issue has it."""
+    """Compute the same loss with `stop_gradient` on every base, as in the issue."""
     return loss_fn([{**layer, "base": jax.lax.stop_gradient(layer["base"])} for layer in model], x)
 
 
 def naive_step(model: Tree, opt_state: Tree, x: jax.Array) -> tuple[Tree, Tree, jax.Array]:
-    """AdamW over the whole model. Its weight decay shrinks the frozen weights too; `stop_gradient` cannot help it."""
+    """Take an AdamW step over the whole model. Weight decay shrinks the frozen weights, despite `stop_gradient`."""
     loss, grads = jax.value_and_grad(naive_loss_fn)(model, x)
     updates, opt_state = TX.update(grads, opt_state, model)
     return optax.apply_updates(model, updates), opt_state, loss
 
 
 def our_step(trainable: Tree, opt_state: Tree, frozen: Tree, x: jax.Array) -> tuple[Tree, Tree, jax.Array]:
-    """AdamW over what trains; the frozen leaves go in and do not come out."""
+    """Take an AdamW step over the trainable leaves; the frozen leaves are inputs and not outputs."""
     loss, grads = lt.value_and_grad(loss_fn, wrt=LORA)(lt.combine(trainable, frozen), x)
     updates, opt_state = TX.update(grads, opt_state, trainable)
     return optax.apply_updates(trainable, updates), opt_state, loss
@@ -131,7 +132,7 @@ TX = optax.adamw(1e-4)
 
 
 def gradient_reports(model: Tree, x: Any, name: str) -> tuple[MemoryReport, MemoryReport]:
-    """Gradients of the whole model, and of what trains."""
+    """Analyze the gradients of the whole model, and of the trainable leaves."""
     roles = {"params": 0, "batch": 1}
     return (
         analyze(jax.value_and_grad(naive_loss_fn), model, x, target=name, roles=roles),
@@ -140,7 +141,7 @@ def gradient_reports(model: Tree, x: Any, name: str) -> tuple[MemoryReport, Memo
 
 
 def step_reports(model: Tree, x: Any, name: str) -> tuple[MemoryReport, MemoryReport]:
-    """One AdamW step over the whole model, and over what trains."""
+    """Analyze one AdamW step over the whole model, and over the trainable leaves."""
     trainable, frozen = lt.partition(model, LORA)
     state, whole_state = jax.eval_shape(TX.init, trainable), jax.eval_shape(TX.init, model)
     naive_roles = {"params": 0, "opt_state": 1, "batch": 2}
@@ -153,7 +154,7 @@ def step_reports(model: Tree, x: Any, name: str) -> tuple[MemoryReport, MemoryRe
 
 
 def lora_figures(name: str) -> list[Figure]:
-    """Programs 1 and 2."""
+    """Return the figures of programs 1 and 2."""
     model, x = [lora_linear(65536, 1024)], shape(65536)
     figures = _compare("LoRA gradients", name, gradient_reports(model, x, name), ("output_bytes", "temp_bytes"))
     kinds = ("argument_bytes", "alias_bytes", "temp_bytes", "total_bytes")
@@ -161,7 +162,7 @@ def lora_figures(name: str) -> list[Figure]:
 
 
 def deep_figures(name: str) -> list[Figure]:
-    """Program 3: 34 layers of 16,384 squared, gradients and an AdamW step."""
+    """Return the figures of program 3: 34 layers of 16,384 squared, gradients and an AdamW step."""
     model, x = [lora_linear(16384, 16384) for _ in range(34)], shape(16384)
     kinds = ("argument_bytes", "output_bytes", "temp_bytes", "total_bytes")
     return [
@@ -192,31 +193,31 @@ NUM_MICROBATCHES = 4
 
 
 def small_model() -> Tree:
-    """Shapes of the idioms' model."""
+    """Return the shapes of the model for the idioms."""
     return [lora_linear(1024, 1024, rank=8) for _ in range(6)]
 
 
 def small_loss(model: Sequence[Tree], x: jax.Array) -> jax.Array:
-    """A mean over a batch, so that it can be accumulated."""
+    """Compute a mean over a batch, which can be accumulated over microbatches."""
     for layer in model:
         x = jnp.tanh(apply_linear(layer, x.T).T)
     return jnp.mean(jnp.square(x))
 
 
 def frozen_small_loss(model: Sequence[Tree], x: jax.Array) -> jax.Array:
-    """The same with `stop_gradient` on every base."""
+    """Compute the same loss with `stop_gradient` on every base."""
     return small_loss([{**layer, "base": jax.lax.stop_gradient(layer["base"])} for layer in model], x)
 
 
 def labels(tree: Tree) -> Tree:
-    """Optax labels: what trains, and what is frozen."""
+    """Return Optax labels for trainable and frozen leaves."""
     return jax.tree_util.tree_map_with_path(lambda path, _: "train" if "lora" in str(path[-1]) else "freeze", tree)
 
 
 def whole_tree_step(
     tx: optax.GradientTransformation, loss: Callable[..., Any], *, log_norm: bool = False
 ) -> Callable[..., Any]:
-    """A step that differentiates every leaf and leaves the freezing to the optimizer."""
+    """Return a step that differentiates every leaf and freezes leaves with the optimizer."""
 
     def step(params: Tree, opt_state: Tree, x: jax.Array) -> Any:
         value, grads = jax.value_and_grad(loss)(params, x)
@@ -230,7 +231,7 @@ def whole_tree_step(
 def split_step(
     tx: optax.GradientTransformation, *, microbatches: int = 1, log_norm: bool = False
 ) -> Callable[..., Any]:
-    """A step that differentiates what trains."""
+    """Return a step that differentiates only the trainable leaves."""
     grad_fn = lt.accumulate(lt.value_and_grad(small_loss, wrt=LORA), microbatches)
 
     def step(trainable: Tree, opt_state: Tree, frozen: Tree, x: jax.Array) -> Any:
@@ -243,7 +244,7 @@ def split_step(
 
 
 def idioms(name: str) -> list[Idiom]:
-    """The seven idioms, and ours with the two things people add: accumulation and a logged norm."""
+    """Compile the seven idioms, and ours with two common additions: accumulation and a logged norm."""
     adam, zero = optax.adam(1e-4), optax.set_to_zero()
     partition = optax.partition({"train": adam, "freeze": zero}, labels)
     in_steps = optax.MultiSteps(adam, NUM_MICROBATCHES).gradient_transformation()
@@ -302,7 +303,7 @@ def _idiom(label: str, step: Any, tx: Any, params: Tree, frozen: tuple[Tree, ...
 
 
 def figures_table(name: str, figures: Sequence[Figure]) -> Table:
-    """Naive beside ours."""
+    """Return a table of naive and our figures."""
     table = Table(title=f"JAX issue 23316 on {name}: MiB on one device, compiled", caption="* refused: it does not fit")
     for column, justify in (
         ("program", "left"),
@@ -325,7 +326,7 @@ def figures_table(name: str, figures: Sequence[Figure]) -> Table:
 
 
 def idioms_table(name: str, rows: Sequence[Idiom]) -> Table:
-    """The idioms, FLOPs relative to ours."""
+    """Return a table of the idioms, with FLOPs relative to ours."""
     table = Table(title=f"Seven idioms and ours, 24 MiB frozen base, on {name}: MiB, compiled")
     for column, justify in (
         ("idiom", "left"),
@@ -346,7 +347,7 @@ def idioms_table(name: str, rows: Sequence[Idiom]) -> Table:
 
 
 def measure(name: str) -> dict[str, Any]:
-    """Everything for one target, as plain data."""
+    """Return all figures of one target as plain data."""
     figures = lora_figures(name) + deep_figures(name)
     if name.startswith("v5e"):
         figures += deep_figures(ROOMY)
@@ -354,7 +355,7 @@ def measure(name: str) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Measure, print, write."""
+    """Measure, print and write the raw result."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target", action="append", help="a target of lowtide.memory.target; default v5e:2x2 and cpu")
     parser.add_argument("--json", type=Path, help="one file for all targets, in place of benchmarks/results/")

@@ -1,14 +1,15 @@
-"""Generation with a cache on a CPU beside `transformers`: tokens per second, on the same files and prompts.
+"""Generation with a cache on a CPU versus `transformers`: tokens per second, on the same files and prompts.
 
     python benchmarks/generate_cpu.py [--out benchmarks/results/generate_cpu.json]
 
-A random Llama of 10 million parameters in float32, written once by `lowtide.models.save` and read by both; greedy, so
-that both write the same tokens, which is checked first. Prompts of 16 to 64 tokens, padded on the left, 64 new tokens;
-a batch of one and one of eight. Both sides are warm, in one process on one core, and take turns: the ratio of a round
-is that of two runs beside each other. One core, since a PyTorch with several threads waits for each of them in a loop,
-and beside other work takes ten times as long. Seconds are by the clock; CPU seconds of the process stand beside them.
-Ours is `generate_batch` as `lowtide generate` calls it, rounding of lengths included; theirs is `generate` with its
-default cache.
+The model is a random Llama of 10 million parameters in float32, written once by `lowtide.models.save` and read by both
+sides. Both decode greedily, so they must write the same tokens; this is checked first. Prompts have 16 to 64 tokens,
+padded on the left, and 64 new tokens follow, for a batch of one and a batch of eight.
+
+Both sides are warm, in one process on one core, and alternate: the ratio of a round is that of two adjacent runs. More
+threads are avoided, because PyTorch's threads spin while they wait, and take ten times as long next to other work.
+Rates use wall-clock seconds; the CPU seconds of the process are reported in addition. Ours is `generate_batch` as
+`lowtide generate` calls it, including the rounding of lengths. Theirs is `generate` with its default cache.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--out", type=Path, default=ROOT / "results" / "generate_cpu.json")
     args = parser.parse_args()
-    os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})  # before either side makes its threads
+    os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})  # before either side starts its threads
     torch.set_num_threads(1)
     jax.config.update("jax_platforms", "cpu")
     with tempfile.TemporaryDirectory() as folder:
@@ -69,7 +70,7 @@ def main() -> None:
 
 
 def measure(ours: models.Decoder, theirs: Any, batch_size: int) -> dict[str, Any]:
-    """Take turns; the ratio is our tokens per second over theirs."""
+    """Measure both sides in turn; the ratio is our tokens per second over theirs."""
     rng = np.random.default_rng(batch_size)
     lengths = np.linspace(16, 64, batch_size).astype(int) if batch_size > 1 else [32]
     prompts = [rng.integers(3, CONFIG.vocab_size, length).tolist() for length in lengths]

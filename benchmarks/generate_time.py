@@ -1,16 +1,18 @@
-"""Generation with a cache beside `transformers`, on Qwen3's shapes, dense and as a mixture of experts.
+"""Generation with a cache versus `transformers`, on Qwen3's shapes, dense and as a mixture of experts.
 
     python benchmarks/generate_time.py [--case 8b-lowtide] [--rehearse]
 
-The weights are those of `sft_peft.py` (38 GB of random bfloat16, written once), without adapters. Batches of 1, 8 and
-32 prompts of 128 tokens and of 8 prompts of 1,024, random and of one length, 128 new tokens, greedy, no token ends an
-answer. Ours is `generate_batch` with layers apart, as in `lowtide generate`; theirs is `generate` with its own cache,
-and in a case of its own with ``cache_implementation="static"``, for which it compiles the model.
+The weights are those of `sft_peft.py` (38 GB of random bfloat16, written once), without adapters. Batches are 1, 8 and
+32 prompts of 128 tokens, and 8 prompts of 1,024; prompts are random and of one length. Each answer has 128 new tokens,
+greedy, and no token ends it. Ours is `generate_batch` with unstacked layers, as in `lowtide generate`. Theirs is
+`generate` with its own cache and, in a separate case, with ``cache_implementation="static"``, for which it compiles the
+model.
 
-Seconds are by the clock, of warm calls until the tokens are on the host: of the whole (`seconds`), and of one new token
-(`prefill_seconds`), the median of each; what is left is decoding. Peaks are those of each side's allocator since the
-process began. `share_of_same_tokens` is beside this library's case on the same machine: in bfloat16 two programs round
-otherwise, and from the first other token on answers differ. A rehearsal runs in float32 and asks for the same tokens.
+Wall-clock seconds of warm calls end when the tokens are on the host. `seconds` is the median of whole answers,
+`prefill_seconds` the median for one new token; the difference is decoding. Peaks are those of each side's allocator
+since the process began. `share_of_same_tokens` compares with this library's case on the same machine: in bfloat16 two
+programs round differently, and after the first different token the answers diverge. A rehearsal runs in float32 and
+requires equal tokens.
 """
 
 from __future__ import annotations
@@ -31,15 +33,15 @@ from sft_peft import MODELS, files_of
 
 PART = "generate"
 SHAPES = ((1, 128), (8, 128), (32, 128), (8, 1024))
-"""Prompts at once, and their tokens."""
+"""Batch size and prompt length of each run."""
 NEW = 128
 REPEATS = 2
 Answer = Callable[[list[list[int]], int], list[list[int]]]
-"""Continues prompts by a number of tokens."""
+"""Function that continues prompts by a number of tokens."""
 
 
 def run_lowtide(model: str, rehearsal: bool) -> dict[str, Any]:
-    """One row of this library."""
+    """Measure this library and return a row."""
     folder = files_of(model, rehearsal)
     import jax
     from _decoders import memory_may_run_out
@@ -62,7 +64,7 @@ def run_lowtide(model: str, rehearsal: bool) -> dict[str, Any]:
 
 
 def run_transformers(model: str, cache: str | None, rehearsal: bool) -> dict[str, Any]:
-    """One row of PyTorch, with a cache of this kind."""
+    """Measure PyTorch with a kind of cache, and return a row."""
     folder = files_of(model, rehearsal)
     import torch
     from transformers import AutoModelForCausalLM
@@ -91,7 +93,8 @@ def run_transformers(model: str, cache: str | None, rehearsal: bool) -> dict[str
     try:
         decoder: Any = AutoModelForCausalLM.from_pretrained(folder, **options).to(device).eval()
         for size, length in shapes(rehearsal):
-            if cache is not None:  # else graphs of the shapes before are made again for sizes of any kind, and slower
+            # Otherwise PyTorch recompiles the graphs of earlier shapes for dynamic sizes, which are slower.
+            if cache is not None:
                 torch._dynamo.reset()
                 vars(decoder).pop("_cache", None)
             found, figures = measured(answer, folder, size, length, rehearsal)
@@ -108,14 +111,14 @@ def run_transformers(model: str, cache: str | None, rehearsal: bool) -> dict[str
 
 
 def shapes(rehearsal: bool) -> tuple[tuple[int, int], ...]:
-    """Of what is measured, of a rehearsal less."""
+    """Return the measured shapes, or fewer and smaller ones for a rehearsal."""
     return ((1, 8), (2, 16)) if rehearsal else SHAPES
 
 
 def measured(
     answer: Answer, folder: Path, size: int, length: int, rehearsal: bool
 ) -> tuple[list[list[int]], dict[str, Any]]:
-    """The tokens, and the seconds of whole answers and of their first tokens."""
+    """Return the tokens, and the seconds of whole answers and of their first tokens."""
     vocab_size = json.loads((folder / "config.json").read_text(encoding="utf-8"))["vocab_size"]
     prompts = np.random.default_rng(size * length).integers(3, vocab_size, (size, length)).tolist()
     num_tokens = 12 if rehearsal else NEW
@@ -146,7 +149,7 @@ def _tokens(folder: Path, size: int, length: int) -> Path:
 
 
 def _beside(folder: Path, size: int, length: int, found: list[list[int]]) -> dict[str, Any]:
-    """The share of tokens that this library wrote, too, where its case has run on this machine."""
+    """Return the share of tokens equal to this library's, if its case has run on this machine."""
     path = _tokens(folder, size, length)
     if not path.is_file():
         return {"share_of_same_tokens": None}

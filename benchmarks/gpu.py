@@ -1,12 +1,12 @@
-"""Measure everything that needs a GPU, with one command, in whatever time there is.
+"""Measure everything that needs a GPU, with one command, in the time that is available.
 
     python benchmarks/gpu.py [--part NAME ...] [--minutes N] [--out DIR] [--again]
     python benchmarks/gpu.py --rehearse     # every part at toy size on the CPU, into a temporary folder
     python benchmarks/gpu.py --list | --summary | --missing | --wheels DIR [--python 3.12]
 
-The parts run in the order of worth; each is a script with a time limit. `benchmarks/results/gpu/<device>/` has a file
-per part, which is replaced after every case, so that a kill loses at most one case. A second call skips what is
-measured. `docs/internals/gpu-day.md` explains how to use a machine without a network.
+The most important parts run first; each is a script with a time limit. `benchmarks/results/gpu/<device>/` has a file
+per part, which is replaced after every case, so a kill loses at most one case. A second call skips finished cases.
+`docs/internals/gpu-day.md` explains how to use a machine without a network.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ PROBE_SECONDS = 120
 
 
 class Part(NamedTuple):
-    """A script, and the minutes that it may take in one call."""
+    """A script, and its time limit in minutes for one call."""
 
     name: str
     script: str
@@ -57,7 +57,7 @@ PARTS = (
 
 
 def measure(options: argparse.Namespace) -> int:
-    """Run the parts one after another; nonzero if one failed or had no time."""
+    """Run the parts one after another; return nonzero if one failed or had no time."""
     card = {} if options.rehearse else gpu()
     if not options.rehearse and (problem := why_not_usable(card)):
         print(problem)
@@ -77,9 +77,9 @@ def measure(options: argparse.Namespace) -> int:
 
 
 def why_not_usable(card: dict[str, Any]) -> str:
-    """Why nothing can be measured here; empty if JAX uses the GPU.
+    """Return why nothing can be measured here; empty if JAX uses the GPU.
 
-    With a driver that is too old, or with a plugin of another version or none, JAX silently uses the CPU.
+    JAX silently uses the CPU if the driver is too old, or if the plugin is missing or of another version.
     """
     if not card:
         return "no GPU here (nvidia-smi finds none); --rehearse runs toy sizes on the CPU"
@@ -93,9 +93,9 @@ def why_not_usable(card: dict[str, Any]) -> str:
 
 
 def run_part(part: Part, out: Path, deadline: float, options: argparse.Namespace) -> str:
-    """Run the script of a part unless its file is complete; its state afterwards.
+    """Run the script of a part unless its file is complete; return its state afterwards.
 
-    A part that `--part` names is started also if it is complete: it runs the cases that its script has gained.
+    A part named by `--part` also starts if it is complete, and runs the cases that were added to its script.
     """
     path, left = out / f"{part.name}.json", deadline - time.monotonic()
     before = read_result(path)
@@ -107,13 +107,13 @@ def run_part(part: Part, out: Path, deadline: float, options: argparse.Namespace
     print(f"=== {part.name}: {part.about} (at most {limit / 60:.1f} minutes)", flush=True)
     words = [sys.executable, str(ROOT / part.script), "--json", str(path), "--minutes", f"{limit / 60:.4f}"]
     words += ["--rehearse"] * options.rehearse + ["--again"] * options.again
-    # The part looks at the clock itself; it is killed only if it does not.
+    # The part enforces the limit itself; it is killed only if that fails.
     status = run(words, environment(options.rehearse), limit + 15)
     return "complete" if status == 0 and read_result(path).get("complete") else "not complete"
 
 
 def results(home: Path) -> dict[str, dict[str, dict[str, Any]]]:
-    """Results by device and part, from a folder of devices or of one device."""
+    """Return the results by device and part, from a folder of devices or of one device."""
     devices: dict[str, dict[str, dict[str, Any]]] = {}
     for part in PARTS:
         for path in sorted([*home.glob(f"{part.name}.json"), *home.glob(f"*/{part.name}.json")]):

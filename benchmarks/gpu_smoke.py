@@ -2,9 +2,10 @@
 
     python benchmarks/gpu_smoke.py [--rehearse]
 
-Runs `lowtide finetune` without options (the embedded model, the language reference that ships with Python, 300 steps of
-8 x 128 tokens), then a short run that tunes all parameters. The measured peak covers the whole run with evaluation and
-samples; the predicted bytes are those of the step. `peak_before_bytes` is the peak before the first step.
+The script runs `lowtide finetune` without options: the embedded model, the language reference that ships with Python,
+300 steps of 8 x 128 tokens. A short run that tunes all parameters follows. The measured peak covers the whole run with
+evaluation and samples; the predicted bytes are those of the step. `peak_before_bytes` is the peak before the first
+step.
 """
 
 from __future__ import annotations
@@ -84,7 +85,7 @@ def finetune(flags: tuple[str, ...], steps: int, rehearsal: bool) -> dict[str, A
 
 
 def check_place(memory: dict[str, Any]) -> None:
-    """Raise unless the run was on a GPU: a CPU's allocator keeps no count."""
+    """Raise unless the run was on a GPU, because a CPU's allocator does not count bytes."""
     if not memory["measured_peak_bytes"] or "cpu" in str(memory["chip"]).lower():
         raise RuntimeError(f"the run was on {memory['chip']} ({memory['target']}): a measurement needs a GPU")
 

@@ -23,12 +23,12 @@ FILES = [path for path in sorted(TESTS.rglob("test_*.py")) if re.search(r"mark\.
 
 
 def run(path: Path, rehearsal: bool) -> dict[str, Any]:
-    """Outcome of every test of a file."""
+    """Return the outcome of every test of a file."""
     marked = "not gpu and not gpu_aot and not tpu_aot and not peers" if rehearsal else "gpu"
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "junit.xml"
         words = f"-q -ra -p no:cacheprovider --junitxml={report} --basetemp={folder}/tmp".split()
-        # A warning of a driver is no reason to lose a day's results.
+        # Driver warnings must not turn a day's results into failures.
         command = [sys.executable, "-m", "pytest", str(path), "-m", marked, "-W", "default", *words]
         env = {**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
         done = run_child(command, cwd=ROOT.parent, env=env, capture_output=True, text=True, check=False)
@@ -38,13 +38,13 @@ def run(path: Path, rehearsal: bool) -> dict[str, Any]:
 
 
 def outcomes(report: Path) -> dict[str, Any]:
-    """Row of a JUnit report: counts, and the outcome, seconds and message of each test."""
+    """Return the row of a JUnit report: counts, and the outcome, seconds and message of each test."""
     tests: dict[str, dict[str, Any]] = {}
     for case in ElementTree.parse(report).iter("testcase"):
         outcome = next((child for child in case if child.tag in ("failure", "error", "skipped")), None)
         kind = "passed" if outcome is None else "skipped" if outcome.tag == "skipped" else "failed"
         name = f"{case.get('classname')}.{case.get('name')}"
-        if tests.get(name, {}).get("outcome") != "failed":  # else this is the teardown of a failed test
+        if tests.get(name, {}).get("outcome") != "failed":  # otherwise this is the teardown of a failed test
             tests[name] = {"outcome": kind, "seconds": float(case.get("time", 0))}
             tests[name] |= {} if outcome is None else {"message": (outcome.get("message") or "")[:500]}
     kinds = [test["outcome"] for test in tests.values()]

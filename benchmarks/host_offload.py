@@ -1,18 +1,19 @@
-"""What host offload saves: the programs of JAX's tutorial, and Adam with its moments on the host. Compiled, never run.
+"""Bytes that host offload saves: JAX's tutorial, and Adam with its moments on the host. Compiled, never run.
 
     python benchmarks/host_offload.py [--target v5e] [--target cpu] [--target h100] [--json FILE]
 
-The tutorial ("Memories and host offloading"): gradients of ten layers of two matrix products, 256 x 1024 x 256, with
-everything on the device; with every layer's input offloaded to the host; and with the parameters there, too. "Naive"
-is the tutorial's code (a checkpoint policy, and `device_put` inside `jax.lax.scan`); "ours" is
-`lowtide.offload.scan`. The same at 2048 x 8192 x 2048 and 2,048 rows, where a layer does not fit a chip's on-chip
-memory, whose use XLA's totals leave out.
+The tutorial ("Memories and host offloading") computes the gradients of ten layers of two matrix products, 256 x 1024 x
+256. It does so with everything on the device, with every layer's input offloaded to the host, and with the parameters
+on the host as well. "Naive" is the tutorial's code: a checkpoint policy, and `device_put` inside `jax.lax.scan`. "Ours"
+is `lowtide.offload.scan`. The same programs run at 2048 x 8192 x 2048 and 2,048 rows, where a layer exceeds a chip's
+on-chip memory, which XLA's totals leave out.
 
-Then one whole step of Adam on four matrices of 7168 x 7168: everything on the device, the moments moved as whole trees,
-and `lowtide.offload.optimizer`, which streams them. Then its update alone, for 8 and for 96 such matrices.
+The second part is one whole Adam step on four matrices of 7168 x 7168: with everything on the device, with the moments
+moved as whole trees, and with `lowtide.offload.optimizer`, which streams them. The third part is the update alone, for
+8 and for 96 such matrices.
 
-A CPU has one memory, so there both columns show the same place. Compile-only GPUs keep arguments on the device; the
-report moves those that were declared on the host, and ours is compiled as a loop over device arguments.
+A CPU has one memory, so both columns show the same place there. Compile-only GPUs keep arguments on the device. The
+report moves the arguments that were declared on the host, and ours is compiled as a loop over device arguments.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ Tree = Any
 NUM_LAYERS = 10
 MOMENTS = "0/{mu,nu}/**"
 BATCH = 8192
-"""Rows of the batch in Adam's step."""
+"""Rows of the batch in the Adam step."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -51,34 +52,34 @@ class Row:
     """One program on one target."""
 
     program: str
-    """What it computes."""
+    """The computation."""
     variant: str
-    """Naive or ours, and how."""
+    """Naive or ours, with its placement."""
     argument_bytes: int
     """Arguments on the device."""
     output_bytes: int
-    """Outputs on the device, without those written into arguments."""
+    """Outputs on the device, except those written into arguments."""
     temp_bytes: int
     """Temporaries on the device."""
     device_bytes: int
-    """All of the device's memory while the program runs."""
+    """All device memory while the program runs."""
     host_argument_bytes: int
     """Arguments on the host."""
     host_temp_bytes: int
     """Temporaries on the host."""
     host_bytes: int
-    """All of the host's memory."""
+    """All host memory."""
 
 
 def shape(*dims: int) -> jax.ShapeDtypeStruct:
-    """A float32 array that exists in name only."""
+    """Return the shape of a float32 array that is never allocated."""
     return jax.ShapeDtypeStruct(dims, jnp.float32)
 
 
 def row(program: str, variant: str, name: str, fn: Callable[..., Any], *args: Any, **options: Any) -> Row:
-    """Compile a program and keep its totals."""
+    """Compile a program and return its totals."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", PlacementWarning)  # the docstring says what it says
+        warnings.simplefilter("ignore", PlacementWarning)  # the module docstring documents the naive programs
         report = analyze(fn, *args, target=name, **options)
     return Row(
         program=program,
@@ -97,18 +98,18 @@ def row(program: str, variant: str, name: str, fn: Callable[..., Any], *args: An
 
 
 def layer(h: jax.Array, weights: Tree) -> tuple[jax.Array, None]:
-    """Two matrix products, named as in the tutorial."""
+    """Compute two matrix products, named as in the tutorial."""
     w1, w2 = weights
     return checkpoint_name(checkpoint_name(h, "x") @ w1, "y") @ w2, None
 
 
 def moved_layer(h: jax.Array, weights: Tree) -> tuple[jax.Array, None]:
-    """The same, with its weights moved to the device."""
+    """Compute the same after moving the weights to the device."""
     return layer(h, offload.to_device(weights))
 
 
 def naive(body: Callable[..., Any], *, offloaded: bool) -> Callable[..., Any]:
-    """The tutorial's gradient, with its checkpoint policy where activations are offloaded."""
+    """Return the tutorial's gradient, with its checkpoint policy if activations are offloaded."""
     if offloaded:
         policy = jax.checkpoint_policies.save_and_offload_only_these_names(
             names_which_can_be_saved=[],
@@ -121,12 +122,12 @@ def naive(body: Callable[..., Any], *, offloaded: bool) -> Callable[..., Any]:
 
 
 def ours(**options: Any) -> Callable[..., Any]:
-    """The gradient through `lowtide.offload.scan`."""
+    """Return the gradient through `lowtide.offload.scan`."""
     return jax.grad(lambda params, x: jnp.sum(offload.scan(layer, x, params, **options)[0]))
 
 
 def tutorial_rows(name: str, rows: int, dim: int) -> list[Row]:
-    """The three programs of the tutorial, and ours for the last."""
+    """Compile the three programs of the tutorial, and ours for the last one."""
     params: Tree = (shape(NUM_LAYERS, dim, 4 * dim), shape(NUM_LAYERS, 4 * dim, dim))
     hosted, x = offload.to_host(params), shape(rows, dim)
     size = f"{dim} wide"
@@ -146,7 +147,7 @@ def tutorial_rows(name: str, rows: int, dim: int) -> list[Row]:
 
 
 def adam_step(tx: optax.GradientTransformation, *, whole_tree: bool = False) -> Callable[..., Any]:
-    """One step on four layers; the moments moved as whole trees where asked for."""
+    """Return one step on four layers; `whole_tree` moves the moments as whole trees."""
 
     def loss(params: Sequence[jax.Array], x: jax.Array) -> jax.Array:
         for w in params:
@@ -164,7 +165,7 @@ def adam_step(tx: optax.GradientTransformation, *, whole_tree: bool = False) -> 
 
 
 def adam_rows(name: str) -> list[Row]:
-    """Adam on 4 x 7168 x 7168."""
+    """Compile Adam on 4 x 7168 x 7168."""
     adam = optax.adam(1e-3)
     params = [shape(7168, 7168) for _ in range(4)]
     state = jax.eval_shape(adam.init, params)
@@ -180,7 +181,7 @@ def adam_rows(name: str) -> list[Row]:
 
 
 def update_rows(name: str) -> list[Row]:
-    """The streamed update alone; gradients, which the updates overwrite, and state are its arguments."""
+    """Compile the streamed update alone; its arguments are the state and the gradients, which the updates overwrite."""
     adam, rows = optax.adam(1e-3), []
     streamed = offload.optimizer(adam, match=r".*/(mu|nu)/.*")
     for num_leaves in (8, 96):
@@ -195,7 +196,7 @@ def update_rows(name: str) -> list[Row]:
 
 
 def table(name: str, rows: Sequence[Row]) -> Table:
-    """Programs and variants, device beside host."""
+    """Return a table of device and host bytes, by program and variant."""
     made = Table(title=f"Host offload on {name}: MiB on one device and its host, compiled")
     for column in ("program", "variant"):
         made.add_column(column)
@@ -218,12 +219,12 @@ def table(name: str, rows: Sequence[Row]) -> Table:
 
 
 def measure(name: str) -> list[Row]:
-    """Every program on one target."""
+    """Compile every program for one target."""
     return [*tutorial_rows(name, 256, 256), *tutorial_rows(name, 2048, 2048), *adam_rows(name), *update_rows(name)]
 
 
 def main() -> None:
-    """Measure, print, write."""
+    """Measure, print and write the raw result."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target", action="append", help="a target of lowtide.memory.target; default v5e, cpu, h100")
     parser.add_argument("--json", type=Path, help="one file for all targets, in place of benchmarks/results/")

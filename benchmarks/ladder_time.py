@@ -1,20 +1,20 @@
-"""Tokens a second and peak of one LoRA step, a technique more in each case: `long_context.py --part ladder`, run.
+"""Tokens per second and peak of one LoRA step, with one technique more per case: `long_context.py --part ladder`, run.
 
     python benchmarks/ladder_time.py [--case remat] [--rehearse]
 
 Llama 3.2 1B's shapes in bfloat16, LoRA of rank 16 on all projections, AdamW, 4 x 2048 tokens; random weights.
 
-    scores  all scores of attention and all logits, everything kept for the backward pass
+    scores  all attention scores and all logits, everything kept for the backward pass
     chunks  the loss in chunks of tokens
     kernel  attention by the device's kernel
-    remat   layers run again, their MLP in tiles
-    host    what enters the layers on the host
+    remat   layers recomputed, their MLP in tiles
+    host    layer inputs on the host
     nf4     the base's projections in nf4
     groups  as `remat`, four layers at a time
 
-Each row has the bytes that XLA predicts and those at the allocator's peak, also while a step runs alone; its losses,
-which are those of the first that fits (but for `nf4`, of other weights); and whether `lowtide.offload.verify` agrees
-where something is on the host. The decoder of a user does the first four by itself.
+Each row has the bytes that XLA predicts, the allocator's peak, and the peak of a step alone. It also has the losses,
+which must equal those of the first rung that fits; only `nf4` has other weights. If something is on the host, the row
+says whether `lowtide.offload.verify` agrees. By default, `lowtide finetune` runs the `remat` step.
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ Tree = Any
 PART = "ladder"
 BATCH_SIZE, SEQ_LEN, LEARNING_RATE, STEPS = 4, 2048, 1e-3, 3
 REHEARSED = "scores", "remat", "nf4"
-"""Toys of the other rungs are trained in the tests."""
+"""The tests train toys of the other rungs."""
 ENVIRONMENT = {"XLA_PYTHON_CLIENT_MEM_FRACTION": ".93"}
 
 
 def step_of(rung: Rung, tx: optax.GradientTransformation) -> Callable[..., Any]:
-    """One step of the adapters."""
+    """Return one step of the adapters."""
 
     def step(trainable: Tree, state: Tree, frozen: Tree, batch: Tree) -> Any:
         value, grads = jax.value_and_grad(lambda part: rung.loss(lt.combine(part, frozen), batch)[0])(trainable)
@@ -63,7 +63,7 @@ def step_of(rung: Rung, tx: optax.GradientTransformation) -> Callable[..., Any]:
 
 
 def run(name: str, rung: Rung, rehearsal: bool) -> dict[str, Any]:
-    """Train, compare, time."""
+    """Train, compare and time one rung."""
     if rehearsal and name not in REHEARSED:
         return {"rehearsed_as": "remat"}
     config, length = (toy(), 64) if rehearsal else (LLAMA_1B, SEQ_LEN)
@@ -82,7 +82,7 @@ def run(name: str, rung: Rung, rehearsal: bool) -> dict[str, Any]:
 
 
 def measure(row: dict[str, Any], rung: Rung, config: Any, rehearsal: bool) -> None:
-    """Fill a row."""
+    """Measure a rung and fill its row."""
     model = rung.adapted(decoder(config, dtype="bfloat16"), jax.random.key(1))
     trainable, frozen = lt.partition(model, "**/lora_*")
     del model
@@ -97,7 +97,7 @@ def measure(row: dict[str, Any], rung: Rung, config: Any, rehearsal: bool) -> No
         row |= verified(program, 2 * config.num_layers * config.hidden_size * row["tokens"])
 
     def step() -> Any:
-        held[0], held[1], loss = called(program, *held, frozen, batch)  # JAX 0.10 refuses int4 arrays on a device
+        held[0], held[1], loss = called(program, *held, frozen, batch)  # JAX 0.10 rejects int4 arrays on a device
         return loss
 
     row["losses"] = [float(step()) for _ in range(STEPS)]

@@ -1,16 +1,17 @@
-"""The optimizer inside the backward pass: bytes of whole training steps, and values against plain training.
+"""The optimizer inside the backward pass: bytes of whole training steps, and values compared with plain training.
 
     python benchmarks/layerwise.py [--part stack] [--part values] [--part 8b] [--part 70b] [--json FILE]
 
-`stack`: 24 MLP layers of 2048 x 8192 (805 M float32 parameters), 4,096 tokens, Adam, compiled for one v5e: with
-recomputation and everything on the device, with whole-tree moves of the optimizer's state, and with
+`stack`: 24 MLP layers of 2048 x 8192 (805 M float32 parameters), 4,096 tokens, Adam, compiled for one v5e. The steps
+are: recomputation with everything on the device, whole-tree moves of the optimizer state, and
 `lowtide.offload.layerwise_step`.
 
-`values`: 20 steps of a small stack and of a small Llama on the CPU, each way to clip against its plain counterpart;
-beside it what rounding alone does: plain training against itself, begun with every parameter one rounding off.
+`values`: 20 steps of a small stack and of a small Llama on the CPU, each clipping mode versus its plain counterpart.
+The table also shows the effect of rounding alone: plain training versus itself, started with every parameter one
+rounding off.
 
 `8b`, `70b`: full-parameter AdamW of Llama 3 shapes, float32 masters, bfloat16 compute, for one v5e chip and for eight
-of a v5p with every matrix sharded over them. Nothing is allocated.
+v5p chips with every matrix sharded over them. Nothing is allocated.
 """
 
 from __future__ import annotations
@@ -58,13 +59,13 @@ class Row:
     """One training step on one target; bytes of one device and of its host."""
 
     model: str
-    """What trains."""
+    """The trained model."""
     variant: str
-    """How."""
+    """The kind of step."""
     target: str
-    """For which hardware."""
+    """The target hardware."""
     tokens: int
-    """Tokens a step."""
+    """Tokens per step."""
     device_bytes: int
     """All device memory while the step runs."""
     argument_bytes: int
@@ -74,13 +75,13 @@ class Row:
     host_bytes: int
     """All host memory."""
     fits_device: bool | None
-    """Whether the device is large enough."""
+    """Whether the step fits the device."""
     fits: bool | None
-    """Whether device and host are."""
+    """Whether the step fits device and host."""
 
 
 def row(model: str, variant: str, tokens: int, report: Any) -> Row:
-    """The figures of a report."""
+    """Return the figures of a report."""
     capacity = report.target.device_bytes
     return Row(
         model=model,
@@ -100,7 +101,7 @@ def row(model: str, variant: str, tokens: int, report: Any) -> Row:
 
 
 def mlp_stack() -> lt.LayerStack:
-    """Residual MLP layers between activations and a squared error."""
+    """Return a stack of residual MLP layers with a squared error."""
     return lt.LayerStack(
         first=lambda outer, batch: batch["x"],
         block=lambda layer, h, batch: h + jax.nn.gelu(h @ layer["up"]) @ layer["down"],
@@ -109,7 +110,7 @@ def mlp_stack() -> lt.LayerStack:
 
 
 def mlp_shapes(num_layers: int = 24, width: int = 2048, tokens: int = 4096) -> tuple[Tree, Tree]:
-    """Shapes of the stacked layers and of a batch."""
+    """Return the shapes of the stacked layers and of a batch."""
     layers = {
         "up": jax.ShapeDtypeStruct((num_layers, width, 4 * width), jnp.float32),
         "down": jax.ShapeDtypeStruct((num_layers, 4 * width, width), jnp.float32),
@@ -118,7 +119,7 @@ def mlp_shapes(num_layers: int = 24, width: int = 2048, tokens: int = 4096) -> t
 
 
 def plain_step(stack: lt.LayerStack, tx: Any, moved: bool = False) -> Callable[..., Any]:
-    """All gradients, then one update; with `moved`, the whole state comes to the device for it and goes back."""
+    """Return a step with all gradients, then one update; `moved` moves the whole state to the device and back."""
 
     def step(layers: Tree, opt: Tree, batch: Tree) -> Any:
         loss, grads = jax.value_and_grad(lambda layers: stack.apply({}, layers, batch, remat=True)[0])(layers)
@@ -132,7 +133,7 @@ def plain_step(stack: lt.LayerStack, tx: Any, moved: bool = False) -> Callable[.
 
 
 def stack_rows() -> list[Row]:
-    """The 805 M parameters, from everything on the device to everything on the host."""
+    """Compile the 805 M parameters, from everything on the device to everything on the host."""
     stack, tx = mlp_stack(), optax.adam(1e-3)
     layers, batch = mlp_shapes()
     opt = jax.eval_shape(tx.init, layers)
@@ -160,7 +161,7 @@ def stack_rows() -> list[Row]:
 
 
 def value_rows() -> list[dict[str, Any]]:
-    """Twenty steps on the CPU: the largest difference of any parameter to plain training."""
+    """Train twenty steps on the CPU, and return the largest difference of any parameter from plain training."""
     rng = np.random.default_rng(0)
     width = 64
     layers = {
@@ -207,7 +208,7 @@ def value_rows() -> list[dict[str, Any]]:
 
 
 def difference(ours: Tree, theirs: Tree) -> float:
-    """The largest between any two numbers."""
+    """Return the largest difference between any two numbers."""
     pairs = zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True)
     return max(float(np.max(np.abs(np.asarray(a) - np.asarray(b)))) for a, b in pairs)
 
@@ -226,7 +227,7 @@ def train_layerwise(stack: Any, params: Tree, batches: Any, mode: str | None, ma
 
 
 def train_plain(stack: Any, params: Tree, batches: Any, mode: str | None, max_norm: float, count: int) -> Tree:
-    """Train with all gradients at hand, accumulated and clipped as `mode` says, in plain Optax and JAX."""
+    """Train with all gradients at once, accumulated and clipped according to `mode`, in plain Optax and JAX."""
     tx = optax.adam(1e-3)
 
     def shrink(norm: Any) -> Any:
@@ -271,7 +272,7 @@ def train_plain(stack: Any, params: Tree, batches: Any, mode: str | None, max_no
 def llama_report(
     config: LlamaConfig, place: dict[str, str], *, num_microbatches: int, target: str = "v5e", shard: int = 1
 ) -> Any:
-    """The memory report of full-parameter AdamW, 4,096 tokens a microbatch."""
+    """Return the memory report of full-parameter AdamW, 4,096 tokens per microbatch."""
     model = jax.eval_shape(
         lambda key: init(config, key=key, dtype=jnp.float32, compute_dtype=jnp.bfloat16), jax.random.key(0)
     )
@@ -289,7 +290,7 @@ def llama_report(
 
 
 def sharded(trees: tuple[Tree, Tree, Tree], mesh: Any) -> tuple[Tree, Tree, Tree]:
-    """Matrices sharded along their last axis, the batch along its first, the rest on every device."""
+    """Shard matrices along their last axis and the batch along its first; replicate the rest."""
     outer, layers, batch = trees
 
     def placed(leaf: Any, spec: Any) -> Any:
@@ -303,7 +304,7 @@ def sharded(trees: tuple[Tree, Tree, Tree], mesh: Any) -> tuple[Tree, Tree, Tree
 
 
 def llama_8b_rows() -> list[Row]:
-    """8 B for one v5e."""
+    """Compile 8 B for one v5e."""
     rows = []
     for variant, place in (("embedding and head on the device", {}), ("everything on the host", HOST)):
         for count in (1, 16):
@@ -314,7 +315,7 @@ def llama_8b_rows() -> list[Row]:
 
 
 def llama_70b_rows() -> list[Row]:
-    """70 B for eight chips of a v5p."""
+    """Compile 70 B for eight v5p chips."""
     report = llama_report(LLAMA_70B, HOST, num_microbatches=1, target="v5p:2x2x2", shard=8)
     return [row("Llama 3 70B, AdamW", "everything on the host, sharded over 8", 4096, report)]
 
@@ -328,7 +329,7 @@ PARTS: dict[str, Callable[[], list[Any]]] = {
 
 
 def show(console: Console, rows: list[Row]) -> None:
-    """A table of compiled bytes."""
+    """Print a table of compiled bytes."""
     table = Table(
         "model", "step", "target", "tokens", "device", "arguments", "temporaries", "host", "device fits", "fits"
     )
@@ -340,7 +341,7 @@ def show(console: Console, rows: list[Row]) -> None:
 
 
 def show_values(console: Console, rows: list[dict[str, Any]]) -> None:
-    """A table of differences."""
+    """Print a table of differences."""
     table = Table("model", "clip", "microbatches", "largest difference after 20 steps", "of rounding alone")
     for r in rows:
         figures = (f"{r[name]:.1e}" for name in ("max_difference", "of_rounding"))

@@ -2,17 +2,18 @@
 
     python benchmarks/layerwise_time.py [--case 16k-opt_state] [--rehearse]
 
-`lowtide.offload.layerwise_step` on Llama 3 8B's shapes: float32 parameters and AdamW moments, bfloat16 compute,
-microbatches of one sequence of 4,096 tokens. For 4,096 and 16,384 tokens a step (`opt_state` for 65,536, too):
+The benchmark runs `lowtide.offload.layerwise_step` on Llama 3 8B's shapes: float32 parameters and AdamW moments,
+bfloat16 compute, microbatches of one sequence of 4,096 tokens. Steps have 4,096 and 16,384 tokens; `opt_state` also
+65,536:
 
     device     everything on the device
     opt_state  AdamW's moments on the host
     host       parameters, moments and layer inputs on the host
-    plain      beside them: all gradients, then one update, layers recomputed (`jax.value_and_grad`, `optax`)
+    plain      for comparison: all gradients, then one update, layers recomputed (`jax.value_and_grad`, `optax`)
 
-Every case trains on the same batch from the same weights, so losses fall, and agree with those of `device`. Weights are
-drawn a leaf at a time where they belong. The host variants pin 60 and 90 GiB: pinning takes part of the time that a
-case needs before its first step, and of a machine with 128 GiB the last leaves little.
+Every case trains on the same batch from the same weights, so losses must fall, and equal those of `device`. Weights are
+drawn one leaf at a time where they belong. The host variants pin 60 and 90 GiB. Pinning takes part of the time that a
+case needs before its first step, and on a machine with 128 GiB the `host` variant leaves little.
 """
 
 from __future__ import annotations
@@ -60,23 +61,24 @@ PLACES = {
     "host": dict.fromkeys(("layers", "outer", "opt_state", "inputs"), "host"),
 }
 STEPS = 3
-"""Steps whose losses are compared; more follow for the clock."""
+"""Steps whose losses are compared; the timed steps follow."""
 HOST_GIB = {"opt_state": 76, "host": 104}
-"""What may be pinned. JAX pins in pieces of double the size each, up to this limit, and not what is needed: more would
-be taken from the rest of a host of 128 GiB."""
+"""Limits of pinned memory. JAX pins pieces that double in size, up to this limit, regardless of the need. A higher
+limit would take memory from the rest of a host of 128 GiB.
+"""
 
 
 def optimizer() -> optax.GradientTransformation:
-    """The same for all variants."""
+    """Return the optimizer, the same for all variants."""
     return optax.adamw(1e-5, weight_decay=0.01)
 
 
 Stepper = tuple[Callable[[], Any], Callable[[], Tree]]
-"""Take a step and give its loss; give the parameters."""
+"""A function that takes a step and returns its loss, and one that returns the parameters."""
 
 
 def layerwise(row: dict[str, Any], kind: str, model: Any, batch: Tree, num_microbatches: int) -> Stepper:
-    """Place, compile, and hold the state."""
+    """Place and compile a layerwise step, and hold its state."""
     step = lt.offload.layerwise_step(model.stack, optimizer(), place=PLACES[kind], num_microbatches=num_microbatches)
     started = time.perf_counter()
     state, frozen = step.init(model.outer, model.layers)
@@ -95,7 +97,7 @@ def layerwise(row: dict[str, Any], kind: str, model: Any, batch: Tree, num_micro
 
 
 def plain(row: dict[str, Any], model: Any, batch: Tree) -> Stepper:
-    """All gradients of the whole batch, then the update; an accumulator would be a second copy of them."""
+    """Compile the gradients of the whole batch and the update; an accumulator would be a second gradient copy."""
     stack, tx = model.stack, optimizer()
     grad_fn = jax.value_and_grad(lambda params, batch: stack.apply(*params, batch, remat=True)[0])
 
@@ -118,7 +120,7 @@ def plain(row: dict[str, Any], model: Any, batch: Tree) -> Stepper:
 
 
 def verified(kind: str, program: Any) -> dict[str, Any]:
-    """What `lowtide.offload.verify` says of the compiled step."""
+    """Return the result of `lowtide.offload.verify` for the compiled step."""
     places = {
         "device": {},
         "opt_state": {"0/layers_opt/**/{mu,nu}/layers/*/*_proj/**": "host"},
@@ -132,7 +134,7 @@ def verified(kind: str, program: Any) -> dict[str, Any]:
 
 
 def run(word: str, kind: str, rehearsal: bool) -> dict[str, Any]:
-    """Train, compare, time, profile."""
+    """Train, compare, time and profile one case."""
     if rehearsal and word != REHEARSED:
         return {"rehearsed_as": f"{REHEARSED}-{kind}"}
     if not rehearsal:
@@ -156,7 +158,7 @@ def run(word: str, kind: str, rehearsal: bool) -> dict[str, Any]:
 
 
 def measure(row: dict[str, Any], name: str, kind: str, config: Any, batch: Tree, rehearsal: bool) -> None:
-    """Fill a row."""
+    """Measure a case and fill its row."""
     started = time.perf_counter()
     model = decoder(config, on_host="**" if kind == "host" else None)
     row["draw_seconds"] = round(time.perf_counter() - started, 2)
@@ -186,22 +188,22 @@ def measure(row: dict[str, Any], name: str, kind: str, config: Any, batch: Tree,
 
 
 def host_bytes() -> int:
-    """Memory of this machine, or of the container that this process is in."""
+    """Return the memory of this machine, or of the container of this process."""
     found = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
-        with contextlib.suppress(OSError, ValueError):  # "max" is no limit
+        with contextlib.suppress(OSError, ValueError):  # "max" means no limit
             found = min(found, int(Path(path).read_text(encoding="utf-8")))
     return found
 
 
 def check_host(kind: str, num_bytes: int) -> None:
-    """Raise where a case may pin more than the host has, which would end more than this process."""
+    """Raise if a case may pin more than the host has, because that would kill more than this process."""
     if (needed := HOST_GIB.get(kind, 0)) * 2**30 > num_bytes:
         raise MemoryError(f"{kind} pins up to {needed} GiB of the host's memory, which has {num_bytes / 2**30:.0f} GiB")
 
 
 def environment(kind: str) -> dict[str, str]:
-    """Nearly all of the device, and room on the host."""
+    """Return variables that give a case nearly the whole device, and pinned memory on the host."""
     return {
         "XLA_PYTHON_CLIENT_MEM_FRACTION": ".95",
         "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB": str(HOST_GIB.get(kind, 16)),
@@ -219,6 +221,6 @@ CASES: dict[str, Callable[[bool], dict[str, Any]]] = {
 
 if __name__ == "__main__":
     limits = {f"{word}-{kind}": 7.0 if kind == "host" else 5.0 for word, kind in ORDER}
-    # A rehearsal pins nothing, and cases of one environment share its process.
+    # A rehearsal pins nothing, and cases with one environment share its process.
     places = {} if "--rehearse" in sys.argv else {f"{word}-{kind}": environment(kind) for word, kind in ORDER}
     main(PART, CASES, __doc__, minutes=limits, env=places)

@@ -1,13 +1,14 @@
-"""Host memory while a model is loaded and saved, and while its training state is: measured, beside what was predicted.
+"""Host memory while a model or its training state is loaded or saved: measured versus predicted.
 
     python benchmarks/load_memory.py [--gigabytes 8] [--json FILE]
 
 A directory of random bfloat16 weights in shards is written to a temporary folder (`--folder`), which is deleted at the
-end. Each operation runs in a process of its own on the CPU: placed arrays are host memory there, too. `extra` is the
-peak of anonymous memory (`RssAnon`, read every 5 ms) less that before the operation, less the arrays that it returns.
-Pages of files, which the system caches, are not anonymous. The state of a checkpoint is the model's weights: one that
-trains all of them has as many bytes in leaves of the same sizes two or three times. `load nf4` reads a directory of the
-same sizes as bitsandbytes writes it.
+end. Each operation runs in a separate process on the CPU, where placed arrays are host memory, too. `extra` is the peak
+of anonymous memory (`RssAnon`, read every 5 ms), minus the value before the operation, minus the arrays that the
+operation returns. File pages, which the system caches, are not anonymous.
+
+The state of a checkpoint is the model's weights. The state of a run that trains all weights has two or three times as
+many bytes, in leaves of the same sizes. `load nf4` reads a directory of the same sizes as bitsandbytes writes it.
 """
 
 from __future__ import annotations
@@ -46,13 +47,13 @@ OPERATIONS = ("load", "save", "checkpoint", "restore", "load nf4")
 
 
 def anonymous() -> int:
-    """Bytes of this process that are of no file."""
+    """Return the bytes of this process that do not belong to a file."""
     with open("/proc/self/status") as file:
         return next(int(line.split()[1]) for line in file if line.startswith("RssAnon")) * 1024
 
 
 class Peak:
-    """The most anonymous memory while a block runs, beside that before it."""
+    """The peak of anonymous memory while a block runs, minus the value before it."""
 
     def __enter__(self) -> Peak:
         gc.collect()
@@ -75,7 +76,7 @@ class Peak:
 
 
 def shapes_of(gigabytes: float) -> Any:
-    """Shapes of a model of about this size."""
+    """Return the shapes of a model of about this size."""
     layers = max(1, round(gigabytes * 1e9 / (4 * 4096 * 4096 + 3 * 4096 * 11008) / 2))
     config = lt.models.LlamaConfig(
         vocab_size=32000,
@@ -91,18 +92,19 @@ def shapes_of(gigabytes: float) -> Any:
 
 
 def random_model(shapes: Any) -> Any:
-    """Make weights on the host that hardly compress: of a stack one random layer again and again."""
+    """Create weights on the host that hardly compress; the layers of a stack share one random layer."""
     random = np.random.default_rng(0)
 
     def leaf(path: str, shape: Any) -> np.ndarray:
-        bits = random.integers(0, 2**14, shape.shape[path.startswith("layers") :], np.uint16)  # finite numbers
+        # All these values are finite.
+        bits = random.integers(0, 2**14, shape.shape[path.startswith("layers") :], np.uint16)
         return np.broadcast_to(bits.view(ml_dtypes.bfloat16), shape.shape)
 
     return map_with_paths(leaf, shapes)
 
 
 def write_quantized(folder: Path) -> None:
-    """Write projections of random nf4 codes with scales of scales, and the rest as zeros."""
+    """Write projections as random nf4 codes with double quantisation, and the rest as zeros."""
     random, tensors = np.random.default_rng(0), dict[str, np.ndarray]()
     dense = lt.models.stored_weights(folder / "model")
     for name, (_, shape, _) in dense.items():
@@ -128,7 +130,7 @@ def write_quantized(folder: Path) -> None:
 
 
 def measure(operation: str, folder: Path, gigabytes: float) -> dict[str, Any]:
-    """Do one operation in this process."""
+    """Run one operation in this process."""
     model: Any = shapes_of(gigabytes)
     if operation in ("save", "checkpoint"):
         model = jax.tree.map(lambda leaf: jax.block_until_ready(jnp.array(leaf)), random_model(model))

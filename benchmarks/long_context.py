@@ -1,29 +1,30 @@
-"""Bytes of one step over one sequence, from 4,096 to 131,072 tokens, and what each technique takes off. Never run.
+"""Bytes of one step over one sequence, from 4,096 to 131,072 tokens, and the effect of each technique. Never run.
 
     python benchmarks/long_context.py [--part lengths] [--part reach] [--part ladder] [--part groups] [--part kernel]
         [--picture FILE]
 
-`lengths`: Llama 3.1 8B's shapes in nf4 with embedding and head in 8 bits, rank 32 on all linear layers, what enters
-each layer on the host, compiled for one v5e. Beside each length what a token costs more than at the length before, and
-what the arithmetic of one layer says: in attention's backward pass the layer's input, the cotangent that comes in,
-queries (whose gradient takes their place), the cotangent of attention's result, keys and values, and their gradients in
-float32. What enters the layers is beside it, on the host.
+`lengths`: Llama 3.1 8B's shapes in nf4 with embedding and head in 8 bits, rank 32 on all linear layers, layer inputs on
+the host, compiled for one v5e. Each row also has the bytes per additional token relative to the previous length, and an
+estimate from the arrays of one layer. In attention's backward pass these are the layer's input, the incoming cotangent,
+the queries, the cotangent of attention's result, keys and values, and their gradients in float32. The gradient of the
+queries reuses their memory. The layer inputs are on the host, in addition to these.
 
-`reach`: Llama 3.1 8B's shapes, one row: the QLoRA step of `longest_sequence.py` (embedding and head in bfloat16) with
-400,000 tokens on one H100, what enters each layer on the host, and every fourth layer alone; and AdamW on all
-parameters in float32, updated inside the backward pass, 262,144 tokens on one v5e, everything on the host, of which
-it takes more than a v5e's has.
+`reach`: Llama 3.1 8B's shapes, one row. One step is the QLoRA step of `longest_sequence.py` (embedding and head in
+bfloat16), 400,000 tokens on one H100. The input of every layer, or only of every fourth layer, is on the host. The
+other is AdamW on all parameters in float32, updated inside the backward pass, 262,144 tokens on one v5e, with
+everything on the host; it needs more host memory than a v5e has.
 
-`ladder`: one LoRA step of Llama 3.2 1B's shapes, 4 x 4096 tokens, compiled for one v5p: from all scores, all logits and
-everything kept, a technique more in each row. FLOPs are counted on the traced program, bytes accessed on the compiled
-one, what is in a loop as often as it runs.
+`ladder`: one LoRA step of Llama 3.2 1B's shapes, 4 x 4096 tokens, compiled for one v5p. It starts with all scores, all
+logits and everything kept, and each row adds a technique. FLOPs are counted on the traced program and bytes accessed on
+the compiled one; the body of a loop counts as often as it runs.
 
-`groups`: what `layers_per_remat` takes off and costs: LoRA on Llama 3 8B's shapes, 1 x 2048 tokens, on an H100 and a
-v5p, and a long row of the QLoRA of `lengths` on one v5e, with what enters the groups on the host.
+`groups`: saving and cost of `layers_per_remat`. One case is LoRA on Llama 3 8B's shapes, 1 x 2048 tokens, on an H100
+and a v5p. The other is a long row of the QLoRA of `lengths` on one v5e, with the inputs of the groups on the host.
 
-`kernel`: attention alone, forward and backward, one row of 32 heads of 128 with 8 of keys, compiled for one v5e: by the
-kernel for TPUs, the default there, and by blocks of XLA's operations. What the kernel reads again is counted from the
-blocks that it visits: keys and values in the forward pass, and either them or what belongs to queries in the backward.
+`kernel`: attention alone, forward and backward, one row of 32 query heads and 8 key/value heads of 128, compiled for
+one v5e: by the kernel for TPUs, the default there, and by blocks of XLA operations. The bytes that the kernel reads
+repeatedly are counted from the blocks that it visits: keys and values in the forward pass, and either these or the
+arrays of the queries in the backward pass.
 """
 
 from __future__ import annotations
@@ -64,13 +65,13 @@ ROWS, LENGTH = 4, 4096
 
 
 def arithmetic_bytes() -> int:
-    """What a layer needs for a token of the 8 B in attention's backward pass, its input included."""
+    """Return the bytes per token that a layer of the 8 B needs in attention's backward pass, its input included."""
     wide, narrow = LLAMA_8B.hidden_size, LLAMA_8B.num_kv_heads * LLAMA_8B.head_dim
     return 2 * (4 * wide + 2 * narrow) + 4 * 2 * narrow
 
 
 def lengths(target: str) -> list[dict[str, Any]]:
-    """A row for each length."""
+    """Compile one row for each length."""
     rows: list[dict[str, Any]] = []
     for length in LENGTHS:
         model, _ = qlora.shapes(LLAMA_8B, BASE, lt.lora.Config(rank=32, targets="all-linear"), 1)
@@ -104,7 +105,7 @@ def lengths(target: str) -> list[dict[str, Any]]:
 
 
 def reach(_: str) -> list[dict[str, Any]]:
-    """A row for each step of a long row."""
+    """Compile one row for each step over a long sequence."""
     rows: list[dict[str, Any]] = []
     model, _ = qlora.shapes(LLAMA_8B, "nf4", lt.lora.Config(rank=32, targets="all-linear"), 1)
     for size in (1, 4):
@@ -138,7 +139,7 @@ def _reached(trains: str, length: int, report: Any, **about: Any) -> dict[str, A
 
 
 def ladder(target: str) -> list[dict[str, Any]]:
-    """A row for each technique, with those before it."""
+    """Compile one row for each technique, in addition to the earlier ones."""
     rows = [_rung(rung, target) for rung in RUNGS.values()]
     for row in rows:
         print(
@@ -161,7 +162,7 @@ def _rung(rung: Rung, target: str) -> dict[str, Any]:
 def _measured(
     model: Any, fn: Callable[..., Any], batch: Tree, target: str, around: Callable[[], Any] = contextlib.nullcontext
 ) -> dict[str, Any]:
-    """Compile a step of adapters, and count what it computes and moves."""
+    """Compile an adapter step, and count its FLOPs and bytes."""
     trainable, frozen = lt.partition(model, "**/lora_*")
 
     def gradients(trainable: Tree, frozen: Tree, batch: Tree) -> Tree:
@@ -189,7 +190,7 @@ def _measured(
 
 
 def groups(_: str) -> list[dict[str, Any]]:
-    """A row for each number of layers that are computed again together."""
+    """Compile one row for each number of layers that are recomputed together."""
     rows: list[dict[str, Any]] = []
     cases = (
         ("bfloat16", "h100", 2048, "device", (1, 2, 4, 8)),
@@ -222,7 +223,7 @@ def groups(_: str) -> list[dict[str, Any]]:
 
 
 def kernel(target: str) -> list[dict[str, Any]]:
-    """A row for each length, with what both move."""
+    """Compile one row for each length, with the bytes that kernel and blocks move."""
     heads, shared, dim = 32, 8, 128
     rows: list[dict[str, Any]] = []
     for length in (2048, 8192, 32768):
@@ -253,7 +254,7 @@ def kernel(target: str) -> list[dict[str, Any]]:
 
 
 def draw(rows: list[dict[str, Any]], path: Path, target: str) -> None:
-    """Device and host bytes over the length."""
+    """Draw device and host bytes over the length."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -286,7 +287,7 @@ PARTS: dict[str, tuple[Callable[[str], list[dict[str, Any]]], str]] = {
 
 
 def main() -> None:
-    """Compile, print, write."""
+    """Compile, print and write the raw results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--part", action="append", choices=list(PARTS), help="default: all")
     parser.add_argument("--picture", type=Path, help="also draw the lengths (needs the report extra)")

@@ -1,17 +1,17 @@
-"""One long sequence through QLoRA of Llama 3.1 8B's shapes on 80 GB: what fits, how fast, and the bytes it takes.
+"""One long sequence through QLoRA of Llama 3.1 8B's shapes on 80 GB: lengths that fit, their speed and their bytes.
 
     python benchmarks/longest_sequence.py [--case 131072] [--rehearse]
     LOWTIDE_LENGTHS=196608,342733 python benchmarks/longest_sequence.py
 
-Projections in nf4, embedding and head in bfloat16, LoRA of rank 32 on all linear layers, AdamW, every block recomputed,
-its input on the host until then. Random weights, drawn and quantised on the device one matrix at a time. Of a larger
-card the allocator takes 80 GB (10^9 bytes each). The lengths, or those of `LOWTIDE_LENGTHS`, go up: what is longer than
-one that did not fit is not tried. The first step counts where it takes long, since no second one is taken then; it
-includes what pinning the host's memory takes.
+Projections in nf4, embedding and head in bfloat16, LoRA of rank 32 on all linear layers, AdamW. Every block is
+recomputed, and its input is on the host until then. Weights are random, drawn and quantised on the device one matrix at
+a time. On a larger card the allocator takes 80 GB (10^9 bytes each). The lengths, or those of `LOWTIDE_LENGTHS`, run in
+increasing order; a length above one that did not fit is not tried. If the first step takes long, it is the only one and
+counts; then it includes the time to pin the host's memory.
 
-Unsloth's documentation of long contexts has 342,733 tokens for this model, rank and card. A step of T tokens has about
-1.2e6 T^2 FLOPs of attention and 4.6e10 T of products: at 400 TFLOP/s 20 s for 65,536 tokens, 67 s for 131,072, four
-minutes for 262,144 and nine for 400,000. What is cut short runs with the next call.
+Unsloth's documentation of long contexts reports 342,733 tokens for this model, rank and card. A step of T tokens has
+about 1.2e6 T^2 FLOPs of attention and 4.6e10 T of matrix products. At 400 TFLOP/s these take 20 s for 65,536 tokens, 67
+s for 131,072, four minutes for 262,144 and nine for 400,000. A case that is cut short runs again in the next call.
 """
 
 from __future__ import annotations
@@ -52,18 +52,18 @@ RANK, ALPHA, LEARNING_RATE = 32, 64.0, 1e-4
 CAP_BYTES = 80_000_000_000
 LENGTHS = sorted({int(word) for word in os.environ.get("LOWTIDE_LENGTHS", "65536,131072,262144,400000").split(",")})
 SECOND_STEP_SECONDS = 60.0
-"""Another step is taken where the first took no longer."""
+"""A second step is taken if the first took at most this long."""
 HOST_GIB = 4
-"""What may be pinned beside the layers' inputs; JAX pins in pieces of double the size each, up to the limit."""
+"""Limit of pinned memory in addition to the layer inputs. JAX pins pieces that double in size, up to the limit."""
 REST_GIB = 8
-"""What the host needs for all else."""
+"""Host memory for everything else."""
 
 
 # --- the model -----------------------------------------------------------------------------------------------------
 
 
 def model_of(config: Any, *, seed: int = 0) -> Any:
-    """A decoder in nf4 with adapters, of whose quantised weights one matrix at a time is on the device in floats."""
+    """Return a decoder in nf4 with adapters; while it is quantised, one matrix at a time is on the device in floats."""
     make = functools.partial(lt.models.init, config, dtype=jnp.bfloat16, compute_dtype=jnp.bfloat16)
     shapes = jax.eval_shape(make, key=jax.random.key(0))
     named = lt.core.leaves_with_paths(shapes)
@@ -75,7 +75,7 @@ def model_of(config: Any, *, seed: int = 0) -> Any:
 
 
 def _drawn(path: str, leaf: Any, num_layers: int, key: Any) -> Any:
-    """Normal, as `lowtide.models.init` has it; norms are one."""
+    """Draw normal values with the scale of `lowtide.models.init`; norms are one."""
     if "norm" in path:
         return jnp.ones(leaf.shape, leaf.dtype)
     std = 0.02 / math.sqrt(2 * num_layers) if "o_proj" in path or "down_proj" in path else 0.02
@@ -91,7 +91,7 @@ def _normal(key: Any, shape: tuple[int, ...], dtype: Any, std: Any) -> Any:
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
 def _quantized(key: Any, shape: tuple[int, ...], dtype: Any, std: Any) -> Any:
-    """A stack in nf4, of which one matrix at a time is there in floats."""
+    """Draw a stack in nf4, with one matrix at a time in floats."""
 
     def one(key: Any) -> Any:
         return lt.quantize({"weight": _normal(key, shape[1:], dtype, std)}, "weight", "nf4")["weight"]
@@ -100,7 +100,7 @@ def _quantized(key: Any, shape: tuple[int, ...], dtype: Any, std: Any) -> Any:
 
 
 def step_of(tx: optax.GradientTransformation) -> Callable[..., Any]:
-    """One step of the adapters."""
+    """Return one step of the adapters."""
 
     def step(trainable: Tree, state: Tree, frozen: Tree, batch: Tree) -> Any:
         def loss(trainable: Tree) -> Any:
@@ -114,7 +114,7 @@ def step_of(tx: optax.GradientTransformation) -> Callable[..., Any]:
 
 
 def inputs_bytes(config: Any, length: int) -> int:
-    """What enters the layers, in bfloat16."""
+    """Return the bytes of all layer inputs in bfloat16."""
     return 2 * config.num_layers * config.hidden_size * length
 
 
@@ -122,7 +122,7 @@ def inputs_bytes(config: Any, length: int) -> int:
 
 
 def run(length: int, rehearsal: bool) -> dict[str, Any]:
-    """One row; of a length that is longer than what did not fit, that."""
+    """Measure one length; if a shorter one did not fit, return only that."""
     if rehearsal and length != LENGTHS[0]:
         return {"rehearsed_as": str(LENGTHS[0])}
     place = scratch(PART, f"{'toy' if rehearsal else gpu().get('name', 'cpu')}-{fingerprint()}".replace(" ", "-"))
@@ -152,7 +152,7 @@ def run(length: int, rehearsal: bool) -> dict[str, Any]:
 
 
 def measure(row: dict[str, Any], config: Any, length: int) -> None:
-    """Draw, compile, take a step or two."""
+    """Draw, compile, and take one or two steps."""
     started = time.perf_counter()
     trainable, frozen = lt.partition(model_of(config), "**/lora_*")
     row["draw_seconds"] = round(time.perf_counter() - started, 2)
@@ -177,18 +177,18 @@ def measure(row: dict[str, Any], config: Any, length: int) -> None:
 
 
 def fingerprint() -> str:
-    """Of the library and this file: what did not fit before a change may fit after it."""
+    """Return a digest of the library and this file, because a length that did not fit may fit after a change."""
     paths = [Path(__file__), *sorted(Path(lt.__file__).parent.rglob("*.py"))]
     return hashlib.sha256(b"".join(path.read_bytes() for path in paths)).hexdigest()[:16]
 
 
 def note(place: Path, length: int, *, fits: bool) -> None:
-    """Leave for the other lengths whether this one fits."""
+    """Record for the other lengths whether this one fits."""
     (place / f"{length}.json").write_text(json.dumps(fits), encoding="utf-8")
 
 
 def shortest_failed(place: Path) -> int | None:
-    """The shortest length that did not fit."""
+    """Return the shortest length that did not fit."""
     failed = [int(path.stem) for path in place.glob("*.json") if json.loads(path.read_text(encoding="utf-8")) is False]
     return min(failed, default=None)
 
@@ -197,13 +197,13 @@ def shortest_failed(place: Path) -> int | None:
 
 
 def minutes(length: int) -> float:
-    """The limit of a case: half as long again as its steps should take, and what comes before them."""
+    """Return the time limit of a case: 1.5 times the estimate for its steps, and two minutes for the rest."""
     seconds = (1.2e6 * length**2 + 4.6e10 * length) / 4e14
     return 2 + 1.5 * seconds * (2 if seconds <= SECOND_STEP_SECONDS else 1) / 60
 
 
 def environment(length: int) -> dict[str, str]:
-    """80 GB of the device, and of the host what enters the layers."""
+    """Return variables that limit a case to 80 GB of the device, and to the layer inputs on the host."""
     total = int(gpu().get("memory.total", "0").split()[0]) * 2**20
     share = min(0.95, CAP_BYTES / total) if total else 0.95
     host = math.ceil(inputs_bytes(LLAMA_8B, length) / 2**30) + HOST_GIB

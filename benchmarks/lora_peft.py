@@ -1,22 +1,23 @@
-"""LoRA on Llama shapes beside `transformers` and `peft`: tokens per second, peak bytes, and the same losses.
+"""LoRA on Llama shapes versus `transformers` and `peft`: tokens per second, peak bytes, and equal losses.
 
     python benchmarks/lora_peft.py [--case 1b-4x2048-remat-lowtide] [--rehearse]
 
-Both sides read the same files: random bfloat16 weights of Llama 3.2 1B's or Llama 3 8B's shapes, written once to a
-scratch folder with `lowtide.models.save`, and rank-16 adapters on all projections, float32, from `lowtide.lora.save`.
-Both train the adapters with AdamW (1e-4, betas 0.9 and 0.999, weight decay 0.01) on one batch of random tokens, so the
-losses of the first five steps should agree but for rounding. `remat` recomputes each layer in the backward pass. The
-files (17 GiB, in `LOWTIDE_SCRATCH` or the system's temporary folder) stay for the next call; delete them when done.
+Both sides read the same files. The weights are random bfloat16 of Llama 3.2 1B's or Llama 3 8B's shapes, written once
+to a scratch folder with `lowtide.models.save`. The adapters have rank 16 on all projections, in float32, from
+`lowtide.lora.save`. Both sides train the adapters with AdamW (1e-4, betas 0.9 and 0.999, weight decay 0.01) on one
+batch of random tokens. So the losses of the first five steps should agree except for rounding. `remat` recomputes each
+layer in the backward pass. The files (17 GiB, in `LOWTIDE_SCRATCH` or the system's temporary folder) stay for the next
+call; delete them when done.
 
-    lowtide       the decoder of this library: cuDNN's attention on a GPU (the row says which), chunked loss
+    lowtide       the decoder of this library: cuDNN's attention on a GPU (the row names it), chunked loss
     peft          bfloat16 base, SDPA, fused AdamW, non-reentrant checkpointing, under `torch.autocast` as the Trainer
                   of transformers runs `bf16=True`
     peft_bf16     the same with the adapters in bfloat16 (`autocast_adapter_dtype=False`), without autocast
     peft_compile  `peft` under `torch.compile`
 
-Seconds are a step's by the clock, the device idle before and after; peaks are those of each side's allocator since the
-process began, weights included. A case that runs out of memory says so, which is its result. Cases of PyTorch import no
-JAX: neither takes memory that is the other's.
+Seconds are wall-clock seconds of a step, with the device idle before and after. Peaks are those of each side's
+allocator since the process began, weights included. Running out of memory is a result, and the row of that case records
+it. Cases of PyTorch do not import JAX, so neither side takes the other's memory.
 """
 
 from __future__ import annotations
@@ -40,10 +41,10 @@ PART = "lora"
 RANK, ALPHA, LEARNING_RATE, WEIGHT_DECAY = 16, 32.0, 1e-4, 0.01
 LOSSES, WARMUP, REPEATS = 5, 2, 10
 TOLERANCE = 0.02
-"""Nats by which two sides in bfloat16 may differ in a rehearsal; of measurements the summary judges."""
+"""Nats by which two sides in bfloat16 may differ in a rehearsal; the summary checks measurements."""
 OURS = {"XLA_PYTHON_CLIENT_MEM_FRACTION": ".95"}
 THEIRS = {
-    "XLA_PYTHON_CLIENT_PREALLOCATE": "false",  # should any of their imports start JAX
+    "XLA_PYTHON_CLIENT_PREALLOCATE": "false",  # in case one of their imports starts JAX
     "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
     "TOKENIZERS_PARALLELISM": "false",
     "HF_HUB_OFFLINE": "1",
@@ -54,25 +55,25 @@ THEIRS = {
 
 
 def place(model: str, rehearsal: bool) -> Path:
-    """Where the files of a model are."""
+    """Return the folder for the files of a model."""
     home = os.environ.get("LOWTIDE_SCRATCH", tempfile.gettempdir())
     return Path(home, f"lowtide-lora-{os.getuid()}", f"{model}{'-toy' * rehearsal}")
 
 
 def fingerprint() -> str:
-    """Of what decides the files' contents: other code never trains on weights that an earlier one left."""
+    """Return a digest of the code that writes the files, so that changed code does not train on old weights."""
     sources = [Path(__file__), Path(__file__).with_name("_decoders.py")]
     return hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()
 
 
 def is_complete(folder: Path) -> bool:
-    """Whether this code wrote all files of a model."""
+    """Return whether this code wrote all files of a model."""
     mark = folder / "complete"
     return mark.is_file() and mark.read_text(encoding="utf-8") == fingerprint()
 
 
 def prepare(model: str, rehearsal: bool) -> dict[str, Any]:
-    """Write weights and adapters; nothing where they are already."""
+    """Write weights and adapters, unless they exist."""
     model = "1b" if rehearsal else model
     folder = place(model, rehearsal)
     started, there = time.perf_counter(), is_complete(folder)
@@ -90,7 +91,7 @@ def _write(model: str, rehearsal: bool, folder: Path) -> None:
     import lowtide as lt
 
     config = toy() if rehearsal else {"1b": LLAMA_1B, "8b": LLAMA_8B}[model]
-    shutil.rmtree(folder, ignore_errors=True)  # what a killed process left
+    shutil.rmtree(folder, ignore_errors=True)  # files of a killed process
     make = functools.partial(lt.models.init, config, dtype=jnp.bfloat16, compute_dtype=jnp.bfloat16)
     made = jax.jit(make)(key=jax.random.key(0))
     lt.models.save(made, folder)
@@ -100,14 +101,14 @@ def _write(model: str, rehearsal: bool, folder: Path) -> None:
 
 
 def adapters() -> Any:
-    """Rank 16 on all projections."""
+    """Return the configuration of rank 16 on all projections."""
     import lowtide as lt
 
     return lt.lora.Config(rank=RANK, alpha=ALPHA, targets="layers/**/*_proj")
 
 
 def ensure(model: str, rehearsal: bool) -> Path:
-    """The folder of a model, written by another process if need be: this one may have another framework on the GPU."""
+    """Return the folder of a model. Another process writes missing files, as this one may run PyTorch on the GPU."""
     folder = place(model, rehearsal)
     if not is_complete(folder):
         words = [sys.executable, "-c", f"import lora_peft; lora_peft.prepare({model!r}, {rehearsal})"]
@@ -116,7 +117,7 @@ def ensure(model: str, rehearsal: bool) -> Path:
 
 
 def tokens_of(folder: Path, batch_size: int, seq_len: int) -> Any:
-    """Random tokens [batch, sequence]."""
+    """Return random tokens [batch, sequence]."""
     import numpy as np
 
     vocab_size = json.loads((folder / "config.json").read_text(encoding="utf-8"))["vocab_size"]
@@ -124,7 +125,7 @@ def tokens_of(folder: Path, batch_size: int, seq_len: int) -> Any:
 
 
 def figures(row: dict[str, Any], seconds: list[float]) -> None:
-    """Times of a row."""
+    """Add the times of the steps to a row."""
     row |= {"seconds_per_step": statistics.median(seconds), "step_seconds": seconds}
     row["tokens_per_second"] = row["tokens"] / row["seconds_per_step"]
 
@@ -133,7 +134,7 @@ def figures(row: dict[str, Any], seconds: list[float]) -> None:
 
 
 def lowtide(row: dict[str, Any], folder: Path, remat: bool, rehearsal: bool) -> None:
-    """Load, compile, train, time."""
+    """Load, compile, train and time this library's model."""
     import jax
     import numpy as np
     import optax
@@ -173,7 +174,7 @@ def lowtide(row: dict[str, Any], folder: Path, remat: bool, rehearsal: bool) -> 
 
 
 def run_lowtide(model: str, batch_size: int, seq_len: int, remat: bool, rehearsal: bool) -> dict[str, Any]:
-    """One row of this library."""
+    """Measure this library and return a row."""
     folder, row = _begin("lowtide", model, batch_size, seq_len, remat, rehearsal)
     from _decoders import memory_may_run_out
 
@@ -187,7 +188,7 @@ def run_lowtide(model: str, batch_size: int, seq_len: int, remat: bool, rehearsa
 
 
 def device_of(torch: Any, rehearsal: bool) -> str:
-    """The GPU; in a rehearsal the CPU will do, in a measurement not."""
+    """Return the GPU; a rehearsal uses the CPU."""
     if rehearsal:
         return "cpu"
     if not torch.cuda.is_available():
@@ -196,7 +197,7 @@ def device_of(torch: Any, rehearsal: bool) -> str:
 
 
 def peft(row: dict[str, Any], folder: Path, remat: bool, rehearsal: bool) -> None:
-    """The same in PyTorch."""
+    """Load, train and time the PyTorch model."""
     import torch
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
@@ -222,6 +223,7 @@ def peft(row: dict[str, Any], folder: Path, remat: bool, rehearsal: bool) -> Non
     ids = torch.from_numpy(tokens_of(folder, row["batch_size"], row["seq_len"])).long().to(device)
 
     def one() -> Any:
+        # `labels=ids` are not shifted here: the model of transformers shifts them.
         with torch.autocast(device, torch.bfloat16, enabled=not in_bf16):
             loss = run_model(input_ids=ids, labels=ids, use_cache=False).loss
         loss.backward()
@@ -245,7 +247,7 @@ def peft(row: dict[str, Any], folder: Path, remat: bool, rehearsal: bool) -> Non
 
 
 def run_peft(side: str, model: str, batch_size: int, seq_len: int, remat: bool, rehearsal: bool) -> dict[str, Any]:
-    """One row of PyTorch."""
+    """Measure PyTorch and return a row."""
     folder, row = _begin(side, model, batch_size, seq_len, remat, rehearsal)
     import torch
 
@@ -270,7 +272,7 @@ def run_peft(side: str, model: str, batch_size: int, seq_len: int, remat: bool, 
 def _begin(
     side: str, model: str, batch_size: int, seq_len: int, remat: bool, rehearsal: bool
 ) -> tuple[Path, dict[str, Any]]:
-    """The files, and what was asked."""
+    """Return the folder of the files, and a row with the settings."""
     folder = ensure(model, rehearsal)
     seq_len = 32 if rehearsal else seq_len
     row = {
@@ -289,11 +291,11 @@ def _begin(
 
 
 def _losses(folder: Path, row: dict[str, Any]) -> Path:
-    return folder / f"losses-{row['batch_size']}.json"  # with and without recomputation they are the same
+    return folder / f"losses-{row['batch_size']}.json"  # with and without recomputation the losses are the same
 
 
 def _against_ours(folder: Path, row: dict[str, Any]) -> dict[str, Any]:
-    """The differences of losses from those of this library, where its case has run on this machine."""
+    """Return the loss differences from this library, if its case has run on this machine."""
     path = _losses(folder, row)
     if not path.is_file():
         return {"loss_difference": None, "first_loss_difference": None}
@@ -303,7 +305,7 @@ def _against_ours(folder: Path, row: dict[str, Any]) -> dict[str, Any]:
 
 
 def _cases() -> dict[str, Callable[[bool], dict[str, Any]]]:
-    """Models and shapes in the order of worth, this library before its peer."""
+    """Return models and shapes, the most important first, and this library before its peer."""
     cases: dict[str, Callable[[bool], dict[str, Any]]] = {}
 
     def add(model: str, batch_size: int, remat: bool, *sides: str) -> None:
@@ -328,7 +330,7 @@ def _cases() -> dict[str, Callable[[bool], dict[str, Any]]]:
 
 
 def _skipping(name: str, case: Callable[[bool], dict[str, Any]], rehearsal: bool) -> dict[str, Any]:
-    """In a rehearsal every toy is the same: only one of each side is run, and one without recomputation."""
+    """In a rehearsal all toys are the same: run one of each side, and one without recomputation."""
     words = name.split("-", 2)
     alike = words[0] != "1b" or words[1] != "4x2048" or words[2] in ("plain-lowtide", "plain-peft_bf16")
     if rehearsal and (alike or "compile" in name):

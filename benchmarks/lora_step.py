@@ -1,15 +1,15 @@
-"""Bytes of one LoRA step on Llama shapes, naive beside ours, compiled for chips that are not here. Never run.
+"""Bytes of one LoRA step on Llama shapes, naive versus ours, compiled for absent chips. Never run.
 
     python benchmarks/lora_step.py [--model 1b] [--model 8b] [--target v5p:2x2x1] [--further]
         [--picture docs/images/lora_step.png]
 
-Both steps tune rank-16 adapters on all projections over a bfloat16 base with AdamW, 8 x 2048 tokens (1b) or 1 x 2048
-(8b), every block recomputed in the backward pass, and the chunked loss. The naive one differentiates and optimises the
-whole model with the base behind `stop_gradient`; ours differentiates the adapters. So the difference is only what
-frozen weights cost. Every figure is compiled (XLA's own, for one device).
+Both steps tune rank-16 adapters on all projections over a bfloat16 base with AdamW, for 8 x 2048 tokens (1b) or 1 x
+2048 (8b). Both recompute every block in the backward pass and chunk the loss. The naive step differentiates and
+optimises the whole model with the base behind `stop_gradient`; ours differentiates only the adapters. So the difference
+is exactly the cost of the frozen weights. Every figure is compiled (XLA's own, for one device).
 
-`--further`: ours with what takes off more where one asks for it: smaller tiles (`tile_tokens` of a decoder), groups of
-layers that run again together (`layers_per_remat`), what enters the layers on the host.
+`--further`: ours with optional techniques that save more: smaller tiles (`tile_tokens` of a decoder), groups of layers
+that are recomputed together (`layers_per_remat`), layer inputs on the host.
 """
 
 from __future__ import annotations
@@ -59,11 +59,11 @@ FURTHER: dict[str, tuple[int | None, dict[str, Any]]] = {
     "layers' inputs on the host": (None, {"inputs": "host"}),
     "that, tiles of 2,048 tokens": (2048, {"inputs": "host"}),
 }
-"""Tokens of a tile, and what the loss is told."""
+"""Tokens per tile, and the options of the loss."""
 
 
 def step(name: str) -> tuple[Any, Any, str, Any, dict[str, Any]]:
-    """What is compiled: the model with adapters, the loss, the optimizer, what trains, the batch."""
+    """Return the arguments of a step: model with adapters, loss, optimizer, trainable pattern and batch."""
     config, batch_size = MODELS[name]
     dtype = jnp.bfloat16
     base = jax.eval_shape(lambda key: init(config, key=key, dtype=dtype, compute_dtype=dtype), jax.random.key(0))
@@ -73,7 +73,7 @@ def step(name: str) -> tuple[Any, Any, str, Any, dict[str, Any]]:
 
 
 def measure(name: str, target: str) -> dict[str, Any]:
-    """Compile both steps of a model for a target; their bytes per role."""
+    """Compile both steps of a model for a target; return their bytes per role."""
     arguments, batch_size = step(name), MODELS[name][1]
     reports = {
         "naive": analyze_naive(*arguments, target=target),
@@ -92,7 +92,7 @@ def measure(name: str, target: str) -> dict[str, Any]:
 
 
 def further(name: str, target: str) -> dict[str, dict[str, Any]]:
-    """Compile ours with what takes off more; bytes of device and host."""
+    """Compile ours with further techniques; return the bytes of device and host."""
     model, _, *rest = step(name)
     found: dict[str, dict[str, Any]] = {}
     for said, (tile_tokens, options) in FURTHER.items():
@@ -125,7 +125,7 @@ def show(rows: list[dict[str, Any]]) -> None:
 
 
 def draw(rows: list[dict[str, Any]], path: Path) -> None:
-    """A stacked bar for each step."""
+    """Draw a stacked bar for each step."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -1,15 +1,17 @@
-"""Predicted against measured peak of steps that really run on the accelerator at hand.
+"""Predicted versus measured peak of steps that run on the current accelerator.
 
     python benchmarks/measured_peak.py [--case NAME ...] [--json FILE]
     python benchmarks/measured_peak.py --rehearse
 
-Every program is compiled and run in a process of its own, as JAX comes (three quarters of the memory preallocated) and,
-as `NAME-growing`, without preallocation. `predicted` is the compiled step's device bytes; `measured` the most that
-JAX's allocator held (`peak_bytes_in_use`), the arguments included; `error` is their difference over what was measured.
-Arguments are made on the host, so that making them leaves no peak, of small numbers that differ. What compilation had
-allocated before, to find the fastest kernels, is `peak_before_bytes`: a step that needs no more, and was predicted to
-need no more, has no error here (`covered`). The kernels found are kept in a temporary folder, so the second process of
-a program searches no more. Beside it all that the allocator counts, and what `nvidia-smi` says the process holds.
+Every program is compiled and run in a separate process: with JAX's defaults (three quarters of the memory preallocated)
+and, as `NAME-growing`, without preallocation. `predicted` is the compiled step's device bytes. `measured` is the peak
+of JAX's allocator (`peak_bytes_in_use`), including the arguments. `error` is their difference over the measured bytes.
+
+Arguments are created on the host, so that this leaves no peak; they are small numbers that differ. `peak_before_bytes`
+is the memory that compilation allocated earlier, to find the fastest kernels. If neither prediction nor measurement
+exceeds it, the step's own peak is invisible and has no error (`covered`). A temporary folder keeps the kernels, so the
+second process of a program does not search again. Each row also has all counters of the allocator, and the bytes that
+`nvidia-smi` reports for the process.
 """
 
 from __future__ import annotations
@@ -35,12 +37,12 @@ import lowtide as lt
 
 REHEARSAL_SCALE = 16
 CONSTANT_BYTES = 2**26
-"""Larger arguments hold one number throughout: drawing them would take longer than the step."""
+"""Larger arguments hold one repeated number, because drawing them would take longer than the step."""
 STEPS = {**{name: make for name, make in PROGRAMS.items() if name != "fsdp"}, **MORE}
 
 
 def measure(name: str, rehearsal: bool) -> dict[str, Any]:
-    """Predict one step, run it, and read the allocator."""
+    """Predict one step, run it, and read the allocator's counters."""
     _programs.scale = REHEARSAL_SCALE if rehearsal else 1
     target = lt.target("here")
     make = STEPS[name]
@@ -75,7 +77,7 @@ def measure(name: str, rehearsal: bool) -> dict[str, Any]:
 
 
 def is_covered(before: int | None, measured: int | None, predicted: int) -> bool:
-    """Whether the step's own peak cannot be seen: a prediction above what was measured is an error all the same."""
+    """Return whether the step's own peak is invisible. A prediction above the earlier peak still counts as an error."""
     return measured is not None and before is not None and before >= max(measured, predicted)
 
 
@@ -84,7 +86,7 @@ def _device() -> jax.Device:
 
 
 def _filled(leaf: Any) -> Any:
-    """An argument where the program takes it: on the device, or in the host memory that the shape names."""
+    """Create an argument where the program takes it: on the device, or in the host memory that the shape names."""
     if not isinstance(leaf, jax.ShapeDtypeStruct):
         return None
     if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
@@ -101,14 +103,14 @@ def _filled(leaf: Any) -> Any:
 
 
 def _process_bytes() -> int | None:
-    """What the driver says that this process holds, its context included; of the whole device where it knows none."""
+    """Return the driver's bytes for this process, including its context, or for the device if it lists no process."""
     query = ["nvidia-smi", "--format=csv,noheader,nounits"]
     try:
         lines = subprocess.run(
             [*query, "--query-compute-apps=pid,used_memory"], capture_output=True, text=True, check=True, timeout=30
         ).stdout.splitlines()
         own = [line.split(",")[1] for line in lines if line.split(",")[0].strip() == str(os.getpid())]
-        if not own:  # a container that does not see the driver's process numbers
+        if not own:  # in a container that does not see the driver's process ids
             command = [*query, "--query-gpu=memory.used"]
             own = subprocess.run(command, capture_output=True, text=True, check=True, timeout=30).stdout.splitlines()
         return int(own[0]) * 2**20
@@ -124,7 +126,7 @@ def _environment(growing: bool) -> dict[str, str]:
 
 
 GROWING = {f"{name}-growing": name for name in STEPS}
-if "--rehearse" in sys.argv:  # a CPU preallocates nothing: one is enough to see that the case works
+if "--rehearse" in sys.argv:  # a CPU preallocates nothing, so one program is enough to check this kind of case
     GROWING = dict([*GROWING.items()][:1])
 CASES = {name: partial(measure, name) for name in STEPS}
 CASES |= {name: partial(measure, program) for name, program in GROWING.items()}

@@ -1,21 +1,21 @@
-"""Seconds and bytes of a training step whose parts are on the host, beside the same step on the device.
+"""Seconds and bytes of a training step with parts on the host, versus the same step on the device.
 
     python benchmarks/offload_time.py [--case 16k-activations] [--rehearse]
 
 All 1.24 B parameters of Llama 3.2 1B's shapes, float32, bfloat16 compute, AdamW, sequences of 4,096 tokens, chunked
-loss. For 4,096, 16,384 and 65,536 tokens a step:
+loss. Steps have 4,096, 16,384 and 65,536 tokens:
 
-    device       projections kept for the backward pass by name, the rest computed again; everything on the device
+    device       projections kept for the backward pass by name, the rest recomputed; everything on the device
     activations  the same names on the host
-    remat        nothing but layer inputs kept
-    opt_state    remat, with AdamW's moments on the host (`lowtide.offload.optimizer`)
-    gradients    remat, loss and gradients alone
-    parameters   the same with layers on the host, streamed (`lowtide.offload.scan`), their gradients going back there
+    remat        only layer inputs kept
+    opt_state    `remat`, with AdamW's moments on the host (`lowtide.offload.optimizer`)
+    gradients    `remat`, only loss and gradients
+    parameters   the same with layers on the host, streamed (`lowtide.offload.scan`), their gradients returned there
 
-`again` repeats a step of `device` in another process: what a GPU's own order of additions changes. Each row has the
-largest difference of losses and of sampled parameters (or gradients) from `device` (`gradients`), what XLA predicts,
-the allocator's peak, whether `lowtide.offload.verify` agrees, and from a profile how much of the copies ran under
-kernels.
+`again` repeats a step of `device` in another process, to show the effect of a GPU's own order of additions. Each row
+has the largest difference of losses and of sampled parameters from `device` (for gradients, from `gradients`), the
+bytes that XLA predicts, and the allocator's peak. It also says whether `lowtide.offload.verify` agrees, and how much of
+the copies overlapped with kernels, from a profile.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ ENVIRONMENT = {"XLA_PYTHON_CLIENT_MEM_FRACTION": ".93", "XLA_PJRT_GPU_HOST_MEMOR
 
 
 def loss_of(kind: str, stack: lt.LayerStack) -> Callable[[Tree, Tree], Any]:
-    """The loss of ``(outer, layers)``, as a kind keeps activations and parameters."""
+    """Return the loss of ``(outer, layers)``, with activations and parameters placed according to the kind of step."""
     if kind == "parameters":
 
         def streamed(params: Tree, batch: Tree) -> Any:
@@ -83,7 +83,7 @@ def loss_of(kind: str, stack: lt.LayerStack) -> Callable[[Tree, Tree], Any]:
 
 
 def step_of(kind: str, stack: lt.LayerStack, tx: Any) -> Callable[..., Any]:
-    """One step; without an optimizer the gradients take the place of its state."""
+    """Return one step. Without an optimizer it returns the loss and the gradients."""
     loss_fn = loss_of(kind, stack)
 
     def gradients(params: Tree, batch: Tree) -> Any:
@@ -98,16 +98,16 @@ def step_of(kind: str, stack: lt.LayerStack, tx: Any) -> Callable[..., Any]:
 
 
 def saved_bytes(config: Any, num_tokens: int) -> int:
-    """What the names keep of a step in bfloat16: queries, keys, values, gate and up of every token and layer."""
+    """Return the bytes of the named values in bfloat16: queries, keys, values, gate and up of every token and layer."""
     heads = config.num_heads + 2 * config.num_kv_heads
     return 2 * num_tokens * config.num_layers * (heads * config.head_dim + 2 * config.intermediate_size)
 
 
 def verified(kind: str, program: Any, saved: int) -> dict[str, Any]:
-    """What `lowtide.offload.verify` says of the compiled step; half of what is saved must be on the host."""
+    """Return the result of `lowtide.offload.verify`; at least half of the saved bytes must be on the host."""
     places = {"opt_state": {"1/0/{mu,nu}/**": "host"}, "parameters": {"0/1/*/**": "host"}}
     try:
-        # Stacked vectors are on the host, too: all of the layers' leaves were put there.
+        # The pattern also matches stacked vectors, because all leaves of the layers were placed on the host.
         least = saved // 2 if kind == "activations" else 0
         found = lt.offload.verify(program, places.get(kind, {}), host_temp_bytes=least)
     except lt.LowtideError as error:
@@ -116,7 +116,7 @@ def verified(kind: str, program: Any, saved: int) -> dict[str, Any]:
 
 
 def run(num_tokens: int, kind: str, rehearsal: bool) -> dict[str, Any]:
-    """Train, compare, time, profile."""
+    """Train, compare, time and profile one case."""
     name = next(word for word, number in TOKENS.items() if number == num_tokens)
     same = {"again": "device", "remat": "opt_state"}.get(kind, kind)
     if rehearsal and (name != REHEARSED or same != kind):
@@ -140,10 +140,10 @@ def run(num_tokens: int, kind: str, rehearsal: bool) -> dict[str, Any]:
 
 
 def measure(row: dict[str, Any], name: str, kind: str, config: Any, batch: Tree, rehearsal: bool) -> None:
-    """Fill a row."""
+    """Measure a case and fill its row."""
     model = decoder(config, on_host="layers/**" if kind == "parameters" else None)
     pair, stack = (model.outer, model.layers), model.stack
-    del model  # donated, and so gone after the first step
+    del model  # donated, so its arrays are deleted after the first step
     tx = None if kind in ("gradients", "parameters") else optax.adamw(1e-4, weight_decay=0.01)
     losses: list[float] = []
     if tx is None:

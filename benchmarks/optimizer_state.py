@@ -1,22 +1,23 @@
-"""Optimizer state in few bits: bytes of state, temporaries and traffic, of whole steps, and time on a CPU.
+"""Optimizer state in 8 and 4 bits: bytes of state, temporaries and traffic, bytes of whole steps, and time on a CPU.
 
     python benchmarks/optimizer_state.py [--part update] [--part steps] [--part 8b] [--part cpu] [--json FILE]
 
 `update`: AdamW on one leaf of 8 x 2048 x 2048 parameters, the update and `optax.apply_updates`, all donated, compiled
-for a v5e and an H100: with float32 state, parameters and gradients, and with `lowtide.optim.low_precision` in each of
-its formats; and with parameters and gradients in bfloat16, of which the rest is kept in 8 bits (``+ split``). Bytes are
-a parameter's; the traffic is what the compiler's program reads and writes, at least.
+for a v5e and an H100. It compares float32 state, parameters and gradients with each format of
+`lowtide.optim.low_precision`. ``+ split`` has parameters and gradients in bfloat16, and keeps each parameter's rounding
+residual in 8 bits. Bytes are per parameter; the traffic is a lower bound on what the compiled program reads and writes.
 
 `steps`: whole training steps of a stack of 32 layers (1.07 B parameters, 16 tokens), everything on the device: a plain
-one, whose gradients are all there before the update, and `lowtide.offload.layerwise_step`; and a plain one of Llama 3.2
-1B's shapes, 256 tokens.
+step, whose gradients all exist before the update, and `lowtide.offload.layerwise_step`. In addition, a plain step of
+Llama 3.2 1B's shapes, 256 tokens.
 
-`8b`: full-parameter AdamW of Llama 3 8B's shapes on one v5e, 4,096 tokens, layers, state and activations on its host;
-libtpu gives arguments low tiles there (`lowtide.core.choose_low_tiles`), as `lowtide finetune --full` tells it.
+`8b`: full-parameter AdamW of Llama 3 8B's shapes on one v5e, 4,096 tokens, with layers, state and activations on its
+host. libtpu uses low tiles for arguments there (`lowtide.core.choose_low_tiles`), as in `lowtide finetune --full`.
 
-`cpu`: CPU seconds of an update of 1024 x 1024 parameters on this machine, the median of 50; beside those of PyTorch's
-AdamW, and of bitsandbytes' and torchao's in 8 bits where they are installed; and how far parameters are from float32's
-after all of them. They say what the arithmetic of a format costs there, and nothing of other chips.
+`cpu`: CPU seconds of an update of 1024 x 1024 parameters on this machine, the median of 50, and the distance of the
+final parameters from those with float32 state. The same figures follow for PyTorch's AdamW and, if they are installed,
+for bitsandbytes' 8-bit version and torchao's 8-bit and 4-bit versions. These figures show the cost of a format's
+arithmetic on this CPU, and say nothing about other chips.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ STEPS, RATE, DECAY = 50, 1e-3, 1e-2
 
 
 def optimizer(form: str) -> optax.GradientTransformation:
-    """AdamW with its state in a format."""
+    """Return AdamW with its state in a format."""
     adamw = optax.adamw(RATE, weight_decay=DECAY)
     if form == "float32":
         return adamw
@@ -63,7 +64,7 @@ def optimizer(form: str) -> optax.GradientTransformation:
 
 
 def step_of(tx: optax.GradientTransformation) -> Any:
-    """The update, applied."""
+    """Return a step that computes the update and applies it."""
 
     def step(grads: Tree, state: Tree, params: Tree) -> tuple[Tree, Tree]:
         updates, state = tx.update(grads, state, params)
@@ -73,12 +74,12 @@ def step_of(tx: optax.GradientTransformation) -> Any:
 
 
 def compiled(form: str, target: str) -> dict[str, Any]:
-    """Bytes a parameter on a target."""
+    """Return the bytes per parameter on a target."""
     params = {"w": jax.ShapeDtypeStruct(SHAPE, jnp.bfloat16 if form == SPLIT else jnp.float32)}
     tx, size = optimizer(form), float(params["w"].size)
     state = jax.eval_shape(tx.init, params)
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Some donated buffers")  # gradients: their place is for the updates
+        warnings.filterwarnings("ignore", "Some donated buffers")  # the updates reuse the gradients' memory
         program = compile(step_of(tx), params, state, params, target=target, donate_argnums=(0, 1, 2))
         alone = compile(tx.update, params, state, params, target=target, donate_argnums=(0, 1))
     return {
@@ -91,12 +92,12 @@ def compiled(form: str, target: str) -> dict[str, Any]:
 
 
 def update_rows() -> list[dict[str, Any]]:
-    """Of each target all formats."""
+    """Compile all formats for each target."""
     return [{"target": target, **compiled(form, target)} for target in TARGETS for form in (*FORMATS, SPLIT)]
 
 
 def step_rows() -> list[dict[str, Any]]:
-    """Whole steps, bytes a parameter."""
+    """Compile whole steps; the figures are bytes per parameter."""
     num_layers, width = 32, 2048
     size = num_layers * 8 * width**2
     model = lt.LayerStack(
@@ -138,7 +139,7 @@ def step_rows() -> list[dict[str, Any]]:
 
 
 def decoder_row(form: str, target: str) -> dict[str, Any]:
-    """A plain step of Llama 3.2 1B's shapes."""
+    """Compile a plain step of Llama 3.2 1B's shapes."""
     from _decoders import LLAMA_1B
 
     dtype, tx = jnp.float32 if form == "float32" else jnp.bfloat16, optimizer(form)
@@ -164,7 +165,7 @@ def decoder_row(form: str, target: str) -> dict[str, Any]:
 
 
 def llama_rows() -> list[dict[str, Any]]:
-    """8 B on one v5e, by what stays on the device."""
+    """Compile 8 B for one v5e, with different parts on the device."""
     from layerwise import HOST, LLAMA_8B
 
     rows = []
@@ -194,7 +195,7 @@ def llama_rows() -> list[dict[str, Any]]:
 
 
 def cpu_rows() -> list[dict[str, Any]]:
-    """Updates on this machine, ours and others'."""
+    """Time updates on this machine, ours and those of other libraries."""
     rng = np.random.default_rng(0)
     begin = (rng.normal(size=(1024, 1024)) / 10).astype(np.float32)
     grads = [(rng.normal(size=begin.shape) / 100).astype(np.float32) for _ in range(STEPS)]
@@ -208,7 +209,7 @@ def cpu_rows() -> list[dict[str, Any]]:
 
 
 def ours(form: str, begin: Any, grads: list[Any]) -> tuple[Any, float]:
-    """Parameters after all steps, and the CPU seconds of one."""
+    """Return the parameters after all steps, and the CPU seconds of one step."""
     dtype = jnp.bfloat16 if form == SPLIT else jnp.float32
     params, tx = {"w": jnp.asarray(begin, dtype)}, optimizer(form)
     step, state, seconds = jax.jit(step_of(tx), donate_argnums=(1, 2)), tx.init(params), []
@@ -221,7 +222,7 @@ def ours(form: str, begin: Any, grads: list[Any]) -> tuple[Any, float]:
 
 
 def theirs(begin: Any, grads: list[Any]) -> dict[str, tuple[Any, float]]:
-    """The same of PyTorch's optimizers."""
+    """Return the same for PyTorch's optimizers."""
     found: dict[str, Any] = {}
     if importlib.util.find_spec("torch") is None:
         return {}
@@ -253,7 +254,7 @@ PARTS = {"update": update_rows, "steps": step_rows, "8b": llama_rows, "cpu": cpu
 
 
 def table(title: str, rows: list[dict[str, Any]]) -> Table:
-    """All that rows say, one a line."""
+    """Return a table with all entries of the rows."""
     made = Table(title=title)
     for name in rows[0]:
         made.add_column(name.replace("_", " "), justify="right" if isinstance(rows[0][name], float) else "left")
@@ -263,7 +264,7 @@ def table(title: str, rows: list[dict[str, Any]]) -> Table:
 
 
 def main() -> None:
-    """Measure, print, write."""
+    """Measure, print and write the raw results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--part", action="append", choices=PARTS, help="default: all")
     parser.add_argument("--json", type=Path, help="one file for all, in place of benchmarks/results/")

@@ -1,12 +1,12 @@
-"""Seconds and peak of AdamW updates with state in few bits, on the device and streamed from the host.
+"""Seconds and peak of AdamW updates with low-precision state, on the device and streamed from the host.
 
     python benchmarks/optimizer_time.py [--case 8bit] [--rehearse]
 
-1.07 B parameters in four leaves; they and the state are donated, gradients are given. ``float32`` and the formats of
-`lowtide.optim.low_precision` have float32 parameters and gradients; ``split`` is 8 bits with both in bfloat16. Of
-``host-…`` the state is in host memory (`lowtide.offload.optimizer`); ``…-two-passes`` is what XLA makes of an update,
-without the kernel that reads everything once, which 8 bits have on a GPU. Each row has seconds of an update, bytes
-predicted and at the allocator's peak, and how far sampled parameters are from float32's after three updates.
+1.07 B parameters in four leaves. Parameters and state are donated; gradients are arguments. ``float32`` and the formats
+of `lowtide.optim.low_precision` have float32 parameters and gradients; ``split`` is 8 bits with both in bfloat16.
+``host-…`` keeps the state in host memory (`lowtide.offload.optimizer`). ``…-two-passes`` is XLA's program of an update;
+on a GPU, 8 bits otherwise use a kernel that reads everything once. Each row has the seconds of an update, the predicted
+bytes, the allocator's peak, and the distance of sampled parameters from float32's after three updates.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ ENVIRONMENT = {"XLA_PYTHON_CLIENT_MEM_FRACTION": ".93", "XLA_PJRT_GPU_HOST_MEMOR
 
 
 def optimizer(form: str, is_on_host: bool) -> optax.GradientTransformation:
-    """AdamW with its state in a format, and there."""
+    """Return AdamW with its state in a format, on the device or on the host."""
     tx: Any = optax.adamw(1e-3, weight_decay=0.01)
     if form == "split":
         tx = lt.optim.low_precision(tx, "8bit", weights="split")
@@ -46,7 +46,7 @@ def optimizer(form: str, is_on_host: bool) -> optax.GradientTransformation:
 
 
 def run(name: str, rehearsal: bool) -> dict[str, Any]:
-    """Compile, update, compare, time."""
+    """Compile, update, compare and time one case."""
     form = name.removeprefix("host-").removesuffix(XLAS)
     shape = (2, 256, 512) if rehearsal else (8, 4096, 8192)
     row: dict[str, Any] = {
@@ -61,7 +61,7 @@ def run(name: str, rehearsal: bool) -> dict[str, Any]:
 
 
 def measure(row: dict[str, Any], name: str, shape: tuple[int, ...], rehearsal: bool) -> None:
-    """Fill a row."""
+    """Measure a case and fill its row."""
     dtype, tx = jnp.bfloat16 if row["format"] == "split" else jnp.float32, optimizer(row["format"], row["on_host"])
 
     @functools.partial(jax.jit, static_argnums=1)
@@ -79,11 +79,11 @@ def measure(row: dict[str, Any], name: str, shape: tuple[int, ...], rehearsal: b
 
     sharded = jax.tree.map(lambda leaf: leaf.sharding, params)
     program = compiled(row, update, params, state, grads, donate_argnums=(0, 1), out_shardings=(sharded, places))
-    held = [params, state]  # in this order: a donated array of the host would else be for parameters
+    held = [params, state]  # in this order; otherwise a donated host array would be matched to the parameters
     del state, params
 
     def step() -> Any:
-        held[:] = called(program, *held, grads)  # JAX 0.10 refuses int4 arrays that are on a device
+        held[:] = called(program, *held, grads)  # JAX 0.10 rejects int4 arrays on a device
         return held[0]
 
     for _ in range(3):

@@ -1,4 +1,4 @@
-"""Held-out losses of trainings whose optimizer has its state in few bits, beside those of float32 state.
+"""Held-out losses of trainings with low-precision optimizer state, versus those with float32 state.
 
     python benchmarks/optimizer_training.py [--part pretrain] [--part finetune] [--part convolutions] [--part embedding]
                                             [--part mixture] [--seeds 3] [--json FILE]
@@ -6,12 +6,12 @@
 Each part is trained with AdamW for every format and seed, from the same parameters over the same batches:
 
 `pretrain`: the decoder that Lowtide embeds, from scratch, 1,000 steps of 8 x 128 tokens of Python's standard library.
-`finetune`: `lowtide finetune` as it is, 300 steps of LoRA on that decoder.
-`convolutions`: a convolutional net that classifies images as a random one does, 600 steps.
-`embedding`: 2,048 rows of 128, of which a text reads many hardly ever, and a head; 1,000 steps.
-`mixture`: a decoder with 16 experts, of which a token has two, 400 steps.
+`finetune`: `lowtide finetune` with its defaults, 300 steps of LoRA on that decoder.
+`convolutions`: a convolutional net that learns the classes of a random net, 600 steps.
+`embedding`: an embedding of 2,048 rows of 128, many of which a text rarely uses, and a head; 1,000 steps.
+`mixture`: a decoder with 16 experts, two per token, 400 steps.
 
-``split`` is 8 bits with weights in bfloat16 that are updated as if they were wider. Figures are of a CPU.
+``split`` is 8 bits with bfloat16 weights that are updated as if they were wider. All figures are from a CPU.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ FOLDERS = ("json", "asyncio", "email", "http", "logging", "unittest", "xml", "co
 
 
 def optimizer(form: str, peak: float, num_steps: int) -> optax.GradientTransformation:
-    """AdamW with warm-up, cosine and clipping, its state in a format."""
+    """Return AdamW with warm-up, cosine decay and clipping, and its state in a format."""
     schedule = optax.warmup_cosine_decay_schedule(0.0, peak, num_steps // 10, num_steps, end_value=peak / 20)
     adamw = optax.adamw(schedule, b2=0.95, weight_decay=0.1, mask=lambda p: jax.tree.map(lambda x: x.ndim > 1, p))
     if form == "split":
@@ -64,17 +64,17 @@ def optimizer(form: str, peak: float, num_steps: int) -> optax.GradientTransform
 
 
 def stored(form: str, params: Tree) -> Tree:
-    """Parameters as the format has them."""
+    """Return the parameters in the dtype that the format stores."""
     return jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), params) if form == "split" else params
 
 
 def wide(params: Tree) -> Tree:
-    """Parameters as they are computed with."""
+    """Return the parameters in the dtype of the computation."""
     return jax.tree.map(lambda leaf: leaf.astype(jnp.float32), params)
 
 
 def held_out(form: str, params: Tree, loss_fn: Any, train: list[Tree], test: list[Tree], peak: float) -> float:
-    """Train over batches in order, and return the mean loss of others."""
+    """Train over batches in order, and return the mean loss of the test batches."""
     tx = optimizer(form, peak, len(train))
     params = stored(form, params)
     state = jax.jit(tx.init)(params)
@@ -93,7 +93,7 @@ def held_out(form: str, params: Tree, loss_fn: Any, train: list[Tree], test: lis
 
 @cache
 def text(seed: int) -> Any:
-    """Rows of tokens of the standard library."""
+    """Return rows of tokens from the standard library."""
     _, words = open_base(None)
     root = Path(sysconfig.get_paths()["stdlib"])
     files = sorted([*root.glob("*.py"), *(file for folder in FOLDERS for file in (root / folder).glob("*.py"))])
@@ -110,7 +110,7 @@ def text(seed: int) -> Any:
 
 
 def rows_of_text(seed: int, num_steps: int) -> tuple[list[Tree], list[Tree]]:
-    """Batches to train with, and to evaluate."""
+    """Return training batches and evaluation batches."""
     data = text(seed)
     train = [data.train[at % len(data.train)] for at in range(num_steps)]
     return train, [data.held_out[at] for at in range(min(len(data.held_out), 16))]
@@ -139,19 +139,19 @@ SMALL: dict[str, Any] = {
 
 
 def pretrain(form: str, seed: int) -> float:
-    """The embedded decoder's shapes."""
+    """Train a decoder of the embedded model's shapes."""
     return of_decoder(DecoderConfig(**SMALL, num_layers=4, family="llama"), 1000, form, seed)
 
 
 def mixture(form: str, seed: int) -> float:
-    """Most experts see few tokens."""
+    """Train a mixture of experts, most of which see few tokens."""
     experts = Experts(num_experts=16, num_experts_per_token=2, intermediate_size=128)
     config = DecoderConfig(**SMALL, num_layers=2, family="qwen3_moe", qk_norm="head", experts=experts)
     return of_decoder(config, 400, form, seed)
 
 
 def finetune(form: str, seed: int) -> float:
-    """The main job of the README."""
+    """Run the main example of the README."""
     words = ["--state-dtype", form]
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "run"
@@ -162,7 +162,7 @@ def finetune(form: str, seed: int) -> float:
 
 
 def embedding(form: str, seed: int) -> float:
-    """The next token from the mean of the eight before: almost all parameters are rows of tokens."""
+    """Predict the next token from the mean of the last eight: almost all parameters are rows of embeddings."""
     table, head = jax.random.split(jax.random.key(seed))
     params = {
         "table": jax.random.normal(table, (VOCABULARY, 128)) / 8,
@@ -193,7 +193,7 @@ def convolve(params: Tree, images: Any) -> Any:
 
 
 def convolutions(form: str, seed: int) -> float:
-    """Kernels as PyTorch and Equinox have them, with short last axes; the labels are another net's."""
+    """Train kernels with short last axes, as in PyTorch and Equinox; a random net gives the labels."""
 
     def net(key: Any, spread: float) -> Tree:
         first, second, head = jax.random.split(key, 3)
@@ -243,14 +243,14 @@ class Row:
     part: str
     format: str
     losses: list[float]
-    """Held out, of each seed."""
+    """Held-out loss of each seed."""
     apart: float
-    """Of their mean, as a part of float32's."""
+    """Relative difference of the mean loss from that of float32."""
     most_apart: float
-    """Of the seed that is farthest from its own in float32."""
+    """Relative difference of the seed that is farthest from its own float32 loss."""
     seconds: float
     commit: str
-    """With which it was trained: rows of other parts and formats are kept."""
+    """Commit of the training; rows of other parts and formats are kept from earlier commits."""
 
 
 def rows_of(part: str, forms: list[str], num_seeds: int, commit: str, console: Console) -> Iterator[Row]:
@@ -258,7 +258,7 @@ def rows_of(part: str, forms: list[str], num_seeds: int, commit: str, console: C
     plain: list[float] = []
     for form in forms:
         if part == "finetune" and form == "split":
-            continue  # its adapters are float32
+            continue  # the adapters are float32
         begin = time.perf_counter()
         losses = [PARTS[part](form, seed) for seed in range(num_seeds)]
         if form == "float32":
@@ -271,7 +271,7 @@ def rows_of(part: str, forms: list[str], num_seeds: int, commit: str, console: C
 
 
 def main() -> None:
-    """Train, print, write."""
+    """Train, print and write the raw results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--part", action="append", choices=PARTS, help="default: all")
     parser.add_argument("--format", action="append", choices=FORMATS, help="beside float32; default: all")
@@ -284,7 +284,7 @@ def main() -> None:
     kept = json.loads(options.json.read_text())["rows"] if options.json.is_file() else []
     rows = [Row(**row) for row in kept if row["part"] not in parts or row["format"] not in forms]
     command = " ".join(["python benchmarks/optimizer_training.py", *(f"--part {part}" for part in options.part or ())])
-    for part in parts:  # written after each: what is cut short loses the part that it is in
+    for part in parts:  # written after each part, so that an interrupt loses only the current part
         rows += rows_of(part, forms, options.seeds, header(command)["commit"], console)
         rows.sort(key=lambda row: (list(PARTS).index(row.part), FORMATS.index(row.format)))
         content = {"label": "measured", "cores": os.cpu_count(), "rows": [dataclasses.asdict(row) for row in rows]}

@@ -1,4 +1,4 @@
-"""How full packed rows are, beside TRL's packing of the same lengths where TRL is installed; and memory of tokenising.
+"""Utilisation of packed rows, versus TRL's packing of the same lengths if TRL is installed, and memory of tokenising.
 
     python benchmarks/packing.py                      # utilisation
     python benchmarks/packing.py --documents 100000   # also resident memory while so many chats are tokenised
@@ -46,7 +46,7 @@ def utilisation(seq_len: int, num_documents: int) -> dict[str, Any]:
 
 
 def memory(num_documents: int) -> dict[str, Any]:
-    """Peak resident memory before and after tokenising, and after a hundred batches; MiB."""
+    """Return peak resident memory before and after tokenising, and after a hundred batches, in MiB."""
     with tempfile.TemporaryDirectory() as folder:
         os.environ["LOWTIDE_CACHE"] = folder
         file = Path(folder, "chat.jsonl")
@@ -61,7 +61,8 @@ def memory(num_documents: int) -> dict[str, Any]:
         tokenizer = load_tokenizer(base_path())
         few = Path(folder, "few.jsonl")
         few.write_text("".join(open(file).readlines(2**20)))
-        record_data(few, tokenizer, template, seq_len=1024, batch_size=8, seed=0)  # loads what does the work
+        # Loads the libraries that do the work.
+        record_data(few, tokenizer, template, seq_len=1024, batch_size=8, seed=0)
         before, started = _peak(), time.perf_counter()
         data = record_data(file, tokenizer, template, seq_len=1024, batch_size=8, seed=0)
         seconds, tokenised = time.perf_counter() - started, _peak()

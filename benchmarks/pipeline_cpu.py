@@ -1,11 +1,12 @@
-"""CPU seconds of a pipelined gradient beside plain accumulation, measured in pairs on CPU devices.
+"""CPU seconds of a pipelined gradient versus plain accumulation, measured in pairs on CPU devices.
 
     python benchmarks/pipeline_cpu.py [--repeats 7] [--json FILE]
 
-A decoder of 8 layers (256 wide, MLP of 768), microbatches of one row of 128 tokens, 8 and 32 of them, in four stages
-and in eight of one layer; blocks kept and recomputed. Each repetition runs `lowtide.accumulate` on one device, then
-each schedule on as many as it has ranks; CPU seconds are those of the process, all threads together, so waiting costs
-none: what is left above accumulation are ticks, buffers, and what is computed twice. The figure is the median ratio.
+The decoder has 8 layers (256 wide, MLP of 768), in four stages and in eight stages of one layer. It runs 8 and 32
+microbatches of one row of 128 tokens, with blocks kept and recomputed. Each repetition runs `lowtide.accumulate` on one
+device, then each schedule on as many devices as it has ranks. CPU seconds are those of the process over all threads, so
+waiting costs nothing. The excess over accumulation comes from ticks, buffers and repeated computation. The figure is
+the median ratio.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ SCHEDULES = ("1f1b", "zb-h1", "auto")
 
 
 def programs(num_ranks: int, num_microbatches: int, *, remat: bool) -> dict[str, Callable[[], Any]]:
-    """Compiled gradients of the same batch."""
+    """Return compiled gradients of the same batch."""
     model = lt.models.init(CONFIG, key=jax.random.key(0))
     tokens = jax.random.randint(jax.random.key(1), (num_microbatches, LENGTH), 0, CONFIG.vocab_size)
     args = (model.outer, model.layers, {"tokens": tokens, "labels": tokens})
@@ -65,7 +66,7 @@ def programs(num_ranks: int, num_microbatches: int, *, remat: bool) -> dict[str,
 
 
 def measure(repeats: int, console: Console) -> list[dict[str, Any]]:
-    """All programs; says on the way which."""
+    """Measure all programs, and print which one is running."""
     rows: list[dict[str, Any]] = []
     for num_ranks in (4, 8):
         for num_microbatches in (8, 32):
@@ -94,7 +95,7 @@ def measure(repeats: int, console: Console) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    """Measure, print, write."""
+    """Measure, print and write the raw results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=7, help="how often each program runs")
     parser.add_argument("--json", type=Path, default=ROOT / "results" / "pipeline_cpu.json", help="the file")

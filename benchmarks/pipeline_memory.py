@@ -1,18 +1,19 @@
-"""What a pipeline keeps: schedules beside each other, and beside differentiating through a scan. Compiled, never run.
+"""Memory of a pipeline: schedules compared with each other, and with a differentiated scan. Compiled, never run.
 
     python benchmarks/pipeline_memory.py [--target v5p:2x2x1] [--large] [--json FILE] [--picture FILE]
 
-A decoder of 16 layers (512 wide, 8 heads, MLP of 1536, bfloat16 activations) in four stages, microbatches of two rows
-of 512 tokens, gradients of all weights; for 8 to 64 microbatches, with and without recomputation of blocks. "Scan" is
-how MaxText and praxis pipeline: a loop over ticks in which every stage works and hands its result on, differentiated as
-a whole. Differentiating keeps every tick's residuals, so its memory grows with the microbatches.
+The decoder has 16 layers (512 wide, 8 heads, MLP of 1536, bfloat16 activations) in four stages. The programs compute
+the gradients of all weights for 8 to 64 microbatches of two rows of 512 tokens, with and without recomputation of
+blocks. "Scan" is how MaxText and praxis pipeline: a loop over ticks, in which every stage works and passes its result
+on, differentiated as a whole. Differentiation keeps every tick's residuals, so its memory grows with the number of
+microbatches.
 
-"held" is zero-bubble as PyTorch had it before its pull request 138119, when outputs of the last stage and losses stayed
-until the end of the step: ours with that planted. PyTorch reports that letting them go saved 10 % of a 7 B model's
-memory, and 50 % with activation checkpointing.
+"held" is zero-bubble as PyTorch had it before its pull request 138119, when outputs of the last stage and losses lived
+until the end of the step. It is our program with that behaviour added. PyTorch reports that releasing them saved 10 %
+of a 7 B model's memory, and 50 % with activation checkpointing.
 
-With --large: a step of Llama-3-8B's shapes in eight stages on v5p:2x2x2, with AdamW and its state, and what each rank
-holds.
+`--large` compiles a step of Llama-3-8B's shapes in eight stages on v5p:2x2x2, with AdamW and its state, and prints what
+each rank holds.
 """
 
 from __future__ import annotations
@@ -74,7 +75,7 @@ class Row:
     program: str
     """A schedule, or the scan."""
     num_microbatches: int
-    """Parts of the batch."""
+    """Number of microbatches of the batch."""
     remat: bool
     """Whether blocks are recomputed."""
     argument_bytes: int
@@ -82,24 +83,25 @@ class Row:
     temp_bytes: int
     """Temporaries on one device."""
     device_bytes: int
-    """All of the device's memory."""
+    """All device memory."""
     time_over_ideal: float | None
-    """Of ranks in lockstep whose passes take as long as their FLOPs say, over the busiest one's work. Simulated."""
+    """Simulated time of ranks in lockstep, over the work of the busiest rank; passes take as long as their FLOPs say.
+    """
 
 
 def placed(tree: Tree, mesh: Mesh, spec: PartitionSpec) -> Tree:
-    """Shapes on a mesh."""
+    """Return shapes placed on a mesh."""
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec)), tree)
 
 
 def batch_of(num_microbatches: int, mesh: Mesh, rows: int = ROWS, length: int = LENGTH) -> Tree:
-    """Tokens and labels."""
+    """Return the shapes of tokens and labels."""
     leaf = jax.ShapeDtypeStruct((num_microbatches * rows, length), jnp.int32)
     return placed({"tokens": leaf, "labels": leaf}, mesh, PartitionSpec())
 
 
 def pipelined(name: str, num_microbatches: int, mesh: Mesh, *, remat: bool) -> tuple[Callable[..., Any], Tree]:
-    """A schedule's program and its weights."""
+    """Return a schedule's program and its weights."""
     stages = RANKS * (2 if name in TWO_STAGES else 1)
     made = schedule(name, num_stages=stages, num_microbatches=num_microbatches)
     pipeline = value_and_grad(model().stack, made, mesh=mesh, remat=remat, arranged=True)
@@ -108,7 +110,7 @@ def pipelined(name: str, num_microbatches: int, mesh: Mesh, *, remat: bool) -> t
 
 
 def scanned(num_microbatches: int, mesh: Mesh, *, remat: bool) -> tuple[Callable[..., Any], Tree]:
-    """All stages in every tick, differentiated through the loop over ticks."""
+    """Return a program that runs all stages in every tick, differentiated through the loop over ticks."""
     stack = model().stack
 
     def loss(outer: Tree, layers: Tree, batch: Tree) -> Any:
@@ -118,6 +120,8 @@ def scanned(num_microbatches: int, mesh: Mesh, *, remat: bool) -> tuple[Callable
             rank = lax.axis_index("stage")
 
             def tick(h: Any, number: Any) -> tuple[Any, Any]:
+                # Rank r works on microbatch t - r in tick t. Outside that range it repeats the first or the last
+                # microbatch, and nothing uses the results.
                 at = jnp.clip(number - rank, 0, num_microbatches - 1)
                 part = jax.tree.map(lambda x: x[at], parts)
                 h = jnp.where(rank == 0, stack.first(outer, part), h)
@@ -142,12 +146,12 @@ def scanned(num_microbatches: int, mesh: Mesh, *, remat: bool) -> tuple[Callable
 
 @functools.cache
 def model() -> models.Llama:
-    """Shapes of the decoder."""
+    """Return the shapes of the decoder."""
     return jax.eval_shape(lambda: models.init(CONFIG, key=jax.random.key(0), compute_dtype=jnp.bfloat16))
 
 
 def held(num_microbatches: int, mesh: Mesh, *, remat: bool) -> tuple[Callable[..., Any], Tree]:
-    """ZB-H1 that keeps what the last stage gave until the end of the step."""
+    """Return ZB-H1 that keeps the last stage's outputs until the end of the step."""
     fn, weights = pipelined("zb-h1", num_microbatches, mesh, remat=remat)
 
     class Holding(executor._Run):
@@ -161,7 +165,8 @@ def held(num_microbatches: int, mesh: Mesh, *, remat: bool) -> tuple[Callable[..
             return {**state, "held": executor.put(state["held"], state["F"][0], cell["microbatch"])}
 
         def totals(self, state: Tree, name: str) -> Tree:
-            # Read at the end, as the caller of PyTorch's step could.
+            # Read at the end, as the caller of PyTorch's step could. The compiler cannot drop this product with 0,
+            # because NaN * 0 is NaN.
             end = jnp.max(state["held"]).astype(jnp.float32) * 0
             return jax.tree.map(lambda total: total + end, super().totals(state, name))
 
@@ -177,7 +182,7 @@ def held(num_microbatches: int, mesh: Mesh, *, remat: bool) -> tuple[Callable[..
 
 
 def measure(name: str, numbers: Sequence[int]) -> list[Row]:
-    """Every program on one target."""
+    """Compile every program for one target."""
     mesh = Mesh(np.array(target(name).devices()[:RANKS]), ("stage",))
     programs = {one: functools.partial(pipelined, one) for one in ("gpipe", "1f1b", "zb-h1", "auto", *TWO_STAGES)}
     programs |= {"zb-h1, held": held, "scan": scanned}
@@ -207,7 +212,7 @@ def measure(name: str, numbers: Sequence[int]) -> list[Row]:
 
 
 def large(name: str = "v5p:2x2x2", num_microbatches: int = 32, length: int = 4096) -> tuple[Row, StageReport]:
-    """A step of Llama-3-8B in eight stages."""
+    """Compile a step of Llama-3-8B in eight stages."""
     mesh = Mesh(np.array(target(name).devices()[:8]), ("stage",))
     shapes = jax.eval_shape(lambda: models.init(LLAMA_3_8B, key=jax.random.key(0), compute_dtype=jnp.bfloat16))
     made = schedule(num_stages=8, num_microbatches=num_microbatches)
@@ -239,7 +244,7 @@ def large(name: str = "v5p:2x2x2", num_microbatches: int = 32, length: int = 409
 
 
 def draw(name: str, rows: Sequence[Row], path: Path) -> None:
-    """Temporaries by microbatches, kept beside recomputed."""
+    """Draw temporaries over microbatches, with blocks kept and recomputed."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -279,7 +284,7 @@ def draw(name: str, rows: Sequence[Row], path: Path) -> None:
 
 
 def table(name: str, rows: Sequence[Row]) -> Table:
-    """Programs by microbatches."""
+    """Return a table of programs by number of microbatches."""
     numbers = sorted({row.num_microbatches for row in rows})
     made = Table(title=f"Temporaries of a pipeline on {name}: MiB on one device, compiled")
     made.add_column("program")
@@ -297,7 +302,7 @@ def table(name: str, rows: Sequence[Row]) -> Table:
 
 
 def main() -> None:
-    """Measure, print, write."""
+    """Measure, print and write the raw results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target", default="v5p:2x2x1", help="a TPU topology of at least four devices")
     parser.add_argument("--microbatches", type=int, nargs="+", default=[8, 16, 32, 64], help="how many to compile for")

@@ -1,12 +1,12 @@
-"""What a program for each stage would gain over one program for all, where stages differ. Simulated: needs no device.
+"""Gain of one program per stage over one program for all, if stages differ. Simulated; needs no device.
 
     python benchmarks/pipeline_programs.py [--ranks 8] [--microbatches 64] [--json FILE]
 
-One program runs in lockstep: a tick lasts as long as its slowest rank. Programs of their own wait for each other's
-results alone. Both have the schedule that `auto` finds for their machine, within twice as many microbatches as ranks
-less one, and cases of stages that are unlike: longer ones, the head of a large vocabulary, of different kinds (as of
-attention and mixtures of experts, or of recomputed and kept blocks), half of them frozen, on chips of two speeds. Time
-is over what the busiest rank computes alone.
+One program runs in lockstep: a tick lasts as long as its slowest rank. Separate programs wait only for each other's
+results. Both use the schedule that `auto` finds for their execution mode, and keep at most twice as many microbatches
+as ranks, less one. The stages differ in several ways: a longer stage, the head of a large vocabulary, half of them
+frozen, chips of two speeds, and two kinds of stages. Kinds are for instance attention and mixtures of experts, or
+recomputed and kept blocks. Time is relative to the computation of the busiest rank.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ RATIOS = ((1.0, 1.2, 0.8), (1.0, 2.0, 1.0))
 
 
 def stages(ratio: tuple[float, float, float], num_ranks: int) -> dict[str, list[tuple[float, float, float]]]:
-    """F, I and W of every stage, by the case."""
+    """Return F, I and W of every stage for each case."""
     equal = [ratio] * num_ranks
     forward, by_input, weight = ratio
     total = sum(ratio)
@@ -38,7 +38,8 @@ def stages(ratio: tuple[float, float, float], num_ranks: int) -> dict[str, list[
     return {
         "equal": equal,
         "one has 5 layers, the others 4": scaled(1.25, *[1.0] * (num_ranks - 1)),
-        # Of Llama-3-8B in eight stages it is 0.6 of a stage's layers, forward and backward in I.
+        # For Llama-3-8B in eight stages, the head costs 0.6 of a stage's layers. Its forward and backward pass (3 F)
+        # both run in I: 0.6 x 3 = 1.8 F.
         "the last has a head": [*equal[:-1], (forward, by_input + 1.8 * forward, weight)],
         "half of another kind": [*[early] * half, *[late] * half],
         "every other one of another kind": [early, late] * half,
@@ -49,7 +50,7 @@ def stages(ratio: tuple[float, float, float], num_ranks: int) -> dict[str, list[
 
 
 def measure(num_ranks: int, num_microbatches: int) -> list[dict[str, Any]]:
-    """Every ratio and case."""
+    """Simulate every ratio and case."""
     rows: list[dict[str, Any]] = []
     sizes: dict[str, Any] = {"num_stages": num_ranks, "num_microbatches": num_microbatches}
     for ratio in RATIOS:
@@ -67,7 +68,7 @@ def measure(num_ranks: int, num_microbatches: int) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    """Measure, print, write."""
+    """Simulate, print and write the raw results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=8, help="devices along the pipeline's axis, an even number")
     parser.add_argument("--microbatches", type=int, default=64, help="parts of a batch")

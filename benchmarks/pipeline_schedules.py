@@ -1,11 +1,11 @@
-"""Time and memory of every schedule in lockstep, beside a scan that is differentiated. Simulated: needs no device.
+"""Time and memory of every schedule in lockstep, versus a differentiated scan. Simulated; needs no device.
 
     python benchmarks/pipeline_schedules.py [--ranks 8] [--microbatches 64] [--json FILE] [--picture FILE]
 
-Time is over what the busiest rank computes alone, for three ratios of F, I and W (the last is what recomputation gives)
-and transfers of 0 and 0.1 of F. Memory is what the fullest rank keeps, in microbatches that have passed all its stages.
-`auto` is there with what it takes by default (twice as many microbatches as ranks less one) and within as many as ranks
-(what 1F1B keeps).
+Time is relative to the computation of the busiest rank. It is given for three ratios of F, I and W, the last of which
+is that of recomputation, and for transfers of 0 and 0.1 of F. Memory is that of the fullest rank, in microbatches whose
+residuals of all its stages are kept. `auto` appears twice: with its default limit (twice as many microbatches as ranks,
+less one), and with as many microbatches as ranks, which is what 1F1B keeps.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ TWO_STAGES = {"looped-bfs", "interleaved", "interleaved-zb", "zb-v", "dualpipe-v
 
 
 def measure(num_ranks: int, num_microbatches: int) -> list[dict[str, Any]]:
-    """Every schedule, ratio and transfer."""
+    """Simulate every schedule, ratio and transfer."""
     programs = [(name, None) for name in SCHEDULES] + [("auto", float(num_ranks))]
     rows: list[dict[str, Any]] = []
     for ratio in RATIOS:
@@ -52,7 +52,7 @@ def measure(num_ranks: int, num_microbatches: int) -> list[dict[str, Any]]:
 
 
 def table(rows: list[dict[str, Any]], title: str) -> Table:
-    """A row for each schedule, a column for each ratio and transfer."""
+    """Return a table with a row for each schedule, and a column for each ratio and transfer."""
     found = {(row["schedule"], row["ratio"], row["communication"]): row for row in rows}
     cases = list(dict.fromkeys((row["ratio"], row["communication"]) for row in rows))
     made = Table(title=title)
@@ -67,7 +67,7 @@ def table(rows: list[dict[str, Any]], title: str) -> Table:
 
 
 def draw(rows: list[dict[str, Any]], title: str, path: Path) -> None:
-    """Time beside memory, a panel for each ratio."""
+    """Draw time over memory, one panel per ratio."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -98,7 +98,7 @@ def draw(rows: list[dict[str, Any]], title: str, path: Path) -> None:
 
 
 def main() -> None:
-    """Measure, print, write."""
+    """Simulate, print and write the raw results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=8, help="devices along the pipeline's axis")
     parser.add_argument("--microbatches", type=int, default=64, help="parts of a batch")

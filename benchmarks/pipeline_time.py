@@ -1,11 +1,12 @@
-"""What the pipeline's executor costs where there is nothing to pipeline: one stage on one GPU, beside accumulation.
+"""Cost of the pipeline's executor without a pipeline: one stage on one GPU versus accumulation.
 
     python benchmarks/pipeline_time.py [--case zb-h1-8_remat] [--rehearse]
 
-Loss and gradients of Llama 3.2 1B's shapes (float32 parameters, bfloat16 compute), microbatches of one sequence of
-2,048 tokens, 8 and 32 of them, blocks kept and recomputed: `lowtide.accumulate`, and `lowtide.pipeline.value_and_grad`
-with one stage as 1F1B and as ZB-H1, which divides each backward pass in two. What a schedule's ticks, buffers and
-divided passes cost shows here; waiting and transfers between ranks do not. Values are compared with accumulation's.
+Loss and gradients of Llama 3.2 1B's shapes (float32 parameters, bfloat16 compute), with 8 and 32 microbatches of one
+sequence of 2,048 tokens, blocks kept and recomputed. The programs are `lowtide.accumulate`, and
+`lowtide.pipeline.value_and_grad` with one stage as 1F1B and as ZB-H1, which splits each backward pass in two. The
+difference is the cost of a schedule's ticks, buffers and split passes; waiting and transfers between ranks do not
+occur. Values are compared with accumulation's.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ ENVIRONMENT = {"XLA_PYTHON_CLIENT_MEM_FRACTION": ".93"}
 
 
 def gradients(program: str, stack: lt.LayerStack, num_microbatches: int, *, remat: bool) -> Callable[..., Any]:
-    """A function of outer leaves, layers and batch that gives the loss and the gradients of both."""
+    """Return a function of outer leaves, layers and batch that returns the loss and the gradients of both."""
     if program == "accumulate":
 
         def loss(params: Tree, batch: Tree) -> Any:
@@ -60,7 +61,7 @@ def gradients(program: str, stack: lt.LayerStack, num_microbatches: int, *, rema
 
 
 def run(program: str, num_microbatches: int, remat: bool, rehearsal: bool) -> dict[str, Any]:
-    """Compile, compare, time."""
+    """Compile, compare and time one case."""
     if rehearsal and (num_microbatches != REHEARSED or (program, remat) in (("zb-h1", False), ("1f1b", True))):
         return {"rehearsed_as": name_of(program, REHEARSED, program == "zb-h1")}
     config, length = (toy(), 32) if rehearsal else (LLAMA_1B, 2048)
@@ -84,7 +85,7 @@ def run(program: str, num_microbatches: int, remat: bool, rehearsal: bool) -> di
 
 
 def measure(row: dict[str, Any], name: str, step: Callable[[], Any], rehearsal: bool) -> None:
-    """Fill a row."""
+    """Measure a case and fill its row."""
     loss, found = step()
     losses, values = [float(loss)], sampled(found)
     del loss, found
@@ -99,7 +100,7 @@ def measure(row: dict[str, Any], name: str, step: Callable[[], Any], rehearsal: 
 
 
 def name_of(program: str, num_microbatches: int, remat: bool) -> str:
-    """For instance ``zb-h1-8`` or, with blocks recomputed, ``zb-h1-8_remat``."""
+    """Return the case name, for instance ``zb-h1-8`` or, with blocks recomputed, ``zb-h1-8_remat``."""
     return f"{program}-{num_microbatches}{'_remat' * remat}"
 
 

@@ -1,14 +1,14 @@
-"""What a QLoRA step of Llama 3.1 8B needs on one chip, and what dequantisation adds to its arithmetic. Never run.
+"""Memory of a QLoRA step of Llama 3.1 8B on one chip, and the arithmetic that dequantisation adds. Never run.
 
     python benchmarks/qlora.py [--target v5e:1x1] [--case "rank 8"] [--count] ...
 
 Packed rows, AdamW, every block recomputed, compiled: rank 8 on queries, values and the MLP for 2 x 2048 tokens
-(torchtune's recipe), and rank 32 on all projections for 1 x 2048. The base in bfloat16, in nf4, and in nf4 with
-embedding and head in 8 bits. Of what is on the device all float buffers as large as a weight are looked at: which of
-them have a weight's shape, and whether one has more than a single matrix.
+(torchtune's recipe), and rank 32 on all projections for 1 x 2048. The base is in bfloat16, in nf4, and in nf4 with
+embedding and head in 8 bits. The benchmark examines all float buffers on the device whose last two axes have the shape
+of a quantised weight or its transpose: how many matrices the largest of them holds, and its bytes.
 
-FLOPs and bytes accessed are XLA's own count, of one layer of these widths with a small head: what is in a loop it
-counts once.
+FLOPs and bytes accessed are XLA's own count, for one layer of these widths with a small head, because XLA counts the
+body of a loop once.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ LENGTH = 2048
 
 
 def shapes(config: LlamaConfig, base: str, adapters: lt.lora.Config, rows: int) -> tuple[Any, dict[str, Any]]:
-    """The model and a batch, as shapes."""
+    """Return the model and a batch, as shapes."""
     make = partial(init, config, dtype=jnp.bfloat16, compute_dtype=jnp.bfloat16)
     model = jax.eval_shape(make, key=jax.random.key(0))
     for glob, form in BASES[base].items():
@@ -59,7 +59,7 @@ def shapes(config: LlamaConfig, base: str, adapters: lt.lora.Config, rows: int) 
 
 
 def measure(case: str, base: str, target: str) -> dict[str, Any]:
-    """Compile one step."""
+    """Compile one step and return its row."""
     model, batch = shapes(LLAMA_8B, base, *CASES[case])
     started = time.perf_counter()
     report = analyze_step(model, partial(loss, remat=True), optax.adamw(1e-4), "**/lora_*", batch, target=target)
@@ -86,7 +86,7 @@ def measure(case: str, base: str, target: str) -> dict[str, Any]:
 
 
 def counted(case: str, base: str, target: str) -> dict[str, float]:
-    """FLOPs and bytes accessed of a step of one layer."""
+    """Return the FLOPs and bytes accessed of a step of one layer."""
     adapters, rows = CASES[case]
     config = dataclasses.replace(LLAMA_8B, num_layers=1, vocab_size=256)
     model, batch = shapes(config, base, adapters, rows)
@@ -107,7 +107,7 @@ def counted(case: str, base: str, target: str) -> dict[str, float]:
 
 
 def main() -> None:
-    """Compile, print, write."""
+    """Compile, print and write the raw results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target", default="v5e:1x1", help="of lowtide.memory.target")
     parser.add_argument("--case", action="append", choices=CASES, help="default: all")
@@ -135,7 +135,7 @@ def main() -> None:
 
 
 def show(row: dict[str, Any]) -> None:
-    """A line."""
+    """Print a row as a line."""
     sizes = [f"{row[name] / GIB:.2f}" for name in ("device_bytes", "argument_bytes", "temp_bytes")]
     print(
         f"{row['case']}, {row['base']}: {sizes[0]} GiB (arguments {sizes[1]}, temporaries {sizes[2]}); "

@@ -1,9 +1,10 @@
-"""QLoRA, DoRA and rsLoRA on packed chats beside `transformers`, `peft` and bitsandbytes, on Qwen3's shapes.
+"""QLoRA, DoRA and rsLoRA on packed chats versus `transformers`, `peft` and bitsandbytes, on Qwen3's shapes.
 
     python benchmarks/qlora_peft.py [--case 8b-qlora-4x2048-remat-lowtide] [--rehearse]
 
 The files, the rows and both steps are those of `sft_peft.py`, with Qwen3-1.7B's and Qwen3-8B's shapes. QLoRA stores the
-projections of all layers in nf4 with double quantisation: this library while it reads them, bitsandbytes likewise.
+projections of all layers in nf4 with double quantisation. This library and bitsandbytes both quantise the weights while
+they read them.
 """
 
 from __future__ import annotations

@@ -1,12 +1,13 @@
-"""Tokens per CPU second of a fine-tuning step on packed chats, beside `transformers` with `peft`, in pairs.
+"""Tokens per CPU second of a fine-tuning step on packed chats, versus `transformers` with `peft`, in pairs.
 
     python benchmarks/sft_cpu.py [--model dense] [--model mixture] [--model qlora] [--repeats 7]
 
-A dense decoder like Qwen3's, a mixture like Qwen3-MoE's, and the dense one with its projections in nf4, which the other
-side quantises with bitsandbytes: small, in float32, written once and read by both sides with the same adapters and the
-same packed rows (`_sft.py`). Each side is a process that waits for its turn: steps alternate, and a step's CPU seconds
-are those of its process, all threads together. transformers runs its SDPA attention, and of its ways to compute experts
-each in a process of its own; the figure is over the fastest. Losses of all steps are compared before anything is timed.
+There are three models: a dense decoder like Qwen3's, a mixture of experts like Qwen3-MoE's, and the dense one with its
+projections in nf4, which the other side quantises with bitsandbytes. They are small, in float32, written once and read
+by both sides with the same adapters and the same packed rows (`_sft.py`). Each side is a process that waits for its
+turn: steps alternate, and a step's CPU seconds are those of its process over all threads. transformers runs its SDPA
+attention, and each of its ways to compute experts in a separate process; the ratio refers to the fastest. Losses of all
+steps are compared before the figures are computed.
 """
 
 from __future__ import annotations
@@ -43,14 +44,14 @@ MODELS = ("dense", "mixture", "qlora")
 PEERS = {"dense": ("peft",), "mixture": ("peft-grouped_mm", "peft-eager"), "qlora": ("peft",)}
 QUIET = {
     "JAX_PLATFORMS": "cpu",
-    "OMP_WAIT_POLICY": "PASSIVE",  # threads of PyTorch that wait would be counted as if they computed
+    "OMP_WAIT_POLICY": "PASSIVE",  # PyTorch threads that spin while they wait would be counted as computing
     "TOKENIZERS_PARALLELISM": "false",
     "HF_HUB_OFFLINE": "1",
 }
 
 
 def config_of(model: str) -> Any:
-    """The decoder of this library."""
+    """Return the configuration of this library's decoder."""
     import lowtide as lt
 
     if model != "mixture":
@@ -63,7 +64,7 @@ def config_of(model: str) -> Any:
 
 
 def worker(side: str, folder: Path, remat: bool) -> None:
-    """Take a step for each line that comes; a line of JSON for each, after one of what is trained."""
+    """Take a step for each input line, and write its figures as a line of JSON; the first line describes the model."""
     rows, method = packed(VOCABULARY, ROWS, LENGTH), "qlora" if folder.name == "qlora" else "lora"
     if side == "lowtide":
         import jax
@@ -84,7 +85,7 @@ def worker(side: str, folder: Path, remat: bool) -> None:
         wall, begin = time.perf_counter(), time.process_time()
         loss = float(step())
         used = {"cpu_seconds": time.process_time() - begin, "seconds": time.perf_counter() - wall}
-        # In KiB; of the whole process, the library and its compiler included.
+        # `ru_maxrss` is in KiB, and covers the whole process, including the library and its compiler.
         _say({"loss": loss, **used, "peak_rss_bytes": 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss})
 
 
@@ -94,7 +95,7 @@ def _say(content: dict[str, Any]) -> None:
 
 
 class Side:
-    """A worker and what it answered."""
+    """A worker process and its answers; mutable."""
 
     def __init__(self, side: str, folder: Path, remat: bool) -> None:
         words = [sys.executable, __file__, "--worker", side, "--folder", str(folder), *["--remat"] * remat]
@@ -117,7 +118,7 @@ class Side:
         self.process.wait()
 
     def of(self, key: str) -> list[float]:
-        """Figures of the steps that count."""
+        """Return the figures of the steps after the warm-up."""
         return [step[key] for step in self.steps[WARMUP:]]
 
     def _answer(self) -> dict[str, Any]:
@@ -132,7 +133,7 @@ class Side:
 
 
 def measure(model: str, remat: bool, folder: Path, repeats: int) -> dict[str, Any]:
-    """Pairs of one case."""
+    """Measure one case in pairs."""
     names = ("lowtide", *PEERS[model])
     sides = {name: Side(name, folder, remat) for name in names}
     try:
@@ -164,7 +165,7 @@ def measure(model: str, remat: bool, folder: Path, repeats: int) -> dict[str, An
 
 
 def main() -> None:
-    """Measure, print, write."""
+    """Measure, print and write the raw results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", action="append", choices=MODELS, help="default: all")
     parser.add_argument("--repeats", type=int, default=7, help="pairs")
@@ -182,7 +183,7 @@ def main() -> None:
 
 
 def compare(models: Any, repeats: int) -> None:
-    """All cases of the models; the parent never starts either framework."""
+    """Compare all cases of the models. This process never starts either framework."""
     for model in models:
         load, rows = os.getloadavg(), list[dict[str, Any]]()
         with tempfile.TemporaryDirectory() as home:
@@ -196,7 +197,7 @@ def compare(models: Any, repeats: int) -> None:
 
 
 def show(row: dict[str, Any]) -> None:
-    """A line for each side."""
+    """Print a line for each side."""
     for name, side in row["sides"].items():
         print(
             f"{row['model']:8} remat={row['remat']!s:5} {name:16} {side['tokens_per_cpu_second']:7.0f} tokens/CPU s, "
@@ -207,7 +208,7 @@ def show(row: dict[str, Any]) -> None:
 
 
 def save(model: str, load: Any, rows: list[dict[str, Any]]) -> None:
-    """Write what a model has so far."""
+    """Write the results of a model so far."""
     from _common import ROOT, header, write
 
     content = header(f"python benchmarks/sft_cpu.py --model {model}")
@@ -218,7 +219,7 @@ def save(model: str, load: Any, rows: list[dict[str, Any]]) -> None:
 
 
 def _cpu() -> str | None:
-    """The processor's name."""
+    """Return the name of the processor."""
     lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), None)
 

@@ -1,14 +1,15 @@
-"""Fine-tuning on packed chats beside `transformers` and `peft`, on Qwen3's shapes, dense and as a mixture of experts.
+"""Fine-tuning on packed chats versus `transformers` and `peft`, on Qwen3's shapes, dense and as a mixture of experts.
 
     python benchmarks/sft_peft.py [--case 8b-4x2048-remat-lowtide] [--rehearse]
 
-Random bfloat16 weights of Qwen3-8B's shapes, and of Qwen3-30B-A3B's with 16 of its 48 layers (21 GB, so that files of
-all parts fit a small disk and both sides one GPU), written once with `lowtide.models.save`. `_sft.py` has the rows,
-the adapters and both steps. transformers multiplies its experts by ``grouped_mm``, masks documents in SDPA, and runs
-under `torch.autocast` with float32 adapters, as the Trainer does.
+The weights are random bfloat16 of Qwen3-8B's shapes, and of Qwen3-30B-A3B's with 16 of its 48 layers. The latter are 21
+GB, so that the files of all parts fit a small disk and both sides fit one GPU. `lowtide.models.save` writes them once.
+`_sft.py` contains the rows, the adapters and both steps. transformers multiplies its experts by ``grouped_mm``, masks
+documents in SDPA, and runs under `torch.autocast` with float32 adapters, as the Trainer does.
 
-Seconds are a step's by the clock, the device idle before and after; peaks are those of each side's allocator since the
-process began. The files (38 GB, in `LOWTIDE_SCRATCH` or the system's temporary folder) stay for the next call.
+Seconds are wall-clock seconds of a step, with the device idle before and after. Peaks are those of each side's
+allocator since the process began. The files (38 GB, in `LOWTIDE_SCRATCH` or the system's temporary folder) stay for the
+next call.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ TOY |= {"num_heads": 4, "num_kv_heads": 2, "num_layers": 2}
 
 
 def config_of(model: str, rehearsal: bool) -> Any:
-    """Qwen/Qwen3-1.7B, Qwen3-8B and Qwen3-30B-A3B, config.json, the last with a third of its layers."""
+    """Return the shapes of Qwen3-1.7B, Qwen3-8B or Qwen3-30B-A3B (config.json), the last with a third of its layers."""
     import lowtide as lt
 
     if model != "moe":
@@ -58,23 +59,23 @@ def config_of(model: str, rehearsal: bool) -> Any:
 
 
 def place(model: str, rehearsal: bool) -> Path:
-    """Where the files of a model are."""
+    """Return the folder for the files of a model."""
     home = os.environ.get("LOWTIDE_SCRATCH", tempfile.gettempdir())
     return Path(home, f"lowtide-sft-{os.getuid()}", f"{model}{'-toy' * rehearsal}")
 
 
 def is_complete(folder: Path) -> bool:
-    """Whether this code wrote all files of a model."""
+    """Return whether this code wrote all files of a model."""
     mark = folder / "complete"
     return mark.is_file() and mark.read_text(encoding="utf-8") == _fingerprint()
 
 
 def prepare(model: str, rehearsal: bool) -> dict[str, Any]:
-    """Write weights and adapters; nothing where they are already."""
+    """Write weights and adapters, unless they exist."""
     folder, started = place(model, rehearsal), time.perf_counter()
     there = is_complete(folder)
     if not there:
-        shutil.rmtree(folder, ignore_errors=True)  # what a killed process left
+        shutil.rmtree(folder, ignore_errors=True)  # files of a killed process
         write_model(config_of(model, rehearsal), folder, "bfloat16")
         (folder / "complete").write_text(_fingerprint(), encoding="utf-8")
     size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
@@ -87,7 +88,7 @@ def _fingerprint() -> str:
 
 
 def files_of(model: str, rehearsal: bool) -> Path:
-    """The files of a model; another process writes what is missing, with the GPU for itself."""
+    """Return the files of a model. If they are missing, another process writes them, with the GPU to itself."""
     folder = place(model, rehearsal)
     if not is_complete(folder):
         words = [sys.executable, "-c", f"import sft_peft; sft_peft.prepare({model!r}, {rehearsal})"]
@@ -96,7 +97,7 @@ def files_of(model: str, rehearsal: bool) -> Path:
 
 
 def _begin(side: str, model: str, method: str, rehearsal: bool) -> tuple[Path, dict[str, Any], dict[str, Any]]:
-    """The files, the rows, and what was asked."""
+    """Return the folder of the files, the rows, and a row with the settings."""
     folder = files_of(model, rehearsal)
     vocab_size = json.loads((folder / "config.json").read_text(encoding="utf-8"))["vocab_size"]
     rows = packed(vocab_size, 2 if rehearsal else ROWS, 128 if rehearsal else LENGTH)
@@ -111,7 +112,7 @@ def _begin(side: str, model: str, method: str, rehearsal: bool) -> tuple[Path, d
 
 
 def run_lowtide(model: str, rehearsal: bool, *, method: str = "lora") -> dict[str, Any]:
-    """One row of this library."""
+    """Measure this library and return a row."""
     folder, rows, row = _begin("lowtide", model, method, rehearsal)
     from _decoders import compiled, memory_may_run_out
 
@@ -126,7 +127,7 @@ def run_lowtide(model: str, rehearsal: bool, *, method: str = "lora") -> dict[st
 
 
 def run_peft(model: str, rehearsal: bool, *, method: str = "lora") -> dict[str, Any]:
-    """One row of PyTorch."""
+    """Measure PyTorch and return a row."""
     folder, rows, row = _begin("peft", model, method, rehearsal)
     import torch
 
@@ -154,7 +155,7 @@ def run_peft(model: str, rehearsal: bool, *, method: str = "lora") -> dict[str, 
 
 
 def _timed_on(torch: Any, device: str, one: Callable[[], Any], repeats: int) -> list[float]:
-    """Seconds of steps, the device idle before and after."""
+    """Return the seconds of steps, with the device idle before and after."""
     seconds: list[float] = []
     for index in range(WARMUP + repeats):
         started = time.perf_counter()
@@ -167,7 +168,7 @@ def _timed_on(torch: Any, device: str, one: Callable[[], Any], repeats: int) -> 
 
 
 def _against_ours(folder: Path, row: dict[str, Any]) -> dict[str, Any]:
-    """The largest difference of losses from this library's, where its case has run on this machine."""
+    """Return the largest loss difference from this library, if its case has run on this machine."""
     path = folder / f"losses-{row['method']}.json"
     if not path.is_file():
         return {"loss_difference": None}

@@ -1,10 +1,11 @@
-"""What packing, windows and soft caps cost in bytes: one LoRA step of 1 x 4096 tokens, compiled for a chip. Never run.
+"""Bytes that packing, windows and soft caps cost: one LoRA step of 1 x 4096 tokens, compiled for a chip. Never run.
 
     python benchmarks/switches.py [--target v5e:1x1] [--case llama] ...
 
-Rank-16 adapters on all projections over a bfloat16 base, AdamW, every block recomputed. Llama 3.2 1B's shapes with and
-without ``segment_ids`` and ``positions``; Gemma 2 2B's (soft caps, every second layer with a window of 4096 tokens, as
-data) beside the same with a window of 2048, without windows, without caps, and without both.
+Rank-16 adapters on all projections over a bfloat16 base, AdamW, every block recomputed. The first model has Llama 3.2
+1B's shapes, with and without ``segment_ids`` and ``positions``. The second has Gemma 2 2B's: soft caps, and a window of
+4096 tokens in every second layer, as data. It is compared with the same model with a window of 2048, without windows,
+without caps, and without both.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ CASES: dict[str, tuple[DecoderConfig, bool]] = {
 
 
 def measure(name: str, target: str) -> dict[str, Any]:
-    """Compile one step."""
+    """Compile one step and return its row."""
     config, is_packed = CASES[name]
     base = jax.eval_shape(
         lambda key: init(config, key=key, dtype=jnp.bfloat16, compute_dtype=jnp.bfloat16), jax.random.key(0)
@@ -85,7 +86,7 @@ def measure(name: str, target: str) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Compile all, print, write."""
+    """Compile all cases, print and write the raw results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target", default="v5e:1x1", help="what to compile for")
     parser.add_argument("--case", action="append", choices=list(CASES), help="default: all")

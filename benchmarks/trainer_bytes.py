@@ -1,18 +1,18 @@
-"""What lives on the device while a Keras model trains and predicts: `lowtide.Trainer`, Keras' own `fit`, a plain loop.
+"""Live device bytes while a Keras model trains and predicts: `lowtide.Trainer`, Keras' `fit`, and a plain loop.
 
     python benchmarks/trainer_bytes.py [--json FILE]
 
-One model of 27 MiB of weights with Adam, so that weights and moments are 81 MiB, trained by
+One model with 27 MiB of weights and Adam, so that weights and moments are 81 MiB, is trained by
 
 lowtide        `lowtide.Trainer` through `lowtide.ext.keras.Bridge`
 keras          `model.fit` with the JAX backend
-three copies   a loop as it is easily written: the model object keeps its variables, and a jitted step that donates
-               nothing is given a state and returns another
+three copies   a loop that is easily written: the model object keeps its variables, and a jitted step that donates
+               nothing takes a state and returns another
 
-Live bytes are those of distinct buffers of `jax.live_arrays`, less what was there before the model: the most at any end
-of a step, and of 1,000 predicted batches the first and the last sample. The compiled step's bytes are arguments, and
-outputs that reuse no argument; its temporaries (gradients, activations) stand apart. Of `fit` in Keras they are those
-of ``model.train_step``, jitted as `fit` does.
+Live bytes are those of the distinct buffers of `jax.live_arrays`, minus those that existed before the model. For
+training the figure is the maximum over the ends of steps; for 1,000 predicted batches it is the first and the last
+sample. The compiled step's bytes are arguments, and outputs that reuse no argument. Its temporaries (gradients,
+activations) are listed separately. For Keras' `fit` they are those of ``model.train_step``, jitted as in `fit`.
 """
 
 from __future__ import annotations
@@ -50,34 +50,34 @@ class Measured:
     """Bytes of one way to train."""
 
     trainer: str
-    """Whose."""
+    """The way to train."""
     state_bytes: int
     """Weights and moments."""
     fit_bytes: int
-    """The most that was live at the end of a step."""
+    """Maximum of the live bytes at the end of a step."""
     step_bytes: int
-    """Of the compiled step: arguments, and outputs that are no arguments again."""
+    """Bytes of the compiled step: arguments, and outputs that reuse no argument."""
     temp_bytes: int
-    """Its temporaries."""
+    """Temporaries of the compiled step."""
     predict_bytes: list[int]
-    """Live, every 100 of 1,000 predicted batches."""
+    """Live bytes after every 100 of 1,000 predicted batches."""
 
 
 def live_bytes() -> int:
-    """Of every buffer once."""
+    """Return the bytes of all live buffers, each counted once."""
     gc.collect()
     return sum({array.unsafe_buffer_pointer(): array.nbytes for array in jax.live_arrays()}.values())
 
 
 def make() -> keras.Model:
-    """The model."""
+    """Return the model."""
     keras.utils.set_random_seed(0)
     layers = [keras.layers.Dense(DIM, activation="tanh") for _ in range(NUM_LAYERS)]
     return keras.Sequential([keras.Input((DIM,)), *layers])
 
 
 def batches(count: int, sample: Callable[[], None] | None = None) -> Iterator[Any]:
-    """Pairs of inputs and labels."""
+    """Yield pairs of inputs and labels."""
     rng = np.random.default_rng(0)
     some = [tuple(rng.normal(size=(2, ROWS, DIM)).astype(np.float32)) for _ in range(4)]
     for at in range(count):
@@ -87,7 +87,7 @@ def batches(count: int, sample: Callable[[], None] | None = None) -> Iterator[An
 
 
 class Probe:
-    """Live bytes beyond those that were there."""
+    """Records the live bytes beyond those that existed before; mutable."""
 
     def __init__(self) -> None:
         self.before = live_bytes()

@@ -1,21 +1,21 @@
-"""What `lowtide.Trainer` costs beside the compiled step: time of a step, and time to the first one.
+"""Cost of `lowtide.Trainer` versus the compiled step alone: time of a step, and time to the first one.
 
     python benchmarks/trainer_overhead.py [--json FILE] [--repeats N] [--steps N]
 
-A residual MLP with AdamW, sized so that a step takes about 5 ms of a CPU. Three runs of the same batches from the same
-weights, in turn, over and over, each first as often as the others, so that the machine's moods fall on all of them:
+A residual MLP with AdamW, sized so that a step takes about 5 ms of a CPU. Three runs use the same batches and the same
+weights. They alternate, and each is first equally often, so that variations of the machine affect all of them:
 
 bare           a loop around the jitted step: state donated, the loss read one step late, as a trainer would
 lowtide        `Trainer.fit`, with the guard against losses that are not finite
 no guard       `Trainer.fit` with ``on_nan="ignore"``, whose program is the bare loop's with a norm of the gradients
 
 The overhead is the median over repeats of the difference in the same repeat. "Host alone" is the same difference in the
-processor time of the thread that sends the steps: what a machine that is busy otherwise still shows. The program of the
-bare loop returns the norm of the gradients as well, as every record has it.
+processor time of the thread that dispatches the steps, which remains meaningful on a busy machine. The program of the
+bare loop also returns the norm of the gradients, because every record has it.
 
-`benchmarks/trainer_time.py` does the same on a GPU, with LoRA on 1B shapes beside this small step.
+`benchmarks/trainer_time.py` does the same on a GPU, with LoRA on 1B shapes in addition to this small step.
 
-The first step is timed in processes of their own: from the call of `fit` to the end of the first step, beside lowering,
+The first step is timed in separate processes: from the call of `fit` to the end of the first step, versus lowering,
 compiling and running the bare step.
 """
 
@@ -73,23 +73,23 @@ def batches(count: int) -> list[Any]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Task:
-    """What every subject trains."""
+    """The training task of every subject."""
 
     make: Callable[[], Any]
-    """A model whose trainable leaves are its own."""
+    """Returns a model whose trainable leaves are not shared."""
     loss_fn: Callable[..., Any]
-    """Its loss on a batch."""
+    """The loss of the model on a batch."""
     tx: optax.GradientTransformation
     """The optimizer."""
     wrt: str = "**"
-    """What trains."""
+    """Pattern of the trainable leaves."""
 
 
 SMALL = Task(make=model, loss_fn=loss_fn, tx=optax.adamw(1e-3))
 
 
 class Bare:
-    """The loop that people write: as fast as it gets."""
+    """The loop without a trainer, as a lower bound on the time; mutable."""
 
     def __init__(self, task: Task = SMALL) -> None:
         self.task = task
@@ -114,10 +114,10 @@ class Bare:
 
 
 class Ours:
-    """`Trainer.fit`."""
+    """`Trainer.fit`; mutable."""
 
     def __init__(self, task: Task = SMALL, on_nan: Any = "abort") -> None:
-        # The copy on the host is made once a run, not once a step: it is not what is measured.
+        # The copy on the host is made once per run and not once per step; it is not part of the measurement.
         self.trainer = lt.Trainer(task.make(), task.loss_fn, task.tx, wrt=task.wrt, on_nan=on_nan, rollback=False)
 
     def run(self, data: list[Any]) -> list[float]:
@@ -127,7 +127,7 @@ class Ours:
 
 
 class _From:
-    """A run's batches, from a step on."""
+    """A run's batches, counted from a given step."""
 
     def __init__(self, data: list[Any], start: int) -> None:
         self.data, self.start = data, start
@@ -146,7 +146,7 @@ SUBJECTS: dict[str, Callable[[Task], Any]] = {
 def paired(
     repeats: int, data: list[Any], task: Task = SMALL, rtol: float = 1e-5
 ) -> tuple[dict[str, list[Seconds]], dict[str, list[Seconds]]]:
-    """Seconds a step of each subject by repeat: by the clock, and of processor time of the main thread."""
+    """Return seconds per step of each subject by repeat: wall-clock, and processor time of the main thread."""
     subjects = {name: make(task) for name, make in SUBJECTS.items()}
     first = {name: subject.run(data[:3]) for name, subject in subjects.items()}
     for values in first.values():
@@ -165,7 +165,7 @@ def paired(
 
 
 def summarise(times: dict[str, list[Seconds]], own: dict[str, list[Seconds]]) -> dict[str, dict[str, float]]:
-    """Each subject's step, and what it takes over the bare loop."""
+    """Return each subject's step time, and its excess over the bare loop."""
     bare, found = statistics.median(times["bare"]), {}
     for name, values in times.items():
         extra = over(times, name)
@@ -175,12 +175,12 @@ def summarise(times: dict[str, list[Seconds]], own: dict[str, list[Seconds]]) ->
 
 
 def over(times: dict[str, list[Seconds]], name: str) -> Seconds:
-    """The median over repeats of the difference to the bare loop in the same repeat."""
+    """Return the median over repeats of the difference from the bare loop in the same repeat."""
     return statistics.median(ours - theirs for ours, theirs in zip(times[name], times["bare"], strict=True))
 
 
 def first_step(name: str) -> Seconds:
-    """From weights on the device to the end of the first step, in a process that has compiled nothing of it."""
+    """Time from weights on the device to the end of the first step, in a process that has not compiled it."""
     data = batches(1)
     if name == "bare":
         subject = Bare()
@@ -204,7 +204,7 @@ def first_step(name: str) -> Seconds:
 
 
 def first_steps(repeats: int) -> dict[str, list[Seconds]]:
-    """Of each subject, in turn."""
+    """Time the first steps of each subject, in turn."""
     found: dict[str, list[Seconds]] = {"bare": [], "lowtide": []}
     for _ in range(repeats):
         for name, times in found.items():

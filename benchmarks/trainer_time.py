@@ -1,4 +1,4 @@
-"""What `Trainer.fit` adds to the bare step on a GPU; bytes predicted and measured, and tokens per second.
+"""Time that `Trainer.fit` adds to the bare step on a GPU; predicted and measured bytes, and tokens per second.
 
     python benchmarks/trainer_time.py [--case 1b] [--rehearse]
 
@@ -7,11 +7,11 @@ recomputed:
 
     1b        the bare jitted step with donated state, `fit`, and `fit` without its guard against losses that are not
               finite, in turn over the same batches (the code is `trainer_overhead.py`'s). `overhead` is the median over
-              repeats of the difference of `fit` to the bare step, over the bare step.
-    1b-peak   `fit` alone: what was predicted before the first step, and the most that the allocator held. Weights are
-              drawn on the host, so that the peak is the step's.
+              repeats of the difference between `fit` and the bare step, over the bare step.
+    1b-peak   `fit` alone: the bytes predicted before the first step, and the allocator's peak. Weights are drawn on
+              the host, so that the peak is the step's.
 
-`small` is the residual MLP of `trainer_overhead.py`: what `fit` costs where a step is too short to hide it.
+`small` is the residual MLP of `trainer_overhead.py`: the cost of `fit` if a step is too short to hide it.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def _batches(config: LlamaConfig, rows: int, length: int, count: int) -> list[An
 
 
 def overhead(rehearsal: bool) -> dict[str, Any]:
-    """The three subjects on one base, which none of them changes."""
+    """Measure the three subjects on one base, which none of them changes."""
     config, rows, length = _sizes(rehearsal)
     trainable, frozen = lt.partition(_model(config), WRT)
     task = Task(
@@ -64,13 +64,13 @@ def overhead(rehearsal: bool) -> dict[str, Any]:
         wrt=WRT,
     )
     repeats, steps = (2, 3) if rehearsal else (9, 10)
-    # The guard makes another program: in bfloat16 it may round otherwise.
+    # The guard changes the program, which may round differently in bfloat16.
     row = _row(*paired(repeats, _batches(config, rows, length, steps), task, rtol=0.02))
     return {**row, "tokens": rows * length, "tokens_per_second": rows * length / row["seconds_per_step"]}
 
 
 def small(rehearsal: bool) -> dict[str, Any]:
-    """The step of a few hundred microseconds."""
+    """Measure a step of a few hundred microseconds."""
     task = dataclasses.replace(SMALL, make=partial(model, 2)) if rehearsal else SMALL
     return _row(*paired(*(2, batches(5)) if rehearsal else (30, batches(100)), task, rtol=1e-3))
 
@@ -89,7 +89,7 @@ def _row(times: dict[str, list[float]], own: dict[str, list[float]]) -> dict[str
 
 
 def peak(rehearsal: bool) -> dict[str, Any]:
-    """One trainer from its weights to a few steps."""
+    """Measure one trainer from its weights to a few steps."""
     config, rows, length = _sizes(rehearsal)
     trainer = lt.Trainer(_model(config), _loss, optax.adamw(1e-4), wrt=WRT)
     data = _batches(config, rows, length, 10)

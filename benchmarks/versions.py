@@ -1,15 +1,15 @@
-"""What newer versions of JAX and XLA need for the same programs: compiled bytes, beside one another.
+"""Compiled bytes of the same programs with different versions of JAX and XLA.
 
     python benchmarks/versions.py [--target cpu] [--target v5e] [--target h100] [--reports DIR] [--json FILE]
     python benchmarks/versions.py --compare OLD.json NEW.json [--threshold 2]
 
-The first compiles every program of `measured_peak.py` with the JAX of this environment, each target in a process of its
-own, and writes `results/versions-jax-VERSION.json` as each ends; nothing runs. With `--target` the others stay, with
-their own commit and date in `made`, unless they were compiled with other versions: those are dropped, and said. With
-`--reports` it leaves the full reports, too: `lowtide diff OLD/v5e-lora_8b.json NEW/v5e-lora_8b.json` names the arrays
-behind a difference.
+The first command compiles every program of `measured_peak.py` with the JAX of this environment, each target in a
+separate process. It writes `results/versions-jax-VERSION.json` after each target; nothing runs. With `--target`, the
+other targets stay in the file, with their own commit and date in `made`. Targets compiled with other versions are
+dropped, with a message. `--reports` also writes the full reports, and
+`lowtide diff OLD/v5e-lora_8b.json NEW/v5e-lora_8b.json` then names the arrays behind a difference.
 
-The second lists the programs whose device bytes differ by more than the threshold, and in which part.
+The second command lists the programs whose device bytes differ by more than the threshold, and the parts that differ.
 """
 
 from __future__ import annotations
@@ -40,12 +40,13 @@ from lowtide.core import PlacementWarning
 TARGETS = ("cpu", "v5e", "h100")
 PARTS = ("argument", "output", "alias", "temp", "code")
 NOT_COMPILED = {"attention_8192": TARGETS, **dict.fromkeys(("attention_2048", "fourier", "factorisation"), ("v5e",))}
-"""What takes minutes to compile: the first is `attention_2048` with other sizes; a TPU's compiler needs two to
-more than ten for each of the others."""
+"""Programs that take minutes to compile. The first is `attention_2048` with other sizes; a TPU's compiler needs two to
+more than ten minutes for each of the others.
+"""
 
 
 def measure(name: str, reports: Path | None) -> dict[str, dict[str, Any]]:
-    """Bytes of every program on one target; the error of one that does not compile."""
+    """Return the bytes of every program on one target, or the error of a program that does not compile."""
     from measured_peak import STEPS
 
     target, rows = lt.target(name), dict[str, dict[str, Any]]()
@@ -55,7 +56,7 @@ def measure(name: str, reports: Path | None) -> dict[str, dict[str, Any]]:
         try:
             job = make(target) if "target" in inspect.signature(make).parameters else make()
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore", PlacementWarning)  # what this target cannot place is in the figures
+                warnings.simplefilter("ignore", PlacementWarning)  # the figures show what this target cannot place
                 report = lt.memory.analyze(
                     job["fn"],
                     *job["args"],
@@ -63,7 +64,7 @@ def measure(name: str, reports: Path | None) -> dict[str, dict[str, Any]]:
                     roles=job["roles"],
                     donate_argnums=job.get("donate_argnums", ()),
                 )
-        except Exception as error:  # kept as the result: another version may compile it
+        except Exception as error:  # kept as the result, because another version may compile it
             rows[program] = {"error": f"{type(error).__name__}: {str(error).splitlines()[0]}"}
         else:
             parts = {part: getattr(report.device, f"{part}_bytes") for part in PARTS}
@@ -76,14 +77,14 @@ def measure(name: str, reports: Path | None) -> dict[str, dict[str, Any]]:
 
 
 def in_child(name: str, reports: Path | None) -> dict[str, dict[str, Any]]:
-    """The same in a process that ends: compilers keep memory."""
+    """Return the same from a separate process, because compilers keep memory."""
     command = [sys.executable, __file__, "--child", name, *(["--reports", str(reports)] if reports else [])]
     child = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
     return json.loads(child.stdout.splitlines()[-1])
 
 
 def result(path: Path) -> dict[str, Any]:
-    """What this script left in a file, an error in one sentence otherwise."""
+    """Return the content of a file that this script wrote; exit with one sentence if it is not such a file."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -103,7 +104,7 @@ def result(path: Path) -> dict[str, Any]:
 
 
 def kept(path: Path, own: dict[str, Any], anew: Collection[str]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The targets of a file, of the same versions alone, and with what each was made; `anew` are compiled again."""
+    """Return a file's targets with the same versions, and how each was made; targets in `anew` are compiled again."""
     before = result(path) if path.exists() else {"targets": {}}
     targets = dict(before["targets"])
     made = {name: before.get("made", {}).get(name) or {key: before.get(key) for key in own} for name in targets}
@@ -119,7 +120,7 @@ def _said(versions: Mapping[str, str]) -> str:
 
 
 def compare(old: Path, new: Path, threshold: float) -> None:
-    """Print what differs by more than so many percent."""
+    """Print the programs that differ by more than the threshold in percent."""
     before, after = result(old), result(new)
     one, two = (content["versions"]["jax"] for content in (before, after))
     table = Table(title=f"Device bytes that differ by more than {threshold:g} %: JAX {one} and {two}, MiB, compiled")
@@ -152,7 +153,7 @@ def compare(old: Path, new: Path, threshold: float) -> None:
 
 
 def percent(text: str) -> float:
-    """A threshold: zero or more."""
+    """Parse a threshold of zero or more."""
     try:
         number = float(text)
     except ValueError:
@@ -184,7 +185,7 @@ def main() -> None:
         path = options.json or ROOT / "results" / f"versions-jax-{jax.__version__}.json"
         own = header("python benchmarks/versions.py")
         chosen = options.target or TARGETS
-        targets, made = kept(path, own, chosen)  # an error for somebody else's file
+        targets, made = kept(path, own, chosen)  # exits if the file is not a result of this script
         for name in dict.fromkeys(chosen):
             targets[name], made[name] = in_child(name, options.reports), own
             write(path, {**own, "label": "compiled", "made": made, "targets": targets})

@@ -1,19 +1,19 @@
-"""Two ways to not differentiate frozen leaves: split the tree, or refuse their cotangents afterwards.
+"""Two ways to avoid gradients of frozen leaves: split the tree, or reject their cotangents afterwards.
 
     python benchmarks/with_refs.py [--json FILE]
 
-The split (`lowtide.value_and_grad`) makes the frozen leaves constants of the function that is differentiated. The
-other way differentiates everything, then asks for less: ``jax.vjp(f, model)[1].with_refs(tree)(1.0)`` with
-`jax.ad.DontWant()` at the frozen leaves, and `jax.ad.GradValue()` or a `Ref` at the others.
+The split (`lowtide.value_and_grad`) makes the frozen leaves constants of the differentiated function. The other way
+differentiates everything, then requests less: ``jax.vjp(f, model)[1].with_refs(tree)(1.0)`` with `jax.ad.DontWant()` at
+the frozen leaves, and `jax.ad.GradValue()` or a `Ref` at the others.
 
-Three programs, each with every way: one LoRA linear layer (65536 -> 1024, rank 64), `lax.scan` over eight layers of
-1024 x 1024 with adapters of rank 8, and the same scan with adapters of full rank, where every leaf has one shape.
-Figures:
+Each way runs on three programs. The first is one LoRA linear layer (65536 -> 1024, rank 64). The second is `lax.scan`
+over eight layers of 1024 x 1024 with adapters of rank 8. The third is the same scan with adapters of full rank, where
+every leaf has one shape. Figures:
 
 - compiled: output and temporary bytes under `jit`;
 - eager: the residuals that live between forward and backward, and the equations that build an array of a frozen
-  weight's size or more (each allocates when nothing is jitted), counted on the jaxpr. Where adapters are as large as
-  the base their own gradients are among them;
+  weight's size or more (each allocates when nothing is jitted), counted on the jaxpr. If adapters are as large as the
+  base, their own gradients are included;
 - measured: whether the gradients equal `jax.value_and_grad`'s, bit for bit and within 1e-5, run on the CPU.
 """
 
@@ -46,35 +46,35 @@ TARGETS = ("v5e:2x2", "cpu")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """One program under one way."""
+    """One program with one way."""
 
     program: str
-    """Which program."""
+    """Name of the program."""
     way: str
-    """How the frozen leaves are kept out."""
+    """How the frozen leaves are excluded."""
     error: str | None = None
-    """What JAX raised instead of a result."""
+    """The error that JAX raised, if any."""
     output_bytes: dict[str, int] = dataclasses.field(default_factory=dict)
     """Compiled bytes of outputs, per target."""
     temp_bytes: dict[str, int] = dataclasses.field(default_factory=dict)
     """Compiled bytes of temporaries, per target."""
     residual_bytes: int | None = None
-    """Bytes that live between forward and backward when nothing is jitted, arguments not counted."""
+    """Bytes that live between forward and backward when nothing is jitted, without the arguments."""
     large_equations: int | None = None
-    """Equations whose result is as large as a frozen weight, or larger."""
+    """Number of equations whose result is at least as large as a frozen weight."""
     equal_bits: bool | None = None
     """Whether gradients equal those of `jax.value_and_grad`, bit for bit, jitted."""
     equal_close: bool | None = None
-    """Whether they equal them within 1e-5, jitted and eagerly."""
+    """Whether they are equal within 1e-5, jitted and eagerly."""
 
 
 def single_layer(model: Tree, x: jax.Array) -> jax.Array:
-    """The program of JAX issue 23316."""
+    """Compute the loss of JAX issue 23316."""
     return jnp.square(jnp.mean(_linear(model, x)))
 
 
 def scanned_layers(model: Tree, x: jax.Array) -> jax.Array:
-    """Layers stacked on a leading axis, as decoders have them."""
+    """Compute a loss of layers that are stacked on a leading axis, as in decoders."""
 
     def body(h: jax.Array, layer: Tree) -> tuple[jax.Array, None]:
         return jnp.tanh(_linear(layer, h)), None
@@ -111,12 +111,12 @@ PROGRAMS: dict[str, tuple[Callable[..., Any], Tree, Any]] = {
 
 
 def split(loss: Callable[..., Any]) -> Callable[..., Any]:
-    """Ours."""
+    """Return our gradient function."""
     return lambda model, x: lt.value_and_grad(loss, wrt=LORA)(model, x)
 
 
 def dont_want(loss: Callable[..., Any]) -> Callable[..., Any]:
-    """`with_refs` with values for what trains."""
+    """Return a gradient function that uses `with_refs` with values for the trainable leaves."""
 
     def run(model: Tree, x: jax.Array) -> Any:
         value, vjp = jax.vjp(lambda model: loss(model, x), model)
@@ -128,7 +128,7 @@ def dont_want(loss: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def into_refs(loss: Callable[..., Any]) -> Callable[..., Any]:
-    """`with_refs` accumulating into a `Ref` for what trains."""
+    """Return a gradient function that uses `with_refs` to accumulate into a `Ref` for each trainable leaf."""
 
     def run(model: Tree, x: jax.Array) -> Any:
         value, vjp = jax.vjp(lambda model: loss(model, x), model)
@@ -140,7 +140,7 @@ def into_refs(loss: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def stop_gradient(loss: Callable[..., Any]) -> Callable[..., Any]:
-    """What people write: every leaf, zeros for the frozen ones."""
+    """Return the common gradient function: it differentiates every leaf and returns zeros for the frozen ones."""
 
     def frozen(model: Tree, x: jax.Array) -> Any:
         return loss({**model, "base": jax.lax.stop_gradient(model["base"])}, x)
@@ -157,7 +157,7 @@ WAYS = {
 
 
 def measure(program: str, way: str) -> Outcome:
-    """Compile, count and compare."""
+    """Compile, count and compare one program with one way."""
     loss, model, x = PROGRAMS[program]
     fn = WAYS[way](loss)
     try:
@@ -179,7 +179,7 @@ def measure(program: str, way: str) -> Outcome:
 
 
 def _residual_bytes(loss: Callable[..., Any], way: str, model: Tree, x: Any) -> int | None:
-    """Bytes of the residuals of `jax.vjp` that are not arguments."""
+    """Return the bytes of the residuals of `jax.vjp` that are not arguments."""
     if way.startswith("value_and_grad"):
         return None
     trainable, frozen = lt.partition(model, LORA)
@@ -189,7 +189,7 @@ def _residual_bytes(loss: Callable[..., Any], way: str, model: Tree, x: Any) -> 
             return jax.vjp(lambda t: loss(lt.combine(t, frozen), x), trainable)[1].opaque_residuals
         return jax.vjp(lambda m: loss(m, x), model)[1].opaque_residuals
 
-    # Residuals that are inputs of the jaxpr (a closed-over frozen weight) take no bytes of their own.
+    # Residuals that are inputs of the jaxpr (a closed-over frozen weight) take no additional bytes.
     jaxpr = jax.make_jaxpr(residuals)(model, trainable, frozen, x).jaxpr
     arguments = {id(var) for var in jaxpr.invars}
     own = {id(var): leaf_bytes(var.aval) for var in jaxpr.outvars if id(var) not in arguments}
@@ -197,7 +197,7 @@ def _residual_bytes(loss: Callable[..., Any], way: str, model: Tree, x: Any) -> 
 
 
 def _large_equations(jaxpr: Any, threshold: int) -> int:
-    """Equations with a result of at least `threshold` bytes, those inside sub-programs included."""
+    """Return the number of equations with a result of at least `threshold` bytes, including those in sub-programs."""
     count = 0
     for equation in jaxpr.eqns:
         inner = [
@@ -206,7 +206,7 @@ def _large_equations(jaxpr: Any, threshold: int) -> int:
         count += sum(_large_equations(getattr(value, "jaxpr", value), threshold) for value in inner)
         sizes = [leaf_bytes(var.aval) for var in equation.outvars if hasattr(var.aval, "shape")]
         count += not inner and any(size >= threshold for size in sizes)
-        # A loop also builds the arrays it stacks.
+        # A loop also builds the arrays that it stacks.
         count += (
             bool(inner) and equation.primitive.name in ("scan", "while") and any(size >= threshold for size in sizes)
         )
@@ -233,7 +233,7 @@ def _agreement(loss: Callable[..., Any], fn: Callable[..., Any], model: Tree, x:
 
 
 def table(outcomes: list[Outcome]) -> Table:
-    """One row a program and way."""
+    """Return a table with one row per program and way."""
     table = Table(title="Frozen leaves without cotangents, MiB")
     for column in ("program", "way"):
         table.add_column(column)
@@ -253,7 +253,7 @@ def table(outcomes: list[Outcome]) -> Table:
 
 
 def main() -> None:
-    """Measure, print, write."""
+    """Measure, print and write the raw results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, default=ROOT / "results" / "with_refs.json")
     options = parser.parse_args()

@@ -6,19 +6,19 @@
     python scripts/ci.py clean                   fail where the working tree differs from the commit
     python scripts/ci.py verified LOG ...        write .ci/verified from the logs of a complete run that passed
 
-The selection has four parts, out of the slow tests that `make test` leaves out:
+The selection has four parts, all taken from the slow tests that `make test` leaves out:
 
 1. every slow case of each package that changed since the commit in `.ci/verified`;
 2. every test that compiles for a TPU or GPU ahead of time;
-3. half of the tests of the packages in layers above a changed one. The layers are those of the contract of
-   import-linter in `pyproject.toml`, so a change cannot reach other packages. A test belongs to the package of its
-   folder and to each package that its file or a helper of it uses;
+3. half of the tests of the packages in layers above a changed one. The layers come from the import-linter contract in
+   `pyproject.toml`, so a change cannot affect other packages. A test belongs to the package of its folder and to each
+   package that its file or one of its helpers uses;
 4. a quarter of the other tests.
 
 The commit chooses the half and the quarter, so four commits in a row cover most tests. Parts 2 to 4 run the first slow
 case of a test that has several, on each kind of device; `make test-all` runs all cases of all tests.
 
-A change of a file that all tests share (`tests/conftest.py`, `pyproject.toml`, `constraints/`) selects every slow test.
+A change to a file that all tests share (`tests/conftest.py`, `pyproject.toml`, `constraints/`) selects every slow test.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 VERIFIED = ROOT / ".ci" / "verified"
 LIVE = {"peers", "gpu", "rehearsal"}
-"""Markers of tests that need other software, a GPU or half an hour; `make test-all` runs all but those of a GPU."""
+"""Markers of tests that need other software, a GPU or half an hour; `make test-all` runs all except GPU tests."""
 AHEAD_OF_TIME = {"tpu_aot", "gpu_aot"}
 SHARED = (
     "pyproject.toml",
@@ -64,11 +64,11 @@ PACKAGES = {
     "tests/integration/test_distributed.py": "cli",
     "tests/integration/test_damaged_files.py": "train",
 }
-"""Package that an integration test exercises; other tests outside of the packages' folders stand above all layers."""
+"""Package that an integration test exercises. Other tests outside the packages' folders rank above all layers."""
 ATTRIBUTES = {"Trainer": "train", "lora": "adapters", "quantize": "quant", "target": "targets"}
 """Packages of attributes of `lt` that are not named after their package."""
 FOLDERS_ABOVE = ("benchmarks", "docs", "examples", "scripts")
-"""Folders that can use every package: a test that names one stands above all layers."""
+"""Folders that can use every package; a test that names one ranks above all layers."""
 NUM_QUARTERS = 4
 
 
@@ -91,7 +91,7 @@ class Case:
 
 @dataclasses.dataclass(frozen=True)
 class Change:
-    """Changed packages, the packages and test files that they can affect, and the reason in words."""
+    """Changed packages, the packages and test files that they can affect, and the reason as text."""
 
     changed: frozenset[str]
     packages: frozenset[str]
@@ -104,21 +104,21 @@ class Change:
 
 
 def read_layers(pyproject: Path = ROOT / "pyproject.toml") -> list[frozenset[str]]:
-    """Packages by layer, the lowest first, from the contract of import-linter."""
+    """Return the packages by layer, lowest first, from the import-linter contract."""
     contracts = tomllib.loads(pyproject.read_text(encoding="utf-8"))["tool"]["importlinter"]["contracts"]
     (contract,) = (contract for contract in contracts if contract["type"] == "layers")
     return [frozenset(re.findall(r"\w+", layer)) for layer in reversed(contract["layers"])]
 
 
 def packages_above(package: str, layers: Sequence[frozenset[str]]) -> set[str]:
-    """The package itself and all packages of higher layers; a package outside of the layers is above them."""
+    """Return the package and all packages of higher layers; a package outside the layers ranks above them."""
     level = next((index for index, layer in enumerate(layers) if package in layer), None)
     higher = layers[level + 1 :] if level is not None else []
     return {package, TOP}.union(*higher)
 
 
 def affected_by(files: Iterable[str], layers: Sequence[frozenset[str]]) -> Change:
-    """Packages and test files that these changed files can affect."""
+    """Return the packages and test files that these changed files can affect."""
     packages, test_files, changed = set[str](), set[str](), set[str]()
     for file in files:
         if any(fnmatch.fnmatch(file, pattern) for pattern in SHARED):
@@ -143,20 +143,20 @@ def _everything(reason: str) -> Change:
 
 
 def _tests_of(parts: list[str]) -> str:
-    """Pattern of the source files of tests that a changed file below `tests/` can affect; see `sources_of`."""
-    if parts[1:3] == ["golden", "peers"]:  # a recording has the path of its test file
+    """Return the pattern of the tests' source files that a changed file below `tests/` can affect; see `sources_of`."""
+    if parts[1:3] == ["golden", "peers"]:  # a recording has the same path as its test file
         return f"tests/{'/'.join(parts[3:-1])}/{parts[-1].partition('.')[0]}.py"
-    if parts[1] == "golden":  # orders of schedules
+    if parts[1] == "golden":  # golden schedule orders
         return "tests/pipeline/*"
-    # Data can serve every test of its folder.
+    # Any test of the folder may read a data file.
     return "/".join(parts) if parts[-1].endswith(".py") else "/".join([*parts[:-1], "*"])
 
 
 def changed_files(commit: str) -> list[str] | None:
-    """Files that differ between the commit and the working tree; None where the commit is not in this history."""
+    """Return the files that differ between a commit and the working tree; None if the commit is not in this history."""
     if _git("merge-base", "--is-ancestor", commit, "HEAD") is None:
         return None
-    # Both names of a file that was moved.
+    # Without rename detection, git lists both names of a moved file.
     difference = _git("diff", "--name-only", "--no-renames", "-z", commit)
     untracked = _git("ls-files", "--others", "--exclude-standard", "-z")
     if difference is None or untracked is None:
@@ -165,7 +165,7 @@ def changed_files(commit: str) -> list[str] | None:
 
 
 def read_change() -> Change:
-    """The change since the commit in `.ci/verified`."""
+    """Return the change since the commit in `.ci/verified`."""
     layers = read_layers()
     if not VERIFIED.exists():
         return _everything(".ci/verified does not exist")
@@ -181,19 +181,19 @@ def read_change() -> Change:
 
 
 def package_of(path: str) -> str:
-    """Package that the tests of a file exercise."""
+    """Return the package that the tests of a file exercise."""
     folder = path.split("/")[1]
     return PACKAGES.get(path, TOP if folder.endswith(".py") or folder in ("integration", "ext", "testing") else folder)
 
 
 @functools.cache
 def sources_of(path: str) -> frozenset[str]:
-    """The test file, the modules below `tests/` that it imports in any depth, and its folder's `conftest.py`."""
+    """Return the test file, the modules below `tests/` that it imports at any depth, and its folder's `conftest.py`."""
     sources = set[str]()
     waiting = {path, f"{path.rpartition('/')[0]}/conftest.py"}
     while waiting:
         source = waiting.pop()
-        # Every test uses the `conftest.py` of `tests/`: it is one of SHARED.
+        # `tests/conftest.py` is skipped: every test uses it, and it is in SHARED.
         if source in sources or source == "tests/conftest.py" or not (ROOT / source).is_file():
             continue
         sources.add(source)
@@ -202,7 +202,7 @@ def sources_of(path: str) -> frozenset[str]:
 
 
 def _imported_by(source: str) -> set[str]:
-    """Files below `tests/` that a Python file may import; some do not exist."""
+    """Return the files below `tests/` that a Python file may import; some do not exist."""
     files = set[str]()
     for node in ast.walk(ast.parse((ROOT / source).read_text(encoding="utf-8"))):
         if isinstance(node, ast.ImportFrom):
@@ -216,7 +216,7 @@ def _imported_by(source: str) -> set[str]:
 
 @functools.cache
 def packages_used(path: str) -> frozenset[str]:
-    """Packages that the text of a test file and of its helpers names."""
+    """Return the packages named in the text of a test file and its helpers."""
     names = set[str]()
     for source in sources_of(path):
         text = (ROOT / source).read_text(encoding="utf-8")
@@ -233,19 +233,19 @@ def quarter_of(case: Case) -> int:
 
 
 def is_changed(case: Case, change: Change) -> bool:
-    """Whether the case tests a package that changed, or its file or a helper of it changed."""
+    """Return whether the case tests a changed package, or its file or one of its helpers changed."""
     if change.is_everything or package_of(case.path) in change.changed:
         return True
     return any(fnmatch.fnmatch(source, pattern) for source in sources_of(case.path) for pattern in change.test_files)
 
 
 def is_above(case: Case, change: Change) -> bool:
-    """Whether the case tests or uses a package that the change can affect."""
+    """Return whether the case tests or uses a package that the change can affect."""
     return package_of(case.path) in change.packages or bool(packages_used(case.path) & change.packages)
 
 
 def select(cases: Sequence[Case], change: Change, quarter: int) -> tuple[list[Case], list[str]]:
-    """The cases that run, in their order, and the lines of a report that says why the others do not."""
+    """Return the selected cases in their order, and report lines that explain the selection."""
     selected = list[Case]()
     counts = dict.fromkeys(("make test", "changed", "ahead of time", "above", "quarter", "cases", "tests"), 0)
     seen = set[tuple[str, frozenset[str]]]()
@@ -294,7 +294,7 @@ def _listed(packages: Iterable[str]) -> str:
 
 
 def collect() -> list[Case]:
-    """All test cases of the project."""
+    """Return all test cases of the project."""
 
     class Collector:
         cases: list[Case] = []
@@ -320,7 +320,7 @@ def current_quarter() -> int:
 
 
 def read_counts(logs: Iterable[str]) -> dict[str, int]:
-    """Sums of the counts in the closing lines of pytest runs."""
+    """Return the sums of the counts in the closing lines of pytest runs."""
     counts: dict[str, int] = {}
     for log in logs:
         for line in re.findall(r"^=+ (.*\d+ (?:passed|skipped|failed).*) =+$", log, flags=re.MULTILINE):
@@ -332,7 +332,7 @@ def read_counts(logs: Iterable[str]) -> dict[str, int]:
 def check_ran(selection: Path, logs: Sequence[Path]) -> str:
     """Compare the number of results in the logs with the number of selected tests.
 
-    xdist ends with "no tests ran" where an id does not exist, and where its workers end while they import.
+    xdist ends with "no tests ran" when a test id does not exist, and when its workers die during import.
     """
     selected = len(selection.read_text(encoding="utf-8").splitlines())
     counts = read_counts(log.read_text(encoding="utf-8", errors="replace") for log in logs)
@@ -342,14 +342,14 @@ def check_ran(selection: Path, logs: Sequence[Path]) -> str:
 
 
 def check_clean() -> None:
-    """Fail where files of the working tree differ from the commit, `.ci/verified` left out."""
+    """Exit with an error if the working tree differs from the commit, except for `.ci/verified`."""
     lines = (_git("status", "--porcelain") or "").splitlines()
     if changed := [line[3:] for line in lines if line[3:] != ".ci/verified"]:
         sys.exit(f"error: the working tree differs from the commit: {changed[0]}\nhint: commit, then run it again")
 
 
 def write_verified(logs: Sequence[Path]) -> str:
-    """Write the commit, the date and the counts; a line that says what was done."""
+    """Write the commit, the date and the counts; return a message."""
     counts = read_counts(log.read_text(encoding="utf-8", errors="replace") for log in logs)
     if not counts.get("passed") or counts.keys() & {"failed", "error", "errors"}:
         sys.exit(f"error: .ci/verified is not written: expected tests that passed and none that failed, got {counts}")
@@ -361,7 +361,7 @@ def write_verified(logs: Sequence[Path]) -> str:
 
 
 def _git(*arguments: str) -> str | None:
-    """Standard output of a git command without its last newline; None where the command fails."""
+    """Return the output of a git command without its last newline, or None if the command fails."""
     completed = subprocess.run(["git", "-C", str(ROOT), *arguments], capture_output=True, text=True, check=False)
     return completed.stdout.rstrip("\n") if completed.returncode == 0 else None
 

@@ -14,16 +14,16 @@ Further words of a header:
     first="12"           keep only the first 12 lines of the output
     hide                 the site does not show the code
 
-The command runs stale pages and rewrites their outputs and included files. A page is stale when its code changed, or
-when a Lowtide module changed that the page or one of its commands imported. `docs/outputs.json` holds digests of both.
-The hook runs no code: it renders what the pages hold.
+The command runs stale pages and rewrites their outputs and included files. A page is stale if its code changed, or if a
+Lowtide module changed that the page or one of its commands imported. `docs/outputs.json` holds digests of both. The
+hook runs no code; it renders the pages as they are.
 
-Each page runs in one process and one empty folder, on a CPU that shows eight devices, with a terminal of 100 columns.
-A page may link to a file that its code writes, as in `![...](PAGE/report.png)`. The command copies such files next to
-the page.
+Each page runs in one process and one empty folder, on a CPU that shows eight devices, with a terminal of 100 columns. A
+page may link to a file that its code writes, as in `![...](PAGE/report.png)`. The command copies such files next to the
+page.
 
-Known gaps: the renderer of chat templates runs in Python's isolated mode, so a change of its script is not noticed.
-Nor is a change of JAX's version, of data in `src/`, or of `docs_session.py`; `--all` runs every page.
+Known gaps: the renderer of chat templates runs in Python's isolated mode, so a change to its script is not detected.
+Changes of JAX's version, of data in `src/` and of `docs_session.py` are not detected either; `--all` runs every page.
 """
 
 from __future__ import annotations
@@ -49,11 +49,11 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPTS = ROOT / "scripts"
 WIDTH = 100
-"""Columns of the terminal that programs see."""
+"""Terminal width in columns for the programs."""
 COMPILE_OPTIONS = ("XLA_FLAGS", "JAX_OPTIMIZATION_LEVEL")
-"""Variables that change figures: only dry runs pass them on."""
+"""Variables that change the figures; they are only passed on in dry runs."""
 _ONE_ORDER = "--xla_cpu_enable_concurrency_optimized_scheduler=false"
-"""Of collectives, on all devices: see the limits of the guide to pipelines."""
+"""Makes CPU devices start collectives in one fixed order; see "On a CPU" in docs/internals/pipelines.md."""
 _FENCE = re.compile(r"^```(?P<language>\w+)(?P<words>[^\n`]*)\n(?P<code>.*?)^```[ ]*$", re.DOTALL | re.MULTILINE)
 _OUTPUT = re.compile(r"\s*^```text output\n(?P<output>.*?)^```[ ]*$", re.DOTALL | re.MULTILINE)
 _WORD = re.compile(r'(\w+)(?:="([^"]*)")?')
@@ -64,15 +64,15 @@ _WORD = re.compile(r'(\w+)(?:="([^"]*)")?')
 
 @dataclasses.dataclass(frozen=True)
 class Block:
-    """A fenced block whose header has one of the words above."""
+    """A fenced block whose header contains one of the words above."""
 
     language: str
     header: str
     words: dict[str, str]
     code: str
-    """The text between the fences; of a console block with the outputs."""
+    """The text between the fences; for a console block, commands and outputs."""
     output: str
-    """The output block that follows; of a console block the text between the fences."""
+    """The output block that follows; for a console block, the text between the fences."""
     line: int
     span: tuple[int, int]
     """Start and end of the block and its output in the page."""
@@ -91,13 +91,13 @@ class Block:
 
     @property
     def request(self) -> dict[str, Any]:
-        """Fields that the process of the page needs."""
+        """Fields that the page's process needs."""
         fields = {"language": self.language, "words": self.words, "commands": self.commands, "line": self.line}
         return {**fields, "code": "" if self.is_console else self.code}
 
 
 def blocks_of(markdown: str) -> Iterator[Block]:
-    """The blocks of a page that run, or become files, or include one."""
+    """Yield the blocks of a page that run, are written to a file, or include one."""
     for match in _FENCE.finditer(markdown):
         words = dict(_WORD.findall(match["words"]))
         if not {"run", "file", "include"} & words.keys():
@@ -115,7 +115,7 @@ def blocks_of(markdown: str) -> Iterator[Block]:
 
 
 def rewritten(markdown: str, blocks: Iterable[Block], texts: Iterable[str]) -> str:
-    """The page with new texts in place of these blocks and their outputs."""
+    """Return the page with new texts in place of these blocks and their outputs."""
     parts, end = list[str](), 0
     for block, text in zip(blocks, texts, strict=True):
         parts += [markdown[end : block.span[0]], text]
@@ -124,7 +124,7 @@ def rewritten(markdown: str, blocks: Iterable[Block], texts: Iterable[str]) -> s
 
 
 def with_includes(markdown: str, root: Path = ROOT) -> str:
-    """The page with the present text of the files that it includes."""
+    """Return the page with the current text of the files that it includes."""
 
     def refreshed(match: re.Match[str]) -> str:
         words = dict(_WORD.findall(match["words"]))
@@ -139,7 +139,7 @@ def with_includes(markdown: str, root: Path = ROOT) -> str:
 
 
 def with_outputs(markdown: str, outputs: Iterable[list[str]]) -> str:
-    """The page with new outputs; `outputs` has one text a block, or one a command."""
+    """Return the page with new outputs; `outputs` has one list per block, with one text per command."""
     blocks = [block for block in blocks_of(markdown) if block.is_executed]
     return rewritten(markdown, blocks, [_source(block, out) for block, out in zip(blocks, outputs, strict=True)])
 
@@ -161,13 +161,13 @@ def _digest(value: Any) -> str:
 
 
 def code_digest(markdown: str) -> str:
-    """Digest of everything that a page executes."""
+    """Return a digest of everything that a page executes."""
     requests = [block.request for block in blocks_of(markdown) if block.is_executed]
     return _digest([{key: value for key, value in request.items() if key != "line"} for request in requests])
 
 
 def output_digest(markdown: str) -> str:
-    """Digest of the outputs in a page, with their number, so that a stray output is noticed."""
+    """Return a digest of the outputs in a page. It includes their number, so that a stray output is detected."""
     outputs = [block.output for block in blocks_of(markdown) if block.is_executed]
     return _digest([outputs, markdown.count("\n```text output\n")])
 
@@ -178,19 +178,19 @@ def _file_digest(path: Path) -> str:
 
 
 def module_files(name: str, root: Path = ROOT) -> list[Path]:
-    """The source of a module and its stub; nothing for a module that does not exist."""
+    """Return the source of a module and its stub; nothing for a module that does not exist."""
     path = root / "src" / name.replace(".", "/")
     files = [path / "__init__.py", path / "__init__.pyi", path.with_suffix(".py")]
     return [file for file in files if file.is_file()]
 
 
 def modules_digest(names: Iterable[str], root: Path = ROOT) -> str:
-    """Digest of the sources of these modules."""
+    """Return a digest of the sources of these modules."""
     return _digest([[name, [_file_digest(file) for file in module_files(name, root)]] for name in sorted(names)])
 
 
 def _grouped(names: Iterable[str]) -> dict[str, str]:
-    """Names of modules by their package, which keeps the cache small."""
+    """Group module names by package, to keep the cache small."""
     groups = dict[str, list[str]]()
     for name in sorted(names):
         package, _, last = name.rpartition(".")
@@ -208,29 +208,29 @@ class Docs:
 
     folder: Path = ROOT / "docs"
     root: Path = ROOT
-    """The repository."""
+    """The root of the repository."""
 
     @property
     def cache_file(self) -> Path:
         return self.folder / "outputs.json"
 
     def pages(self) -> dict[str, str]:
-        """The text of each page that has such blocks, by its path below the folder."""
+        """Return the text of each page with such blocks, by path below the folder."""
         texts = {path: path.read_text(encoding="utf-8") for path in sorted(self.folder.rglob("*.md"))}
         return {path.relative_to(self.folder).as_posix(): text for path, text in texts.items() if any(blocks_of(text))}
 
     def cache(self) -> dict[str, Any]:
-        """Digests and imports of the last run of each page, by its path."""
+        """Return the digests and imports of each page's last run, by path."""
         return json.loads(self.cache_file.read_text()) if self.cache_file.is_file() else {}
 
     def write_cache(self, cache: dict[str, Any]) -> None:
-        """Write one line a page, in sorted order; pages that are gone are left out."""
+        """Write one line per page in sorted order; deleted pages are left out."""
         pages = self.pages()
         lines = [f"{json.dumps(name)}: {json.dumps(cache[name])}" for name in sorted(cache) if name in pages]
         self.cache_file.write_text("{\n" + ",\n".join(lines) + "\n}\n")
 
     def code_changes(self, name: str, text: str, cache: dict[str, Any]) -> str | None:
-        """The reason why the outputs in a page may be wrong, changes of modules aside, or None."""
+        """Return why the outputs in a page may be wrong, apart from changed modules, or None."""
         if with_includes(text, self.root) != text:
             return "an included file changed"
         if not any(block.is_executed for block in blocks_of(text)):
@@ -242,7 +242,7 @@ class Docs:
         return "outputs were edited" if cache[name]["outputs"] != output_digest(text) else None
 
     def did_modules_change(self, name: str, cache: dict[str, Any]) -> bool:
-        """Whether the source of a module changed since the page imported it."""
+        """Return whether the source of a module changed since the page imported it."""
         if name not in cache:
             return False
         return cache[name]["modules"] != modules_digest(_ungrouped(cache[name]["imports"]), self.root)
@@ -253,10 +253,10 @@ class Docs:
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """Results of a page's process."""
+    """Results of the process that ran a page."""
 
     outputs: list[list[str]]
-    """One text a block, or one a command."""
+    """One list per block, with one text per command."""
     imports: list[str]
     """Modules of Lowtide that the page and its commands imported."""
 
@@ -265,13 +265,13 @@ def run_page(name: str, text: str, folder: Path, compile_options: dict[str, str]
     """Run the blocks of one page in a new process, in this folder.
 
     Args:
-        name: the page's path below the folder of the documentation.
+        name: the path of the page below the documentation folder.
         text: the page.
         folder: an empty folder.
-        compile_options: values for `COMPILE_OPTIONS`; by default pages compile as users do.
+        compile_options: values for `COMPILE_OPTIONS`; by default pages compile as for users.
 
     Raises:
-        RuntimeError: when a block fails, with its line in the page and the traceback.
+        RuntimeError: when a block fails; the message contains its line in the page and the traceback.
     """
     request = json.dumps([block.request for block in blocks_of(text) if block.is_executed])
     compile_options = compile_options or {}
@@ -311,12 +311,12 @@ def run_page(name: str, text: str, folder: Path, compile_options: dict[str, str]
 
 
 def linked_files(name: str, text: str) -> list[str]:
-    """Files that the page links to in the folder of its name; its code writes them."""
+    """Return the files that the page links to in the folder of its name; its code writes them."""
     return sorted(set(re.findall(rf"\]\({re.escape(Path(name).stem)}/([\w.-]+)\)", text)))
 
 
 def copy_linked_files(docs: Path, name: str, text: str, source: Path) -> None:
-    """Copy the files that the page links to next to it."""
+    """Copy the files that the page links to into the folder next to it."""
     target = (docs / name).with_suffix("")
     for file in linked_files(name, text):
         if not (source / file).is_file():
@@ -331,13 +331,13 @@ def copy_linked_files(docs: Path, name: str, text: str, source: Path) -> None:
 def _write_small_png(source: Path, target: Path) -> None:
     from PIL import Image
 
-    # Charts have few colours. A palette takes a third of the bytes and looks the same.
+    # Charts have few colours: a palette needs a third of the bytes and looks the same.
     with Image.open(source) as image:
         image.convert("RGB").quantize(128, dither=Image.Dither.NONE).save(target, optimize=True)
 
 
 def refresh(docs: Docs, name: str, text: str, run: Run, folder: Path) -> None:
-    """Write a page with its new outputs, the files that it links to, and its line of the cache."""
+    """Write a page with its new outputs, its linked files, and its entry in the cache."""
     copy_linked_files(docs.folder, name, text, folder)
     text = with_outputs(text, run.outputs)
     entry = {
@@ -351,7 +351,7 @@ def refresh(docs: Docs, name: str, text: str, run: Run, folder: Path) -> None:
 
 
 def execute(docs: Docs, names: list[str], jobs: int, is_dry: bool) -> int:
-    """Run several pages at a time and write each when it is done. Returns the number of pages that failed."""
+    """Run several pages at a time, and write each page when it has run. Return the number of failed pages."""
     pages, lock = docs.pages(), threading.Lock()
     compile_options = {key: os.environ[key] for key in COMPILE_OPTIONS if is_dry and key in os.environ}
 
@@ -391,7 +391,7 @@ def execute(docs: Docs, names: list[str], jobs: int, is_dry: bool) -> int:
 
 
 def is_in_quarter(name: str, quarter: int) -> bool:
-    """Whether a page belongs to a quarter of the pages, the same on every machine."""
+    """Return whether a page belongs to a quarter of the pages; the answer is the same on every machine."""
     return int(hashlib.sha256(name.encode()).hexdigest(), 16) % 4 == quarter
 
 
@@ -437,7 +437,7 @@ def main(arguments: list[str] | None = None, docs: Docs | None = None) -> int:
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    """Render blocks and outputs without the words that only the command reads."""
+    """Render blocks and outputs without the header words that only the command reads."""
     blocks = list(blocks_of(markdown))
     return rewritten(markdown, blocks, [_shown(block) for block in blocks])
 

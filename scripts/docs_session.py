@@ -1,6 +1,6 @@
-"""Run the blocks of one documentation page: the process that `scripts/docs_outputs.py` starts in an empty folder.
+"""Run the blocks of one documentation page. `scripts/docs_outputs.py` starts this process in an empty folder.
 
-Standard input holds the blocks as JSON; the outputs are written as JSON to the file that the argument names.
+Standard input contains the blocks as JSON. The script writes the outputs as JSON to the file named by its argument.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 WIDEST = 120
-"""Columns after which a line of an output is broken."""
+"""Width in columns at which output lines are wrapped."""
 
 
 def main(answer: str) -> None:
-    """Run the blocks in their order."""
+    """Run the blocks in order."""
     sys.path.insert(0, os.getcwd())
     sys.dont_write_bytecode = True
     session: dict[str, Any] = {"__name__": "__main__"}
@@ -41,7 +41,7 @@ def main(answer: str) -> None:
 
 
 def _run(block: dict[str, Any], session: dict[str, Any], num_lines: int) -> list[str]:
-    """Run one block and return one text for each command, or one for Python."""
+    """Run one block; return one text per command, or one text for Python."""
     words, code = block["words"], block["code"]
     if "file" in words:
         Path(words["file"]).write_text(code)
@@ -54,7 +54,8 @@ def _run(block: dict[str, Any], session: dict[str, Any], num_lines: int) -> list
 def _run_python(code: str, raises: str | None, session: dict[str, Any], num_lines: int) -> str:
     printed = io.StringIO()
     error = None
-    # Line numbers count the code of the page alone. Lines of the page would move when an output above grows.
+    # Line numbers in tracebacks count only the page's code. Line numbers of the page would change when
+    # an output above grows.
     program = compile("\n" * num_lines + code, "session.py", "exec")
     with contextlib.redirect_stdout(printed):
         try:
@@ -78,7 +79,7 @@ def _run_command(line: str, status: int) -> str:
 
 
 def _tidy(text: str, words: dict[str, str]) -> str:
-    # An editable install is not below site-packages, where lines of installed packages are cut.
+    # An editable install is not below site-packages, so the paths of Lowtide's sources contain this folder; remove it.
     text = text.replace(f"{ROOT}{os.sep}src{os.sep}", "").replace(os.getcwd() + os.sep, "")
     text = re.sub(r"/tmp/tmp\w{8}\b", "/tmp/folder", text)
     lines = [part for line in text.rstrip().splitlines() for part in _wrapped(line.rstrip())]

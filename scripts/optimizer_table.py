@@ -1,4 +1,4 @@
-"""Print the table of `docs/concepts/streamed-optimizers.md`: which Optax optimizers are streamed, and what prevents it.
+"""Print the table in `docs/concepts/streamed-optimizers.md`: which Optax optimizers are streamed, and what prevents it.
 
 python scripts/optimizer_table.py            # the table
 python scripts/optimizer_table.py --write    # into the page
@@ -93,7 +93,7 @@ KINDS = (
     "rmsprop (momentum, centered)",  # the difference of two moments
     "adan",  # the previous gradient
     "rprop",  # signs and step sizes
-    "novograd",  # a number per leaf
+    "novograd",  # a number for each leaf
     "adafactor (momentum)",  # sums of rows and columns
     "sm3",  # maxima of rows and columns
     "lbfgs",  # a history
@@ -112,19 +112,19 @@ KINDS = (
     "partition(adamw, set_to_zero)",
     "masked(adamw)",
 )
-"""One optimizer for each kind of state: the tests run these, the table has all."""
+"""One optimizer for each kind of state. The tests run these; the table contains all optimizers."""
 
 
 def extra_arguments(name: str) -> dict[str, Any]:
-    """What an optimizer's update takes besides gradients, state and parameters."""
+    """Return the extra arguments of an optimizer's update, in addition to gradients, state and parameters."""
     return {"value": jnp.float32(0.5)} if name == "polyak_sgd" else {}
 
 
 def row(name: str) -> tuple[str, str, str]:
-    """One line: the optimizer, how it is updated with all its state on the host, and what prevents more."""
+    """Return a table row: the optimizer, how it is updated with all state on the host, and what prevents streaming."""
     tx = optax.with_extra_args_support(OPTIMIZERS[name]())
     params = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s, jnp.float32), SHAPES, is_leaf=lambda s: type(s) is tuple)
-    # Shapes on a single device forget that they are on the host when they are traced (jax 0.10.2).
+    # In jax 0.10.2, shapes with a single-device sharding lose their host memory kind during tracing.
     mesh = jax.sharding.Mesh(jax.devices()[:1], "x")
     host = jax.sharding.NamedSharding(mesh, jax.P(), memory_kind="pinned_host")
     state = jax.tree.map(
@@ -155,15 +155,15 @@ def row(name: str) -> tuple[str, str, str]:
 
 
 def _run(name: str, params: Any, state: Any) -> None:
-    """Trace the update as it runs: a plan alone says nothing about whether its blocks fit together."""
+    """Trace the real update, because a plan alone does not show whether its blocks fit together."""
     wrapped = optimizer(OPTIMIZERS[name](), ".*", chunk_bytes=CHUNK_BYTES)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", PlacementWarning)  # said in the table
+        warnings.simplefilter("ignore", PlacementWarning)  # the table contains this
         jax.jit(lambda *args: wrapped.update(*args, **extra_arguments(name))).trace(params, state, params)
 
 
 def table() -> str:
-    """The whole table as Markdown."""
+    """Return the whole table as Markdown."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
         rows = [row(name) for name in OPTIMIZERS]

@@ -1,4 +1,4 @@
-"""Measure how well the tests protect the code: plant one-line defects, one at a time, and say which tests catch them.
+"""Measure how well the tests protect the code: plant one-line defects one at a time, and report which tests catch them.
 
     python scripts/plant_defects.py --suite fast --output build/fast.json    what `make test` catches
     python scripts/plant_defects.py --suite ci --output build/ci.json        what `.ci/run` catches
@@ -6,10 +6,9 @@
     python scripts/plant_defects.py --only last-token-lost --tests tests/losses/test_cross_entropy.py
 
 scripts/defects.toml lists the defects. The script plants each one in a temporary worktree of a commit, never in the
-user's files. For each defect it runs the tests of the package first, then the integration tests and the packages
-above, then the rest, up to the first failure. A failing test counts as a catch if it fails a second time when it runs
-alone, and passes without the defect. The script writes the output file after each defect; a second call skips the
-defects in it.
+user's files. For each defect it runs the tests of the package first, then the integration tests and the packages above,
+then the rest, up to the first failure. A failing test counts as a catch if it fails again when it runs alone, and
+passes without the defect. The script writes the output file after each defect; a second call skips the defects in it.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ import ci
 
 DEFECTS = Path(__file__).with_name("defects.toml")
 OWN_TESTS = "tests/test_defects.py"
-"""This file looks for the old texts, so it would fail with every defect. It never runs here."""
+"""This file searches for the old texts, so it would fail with every defect. It is never run here."""
 CONFIRM_SECONDS = 300
 """Time limit of a single test that runs again."""
 COLLECT = """
@@ -59,7 +58,7 @@ class Defect:
     """Effect that a user would notice, in one sentence."""
 
     def planted(self, source: str) -> str:
-        """Source of the file with the defect."""
+        """Return the source of the file with the defect."""
         if (count := source.count(self.old)) != 1:
             sys.exit(
                 f"error: defect {self.name!r}: its old text is not once in {self.file}\n"
@@ -87,7 +86,7 @@ class Checkout:
         self._seconds = int(time.time())
 
     def check_imports(self) -> None:
-        """Exit unless Python, the console script and processes of both import the worktree's code."""
+        """Exit unless the Python interpreter and the console script both import the worktree's code."""
         script = Path(sys.executable).with_name("lowtide")
         for command in ([sys.executable, "-c", "import lowtide.cli"], [str(script), "--version"]):
             env = {**self.env, "PYTHONVERBOSE": "1"}
@@ -98,7 +97,7 @@ class Checkout:
 
     @contextlib.contextmanager
     def with_defect(self, defect: Defect) -> Iterator[None]:
-        """Plant a defect for the length of the block."""
+        """Plant a defect for the duration of the block."""
         path = self.root / defect.file
         source = path.read_text(encoding="utf-8")
         self._write(path, defect.planted(source))
@@ -109,12 +108,13 @@ class Checkout:
 
     def _write(self, path: Path, source: str) -> None:
         path.write_text(source, encoding="utf-8")
-        # Python compares bytecode with its source by whole seconds and size, which two versions may share.
+        # Python matches bytecode to source by modification time in whole seconds and by size, and two versions may
+        # share both.
         self._seconds += 2
         os.utime(path, (self._seconds, self._seconds))
 
     def failing(self, arguments: Sequence[str], seconds: float) -> list[str] | None:
-        """Ids of the tests that fail, up to the first; None when the time is over."""
+        """Return the ids of failing tests, up to the first; None when the time is over."""
         command = [sys.executable, "-m", "pytest", "-x", "--dist", "worksteal", *arguments]
         with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as log:
             process = subprocess.Popen(
@@ -124,19 +124,19 @@ class Checkout:
                 status = process.wait(max(seconds, 1))
             except subprocess.TimeoutExpired:
                 return None
-            finally:  # ends the workers of xdist and the processes of tests, too
+            finally:  # also ends the workers of xdist and the processes that tests started
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
             log.seek(0)
             printed = log.read()
         failed = read_failures(printed)
-        if not failed and status not in (0, 5):  # 5: no test was selected
+        if not failed and status not in (0, 5):  # status 5: no test was selected
             sys.exit(f"error: pytest ended with status {status} and no test failed\n{printed[-3000:]}")
         return failed
 
     def collect(self) -> list[ci.Case]:
-        """All test cases of the commit."""
+        """Return all test cases of the commit."""
         command = [sys.executable, "-c", COLLECT, str(DEFECTS.parent)]
         done = subprocess.run(command, cwd=self.root, env=self.env, capture_output=True, text=True, check=False)
         if done.returncode:
@@ -146,7 +146,7 @@ class Checkout:
 
 @contextlib.contextmanager
 def checked_out(commit: str) -> Iterator[Checkout]:
-    """Make a worktree of a commit for the length of the block."""
+    """Create a worktree of a commit for the duration of the block."""
     full = _git("rev-parse", "--verify", f"{commit}^{{commit}}")
     with tempfile.TemporaryDirectory(prefix="lowtide-defects-") as folder:
         root = Path(folder).resolve() / "tree"
@@ -165,7 +165,7 @@ def _git(*arguments: str) -> str:
 
 
 def read_failures(printed: str) -> list[str]:
-    """Ids of failed tests, or files that could not be collected, in the closing summary of pytest."""
+    """Return the ids of failed tests, or files that could not be collected, from pytest's closing summary."""
     _, title, summary = printed.rpartition("short test summary info")
     summary = summary if title else ""
     return [line.split(" - ")[0] for line in re.findall(r"^(?:FAILED|ERROR) (\S.*)$", summary, flags=re.MULTILINE)]
@@ -175,7 +175,7 @@ def read_failures(printed: str) -> list[str]:
 
 
 def read_markers(makefile: str) -> tuple[str, str]:
-    """Marker expressions of all tests that run locally, and of `make test`."""
+    """Return the marker expressions of all tests that run locally, and of `make test`."""
     found = dict(re.findall(r"^(LOCAL|FAST) := (.*)$", makefile, flags=re.MULTILINE))
     if len(found) != 2:
         sys.exit("error: the Makefile of this commit has no LOCAL and FAST\nhint: give --markers EXPR")
@@ -183,7 +183,7 @@ def read_markers(makefile: str) -> tuple[str, str]:
 
 
 def test_paths(root: Path, package: str) -> list[list[str]]:
-    """Folders and files of tests in three groups: the package; integration and packages above it; the rest."""
+    """Return folders and files of tests in three groups: the package; integration and higher packages; the rest."""
     paths = {
         path.relative_to(root).as_posix()
         for path in (root / "tests").iterdir()
@@ -199,7 +199,7 @@ def test_paths(root: Path, package: str) -> list[list[str]]:
 
 
 class Plan:
-    """Arguments of the pytest runs that a defect is tried with."""
+    """Arguments of the pytest runs that try to catch a defect."""
 
     def __init__(self, checkout: Checkout, options: argparse.Namespace, folder: Path) -> None:
         self.checkout, self.options, self.folder = checkout, options, folder
@@ -210,12 +210,13 @@ class Plan:
         self.cases = checkout.collect() if is_selecting else []
 
     def runs(self, defect: Defect) -> Iterator[list[str]]:
-        """For each group of paths: the fast tests, then the tests that `ci.select` chooses for the change."""
+        """Yield, for each group of paths, the fast tests, then the tests that `ci.select` chooses for the change."""
         if self.options.tests:
             yield ["-n", "0", *(["-m", self.markers] if self.markers else []), *self.options.tests]
             return
         layers = ci.read_layers(self.checkout.root / "pyproject.toml")
-        quarter = int(self.checkout.commit[:8], 16) % ci.NUM_QUARTERS  # as `ci.current_quarter` of that commit
+        # Same formula as `ci.current_quarter`, for that commit.
+        quarter = int(self.checkout.commit[:8], 16) % ci.NUM_QUARTERS
         selected, _ = ci.select(self.cases, ci.affected_by([defect.file], layers), quarter)
         for number, paths in enumerate(test_paths(self.checkout.root, defect.package)):
             if not paths:
@@ -259,14 +260,14 @@ def measure(plan: Plan, defect: Defect, unreliable: set[str]) -> dict[str, Any]:
 
 
 def is_caught(checkout: Checkout, defect: Defect, test: str) -> bool:
-    """Whether a test that runs alone fails with the defect, and passes without it."""
+    """Return whether a test, run alone, fails with the defect and passes without it."""
     with checkout.with_defect(defect):
         is_failing = checkout.failing(["-n", "0", test], CONFIRM_SECONDS) != []
     return is_failing and checkout.failing(["-n", "0", test], CONFIRM_SECONDS) == []
 
 
 def table(defects: Sequence[Defect], results: dict[str, Any]) -> str:
-    """Markdown table of all results."""
+    """Return a Markdown table of all results."""
     lines = ["| defect | package | kind | what a user would notice | result | seconds |", "|---|---|---|---|---|---|"]
     for defect in defects:
         found = results.get(defect.name)
@@ -301,7 +302,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     with checked_out(options.commit) as checkout:
         checkout.check_imports()
-        for defect in defects:  # a wrong record ends the script now, not after hours
+        for defect in defects:  # a wrong record ends the script now, and not after hours
             defect.planted((checkout.root / defect.file).read_text(encoding="utf-8"))
         plan = Plan(checkout, options, checkout.root.parent)
         run = {"commit": checkout.commit, "suite": options.suite, "markers": plan.markers, "tests": options.tests}

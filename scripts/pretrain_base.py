@@ -1,13 +1,14 @@
-"""Pretrain the base model that ships inside Lowtide, on the Python standard library's source.
+"""Pretrain the base model that ships inside Lowtide on the source of Python's standard library.
 
     python scripts/pretrain_base.py --out src/lowtide/models/base
 
-Trains a byte-level BPE tokenizer and a Llama decoder of just under 2 million parameters with Lowtide's own `Trainer`
-(every leaf trains), measures the held-out loss of what was saved, and writes a Hugging Face directory with a
-`training.json` that says how it was made. The corpus is every module of the running Python's standard library, less
-tests, IDLE, generated tables and `pydoc_data` (which `lowtide finetune` tunes on, so the base must not have seen it).
+The script trains a byte-level BPE tokenizer and a Llama decoder of just under 2 million parameters, with Lowtide's own
+`Trainer`; every leaf trains. It writes a Hugging Face directory, with a `training.json` that describes the run, and
+measures the held-out loss of the saved model. The corpus is every module of the running Python's standard library,
+except tests, IDLE, generated tables and `pydoc_data`. `lowtide finetune` tunes on `pydoc_data`, so the base must not
+have seen it.
 
-A run is resumable: started again with the same `--work` folder it continues from its newest checkpoint.
+A run that is started again with the same `--work` folder continues from its newest checkpoint.
 """
 
 from __future__ import annotations
@@ -39,14 +40,14 @@ console = Console()
 
 
 def corpus() -> list[str]:
-    """The source files of the standard library, one document each."""
+    """Return the source files of the standard library, one document each."""
     root = Path(sysconfig.get_paths()["stdlib"])
     files = [f for f in sorted(root.rglob("*.py")) if not EXCLUDED & set(f.relative_to(root).parts)]
     return [text for f in files if (text := f.read_text(encoding="utf-8", errors="replace")).strip()]
 
 
 def train_tokenizer(documents: list[str], path: Path) -> Tokenizer:
-    """Byte-level BPE with the end-of-document token as id 0."""
+    """Train a byte-level BPE tokenizer whose id 0 is the end-of-document token."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -79,7 +80,7 @@ def model_config() -> LlamaConfig:
 
 
 def optimizer(num_steps: int) -> optax.GradientTransformation:
-    """AdamW with linear warm-up, cosine decay to a twentieth, and weight decay on matrices only."""
+    """Return AdamW with linear warm-up, cosine decay to a twentieth, and weight decay on the layers' matrices only."""
     schedule = optax.warmup_cosine_decay_schedule(
         0.0, PEAK_LEARNING_RATE, WARMUP_STEPS, num_steps, end_value=PEAK_LEARNING_RATE / 20
     )
@@ -88,7 +89,7 @@ def optimizer(num_steps: int) -> optax.GradientTransformation:
 
 
 def num_targets(batch: dict[str, jax.Array]) -> jax.Array:
-    """What a batch weighs in the held-out loss: the last one is not full."""
+    """Return the weight of a batch in the held-out loss; the last batch is not full."""
     return jnp.sum(batch["labels"] != -100)
 
 

@@ -1,4 +1,4 @@
-"""The `lowtide` command: parses, calls the public interface, prints."""
+"""The `lowtide` command line: each command parses arguments, calls the public API and prints the result."""
 
 from ._main import main as main
 

@@ -1,4 +1,4 @@
-"""What commands on a model's directory have in common: their flags, the model, and one adapter after another."""
+"""Shared code of the commands that use a model: flags, loading the model, and iterating over its adapters."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_template_argument(parser: argparse.ArgumentParser) -> None:
-    """Add the flag of a chat template: who tuned with one of their own needs it again."""
+    """Add the flags of the chat template. A model tuned with a custom template needs the same template again."""
     parser.add_argument(
         "--chat-template", metavar="FILE", help="chat template to take instead of the model's (default: the model's)"
     )
@@ -63,7 +63,7 @@ def chat_template(args: argparse.Namespace) -> Any:
     """Return the `ChatTemplate` that the arguments name, or None.
 
     Raises:
-        ConfigError: for a ``--template-arg`` that is no pair.
+        ConfigError: when a ``--template-arg`` is not of the form ``KEY=VALUE``.
     """
     from ..finetune.data import load_chat_template
     from ..models import base_path
@@ -84,9 +84,9 @@ def chat_template(args: argparse.Namespace) -> Any:
 
 
 def check_named(args: argparse.Namespace) -> None:
-    """Find the model by its name, and refuse empty paths and adapters that are named twice.
+    """Resolve the model's name to a path; reject empty paths and adapters that are named twice.
 
-    Scripts give empty paths where a variable is unset.
+    An unset variable in a shell script produces an empty path.
 
     Raises:
         ConfigError: naming the flag.
@@ -106,7 +106,7 @@ def check_named(args: argparse.Namespace) -> None:
 
 
 def open_named(args: argparse.Namespace, console: Console) -> tuple[Any, Any]:
-    """Read the model and the tokenizer that the arguments name."""
+    """Load the model and the tokenizer that the arguments name."""
     with console.status("reading the model"):
         from ..finetune import open_base
 
@@ -117,7 +117,7 @@ def open_named(args: argparse.Namespace, console: Console) -> tuple[Any, Any]:
 
 
 def with_each(base: Any, adapters: Sequence[str]) -> Iterator[tuple[str | None, Any]]:
-    """Hand out the base with each adapter, and the base alone where there are none; one adapter at a time."""
+    """Yield the base with each adapter in turn, or the base alone without adapters. One adapter is loaded at a time."""
     from ..adapters import lora
 
     for name in adapters:
@@ -127,7 +127,7 @@ def with_each(base: Any, adapters: Sequence[str]) -> Iterator[tuple[str | None, 
 
 
 def check_adapters(base: Any, adapters: Sequence[str]) -> None:
-    """Read all adapters once when there are several: the last should not fail after hours of the first."""
+    """Load every adapter once if there are several, so that a broken one fails now and not after hours of work."""
     for _ in with_each(base, adapters) if len(adapters) > 1 else ():
         pass
 

@@ -1,4 +1,4 @@
-"""Messages to tokens, by the chat template of a model's directory."""
+"""Rendering of messages with the model's chat template, and their tokenisation."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ def messages_to_ids(
     conversations: Mapping[str, Sequence[Mapping[str, Any]]],
     tools: Mapping[str, Any] | None = None,
 ) -> list[list[int]]:
-    """Render conversations, each with the beginning of an answer, and tokenise them.
+    """Render conversations up to the start of the next answer, and tokenise them.
 
     Args:
         args: the arguments that name the model and its template.
-        tokenizer: the model's.
-        conversations: messages, by what a conversation is called in errors.
-        tools: of conversations that have some, by the same names.
+        tokenizer: the tokenizer of the model.
+        conversations: messages by label; error messages quote the label.
+        tools: tools by the same labels, for the conversations that have some.
 
     Raises:
         ModelFileError: when the model has no chat template, or one that cannot be used.
-        DataError: when the template refuses a conversation.
+        DataError: when the template rejects a conversation.
     """
     from ..finetune.data import chat_prompts
 
@@ -39,4 +39,5 @@ def messages_to_ids(
             "the file; or name a template: --chat-template FILE",
         )
     texts = chat_prompts(template, conversations, tools)
+    # The template writes the special tokens, so the tokenizer must not add them again.
     return [tokenizer.encode(text, add_special_tokens=False).ids for text in texts]

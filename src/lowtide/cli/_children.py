@@ -1,4 +1,4 @@
-"""Commands in processes of their own: a process that compiled for a TPU keeps much of the compiler's memory."""
+"""Commands in subprocesses. A process that has compiled for a TPU keeps much of the compiler's memory."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Row = TypeVar("Row")
 
 
 class ChildError(Exception):
-    """A command that failed; `text` is what it printed about it, `status` its exit status."""
+    """A failed command: `text` is the error that it printed, `status` its exit status."""
 
     def __init__(self, text: str, status: int) -> None:
         super().__init__(text)
@@ -28,21 +28,22 @@ class ChildError(Exception):
 
     @property
     def line(self) -> str:
-        """The error in one line."""
+        """The error as one line."""
         lines = [line.strip() for line in self.text.splitlines() if line.strip()]
         coded = [line for line in lines if line.startswith("[LT")]
         return (coded or lines[-1:] or [f"exit status {self.status}"])[0]
 
 
 def run_child(arguments: Sequence[str]) -> None:
-    """Run ``lowtide`` with these arguments in a process of its own; its output is kept.
+    """Run ``lowtide`` with these arguments in a subprocess and capture its output.
 
     Args:
-        arguments: what stands behind ``lowtide``.
+        arguments: the arguments after ``lowtide``.
 
     Raises:
-        ChildError: when it fails.
+        ChildError: when the command fails.
     """
+    # PYTHONIOENCODING makes the child write UTF-8 in every locale, because this process decodes UTF-8.
     done = subprocess.run(
         [sys.executable, "-m", "lowtide", *arguments],
         capture_output=True,
@@ -56,17 +57,18 @@ def run_child(arguments: Sequence[str]) -> None:
     if done.returncode < 0:
         text = f"the compiling process was killed by signal {-done.returncode}: its own memory may not have sufficed"
         raise ChildError(text, done.returncode)
-    # The user's code may print lines that begin with "error", too.
+    # The user's code may also print lines that begin with "error". After that word, Lowtide's
+    # own errors have a code or name the user's file.
     found = re.search(r"^error ((?:\[LT|in the code of ).*)", done.stderr, flags=re.MULTILINE | re.DOTALL)
     raise ChildError(found[1].rstrip() if found else done.stderr.rstrip()[-2000:], done.returncode)
 
 
 def job_arguments(args: argparse.Namespace, settings: Mapping[str, Any], folder: str) -> list[str]:
-    """Return the arguments that name the same job in another process.
+    """Return the arguments with which another process runs the same job.
 
     Args:
-        args: the arguments of this one.
-        settings: of a model's folder, as `job_settings` returns them.
+        args: the arguments of this process.
+        settings: the settings of a model's folder, as `job_settings` returns them.
         folder: where to write the settings.
     """
     sets = [part for pair in args.set for part in ("--set", pair)]
@@ -80,16 +82,16 @@ def job_arguments(args: argparse.Namespace, settings: Mapping[str, Any], folder:
 def one_by_one(
     names: Sequence[str], doing: str, measure: Callable[[str], Row], failed: Callable[[str, str], Row]
 ) -> tuple[list[Row], bool]:
-    """Measure targets one after the other, and print what went wrong.
+    """Measure targets one after the other, and print the errors.
 
     Args:
         names: the targets.
-        doing: what is done, as the beginning of a sentence that ends with a target's name.
-        measure: gives a target's row, by `run_child`.
-        failed: gives the row of one that failed, of its name and the error in one line.
+        doing: the action, as the beginning of a sentence that ends with a target's name.
+        measure: returns the row of a target; runs `run_child`.
+        failed: returns the row of a failed target, from its name and the error as one line.
 
     Returns:
-        The rows, and whether each of them failed for a mistake in the arguments.
+        The rows, and whether every target failed because of a mistake in the arguments.
     """
     rows: list[Row] = []
     failures: list[ChildError] = []
@@ -100,6 +102,7 @@ def one_by_one(
             except ChildError as error:
                 failures.append(error)
                 rows.append(failed(name, error.line))
+    # Targets often fail with the same error; print each distinct error once.
     for text in dict.fromkeys(failure.text for failure in failures):
         print_error(text)
     return rows, len(failures) == len(rows) and all(failure.status == 2 for failure in failures)

@@ -1,9 +1,11 @@
-"""The fields of `FinetuneConfig` as flags: its types, defaults and docstrings are the only table of settings.
+"""Command-line flags for the fields of `FinetuneConfig`.
 
-Libraries that make flags of dataclasses were weighed (tyro, simple-parsing, pydantic-settings). They parse into a
-finished object, defaults filled in; here what was given has to be told from what was not, because flags go over a TOML
-file, and both over the configuration of the run to resume. They also bring checks and errors of their own beside those
-of the configuration, which has to have its own for TOML.
+The types, defaults and docstrings of these fields are the only table of settings.
+
+Rejected alternatives: tyro, simple-parsing and pydantic-settings also derive flags from a dataclass. They return a
+finished object with the defaults filled in. Here flags override a TOML file, and both override the configuration of a
+resumed run, so the code must know which settings were given. Those libraries also add their own checks and errors to
+those of the configuration, which needs its own for TOML files.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ _METAVARS = {int: "N", float: "X", str: "NAME"}
 
 
 class _Once(argparse.Action):
-    """Refuse a second value of a flag. argparse would replace the first value without an error."""
+    """Reject a second value of a flag. argparse would replace the first value without an error."""
 
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
         if getattr(namespace, self.dest) is not None:
@@ -37,11 +39,11 @@ class _Once(argparse.Action):
 def register(
     parser: argparse.ArgumentParser, text: str = "Each is a key of the TOML file, too.", without: Sequence[str] = ()
 ) -> None:
-    """Add a flag for each field. A flag that is not given is None.
+    """Add a flag for each field. A flag that is not given has the value None.
 
     Args:
-        parser: where to add them.
-        text: what the help says of all of them.
+        parser: where to add the flags.
+        text: the description of the group in the help.
         without: fields that get no flag.
     """
     group = parser.add_argument_group("settings", text)
@@ -50,6 +52,7 @@ def register(
         if field.name in without:
             continue
         default = "" if field.default is None or field.default is False else f" (default: {field.default})"
+        # argparse expands % in help texts, so a literal % is doubled.
         text = (helps.get(field.name, "") + default).strip().replace("%", "%%")
         options: dict[str, Any] = {"dest": field.name, "default": None, "help": text}
         kind = _kind(kinds[field.name])
@@ -60,13 +63,13 @@ def register(
             options |= {"type": kind} if kind is not tuple else {"type": _words, "action": "extend"}
         if field.name in ("data", "eval_data"):
             options["action"] = _Once
-        if field.name in _GLOBS:  # a glob may have commas, in braces: each is a flag of its own
+        if field.name in _GLOBS:  # a glob may contain commas in braces, so each glob needs its own flag
             options |= {"type": str, "action": "append"}
         group.add_argument(flag_of(field.name), **options)
 
 
 def given(args: argparse.Namespace) -> dict[str, Any]:
-    """Return the settings among the parsed flags that were given, as the TOML file would say them."""
+    """Return the settings that were given as flags, with the values that a TOML file would contain."""
     values = {field.name: getattr(args, field.name, None) for field in dataclasses.fields(FinetuneConfig)}
     values = {name: value for name, value in values.items() if value is not None}
     for name in _GLOBS:
@@ -79,13 +82,13 @@ def given(args: argparse.Namespace) -> dict[str, Any]:
 
 def _words(text: str) -> tuple[str, ...]:
     words = tuple(word.strip() for word in text.split(",") if word.strip())
-    if not words:  # an unset variable of a shell script would turn the default of --full off
+    if not words:  # an empty value comes from an unset shell variable, and would turn the default of --full off
         raise argparse.ArgumentTypeError("no word; `none` stands for none of them")
     return () if words == ("none",) else words
 
 
 def _kind(hint: Any) -> type:
-    """Return the type of a field's values but None, the first of several."""
+    """Return the type of a field's values other than None; the first if there are several."""
     kinds = typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
     first = next(kind for kind in kinds if kind is not type(None))
     origin = typing.get_origin(first) or first
@@ -94,11 +97,12 @@ def _kind(hint: Any) -> type:
 
 @functools.cache
 def _docstrings() -> dict[str, str]:
-    """Read what stands below each field; nothing where Python has no source of the class."""
+    """Read the docstring below each field; return nothing if the source of the class is not available."""
     try:
         (tree,) = ast.parse(inspect.getsource(FinetuneConfig)).body
     except (OSError, TypeError):
         return {}
+    # Python drops the strings below fields; the source has each as the statement after its field.
     body = typing.cast("ast.ClassDef", tree).body
     return {
         field.target.id: " ".join(text.value.value.replace("`", "").split())

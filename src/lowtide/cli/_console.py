@@ -1,4 +1,4 @@
-"""Where commands print: errors, and tables that want more room than a pipe says it has."""
+"""Consoles for the output of commands: one for errors, and a wide one for tables in files and pipes."""
 
 from __future__ import annotations
 
@@ -7,16 +7,17 @@ from rich.text import Text
 
 
 def errors() -> Console:
-    """Return the console of what goes wrong."""
+    """Return the console for error messages, on standard error."""
     return Console(stderr=True, highlight=False, soft_wrap=True)
 
 
 def print_error(text: str) -> None:
-    """Print what went wrong."""
+    """Print an error message."""
     errors().print(Text("error ", style="bold red") + Text(text))
 
 
 def wide_console(width: int) -> Console:
-    """Return the console of results, which are this wide in a file or a pipe."""
+    """Return the console for results; output to a file or a pipe is `width` characters wide."""
+    # rich assumes 80 columns for output that is not a terminal, which is too narrow for these tables.
     console = Console(highlight=False)
     return console if console.is_terminal else Console(highlight=False, width=width)

@@ -1,4 +1,4 @@
-"""What `lowtide finetune` prints of records before it trains: what became of them, and what the model will see."""
+"""Output of `lowtide finetune` about its records before training: counts, and the examples that the model sees."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ _MOST_CHARACTERS = 1200
 
 
 def described(report: Any, config: Any) -> dict[str, str]:
-    """Write the lines of the plan about records; none for plain text.
+    """Return the lines of the plan about records; none for plain text.
 
     Args:
         report: a `lowtide.finetune.data.DataReport`, or None.
-        config: of the run.
+        config: the configuration of the run.
     """
     if report is None:
         return {}
@@ -42,17 +42,17 @@ def described(report: Any, config: Any) -> dict[str, str]:
 
 
 def ends(tokens: Any, tokenizer: Any) -> str:
-    """Name the tokens at which `lowtide generate`, and a model that is written, end an answer.
+    """Return a description of the tokens that end an answer in `lowtide generate` and in the written model.
 
     Args:
         tokens: a `lowtide.finetune.EndTokens`.
-        tokenizer: the model's.
+        tokenizer: the tokenizer of the model.
     """
     return "at " + (" or ".join(f"{tokenizer.id_to_token(id)} ({id})" for id in tokens.answer) or "no token")
 
 
 def endless(report: Any, tokens: Any) -> str | None:
-    """Say why a model that is tuned on these records does not learn to stop; None if it does.
+    """Explain why a model tuned on these records does not learn to stop; return None if it does.
 
     Args:
         report: a `lowtide.finetune.data.DataReport`, or None for plain text.
@@ -72,7 +72,7 @@ def endless(report: Any, tokens: Any) -> str | None:
 
 
 def unlike(report: Any, seq_len: int) -> Iterator[str]:
-    """Say what of records is not evaluated as it is.
+    """Yield notes about records that evaluation leaves out or splits.
 
     Args:
         report: a `lowtide.finetune.data.DataReport`.
@@ -89,10 +89,10 @@ def unlike(report: Any, seq_len: int) -> Iterator[str]:
 
 
 def print_examples(console: Console, report: Any) -> None:
-    """Print the first records as the model sees them, with what is learned apart from what is only read.
+    """Print the first records as the model sees them, with learned text marked.
 
     Args:
-        console: a terminal shows text that is only read dim; without colours, marks enclose what is learned.
+        console: a terminal shows text that is not learned dim; without colours, marks enclose the learned text.
         report: a `lowtide.finetune.data.DataReport`, or None.
     """
     if report is None:

@@ -1,4 +1,4 @@
-"""``lowtide diff``: what changed between two reports, owner by owner."""
+"""``lowtide diff``: changes between two memory reports, listed by owner."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def register(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the command; returns the exit status."""
+    """Run the command and return the exit status."""
     from .. import memory
 
     console = Console(highlight=False)

@@ -1,4 +1,4 @@
-"""The flags of a command that runs on many devices, and how its processes find each other."""
+"""Flags for runs on several devices, and the start of `jax.distributed` for runs with several processes."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Any
 from ..core import ConfigError
 
 _HEARTBEAT_SECONDS = 30
-"""How long a process may be silent before the others end; JAX's default of 100 leaves a dead run waiting."""
+"""Silence of a process, in seconds, after which the others end. With JAX's default of 100 a dead run waits longer."""
 
 
 def register(parser: argparse.ArgumentParser) -> None:
-    """Add the flags."""
+    """Add the flags to the parser."""
     group = parser.add_argument_group(
         "many devices", "Processes find each other under Slurm, Open MPI and on Cloud TPU, or by the flags."
     )
@@ -37,7 +37,7 @@ def register(parser: argparse.ArgumentParser) -> None:
 
 
 def start(args: argparse.Namespace) -> Any:
-    """Join the other processes.
+    """Connect to the other processes.
 
     Args:
         args: the parsed flags.
@@ -46,7 +46,7 @@ def start(args: argparse.Namespace) -> Any:
         The `lowtide.train.ShardingRules` of the run, or None for one device.
 
     Raises:
-        ConfigError: for flags that contradict each other, or a mesh that the devices do not make.
+        ConfigError: for flags that contradict each other, or a mesh that does not match the number of devices.
     """
     given = {"--coordinator": args.coordinator, "--num-processes": args.num_processes, "--process-id": args.process_id}
     lacking = [name for name, value in given.items() if value is None]
@@ -78,7 +78,7 @@ def start(args: argparse.Namespace) -> Any:
             raise ConfigError(
                 "the processes cannot be joined", got=error, hint="check --coordinator, --num-processes, --process-id"
             ) from error
-        # No scheduler that JAX knows: one process, with all devices of this machine; the plan says so.
+        # JAX found no scheduler: continue as one process with all devices of this machine. The printed plan shows this.
     return _rules(sizes, args.distributed)
 
 
@@ -92,7 +92,9 @@ def _rules(sizes: dict[str, Any], distributed: str) -> Any:
 
 
 def _refuse_mesh(sizes: dict[str, Any], distributed: str, count: int) -> None:
-    """Raise ConfigError when the devices do not make the mesh, in the words of the flags."""
+    """Raise ConfigError, naming the flags, when the mesh does not match the number of devices."""
+    # A number of stages fits when its product with the given axes equals the number of devices. If an axis takes the
+    # remaining devices (fsdp by default, or a size of -1), the product only has to divide it.
     others = {name: size for name, size in sizes.items() if name != "stage"}
     known = math.prod(size for size in others.values() if size != -1)
     takes_rest = "fsdp" not in others or -1 in others.values()
@@ -121,7 +123,7 @@ def _refuse_mesh(sizes: dict[str, Any], distributed: str, count: int) -> None:
 
 
 def described(sharding: Any) -> dict[str, str]:
-    """Write the line of the plan that says what the work is shared among."""
+    """Return the line of the plan that names the devices, processes and mesh axes of the run."""
     if sharding is None:
         return {}
     import jax

@@ -1,4 +1,4 @@
-"""``lowtide evaluate``: loss and perplexity of a model, and of each of its adapters, on text."""
+"""``lowtide evaluate``: loss and perplexity on text, of a model and of each of its adapters."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def register(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the command; returns the exit status."""
+    """Run the command and return the exit status."""
     check_named(args)
     check_outputs(args.json)
     if not args.data:
@@ -79,7 +79,7 @@ def run(args: argparse.Namespace) -> int:
     ):
         if is_text and value is not None and Path(args.data).exists():
             raise ConfigError(f"{flag} is for records, and {args.data} is plain text", hint=f"leave {flag} out")
-    # Text is read before the model: a wrong path should be found before a large model is there.
+    # Text is read before the model, so that a wrong path fails before a large model is loaded.
     documents = named_documents(args.data) if is_text else None
     for note in notes_on(args.data, _columns(args), is_evaluation=True):
         console.print(Text("note ", style="bold yellow") + Text(note), soft_wrap=True)
@@ -98,7 +98,8 @@ def run(args: argparse.Namespace) -> int:
             task = progress.add_task("evaluating", total=num_tokens)
 
             def show(done: int, total: int, loss: float) -> None:
-                progress.update(task, completed=done, description=f"evaluating  loss {loss:.4f}")  # noqa: B023 - called now
+                # Only this iteration calls `show`, so the late binding of `progress` and `task` is safe.
+                progress.update(task, completed=done, description=f"evaluating  loss {loss:.4f}")  # noqa: B023
 
             found = measure(model, show)
         seconds = time.monotonic() - start
@@ -119,7 +120,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _is_number(value: Any) -> bool:
-    """Whether JSON has a value: it has neither nan nor inf."""
+    """Return whether JSON can represent a value; it has no nan and no infinity."""
     return not isinstance(value, float) or math.isfinite(value)
 
 
@@ -131,7 +132,7 @@ def _measure(
     seq_len: int,
     console: Console,
 ) -> tuple[Callable[[Any, Any], Any], int, int]:
-    """Tokenise; what measures a model on it, how many tokens are predicted, and how long rows are."""
+    """Tokenise the data; return a function that evaluates a model on it, the number of targets, and the row length."""
     from ..finetune import batches_loss, text_loss, token_stream
     from ..finetune.data import evaluation_data
 
@@ -147,7 +148,7 @@ def _measure(
         count = sum(int((batch["labels"] >= 0).sum()) for batch in batches)
         return lambda model, show: batches_loss(model, batches, count, on_progress=show), count, seq_len
     stream = token_stream(documents, tokenizer, end, vocab_size=base.config.vocab_size)
-    seq_len = min(seq_len, max(len(stream) - 1, 1))  # of short data no rows that are padding for the most part
+    seq_len = min(seq_len, max(len(stream) - 1, 1))  # short data: avoid rows that are mostly padding
     sizes = {"seq_len": seq_len, "batch_size": args.batch_size}
     return lambda model, show: text_loss(model, stream, on_progress=show, **sizes), len(stream) - 1, seq_len
 
@@ -160,7 +161,7 @@ def _show(rows: list[dict[str, Any]], args: argparse.Namespace, seq_len: int) ->
     title = f"{args.data}, rows of {seq_len:,} tokens"
     table = Table(title=Text(title), title_justify="left", box=None, pad_edge=False)
     for name in ("adapter", "nats/token", "perplexity", "tokens", "tokens/s"):
-        is_name = name == "adapter"  # paths are long: they are broken, and figures are not
+        is_name = name == "adapter"  # paths are long, so they may wrap; figures may not
         table.add_column(
             name,
             justify="left" if is_name else "right",

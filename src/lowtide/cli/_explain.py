@@ -1,4 +1,4 @@
-"""``lowtide explain``: where the bytes of a user's step go, on hardware that is here or not."""
+"""``lowtide explain``: where the bytes of a user's step go, on this machine or on hardware that is absent."""
 
 from __future__ import annotations
 
@@ -31,12 +31,13 @@ def register(commands: Any) -> None:
         default=True,
         help="print what would make the step smaller, estimated (default: --remedies)",
     )
+    # Not for users: `lowtide fits` reads the compile time of its subprocess from this file.
     parser.add_argument("--seconds", metavar="FILE", help=argparse.SUPPRESS)
     parser.set_defaults(run=run)
 
 
 def add_view_arguments(parser: argparse.ArgumentParser, what: str, more: str = "") -> None:
-    """Add the flags that choose the views of a report or a difference."""
+    """Add the flags that select the output formats of a report or a difference."""
     for kind, text in (("html", "one interactive page"), ("png", "a picture"), ("json", "data for other tools")):
         parser.add_argument(
             f"--{kind}", metavar="FILE", help=f"write the {what} as {text}{more} (default: not written)"
@@ -53,13 +54,13 @@ def positive(text: str) -> int:
 
 
 def write_views(console: Console, view: Any, args: argparse.Namespace, label: str | None = None) -> None:
-    """Write the files that were asked for.
+    """Write the requested files.
 
     Args:
-        console: where to say so.
+        console: prints the path of each written file.
         view: a report or a difference.
         args: the arguments, with the flags of `add_view_arguments`.
-        label: what to put before the suffix of every file.
+        label: text to insert before the suffix of every file name.
     """
     for kind, method in _VIEWS.items():
         if file := getattr(args, kind):
@@ -69,7 +70,7 @@ def write_views(console: Console, view: Any, args: argparse.Namespace, label: st
 
 
 def labelled(file: str, label: str | None) -> Path:
-    """Put a label before a file's suffix: ``report.json`` and ``v5e:2x2`` make ``report-v5e-2x2.json``."""
+    """Insert a label before a file's suffix: ``report.json`` and ``v5e:2x2`` make ``report-v5e-2x2.json``."""
     path = Path(file)
     return (
         path if label is None else path.with_name(f"{path.stem}-{re.sub(r'[^A-Za-z0-9.]+', '-', label)}{path.suffix}")
@@ -77,7 +78,7 @@ def labelled(file: str, label: str | None) -> Path:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the command; returns the exit status."""
+    """Run the command and return the exit status."""
     from .. import memory
 
     console = Console(highlight=False)
@@ -86,7 +87,8 @@ def run(args: argparse.Namespace) -> int:
     with load(path, name, job_settings(args, name)) as maker:
         what = f"{path.name}:{name}" if name else path.name
         settings = read_settings(args.set, maker, what)
-        # All of them first: a mistake in the last name must not cost the compilation of the others.
+        # Resolve all targets first: a mistake in the last name must not waste the compilation of the others. Two names
+        # of the same target are compiled once.
         goals: dict[str, tuple[str, Any]] = {}
         for given in args.target or ["here"]:
             goal = memory.target(given)

@@ -1,6 +1,6 @@
-"""``lowtide finetune``: tune a language model, adapters or all of it, and account for every byte.
+"""``lowtide finetune``: tune a language model, with adapters or in full, and account for every byte.
 
-Settings are fields of `FinetuneConfig`, and `_config_flags` makes their flags; here are those that are no settings.
+The settings are fields of `FinetuneConfig`, and `_config_flags` derives their flags. This module adds the other flags.
 """
 
 from __future__ import annotations
@@ -64,7 +64,8 @@ def register(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the command; returns the exit status."""
+    """Run the command and return the exit status."""
+    # Unless this variable is set, tokenizers disables its threads after a fork and prints a warning.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
     if args.report_only:
         return _report_only(args)
@@ -76,10 +77,12 @@ def run(args: argparse.Namespace) -> int:
     if args.resume and args.out is None:
         raise ConfigError("--resume needs --out", hint="name the folder of the run to continue")
     for flag in ("config", "out"):
-        if getattr(args, flag) == "":  # not the default, where a variable of a script is unset
+        if getattr(args, flag) == "":  # an unset shell variable, which must not select the default
             raise ConfigError(f"--{flag} is empty", hint=f"leave --{flag} out, or look whether a variable is unset")
     values = read_config(args.config) if args.config else {}
     values |= _config_flags.given(args)
+    # Must precede `_distributed.start` and `jax.process_index`: they start JAX's backends, and libtpu reads its flags
+    # once, when it starts.
     _choose_tiles(Path(args.out) if args.resume else None, values)
     sharding = _distributed.start(args)
     is_first = jax.process_index() == 0
@@ -96,7 +99,7 @@ def run(args: argparse.Namespace) -> int:
     except LowtideError:
         with contextlib.suppress(OSError):
             if is_first:
-                out.rmdir()  # only if nothing was written
+                out.rmdir()  # fails, and is ignored, unless the folder is empty
         raise
     except KeyboardInterrupt:
         if (out / "config.toml").is_file():
@@ -106,13 +109,13 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _choose_tiles(resumed: Path | None, values: Mapping[str, Any]) -> None:
-    """Make a TPU stream what is in 8 or 4 bits on its host: libtpu asks the environment once, as JAX starts."""
+    """Set a libtpu flag for runs that may stream 8-bit or 4-bit arrays from the host, before libtpu reads its flags."""
     from ..core import choose_low_tiles
     from ..finetune import read_config
 
     saved: dict[str, Any] = {}
     if resumed is not None:
-        with contextlib.suppress(LowtideError, OSError):  # what is wrong with it is said where it is read for good
+        with contextlib.suppress(LowtideError, OSError):  # a broken file is reported later, where the run reads it
             saved = read_config(resumed / "config.toml")
     asked = {**saved, **values}
     is_narrow = asked.get("state_dtype", "float32") != "float32" and "optimizer" in str(asked.get("offload"))
@@ -136,15 +139,17 @@ def _finetune(
         table = job.memory()
         progress.remove_task(task)
     _print_plan(console, job, table)
-    before = job.sample_before() if config.full else None  # while there is an untuned model
+    # Full tuning updates the model in place, so the untuned model exists only now.
+    before = job.sample_before() if config.full else None
     early = {"before": before} if before is not None else {}
+    # Written before training, so that a run that is killed has a page, too.
     job.write_report(table, early)
     try:
         _train(console, job, table, interrupted)
     except BaseException as error:
         _write_report(job, table, early, error)
         raise
-    num_steps = job.config.num_steps  # of epochs, too, which are counted when the data is read
+    num_steps = job.config.num_steps  # derived from the number of epochs when the data is read
     if config.early_stopping_patience is not None and job.trainer.step < num_steps:
         console.print(
             f"Stopped early, at step {job.trainer.step:,} of {num_steps:,}: the held-out loss did not fall in "
@@ -161,7 +166,8 @@ def _finetune(
     with _progress(console) as progress:
         progress.add_task("writing the page", total=None, visible=config.report)
         page = job.write_report(table, samples, timeline=True)
-    if compare:  # last: nothing of it is in memory while the run trains, and the run has written its files
+    # Last, so that nothing of it occupies memory during training, and the files of the run are already written.
+    if compare:
         with _progress(console) as progress:
             progress.add_task("compiling the naive step, to compare", total=None)
             table = job.compare(table)
@@ -178,13 +184,14 @@ def _finetune(
 
 
 def _next_command(job: Any) -> str:
-    """Return the command that asks the tuned model."""
+    """Return the command that generates with the tuned model."""
     config = job.config
     if config.full:
         parts = ["--model", str(job.out / "model")]
     else:
         parts = [*(["--model", config.model] if config.model else []), "--adapter", str(job.out / "adapter")]
     named = ("quantize", "quantize_embeddings", "tokenizer", "chat_template")
+    # A fully tuned model needs no quantisation flags: only the base of an adapter is quantised.
     for name in named[2 * config.full :]:
         if (value := getattr(config, name)) is not None:
             parts += [f"--{name.replace('_', '-')}", value]
@@ -194,7 +201,7 @@ def _next_command(job: Any) -> str:
 
 
 def _budget(text: str | None) -> int | None:
-    """Read --budget."""
+    """Parse --budget."""
     size = None if text is None else parse_bytes(text)
     if size is not None and size < 1:
         raise ConfigError(
@@ -228,7 +235,7 @@ def _print_budget(console: Console, config: Any, budget: int, sharding: Any) -> 
 
 
 def _write_report(job: Any, table: Any, samples: Any, error: BaseException) -> None:
-    """Write the page of a run that ends early; what is wrong with that stands beside why it ends."""
+    """Write the page of a run that ends early; a failure to write it is added as a note to the error of the run."""
     try:
         job.write_report(table, samples)
     except LowtideError as failure:
@@ -236,7 +243,7 @@ def _write_report(job: Any, table: Any, samples: Any, error: BaseException) -> N
 
 
 def _report_only(args: argparse.Namespace) -> int:
-    """Make the page of a run from its files."""
+    """Create the page of a run from its files."""
     from ..finetune import write_report
 
     if not args.out:
@@ -248,20 +255,21 @@ def _report_only(args: argparse.Namespace) -> int:
 
 
 def _remember_interrupts() -> threading.Event:
-    """Raise KeyboardInterrupt as always, and remember it: raised in a callback of the runtime, Python drops it."""
+    """Raise KeyboardInterrupt as usual and record it, because Python drops it if it is raised in a runtime callback."""
     interrupted = threading.Event()
 
     def handle(signum: int, frame: Any) -> None:
         interrupted.set()
         raise KeyboardInterrupt
 
+    # Python accepts signal handlers only in the main thread.
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGINT, handle)
     return interrupted
 
 
 def _program() -> str:
-    """Return how to call the command again, for a hint."""
+    """Return the program name for a command in a hint."""
     if Path(sys.argv[0]).name != "lowtide":
         return "python -m lowtide"
     return "lowtide" if shutil.which("lowtide") == sys.argv[0] else sys.argv[0]
@@ -277,7 +285,8 @@ def _train(console: Console, job: Any, table: Any, interrupted: threading.Event)
         task = progress.add_task("training", total=job.config.num_steps, completed=job.resumed_at or 0)
 
         def show(record: dict[str, Any]) -> None:
-            if interrupted.is_set() and sys.exception() is None:  # else it was not dropped: the run is being ended
+            # Otherwise the interrupt was not dropped, and the run is already ending.
+            if interrupted.is_set() and sys.exception() is None:
                 raise KeyboardInterrupt
             if "eval_loss" in record:
                 console.print(f"  step {record['step']:>5}  held-out loss {record['eval_loss']:.4f}")
@@ -343,13 +352,13 @@ _ATTENTION = {
 
 
 def _attention(base: Any, config: Any) -> str:
-    """Say who computes attention."""
+    """Return the name of the attention implementation that the run uses."""
     import jax.numpy as jnp
 
     from ..ops import Sight, attention_implementation
 
     kind, ids = base.config, jnp.zeros((1, 1), jnp.int32)
-    windows = jnp.int32(1) if isinstance(kind.windows, tuple) else kind.windows  # traced, where layers differ
+    windows = jnp.int32(1) if isinstance(kind.windows, tuple) else kind.windows  # traced, because layers differ
     told: dict[str, Any] = {"soft_cap": kind.attention_soft_cap, "has_sinks": kind.attention_sinks}
     told["sight"] = Sight(window=windows, segments=(ids, ids) if config.is_packed else None)
     chosen = attention_implementation(base.compute_dtype, kind.head_dim, num_tokens=config.seq_len, **told)
@@ -357,7 +366,7 @@ def _attention(base: Any, config: Any) -> str:
 
 
 def _pipeline(stages: Any) -> dict[str, str]:
-    """Write the line of the plan that says how long a pipeline takes, simulated."""
+    """Return the line of the plan with the simulated time of the pipeline."""
     if stages is None:
         return {}
     sizes = f"{len(stages.ranks)} stages, {stages.num_microbatches} microbatches"
@@ -366,7 +375,7 @@ def _pipeline(stages: Any) -> dict[str, str]:
 
 
 def _how(config: Any, table: Any, *, experts: bool = False) -> dict[str, str]:
-    """Say what trains, and what is on the host."""
+    """Return the lines of the plan that say what trains and what is on the host."""
     if config.full:
         trained = {
             "tuning": f"all parameters, a layer at a time inside the backward pass, {_CLIPPED[config.clip_mode]}"
@@ -387,7 +396,7 @@ def _has_adapted_experts(job: Any) -> bool:
 
 
 def _at_the_end(config: Any) -> str:
-    """Say what becomes of the learning rate in steps that it was not made for."""
+    """Describe the learning rate in the steps after the end of its schedule."""
     steps = config.schedule_steps or config.num_steps
     if steps >= config.num_steps or config.schedule in ("constant", "inverse_sqrt"):
         return ""
@@ -406,14 +415,14 @@ _WORDS = ("parameters", "optimizer", "activations")
 
 
 def _movable(trainer: Any) -> Sequence[str]:
-    """Which words of ``--offload`` there are for the devices of a run."""
+    """Return the words that ``--offload`` accepts for the devices of a run."""
     if trainer.sharding is None:
         return _WORDS
     return () if trainer.stages is None else ("activations",)
 
 
 def _shortages(config: Any, report: Any, words: Sequence[str] = _WORDS) -> list[str]:
-    """Say what to do when the device, or its host, is too small."""
+    """Return the remedies when device or host memory is too small."""
     found: list[str] = []
     if report.margin_bytes is not None and report.margin_bytes < 0:
         rest = [word for word in words if word not in (config.offload or ())]
@@ -430,7 +439,7 @@ def _shortages(config: Any, report: Any, words: Sequence[str] = _WORDS) -> list[
 
 
 def _beside(base: Any, state: Any) -> str:
-    """Say what reading and writing take of the host's memory."""
+    """Describe the host memory that loading and checkpoints need."""
     from .. import models, train
 
     model, copies = models.host_bytes(base), train.checkpoint_bytes(state)
@@ -450,7 +459,7 @@ def _print_samples(console: Console, samples: dict[str, tuple[str, str] | None])
 
 
 def _print_bytes(console: Console, config: Any, table: Any) -> None:
-    """Print the bytes of the step by role; of a run that compares beside those of the naive step."""
+    """Print the bytes of the step by role; with --compare, next to those of the naive step."""
     ours, naive = table.ours, table.naive
     naive_roles = {} if naive is None else naive.by_role
     view = Table(title="Bytes", show_footer=True)

@@ -1,4 +1,4 @@
-"""``lowtide fits``: whether a step fits, target by target."""
+"""``lowtide fits``: whether a step fits, for each target."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from ._load import add_job_arguments, check_outputs, job_settings, parse_job, wr
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Row:
-    """What was found out about one target."""
+    """Result for one target."""
 
     target: str
     device_bytes: int | None = None
@@ -35,21 +35,21 @@ class Row:
 
     @property
     def margin_bytes(self) -> int | None:
-        """Usable bytes that are left; negative when it does not fit."""
+        """Usable bytes that remain; negative when the step does not fit."""
         if self.device_bytes is None or self.usable_bytes is None:
             return None
         return self.usable_bytes - self.device_bytes
 
     @property
     def host_fits(self) -> bool | None:
-        """Whether the host's share fits; None when its memory is unknown."""
+        """Whether the bytes on the host fit; None when the host's memory is unknown."""
         if self.host_bytes is None or self.host_usable_bytes is None:
             return None
         return self.host_bytes <= self.host_usable_bytes
 
     @property
     def fits(self) -> bool | None:
-        """Whether it fits device and host; None when that is unknown."""
+        """Whether the step fits device and host; None when that is unknown."""
         if self.host_fits is False:
             return False
         return None if self.margin_bytes is None else self.margin_bytes >= 0
@@ -83,7 +83,7 @@ def register(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the command; returns the exit status."""
+    """Run the command and return the exit status."""
     console = Console(highlight=False)
     settings = job_settings(args, parse_job(args.job)[1])
     check_outputs(args.json)
@@ -173,5 +173,5 @@ def _size(num_bytes: int | None) -> str:
 
 
 def _margin(num_bytes: int | None) -> str:
-    """Say what is left, or how much too much it is: sizes that can be given back, without a sign."""
+    """Format the remaining bytes, or the excess. Sizes carry no sign, so that they can be passed back to --budget."""
     return f"{format_bytes(-num_bytes)} over" if num_bytes is not None and num_bytes < 0 else _size(num_bytes)

@@ -1,4 +1,4 @@
-"""``lowtide inspect``: what a folder or a file holds, and what of it cannot be handled."""
+"""``lowtide inspect``: the contents of a folder or a file, and what Lowtide cannot handle in it."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def register(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the command; returns the exit status."""
+    """Run the command and return the exit status."""
     if not args.path:
         raise ConfigError("the path is empty", hint="name a folder or a file; . is the folder you are in")
     from ..finetune import inspect, is_data

@@ -1,4 +1,4 @@
-"""``lowtide fits --largest``: the largest value of a parameter that fits, target by target."""
+"""``lowtide fits --largest``: the largest value of a parameter that fits, for each target."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from ._load import load, parse_job, read_settings, spinner, user_code, write_tex
 def run_largest(
     console: Console, args: argparse.Namespace, settings: Mapping[str, Any], names: Sequence[str], budget: int | None
 ) -> int:
-    """Run ``fits --largest``; several targets get a process each.
+    """Run ``fits --largest``; if there are several targets, each runs in a separate process.
 
     Args:
         console: where to print.
         args: the arguments of the command.
-        settings: of a model's folder, as `job_settings` returns them.
+        settings: the settings of a model's folder, as `job_settings` returns them.
         names: the targets.
-        budget: the limit in bytes, or None for each target's own.
+        budget: the limit in bytes, or None for each target's own limit.
 
     Returns:
         The exit status.
@@ -75,6 +75,7 @@ def _extrapolate(
         keywords = read_settings(args.set, maker, what, variable=args.largest)
         goal = memory.target(name)
 
+        # `extrapolate` calls `make` within the `with` block below, which binds `clock`.
         def make(size: int) -> Any:
             clock.say(f"compiling {what} with {args.largest}={size} for {goal.name}")
             return memory.Job.make(maker, target=goal, what=what, **keywords, **{args.largest: size})

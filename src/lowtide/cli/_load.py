@@ -1,7 +1,7 @@
-"""The user's file on the command line: ``FILE.py:NAME`` and ``--set KEY=VALUE``.
+"""The user's function on the command line: ``FILE.py:NAME`` and ``--set KEY=VALUE``.
 
-A file is imported as a module, so that what stands below ``if __name__ == "__main__"`` does not run; its folder and the
-current directory are importable while it is in use. Whatever its code raises is shown with the user's own frames alone.
+A file is imported as a module, so code below ``if __name__ == "__main__"`` does not run. Its folder and the current
+directory are importable while it is in use. An exception from its code is shown with the user's own frames only.
 """
 
 from __future__ import annotations
@@ -31,15 +31,16 @@ from ..finetune import read_config
 from . import _config_flags
 from ._model_path import model_path
 
+# JAX attaches these exceptions as causes to carry its own tracebacks. They say nothing more about the user's code.
 _JAX_CAUSES = ("JaxStackTraceBeforeTransformation", "SimplifiedTraceback", "UnfilteredStackTrace")
 
 
 class UserCodeError(Exception):
-    """What the user's own code raised; its text is the traceback, trimmed to the user's frames."""
+    """An exception from the user's code; its text is the traceback, trimmed to the user's frames."""
 
 
 def add_job_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add what every command on a user's function takes."""
+    """Add the arguments of every command that takes a user's function."""
     parser.usage = "%(prog)s [options] FILE.py:NAME|DIR"
     parser.add_argument(
         "job",
@@ -73,7 +74,7 @@ def job_settings(args: argparse.Namespace, name: str) -> dict[str, Any]:
         name: the function's name; empty for a model's folder.
 
     Raises:
-        ConfigError: for settings of a function of the user's, or a file that is not TOML.
+        ConfigError: when settings are given for a user's function, or the file is not TOML.
     """
     settings = (read_config(args.config) if args.config else {}) | _config_flags.given(args)
     if settings and name:
@@ -88,17 +89,18 @@ def job_settings(args: argparse.Namespace, name: str) -> dict[str, Any]:
 
 
 def parse_job(text: str) -> tuple[Path, str]:
-    """File and name of ``FILE.py:NAME``, or a model's folder and an empty name.
+    """Return the file and name of ``FILE.py:NAME``, or a model's folder and an empty name.
 
     Raises:
-        ConfigError: when a part is missing, or there is no such file.
-        ModelFileError: for a GGUF file that is missing or a link out of its folder, and for a folder with several.
+        ConfigError: when a part is missing, or the file does not exist.
+        ModelFileError: when a GGUF file is missing or links out of its folder, and for a folder with several.
     """
     text = text if ".py:" in text else model_path(text)
     if (Path(text) / "config.json").is_file():
         return Path(text).resolve(), ""
     if gguf_file(text) is not None:
-        return Path(text).absolute(), ""  # in a cache of Hugging Face, what a link leads to has another name
+        # Not resolved: in the Hugging Face cache the target of a link has another name.
+        return Path(text).absolute(), ""
     file, separator, name = text.rpartition(":")
     if not separator or not file or not name.isidentifier():
         raise ConfigError(
@@ -121,16 +123,16 @@ def parse_job(text: str) -> tuple[Path, str]:
 
 @contextlib.contextmanager
 def load(path: Path, name: str, settings: Mapping[str, Any] = MappingProxyType({})) -> Generator[Callable[..., Any]]:
-    """Load the function of that name from a file, importable with everything beside it as long as the block lasts.
+    """Load a function from a file. The file's folder and the current directory are importable within the block.
 
     Args:
         path: the file, or a model's folder.
-        name: what is defined in it; of a folder the step that tunes the model.
-        settings: of that step, as `job_settings` returns them.
+        name: the function's name; ignored for a folder, which gives the step that tunes the model.
+        settings: the settings of that step, as `job_settings` returns them.
 
     Raises:
-        ConfigError: when the file has no such name, or it is not a function.
-        UserCodeError: what the file raises while it is imported.
+        ConfigError: when the file does not define the name, or the name is not a function.
+        UserCodeError: when the file raises an exception while it is imported.
     """
     if path.is_dir() or gguf_file(path) is not None:
         from ..finetune import step_job
@@ -138,9 +140,11 @@ def load(path: Path, name: str, settings: Mapping[str, Any] = MappingProxyType({
         yield functools.partial(step_job, path, **settings)
         return
     before = list(sys.path), list(sys.argv)
+    # The file may have the name of a module that is already imported; that module must stay reachable.
     module_name = path.stem if path.stem not in sys.modules else f"_{path.stem}_of_the_command_line"
     try:
         sys.path[:0] = [folder for folder in (str(path.parent), str(Path.cwd())) if folder not in sys.path]
+        # Code at module level may parse arguments; it must not see those of this command.
         sys.argv[:] = [str(path)]
         module = _import(path, module_name)
         if not hasattr(module, name):
@@ -185,7 +189,7 @@ def _import(path: Path, module_name: str) -> Any:
 
 @contextlib.contextmanager
 def user_code(path: Path) -> Generator[None]:
-    """Turn what the user's code raises into `UserCodeError`; errors of Lowtide pass.
+    """Convert exceptions of the user's code to `UserCodeError`; errors of Lowtide pass unchanged.
 
     Args:
         path: the user's file.
@@ -200,11 +204,13 @@ def user_code(path: Path) -> Generator[None]:
 
 def _trimmed(error: BaseException, path: Path) -> list[str]:
     lines: list[str] = []
+    # The rule of Python's own tracebacks: the explicit cause, or else the context unless it is suppressed.
     cause = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
     if cause is not None and type(cause).__name__ not in _JAX_CAUSES:
         lines = [*_trimmed(cause, path), "", "and then:", ""]
     summary = traceback.TracebackException.from_exception(error, compact=True)
     notes: list[str] = getattr(summary, "__notes__", None) or []
+    # JAX adds this note to the exceptions whose traceback it filters.
     summary.__notes__ = [note for note in notes if "JAX has removed its internal frames" not in note]
     frames = [frame for frame in summary.stack if _is_users(frame.filename, path)]
     if frames:
@@ -220,22 +226,23 @@ def _is_users(filename: str, path: Path) -> bool:
         return True
     folders = [sysconfig.get_path(key) for key in ("stdlib", "platstdlib", "purelib", "platlib")]
     libraries = [Path(folder) for folder in folders if folder] + [Path(__file__).parents[1]]
+    # Names such as `<string>` and `<frozen runpy>` belong to no file.
     return not filename.startswith("<") and not any(file.is_relative_to(folder) for folder in libraries)
 
 
 def read_settings(
     pairs: Sequence[str], maker: Callable[..., Any], name: str, *, variable: str | None = None
 ) -> dict[str, Any]:
-    """Read the keyword arguments of ``--set``, and check them against the function's parameters.
+    """Parse the keyword arguments of ``--set``, and check them against the function's parameters.
 
     Args:
         pairs: texts of the form ``KEY=VALUE``.
-        maker: the function that will get them.
-        name: what it is called.
-        variable: a parameter that gets its value later.
+        maker: the function that receives them.
+        name: the function's name in error messages.
+        variable: a parameter whose value is set later.
 
     Raises:
-        ConfigError: for text of another form, a key that is no parameter, or a parameter without a value.
+        ConfigError: for text of another form, an unknown parameter, or a parameter without a value.
     """
     values: dict[str, Any] = {}
     for pair in pairs:
@@ -278,11 +285,11 @@ def _check_settings(values: dict[str, Any], maker: Callable[..., Any], name: str
 
 
 def check_outputs(*files: str | None) -> None:
-    """Refuse files that cannot be written before minutes of compilation.
+    """Reject output files that cannot be written, before minutes of compilation.
 
     Raises:
-        ConfigError: for a file in a folder that is not there or not yours to write to, one that is a folder, or one
-            that is given twice.
+        ConfigError: for a file whose folder does not exist or is not writable, a path that is a folder, or a file that
+            is given twice.
     """
     seen = set[Path]()
     for file in filter(None, files):
@@ -296,10 +303,10 @@ def check_outputs(*files: str | None) -> None:
 
 
 def write_text(console: Console, file: str, text: str) -> None:
-    """Write a file, and say so.
+    """Write a file, and print its path.
 
     Raises:
-        OutputError: when it cannot be written.
+        OutputError: when the file cannot be written.
     """
     try:
         Path(file).write_text(text, encoding="utf-8")
@@ -310,7 +317,7 @@ def write_text(console: Console, file: str, text: str) -> None:
 
 
 class Clock:
-    """Seconds that a block took, and what it is at."""
+    """The seconds that a block took, and a function that updates the displayed text."""
 
     def __init__(self, say: Callable[[str], None]) -> None:
         self.seconds = 0.0
@@ -319,10 +326,10 @@ class Clock:
 
 @contextlib.contextmanager
 def spinner(text: str) -> Generator[Clock]:
-    """Say what is going on, with the time it takes, on a terminal; nothing elsewhere.
+    """Show a text and the elapsed time on a terminal; show nothing elsewhere.
 
     Args:
-        text: what is going on.
+        text: the current activity.
     """
     console = Console(stderr=True, highlight=False)
     columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn())

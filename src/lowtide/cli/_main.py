@@ -1,4 +1,4 @@
-"""The entry point: one subcommand a file, errors without tracebacks."""
+"""The entry point: one module per subcommand, and error messages without tracebacks."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ _OTHER_WORDS = {
     **dict.fromkeys(("eval", "test", "validate"), "evaluate"),
     **dict.fromkeys(("export", "fuse"), "merge"),
 }
-"""Commands of other tools, and those that do the same here."""
+"""Command names of other tools, and the equivalent commands here."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command.
 
     Args:
-        argv: arguments without the program's name; by default those of the process.
+        argv: arguments without the program name; by default those of the process.
 
     Returns:
         The exit status: 0; 1 when a step does not fit or the user's own code fails; 2 for a user's mistake; 130 when
@@ -45,6 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = sys.argv[1:] if argv is None else [*argv]
     if words and words[0] in _OTHER_WORDS:
         parser.error(f"there is no command {words[0]!r}\nhint: lowtide {_OTHER_WORDS[words[0]]}")
+    # Unknown flags are collected and not rejected by argparse, so that the error can contain hints.
     args, unknown = parser.parse_known_args(words)
     if unknown:
         parser.error("\n".join([f"unrecognized arguments: {' '.join(unknown)}", *_hints(args, unknown)]))
@@ -66,7 +67,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         _end_quietly()
         errors().print("interrupted", style="bold red")
         return 130
-    except BrokenPipeError:  # whoever read the output has seen enough; nothing is left to flush at the exit
+    except BrokenPipeError:
+        # The reader closed the pipe. Point stdout at the null device, or Python's flush at exit raises the same error.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except (OSError, ValueError) as error:
@@ -77,14 +79,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _path_problem(error: OSError | ValueError) -> str | None:
-    """Say what is wrong with a path that the operating system does not take; None for other errors."""
+    """Describe a path that the operating system rejects; return None for other errors."""
     if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
         return f"{shortened(error.filename)}: {error.strerror}"
     return "a path has a NUL character in it" if str(error) == "embedded null byte" else None
 
 
 def _hints(args: argparse.Namespace, unknown: Sequence[str]) -> list[str]:
-    """Say of flags of other libraries what they are called here."""
+    """Return hints for unknown flags: the spelling of a setting, or the name of another library's flag here."""
     if args.run is not _finetune.run:
         return []
     from ..finetune import FinetuneConfig, flag_of, setting_of
@@ -99,9 +101,9 @@ def _hints(args: argparse.Namespace, unknown: Sequence[str]) -> list[str]:
 
 
 def _end_quietly() -> None:
-    """After an interrupt, wait for files that are being written, until another one.
+    """Suppress messages while open files are written after an interrupt; a second interrupt exits at once.
 
-    The first may have ended threads and coroutines in the middle, whose complaints say nothing to the user.
+    The first interrupt may have ended threads and coroutines halfway, and their messages do not help the user.
     """
     sys.unraisablehook = lambda _: None
     if threading.current_thread() is threading.main_thread():
@@ -109,23 +111,23 @@ def _end_quietly() -> None:
 
 
 def _print_what_can_be_printed() -> None:
-    """Let a terminal without Unicode show question marks where it cannot draw, in place of a traceback."""
+    """Print question marks on a terminal without Unicode, instead of failing with an encoding error."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
             stream.reconfigure(errors="replace")
 
 
 def _leave_out_absent_accelerators() -> None:
-    """Let JAX use the CPU where no accelerator is.
+    """Make JAX use the CPU if the machine has no accelerator.
 
-    Plugins that are installed to compile for absent hardware would otherwise be started as if it were there, and fill
-    the terminal with complaints. A choice in JAX_PLATFORMS holds.
+    JAX would otherwise start the plugins that are installed to compile for absent hardware, and they print errors. An
+    explicit JAX_PLATFORMS is respected.
     """
     devices = ("/dev/nvidia[0-9]*", "/dev/nvidiactl", "/dev/dxg", "/dev/kfd", "/dev/accel*", "/dev/vfio/[0-9]*")
     here = any(glob.glob(pattern) for pattern in devices)
     if sys.platform != "linux" or here or os.environ.get("JAX_PLATFORMS"):
         return
-    if "jax" not in sys.modules:  # which reads it when it is imported
+    if "jax" not in sys.modules:  # JAX reads the variable when it is imported
         os.environ["JAX_PLATFORMS"] = "cpu"
         return
     import jax

@@ -1,4 +1,4 @@
-"""``lowtide merge``: adapters folded into their base, as a directory that other software loads."""
+"""``lowtide merge``: write a base with its adapters merged into the weights, as a folder that other software loads."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def register(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the command; returns the exit status."""
+    """Run the command and return the exit status."""
     console = Console(highlight=False)
     for flag, values in (
         ("model", [args.model]),

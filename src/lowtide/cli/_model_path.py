@@ -1,4 +1,4 @@
-"""Find a model by its name on Hugging Face, in the cache that `hf download` and transformers fill."""
+"""Lookup of a Hugging Face model by name in the cache that `hf download` and transformers fill."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ def model_path(name: str | None) -> str | None:
         name: a path, or a name such as ``Qwen/Qwen3-8B``.
 
     Returns:
-        The path as it is, or the newest snapshot of that name in the local cache. Nothing is downloaded.
+        The path unchanged, or the newest snapshot of that name in the local cache. Nothing is downloaded.
 
     Raises:
-        ModelFileError: when there is neither a folder nor a cached model of a name.
+        ModelFileError: when the name is neither an existing path nor a cached model.
     """
     if name is None or os.path.lexists(name) or _NAME.fullmatch(name) is None:
         return name
-    if importlib.util.find_spec("huggingface_hub") is not None:  # tokenizers brings it, but does not need it
+    if importlib.util.find_spec("huggingface_hub") is not None:  # tokenizers depends on it but does not import it
         from huggingface_hub import try_to_load_from_cache
 
         found = try_to_load_from_cache(name, "config.json")

@@ -1,4 +1,4 @@
-"""``lowtide schedule``: what a pipeline schedule costs, on paper, and how it looks."""
+"""``lowtide schedule``: simulated cost of a pipeline schedule, and its drawing."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ..core import ConfigError
 from ._console import wide_console
 
 _WIDTH = 120
-"""Of a file or a pipe that is printed to."""
+"""Width in characters of output to a file or a pipe."""
 _PICTURES = {".png": "to_png", ".svg": "to_svg", ".json": "to_trace"}
 
 
@@ -64,7 +64,7 @@ def register(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the command; returns the exit status."""
+    """Run the command and return the exit status."""
     from ..pipeline import scan_makespan, simulate
 
     ending = None if args.draw is None else Path(args.draw).suffix
@@ -107,12 +107,13 @@ def _made(args: argparse.Namespace, costs: Any) -> Any:
             if value is not None:
                 raise ConfigError(f"{flag} is said by {args.name}", hint=f"leave {flag} out")
         return Schedule.from_csv(args.name)
-    if args.name in SCHEDULES:  # else the name is what is wrong
+    if args.name in SCHEDULES:  # otherwise the name is wrong, and `schedule` reports it
         for flag, value in of_model.items():
             if value is None:
                 raise ConfigError(
                     f"{flag} is missing", hint=f"lowtide schedule {args.name} --stages 4 --microbatches 8"
                 )
+    # Without the flag, `auto` chooses for lockstep, because that is how `value_and_grad` runs a schedule.
     return schedule(
         args.name,
         num_stages=args.stages,
@@ -171,6 +172,8 @@ def _table(found: dict[str, Any], scan: float) -> Table:
             f"{100 * one.utilization:.1f} %",
             kept(one.peaks),
         )
+    # A differentiated scan has no simulation. Its bubble is its time minus the work of the busiest rank, also in a row
+    # of batches: each batch's loop ends before the next one starts.
     one = found["in lockstep"]
     bubble, share = scan - max(one.busy), sum(one.busy) / (len(one.busy) * scan)
     figures = (f"{scan:g}", f"{scan / max(one.busy):.2f}", f"{bubble:g}", f"{bubble:g}", f"{100 * share:.1f} %")

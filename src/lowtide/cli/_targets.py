@@ -1,4 +1,4 @@
-"""``lowtide targets``: what can be compiled for, with the origin of every figure."""
+"""``lowtide targets``: the hardware that Lowtide compiles for, with the source of every figure."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _COLUMNS = {
 }
 
 _WIDTH = 160
-"""Of a terminal, for all columns."""
+"""Terminal width in characters from which all columns are shown."""
 
 
 def register(commands: Any) -> None:
@@ -41,7 +41,7 @@ def register(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the command; returns the exit status."""
+    """Run the command and return the exit status."""
     from ..targets import catalogue_targets, targets
 
     found = targets() if args.here else catalogue_targets()
@@ -73,7 +73,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _marks(goal: Any, origins: dict[str, int]) -> dict[str, int]:
-    """Return the number of the origin of every figure of a target; new origins are added."""
+    """Return the number of the source of each figure of a target; new sources are added to `origins`."""
     marks: dict[str, int] = {}
     for source in goal.sources:
         field, _, origin = source.partition(": ")
