@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import lowtide as lt
-from lowtide.quant._double import around, decoded, dynamic_map, unnested
+from lowtide.quant._double import decode, dequantize_scales, dynamic_map, quantize_around_mean
 from tests.peers import Peer, normal, thin
 
 DTYPES: dict[str, Any] = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
@@ -56,12 +56,12 @@ def test_codes_and_scales_are_those_of_bitsandbytes(shape: tuple[int, int], dtyp
     ours = np.asarray(node.codes).astype(np.uint8).ravel()
     np.testing.assert_array_equal(ours[::2] << 4 | ours[1::2], want["codes"])
     np.testing.assert_array_equal(dynamic_map(), want["map"])
-    np.testing.assert_allclose(decoded(jnp.arange(256, dtype=jnp.uint8)), dynamic_map(), rtol=0, atol=1e-7)
+    np.testing.assert_allclose(decode(jnp.arange(256, dtype=jnp.uint8)), dynamic_map(), rtol=0, atol=1e-7)
     # Sums in another order.
     np.testing.assert_allclose(node.offset, want["offset"], rtol=1e-6)
     np.testing.assert_allclose(node.nested_scales, want["nested scales"], rtol=1e-6)
     scales, mean = want["scales"].reshape(node.scales.shape), want["offset"]
-    own, largest = around(jnp.asarray(scales), jnp.asarray(mean))
+    own, largest = quantize_around_mean(jnp.asarray(scales), jnp.asarray(mean))
     np.testing.assert_array_equal(largest, want["nested scales"])
     np.testing.assert_array_equal(_as_on_cpus(scales - np.float32(mean), np.asarray(largest)), want["nested codes"])
     full = own.size // 256 * 256
@@ -79,7 +79,7 @@ def test_codes_and_scales_are_those_of_bitsandbytes(shape: tuple[int, int], dtyp
         "float32",
     )
     np.testing.assert_allclose(thin(read.dense(), 31), want["dense"], rtol=0, atol=1e-6)
-    unnested_scales = unnested(read.scales, read.nested_scales, read.offset)
+    unnested_scales = dequantize_scales(read.scales, read.nested_scales, read.offset)
     np.testing.assert_allclose(unnested_scales.ravel(), want["scales"], rtol=0, atol=1e-3)
 
 

@@ -26,7 +26,7 @@ import numpy as np
 from ..core import LinearWeight, StructureError, is_array_like, is_key, leaves_with_paths
 from ..jaxprs import Kind, bodies, fold, kind_of, make_jaxpr, runner, scan_counts
 from ._products import RULES, KernelWeight, Weight, line_of, num_stacked
-from ._uses import Probe, Use, noted
+from ._uses import Probe, Use, record_use
 
 
 def adapted(fn: Callable[..., Any]) -> Callable[..., Any]:
@@ -69,66 +69,58 @@ def adapted(fn: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(fn)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
-        args, kwargs = jax.tree.map(_as_array, (args, kwargs), is_leaf=_is_node)
+        args, kwargs = jax.tree.map(_unwrap_saved_weight, (args, kwargs), is_leaf=_is_node)
         if not any(map(_is_node, jax.tree.leaves((args, kwargs), is_leaf=_is_node))):
             return fn(*args, **kwargs)
-        traced = _Traced(fn, args, kwargs)
+        traced = _TracedProgram(fn, args, kwargs)
         return traced.result(_evaluate(traced.program, traced.inputs))
 
     return wrapped
 
 
 def uses(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> list[set[Use]]:
-    """Find how a function uses weights, without computing anything.
+    """Find how a function uses weights, from arrays or shapes with a `Probe` in place of each weight in question.
 
-    Args:
-        fn: as `adapted` takes it.
-        args: its arguments: arrays or shapes, with a `Probe` in place of each weight in question.
-        kwargs: likewise.
-
-    Returns:
-        For each probe, in the order of the leaves, the set of its uses; empty where the function does not use it.
-
-    Raises:
-        StructureError: for an operation that no adapter supports, with the path and the source line.
+    Returns the set of uses of each probe, in the order of the leaves; empty where the function does not use it. An
+    operation that no adapter supports raises `StructureError` with the path and the source line.
     """
-    traced = _Traced(fn, args, kwargs)
-    packed, back = _packed(traced.inputs)
+    traced = _TracedProgram(fn, args, kwargs)
+    nodes, rewrap = _unwrap_weights(traced.inputs)
 
     def run(values: list[Any]) -> list[Any]:
-        return [value for value in _evaluate(traced.program, back(values)) if not isinstance(value, Weight)]
+        return [value for value in _evaluate(traced.program, rewrap(values)) if not isinstance(value, Weight)]
 
     # Probes record uses while `run` is traced, so abstract evaluation is enough.
-    jax.eval_shape(run, packed)
+    jax.eval_shape(run, nodes)
     return [set(value.node.uses) for value in traced.inputs if isinstance(value, Weight)]
 
 
-class _Traced:
+class _TracedProgram:
     """The program of a function, with arrays in place of the nodes among its arguments."""
 
     def __init__(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         leaves, treedef = jax.tree.flatten((args, kwargs), is_leaf=_is_node)
         names = [path.split("/", 2)[-1] for path, _ in leaves_with_paths((args, kwargs), is_leaf=_is_node)]
-        traced = [i for i, leaf in enumerate(leaves) if _is_node(leaf) or _is_traced(leaf)]
-        self.inputs = [Weight(leaves[i], names[i]) if _is_node(leaves[i]) else leaves[i] for i in traced]
+        traced_indices = [i for i, leaf in enumerate(leaves) if _is_node(leaf) or _is_traced(leaf)]
+        self.inputs = [Weight(leaves[i], names[i]) if _is_node(leaves[i]) else leaves[i] for i in traced_indices]
         """Inputs of the program: arrays, and weights."""
         # The tree of the results, and those that are not arrays, are known only after tracing.
         self._static: list[Any] = []
 
         def with_arrays(*arrays: Any) -> list[Any]:
-            given = {**dict(enumerate(leaves)), **dict(zip(traced, arrays, strict=True))}
-            args, kwargs = treedef.unflatten(given.values())
-            out, tree = jax.tree.flatten(fn(*args, **kwargs))
-            self._static[:] = [tree, [None if _is_traced(leaf) else leaf for leaf in out]]
+            values = {**dict(enumerate(leaves)), **dict(zip(traced_indices, arrays, strict=True))}
+            args, kwargs = treedef.unflatten(values.values())
+            out, out_treedef = jax.tree.flatten(fn(*args, **kwargs))
+            self._static[:] = [out_treedef, [None if _is_traced(leaf) else leaf for leaf in out]]
             return [leaf for leaf in out if _is_traced(leaf)]
 
-        self.program, _ = make_jaxpr(with_arrays)(*(_shape(leaves[i]) for i in traced))
+        self.program, _ = make_jaxpr(with_arrays)(*(_abstract_value(leaves[i]) for i in traced_indices))
         """A `ClosedJaxpr`."""
 
     def result(self, values: Sequence[Any]) -> Any:
         """Build the function's result from the program's results."""
         for value in values:
-            if isinstance(value, Weight) and value.is_turned:
+            if isinstance(value, Weight) and value.is_transposed:
                 raise StructureError(
                     f"{value.path}: the function returns this weight transposed",
                     expected="the weight as it is, or what is computed with it",
@@ -136,11 +128,11 @@ class _Traced:
                     hint="transpose it where it is multiplied, or leave it out of the targets",
                 )
         results = iter([value.node if isinstance(value, Weight) else value for value in values])
-        tree, out = self._static
-        return tree.unflatten([next(results) if leaf is None else leaf for leaf in out])
+        out_treedef, out = self._static
+        return out_treedef.unflatten([next(results) if leaf is None else leaf for leaf in out])
 
 
-def _as_array(leaf: Any) -> Any:
+def _unwrap_saved_weight(leaf: Any) -> Any:
     """Return the trained array of a `SavedWeight`, and any other leaf unchanged."""
     return leaf.folded() if hasattr(leaf, "lora_saved") else leaf
 
@@ -154,15 +146,14 @@ def _is_traced(leaf: Any) -> bool:
     return is_array_like(leaf) and not isinstance(leaf, (bool, int, float, complex, np.generic))
 
 
-def _shape(leaf: Any) -> Any:
+def _abstract_value(leaf: Any) -> Any:
     """Return the stand-in for a leaf while the function is traced: for a node its shape and dtype.
 
-    The node's first array of that shape (the weight, or its codes) determines the sharding on a mesh with explicit
-    axes. In a `jax.shard_map` it also determines the axes along which the value varies.
+    The node's first array of that shape determines the sharding on explicit axes, and the varying axes in `shard_map`.
     """
     if not _is_node(leaf):
         return leaf
-    if _is_half(leaf):
+    if _is_partitioned(leaf):
         raise StructureError(
             f"a {type(leaf).__name__} has no weight, or no factors",
             expected="both",
@@ -177,30 +168,30 @@ def _shape(leaf: Any) -> Any:
             hint="give its class these attributes",
         )
     shape = tuple(leaf.shape)
-    held = [part for part in jax.tree.leaves(leaf) if part is not leaf and is_array_like(part) and not is_key(part)]
-    like = next((part for part in held if np.shape(part) == shape), jax.ShapeDtypeStruct(shape, leaf.dtype))
+    arrays = [part for part in jax.tree.leaves(leaf) if part is not leaf and is_array_like(part) and not is_key(part)]
+    like = next((part for part in arrays if np.shape(part) == shape), jax.ShapeDtypeStruct(shape, leaf.dtype))
     # Abstract `astype` keeps the sharding of `like` and the axes along which it varies.
     return jax.eval_shape(lambda array: array.astype(leaf.dtype), like)
 
 
-def _is_half(node: Any) -> bool:
+def _is_partitioned(node: Any) -> bool:
     fields = getattr(type(node), "__dataclass_fields__", {})
     factors = [getattr(node, name) for name in fields if name.startswith("lora_")]
-    return bool(factors) and (getattr(node, "weight", node) is None or all(each is None for each in factors))
+    return bool(factors) and (getattr(node, "weight", node) is None or all(factor is None for factor in factors))
 
 
 def _evaluate(jaxpr: Any, inputs: Sequence[Any]) -> list[Any]:
     """Evaluate a jaxpr, open or closed, whose inputs are arrays and weights."""
-    return fold(jaxpr, inputs, _apply, lambda _, value: value)
+    return fold(jaxpr, inputs, _evaluate_eqn, lambda _, value: value)
 
 
-def _apply(eqn: Any, operands: list[Any]) -> Sequence[Any]:
+def _evaluate_eqn(eqn: Any, operands: list[Any]) -> Sequence[Any]:
     if not any(isinstance(value, Weight) for value in operands):
         return runner(eqn)(*operands)
     kind = kind_of(eqn)
-    probed = [i for i, value in enumerate(operands) if isinstance(value, Weight) and isinstance(value.node, Probe)]
-    if kind is None and len(probed) == 1 and (found := noted(eqn, operands, probed[0])) is not None:
-        return found
+    probes = [i for i, value in enumerate(operands) if isinstance(value, Weight) and isinstance(value.node, Probe)]
+    if kind is None and len(probes) == 1 and (outputs := record_use(eqn, operands, probes[0])) is not None:
+        return outputs
     rule = RULES.get(eqn.primitive.name) if kind is None else _NESTED.get(kind)
     results = None if rule is None else rule(eqn, operands)
     if results is None:
@@ -218,14 +209,16 @@ def _apply(eqn: Any, operands: list[Any]) -> Sequence[Any]:
     return results
 
 
-def _packed(values: Sequence[Any]) -> tuple[list[Any], Callable[[Sequence[Any]], list[Any]]]:
+def _unwrap_weights(values: Sequence[Any]) -> tuple[list[Any], Callable[[Sequence[Any]], list[Any]]]:
     """Take the nodes out of weights, for a JAX transformation; also return the function that puts them back."""
-    of = [value if isinstance(value, Weight) else None for value in values]
+    weights = [value if isinstance(value, Weight) else None for value in values]
 
-    def back(given: Sequence[Any]) -> list[Any]:
-        return [one if old is None else old._replace(node=one) for one, old in zip(given, of, strict=True)]
+    def rewrap(nodes: Sequence[Any]) -> list[Any]:
+        return [
+            node if weight is None else weight._replace(node=node) for node, weight in zip(nodes, weights, strict=True)
+        ]
 
-    return [value.node if isinstance(value, Weight) else value for value in values], back
+    return [value.node if isinstance(value, Weight) else value for value in values], rewrap
 
 
 # Rules for operations that hold programs.
@@ -236,67 +229,80 @@ def _call(eqn: Any, operands: list[Any]) -> Sequence[Any] | None:
 
 
 def _remat(eqn: Any, operands: list[Any]) -> Sequence[Any] | None:
-    values, back = _packed(operands)
+    values, rewrap = _unwrap_weights(operands)
     body = bodies(eqn)[0].jaxpr
     # Results may be weights, such as a transposed one. `jax.checkpoint` returns their nodes as pytrees. The function
-    # that makes weights of them is only known once `run` has been traced, so `run` leaves it in `moved`.
-    moved = list[Any]()
+    # that makes weights of them is only known once `run` has been traced, so `run` leaves it in `rewrappers`.
+    rewrappers = list[Any]()
 
-    def run(*given: Any) -> list[Any]:
-        results, restore = _packed(_evaluate(body, back(given)))
-        moved[:] = [restore]
+    def run(*nodes: Any) -> list[Any]:
+        results, rewrap_results = _unwrap_weights(_evaluate(body, rewrap(nodes)))
+        rewrappers[:] = [rewrap_results]
         return results
 
     options = {name: eqn.params[name] for name in ("policy", "prevent_cse") if name in eqn.params}
     results = jax.checkpoint(run, **options)(*values)
-    return moved[0](results)
+    return rewrappers[0](results)
 
 
 def _branch(eqn: Any, operands: list[Any]) -> Sequence[Any] | None:
-    index, *rest = operands
+    index, *branch_operands = operands
     if isinstance(index, Weight):
         return None
-    values, back = _packed(rest)
+    values, rewrap = _unwrap_weights(branch_operands)
     # `partial` binds each branch's jaxpr now; a plain closure would use only the last one.
-    runs = [functools.partial(lambda jaxpr, *given: _arrays(eqn, jaxpr, back(given)), one.jaxpr) for one in bodies(eqn)]
-    return jax.lax.switch(index, runs, *values)
+    branches = [
+        functools.partial(lambda jaxpr, *nodes: _evaluate_arrays(eqn, jaxpr, rewrap(nodes)), body.jaxpr)
+        for body in bodies(eqn)
+    ]
+    return jax.lax.switch(index, branches, *values)
 
 
 def _scan(eqn: Any, operands: list[Any]) -> Sequence[Any] | None:
-    consts, carry = scan_counts(eqn.params)
+    num_consts, num_carry = scan_counts(eqn.params)
     body = bodies(eqn)[0].jaxpr
-    held, first, stacked = operands[:consts], operands[consts : consts + carry], operands[consts + carry :]
-    if any(isinstance(value, Weight) for value in first):
+    constants, init, xs = (
+        operands[:num_consts],
+        operands[num_consts : num_consts + num_carry],
+        operands[num_consts + num_carry :],
+    )
+    if any(isinstance(value, Weight) for value in init):
         return None
-    if any(isinstance(value, Weight) and not num_stacked(value.node) for value in stacked):
+    if any(isinstance(value, Weight) and not num_stacked(value.node) for value in xs):
         return None  # a scan over the rows of a matrix
-    slices, back = _packed(stacked)
+    xs_nodes, rewrap = _unwrap_weights(xs)
 
     # `step` closes over weights among the constants. Weights among the scanned inputs go through `scan` as pytrees,
     # which slices their leaves.
-    def step(state: list[Any], given: list[Any]) -> tuple[list[Any], list[Any]]:
-        results = _arrays(eqn, body, [*held, *state, *back(given)])
-        return list(results[:carry]), list(results[carry:])
+    def step(state: list[Any], xs_slices: list[Any]) -> tuple[list[Any], list[Any]]:
+        results = _evaluate_arrays(eqn, body, [*constants, *state, *rewrap(xs_slices)])
+        return list(results[:num_carry]), list(results[num_carry:])
 
     options = {name: eqn.params[name] for name in ("length", "reverse", "unroll")}
-    state, out = jax.lax.scan(step, list(first), slices, **options)
+    state, out = jax.lax.scan(step, list(init), xs_nodes, **options)
     return [*state, *out]
 
 
 def _while(eqn: Any, operands: list[Any]) -> Sequence[Any] | None:
-    until, step = bodies(eqn)
-    first, second = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
-    asked, held, carry = operands[:first], operands[first : first + second], operands[first + second :]
+    cond, body = bodies(eqn)
+    num_cond_consts, num_body_consts = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
+    cond_consts, body_consts, carry = (
+        operands[:num_cond_consts],
+        operands[num_cond_consts : num_cond_consts + num_body_consts],
+        operands[num_cond_consts + num_body_consts :],
+    )
     if any(isinstance(value, Weight) for value in carry):
         return None
 
-    def go_on(state: Any) -> Any:
-        return _arrays(eqn, until.jaxpr, [*asked, *state])[0]
+    def cond_fn(state: Any) -> Any:
+        return _evaluate_arrays(eqn, cond.jaxpr, [*cond_consts, *state])[0]
 
-    return jax.lax.while_loop(go_on, lambda state: list(_arrays(eqn, step.jaxpr, [*held, *state])), list(carry))
+    return jax.lax.while_loop(
+        cond_fn, lambda state: list(_evaluate_arrays(eqn, body.jaxpr, [*body_consts, *state])), list(carry)
+    )
 
 
-def _arrays(eqn: Any, jaxpr: Any, values: Sequence[Any]) -> Sequence[Any]:
+def _evaluate_arrays(eqn: Any, jaxpr: Any, values: Sequence[Any]) -> Sequence[Any]:
     """Evaluate the body of a loop or a branch, whose results have to be arrays."""
     results = _evaluate(jaxpr, values)
     for value in results:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import jax
 
 from ..jaxprs import runner
-from ._products import checked_precision, is_row, is_rows
+from ._products import is_row_gather, is_row_slice, precision_name
 
 
 class Use(NamedTuple):
@@ -44,8 +44,8 @@ class Probe:
     weight: Any
     num_axes: int
     """Number of axes of the whole weight (static); leading axes may have been sliced off since."""
-    uses: _Uses
-    """Uses that were recorded until now (static)."""
+    uses: _UseSet
+    """Uses recorded so far (static)."""
 
     @property
     def ndim(self) -> int:
@@ -63,7 +63,7 @@ class Probe:
         return self.weight.dtype
 
 
-class _Uses(set[Use]):
+class _UseSet(set[Use]):
     """A set that is compared and hashed by identity, so that all copies of a probe share one."""
 
     __hash__ = object.__hash__  # pyright: ignore[reportAssignmentType, reportUnannotatedClassAttribute]
@@ -74,70 +74,71 @@ class _Uses(set[Use]):
 
 def probe(leaf: Any) -> Probe:
     """Make a probe for a weight, from its array or its shape."""
-    return Probe(leaf, len(leaf.shape), _Uses())
+    return Probe(leaf, len(leaf.shape), _UseSet())
 
 
-def noted(eqn: Any, operands: Sequence[Any], at: int) -> Sequence[Any] | None:
-    """Record a use of a probe and compute the operation; return None where it is not a use of a weight.
+def record_use(eqn: Any, operands: Sequence[Any], index: int) -> Sequence[Any] | None:
+    """Record a use of the probe ``operands[index]`` and compute the operation.
 
-    Args:
-        eqn: the operation.
-        operands: arrays, and the probe as a `Weight`.
-        at: index of the probe among the operands.
+    The probe comes as a `Weight`. The result is None where the operation is not a use of a weight.
     """
-    use = _USES.get(eqn.primitive.name)
-    weight = operands[at]
+    recognize = _RECOGNIZERS.get(eqn.primitive.name)
+    weight = operands[index]
     node: Probe = weight.node
-    found = None if use is None else use(eqn, node, at)
-    if found is None or (weight.is_turned and (found.num_rows, found.num_columns) != (1, 1)):
+    usage = None if recognize is None else recognize(eqn, node, index)
+    if usage is None or (weight.is_transposed and (usage.num_rows, usage.num_columns) != (1, 1)):
         return None
     if "precision" in eqn.params:
-        checked_precision(eqn, weight.path)
-    num_stacked = found.num_stacked + node.num_axes - node.ndim
-    node.uses.add(found._replace(num_stacked=num_stacked, over_rows=found.over_rows != weight.is_turned))
-    array = node.weight.mT if weight.is_turned else node.weight
-    array = array.astype(eqn.invars[at].aval.dtype)  # a cast leaves the node as it is
-    return runner(eqn)(*(array if i == at else value for i, value in enumerate(operands)))
+        precision_name(eqn, weight.path)
+    num_stacked = usage.num_stacked + node.num_axes - node.ndim
+    node.uses.add(usage._replace(num_stacked=num_stacked, over_rows=usage.over_rows != weight.is_transposed))
+    array = node.weight.mT if weight.is_transposed else node.weight
+    array = array.astype(eqn.invars[index].aval.dtype)  # a cast leaves the node as it is
+    return runner(eqn)(*(array if i == index else value for i, value in enumerate(operands)))
 
 
-def _of_product(eqn: Any, node: Probe, at: int) -> Use | None:
-    contracted, stacks = eqn.params["dimension_numbers"]
-    own, stack = sorted(contracted[at]), stacks[at]
-    if stack != tuple(range(len(stack))):
+def _product_use(eqn: Any, node: Probe, index: int) -> Use | None:
+    contracted, batch_axes = eqn.params["dimension_numbers"]
+    axes, stack_axes = sorted(contracted[index]), batch_axes[index]
+    if stack_axes != tuple(range(len(stack_axes))):
         return None
     # Contracted axes directly after the stack are m, and those at the end are n.
-    first, num_axes = len(stack), node.ndim - len(stack)
-    if num_axes > len(own) and own == list(range(first, first + len(own))):
-        return Use(first, len(own), num_axes - len(own), True, True)
-    if num_axes > len(own) and own == list(range(node.ndim - len(own), node.ndim)):
-        return Use(first, num_axes - len(own), len(own), True, False)
+    num_stack, num_axes = len(stack_axes), node.ndim - len(stack_axes)
+    if num_axes > len(axes) and axes == list(range(num_stack, num_stack + len(axes))):
+        return Use(num_stack, len(axes), num_axes - len(axes), True, True)
+    if num_axes > len(axes) and axes == list(range(node.ndim - len(axes), node.ndim)):
+        return Use(num_stack, num_axes - len(axes), len(axes), True, False)
     # The contracted axis is the second-last, and axes before it are free: a stack whose matrices all multiply the same
     # array.
-    is_matrix = len(own) == 1 and own[0] >= node.ndim - 2 > 0
-    return Use(node.ndim - 2, 1, 1, True, own[0] == node.ndim - 2) if is_matrix else None
+    is_matrix = len(axes) == 1 and axes[0] >= node.ndim - 2 > 0
+    return Use(node.ndim - 2, 1, 1, True, axes[0] == node.ndim - 2) if is_matrix else None
 
 
-def _of_convolution(eqn: Any, node: Probe, at: int) -> Use | None:
+def _convolution_use(eqn: Any, node: Probe, index: int) -> Use | None:
     channel, last = eqn.params["dimension_numbers"].rhs_spec[0], node.ndim - 1
     is_grouped = eqn.params["feature_group_count"] != 1 or eqn.params["batch_group_count"] != 1
-    if at != 1 or is_grouped or channel not in (0, last):
+    if index != 1 or is_grouped or channel not in (0, last):
         return None
     return Use(0, 1, last, False, False) if channel == 0 else Use(0, last, 1, False, True)
 
 
-def _of_rows(eqn: Any, node: Probe, at: int) -> Use | None:
-    return Use(0, 1, node.ndim - 1, False, True) if at == 0 and node.ndim > 1 and is_rows(eqn, node.shape) else None
+def _gather_use(eqn: Any, node: Probe, index: int) -> Use | None:
+    return (
+        Use(0, 1, node.ndim - 1, False, True)
+        if index == 0 and node.ndim > 1 and is_row_gather(eqn, node.shape)
+        else None
+    )
 
 
-def _of_row(eqn: Any, node: Probe, at: int) -> Use | None:
-    is_table = at == 0 and node.ndim == node.num_axes == 2 and is_row(eqn, node.shape)
+def _row_slice_use(eqn: Any, node: Probe, index: int) -> Use | None:
+    is_table = index == 0 and node.ndim == node.num_axes == 2 and is_row_slice(eqn, node.shape)
     return Use(0, 1, 1, False, True) if is_table else None
 
 
-_USES = {
-    "dot_general": _of_product,
-    "conv_general_dilated": _of_convolution,
-    "gather": _of_rows,
-    "dynamic_slice": _of_row,
+_RECOGNIZERS = {
+    "dot_general": _product_use,
+    "conv_general_dilated": _convolution_use,
+    "gather": _gather_use,
+    "dynamic_slice": _row_slice_use,
 }
 """Functions that recognise a use of a weight, by primitive name. Other operations move the weight, or are refused."""

@@ -55,8 +55,8 @@ LARGEST_BLOCK = 2**16
 """Most neighbours in a row that can share a scale; a whole row may be longer."""
 
 FORMATS = {
-    each.name: each
-    for each in (
+    form.name: form
+    for form in (
         Format(name="nf4", codes=jnp.uint4, block=64, scales=jnp.float32, table=NF4_VALUES, double=True),
         Format(name="int8", codes=jnp.int8, block=0, scales=jnp.float32, largest=127.0),
         Format(name="int4", codes=jnp.int4, block=32, scales=jnp.bfloat16, largest=7.0),
@@ -79,16 +79,16 @@ def format_named(name: str, block: int | None = None) -> Format:
         ConfigError: for an unknown name, or a block size that the format does not support.
     """
     check_choice("no format to quantise in", name, tuple(FORMATS), hint="nf4 is that of QLoRA")
-    found = FORMATS[name]
+    form = FORMATS[name]
     if block is None:
-        return found
+        return form
     is_fixed = name == "mxfp4"
     is_size = is_count(block, least=0) and block % 8 == 0 and block <= LARGEST_BLOCK
-    if not is_size or (is_fixed and block != found.block):
+    if not is_size or (is_fixed and block != form.block):
         raise ConfigError(
             f"block: {block!r} is no size of the blocks of {name}",
-            expected=f"{found.block}" if is_fixed else "a multiple of 8 up to 65,536, or 0 for whole rows",
+            expected=f"{form.block}" if is_fixed else "a multiple of 8 up to 65,536, or 0 for whole rows",
             got=repr(block),
-            hint=f"leave it out for {found.block or 'whole rows'}",
+            hint=f"leave it out for {form.block or 'whole rows'}",
         )
-    return dataclasses.replace(found, block=int(block))
+    return dataclasses.replace(form, block=int(block))

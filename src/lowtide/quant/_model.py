@@ -27,7 +27,7 @@ from ..core import (
     side_of,
     without_explicit_axes,
 )
-from ._encode import assembled, encode
+from ._encode import assemble_node, encode
 from ._formats import Format, format_named
 from ._weight import QuantizedWeight, largest_values
 
@@ -77,11 +77,11 @@ def quantize(tree: Tree, match: str | Sequence[str], format: str = "nf4", *, blo
     """
     form = format_named(format, block)
     leaves, treedef = jax.tree_util.tree_flatten_with_path(tree, is_leaf=_is_node)
-    named = leaves_with_paths(tree, is_leaf=_is_node)
-    chosen = _matched([path for path, leaf in named if hasattr(leaf, "shape")], match)
-    owners = _owners(tree)
-    found: dict[int, Any] = {}
-    for index, (path, leaf) in enumerate(named):
+    named_leaves = leaves_with_paths(tree, is_leaf=_is_node)
+    chosen = _match_paths([path for path, leaf in named_leaves if hasattr(leaf, "shape")], match)
+    kernel_adapters = _kernel_adapters(tree)
+    nodes: dict[int, Any] = {}
+    for index, (path, leaf) in enumerate(named_leaves):
         if path not in chosen:
             continue
         if isinstance(leaf, QuantizedWeight):
@@ -92,11 +92,11 @@ def quantize(tree: Tree, match: str | Sequence[str], format: str = "nf4", *, blo
                 hint="lt.dequantize first, or leave this path out",
             )
         if _is_matrix(path, leaf):
-            _check_owner(path, leaf, owners)
-            found[index] = _quantized(path, leaf, form)
-    if not found:
-        raise _no_matrix([(path, leaf) for path, leaf in named if path in chosen])
-    return treedef.unflatten([found.get(index, leaf) for index, (_, leaf) in enumerate(leaves)])
+            _check_kernel_adapter(path, leaf, kernel_adapters)
+            nodes[index] = _quantize_leaf(path, leaf, form)
+    if not nodes:
+        raise _no_matrix_error([(path, leaf) for path, leaf in named_leaves if path in chosen])
+    return treedef.unflatten([nodes.get(index, leaf) for index, (_, leaf) in enumerate(leaves)])
 
 
 def dequantize(tree: Tree) -> Tree:
@@ -126,12 +126,12 @@ def dequantize(tree: Tree) -> Tree:
             expected="at least one QuantizedWeight",
             hint="quantise with lt.quantize; a dequantised model is one of plain arrays",
         )
-    return jax.tree.map(lambda leaf: _dense(leaf) if _is_quantized(leaf) else leaf, tree, is_leaf=_is_quantized)
+    return jax.tree.map(lambda leaf: _dequantize(leaf) if _is_quantized(leaf) else leaf, tree, is_leaf=_is_quantized)
 
 
 def abstract(shape: tuple[int, ...], form: Format, dtype: Any) -> QuantizedWeight:
     """Return the node of a weight of a given shape, with `jax.ShapeDtypeStruct` leaves."""
-    return jax.eval_shape(functools.partial(_whole, form, dtype), jax.ShapeDtypeStruct(shape, jnp.dtype(dtype)))
+    return jax.eval_shape(functools.partial(_encode_array, form, dtype), jax.ShapeDtypeStruct(shape, jnp.dtype(dtype)))
 
 
 def _is_quantized(leaf: Any) -> bool:
@@ -143,14 +143,14 @@ def _is_node(leaf: Any) -> bool:
     return isinstance(leaf, QuantizedWeight) or (isinstance(leaf, LinearWeight) and not hasattr(leaf, "weight"))
 
 
-def _owners(tree: Tree) -> dict[str, Any]:
+def _kernel_adapters(tree: Tree) -> dict[str, Any]:
     """Return the adapters of kernels and of tables by path, which need their weight as an array."""
-    is_owner = lambda node: hasattr(node, "through") and hasattr(node, "weight")  # noqa: E731
-    return {path: node for path, node in leaves_with_paths(tree, is_leaf=is_owner) if is_owner(node)}
+    is_kernel_adapter = lambda node: hasattr(node, "through") and hasattr(node, "weight")  # noqa: E731
+    return {path: node for path, node in leaves_with_paths(tree, is_leaf=is_kernel_adapter) if is_kernel_adapter(node)}
 
 
-def _check_owner(path: str, leaf: Any, owners: dict[str, Any]) -> None:
-    node = owners.get(path.removesuffix("/weight") if path != "weight" else "")
+def _check_kernel_adapter(path: str, leaf: Any, kernel_adapters: dict[str, Any]) -> None:
+    node = kernel_adapters.get(path.removesuffix("/weight") if path != "weight" else "")
     if node is not None and path.endswith("weight"):
         raise StructureError(
             f"{path}: a kernel or a table whose adapter needs it as an array cannot be quantised",
@@ -160,7 +160,7 @@ def _check_owner(path: str, leaf: Any, owners: dict[str, Any]) -> None:
         )
 
 
-def _matched(paths: list[str], match: Any) -> set[str]:
+def _match_paths(paths: list[str], match: Any) -> set[str]:
     """Match whole paths, and modules that hold a weight; an exclusion by either name holds."""
     by_name: dict[str, list[str]] = {}
     for path in paths:
@@ -170,8 +170,8 @@ def _matched(paths: list[str], match: Any) -> set[str]:
     names = list(by_name)
     patterns = list(match) if isinstance(match, Iterable) and not isinstance(match, str) else [match]
     chosen = {path for name in match_names(names, patterns) for path in by_name[name]}
-    without = [one[1:] for one in patterns if isinstance(one, str) and one.startswith("!")]
-    chosen -= {path for name in (match_names(names, without) if without else ()) for path in by_name[name]}
+    exclusions = [pattern[1:] for pattern in patterns if isinstance(pattern, str) and pattern.startswith("!")]
+    chosen -= {path for name in (match_names(names, exclusions) if exclusions else ()) for path in by_name[name]}
     if not chosen:
         raise SelectionError(
             "the exclusions leave nothing selected", got=repr(patterns), hint="narrow the patterns that start with '!'"
@@ -192,19 +192,19 @@ def _is_matrix(path: str, leaf: Any) -> bool:
     return stack == 1 if is_stacked else stack in (0, 1)
 
 
-def _quantized(path: str, leaf: Any, form: Format) -> QuantizedWeight:
+def _quantize_leaf(path: str, leaf: Any, form: Format) -> QuantizedWeight:
     if isinstance(leaf, jax.core.Tracer):
-        return _whole(form, leaf.dtype, leaf)
+        return _encode_array(form, leaf.dtype, leaf)
     node = abstract(tuple(leaf.shape), form, leaf.dtype)
     sharding = getattr(leaf, "sharding", None)
-    places = placed(node, sharding if isinstance(sharding, jax.sharding.NamedSharding) else None)
+    shardings = placed(node, sharding if isinstance(sharding, jax.sharding.NamedSharding) else None)
     if isinstance(leaf, jax.ShapeDtypeStruct):
-        if places is None:
+        if shardings is None:
             return node
         return jax.tree.map(
-            lambda part, place: jax.ShapeDtypeStruct(part.shape, part.dtype, sharding=place), node, places
+            lambda part, place: jax.ShapeDtypeStruct(part.shape, part.dtype, sharding=place), node, shardings
         )
-    return build(path, leaf, form, functools.partial(_taken, leaf), places)
+    return build(path, leaf, form, functools.partial(_take_matrix, leaf), shardings)
 
 
 def matrices(tree: Tree, match: str | Sequence[str]) -> set[str]:
@@ -214,20 +214,21 @@ def matrices(tree: Tree, match: str | Sequence[str]) -> set[str]:
         SelectionError: when a pattern matches nothing.
         StructureError: when no matrix is matched.
     """
-    named = leaves_with_paths(tree)
-    chosen = _matched([path for path, _ in named], match)
-    found = {path for path, leaf in named if path in chosen and _is_matrix(path, leaf)}
-    if not found:
-        raise _no_matrix([(path, leaf) for path, leaf in named if path in chosen])
-    return found
+    named_leaves = leaves_with_paths(tree)
+    chosen = _match_paths([path for path, _ in named_leaves], match)
+    paths = {path for path, leaf in named_leaves if path in chosen and _is_matrix(path, leaf)}
+    if not paths:
+        raise _no_matrix_error([(path, leaf) for path, leaf in named_leaves if path in chosen])
+    return paths
 
 
-def _no_matrix(named: list[tuple[str, Any]]) -> StructureError:
-    path, first = named[0]
+def _no_matrix_error(named_leaves: list[tuple[str, Any]]) -> StructureError:
+    path, leaf = named_leaves[0]
     return StructureError(
-        f"{path}: no weight matrix to quantise" + (f", nor {len(named) - 1} more" if len(named) > 1 else ""),
+        f"{path}: no weight matrix to quantise"
+        + (f", nor {len(named_leaves) - 1} more" if len(named_leaves) > 1 else ""),
         expected="a floating-point array of shape [out, in], or [num_layers, out, in] below layers/",
-        got=f"{first.dtype}{list(first.shape)}",
+        got=f"{leaf.dtype}{list(leaf.shape)}",
         hint="vectors such as norms and biases are few bytes; match the projections",
     )
 
@@ -252,19 +253,19 @@ def build(
     """
     stack = tuple(like.shape[:-2])
     if not stack:
-        made, checks = _matrix(form, matrix(()))
+        node, checks = _quantize_matrix(form, matrix(()))
         _check_finite(path, form, checks)
-        return made if places is None else jax.tree.map(put, made, places)
+        return node if places is None else jax.tree.map(put, node, places)
     # Write into donated buffers. In a `lax.map`, XLA for CPU would hold a bfloat16 stack in float32.
-    on_device = None if places is None else jax.tree.map(lambda place: place.with_memory_kind("device"), places)
-    made = jax.tree.map(lambda part: jnp.zeros(part.shape, part.dtype), abstract(tuple(like.shape), form, like.dtype))
-    if on_device is not None:
-        made = jax.tree.map(put, made, on_device)
-    for at in np.ndindex(*stack):
-        one, checks = _matrix(form, matrix(at))
-        _check_finite(f"{path}[{', '.join(map(str, at))}]", form, checks)
-        made = _written(made, one, tuple(np.int32(i) for i in at))
-    return made if places is None else jax.tree.map(jax.device_put, made, places)
+    device_shardings = None if places is None else jax.tree.map(lambda place: place.with_memory_kind("device"), places)
+    node = jax.tree.map(lambda part: jnp.zeros(part.shape, part.dtype), abstract(tuple(like.shape), form, like.dtype))
+    if device_shardings is not None:
+        node = jax.tree.map(put, node, device_shardings)
+    for index in np.ndindex(*stack):
+        matrix_node, checks = _quantize_matrix(form, matrix(index))
+        _check_finite(f"{path}[{', '.join(map(str, index))}]", form, checks)
+        node = _write_matrix(node, matrix_node, tuple(np.int32(i) for i in index))
+    return node if places is None else jax.tree.map(jax.device_put, node, places)
 
 
 def placed(node: QuantizedWeight, sharding: jax.sharding.NamedSharding | None) -> Any:
@@ -282,13 +283,15 @@ def placed(node: QuantizedWeight, sharding: jax.sharding.NamedSharding | None) -
     ndim = len(node.codes.shape)
     spec = (*sharding.spec, *(None,) * (ndim - len(sharding.spec)))
 
-    def one(leaf: Any) -> Any:
+    def leaf_sharding(leaf: Any) -> Any:
         axes = spec if len(leaf.shape) == ndim else (*spec[: ndim - 2], *(None,) * (len(leaf.shape) - ndim + 2))
-        sizes = [math.prod(sharding.mesh.shape[name] for name in axis_names(axis)) for axis in axes]
-        fits = [axis if size % n == 0 else None for axis, size, n in zip(axes, leaf.shape, sizes, strict=True)]
-        return jax.sharding.NamedSharding(sharding.mesh, jax.P(*fits), memory_kind=sharding.memory_kind)
+        counts = [math.prod(sharding.mesh.shape[name] for name in axis_names(axis)) for axis in axes]
+        leaf_spec = [
+            axis if size % count == 0 else None for axis, size, count in zip(axes, leaf.shape, counts, strict=True)
+        ]
+        return jax.sharding.NamedSharding(sharding.mesh, jax.P(*leaf_spec), memory_kind=sharding.memory_kind)
 
-    return jax.tree.map(one, node)
+    return jax.tree.map(leaf_sharding, node)
 
 
 def _check_finite(path: str, form: Format, checks: Array) -> None:
@@ -309,74 +312,74 @@ def _check_finite(path: str, form: Format, checks: Array) -> None:
         )
 
 
-def _whole(form: Format, dtype: Any, weight: Array) -> QuantizedWeight:
-    def made(weight: Array) -> QuantizedWeight:
-        parts = encode(weight, form)
-        return assembled(parts.codes, parts.scales, form, dtype)
+def _encode_array(form: Format, dtype: Any, weight: Array) -> QuantizedWeight:
+    def encode_node(weight: Array) -> QuantizedWeight:
+        rows = encode(weight, form)
+        return assemble_node(rows.codes, rows.scales, form, dtype)
 
-    def places(_: Any) -> Any:
-        return placed(jax.eval_shape(made, jax.ShapeDtypeStruct(weight.shape, weight.dtype)), kept(weight))
+    def leaf_shardings(_: Any) -> Any:
+        return placed(jax.eval_shape(encode_node, jax.ShapeDtypeStruct(weight.shape, weight.dtype)), kept(weight))
 
-    return without_explicit_axes(made, places, weight)
+    return without_explicit_axes(encode_node, leaf_shardings, weight)
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _matrix(form: Format, weight: Array) -> tuple[QuantizedWeight, Array]:
+def _quantize_matrix(form: Format, weight: Array) -> tuple[QuantizedWeight, Array]:
     """Return the node, and whether all numbers are finite before and after quantisation."""
 
-    def checked(weight: Array, node: QuantizedWeight) -> Array:
+    def check(weight: Array, node: QuantizedWeight) -> Array:
         return jnp.stack([jnp.all(jnp.isfinite(weight)), jnp.all(jnp.isfinite(largest_values(node)))])
 
-    node = _whole(form, weight.dtype, weight)
-    return node, without_explicit_axes(checked, lambda mesh: jax.sharding.NamedSharding(mesh, jax.P()), weight, node)
+    node = _encode_array(form, weight.dtype, weight)
+    return node, without_explicit_axes(check, lambda mesh: jax.sharding.NamedSharding(mesh, jax.P()), weight, node)
 
 
-def _taken(whole: Any, at: tuple[int, ...]) -> Any:
+def _take_matrix(stack: Any, index: tuple[int, ...]) -> Any:
     """Take one matrix of a stack, from an array or a node."""
-    if at and any(isinstance(leaf, jax.Array) and explicit_mesh(leaf) for leaf in jax.tree.leaves(whole)):
-        return _taken_by_places(whole, tuple(np.int32(i) for i in at))
-    return jax.tree.map(lambda leaf: leaf[at] if at else leaf, whole)
+    if index and any(isinstance(leaf, jax.Array) and explicit_mesh(leaf) for leaf in jax.tree.leaves(stack)):
+        return _take_sharded_matrix(stack, tuple(np.int32(i) for i in index))
+    return jax.tree.map(lambda leaf: leaf[index] if index else leaf, stack)
 
 
 @jax.jit
-def _taken_by_places(whole: Any, at: tuple[Any, ...]) -> Any:
-    def take(whole: Any, at: tuple[Any, ...]) -> Any:
-        return jax.tree.map(lambda leaf: leaf[at], whole)
+def _take_sharded_matrix(stack: Any, index: tuple[Any, ...]) -> Any:
+    def take(stack: Any, index: tuple[Any, ...]) -> Any:
+        return jax.tree.map(lambda leaf: leaf[index], stack)
 
     def place(leaf: Any) -> Any:
-        own = jax.typeof(leaf).sharding
-        return jax.sharding.NamedSharding(own.mesh, jax.P(*own.spec[len(at) :]))
+        sharding = jax.typeof(leaf).sharding
+        return jax.sharding.NamedSharding(sharding.mesh, jax.P(*sharding.spec[len(index) :]))
 
-    return without_explicit_axes(take, lambda _: jax.tree.map(place, whole), whole, at)
+    return without_explicit_axes(take, lambda _: jax.tree.map(place, stack), stack, index)
 
 
 @functools.partial(jax.jit, donate_argnums=0)
-def _written(whole: Any, one: Any, at: tuple[Any, ...]) -> Any:
+def _write_matrix(stack: Any, matrix: Any, index: tuple[Any, ...]) -> Any:
     """Write one matrix into a stack, as an array or a node."""
 
-    def write(into: Array, part: Array) -> Array:
-        start = (*at, *(np.int32(0),) * part.ndim)
-        return jax.lax.dynamic_update_slice(into, part[(None,) * len(at)], start)
+    def write(buffer: Array, leaf: Array) -> Array:
+        start = (*index, *(np.int32(0),) * leaf.ndim)
+        return jax.lax.dynamic_update_slice(buffer, leaf[(None,) * len(index)], start)
 
-    def written(whole: Any, one: Any) -> Any:
-        return jax.tree.map(write, whole, one)
+    def write_leaves(stack: Any, matrix: Any) -> Any:
+        return jax.tree.map(write, stack, matrix)
 
-    return without_explicit_axes(written, lambda _: kept(whole), whole, one)
+    return without_explicit_axes(write_leaves, lambda _: kept(stack), stack, matrix)
 
 
-def _dense(node: QuantizedWeight) -> Any:
+def _dequantize(node: QuantizedWeight) -> Any:
     if isinstance(node.codes, jax.ShapeDtypeStruct):
         return jax.ShapeDtypeStruct(node.shape, node.dtype, sharding=node.sharding)
     stack = node.codes.shape[:-2]
     if not stack or isinstance(node.codes, jax.core.Tracer):
-        return _dense_matrix(node)
-    whole = jnp.zeros(node.shape, node.dtype, device=node.sharding)
-    for at in np.ndindex(*stack):
-        one = _dense_matrix(_taken(node, at))
-        whole = _written(whole, one, tuple(np.int32(i) for i in at))
-    return whole if node.sharding is None else jax.device_put(whole, node.sharding)
+        return _dequantize_matrix(node)
+    dense = jnp.zeros(node.shape, node.dtype, device=node.sharding)
+    for index in np.ndindex(*stack):
+        matrix = _dequantize_matrix(_take_matrix(node, index))
+        dense = _write_matrix(dense, matrix, tuple(np.int32(i) for i in index))
+    return dense if node.sharding is None else jax.device_put(dense, node.sharding)
 
 
 @jax.jit
-def _dense_matrix(node: QuantizedWeight) -> Array:
+def _dequantize_matrix(node: QuantizedWeight) -> Array:
     return node.dense()

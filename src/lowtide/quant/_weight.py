@@ -25,7 +25,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from ..core import StructureError, kept, rows_place, without_explicit_axes
-from ._double import unnested, unnested_rows
+from ._double import dequantize_row_scales, dequantize_scales
 from ._formats import FORMATS
 
 
@@ -103,11 +103,11 @@ class QuantizedWeight:
             The whole weight, with all its layers, in `dtype`.
         """
 
-        def made(node: QuantizedWeight) -> Array:
-            values = _values(node.codes, node.format) * _spread(_scales(node), node.block, node.codes.shape[-1])
+        def dequantize(node: QuantizedWeight) -> Array:
+            values = _values(node.codes, node.format) * _repeat_scales(_scales(node), node.block, node.codes.shape[-1])
             return values.astype(node.dtype if dtype is None else dtype)
 
-        values = without_explicit_axes(made, lambda _: kept(self.codes), self)
+        values = without_explicit_axes(dequantize, lambda _: kept(self.codes), self)
         return jnp.swapaxes(values, -1, -2) if self.transposed else values
 
     def linear(self, x: Float[Array, "*batch in"]) -> Float[Array, "*batch out"]:
@@ -123,7 +123,7 @@ class QuantizedWeight:
             In addition to the result, at most one matrix in the dtype of `x`, in the forward and in the backward pass.
             Between the passes, only this node is kept.
         """
-        return _product(x, _frozen(self), "linear")
+        return _product(x, _stop_gradient(self), "linear")
 
     def rows(self, ids: Int[Array, "*ids"]) -> Float[Array, "*ids in"]:
         """Look up rows, as in an embedding, in the dtype of the weight.
@@ -145,15 +145,17 @@ class QuantizedWeight:
                 hint="look up before the weight is transposed, and in one layer of a stack",
             )
         ids = jnp.where(ids < 0, ids + self.shape[0], ids)
-        return without_explicit_axes(_rows, lambda mesh: rows_place(mesh, ids, self.codes), _frozen(self), ids)
+        return without_explicit_axes(
+            _take_rows, lambda mesh: rows_place(mesh, ids, self.codes), _stop_gradient(self), ids
+        )
 
     def __matmul__(self, x: Float[Array, "*batch_in n"] | Float[Array, " in"]) -> Array:
         """Compute W x, in the dtype that arrays would have."""
-        return _product(x, _frozen(self), "left")
+        return _product(x, _stop_gradient(self), "left")
 
     def __rmatmul__(self, x: Float[Array, "*batch out"]) -> Float[Array, "*batch in"]:
         """Compute x W, in the dtype that arrays would have."""
-        return _product(x, _frozen(self), "right")
+        return _product(x, _stop_gradient(self), "right")
 
     @property
     def mT(self) -> QuantizedWeight:  # noqa: N802 - NumPy's name
@@ -179,16 +181,16 @@ class QuantizedWeight:
 
 def _scales(node: QuantizedWeight) -> Float[Array, "*stack out blocks"]:
     if node.nested_scales is not None:
-        return unnested(node.scales, node.nested_scales, node.offset)
-    return numbers(node.scales, node.format)
+        return dequantize_scales(node.scales, node.nested_scales, node.offset)
+    return scales_as_float32(node.scales, node.format)
 
 
-def _spread(scales: Array, block: int, width: int) -> Array:
+def _repeat_scales(scales: Array, block: int, width: int) -> Array:
     """Repeat each scale for every weight of its block."""
     return jnp.repeat(scales, min(block, width), axis=-1)[..., :width] if block else scales
 
 
-def _frozen(node: QuantizedWeight) -> QuantizedWeight:
+def _stop_gradient(node: QuantizedWeight) -> QuantizedWeight:
     return jax.tree.map(jax.lax.stop_gradient, node)
 
 
@@ -202,7 +204,7 @@ def _product(x: Array, node: QuantizedWeight, side: str) -> Array:
     return jnp.matmul(weight, x) if side == "left" else jnp.matmul(x, weight)
 
 
-def numbers(scales: Array, form: str) -> Float[Array, "*any"]:
+def scales_as_float32(scales: Array, form: str) -> Float[Array, "*any"]:
     """Return scales without double quantisation as float32."""
     if FORMATS[form].scales == jnp.uint8:  # E8M0: 255 means NaN, and its shifted bits are an infinity
         powers = jax.lax.bitcast_convert_type(scales.astype(jnp.int32) << 23, jnp.float32)
@@ -210,17 +212,17 @@ def numbers(scales: Array, form: str) -> Float[Array, "*any"]:
     return scales.astype(jnp.float32)
 
 
-def _rows(node: QuantizedWeight, ids: Array) -> Array:
+def _take_rows(node: QuantizedWeight, ids: Array) -> Array:
     take = functools.partial(jnp.take, axis=0, fill_value=0, mode="fill")
     codes, scales = take(node.codes, ids), take(node.scales, ids)
     if node.nested_scales is not None:
-        scales = unnested_rows(scales, node.nested_scales, node.offset, ids)
+        scales = dequantize_row_scales(scales, node.nested_scales, node.offset, ids)
     else:
-        scales = numbers(scales, node.format)
-    values = _values(codes, node.format) * _spread(scales, node.block, codes.shape[-1])
+        scales = scales_as_float32(scales, node.format)
+    values = _values(codes, node.format) * _repeat_scales(scales, node.block, codes.shape[-1])
     # NaN for an index out of range, as `jnp.take` gives.
-    known = (ids >= 0) & (ids < node.shape[0])
-    return jnp.where(known[..., None], values, jnp.nan).astype(node.dtype)
+    is_in_range = (ids >= 0) & (ids < node.shape[0])
+    return jnp.where(is_in_range[..., None], values, jnp.nan).astype(node.dtype)
 
 
 def largest_values(node: QuantizedWeight) -> Float[Array, "*stack out blocks"]:
@@ -232,13 +234,13 @@ def _values(codes: Array, form: str) -> Float[Array, "*any"]:
     """Return the numbers that codes stand for, relative to their scale, float32."""
     table = FORMATS[form].table
     if table:
-        return _looked_up(codes.astype(jnp.int32), table)
+        return _select_values(codes.astype(jnp.int32), table)
     if form == "fp8":
         return jax.lax.bitcast_convert_type(codes, jnp.float8_e4m3fn).astype(jnp.float32)
     return codes.astype(jnp.float32)
 
 
-def _looked_up(codes: Int[Array, "*any"], table: tuple[float, ...]) -> Float[Array, "*any"]:
+def _select_values(codes: Int[Array, "*any"], table: tuple[float, ...]) -> Float[Array, "*any"]:
     """Select from a table by the bits of the codes: a TPU gathers slowly, and XLA fuses selects with the product."""
     choices: list[Any] = list(table)
     bit = 1

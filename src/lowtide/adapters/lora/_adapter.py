@@ -27,7 +27,7 @@ KINDS: Mapping[type, str] = {
 TRAINABLE = "**/lora_*"
 """A glob that selects the trainable leaves of every kind of adapter, and nothing else."""
 
-NEEDED: Mapping[type, tuple[str, ...]] = {
+REQUIRED_LEAVES: Mapping[type, tuple[str, ...]] = {
     LoRAWeight: ("weight", "lora_a", "lora_b"),
     LoRAKernel: ("weight", "lora_a", "lora_b"),
     IA3Weight: ("weight", "lora_scale"),
@@ -50,21 +50,21 @@ def kind_of(node: Adapter) -> str:
     return KINDS[type(node)]
 
 
-def placed(node: Any) -> Any:
+def shard_adapter(node: Any) -> Any:
     """Shard the leaves of an adapter like its weight, along the axes they share."""
     sharding = named_sharding(node.weight)
     if sharding is None or isinstance(node, (LoRAKernel, SavedWeight)):  # these are placed when they are made
         return node
     *layers, out, inner = (*sharding.spec, *(None,) * (len(node.weight.shape) - len(sharding.spec)))
-    along = {"out": out, "in": inner, "rank": None}
-    changed: dict[str, Any] = {}
+    mesh_axes = {"out": out, "in": inner, "rank": None}
+    sharded: dict[str, Any] = {}
     for name, axes in node.AXES.items():
         leaf = getattr(node, name)
         if leaf is not None:
-            changed[name] = _place(
-                leaf, jax.sharding.NamedSharding(sharding.mesh, jax.P(*layers, *(along[axis] for axis in axes)))
+            sharded[name] = _shard_leaf(
+                leaf, jax.sharding.NamedSharding(sharding.mesh, jax.P(*layers, *(mesh_axes[axis] for axis in axes)))
             )
-    return dataclasses.replace(node, **changed)
+    return dataclasses.replace(node, **sharded)
 
 
 def named_sharding(weight: Any) -> jax.sharding.NamedSharding | None:
@@ -73,7 +73,7 @@ def named_sharding(weight: Any) -> jax.sharding.NamedSharding | None:
     return sharding if isinstance(sharding, jax.sharding.NamedSharding) else None
 
 
-def _place(leaf: Any, sharding: jax.sharding.NamedSharding) -> Any:
+def _shard_leaf(leaf: Any, sharding: jax.sharding.NamedSharding) -> Any:
     if isinstance(leaf, jax.ShapeDtypeStruct):
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
     return put(leaf, sharding)

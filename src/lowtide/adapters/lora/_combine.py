@@ -12,14 +12,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from ...core import ConfigError, StructureError, Tree, is_array_like, is_key, path_str
-from ._adapter import NEEDED, is_adapter, kind_of, placed
+from ._adapter import REQUIRED_LEAVES, is_adapter, kind_of, shard_adapter
 from ._kernel import LoRAKernel
-from ._saved import SavedWeight, saved
-from ._sites import check_whole, is_weight
+from ._saved import SavedWeight, make_saved
+from ._sites import check_complete, is_weight
 from ._vectors import VeRAWeight
 from ._weight import LoRAWeight
 
-_ONTO_ONE = "put all adapters onto one base: lt.lora.attach(base, lt.lora.split(model)[0]), or load them onto it"
+_ONE_BASE_HINT = "put all adapters onto one base: lt.lora.attach(base, lt.lora.split(model)[0]), or load them onto it"
 
 
 def combine(models: Sequence[Tree], weights: Sequence[float] | None = None) -> Tree:
@@ -54,52 +54,52 @@ def combine(models: Sequence[Tree], weights: Sequence[float] | None = None) -> T
         >>> lora.merge(combine([{"w": node}, {"w": node}], [1.0, 0.5]))["w"].tolist()
         [[4.5, 4.5], [4.5, 4.5]]
     """
-    models, factors = _checked(models, weights)
+    models, factors = _check_models(models, weights)
     if len(models) == 1 and (weights is None or (not isinstance(factors[0], jax.core.Tracer) and factors[0] == 1)):
         return models[0]
 
-    def of_one(keys: Any, *nodes: Any) -> Any:
+    def combine_nodes(keys: Any, *nodes: Any) -> Any:
         path, bases = path_str(keys), [node.weight if is_adapter(node) else node for node in nodes]
-        base, found = bases[0], [(node, by) for node, by in zip(nodes, factors, strict=True) if is_adapter(node)]
+        base, terms = bases[0], [(node, scale) for node, scale in zip(nodes, factors, strict=True) if is_adapter(node)]
         for other in bases[1:]:
-            _check_base(path, base, other, is_adapted=bool(found))
-        if not found:
+            _check_base(path, base, other, is_adapted=bool(terms))
+        if not terms:
             return base
-        for node, _ in found:
-            check_whole(path, node, NEEDED[type(node)][1:])
-        kernels = [(node, by) for node, by in found if isinstance(node, LoRAKernel)]
-        if kernels and len(kernels) == len(found):
-            return _of_kernels(path, kernels)
-        whole = [(node, by) for node, by in found if isinstance(node, SavedWeight)]
-        if whole and len(whole) == len(found):
-            if [by for _, by in whole] == [1.0]:
-                return saved(base, whole[0][0].lora_saved)
+        for node, _ in terms:
+            check_complete(path, node, REQUIRED_LEAVES[type(node)][1:])
+        kernels = [(node, scale) for node, scale in terms if isinstance(node, LoRAKernel)]
+        if kernels and len(kernels) == len(terms):
+            return _combine_kernels(path, kernels)
+        saved_nodes = [(node, scale) for node, scale in terms if isinstance(node, SavedWeight)]
+        if saved_nodes and len(saved_nodes) == len(terms):
+            if [scale for _, scale in saved_nodes] == [1.0]:
+                return make_saved(base, saved_nodes[0][0].lora_saved)
             # The weighted sum of the changes, as for factors: a copy is not a correction, its difference from the base
             # is.
-            plain = jnp.asarray(base, jnp.float32)
-            return saved(base, plain + sum(by * (node.lora_saved - plain) for node, by in whole))
-        if kernels or whole:
+            values = jnp.asarray(base, jnp.float32)
+            return make_saved(base, values + sum(scale * (node.lora_saved - values) for node, scale in saved_nodes))
+        if kernels or saved_nodes:
             raise StructureError(
                 f"{path}: these adapters are of different kinds, which do not add up",
                 expected="adapters of one weight that are made alike",
-                got=" and ".join(sorted({kind_of(node) for node, _ in found})),
+                got=" and ".join(sorted({kind_of(node) for node, _ in terms})),
                 hint="add all of them with the same fn and configuration, or merge one by one with lt.lora.merge",
             )
-        pairs = [_factors(path, node) for node, _ in found]
+        pairs = [_scaled_factors(path, node) for node, _ in terms]
         lora_a = jnp.concatenate([a for a, _ in pairs], axis=-2)
-        lora_b = jnp.concatenate([by * b for (_, b), (_, by) in zip(pairs, found, strict=True)], axis=-1)
+        lora_b = jnp.concatenate([scale * b for (_, b), (_, scale) in zip(pairs, terms, strict=True)], axis=-1)
         # All scales are in B, and an alpha equal to the rank makes `scaling` 1.
-        return placed(LoRAWeight(base, lora_a, lora_b, float(lora_a.shape[-2])))
+        return shard_adapter(LoRAWeight(base, lora_a, lora_b, float(lora_a.shape[-2])))
 
     try:
-        return jax.tree_util.tree_map_with_path(of_one, *models, is_leaf=is_weight)
+        return jax.tree_util.tree_map_with_path(combine_nodes, *models, is_leaf=is_weight)
     except StructureError:
         raise
     except ValueError as error:
-        raise StructureError("the models are not of one base", got=str(error)[:200], hint=_ONTO_ONE) from error
+        raise StructureError("the models are not of one base", got=str(error)[:200], hint=_ONE_BASE_HINT) from error
 
 
-def _checked(models: Any, weights: Any) -> tuple[list[Tree], list[Any]]:
+def _check_models(models: Any, weights: Any) -> tuple[list[Tree], list[Any]]:
     if isinstance(models, (str, Mapping)) or not isinstance(models, Iterable):
         raise ConfigError(
             "adapters are added up from several models",
@@ -108,9 +108,9 @@ def _checked(models: Any, weights: Any) -> tuple[list[Tree], list[Any]]:
             hint="lt.lora.combine([one, other])",
         )
     models = list[Tree](models)
-    given = weights if isinstance(weights, Iterable) else ()
-    factors = [1.0] * len(models) if weights is None else [*given]
-    is_number = all(is_array_like(by) and np.ndim(by) == 0 and not is_key(by) for by in factors)
+    values = weights if isinstance(weights, Iterable) else ()
+    factors = [1.0] * len(models) if weights is None else [*values]
+    is_number = all(is_array_like(weight) and np.ndim(weight) == 0 and not is_key(weight) for weight in factors)
     if not models or len(factors) != len(models) or not is_number:
         raise ConfigError(
             "adapters and weights do not fit each other",
@@ -122,31 +122,25 @@ def _checked(models: Any, weights: Any) -> tuple[list[Tree], list[Any]]:
 
 
 def _check_base(path: str, base: Any, other: Any, *, is_adapted: bool) -> None:
-    """Check that a leaf is the same in two models.
+    """Check that a leaf is the same in two models, of which one may have an adapter on it (`is_adapted`).
 
     Values are compared for weights with an adapter, and for floating-point arrays of two or more axes.
-
-    Args:
-        path: of the weight.
-        base: the leaf of the first model.
-        other: the leaf of another model.
-        is_adapted: whether one of the models has an adapter on it.
     """
     if base is other or not (hasattr(base, "shape") or hasattr(other, "shape")):
         return
-    kinds = [_described(each) for each in (base, other)]
-    is_one = kinds[0] == kinds[1] and jax.tree.structure(base) == jax.tree.structure(other)
-    is_compared = is_adapted or (len(base.shape) > 1 and jnp.issubdtype(base.dtype, jnp.floating)) if is_one else False
-    if not is_one or (is_compared and not all(map(_is_same, jax.tree.leaves(base), jax.tree.leaves(other)))):
+    kinds = [_describe(leaf) for leaf in (base, other)]
+    is_same = kinds[0] == kinds[1] and jax.tree.structure(base) == jax.tree.structure(other)
+    is_compared = is_adapted or (len(base.shape) > 1 and jnp.issubdtype(base.dtype, jnp.floating)) if is_same else False
+    if not is_same or (is_compared and not all(map(_is_equal, jax.tree.leaves(base), jax.tree.leaves(other)))):
         raise StructureError(
             f"{path}: the models are not of one base",
             expected=f"the weight of the first model, {kinds[0]}",
-            got="other numbers" if is_one else kinds[1],
-            hint=_ONTO_ONE,
+            got="other numbers" if is_same else kinds[1],
+            hint=_ONE_BASE_HINT,
         )
 
 
-def _described(leaf: Any) -> str:
+def _describe(leaf: Any) -> str:
     """Describe a leaf in a weight's place, for messages."""
     if not hasattr(leaf, "shape"):
         return f"a {type(leaf).__name__}"
@@ -156,29 +150,29 @@ def _described(leaf: Any) -> str:
     return f"{array} as a {type(leaf).__name__} {getattr(leaf, 'format', '')}".rstrip()
 
 
-def _is_same(one: Any, other: Any) -> bool:
+def _is_equal(first: Any, second: Any) -> bool:
     """Return whether two arrays are equal, or True where that cannot be known."""
     unknown = (jax.core.Tracer, jax.ShapeDtypeStruct)
-    if one is other or isinstance(one, unknown) or isinstance(other, unknown):
+    if first is second or isinstance(first, unknown) or isinstance(second, unknown):
         return True
-    if one.shape != other.shape or one.dtype != other.dtype:
+    if first.shape != second.shape or first.dtype != second.dtype:
         return False
-    if isinstance(one, jax.Array) and getattr(other, "sharding", None) == one.sharding:
+    if isinstance(first, jax.Array) and getattr(second, "sharding", None) == first.sharding:
         with jax.ensure_compile_time_eval():
-            return bool(_equal(one, other))
-    are_here = all(getattr(each, "is_fully_addressable", True) for each in (one, other))
-    return not are_here or bool(_are_equal(np.asarray(one), np.asarray(other)))
+            return bool(_jitted_compare(first, second))
+    is_addressable = all(getattr(array, "is_fully_addressable", True) for array in (first, second))
+    return not is_addressable or bool(_compare(np.asarray(first), np.asarray(second)))
 
 
-def _are_equal(one: Any, other: Any) -> Any:
+def _compare(first: Any, second: Any) -> Any:
     # NaN equals NaN here.
-    return ((one == other) | ((one != one) & (other != other))).all()
+    return ((first == second) | ((first != first) & (second != second))).all()
 
 
-_equal = jax.jit(_are_equal)
+_jitted_compare = jax.jit(_compare)
 
 
-def _of_kernels(path: str, kernels: Sequence[tuple[LoRAKernel, Any]]) -> LoRAKernel:
+def _combine_kernels(path: str, kernels: Sequence[tuple[LoRAKernel, Any]]) -> LoRAKernel:
     first = kernels[0][0]
     for node, _ in kernels:
         if (node.num_rows, node.num_columns) != (first.num_rows, first.num_columns):
@@ -189,11 +183,11 @@ def _of_kernels(path: str, kernels: Sequence[tuple[LoRAKernel, Any]]) -> LoRAKer
                 hint="add all of them with the fn that trains, or merge them one by one with lt.lora.merge",
             )
     lora_a = jnp.concatenate([jnp.asarray(node.lora_a) for node, _ in kernels], axis=first.num_stacked)
-    lora_b = jnp.concatenate([by * node.scaling * jnp.asarray(node.lora_b) for node, by in kernels], axis=-1)
+    lora_b = jnp.concatenate([scale * node.scaling * jnp.asarray(node.lora_b) for node, scale in kernels], axis=-1)
     return dataclasses.replace(first, lora_a=lora_a, lora_b=lora_b, alpha=float(lora_b.shape[-1]))
 
 
-def _factors(path: str, node: Any) -> tuple[Any, Any]:
+def _scaled_factors(path: str, node: Any) -> tuple[Any, Any]:
     """Return A and B, with all scales of their product included."""
     if isinstance(node, VeRAWeight):
         return node.factors()

@@ -12,9 +12,9 @@ from ...core import ConfigError, Pattern, check_choice, is_count, is_pattern
 
 ALL_LINEAR = "all-linear"
 BIASES = ("none", "lora_only", "all")
-IN_THE_WEIGHT = ("pissa", "olora")
+WEIGHT_INITS = ("pissa", "olora")
 """Values of `Config.init` whose first factors are a part of the weight."""
-_INITS = ("peft", "gaussian", "orthogonal", *IN_THE_WEIGHT)
+_INITS = ("peft", "gaussian", "orthogonal", *WEIGHT_INITS)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -68,7 +68,7 @@ class Config:
         """Check the fields, and turn lists and mappings into tuples."""
         check_rank(self.rank, "rank")
         _check_alpha(self.alpha, "alpha")
-        _settle(self, self.targets, self.exclude, self.layers, self.modules_to_save)
+        _normalize_fields(self, self.targets, self.exclude, self.layers, self.modules_to_save)
         check_choice(f"bias: {self.bias!r} is unknown", self.bias, BIASES, 'leave it out for "none"')
         if self.bias == "lora_only" and self.layers is not None:
             raise ConfigError(
@@ -90,7 +90,7 @@ class Config:
                     )
                 check(pair[1], f"{field}[{pair[0]!r}]")
             object.__setattr__(self, field, pairs)
-        if self.dora and self.init in IN_THE_WEIGHT:
+        if self.dora and self.init in WEIGHT_INITS:
             raise ConfigError(
                 f"init: {self.init!r} contradicts dora, whose norms are those of the weight with B A",
                 expected="another init, or dora=False",
@@ -141,8 +141,8 @@ class IA3Config:
 
     def __post_init__(self) -> None:
         """Check the fields, and turn lists into tuples."""
-        _settle(self, self.targets, self.exclude, self.layers, self.modules_to_save)
-        object.__setattr__(self, "feedforward", _globs("feedforward", self.feedforward, may_be_empty=True))
+        _normalize_fields(self, self.targets, self.exclude, self.layers, self.modules_to_save)
+        object.__setattr__(self, "feedforward", _to_patterns("feedforward", self.feedforward, may_be_empty=True))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -181,7 +181,7 @@ class VeRAConfig:
                 got=repr(self.d_initial),
                 hint="its authors advise 0.1 or less",
             )
-        _settle(self, self.targets, self.exclude, self.layers, self.modules_to_save)
+        _normalize_fields(self, self.targets, self.exclude, self.layers, self.modules_to_save)
         object.__setattr__(self, "rank", int(self.rank))
         object.__setattr__(self, "d_initial", float(d))
 
@@ -215,32 +215,32 @@ def _check_flag(name: str, flag: Any) -> None:
         raise ConfigError(f"{name}: {flag!r} is no truth value", expected="True or False", got=repr(flag), hint="True")
 
 
-def _settle(config: Any, targets: Any, exclude: Any, layers: Any, modules_to_save: Any) -> None:
+def _normalize_fields(config: Any, targets: Any, exclude: Any, layers: Any, modules_to_save: Any) -> None:
     """Check the fields that all configurations have, and make them hashable."""
-    object.__setattr__(config, "modules_to_save", _globs("modules_to_save", modules_to_save, may_be_empty=True))
-    object.__setattr__(config, "targets", _globs("targets", targets))
-    object.__setattr__(config, "exclude", _globs("exclude", exclude, may_be_empty=True))
+    object.__setattr__(config, "modules_to_save", _to_patterns("modules_to_save", modules_to_save, may_be_empty=True))
+    object.__setattr__(config, "targets", _to_patterns("targets", targets))
+    object.__setattr__(config, "exclude", _to_patterns("exclude", exclude, may_be_empty=True))
     if layers is None:
         return
-    given = tuple(layers) if isinstance(layers, Sequence) and not isinstance(layers, str) else ()
-    if not given or not all(is_count(layer, 0) for layer in given):
+    indices = tuple(layers) if isinstance(layers, Sequence) and not isinstance(layers, str) else ()
+    if not indices or not all(is_count(layer, 0) for layer in indices):
         raise ConfigError(
             f"layers: {layers!r} names no layers",
             expected="indices from 0 on, at least one",
             got=repr(layers),
             hint="for instance layers=range(8, 16); None adapts all",
         )
-    object.__setattr__(config, "layers", tuple(sorted({int(layer) for layer in given})))
+    object.__setattr__(config, "layers", tuple(sorted({int(layer) for layer in indices})))
 
 
-def _globs(name: str, given: Any, *, may_be_empty: bool = False) -> Any:
-    globs: Any = given if isinstance(given, str) else tuple(given) if isinstance(given, Iterable) else (given,)
-    may = may_be_empty and globs == ()
-    if not may and (not globs or not all(is_pattern(pattern) and pattern for pattern in globs)):
+def _to_patterns(name: str, value: Any, *, may_be_empty: bool = False) -> Any:
+    patterns: Any = value if isinstance(value, str) else tuple(value) if isinstance(value, Iterable) else (value,)
+    is_allowed = may_be_empty and patterns == ()
+    if not is_allowed and (not patterns or not all(is_pattern(pattern) and pattern for pattern in patterns)):
         raise ConfigError(
-            f"{name}: {given!r} names nothing to adapt",
+            f"{name}: {value!r} names nothing to adapt",
             expected="a glob or a compiled regular expression, or several",
-            got=repr(given),
+            got=repr(value),
             hint='for instance "**/{q,v}_proj", or "**/*_proj" for every projection',
         )
-    return globs
+    return patterns

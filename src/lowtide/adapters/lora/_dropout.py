@@ -55,8 +55,8 @@ def dropout(model: Tree, rate: float, *, key: Array) -> Tree:
         >>> dropout(model, 0.1, key=jax.random.key(1))["w"].dropout
         0.1
     """
-    given: Any = rate
-    if isinstance(given, bool) or not isinstance(given, numbers.Real) or not 0 <= float(given) < 1:
+    value: Any = rate
+    if isinstance(value, bool) or not isinstance(value, numbers.Real) or not 0 <= float(value) < 1:
         raise ConfigError(
             f"rate: {rate!r} is no part of the inputs",
             expected="a number of at least 0 and less than 1",
@@ -73,8 +73,8 @@ def dropout(model: Tree, rate: float, *, key: Array) -> Tree:
             kind = "an adapter of experts" if isinstance(site.node, LoRAWeight) else kind_of(site.node)
             hint = "leave the dropout out, or this weight out of the targets"
             raise StructureError(f"{site.path}: {kind} has no dropout", got=type(site.node).__name__, hint=hint)
-        own = jax.random.fold_in(key, zlib.crc32(site.path.encode()))
+        site_key = jax.random.fold_in(key, zlib.crc32(site.path.encode()))
         layers = site.weight.shape[:-2]
-        keys = jax.random.split(own, layers) if layers else own
-        nodes[site.index] = dataclasses.replace(site.node, dropout_key=keys, dropout=float(given))
-    return replace(model, nodes if given else {})
+        keys = jax.random.split(site_key, layers) if layers else site_key
+        nodes[site.index] = dataclasses.replace(site.node, dropout_key=keys, dropout=float(value))
+    return replace(model, nodes if value else {})

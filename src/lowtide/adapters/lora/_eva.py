@@ -36,7 +36,7 @@ from ...core import (
     partition,
     value_and_grad,
 )
-from ._adapter import placed
+from ._adapter import shard_adapter
 from ._config import Config
 from ._model import add
 from ._pieces import ScaledWeight
@@ -44,7 +44,7 @@ from ._sites import Site, adapted_sites, replace, sites
 from ._tables import is_table
 from ._weight import LoRAWeight
 
-_MORE = 8
+_OVERSAMPLING = 8
 """Columns of Ω in addition to twice the rank."""
 
 
@@ -112,34 +112,34 @@ def eva(
             hint="2 is enough for most inputs",
         )
     added = add(model, config, key=key)
-    chosen = _added(model, added)
+    chosen = _added_sites(model, added)
     check_eva(model, added)
-    held = list(batches)
-    if not held:
+    batch_list = list(batches)
+    if not batch_list:
         raise ConfigError("batches: there is none", expected="at least one", got="0", hint="give what will be trained")
-    arrays, rest = partition(model, lambda _, leaf: is_array_like(leaf))
+    arrays, static = partition(model, lambda _, leaf: is_array_like(leaf))
 
-    def watched(sketches: dict[int, Array], seeds: dict[int, Array], arrays: Tree, batch: Any) -> Any:
-        whole = combine(arrays, rest)
-        weights = {site.index: site.weight for site in sites(whole) if site.index in sketches}
-        nodes = {index: _Watched(weights[index], seeds[index], sketches[index]) for index in sketches}
-        loss = fn(replace(whole, nodes), batch)
+    def sketch_loss(sketches: dict[int, Array], seeds: dict[int, Array], arrays: Tree, batch: Any) -> Any:
+        full_model = combine(arrays, static)
+        weights = {site.index: site.weight for site in sites(full_model) if site.index in sketches}
+        nodes = {index: _SketchedWeight(weights[index], seeds[index], sketches[index]) for index in sketches}
+        loss = fn(replace(full_model, nodes), batch)
         return loss[0] if has_aux else loss
 
-    gradients = jax.jit(value_and_grad(watched))
-    seeds = {site.index: _seed(site, key) for site in chosen}
+    gradients = jax.jit(value_and_grad(sketch_loss))
+    seeds = {site.index: _draw_seed(site, key) for site in chosen}
     zeros = jax.tree.map(jnp.zeros_like, seeds)
     sketches = zeros
-    for number in range(num_passes):
-        if number:
+    for pass_index in range(num_passes):
+        if pass_index:
             # One step of subspace iteration: an orthonormal basis of XᵀX Ω is closer to the first eigenvectors than Ω.
             seeds = jax.tree.map(_orthonormal, sketches)
         sketches = zeros
-        for batch in held:
+        for batch in batch_list:
             sketches = jax.tree.map(jnp.add, sketches, gradients(zeros, seeds, arrays, batch)[1])
         for site in chosen:
             _check_sketch(site, sketches[site.index])
-    nodes = {site.index: _started(site.node, seeds[site.index], sketches[site.index]) for site in chosen}
+    nodes = {site.index: _init_from_sketch(site.node, seeds[site.index], sketches[site.index]) for site in chosen}
     return replace(added, nodes)
 
 
@@ -156,25 +156,25 @@ def check_eva(model: Tree, added: Tree) -> None:
     Memory:
         None.
     """
-    for site in _added(model, added):
-        looked_up = is_table(model, site)
-        if looked_up or not site.is_matrix:
+    for site in _added_sites(model, added):
+        is_embedding = is_table(model, site)
+        if is_embedding or not site.is_matrix:
             raise StructureError(
                 f"{site.path}: EVA takes matrices, and stacks of them",
                 expected="[out, in] or [num_layers, out, in], which activations are multiplied by",
-                got="an embedding" if looked_up else f"shape {list(site.weight.shape)}",
+                got="an embedding" if is_embedding else f"shape {list(site.weight.shape)}",
                 hint=f'leave it out of the targets, for instance with the pattern "!{site.module}"',
             )
 
 
-def _added(model: Tree, added: Tree) -> list[Site]:
-    before = {site.index for site in adapted_sites(model)}
-    return [site for site in adapted_sites(added) if site.index not in before and isinstance(site.node, LoRAWeight)]
+def _added_sites(model: Tree, added: Tree) -> list[Site]:
+    previous = {site.index for site in adapted_sites(model)}
+    return [site for site in adapted_sites(added) if site.index not in previous and isinstance(site.node, LoRAWeight)]
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["weight", "seed", "sketch"], meta_fields=[])
 @dataclasses.dataclass(frozen=True)
-class _Watched(ScaledWeight):
+class _SketchedWeight(ScaledWeight):
     """A weight that records its inputs X: the gradient of its sketch is XᵀX times the seed."""
 
     weight: Any
@@ -187,7 +187,7 @@ class _Watched(ScaledWeight):
 
     def linear(self, x: Float[Array, "*batch in"]) -> Float[Array, "*batch out"]:
         """Compute x Wᵀ."""
-        return linear(_seen(x, self.seed, self.sketch), self.weight)
+        return linear(_record_inputs(x, self.seed, self.sketch), self.weight)
 
     def __rmatmul__(self, x: Array) -> Array:
         """Refuse x W, because A reads the inputs of x Wᵀ."""
@@ -200,36 +200,36 @@ class _Watched(ScaledWeight):
 
 
 @jax.custom_vjp
-def _seen(x: Float[Array, "*batch in"], seed: Float[Array, "in k"], sketch: Float[Array, "in k"]) -> Array:
+def _record_inputs(x: Float[Array, "*batch in"], seed: Float[Array, "in k"], sketch: Float[Array, "in k"]) -> Array:
     return x
 
 
-def _seen_forward(x: Array, seed: Array, sketch: Array) -> tuple[Array, tuple[Array, Array]]:
+def _record_inputs_fwd(x: Array, seed: Array, sketch: Array) -> tuple[Array, tuple[Array, Array]]:
     return x, (x, seed)
 
 
-def _seen_backward(kept: tuple[Array, Array], cotangent: Array) -> tuple[Array, Array, Array]:
-    x, seed = kept
+def _record_inputs_bwd(residuals: tuple[Array, Array], cotangent: Array) -> tuple[Array, Array, Array]:
+    x, seed = residuals
     # Rows without a cotangent, such as padding, do not affect the loss.
-    counts = jnp.any(cotangent != 0, axis=-1, keepdims=True)
-    rows = jnp.where(counts, x.astype(jnp.float32), 0).reshape(-1, x.shape[-1])
-    product = _product(rows.T, _product(rows, seed))
+    has_cotangent = jnp.any(cotangent != 0, axis=-1, keepdims=True)
+    rows = jnp.where(has_cotangent, x.astype(jnp.float32), 0).reshape(-1, x.shape[-1])
+    product = _matmul(rows.T, _matmul(rows, seed))
     return cotangent, jnp.zeros_like(seed), product
 
 
-_seen.defvjp(_seen_forward, _seen_backward)
+_record_inputs.defvjp(_record_inputs_fwd, _record_inputs_bwd)
 
 
-def _product(a: Array, b: Array) -> Array:
+def _matmul(a: Array, b: Array) -> Array:
     return jnp.matmul(a, b, precision=jax.lax.Precision.HIGHEST)
 
 
-def _seed(site: Site, key: Array) -> Float[Array, "*L in k"]:
+def _draw_seed(site: Site, key: Array) -> Float[Array, "*L in k"]:
     """Draw Ω with orthonormal columns; where it is square, any basis gives the exact result."""
     *layers, _, inner = site.weight.shape
-    width = min(inner, 2 * site.node.rank + _MORE)
-    own = jax.random.fold_in(key, zlib.crc32(site.path.encode()))
-    return _orthonormal(jax.random.normal(own, (*layers, inner, width), jnp.float32))
+    width = min(inner, 2 * site.node.rank + _OVERSAMPLING)
+    site_key = jax.random.fold_in(key, zlib.crc32(site.path.encode()))
+    return _orthonormal(jax.random.normal(site_key, (*layers, inner, width), jnp.float32))
 
 
 def _orthonormal(matrix: Float[Array, "*L in k"]) -> Float[Array, "*L in k"]:
@@ -243,8 +243,8 @@ def _check_sketch(site: Site, sketch: Array) -> None:
             got="infinity or NaN",
             hint="look for NaN in the model's weights, or in the batches",
         )
-    scale, on = site.node.layer_scale, jnp.any(sketch != 0, axis=(-2, -1))
-    if not (on if scale is None else on | (scale == 0)).all():
+    scale, has_inputs = site.node.layer_scale, jnp.any(sketch != 0, axis=(-2, -1))
+    if not (has_inputs if scale is None else has_inputs | (scale == 0)).all():
         raise StructureError(
             f"{site.path}: the loss of these batches does not depend on what this weight multiplies",
             expected="inputs to begin with",
@@ -253,11 +253,11 @@ def _check_sketch(site: Site, sketch: Array) -> None:
         )
 
 
-def _started(node: LoRAWeight, seed: Array, sketch: Array) -> LoRAWeight:
+def _init_from_sketch(node: LoRAWeight, seed: Array, sketch: Array) -> LoRAWeight:
     lora_a = _first_vectors(seed, sketch, node.rank)
     if node.layer_scale is not None:
         lora_a = lora_a * node.layer_scale[:, None, None]
-    return placed(dataclasses.replace(node, lora_a=lora_a))
+    return shard_adapter(dataclasses.replace(node, lora_a=lora_a))
 
 
 @functools.partial(jax.jit, static_argnums=2)
@@ -266,9 +266,9 @@ def _first_vectors(seed: Float[Array, "*L in k"], sketch: Float[Array, "*L in k"
     # Nyström: XᵀX ≈ S (ΩᵀS)⁺ Sᵀ = F Fᵀ with the sketch S and F = S V λ^(-1/2), where V and λ are the eigenvectors and
     # eigenvalues of ΩᵀS. The left singular vectors of F are the eigenvectors. Eigenvalues within rounding of zero are
     # dropped.
-    inner = _product(seed.mT, sketch)
+    inner = _matmul(seed.mT, sketch)
     values, vectors = jnp.linalg.eigh((inner + inner.mT) / 2)
-    least = jnp.finfo(jnp.float32).eps * values[..., -1:] * values.shape[-1]
-    scale = jnp.where(values > least, jnp.abs(values) ** -0.5, 0)
-    found, _, _ = jnp.linalg.svd(_product(sketch, vectors * scale[..., None, :]), full_matrices=False)
-    return found[..., :rank].mT
+    threshold = jnp.finfo(jnp.float32).eps * values[..., -1:] * values.shape[-1]
+    scale = jnp.where(values > threshold, jnp.abs(values) ** -0.5, 0)
+    singular_vectors, _, _ = jnp.linalg.svd(_matmul(sketch, vectors * scale[..., None, :]), full_matrices=False)
+    return singular_vectors[..., :rank].mT

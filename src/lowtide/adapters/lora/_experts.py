@@ -14,22 +14,17 @@ from __future__ import annotations
 from pathlib import Path
 
 from ...core import ConfigError, LinearWeight, ModelFileError, StructureError
-from ._config import IN_THE_WEIGHT, AnyConfig, Config
+from ._config import WEIGHT_INITS, AnyConfig, Config
 from ._peft import PeftConfig
 from ._sites import Site
 
 
 def check_experts(site: Site, config: AnyConfig) -> None:
-    """Check that experts support a configuration.
-
-    Raises:
-        ConfigError: for any adapter other than LoRA on all layers.
-        StructureError: for a quantised weight.
-    """
+    """Check that experts support a configuration: LoRA on all layers, on a weight that is not quantised."""
     is_lora = isinstance(config, Config)
-    kinds = {"DoRA": is_lora and config.dora, config.init: config.init in IN_THE_WEIGHT} if is_lora else {}
+    kinds = {"DoRA": is_lora and config.dora, config.init: config.init in WEIGHT_INITS} if is_lora else {}
     kinds |= {type(config).__name__: not is_lora, "layers": config.layers is not None}
-    if kind := next((name for name, is_asked in kinds.items() if is_asked), None):
+    if kind := next((name for name, is_used in kinds.items() if is_used), None):
         raise ConfigError(
             f"{site.path}: experts take LoRA and rsLoRA alone, on all layers",
             expected="no DoRA, no (IA)³, no VeRA, no init that is a part of the weight, and no choice of layers",
@@ -45,19 +40,15 @@ def check_experts(site: Site, config: AnyConfig) -> None:
         )
 
 
-def check_file_of_experts(path: Path, site: Site, config: PeftConfig, number: int, wanted: int) -> None:
-    """Check that a file's adapters of experts are LoRA of all experts of all layers.
-
-    Raises:
-        ModelFileError: for any other file, or for experts that take no adapter.
-    """
-    said = config.kind if config.kind != "LORA" else "DoRA" if config.dora else "LoRA"
-    if config.file.init_lora_weights in IN_THE_WEIGHT:
-        said = str(config.file.init_lora_weights)
-    if said != "LoRA" or number != wanted or isinstance(site.weight, LinearWeight):
+def check_expert_file(path: Path, site: Site, config: PeftConfig, num_adapted: int, num_expected: int) -> None:
+    """Check that a file's adapters of experts are LoRA of all experts of all layers, on weights that take adapters."""
+    kind = config.kind if config.kind != "LORA" else "DoRA" if config.dora else "LoRA"
+    if config.file.init_lora_weights in WEIGHT_INITS:
+        kind = str(config.file.init_lora_weights)
+    if kind != "LoRA" or num_adapted != num_expected or isinstance(site.weight, LinearWeight):
         raise ModelFileError(
             f"{path}: its adapters of {site.path} cannot be used",
-            expected=f"LoRA of all {wanted} experts, on weights that are not quantised",
-            got=f"{said} of {number}, on a {type(site.weight).__name__}",
+            expected=f"LoRA of all {num_expected} experts, on weights that are not quantised",
+            got=f"{kind} of {num_adapted}, on a {type(site.weight).__name__}",
             hint="merge this adapter with the software that made it",
         )

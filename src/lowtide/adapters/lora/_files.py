@@ -27,13 +27,13 @@ from ...core import (
     shortened,
     write_files,
 )
-from ._adapter import kind_of, placed
-from ._config import IN_THE_WEIGHT
-from ._experts import check_file_of_experts
+from ._adapter import kind_of, shard_adapter
+from ._config import WEIGHT_INITS
+from ._experts import check_expert_file
 from ._kernel import LoRAKernel
-from ._kernel_files import kernel_name, kernel_tensors, kernels_in, read_kernel
-from ._names import one_kind
-from ._parameters import parameter_tensors, parameters_in, patterns, read_parameter, written
+from ._kernel_files import adapted_kernels, kernel_name, kernel_tensors, read_kernel
+from ._names import common_peft_type
+from ._parameters import adapted_parameters, parameter_patterns, parameter_tensors, read_parameter, written_parameters
 from ._peft import (
     CONFIG_FILE,
     IA3,
@@ -47,16 +47,16 @@ from ._peft import (
     read_config,
     tensor_names,
 )
-from ._principal import principal
-from ._ranks import cut, of_layer, own_ranks, scales_of
+from ._principal import principal_factors
+from ._ranks import layer_entry, remove_padding, stack_scales, used_ranks
 from ._saved import SavedWeight
-from ._saved_files import asked_for, read_whole, whole_of
+from ._saved_files import expected_keys, read_saved_modules, saved_modules
 from ._sites import Site, adapted_sites, layer_names, replace, sites
 from ._tables import base_keys, check_base, check_tables, read_table, stored_tables, table_names
 from ._tensors import read_tensor
 from ._vectors import IA3Weight, VeRAWeight
 from ._weight import LoRAWeight
-from ._whole import owners
+from ._whole import adapter_modules
 
 
 def save(
@@ -107,47 +107,47 @@ def save(
             hint="add one with lt.lora.add; a merged model has none left",
         )
     refuse_consumed(model)
-    kind = one_kind(adapted)
-    described, tensors, done = _of_parameters(model)
-    parameters, tables = [*described], table_names(model)
+    kind = common_peft_type(adapted)
+    entries, tensors, written_indices = _parameter_entries(model)
+    parameters, tables = [*entries], table_names(model)
     kernels: dict[str, list[int]] = {}
     for site in adapted:
-        if site.index in done:
+        if site.index in written_indices:
             continue
         if isinstance(site.node, LoRAKernel):
             name = kernel_name(model, site)
-            _refuse_twice(site, name, described)
-            described[name] = _said(site.node, 1.0)
+            _refuse_duplicate(site, name, entries)
+            entries[name] = _config_entry(site.node, 1.0)
             tensors |= kernel_tensors(site, name)
             kernels[name] = [site.node.num_rows, site.node.num_columns]
             continue
         leaves, scales = _host_leaves(site)
         is_stack = kind == LORA and len(site.weight.shape) == 3 and site.node.start_a is None
-        ranks = own_ranks(leaves["lora_a"], leaves["lora_b"]) if is_stack else None
+        ranks = used_ranks(leaves["lora_a"], leaves["lora_b"]) if is_stack else None
         for layer, name in enumerate(layer_names(model, site)):
-            _refuse_twice(site, name, described)
+            _refuse_duplicate(site, name, entries)
             if scales is not None and scales[layer] == 0:
                 continue
-            described[name] = _said(site.node, 1.0 if scales is None else float(scales[layer]))
+            entries[name] = _config_entry(site.node, 1.0 if scales is None else float(scales[layer]))
             if ranks is not None and ranks[layer] != site.node.rank:
-                described[name] = of_layer(described[name], ranks[layer])
-            options = {"dora": described[name].get("dora", False), "table": name in tables}
+                entries[name] = layer_entry(entries[name], ranks[layer])
+            options = {"dora": entries[name].get("dora", False), "table": name in tables}
             for leaf, key in tensor_names(name, kind, **options).items():
                 values = leaves[leaf]
                 if stacked := len(site.weight.shape) - 2:  # number of leading axes: layers, and experts of each
                     values = values.reshape(-1, *values.shape[stacked:])[layer]
-                values = values if ranks is None else cut(values, leaf, ranks[layer])
+                values = values if ranks is None else remove_padding(values, leaf, ranks[layer])
                 values = values.T if name in tables else values
-                tensors[key] = np.ascontiguousarray(_as_peft(values, site.node))
+                tensors[key] = np.ascontiguousarray(_reshape_for_peft(values, site.node))
     if kind == VERA:
-        tensors |= _projections(adapted)
-    whole = whole_of(model, owners(model, described, {site.index for site in adapted}), kind)
-    tensors |= whole.tensors
+        tensors |= _collect_projections(adapted)
+    saved = saved_modules(model, adapter_modules(model, entries, {site.index for site in adapted}), kind)
+    tensors |= saved.tensors
     modules = [name for names in _names_by_site(model).values() for name in names]
     names: dict[str, Any] = {"base_model_name_or_path": base_model_name_or_path, "task_type": task_type}
-    more = {**whole.options, **({KERNELS: kernels} if kernels else {})}
-    config = describe(described, modules, kind, **names, whole=more, parameters=parameters)
-    config |= patterns(model, config)
+    extra_options = {**saved.options, **({KERNELS: kernels} if kernels else {})}
+    config = describe(entries, modules, kind, **names, saved_options=extra_options, parameters=parameters)
+    config |= parameter_patterns(model, config)
     if ignored := getattr(model, "ignored_modules", ()):
         config["exclude_modules"] = rf".*\b({'|'.join(ignored)})\b.*"
     contents = {
@@ -203,45 +203,54 @@ def load(model: Tree, directory: str | os.PathLike[str]) -> Tree:
     base = model
     try:
         with safe_open(path, framework="numpy") as file:
-            model, keys = _as_in_file(model, set(file.keys()), path)
+            model, keys = _adopt_file_names(model, set(file.keys()), path)
             config = dataclasses.replace(config, tables=table_names(model))
             names = _names_by_site(model)
-            kernels = kernels_in(model, config, keys)
-            parameters = parameters_in(model, config)
-            others = {*kernels, *(site.index for each in parameters for site in each.sites)}
-            hits = {index: _hits(names[index], config, keys, by_index[index]) for index in names if index not in others}
-            chosen = {index: on for index, on in hits.items() if any(on)}
+            kernels = adapted_kernels(model, config, keys)
+            parameters = adapted_parameters(model, config)
+            non_modules = {*kernels, *(site.index for item in parameters for site in item.sites)}
+            masks = {
+                index: _adapter_mask(names[index], config, keys, by_index[index])
+                for index in names
+                if index not in non_modules
+            }
+            chosen = {index: mask for index, mask in masks.items() if any(mask)}
             check_tables(path, model, [by_index[i] for i in chosen if names[i][0] in config.tables], config)
             expected = {
                 key
-                for index, on in chosen.items()
-                for name, is_on in zip(names[index], on, strict=True)
-                if is_on
+                for index, mask in chosen.items()
+                for name, is_adapted in zip(names[index], mask, strict=True)
+                if is_adapted
                 for key in config.tensors(name).values()
             }
-            of_kernels = {key for name, *_ in kernels.values() for key in config.tensors(name).values()}
-            expected |= of_kernels | {key for each in parameters for pair in each.keys for key in pair}
+            kernel_keys = {key for name, *_ in kernels.values() for key in config.tensors(name).values()}
+            expected |= kernel_keys | {key for item in parameters for pair in item.keys for key in pair}
             adapted = {name for name, *_ in kernels.values()}
-            adapted |= {n for i, on in chosen.items() for n, is_on in zip(names[i], on, strict=True) if is_on}
-            whole, keys_of_whole = asked_for(model, config, owners(model, adapted, {*chosen, *kernels}))
-            expected |= whole if expected else set()
+            adapted |= {
+                name
+                for i, mask in chosen.items()
+                for name, is_adapted in zip(names[i], mask, strict=True)
+                if is_adapted
+            }
+            saved_keys, site_keys = expected_keys(model, config, adapter_modules(model, adapted, {*chosen, *kernels}))
+            expected |= saved_keys if expected else set()
             bases = base_keys([names[i][0] for i in chosen if len(by_index[i].weight.shape) == 2], keys)
-            plain = [site for site in by_index.values() if site.index in names and site.index not in chosen]
-            tables = stored_tables(model, {names[site.index][0]: site for site in plain}, keys - expected)
+            unadapted = [site for site in by_index.values() if site.index in names and site.index not in chosen]
+            tables = stored_tables(model, {names[site.index][0]: site for site in unadapted}, keys - expected)
             expected |= {*bases, *tables}
             # Names are compared before any tensor is read. A tensor that nothing expects would otherwise be ignored
             # silently.
             _check_keys(path, keys, expected | {*(VERA_TENSORS if config.kind == VERA and expected else ())})
-            wholes = _read_projections(file, path, config) if config.kind == VERA else ()
+            projections = _read_projections(file, path, config) if config.kind == VERA else ()
             nodes = {
-                index: _read_node(file, path, by_index[index], names[index], on, config, wholes)
-                for index, on in chosen.items()
+                index: _read_node(file, path, by_index[index], names[index], mask, config, projections)
+                for index, mask in chosen.items()
             }
             for index, kernel in kernels.items():
                 nodes[index] = read_kernel(file, path, by_index[index], kernel, config)
             for parameter in parameters:
                 nodes |= read_parameter(file, path, parameter, config)
-            nodes |= read_whole(file, path, model, keys_of_whole)
+            nodes |= read_saved_modules(file, path, model, site_keys)
             for key, name in bases.items():
                 check_base(file, path, next(by_index[i] for i in chosen if name in names[i]), key)
             resized = {site.index: read_table(file, path, key, site) for key, site in tables.items() if site}
@@ -249,12 +258,12 @@ def load(model: Tree, directory: str | os.PathLike[str]) -> Tree:
         raise ModelFileError(
             f"{path}: truncated or no safetensors file", got=shortened(error), hint="copy or write the adapter again"
         ) from error
-    _check_present(adapted_sites(base), nodes)
-    if len(rows := {table.shape[0] for table in resized.values()}) > 1:
+    _check_same_adapters(adapted_sites(base), nodes)
+    if len(row_counts := {table.shape[0] for table in resized.values()}) > 1:
         raise ModelFileError(
             f"{path}: its embedding and its head have different numbers of rows",
             expected="one number of tokens",
-            got=", ".join(map(str, sorted(rows))),
+            got=", ".join(map(str, sorted(row_counts))),
             hint="resize both in transformers (resize_token_embeddings), and save the adapter again",
         )
     if any(table.shape != by_index[index].weight.shape for index, table in resized.items()):
@@ -274,41 +283,41 @@ def check(directory: str | os.PathLike[str]) -> None:
     read_config(Path(directory))
 
 
-def _as_in_file(model: Tree, keys: set[str], path: Path) -> tuple[Tree, set[str]]:
+def _adopt_file_names(model: Tree, keys: set[str], path: Path) -> tuple[Tree, set[str]]:
     """Return the model with the module names of a file, and the file's keys without modules that the model lacks."""
     if hasattr(model, "named_as"):
         model = model.named_as(keys)
     ignored = {key for key in keys if {*key.split(".")} & {*getattr(model, "ignored_modules", ())}}
     if ignored and ignored != keys:
-        warnings.warn(f"{path}: {len(ignored)} tensors are not read: {_some(sorted(ignored)[:1])} sees images",
+        warnings.warn(f"{path}: {len(ignored)} tensors are not read: {_join_names(sorted(ignored)[:1])} sees images",
                       stacklevel=3)  # fmt: skip
         keys = keys - ignored
     return model, keys
 
 
-def _refuse_twice(site: Site, name: str, described: Mapping[str, Any]) -> None:
-    if name in described:
+def _refuse_duplicate(site: Site, name: str, entries: Mapping[str, Any]) -> None:
+    if name in entries:
         raise StructureError(
             f"{site.path}: another adapted module is called {name!r}, too",
             hint="rename one of them, or give the model an external_name that tells them apart",
         )
 
 
-def _of_parameters(model: Tree) -> tuple[dict[str, dict[str, Any]], dict[str, np.ndarray], set[int]]:
+def _parameter_entries(model: Tree) -> tuple[dict[str, dict[str, Any]], dict[str, np.ndarray], set[int]]:
     """Return configuration entries, tensors and site indices of experts that are written as one parameter."""
-    described: dict[str, dict[str, Any]] = {}
+    entries: dict[str, dict[str, Any]] = {}
     tensors: dict[str, np.ndarray] = {}
-    done: set[int] = set()
-    for parameter in written(model):
+    indices: set[int] = set()
+    for parameter in written_parameters(model):
         (site,) = parameter.sites
         leaves, _ = _host_leaves(site)
-        described |= dict.fromkeys(parameter.names, _said(site.node, 1.0))
+        entries |= dict.fromkeys(parameter.names, _config_entry(site.node, 1.0))
         tensors |= parameter_tensors(parameter, leaves["lora_a"], leaves["lora_b"])
-        done.add(site.index)
-    return described, tensors, done
+        indices.add(site.index)
+    return entries, tensors, indices
 
 
-def _said(node: Any, layer_scale: float) -> dict[str, Any]:
+def _config_entry(node: Any, layer_scale: float) -> dict[str, Any]:
     """Return the entries of `adapter_config.json` for one layer of a node."""
     if isinstance(node, IA3Weight):
         return {"feedforward": node.feedforward}
@@ -322,26 +331,26 @@ def _said(node: Any, layer_scale: float) -> dict[str, Any]:
     return {"rank": rank, "alpha": alpha * layer_scale, "rslora": node.rslora, "dora": dora}
 
 
-def _as_peft(values: np.ndarray, node: Any) -> np.ndarray:
+def _reshape_for_peft(values: np.ndarray, node: Any) -> np.ndarray:
     """Give a leaf of one layer the shape that PEFT uses."""
     return values.reshape((1, -1) if node.feedforward else (-1, 1)) if isinstance(node, IA3Weight) else values
 
 
-def _projections(adapted: Sequence[Site]) -> dict[str, np.ndarray]:
+def _collect_projections(adapted: Sequence[Site]) -> dict[str, np.ndarray]:
     """Return the shared projections, of which every VeRA node has the first rows and columns."""
-    both = [_host_leaves(site)[0] for site in adapted]
-    parts = [[leaves[name].reshape(-1, *leaves[name].shape[-2:]) for leaves in both] for name in ("vera_a", "vera_b")]
-    wholes = [max(group, key=lambda part: part.size // len(part))[0] for group in parts]
-    for whole, group in zip(wholes, parts, strict=True):
-        for site, part in zip(adapted, group, strict=True):
-            cut = whole[: part.shape[1], : part.shape[2]]
-            if cut.shape != part.shape[1:] or not (part == cut[None]).all():
+    trees = [_host_leaves(site)[0] for site in adapted]
+    parts = [[leaves[name].reshape(-1, *leaves[name].shape[-2:]) for leaves in trees] for name in ("vera_a", "vera_b")]
+    projections = [max(site_parts, key=lambda part: part.size // len(part))[0] for site_parts in parts]
+    for projection, site_parts in zip(projections, parts, strict=True):
+        for site, part in zip(adapted, site_parts, strict=True):
+            block = projection[: part.shape[1], : part.shape[2]]
+            if block.shape != part.shape[1:] or not (part == block[None]).all():
                 raise StructureError(
                     f"{site.path}: its projections are others than those of {adapted[0].path}",
                     expected="the same for all weights, from one call of lt.lora.add",
                     hint="PEFT's VeRA has one pair of projections; merge some of the adapters with lt.lora.merge",
                 )
-    return dict(zip(VERA_TENSORS, (np.ascontiguousarray(whole) for whole in wholes), strict=True))
+    return dict(zip(VERA_TENSORS, (np.ascontiguousarray(projection) for projection in projections), strict=True))
 
 
 def _host_leaves(site: Site) -> tuple[dict[str, np.ndarray], np.ndarray | None]:
@@ -355,8 +364,8 @@ def _host_leaves(site: Site) -> tuple[dict[str, np.ndarray], np.ndarray | None]:
             hint="save the adapter of a model that was run, not of one that was analysed",
         )
     if "start_a" in leaves:
-        both = zip(("lora_a", "lora_b"), site.node.factors(), strict=True)
-        leaves = {name: leaf for name, leaf in leaves.items() if not name.startswith("start_")} | dict(both)
+        factors = zip(("lora_a", "lora_b"), site.node.factors(), strict=True)
+        leaves = {name: leaf for name, leaf in leaves.items() if not name.startswith("start_")} | dict(factors)
     arrays = {name: np.asarray(leaf, np.float32) for name, leaf in leaves.items()}
     return arrays, arrays.get("layer_scale")
 
@@ -373,12 +382,12 @@ def _names_by_site(model: Tree) -> dict[int, list[str]]:
     return names
 
 
-def _hits(names: Sequence[str], config: PeftConfig, keys: set[str], site: Site) -> list[bool]:
+def _adapter_mask(names: Sequence[str], config: PeftConfig, keys: set[str], site: Site) -> list[bool]:
     """Return, for each layer of a weight and each expert of a layer, whether the directory adapts it."""
-    found = [bool(keys.intersection(config.tensors(name).values())) and not config.saves(name) for name in names]
+    mask = [bool(keys.intersection(config.tensors(name).values())) and not config.saves(name) for name in names]
     # Experts that are one parameter in PEFT have no modules, but a list of names may match theirs.
-    if config.file.target_modules is None or (site.is_experts and not any(found)):
-        return found
+    if config.file.target_modules is None or (site.is_experts and not any(mask)):
+        return mask
     return [config.targets(name) for name in names]
 
 
@@ -386,12 +395,12 @@ def _check_keys(path: Path, keys: set[str], expected: set[str]) -> None:
     missing, unexpected = sorted(expected - keys), sorted(keys - expected)
     if missing or unexpected or not expected:
         groups = (("missing", missing), ("unexpected", unexpected))
-        found = [f"{len(group)} {word}: {_some(group)}" for word, group in groups if group]
-        wanted = f"{len(expected)} tensors" + ("" if missing else f", such as {_some(sorted(expected)[:1])}")
+        differences = [f"{len(group)} {label}: {_join_names(group)}" for label, group in groups if group]
+        description = f"{len(expected)} tensors" + ("" if missing else f", such as {_join_names(sorted(expected)[:1])}")
         raise ModelFileError(
             f"{path}: its tensors are not those that {CONFIG_FILE} and the model ask for",
-            expected=wanted if expected else "tensors for at least one module of the model",
-            got="; ".join(found) or "no tensor",
+            expected=description if expected else "tensors for at least one module of the model",
+            got="; ".join(differences) or "no tensor",
             hint="load it into the model that it was made for; what else it trains is read by PEFT alone",
         )
 
@@ -401,59 +410,59 @@ def _read_node(
     path: Path,
     site: Site,
     names: Sequence[str],
-    on: Sequence[bool],
+    mask: Sequence[bool],
     config: PeftConfig,
-    wholes: Sequence[np.ndarray],
+    projections: Sequence[np.ndarray],
 ) -> Any:
     """Read the node of a weight; layers that the directory does not adapt get zeros, and a scale of zero."""
-    there = [name for name, is_on in zip(names, on, strict=True) if is_on]
+    adapted_names = [name for name, is_adapted in zip(names, mask, strict=True) if is_adapted]
     if site.is_experts:
-        check_file_of_experts(path, site, config, len(there), len(names))
-    is_table = there[0] in config.tables
+        check_expert_file(path, site, config, len(adapted_names), len(names))
+    is_table = adapted_names[0] in config.tables
     out, inner = site.weight.shape[-2:]
     may_differ = config.kind == LORA and len(site.weight.shape) == 3
-    may_differ = may_differ and config.file.init_lora_weights not in IN_THE_WEIGHT
-    scales = scales_of(names, on, config) if may_differ else None
-    said = _one_for_all(path, site, there, config) if scales is None else scales.said
+    may_differ = may_differ and config.file.init_lora_weights not in WEIGHT_INITS
+    scales = stack_scales(names, mask, config) if may_differ else None
+    fields = _uniform_fields(path, site, adapted_names, config) if scales is None else scales.node_fields
     shapes: dict[str, tuple[int, ...]] = {"lora_magnitude": (out,), "lora_lambda_b": (out,)}
     if config.kind == IA3:
-        shapes["lora_scale"] = (1, inner) if said["feedforward"] else (out, 1)
+        shapes["lora_scale"] = (1, inner) if fields["feedforward"] else (out, 1)
     else:
-        rank = said.pop("rank")
+        rank = fields.pop("rank")
         shapes |= {"lora_a": (rank, inner), "lora_b": (out, rank), "lora_lambda_d": (rank,)}
     leaves: dict[str, Any] = {}
-    for leaf in config.tensors(there[0]):
+    for leaf in config.tensors(adapted_names[0]):
         shape = shapes[leaf][::-1] if is_table else shapes[leaf]
-        of_leaf = {name: config.tensors(name)[leaf] for name in there}
+        keys = {name: config.tensors(name)[leaf] for name in adapted_names}
         if scales is None:
-            read = {name: read_tensor(file, path, key, shape) for name, key in of_leaf.items()}
+            tensors = {name: read_tensor(file, path, key, shape) for name, key in keys.items()}
         else:
-            read = scales.read(file, path, of_leaf, leaf, shape)
+            tensors = scales.read(file, path, keys, leaf, shape)
         if is_table:
-            read = {name: values.T for name, values in read.items()}
-        of_layers = [read[name] if name in read else np.zeros(shapes[leaf], np.float32) for name in names]
-        flat = [values.reshape(-1) if config.kind == IA3 else values for values in of_layers]
-        stack = np.stack(flat) if len(site.weight.shape) > 2 else flat[0]
+            tensors = {name: values.T for name, values in tensors.items()}
+        layer_values = [tensors[name] if name in tensors else np.zeros(shapes[leaf], np.float32) for name in names]
+        flat_values = [values.reshape(-1) if config.kind == IA3 else values for values in layer_values]
+        stack = np.stack(flat_values) if len(site.weight.shape) > 2 else flat_values[0]
         leaves[leaf] = jnp.asarray(
             stack.reshape(*site.weight.shape[:2], *stack.shape[1:]) if site.is_experts else stack
         )
-    scale = None if all(on) else jnp.asarray(on, jnp.float32)
-    if scales is not None and scales.of_layers is not None:
-        scale = jnp.asarray(scales.of_layers, jnp.float32)
+    scale = None if all(mask) else jnp.asarray(mask, jnp.float32)
+    if scales is not None and scales.layer_scales is not None:
+        scale = jnp.asarray(scales.layer_scales, jnp.float32)
     kind = {LORA: LoRAWeight, IA3: IA3Weight, VERA: VeRAWeight}[config.kind]
     if config.kind == VERA:
-        whole_a, whole_b = wholes
-        _check_projections(path, site, wholes)
+        full_a, full_b = projections
+        _check_projections(path, site, projections)
         layers = site.weight.shape[:-2]
-        leaves["vera_a"] = jnp.broadcast_to(jnp.asarray(whole_a[:, :inner]), (*layers, whole_a.shape[0], inner))
-        leaves["vera_b"] = jnp.broadcast_to(jnp.asarray(whole_b[:out]), (*layers, out, whole_b.shape[1]))
-    node: Any = kind(site.weight, **leaves, layer_scale=scale, **said)
-    if config.kind == LORA and config.file.init_lora_weights in IN_THE_WEIGHT:
-        node = _without_start(path, site, node, config.file.init_lora_weights)
-    return placed(node)
+        leaves["vera_a"] = jnp.broadcast_to(jnp.asarray(full_a[:, :inner]), (*layers, full_a.shape[0], inner))
+        leaves["vera_b"] = jnp.broadcast_to(jnp.asarray(full_b[:out]), (*layers, out, full_b.shape[1]))
+    node: Any = kind(site.weight, **leaves, layer_scale=scale, **fields)
+    if config.kind == LORA and config.file.init_lora_weights in WEIGHT_INITS:
+        node = _subtract_start(path, site, node, config.file.init_lora_weights)
+    return shard_adapter(node)
 
 
-def _without_start(path: Path, site: Site, node: LoRAWeight, init: str) -> LoRAWeight:
+def _subtract_start(path: Path, site: Site, node: LoRAWeight, init: str) -> LoRAWeight:
     """Subtract the part that PEFT subtracted from the weight, computed again from the weight."""
     if isinstance(site.weight, LinearWeight):
         raise ModelFileError(
@@ -473,73 +482,73 @@ def _without_start(path: Path, site: Site, node: LoRAWeight, init: str) -> LoRAW
         like = {name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
                 for name, leaf in (("start_a", node.lora_a), ("start_b", node.lora_b))}  # fmt: skip
         return dataclasses.replace(node, **like)
-    start_a, start_b = principal(site.weight, node.rank, node.scaling, init)
+    start_a, start_b = principal_factors(site.weight, node.rank, node.scaling, init)
     if node.layer_scale is not None:
         start_a, start_b = (leaf * node.layer_scale[:, None, None] for leaf in (start_a, start_b))
     return dataclasses.replace(node, start_a=start_a, start_b=start_b)
 
 
-def _one_for_all(path: Path, site: Site, names: Sequence[str], config: PeftConfig) -> dict[str, Any]:
+def _uniform_fields(path: Path, site: Site, names: Sequence[str], config: PeftConfig) -> dict[str, Any]:
     """Return the configuration's values for a weight, which must be the same for all its layers."""
     if config.kind == VERA:
         return {"rank": config.file.r}
     if config.kind == IA3:
-        both = {config.is_feedforward(name) for name in names}
-        if len(both) > 1:
+        flags = {config.is_feedforward(name) for name in names}
+        if len(flags) > 1:
             raise ModelFileError(
                 f"{path}: of the layers of {site.path} some are feedforward modules and some are not",
                 expected="all, or none",
                 got=f"{len(names)} layers of both kinds",
                 hint="name all of them in feedforward_modules, and train the adapter again",
             )
-        return {"feedforward": both.pop()}
+        return {"feedforward": flags.pop()}
     rank, alpha = config.scale_of(names, site.path)
     return {"rank": rank, "alpha": alpha, "rslora": bool(config.file.use_rslora)}
 
 
 def _read_projections(file: Any, path: Path, config: PeftConfig) -> list[np.ndarray]:
-    found: list[np.ndarray] = []
+    projections: list[np.ndarray] = []
     for key, axis in zip(VERA_TENSORS, (0, 1), strict=True):
         shape = tuple(file.get_slice(key).get_shape())
-        wanted = [*shape] if len(shape) == 2 else [1, 1]
-        wanted[axis] = config.file.r
-        found.append(read_tensor(file, path, key, tuple(wanted)))
-    return found
+        expected_shape = [*shape] if len(shape) == 2 else [1, 1]
+        expected_shape[axis] = config.file.r
+        projections.append(read_tensor(file, path, key, tuple(expected_shape)))
+    return projections
 
 
-def _check_projections(path: Path, site: Site, wholes: Sequence[np.ndarray]) -> None:
+def _check_projections(path: Path, site: Site, projections: Sequence[np.ndarray]) -> None:
     out, inner = site.weight.shape[-2:]
-    if wholes[0].shape[1] < inner or wholes[1].shape[0] < out:
+    if projections[0].shape[1] < inner or projections[1].shape[0] < out:
         raise ModelFileError(
             f"{path}: the projections are too small for {site.path}",
             expected=f"at least {inner} columns of {VERA_TENSORS[0]} and {out} rows of {VERA_TENSORS[1]}",
-            got=f"{list(wholes[0].shape)} and {list(wholes[1].shape)}",
+            got=f"{list(projections[0].shape)} and {list(projections[1].shape)}",
             hint="load it into the model that it was made for",
         )
 
 
-def _check_present(present: Sequence[Site], nodes: Mapping[int, Any]) -> None:
+def _check_same_adapters(existing: Sequence[Site], nodes: Mapping[int, Any]) -> None:
     """Check that the model's own adapters are replaced by ones of the same kinds and ranks at the same places."""
-    if not present:
+    if not existing:
         return
-    ranks = {site.index: _described(site.node) for site in present}
-    found = {index: _described(node) for index, node in nodes.items()}
-    if ranks != found:
+    expected = {site.index: _describe(site.node) for site in existing}
+    loaded = {index: _describe(node) for index, node in nodes.items()}
+    if expected != loaded:
         raise StructureError(
-            f"{present[0].path}: the model has other adapters than the directory",
+            f"{existing[0].path}: the model has other adapters than the directory",
             expected="a model without adapters, or with the same ranks on the same modules",
-            got=f"{dict(Counter(ranks.values()))} in the model, {dict(Counter(found.values()))} in the directory "
+            got=f"{dict(Counter(expected.values()))} in the model, {dict(Counter(loaded.values()))} in the directory "
             "(adapter: number of weights)",
             hint="load into the base model, or fold the old adapters in first with lt.lora.merge",
         )
 
 
-def _some(names: Sequence[str]) -> str:
-    more = [f"… ({len(names) - 6} more)"] if len(names) > 6 else []
-    return ", ".join([*(shortened(name, 120) for name in names[:6]), *more])
+def _join_names(names: Sequence[str]) -> str:
+    suffix = [f"… ({len(names) - 6} more)"] if len(names) > 6 else []
+    return ", ".join([*(shortened(name, 120) for name in names[:6]), *suffix])
 
 
-def _described(node: Any) -> str:
+def _describe(node: Any) -> str:
     if isinstance(node, SavedWeight):
         return kind_of(node)
     if isinstance(node, IA3Weight):

@@ -74,26 +74,29 @@ class LoRAKernel(WrappedWeight):
     def transposed(self, order: tuple[int, ...]) -> LoRAKernel | None:
         """Transpose the weight; return None where the order mixes its groups of axes, or its stack with them."""
         num_stack = self.num_stacked
-        stack, rest = order[:num_stack], order[num_stack:]
+        stack, kernel_order = order[:num_stack], order[num_stack:]
         rows = range(num_stack, num_stack + self.num_rows)
-        is_swapped = rest[0] not in rows
+        is_swapped = kernel_order[0] not in rows
         split = self.num_columns if is_swapped else self.num_rows
-        first, second = rest[:split], rest[split:]
+        first, second = kernel_order[:split], kernel_order[split:]
         groups = (sorted(first), sorted(second))
-        own = ([*rows], [*range(rows.stop, self.ndim)])
-        if stack != tuple(range(num_stack)) or groups != (own[::-1] if is_swapped else own):
+        own_groups = ([*rows], [*range(rows.stop, self.ndim)])
+        if stack != tuple(range(num_stack)) or groups != (own_groups[::-1] if is_swapped else own_groups):
             return None
-        of_rows, of_columns = (second, first) if is_swapped else (first, second)
+        row_axes, column_axes = (second, first) if is_swapped else (first, second)
         # Axes of the factors: B [*stack, *m, r], A [*stack, r, *n]. If the groups swap, Aᵀ is the new B and Bᵀ the new
         # A.
-        last, middle = num_stack + self.num_rows, num_stack
-        b_axes, a_axes = of_rows, tuple(axis - self.num_rows + 1 for axis in of_columns)
+        axis_b, axis_a = num_stack + self.num_rows, num_stack
+        b_axes, a_axes = row_axes, tuple(axis - self.num_rows + 1 for axis in column_axes)
         weight = self.weight.transpose(order)
         if is_swapped:
-            new_b = self.lora_a.transpose((*stack, *a_axes, middle))
-            new_a = self.lora_b.transpose((*stack, last, *b_axes))
+            new_b = self.lora_a.transpose((*stack, *a_axes, axis_a))
+            new_a = self.lora_b.transpose((*stack, axis_b, *b_axes))
             return LoRAKernel(weight, new_a, new_b, self.alpha, self.num_columns, self.num_rows)
-        new_a, new_b = self.lora_a.transpose((*stack, middle, *a_axes)), self.lora_b.transpose((*stack, *b_axes, last))
+        new_a, new_b = (
+            self.lora_a.transpose((*stack, axis_a, *a_axes)),
+            self.lora_b.transpose((*stack, *b_axes, axis_b)),
+        )
         return LoRAKernel(weight, new_a, new_b, self.alpha, self.num_rows, self.num_columns)
 
     def through(self, run: Callable[[Any], Any], *, over_rows: bool, at: int, dtype: Any) -> Any:
@@ -115,63 +118,59 @@ class LoRAKernel(WrappedWeight):
         first, second = (self.lora_b, self.lora_a) if over_rows else (self.lora_a, self.lora_b)
         # `run` is linear and sums over one group only, so run(B A) is run(B) times A, or run(A) times B. The factor in
         # the call has the one axis r in place of the other group, and `run` leaves it at `at`.
-        low = jnp.moveaxis(run(first.astype(dtype)), at, -1) * jnp.asarray(self.scaling, dtype)
+        low_rank = jnp.moveaxis(run(first.astype(dtype)), at, -1) * jnp.asarray(self.scaling, dtype)
         factor = second.astype(dtype) if over_rows else jnp.moveaxis(second.astype(dtype), -1, 0)
-        num_others = factor.ndim - 1
-        delta = jnp.tensordot(low, factor, 1)
-        others = range(delta.ndim - num_others, delta.ndim)
-        return run(self.weight.astype(dtype)) + jnp.moveaxis(delta, tuple(others), tuple(range(at, at + num_others)))
+        num_free = factor.ndim - 1
+        delta = jnp.tensordot(low_rank, factor, 1)
+        free_axes = range(delta.ndim - num_free, delta.ndim)
+        return run(self.weight.astype(dtype)) + jnp.moveaxis(delta, tuple(free_axes), tuple(range(at, at + num_free)))
 
 
-def start(weight: Any, use: Use, rank: int, alpha: float, draw: Callable[[tuple[int, ...]], Any]) -> LoRAKernel:
+def init_kernel(weight: Any, use: Use, rank: int, alpha: float, draw: Callable[[tuple[int, ...]], Any]) -> LoRAKernel:
     """Make a fresh adapter with A drawn and B zero; both are abstract when the weight is."""
-    shape, first, split = tuple(weight.shape), use.num_stacked, use.num_stacked + use.num_rows
-    shape_a, shape_b = (*shape[:first], rank, *shape[split:]), (*shape[:split], rank)
+    shape, num_stack, split = tuple(weight.shape), use.num_stacked, use.num_stacked + use.num_rows
+    shape_a, shape_b = (*shape[:num_stack], rank, *shape[split:]), (*shape[:split], rank)
     if isinstance(weight, jax.ShapeDtypeStruct):
-        lora_a, lora_b = (jax.ShapeDtypeStruct(one, jnp.float32) for one in (shape_a, shape_b))
+        lora_a, lora_b = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in (shape_a, shape_b))
     else:
         lora_a, lora_b = draw(shape_a), jnp.zeros(shape_b, jnp.float32)
-    return on_kernel(weight, lora_a, lora_b, alpha, use.num_rows, use.num_columns)
+    return make_kernel(weight, lora_a, lora_b, alpha, use.num_rows, use.num_columns)
 
 
-def on_kernel(weight: Any, lora_a: Any, lora_b: Any, alpha: float, num_rows: int, num_columns: int) -> LoRAKernel:
+def make_kernel(weight: Any, lora_a: Any, lora_b: Any, alpha: float, num_rows: int, num_columns: int) -> LoRAKernel:
     """Make a node of a kernel and its factors, which are sharded like the kernel along the axes they share."""
     shape = tuple(weight.shape)
     split = len(shape) - num_columns
-    first = split - num_rows
+    num_stack = split - num_rows
     sharding = getattr(weight, "sharding", None)
     if isinstance(sharding, jax.sharding.NamedSharding) and not isinstance(weight, jax.core.Tracer):
         spec = (*sharding.spec, *(None,) * (len(shape) - len(sharding.spec)))
-        along_a, along_b = (*spec[:first], None, *spec[split:]), (*spec[:split], None)
+        spec_a, spec_b = (*spec[:num_stack], None, *spec[split:]), (*spec[:split], None)
         lora_a, lora_b = (
-            _placed(leaf, jax.sharding.NamedSharding(sharding.mesh, jax.P(*axes)))
-            for leaf, axes in ((lora_a, along_a), (lora_b, along_b))
+            _shard_leaf(leaf, jax.sharding.NamedSharding(sharding.mesh, jax.P(*axes)))
+            for leaf, axes in ((lora_a, spec_a), (lora_b, spec_b))
         )
     return LoRAKernel(weight, lora_a, lora_b, alpha, num_rows, num_columns)
 
 
-def _placed(leaf: Any, sharding: jax.sharding.NamedSharding) -> Any:
+def _shard_leaf(leaf: Any, sharding: jax.sharding.NamedSharding) -> Any:
     if isinstance(leaf, jax.ShapeDtypeStruct):
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
     return put(leaf, sharding)
 
 
-def fold(node: LoRAKernel) -> Any:
-    """Compute W + scaling B A in float32, rounded once to the dtype of W.
-
-    Memory:
-        A float32 copy of the weight while the sum is computed.
-    """
+def merge_kernel(node: LoRAKernel) -> Any:
+    """Compute W + scaling B A in float32, rounded once to the dtype of W; holds a float32 copy of W meanwhile."""
     if isinstance(node.weight, jax.ShapeDtypeStruct):
         return node.weight
     weight, lora_a, lora_b = (jnp.asarray(leaf) for leaf in (node.weight, node.lora_a, node.lora_b))
-    merged = _folded(weight, lora_a, lora_b, node.scaling, node.num_stacked)
+    merged = _merge_arrays(weight, lora_a, lora_b, node.scaling, node.num_stacked)
     sharding = getattr(node.weight, "sharding", None)
     return jax.device_put(merged, sharding) if isinstance(sharding, jax.sharding.NamedSharding) else merged
 
 
 @functools.partial(jax.jit, static_argnums=4)
-def _folded(weight: Any, lora_a: Any, lora_b: Any, scaling: float, num_stacked: int) -> Any:
+def _merge_arrays(weight: Any, lora_a: Any, lora_b: Any, scaling: float, num_stacked: int) -> Any:
     # Without `precision`, a GPU or TPU multiplies float32 in a shorter format.
     product: Callable[..., Any] = functools.partial(jnp.tensordot, axes=1, precision=jax.lax.Precision.HIGHEST)
     for _ in range(num_stacked):

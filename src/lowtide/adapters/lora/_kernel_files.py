@@ -18,19 +18,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from ...core import ExternalNames, ModelFileError, StructureError, Tree
-from ._config import IN_THE_WEIGHT
-from ._kernel import LoRAKernel, on_kernel
+from ._config import WEIGHT_INITS
+from ._kernel import LoRAKernel, make_kernel
 from ._peft import KERNELS, LORA, PeftConfig, tensor_names
 from ._sites import Site, sites
 from ._tensors import read_tensor
 
 
 def kernel_name(model: Tree, site: Site) -> str:
-    """Return the name of a kernel: its path with dots.
-
-    Raises:
-        StructureError: for a model that has external names for all modules.
-    """
+    """Return the name of a kernel: its path with dots. With `ExternalNames` it raises `StructureError`."""
     if isinstance(model, ExternalNames):
         raise StructureError(
             f"{site.path}: PEFT's files have no place for the adapter of this kernel",
@@ -42,11 +38,7 @@ def kernel_name(model: Tree, site: Site) -> str:
 
 
 def kernel_tensors(site: Site, name: str) -> dict[str, np.ndarray]:
-    """Return the tensors of a kernel's adapter, by the file's names.
-
-    Raises:
-        StructureError: for an adapter that has shapes but no values.
-    """
+    """Return the tensors of a kernel's adapter, by the file's names."""
     node = site.node
     if isinstance(node.lora_a, jax.ShapeDtypeStruct):
         raise StructureError(
@@ -57,49 +49,43 @@ def kernel_tensors(site: Site, name: str) -> dict[str, np.ndarray]:
         )
     shapes = _shapes(tuple(node.shape), node.rank, node.num_rows, node.num_columns)
     keys = tensor_names(name, LORA)
-    found = {leaf: np.asarray(getattr(node, leaf), np.float32).reshape(shapes[leaf]) for leaf in shapes}
-    return {keys[leaf]: np.ascontiguousarray(values) for leaf, values in found.items()}
+    tensors = {leaf: np.asarray(getattr(node, leaf), np.float32).reshape(shapes[leaf]) for leaf in shapes}
+    return {keys[leaf]: np.ascontiguousarray(values) for leaf, values in tensors.items()}
 
 
-def kernels_in(model: Tree, config: PeftConfig, keys: set[str]) -> dict[int, tuple[str, int, int]]:
-    """Return the kernels that a directory adapts: by `Site.index` the name, and the numbers of row and column axes.
-
-    Raises:
-        ModelFileError: when it names a kernel that the model lacks, or has an option that kernels do not support.
-    """
-    said: Mapping[str, Any] = (config.file.lowtide_kernels or {}) if config.kind == LORA else {}
-    found: dict[int, tuple[str, int, int]] = {}
+def adapted_kernels(model: Tree, config: PeftConfig, keys: set[str]) -> dict[int, tuple[str, int, int]]:
+    """Return the kernels that a directory adapts: by `Site.index` the name, and the numbers of row and column axes."""
+    axis_counts: Mapping[str, Any] = (config.file.lowtide_kernels or {}) if config.kind == LORA else {}
+    kernels: dict[int, tuple[str, int, int]] = {}
     for site in () if isinstance(model, ExternalNames) or config.kind != LORA else sites(model):
         if not site.is_floating or len(site.weight.shape) < 2:
             continue
         name, ndim = site.module.replace("/", "."), len(site.weight.shape)
-        if name in said and sum(said[name]) <= ndim:
-            found[site.index] = (name, *said[name])
-        elif name not in said and ndim > 2 and config.targets(name) and tensor_names(name, LORA)["lora_a"] in keys:
-            found[site.index] = (name, 1, ndim - 1)
-    if absent := sorted({*said} - {name for name, _, _ in found.values()}):
+        if name in axis_counts and sum(axis_counts[name]) <= ndim:
+            kernels[site.index] = (name, *axis_counts[name])
+        elif (
+            name not in axis_counts and ndim > 2 and config.targets(name) and tensor_names(name, LORA)["lora_a"] in keys
+        ):
+            kernels[site.index] = (name, 1, ndim - 1)
+    if absent := sorted({*axis_counts} - {name for name, _, _ in kernels.values()}):
         raise ModelFileError(
-            f"{config.where}: {KERNELS} names what the model does not have, or has with fewer axes",
+            f"{config.source}: {KERNELS} names what the model does not have, or has with fewer axes",
             expected="kernels of the model",
-            got=f"{absent[0]!r}: {said[absent[0]]}",
+            got=f"{absent[0]!r}: {axis_counts[absent[0]]}",
             hint="load it into the model that it was made for",
         )
-    if found and (config.dora or config.file.init_lora_weights in IN_THE_WEIGHT):
+    if kernels and (config.dora or config.file.init_lora_weights in WEIGHT_INITS):
         raise ModelFileError(
-            f"{config.where}: the adapter of a kernel is plain LoRA here",
+            f"{config.source}: the adapter of a kernel is plain LoRA here",
             expected="use_dora = false, and first values that are no part of the weight",
             got=f"use_dora={config.dora}, init_lora_weights={config.file.init_lora_weights!r}",
             hint="merge this adapter with PEFT (merge_and_unload), or convert it to plain LoRA there",
         )
-    return found
+    return kernels
 
 
 def read_kernel(file: Any, path: Path, site: Site, kernel: tuple[str, int, int], config: PeftConfig) -> LoRAKernel:
-    """Read the node of a kernel that `kernels_in` found.
-
-    Raises:
-        ModelFileError: for tensors that do not fit, and for a quantised weight.
-    """
+    """Read the node of a kernel that `adapted_kernels` found."""
     name, num_rows, num_columns = kernel
     if not isinstance(site.weight, (jax.Array, np.ndarray, jax.ShapeDtypeStruct)):
         raise ModelFileError(
@@ -110,11 +96,11 @@ def read_kernel(file: Any, path: Path, site: Site, kernel: tuple[str, int, int],
         )
     shape, rank = tuple(site.weight.shape), config.rank_of(name)
     shapes = _shapes(shape, rank, num_rows, num_columns)
-    read = {leaf: read_tensor(file, path, tensor_names(name, LORA)[leaf], shapes[leaf]) for leaf in shapes}
+    tensors = {leaf: read_tensor(file, path, tensor_names(name, LORA)[leaf], shapes[leaf]) for leaf in shapes}
     split = len(shape) - num_columns
-    lora_a, lora_b = jnp.asarray(read["lora_a"]), jnp.asarray(read["lora_b"].reshape(*shape[:split], rank))
+    lora_a, lora_b = jnp.asarray(tensors["lora_a"]), jnp.asarray(tensors["lora_b"].reshape(*shape[:split], rank))
     alpha = config.alpha_of(name) * (rank**0.5 if config.file.use_rslora else 1)
-    return on_kernel(site.weight, lora_a, lora_b, alpha, num_rows, num_columns)
+    return make_kernel(site.weight, lora_a, lora_b, alpha, num_rows, num_columns)
 
 
 def _shapes(shape: tuple[int, ...], rank: int, num_rows: int, num_columns: int) -> dict[str, tuple[int, ...]]:

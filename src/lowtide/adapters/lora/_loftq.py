@@ -14,10 +14,10 @@ from jaxtyping import Array
 
 from ... import quant
 from ...core import ConfigError, LinearWeight, StructureError, Tree, is_count
-from ._adapter import placed
+from ._adapter import shard_adapter
 from ._config import Config
 from ._model import add
-from ._principal import dense, pissa
+from ._principal import dense_matrix, pissa
 from ._sites import adapted_sites, replace
 from ._weight import LoRAWeight
 
@@ -77,12 +77,12 @@ def loftq(
             hint="leave both out",
         )
     form = quant.format_named(format, block)
-    before = {site.index for site in adapted_sites(model)}
+    adapted_before = {site.index for site in adapted_sites(model)}
     added = add(model, config, key=key)
     nodes: dict[int, Any] = {}
     for site in adapted_sites(added):
         node = site.node
-        if site.index in before or not isinstance(node, LoRAWeight):
+        if site.index in adapted_before or not isinstance(node, LoRAWeight):
             continue
         if site.is_experts:
             raise StructureError(
@@ -98,32 +98,32 @@ def loftq(
                 got=type(node.weight).__name__,
                 hint="give loftq the model as it was before lowtide.quantize",
             )
-        nodes[site.index] = _started(node, form.name, block, num_steps)
+        nodes[site.index] = _init_loftq(node, form.name, block, num_steps)
     return replace(added, nodes)
 
 
-def _started(node: LoRAWeight, form: str, block: int | None, num_steps: int) -> LoRAWeight:
+def _init_loftq(node: LoRAWeight, form: str, block: int | None, num_steps: int) -> LoRAWeight:
     weight, rank = node.weight, node.rank
     if isinstance(weight, jax.ShapeDtypeStruct):
-        made = jax.eval_shape(lambda w: quant.quantize({"w": w}, "w", form, block=block)["w"], weight)
-        return dataclasses.replace(node, weight=made)
+        quantized = jax.eval_shape(lambda w: quant.quantize({"w": w}, "w", form, block=block)["w"], weight)
+        return dataclasses.replace(node, weight=quantized)
 
-    def of_one(matrix: Any, is_on: bool) -> tuple[Any, Array, Array]:
-        whole = dense(matrix)
-        lora_a, lora_b = jnp.zeros((rank, whole.shape[1])), jnp.zeros((whole.shape[0], rank))
+    def init_matrix(matrix: Any, is_adapted: bool) -> tuple[Any, Array, Array]:
+        target = dense_matrix(matrix)
+        lora_a, lora_b = jnp.zeros((rank, target.shape[1])), jnp.zeros((target.shape[0], rank))
         codes: Any = None
-        for _ in range(num_steps if is_on else 1):
-            rest = whole - node.scaling * jnp.matmul(lora_b, lora_a, precision=jax.lax.Precision.HIGHEST)
-            codes = quant.quantize({"w": rest}, "w", form, block=block)["w"]
-            if is_on:
-                lora_a, lora_b = pissa(whole - codes.dense(jnp.float32), rank, node.scaling)
-        # `rest` is float32, but the node replaces a weight of the original dtype.
+        for _ in range(num_steps if is_adapted else 1):
+            residual = target - node.scaling * jnp.matmul(lora_b, lora_a, precision=jax.lax.Precision.HIGHEST)
+            codes = quant.quantize({"w": residual}, "w", form, block=block)["w"]
+            if is_adapted:
+                lora_a, lora_b = pissa(target - codes.dense(jnp.float32), rank, node.scaling)
+        # `residual` is float32, but the node replaces a weight of the original dtype.
         return dataclasses.replace(codes, weight_dtype=jnp.dtype(weight.dtype).name), lora_a, lora_b
 
     if weight.ndim == 2:
-        codes, lora_a, lora_b = of_one(weight, True)
+        codes, lora_a, lora_b = init_matrix(weight, True)
     else:
-        on = [True] * len(weight) if node.layer_scale is None else [bool(scale) for scale in node.layer_scale]
-        each = [of_one(weight[index], on[index]) for index in range(len(weight))]
-        codes, lora_a, lora_b = jax.tree.map(lambda *leaves: jnp.stack(leaves), *each)
-    return placed(dataclasses.replace(node, weight=codes, lora_a=lora_a, lora_b=lora_b))
+        mask = [True] * len(weight) if node.layer_scale is None else [bool(scale) for scale in node.layer_scale]
+        layers = [init_matrix(weight[index], mask[index]) for index in range(len(weight))]
+        codes, lora_a, lora_b = jax.tree.map(lambda *leaves: jnp.stack(leaves), *layers)
+    return shard_adapter(dataclasses.replace(node, weight=codes, lora_a=lora_a, lora_b=lora_b))

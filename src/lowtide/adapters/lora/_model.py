@@ -15,17 +15,17 @@ from jaxtyping import Array, Float
 
 from ...core import ConfigError, ExternalNames, NonFiniteError, StructureError, Tree
 from .._uses import Use
-from ._adapter import Adapter, is_adapter, named_sharding, placed
+from ._adapter import Adapter, is_adapter, named_sharding, shard_adapter
 from ._config import AnyConfig, Config, IA3Config
 from ._experts import check_experts
 from ._found import find_uses
-from ._kernel import LoRAKernel, fold
-from ._saved import SavedWeight, saved
+from ._kernel import LoRAKernel, merge_kernel
+from ._saved import SavedWeight, make_saved
 from ._sites import Site, adapted_sites, layer_names, replace, select_sites, sites
-from ._start import of_layers, started
+from ._start import init_adapters, select_layers
 from ._tables import check_table, is_table
 from ._vectors import IA3Weight
-from ._whole import whole_sites, without_saved
+from ._whole import exclude_saved, saved_sites
 
 
 def add(
@@ -87,10 +87,10 @@ def add(
     References:
         Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models" (arXiv:2106.09685).
     """
-    _refuse_object(model)
+    _refuse_library_object(model)
     if key is None and not isinstance(config, IA3Config):
         raise ConfigError("key: the adapter begins at random", got="None", hint="for instance key=jax.random.key(0)")
-    targets = without_saved(model, config, select_sites(model, config.targets, config.exclude))
+    targets = exclude_saved(model, config, select_sites(model, config.targets, config.exclude))
     uses = {} if fn is None else find_uses(model, targets, fn, args)
     uses = {site.index: uses[site.index] for site in targets if site.index in uses and not is_table(model, site)}
     kernels = {site.index: uses[site.index] for site in targets if site.index in uses and not _is_matrix(site, uses)}
@@ -100,14 +100,14 @@ def add(
         if site.is_experts:
             check_experts(site, config)
         check_table(model, site, config)
-    targets = of_layers(targets, config.layers)
+    targets = select_layers(targets, config.layers)
     for site in targets:
         _check_target(model, site, uses.get(site.index))
-        _check_side(site, uses.get(site.index), config)
-    whole = whole_sites(model, config, targets)
-    nodes = started(model, targets, config, key, kernels)
-    nodes = {index: placed(node) for index, node in nodes.items()}
-    return replace(model, nodes | {site.index: saved(site.weight) for site in whole})
+        _check_orientation(site, uses.get(site.index), config)
+    extra_sites = saved_sites(model, config, targets)
+    nodes = init_adapters(model, targets, config, key, kernels)
+    nodes = {index: shard_adapter(node) for index, node in nodes.items()}
+    return replace(model, nodes | {site.index: make_saved(site.weight) for site in extra_sites})
 
 
 def merge(model: Tree) -> Tree:
@@ -145,8 +145,8 @@ def merge(model: Tree) -> Tree:
             hint="add one with lt.lora.add or lt.lora.load; a merged model is merged already",
         )
     for site in adapted:
-        is_known = site.is_matrix or site.is_experts or isinstance(site.node, (LoRAKernel, SavedWeight))
-        if not is_known or not isinstance(site.weight, (jax.Array, np.ndarray, jax.ShapeDtypeStruct)):
+        is_supported = site.is_matrix or site.is_experts or isinstance(site.node, (LoRAKernel, SavedWeight))
+        if not is_supported or not isinstance(site.weight, (jax.Array, np.ndarray, jax.ShapeDtypeStruct)):
             raise StructureError(
                 f"{site.path}: cannot merge into a {type(site.weight).__name__}",
                 expected="a floating-point array of shape [out, in] or [num_layers, out, in]",
@@ -156,7 +156,7 @@ def merge(model: Tree) -> Tree:
     nodes: dict[int, Any] = {}
     # Arrays that train as a whole come first, so that (IA)³ below scales a merged bias.
     for site in sorted(adapted, key=lambda site: not isinstance(site.node, SavedWeight)):
-        nodes[site.index] = _checked(site.path, _fold(site.node))
+        nodes[site.index] = _check_finite(site.path, _merge_node(site.node))
         bias = by_path.get(f"{site.module}/bias")
         if isinstance(site.node, IA3Weight) and bias is not None and not isinstance(bias.node, jax.ShapeDtypeStruct):
             nodes[bias.index] = site.node.folded_bias(nodes.get(bias.index, bias.node))
@@ -192,7 +192,7 @@ def disable(model: Tree) -> Tree:
     return replace(model, {site.index: site.weight for site in adapted})
 
 
-def _checked(path: str, weight: Any) -> Any:
+def _check_finite(path: str, weight: Any) -> Any:
     if isinstance(weight, jax.Array) and not isinstance(weight, jax.core.Tracer) and not _is_finite(weight):
         raise NonFiniteError(
             f"{path}: merged, it has values that are no finite numbers",
@@ -207,17 +207,17 @@ def _is_finite(weight: Array) -> Array:
     return jnp.isfinite(weight).all()
 
 
-def _refuse_object(model: Any) -> None:
+def _refuse_library_object(model: Any) -> None:
     """Refuse a Keras or NNX object, whose layers make arrays of their weights; only its arrays take adapters."""
     # A caller with such a model has imported its library, so `sys.modules` has it and nothing is imported here.
-    of_nnx = "give its arrays, {}, and train with lt.adapted(fn), whose fn merges them into the module; or take "
-    of_nnx += "nnx.LoRALinear in the layers' place, and lowtide.ext.nnx.Bridge(module, wrt=nnx.LoRAParam)"
+    nnx_hint = "give its arrays, {}, and train with lt.adapted(fn), whose fn merges them into the module; or take "
+    nnx_hint += "nnx.LoRALinear in the layers' place, and lowtide.ext.nnx.Bridge(module, wrt=nnx.LoRAParam)"
     hints = {
         ("keras", "Layer"): "give its arrays, {each.path: each.value for each in model.trainable_variables}, and train "
         "with lt.adapted(fn), whose fn calls model.stateless_call; or take layer.enable_lora(rank), which "
         "lowtide.ext.keras.Bridge trains",
-        ("flax.nnx", "Module"): of_nnx.format("nnx.to_pure_dict(nnx.state(module))"),
-        ("flax.nnx", "State"): of_nnx.format("nnx.to_pure_dict(state)"),
+        ("flax.nnx", "Module"): nnx_hint.format("nnx.to_pure_dict(nnx.state(module))"),
+        ("flax.nnx", "State"): nnx_hint.format("nnx.to_pure_dict(state)"),
     }
     for (library, kind), hint in hints.items():
         cls = getattr(sys.modules.get(library), kind, None)
@@ -259,7 +259,7 @@ def _check_target(model: Tree, site: Site, use: Use | None) -> None:
         layer_names(model, site)  # refuses a vector of stacked layers, which looks like a matrix [num_layers, dim]
 
 
-def _check_side(site: Site, use: Use | None, config: AnyConfig) -> None:
+def _check_orientation(site: Site, use: Use | None, config: AnyConfig) -> None:
     """Refuse, for a weight [in, out], adapters that scale the inputs or outputs of x Wᵀ."""
     if use is not None and use.is_matrix and use.over_rows and (not isinstance(config, Config) or config.dora):
         raise ConfigError(
@@ -270,9 +270,9 @@ def _check_side(site: Site, use: Use | None, config: AnyConfig) -> None:
         )
 
 
-def _fold(node: Adapter) -> Any:
+def _merge_node(node: Adapter) -> Any:
     if isinstance(node, LoRAKernel):
-        return fold(node)
+        return merge_kernel(node)
     if isinstance(node.weight, jax.ShapeDtypeStruct):
         return node.weight
     if isinstance(node, SavedWeight):
@@ -296,10 +296,10 @@ def _fold_matrix(node: Any) -> Float[Array, "out in"]:
 
 @functools.partial(jax.jit, donate_argnums=0)
 def _fold_layer(merged: Float[Array, "*L out in"], index: tuple[int, ...], node: Any) -> Float[Array, "*L out in"]:
-    one = jax.tree.map(lambda leaf: functools.reduce(_at, index, leaf), node)
-    matrix = jnp.expand_dims(_fold_matrix(one), tuple(range(len(index))))
+    layer = jax.tree.map(lambda leaf: functools.reduce(_take_layer, index, leaf), node)
+    matrix = jnp.expand_dims(_fold_matrix(layer), tuple(range(len(index))))
     return jax.lax.dynamic_update_slice(merged, matrix, (*index, 0, 0))
 
 
-def _at(leaf: Array, index: Any) -> Array:
+def _take_layer(leaf: Array, index: Any) -> Array:
     return jax.lax.dynamic_index_in_dim(leaf, index, keepdims=False)

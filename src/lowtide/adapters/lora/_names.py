@@ -8,14 +8,14 @@ from ...core import StructureError, Tree
 from ._adapter import kind_of
 from ._kernel import LoRAKernel
 from ._kernel_files import kernel_name
-from ._parameters import check_scales, expert_parameters, is_adapted, written
+from ._parameters import check_scales, expert_parameters, is_adapted, written_parameters
 from ._peft import IA3, LORA, VERA
 from ._saved import SavedWeight
-from ._saved_files import check_whole
+from ._saved_files import select_saved
 from ._sites import Site, adapted_sites, layer_names
 from ._vectors import IA3Weight, VeRAWeight
 from ._weight import LoRAWeight
-from ._whole import owners
+from ._whole import adapter_modules
 
 _PEFT_TYPES = {LoRAWeight: LORA, LoRAKernel: LORA, IA3Weight: IA3, VeRAWeight: VERA}
 
@@ -33,20 +33,20 @@ def check_names(model: Tree) -> None:
         None.
     """
     adapted = [site for site in adapted_sites(model) if not isinstance(site.node, SavedWeight)]
-    for each in expert_parameters(model):
-        if is_adapted(each):
-            check_scales(each)
-    names: set[str] = {name for each in written(model) for name in each.names}
-    of_parameters = {site.index for each in written(model) for site in each.sites}
+    for parameter in expert_parameters(model):
+        if is_adapted(parameter):
+            check_scales(parameter)
+    names: set[str] = {name for parameter in written_parameters(model) for name in parameter.names}
+    parameter_indices = {site.index for parameter in written_parameters(model) for site in parameter.sites}
     for site in adapted:
-        if site.index not in of_parameters:
+        if site.index not in parameter_indices:
             is_kernel = isinstance(site.node, LoRAKernel)
             names |= {kernel_name(model, site)} if is_kernel else {*layer_names(model, site)}
     if adapted:
-        check_whole(model, owners(model, names, {site.index for site in adapted}), one_kind(adapted))
+        select_saved(model, adapter_modules(model, names, {site.index for site in adapted}), common_peft_type(adapted))
 
 
-def one_kind(adapted: Sequence[Site]) -> str:
+def common_peft_type(adapted: Sequence[Site]) -> str:
     """Return PEFT's name of the kind that all adapters have."""
     kinds = {(_PEFT_TYPES[type(site.node)], getattr(site.node, "lora_magnitude", None) is not None) for site in adapted}
     if len(kinds) > 1:

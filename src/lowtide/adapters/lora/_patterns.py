@@ -22,40 +22,34 @@ _REGEX_ONLY = re.compile(r"\[\[:|(?<!\\)\{(?!\d*,?\d*\})")
 
 
 class Matcher:
-    """Matches the patterns of one file, within the time that is left; `matches` reduces that time.
+    """Matches the patterns of one file, named `source` in messages; `matches` reduces the time that is left.
 
-    Args:
-        where: the file, for messages.
-        is_trusted: whether Lowtide wrote the patterns itself, so that no time limit applies.
+    No time limit applies with `is_trusted`, where Lowtide wrote the patterns itself.
     """
 
-    def __init__(self, where: str, *, is_trusted: bool = False) -> None:
-        self._where, self._left = where, None if is_trusted else MOST_SECONDS
+    def __init__(self, source: str, *, is_trusted: bool = False) -> None:
+        self._source, self._time_left = source, None if is_trusted else MOST_SECONDS
         self._compiled: dict[str, Any] = {}
 
-    def matches(self, pattern: str, name: str, *, whole: bool = True) -> bool:
-        """Return whether a pattern matches a whole name, or its beginning.
-
-        Raises:
-            ModelFileError: when the pattern is not a regular expression, or when all matches take too long.
-        """
-        began = time.monotonic()
+    def matches(self, pattern: str, name: str, *, is_full: bool = True) -> bool:
+        """Return whether a pattern matches a whole name, or with ``is_full=False`` its beginning."""
+        start = time.monotonic()
         if pattern not in self._compiled:
             self._compiled[pattern] = self._compile(pattern)
         compiled = self._compiled[pattern]
         try:
-            timeout = None if self._left is None else max(self._left - (time.monotonic() - began), 1e-3)
-            found = (compiled.fullmatch if whole else compiled.match)(name, timeout=timeout)
+            timeout = None if self._time_left is None else max(self._time_left - (time.monotonic() - start), 1e-3)
+            match = (compiled.fullmatch if is_full else compiled.match)(name, timeout=timeout)
         except TimeoutError as error:
             raise ModelFileError(
-                f"{self._where}: a regular expression takes too long on {shown(name)}",
+                f"{self._source}: a regular expression takes too long on {shown(name)}",
                 expected=f"at most {MOST_SECONDS:g} s for all of them",
                 got=shown(pattern),
                 hint="repetitions inside of repetitions, as in (a+)+, need forever; list the modules by name",
             ) from error
-        if self._left is not None:
-            self._left -= time.monotonic() - began
-        return found is not None
+        if self._time_left is not None:
+            self._time_left -= time.monotonic() - start
+        return match is not None
 
     def _compile(self, pattern: str) -> Any:
         import regex
@@ -69,7 +63,7 @@ class Matcher:
                 return regex.compile(pattern, flags=regex.VERSION0)
         except (re.error, regex.error, ValueError, OverflowError, RecursionError, MemoryError) as error:
             raise ModelFileError(
-                f"{self._where}: not a LoRA configuration",
+                f"{self._source}: not a LoRA configuration",
                 expected="regular expressions as Python's re has them",
                 got=f"{shown(pattern)}: {type(error).__name__}: {error}",
                 hint="write the adapter again with PEFT's save_pretrained or with lt.lora.save",

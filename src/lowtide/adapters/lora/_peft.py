@@ -19,27 +19,27 @@ from pathlib import Path
 from typing import Any
 
 from ...core import ModelFileError, StructureError, input_file, parse_json, read_input, shortened, shown, validate
-from ._config import BIASES, IN_THE_WEIGHT
+from ._config import BIASES, WEIGHT_INITS
 from ._patterns import Matcher
 
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
-_MOST_BYTES = 16 * 1024**2
+_MAX_CONFIG_BYTES = 16 * 1024**2
 
 KERNELS = "lowtide_kernels"
 """Our own key of the configuration, which PEFT ignores."""
 LORA, IA3, VERA = "LORA", "IA3", "VERA"
 
 # Options that have no effect on the values a loaded adapter computes.
-_NO_EFFECT = frozenset(
+_IGNORED_OPTIONS = frozenset(
     "auto_mapping base_model_name_or_path corda_config d_initial eva_config inference_mode init_ia3_weights "
     "init_weights loftq_config lora_ga_config megatron_core peft_version projection_prng_key qalora_group_size "
     "revision runtime_config task_type".split()
 )
-_READ_OF_ALL = (
+_COMMON_OPTIONS = (
     "ensure_weight_tying exclude_modules layers_pattern layers_to_transform modules_to_save peft_type target_modules"
 )
-_READ = {
+_OPTIONS_BY_KIND = {
     LORA: "alpha_pattern bias init_lora_weights lora_alpha lora_dropout r rank_pattern use_dora "
     "target_parameters use_rslora lowtide_kernels",
     IA3: "feedforward_modules",
@@ -48,7 +48,7 @@ _READ = {
 # Initialisations that leave the base weights unchanged, and those whose subtracted part can be computed from the base
 # weights. The others (PiSSA with random projections, CorDA, LoftQ, LoRA-GA) change the base in ways that no file
 # records.
-_PURE_INITS = (None, True, False, "gaussian", "eva", "orthogonal", *IN_THE_WEIGHT)
+_SUPPORTED_INITS = (None, True, False, "gaussian", "eva", "orthogonal", *WEIGHT_INITS)
 
 
 VERA_TENSORS = ("base_model.vera_A", "base_model.vera_B")
@@ -79,7 +79,7 @@ class PeftConfig:
     """PEFT's name of the kind of adapter."""
     matcher: Matcher
     """Matcher of the file's patterns."""
-    where: str
+    source: str
     """The file, for messages."""
     tables: frozenset[str] = frozenset()
     """Names of modules whose rows are looked up."""
@@ -90,27 +90,23 @@ class PeftConfig:
         if self.kind == IA3 and isinstance(self.file.feedforward_modules, str):
             texts.append(self.file.feedforward_modules)
         ends = [*(self.file.rank_pattern or ()), *(self.file.alpha_pattern or ())] if self.kind == LORA else []
-        for pattern in (*texts, *map(_end_of, ends)):
+        for pattern in (*texts, *map(_suffix_pattern, ends)):
             self.matcher.matches(pattern, "")
 
     def rank_of(self, module: str) -> int:
         """Return the rank of a module."""
-        return _by_pattern(self.file.rank_pattern, module, self.matcher, self.file.r)
+        return _value_by_pattern(self.file.rank_pattern, module, self.matcher, self.file.r)
 
     def alpha_of(self, module: str) -> float:
         """Return the alpha of a module."""
-        return float(_by_pattern(self.file.alpha_pattern, module, self.matcher, self.file.lora_alpha))
+        return float(_value_by_pattern(self.file.alpha_pattern, module, self.matcher, self.file.lora_alpha))
 
     def scale_of(self, names: Sequence[str], path: str) -> tuple[int, float]:
-        """Return rank and alpha of a stack, from the names of its layers and its path here.
-
-        Raises:
-            ModelFileError: when they are not the same for all layers.
-        """
+        """Return the one rank and alpha of a stack, from the names of its layers and its path here."""
         scales = {(self.rank_of(name), self.alpha_of(name)) for name in names}
         if len(scales) > 1:
             raise ModelFileError(
-                f"{self.where}: the layers of {path} differ in rank or alpha",
+                f"{self.source}: the layers of {path} differ in rank or alpha",
                 expected="one rank and alpha for all layers of a stacked weight",
                 got=shortened(", ".join(f"rank {rank} alpha {alpha:g}" for rank, alpha in sorted(scales))),
                 hint="pad the adapters in PEFT to one rank with rows and columns of zeros",
@@ -124,10 +120,10 @@ class PeftConfig:
 
     def is_feedforward(self, module: str) -> bool:
         """Return whether (IA)³ scales a module's inputs."""
-        named = self.file.feedforward_modules
-        if isinstance(named, str):
-            return self.matcher.matches(named, module)
-        return any(module.endswith(name) for name in named or ())
+        names = self.file.feedforward_modules
+        if isinstance(names, str):
+            return self.matcher.matches(names, module)
+        return any(module.endswith(name) for name in names or ())
 
     @property
     def dora(self) -> bool:
@@ -143,28 +139,28 @@ class PeftConfig:
         """Return whether a module has an adapter; True when the file does not say."""
         if self.saves(module):
             return False
-        named, excluded = self.file.target_modules, self.file.exclude_modules
-        if excluded and _matches(excluded, module, self.matcher):
+        target_modules, exclude_modules = self.file.target_modules, self.file.exclude_modules
+        if exclude_modules and _matches(exclude_modules, module, self.matcher):
             return False
-        return (named is None or _matches(named, module, self.matcher)) and self._has_layer(module)
+        return (target_modules is None or _matches(target_modules, module, self.matcher)) and self._has_layer(module)
 
     def saves(self, module: str) -> bool:
         """Return whether a module trains as a whole."""
-        return _saves(self.file.modules_to_save or (), module)
+        return _is_saved(self.file.modules_to_save or (), module)
 
     def trains_bias(self, module: str, is_adapted: bool) -> bool:
         """Return whether the bias of a module trains."""
-        word = self.file.bias if self.kind == LORA else "none"
-        return word == "all" or (word == "lora_only" and is_adapted)
+        option = self.file.bias if self.kind == LORA else "none"
+        return option == "all" or (option == "lora_only" and is_adapted)
 
     def _has_layer(self, module: str) -> bool:
         """Return whether a module is in a layer that has adapters."""
-        layers, before = self.file.layers_to_transform, self.file.layers_pattern
+        layers, pattern = self.file.layers_to_transform, self.file.layers_pattern
         if layers is None:
             return True
-        words = [before] if isinstance(before, str) and before else before or ["[^.]*"]
-        found = (re.match(rf".*\.{word}\.(\d+)\.", module) for word in words)
-        index = next((int(match[1]) for match in found if match), None)
+        segments = [pattern] if isinstance(pattern, str) and pattern else pattern or ["[^.]*"]
+        matches = (re.match(rf".*\.{segment}\.(\d+)\.", module) for segment in segments)
+        index = next((int(match[1]) for match in matches if match), None)
         return index is not None and index in ([layers] if isinstance(layers, int) else layers)
 
 
@@ -175,23 +171,14 @@ def describe(
     *,
     base_model_name_or_path: str | None,
     task_type: str | None,
-    whole: Mapping[str, Any],
+    saved_options: Mapping[str, Any],
     parameters: Collection[str] = (),
 ) -> dict[str, Any]:
-    """Return the contents of `adapter_config.json`.
+    """Return the contents of `adapter_config.json`, with the keys that PEFT writes.
 
-    Args:
-        adapted: for every adapted module the properties of its node: ``rank``, ``alpha``, ``rslora`` (None for a
-            kernel, whose scale is always alpha / rank), ``dora``, ``feedforward``.
-        modules: the names of all modules of the model that could be adapted.
-        kind: of the adapters.
-        base_model_name_or_path: where the base model is.
-        task_type: PEFT's name of the kind of model.
-        whole: options for arrays that train as a whole.
-        parameters: names in `adapted` that are not modules but parameters of experts, of all layers.
-
-    Returns:
-        A dictionary with the keys PEFT writes.
+    `adapted` holds ``rank``, ``alpha``, ``rslora`` (None for a kernel, whose scale is always alpha / rank), ``dora``
+    and ``feedforward`` by name. `modules` are all names that could be adapted, `saved_options` the options of arrays
+    that train as a whole, and `parameters` the names in `adapted` that are parameters of experts instead of modules.
     """
     common = {
         "auto_mapping": None,
@@ -205,10 +192,10 @@ def describe(
         "task_type": task_type,
     }
     if kind == IA3:
-        wide = [name for name, node in adapted.items() if node["feedforward"]]
-        kept = {name: value for name, value in whole.items() if name != "bias"}
-        return {**common, **kept, "feedforward_modules": _target_modules(wide, modules) if wide else []}
-    common = {**common, "bias": "none", "layers_pattern": None, "layers_to_transform": None, **whole}
+        scaled = [name for name, node in adapted.items() if node["feedforward"]]
+        options = {name: value for name, value in saved_options.items() if name != "bias"}
+        return {**common, **options, "feedforward_modules": _target_modules(scaled, modules) if scaled else []}
+    common = {**common, "bias": "none", "layers_pattern": None, "layers_to_transform": None, **saved_options}
     first = next(iter(adapted.values()))
     if kind == VERA:
         return {**common, "r": first["rank"], "projection_prng_key": 0, "save_projection": True, "vera_dropout": 0.0}
@@ -216,9 +203,9 @@ def describe(
     rslora = kinds == {True}
     # `use_rslora` holds for the whole file. Where nodes of both kinds occur, alphas are converted to give the same
     # scale.
-    alphas = {name: _alpha(node, rslora) for name, node in adapted.items()}
+    alphas = {name: _convert_alpha(node, rslora) for name, node in adapted.items()}
     rank, rank_pattern = _default_and_pattern({name: node["rank"] for name, node in adapted.items()})
-    alpha, alpha_pattern = _default_and_pattern({name: _integral(alpha) for name, alpha in alphas.items()})
+    alpha, alpha_pattern = _default_and_pattern({name: _int_if_whole(alpha) for name, alpha in alphas.items()})
     return {
         **common,
         "alpha_pattern": alpha_pattern,
@@ -234,12 +221,7 @@ def describe(
 
 
 def read_config(directory: Path) -> PeftConfig:
-    """Read and check `adapter_config.json`.
-
-    Raises:
-        ModelFileError: when it is missing, is not a JSON object, or lacks a value. Also for an invalid value, an alpha
-            that is not positive, or an unsupported option that would change the result.
-    """
+    """Read and check `adapter_config.json`; an unsupported option that would change the result is an error."""
     from ._schema import AdapterFile, IA3File, VeraFile
 
     path = input_file(
@@ -248,14 +230,14 @@ def read_config(directory: Path) -> PeftConfig:
         expected=f"a directory with {CONFIG_FILE} and {WEIGHTS_FILE}",
         hint="give the directory that PEFT's save_pretrained or lt.lora.save wrote",
     )
-    raw = parse_json(read_input(path, most_bytes=_MOST_BYTES), str(path))
+    raw = parse_json(read_input(path, most_bytes=_MAX_CONFIG_BYTES), str(path))
     kind = _refuse_unsupported(path, raw)
     schema = {LORA: AdapterFile, IA3: IA3File, VERA: VeraFile}[kind]
     names = {LORA: "LoRA", IA3: "(IA)³", VERA: "VeRA"}
     file: Any = validate(
         schema, raw, f"{path}: not a {names[kind]} configuration", hint="write it again with PEFT or with lt.lora.save"
     )
-    config = PeftConfig(file=file, kind=kind, matcher=Matcher(str(path)), where=str(path))
+    config = PeftConfig(file=file, kind=kind, matcher=Matcher(str(path)), source=str(path))
     config.check_patterns()
     if kind == LORA:
         _check_alphas(path, file)
@@ -294,44 +276,38 @@ def _check_alphas(path: Path, file: Any) -> None:
 
 
 def _refuse_unsupported(path: Path, raw: Mapping[str, Any]) -> str:
-    """Refuse every option, known or not, that is on and would change what the adapter computes.
-
-    Returns:
-        The kind of adapter.
-    """
+    """Return the kind of adapter; refuse every option, known or not, that is on and would change the result."""
     kind: Any = raw.get("peft_type", LORA)
-    wrong: dict[str, Any] = {}
-    if not isinstance(kind, str) or kind not in _READ:
-        wrong, kind = {"peft_type": kind}, LORA
+    unsupported: dict[str, Any] = {}
+    if not isinstance(kind, str) or kind not in _OPTIONS_BY_KIND:
+        unsupported, kind = {"peft_type": kind}, LORA
     if raw.get("bias", "none") not in (BIASES if kind == LORA else ("none",)):
-        wrong["bias"] = raw["bias"]
-    is_taken_off = raw.get("init_lora_weights") in IN_THE_WEIGHT
-    if raw.get("init_lora_weights") not in _PURE_INITS or (is_taken_off and raw.get("use_dora")):
-        wrong["init_lora_weights"] = raw["init_lora_weights"]
-    known = {*_NO_EFFECT, *_READ_OF_ALL.split(), *_READ[kind].split()}
-    wrong |= {name: value for name, value in raw.items() if value and name not in known}
-    if wrong:
+        unsupported["bias"] = raw["bias"]
+    is_weight_init = raw.get("init_lora_weights") in WEIGHT_INITS
+    if raw.get("init_lora_weights") not in _SUPPORTED_INITS or (is_weight_init and raw.get("use_dora")):
+        unsupported["init_lora_weights"] = raw["init_lora_weights"]
+    known_options = {*_IGNORED_OPTIONS, *_COMMON_OPTIONS.split(), *_OPTIONS_BY_KIND[kind].split()}
+    unsupported |= {name: value for name, value in raw.items() if value and name not in known_options}
+    if unsupported:
         raise ModelFileError(
-            f"{path}: option {shown(next(iter(wrong)))} is not supported",
+            f"{path}: option {shown(next(iter(unsupported)))} is not supported",
             expected="a LoRA, rank-stabilised LoRA, DoRA, (IA)³ or VeRA adapter",
-            got=shortened(", ".join(f"{name}={shown(value)}" for name, value in wrong.items())),
+            got=shortened(", ".join(f"{name}={shown(value)}" for name, value in unsupported.items())),
             hint="merge this adapter with PEFT (merge_and_unload), or convert it to plain LoRA there",
         )
     return kind
 
 
 def saved_names(chosen: Collection[str], modules: Collection[str]) -> list[str]:
-    """Return entries of `modules_to_save` that stand for the chosen modules, and for no other.
-
-    Raises:
-        StructureError: when no such entries exist, because one module's name ends another's.
-    """
-    wanted, every = {*chosen}, {*chosen, *modules}
+    """Return entries of `modules_to_save` for the chosen modules and no other; none exist if one name ends another."""
+    selected, all_names = {*chosen}, {*chosen, *modules}
     # Prefer the last segment; use the full name where that segment also ends other modules.
-    last = {name: name.rpartition(".")[2] for name in chosen}
-    exact = {end: all(name in wanted for name in every if _saves([end], name)) for end in {*last.values()}}
-    names = sorted({end if exact[end] else name for name, end in last.items()})
-    if {name for name in every if _saves(names, name)} == wanted:
+    segments = {name: name.rpartition(".")[2] for name in chosen}
+    is_exact = {
+        end: all(name in selected for name in all_names if _is_saved([end], name)) for end in {*segments.values()}
+    }
+    names = sorted({end if is_exact[end] else name for name, end in segments.items()})
+    if {name for name in all_names if _is_saved(names, name)} == selected:
         return names
     raise StructureError(
         "PEFT's modules_to_save cannot tell these modules from others whose names end likewise",
@@ -341,7 +317,7 @@ def saved_names(chosen: Collection[str], modules: Collection[str]) -> list[str]:
     )
 
 
-def _saves(names: Sequence[str], module: str) -> bool:
+def _is_saved(names: Sequence[str], module: str) -> bool:
     """Return whether the name of a module, or of one of its parents, ends with one of these."""
     parts = module.split(".")
     return any(".".join(parts[: end + 1]).endswith(tuple(names)) for end in range(len(parts)))
@@ -353,14 +329,14 @@ def _matches(patterns: str | Sequence[str], module: str, matcher: Matcher) -> bo
     return any(module == name or module.endswith(f".{name}") for name in patterns)
 
 
-def _by_pattern(patterns: Mapping[str, Any] | None, module: str, matcher: Matcher, default: Any) -> Any:
+def _value_by_pattern(patterns: Mapping[str, Any] | None, module: str, matcher: Matcher, default: Any) -> Any:
     """Return the value of the first pattern that matches a module, or the default."""
     patterns = patterns or {}
-    key = next((key for key in patterns if matcher.matches(_end_of(key), module, whole=False)), module)
+    key = next((key for key in patterns if matcher.matches(_suffix_pattern(key), module, is_full=False)), module)
     return patterns.get(key, default)
 
 
-def _alpha(node: Mapping[str, Any], rslora: bool) -> float:
+def _convert_alpha(node: Mapping[str, Any], rslora: bool) -> float:
     """Return the alpha that gives a node's scale in a file whose `use_rslora` is `rslora`."""
     root = math.sqrt(node["rank"])
     if rslora and not node["rslora"]:
@@ -368,20 +344,20 @@ def _alpha(node: Mapping[str, Any], rslora: bool) -> float:
     return node["alpha"] * (root if node["rslora"] and not rslora else 1)
 
 
-def _end_of(key: str) -> str:
+def _suffix_pattern(key: str) -> str:
     return rf"(.*\.)?({key})$"
 
 
-def _integral(number: float) -> float:
+def _int_if_whole(number: float) -> float:
     return int(number) if float(number).is_integer() else number
 
 
 def _short_names(chosen: Sequence[str], modules: Sequence[str]) -> list[str]:
     """Return names that stand for `chosen` among `modules`: the last segment if all that share it are chosen."""
-    wanted = set(chosen)
-    last = {name: name.rpartition(".")[2] for name in {*chosen, *modules}}
-    partly = {last[name] for name in last if name not in wanted}
-    return sorted({name if last[name] in partly else last[name] for name in chosen})
+    selected = set(chosen)
+    segments = {name: name.rpartition(".")[2] for name in {*chosen, *modules}}
+    ambiguous = {segments[name] for name in segments if name not in selected}
+    return sorted({name if segments[name] in ambiguous else segments[name] for name in chosen})
 
 
 def _target_modules(adapted: Sequence[str], modules: Sequence[str]) -> list[str] | str:
@@ -402,6 +378,6 @@ def _default_and_pattern(values: Mapping[str, Any]) -> tuple[Any, dict[str, Any]
             pattern |= dict.fromkeys(names, value)
     pattern = {name: pattern[name] for name in sorted(pattern, key=lambda name: (-len(name), name))}
     matcher = Matcher(CONFIG_FILE, is_trusted=True)
-    if all(_by_pattern(pattern, name, matcher, default) == value for name, value in values.items()):
+    if all(_value_by_pattern(pattern, name, matcher, default) == value for name, value in values.items()):
         return default, pattern
     return default, {name: values[name] for name in sorted(values, key=lambda name: (-len(name), name))}

@@ -14,23 +14,23 @@ from jaxtyping import Array, Float
 from ...core import LinearWeight, StructureError
 
 
-def over_rows(vector: Float[Array, " n"], like: Array) -> Array:
+def expand_like(vector: Float[Array, " n"], like: Array) -> Array:
     """Cast a vector to the dtype of activations [..., n], and give it as many axes."""
     return jnp.expand_dims(vector.astype(like.dtype), tuple(range(like.ndim - vector.ndim)))
 
 
-def dropped(x: Float[Array, "*batch in"], key: Array, rate: float) -> Float[Array, "*batch in"]:
+def apply_dropout(x: Float[Array, "*batch in"], key: Array, rate: float) -> Float[Array, "*batch in"]:
     """Set a fraction of the activations to zero, and scale the others so that the mean stays the same."""
     keep = jax.random.bernoulli(key, 1 - rate, x.shape)
     return jnp.where(keep, x / (1 - rate), jnp.zeros((), x.dtype))
 
 
-def row_squares(weight: Any) -> Float[Array, "*L out"]:
+def squared_row_norms(weight: Any) -> Float[Array, "*L out"]:
     """Return the squared norm of each row of a weight, in float32, without a float32 copy of it."""
     if isinstance(weight, LinearWeight):  # quantised: dequantise a stack one matrix at a time
         dense: Any = weight
         if len(dense.shape) > 2:
-            return jax.lax.map(row_squares, weight)
+            return jax.lax.map(squared_row_norms, weight)
         weight = dense.dense()
     return jnp.sum(jnp.square(weight.astype(jnp.float32)), axis=-1)
 
@@ -78,7 +78,7 @@ class ScaledWeight(WrappedWeight):
     @property
     def mT(self) -> Transposed:  # noqa: N802 - NumPy's name
         """The transposed weight, for ``x @ weight.mT``."""
-        return transposed(self)
+        return transpose_matrix(self)
 
     T = mT
 
@@ -95,12 +95,8 @@ class Transposed:
         return self._node.linear(jnp.asarray(x, jnp.result_type(x, self._node.dtype)))
 
 
-def transposed(node: Any) -> Transposed:
-    """Return the transpose of a node that is one matrix.
-
-    Raises:
-        StructureError: for a stack of matrices.
-    """
+def transpose_matrix(node: Any) -> Transposed:
+    """Return the transpose of a node that is one matrix, not a stack."""
     if len(node.shape) != 2:
         raise StructureError(
             "a stacked weight with an adapter that scales rows cannot be transposed",

@@ -47,18 +47,18 @@ def plus(ratio: float) -> optax.GradientTransformation:
     """
     import optax
 
-    given: Any = ratio
-    if isinstance(given, bool) or not isinstance(given, numbers.Real) or not 0 < float(given) < math.inf:
+    value: Any = ratio
+    if isinstance(value, bool) or not isinstance(value, numbers.Real) or not 0 < float(value) < math.inf:
         raise ConfigError(
             f"ratio: {ratio!r} is no multiple of a learning rate",
             expected="a finite number above 0",
             got=repr(ratio),
             hint="16 is usual",
         )
-    factor = float(given)
+    factor = float(value)
 
     def init(params: Tree) -> optax.EmptyState:
-        if not any(_is_b(path) for path, _ in leaves_with_paths(params)):
+        if not any(_is_factor_b(path) for path, _ in leaves_with_paths(params)):
             raise SelectionError(
                 "LoRA+: nothing that trains is a factor B",
                 expected="adapters of LoRA, rsLoRA or DoRA",
@@ -68,10 +68,10 @@ def plus(ratio: float) -> optax.GradientTransformation:
         return optax.EmptyState()
 
     def update(updates: Tree, state: Any, params: Tree = None) -> tuple[Tree, Any]:
-        return map_with_paths(lambda path, leaf: leaf * factor if _is_b(path) else leaf, updates), state
+        return map_with_paths(lambda path, leaf: leaf * factor if _is_factor_b(path) else leaf, updates), state
 
     return optax.GradientTransformation(init, update)
 
 
-def _is_b(path: str) -> bool:
+def _is_factor_b(path: str) -> bool:
     return path.rpartition("/")[2] == "lora_b"

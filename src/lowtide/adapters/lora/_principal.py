@@ -23,39 +23,33 @@ from ...core import LinearWeight
 from ...core import memory_space as space_of
 
 
-def principal(weight: Any, rank: int, scaling: float, init: str) -> tuple[Array, Array]:
-    """Return the factors A [*L, r, in] and B [*L, out, r] of the part of a weight that an adapter begins as.
+def principal_factors(weight: Any, rank: int, scaling: float, init: str) -> tuple[Array, Array]:
+    """Return the factors A [*L, r, in] and B [*L, out, r] of the part ``scaling * B A`` of a weight [*L, out, in].
 
-    Args:
-        weight: [*L, out, in], an array or a quantised weight.
-        rank: of the adapter.
-        scaling: the factor of B A, so that ``scaling * B A`` is that part.
-        init: "pissa" for the largest singular values, "olora" for the first columns of a QR decomposition.
-
-    Memory:
-        One matrix in float32 and its decomposition.
+    "pissa" takes the largest singular values, "olora" the first columns of a QR decomposition. One matrix at a time is
+    held in float32, with its decomposition.
     """
     if len(weight.shape) == 2:
-        return _of_matrix(weight, rank, scaling, init)
-    each = [_of_matrix(_layer(weight, index), rank, scaling, init) for index in range(weight.shape[0])]
-    return jnp.stack([a for a, _ in each]), jnp.stack([b for _, b in each])
+        return _matrix_factors(weight, rank, scaling, init)
+    factors = [_matrix_factors(_slice_layer(weight, index), rank, scaling, init) for index in range(weight.shape[0])]
+    return jnp.stack([a for a, _ in factors]), jnp.stack([b for _, b in factors])
 
 
-def _layer(weight: Any, index: int) -> Any:
+def _slice_layer(weight: Any, index: int) -> Any:
     return jax.tree.map(lambda leaf: leaf[index], weight)
 
 
-def dense(matrix: Any) -> Float[Array, "out in"]:
+def dense_matrix(matrix: Any) -> Float[Array, "out in"]:
     """Return a matrix in float32, on the device; a quantised one is dequantised."""
-    made: Any = getattr(matrix, "dense")(jnp.float32) if isinstance(matrix, LinearWeight) else matrix  # noqa: B009
-    is_there = isinstance(made, jax.Array) and not isinstance(made, jax.core.Tracer)
-    if is_there and space_of(made) == jax.memory.Space.Host:
-        made = jax.device_put(made, jax.memory.Space.Device)
-    return jnp.asarray(made, jnp.float32)
+    array: Any = getattr(matrix, "dense")(jnp.float32) if isinstance(matrix, LinearWeight) else matrix  # noqa: B009
+    is_concrete = isinstance(array, jax.Array) and not isinstance(array, jax.core.Tracer)
+    if is_concrete and space_of(array) == jax.memory.Space.Host:
+        array = jax.device_put(array, jax.memory.Space.Device)
+    return jnp.asarray(array, jnp.float32)
 
 
-def _of_matrix(matrix: Any, rank: int, scaling: float, init: str) -> tuple[Array, Array]:
-    return (pissa if init == "pissa" else _olora)(dense(matrix), rank, scaling)
+def _matrix_factors(matrix: Any, rank: int, scaling: float, init: str) -> tuple[Array, Array]:
+    return (pissa if init == "pissa" else _olora)(dense_matrix(matrix), rank, scaling)
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))

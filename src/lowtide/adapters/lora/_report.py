@@ -43,18 +43,18 @@ class Report:
     @property
     def num_parameters(self) -> int:
         """Number of trainable parameters."""
-        return sum(each.num_parameters for each in self.matched)
+        return sum(row.num_parameters for row in self.matched)
 
     @property
     def trainable_bytes(self) -> int:
         """Bytes of the trainable parameters."""
-        return sum(each.trainable_bytes for each in self.matched)
+        return sum(row.trainable_bytes for row in self.matched)
 
     def __str__(self) -> str:
         rows = [
-            f"{each.path}: {each.kind}{'' if each.rank is None else f' of rank {each.rank}'} on {list(each.shape)}, "
-            f"{each.num_parameters:,} parameters, {format_bytes(each.trainable_bytes)}"
-            for each in self.matched
+            f"{row.path}: {row.kind}{'' if row.rank is None else f' of rank {row.rank}'} on {list(row.shape)}, "
+            f"{row.num_parameters:,} parameters, {format_bytes(row.trainable_bytes)}"
+            for row in self.matched
         ]
         total = f"{len(rows)} weights, {self.num_parameters:,} parameters, {format_bytes(self.trainable_bytes)}"
         return "\n".join([*rows, total])
@@ -84,15 +84,15 @@ def report(model: Tree) -> Report:
     rows: list[Matched] = []
     for site in adapted_sites(model):
         leaves = [(path, leaf) for path, leaf in leaves_with_paths(site.node) if path.split("/")[0] != "weight"]
-        trains = [leaf for path, leaf in leaves if match_path(path, TRAINABLE)]
-        size = sum(leaf_bytes(leaf) for leaf in trains)
+        trainable = [leaf for path, leaf in leaves if match_path(path, TRAINABLE)]
+        size = sum(leaf_bytes(leaf) for leaf in trainable)
         rows.append(
             Matched(
                 path=site.path,
                 kind=kind_of(site.node),
                 rank=None if isinstance(site.node, (IA3Weight, SavedWeight)) else site.node.rank,
                 shape=tuple(site.weight.shape),
-                num_parameters=sum(int(np.prod(leaf.shape)) for leaf in trains),
+                num_parameters=sum(int(np.prod(leaf.shape)) for leaf in trainable),
                 trainable_bytes=size,
                 frozen_bytes=sum(leaf_bytes(leaf) for _, leaf in leaves) - size,
             )

@@ -113,13 +113,8 @@ class SavedWeight:
         return self.weight.dtype
 
 
-def saved(weight: Any, values: Any = None) -> SavedWeight:
-    """Make a node of an array, with the copy sharded like it; the copy is abstract where the array is.
-
-    Args:
-        weight: the array.
-        values: first values of the copy; None: those of the array.
-    """
+def make_saved(weight: Any, values: Any = None) -> SavedWeight:
+    """Make a node of an array; the copy has these values or the array's, is sharded like it, and abstract if it is."""
     sharding = getattr(weight, "sharding", None)
     if isinstance(weight, jax.ShapeDtypeStruct):
         return SavedWeight(weight, jax.ShapeDtypeStruct(weight.shape, jnp.float32, sharding=sharding))

@@ -21,16 +21,16 @@ import numpy as np
 
 from ...core import ModelFileError, StructureError, Tree
 from ._peft import LORA, PeftConfig, saved_names
-from ._saved import SavedWeight, saved
+from ._saved import SavedWeight, make_saved
 from ._sites import Site, sites
 from ._tensors import read_tensor
-from ._whole import Names, named_arrays, parent, tied_names
+from ._whole import ArrayNames, named_arrays, parent, tied_names
 
 _PREFIX = "base_model.model."
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Whole:
+class SavedModules:
     """The part of a directory that holds arrays which train as a whole."""
 
     tensors: Mapping[str, np.ndarray]
@@ -40,34 +40,30 @@ class Whole:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class _Said:
+class _SavedSelection:
     """The options for arrays that train as a whole, which need no values, and the modules that they name."""
 
-    found: Mapping[int, Site]
-    modules: set[str]
-    listed: set[str]
+    sites: Mapping[int, Site]
+    module_paths: set[str]
+    module_names: set[str]
     options: dict[str, Any]
 
 
-def check_whole(model: Tree, adapted: Collection[str], kind: str) -> _Said:
+def select_saved(model: Tree, adapted: Collection[str], kind: str) -> _SavedSelection:
     """Find PEFT's options for all nodes that train as a whole; shapes are enough.
 
-    Args:
-        model: the model.
-        adapted: names of the modules that have an adapter.
-        kind: PEFT's name of the kind of the adapters.
-
-    Raises:
-        StructureError: for a selection that PEFT's configuration cannot express.
+    `adapted` are the names of modules with an adapter. A selection that PEFT's options cannot express is an error.
     """
-    found = {site.index: site for site in sites(model) if isinstance(site.node, SavedWeight)}
-    if not found:
-        return _Said(found={}, modules=set(), listed=set(), options={})
+    chosen = {site.index: site for site in sites(model) if isinstance(site.node, SavedWeight)}
+    if not chosen:
+        return _SavedSelection(sites={}, module_paths=set(), module_names=set(), options={})
     names = named_arrays(model)
-    modules = _saved_modules(model, found)
-    biases = {n for i in found if parent(found[i].path) not in modules for n in names[i].modules}
-    listed = {name for index, site in found.items() if parent(site.path) in modules for name in names[index].modules}
-    options: dict[str, Any] = {"bias": _bias_word(names, biases, listed, adapted)}
+    module_paths = _saved_module_paths(model, chosen)
+    biases = {name for i in chosen if parent(chosen[i].path) not in module_paths for name in names[i].modules}
+    module_names = {
+        name for index, site in chosen.items() if parent(site.path) in module_paths for name in names[index].modules
+    }
+    options: dict[str, Any] = {"bias": _bias_option(names, biases, module_names, adapted)}
     if kind != LORA and options["bias"] != "none":
         raise StructureError(
             f"biases train beside {kind} adapters, and PEFT's files of that kind have no word for it",
@@ -75,18 +71,20 @@ def check_whole(model: Tree, adapted: Collection[str], kind: str) -> _Said:
             got=f"bias = {options['bias']!r}",
             hint="name the modules of the biases in modules_to_save, or leave bias out; a checkpoint keeps anything",
         )
-    if any(first in listed for first in tied_names(model)):
+    if any(module in module_names for module in tied_names(model)):
         options["ensure_weight_tying"] = True
-    if listed:
-        options["modules_to_save"] = saved_names(listed, {name for each in names.values() for name in each.modules})
-    return _Said(found=found, modules=modules, listed=listed, options=options)
+    if module_names:
+        options["modules_to_save"] = saved_names(
+            module_names, {name for array in names.values() for name in array.modules}
+        )
+    return _SavedSelection(sites=chosen, module_paths=module_paths, module_names=module_names, options=options)
 
 
-def whole_of(model: Tree, adapted: Collection[str], kind: str) -> Whole:
-    """Return the tensors and options of all nodes that train as a whole; arguments and errors of `check_whole`."""
-    said, names = check_whole(model, adapted, kind), named_arrays(model)
+def saved_modules(model: Tree, adapted: Collection[str], kind: str) -> SavedModules:
+    """Return the tensors and options of all nodes that train as a whole, as `select_saved` finds them."""
+    selection, names = select_saved(model, adapted, kind), named_arrays(model)
     tensors: dict[str, np.ndarray] = {}
-    for index, site in said.found.items():
+    for index, site in selection.sites.items():
         if isinstance(site.node.lora_saved, jax.ShapeDtypeStruct):
             raise StructureError(
                 f"{site.path}: what trains has shapes but no values",
@@ -94,106 +92,90 @@ def whole_of(model: Tree, adapted: Collection[str], kind: str) -> Whole:
                 got="jax.ShapeDtypeStruct",
                 hint="save the adapter of a model that was run, not of one that was analysed",
             )
-        values, of = np.asarray(site.node.lora_saved, np.float32), names[index]
-        is_bias = parent(site.path) not in said.modules
-        for layer, name in enumerate(of.modules):
-            one = np.ascontiguousarray(values[layer] if of.is_stacked else values)
-            tensors[_key(name, of.leaf, beside=is_bias and name in adapted)] = one
-    for first, second in tied_names(model).items():
-        if first in said.listed:
-            tensors[_key(second, "weight")] = tensors[_key(first, "weight")].copy()
-    return Whole(tensors=tensors, options=said.options)
+        values, array = np.asarray(site.node.lora_saved, np.float32), names[index]
+        is_bias = parent(site.path) not in selection.module_paths
+        for layer, name in enumerate(array.modules):
+            tensor = np.ascontiguousarray(values[layer] if array.is_stacked else values)
+            tensors[_key(name, array.leaf, is_wrapped=is_bias and name in adapted)] = tensor
+    for module, tied in tied_names(model).items():
+        if module in selection.module_names:
+            tensors[_key(tied, "weight")] = tensors[_key(module, "weight")].copy()
+    return SavedModules(tensors=tensors, options=selection.options)
 
 
-def asked_for(model: Tree, config: PeftConfig, adapted: Collection[str]) -> tuple[set[str], dict[int, list[str]]]:
+def expected_keys(model: Tree, config: PeftConfig, adapted: Collection[str]) -> tuple[set[str], dict[int, list[str]]]:
     """Return the names of the tensors that a directory must have for arrays that train as a whole.
 
-    Args:
-        model: the model.
-        config: the directory's configuration.
-        adapted: names of the modules that have an adapter.
-
-    Returns:
-        All names of tensors, and by `Site.index` those of each array, one per layer.
-
-    Raises:
-        ModelFileError: when only some layers of a stack, or only one of two tied places, train.
+    The result is the set of all names, and by `Site.index` those of each array, one per layer. All layers of a stack,
+    and both of two tied modules, must train together. `adapted` are the names of modules with an adapter.
     """
     keys: dict[int, list[str]] = {}
     by_index = {site.index: site for site in sites(model)}
     for index, names in named_arrays(model).items():
-        whole = [config.saves(name) for name in names.modules]
-        biased = [names.leaf == "bias" and config.trains_bias(name, name in adapted) for name in names.modules]
-        on = [either or other for either, other in zip(whole, biased, strict=True)]
-        if not any(on):
+        saved_mask = [config.saves(name) for name in names.modules]
+        bias_mask = [names.leaf == "bias" and config.trains_bias(name, name in adapted) for name in names.modules]
+        mask = [is_saved or trains_bias for is_saved, trains_bias in zip(saved_mask, bias_mask, strict=True)]
+        if not any(mask):
             continue
-        if not all(on):
+        if not all(mask):
             raise ModelFileError(
-                f"{config.where}: of the layers of {by_index[index].path} some train as a whole and some do not",
+                f"{config.source}: of the layers of {by_index[index].path} some train as a whole and some do not",
                 expected="all layers of a stack, or none",
-                got=f"{sum(on)} of {len(on)}",
+                got=f"{sum(mask)} of {len(mask)}",
                 hint="name the module of every layer in modules_to_save, and train the adapter again",
             )
         keys[index] = [
-            _key(name, names.leaf, beside=not is_whole and name in adapted)
-            for name, is_whole in zip(names.modules, whole, strict=True)
+            _key(name, names.leaf, is_wrapped=not is_saved and name in adapted)
+            for name, is_saved in zip(names.modules, saved_mask, strict=True)
         ]
-    every = {key for of_array in keys.values() for key in of_array}
-    for first, second in tied_names(model).items():
-        if config.saves(second) or config.saves(first):
-            both = config.saves(first) and (config.saves(second) or config.file.ensure_weight_tying)
-            if not both:
+    all_keys = {key for array_keys in keys.values() for key in array_keys}
+    for module, tied in tied_names(model).items():
+        if config.saves(tied) or config.saves(module):
+            has_both = config.saves(module) and (config.saves(tied) or config.file.ensure_weight_tying)
+            if not has_both:
                 raise ModelFileError(
-                    f"{config.where}: option 'modules_to_save' unties {second} from {first}, which are one array here",
+                    f"{config.source}: option 'modules_to_save' unties {tied} from {module}, which are one array here",
                     expected="ensure_weight_tying = true, with both in the file",
                     got=f"modules_to_save = {config.file.modules_to_save}",
                     hint="train it with ensure_weight_tying=True in PEFT, or merge it there",
                 )
-            every.add(_key(second, "weight"))
-    return every, keys
+            all_keys.add(_key(tied, "weight"))
+    return all_keys, keys
 
 
-def read_whole(file: Any, path: Path, model: Tree, keys: Mapping[int, list[str]]) -> dict[int, Any]:
-    """Read the nodes of the arrays that train as a whole.
-
-    Args:
-        file: an open safetensors file.
-        path: the file's path, for messages.
-        model: the model.
-        keys: from `asked_for`.
-
-    Raises:
-        ModelFileError: for a tensor that does not fit, for two tied tensors that differ, and for a quantised weight.
-    """
+def read_saved_modules(file: Any, path: Path, model: Tree, keys: Mapping[int, list[str]]) -> dict[int, Any]:
+    """Read the nodes of the arrays that train as a whole; `keys` come from `expected_keys`. Tied tensors must agree."""
     by_index, names = {site.index: site for site in sites(model)}, named_arrays(model)
     nodes: dict[int, Any] = {}
-    for index, of_array in keys.items():
+    for index, array_keys in keys.items():
         site, shape = by_index[index], tuple(by_index[index].weight.shape)
-        _refuse_few_bits(path, site)
-        one = shape[1:] if names[index].is_stacked else shape
-        read = [read_tensor(file, path, key, one) for key in of_array]
-        nodes[index] = saved(site.weight, np.stack(read) if names[index].is_stacked else read[0])
-        second = tied_names(model).get(names[index].modules[0])
-        if second is not None and not np.array_equal(read[0], read_tensor(file, path, _key(second, "weight"), one)):
+        _refuse_quantized(path, site)
+        layer_shape = shape[1:] if names[index].is_stacked else shape
+        tensors = [read_tensor(file, path, key, layer_shape) for key in array_keys]
+        nodes[index] = make_saved(site.weight, np.stack(tensors) if names[index].is_stacked else tensors[0])
+        tied = tied_names(model).get(names[index].modules[0])
+        if tied is not None and not np.array_equal(
+            tensors[0], read_tensor(file, path, _key(tied, "weight"), layer_shape)
+        ):
             raise ModelFileError(
-                f"{path}: {second} and {names[index].modules[0]} differ, which are one array here",
+                f"{path}: {tied} and {names[index].modules[0]} differ, which are one array here",
                 expected="equal tensors, as PEFT writes with ensure_weight_tying",
                 hint="train it with ensure_weight_tying=True in PEFT, or merge it there",
             )
     return nodes
 
 
-def _key(module: str, leaf: str, *, beside: bool = False) -> str:
-    return f"{_PREFIX}{module}.{'base_layer.' if beside else ''}{leaf}"
+def _key(module: str, leaf: str, *, is_wrapped: bool = False) -> str:
+    return f"{_PREFIX}{module}.{'base_layer.' if is_wrapped else ''}{leaf}"
 
 
-def _saved_modules(model: Tree, found: Mapping[int, Site]) -> set[str]:
+def _saved_module_paths(model: Tree, chosen: Mapping[int, Site]) -> set[str]:
     """Return the paths of modules in which more than a bias trains."""
-    modules = {parent(site.path) for site in found.values() if not site.path.endswith("/bias")}
-    named = named_arrays(model)
+    modules = {parent(site.path) for site in chosen.values() if not site.path.endswith("/bias")}
+    arrays = named_arrays(model)
     for site in sites(model):
-        if site.index in named and parent(site.path) in modules and "/" in site.path and site.index not in found:
-            if named[site.index].leaf == "bias":
+        if site.index in arrays and parent(site.path) in modules and "/" in site.path and site.index not in chosen:
+            if arrays[site.index].leaf == "bias":
                 raise StructureError(
                     f"{site.path}: its module trains as a whole but for this leaf, which PEFT's files cannot say",
                     expected="all leaves of the module, or none",
@@ -202,25 +184,25 @@ def _saved_modules(model: Tree, found: Mapping[int, Site]) -> set[str]:
     return modules
 
 
-def _bias_word(names: Mapping[int, Names], biases: set[str], listed: set[str], adapted: Collection[str]) -> str:
+def _bias_option(names: Mapping[int, ArrayNames], biases: set[str], saved: set[str], adapted: Collection[str]) -> str:
     """Return PEFT's word for the biases that train."""
     if not biases:
         return "none"
-    every = {name for each in names.values() if each.leaf == "bias" for name in each.modules}
-    if biases == every & {*adapted}:
+    all_biases = {name for array in names.values() if array.leaf == "bias" for name in array.modules}
+    if biases == all_biases & {*adapted}:
         return "lora_only"
     # Biases of modules in modules_to_save train with their module, so "all" covers the others.
-    if biases == every - listed:
+    if biases == all_biases - saved:
         return "all"
     raise StructureError(
         "PEFT's files have no word for the biases that train",
         expected="those of all modules, or of those with an adapter",
-        got=f"{len(biases)} of {len(every)}",
+        got=f"{len(biases)} of {len(all_biases)}",
         hint='add the adapters with bias="all" or bias="lora_only"',
     )
 
 
-def _refuse_few_bits(path: Path, site: Site) -> None:
+def _refuse_quantized(path: Path, site: Site) -> None:
     if not isinstance(site.weight, (jax.Array, np.ndarray, jax.ShapeDtypeStruct)):
         raise ModelFileError(
             f"{path}: {site.path} trains as a whole, and is stored in few bits here",

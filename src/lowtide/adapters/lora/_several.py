@@ -12,7 +12,7 @@ from typing import Any
 import jax
 
 from ...core import LinearWeight, StructureError, Tree
-from ._adapter import NEEDED, is_adapter, kind_of
+from ._adapter import REQUIRED_LEAVES, is_adapter, kind_of
 from ._kernel import LoRAKernel
 from ._model import disable, merge
 from ._saved import SavedWeight
@@ -73,8 +73,8 @@ def attach(base: Tree, adapter: Tree) -> Tree:
         >>> attach({"w": jnp.ones((2, 2))}, adapter)["w"].linear(jnp.ones(2)).tolist()
         [8.0, 8.0]
     """
-    places = sites(base)
-    if adapted := next((site for site in places if is_adapter(site.node)), None):
+    base_sites = sites(base)
+    if adapted := next((site for site in base_sites if is_adapter(site.node)), None):
         raise StructureError(
             f"{adapted.path}: already has an adapter",
             expected="a base without any",
@@ -92,7 +92,7 @@ def attach(base: Tree, adapter: Tree) -> Tree:
         ) from error
     if not any(is_adapter(node) for node in nodes):
         raise StructureError("there is no adapter in the tree", hint="give what lt.lora.split returned first")
-    for site, node in zip(places, nodes, strict=True):
+    for site, node in zip(base_sites, nodes, strict=True):
         if node is not None and not (is_adapter(node) and _fits(node, tuple(getattr(site.weight, "shape", ())))):
             raise StructureError(
                 f"{site.path}: the adapter does not fit the base",
@@ -110,7 +110,7 @@ def attach(base: Tree, adapter: Tree) -> Tree:
     return treedef.unflatten(
         [
             site.node if node is None else dataclasses.replace(node, weight=site.node)
-            for site, node in zip(places, nodes, strict=True)
+            for site, node in zip(base_sites, nodes, strict=True)
         ]
     )
 
@@ -143,17 +143,17 @@ def unmerge(model: Tree, adapter: Tree) -> Tree:
     attached = attach(model, adapter)
     for site in sites(attached):
         if isinstance(site.node, SavedWeight) or getattr(site.node, "lora_magnitude", None) is not None:
-            what = "what trained whole" if isinstance(site.node, SavedWeight) else "DoRA"
+            description = "what trained whole" if isinstance(site.node, SavedWeight) else "DoRA"
             raise StructureError(
-                f"{site.path}: {what} cannot be taken off again",
+                f"{site.path}: {description} cannot be taken off again",
                 expected="LoRA, rsLoRA, VeRA or (IA)³",
                 got=kind_of(site.node),
                 hint="keep the base, which merging leaves as it is",
             )
-    return merge(jax.tree.map(lambda node: _inverse(node) if is_adapter(node) else node, attached, is_leaf=is_weight))
+    return merge(jax.tree.map(lambda node: _invert(node) if is_adapter(node) else node, attached, is_leaf=is_weight))
 
 
-def _inverse(node: Any) -> Any:
+def _invert(node: Any) -> Any:
     if isinstance(node, IA3Weight):
         return dataclasses.replace(node, lora_scale=1 / node.lora_scale)
     # The correction is linear in B, and with first factors it is B A minus their product, so both B are negated.
@@ -164,7 +164,7 @@ def _inverse(node: Any) -> Any:
 
 def _fits(node: Any, shape: tuple[int, ...]) -> bool:
     """Return whether the leaves of an adapter have the axes of a weight."""
-    if any(getattr(node, name, None) is None for name in NEEDED.get(type(node), ()) if name != "weight"):
+    if any(getattr(node, name, None) is None for name in REQUIRED_LEAVES.get(type(node), ()) if name != "weight"):
         return False
     if isinstance(node, SavedWeight):
         return node.lora_saved is not None and tuple(node.lora_saved.shape) == shape
@@ -188,8 +188,8 @@ def _fits(node: Any, shape: tuple[int, ...]) -> bool:
         leaf = getattr(node, name)
         if leaf is None or name == "layer_scale":
             continue
-        wanted = (*shape[:-2], *(sizes.get(axis) for axis in axes))
-        found = tuple(leaf.shape)
-        if len(found) != len(wanted) or any(b not in (None, a) for a, b in zip(found, wanted, strict=True)):
+        expected = (*shape[:-2], *(sizes.get(axis) for axis in axes))
+        actual = tuple(leaf.shape)
+        if len(actual) != len(expected) or any(b not in (None, a) for a, b in zip(actual, expected, strict=True)):
             return False
     return True

@@ -22,7 +22,7 @@ from ...core import (
     leaves_with_paths,
     match_names,
 )
-from ._adapter import NEEDED, is_adapter
+from ._adapter import REQUIRED_LEAVES, is_adapter
 from ._config import ALL_LINEAR
 
 LAYER, EXPERT = "{layer}", "{expert}"
@@ -73,24 +73,20 @@ def sites(model: Tree) -> list[Site]:
 
 
 def adapted_sites(model: Tree) -> list[Site]:
-    """Return the sites that have an adapter, and check that no leaf is missing.
-
-    Raises:
-        StructureError: when a leaf is missing, as in one half of a partition.
-    """
+    """Return the sites that have an adapter; a missing leaf, as in one half of a partition, is an error."""
     adapted = [site for site in sites(model) if is_adapter(site.node)]
     for site in adapted:
-        check_whole(site.path, site.node, NEEDED[type(site.node)])
+        check_complete(site.path, site.node, REQUIRED_LEAVES[type(site.node)])
     return adapted
 
 
-def check_whole(path: str, node: Any, needed: Sequence[str]) -> None:
+def check_complete(path: str, node: Any, required: Sequence[str]) -> None:
     """Raise if an adapter lacks one of the needed leaves, as one half of a partition does."""
-    missing = [name for name in needed if getattr(node, name) is None]
+    missing = [name for name in required if getattr(node, name) is None]
     if missing:
         raise StructureError(
             f"{path}: the adapter has no {' and no '.join(missing)}",
-            expected=f"{', '.join(needed[:-1])} and {needed[-1]}" if needed[1:] else needed[0],
+            expected=f"{', '.join(required[:-1])} and {required[-1]}" if required[1:] else required[0],
             got="one half of a partition",
             hint="put the halves together first: lt.combine(trainable, frozen)",
         )
@@ -107,10 +103,10 @@ def select_sites(
                 by_name.setdefault(name, []).append(site)
     # Module paths come first, so that error messages list the names that a user would write.
     names = sorted(by_name, key=lambda name: not any(name == site.module != site.path for site in by_name[name]))
-    asked: Any = targets
-    given: list[Any] = [asked] if is_pattern(asked) else [*asked]
-    patterns = [pattern for pattern in given if pattern != ALL_LINEAR]
-    if len(patterns) < len(given):
+    selection: Any = targets
+    selected_patterns: list[Any] = [selection] if is_pattern(selection) else [*selection]
+    patterns = [pattern for pattern in selected_patterns if pattern != ALL_LINEAR]
+    if len(patterns) < len(selected_patterns):
         patterns = [*_all_linear(model), *patterns]
     chosen = {site.index: site for name in match_names(names, patterns) for site in by_name[name]}
     if exclude:
@@ -127,19 +123,19 @@ def select_sites(
 
 def _all_linear(model: Tree) -> list[str]:
     """Return the paths of all stacked matrices whose external name is one module in each layer."""
-    found: list[str] = []
+    paths: list[str] = []
     for site in sites(model) if isinstance(model, ExternalNames) else ():
         name = external_name(model, site)
         if site.is_matrix and len(site.weight.shape) == 3 and name is not None and name.count("{") == 1:
-            found.append(site.path)
-    if not found:
+            paths.append(site.path)
+    if not paths:
         raise ConfigError(
             f'targets: "{ALL_LINEAR}" needs a model that says which of its weights are linear layers',
             expected="a decoder of Lowtide, or a model with stacked layers and an external_name",
             got=type(model).__name__,
             hint='name them with globs, for instance "**/*_proj"',
         )
-    return found
+    return paths
 
 
 def replace(model: Tree, nodes: Mapping[int, Any]) -> Tree:
@@ -151,8 +147,8 @@ def replace(model: Tree, nodes: Mapping[int, Any]) -> Tree:
 def external_name(model: Tree, site: Site) -> str | None:
     """Return the name of a module in other software, with ``{layer}`` where the weight is stacked, or None.
 
-    A model that implements `lowtide.core.ExternalNames` decides. Otherwise the name is the tree path with dots. The
-    index of a layer then follows the first segment ``layers``, or comes last.
+    Without `lowtide.core.ExternalNames` it is the tree path with dots. The index of a layer then follows the first
+    segment ``layers``, or comes last.
     """
     if isinstance(model, ExternalNames):
         try:
@@ -168,8 +164,7 @@ def external_name(model: Tree, site: Site) -> str | None:
 def layer_names(model: Tree, site: Site) -> list[str]:
     """Return the names of `external_name`, one for each layer of a stacked weight, and for each expert of a layer.
 
-    Raises:
-        StructureError: when the name and the weight's shape disagree on whether there are layers.
+    Raises `StructureError` without such a name, and if name and shape disagree on whether there are layers.
     """
     name = external_name(model, site)
     shape = tuple(site.weight.shape)
@@ -181,8 +176,8 @@ def layer_names(model: Tree, site: Site) -> list[str]:
                 got=repr(name),
                 hint="fold the adapters in with lt.lora.merge",
             )
-        numbers = itertools.product(range(shape[0]), range(shape[1]))
-        return [name.replace(LAYER, str(layer)).replace(EXPERT, str(expert)) for layer, expert in numbers]
+        indices = itertools.product(range(shape[0]), range(shape[1]))
+        return [name.replace(LAYER, str(layer)).replace(EXPERT, str(expert)) for layer, expert in indices]
     if name is None:
         raise StructureError(
             f"{site.path}: the model has no external name for {site.module!r}",

@@ -16,13 +16,13 @@ import jax.core
 import numpy as np
 
 from ...core import ConfigError, LinearWeight, ModelFileError, StructureError, Tree
-from ._config import IN_THE_WEIGHT, AnyConfig, Config
+from ._config import WEIGHT_INITS, AnyConfig, Config
 from ._peft import PeftConfig
 from ._sites import Site, external_name
-from ._tensors import check_fits, read_tensor
+from ._tensors import check_tensor, read_tensor
 from ._whole import tied_names
 
-_MOST_NUMBERS = 2**22
+_CHUNK_SIZE = 2**22
 """Elements that are compared at once."""
 
 
@@ -38,29 +38,24 @@ def is_table(model: Tree, site: Site) -> bool:
 
 
 def check_table(model: Tree, site: Site, config: AnyConfig) -> None:
-    """Check that an embedding supports a configuration.
-
-    Raises:
-        ConfigError: for any adapter other than LoRA that begins at random.
-        StructureError: for an embedding that is also the head.
-    """
+    """Check that an embedding has its own array, and that its adapter is LoRA that begins at random."""
     if not is_table(model, site):
         return
     is_plain = isinstance(config, Config) and not config.dora and config.init in ("peft", "gaussian")
     if not is_plain:
-        said = type(config).__name__ if not isinstance(config, Config) else "DoRA" if config.dora else config.init
+        kind = type(config).__name__ if not isinstance(config, Config) else "DoRA" if config.dora else config.init
         raise ConfigError(
             f"{site.path}: an embedding takes LoRA and rsLoRA alone",
             expected='no DoRA, no (IA)³, no VeRA, and init = "peft" or "gaussian"',
-            got=said,
+            got=kind,
             hint=f'leave it out of the targets, for instance with the pattern "!{site.module}"',
         )
     if external_name(model, site) in tied_names(model):
-        raise StructureError(f"{site.path} {_TIED}", **_OF_TIED)
+        raise StructureError(f"{site.path} {_TIED_MESSAGE}", **_TIED_DETAILS)
 
 
-_TIED = "is the model's head, too, and an adapter would change both"
-_OF_TIED = {
+_TIED_MESSAGE = "is the model's head, too, and an adapter would change both"
+_TIED_DETAILS = {
     "expected": "an embedding of its own",
     "got": "tie_word_embeddings = true",
     "hint": "adapt other weights, or train it as a whole: modules_to_save",
@@ -68,13 +63,9 @@ _OF_TIED = {
 
 
 def check_tables(path: Path, model: Tree, tables: Sequence[Site], config: PeftConfig) -> None:
-    """Check that embeddings here support a file's adapters of them.
-
-    Raises:
-        ModelFileError: for an embedding that is also the head, and for kinds other than LoRA.
-    """
+    """Check that embeddings have their own arrays, and that a file's adapters of them are LoRA that began at random."""
     for site in tables:
-        if config.kind != "LORA" or config.dora or config.file.init_lora_weights in IN_THE_WEIGHT:
+        if config.kind != "LORA" or config.dora or config.file.init_lora_weights in WEIGHT_INITS:
             raise ModelFileError(
                 f"{path}: its adapter of the embedding {site.path} cannot be used",
                 expected="LoRA or rank-stabilised LoRA that began at random",
@@ -82,32 +73,26 @@ def check_tables(path: Path, model: Tree, tables: Sequence[Site], config: PeftCo
                 hint="merge this adapter with PEFT (merge_and_unload)",
             )
         if external_name(model, site) in tied_names(model):
-            raise ModelFileError(f"{path}: {site.path} {_TIED}", **_OF_TIED)
+            raise ModelFileError(f"{path}: {site.path} {_TIED_MESSAGE}", **_TIED_DETAILS)
 
 
 def base_keys(modules: Collection[str], keys: Collection[str]) -> dict[str, str]:
     """Return the tensors of a file that are frozen weights of adapted modules, with the modules' names."""
-    named = {f"base_model.model.{name}.base_layer.weight": name for name in modules}
-    return {key: name for key, name in named.items() if key in keys}
+    names_by_key = {f"base_model.model.{name}.base_layer.weight": name for name in modules}
+    return {key: name for key, name in names_by_key.items() if key in keys}
 
 
 def stored_tables(model: Tree, tables: Mapping[str, Site], keys: Collection[str]) -> dict[str, Site | None]:
     """Return the tensors of a file that are an embedding or a head without an adapter, as PEFT stores resized ones.
 
-    Args:
-        model: the model. Its ``with_vocabulary`` changes the number of rows; without that method there are no such
-            tensors.
-        tables: sites of modules without an adapter, by name.
-        keys: of the file, without those that have another meaning.
-
-    Returns:
-        The site of each tensor; None for the second place of a tied embedding.
+    Each has its site of `tables`, or None for the second place of a tied embedding. There are none for a model without
+    ``with_vocabulary``, which changes the number of rows.
     """
     if not hasattr(model, "with_vocabulary"):
         return {}
-    tied = {second: None for first, second in tied_names(model).items() if first in tables}
-    named = {f"base_model.model.{name}.weight": site for name, site in {**tables, **tied}.items()}
-    return {key: site for key, site in named.items() if key in keys and (site is None or len(site.weight.shape) == 2)}
+    tied_sites = {tied: None for module, tied in tied_names(model).items() if module in tables}
+    by_key = {f"base_model.model.{name}.weight": site for name, site in {**tables, **tied_sites}.items()}
+    return {key: site for key, site in by_key.items() if key in keys and (site is None or len(site.weight.shape) == 2)}
 
 
 def read_table(file: Any, path: Path, key: str, site: Site) -> Any:
@@ -118,39 +103,33 @@ def read_table(file: Any, path: Path, key: str, site: Site) -> Any:
     dtype = values.dtype if isinstance(weight, LinearWeight) else weight.dtype
     if isinstance(weight, jax.ShapeDtypeStruct):
         return jax.ShapeDtypeStruct(shape, dtype)
-    place = weight.sharding if isinstance(weight, jax.Array) and shape == weight.shape else None
-    return jax.device_put(values.astype(dtype), place)
+    sharding = weight.sharding if isinstance(weight, jax.Array) and shape == weight.shape else None
+    return jax.device_put(values.astype(dtype), sharding)
 
 
 def check_base(file: Any, path: Path, site: Site, key: str) -> None:
-    """Check that a frozen weight in a file equals that of the model.
+    """Check that a frozen weight in a file equals that of the model; some rows at a time are copied to the host.
 
     Quantised weights, shapes without values, and weights that other processes hold in part are not compared.
-
-    Raises:
-        ModelFileError: for another weight.
-
-    Memory:
-        On the host a few copies of some rows.
     """
     shape, weight = tuple(site.weight.shape), site.weight
-    check_fits(file, path, key, shape)
+    check_tensor(file, path, key, shape)
     if isinstance(weight, jax.core.Tracer) or not isinstance(weight, (jax.Array, np.ndarray)):
         return
     if isinstance(weight, jax.Array) and not weight.is_fully_addressable:
         return
-    found = file.get_slice(key)
+    tensor = file.get_slice(key)
     # Some rows at a time, because an embedding may be large.
-    rows = max(1, _MOST_NUMBERS // max(shape[1], 1))
-    for start in range(0, shape[0], rows):
-        theirs = found[start : min(start + rows, shape[0])]
-        ours = np.asarray(weight[start : start + rows])
+    num_rows = max(1, _CHUNK_SIZE // max(shape[1], 1))
+    for start in range(0, shape[0], num_rows):
+        stored = tensor[start : min(start + num_rows, shape[0])]
+        base = np.asarray(weight[start : start + num_rows])
         # Either may have been rounded to the dtype of the other.
-        if not any(np.array_equal(ours.astype(dtype), theirs.astype(dtype)) for dtype in (ours.dtype, theirs.dtype)):
-            far = np.abs(ours.astype(np.float32) - theirs.astype(np.float32)).max()
+        if not any(np.array_equal(base.astype(dtype), stored.astype(dtype)) for dtype in (base.dtype, stored.dtype)):
+            difference = np.abs(base.astype(np.float32) - stored.astype(np.float32)).max()
             raise ModelFileError(
                 f"{path}: its {key} is another weight than {site.path} of the model",
                 expected="the base that the adapter was trained on",
-                got=f"differences of {float(far):.3g}, and maybe more, from row {start} on",
+                got=f"differences of {float(difference):.3g}, and maybe more, from row {start} on",
                 hint="load it into that base; an embedding that was trained or resized belongs into modules_to_save",
             )

@@ -13,18 +13,8 @@ _DTYPES = ("F64", "F32", "F16", "BF16")
 
 
 def read_tensor(file: Any, path: Path, key: str, shape: tuple[int, ...]) -> np.ndarray:
-    """Read a tensor in float32.
-
-    Args:
-        file: an open safetensors file.
-        path: the file's path, for messages.
-        key: the tensor's name.
-        shape: the shape that it must have.
-
-    Raises:
-        ModelFileError: when the shape or the dtype does not fit, or a value is not a finite number.
-    """
-    check_fits(file, path, key, shape)
+    """Read a tensor of this shape and finite values from an open safetensors file, in float32."""
+    check_tensor(file, path, key, shape)
     with np.errstate(over="ignore"):  # a float64 value may overflow to infinity
         values = np.asarray(file.get_tensor(key), np.float32)
     if not np.isfinite(values).all():
@@ -36,17 +26,13 @@ def read_tensor(file: Any, path: Path, key: str, shape: tuple[int, ...]) -> np.n
     return values
 
 
-def check_fits(file: Any, path: Path, key: str, shape: tuple[int, ...]) -> None:
-    """Check the shape and dtype of a tensor without reading its values.
-
-    Raises:
-        ModelFileError: for another shape, or a dtype that is not floating-point.
-    """
-    found = file.get_slice(key)
-    if tuple(found.get_shape()) != shape or found.get_dtype() not in _DTYPES:
+def check_tensor(file: Any, path: Path, key: str, shape: tuple[int, ...]) -> None:
+    """Check without reading values that a tensor has this shape and a floating-point dtype."""
+    tensor = file.get_slice(key)
+    if tuple(tensor.get_shape()) != shape or tensor.get_dtype() not in _DTYPES:
         raise ModelFileError(
             f"{path}: tensor {key} does not fit",
             expected=f"a floating-point tensor of shape {list(shape)}",
-            got=f"{found.get_dtype()}{list(found.get_shape())}",
+            got=f"{tensor.get_dtype()}{list(tensor.get_shape())}",
             hint="load it into the model that it was made for, with the configuration it was saved with",
         )

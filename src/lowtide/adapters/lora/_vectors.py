@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from ...core import linear
-from ._pieces import ScaledWeight, dropped, over_rows
+from ._pieces import ScaledWeight, apply_dropout, expand_like
 
 
 @functools.partial(
@@ -67,33 +67,33 @@ class IA3Weight(ScaledWeight):
             The backward pass keeps the array that was scaled: the product, or `x`.
         """
         if self.feedforward:
-            return linear(x * over_rows(self._vector(), x), self.weight)
+            return linear(x * expand_like(self._scale_vector(), x), self.weight)
         y = linear(x, self.weight)
-        return y * over_rows(self._vector(), y)
+        return y * expand_like(self._scale_vector(), y)
 
     def linear_with_bias(self, x: Float[Array, "*batch in"], bias: Float[Array, " out"]) -> Float[Array, "*batch out"]:
         """Compute l * (x Wᵀ + b), because the bias is a part of the outputs; with `feedforward` (l * x) Wᵀ + b."""
         if self.feedforward:
             y = self.linear(x)
-            return y + over_rows(bias, y)
+            return y + expand_like(bias, y)
         y = linear(x, self.weight)
-        return (y + over_rows(bias, y)) * over_rows(self._vector(), y)
+        return (y + expand_like(bias, y)) * expand_like(self._scale_vector(), y)
 
-    def _vector(self) -> Array:
+    def _scale_vector(self) -> Array:
         scale = self.lora_scale.astype(jnp.float32)
         if self.layer_scale is None:
             return scale
-        on = jnp.expand_dims(self.layer_scale != 0, tuple(range(self.layer_scale.ndim, scale.ndim)))
-        return jnp.where(on, scale, 1.0)
+        is_adapted = jnp.expand_dims(self.layer_scale != 0, tuple(range(self.layer_scale.ndim, scale.ndim)))
+        return jnp.where(is_adapted, scale, 1.0)
 
     def folded(self) -> Float[Array, "out in"]:
         """Return the matrix that `linear` multiplies by, in float32; only for merging, on one matrix."""
-        vector = self._vector()
+        vector = self._scale_vector()
         return self.weight.astype(jnp.float32) * (vector[None, :] if self.feedforward else vector[:, None])
 
     def folded_bias(self, bias: Float[Array, "*L out"]) -> Float[Array, "*L out"]:
         """Return the bias that belongs to `folded`; also of a stack."""
-        return bias if self.feedforward else (bias.astype(jnp.float32) * self._vector()).astype(bias.dtype)
+        return bias if self.feedforward else (bias.astype(jnp.float32) * self._scale_vector()).astype(bias.dtype)
 
 
 @functools.partial(
@@ -159,11 +159,11 @@ class VeRAWeight(ScaledWeight):
             In addition to the result, activations of width r, and those of width out before b scales them, which the
             backward pass keeps; nothing of shape [out, in].
         """
-        seen = x if self.dropout_key is None else dropped(x, self.dropout_key, self.dropout)
-        inner = linear(seen, self.vera_a)
-        correction = linear(inner * over_rows(self.lora_lambda_d, inner), self.vera_b)
+        dropped_x = x if self.dropout_key is None else apply_dropout(x, self.dropout_key, self.dropout)
+        low_rank = linear(dropped_x, self.vera_a)
+        correction = linear(low_rank * expand_like(self.lora_lambda_d, low_rank), self.vera_b)
         scale = self.lora_lambda_b if self.layer_scale is None else self.lora_lambda_b * self.layer_scale
-        return linear(x, self.weight) + correction * over_rows(scale, correction)
+        return linear(x, self.weight) + correction * expand_like(scale, correction)
 
     def factors(self) -> tuple[Array, Array]:
         """Return diag(d) A and diag(b) B, whose product is the correction; also of a stack."""

@@ -33,7 +33,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from ...core import OWN_NAMES, StructureError, linear, rows, turned_product
-from ._pieces import WrappedWeight, dropped, matmul, over_rows, row_squares, transposed
+from ._pieces import WrappedWeight, apply_dropout, expand_like, matmul, squared_row_norms, transpose_matrix
 
 
 @functools.partial(
@@ -119,21 +119,21 @@ class LoRAWeight(WrappedWeight):
             of shape [out, in], unless W itself trains or has to be cast to the dtype of `x`. With a magnitude it also
             keeps the result before the scaling. With dropout it keeps `x` a second time.
         """
-        seen = x if self.dropout_key is None else dropped(x, self.dropout_key, self.dropout)
+        dropped_x = x if self.dropout_key is None else apply_dropout(x, self.dropout_key, self.dropout)
         if self.dropout_key is None:
-            correction = self._corrected(x, *self.factors())
+            correction = self._compute_correction(x, *self.factors())
         else:
-            correction = self._corrected(seen, self.lora_a, self.lora_b)
+            correction = self._compute_correction(dropped_x, self.lora_a, self.lora_b)
             if self.start_a is not None:  # PEFT subtracts this from W: without dropout
-                correction = correction - self._corrected(x, self.start_a, self.start_b)
+                correction = correction - self._compute_correction(x, self.start_a, self.start_b)
         base = linear(x, self.weight)
         if self.lora_magnitude is None:
             return base + correction
-        scale = over_rows(self._row_scale(x.dtype), base)
+        scale = expand_like(self._magnitude_scale(x.dtype), base)
         if self.dropout_key is None:
             return scale * checkpoint_name(base + correction, f"{OWN_NAMES}lora_scaled")
         # As in PEFT, dropout also applies to the product with W that the magnitude scales.
-        return base + (scale - 1) * linear(seen, self.weight) + scale * correction
+        return base + (scale - 1) * linear(dropped_x, self.weight) + scale * correction
 
     def factors(self) -> tuple[Any, Any]:
         """Return A and B of all that is added to W; with `start_a` and `start_b` they have twice the rank."""
@@ -142,9 +142,9 @@ class LoRAWeight(WrappedWeight):
         lora_a = jnp.concatenate([self.lora_a, self.start_a], axis=-2)
         return lora_a, jnp.concatenate([self.lora_b, -self.start_b], axis=-1)
 
-    def _corrected(self, x: Array, lora_a: Any, lora_b: Any) -> Array:
+    def _compute_correction(self, x: Array, lora_a: Any, lora_b: Any) -> Array:
         low_rank = checkpoint_name(linear(x, lora_a), f"{OWN_NAMES}lora_low")
-        low_rank = low_rank * self._factor(low_rank)
+        low_rank = low_rank * self._layer_scaling(low_rank)
         # On a CPU, the gradient of B is cheaper as the transpose of (x Aᵀ)ᵀ dy than as dyᵀ (x Aᵀ): see
         # `core.turned_product`.
         if getattr(lora_b, "dtype", None) == low_rank.dtype and lora_b.ndim == 2:
@@ -173,11 +173,11 @@ class LoRAWeight(WrappedWeight):
                 got=f"DoRA on {list(self.shape)}",
                 hint="leave the embedding out of the targets",
             )
-        found = rows(self.weight, ids)
+        base_rows = rows(self.weight, ids)
         lora_a, lora_b = self.factors()
         # Cast after the lookup, so that gradients of a row that is looked up several times add up in float32.
-        low_rank = rows(lora_b, ids).astype(found.dtype)
-        return found + jnp.matmul(low_rank * self._factor(low_rank), lora_a.astype(found.dtype))
+        low_rank = rows(lora_b, ids).astype(base_rows.dtype)
+        return base_rows + jnp.matmul(low_rank * self._layer_scaling(low_rank), lora_a.astype(base_rows.dtype))
 
     def grouped(
         self, x_MI: Float[Array, "M I"], product: Callable[..., Array], *, transposed: bool
@@ -198,17 +198,17 @@ class LoRAWeight(WrappedWeight):
         # Experts that are stored as [in, out] read with B and write with A.
         lora_a, lora_b = self.factors()
         first, second = (lora_b, lora_a) if transposed else (lora_a, lora_b)
-        low = product(x_MI, first, transposed=transposed) * self.scaling
-        return product(x_MI, self.weight, transposed=transposed) + product(low, second, transposed=transposed)
+        low_rank = product(x_MI, first, transposed=transposed) * self.scaling
+        return product(x_MI, self.weight, transposed=transposed) + product(low_rank, second, transposed=transposed)
 
-    def _factor(self, like: Array) -> Any:
+    def _layer_scaling(self, like: Array) -> Any:
         """Return the scale of the correction, shaped for an array whose axes begin with those of `layer_scale`."""
         if self.layer_scale is None:
             return self.scaling
         scale = (self.scaling * self.layer_scale).astype(like.dtype)
         return jnp.expand_dims(scale, tuple(range(scale.ndim, like.ndim)))
 
-    def _row_scale(self, dtype: Any) -> Float[Array, " out"]:
+    def _magnitude_scale(self, dtype: Any) -> Float[Array, " out"]:
         """Return m / ‖W + scaling B A‖ for each row, from the norms of W, W Aᵀ and A Aᵀ, which are all thin."""
         if len(self.lora_a.shape) != 2:
             raise StructureError(
@@ -217,15 +217,15 @@ class LoRAWeight(WrappedWeight):
                 hint="multiply inside of jax.lax.scan or jax.vmap over the layers",
             )
         weight, a, b = jax.lax.stop_gradient((self.weight, self.lora_a, self.lora_b))
-        a, b = a.astype(jnp.float32), b.astype(jnp.float32) * self._factor(b)
+        a, b = a.astype(jnp.float32), b.astype(jnp.float32) * self._layer_scaling(b)
         # For row i, with the scale in b: ‖w_i + b_i A‖² = ‖w_i‖² + 2 b_i · (A w_i) + b_i (A Aᵀ) b_iᵀ.
         crossed = linear(a.astype(dtype), weight).astype(jnp.float32)  # A Wᵀ, [r, out]
         gram = jnp.matmul(a, a.T, precision=jax.lax.Precision.HIGHEST)
         inner = jnp.matmul(b, gram, precision=jax.lax.Precision.HIGHEST)
-        squares = row_squares(weight) + 2 * jnp.sum(b * crossed.T, axis=-1) + jnp.sum(inner * b, axis=-1)
-        return self._over_norm(jax.lax.stop_gradient(squares))
+        squares = squared_row_norms(weight) + 2 * jnp.sum(b * crossed.T, axis=-1) + jnp.sum(inner * b, axis=-1)
+        return self._divide_by_norm(jax.lax.stop_gradient(squares))
 
-    def _over_norm(self, squares: Float[Array, " out"]) -> Float[Array, " out"]:
+    def _divide_by_norm(self, squares: Float[Array, " out"]) -> Float[Array, " out"]:
         # A row of zeros has no direction to scale. Its norm counts as 1, so the result is zero and not NaN.
         norms = jnp.sqrt(jnp.where(squares > 0, squares, 1.0))
         scale = self.lora_magnitude.astype(jnp.float32) / norms
@@ -236,10 +236,10 @@ class LoRAWeight(WrappedWeight):
         # Without `precision`, a GPU or TPU multiplies float32 in a shorter format.
         a, b = (factor.astype(jnp.float32) for factor in self.factors())
         delta = jnp.matmul(b, a, precision=jax.lax.Precision.HIGHEST)
-        whole = self.weight.astype(jnp.float32) + self._factor(delta) * delta
+        merged = self.weight.astype(jnp.float32) + self._layer_scaling(delta) * delta
         if self.lora_magnitude is None:
-            return whole
-        return whole * self._over_norm(row_squares(whole))[:, None]
+            return merged
+        return merged * self._divide_by_norm(squared_row_norms(merged))[:, None]
 
     def __matmul__(self, x: Float[Array, "*batch_in n"] | Float[Array, " in"]) -> Array:
         """Compute (W + scaling B A) x, in the dtype that W x has."""
@@ -248,7 +248,7 @@ class LoRAWeight(WrappedWeight):
         result = self.weight @ x
         lora_a, lora_b = (factor.astype(result.dtype) for factor in self.factors())
         low_rank = lora_a @ x
-        low_rank = (low_rank * self._factor(low_rank)).astype(result.dtype)
+        low_rank = (low_rank * self._layer_scaling(low_rank)).astype(result.dtype)
         # For a stacked weight and a vector, `low_rank` is [L, r]: one vector per layer, which `@` would take for a
         # matrix.
         return result + (lora_b @ low_rank if x.ndim > 1 else jnp.einsum("...or,...r->...o", lora_b, low_rank))
@@ -260,19 +260,19 @@ class LoRAWeight(WrappedWeight):
         result = x @ self.weight
         lora_a, lora_b = (factor.astype(result.dtype) for factor in self.factors())
         low_rank = x @ lora_b
-        low_rank = (low_rank * self._factor(low_rank)).astype(result.dtype)
+        low_rank = (low_rank * self._layer_scaling(low_rank)).astype(result.dtype)
         return result + (low_rank @ lora_a if x.ndim > 1 else jnp.einsum("...r,...ri->...i", low_rank, lora_a))
 
     @property
     def mT(self) -> Any:  # noqa: N802 - NumPy's name
         """The transposed weight, [in, out] or [L, in, out], whose factors are Bᵀ and Aᵀ."""
         if not self.is_plain:
-            return transposed(self)
+            return transpose_matrix(self)
         # (W + B A)ᵀ = Wᵀ + Aᵀ Bᵀ, so Bᵀ takes the place of A, and Aᵀ that of B.
-        changed = {"weight": self.weight.mT, "lora_a": self.lora_b.mT, "lora_b": self.lora_a.mT}
+        fields = {"weight": self.weight.mT, "lora_a": self.lora_b.mT, "lora_b": self.lora_a.mT}
         if self.start_a is not None:
-            changed |= {"start_a": self.start_b.mT, "start_b": self.start_a.mT}
-        return dataclasses.replace(self, **changed)
+            fields |= {"start_a": self.start_b.mT, "start_b": self.start_a.mT}
+        return dataclasses.replace(self, **fields)
 
     @property
     def T(self) -> Any:  # noqa: N802 - NumPy's name

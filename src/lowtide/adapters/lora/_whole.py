@@ -20,7 +20,7 @@ from ._sites import LAYER, Site, sites
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Names:
+class ArrayNames:
     """Names of an array in other software."""
 
     modules: Sequence[str]
@@ -36,42 +36,39 @@ def parent(path: str) -> str:
     return path.rpartition("/")[0] or path
 
 
-def names_of(model: Tree, site: Site) -> Names | None:
+def array_names(model: Tree, site: Site) -> ArrayNames | None:
     """Return the external names of an array; None if it is not a leaf of a module there."""
-    above, _, leaf = site.path.rpartition("/")
+    module, _, leaf = site.path.rpartition("/")
     if not isinstance(model, ExternalNames):
-        return Names(
-            modules=[(above or site.path).replace("/", ".")], leaf=leaf if above else "weight", is_stacked=False
+        return ArrayNames(
+            modules=[(module or site.path).replace("/", ".")], leaf=leaf if module else "weight", is_stacked=False
         )
     try:
-        name = model.external_name(above)
+        name = model.external_name(module)
     except KeyError:
         return None
     if name.count("{") > (LAYER in name) or leaf not in ("weight", "bias"):
         return None
     layers = range(site.weight.shape[0]) if LAYER in name else None
     modules = [name] if layers is None else [name.replace(LAYER, str(layer)) for layer in layers]
-    return Names(modules=modules, leaf=leaf, is_stacked=layers is not None)
+    return ArrayNames(modules=modules, leaf=leaf, is_stacked=layers is not None)
 
 
-def owners(model: Tree, adapted: Collection[str], indices: Collection[int]) -> set[str]:
+def adapter_modules(model: Tree, adapted: Collection[str], indices: Collection[int]) -> set[str]:
     """Return the names of the modules that hold weights with adapters, in the form used for biases.
 
-    Args:
-        model: the model.
-        adapted: names of the weights' modules, for a model with external names.
-        indices: `Site.index` of the weights, for any other model.
+    With external names these are `adapted`. For any other model they follow from `indices`, the weights' `Site.index`.
     """
     if isinstance(model, ExternalNames):
         return {*adapted}
-    found = [names_of(model, site) for site in sites(model) if site.index in indices]
-    return {module for names in found if names is not None for module in names.modules}
+    arrays = [array_names(model, site) for site in sites(model) if site.index in indices]
+    return {module for names in arrays if names is not None for module in names.modules}
 
 
-def named_arrays(model: Tree) -> dict[int, Names]:
+def named_arrays(model: Tree) -> dict[int, ArrayNames]:
     """Return the external names of every floating-point array that could train as a whole, by `Site.index`."""
-    found = {site.index: names_of(model, site) for site in sites(model) if site.is_floating}
-    return {index: names for index, names in found.items() if names is not None}
+    names_by_index = {site.index: array_names(model, site) for site in sites(model) if site.is_floating}
+    return {index: names for index, names in names_by_index.items() if names is not None}
 
 
 def tied_names(model: Tree) -> Mapping[str, str]:
@@ -79,51 +76,42 @@ def tied_names(model: Tree) -> Mapping[str, str]:
     return getattr(model, "tied_names", {})
 
 
-def whole_sites(model: Tree, config: Any, targets: Sequence[Site]) -> list[Site]:
+def saved_sites(model: Tree, config: Any, targets: Sequence[Site]) -> list[Site]:
     """Return the sites of arrays that train as a whole: `modules_to_save`, and biases.
 
-    Args:
-        model: the model.
-        config: of adapters.
-        targets: the sites that get an adapter.
-
-    Raises:
-        SelectionError: when a pattern matches nothing.
-        StructureError: for a weight that is quantised, is already adapted, or is not a module elsewhere; and for biases
-            of a model without any.
-        ConfigError: for an array in host memory.
+    Each must be a floating-point array in device memory without an adapter, in a module with a name elsewhere.
     """
-    chosen = {site.index: site for site in _saved(model, config.modules_to_save)}
+    chosen = {site.index: site for site in _match_saved(model, config.modules_to_save)}
     if isinstance(config, Config) and config.bias != "none":
-        chosen |= {site.index: site for site in _biases(model, config, targets)}
+        chosen |= {site.index: site for site in _bias_sites(model, config, targets)}
     for site in chosen.values():
-        _check(model, site)
+        _check_trainable(model, site)
     return [chosen[index] for index in sorted(chosen)]
 
 
-def without_saved(model: Tree, config: Any, targets: Sequence[Site]) -> list[Site]:
+def exclude_saved(model: Tree, config: Any, targets: Sequence[Site]) -> list[Site]:
     """Remove the targets that train as a whole, as PEFT does."""
-    modules = {parent(site.path) for site in _saved(model, config.modules_to_save)}
-    kept = [site for site in targets if parent(site.path) not in modules]
-    if targets and not kept:
+    modules = {parent(site.path) for site in _match_saved(model, config.modules_to_save)}
+    remaining = [site for site in targets if parent(site.path) not in modules]
+    if targets and not remaining:
         raise SelectionError(
             "modules_to_save leaves no target for an adapter",
             expected="at least one target that does not train as a whole",
             got=f"{len(targets)} targets, all of them in modules_to_save",
             hint="leave some of them out of modules_to_save",
         )
-    return kept
+    return remaining
 
 
-def _arrays(model: Tree) -> list[Site]:
+def _array_sites(model: Tree) -> list[Site]:
     return [site for site in sites(model) if hasattr(site.node, "shape")]
 
 
-def _saved(model: Tree, patterns: Any) -> list[Site]:
+def _match_saved(model: Tree, patterns: Any) -> list[Site]:
     if not patterns:
         return []
     by_name: dict[str, list[Site]] = {}
-    for site in _arrays(model):
+    for site in _array_sites(model):
         for name in {parent(site.path), site.path}:
             by_name.setdefault(name, []).append(site)
     try:
@@ -135,31 +123,31 @@ def _saved(model: Tree, patterns: Any) -> list[Site]:
     # PEFT's files hold whole modules, so with external names one matched leaf selects its module.
     modules = {parent(site.path) for name in matched for site in by_name[name]}
     if isinstance(model, ExternalNames):
-        found = [site for module in modules for site in by_name[module] if parent(site.path) == module]
+        matches = [site for module in modules for site in by_name[module] if parent(site.path) == module]
     else:
-        found = [site for name in matched for site in by_name[name]]
+        matches = [site for name in matched for site in by_name[name]]
     # Arrays of a module that are not floating-point, such as the size of a layer's attention window, are not
     # parameters.
-    return [site for site in found if site.is_floating or isinstance(site.node, LinearWeight) or site.path in matched]
+    return [site for site in matches if site.is_floating or isinstance(site.node, LinearWeight) or site.path in matched]
 
 
-def _biases(model: Tree, config: Config, targets: Sequence[Site]) -> list[Site]:
-    every = {site.path: site for site in _arrays(model) if site.path.rpartition("/")[2] == "bias"}
-    above = [site.path.rpartition("/")[0] for site in targets]
-    beside = [f"{module}/bias" if module else "bias" for module in above]
-    wanted = beside if config.bias == "lora_only" else list(every)
-    found = [every[path] for path in wanted if path in every]
-    if not found:
+def _bias_sites(model: Tree, config: Config, targets: Sequence[Site]) -> list[Site]:
+    biases_by_path = {site.path: site for site in _array_sites(model) if site.path.rpartition("/")[2] == "bias"}
+    modules = [site.path.rpartition("/")[0] for site in targets]
+    target_biases = [f"{module}/bias" if module else "bias" for module in modules]
+    paths = target_biases if config.bias == "lora_only" else list(biases_by_path)
+    biases = [biases_by_path[path] for path in paths if path in biases_by_path]
+    if not biases:
         raise StructureError(
             f"bias: {config.bias!r} has nothing to train",
             expected="leaves named bias" + (" beside the targets" if config.bias == "lora_only" else ""),
-            got=f"{len(every)} biases in the model",
-            hint='leave bias out, or take bias="all"' if every else "leave bias out",
+            got=f"{len(biases_by_path)} biases in the model",
+            hint='leave bias out, or take bias="all"' if biases_by_path else "leave bias out",
         )
-    return found
+    return biases
 
 
-def _check(model: Tree, site: Site) -> None:
+def _check_trainable(model: Tree, site: Site) -> None:
     if is_adapter(site.node):
         raise StructureError(
             f"{site.path}: already has an adapter ({kind_of(site.node)}), and cannot train as a whole, too",
@@ -181,7 +169,7 @@ def _check(model: Tree, site: Site) -> None:
             got=f"{site.weight.dtype}{list(site.weight.shape)}",
             hint="leave it out of modules_to_save",
         )
-    if isinstance(model, ExternalNames) and names_of(model, site) is None:
+    if isinstance(model, ExternalNames) and array_names(model, site) is None:
         raise StructureError(
             f"{site.path}: no module of the model's other library holds this leaf",
             expected="a linear layer, an embedding or a norm",
