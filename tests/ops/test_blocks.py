@@ -110,11 +110,11 @@ def block_flops(sight: Sight, length: int, size: int, monkeypatch: pytest.Monkey
         return jnp.sum(_blocks.attend_in_blocks(q, k, v, sight, PLAIN))
 
     flops = jaxpr_flops(jax.make_jaxpr(jax.grad(loss, (0, 1, 2)))(x, x, x))
-    pairs = _pairs.pairs_of(_pairs.Kind(sight.causal, sight.window, 1.0, None, size), NO_DATA, length, length)
+    pairs = _pairs.pairs_of(_pairs.Config(sight.causal, sight.window, 1.0, None, size), NO_DATA, length, length)
     return flops, len(pairs.row_P)
 
 
-NO_DATA = _pairs.Seen(None, None, None, None)
+NO_DATA = _pairs.RuntimeMask(None, None, None, None)
 
 
 def test_half_of_the_scores_are_never_made_and_a_window_has_its_own_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -132,15 +132,15 @@ def test_half_of_the_scores_are_never_made_and_a_window_has_its_own_alone(monkey
 
 def test_blocks_that_nobody_sees_are_passed_by_when_the_program_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_blocks, "block_size", lambda *_: 8)
-    kind = _pairs.Kind(True, None, 1.0, None, 8)
+    kind = _pairs.Config(True, None, 1.0, None, 8)
     documents = jnp.asarray(np.repeat(np.arange(5), 8)[None])
 
     def needed(**known: Any) -> np.ndarray:
-        seen = _pairs.Seen(**{**NO_DATA._asdict(), **known})
+        seen = _pairs.RuntimeMask(**{**NO_DATA._asdict(), **known})
         return np.asarray(_pairs.needed_pairs(kind, seen, _pairs.pairs_of(kind, seen, 40, 40)))
 
     assert _pairs.needed_pairs(kind, NO_DATA, _pairs.pairs_of(kind, NO_DATA, 40, 40)) is None
-    assert needed(of_queries=documents, of_keys=documents).sum() == 5  # of 15: each document's own
+    assert needed(query_segments=documents, key_segments=documents).sum() == 5  # of 15: each document's own
     assert needed(window=jnp.int32(1)).sum() == 5 and needed(window=jnp.int32(2)).sum() == 9
     assert needed(window=jnp.int32(1000)).sum() == 15
 

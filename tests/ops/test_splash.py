@@ -225,10 +225,10 @@ def test_one_that_is_asked_for_by_name_is_there_or_refused() -> None:
 
 def test_what_only_models_say_is_left_to_blocks() -> None:
     q, plain = jnp.ones((1, 1024, 2, 64)), Scores(1.0)
-    assert _splash.refusal(q, q, Sight(window=100), plain) == ""
-    assert "layers differ" in _splash.refusal(q, q, Sight(window=jnp.int32(9)), plain)
-    assert "begin later" in _splash.refusal(q, q, Sight(start=jnp.int32(0)), plain)
-    assert "without causal" in _splash.refusal(q, q, Sight(window=9, causal=False), plain)
+    assert _splash.unsupported_reason(q, q, Sight(window=100), plain) == ""
+    assert "layers differ" in _splash.unsupported_reason(q, q, Sight(window=jnp.int32(9)), plain)
+    assert "begin later" in _splash.unsupported_reason(q, q, Sight(start=jnp.int32(0)), plain)
+    assert "without causal" in _splash.unsupported_reason(q, q, Sight(window=9, causal=False), plain)
 
 
 @pytest.fixture

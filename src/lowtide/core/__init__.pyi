@@ -44,6 +44,7 @@ from ._grad import value_and_grad as value_and_grad
 from ._host_slices import check_host_slices as check_host_slices
 from ._inputs import input_file as input_file
 from ._inputs import parse_json as parse_json
+from ._inputs import parse_json_value as parse_json_value
 from ._inputs import read_input as read_input
 from ._inputs import shortened as shortened
 from ._inputs import shown as shown

@@ -42,18 +42,18 @@ def assemble(read: Reader, shape: tuple[int, ...], dtype: Any, sharding: jax.sha
         On the host: the pieces that `read` holds, and a copy of one. For an array in host memory (`is_staged`) instead
         what one device holds of it.
     """
-    whole = tuple(slice(0, size) for size in shape)
+    full_index = tuple(slice(0, size) for size in shape)
     if sharding is None:
-        return _filled(read, whole, dtype, [None])[0]
-    holders: dict[tuple[tuple[int, int], ...], list[Any]] = {}  # a part that several devices hold is read once
+        return _fill_part(read, full_index, dtype, [None])[0]
+    devices_by_part: dict[tuple[tuple[int, int], ...], list[Any]] = {}  # a part that several devices hold is read once
     for device, index in sharding.addressable_devices_indices_map(shape).items():
-        plain = _plain(index or (), shape)
-        holders.setdefault(tuple((axis.start, axis.stop) for axis in plain), []).append(device)
+        bounded = _bound_index(index or (), shape)
+        devices_by_part.setdefault(tuple((axis.start, axis.stop) for axis in bounded), []).append(device)
     kind = sharding.memory_kind
     parts: list[jax.Array] = []
-    for bounds, devices in holders.items():
-        places = [jax.sharding.SingleDeviceSharding(device, memory_kind=kind) for device in devices]
-        parts += _filled(read, tuple(slice(*bound) for bound in bounds), dtype, places)
+    for bounds, devices in devices_by_part.items():
+        shardings = [jax.sharding.SingleDeviceSharding(device, memory_kind=kind) for device in devices]
+        parts += _fill_part(read, tuple(slice(*bound) for bound in bounds), dtype, shardings)
     if isinstance(sharding, jax.sharding.SingleDeviceSharding):
         return parts[0]  # JAX (0.10 at least) would give the assembled array a type in device memory
     return jax.make_array_from_single_device_arrays(shape, sharding, parts)
@@ -64,40 +64,42 @@ def is_staged(sharding: jax.sharding.Sharding) -> bool:
     return sharding.memory_kind == "pinned_host"
 
 
-def _filled(
+def _fill_part(
     read: Reader,
     index: tuple[slice, ...],
     dtype: Any,
-    places: Sequence[jax.sharding.Sharding | None],
+    shardings: Sequence[jax.sharding.Sharding | None],
 ) -> list[jax.Array]:
-    """Make a part of a leaf in each of several places."""
+    """Make a part of an array on each of several shardings."""
     shape = tuple(axis.stop - axis.start for axis in index)
     is_small = math.prod(shape) * jnp.dtype(dtype).itemsize <= PIECE_BYTES  # one transfer, and nothing to compile
-    if is_small or any(place is not None and is_staged(place) for place in places):
-        whole = _assembled(read, index, dtype)
-        arrays = [jnp.asarray(whole) if place is None else jax.device_put(whole, place) for place in places]
+    if is_small or any(target is not None and is_staged(target) for target in shardings):
+        host_array = _read_to_host(read, index, dtype)
+        arrays = [
+            jnp.asarray(host_array) if target is None else jax.device_put(host_array, target) for target in shardings
+        ]
         return jax.block_until_ready(arrays)
-    arrays = [jnp.zeros(shape, dtype, device=place) for place in places]
+    arrays = [jnp.zeros(shape, dtype, device=target) for target in shardings]
     for start, values in read(index):
-        arrays = [_written(array, values, tuple(np.int32(i) for i in start)) for array in arrays]
+        arrays = [_write_piece(array, values, tuple(np.int32(i) for i in start)) for array in arrays]
         jax.block_until_ready(arrays)  # otherwise pieces queue up on the host
     return arrays
 
 
-def _assembled(read: Reader, index: tuple[slice, ...], dtype: Any) -> np.ndarray:
-    """Make a part of a leaf on the host."""
-    whole = np.empty(tuple(axis.stop - axis.start for axis in index), dtype)
+def _read_to_host(read: Reader, index: tuple[slice, ...], dtype: Any) -> np.ndarray:
+    """Read a part of an array into host memory."""
+    array = np.empty(tuple(axis.stop - axis.start for axis in index), dtype)
     for start, values in read(index):
-        whole[tuple(slice(i, i + size) for i, size in zip(start, values.shape, strict=True))] = values
-    return whole
+        array[tuple(slice(i, i + size) for i, size in zip(start, values.shape, strict=True))] = values
+    return array
 
 
 @functools.partial(jax.jit, donate_argnums=0)
-def _written(whole: Any, piece: Any, start: tuple[Any, ...]) -> Any:
-    return jax.lax.dynamic_update_slice(whole, piece, start)
+def _write_piece(array: Any, piece: Any, start: tuple[Any, ...]) -> Any:
+    return jax.lax.dynamic_update_slice(array, piece, start)
 
 
-def _plain(index: tuple[slice, ...], shape: tuple[int, ...]) -> tuple[slice, ...]:
+def _bound_index(index: tuple[slice, ...], shape: tuple[int, ...]) -> tuple[slice, ...]:
     """Give every axis of an index a start and an end."""
     full = (*index, *(slice(None) for _ in shape[len(index) :]))
     return tuple(slice(*axis.indices(size)[:2]) for axis, size in zip(full, shape, strict=True))

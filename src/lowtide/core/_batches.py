@@ -12,7 +12,7 @@ import numpy as np
 from ._errors import DataError
 from ._paths import Tree, is_array_like, leaves_with_paths
 
-_NO_NUMBERS = "OSUMm"
+_NON_NUMERIC_KINDS = "OSUMm"
 """NumPy's dtype kinds of objects, text and times."""
 
 
@@ -24,32 +24,31 @@ def as_arguments(batch: Tree) -> Tree:
     """
     is_cpu = jax.default_backend() == "cpu"
 
-    def one(leaf: Any) -> Any:
-        is_array = type(leaf) is np.ndarray and leaf.dtype.kind not in _NO_NUMBERS
+    def convert(leaf: Any) -> Any:
+        is_array = type(leaf) is np.ndarray and leaf.dtype.kind not in _NON_NUMERIC_KINDS
         if is_cpu and is_array and leaf.dtype == jax.dtypes.canonicalize_dtype(leaf.dtype):
             return leaf.copy()
-        return jnp.asarray(narrowed(as_numpy(leaf)))
+        return jnp.asarray(check_range(as_numpy(leaf)))
 
     leaves, structure = jax.tree.flatten(batch)
     try:
-        return structure.unflatten([one(leaf) for leaf in leaves])
+        return structure.unflatten([convert(leaf) for leaf in leaves])
     except (TypeError, OverflowError):
         refuse_objects(batch)
         raise
 
 
-def narrowed(leaf: Any) -> Any:
-    """Return a leaf unchanged after a check that JAX's narrower integers (32 bits without x64) can hold its values.
+def check_range(leaf: Any) -> Any:
+    """Return a leaf unchanged, or raise `OverflowError` if JAX's integers (32 bits without x64) cannot hold its values.
 
-    Raises:
-        OverflowError: if they cannot. JAX would keep only the lower bits.
+    JAX would keep only the lower bits.
     """
     wide: Any = np.int64(leaf) if type(leaf) is int else leaf
     if isinstance(wide, np.ndarray | np.generic) and wide.dtype.kind in "iu":
         narrow = jax.dtypes.canonicalize_dtype(wide.dtype)
         if narrow != wide.dtype and wide.size:
-            least, most = np.iinfo(narrow).min, np.iinfo(narrow).max
-            if wide.min() < least or wide.max() > most:
+            lowest, highest = np.iinfo(narrow).min, np.iinfo(narrow).max
+            if wide.min() < lowest or wide.max() > highest:
                 raise OverflowError(f"{wide.min()} to {wide.max()}")
     return leaf
 
@@ -82,8 +81,8 @@ def numbers(batch: Tree) -> Tree:
 
 def argument_shapes(batch: Tree) -> Tree:
     """Return the batch with shapes in place of the leaves that `as_arguments` would still convert."""
-    known = (jax.Array, jax.ShapeDtypeStruct)
-    return jax.tree.map(lambda x: x if isinstance(x, known) else jax.eval_shape(jnp.asarray, x), numbers(batch))
+    array_types = (jax.Array, jax.ShapeDtypeStruct)
+    return jax.tree.map(lambda x: x if isinstance(x, array_types) else jax.eval_shape(jnp.asarray, x), numbers(batch))
 
 
 def refuse_objects(batch: Tree) -> None:
@@ -94,7 +93,7 @@ def refuse_objects(batch: Tree) -> None:
     """
     for path, leaf in leaves_with_paths(batch):
         try:
-            narrowed(leaf)
+            check_range(leaf)
         except OverflowError as error:
             raise DataError(
                 f"batch leaf {path or '(root)'} holds integers of more than 32 bits",
@@ -102,7 +101,7 @@ def refuse_objects(batch: Tree) -> None:
                 got=error,
                 hint="JAX would keep their lower bits: take them modulo a table's size, or set jax_enable_x64",
             ) from None
-        if not is_array_like(leaf) or getattr(getattr(leaf, "dtype", None), "kind", "f") in _NO_NUMBERS:
+        if not is_array_like(leaf) or getattr(getattr(leaf, "dtype", None), "kind", "f") in _NON_NUMERIC_KINDS:
             raise DataError(
                 f"batch leaf {path or '(root)'} holds no numbers",
                 expected="an array, or a number",

@@ -16,10 +16,7 @@ _TOKENS = re.compile(r"\\.|\$?\{|[,}]", re.DOTALL)
 
 
 def alternatives(pattern: str) -> Iterator[tuple[str, str]]:
-    """Yield every alternative of every brace, and the pattern with that alternative in place of the brace.
-
-    Args:
-        pattern: a glob with Bash's braces: ``{a,b}``, ``{0..3}``, also nested.
+    """Yield each alternative of each brace (``{a,b}``, ``{0..3}``, also nested), and the pattern with it in its place.
 
     Examples:
         >>> list(alternatives("{q,v}_proj"))
@@ -27,30 +24,30 @@ def alternatives(pattern: str) -> Iterator[tuple[str, str]]:
         >>> [alone for _, alone in alternatives("{a,b}{0..1}")]
         ['a{0..1}', 'b{0..1}', '{a,b}0', '{a,b}1']
     """
-    at = 0
-    while (start := _opening(pattern, at)) is not None:
-        parts, end = _parts(pattern, start)
+    position = 0
+    while (start := _find_brace(pattern, position)) is not None:
+        parts, end = _split_brace(pattern, start)
         # A brace that is never closed is plain text.
         if end is None:
             return
-        before, after, at = pattern[:start], pattern[end + 1 :], end + 1
+        before, after, position = pattern[:start], pattern[end + 1 :], end + 1
         if len(parts) == 1:
             parts = bracex.expand(pattern[start : end + 1], keep_escapes=True)
             if len(parts) == 1:  # not a brace expansion but plain characters, which may contain one
-                at = start + 1
+                position = start + 1
                 continue
         for part in parts:
             yield part, before + part + after
-            for inner, alone in alternatives(part):
-                yield inner, before + alone + after
+            for alternative, variant in alternatives(part):
+                yield alternative, before + variant + after
 
 
-def _opening(pattern: str, at: int) -> int | None:
+def _find_brace(pattern: str, position: int) -> int | None:
     """Return the position of the next brace that is not escaped."""
-    return next((token.start() for token in _TOKENS.finditer(pattern, at) if token[0] == "{"), None)
+    return next((token.start() for token in _TOKENS.finditer(pattern, position) if token[0] == "{"), None)
 
 
-def _parts(pattern: str, start: int) -> tuple[list[str], int | None]:
+def _split_brace(pattern: str, start: int) -> tuple[list[str], int | None]:
     """Return the comma-separated parts of the brace at `start`, and the position where it closes, or None."""
     parts, depth, begin = list[str](), 0, start + 1
     for token in _TOKENS.finditer(pattern, start):

@@ -44,5 +44,5 @@ def check_choice(problem: str, given: Any, choices: Sequence[str], hint: str) ->
         ConfigError: with the list of words.
     """
     if given not in choices:
-        *most, last = [f'"{choice}"' for choice in choices]
-        raise ConfigError(problem, expected=f"{', '.join(most)} or {last}", got=repr(given), hint=hint)
+        *quoted, last = [f'"{choice}"' for choice in choices]
+        raise ConfigError(problem, expected=f"{', '.join(quoted)} or {last}", got=repr(given), hint=hint)

@@ -23,17 +23,17 @@ class Closed:
     def __init__(self, fn: Callable[..., Tree], *args: Tree) -> None:
         self._traced, self.shapes = jax.make_jaxpr(fn, return_shape=True)(*args)
         # Concrete constants stay inside of the function; only tracers become arguments.
-        self._is_held = [not isinstance(const, Tracer) for const in self._traced.consts]
+        self._is_const = [not isinstance(const, Tracer) for const in self._traced.consts]
 
     @property
     def tracers(self) -> list[Any]:
         """Tracers that the function closes over."""
-        return [const for const, is_held in zip(self._traced.consts, self._is_held, strict=True) if not is_held]
+        return [const for const, is_const in zip(self._traced.consts, self._is_const, strict=True) if not is_const]
 
     @property
     def passes(self) -> list[bool]:
         """Whether each leaf of the result is the argument leaf at the same position, unchanged."""
-        return [out is given for out, given in zip(self._traced.jaxpr.outvars, self._traced.jaxpr.invars, strict=False)]
+        return [out is arg for out, arg in zip(self._traced.jaxpr.outvars, self._traced.jaxpr.invars, strict=False)]
 
     def __call__(self, leaves: Sequence[Any], tracers: Sequence[Any]) -> list[Any]:
         """Return the leaves of the result.
@@ -42,7 +42,7 @@ class Closed:
             leaves: leaves of the arguments.
             tracers: values in place of the attribute `tracers`, in its order.
         """
-        given = iter(tracers)
-        pairs = zip(self._traced.consts, self._is_held, strict=True)
-        consts = [const if is_held else next(given) for const, is_held in pairs]
+        values = iter(tracers)
+        pairs = zip(self._traced.consts, self._is_const, strict=True)
+        consts = [const if is_const else next(values) for const, is_const in pairs]
         return jex.jaxpr_as_fun(jex.ClosedJaxpr(self._traced.jaxpr, consts))(*leaves)

@@ -48,22 +48,14 @@ from ._errors import ConfigError, StructureError
 def tpu_topology_devices(topology_name: str, *, chip_config_name: str | None = None) -> list[Any]:
     """Return devices of a TPU topology for ahead-of-time compilation; they need not be present.
 
-    Args:
-        topology_name: ``name:AxB[xC]``, such as ``v5e:2x2``.
-        chip_config_name: how the cores of a chip appear, where libtpu's default differs from a real machine:
-            ``megacore`` makes the two cores of a v4 chip one device.
-
-    Returns:
-        Compile-only JAX devices.
-
-    Raises:
-        Exception: whatever libtpu raises for a topology it does not know.
+    `topology_name` is ``name:AxB[xC]``, such as ``v5e:2x2``. `chip_config_name` says how the cores of a chip appear,
+    where libtpu's default differs from a real machine: ``megacore`` makes the two cores of a v4 chip one device.
     """
     from jax.experimental import topologies
 
     # Without these libtpu queries the (absent) TPU metadata server, and refuses to load in two processes at once.
-    said = {"TPU_ACCELERATOR_TYPE": "v5litepod-4", "TPU_WORKER_HOSTNAMES": "localhost"}
-    for name, value in {**said, "TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}.items():
+    environment = {"TPU_ACCELERATOR_TYPE": "v5litepod-4", "TPU_WORKER_HOSTNAMES": "localhost"}
+    for name, value in {**environment, "TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}.items():
         os.environ.setdefault(name, value)
     options = {} if chip_config_name is None else {"chip_config_name": chip_config_name}
     return list(topologies.get_topology_desc(platform="tpu", topology_name=topology_name, **options).devices)
@@ -72,31 +64,21 @@ def tpu_topology_devices(topology_name: str, *, chip_config_name: str | None = N
 def gpu_topology_devices(target_config: str, *, partitions: int, hosts: int, devices: int) -> list[Any]:
     """Return devices of NVIDIA GPUs for ahead-of-time compilation; they need not be present.
 
-    JAX finds the plugin regardless of `JAX_PLATFORMS`. If that variable allows GPUs, the plugin first checks for cuDNN,
-    cuBLAS and more. Programs that are only compiled need none of them, so the check is skipped. On machines without a
-    GPU it is skipped at once, on machines with one only after JAX's own attempt failed, when JAX's backends are
-    initialised.
-
-    Args:
-        target_config: the GPU, a `GpuTargetConfigProto` in text form.
-        partitions: number of groups of hosts; NVLink does not leave a group.
-        hosts: hosts per group.
-        devices: GPUs per host.
-
-    Returns:
-        Compile-only JAX devices, with no memories (``addressable_memories() == []``).
-
-    Raises:
-        NotImplementedError: when JAX has no usable CUDA plugin.
-        Exception: whatever XLA raises for a description that it cannot parse.
+    `target_config` is a `GpuTargetConfigProto` in text form. There are `partitions` groups of `hosts` with `devices`
+    GPUs each; NVLink does not leave a group. The devices have no memories (``addressable_memories() == []``). Raises
+    `NotImplementedError` when JAX has no usable CUDA plugin.
     """
     from jax._src import hardware_utils
     from jax.experimental import topologies
 
     def describe() -> list[Any]:
-        what = {"target_config": target_config, "topology": f"{partitions}x{hosts}x{devices}"}
-        return list(topologies.get_topology_desc(platform="cuda", topology_name="any", **what).devices)
+        options = {"target_config": target_config, "topology": f"{partitions}x{hosts}x{devices}"}
+        return list(topologies.get_topology_desc(platform="cuda", topology_name="any", **options).devices)
 
+    # JAX finds the plugin regardless of `JAX_PLATFORMS`. If that variable allows GPUs, the plugin first checks for
+    # cuDNN, cuBLAS and more. Programs that are only compiled need none of them, so the check is skipped. On machines
+    # without a GPU it is skipped at once, on machines with one only after JAX's own attempt failed, when JAX's backends
+    # are initialised.
     if not hardware_utils.has_visible_nvidia_gpu():
         with _no_cuda_check():
             return _describe_or_register(describe)
@@ -123,39 +105,24 @@ def _describe_or_register(describe: Callable[[], list[Any]]) -> list[Any]:
 @contextlib.contextmanager
 def _no_cuda_check() -> Generator[None]:
     name = "JAX_SKIP_CUDA_CONSTRAINTS_CHECK"
-    before = os.environ.get(name)
+    previous = os.environ.get(name)
     os.environ[name] = "1"
     try:
         yield
     finally:
-        if before is None:
+        if previous is None:
             del os.environ[name]
         else:
-            os.environ[name] = before
+            os.environ[name] = previous
 
 
 def row_major(x: Any) -> Any:
-    """Constrain the compiler to store a traced array with its last axis innermost.
-
-    Args:
-        x: a tracer.
-
-    Returns:
-        The same value.
-    """
+    """Constrain the compiler to store a traced array with its last axis innermost."""
     return laid_out(x, tuple(range(x.ndim)))
 
 
 def laid_out(x: Any, order: tuple[int, ...]) -> Any:
-    """Constrain the compiler to store a traced array with its axes in a given order.
-
-    Args:
-        x: a tracer.
-        order: its axes from the outermost to the innermost.
-
-    Returns:
-        The same value.
-    """
+    """Constrain the compiler to store a traced array with its axes in a given order, outermost first."""
     from jax.experimental.layout import Layout, with_layout_constraint
 
     return with_layout_constraint(x, Layout(order))
@@ -183,70 +150,65 @@ def _on_tpus() -> Any:
     return primitive
 
 
-def no_derivative(x: Any, what: str) -> Any:
+def no_derivative(x: Any, description: str) -> Any:
     """Return an array unchanged, but raise if a derivative goes through it, where the derivative would be lost.
 
-    Args:
-        x: an array.
-        what: the description in the `StructureError`'s message ``a derivative goes through {what}``.
+    The `StructureError` says ``a derivative goes through {description}``.
     """
-    return _without_derivative().bind(x, what=what)
+    return _without_derivative().bind(x, description=description)
 
 
 @functools.cache
 def _without_derivative() -> Any:
-    def differentiated(primals: Any, tangents: Any, what: str) -> Any:
+    def differentiated(primals: Any, tangents: Any, description: str) -> Any:
         if type(tangents[0]) is ad.Zero:
-            return no_derivative(primals[0], what), tangents[0]
+            return no_derivative(primals[0], description), tangents[0]
         raise StructureError(
-            f"a derivative goes through {what}",
+            f"a derivative goes through {description}",
             got="it would be lost there",
             hint="jax.lax.stop_gradient of the gradients, parameters and decays; or that state in float32",
         )
 
     primitive: Any = Primitive("no_derivative")
-    primitive.def_impl(lambda x, what: x)
-    primitive.def_abstract_eval(lambda x, what: x)
+    primitive.def_impl(lambda x, description: x)
+    primitive.def_abstract_eval(lambda x, description: x)
     ad.primitive_jvps[primitive] = differentiated
-    batching.primitive_batchers[primitive] = lambda values, axes, what: (no_derivative(values[0], what), axes[0])
-    mlir.register_lowering(primitive, lambda ctx, x, what: [x])
+    batching.primitive_batchers[primitive] = lambda values, axes, description: (
+        no_derivative(values[0], description),
+        axes[0],
+    )
+    mlir.register_lowering(primitive, lambda ctx, x, description: [x])
     return primitive
 
 
-def bilinear(name: str, fn: Callable[..., Any], of_first: Callable[..., Any], of_second: Callable[..., Any]) -> Any:
+def bilinear(
+    name: str, fn: Callable[..., Any], transpose_first: Callable[..., Any], transpose_second: Callable[..., Any]
+) -> Any:
     """Make a primitive of two arrays that is linear in each, with custom transposes.
 
-    Args:
-        name: name of the primitive.
-        fn: its computation. `jax.vmap` of the primitive is `jax.vmap` of this function.
-        of_first: ``of_first(cotangent, first, second)`` returns the first operand's cotangent, given the second.
-        of_second: ``of_second(cotangent, first, second)`` returns the second operand's cotangent, given the first.
+    ``transpose_first(cotangent, first, second)`` returns the first operand's cotangent, given the second;
+    `transpose_second` returns that of the second. `jax.vmap` of the primitive is `jax.vmap` of `fn`.
     """
     primitive: Any = Primitive(name)
     primitive.def_impl(jax.jit(fn))
     primitive.def_abstract_eval(lambda *avals: avals[0].update(shape=jax.eval_shape(fn, *avals).shape, weak_type=False))
     mlir.register_lowering(primitive, mlir.lower_fun(fn, multiple_results=False))
-    ad.defbilinear(primitive, of_first, of_second)
+    ad.defbilinear(primitive, transpose_first, transpose_second)
     batching.primitive_batchers[primitive] = lambda values, axes: (jax.vmap(fn, axes)(*values), 0)
     return primitive
 
 
 def on_one_device(alone: Callable[..., Any], among: Callable[..., Any], *args: Any, needed: str = "") -> Any:
-    """Compute with one function in a program for one TPU, and with another one in all other programs.
+    """Compute with `alone` in a program for one TPU, and with `among` in all other programs.
 
-    XLA does not partition Mosaic kernels, and a program's number of devices is known when it is lowered, not when it is
-    traced. So this is a primitive with both functions' jaxprs, which selects one of them in its lowering. Derivatives
-    are those of the second function.
-
-    Args:
-        alone: the function for one TPU, or for each of several TPUs inside of a `jax.shard_map` over all axes.
-        among: another function for the same results.
-        args: trees of arrays.
-        needed: message of a `ConfigError` that is raised where the second function would be used; empty for no error.
+    `alone` is also used inside of a `jax.shard_map` over all axes. XLA does not partition Mosaic kernels, and a
+    program's number of devices is known only when it is lowered. So the lowering of this primitive selects one of both
+    jaxprs. Derivatives are those of `among`. `needed`, if not empty, is the message of a `ConfigError` in place of
+    `among`.
     """
     leaves, tree = jax.tree.flatten(args)
-    held = [jax.make_jaxpr(lambda *flat, fn=fn: fn(*tree.unflatten(flat)))(*leaves) for fn in (alone, among)]
-    results = _on_one_device().bind(*leaves, alone=held[0], among=held[1], needed=needed)
+    jaxprs = [jax.make_jaxpr(lambda *flat, fn=fn: fn(*tree.unflatten(flat)))(*leaves) for fn in (alone, among)]
+    results = _on_one_device().bind(*leaves, alone=jaxprs[0], among=jaxprs[1], needed=needed)
     return jax.tree.unflatten(jax.tree.structure(jax.eval_shape(among, *args)), results)
 
 
@@ -265,17 +227,17 @@ def _on_one_device() -> Any:
 
     def derivative(primals: Any, tangents: Any, *, among: Any, **_: Any) -> Any:
         # Operands without a tangent are closed over, so that no zeros are made for them.
-        moving = [at for at, tangent in enumerate(tangents) if type(tangent) is not ad.Zero]
+        positions = [index for index, tangent in enumerate(tangents) if type(tangent) is not ad.Zero]
 
-        def fn(*moved: Any) -> Any:
-            given = dict(zip(moving, moved, strict=True))
-            return jaxpr_as_fun(among)(*(given.get(at, primal) for at, primal in enumerate(primals)))
+        def fn(*operands: Any) -> Any:
+            replacements = dict(zip(positions, operands, strict=True))
+            return jaxpr_as_fun(among)(*(replacements.get(index, primal) for index, primal in enumerate(primals)))
 
-        return jax.jvp(fn, [primals[at] for at in moving], [tangents[at] for at in moving])
+        return jax.jvp(fn, [primals[index] for index in positions], [tangents[index] for index in positions])
 
     def mapped(values: Any, axes: Any, *, alone: Any, among: Any, needed: str) -> Any:
-        both = [jax.make_jaxpr(jax.vmap(jaxpr_as_fun(one), axes))(*values) for one in (alone, among)]
-        results = primitive.bind(*values, alone=both[0], among=both[1], needed=needed)
+        jaxprs = [jax.make_jaxpr(jax.vmap(jaxpr_as_fun(jaxpr), axes))(*values) for jaxpr in (alone, among)]
+        results = primitive.bind(*values, alone=jaxprs[0], among=jaxprs[1], needed=needed)
         return results, [0] * len(results)
 
     mlir.register_lowering(primitive, functools.partial(lowered, is_tpu=False))
@@ -312,20 +274,9 @@ def splash_forward(
 ) -> tuple[Any, Any]:
     """Compute attention with JAX's splash attention kernel.
 
-    Args:
-        q_NTH: queries, already multiplied by their scale.
-        k_KSH: keys.
-        v_KSH: values.
-        segments: segment ids of the queries [T] and of the keys [S].
-        sinks_N: one sink score per head.
-        causal: whether a query sees no key after it.
-        window: the number of keys that a causal query sees, its own included.
-        soft_cap: soft cap of the scores.
-        block: rows and columns of a block of scores; it divides T and S.
-        interpret: whether XLA operations emulate the kernel.
-
-    Returns:
-        The attention output, and the logarithm of each row's sum of exponentials, [N, T].
+    Queries are already multiplied by their scale. `segments` are those of queries [T] and of keys [S]. A `window`
+    counts the query's own key. `block` divides T and S. With `interpret` XLA operations emulate the kernel. Returns the
+    output, and the logarithm of each row's sum of exponentials, [N, T].
     """
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernel
 
@@ -361,20 +312,11 @@ def splash_backward(
     is_fused: bool,
     interpret: bool,
 ) -> tuple[Any, Any, Any]:
-    """Return the gradients of queries, keys and values by the same kernel.
+    """Return the gradients of queries, keys and values by the same kernel, with arguments as for `splash_forward`.
 
-    Args:
-        arrays_NTH: queries as for `splash_forward`, the cotangent of its output, its logarithms of sums, and each row's
-            sum of output times cotangent, [N, T].
-        keys_KSH: keys and values.
-        segments: as for `splash_forward`.
-        causal: as for `splash_forward`.
-        window: as for `splash_forward`.
-        soft_cap: as for `splash_forward`.
-        block: as for `splash_forward`.
-        is_fused: whether one kernel computes all three gradients, with one partial gradient of the queries per block of
-            keys.
-        interpret: as for `splash_forward`.
+    `arrays_NTH` are the queries, the cotangent of the output, the logarithms of sums, and each row's sum of output
+    times cotangent, [N, T]. With `is_fused` one kernel computes all three gradients, with one partial gradient of the
+    queries per block of keys.
     """
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernel
 
@@ -409,7 +351,7 @@ def splash_backward(
 def _splash_blocks(block: int, is_fused: bool) -> Any:
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernel
 
-    apart = None if is_fused else block
+    dq_block = None if is_fused else block
     columns = min(block, 512)  # score columns that one step holds: the only memory that grows with a block
     return kernel.BlockSizes(
         block_q=block,
@@ -418,8 +360,8 @@ def _splash_blocks(block: int, is_fused: bool) -> Any:
         block_q_dkv=block,
         block_kv_dkv=block,
         block_kv_dkv_compute=columns,
-        block_q_dq=apart,
-        block_kv_dq=apart,
+        block_q_dq=dq_block,
+        block_kv_dq=dq_block,
         use_fused_bwd_kernel=is_fused,
     )
 
@@ -436,9 +378,9 @@ def _splash_tables(
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask_info as info
 
-    def is_seen(queries: Any, keys: Any) -> Any:
-        seen = queries >= keys
-        return seen if window is None else seen & (queries - keys < window)
+    def is_visible(queries: Any, keys: Any) -> Any:
+        visible = queries >= keys
+        return visible if window is None else visible & (queries - keys < window)
 
     class Band(masks.Mask):
         """A band of keys. Visibility depends on the distance from key to query, so a block has one row of distances."""
@@ -451,14 +393,14 @@ def _splash_tables(
             rows, columns = idx
             first, last = rows.start - columns.stop + 1, rows.stop - columns.start
             distances = np.arange(first, last)[None]
-            return is_seen(distances, 0) if causal else np.ones(distances.shape, bool)
+            return is_visible(distances, 0) if causal else np.ones(distances.shape, bool)
 
     mask: Any = Band()
     if causal:
-        mask.q_sequence, mask.mask_function = np.arange(num_queries, dtype=np.int32), is_seen
-    told: Any = {"block_shape": (block, block), "head_shards": 1, "q_seq_shards": 1}
-    by_queries, mask_function = info.process_mask(masks.MultiHeadMask([mask]), **told)
-    by_keys, _ = info.process_mask_dkv(masks.MultiHeadMask([mask]), **told, shrink_grid=not is_fused)
+        mask.q_sequence, mask.mask_function = np.arange(num_queries, dtype=np.int32), is_visible
+    options: Any = {"block_shape": (block, block), "head_shards": 1, "q_seq_shards": 1}
+    by_queries, mask_function = info.process_mask(masks.MultiHeadMask([mask]), **options)
+    by_keys, _ = info.process_mask_dkv(masks.MultiHeadMask([mask]), **options, shrink_grid=not is_fused)
     return by_queries, by_keys, mask_function
 
 
@@ -498,7 +440,7 @@ class _Patch:
                     setattr(module, self._name, self._original)
 
 
-_cache_is_used = _Patch("is_cache_used", lambda original: lambda backend: False)
+_cache_patch = _Patch("is_cache_used", lambda original: lambda backend: False)
 
 
 @contextlib.contextmanager
@@ -506,7 +448,7 @@ def without_compilation_cache() -> Generator[None]:
     """Bypass JAX's persistent compilation cache, since a cached program would dump nothing."""
     from jax._src import compilation_cache
 
-    with _cache_is_used(compilation_cache):
+    with _cache_patch(compilation_cache):
         yield
 
 
@@ -532,28 +474,21 @@ def has_pallas_triton() -> bool:
 
 
 def in_triton(kernel: Callable[..., None], shapes: Any, rows: int, *, aliases: Any, interpret: bool) -> Any:
-    """Build a call of a Triton kernel on blocks of rows.
+    """Build a function of the arguments that calls a Triton kernel on blocks of rows.
 
-    Args:
-        kernel: a function of references to blocks, first of the arguments, then of the results.
-        shapes: shapes of the arguments and of the results, each [number of rows, numbers per row] or a scalar's.
-        rows: rows per block, a divisor of the number of rows. With blocks of 2,048 numbers each of the 128 threads gets
-            16.
-        aliases: result index by the index of the argument that it overwrites.
-        interpret: whether to run the kernel without Triton, on any device.
-
-    Returns:
-        A function of the arguments.
+    `kernel` gets references to blocks, first of the arguments, then of the results. `shapes` are those of both, each
+    [number of rows, numbers per row] or a scalar's. `rows` per block divides the number of rows; with blocks of 2,048
+    numbers each of the 128 threads gets 16. `aliases` maps an argument to the result that overwrites it.
     """
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import triton
 
-    def block(of: Any) -> Any:
-        return pl.BlockSpec((rows, of.shape[1]), lambda i: (i, 0)) if of.shape else pl.BlockSpec((), lambda i: ())
+    def block_spec(aval: Any) -> Any:
+        return pl.BlockSpec((rows, aval.shape[1]), lambda i: (i, 0)) if aval.shape else pl.BlockSpec((), lambda i: ())
 
-    specs: Any = {"in_specs": [*map(block, shapes[0])], "out_specs": [*map(block, shapes[1])]}
-    how: Any = {"grid": (shapes[1][0].shape[0] // rows,), "compiler_params": triton.CompilerParams(num_warps=4)}
-    return pl.pallas_call(kernel, shapes[1], input_output_aliases=aliases, interpret=interpret, **specs, **how)
+    specs: Any = {"in_specs": [*map(block_spec, shapes[0])], "out_specs": [*map(block_spec, shapes[1])]}
+    options: Any = {"grid": (shapes[1][0].shape[0] // rows,), "compiler_params": triton.CompilerParams(num_warps=4)}
+    return pl.pallas_call(kernel, shapes[1], input_output_aliases=aliases, interpret=interpret, **specs, **options)
 
 
 def transformation(values: Iterable[Any]) -> str | None:
@@ -562,7 +497,7 @@ def transformation(values: Iterable[Any]) -> str | None:
     The answer comes from the type names of JAX's tracers (jax 0.10.2 to 0.12.0). A transformation around a `jax.jit` is
     not detected inside of that `jax.jit`.
     """
-    return next((found for value in values if (found := _TRANSFORMATIONS.get(type(value).__name__))), None)
+    return next((name for value in values if (name := _TRANSFORMATIONS.get(type(value).__name__))), None)
 
 
 def jit_options(jitted: Any) -> tuple[tuple[int, ...], tuple[str, ...], tuple[int, ...]]:
@@ -572,46 +507,31 @@ def jit_options(jitted: Any) -> tuple[tuple[int, ...], tuple[str, ...], tuple[in
 
 
 def argument_names(traced: Any) -> list[str]:
-    """Return JAX's names of a traced function's argument leaves, such as ``params['w']``, as in its compiled programs.
-
-    Args:
-        traced: a `jax.stages.Traced`.
-
-    Returns:
-        One name per leaf, in flattening order; empty when JAX keeps none.
-    """
+    """Return JAX's names of a `jax.stages.Traced`'s argument leaves, such as ``params['w']``; empty if unknown."""
     return list(traced.jaxpr.jaxpr.debug_info.arg_names or ())
 
 
 def kept_arguments(lowered: Any, num_leaves: int) -> list[int] | None:
-    """Return the argument leaves that a lowered program reads, in the order of its parameters.
+    """Return the indices of the argument leaves that a `jax.stages.Lowered` reads, in the order of its parameters.
 
-    Args:
-        lowered: a `jax.stages.Lowered`.
-        num_leaves: how many leaves its arguments have.
-
-    Returns:
-        Indices in flattening order; None when JAX does not expose them.
+    `num_leaves` counts all leaves. The result is None when JAX does not expose the indices.
     """
     try:
-        told = lowered._lowering.compile_args
-        num_constants = len(told["all_args_info"].in_avals) - num_leaves  # constants that JAX hoisted come first
-        kept = sorted(at - num_constants for at in told["kept_var_idx"])
+        compile_args = lowered._lowering.compile_args
+        # Constants that JAX hoisted come first.
+        num_constants = len(compile_args["all_args_info"].in_avals) - num_leaves
+        indices = sorted(index - num_constants for index in compile_args["kept_var_idx"])
     except (AttributeError, KeyError, TypeError):
         return None
-    return [at for at in kept if at >= 0]
+    return [index for index in indices if index >= 0]
 
 
 def called(compiled: Any, *args: Any) -> Any:
-    """Call a compiled program, also with arrays of less than a byte per element that were put on a device.
+    """Call a `jax.stages.Compiled`, also with arrays of less than a byte per element that were put on a device.
 
     JAX 0.10 records the bits per element in the layout of the program's argument but not in the array's layout. It
     compares the two layouts, and so refuses an int4 array that comes from `jax.device_put`, from a mesh or from a
     checkpoint.
-
-    Args:
-        compiled: a `jax.stages.Compiled`.
-        args: its arguments.
     """
     executable: Any = getattr(compiled, "_executable", None)
     layouts: list[Any] = getattr(executable, "_xla_in_layouts", None) or []
@@ -646,7 +566,6 @@ class Compilation:
         self.executable: Any = None
         """XLA's executable; None when the compiler raised."""
         self.error: BaseException | None = None
-        """Exception that the compiler raised."""
 
     @property
     def platform(self) -> str:
@@ -665,39 +584,35 @@ class Compilation:
 
 @contextlib.contextmanager
 def watch_compilations() -> Generator[list[Compilation]]:
-    """Record every program that JAX compiles inside the ``with`` block, for inspection after a failure.
-
-    Yields:
-        The programs so far, in order. They are kept alive as long as the list is.
-    """
+    """Record, in order, the programs that JAX compiles inside the ``with`` block; the list keeps them alive."""
     from jax._src import compiler
 
-    seen: list[Compilation] = []
-    with _compile_or_get_cached(compiler):
-        _watchers.append(seen)
+    compilations: list[Compilation] = []
+    with _compiler_patch(compiler):
+        _watchers.append(compilations)
         try:
-            yield seen
+            yield compilations
         finally:
             # By identity: nested watchers may hold equal lists.
-            _watchers[:] = [watcher for watcher in _watchers if watcher is not seen]
+            _watchers[:] = [watcher for watcher in _watchers if watcher is not compilations]
 
 
-def _watched(original: Callable[..., Any]) -> Callable[..., Any]:
+def _wrap_compiler(original: Callable[..., Any]) -> Callable[..., Any]:
     def compile_or_get_cached(
-        backend: Any, computation: Any, devices: Any, options: Any, *rest: Any, **named: Any
+        backend: Any, computation: Any, devices: Any, options: Any, *args: Any, **kwargs: Any
     ) -> Any:
-        def again(overrides: list[tuple[str, Any]]) -> Any:
-            changed = copy.copy(options)
-            changed.env_option_overrides = [*changed.env_option_overrides, *overrides]
+        def compile_again(overrides: list[tuple[str, Any]]) -> Any:
+            new_options = copy.copy(options)
+            new_options.env_option_overrides = [*new_options.env_option_overrides, *overrides]
             with without_compilation_cache():
-                return original(backend, computation, devices, changed, *rest, **named)
+                return original(backend, computation, devices, new_options, *args, **kwargs)
 
-        record = Compilation(again)
+        record = Compilation(compile_again)
         # Recorded before compiling, so that a program that fails to compile is recorded, too.
         for watcher in tuple(_watchers):
             watcher.append(record)
         try:
-            record.executable = original(backend, computation, devices, options, *rest, **named)
+            record.executable = original(backend, computation, devices, options, *args, **kwargs)
         except BaseException as error:
             record.error = error
             raise
@@ -707,19 +622,13 @@ def _watched(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 _watchers: list[list[Compilation]] = []
-_compile_or_get_cached = _Patch("compile_or_get_cached", _watched)
+_compiler_patch = _Patch("compile_or_get_cached", _wrap_compiler)
 
 
 def exchange(topic: str, text: str, timeout_seconds: int) -> list[str | None]:
-    """Send a text to all processes of `jax.distributed` and return the texts of all of them.
+    """Send a text to all processes of `jax.distributed`, and return the texts of all of them, in order.
 
-    Args:
-        topic: a name that all processes use once.
-        text: the text of this process.
-        timeout_seconds: how long to wait for the others.
-
-    Returns:
-        One text per process, in order; None for a process that did not arrive in time.
+    All processes use the same `topic`, once. The text of a process that does not arrive in time is None.
     """
     from jax._src import distributed
 
@@ -728,8 +637,8 @@ def exchange(topic: str, text: str, timeout_seconds: int) -> list[str | None]:
     # Only a failed process misses the barrier. The wait then ends with an error, and the texts of the others are read.
     with contextlib.suppress(jax.errors.JaxRuntimeError):
         client.wait_at_barrier(topic, timeout_seconds * 1000)
-    said = {int(key.rpartition("/")[2]): value for key, value in client.key_value_dir_get(topic)}
-    return [said.get(index) for index in range(jax.process_count())]
+    texts = {int(key.rpartition("/")[2]): value for key, value in client.key_value_dir_get(topic)}
+    return [texts.get(index) for index in range(jax.process_count())]
 
 
 def post(topic: str, text: str) -> None:
@@ -745,5 +654,5 @@ def posted(topic: str) -> str | None:
     from jax._src import distributed
 
     client: Any = distributed.global_state.client
-    found = [] if client is None else client.key_value_dir_get(topic)
-    return found[0][1] if found else None
+    entries = [] if client is None else client.key_value_dir_get(topic)
+    return entries[0][1] if entries else None

@@ -46,8 +46,8 @@ def on_own_tokens(
         jax.shard_map(
             fn,
             mesh=divided_mesh(),
-            in_specs=(jax.P(), _along(axis)),
-            out_specs=_along(out_axis),
+            in_specs=(jax.P(), _token_spec(axis)),
+            out_specs=_token_spec(out_axis),
             axis_names={CONTEXT},
             check_vma=False,
         )
@@ -55,5 +55,5 @@ def on_own_tokens(
     return mapped(whole, tokens)
 
 
-def _along(axis: int) -> jax.P:
+def _token_spec(axis: int) -> jax.P:
     return jax.P(*[None] * axis, CONTEXT)

@@ -22,17 +22,17 @@ class LowtideError(Exception):
     code: ClassVar[str] = "LT000"
 
     def __init__(self, message: str, *, expected: object = None, got: object = None, hint: str | None = None) -> None:
-        told = {"  expected": expected, "  got": got, "hint": hint}
-        lines = [f"{name}: {text}" for name, text in told.items() if text is not None]
+        details = {"  expected": expected, "  got": got, "hint": hint}
+        lines = [f"{name}: {text}" for name, text in details.items() if text is not None]
         super().__init__("\n".join([f"[{self.code}] {message}", *lines]))
         self.message, self.expected, self.got, self.hint = message, expected, got, hint
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _rebuilt, (type(self), self.message, self.expected, self.got, self.hint)
+        return _rebuild, (type(self), self.message, self.expected, self.got, self.hint)
 
 
-def _rebuilt(cls: type[LowtideError], message: str, expected: object, got: object, hint: str | None) -> LowtideError:
-    """Rebuild a pickled error, whose keyword arguments pickle alone would lose."""
+def _rebuild(cls: type[LowtideError], message: str, expected: object, got: object, hint: str | None) -> LowtideError:
+    """Rebuild a pickled error; pickle alone would lose its keyword arguments."""
     return cls(message, expected=expected, got=got, hint=hint)
 
 

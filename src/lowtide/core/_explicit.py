@@ -36,12 +36,12 @@ def without_explicit_axes(fn: Callable[..., Any], shardings: Callable[[Any], Any
 
 def rows_place(mesh: Any, ids: Any, table: Any) -> Any:
     """Return the sharding of looked-up rows: as the ids, and within a row as the table if that axis is unused."""
-    own = jax.typeof(ids).sharding.spec
+    ids_spec = jax.typeof(ids).sharding.spec
     columns = (*jax.typeof(table).sharding.spec, None, None)[1]
-    used = {name for axis in own for name in axis_names(axis)}
+    used = {name for axis in ids_spec for name in axis_names(axis)}
     # A mesh axis may shard only one axis of an array.
     columns = None if used & {*axis_names(columns)} else columns
-    return jax.sharding.NamedSharding(mesh, jax.P(*own, *(None,) * (ids.ndim - len(own)), columns))
+    return jax.sharding.NamedSharding(mesh, jax.P(*ids_spec, *(None,) * (ids.ndim - len(ids_spec)), columns))
 
 
 def axis_names(axis: Any) -> tuple[Any, ...]:

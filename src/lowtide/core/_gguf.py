@@ -29,14 +29,14 @@ def gguf_file(path: str | Path) -> Path | None:
         names = sorted(os.listdir(path))
     except OSError:
         return None  # the reader of the folder raises the error
-    found = [name for name in names if name.lower().endswith(".gguf")]
-    if not found or "config.json" in names or any(name.endswith((".safetensors", ".index.json")) for name in names):
+    matches = [name for name in names if name.lower().endswith(".gguf")]
+    if not matches or "config.json" in names or any(name.endswith((".safetensors", ".index.json")) for name in names):
         return None
-    if len(found) > 1:
+    if len(matches) > 1:
         raise ModelFileError(
             f"{path}: several GGUF files",
             expected="one, or the path of one of them",
-            got=shortened(", ".join(found)),
-            hint=f"name the file, for instance {path / found[0]}",
+            got=shortened(", ".join(matches)),
+            hint=f"name the file, for instance {path / matches[0]}",
         )
-    return input_file(path, found[0], hint="check the folder; nothing is downloaded")
+    return input_file(path, matches[0], hint="check the folder; nothing is downloaded")

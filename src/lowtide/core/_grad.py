@@ -4,7 +4,7 @@
 weight (JAX issue 23316). Here only the selected leaves are differentiated. The frozen leaves enter the function as
 constants, so they never get a cotangent, a zero array or an accumulator, eagerly or under jit.
 
-The alternative `jax.vjp(...)[1].with_refs(jax.ad.DontWant(), ...)` was measured too (benchmarks/LOG.md). Under jit it
+The alternative `jax.vjp(...)[1].with_refs(jax.ad.DontWant(), ...)` was measured too (benchmarks/log/). Under jit it
 takes equal bytes. Outside of jit `lax.scan` still computes and stacks the gradient of the frozen weights before it
 drops it. With a `Ref` for the trainable leaves a scan raises or gives wrong gradients.
 """
@@ -66,12 +66,12 @@ def value_and_grad(
         check_differentiable(trainable)
         refuse_shared(trainable)
 
-        def split(trainable: Tree) -> Any:
-            whole = combine(trainable, frozen)
-            with products_explained(whole):
-                return fn(whole, *args, **kwargs)
+        def loss_fn(trainable: Tree) -> Any:
+            full_model = combine(trainable, frozen)
+            with products_explained(full_model):
+                return fn(full_model, *args, **kwargs)
 
-        return jax.value_and_grad(split, has_aux=has_aux)(trainable)
+        return jax.value_and_grad(loss_fn, has_aux=has_aux)(trainable)
 
     return wrapped
 
@@ -98,8 +98,8 @@ def check_differentiable(trainable: Tree) -> None:
             )
     is_frozen = lambda node: getattr(type(node), "is_frozen", False) is True  # noqa: E731
     for path, node in leaves_with_paths(trainable, is_leaf=is_frozen):
-        if is_frozen(node) and (held := leaves_with_paths(node)):
-            name = "/".join(part for part in (path, held[0][0]) if part)
+        if is_frozen(node) and (leaves := leaves_with_paths(node)):
+            name = "/".join(part for part in (path, leaves[0][0]) if part)
             raise SelectionError(
                 f"{name}: a leaf of a {type(node).__name__} cannot train",
                 expected="leaves that have a gradient, such as those of an adapter on this weight",

@@ -51,50 +51,39 @@ class _Span(NamedTuple):
 def scan_in_groups(body: Callable[[Tree, Tree], Tree], init: Tree, xs: Tree, size: int, moves: Moves = STAYS) -> Tree:
     """Run ``h = body(h, x)`` over the slices of `xs`, and keep only each group's input for the backward pass.
 
-    Args:
-        body: ``body(h, x) -> h``, one layer. It may close over any arrays, including differentiated ones.
-        init: input of the first layer.
-        xs: parameters, every leaf of shape ``[num_layers, ...]``, with at least one leaf.
-        size: the most layers of a group, at most `num_layers`. If it does not divide `num_layers`, group sizes differ
-            by one layer.
-        moves: two functions of a list of arrays. The first moves a group's input to where it is kept, the second moves
-            it back.
-
-    Returns:
-        Output of the last layer.
-
-    Memory:
-        When differentiated: ceil(num_layers / size) activations where `moves` keeps them, `size` activations on the
-        device, one layer's residuals, and the gradients of the differentiated inputs. Activations that every layer
-        returns unchanged are kept once.
+    Leaves of `xs` have the shape ``[num_layers, ...]``. `body` may close over differentiated arrays. `moves` moves a
+    group's input to where it is kept, and back. The backward pass holds ceil(num_layers / size) inputs there, `size`
+    activations and one layer's residuals on the device. Activations that layers do not change are kept once.
     """
-    closed = Closed(body, init, _at(xs, 0))
+    closed = Closed(body, init, _take(xs, 0))
     if _types(closed.shapes) != _types(init):
         # `scan` raises a message that names the misfit. It accepts a Python number in `init` whose dtype is only weak:
         # the number then becomes an array of the dtype that the layers return.
         after = jax.eval_shape(lambda init: jax.lax.scan(lambda h, x: (body(h, x), None), init, xs)[0], init)
         init = jax.tree.map(lambda leaf, like: jnp.asarray(leaf, like.dtype), init, after)
-        closed = Closed(body, init, _at(xs, 0))
-    given, structure = jax.tree.flatten(init)
+        closed = Closed(body, init, _take(xs, 0))
+    leaves, structure = jax.tree.flatten(init)
     passes, tracers = closed.passes, closed.tracers
-    fixed = [leaf for leaf, is_fixed in zip(given, passes, strict=True) if is_fixed]
+    fixed = [leaf for leaf, is_fixed in zip(leaves, passes, strict=True) if is_fixed]
 
-    def pure(h: Leaves, x: Leaves, held: Leaves) -> Leaves:
+    def pure(h: Leaves, x: Leaves, captured: Leaves) -> Leaves:
         # Activations that all layers return unchanged are passed in like the values that layers close over.
-        others, moved = iter(held[: len(fixed)]), iter(h)
-        args = [next(others if is_fixed else moved) for is_fixed in passes]
-        outs = closed([*args, *x], held[len(fixed) :])
+        constants, activations = iter(captured[: len(fixed)]), iter(h)
+        args = [next(constants if is_fixed else activations) for is_fixed in passes]
+        outs = closed([*args, *x], captured[len(fixed) :])
         return [out for out, is_fixed in zip(outs, passes, strict=True) if not is_fixed]
 
-    h = [leaf for leaf, is_fixed in zip(given, passes, strict=True) if not is_fixed]
+    h = [leaf for leaf, is_fixed in zip(leaves, passes, strict=True) if not is_fixed]
     weights = jax.tree.leaves(xs)
-    run = _in_groups(pure, weights[0].shape[0], size, moves)
-    done = iter(run(h, (weights, [*fixed, *tracers])))
-    return structure.unflatten([leaf if is_fixed else next(done) for leaf, is_fixed in zip(given, passes, strict=True)])
+    run = _build_scan(pure, weights[0].shape[0], size, moves)
+    outputs = iter(run(h, (weights, [*fixed, *tracers])))
+    return structure.unflatten(
+        [leaf if is_fixed else next(outputs) for leaf, is_fixed in zip(leaves, passes, strict=True)]
+    )
 
 
-def _in_groups(pure: Callable[..., Leaves], length: int, size: int, moves: Moves) -> Callable[..., Leaves]:
-    """Build the differentiable function ``(h, (xs, held))``: first input, stacked parameters, closed-over values."""
+def _build_scan(pure: Callable[..., Leaves], length: int, size: int, moves: Moves) -> Callable[..., Leaves]:
+    """Build the differentiable function ``(h, (xs, captured))``: first input, stacked parameters, captured values."""
     keep, fetch = moves
     # Balanced groups: `longer` of them have `least + 1` layers, the others `least`.
     num_groups = -(-length // size)
@@ -104,85 +93,87 @@ def _in_groups(pure: Callable[..., Leaves], length: int, size: int, moves: Moves
 
     @jax.custom_vjp
     def run(h: Leaves, operands: Any) -> Leaves:
-        xs, held = operands
-        return jax.lax.scan(lambda h, x: (pure(h, x, held), None), h, xs)[0]
+        xs, captured = operands
+        return jax.lax.scan(lambda h, x: (pure(h, x, captured), None), h, xs)[0]
 
     def forward(h: Any, operands: Any) -> tuple[Leaves, Any]:
         # With `symbolic_zeros`, `perturbed` says which operands are differentiated. Only those get gradients.
         h = [primal.value for primal in h]
-        moving = jax.tree.map(lambda primal: primal.value if primal.perturbed else None, operands)
-        others = jax.tree.map(lambda primal: None if primal.perturbed else primal.value, operands)
-        xs, held = combine(moving, others)
+        trainable = jax.tree.map(lambda primal: primal.value if primal.perturbed else None, operands)
+        frozen = jax.tree.map(lambda primal: None if primal.perturbed else primal.value, operands)
+        xs, captured = combine(trainable, frozen)
 
-        def layer(h: Leaves, at: Any) -> tuple[Leaves, None]:
-            return pure(h, _at(xs, at), held), None
+        def layer(h: Leaves, index: Any) -> tuple[Leaves, None]:
+            return pure(h, _take(xs, index), captured), None
 
-        entered: list[Leaves] = []
+        group_inputs: list[Leaves] = []
         for span in spans:
 
             def group(h: Leaves, start: Any, size: int = span.size) -> tuple[Leaves, Leaves]:
                 return jax.lax.scan(layer, h, start + jnp.arange(size))[0], keep(h)
 
-            h, kept = jax.lax.scan(group, h, span.starts)
-            entered.append(kept)
-        return h, (entered, moving, others)
+            h, saved = jax.lax.scan(group, h, span.starts)
+            group_inputs.append(saved)
+        return h, (group_inputs, trainable, frozen)
 
     def backward(residuals: Any, d_out: Leaves) -> Any:
-        entered, moving, others = residuals
-        state = _dense(_floating(d_out)), jax.tree.map(jnp.zeros_like, moving)
+        group_inputs, trainable, frozen = residuals
+        state = _instantiate_zeros(_floating(d_out)), jax.tree.map(jnp.zeros_like, trainable)
         # Spans, groups and layers run in reverse. Inputs of one group's layers exist at a time.
-        for span, kept in zip(reversed(spans), reversed(entered), strict=True):
+        for span, saved in zip(reversed(spans), reversed(group_inputs), strict=True):
 
             def group(state: Any, slices: Any, size: int = span.size) -> tuple[Any, None]:
                 start, h = slices
                 with jax.named_scope("rematted_computation"):
-                    waiting = _inputs(pure, combine(moving, others), fetch(h), start, size)
-                back = functools.partial(_layer_back, pure, moving, others, is_alone=size == 1)
+                    layer_inputs = _recompute_inputs(pure, combine(trainable, frozen), fetch(h), start, size)
+                propagate = functools.partial(_layer_backward, pure, trainable, frozen, is_alone=size == 1)
 
-                def layer(state: Any, number: Any) -> tuple[Any, None]:
-                    return back(state, _at(waiting, number), start + number), None
+                def layer(state: Any, offset: Any) -> tuple[Any, None]:
+                    return propagate(state, _take(layer_inputs, offset), start + offset), None
 
                 return jax.lax.scan(layer, state, jnp.arange(size), reverse=True)[0], None
 
-            state = jax.lax.scan(group, state, (span.starts, kept), reverse=True)[0]
+            state = jax.lax.scan(group, state, (span.starts, saved), reverse=True)[0]
         return state
 
     run.defvjp(forward, backward, symbolic_zeros=True)
     return run
 
 
-def _inputs(pure: Callable[..., Leaves], operands: Any, h: Leaves, start: Any, size: int) -> Leaves:
+def _recompute_inputs(pure: Callable[..., Leaves], operands: Any, h: Leaves, start: Any, size: int) -> Leaves:
     """Recompute the input of each layer of a group, stacked, from the group's input."""
-    xs, held = operands
+    xs, captured = operands
 
-    def layer(carry: tuple[Leaves, Leaves], number: Any) -> tuple[tuple[Leaves, Leaves], None]:
+    def layer(carry: tuple[Leaves, Leaves], offset: Any) -> tuple[tuple[Leaves, Leaves], None]:
         h, stacked = carry
-        h = pure(h, _at(xs, start + number), held)
-        return (h, _written(stacked, h, number + 1)), None
+        h = pure(h, _take(xs, start + offset), captured)
+        return (h, _put(stacked, h, offset + 1)), None
 
     stacked = [jnp.broadcast_to(leaf, (size, *leaf.shape)) for leaf in h]
     # The last layer does not run: its output enters no layer of this group.
     return jax.lax.scan(layer, (h, stacked), jnp.arange(size - 1))[0][1]
 
 
-def _layer_back(
-    pure: Callable[..., Leaves], moving: Any, others: Any, state: Any, h: Leaves, at: Any, *, is_alone: bool
+def _layer_backward(
+    pure: Callable[..., Leaves], trainable: Any, frozen: Any, state: Any, h: Leaves, index: Any, *, is_alone: bool
 ) -> Any:
     """Propagate the gradient of one layer's output to its input and its parameters."""
-    d_h, (d_xs, d_held) = state
-    xs_rest, held_rest = others
-    rest = [None if _is_floating(leaf) else leaf for leaf in h]
+    d_h, (d_xs, d_captured) = state
+    frozen_xs, frozen_captured = frozen
+    non_floating = [None if _is_floating(leaf) else leaf for leaf in h]
 
-    def layer(h: Leaves, x: Leaves, held: Leaves) -> Leaves:
-        return _floating(pure(combine(h, rest), combine(x, _at(xs_rest, at)), combine(held, held_rest)))
+    def layer(h: Leaves, x: Leaves, captured: Leaves) -> Leaves:
+        return _floating(
+            pure(combine(h, non_floating), combine(x, _take(frozen_xs, index)), combine(captured, frozen_captured))
+        )
 
     # `jax.checkpoint` labels the computation of residuals as recomputation. The forward pass of this `vjp` is dead code
     # but for its effects. If a group has one layer, XLA unrolls both loops. It would then merge the recomputation with
     # the original forward pass and keep that pass's residuals alive, so `prevent_cse` is on there.
-    again = jax.checkpoint(layer, prevent_cse=is_alone)
-    _, pull = jax.vjp(again, _floating(h), _at(moving[0], at), moving[1])
-    d_h, d_x, more = pull(d_h)
-    return d_h, (_written(d_xs, d_x, at), jax.tree.map(jnp.add, d_held, more))
+    remat_layer = jax.checkpoint(layer, prevent_cse=is_alone)
+    _, pull = jax.vjp(remat_layer, _floating(h), _take(trainable[0], index), trainable[1])
+    d_h, d_x, d_layer_captured = pull(d_h)
+    return d_h, (_put(d_xs, d_x, index), jax.tree.map(jnp.add, d_captured, d_layer_captured))
 
 
 def _types(tree: Tree) -> Any:
@@ -190,12 +181,12 @@ def _types(tree: Tree) -> Any:
     return structure, [(jnp.shape(leaf), jnp.result_type(leaf)) for leaf in leaves]
 
 
-def _at(tree: Tree, at: Any) -> Tree:
-    return jax.tree.map(lambda leaf: jax.lax.dynamic_index_in_dim(leaf, at, keepdims=False), tree)
+def _take(tree: Tree, index: Any) -> Tree:
+    return jax.tree.map(lambda leaf: jax.lax.dynamic_index_in_dim(leaf, index, keepdims=False), tree)
 
 
-def _written(stacked: Tree, tree: Tree, at: Any) -> Tree:
-    return jax.tree.map(lambda whole, leaf: jax.lax.dynamic_update_index_in_dim(whole, leaf, at, 0), stacked, tree)
+def _put(stacked: Tree, tree: Tree, index: Any) -> Tree:
+    return jax.tree.map(lambda stack, leaf: jax.lax.dynamic_update_index_in_dim(stack, leaf, index, 0), stacked, tree)
 
 
 def _is_floating(leaf: Any) -> bool:
@@ -207,7 +198,7 @@ def _floating(tree: Tree) -> Tree:
     return jax.tree.map(lambda leaf: leaf if _is_floating(leaf) else None, tree)
 
 
-def _dense(tree: Tree) -> Tree:
+def _instantiate_zeros(tree: Tree) -> Tree:
     """Replace symbolic zero gradients by arrays."""
     full: Any = jax.lax.full_like
     return jax.tree.map(lambda leaf: full(leaf.aval, 0) if isinstance(leaf, SymbolicZero) else leaf, tree)

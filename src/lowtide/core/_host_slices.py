@@ -50,12 +50,14 @@ def _local_gpu() -> Any | None:
 def _check(device: Any) -> None:
     # A new thread has none of the caller's traces, meshes and settings.
     with concurrent.futures.ThreadPoolExecutor(1) as executor:
-        offloaded, kept = (executor.submit(_gradients, device, is_offloaded).result() for is_offloaded in (True, False))
-    if not np.allclose(offloaded, kept, rtol=1e-3, atol=1e-5):
+        offloaded, reference = (
+            executor.submit(_gradients, device, is_offloaded).result() for is_offloaded in (True, False)
+        )
+    if not np.allclose(offloaded, reference, rtol=1e-3, atol=1e-5):
         raise PlacementError(
             f"with JAX {jax.__version__} this GPU gives wrong gradients when a loop reads values from host memory",
             expected="the gradients of the same scan without host memory",
-            got=f"gradients that differ by up to {np.max(np.abs(offloaded - kept)):.2g}",
+            got=f"gradients that differ by up to {np.max(np.abs(offloaded - reference)):.2g}",
             hint="install JAX 0.11.1 or newer (it needs Python 3.12), or set "
             "XLA_FLAGS=--xla_disable_hlo_passes=dynamic-slice-annotator before JAX starts",
         )

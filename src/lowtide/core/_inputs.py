@@ -8,7 +8,8 @@ allocate nothing before the last step:
    (``<repository>/blobs``). Any other link is refused, so a folder that was unpacked from an archive only reads files
    of the archive. The folder itself may be reached through links, since the user chose it.
 2. `read_input`: at most a given number of bytes.
-3. `parse_json`: standard JSON without duplicate names, without non-finite numbers, and with at most `MAX_DEPTH` levels.
+3. `parse_json`: standard JSON without duplicate names, without non-finite numbers, and with at most `MAX_DEPTH` levels;
+   `parse_json_value` also accepts values other than objects.
 4. `validate`: types and ranges of a pydantic model, strictly: text does not count as a number or a boolean.
 """
 
@@ -35,7 +36,7 @@ MAX_DEPTH = 64
 """The most levels of nested arrays and objects; the deepest files of today have about ten."""
 MAX_DIGITS = 40
 """The most digits of an integer."""
-_OURS = Path(__file__).parents[1].resolve()  # an installer may link the files of a package to its own store
+_PACKAGE_FOLDER = Path(__file__).parents[1].resolve()  # an installer may link the files of a package to its own store
 
 
 def input_file(folder: str | os.PathLike[str], name: str, *, expected: str | None = None, hint: str) -> Path:
@@ -71,15 +72,18 @@ def input_file(folder: str | os.PathLike[str], name: str, *, expected: str | Non
                 expected=f"a folder with {name}",
                 hint=f"name the folder that it is in: {shortened(Path(folder).parent)}",
             ) from error
-        missing = isinstance(error, FileNotFoundError | NotADirectoryError)
+        is_missing = isinstance(error, FileNotFoundError | NotADirectoryError)
         raise ModelFileError(
-            f"{shortened(path)}: no such file" if missing else f"{shortened(path)}: cannot be read",
+            f"{shortened(path)}: no such file" if is_missing else f"{shortened(path)}: cannot be read",
             expected=expected,
-            got=None if missing else shortened(error),
-            hint=hint if missing else "check the file's name, and its and its folder's permissions",
+            got=None if is_missing else shortened(error),
+            hint=hint if is_missing else "check the file's name, and its and its folder's permissions",
         ) from error
     # Links are resolved on both sides, so that a folder that is itself reached through a link passes.
-    if not (home.is_relative_to(_OURS) or any(real.is_relative_to(place) for place in (home, *_blobs(home)))):
+    if not (
+        home.is_relative_to(_PACKAGE_FOLDER)
+        or any(real.is_relative_to(allowed) for allowed in (home, *_blob_folders(home)))
+    ):
         raise ModelFileError(
             f"{path}: a link that leaves the folder",
             expected="a file of the folder, or in a Hugging Face cache a blob of the same repository",
@@ -90,7 +94,7 @@ def input_file(folder: str | os.PathLike[str], name: str, *, expected: str | Non
         raise ModelFileError(
             f"{path}: not a regular file",
             expected="a file",
-            got=_kind_of(mode),
+            got=_file_kind(mode),
             hint="pipes and devices have no end to read to; write the content into a file",
         )
     return path
@@ -125,30 +129,44 @@ def read_input(path: Path, *, most_bytes: int) -> bytes:
     return content
 
 
-def parse_json(content: bytes, where: str) -> dict[str, Any]:
-    """Parse a JSON object, without anything that the JSON standard leaves open.
+def parse_json_value(content: bytes, where: str) -> Any:
+    """Parse a JSON value of any type, without anything that the JSON standard leaves open.
 
     Args:
         content: the bytes of the file.
         where: the file's name, for messages.
 
     Raises:
-        ModelFileError: when the content is not a JSON object, repeats a name, or has a non-finite number, half a
+        ModelFileError: when the content is not JSON, repeats a name in one object, or has a non-finite number, half a
             surrogate pair, or more levels than `MAX_DEPTH`.
     """
     try:
         value = json.loads(
             content.decode("utf-8"),
-            object_pairs_hook=_unique,
-            parse_constant=_number,
-            parse_float=_number,
-            parse_int=_integer,
+            object_pairs_hook=_check_unique,
+            parse_constant=_parse_number,
+            parse_float=_parse_number,
+            parse_int=_parse_integer,
         )
         _check_values(value)
     except (ValueError, RecursionError) as error:
         raise ModelFileError(
             f"{where}: not readable as JSON", got=shortened(error), hint="copy the file from its source again"
         ) from error
+    return value
+
+
+def parse_json(content: bytes, where: str) -> dict[str, Any]:
+    """Parse a JSON object with the strictness of `parse_json_value`.
+
+    Args:
+        content: the bytes of the file.
+        where: the file's name, for messages.
+
+    Raises:
+        ModelFileError: when the content is not a JSON object, or `parse_json_value` refuses it.
+    """
+    value = parse_json_value(content, where)
     if not isinstance(value, dict):
         raise ModelFileError(
             f"{where}: not a JSON object", got=type(value).__name__, hint="copy the file from its source again"
@@ -173,16 +191,16 @@ def validate(schema: type[Schema], raw: Any, where: str, *, hint: str) -> Schema
     try:
         return schema.model_validate(raw)
     except ValidationError as error:
-        found = error.errors(include_url=False, include_context=False)
+        line_errors = error.errors(include_url=False, include_context=False)
         # An entry of a union type has one error per type: report the one whose location is deepest.
-        tried = [each for each in found[:9] if each["loc"][:1] == found[0]["loc"][:1]]
-        first = max(tried, key=lambda each: _entry(raw, each["loc"]).count("."))
-        name = _entry(raw, first["loc"])
-        others = sorted({_entry(raw, each["loc"]) for each in found[:9] if each not in tried})
-        remedy = f"also look at {shortened(', '.join(others))}; {hint}" if others else hint
+        candidates = [item for item in line_errors[:9] if item["loc"][:1] == line_errors[0]["loc"][:1]]
+        first = max(candidates, key=lambda item: _entry_name(raw, item["loc"]).count("."))
+        name = _entry_name(raw, first["loc"])
+        other_names = sorted({_entry_name(raw, item["loc"]) for item in line_errors[:9] if item not in candidates})
+        remedy = f"also look at {shortened(', '.join(other_names))}; {hint}" if other_names else hint
         if first["type"] == "missing":
-            *above, last = first["loc"]  # the missing name itself is not in `raw`
-            name = f"{_entry(raw, tuple(above))}.{last}" if above else str(last)
+            *parents, last = first["loc"]  # the missing name itself is not in `raw`
+            name = f"{_entry_name(raw, tuple(parents))}.{last}" if parents else str(last)
             raise ModelFileError(f"{where}: {name} is missing", hint=remedy) from error
         expected = re.sub(r"a valid dictionary or instance of \w+|a valid dictionary", "a JSON object", first["msg"])
         raise ModelFileError(
@@ -195,7 +213,7 @@ def validate(schema: type[Schema], raw: Any, where: str, *, hint: str) -> Schema
 
 def shown(value: Any) -> str:
     """Format a value for a message, shortened if it is long."""
-    return shortened(ascii(value) if isinstance(value, str) and not value.isprintable() else _repr(value))
+    return shortened(ascii(value) if isinstance(value, str) and not value.isprintable() else _safe_repr(value))
 
 
 def shortened(value: Any, most: int = 200) -> str:
@@ -204,7 +222,7 @@ def shortened(value: Any, most: int = 200) -> str:
     return text if len(text) <= most else f"{text[:most]}… ({len(text)} characters)"
 
 
-def _entry(raw: Any, location: tuple[int | str, ...]) -> str:
+def _entry_name(raw: Any, location: tuple[int | str, ...]) -> str:
     """Name an entry. pydantic's locations also hold the tried type of a union, which is skipped."""
     parts: list[str] = []
     for part in location:
@@ -217,7 +235,7 @@ def _entry(raw: Any, location: tuple[int | str, ...]) -> str:
     return ".".join(parts) or "the file"
 
 
-def _kind_of(mode: int) -> str:
+def _file_kind(mode: int) -> str:
     """Name the kind of a path that is not a regular file."""
     kinds = {
         stat.S_ISDIR: "a folder",
@@ -229,28 +247,28 @@ def _kind_of(mode: int) -> str:
     return next((name for test, name in kinds.items() if test(mode)), "something else")
 
 
-def _blobs(home: Path) -> list[Path]:
+def _blob_folders(home: Path) -> list[Path]:
     """Return the folder in which a Hugging Face cache keeps the content of a snapshot's files."""
     snapshots = [parent for parent in home.parents if parent.name == "snapshots"]
     return [(snapshots[0].parent / "blobs").resolve()] if snapshots else []
 
 
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
+def _check_unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    values = dict(pairs)
+    if len(values) < len(pairs):
         counts = Counter(name for name, _ in pairs)
         raise ValueError(f"{shown(counts.most_common(1)[0][0])} stands twice in one object")
-    return found
+    return values
 
 
-def _number(text: str) -> float:
+def _parse_number(text: str) -> float:
     number = float(text)
     if not math.isfinite(number):
         raise ValueError(f"{shortened(text, 40)} is no finite number")
     return number
 
 
-def _integer(text: str) -> int:
+def _parse_integer(text: str) -> int:
     if len(text) > MAX_DIGITS:
         raise ValueError(f"an integer of {len(text)} digits")
     return int(text)
@@ -261,21 +279,21 @@ def _check_values(value: Any) -> None:
     level: list[Any] = [value]
     for _ in range(MAX_DEPTH):
         below: list[Any] = []
-        for each in level:
-            if isinstance(each, str):
-                each.encode("utf-8")  # raises for half a surrogate pair
-            elif isinstance(each, dict):
-                below += each.keys()
-                below += each.values()
-            elif isinstance(each, list):
-                below += each
+        for item in level:
+            if isinstance(item, str):
+                item.encode("utf-8")  # raises for half a surrogate pair
+            elif isinstance(item, dict):
+                below += item.keys()
+                below += item.values()
+            elif isinstance(item, list):
+                below += item
         if not below:
             return
         level = below
     raise ValueError(f"nested more than {MAX_DEPTH} levels deep")
 
 
-def _repr(value: Any) -> str:
+def _safe_repr(value: Any) -> str:
     try:
         return repr(value)
     except (ValueError, RecursionError):  # an integer with more digits than Python writes

@@ -21,7 +21,7 @@ from ._traced import traced_device
 # The TPU compiler casts small weights, such as adapters, of all layers before a loop over layers, and keeps the copies.
 # If they are rounded to bfloat16 first, which does not change the cast, it casts them one layer at a time. The most
 # elements of one layer's weight for which this is done:
-_MOST_ROUNDED = 2**21
+_MAX_ROUNDED_SIZE = 2**21
 
 
 @runtime_checkable
@@ -59,9 +59,9 @@ def linear(
         (2, 4)
     """
     if bias is not None:
-        own: Any = getattr(weight, "linear_with_bias", None)
-        if own is not None:
-            return own(x, bias)
+        linear_with_bias: Any = getattr(weight, "linear_with_bias", None)
+        if linear_with_bias is not None:
+            return linear_with_bias(x, bias)
         y = linear(x, weight)
         return y + jnp.expand_dims(bias.astype(y.dtype), tuple(range(y.ndim - 1)))
     if isinstance(weight, LinearWeight):
@@ -113,7 +113,7 @@ def _product(x: Array, weight: Array) -> Array:
 
 def _cast_product(x: Array, weight: Array) -> Array:
     is_rounded = (x.dtype, weight.dtype) == (jnp.bfloat16, jnp.float32)
-    if is_rounded and weight.size <= _MOST_ROUNDED and traced_device().platform == "tpu":
+    if is_rounded and weight.size <= _MAX_ROUNDED_SIZE and traced_device().platform == "tpu":
         weight = jax.lax.reduce_precision(weight, 8, 7)
     return _product(x, weight)
 

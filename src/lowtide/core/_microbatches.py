@@ -65,10 +65,10 @@ def accumulate(
 
     @functools.wraps(grad_fn)
     def wrapped(model: Tree, batch: Tree, *args: Any, **kwargs: Any) -> tuple[Any, Tree]:
-        first, rest = (args[:1], args[1:]) if has_carry else ((), args)
+        init_carry, extra_args = (args[:1], args[1:]) if has_carry else ((), args)
 
         def call(microbatch: Tree, carry: tuple[Tree, ...]) -> tuple[Any, Any, tuple[Tree, ...], Tree]:
-            value, grads = grad_fn(model, microbatch, *carry, *rest, **kwargs)
+            value, grads = grad_fn(model, microbatch, *carry, *extra_args, **kwargs)
             if isinstance(value, tuple) is not has_aux:
                 _refuse_value(value, has_aux)
             aux: Any
@@ -80,14 +80,14 @@ def accumulate(
             return ((loss, aux) if has_aux else loss), grads
 
         if num_microbatches == 1:  # needs no accumulator
-            loss, aux, carry, grads = call(batch, first)
+            loss, aux, carry, grads = call(batch, init_carry)
             return result(loss, jax.tree.map(lambda x: jnp.expand_dims(x, 0), aux), carry, grads)
         microbatches = split_batch(batch, num_microbatches)
         loss_shape, _, _, grads_shape = jax.eval_shape(
-            lambda all: call(jax.tree.map(lambda x: x[0], all), first), microbatches
+            lambda stacked: call(jax.tree.map(lambda x: x[0], stacked), init_carry), microbatches
         )
         # At least float32: a bfloat16 total would round small gradients of later microbatches away.
-        wide = jax.tree.map(lambda s: jnp.zeros(s.shape, jnp.promote_types(s.dtype, jnp.float32)), grads_shape)
+        accumulators = jax.tree.map(lambda s: jnp.zeros(s.shape, jnp.promote_types(s.dtype, jnp.float32)), grads_shape)
 
         def body(carried: Any, microbatch: Tree) -> tuple[Any, Any]:
             total_loss, total_grads, total_weight, carry = carried
@@ -97,7 +97,7 @@ def accumulate(
             return (add(total_loss, loss), jax.tree.map(add, total_grads, grads), total_weight + w, carry), aux
 
         zero = jnp.zeros((), jnp.promote_types(loss_shape.dtype, jnp.float32))
-        start = (zero, wide, jnp.zeros((), float), first)
+        start = (zero, accumulators, jnp.zeros((), float), init_carry)
         (loss, grads, total, carry), aux = jax.lax.scan(body, start, microbatches, length=num_microbatches)
         # If all weights are 0, so are both sums: divide by 1, not by 0.
         total = jnp.where(total == 0, 1, total)
@@ -174,15 +174,15 @@ def _refuse_value(value: Any, has_aux: bool) -> NoReturn:
 
 
 def _weight_of(weight: Callable[[Tree], Any], microbatch: Tree) -> Any:
-    found = weight(microbatch)
-    if not is_array_like(found) or jnp.ndim(found):
+    value = weight(microbatch)
+    if not is_array_like(value) or jnp.ndim(value):
         raise StructureError(
             "the weight of a microbatch is no number",
             expected="a scalar",
-            got=f"shape {list(jnp.shape(found))}" if is_array_like(found) else repr(found)[:80],
+            got=f"shape {list(jnp.shape(value))}" if is_array_like(value) else repr(value)[:80],
             hint="sum it: lambda batch: jnp.sum(batch['mask'])",
         )
-    return jnp.asarray(found, float)
+    return jnp.asarray(value, float)
 
 
 def fractions(weights: Any) -> Any:

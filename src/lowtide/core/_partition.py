@@ -28,7 +28,7 @@ def partition(tree: Tree, where: Where) -> tuple[Tree, Tree]:
         where: glob patterns on tree paths, or a predicate ``(path, leaf) -> bool``.
 
     Returns:
-        ``(selected, rest)``, both with the structure of `tree` and `None` where the other half holds the leaf.
+        ``(selected, unselected)``, both with the structure of `tree` and `None` where the other half holds the leaf.
 
     Raises:
         SelectionError: when a pattern matches nothing, or when one array is at both a selected and an unselected path.
@@ -45,8 +45,8 @@ def partition(tree: Tree, where: Where) -> tuple[Tree, Tree]:
     leaves, treedef = jax.tree.flatten(tree)
     _refuse_split_sharing(tree, mask)
     selected = treedef.unflatten([leaf if chosen else None for leaf, chosen in zip(leaves, mask, strict=True)])
-    rest = treedef.unflatten([None if chosen else leaf for leaf, chosen in zip(leaves, mask, strict=True)])
-    return selected, rest
+    unselected = treedef.unflatten([None if chosen else leaf for leaf, chosen in zip(leaves, mask, strict=True)])
+    return selected, unselected
 
 
 def combine(*trees: Tree) -> Tree:
@@ -129,12 +129,12 @@ def refuse_consumed(*trees: Tree) -> None:
         StateError: with the path of the first such array.
     """
     leaves = [pair for tree in trees for pair in leaves_with_paths(tree)]
-    gone = [path for path, leaf in leaves if isinstance(leaf, jax.Array) and leaf.is_deleted()]
-    if gone:
+    deleted = [path for path, leaf in leaves if isinstance(leaf, jax.Array) and leaf.is_deleted()]
+    if deleted:
         raise StateError(
-            f"{gone[0]} was consumed: another trainer or a donating function has taken it",
+            f"{deleted[0]} was consumed: another trainer or a donating function has taken it",
             expected="arrays that nothing else consumes",
-            got=f"{len(gone)} deleted arrays",
+            got=f"{len(deleted)} deleted arrays",
             hint="take the trainer's own, trainer.model, or give each its copy: jax.tree.map(jnp.array, model)",
         )
 
@@ -143,13 +143,13 @@ def _refuse_split_sharing(tree: Tree, mask: list[bool]) -> None:
     groups = shared_leaves(tree)
     if not groups:
         return
-    chosen = {path for (path, _), keep in zip(leaves_with_paths(tree), mask, strict=True) if keep}
+    chosen = {path for (path, _), is_selected in zip(leaves_with_paths(tree), mask, strict=True) if is_selected}
     for paths in groups:
-        inside = [path for path in paths if path in chosen]
-        if inside and len(inside) < len(paths):
-            outside = [path for path in paths if path not in chosen]
+        selected_paths = [path for path in paths if path in chosen]
+        if selected_paths and len(selected_paths) < len(paths):
+            unselected_paths = [path for path in paths if path not in chosen]
             raise SelectionError(
-                f"{inside[0]} is selected but the same array at {outside[0]} is not",
+                f"{selected_paths[0]} is selected but the same array at {unselected_paths[0]} is not",
                 expected="both paths selected, neither, or two separate arrays",
                 hint=_HOLD_ONCE,
             )

@@ -41,8 +41,8 @@ def put(leaf: Any, sharding: Any) -> Any:
         return jax.device_put(leaf, sharding)
     if is_key(leaf):
         return jax.random.wrap_key_data(put(key_numbers(leaf), sharding), impl=jax.random.key_impl(leaf))
-    whole = canonical(leaf)
+    array = canonical(leaf)
     # Not `device_put`: if each process has one device, JAX (to 0.12 at least) would make an array whose shards cannot
     # be read. The parts are copies: on a CPU JAX may share NumPy's buffers, and the next step consumes trainable
     # arrays.
-    return jax.make_array_from_callback(whole.shape, sharding, lambda index: np.array(whole[index]))
+    return jax.make_array_from_callback(array.shape, sharding, lambda index: np.array(array[index]))

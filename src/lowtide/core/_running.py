@@ -112,8 +112,8 @@ def _forward(x: Array, weight: Array, total: Array, active: Array | None) -> tup
     return _linear(x, weight, total, active), (x, weight, total, active)
 
 
-def _backward(kept: Any, dy: Array) -> tuple[Array, Array, None, None]:
-    x, weight, total, active = kept
+def _backward(residuals: Any, dy: Array) -> tuple[Array, Array, None, None]:
+    x, weight, total, active = residuals
     # Both operands: NaN in either one would reach the total, since 0 * NaN is NaN.
     x, dy = if_active(active, x), if_active(active, dy)
     dx = jax.lax.dot_general(dy, weight.astype(dy.dtype), (((dy.ndim - 1,), (0,)), ((), ())))

@@ -80,7 +80,7 @@ def select(tree: Tree, where: Where) -> list[bool]:
         if not any(mask):
             raise SelectionError(
                 f"the predicate {getattr(where, '__name__', where)!r} selects no leaf",
-                got=f"{len(leaves)} leaves: {_some(path for path, _ in leaves)}",
+                got=f"{len(leaves)} leaves: {_sample(path for path, _ in leaves)}",
                 hint="a predicate receives (path, leaf), with the path as text such as 'layers/attn/q_proj/weight'",
             )
         return mask
@@ -103,8 +103,8 @@ def match_names(names: Sequence[str], where: Pattern | Sequence[Pattern]) -> lis
         SelectionError: when `where` is empty, a pattern or an alternative in its braces matches nothing, or the
             exclusions leave nothing.
     """
-    given: Any = where
-    patterns: list[Any] = list(given) if isinstance(given, Iterable) and not isinstance(given, str) else [given]
+    value: Any = where
+    patterns: list[Any] = list(value) if isinstance(value, Iterable) and not isinstance(value, str) else [value]
     if not all(is_pattern(pattern) for pattern in patterns):
         raise SelectionError(
             "a selection is made by globs, regular expressions or a predicate",
@@ -118,8 +118,10 @@ def match_names(names: Sequence[str], where: Pattern | Sequence[Pattern]) -> lis
         raise SelectionError(
             "no pattern to select with", got=repr(where), hint='give at least one glob; "**" selects every leaf'
         )
-    hits = {pattern: _hits(pattern, names) for pattern in patterns}
-    selected = set[str]().union(*(hits[one] for one in includes)).difference(*(hits[one] for one in excludes))
+    hits = {pattern: _match_pattern(pattern, names) for pattern in patterns}
+    selected = (
+        set[str]().union(*(hits[pattern] for pattern in includes)).difference(*(hits[pattern] for pattern in excludes))
+    )
     if not selected:
         raise SelectionError(
             "the exclusions leave nothing selected", got=repr(where), hint="narrow the patterns that start with '!'"
@@ -132,7 +134,7 @@ def is_pattern(given: Any) -> bool:
     return isinstance(given, str) or (isinstance(given, re.Pattern) and isinstance(given.pattern, str))
 
 
-def _hits(pattern: Pattern, names: Sequence[str]) -> set[str]:
+def _match_pattern(pattern: Pattern, names: Sequence[str]) -> set[str]:
     """Return the names that a pattern matches; every alternative in a glob's braces must match at least one."""
     if isinstance(pattern, re.Pattern):
         hits = {name for name in names if pattern.fullmatch(name)}
@@ -140,7 +142,7 @@ def _hits(pattern: Pattern, names: Sequence[str]) -> set[str]:
             raise SelectionError(
                 f"the regular expression {pattern.pattern!r} matches nothing",
                 expected="one that matches a path from start to end",
-                got=f"{len(names)} candidates: {_some(names)}",
+                got=f"{len(names)} candidates: {_sample(names)}",
                 hint="begin with .* for what may stand before",
             )
         return hits
@@ -155,16 +157,16 @@ def _hits(pattern: Pattern, names: Sequence[str]) -> set[str]:
         ) from error
     hits = {name for name in names if match_path(name, glob_only)}
     # A pattern without any match is reported as a whole, any other by its first alternative without a match.
-    tried = [(glob_only, "")] if not hits else [(alone, part) for part, alone in alternatives(glob_only)]
-    for alone, part in tried:
-        if not any(match_path(name, alone) for name in names):
+    candidates = [(glob_only, "")] if not hits else [(variant, part) for part, variant in alternatives(glob_only)]
+    for variant, part in candidates:
+        if not any(match_path(name, variant) for name in names):
             raise SelectionError(
                 f"the alternative {part!r} of pattern {pattern!r} matches nothing"
                 if hits
                 else f"pattern {pattern!r} matches nothing",
                 expected="a glob on whole paths, segments separated by '/'",
-                got=f"{len(names)} candidates: {_some(names)}",
-                hint=_near_misses(alone, names),
+                got=f"{len(names)} candidates: {_sample(names)}",
+                hint=_near_misses(variant, names),
             )
     return hits
 
@@ -175,16 +177,16 @@ def _near_misses(pattern: str, names: Sequence[str]) -> str:
         if any(match_path(name, variant) for name in names):
             return f"did you mean {variant!r}?"
     if ".*" in pattern:
-        return f"this is a glob: ** stands for any path, and re.compile(...) for an expression; paths: {_some(names)}"
+        return f"this is a glob: ** stands for any path, and re.compile(...) for an expression; paths: {_sample(names)}"
     segments = sorted({segment for name in names for segment in name.split("/")})
     parts = [segment for segment in pattern.split("/") if segment.strip("*") and segment not in segments]
     close = [miss for part in parts for miss in difflib.get_close_matches(part, segments, n=2, cutoff=0.6)]
     close += difflib.get_close_matches(pattern, list(names), n=3, cutoff=0.5)
     if close:
         return f"near misses: {', '.join(dict.fromkeys(close))}"
-    return f"paths look like: {_some(names)}"
+    return f"paths look like: {_sample(names)}"
 
 
-def _some(names: Iterable[str], most: int = 6) -> str:
+def _sample(names: Iterable[str], limit: int = 6) -> str:
     listed = list(names)
-    return ", ".join(listed[:most]) + (f", … ({len(listed) - most} more)" if len(listed) > most else "")
+    return ", ".join(listed[:limit]) + (f", … ({len(listed) - limit} more)" if len(listed) > limit else "")

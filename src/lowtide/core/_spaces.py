@@ -39,20 +39,18 @@ def on_host(sharding: Any) -> bool:
 
 
 def on_device(tree: Any) -> Any:
-    """Move the host-memory leaves of a tree to the device, for a forward pass only.
-
-    Raises:
-        StructureError: when such a leaf is differentiated.
-    """
-    return jax.tree.map(lambda leaf: _moved(leaf) if memory_space(leaf) == jax.memory.Space.Host else leaf, tree)
+    """Move the host-memory leaves of a tree to the device; a derivative with respect to one is a `StructureError`."""
+    return jax.tree.map(
+        lambda leaf: _move_to_device(leaf) if memory_space(leaf) == jax.memory.Space.Host else leaf, tree
+    )
 
 
 @jax.custom_jvp
-def _moved(leaf: Any) -> Any:
+def _move_to_device(leaf: Any) -> Any:
     return jax.device_put(leaf, jax.memory.Space.Device)
 
 
-@_moved.defjvp
+@_move_to_device.defjvp
 def _refuse_derivative(*_: Any) -> NoReturn:  # pyright: ignore[reportUnusedFunction]
     raise StructureError(
         "a parameter in host memory is differentiated by a function that only reads it",

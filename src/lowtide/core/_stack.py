@@ -126,7 +126,7 @@ class LayerStack:
             return divide(block(on_device(layer), h, batch)), None
 
         h = divide(self.first(on_device(outer), batch))
-        with _explained(self.block, h, layers, batch):
+        with _explain_mismatch(self.block, h, layers, batch):
             return jax.lax.scan(body, h, layers)[0]
 
     def apply(
@@ -164,7 +164,7 @@ class LayerStack:
             raise StructureError(
                 "the last function of the stack returns no loss",
                 expected="(loss, metrics), of which loss is a floating-point scalar",
-                got=_text(result),
+                got=_format_types(result),
                 hint="last(outer, h, batch) -> (loss, {}) when there are no metrics",
             )
         return StackShapes(h, result[1])
@@ -198,22 +198,22 @@ def hidden_in_groups(
         return divide(block(layer, h, batch))
 
     h = divide(stack.first(outer, batch))
-    with _explained(stack.block, h, layers, batch):
+    with _explain_mismatch(stack.block, h, layers, batch):
         return scan_in_groups(body, h, layers, layers_per_remat, moves)
 
 
 @contextlib.contextmanager
-def _explained(block: Block, h: Tree, layers: Tree, batch: Tree) -> Generator[None]:
+def _explain_mismatch(block: Block, h: Tree, layers: Tree, batch: Tree) -> Generator[None]:
     """Replace a scan's `TypeError` by an error that names what a block returns differently from its input."""
     try:
         yield
     except TypeError as error:
-        if (misfit := _misfit(block, h, layers, batch)) is not None:
-            raise misfit from error
+        if (mismatch := _find_mismatch(block, h, layers, batch)) is not None:
+            raise mismatch from error
         raise
 
 
-def _misfit(block: Block, h: Tree, layers: Tree, batch: Tree) -> StructureError | None:
+def _find_mismatch(block: Block, h: Tree, layers: Tree, batch: Tree) -> StructureError | None:
     try:
         layer = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), layers)
         # `batch` is closed over: it may hold leaves that are not arrays, which `eval_shape` refuses as arguments.
@@ -229,26 +229,26 @@ def _check_block(h: Tree, after: Tree) -> None:
     if jax.tree.structure(h) != jax.tree.structure(after):
         raise StructureError(
             "a block returns another tree than it is given",
-            expected=_text(h),
-            got=_text(after),
+            expected=_format_types(h),
+            got=_format_types(after),
             hint="block(layer, h, batch) -> h has to return what first returned, in structure, shape and dtype",
         )
-    for (path, one), (_, other) in zip(leaves_with_paths(h), leaves_with_paths(after), strict=True):
-        if _text(one) != _text(other):
+    for (path, leaf), (_, result) in zip(leaves_with_paths(h), leaves_with_paths(after), strict=True):
+        if _format_types(leaf) != _format_types(result):
             raise StructureError(
                 f"{path or 'activations'}: a block returns another shape or dtype than it is given",
-                expected=_text(one),
-                got=_text(other),
+                expected=_format_types(leaf),
+                got=_format_types(result),
                 hint="block(layer, h, batch) -> h has to return what first returned; cast its result",
             )
 
 
 def _check_layers_per_remat(number: Any, remat: Any, length: int) -> None:
-    most = max(length, 1)
-    hint = f"about the root of the number of layers takes the fewest bytes: {round(most**0.5)}"
-    expected = f"from 1 to {most}"
+    limit = max(length, 1)
+    hint = f"about the root of the number of layers takes the fewest bytes: {round(limit**0.5)}"
+    expected = f"from 1 to {limit}"
     check_count(f"layers_per_remat: {number!r} is no number of layers", number, 1, expected, hint)
-    if number > most:
+    if number > limit:
         problem = "layers_per_remat: a group of more layers than there are"
         raise ConfigError(problem, expected=expected, got=number, hint=hint)
     if number > 1 and remat is not True:
@@ -260,15 +260,15 @@ def _check_layers_per_remat(number: Any, remat: Any, length: int) -> None:
         )
 
 
-class _Bare(str):
+class _Unquoted(str):
     """Text whose repr has no quotes, for printing inside of containers."""
 
     __repr__ = str.__str__
 
 
-def _text(tree: Any) -> str:
+def _format_types(tree: Any) -> str:
     """Format the shapes and dtypes of a tree."""
-    return str(jax.tree.map(lambda leaf: _Bare(f"{leaf.dtype}{list(leaf.shape)}"), tree))
+    return str(jax.tree.map(lambda leaf: _Unquoted(f"{leaf.dtype}{list(leaf.shape)}"), tree))
 
 
 def _is_loss(value: Any) -> bool:
@@ -337,8 +337,8 @@ def is_recomputed() -> bool:
 
 def divided_mesh() -> Any:
     """Return the mesh that a block is traced for: that of `jax.set_mesh` or a pipeline, else a trainer's, else None."""
-    here = jax.sharding.get_abstract_mesh()
-    return _mesh.get() if here.empty else here
+    current = jax.sharding.get_abstract_mesh()
+    return _mesh.get() if current.empty else current
 
 
 def divided_along(axis: str) -> int:
@@ -374,23 +374,25 @@ def num_layers(layers: Tree) -> int:
     Raises:
         StructureError: when there is no leaf, or the leading axes differ.
     """
-    words = {path: _length(leaf) for path, leaf in leaves_with_paths(layers)}
-    lengths = list(words.values())
+    descriptions = {path: _describe_length(leaf) for path, leaf in leaves_with_paths(layers)}
+    lengths = list(descriptions.values())
     if len(set(lengths)) != 1 or not lengths[0].isdigit():
         # List leaves that are not arrays first, then the rarest lengths.
-        first = sorted(words, key=lambda path: (words[path][0].isdigit(), lengths.count(words[path])))
-        more = f", … ({len(first) - 6} more)" if len(first) > 6 else ""
+        first = sorted(
+            descriptions, key=lambda path: (descriptions[path][0].isdigit(), lengths.count(descriptions[path]))
+        )
+        suffix = f", … ({len(first) - 6} more)" if len(first) > 6 else ""
         raise StructureError(
             "stacked layers need leaves with one common leading axis",
             expected="every leaf of shape [num_layers, ...]",
-            got=", ".join(f"{path}: {words[path]}" for path in first[:6]) + more or "no leaf",
+            got=", ".join(f"{path}: {descriptions[path]}" for path in first[:6]) + suffix or "no leaf",
             hint="stack the layers with jax.tree.map(lambda *x: jnp.stack(x), *layers); functions and settings are no "
             "leaves: keep them in the block, as with eqx.partition(layers, eqx.is_array)",
         )
     return int(lengths[0])
 
 
-def _length(leaf: Any) -> str:
+def _describe_length(leaf: Any) -> str:
     """Return the length of a leaf's leading axis as text, or text that says why it has none."""
     if shape := getattr(leaf, "shape", ()):
         return str(shape[0])

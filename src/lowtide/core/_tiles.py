@@ -21,7 +21,7 @@ from typing import Any
 
 from ._paths import item_bits
 
-_LANES, _SUBLANES, _WORD_BITS, _LINE = 128, 8, 32, 1024
+_LANES, _SUBLANES, _WORD_BITS, _FLAT_TILE = 128, 8, 32, 1024
 _VARIABLE, _TALL_TILES = "LIBTPU_INIT_ARGS", "--xla_tpu_impure_enable_large_2nd_minor_entry_layout"
 LOW_TILES = f"{_VARIABLE}={_TALL_TILES}=false"
 """Environment setting with which libtpu (0.0.51) gives every argument tiles of 8 rows; set it before JAX starts."""
@@ -58,7 +58,7 @@ def most_tile_rows(dtype: Any) -> int:
     Args:
         dtype: dtype of the array.
     """
-    return _SUBLANES * _in_word(dtype)
+    return _SUBLANES * _packing(dtype)
 
 
 def has_tall_tiles(shape: Sequence[int], dtype: Any) -> bool:
@@ -87,12 +87,12 @@ def choose_low_tiles() -> None:
     change their layout where they are multiplied, which takes memory (compiled). So this is for programs that keep such
     matrices on the host.
     """
-    said = os.environ.get(_VARIABLE, "")
-    if _TALL_TILES not in said and _libtpu_knows(_TALL_TILES):
-        os.environ[_VARIABLE] = f"{said} {_TALL_TILES}=false".strip()
+    flags = os.environ.get(_VARIABLE, "")
+    if _TALL_TILES not in flags and _libtpu_has_flag(_TALL_TILES):
+        os.environ[_VARIABLE] = f"{flags} {_TALL_TILES}=false".strip()
 
 
-def _libtpu_knows(flag: str) -> bool:
+def _libtpu_has_flag(flag: str) -> bool:
     """Return whether the libtpu that JAX would load has a flag, by searching the library for the flag's name."""
     spec = importlib.util.find_spec("libtpu")
     folders = (spec.submodule_search_locations or [""]) if spec is not None else [""]
@@ -110,23 +110,23 @@ def slice_step(ndim: int, axis: int) -> int:
         ndim: number of axes of the array.
         axis: the sliced axis, not the last of several.
     """
-    return {1: _LINE, 2: _SUBLANES}.get(ndim - axis, 1)
+    return {1: _FLAT_TILE, 2: _SUBLANES}.get(ndim - axis, 1)
 
 
 def _padding(shape: Sequence[int], dtype: Any, rows: int, columns: int) -> float:
     """Return the factor by which padding enlarges an array when these two axes are in tiles."""
     tile, num_rows, num_columns = _tile_rows(shape[rows], dtype), shape[rows], shape[columns]
-    return _up(num_rows, tile) / max(num_rows, 1) * _up(num_columns, _LANES) / max(num_columns, 1)
+    return _round_up(num_rows, tile) / max(num_rows, 1) * _round_up(num_columns, _LANES) / max(num_columns, 1)
 
 
 def _tile_rows(num_rows: int, dtype: Any) -> int:
-    return _SUBLANES if num_rows > _SUBLANES // 2 else max(_in_word(dtype), 1 << max(num_rows - 1, 0).bit_length())
+    return _SUBLANES if num_rows > _SUBLANES // 2 else max(_packing(dtype), 1 << max(num_rows - 1, 0).bit_length())
 
 
-def _in_word(dtype: Any) -> int:
+def _packing(dtype: Any) -> int:
     """Return how many elements share a word."""
     return max(1, _WORD_BITS // item_bits(dtype))
 
 
-def _up(number: int, multiple: int) -> int:
+def _round_up(number: int, multiple: int) -> int:
     return -(-number // multiple) * multiple

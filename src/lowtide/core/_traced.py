@@ -31,8 +31,8 @@ def zero_after(tree: Tree) -> Any:
     zero = jnp.int32(0)
     for leaf in jax.tree.leaves(tree):
         # Slice whole tiles: XLA copies nothing smaller from the host.
-        most = (*[1] * (leaf.ndim - 2), max(32, most_tile_rows(leaf.dtype)), leaf.size)[-leaf.ndim :]
-        limits = tuple(min(size, limit) for size, limit in zip(leaf.shape, most, strict=False))
+        max_sizes = (*[1] * (leaf.ndim - 2), max(32, most_tile_rows(leaf.dtype)), leaf.size)[-leaf.ndim :]
+        limits = tuple(min(size, limit) for size, limit in zip(leaf.shape, max_sizes, strict=False))
         corner = jax.lax.slice(leaf, (0,) * leaf.ndim, limits)
         if memory_space(leaf) == jax.memory.Space.Host:
             corner = jax.device_put(corner, jax.memory.Space.Device)

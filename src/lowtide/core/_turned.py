@@ -28,9 +28,9 @@ def turned_product(x: Array, factor: Array) -> Array:
     config: Any = jax.config
     if traced_device().platform != "cpu" or config.jax_default_matmul_precision is not None:
         return _product(x, factor)
-    if explicit_mesh((x, factor)) is not None or any(varying_axes(jax.typeof(each)) for each in (x, factor)):
+    if explicit_mesh((x, factor)) is not None or any(varying_axes(jax.typeof(array)) for array in (x, factor)):
         return _product(x, factor)
-    return _turned().bind(x, factor)
+    return _transposed_product().bind(x, factor)
 
 
 def _product(x: Array, factor: Array) -> Array:
@@ -38,12 +38,12 @@ def _product(x: Array, factor: Array) -> Array:
 
 
 @functools.cache
-def _turned() -> Any:
-    def of_x(dy: Array, x: Any, factor: Array) -> Array:
+def _transposed_product() -> Any:
+    def transpose_x(dy: Array, x: Any, factor: Array) -> Array:
         return jax.lax.dot_general(dy, factor, (((dy.ndim - 1,), (0,)), ((), ())))
 
-    def of_factor(dy: Array, x: Array, factor: Any) -> Array:
+    def transpose_factor(dy: Array, x: Array, factor: Any) -> Array:
         rows = tuple(range(dy.ndim - 1))
         return jnp.swapaxes(jax.lax.dot_general(x, dy, ((rows, rows), ((), ()))), 0, 1)
 
-    return bilinear("turned_product", _product, of_x, of_factor)
+    return bilinear("turned_product", _product, transpose_x, transpose_factor)

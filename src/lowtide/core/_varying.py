@@ -25,7 +25,7 @@ def like_type(arrays: Iterable[Any], shape: tuple[int, ...], dtype: Any, fill: f
     """
     # With `check_vma` a loop's carry needs the same varying axes before and after each step; a constant has none.
     full = jnp.full(shape, fill, dtype)
-    axes = frozenset[str]().union(*(varying_axes(jax.typeof(each)) for each in arrays))
+    axes = frozenset[str]().union(*(varying_axes(jax.typeof(array)) for array in arrays))
     return jax.lax.pcast(full, tuple(sorted(axes)), to="varying") if axes else full
 
 
@@ -39,4 +39,6 @@ def varied_alike(tree: Any) -> Any:
     axes = frozenset[str]().union(*(varying_axes(jax.typeof(leaf)) for leaf in leaves))
     missing = [tuple(sorted(axes - varying_axes(jax.typeof(leaf)))) for leaf in leaves]
     pairs = zip(leaves, missing, strict=True)
-    return structure.unflatten([jax.lax.pcast(leaf, m, to="varying") if m else leaf for leaf, m in pairs])
+    return structure.unflatten(
+        [jax.lax.pcast(leaf, missing_axes, to="varying") if missing_axes else leaf for leaf, missing_axes in pairs]
+    )

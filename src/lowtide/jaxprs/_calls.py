@@ -81,7 +81,7 @@ PRIMITIVES: Mapping[str, tuple[Kind, tuple[str, ...]]] = {
 }
 """Operations by their names in all JAX versions: their kind, and the parameters that hold their jaxprs."""
 
-_SCALAR = ("scatter", "reduce", "select_and")
+_SCALAR_PREFIXES = ("scatter", "reduce", "select_and")
 """Prefixes of the names of operations whose jaxpr combines two numbers."""
 
 
@@ -107,7 +107,7 @@ def kind_of(eqn: Any) -> Kind | None:
     # A primitive that is not in the table may hold jaxprs in any parameter.
     if next(_jaxprs(tuple(eqn.params.values())), None) is None:
         return None
-    return Kind.SCALAR if name.startswith(_SCALAR) else Kind.OTHER
+    return Kind.SCALAR if name.startswith(_SCALAR_PREFIXES) else Kind.OTHER
 
 
 def called(eqn: Any) -> Any:
@@ -120,26 +120,26 @@ def bodies(eqn: Any) -> list[Body]:
     """List the jaxprs inside of an operation, in order; for an unknown operation, all of its parameters' jaxprs."""
     params, operands = eqn.params, tuple(range(len(eqn.invars)))
     kind, names = PRIMITIVES.get(eqn.primitive.name, (Kind.OTHER, ()))
-    held = list(_jaxprs(tuple(params[name] for name in names or params)))
+    jaxprs = list(_jaxprs(tuple(params[name] for name in names or params)))
     if kind is Kind.BRANCH:
-        return [Body(one, operands[1:]) for one in held]
+        return [Body(jaxpr, operands[1:]) for jaxpr in jaxprs]
     if kind is Kind.SCAN:
         consts, carry = scan_counts(params)
-        return [Body(held[0], operands, range(consts, consts + carry), params["length"])]
+        return [Body(jaxprs[0], operands, range(consts, consts + carry), params["length"])]
     if kind is Kind.WHILE:
         first, second = params["cond_nconsts"], params["body_nconsts"]
         # Condition and body have their own constants; both take the carry after them.
-        own = (operands[:first], operands[first : first + second])
+        constants = (operands[:first], operands[first : first + second])
         carry = operands[first + second :]
         return [
-            Body(one, (*consts, *carry), range(len(consts), len(consts) + len(carry)))
-            for one, consts in zip(held, own, strict=True)
+            Body(jaxpr, (*consts, *carry), range(len(consts), len(consts) + len(carry)))
+            for jaxpr, consts in zip(jaxprs, constants, strict=True)
         ]
     if kind is Kind.KERNEL:
         # Grid sizes may be dynamic; such a size counts as 1.
         grid = getattr(params.get("grid_mapping"), "grid", ())
-        return [Body(one, None, times=math.prod(n for n in grid if isinstance(n, int))) for one in held]
-    return [Body(one, operands if names else None) for one in held]
+        return [Body(jaxpr, None, times=math.prod(n for n in grid if isinstance(n, int))) for jaxpr in jaxprs]
+    return [Body(jaxpr, operands if names else None) for jaxpr in jaxprs]
 
 
 def with_bodies(eqn: Any, change: Callable[[Body], Any]) -> Any:
@@ -195,29 +195,29 @@ def fold(
     """
     inner = opened(jaxpr)
     # An open jaxpr names its constants but does not hold them.
-    held = consts_of(jaxpr) or [None] * len(inner.constvars)
-    of = {var: known(var, value) for var, value in zip(inner.constvars, held, strict=True)}
-    of.update(zip(inner.invars, inputs, strict=True))
+    consts = consts_of(jaxpr) or [None] * len(inner.constvars)
+    facts = {var: known(var, value) for var, value in zip(inner.constvars, consts, strict=True)}
+    facts.update(zip(inner.invars, inputs, strict=True))
 
     def read(var: Any) -> Known:
-        return known(var, var.val) if isinstance(var, jex.Literal) else of[var]
+        return known(var, var.val) if isinstance(var, jex.Literal) else facts[var]
 
     for eqn in inner.eqns:
-        of.update(zip(eqn.outvars, apply(eqn, [read(var) for var in eqn.invars]), strict=True))
+        facts.update(zip(eqn.outvars, apply(eqn, [read(var) for var in eqn.invars]), strict=True))
     return [read(var) for var in inner.outvars]
 
 
 def runner(eqn: Any) -> Callable[..., Sequence[Any]]:
     """Return an operation as a function of the variables that it reads; its literals stay inside."""
     variables = list(dict.fromkeys(var for var in eqn.invars if isinstance(var, jex.Var)))
-    at = [next(i for i, var in enumerate(eqn.invars) if var is variable) for variable in variables]
+    positions = [next(i for i, var in enumerate(eqn.invars) if var is variable) for variable in variables]
     # Dropped results are left out of the jaxpr; `run` returns None in their places.
     results = [var for var in eqn.outvars if not isinstance(var, jex.DropVar)]
 
     def run(*values: Any) -> Sequence[Any]:
         jaxpr = jex.Jaxpr([], variables, results, [eqn], eqn.effects, _DEBUG_INFO)
-        found = iter(jex.jaxpr_as_fun(close(jaxpr))(*(values[i] for i in at)))
-        return [None if isinstance(var, jex.DropVar) else next(found) for var in eqn.outvars]
+        outputs = iter(jex.jaxpr_as_fun(close(jaxpr))(*(values[i] for i in positions)))
+        return [None if isinstance(var, jex.DropVar) else next(outputs) for var in eqn.outvars]
 
     return run
 
@@ -235,8 +235,8 @@ def _jaxprs(value: Any) -> Iterator[Any]:
     if is_jaxpr(value):
         yield value
     elif isinstance(value, tuple):
-        for one in value:
-            yield from _jaxprs(one)
+        for item in value:
+            yield from _jaxprs(item)
 
 
 _DEBUG_INFO = jex.DebugInfo("lowtide", "one operation", None, None)

@@ -15,7 +15,7 @@ from typing import Any
 from ._calls import Kind, bodies, kind_of
 from ._versions import opened
 
-_FREE = {
+_FREE_PRIMITIVES = {
     *("reshape", "transpose", "broadcast_in_dim", "squeeze", "expand_dims", "slice", "dynamic_slice", "gather", "rev"),
     *("dynamic_update_slice", "concatenate", "pad", "convert_element_type", "bitcast_convert_type", "copy"),
     *("name", "device_put", "iota", "split", "stop_gradient", "optimization_barrier", "sharding_constraint"),
@@ -82,7 +82,7 @@ def eqn_flops(eqn: Any) -> int:
         inner = [body.times * jaxpr_flops(body.jaxpr) for body in bodies(eqn)]
         num_devices = manual_devices(eqn.params) if kind is Kind.SHARD_MAP else 1
         return max(inner) if kind is Kind.BRANCH else num_devices * sum(inner)
-    if primitive in _FREE:
+    if primitive in _FREE_PRIMITIVES:
         return 0
     if primitive.startswith(("reduce_", "arg", "cum")) and primitive != "reduce_precision":
         return _size(eqn.invars[0].aval)
@@ -93,8 +93,8 @@ def _ragged_flops(eqn: Any) -> int:
     """Return the FLOPs of a product whose rows, or whose summed axis, are in groups."""
     numbers, (lhs, _, groups) = eqn.params["ragged_dot_dimension_numbers"], (var.aval for var in eqn.invars)
     (contracted, _), _ = numbers.dot_dimension_numbers
-    each = 2 * _size(eqn.outvars[0].aval) * math.prod(lhs.shape[dim] for dim in contracted)
-    return each // max(groups.shape[-1], 1) if set(numbers.lhs_ragged_dimensions) & set(contracted) else each
+    flops = 2 * _size(eqn.outvars[0].aval) * math.prod(lhs.shape[dim] for dim in contracted)
+    return flops // max(groups.shape[-1], 1) if set(numbers.lhs_ragged_dimensions) & set(contracted) else flops
 
 
 def manual_devices(params: Any) -> int:

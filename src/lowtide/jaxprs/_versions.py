@@ -53,25 +53,20 @@ def consts_of(jaxpr: Any) -> Sequence[Any]:
 
 
 def with_jaxprs(eqn: Any, change: Callable[[Any], Any]) -> Any:
-    """Replace the jaxprs in an operation's parameters, and in tuples there; return the same operation if none changes.
+    """Replace the jaxprs in an operation's parameters, and in tuples there; return the same one if none changes."""
 
-    Args:
-        eqn: the operation.
-        change: a function that returns another jaxpr, or the same one.
-    """
-
-    def changed(value: Any) -> Any:
+    def replace(value: Any) -> Any:
         if is_jaxpr(value):
             return change(value)
         if not isinstance(value, tuple):
             return value
-        new = tuple(map(changed, value))
+        new = tuple(map(replace, value))
         if all(a is b for a, b in zip(new, value, strict=True)):
             return value
         # A named tuple takes its fields one by one.
         return type(value)(*new) if hasattr(value, "_fields") else new
 
-    params = {key: changed(value) for key, value in eqn.params.items()}
+    params = {key: replace(value) for key, value in eqn.params.items()}
     return eqn.replace(params=params) if any(params[key] is not eqn.params[key] for key in params) else eqn
 
 
@@ -116,15 +111,15 @@ def plain(jaxpr: Any) -> Any:
 
 def _plain_equation(eqn: Any) -> Any:
     if eqn.primitive.name == "call_hi_primitive":
-        held = eqn.params["_prim"]
-        if type(held).__name__ == "RematTraced":
-            inner = plain(held.jaxpr)
+        operation = eqn.params["_prim"]
+        if type(operation).__name__ == "RematTraced":
+            inner = plain(operation.jaxpr)
             # `remat_p` takes an open jaxpr; where open and closed ones are one class, there is nothing to open.
-            params = {"jaxpr": getattr(inner, "jaxpr", inner), "policy": held.policy, "differentiated": False}
-            prevent_cse = getattr(held, "prevent_cse", True)  # JAX 0.10 always prevents it
+            params = {"jaxpr": getattr(inner, "jaxpr", inner), "policy": operation.policy, "differentiated": False}
+            prevent_cse = getattr(operation, "prevent_cse", True)  # JAX 0.10 always prevents it
             return eqn.replace(primitive=remat_p, params={**params, "prevent_cse": prevent_cse})
-        if type(held).__name__ in ("CheckpointName", "CheckpointNameFwd"):
-            return eqn.replace(primitive=name_p, params={"name": held.name})
+        if type(operation).__name__ in ("CheckpointName", "CheckpointNameFwd"):
+            return eqn.replace(primitive=name_p, params={"name": operation.name})
         return eqn
     return with_jaxprs(eqn, plain)
 
@@ -178,8 +173,8 @@ def policy_names(policy: Any) -> dict[str, bool]:
         Empty for a policy without names.
     """
     # The answer for all names that the policy does not know.
-    others = saves_name(policy, _NOBODYS_NAME)
-    return {text: not others for text in _texts(policy) if saves_name(policy, text) != others}
+    default = saves_name(policy, _UNUSED_NAME)
+    return {text: not default for text in _collect_texts(policy) if saves_name(policy, text) != default}
 
 
 def saves_name(policy: Any, name: str) -> bool:
@@ -202,29 +197,29 @@ def saves_name(policy: Any, name: str) -> bool:
     return False
 
 
-_NOBODYS_NAME = "lowtide: a name that nobody gives"
-_MANY = 1000
+_UNUSED_NAME = "lowtide: a name that nobody gives"
+_MAX_NAMES = 1000
 """A container with more entries than this is not a list of names."""
 
 
-def _texts(policy: Any) -> set[str]:
+def _collect_texts(policy: Any) -> set[str]:
     """Return the texts that a policy holds, also inside of functions and policies that it holds."""
-    texts, seen, border = set[str](), dict[int, Any](), [policy]
-    while border:
-        value = border.pop()
-        if id(value) in seen or isinstance(value, (type, types.ModuleType)):
+    texts, visited, pending = set[str](), dict[int, Any](), [policy]
+    while pending:
+        value = pending.pop()
+        if id(value) in visited or isinstance(value, (type, types.ModuleType)):
             continue
-        seen[id(value)] = value  # kept alive, so that no other object gets its id
+        visited[id(value)] = value  # kept alive, so that no other object gets its id
         if isinstance(value, str):
             texts.add(value)
         elif isinstance(value, (set, frozenset, list, tuple, Mapping)):
-            border += value if len(value) <= _MANY else ()
+            pending += value if len(value) <= _MAX_NAMES else ()
         elif callable(value):
-            border += _held(value)
+            pending += _referenced_values(value)
     return texts
 
 
-def _held(value: Any) -> Iterator[Any]:
+def _referenced_values(value: Any) -> Iterator[Any]:
     """Yield the values that a function, method, partial function or callable object holds."""
     yield from vars(value).values() if hasattr(value, "__dict__") else ()
     yield from (getattr(value, name, None) for name in getattr(type(value), "__slots__", ()))

@@ -124,14 +124,16 @@ def chunked_cross_entropy(
         h, leaves, labels = varied_alike((h, leaves, labels))
         static = treedef, _Options(chunk, ignore_index, soft_cap, float(z_loss))
 
-        def own(leaves: Any, tokens: Any) -> Array:
-            each: Array = _sum_cross_entropy(static, tokens[0], tuple(leaves), tokens[1])  # pyright: ignore[reportAssignmentType]
-            return each if parts == 1 else each[None]
+        def local_sum(leaves: Any, tokens: Any) -> Array:
+            loss_sum: Array = _sum_cross_entropy(static, tokens[0], tuple(leaves), tokens[1])  # pyright: ignore[reportAssignmentType]
+            return loss_sum if parts == 1 else loss_sum[None]
 
         axis = labels.ndim - 1
         tokens = h, labels
         total = (
-            own(leaves, tokens) if parts == 1 else jnp.sum(on_own_tokens(own, leaves, tokens, axis=axis, out_axis=0))
+            local_sum(leaves, tokens)
+            if parts == 1
+            else jnp.sum(on_own_tokens(local_sum, leaves, tokens, axis=axis, out_axis=0))
         )
     if reduction == "sum":
         return total
@@ -147,7 +149,7 @@ def _sum_cross_entropy(static: tuple[Any, _Options], h: Array, leaves: tuple[Arr
 def _forward(static: tuple[Any, _Options], h: Any, leaves: tuple[Any, ...], labels: Any) -> tuple[Array, Any]:
     """Compute the sum, and gradients of the differentiated inputs, which the backward pass scales by the cotangent."""
     treedef, options = static
-    wants_h, trained = h.perturbed, tuple(leaf.value if leaf.perturbed else None for leaf in leaves)
+    is_h_perturbed, trained = h.perturbed, tuple(leaf.value if leaf.perturbed else None for leaf in leaves)
     h, leaves, labels = h.value, tuple(leaf.value for leaf in leaves), labels.value
 
     def body(start: Any, size: int, carry: _Carry) -> _Carry:
@@ -158,18 +160,18 @@ def _forward(static: tuple[Any, _Options], h: Any, leaves: tuple[Any, ...], labe
             head = treedef.unflatten([old if new is None else new for old, new in zip(leaves, trained, strict=True)])
             return _chunk_loss(options, h_BCD, head, labels_BC)
 
-        if wants_h:
+        if is_h_perturbed:
             value, (grad_h, grads) = jax.value_and_grad(loss, argnums=(0, 1))(h_BCD, trained)
             dh = jax.lax.dynamic_update_slice_in_dim(dh, grad_h.astype(dh.dtype), start, axis=dh.ndim - 2)
         else:
             value, grads = jax.value_and_grad(functools.partial(loss, h_BCD))(trained)
         return total + value, dh, jax.tree.map(lambda acc, grad: acc + grad.astype(acc.dtype), dleaves, grads)
 
-    given = (h, *leaves, labels)
-    zeros = jax.tree.map(lambda leaf: like_type(given, leaf.shape, jnp.promote_types(leaf.dtype, jnp.float32)), trained)
+    args = (h, *leaves, labels)
+    zeros = jax.tree.map(lambda leaf: like_type(args, leaf.shape, jnp.promote_types(leaf.dtype, jnp.float32)), trained)
     carry = (
-        like_type(given, (), jnp.float32),
-        varied_alike((jnp.zeros_like(h), *given))[0] if wants_h else None,
+        like_type(args, (), jnp.float32),
+        varied_alike((jnp.zeros_like(h), *args))[0] if is_h_perturbed else None,
         zeros,
     )
     total, dh, dleaves = _over_chunks(labels.shape[-1], options.chunk, body, carry)
@@ -230,8 +232,8 @@ def _sum_of_chunks(options: _Options, h: Array, head: Any, labels: Array) -> Arr
         h_BCD, labels_BC = _slice(h, start, size, -2), _slice(labels, start, size, -1)
         return total + _chunk_loss(options, h_BCD, head, labels_BC)
 
-    given = (h, *jax.tree.leaves(head), labels)
-    return _over_chunks(labels.shape[-1], options.chunk, body, like_type(given, (), jnp.float32))
+    args = (h, *jax.tree.leaves(head), labels)
+    return _over_chunks(labels.shape[-1], options.chunk, body, like_type(args, (), jnp.float32))
 
 
 def _chunk_loss(options: _Options, h_BCD: Array, head: Any, labels_BC: Array) -> Array:
@@ -272,7 +274,7 @@ def _logits_forward(h: Any, head: Any) -> tuple[Array, Any]:
 
 def _logits_backward(residuals: Any, d_BCV: Any) -> tuple[Array | None, Array | None]:
     """Multiply in the dtype of `h`, as a linear layer does; in float32 XLA would hold a float32 copy of the head."""
-    h_BCD, head_VD, wants_h, wants_head = residuals
+    h_BCD, head_VD, is_h_perturbed, is_head_perturbed = residuals
     if isinstance(d_BCV, jax.custom_derivatives.SymbolicZero):
         return None, None
     if h_BCD.dtype != jnp.float16:  # its range is too small for these gradients
@@ -280,17 +282,17 @@ def _logits_backward(residuals: Any, d_BCV: Any) -> tuple[Array | None, Array | 
     rows = tuple(range(h_BCD.ndim - 1))
 
     def product(a: Array, b: Array, contract: Any, like: Array) -> Array:
-        place = jax.typeof(like).sharding  # part of the type on a mesh with explicit axes
+        sharding = jax.typeof(like).sharding  # part of the type on a mesh with explicit axes
         return jax.lax.dot_general(
             a,
             b,
             (contract, ((), ())),
             preferred_element_type=jnp.promote_types(h_BCD.dtype, jnp.float32),
-            out_sharding=place if place.mesh.explicit_axes else None,
+            out_sharding=sharding if sharding.mesh.explicit_axes else None,
         ).astype(like.dtype)
 
-    dh = product(d_BCV, head_VD, ((len(rows),), (0,)), h_BCD) if wants_h else None
-    return dh, product(d_BCV, h_BCD, (rows, rows), head_VD) if wants_head else None
+    dh = product(d_BCV, head_VD, ((len(rows),), (0,)), h_BCD) if is_h_perturbed else None
+    return dh, product(d_BCV, h_BCD, (rows, rows), head_VD) if is_head_perturbed else None
 
 
 _logits.defvjp(_logits_forward, _logits_backward, symbolic_zeros=True)
@@ -335,16 +337,16 @@ def _is_number(value: Any) -> bool:
 def _check(h: Any, head: Any, labels: Any, chunk_size: Any, reduction: str, ignore_index: Any) -> None:
     is_array = not isinstance(head, LinearWeight | RunningGradient)
     arrays = {"h": h, "labels": labels, **({"head": head} if is_array else {})}
-    for name, each in arrays.items():
-        if not (hasattr(each, "shape") and hasattr(each, "dtype")):
-            raise StructureError(f"{name} is no array", got=type(each).__name__, hint="jnp.asarray makes one")
-        if name == "h" and not jnp.issubdtype(each.dtype, jnp.floating):
+    for name, array in arrays.items():
+        if not (hasattr(array, "shape") and hasattr(array, "dtype")):
+            raise StructureError(f"{name} is no array", got=type(array).__name__, hint="jnp.asarray makes one")
+        if name == "h" and not jnp.issubdtype(array.dtype, jnp.floating):
             raise StructureError(
-                "h has to be of a floating-point dtype", got=f"{each.dtype}{list(each.shape)}", hint="cast it"
+                "h has to be of a floating-point dtype", got=f"{array.dtype}{list(array.shape)}", hint="cast it"
             )
-        if name == "head" and (each.dtype == bool or jnp.issubdtype(each.dtype, jnp.complexfloating)):
+        if name == "head" and (array.dtype == bool or jnp.issubdtype(array.dtype, jnp.complexfloating)):
             raise StructureError(
-                "head has to be of real numbers", got=f"{each.dtype}{list(each.shape)}", hint="cast it"
+                "head has to be of real numbers", got=f"{array.dtype}{list(array.shape)}", hint="cast it"
             )
     if not isinstance(head, LinearWeight) and (head.shape[1:] != h.shape[-1:] or 0 in head.shape):
         raise StructureError(

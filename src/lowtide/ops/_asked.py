@@ -25,24 +25,16 @@ _FROM_A_CACHE = (
 
 
 def check(q: Array, k: Array, v: Array, sight: Sight, scores: Scores) -> None:
-    """Raise if no implementation can compute attention of these arguments.
-
-    Raises:
-        ConfigError: for arguments that do not fit.
-    """
+    """Raise `ConfigError` if no implementation can compute attention of these arguments."""
     check_arrays(q, k, v)
     _check_sight(q, k, sight)
     _check_scores(q.shape[2], scores)
 
 
 def check_arrays(q: Any, k: Any, v: Any) -> None:
-    """Raise if queries, keys and values do not fit each other.
-
-    Raises:
-        ConfigError: for arrays that do not fit.
-    """
-    got = ", ".join(map(_told, (q, k, v)))
-    shapes: list[Any] = [tuple(getattr(each, "shape", ())) for each in (q, k, v)]
+    """Raise `ConfigError` if queries, keys and values do not fit each other."""
+    got = ", ".join(map(_describe, (q, k, v)))
+    shapes: list[Any] = [tuple(getattr(array, "shape", ())) for array in (q, k, v)]
     if any(len(shape) != 4 for shape in shapes) or 0 in {size for shape in shapes for size in shape[1:]}:
         raise ConfigError(
             "attention: queries, keys and values have four axes, none of them empty but for the first",
@@ -68,16 +60,12 @@ def check_arrays(q: Any, k: Any, v: Any) -> None:
 
 
 def check_causal(causal: Any, window: Any, num_queries: int, num_keys: int) -> None:
-    """Raise if the mask arguments of `attention` do not fit; its first query is at the first key.
-
-    Raises:
-        ConfigError: for arguments that do not fit.
-    """
+    """Raise `ConfigError` if the mask arguments of `attention` do not fit; its first query is at the first key."""
     if not isinstance(causal, bool | np.bool_):
         raise ConfigError(
             "attention: causal is yes or no",
             expected="True or False",
-            got=_told(causal),
+            got=_describe(causal),
             hint="what differs within a program is two calls, or segment_ids",
         )
     if causal and num_queries != num_keys:
@@ -92,7 +80,7 @@ def check_causal(causal: Any, window: Any, num_queries: int, num_keys: int) -> N
         raise ConfigError(
             "attention: a window is of causal attention, and holds the query itself at least",
             expected="causal=True and window an integer of at least 1",
-            got=f"causal={causal}, window={_told(window)}",
+            got=f"causal={causal}, window={_describe(window)}",
             hint="lowtide.ops.attend(q, k, v, Sight(window=window), Scores(scale)) takes one that a program computes"
             if is_array
             else "leave window out for all keys",
@@ -100,34 +88,30 @@ def check_causal(causal: Any, window: Any, num_queries: int, num_keys: int) -> N
 
 
 def check_scale(scale: Any) -> None:
-    """Raise if the scale is not a number of Python or NumPy, or a traced number (which may be learned).
-
-    Raises:
-        ConfigError: for any other scale.
-    """
+    """Raise `ConfigError` unless the scale is a number of Python or NumPy, or a traced one, which may be learned."""
     is_array = isinstance(scale, jax.Array | np.ndarray)
     if not (scale.shape == () if is_array else _is_number(scale)):
         raise ConfigError(
             "attention: scale is one number",
             expected="a number, or an array without axes",
-            got=_told(scale),
+            got=_describe(scale),
             hint="multiply the queries by what differs between heads, and pass scale=1.0",
         )
     if isinstance(scale, jax.Array):
-        is_taken = jnp.issubdtype(scale.dtype, jnp.floating)
+        is_valid = jnp.issubdtype(scale.dtype, jnp.floating)
     else:
         dtype = np.asarray(scale).dtype
         is_real = jnp.issubdtype(dtype, jnp.floating) or jnp.issubdtype(dtype, jnp.integer)
-        is_taken = is_real and math.isfinite(float(scale))
-    if not is_taken:
+        is_valid = is_real and math.isfinite(float(scale))
+    if not is_valid:
         raise ConfigError(
             "attention: scale is a finite number, and in a program of a floating-point dtype",
-            got=_told(scale) if isinstance(scale, jax.Array) else repr(scale),
+            got=_describe(scale) if isinstance(scale, jax.Array) else repr(scale),
             hint="leave it out for the usual one, head ** -0.5",
         )
 
 
-def segments_of(segment_ids: Any) -> Any:
+def normalize_segments(segment_ids: Any) -> Any:
     """Return the segments of queries and of keys, from one array for both or from two."""
     if segment_ids is None or isinstance(segment_ids, tuple):
         return segment_ids
@@ -135,34 +119,36 @@ def segments_of(segment_ids: Any) -> Any:
 
 
 def _check_sight(q: Array, k: Array, sight: Sight) -> None:
-    told: Any = sight
-    if told.window is not None and not _is_place(told.window, 1):
+    settings: Any = sight
+    if settings.window is not None and not _is_position(settings.window, 1):
         raise ConfigError(
             "attention: a window holds the query itself at least, and is the same for all rows",
             expected="an integer of at least 1, or an integer array without axes",
-            got=_told(told.window),
+            got=_describe(settings.window),
             hint="leave window out for all keys; jax.vmap over rows whose windows differ",
         )
-    if not _is_place(told.start, 0):
+    if not _is_position(settings.start, 0):
         raise ConfigError(
             "attention: start is the place of the first query among the keys, the same for all rows",
             expected="an integer of at least 0, or an integer array without axes",
-            got=_told(told.start),
+            got=_describe(settings.start),
             hint="jax.vmap over rows that begin at places of their own",
         )
-    if not isinstance(told.causal, bool | np.bool_):
-        raise ConfigError("attention: causal is yes or no", got=_told(told.causal), hint="True or False")
-    if told.segments is None:
+    if not isinstance(settings.causal, bool | np.bool_):
+        raise ConfigError("attention: causal is yes or no", got=_describe(settings.causal), hint="True or False")
+    if settings.segments is None:
         return
-    both = told.segments if isinstance(told.segments, tuple) else (told.segments,)
-    found: list[Any] = [(getattr(each, "shape", None), getattr(each, "dtype", None)) for each in both]
-    wanted = [q.shape[:2], k.shape[:2]]
-    fits = len(both) == 2 and all(shape in (each, (1, each[1])) for (shape, _), each in zip(found, wanted, strict=True))
-    if not fits or not all(jnp.issubdtype(dtype, jnp.integer) for _, dtype in found):
+    segments = settings.segments if isinstance(settings.segments, tuple) else (settings.segments,)
+    array_types: list[Any] = [(getattr(array, "shape", None), getattr(array, "dtype", None)) for array in segments]
+    shapes = [q.shape[:2], k.shape[:2]]
+    fits = len(segments) == 2 and all(
+        shape in (expected, (1, expected[1])) for (shape, _), expected in zip(array_types, shapes, strict=True)
+    )
+    if not fits or not all(jnp.issubdtype(dtype, jnp.integer) for _, dtype in array_types):
         raise ConfigError(
             "attention: segment_ids do not fit",
-            expected=f"integers of shape {wanted[0]} for queries and {wanted[1]} for keys, in a tuple",
-            got=", ".join(map(_told, both)),
+            expected=f"integers of shape {shapes[0]} for queries and {shapes[1]} for keys, in a tuple",
+            got=", ".join(map(_describe, segments)),
             hint="one number for each token: its document in the row",
         )
 
@@ -172,7 +158,7 @@ def _check_scores(heads: int, scores: Scores) -> None:
     if scores.soft_cap is not None and not (_is_number(scores.soft_cap) and 0 < scores.soft_cap < math.inf):
         raise ConfigError(
             "attention: soft_cap is a positive number of Python or NumPy, known when the program is traced",
-            got=_told(scores.soft_cap),
+            got=_describe(scores.soft_cap),
             hint="leave it out for none",
         )
     shape, dtype = getattr(scores.sinks, "shape", None), getattr(scores.sinks, "dtype", None)
@@ -180,7 +166,7 @@ def _check_scores(heads: int, scores: Scores) -> None:
         raise ConfigError(
             "attention: sinks are one score for each query head",
             expected=f"an array [{heads}] of floating-point numbers",
-            got=_told(scores.sinks),
+            got=_describe(scores.sinks),
             hint="leave them out for none",
         )
 
@@ -189,7 +175,7 @@ def _is_number(value: Any) -> bool:
     return type(value) is not bool and isinstance(value, numbers.Real)
 
 
-def _is_place(value: Any, least: int) -> bool:
+def _is_position(value: Any, least: int) -> bool:
     """Return whether a value is an integer of at least `least`, a traced integer, or a symbolic dimension."""
     if hasattr(value, "shape") and hasattr(value, "dtype"):
         is_integer = value.shape == () and jnp.issubdtype(value.dtype, jnp.integer)
@@ -197,7 +183,7 @@ def _is_place(value: Any, least: int) -> bool:
     return is_count(value, least) or jax.export.is_symbolic_dim(value)
 
 
-def _told(value: Any) -> str:
+def _describe(value: Any) -> str:
     """Format an array by its dtype and shape, and any other value by its repr."""
     if hasattr(value, "shape") and hasattr(value, "dtype"):
         return f"{value.dtype}{list(value.shape)}"

@@ -24,15 +24,15 @@ from jaxtyping import Array, Float, Int
 
 from ..core import ConfigError, traced_device
 from ..core._compat import has_cudnn
-from ._asked import check, check_arrays, check_causal, segments_of
+from ._asked import check, check_arrays, check_causal, normalize_segments
 from ._blocks import attend_in_blocks
 from ._context import over_context
-from ._divided import wide_of
+from ._divided import wide_dtype
 from ._scores import attend_with_scores
 from ._sight import Implementation, Scores, Sight
-from ._splash import LEAST_TOKENS, attend_with_splash, refusal
+from ._splash import LEAST_TOKENS, attend_with_splash, unsupported_reason
 
-_HALF = (jnp.bfloat16, jnp.float16)
+_HALF_DTYPES = (jnp.bfloat16, jnp.float16)
 # Fewer queries have few scores, which are computed all at once.
 _LEAST_IN_BLOCKS = 64
 # cuDNN takes documents as a mask of [T, T], and computes all of it: at 32,768 tokens its step was slower than blocks.
@@ -110,7 +110,7 @@ def attention(
     """
     check_arrays(q, k, v)
     check_causal(causal, window, q.shape[1], k.shape[1])
-    sight = Sight(causal=causal, window=window, segments=segments_of(segment_ids))
+    sight = Sight(causal=causal, window=window, segments=normalize_segments(segment_ids))
     scores = Scores(q.shape[-1] ** -0.5 if scale is None else scale, soft_cap, sinks)
     return attend(q, k, v, sight, scores, implementation)
 
@@ -143,10 +143,13 @@ def attend(
     scale: Any = scores.scale
     soft_cap = None if scores.soft_cap is None else float(scores.soft_cap)
     if isinstance(scale, jax.Array):  # it may be traced or learned, so it goes into the queries
-        q, scale = (q.astype(wide_of(q.dtype)) * scale).astype(q.dtype), 1.0
+        q, scale = (q.astype(wide_dtype(q.dtype)) * scale).astype(q.dtype), 1.0
     scores = dataclasses.replace(scores, scale=float(scale), soft_cap=soft_cap)
     sight = dataclasses.replace(
-        sight, window=_static(sight.window), start=_static(sight.start), segments=_of_all_rows(q.shape[0], sight)
+        sight,
+        window=_to_python_int(sight.window),
+        start=_to_python_int(sight.start),
+        segments=_broadcast_segments(q.shape[0], sight),
     )
     if implementation not in (None, *typing.get_args(Implementation)):
         raise ConfigError(
@@ -154,47 +157,47 @@ def attend(
             expected=f"{', '.join(map(repr, typing.get_args(Implementation)))} or None",
             hint="leave it out for what the target has",
         )
-    if implementation == "cudnn" and (why := _not_by_cudnn(q.dtype, q.shape[-1], scores)):
+    if implementation == "cudnn" and (reason := _unsupported_by_cudnn(q.dtype, q.shape[-1], scores)):
         raise ConfigError(
             "attention: cuDNN's kernel cannot compute this",
             expected="half precision on an NVIDIA GPU, heads of 8, 16, ... 128, no soft cap and no sinks",
-            got=why,
+            got=reason,
             hint='leave implementation out, or take "blocks"',
         )
-    if implementation == "splash" and (why := _not_by_splash(q, k, sight, scores)):
+    if implementation == "splash" and (reason := _unsupported_by_splash(q, k, sight, scores)):
         raise ConfigError(
             "attention: the kernel for TPUs cannot compute this",
             expected="bfloat16 or float32 on a TPU, heads of 64, 128 or 256, tokens in whole blocks of 128, "
             "and keys in the segments of queries",
-            got=why,
+            got=reason,
             hint='leave implementation out, or take "blocks"',
         )
     if not q.shape[0]:
         return q
-    return over_context(functools.partial(_attend_by, implementation), q, k, v, sight, scores)
+    return over_context(functools.partial(_dispatch, implementation), q, k, v, sight, scores)
 
 
-def _static(value: Any) -> Any:
+def _to_python_int(value: Any) -> Any:
     """Convert an integer of NumPy to one of Python."""
     return int(value) if isinstance(value, np.ndarray | np.integer) else value
 
 
-def _of_all_rows(rows: int, sight: Sight) -> tuple[Array, Array] | None:
+def _broadcast_segments(rows: int, sight: Sight) -> tuple[Array, Array] | None:
     """Return the segments of each row, broadcast if all rows share those of one."""
-    if sight.segments is None or rows == 1 or all(each.shape[0] == rows for each in sight.segments):
+    if sight.segments is None or rows == 1 or all(ids.shape[0] == rows for ids in sight.segments):
         return sight.segments
-    queries, keys = (jnp.broadcast_to(each, (rows, each.shape[1])) for each in sight.segments)
+    queries, keys = (jnp.broadcast_to(ids, (rows, ids.shape[1])) for ids in sight.segments)
     return (queries, queries) if sight.segments[0] is sight.segments[1] else (queries, keys)
 
 
-def _attend_by(
+def _dispatch(
     implementation: Implementation | None, q: Array, k: Array, v: Array, sight: Sight, scores: Scores
 ) -> Array:
-    named = implementation is not None
+    is_required = implementation is not None
     if implementation is None:
         implementation = _best(q, k, sight, scores)
     if implementation == "splash":
-        return attend_with_splash(q, k, v, sight, scores, named=named)
+        return attend_with_splash(q, k, v, sight, scores, is_required=is_required)
     if implementation == "blocks":
         return attend_in_blocks(q, k, v, sight, scores)
     return attend_with_scores(q, k, v, sight, scores, implementation)
@@ -234,23 +237,23 @@ def attention_implementation(
 def _best(q: Array, k: Array, sight: Sight, scores: Scores) -> Implementation:
     """Return the target's kernel if it can compute this, else blocks or all scores."""
     is_masked = not sight.is_static and q.shape[1] >= _LEAST_MASK_IN_BLOCKS
-    if not is_masked and not _not_by_cudnn(q.dtype, q.shape[-1], scores):
+    if not is_masked and not _unsupported_by_cudnn(q.dtype, q.shape[-1], scores):
         return "cudnn"
     is_long = min(q.shape[1], k.shape[1]) >= LEAST_TOKENS
-    if is_long and not _not_by_splash(q, k, sight, scores):
+    if is_long and not _unsupported_by_splash(q, k, sight, scores):
         return "splash"
     return "xla" if q.shape[1] < _LEAST_IN_BLOCKS else "blocks"
 
 
-def _not_by_splash(q: Array, k: Array, sight: Sight, scores: Scores) -> str:
+def _unsupported_by_splash(q: Array, k: Array, sight: Sight, scores: Scores) -> str:
     """Return why the kernel for TPUs cannot compute this; empty if it can."""
     device = traced_device()
     if device.platform != "tpu":
         return f"a device of kind {getattr(device, 'device_kind', device.platform)}"
-    return refusal(q, k, sight, scores)
+    return unsupported_reason(q, k, sight, scores)
 
 
-def _not_by_cudnn(dtype: Any, head_dim: int, scores: Scores) -> str:
+def _unsupported_by_cudnn(dtype: Any, head_dim: int, scores: Scores) -> str:
     """Return why cuDNN's kernel cannot compute this; empty if it can."""
     device = traced_device()
     capability = re.fullmatch(r"(\d+)\.\d+", str(getattr(device, "compute_capability", "")))
@@ -258,7 +261,7 @@ def _not_by_cudnn(dtype: Any, head_dim: int, scores: Scores) -> str:
         return "a soft cap" if scores.soft_cap is not None else "sinks"
     if device.platform != "gpu" or capability is None or int(capability[1]) < 8:
         return f"a device of kind {getattr(device, 'device_kind', device.platform)}"
-    if dtype not in _HALF:
+    if dtype not in _HALF_DTYPES:
         return f"{dtype}"
     if head_dim > 128 or head_dim % 8:
         return f"heads of {head_dim}"

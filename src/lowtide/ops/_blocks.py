@@ -34,8 +34,8 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array
 
 from ..core import kept, like_type, traced_device, varied_alike, without_explicit_axes
-from ._divided import divided_sizes, wide_of
-from ._pairs import LEAST_ROWS, Block, Kind, Seen, blocks_of, mask_of, pairs_of
+from ._divided import local_sizes, wide_dtype
+from ._pairs import LEAST_ROWS, Config, Pair, RuntimeMask, block_mask, loop_inputs, pairs_of
 from ._sight import Scores, Sight
 
 # Bytes of one float32 block of scores on one device: what keeps a GPU's or a TPU's matrix units busy, and what a CPU's
@@ -56,168 +56,169 @@ class _Carry(NamedTuple):
 def attend_in_blocks(q_BTNH: Array, k_BSKH: Array, v_BSKH: Array, sight: Sight, scores: Scores) -> Array:
     """Compute attention; shapes [B, T, N, H], [B, S, K, H] twice, to [B, T, N, H]."""
     window, start = sight.window, sight.start
-    of_queries, of_keys = sight.segments or (None, None)
-    seen = Seen(
+    query_segments, key_segments = sight.segments or (None, None)
+    runtime_mask = RuntimeMask(
         window if isinstance(window, jax.Array) else None,
         jnp.asarray(start) if isinstance(start, jax.Array) or start else None,
-        of_queries,
-        of_keys,
+        query_segments,
+        key_segments,
     )
-    known = None if isinstance(window, jax.Array) else window
+    static_window = None if isinstance(window, jax.Array) else window
     size = block_size(q_BTNH.shape, k_BSKH.shape[1])
-    kind = Kind(sight.causal, known, scores.scale, scores.soft_cap, size)
-    return _attend(kind, *varied_alike((q_BTNH, k_BSKH, v_BSKH, scores.sinks, seen)))
+    config = Config(sight.causal, static_window, scores.scale, scores.soft_cap, size)
+    return _attend(config, *varied_alike((q_BTNH, k_BSKH, v_BSKH, scores.sinks, runtime_mask)))
 
 
 def block_size(shape: Sequence[int], num_keys: int) -> int:
-    """Return the most rows and columns of a block of scores.
-
-    Args:
-        shape: shape of the queries, [B, T, N, H], over all devices.
-        num_keys: S.
-    """
+    """Return the most rows and columns of a block of scores, for queries [B, T, N, H] over all devices."""
     batch, length, heads, _ = shape
-    batch, heads = divided_sizes(batch, heads)
-    most = _SCORE_BYTES.get(traced_device().platform, _MOST_SCORE_BYTES) // (4 * batch * heads)
+    batch, heads = local_sizes(batch, heads)
+    max_elements = _SCORE_BYTES.get(traced_device().platform, _MOST_SCORE_BYTES) // (4 * batch * heads)
     size = LEAST_ROWS
-    while size < _MOST_ROWS and 4 * size * size <= most:
+    while size < _MOST_ROWS and 4 * size * size <= max_elements:
         size *= 2
     return min(size, max(length, num_keys))
 
 
-def flat(x_BTNH: Array) -> Array:
+def merge_heads(x_BTNH: Array) -> Array:
     """Merge heads and their width, [B, T, W], the layout that products read and write; others would be copied."""
     return x_BTNH.reshape(*x_BTNH.shape[:2], -1)
 
 
-def _rows(x_BTW: Array, start: Array, size: int, num_groups: int, dim: int) -> Array:
+def _slice_queries(x_BTW: Array, start: Array, size: int, num_groups: int, dim: int) -> Array:
     """Cut a block of queries, [B, K, M, H]; heads come before rows, so queries that share keys are one product."""
     x_BCW = jax.lax.dynamic_slice_in_dim(x_BTW, start, size, axis=1)
     x_BKGCH = x_BCW.reshape(x_BCW.shape[0], size, num_groups, -1, dim).transpose(0, 2, 3, 1, 4)
     return x_BKGCH.reshape(x_BCW.shape[0], num_groups, -1, dim)
 
 
-def _as_rows(x_BKMH: Array, size: int) -> Array:
-    """Invert `_rows`: [B, C, W]."""
+def _merge_queries(x_BKMH: Array, size: int) -> Array:
+    """Invert `_slice_queries`: [B, C, W]."""
     batch, groups, _, dim = x_BKMH.shape
     return x_BKMH.reshape(batch, groups, -1, size, dim).transpose(0, 3, 1, 2, 4).reshape(batch, size, -1)
 
 
-def _columns(x_BSX: Array, start: Array, size: int, num_groups: int) -> Array:
+def _slice_keys(x_BSX: Array, start: Array, size: int, num_groups: int) -> Array:
     """Cut a block of keys or values, [B, K, D, H]."""
     x_BDX = jax.lax.dynamic_slice_in_dim(x_BSX, start, size, axis=1)
     return x_BDX.reshape(x_BDX.shape[0], size, num_groups, -1).swapaxes(1, 2)
 
 
-def _of_rows(x_BNT: Array, start: Array, size: int, num_groups: int) -> Array:
+def _slice_row_values(x_BNT: Array, start: Array, size: int, num_groups: int) -> Array:
     """Cut a block of an array with one number per row, [B, K, M]."""
     x_BNC = jax.lax.dynamic_slice_in_dim(x_BNT, start, size, axis=2)
     return x_BNC.reshape(x_BNC.shape[0], num_groups, -1)
 
 
-def _products(kind: Kind, q_BKMH: Array, k_BKDH: Array) -> Array:
+def _compute_scores(config: Config, q_BKMH: Array, k_BKDH: Array) -> Array:
     """Return the scores that enter the softmax, [B, K, M, D]."""
-    wide = wide_of(q_BKMH.dtype)
-    s_BKMD = jnp.einsum("bkmh,bkdh->bkmd", q_BKMH, k_BKDH, preferred_element_type=wide) * kind.scale
-    return s_BKMD if kind.soft_cap is None else kind.soft_cap * jnp.tanh(s_BKMD / kind.soft_cap)
+    wide = wide_dtype(q_BKMH.dtype)
+    s_BKMD = jnp.einsum("bkmh,bkdh->bkmd", q_BKMH, k_BKDH, preferred_element_type=wide) * config.scale
+    return s_BKMD if config.soft_cap is None else config.soft_cap * jnp.tanh(s_BKMD / config.soft_cap)
 
 
-def _over(mask: Array, s_BKMD: Array, fill: float) -> Array:
+def _apply_mask(mask: Array, s_BKMD: Array, fill: float) -> Array:
     """Fill the scores of keys that a query does not see."""
     batch, groups, _, columns = s_BKMD.shape
     s_BKGCD = s_BKMD.reshape(batch, groups, -1, mask.shape[-2], columns)
     return jnp.where(mask, s_BKGCD, jnp.asarray(fill, s_BKMD.dtype)).reshape(s_BKMD.shape)
 
 
-def _when(needed: Array | None, compute: Callable[[Any], Any], carry: Any) -> Any:
+def _compute_if(is_needed: Array | None, compute: Callable[[Any], Any], carry: Any) -> Any:
     """Compute if needed, else return the carry unchanged."""
-    return compute(carry) if needed is None else jax.lax.cond(needed, compute, lambda carry: carry, carry)
+    return compute(carry) if is_needed is None else jax.lax.cond(is_needed, compute, lambda carry: carry, carry)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(kind: Kind, q: Array, k: Array, v: Array, sinks: Array | None, seen: Seen) -> Array:
-    return _results(kind, q, k, v, sinks, seen)[0]
+def _attend(config: Config, q: Array, k: Array, v: Array, sinks: Array | None, runtime_mask: RuntimeMask) -> Array:
+    return _results(config, q, k, v, sinks, runtime_mask)[0]
 
 
-def _attend_forward(kind: Kind, q: Array, k: Array, v: Array, sinks: Array | None, seen: Seen) -> tuple[Array, Any]:
-    out, lse = _results(kind, q, k, v, sinks, seen)
+def _attend_forward(
+    config: Config, q: Array, k: Array, v: Array, sinks: Array | None, runtime_mask: RuntimeMask
+) -> tuple[Array, Any]:
+    out, lse = _results(config, q, k, v, sinks, runtime_mask)
     out, lse = checkpoint_name(out, "attn_out"), checkpoint_name(lse, "attn_lse")
-    return out, (q, k, v, sinks, seen, out, lse)
+    return out, (q, k, v, sinks, runtime_mask, out, lse)
 
 
-def _attend_backward(kind: Kind, residuals: Any, dout: Array) -> Any:
+def _attend_backward(config: Config, residuals: Any, dout: Array) -> Any:
     return *without_explicit_axes(
-        functools.partial(gradients, kind), lambda _: kept(residuals[:4]), residuals, dout
+        functools.partial(gradients, config), lambda _: kept(residuals[:4]), residuals, dout
     ), None
 
 
 _attend.defvjp(_attend_forward, _attend_backward)
 
 
-def _results(kind: Kind, q: Array, k: Array, v: Array, sinks: Array | None, seen: Seen) -> tuple[Array, Array]:
-    return without_explicit_axes(functools.partial(forward, kind), lambda _: places(q), q, k, v, sinks, seen)
+def _results(
+    config: Config, q: Array, k: Array, v: Array, sinks: Array | None, runtime_mask: RuntimeMask
+) -> tuple[Array, Array]:
+    return without_explicit_axes(
+        functools.partial(forward, config), lambda _: result_shardings(q), q, k, v, sinks, runtime_mask
+    )
 
 
-def places(q_BTNH: Array) -> tuple[Any, Any]:
+def result_shardings(q_BTNH: Array) -> tuple[Any, Any]:
     """Return the shardings of the results of `forward` if queries are on a mesh with explicit axes."""
-    place = kept(q_BTNH)
-    batch, length, heads, _ = place.spec
-    return place, jax.NamedSharding(place.mesh, P(batch, heads, length))
+    sharding = kept(q_BTNH)
+    batch, length, heads, _ = sharding.spec
+    return sharding, jax.NamedSharding(sharding.mesh, P(batch, heads, length))
 
 
 def forward(
-    kind: Kind, q_BTNH: Array, k_BSKH: Array, v_BSKH: Array, sinks_N: Array | None, seen: Seen
+    config: Config, q_BTNH: Array, k_BSKH: Array, v_BSKH: Array, sinks_N: Array | None, runtime_mask: RuntimeMask
 ) -> tuple[Array, Array]:
     """Return the result, and the logarithm of each row's sum of exponentials, [B, N, T]."""
     batch, length, heads, dim = q_BTNH.shape
     num_keys, groups = k_BSKH.shape[1:3]
-    pairs = pairs_of(kind, seen, length, num_keys)
-    wide = wide_of(q_BTNH.dtype)
+    pairs = pairs_of(config, runtime_mask, length, num_keys)
+    wide = wide_dtype(q_BTNH.dtype)
     low = float(jnp.finfo(wide).min)
-    zeros = functools.partial(like_type, [q_BTNH, k_BSKH, v_BSKH, *jax.tree.leaves((sinks_N, seen))])
+    zeros = functools.partial(like_type, [q_BTNH, k_BSKH, v_BSKH, *jax.tree.leaves((sinks_N, runtime_mask))])
     num_rows = heads // groups * pairs.rows
     empty = _Carry(
         zeros((batch, groups, num_rows), wide, low),
         zeros((batch, groups, num_rows), wide),
         zeros((batch, groups, num_rows, dim), wide),
     )
-    k_BSX, v_BSX = flat(k_BSKH), flat(v_BSKH)
-    blocks, q_BTW = blocks_of(kind, seen, pairs, flat(q_BTNH))
+    k_BSX, v_BSX = merge_heads(k_BSKH), merge_heads(v_BSKH)
+    blocks, q_BTW = loop_inputs(config, runtime_mask, pairs, merge_heads(q_BTNH))
     sinks_BKM = None
     if sinks_N is not None:
         sinks_BKM = jnp.repeat(sinks_N.astype(wide).reshape(1, groups, -1), pairs.rows, axis=2)
 
-    def body(state: Any, at: Block) -> Any:
+    def body(state: Any, pair: Pair) -> Any:
         carry, out_BTW, lse_BNT = state
         # The first pair of a block of queries starts from an empty state.
-        carry = jax.tree.map(lambda new, old: jnp.where(at.is_first, new, old), empty, carry)
+        carry = jax.tree.map(lambda new, old: jnp.where(pair.is_first, new, old), empty, carry)
 
         def add(carry: _Carry) -> _Carry:
-            q_BKMH = _rows(q_BTW, at.row, pairs.rows, groups, dim)
-            k_BKDH, v_BKDH = (_columns(x, at.column, pairs.columns, groups) for x in (k_BSX, v_BSX))
-            mask = mask_of(kind, seen, pairs, at, num_keys)
-            s_BKMD = _over(mask, _products(kind, q_BKMH, k_BKDH), low)
+            q_BKMH = _slice_queries(q_BTW, pair.row, pairs.rows, groups, dim)
+            k_BKDH, v_BKDH = (_slice_keys(x, pair.column, pairs.columns, groups) for x in (k_BSX, v_BSX))
+            mask = block_mask(config, runtime_mask, pairs, pair, num_keys)
+            s_BKMD = _apply_mask(mask, _compute_scores(config, q_BKMH, k_BKDH), low)
             highest_BKM = jnp.maximum(carry.highest_BKM, jnp.max(s_BKMD, axis=-1))
-            p_BKMD = _over(mask, jnp.exp(s_BKMD - highest_BKM[..., None]), 0)
+            p_BKMD = _apply_mask(mask, jnp.exp(s_BKMD - highest_BKM[..., None]), 0)
             # Sums so far are relative to the old maximum: scale them to the new one.
-            kept_BKM = jnp.exp(carry.highest_BKM - highest_BKM)
-            more_BKMH = jnp.einsum("bkmd,bkdh->bkmh", p_BKMD.astype(v_BKDH.dtype), v_BKDH, preferred_element_type=wide)
-            total_BKM = carry.total_BKM * kept_BKM + jnp.sum(p_BKMD, axis=-1)
-            return _Carry(highest_BKM, total_BKM, carry.out_BKMH * kept_BKM[..., None] + more_BKMH)
+            scale_BKM = jnp.exp(carry.highest_BKM - highest_BKM)
+            new_BKMH = jnp.einsum("bkmd,bkdh->bkmh", p_BKMD.astype(v_BKDH.dtype), v_BKDH, preferred_element_type=wide)
+            total_BKM = carry.total_BKM * scale_BKM + jnp.sum(p_BKMD, axis=-1)
+            return _Carry(highest_BKM, total_BKM, carry.out_BKMH * scale_BKM[..., None] + new_BKMH)
 
-        carry = _when(at.needed, add, carry)
+        carry = _compute_if(pair.is_needed, add, carry)
         highest_BKM, total_BKM, out_BKMH = carry
         if sinks_BKM is not None:
             highest_BKM = jnp.maximum(highest_BKM, sinks_BKM)
-            kept_BKM = jnp.exp(carry.highest_BKM - highest_BKM)
-            total_BKM = total_BKM * kept_BKM + jnp.exp(sinks_BKM - highest_BKM)
-            out_BKMH = out_BKMH * kept_BKM[..., None]
+            scale_BKM = jnp.exp(carry.highest_BKM - highest_BKM)
+            total_BKM = total_BKM * scale_BKM + jnp.exp(sinks_BKM - highest_BKM)
+            out_BKMH = out_BKMH * scale_BKM[..., None]
         total_BKM = jnp.where(total_BKM == 0, 1, total_BKM)  # a row that sees nothing has the result zero
         # Results are written after every pair; the last pair of a block of queries completes them.
-        out_BCW = _as_rows(out_BKMH / total_BKM[..., None], pairs.rows).astype(q_BTW.dtype)
-        out_BTW = jax.lax.dynamic_update_slice_in_dim(out_BTW, out_BCW, at.row, axis=1)
+        out_BCW = _merge_queries(out_BKMH / total_BKM[..., None], pairs.rows).astype(q_BTW.dtype)
+        out_BTW = jax.lax.dynamic_update_slice_in_dim(out_BTW, out_BCW, pair.row, axis=1)
         lse_BNC = (highest_BKM + jnp.log(total_BKM)).reshape(batch, heads, pairs.rows)
-        lse_BNT = jax.lax.dynamic_update_slice_in_dim(lse_BNT, lse_BNC, at.row, axis=2)
+        lse_BNT = jax.lax.dynamic_update_slice_in_dim(lse_BNT, lse_BNC, pair.row, axis=2)
         return (carry, out_BTW, lse_BNT), None
 
     results = zeros(q_BTW.shape, q_BTW.dtype), zeros((batch, heads, length), wide)
@@ -225,57 +226,57 @@ def forward(
     return out_BTW.reshape(q_BTNH.shape), lse_BNT
 
 
-def gradients(kind: Kind, residuals: Any, dout_BTNH: Array) -> Any:
+def gradients(config: Config, residuals: Any, dout_BTNH: Array) -> Any:
     """Return the gradients of queries, keys, values and sinks."""
-    q_BTNH, k_BSKH, v_BSKH, sinks_N, seen, out_BTNH, lse_BNT = residuals
+    q_BTNH, k_BSKH, v_BSKH, sinks_N, runtime_mask, out_BTNH, lse_BNT = residuals
     batch, length, heads, dim = q_BTNH.shape
     num_keys, groups = k_BSKH.shape[1:3]
-    pairs, wide = pairs_of(kind, seen, length, num_keys), lse_BNT.dtype
+    pairs, wide = pairs_of(config, runtime_mask, length, num_keys), lse_BNT.dtype
     product = functools.partial(jnp.einsum, preferred_element_type=wide)
-    zeros = functools.partial(like_type, [q_BTNH, k_BSKH, v_BSKH, dout_BTNH, *jax.tree.leaves((sinks_N, seen))])
-    k_BSX, v_BSX, dout_BTW = flat(k_BSKH), flat(v_BSKH), flat(dout_BTNH)
-    delta_BNT = products_of_rows(dout_BTNH, out_BTNH, pairs.rows)
-    blocks, q_BTW = blocks_of(kind, seen, pairs, flat(q_BTNH))
+    zeros = functools.partial(like_type, [q_BTNH, k_BSKH, v_BSKH, dout_BTNH, *jax.tree.leaves((sinks_N, runtime_mask))])
+    k_BSX, v_BSX, dout_BTW = merge_heads(k_BSKH), merge_heads(v_BSKH), merge_heads(dout_BTNH)
+    delta_BNT = row_dots(dout_BTNH, out_BTNH, pairs.rows)
+    blocks, q_BTW = loop_inputs(config, runtime_mask, pairs, merge_heads(q_BTNH))
     low = float(jnp.finfo(wide).min)
-    nothing_BKDH = zeros((batch, groups, pairs.columns, dim), wide)
+    zero_BKDH = zeros((batch, groups, pairs.columns, dim), wide)
 
-    def body(state: Any, at: Block) -> Any:
+    def body(state: Any, pair: Pair) -> Any:
         (q_BKMH, dq_BKMH), dq_BTW, dk_BSX, dv_BSX = state
         # `dq_BTW` starts as the queries. A block of them is read at its first pair, before gradients overwrite it.
-        found_BKMH = _rows(dq_BTW, at.row, pairs.rows, groups, dim)
-        q_BKMH = jnp.where(at.is_first, found_BKMH, q_BKMH)
-        dq_BKMH = jnp.where(at.is_first, 0, dq_BKMH)
-        is_own_C = at.row + jnp.arange(pairs.rows) >= at.own_row
+        loaded_BKMH = _slice_queries(dq_BTW, pair.row, pairs.rows, groups, dim)
+        q_BKMH = jnp.where(pair.is_first, loaded_BKMH, q_BKMH)
+        dq_BKMH = jnp.where(pair.is_first, 0, dq_BKMH)
+        is_own_C = pair.row + jnp.arange(pairs.rows) >= pair.own_row
 
         def add(carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
             dq_BKMH, _, _ = carry
-            dout_BKMH = _rows(dout_BTW, at.row, pairs.rows, groups, dim)
-            lse_BKM, delta_BKM = (_of_rows(x, at.row, pairs.rows, groups) for x in (lse_BNT, delta_BNT))
-            k_BKDH, v_BKDH = (_columns(x, at.column, pairs.columns, groups) for x in (k_BSX, v_BSX))
-            mask = mask_of(kind, seen, pairs, at, num_keys)
+            dout_BKMH = _slice_queries(dout_BTW, pair.row, pairs.rows, groups, dim)
+            lse_BKM, delta_BKM = (_slice_row_values(x, pair.row, pairs.rows, groups) for x in (lse_BNT, delta_BNT))
+            k_BKDH, v_BKDH = (_slice_keys(x, pair.column, pairs.columns, groups) for x in (k_BSX, v_BSX))
+            mask = block_mask(config, runtime_mask, pairs, pair, num_keys)
             if length % pairs.rows:  # rows that two blocks have count once
                 mask = mask & is_own_C[None, None, None, :, None]
-            s_BKMD = _products(kind, q_BKMH, k_BKDH)
-            p_BKMD = jnp.exp(_over(mask, s_BKMD - lse_BKM[..., None], low))
+            s_BKMD = _compute_scores(config, q_BKMH, k_BKDH)
+            p_BKMD = jnp.exp(_apply_mask(mask, s_BKMD - lse_BKM[..., None], low))
             dv_BKDH = product("bkmd,bkmh->bkdh", p_BKMD.astype(v_BKDH.dtype), dout_BKMH)
             # ds = p (dp - delta), with delta the row's sum of p dp, which equals that of output times cotangent.
             ds_BKMD = p_BKMD * (product("bkmh,bkdh->bkmd", dout_BKMH, v_BKDH) - delta_BKM[..., None])
-            if kind.soft_cap is not None:
+            if config.soft_cap is not None:
                 # s / cap is the tanh, whose derivative is 1 - tanh^2.
-                ds_BKMD = ds_BKMD * (1 - jnp.square(s_BKMD / kind.soft_cap))
-            ds_BKMD = ds_BKMD * kind.scale
+                ds_BKMD = ds_BKMD * (1 - jnp.square(s_BKMD / config.soft_cap))
+            ds_BKMD = ds_BKMD * config.scale
             if q_BKMH.dtype != jnp.float16:  # its range is too small for these gradients
                 ds_BKMD = ds_BKMD.astype(q_BKMH.dtype)
             dk_BKDH = product("bkmd,bkmh->bkdh", ds_BKMD, q_BKMH)
             return dq_BKMH + product("bkmd,bkdh->bkmh", ds_BKMD, k_BKDH), dk_BKDH, dv_BKDH
 
-        dq_BKMH, dk_BKDH, dv_BKDH = _when(at.needed, add, (dq_BKMH, nothing_BKDH, nothing_BKDH))
-        dk_BSX, dv_BSX = _added(dk_BSX, dk_BKDH, at.column), _added(dv_BSX, dv_BKDH, at.column)
-        dq_BCW = _as_rows(dq_BKMH, pairs.rows).astype(q_BTW.dtype)
+        dq_BKMH, dk_BKDH, dv_BKDH = _compute_if(pair.is_needed, add, (dq_BKMH, zero_BKDH, zero_BKDH))
+        dk_BSX, dv_BSX = _add_block(dk_BSX, dk_BKDH, pair.column), _add_block(dv_BSX, dv_BKDH, pair.column)
+        dq_BCW = _merge_queries(dq_BKMH, pairs.rows).astype(q_BTW.dtype)
         if length % pairs.rows:
-            old_BCW = jax.lax.dynamic_slice_in_dim(dq_BTW, at.row, pairs.rows, axis=1)
+            old_BCW = jax.lax.dynamic_slice_in_dim(dq_BTW, pair.row, pairs.rows, axis=1)
             dq_BCW = jnp.where(is_own_C[None, :, None], dq_BCW, old_BCW)
-        dq_BTW = jax.lax.dynamic_update_slice_in_dim(dq_BTW, dq_BCW, at.row, axis=1)
+        dq_BTW = jax.lax.dynamic_update_slice_in_dim(dq_BTW, dq_BCW, pair.row, axis=1)
         return ((q_BKMH, dq_BKMH), dq_BTW, dk_BSX, dv_BSX), None
 
     rows = (batch, groups, heads // groups * pairs.rows, dim)
@@ -284,31 +285,31 @@ def gradients(kind: Kind, residuals: Any, dout_BTNH: Array) -> Any:
     (_, dq_BTW, *totals), _ = jax.lax.scan(body, state, blocks)
     dk_BSKH, dv_BSKH = (total.astype(k_BSKH.dtype).reshape(k_BSKH.shape) for total in totals)
     dq_BTNH = dq_BTW.reshape(q_BTNH.shape)
-    return dq_BTNH, dk_BSKH, dv_BSKH, of_sinks(sinks_N, lse_BNT, delta_BNT)
+    return dq_BTNH, dk_BSKH, dv_BSKH, sink_gradient(sinks_N, lse_BNT, delta_BNT)
 
 
-def products_of_rows(x_BTNH: Array, y_BTNH: Array, rows: int) -> Array:
+def row_dots(x_BTNH: Array, y_BTNH: Array, rows: int) -> Array:
     """Return each row's sum of products, [B, N, T], by blocks: for all rows at once XLA would hold a wide copy."""
     batch, length, heads, dim = x_BTNH.shape
-    both, wide = (flat(x_BTNH), flat(y_BTNH)), wide_of(x_BTNH.dtype)
+    arrays, wide = (merge_heads(x_BTNH), merge_heads(y_BTNH)), wide_dtype(x_BTNH.dtype)
     starts = np.append(np.arange(0, length - rows, rows), length - rows)
 
-    def body(found_BNT: Array, start: Array) -> tuple[Array, None]:
-        x_BCW, y_BCW = (jax.lax.dynamic_slice_in_dim(each, start, rows, axis=1).astype(wide) for each in both)
-        found_BNC = jnp.sum((x_BCW * y_BCW).reshape(batch, rows, heads, dim), axis=-1).swapaxes(1, 2)
-        return jax.lax.dynamic_update_slice_in_dim(found_BNT, found_BNC, start, axis=2), None
+    def body(sums_BNT: Array, start: Array) -> tuple[Array, None]:
+        x_BCW, y_BCW = (jax.lax.dynamic_slice_in_dim(array, start, rows, axis=1).astype(wide) for array in arrays)
+        sums_BNC = jnp.sum((x_BCW * y_BCW).reshape(batch, rows, heads, dim), axis=-1).swapaxes(1, 2)
+        return jax.lax.dynamic_update_slice_in_dim(sums_BNT, sums_BNC, start, axis=2), None
 
-    zeros = like_type(both, (batch, heads, length), wide)
+    zeros = like_type(arrays, (batch, heads, length), wide)
     return jax.lax.scan(body, zeros, jnp.asarray(starts, jnp.int32))[0]
 
 
-def _added(total_BSX: Array, more_BKDH: Array, start: Array) -> Array:
-    more_BDX = flat(more_BKDH.swapaxes(1, 2))
-    old_BDX = jax.lax.dynamic_slice_in_dim(total_BSX, start, more_BDX.shape[1], axis=1)
-    return jax.lax.dynamic_update_slice_in_dim(total_BSX, old_BDX + more_BDX, start, axis=1)
+def _add_block(total_BSX: Array, block_BKDH: Array, start: Array) -> Array:
+    block_BDX = merge_heads(block_BKDH.swapaxes(1, 2))
+    old_BDX = jax.lax.dynamic_slice_in_dim(total_BSX, start, block_BDX.shape[1], axis=1)
+    return jax.lax.dynamic_update_slice_in_dim(total_BSX, old_BDX + block_BDX, start, axis=1)
 
 
-def of_sinks(sinks_N: Array | None, lse_BNT: Array, delta_BNT: Array) -> Array | None:
+def sink_gradient(sinks_N: Array | None, lse_BNT: Array, delta_BNT: Array) -> Array | None:
     """Return the gradient of the sinks."""
     if sinks_N is None:
         return None

@@ -44,75 +44,66 @@ Attend = Callable[[Array, Array, Array, Sight, Scores], Array]
 def over_context(attend: Attend, q_BTNH: Array, k_BSKH: Array, v_BSKH: Array, sight: Sight, scores: Scores) -> Array:
     """Compute attention where tokens may be sharded along ``context``; without that axis, call `attend`.
 
-    Args:
-        attend: computes attention of whole rows.
-        q_BTNH: queries.
-        k_BSKH: keys.
-        v_BSKH: values.
-        sight: which keys each query sees.
-        scores: how scores are computed.
-
-    Raises:
-        ConfigError: when the axis does not divide tokens or heads.
+    `attend` computes attention of whole rows. `ConfigError` is raised when the axis does not divide tokens or heads.
     """
     if divided_along(CONTEXT) == 1:
         return attend(q_BTNH, k_BSKH, v_BSKH, sight, scores)
     arrays = {
         "window": sight.window if isinstance(sight.window, jax.Array) else None,
         "start": sight.start if isinstance(sight.start, jax.Array) else None,
-        "segments": _distinct(sight.segments),
+        "segments": _drop_shared_segments(sight.segments),
         "sinks": scores.sinks,
     }
 
     def run(q: Array, k: Array, v: Array, arrays: Any) -> Array:
-        return _exchanged(attend, q, k, v, arrays, sight, scores)
+        return _attend_exchanged(attend, q, k, v, arrays, sight, scores)
 
     return without_explicit_axes(run, lambda _: kept(q_BTNH), q_BTNH, k_BSKH, v_BSKH, arrays)
 
 
-def _exchanged(attend: Attend, q: Array, k: Array, v: Array, arrays: Any, sight: Sight, scores: Scores) -> Array:
+def _attend_exchanged(attend: Attend, q: Array, k: Array, v: Array, arrays: Any, sight: Sight, scores: Scores) -> Array:
     mesh, parts, tensor = divided_mesh(), divided_along(CONTEXT), divided_along("tensor")
     _check(q.shape, k.shape, parts, tensor)
-    k, v = (_repeated(each, tensor) for each in (k, v))
+    k, v = (_repeat_heads(array, tensor) for array in (k, v))
     # All axes, also those of one device: the compiler cannot partition a kernel along any of them.
-    free = set(mesh.axis_names).difference(getattr(mesh, "manual_axes", ()))
-    batch = tuple(name for name in BATCH_AXES if name in free)
+    free_axes = set(mesh.axis_names).difference(getattr(mesh, "manual_axes", ()))
+    batch = tuple(name for name in BATCH_AXES if name in free_axes)
     if q.shape[0] % math.prod(mesh.shape[name] for name in batch):
         batch = ()  # rows that do not divide, such as the last of an evaluation, are on every device
-    heads = ("tensor",) if "tensor" in free else ()
+    heads = ("tensor",) if "tensor" in free_axes else ()
     tokens = P(batch, CONTEXT, heads)
     # Sinks are sharded like the heads after the exchange.
-    places = {"window": P(), "start": P(), "segments": P(batch), "sinks": P((*heads, CONTEXT))}
+    specs = {"window": P(), "start": P(), "segments": P(batch), "sinks": P((*heads, CONTEXT))}
 
-    def own(q: Array, k: Array, v: Array, arrays: Any) -> Array:
+    def attend_local(q: Array, k: Array, v: Array, arrays: Any) -> Array:
         q, k, v = (
-            jax.lax.all_to_all(each, CONTEXT, split_axis=2, concat_axis=1, tiled=True)
-            for each in (q, _repeated(k, parts), _repeated(v, parts))
+            jax.lax.all_to_all(array, CONTEXT, split_axis=2, concat_axis=1, tiled=True)
+            for array in (q, _repeat_heads(k, parts), _repeat_heads(v, parts))
         )
-        told = {name: each for name, each in arrays.items() if each is not None}
-        if "segments" in told:
-            told["segments"] = told["segments"][0], told["segments"][-1]
-        sinks = {name: told.pop(name) for name in ("sinks",) if name in told}
-        out = attend(q, k, v, dataclasses.replace(sight, **told), dataclasses.replace(scores, **sinks))
+        replacements = {name: array for name, array in arrays.items() if array is not None}
+        if "segments" in replacements:
+            replacements["segments"] = replacements["segments"][0], replacements["segments"][-1]
+        sinks = {name: replacements.pop(name) for name in ("sinks",) if name in replacements}
+        out = attend(q, k, v, dataclasses.replace(sight, **replacements), dataclasses.replace(scores, **sinks))
         return jax.lax.all_to_all(out, CONTEXT, split_axis=1, concat_axis=2, tiled=True)
 
     mapped = jax.shard_map(
-        own,
+        attend_local,
         mesh=mesh,
-        in_specs=(tokens, tokens, tokens, places),
+        in_specs=(tokens, tokens, tokens, specs),
         out_specs=tokens,
-        axis_names=free.intersection((*BATCH_AXES, "tensor", CONTEXT)),
+        axis_names=free_axes.intersection((*BATCH_AXES, "tensor", CONTEXT)),
         check_vma=False,  # kernels do not say along which axes their results vary
     )
     return mapped(q, k, v, arrays)
 
 
-def _distinct(segments: tuple[Array, Array] | None) -> tuple[Array, ...] | None:
+def _drop_shared_segments(segments: tuple[Array, Array] | None) -> tuple[Array, ...] | None:
     """Drop the segments of keys if they are the array of the queries, since a kernel may have to know that."""
     return segments[:1] if segments is not None and segments[0] is segments[1] else segments
 
 
-def _repeated(x_BSKH: Array, parts: int) -> Array:
+def _repeat_heads(x_BSKH: Array, parts: int) -> Array:
     """Repeat heads until `parts` divides their number."""
     count = x_BSKH.shape[2]
     times = math.lcm(count, parts) // count
@@ -129,10 +120,10 @@ def _check(queries: tuple[int, ...], keys: tuple[int, ...], parts: int, tensor: 
             hint="pad rows to a multiple; generate text outside of such a mesh",
         )
     if queries[2] % (parts * tensor):
-        beside = f" × tensor {tensor}" if tensor > 1 else ""
+        factor = f" × tensor {tensor}" if tensor > 1 else ""
         raise ConfigError(
             f"attention: {queries[2]} query heads cannot be divided along the axis {CONTEXT!r}",
-            expected=f"a multiple of {parts * tensor} ({CONTEXT} {parts}{beside}): each device attends with some heads",
+            expected=f"a multiple of {parts * tensor} ({CONTEXT} {parts}{factor}): each device attends with some heads",
             got=queries[2],
             hint=f"make_mesh with a context that divides {queries[2] // math.gcd(queries[2], tensor)}, and fsdp or "
             "data for the other devices",

@@ -9,18 +9,18 @@ import jax.numpy as jnp
 from ..core import BATCH_AXES, divided_along
 
 
-def wide_of(dtype: Any) -> Any:
+def wide_dtype(dtype: Any) -> Any:
     """Return float64 for float64, and float32 for any other dtype."""
     return jnp.float64 if dtype == jnp.float64 else jnp.float32
 
 
-def divided_sizes(batch: int, heads: int) -> tuple[int, int]:
+def local_sizes(batch: int, heads: int) -> tuple[int, int]:
     """Return how many of all rows and heads one device has, if a mesh that shards them is known."""
     for name in BATCH_AXES:
-        batch = _part(batch, divided_along(name))
-    return batch, _part(heads, divided_along("tensor"))
+        batch = _local_size(batch, divided_along(name))
+    return batch, _local_size(heads, divided_along("tensor"))
 
 
-def _part(whole: int, size: int) -> int:
+def _local_size(total: int, num_parts: int) -> int:
     """Return one device's part of an axis; an axis that does not divide evenly is not sharded."""
-    return whole if whole % size else whole // size
+    return total if total % num_parts else total // num_parts

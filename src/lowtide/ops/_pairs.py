@@ -16,7 +16,7 @@ LEAST_ROWS = 128
 """The fewest rows of a block; with fewer a chip's matrix units are not busy."""
 
 
-class Kind(NamedTuple):
+class Config(NamedTuple):
     """Settings of attention that are known when the program is traced."""
 
     causal: bool
@@ -27,13 +27,13 @@ class Kind(NamedTuple):
     """The most rows and columns of a block."""
 
 
-class Seen(NamedTuple):
+class RuntimeMask(NamedTuple):
     """Parts of the mask that only the running program knows, each or None."""
 
     window: Array | None
     start: Array | None
-    of_queries: Array | None
-    of_keys: Array | None
+    query_segments: Array | None
+    key_segments: Array | None
 
 
 class Pairs(NamedTuple):
@@ -51,7 +51,7 @@ class Pairs(NamedTuple):
     """Whether it is the first pair of its block of queries."""
 
 
-class Block(NamedTuple):
+class Pair(NamedTuple):
     """One pair, as the loop gets it."""
 
     row: Array
@@ -59,99 +59,94 @@ class Block(NamedTuple):
     column: Array
     own_column: Array
     is_first: Array
-    needed: Array | None
+    is_needed: Array | None
 
 
-def pairs_of(kind: Kind, seen: Seen, num_queries: int, num_keys: int) -> Pairs:
+def pairs_of(config: Config, runtime_mask: RuntimeMask, num_queries: int, num_keys: int) -> Pairs:
     """List the pairs that the traced program may need."""
-    rows, columns = even_size(num_queries, kind.size), even_size(num_keys, kind.size)
-    found: list[tuple[int, int, int, int, bool]] = []
+    rows, columns = even_size(num_queries, config.size), even_size(num_keys, config.size)
+    entries: list[tuple[int, int, int, int, bool]] = []
     for own_row in reversed(range(0, num_queries, rows)):
         # The last block is moved back so that it ends with the row.
         row, is_first = min(own_row, num_queries - rows), True
         for own_column in range(0, num_keys, columns):
             last_row, last_column = row + rows - 1, min(own_column + columns, num_keys) - 1
-            is_later = kind.causal and seen.start is None and own_column > last_row
-            is_passed = kind.window is not None and seen.start is None and own_row - last_column >= kind.window
+            is_later = config.causal and runtime_mask.start is None and own_column > last_row
+            is_passed = (
+                config.window is not None and runtime_mask.start is None and own_row - last_column >= config.window
+            )
             if is_later or is_passed:
                 continue
-            found.append((row, own_row, min(own_column, num_keys - columns), own_column, is_first))
+            entries.append((row, own_row, min(own_column, num_keys - columns), own_column, is_first))
             is_first = False
         if is_first:  # queries that see no key still need one pair, which writes their zeros
-            found.append((row, own_row, 0, 0, True))
-    row, own_row, column, own_column, first = (np.asarray(each) for each in zip(*found, strict=True))
+            entries.append((row, own_row, 0, 0, True))
+    row, own_row, column, own_column, first = (np.asarray(values) for values in zip(*entries, strict=True))
     return Pairs(rows, columns, row, own_row, column, own_column, first)
 
 
-def even_size(length: int, most: int) -> int:
+def even_size(length: int, limit: int) -> int:
     """Return the size of the fewest blocks that cover a row, as even as multiples of `LEAST_ROWS` allow."""
-    count = -(-length // most)
+    count = -(-length // limit)
     even = -(-length // count)
-    return min(most, -(-even // LEAST_ROWS) * LEAST_ROWS) if length > most else length
+    return min(limit, -(-even // LEAST_ROWS) * LEAST_ROWS) if length > limit else length
 
 
-def needed_pairs(kind: Kind, seen: Seen, pairs: Pairs) -> Array | None:
+def needed_pairs(config: Config, runtime_mask: RuntimeMask, pairs: Pairs) -> Array | None:
     """Return which pairs the running program needs, booleans [P]; None if it needs all of them."""
-    if all(each is None for each in seen):
+    if all(field is None for field in runtime_mask):
         return None
-    start = 0 if seen.start is None else seen.start
+    start = 0 if runtime_mask.start is None else runtime_mask.start
     row_P, column_P = jnp.asarray(pairs.row_P) + start, jnp.asarray(pairs.column_P)
     needed_P = jnp.ones(row_P.shape, bool)
-    if kind.causal:
+    if config.causal:
         needed_P &= column_P <= row_P + pairs.rows - 1
-    window = kind.window if seen.window is None else seen.window
+    window = config.window if runtime_mask.window is None else runtime_mask.window
     if window is not None:
         needed_P &= row_P - (column_P + pairs.columns - 1) < window
-    if seen.of_queries is not None and seen.of_keys is not None:
-        least_BP, most_BP = _ends(seen.of_queries, pairs.row_P, pairs.rows)
-        low_BP, high_BP = _ends(seen.of_keys, pairs.column_P, pairs.columns)
+    if runtime_mask.query_segments is not None and runtime_mask.key_segments is not None:
+        min_query_BP, max_query_BP = _segment_ranges(runtime_mask.query_segments, pairs.row_P, pairs.rows)
+        min_key_BP, max_key_BP = _segment_ranges(runtime_mask.key_segments, pairs.column_P, pairs.columns)
         # Ranges of segment numbers that do not overlap hold no equal pair; those that overlap may.
-        needed_P &= jnp.any((least_BP <= high_BP) & (low_BP <= most_BP), axis=0)
+        needed_P &= jnp.any((min_query_BP <= max_key_BP) & (min_key_BP <= max_query_BP), axis=0)
     return needed_P
 
 
-def _ends(segments_BT: Array, starts_P: np.ndarray, size: int) -> tuple[Array, Array]:
+def _segment_ranges(segments_BT: Array, starts_P: np.ndarray, size: int) -> tuple[Array, Array]:
     """Return the lowest and highest segment number of each pair's block, both [B, P]."""
-    starts, of_pair = np.unique(starts_P, return_inverse=True)
+    starts, inverse = np.unique(starts_P, return_inverse=True)
     blocks = [jax.lax.slice_in_dim(segments_BT, start, start + size, axis=1) for start in starts.tolist()]
-    low, high = (jnp.stack([reduce(each, axis=1) for each in blocks], axis=1) for reduce in (jnp.min, jnp.max))
-    return low[:, of_pair], high[:, of_pair]
+    low, high = (jnp.stack([reduce(block, axis=1) for block in blocks], axis=1) for reduce in (jnp.min, jnp.max))
+    return low[:, inverse], high[:, inverse]
 
 
-def mask_of(kind: Kind, seen: Seen, pairs: Pairs, at: Block, num_keys: int) -> Array:
+def block_mask(config: Config, runtime_mask: RuntimeMask, pairs: Pairs, pair: Pair, num_keys: int) -> Array:
     """Return which keys of a block each query of a block sees, booleans [B or 1, 1, 1, C, D]."""
-    rows_C, columns_D = at.row + jnp.arange(pairs.rows), at.column + jnp.arange(pairs.columns)
+    rows_C, columns_D = pair.row + jnp.arange(pairs.rows), pair.column + jnp.arange(pairs.columns)
     is_seen = jnp.ones((pairs.rows, pairs.columns), bool)
     if num_keys % pairs.columns:
         # The last block of keys overlaps the one before it, and the keys that both have count once.
-        is_seen &= (columns_D >= at.own_column)[None]
-    distance_CD = (rows_C if seen.start is None else rows_C + seen.start)[:, None] - columns_D[None]
-    if kind.causal:
+        is_seen &= (columns_D >= pair.own_column)[None]
+    distance_CD = (rows_C if runtime_mask.start is None else rows_C + runtime_mask.start)[:, None] - columns_D[None]
+    if config.causal:
         is_seen &= distance_CD >= 0
-    window = kind.window if seen.window is None else seen.window
+    window = config.window if runtime_mask.window is None else runtime_mask.window
     if window is not None:
         is_seen &= distance_CD < window
     is_seen = is_seen[None, None, None]
-    if seen.of_queries is not None and seen.of_keys is not None:
-        of_queries = jax.lax.dynamic_slice_in_dim(seen.of_queries, at.row, pairs.rows, axis=1)
-        of_keys = jax.lax.dynamic_slice_in_dim(seen.of_keys, at.column, pairs.columns, axis=1)
-        is_seen = is_seen & (of_queries[:, :, None] == of_keys[:, None])[:, None, None]
+    if runtime_mask.query_segments is not None and runtime_mask.key_segments is not None:
+        query_segments = jax.lax.dynamic_slice_in_dim(runtime_mask.query_segments, pair.row, pairs.rows, axis=1)
+        key_segments = jax.lax.dynamic_slice_in_dim(runtime_mask.key_segments, pair.column, pairs.columns, axis=1)
+        is_seen = is_seen & (query_segments[:, :, None] == key_segments[:, None])[:, None, None]
     return is_seen
 
 
-def blocks_of(kind: Kind, seen: Seen, pairs: Pairs, q: Array) -> tuple[Block, Array]:
-    """Return the pairs in the form of a loop's inputs, and the queries.
-
-    Args:
-        kind: settings that are known when the program is traced.
-        seen: parts of the mask that only the running program knows.
-        pairs: all pairs.
-        q: the queries, in any shape.
-    """
+def loop_inputs(config: Config, runtime_mask: RuntimeMask, pairs: Pairs, q: Array) -> tuple[Pair, Array]:
+    """Return the pairs in the form of a loop's inputs, and the queries, which may have any shape."""
     arrays = (pairs.row_P, pairs.own_row_P, pairs.column_P, pairs.own_column_P)
-    row, own_row, column, own_column = (jnp.asarray(each, jnp.int32) for each in arrays)
+    row, own_row, column, own_column = (jnp.asarray(array, jnp.int32) for array in arrays)
     first = jnp.asarray(pairs.is_first_P)
-    blocks = Block(row, own_row, column, own_column, first, needed_pairs(kind, seen, pairs))
+    blocks = Pair(row, own_row, column, own_column, first, needed_pairs(config, runtime_mask, pairs))
     # Without the barrier masks depend on constants only, and a loop over layers keeps those of all pairs for its
     # backward pass.
     return jax.lax.optimization_barrier((blocks, q))

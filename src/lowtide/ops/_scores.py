@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from ._divided import wide_of
+from ._divided import wide_dtype
 from ._sight import Scores, Sight
 
 
@@ -23,8 +23,8 @@ def attend_with_scores(
     """Compute attention; shapes [B, T, N, H], [B, S, K, H] twice, to [B, T, N, H]."""
     length, num_keys = q_BTNH.shape[1], k_BSKH.shape[1]
     # JAX's own XLA implementation computes float64 in float32, and has no float16 on a CPU.
-    is_taken = scores.is_plain and (implementation == "cudnn" or q_BTNH.dtype in (jnp.bfloat16, jnp.float32))
-    if is_taken and sight.is_static and sight.start == 0 and (sight.causal or not sight.window):
+    is_supported = scores.is_plain and (implementation == "cudnn" or q_BTNH.dtype in (jnp.bfloat16, jnp.float32))
+    if is_supported and sight.is_static and sight.start == 0 and (sight.causal or not sight.window):
         window: Any = sight.window
         return jax.nn.dot_product_attention(
             q_BTNH,
@@ -36,7 +36,7 @@ def attend_with_scores(
             implementation=implementation,
         )
     mask = sight.mask(length, num_keys)
-    if not is_taken:
+    if not is_supported:
         return _attend_by_scores(q_BTNH, k_BSKH, v_BSKH, mask, scores)
     return jax.nn.dot_product_attention(
         q_BTNH, k_BSKH, v_BSKH, mask=mask, scale=scores.scale, implementation=implementation
@@ -51,19 +51,19 @@ def _attend_by_scores(q_BTNH: Array, k_BSKH: Array, v_BSKH: Array, mask: Array, 
     groups = q_BKMH.shape[:4]
     q_BKMH = q_BKMH.reshape(*groups[:2], -1, dim)
     k_BKSH, v_BKSH = jnp.swapaxes(k_BSKH, 1, 2), jnp.swapaxes(v_BSKH, 1, 2)
-    wide = wide_of(q_BTNH.dtype)
+    wide = wide_dtype(q_BTNH.dtype)
     s_BKMS = jnp.einsum("bkmh,bksh->bkms", q_BKMH, k_BKSH, preferred_element_type=wide) * scores.scale
     s_BKGTS = s_BKMS.reshape(*groups, -1)
     if scores.soft_cap is not None:
         s_BKGTS = scores.soft_cap * jnp.tanh(s_BKGTS / scores.soft_cap)
     # The lowest finite number, not -inf: the softmax of a row that sees nothing would be NaN.
     s_BKGTS = jnp.where(mask[:, :, None], s_BKGTS, jnp.finfo(wide).min)
-    p_BKGTS = _shares(s_BKGTS, scores.sinks).astype(v_BSKH.dtype)
+    p_BKGTS = _softmax(s_BKGTS, scores.sinks).astype(v_BSKH.dtype)
     out_BKMH = jnp.einsum("bkms,bksh->bkmh", p_BKGTS.reshape(s_BKMS.shape), v_BKSH)
     return out_BKMH.reshape(*groups, dim).transpose(0, 3, 1, 2, 4).reshape(batch, length, heads, dim)
 
 
-def _shares(s_BKGTS: Array, sinks: Array | None) -> Array:
+def _softmax(s_BKGTS: Array, sinks: Array | None) -> Array:
     """Return the softmax of scores; a sink is one more key, without a value."""
     if sinks is None:
         return jax.nn.softmax(s_BKGTS, axis=-1)  # keeps only its result for the backward pass

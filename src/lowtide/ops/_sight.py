@@ -37,14 +37,14 @@ class Sight:
     def mask(self, num_queries: int, num_keys: int) -> Array:
         """Return booleans of shape [B or 1, 1, T, S], True where a query sees a key."""
         distance_TS = (jnp.arange(num_queries) + self.start)[:, None] - jnp.arange(num_keys)[None]
-        seen = distance_TS >= 0 if self.causal else jnp.ones(distance_TS.shape, bool)
+        visible = distance_TS >= 0 if self.causal else jnp.ones(distance_TS.shape, bool)
         if self.window is not None:
-            seen &= distance_TS < self.window
-        seen = seen[None, None]
+            visible &= distance_TS < self.window
+        visible = visible[None, None]
         if self.segments is not None:
-            of_queries, of_keys = self.segments
-            seen = seen & (of_queries[:, None, :, None] == of_keys[:, None, None, :])
-        return seen
+            query_segments, key_segments = self.segments
+            visible = visible & (query_segments[:, None, :, None] == key_segments[:, None, None, :])
+        return visible
 
 
 @dataclasses.dataclass(frozen=True)

@@ -36,7 +36,7 @@ from jaxtyping import Array
 from ..core import BATCH_AXES, ConfigError, divided_mesh, kept, varying_axes, without_explicit_axes
 from ..core._compat import on_one_device, splash_backward, splash_forward
 from . import _blocks
-from ._pairs import Kind, Seen
+from ._pairs import Config, RuntimeMask
 from ._sight import Scores, Sight
 
 LEAST_TOKENS = 1024
@@ -59,17 +59,17 @@ class Kernel(NamedTuple):
     """Rows and columns of a block of scores."""
     is_fused: bool
     """Whether one kernel computes all gradients; it makes one gradient of queries per block of keys, summed later."""
-    named: bool = False
+    is_required: bool = False
     """Whether the caller requested the kernel, so that nothing may replace it."""
     interpret: bool = False
     """Whether XLA's operations emulate the kernel."""
 
 
-def refusal(q: Array, k: Array, sight: Sight, scores: Scores) -> str:
+def unsupported_reason(q: Array, k: Array, sight: Sight, scores: Scores) -> str:
     """Return why the kernel cannot compute this on a TPU; empty if it can."""
-    of_queries, of_keys = sight.segments or (None, None)
+    query_segments, key_segments = sight.segments or (None, None)
     length, num_keys, dim = q.shape[1], k.shape[1], q.shape[-1]
-    held = [each for each in jax.tree.leaves((q, k, sight.segments, scores.sinks)) if isinstance(each, jax.Array)]
+    arrays = [array for array in jax.tree.leaves((q, k, sight.segments, scores.sinks)) if isinstance(array, jax.Array)]
     reasons = {
         f"{q.dtype}": q.dtype not in (jnp.bfloat16, jnp.float32),
         f"heads of {dim}": dim not in _HEADS,
@@ -77,8 +77,8 @@ def refusal(q: Array, k: Array, sight: Sight, scores: Scores) -> str:
         "a window that layers differ in": isinstance(sight.window, jax.Array),
         "a window without causal=True": sight.window is not None and not sight.causal,
         "queries that begin later": isinstance(sight.start, jax.Array) or sight.start != 0,
-        "other segments of keys than of queries": of_queries is not of_keys,
-        "values that differ along an axis of a jax.shard_map": any(varying_axes(jax.typeof(each)) for each in held),
+        "other segments of keys than of queries": query_segments is not key_segments,
+        "values that differ along an axis of a jax.shard_map": any(varying_axes(jax.typeof(array)) for array in arrays),
     }
     return next((reason for reason, holds in reasons.items() if holds), "")
 
@@ -93,44 +93,46 @@ def _size_of(length: int, num_keys: int, window: int | Array | None) -> int:
 
 
 def attend_with_splash(
-    q_BTNH: Array, k_BSKH: Array, v_BSKH: Array, sight: Sight, scores: Scores, *, named: bool = False
+    q_BTNH: Array, k_BSKH: Array, v_BSKH: Array, sight: Sight, scores: Scores, *, is_required: bool = False
 ) -> Array:
-    """Compute attention; shapes [B, T, N, H], [B, S, K, H] twice, to [B, T, N, H]. `refusal` names the limits."""
+    """Compute attention, [B, T, N, H] and [B, S, K, H] twice to [B, T, N, H]; `unsupported_reason` has the limits."""
     num_keys = k_BSKH.shape[1]
     size = _size_of(q_BTNH.shape[1], num_keys, sight.window)
-    kernel = Kernel(size, num_keys // size <= _MOST_FUSED, named)
+    kernel = Kernel(size, num_keys // size <= _MOST_FUSED, is_required)
     return attend_by(kernel, q_BTNH, k_BSKH, v_BSKH, sight, scores)
 
 
 def attend_by(kernel: Kernel, q: Array, k: Array, v: Array, sight: Sight, scores: Scores) -> Array:
     """Compute attention with a kernel of given sizes."""
-    seen = Seen(None, None, *(sight.segments or (None, None)))
+    runtime_mask = RuntimeMask(None, None, *(sight.segments or (None, None)))
     # A window of all keys hides none from a causal query.
     window: Any = None if isinstance(sight.window, int) and sight.window >= k.shape[1] else sight.window
-    kind = Kind(sight.causal, window, 1.0, scores.soft_cap, _blocks.block_size(q.shape, k.shape[1]))
+    config = Config(sight.causal, window, 1.0, scores.soft_cap, _blocks.block_size(q.shape, k.shape[1]))
     q = (q.astype(jnp.float32) * scores.scale).astype(q.dtype)
-    return _attend((kernel, kind), q, k, v, scores.sinks, seen)
+    return _attend((kernel, config), q, k, v, scores.sinks, runtime_mask)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(how: tuple[Kernel, Kind], q: Array, k: Array, v: Array, sinks: Array | None, seen: Seen) -> Array:
-    return _results(how, q, k, v, sinks, seen)[0]
+def _attend(
+    static: tuple[Kernel, Config], q: Array, k: Array, v: Array, sinks: Array | None, runtime_mask: RuntimeMask
+) -> Array:
+    return _results(static, q, k, v, sinks, runtime_mask)[0]
 
 
 def _attend_forward(
-    how: tuple[Kernel, Kind], q: Array, k: Array, v: Array, sinks: Array | None, seen: Seen
+    static: tuple[Kernel, Config], q: Array, k: Array, v: Array, sinks: Array | None, runtime_mask: RuntimeMask
 ) -> tuple[Array, Any]:
-    out, lse = _results(how, q, k, v, sinks, seen)
+    out, lse = _results(static, q, k, v, sinks, runtime_mask)
     out, lse = checkpoint_name(out, "attn_out"), checkpoint_name(lse, "attn_lse")
-    return out, (q, k, v, sinks, seen, out, lse)
+    return out, (q, k, v, sinks, runtime_mask, out, lse)
 
 
-def _attend_backward(how: tuple[Kernel, Kind], residuals: Any, dout: Array) -> Any:
-    kernel, kind = how
+def _attend_backward(static: tuple[Kernel, Config], residuals: Any, dout: Array) -> Any:
+    kernel, config = static
 
     def gradients(residuals: Any, dout: Array) -> Any:
-        own, others = functools.partial(_gradients, how), functools.partial(_blocks.gradients, kind)
-        return _divided(kernel, own, others, residuals, dout)
+        kernel_fn, blocks_fn = functools.partial(_gradients, static), functools.partial(_blocks.gradients, config)
+        return _shard_over_mesh(kernel, kernel_fn, blocks_fn, residuals, dout)
 
     return *without_explicit_axes(gradients, lambda _: kept(residuals[:4]), residuals, dout), None
 
@@ -139,82 +141,86 @@ _attend.defvjp(_attend_forward, _attend_backward)
 
 
 def _results(
-    how: tuple[Kernel, Kind], q: Array, k: Array, v: Array, sinks: Array | None, seen: Seen
+    static: tuple[Kernel, Config], q: Array, k: Array, v: Array, sinks: Array | None, runtime_mask: RuntimeMask
 ) -> tuple[Array, Array]:
-    kernel, kind = how
+    kernel, config = static
 
     def results(*args: Any) -> Any:
-        return _divided(kernel, functools.partial(_forward, how), functools.partial(_blocks.forward, kind), *args)
+        return _shard_over_mesh(
+            kernel, functools.partial(_forward, static), functools.partial(_blocks.forward, config), *args
+        )
 
-    return without_explicit_axes(results, lambda _: _blocks.places(q), q, k, v, sinks, seen)
+    return without_explicit_axes(results, lambda _: _blocks.result_shardings(q), q, k, v, sinks, runtime_mask)
 
 
-def _divided(kernel: Kernel, own: Callable[..., Any], others: Callable[..., Any], *args: Any) -> Any:
+def _shard_over_mesh(kernel: Kernel, kernel_fn: Callable[..., Any], blocks_fn: Callable[..., Any], *args: Any) -> Any:
     """Compute with the kernel where possible; with a known mesh each device computes its rows and heads."""
     if kernel.interpret:
-        return own(*args)
-    compute = functools.partial(_by_either, kernel, own, others)
+        return kernel_fn(*args)
+    compute = functools.partial(_kernel_or_blocks, kernel, kernel_fn, blocks_fn)
     arrays = jax.tree.leaves(args)
     mesh = divided_mesh()
     batch, heads = arrays[0].shape[0], math.gcd(arrays[0].shape[2], arrays[1].shape[2])
-    axes = _axes_of(mesh, batch, heads)
+    axes = _mesh_axes(mesh, batch, heads)
     if axes is None:
         return compute(*args)
-    rows, of_heads = axes
-    whole = P(rows, None, of_heads, None)
-    specs = {1: P(of_heads), 2: P(rows, None), 3: P(rows, of_heads, None), 4: whole}
+    row_axes, head_axes = axes
+    token_spec = P(row_axes, None, head_axes, None)
+    specs = {1: P(head_axes), 2: P(row_axes, None), 3: P(row_axes, head_axes, None), 4: token_spec}
     in_specs = jax.tree.map(lambda leaf: specs[leaf.ndim], args)
-    out_specs = jax.tree.map(lambda leaf: specs[leaf.ndim], jax.eval_shape(others, *args))
+    out_specs = jax.tree.map(lambda leaf: specs[leaf.ndim], jax.eval_shape(blocks_fn, *args))
     names = set(mesh.axis_names) - set(getattr(mesh, "manual_axes", ()))
     # Under `jax.set_mesh` or another `jax.shard_map`, None means the current mesh.
-    given = None if not jax.sharding.get_abstract_mesh().empty else mesh
+    mesh_arg = None if not jax.sharding.get_abstract_mesh().empty else mesh
 
     def local(*args: Any) -> Any:
         # The gradient of sinks [N] is a sum over rows, which are sharded. All other results have one entry per row.
-        return jax.tree.map(lambda leaf: jax.lax.psum(leaf, rows) if leaf.ndim == 1 else leaf, compute(*args))
+        return jax.tree.map(lambda leaf: jax.lax.psum(leaf, row_axes) if leaf.ndim == 1 else leaf, compute(*args))
 
-    divided: Any = jax.shard_map(
-        local, mesh=given, in_specs=in_specs, out_specs=out_specs, axis_names=names, check_vma=False
+    sharded: Any = jax.shard_map(
+        local, mesh=mesh_arg, in_specs=in_specs, out_specs=out_specs, axis_names=names, check_vma=False
     )
-    return divided(*args)
+    return sharded(*args)
 
 
-def _axes_of(mesh: Any, batch: int, heads: int) -> tuple[tuple[str, ...], tuple[str, ...]] | None:
+def _mesh_axes(mesh: Any, batch: int, heads: int) -> tuple[tuple[str, ...], tuple[str, ...]] | None:
     """Return the mesh axes that shard rows and heads; None if other axes are left, or if they do not divide."""
     if mesh is None:
         return None
     manual = getattr(mesh, "manual_axes", ())
     sizes = {name: size for name, size in mesh.shape.items() if size > 1 and name not in manual}
-    rows = tuple(name for name in BATCH_AXES if name in sizes)
-    of_heads = tuple(name for name in ("tensor", "context") if name in sizes)
-    if not sizes or set(sizes) - {*rows, *of_heads}:
+    row_axes = tuple(name for name in BATCH_AXES if name in sizes)
+    head_axes = tuple(name for name in ("tensor", "context") if name in sizes)
+    if not sizes or set(sizes) - {*row_axes, *head_axes}:
         return None
-    by_rows, by_heads = (math.prod(sizes[name] for name in names) for names in (rows, of_heads))
-    return None if batch % by_rows or heads % by_heads else (rows, of_heads)
+    num_row_shards, num_head_shards = (math.prod(sizes[name] for name in names) for names in (row_axes, head_axes))
+    return None if batch % num_row_shards or heads % num_head_shards else (row_axes, head_axes)
 
 
-def _by_either(kernel: Kernel, own: Callable[..., Any], others: Callable[..., Any], *args: Any) -> Any:
+def _kernel_or_blocks(kernel: Kernel, kernel_fn: Callable[..., Any], blocks_fn: Callable[..., Any], *args: Any) -> Any:
     needed = (
-        "attention: the kernel for TPUs cannot be divided among the devices of this program" if kernel.named else ""
+        "attention: the kernel for TPUs cannot be divided among the devices of this program"
+        if kernel.is_required
+        else ""
     )
     try:
-        return on_one_device(own, others, *args, needed=needed)
+        return on_one_device(kernel_fn, blocks_fn, *args, needed=needed)
     except Exception as error:  # another version of JAX, whose kernel takes other arguments
-        said = f"{type(error).__name__}: {error}"
-        if kernel.named:
+        message = f"{type(error).__name__}: {error}"
+        if kernel.is_required:
             raise ConfigError(
                 "attention: this version of JAX has another kernel for TPUs than Lowtide knows",
-                got=said,
+                got=message,
                 hint="leave implementation out: blocks of XLA's operations compute the same",
             ) from error
-        _warn_of_another_kernel(said)
-        return others(*args)
+        _warn_of_another_kernel(message)
+        return blocks_fn(*args)
 
 
 @functools.cache
-def _warn_of_another_kernel(said: str) -> None:
+def _warn_of_another_kernel(message: str) -> None:
     warnings.warn(
-        f"attention: JAX {jax.__version__} has another kernel for TPUs than Lowtide knows ({said}); blocks of XLA's "
+        f"attention: JAX {jax.__version__} has another kernel for TPUs than Lowtide knows ({message}); blocks of XLA's "
         'operations compute the same, slower\nhint: update lowtide, or give attention implementation="blocks"',
         stacklevel=2,
     )
@@ -231,88 +237,95 @@ class _Steps(NamedTuple):
     head_P: Array
 
 
-def _steps(q_BTNH: Array, k_BSKH: Array, *, whole_groups: bool) -> _Steps:
+def _choose_steps(q_BTNH: Array, k_BSKH: Array, *, whole_groups: bool) -> _Steps:
     """Choose the most heads per step whose sums fit `_STEP_BYTES`; without `whole_groups` a step may split a group."""
     batch, length, heads, _ = q_BTNH.shape
     shared = heads // k_BSKH.shape[2]
-    most = max(_STEP_BYTES // (_SUM_BYTES * length), shared if whole_groups else 1)
-    fitting = [count for count in range(1, heads + 1) if not heads % count and count <= most]
+    limit = max(_STEP_BYTES // (_SUM_BYTES * length), shared if whole_groups else 1)
+    fitting = [count for count in range(1, heads + 1) if not heads % count and count <= limit]
     count = max(count for count in fitting if not count % shared or (not shared % count and not whole_groups))
     row_P, head_P = jnp.meshgrid(jnp.arange(batch), jnp.arange(0, heads, count), indexing="ij")
     return _Steps(count, max(1, count // shared), row_P.ravel(), head_P.ravel())
 
 
-def _heads_of(x_BTW: Array, row: Array, head: Array, count: int, dim: int) -> Array:
+def _take_heads(x_BTW: Array, row: Array, head: Array, count: int, dim: int) -> Array:
     """Cut some heads of one row of the batch, [count, T, H]."""
     x_TW = jax.lax.dynamic_slice(x_BTW, (row, 0, head * dim), (1, x_BTW.shape[1], count * dim))[0]
     return x_TW.reshape(-1, count, dim).swapaxes(0, 1)
 
 
-def _with_heads(x_BTW: Array, part_MTH: Array, row: Array, head: Array) -> Array:
-    """Write heads back, the inverse of `_heads_of`."""
+def _put_heads(x_BTW: Array, part_MTH: Array, row: Array, head: Array) -> Array:
+    """Write heads back, the inverse of `_take_heads`."""
     part_TW = part_MTH.astype(x_BTW.dtype).swapaxes(0, 1).reshape(1, x_BTW.shape[1], -1)
     return jax.lax.dynamic_update_slice(x_BTW, part_TW, (row, 0, head * part_MTH.shape[2]))
 
 
-def _options(how: tuple[Kernel, Kind]) -> dict[str, Any]:
-    kernel, kind = how
-    told = {"causal": kind.causal, "window": kind.window, "soft_cap": kind.soft_cap}
-    return {**told, "block": kernel.block, "interpret": kernel.interpret}
+def _options(static: tuple[Kernel, Config]) -> dict[str, Any]:
+    kernel, config = static
+    options = {"causal": config.causal, "window": config.window, "soft_cap": config.soft_cap}
+    return {**options, "block": kernel.block, "interpret": kernel.interpret}
 
 
-def _segments_of(seen: Seen, row: Array) -> tuple[Array, Array] | None:
-    if seen.of_queries is None or seen.of_keys is None:
+def _row_segments(runtime_mask: RuntimeMask, row: Array) -> tuple[Array, Array] | None:
+    if runtime_mask.query_segments is None or runtime_mask.key_segments is None:
         return None
-    return seen.of_queries[row], seen.of_keys[row]
+    return runtime_mask.query_segments[row], runtime_mask.key_segments[row]
 
 
 def _forward(
-    how: tuple[Kernel, Kind], q_BTNH: Array, k_BSKH: Array, v_BSKH: Array, sinks_N: Array | None, seen: Seen
+    static: tuple[Kernel, Config],
+    q_BTNH: Array,
+    k_BSKH: Array,
+    v_BSKH: Array,
+    sinks_N: Array | None,
+    runtime_mask: RuntimeMask,
 ) -> tuple[Array, Array]:
     """Return the result, and the logarithm of each row's sum of exponentials, [B, N, T]."""
     batch, length, heads, dim = q_BTNH.shape
-    steps, shared = _steps(q_BTNH, k_BSKH, whole_groups=False), heads // k_BSKH.shape[2]
-    q_BTW, k_BSX, v_BSX = (_blocks.flat(each) for each in (q_BTNH, k_BSKH, v_BSKH))
+    steps, shared = _choose_steps(q_BTNH, k_BSKH, whole_groups=False), heads // k_BSKH.shape[2]
+    q_BTW, k_BSX, v_BSX = (_blocks.merge_heads(array) for array in (q_BTNH, k_BSKH, v_BSKH))
     count = steps.heads
 
-    def body(state: tuple[Array, Array], at: tuple[Array, Array]) -> Any:
-        (out_BTW, lse_BNT), (row, head) = state, at
+    def body(state: tuple[Array, Array], step: tuple[Array, Array]) -> Any:
+        (out_BTW, lse_BNT), (row, head) = state, step
         group = head // shared
-        q_MTH = _heads_of(q_BTW, row, head, count, dim)
-        k_CSH, v_CSH = (_heads_of(each, row, group, steps.groups, dim) for each in (k_BSX, v_BSX))
+        q_MTH = _take_heads(q_BTW, row, head, count, dim)
+        k_CSH, v_CSH = (_take_heads(array, row, group, steps.groups, dim) for array in (k_BSX, v_BSX))
         sinks_M = None if sinks_N is None else jax.lax.dynamic_slice_in_dim(sinks_N, head, count)
-        out_MTH, lse_MT = splash_forward(q_MTH, k_CSH, v_CSH, _segments_of(seen, row), sinks_M, **_options(how))
+        out_MTH, lse_MT = splash_forward(
+            q_MTH, k_CSH, v_CSH, _row_segments(runtime_mask, row), sinks_M, **_options(static)
+        )
         lse_BNT = jax.lax.dynamic_update_slice(lse_BNT, lse_MT[None], (row, head, 0))
-        return (_with_heads(out_BTW, out_MTH, row, head), lse_BNT), None
+        return (_put_heads(out_BTW, out_MTH, row, head), lse_BNT), None
 
     empty = jnp.zeros(q_BTW.shape, q_BTW.dtype), jnp.zeros((batch, heads, length), jnp.float32)
     (out_BTW, lse_BNT), _ = jax.lax.scan(body, empty, (steps.row_P, steps.head_P))
     return out_BTW.reshape(q_BTNH.shape), lse_BNT
 
 
-def _gradients(how: tuple[Kernel, Kind], residuals: Any, dout_BTNH: Array) -> Any:
+def _gradients(static: tuple[Kernel, Config], residuals: Any, dout_BTNH: Array) -> Any:
     """Return the gradients of queries, keys, values and sinks."""
-    q_BTNH, k_BSKH, v_BSKH, sinks_N, seen, out_BTNH, lse_BNT = residuals
+    q_BTNH, k_BSKH, v_BSKH, sinks_N, runtime_mask, out_BTNH, lse_BNT = residuals
     heads, dim = q_BTNH.shape[2:]
-    steps, shared = _steps(q_BTNH, k_BSKH, whole_groups=True), heads // k_BSKH.shape[2]
-    dout_BTW, delta_BNT = _blocks.flat(dout_BTNH), _blocks.products_of_rows(dout_BTNH, out_BTNH, how[0].block)
+    steps, shared = _choose_steps(q_BTNH, k_BSKH, whole_groups=True), heads // k_BSKH.shape[2]
+    dout_BTW, delta_BNT = _blocks.merge_heads(dout_BTNH), _blocks.row_dots(dout_BTNH, out_BTNH, static[0].block)
 
-    def body(state: Any, at: tuple[Array, Array]) -> Any:
+    def body(state: Any, step: tuple[Array, Array]) -> Any:
         # A step reads queries, keys and values before it overwrites them with their gradients.
-        (dq_BTW, dk_BSX, dv_BSX), (row, head) = state, at
+        (dq_BTW, dk_BSX, dv_BSX), (row, head) = state, step
         group = head // shared
-        q_MTH, dout_MTH = (_heads_of(each, row, head, steps.heads, dim) for each in (dq_BTW, dout_BTW))
-        k_CSH, v_CSH = (_heads_of(each, row, group, steps.groups, dim) for each in (dk_BSX, dv_BSX))
+        q_MTH, dout_MTH = (_take_heads(array, row, head, steps.heads, dim) for array in (dq_BTW, dout_BTW))
+        k_CSH, v_CSH = (_take_heads(array, row, group, steps.groups, dim) for array in (dk_BSX, dv_BSX))
         lse_MT, delta_MT = (
-            jax.lax.dynamic_slice(each, (row, head, 0), (1, steps.heads, each.shape[2]))[0]
-            for each in (lse_BNT, delta_BNT)
+            jax.lax.dynamic_slice(array, (row, head, 0), (1, steps.heads, array.shape[2]))[0]
+            for array in (lse_BNT, delta_BNT)
         )
-        arrays, ids = (q_MTH, dout_MTH, lse_MT, delta_MT), _segments_of(seen, row)
-        dq, dk, dv = splash_backward(arrays, (k_CSH, v_CSH), ids, **_options(how), is_fused=how[0].is_fused)
-        dk_BSX, dv_BSX = _with_heads(dk_BSX, dk, row, group), _with_heads(dv_BSX, dv, row, group)
-        return (_with_heads(dq_BTW, dq, row, head), dk_BSX, dv_BSX), None
+        arrays, ids = (q_MTH, dout_MTH, lse_MT, delta_MT), _row_segments(runtime_mask, row)
+        dq, dk, dv = splash_backward(arrays, (k_CSH, v_CSH), ids, **_options(static), is_fused=static[0].is_fused)
+        dk_BSX, dv_BSX = _put_heads(dk_BSX, dk, row, group), _put_heads(dv_BSX, dv, row, group)
+        return (_put_heads(dq_BTW, dq, row, head), dk_BSX, dv_BSX), None
 
-    first = tuple(_blocks.flat(each) for each in (q_BTNH, k_BSKH, v_BSKH))
-    (dq_BTW, dk_BSX, dv_BSX), _ = jax.lax.scan(body, first, (steps.row_P, steps.head_P))
+    init = tuple(_blocks.merge_heads(array) for array in (q_BTNH, k_BSKH, v_BSKH))
+    (dq_BTW, dk_BSX, dv_BSX), _ = jax.lax.scan(body, init, (steps.row_P, steps.head_P))
     dq, dk, dv = dq_BTW.reshape(q_BTNH.shape), dk_BSX.reshape(k_BSKH.shape), dv_BSX.reshape(v_BSKH.shape)
-    return dq, dk, dv, _blocks.of_sinks(sinks_N, lse_BNT, delta_BNT)
+    return dq, dk, dv, _blocks.sink_gradient(sinks_N, lse_BNT, delta_BNT)

@@ -42,13 +42,13 @@ from ..core import (
 )
 from ..core._compat import laid_out_on_tpus
 from ..targets import busy_rows
-from ._divided import divided_sizes, wide_of
+from ._divided import local_sizes, wide_dtype
 
 _ROWS = {"cpu": 256, "gpu": 8192}
 """The fewest rows of a tile: a GPU's hundred processors share a product's result, and fewer would leave some idle."""
-_ROWS_OF_OTHERS = 1024
+_DEFAULT_ROWS = 1024
 _LEAST_SAVED = {"gpu": 2**29}
-_LEAST_SAVED_BY_OTHERS = 2**27
+_DEFAULT_LEAST_SAVED = 2**27
 """The fewest saved bytes for which tiles are worth their loops; a GPU launches every operation again for each tile."""
 _MOST_UNROLLED = 8
 _NUM_WIDE = 4
@@ -91,54 +91,54 @@ def over_tokens(
     _check(arrays, leaves, size)
     _check_width(width, share)
     if explicit_mesh((leaves, arrays)) is not None:  # zeros for results would need shardings there
-        return _untiled(fn, params, x, arrays)
+        return _call_untiled(fn, params, x, arrays)
     if token_parts(arrays[0].shape[1], arrays) > 1:
 
-        def own(params: Tree, x: Tree) -> Tree:
-            params = _of_tile(params, jax.lax.axis_index(CONTEXT))
+        def map_local(params: Tree, x: Tree) -> Tree:
+            params = _fold_in_keys(params, jax.lax.axis_index(CONTEXT))
             return over_tokens(fn, params, x, width=width, share=share, size=size)
 
-        return on_own_tokens(own, params, x)
+        return on_own_tokens(map_local, params, x)
     if size is None:
         tile = tile_size(arrays[0].shape, width * arrays[0].dtype.itemsize, params, share)
     else:
-        tile = max(1, size // divided_sizes(arrays[0].shape[0], 1)[0])
+        tile = max(1, size // local_sizes(arrays[0].shape[0], 1)[0])
     if tile >= arrays[0].shape[1]:
-        return _untiled(fn, params, x, arrays)
+        return _call_untiled(fn, params, x, arrays)
     leaves, arrays = varied_alike((tuple(leaves), tuple(arrays)))
-    static, captured = _closed(_Static(fn, treedef, structure, tile), leaves, arrays)
+    static, captured = _capture_tracers(_Static(fn, treedef, structure, tile), leaves, arrays)
     return _over_tiles(static, (*leaves, *captured), arrays)
 
 
-def _closed(static: _Static, leaves: Sequence[Any], x: Sequence[Array]) -> tuple[_Static, list[Any]]:
+def _capture_tracers(static: _Static, leaves: Sequence[Any], x: Sequence[Array]) -> tuple[_Static, list[Any]]:
     """Make leaves of the tracers that the function closes over, whose derivatives JAX would not find otherwise."""
-    held = jax.eval_shape(lambda leaves, x: _held(static, leaves, x), list(leaves), list(x))
-    found, captured = dict[int, tuple[Closed, int]](), list[Any]()
+    dense_weights = jax.eval_shape(lambda leaves, x: _dequantize_weights(static, leaves, x), list(leaves), list(x))
+    closed, captured = dict[int, tuple[Closed, int]](), list[Any]()
     for size in {static.size, x[0].shape[1] % static.size} - {0}:
-        tile = jax.eval_shape(lambda x, size=size: _tile(x, 0, size), list(x))
-        found[size] = Closed(static, list(leaves), held, jnp.int32(0), tile), len(leaves) + len(captured)
-        captured += found[size][0].tracers
-    (_, alike) = varied_alike((x[0], captured))
-    if any(jax.typeof(one) != jax.typeof(other) for one, other in zip(alike, captured, strict=True)):
+        tile = jax.eval_shape(lambda x, size=size: _slice(x, 0, size), list(x))
+        closed[size] = Closed(static, list(leaves), dense_weights, jnp.int32(0), tile), len(leaves) + len(captured)
+        captured += closed[size][0].tracers
+    (_, varying) = varied_alike((x[0], captured))
+    if any(jax.typeof(varied) != jax.typeof(tracer) for varied, tracer in zip(varying, captured, strict=True)):
         raise ConfigError(
             "over_tokens: the function closes over what all devices of a jax.shard_map have alike",
             got=", ".join(map(str, map(jax.typeof, captured))),
             hint="put it into params",
         )
-    return (static._replace(closed=found), captured) if captured else (static, [])
+    return (static._replace(closed=closed), captured) if captured else (static, [])
 
 
 def _check(arrays: Sequence[Any], leaves: Sequence[Any], size: int | None) -> None:
-    shapes: list[tuple[int, ...]] = [tuple(getattr(each, "shape", ())) for each in arrays]
+    shapes: list[tuple[int, ...]] = [tuple(getattr(array, "shape", ())) for array in arrays]
     rows, *tokens = (*shapes[0][:2], 0)[:2] if shapes else (0, 0)
     if not rows or tokens == [0] or any(list(shape[1:2]) != tokens or shape[0] not in (1, rows) for shape in shapes):
         raise ConfigError(
             "over_tokens: x are arrays with rows and tokens as their first two axes",
             expected="[B, T, ...], or [1, T, ...] after the first, none of them empty",
-            got=", ".join(str(getattr(each, "shape", type(each).__name__)) for each in arrays) or "no array",
+            got=", ".join(str(getattr(array, "shape", type(array).__name__)) for array in arrays) or "no array",
             hint="what has no tokens belongs into params",
         )
-    if no_arrays := [each for each in leaves if not (hasattr(each, "shape") or isinstance(each, numbers.Number))]:
+    if no_arrays := [leaf for leaf in leaves if not (hasattr(leaf, "shape") or isinstance(leaf, numbers.Number))]:
         raise ConfigError(
             "over_tokens: params are arrays",
             got=repr(no_arrays[0]),
@@ -178,18 +178,18 @@ def _check_width(width: Any, share: Any) -> None:
         )
 
 
-def _untiled(fn: Callable[[Tree, Tree], Tree], params: Tree, x: Tree, arrays: Sequence[Any]) -> Tree:
+def _call_untiled(fn: Callable[[Tree, Tree], Tree], params: Tree, x: Tree, arrays: Sequence[Any]) -> Tree:
     results = fn(params, x)
     _check_results(jax.tree.leaves(results), *2 * [arrays[0].shape[1]])
     return results
 
 
-def _check_results(results: Sequence[Any], length: int, whole: int) -> None:
-    if any(len(getattr(each, "shape", ())) < 2 or each.shape[1] != length for each in results):
+def _check_results(results: Sequence[Any], length: int, num_tokens: int) -> None:
+    if any(len(getattr(result, "shape", ())) < 2 or result.shape[1] != length for result in results):
         raise ConfigError(
             "over_tokens: the function returns arrays of each token by itself",
-            expected=f"[B, {length}, ...]" + f" of a tile of {length} of {whole} tokens" * (length < whole),
-            got=", ".join(str(getattr(each, "shape", type(each).__name__)) for each in results),
+            expected=f"[B, {length}, ...]" + f" of a tile of {length} of {num_tokens} tokens" * (length < num_tokens),
+            got=", ".join(str(getattr(result, "shape", type(result).__name__)) for result in results),
             hint="add up over tokens outside of it",
         )
 
@@ -197,30 +197,27 @@ def _check_results(results: Sequence[Any], length: int, whole: int) -> None:
 def tile_size(shape: tuple[int, ...], width_bytes: int, params: Tree, share: float = 1) -> int:
     """Return how many tokens of each row a tile has.
 
-    Args:
-        shape: shape of the tokens, [B, T, ...], over all devices that shard rows.
-        width_bytes: bytes per token of the widest array.
-        params: the parameters, whose bytes a loop copies.
-        share: as in `over_tokens`.
+    `shape`, [B, T, ...], is that of the tokens over all devices that shard rows. `width_bytes` are the bytes per token
+    of the widest array. A loop copies `params`.
     """
     device = traced_device()
-    busy = _ROWS.get(device.platform) or busy_rows(device.device_kind) or _ROWS_OF_OTHERS
+    busy = _ROWS.get(device.platform) or busy_rows(device.device_kind) or _DEFAULT_ROWS
     busy = round(busy / share)
-    batch, _ = divided_sizes(shape[0], 1)
+    batch, _ = local_sizes(shape[0], 1)
     tokens, wide = batch * shape[1], _NUM_WIDE * width_bytes
-    nodes = jax.tree.leaves(params, is_leaf=_is_in_few_bits)
+    nodes = jax.tree.leaves(params, is_leaf=_is_quantized)
     copied = sum(2 * math.prod(node.shape) for node in nodes if len(node.shape) > 1)
     # Unrolled tiles are few, so they are large. Each would dequantise quantised weights again: then there is one tile.
-    unrolled = tokens if any(map(_is_in_few_bits, nodes)) else max(busy, -(-tokens // _MOST_UNROLLED))
+    unrolled = tokens if any(map(_is_quantized, nodes)) else max(busy, -(-tokens // _MOST_UNROLLED))
     # A loop copies the weights in any case, so its tiles may be small: a power of two, up to half the copy's bytes.
     looped = max(busy, 1 << max(copied // wide // 2, 1).bit_length() - 1)
     rows = unrolled if unrolled * wide <= looped * wide + copied else looped
     saved = (tokens - rows) * wide - (0 if rows == unrolled else copied)
-    is_worth = saved >= _LEAST_SAVED.get(device.platform, _LEAST_SAVED_BY_OTHERS)
-    return shape[1] if not is_worth else min(shape[1], max(1, -(-rows // batch)))
+    is_worthwhile = saved >= _LEAST_SAVED.get(device.platform, _DEFAULT_LEAST_SAVED)
+    return shape[1] if not is_worthwhile else min(shape[1], max(1, -(-rows // batch)))
 
 
-def _is_in_few_bits(node: Any) -> bool:
+def _is_quantized(node: Any) -> bool:
     return isinstance(node, LinearWeight) and hasattr(node, "dense")
 
 
@@ -240,15 +237,15 @@ class _Static(NamedTuple):
     def num_params(self) -> int:
         return self.params.num_leaves
 
-    def __call__(self, leaves: Sequence[Any], held: list[Array], index: Any, tile: Sequence[Any]) -> Tree:
+    def __call__(self, leaves: Sequence[Any], dense_weights: list[Array], index: Any, tile: Sequence[Any]) -> Tree:
         if self.closed:
             closed, begin = self.closed[tile[0].shape[1]]
             index = jnp.asarray(index, jnp.int32)
-            given = jax.tree.leaves((list(leaves[: self.num_params]), held, index, list(tile)))
-            results = closed(given, leaves[begin : begin + len(closed.tracers)])
+            inputs = jax.tree.leaves((list(leaves[: self.num_params]), dense_weights, index, list(tile)))
+            results = closed(inputs, leaves[begin : begin + len(closed.tracers)])
             return jax.tree.structure(closed.shapes).unflatten(results)
-        params = _with_arrays(self.params.unflatten(leaves), held)
-        return self.fn(_of_tile(params, index), self.x.unflatten(tile))
+        params = _replace_quantized(self.params.unflatten(leaves), dense_weights)
+        return self.fn(_fold_in_keys(params, index), self.x.unflatten(tile))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -258,67 +255,69 @@ def _over_tiles(static: _Static, leaves: tuple[Any, ...], x: tuple[Array, ...]) 
 
 def _results(static: _Static, leaves: tuple[Any, ...], x: tuple[Array, ...]) -> Tree:
     length, size = x[0].shape[1], static.size
-    shapes = jax.eval_shape(lambda leaves, x: static(leaves, [], 0, _tile(x, 0, size)), list(leaves), list(x))
+    shapes = jax.eval_shape(lambda leaves, x: static(leaves, [], 0, _slice(x, 0, size)), list(leaves), list(x))
     _check_results(jax.tree.leaves(shapes), size, length)
 
-    def whole(like: Any) -> Array:
+    def full_zeros(like: Any) -> Array:
         return like_type([*x, *leaves], (like.shape[0], length, *like.shape[2:]), like.dtype)
 
-    results = jax.tree.map(whole, shapes)
-    held = _held(static, leaves, x)
+    results = jax.tree.map(full_zeros, shapes)
+    dense_weights = _dequantize_weights(static, leaves, x)
 
     def body(index: Any, start: Any, size: int, results: Tree) -> Tree:
-        return _written(results, static(leaves, held, index, _tile(x, start, size)), start)
+        return _update(results, static(leaves, dense_weights, index, _slice(x, start, size)), start)
 
     return _loop(x[0].shape[1], static.size, body, results)
 
 
 def _forward(static: _Static, leaves: Any, x: Any) -> tuple[Tree, Any]:
-    wanted = tuple(leaf.perturbed for leaf in leaves)
+    perturbed = tuple(leaf.perturbed for leaf in leaves)
     # A Python number arrives as a scalar object of JAX that is not an array.
     arrays = (
-        [each.value if hasattr(each.value, "shape") else jnp.asarray(each.value) for each in given]
-        for given in (leaves, x)
+        [primal.value if hasattr(primal.value, "shape") else jnp.asarray(primal.value) for primal in primals]
+        for primals in (leaves, x)
     )
     leaves, x = map(tuple, arrays)
-    return _results(static, leaves, x), (leaves, x, wanted)
+    return _results(static, leaves, x), (leaves, x, perturbed)
 
 
 def _backward(static: _Static, residuals: Any, cotangents: Tree) -> tuple[Any, Any]:
-    leaves, x, wanted = residuals
-    trained = [leaf if wants else None for leaf, wants in zip(leaves, wanted, strict=True)]
-    moving = [each if jnp.issubdtype(each.dtype, jnp.inexact) else None for each in x]
+    leaves, x, perturbed = residuals
+    trained = [leaf if is_perturbed else None for leaf, is_perturbed in zip(leaves, perturbed, strict=True)]
+    floating = [array if jnp.issubdtype(array.dtype, jnp.inexact) else None for array in x]
     douts, structure = jax.tree.flatten(cotangents, is_leaf=_is_zero)
-    given = [each for each in (*douts, *x, *leaves) if not _is_zero(each)]
-    held = _held(static, leaves, x)
+    inputs = [array for array in (*douts, *x, *leaves) if not _is_zero(array)]
+    dense_weights = _dequantize_weights(static, leaves, x)
     in_place = not _is_zero(douts[0]) and (douts[0].shape, douts[0].dtype) == (x[0].shape, x[0].dtype)
 
     def zeros(like: Any, dtype: Any) -> Array:
-        return like_type(given, like.shape, dtype)
+        return like_type(inputs, like.shape, dtype)
 
     def body(index: Any, start: Any, size: int, carry: Any) -> Any:
         dleaves, dx = carry
 
-        def run(trained: list[Any], moving: list[Any]) -> list[Array]:
-            tile = [each if own is None else own for each, own in zip(_tile(x, start, size), moving, strict=True)]
-            own = [old if new is None else new for old, new in zip(leaves, trained, strict=True)]
-            return structure.flatten_up_to(static(own, held, index, tile))
+        def run(trained: list[Any], floating: list[Any]) -> list[Array]:
+            tile = [old if new is None else new for old, new in zip(_slice(x, start, size), floating, strict=True)]
+            merged = [old if new is None else new for old, new in zip(leaves, trained, strict=True)]
+            return structure.flatten_up_to(static(merged, dense_weights, index, tile))
 
-        outs, vjp = jax.vjp(run, trained, _tile(moving, start, size))
-        whole = [dx[0], *douts[1:]] if in_place else douts
-        pairs = zip(whole, outs, strict=True)
-        more, tile = vjp([jnp.zeros_like(out) if _is_zero(d) else _tile(d, start, size) for d, out in pairs])
-        return jax.tree.map(lambda sum, one: sum + one.astype(sum.dtype), dleaves, more), _written(dx, tile, start)
+        outs, vjp = jax.vjp(run, trained, _slice(floating, start, size))
+        full_douts = [dx[0], *douts[1:]] if in_place else douts
+        pairs = zip(full_douts, outs, strict=True)
+        grads, dx_tile = vjp([jnp.zeros_like(out) if _is_zero(d) else _slice(d, start, size) for d, out in pairs])
+        return jax.tree.map(lambda total, grad: total + grad.astype(total.dtype), dleaves, grads), _update(
+            dx, dx_tile, start
+        )
 
-    dleaves = jax.tree.map(lambda leaf: zeros(leaf, wide_of(leaf.dtype)), trained)
-    dx = jax.tree.map(lambda each: zeros(each, each.dtype), moving)
+    dleaves = jax.tree.map(lambda leaf: zeros(leaf, wide_dtype(leaf.dtype)), trained)
+    dx = jax.tree.map(lambda array: zeros(array, array.dtype), floating)
     if in_place:
         dx[0] = douts[0]
     dleaves, dx = _loop(x[0].shape[1], static.size, body, (dleaves, dx))
     # XLA might first compute what needs `dx`, and keep the wide arrays for the gradients of leaves meanwhile.
     dleaves, dx = jax.lax.optimization_barrier((dleaves, dx))
-    found = [None if one is None else one.astype(leaf.dtype) for one, leaf in zip(dleaves, leaves, strict=True)]
-    return tuple(found), tuple(dx)
+    leaf_grads = [None if grad is None else grad.astype(leaf.dtype) for grad, leaf in zip(dleaves, leaves, strict=True)]
+    return tuple(leaf_grads), tuple(dx)
 
 
 _over_tiles.defvjp(_forward, _backward, symbolic_zeros=True)
@@ -328,41 +327,41 @@ def _is_zero(value: Any) -> bool:
     return isinstance(value, jax.custom_derivatives.SymbolicZero)
 
 
-def _held(static: _Static, leaves: Sequence[Any], x: Sequence[Array]) -> list[Array]:
+def _dequantize_weights(static: _Static, leaves: Sequence[Any], x: Sequence[Array]) -> list[Array]:
     """Dequantise the quantised weights once, if there is a loop."""
     if x[0].shape[1] // static.size <= _MOST_UNROLLED:
         return []
-    own = leaves[: static.num_params]
-    nodes: list[Any] = jax.tree.leaves(static.params.unflatten(own), is_leaf=_is_in_few_bits)
-    return [_laid_out(node.dense(x[0].dtype)) for node in nodes if _is_in_few_bits(node)]
+    params = leaves[: static.num_params]
+    nodes: list[Any] = jax.tree.leaves(static.params.unflatten(params), is_leaf=_is_quantized)
+    return [_keep_layout(node.dense(x[0].dtype)) for node in nodes if _is_quantized(node)]
 
 
-def _laid_out(weight: Array) -> Array:
+def _keep_layout(weight: Array) -> Array:
     """Store a weight in the layout of its codes; otherwise XLA changes the layout of the codes of all layers."""
     return laid_out_on_tpus(weight, tuple(range(weight.ndim)))
 
 
-def _with_arrays(params: Tree, arrays: list[Array]) -> Tree:
+def _replace_quantized(params: Tree, arrays: list[Array]) -> Tree:
     """Replace the quantised weights by arrays, if there are any."""
     if not arrays:
         return params
-    left = iter(arrays)
-    return jax.tree.map(lambda node: next(left) if _is_in_few_bits(node) else node, params, is_leaf=_is_in_few_bits)
+    remaining = iter(arrays)
+    return jax.tree.map(lambda node: next(remaining) if _is_quantized(node) else node, params, is_leaf=_is_quantized)
 
 
-def _of_tile(params: Tree, index: Any) -> Tree:
-    def one(leaf: Any) -> Any:
+def _fold_in_keys(params: Tree, index: Any) -> Tree:
+    def fold_in(leaf: Any) -> Any:
         return jax.random.fold_in(leaf, index) if is_key(leaf) else leaf
 
-    return jax.tree.map(one, params)
+    return jax.tree.map(fold_in, params)
 
 
-def _tile(x: Tree, start: Any, size: int) -> Any:
-    return jax.tree.map(lambda each: jax.lax.dynamic_slice_in_dim(each, start, size, axis=1), x)
+def _slice(x: Tree, start: Any, size: int) -> Any:
+    return jax.tree.map(lambda array: jax.lax.dynamic_slice_in_dim(array, start, size, axis=1), x)
 
 
-def _written(whole: Tree, tile: Tree, start: Any) -> Tree:
-    return jax.tree.map(lambda a, b: jax.lax.dynamic_update_slice_in_dim(a, b, start, axis=1), whole, tile)
+def _update(arrays: Tree, tile: Tree, start: Any) -> Tree:
+    return jax.tree.map(lambda a, b: jax.lax.dynamic_update_slice_in_dim(a, b, start, axis=1), arrays, tile)
 
 
 def _loop(length: int, size: int, body: Callable[[Any, Any, int, Any], Any], carry: Any) -> Any:
@@ -372,7 +371,7 @@ def _loop(length: int, size: int, body: Callable[[Any, Any, int, Any], Any], car
         carry = jax.lax.fori_loop(0, full, lambda i, c: body(i, i * size, size, c), carry)
         return body(full, full * size, length - full * size, carry) if length % size else carry
     for index, start in enumerate(range(0, length, size)):
-        own = min(size, length - start)
+        count = min(size, length - start)
         # `zero_after` makes a tile wait for the one before: XLA computed tiles concurrently in spite of a barrier.
-        carry = body(index, start + zero_after(carry), own, carry) if own < length else body(0, 0, own, carry)
+        carry = body(index, start + zero_after(carry), count, carry) if count < length else body(0, 0, count, carry)
     return carry

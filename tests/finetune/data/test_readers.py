@@ -146,7 +146,7 @@ def test_json_is_a_list_of_objects(tmp_path):
         '[{"text": "a"}': "not readable as JSON",
         '{"text": "a"}': "not a list",
         "[1]": "record 1 is no object",
-        '[], "x": []': "not a list",
+        '[], "x": []': "not readable as JSON",
         "": "an empty file",
     }.items():
         file.write_text(content)

@@ -17,8 +17,8 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from ...core import ConfigError, DataError, ModelFileError, parse_json, shortened, shown, validate
-from ._normalize import fields_read, normalized
+from ...core import ConfigError, DataError, ModelFileError, parse_json_value, shortened, shown, validate
+from ._normalize import extra_fields, normalize_record
 
 _KINDS = {
     "messages": ("messages",),
@@ -28,7 +28,7 @@ _KINDS = {
     "text": ("text",),
 }
 """Required fields of each kind."""
-_BESIDE = {"alpaca": ("input",), "text": ()}
+_OPTIONAL_FIELDS = {"alpaca": ("input",), "text": ()}
 """Optional fields of a kind; the optional field of other kinds is tools."""
 FIELDS = (*dict.fromkeys(field for fields in _KINDS.values() for field in fields), "input", "tools", "system")
 _ROLES = {
@@ -42,53 +42,53 @@ _ROLES = {
     "tool": "tool",
     "observation": "tool",
 }
-_CALLERS = ("function_call", "tool_call")
+_TOOL_CALL_SPEAKERS = ("function_call", "tool_call")
 """Speakers whose turns are tool calls of the assistant, as LLaMA-Factory writes them."""
-_SHAREGPT = ("human", "gpt", "chatgpt")
-_USUAL = ("assistant", "user", "system", "tool")
+_SHAREGPT_ROLES = ("human", "gpt", "chatgpt")
+_KNOWN_ROLES = ("assistant", "user", "system", "tool")
 _CHAT = '{"messages": [{"role": "user", "content": "..."}, ...]}'
 _HINT = f'one object a record, such as {{"text": "..."}} or {_CHAT}'
 _CHAT_HINT = f"one object a record, such as {_CHAT}"
 
 
-class _Strict(BaseModel):
+class _StrictModel(BaseModel):
     model_config = ConfigDict(strict=True, extra="ignore")
 
 
-class _Turn(_Strict):
+class _Turn(_StrictModel):
     model_config = ConfigDict(strict=True, extra="allow")  # templates read more: tool_calls, name, reasoning_content
     role: str = Field(min_length=1)
     content: str | None = None
 
 
-class _Said(_Strict):
+class _ShareGPTTurn(_StrictModel):
     speaker: str = Field(alias="from")
     value: str = ""  # may be absent, since `normalized` drops null fields and the content of a message may be null
 
 
-class _Messages(_Strict):
+class _Messages(_StrictModel):
     messages: list[_Turn] = Field(min_length=1)
     tools: list[dict[str, Any]] | None = None
 
 
-class _Conversations(_Strict):
-    conversations: list[_Said] = Field(min_length=1)
+class _Conversations(_StrictModel):
+    conversations: list[_ShareGPTTurn] = Field(min_length=1)
     tools: list[dict[str, Any]] | None = None
 
 
-class _Prompt(_Strict):
+class _Prompt(_StrictModel):
     prompt: str | list[_Turn]
     completion: str | list[_Turn]
     tools: list[dict[str, Any]] | None = None
 
 
-class _Alpaca(_Strict):
+class _Alpaca(_StrictModel):
     instruction: str
     input: str | None = None
     output: str
 
 
-class _Text(_Strict):
+class _Text(_StrictModel):
     text: str
 
 
@@ -134,18 +134,18 @@ def parse_columns(words: tuple[str, ...] | None) -> dict[str, str]:
     Raises:
         ConfigError: for a word without ``=``, an unknown field, or a repeated field.
     """
-    found: dict[str, str] = {}
+    column_of: dict[str, str] = {}
     for word in words or ():
-        field, mark, column = word.partition("=")
-        if not mark or field not in FIELDS or not column or field in found:
+        field, separator, column = word.partition("=")
+        if not separator or field not in FIELDS or not column or field in column_of:
             raise ConfigError(
                 f"columns: {shown(word)} does not say which column a field is in",
                 expected=f"field=column, each field once, of {', '.join(FIELDS)}",
                 got=shown(word),
                 hint="for instance --columns messages=chat, or --columns prompt=question,completion=answer",
             )
-        found[field] = column
-    return found
+        column_of[field] = column
+    return column_of
 
 
 def parse_record(raw: Mapping[str, Any], where: str, columns: Mapping[str, str]) -> Example | None:
@@ -163,41 +163,43 @@ def parse_record(raw: Mapping[str, Any], where: str, columns: Mapping[str, str])
         DataError: when fields are missing, several kinds fit, or a value has another type.
     """
     kind, record = _kind_of(raw, where, columns)
-    read = {*columns.values()} or {*_KINDS[kind], *_BESIDE.get(kind, ("tools",)), *fields_read(kind)}
-    unread = tuple(name for name in raw if name not in read or _is_other_label(name, raw[name]))
-    example = _example(kind, record, where)
+    fields_used = {*columns.values()} or {*_KINDS[kind], *_OPTIONAL_FIELDS.get(kind, ("tools",)), *extra_fields(kind)}
+    unread = tuple(name for name in raw if name not in fields_used or _is_other_label(name, raw[name]))
+    example = _checked_example(kind, record, where)
     return example and dataclasses.replace(example, unread=unread)
 
 
-def _example(kind: str, record: dict[str, Any], where: str) -> Example | None:
+def _checked_example(kind: str, record: dict[str, Any], location: str) -> Example | None:
     """Check a record of a known kind, and return it; None for a blank one."""
     if kind == "conversations":
-        _check_speakers({**record, **_decoded(record, where)}, where)
-    record = normalized(kind, {**record, **_decoded(record, where)}, where)
+        _check_speakers({**record, **_parse_text_lists(record, location)}, location)
+    record = normalize_record(kind, {**record, **_parse_text_lists(record, location)}, location)
     if any(_is_blank(record[name]) for name in _KINDS[kind][-1:]):
         return None
     try:
-        validate(_SCHEMAS[kind], record, where, hint=_CHAT_HINT if kind == "messages" else _HINT)
+        validate(_SCHEMAS[kind], record, location, hint=_CHAT_HINT if kind == "messages" else _HINT)
     except ModelFileError as error:
         raise DataError(error.message, expected=error.expected, got=error.got, hint=error.hint) from error
-    _check_unicode(record, where)
+    _check_unicode(record, location)
     for name in ("messages", "prompt", "completion", "conversations"):
-        _check_weights(record.get(name), where)
+        _check_weights(record.get(name), location)
     for name in ("messages", "prompt", "completion"):
-        _check_roles(record.get(name), where)
+        _check_roles(record.get(name), location)
     if kind == "text":
-        return Example(kind="text", where=where, text=record["text"])
+        return Example(kind="text", where=location, text=record["text"])
     if kind == "alpaca":
-        _check_unread(record, where)
-        more = record.get("input") or ""
-        return Example(kind="alpaca", where=where, prompt=record["instruction"], more=more, text=record["output"])
+        _check_unread(record, location)
+        input_text = record.get("input") or ""
+        return Example(
+            kind="alpaca", where=location, prompt=record["instruction"], more=input_text, text=record["output"]
+        )
     tools = record.get("tools")
     if kind == "messages":
-        return Example(kind="chat", where=where, messages=tuple(record["messages"]), tools=tools)
+        return Example(kind="chat", where=location, messages=tuple(record["messages"]), tools=tools)
     if kind == "conversations":
-        turns = tuple(_turn(said, where) for said in record["conversations"])
-        return Example(kind="chat", where=where, messages=turns, tools=tools)
-    return _prompt(record, where, tools)
+        turns = tuple(_message_of_turn(turn, location) for turn in record["conversations"])
+        return Example(kind="chat", where=location, messages=turns, tools=tools)
+    return _prompt_example(record, location, tools)
 
 
 def _is_other_label(name: str, value: Any) -> bool:
@@ -208,25 +210,25 @@ def _is_other_label(name: str, value: Any) -> bool:
     return name == "label" and str(value).lower() not in ("true", "false")
 
 
-def _check_speakers(record: Mapping[str, Any], where: str) -> None:
+def _check_speakers(record: Mapping[str, Any], location: str) -> None:
     """Raise for a field named conversations whose turns are messages with a role."""
     turns = record["conversations"]
     if isinstance(turns, list) and any(isinstance(turn, Mapping) and "role" in turn for turn in turns):
         fields = {"tools": "tools", "system": "system", "system_prompt": "system"}
-        more = "".join(f",{field}={name}" for name, field in fields.items() if record.get(name))
+        columns = "".join(f",{field}={name}" for name, field in fields.items() if record.get(name))
         raise DataError(
-            f"{where}: conversations has turns with a role",
+            f"{location}: conversations has turns with a role",
             expected="from and value in each turn; or messages, with role and content",
-            hint=f"say that these are messages: --columns messages=conversations{more}",
+            hint=f"say that these are messages: --columns messages=conversations{columns}",
         )
 
 
-def _kind_of(raw: Mapping[str, Any], where: str, columns: Mapping[str, str]) -> tuple[str, dict[str, Any]]:
+def _kind_of(raw: Mapping[str, Any], location: str, columns: Mapping[str, str]) -> tuple[str, dict[str, Any]]:
     missing = [column for column in columns.values() if column not in raw]
     if missing:
         raise DataError(
-            f"{where}: no field {shown(missing[0])}, which --columns names",
-            got=f"fields {_named(raw)}",
+            f"{location}: no field {shown(missing[0])}, which --columns names",
+            got=f"fields {_list_fields(raw)}",
             hint="name a column that is there",
         )
     record = {field: raw[column] for field, column in columns.items()} if columns else dict(raw)
@@ -235,49 +237,53 @@ def _kind_of(raw: Mapping[str, Any], where: str, columns: Mapping[str, str]) -> 
         return kinds[0], record
     if kinds:
         fields = [" and ".join(_KINDS[kind]) for kind in kinds]
-        kept = [*_KINDS[kinds[0]], *(name for name in _BESIDE.get(kinds[0], ("tools",)) if name in record)]
+        kind_fields = [
+            *_KINDS[kinds[0]],
+            *(name for name in _OPTIONAL_FIELDS.get(kinds[0], ("tools",)) if name in record),
+        ]
         raise DataError(
-            f"{where}: several kinds of record at once: {'; '.join(fields)}",
+            f"{location}: several kinds of record at once: {'; '.join(fields)}",
             expected="one kind",
-            got=f"fields {_named(raw)}",
-            hint=f"say which one is meant: --columns {','.join(f'{name}={columns.get(name, name)}' for name in kept)}",
+            got=f"fields {_list_fields(raw)}",
+            hint=f"say which one is meant: --columns {','.join(f'{name}={columns.get(name, name)}' for name in kind_fields)}",
         )
-    mark = next((mark for mark in (";", "\t", "|") if len(raw) == 1 and mark in next(iter(raw))), None)
+    delimiter = next(
+        (delimiter for delimiter in (";", "\t", "|") if len(raw) == 1 and delimiter in next(iter(raw))), None
+    )
     raise DataError(
-        f"{where}: no kind of record that is known",
+        f"{location}: no kind of record that is known",
         expected="text; prompt and completion; instruction and output; messages; or conversations",
-        got=f"fields {_named(raw)}",
+        got=f"fields {_list_fields(raw)}",
         hint="name the columns, for instance --columns messages=chat or --columns prompt=question,completion=answer"
-        if mark is None
-        else f"columns seem to be divided by {shown(mark)}: write the file with commas, or as .tsv with tabs",
+        if delimiter is None
+        else f"columns seem to be divided by {shown(delimiter)}: write the file with commas, or as .tsv with tabs",
     )
 
 
-def _decoded(record: Mapping[str, Any], where: str) -> dict[str, Any]:
+def _parse_text_lists(record: Mapping[str, Any], location: str) -> dict[str, Any]:
     """Parse lists that a table stores as JSON text."""
-    found: dict[str, Any] = {}
+    parsed: dict[str, Any] = {}
     for name in ("messages", "conversations", "tools", "functions"):
         value = record.get(name)
         if isinstance(value, str) and value.strip():
-            found[name] = parse_list(value.encode("utf-8", "surrogatepass"), f"{where}: {name}")
-    return found
+            parsed[name] = parse_list(value.encode("utf-8", "surrogatepass"), f"{location}: {name}")
+    return parsed
 
 
 def parse_list(content: bytes, where: str) -> list[Any]:
-    """Parse a JSON list with the strictness of `parse_json`.
+    """Parse a JSON list with the strictness of `parse_json_value`.
 
     Raises:
         DataError: when the content is not a JSON list.
     """
-    # Wrap the list in an object for `parse_json`. Content such as `[], "x": 1` would add keys, so check the keys below.
     try:
-        value = parse_json(b'{"list":' + content + b"}", where)
+        value = parse_json_value(content, where)
     except ModelFileError as error:
         raise DataError(error.message, got=error.got, hint=_remedy(content)) from error
-    if set(value) != {"list"} or not isinstance(value["list"], list):
+    if not isinstance(value, list):
         hint = "write a list of objects, or one object a line in a .jsonl file"
         raise DataError(f"{where}: not a list", expected="a JSON list", hint=hint)
-    return value["list"]
+    return value  # pyright: ignore[reportUnknownVariableType]
 
 
 def _remedy(content: bytes) -> str:
@@ -289,44 +295,44 @@ def _remedy(content: bytes) -> str:
     return "write the file again; it is cut or damaged"
 
 
-def _prompt(record: Mapping[str, Any], where: str, tools: Any) -> Example:
+def _prompt_example(record: Mapping[str, Any], location: str, tools: Any) -> Example:
     prompt, completion = record["prompt"], record["completion"]
     if isinstance(prompt, str) and isinstance(completion, str):
-        return Example(kind="prompt", where=where, prompt=prompt, text=completion)
+        return Example(kind="prompt", where=location, prompt=prompt, text=completion)
     if isinstance(prompt, str) or isinstance(completion, str):
         raise DataError(
-            f"{where}: one of prompt and completion is text, the other a list of messages",
+            f"{location}: one of prompt and completion is text, the other a list of messages",
             expected="both text, or both messages",
             hint="write both as messages, or both as text",
         )
-    return Example(kind="chat", where=where, messages=(*prompt, *completion), tools=tools, first=len(prompt))
+    return Example(kind="chat", where=location, messages=(*prompt, *completion), tools=tools, first=len(prompt))
 
 
-def _turn(said: Mapping[str, Any], where: str) -> dict[str, Any]:
+def _message_of_turn(turn: Mapping[str, Any], location: str) -> dict[str, Any]:
     """Convert a turn of ShareGPT to a message."""
-    if said["from"] in _CALLERS:
-        return {"role": "assistant", "tool_calls": _calls(said.get("value", ""), where), **_weight(said)}
-    role = _ROLES.get(said["from"])
+    if turn["from"] in _TOOL_CALL_SPEAKERS:
+        return {"role": "assistant", "tool_calls": _parse_calls(turn.get("value", ""), location), **_weight_field(turn)}
+    role = _ROLES.get(turn["from"])
     if role is None:
         raise DataError(
-            f"{where}: conversations has an unknown speaker {shown(said['from'])}",
-            expected=f"one of {', '.join((*_ROLES, *_CALLERS))}",
+            f"{location}: conversations has an unknown speaker {shown(turn['from'])}",
+            expected=f"one of {', '.join((*_ROLES, *_TOOL_CALL_SPEAKERS))}",
             hint="rename it, or write messages with role and content",
         )
-    return {"role": role, "content": said.get("value", ""), **_weight(said)}
+    return {"role": role, "content": turn.get("value", ""), **_weight_field(turn)}
 
 
-def _weight(said: Mapping[str, Any]) -> dict[str, Any]:
-    return {"weight": said["weight"]} if "weight" in said else {}
+def _weight_field(turn: Mapping[str, Any]) -> dict[str, Any]:
+    return {"weight": turn["weight"]} if "weight" in turn else {}
 
 
-def _calls(value: str, where: str) -> list[dict[str, Any]]:
+def _parse_calls(value: str, location: str) -> list[dict[str, Any]]:
     """Parse the tool calls of a turn: a JSON object with name and arguments, or a list of them."""
     text = value.strip().encode("utf-8", "surrogatepass")
-    calls = parse_list(text if text.startswith(b"[") else b"[" + text + b"]", f"{where}: a call of a tool")
+    calls = parse_list(text if text.startswith(b"[") else b"[" + text + b"]", f"{location}: a call of a tool")
     if not calls or not all(isinstance(call, dict) and "name" in call for call in calls):
         raise DataError(
-            f"{where}: a call of a tool that cannot be read",
+            f"{location}: a call of a tool that cannot be read",
             expected='{"name": "...", "arguments": {...}}, or a list of such objects',
             got=shown(value),
             hint="write messages, with tool_calls in the assistant's turns",
@@ -334,25 +340,25 @@ def _calls(value: str, where: str) -> list[dict[str, Any]]:
     return [{"type": "function", "function": call} for call in calls]
 
 
-def _check_weights(turns: Any, where: str) -> None:
+def _check_weights(turns: Any, location: str) -> None:
     """Refuse a weight other than 0 and 1, which would have no effect."""
     for turn in turns if isinstance(turns, list) else ():
         weight = turn.get("weight")
         if weight is not None and (isinstance(weight, bool) or weight not in (0, 1)):
             raise DataError(
-                f"{where}: a turn has the weight {shown(weight)}",
+                f"{location}: a turn has the weight {shown(weight)}",
                 expected="0, which is read and not learned, or 1, as if there were none",
                 got=shown(weight),
                 hint="turns are learned or not; give others no weight",
             )
 
 
-def _check_unread(record: Mapping[str, Any], where: str) -> None:
+def _check_unread(record: Mapping[str, Any], location: str) -> None:
     """Refuse a history in addition to Alpaca's fields, since the answer may depend on it and it is not read."""
     fields = [field for field in ("instruction", "input", "output") if field in record]
     if not _is_blank(record.get("history")):
         raise DataError(
-            f"{where}: history beside instruction and output, which is not read",
+            f"{location}: history beside instruction and output, which is not read",
             expected="messages, which have earlier turns",
             got=shown(record["history"]),
             hint="write the record as messages, or leave history out: "
@@ -360,21 +366,25 @@ def _check_unread(record: Mapping[str, Any], where: str) -> None:
         )
 
 
-def _check_roles(turns: Any, where: str) -> None:
+def _check_roles(turns: Any, location: str) -> None:
     """Refuse a misspelt role or a role of ShareGPT: a template would write it, but the turn would not be learned.
 
     Other roles, such as ``developer`` or ``ipython``, are passed to the template.
     """
     for turn in turns if isinstance(turns, list) else ():
         role = turn["role"]
-        if role in _USUAL:
+        if role in _KNOWN_ROLES:
             continue
         name = role.strip().lower()
-        close = [_ROLES[name]] if name in _SHAREGPT else difflib.get_close_matches(name, _USUAL, n=1, cutoff=0.8)
+        close = (
+            [_ROLES[name]]
+            if name in _SHAREGPT_ROLES
+            else difflib.get_close_matches(name, _KNOWN_ROLES, n=1, cutoff=0.8)
+        )
         if close:
             raise DataError(
-                f"{where}: a role {shown(role)}",
-                expected=f"one of {', '.join(_USUAL)}, or what the chat template knows besides",
+                f"{location}: a role {shown(role)}",
+                expected=f"one of {', '.join(_KNOWN_ROLES)}, or what the chat template knows besides",
                 got=shown(role),
                 hint=f"write {close[0]}",
             )
@@ -384,16 +394,16 @@ def _is_blank(value: Any) -> bool:
     return value is None or value == [] or (isinstance(value, str) and not value.strip())
 
 
-def _check_unicode(record: Mapping[str, Any], where: str) -> None:
+def _check_unicode(record: Mapping[str, Any], location: str) -> None:
     try:
         json.dumps(record, ensure_ascii=False, default=str).encode("utf-8")
     except UnicodeEncodeError as error:
         raise DataError(
-            f"{where}: the text is no Unicode",
+            f"{location}: the text is no Unicode",
             got=str(error),
             hint="half of a surrogate pair (\\ud800 to \\udfff) is no character; write the file again",
         ) from error
 
 
-def _named(raw: Mapping[str, Any]) -> str:
+def _list_fields(raw: Mapping[str, Any]) -> str:
     return shortened(", ".join(map(shown, raw)), 300) if raw else "none"
