@@ -352,7 +352,7 @@ def test_in_blocks_the_state_is_that_of_the_whole(monkeypatch: pytest.MonkeyPatc
     for form in set(FORMATS) - {"bfloat16"}:
         alone, leaf = low_precision(optax.adamw(1e-2), form), {"w": params[form]}
         assert "while" in jax.jit(alone.update).lower(leaf, alone.init(leaf), leaf).as_text()
-    monkeypatch.setattr(_low_precision, "_in_blocks", lambda whole, g, s, p, extra, _: whole(g, s, p, extra))
+    monkeypatch.setattr(_low_precision, "_update_in_blocks", lambda whole, g, s, p, extra, _: whole(g, s, p, extra))
     whole = jax.jit(lambda *args: tx.update(*args))(grads, state, params)
     assert jax.tree.structure(in_blocks) == jax.tree.structure(whole)
     for name in FORMATS:

@@ -21,9 +21,16 @@ from rich.console import Console
 from lowtide.core import ConfigError, OutputError, ReportError, format_bytes
 from lowtide.memory import MemoryReport, SpaceBytes, Target, analyze, diff
 from lowtide.report._buffers import DERIVED_ROLES, Buffer
-from lowtide.report.views._groups import differing
+from lowtide.report.views._groups import common_label
 from lowtide.report.views._png import byte_ticks
-from lowtide.report.views._roles import _FIXED, DARK_BACKGROUND, LIGHT_BACKGROUND, contrast, stacked, styles
+from lowtide.report.views._roles import (
+    _DERIVED_STYLES,
+    DARK_BACKGROUND,
+    LIGHT_BACKGROUND,
+    contrast,
+    stacking_order,
+    styles,
+)
 from lowtide.report.views._verdict import fit_text
 
 # --- JSON ----------------------------------------------------------------------------------------------------------
@@ -160,7 +167,7 @@ def test_repr_is_short(reports: Any) -> None:
     ],
 )
 def test_names_that_differ_in_numbers(labels: list[str], text: str) -> None:
-    assert differing(labels) == text
+    assert common_label(labels) == text
 
 
 # --- roles ---------------------------------------------------------------------------------------------------------
@@ -206,7 +213,7 @@ def test_arbitrary_roles_get_stable_and_different_styles() -> None:
     assert styles(names) == styles(reversed(names)) == styles(names)
     assert len({(s.color, s.texture) for s in styles(names).values()}) == len(names)
     assert len(styles(f"r{at}" for at in range(40))) == 40
-    assert stacked(["fragmentation", "temporaries", "b", "code", "a"]) == [
+    assert stacking_order(["fragmentation", "temporaries", "b", "code", "a"]) == [
         "b",
         "a",
         "code",
@@ -492,6 +499,6 @@ def test_a_print_is_one_output() -> None:
 
 
 def test_copies_look_like_no_parameter() -> None:
-    assert set(DERIVED_ROLES) <= set(_FIXED)
-    assert set(_FIXED) <= set(DERIVED_ROLES), "a style for a role that no report has"
-    assert stacked(["copies", "batch", "params"])[-1] == "copies"
+    assert set(DERIVED_ROLES) <= set(_DERIVED_STYLES)
+    assert set(_DERIVED_STYLES) <= set(DERIVED_ROLES), "a style for a role that no report has"
+    assert stacking_order(["copies", "batch", "params"])[-1] == "copies"

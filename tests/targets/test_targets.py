@@ -18,7 +18,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceShardin
 
 from lowtide.core import ConfigError, TargetError, _compat, _ptxas
 from lowtide.memory import Target, target, targets
-from lowtide.targets._catalogue import catalogue, plain
+from lowtide.targets._catalogue import catalogue, normalize_name
 from lowtide.targets._targets import _gpu_devices
 
 GIB = 2**30
@@ -418,7 +418,7 @@ def test_wrong_figures_are_refused(figures: dict[str, Any], message: str) -> Non
 
 def test_no_name_or_device_kind_means_two_chips() -> None:
     chips = list(catalogue().chips.values())
-    words = [plain(word) for chip in chips for word in (chip.name, *chip.aliases)]
+    words = [normalize_name(word) for chip in chips for word in (chip.name, *chip.aliases)]
     kinds = [kind for chip in chips for kind in chip.kinds]
     assert len(words) == len(set(words))
     assert len(kinds) == len(set(kinds))

@@ -43,30 +43,30 @@ def fingerprint(tree: Tree, arrangement: Sequence[int] | None = None) -> str:
         if arrangement is not None and is_stacked(path, leaf, len(arrangement)):
             rows = [arrangement.index(layer) for layer in range(1 + max(arrangement))]
         digest.update(f"{path}:{leaf.dtype}{[len(rows), *leaf.shape[1:]] if leaf.shape else []};".encode())
-        digest.update(np.ascontiguousarray(_samples(leaf, rows)).tobytes())
+        digest.update(np.ascontiguousarray(_sample_leaf(leaf, rows)).tobytes())
     return digest.hexdigest()[:16]
 
 
-def _samples(leaf: Any, rows: Sequence[int]) -> np.ndarray:
+def _sample_leaf(leaf: Any, rows: Sequence[int]) -> np.ndarray:
     leaf = key_numbers(leaf)
-    if not isinstance(leaf, jax.Array) or (_is_near(leaf.sharding) and leaf.is_fully_addressable):
-        return _grid(np.asarray(leaf), rows, np)
+    if not isinstance(leaf, jax.Array) or (_is_host_readable(leaf.sharding) and leaf.is_fully_addressable):
+        return _sample_grid(np.asarray(leaf), rows, np)
     if on_host(leaf.sharding):
         return np.zeros(0)  # this process cannot read the shards of others, so only shape and dtype are hashed
     sharding = leaf.sharding
-    everywhere = jax.NamedSharding(sharding.mesh, jax.P()) if isinstance(sharding, jax.NamedSharding) else None
-    return np.asarray(jax.jit(lambda x: _grid(x, rows, jnp), out_shardings=everywhere)(leaf))
+    replicated = jax.NamedSharding(sharding.mesh, jax.P()) if isinstance(sharding, jax.NamedSharding) else None
+    return np.asarray(jax.jit(lambda x: _sample_grid(x, rows, jnp), out_shardings=replicated)(leaf))
 
 
-def _is_near(sharding: jax.sharding.Sharding) -> bool:
+def _is_host_readable(sharding: jax.sharding.Sharding) -> bool:
     """Return whether NumPy reads the arrays in place, which saves a compilation for every shape."""
     devices = sharding.device_set
     return on_host(sharding) or (len(devices) == 1 and next(iter(devices)).platform == "cpu")
 
 
-def _grid(leaf: Any, rows: Sequence[int], module: Any) -> Any:
+def _sample_grid(leaf: Any, rows: Sequence[int], module: Any) -> Any:
     for axis, size in enumerate(leaf.shape):
-        places: Any = np.asarray(range(size) if axis else rows, int)
-        chosen = np.unique(np.linspace(0, max(len(places) - 1, 0), min(len(places), _PER_AXIS), dtype=int))
-        leaf = module.take(leaf, places[chosen], axis=axis)
+        indices: Any = np.asarray(range(size) if axis else rows, int)
+        samples = np.unique(np.linspace(0, max(len(indices) - 1, 0), min(len(indices), _PER_AXIS), dtype=int))
+        leaf = module.take(leaf, indices[samples], axis=axis)
     return leaf

@@ -29,7 +29,7 @@ import numpy as np
 from ..core import ConfigError, ModelObject, StateError, Tree, key_numbers, leaves_with_paths, split_static, write_files
 from ..core._compat import exchange, post, posted
 from ._fingerprint import fingerprint
-from ._sharding import ShardingRules, is_whole
+from ._sharding import ShardingRules, is_global
 
 # All processes call the functions below in the same order, so equal numbers belong to the same exchange.
 _TOPICS = itertools.count()
@@ -58,16 +58,16 @@ def of_first(make: Callable[[], Any]) -> Any:
     """
     if jax.process_count() == 1:
         return make()
-    topic, said = f"lowtide/first/{next(_TOPICS)}", ""
+    topic, message = f"lowtide/first/{next(_TOPICS)}", ""
     try:
-        made = make() if jax.process_index() == 0 else None
-        said = json.dumps({"made": made})
+        result = make() if jax.process_index() == 0 else None
+        message = json.dumps({"made": result})
     except Exception as error:
-        said = json.dumps({"error": str(error)})
+        message = json.dumps({"error": str(error)})
         raise
     finally:
-        first = exchange(topic, said, _WAIT_SECONDS)[0]
-    answer = json.loads(first) if first else {"error": f"it did not come within {_WAIT_SECONDS} s"}
+        reply = exchange(topic, message, _WAIT_SECONDS)[0]
+    answer = json.loads(reply) if reply else {"error": f"it did not come within {_WAIT_SECONDS} s"}
     if "error" in answer:
         raise StateError(f"the first process failed: {answer['error']}", hint="look at its log")
     return answer["made"]
@@ -85,12 +85,12 @@ def same_in_all(what: str, text: str) -> None:
     """
     if jax.process_count() == 1:
         return
-    for index, said in enumerate(exchange(f"lowtide/same/{next(_TOPICS)}", text, _WAIT_SECONDS)):
-        if said != text:
+    for index, reply in enumerate(exchange(f"lowtide/same/{next(_TOPICS)}", text, _WAIT_SECONDS)):
+        if reply != text:
             raise ConfigError(
                 f"process {index} differs from process {jax.process_index()} in {what}",
                 expected=text,
-                got="nothing in time" if said is None else said,
+                got="nothing in time" if reply is None else reply,
                 hint="start all processes with the same code, arguments and data, over the same folder",
             )
 
@@ -104,8 +104,8 @@ def in_any(happened: bool, timeout_seconds: int = _WAIT_SECONDS) -> bool:
     """
     if jax.process_count() == 1:
         return happened
-    said = exchange(f"lowtide/any/{next(_TOPICS)}", json.dumps(happened), timeout_seconds)
-    return any(text is None or json.loads(text) for text in said)
+    replies = exchange(f"lowtide/any/{next(_TOPICS)}", json.dumps(happened), timeout_seconds)
+    return any(text is None or json.loads(text) for text in replies)
 
 
 def refuse_other_folders(processes: Processes, folder: Path) -> None:
@@ -124,7 +124,7 @@ def refuse_other_folders(processes: Processes, folder: Path) -> None:
         return name
 
     name = of_first(write)
-    is_missing = in_any(not _appears(folder / name))
+    is_missing = in_any(not _wait_for_file(folder / name))
     if processes.is_first:
         (folder / name).unlink()
     if is_missing:
@@ -136,11 +136,11 @@ def refuse_other_folders(processes: Processes, folder: Path) -> None:
         )
 
 
-def _appears(path: Path) -> bool:
+def _wait_for_file(path: Path) -> bool:
     """Return whether a file exists or appears soon: shared file systems cache listings for some seconds."""
-    until = time.monotonic() + _SHARED_SECONDS
+    deadline = time.monotonic() + _SHARED_SECONDS
     while not path.is_file():
-        if time.monotonic() > until:
+        if time.monotonic() > deadline:
             return False
         time.sleep(_POLL_SECONDS)
     return True
@@ -167,13 +167,13 @@ class Processes:
                 hint="pass sharding, or start one process",
             )
         self._is_failing, self._is_watched = False, False
-        self._ends: Callable[[], bool] = lambda: False
+        self._should_end: Callable[[], bool] = lambda: False
         self.has_left = False
         """Whether the last loop over `batches` ended early."""
         self._shapes: set[tuple[str, ...]] = set()
-        here = jax.process_index()
-        self._num_devices = 0 if rules is None else sum(d.process_index == here for d in rules.mesh.devices.flat)
-        self._largest: Any = None if rules is None else jax.jit(jnp.max, out_shardings=rules.replicated())
+        index = jax.process_index()
+        self._num_devices = 0 if rules is None else sum(d.process_index == index for d in rules.mesh.devices.flat)
+        self._max: Any = None if rules is None else jax.jit(jnp.max, out_shardings=rules.replicated())
 
     def agree(self, **facts: Any) -> None:
         """Raise unless all processes pass the same facts.
@@ -188,23 +188,23 @@ class Processes:
         if self.count > 1:
             self._compare(self._exchange(facts), facts)
 
-    def _compare(self, all_said: list[Any], facts: Mapping[str, Any]) -> None:
+    def _compare(self, all_facts: list[Any], facts: Mapping[str, Any]) -> None:
         hint = "start all processes with the same code, arguments and data, over the same folder"
-        here = jax.process_index()
-        for index, said in enumerate(all_said):
-            if set(said) != set(facts):
+        process_index = jax.process_index()
+        for index, process_facts in enumerate(all_facts):
+            if set(process_facts) != set(facts):
                 raise ConfigError(
-                    f"process {index} is elsewhere in the run than process {here}",
+                    f"process {index} is elsewhere in the run than process {process_index}",
                     expected=", ".join(facts),
-                    got=", ".join(said),
+                    got=", ".join(process_facts),
                     hint="data that ends earlier in one process does that; " + hint,
                 )
             # The others' facts have passed through JSON, which turns tuples into lists.
-            for name, mine in json.loads(json.dumps(facts, default=_plain)).items():
-                if said[name] != mine:
-                    what, expected, got = _first_difference(mine, said[name])
+            for name, value in json.loads(json.dumps(facts, default=_to_json)).items():
+                if process_facts[name] != value:
+                    location, expected, got = _first_difference(value, process_facts[name])
                     raise ConfigError(
-                        f"process {index} differs from process {here} in {name}{what}",
+                        f"process {index} differs from process {process_index} in {name}{location}",
                         expected=expected,
                         got=got,
                         hint=hint,
@@ -222,7 +222,7 @@ class Processes:
                 f"{path}: {jnp.result_type(leaf)}{list(np.shape(leaf))}" for path, leaf in leaves_with_paths(batch)
             )
             if shapes not in self._shapes:
-                self.agree(batch=list(shapes), content="" if self._rules.local_batches else _digest(batch))
+                self.agree(batch=list(shapes), content="" if self._rules.local_batches else _digest_batch(batch))
                 self._shapes.add(shapes)
 
     def agree_on_values(self, model: Tree) -> None:
@@ -244,47 +244,47 @@ class Processes:
         """
         for number, batch in enumerate(data):
             # The first batch is always yielded, because means over no batch would raise.
-            self.has_left = self._is_left(f"{number} or more") and number > 0
+            self.has_left = self._should_leave(f"{number} or more") and number > 0
             if self.has_left:
                 return
             yield batch
-        self._is_left("no more")
+        self._should_leave("no more")
 
     @contextlib.contextmanager
     def leaving(self, ends: Callable[[], bool]) -> Generator[None]:
         """End the loop over `batches` inside this block once `ends` is true in any process; then `has_left` is set."""
-        self._ends, self.has_left = ends, False
+        self._should_end, self.has_left = ends, False
         try:
             yield
         finally:
-            self._ends = lambda: False
+            self._should_end = lambda: False
 
     def fail(self) -> None:
         """Mark this process as about to raise, so that it gets time to finish its work."""
         self._is_failing = True
 
-    def _is_left(self, batches: str) -> bool:
-        is_left = self._ends()
+    def _should_leave(self, batches: str) -> bool:
+        is_leaving = self._should_end()
         if self.count == 1:
-            return is_left
+            return is_leaving
         facts = {"batches": batches}
-        said = self._exchange({**facts, "is_left": is_left})
-        lefts = [one.pop("is_left", False) for one in said]
-        self._compare(said, facts)
-        return any(lefts)
+        all_facts = self._exchange({**facts, "is_left": is_leaving})
+        leaving = [process_facts.pop("is_left", False) for process_facts in all_facts]
+        self._compare(all_facts, facts)
+        return any(leaving)
 
     def _exchange(self, facts: Mapping[str, Any]) -> list[Any]:
         seconds = self._rules.timeout_seconds
-        said = exchange(f"lowtide/agree/{next(_TOPICS)}", json.dumps(facts, default=_plain), seconds)
-        missing = [index for index, text in enumerate(said) if text is None]
+        replies = exchange(f"lowtide/agree/{next(_TOPICS)}", json.dumps(facts, default=_to_json), seconds)
+        missing = [index for index, text in enumerate(replies) if text is None]
         if missing:
             raise StateError(
                 f"process {', '.join(map(str, missing))} did not come within {seconds} s",
                 expected=f"all {self.count} processes, to agree on {', '.join(facts)}",
-                got=f"process {', '.join(str(index) for index, text in enumerate(said) if text is not None)}",
+                got=f"process {', '.join(str(index) for index, text in enumerate(replies) if text is not None)}",
                 hint="look at its log; if it is only slow, raise ShardingRules(timeout_seconds=...)",
             )
-        return [json.loads(text) for text in said if text is not None]
+        return [json.loads(text) for text in replies if text is not None]
 
     def positions(self, mine: Mapping[str, Any] | None) -> list[Any]:
         """Return the positions of the data iterators of all processes."""
@@ -299,9 +299,9 @@ class Processes:
         """
         is_local = self.count > 1 and self._rules.local_batches
         shard = list(self._rules.data_shard) if is_local else None
-        for one in saved:
-            if one["shard"] == shard:
-                return one["position"]
+        for entry in saved:
+            if entry["shard"] == shard:
+                return entry["position"]
         first = saved[0]["position"]
         return None if first is None else {**first, "num_processes": len(saved)}
 
@@ -313,7 +313,7 @@ class Processes:
         """Return the smallest number of all processes, or None where any has none; all processes have to call this."""
         if self.count == 1:
             return number
-        numbers = [said["bytes left"] for said in self._exchange({"bytes left": number})]
+        numbers = [facts["bytes left"] for facts in self._exchange({"bytes left": number})]
         return None if None in numbers else min(numbers)
 
     def in_turn(self, results: Tree) -> Tree:
@@ -333,10 +333,10 @@ class Processes:
         # The maximum is a collective, dispatched like a step: the host reads it later, and does not wait for the
         # others.
         mesh = self._rules.mesh
-        everywhere = jax.sharding.NamedSharding(mesh, jax.P(tuple(mesh.axis_names)))
-        mine = np.full(self._num_devices, wish, np.int32)
-        wishes = jax.make_array_from_process_local_data(everywhere, mine, (mesh.size,))
-        return self.in_turn(self._largest(wishes))
+        sharding = jax.sharding.NamedSharding(mesh, jax.P(tuple(mesh.axis_names)))
+        local_wishes = np.full(self._num_devices, wish, np.int32)
+        wishes = jax.make_array_from_process_local_data(sharding, local_wishes, (mesh.size,))
+        return self.in_turn(self._max(wishes))
 
     @contextlib.contextmanager
     def watched(self) -> Generator[None]:
@@ -345,8 +345,8 @@ class Processes:
             yield
             return
         self._is_failing, self._is_watched = False, True
-        over, topic = threading.Event(), f"lowtide/failed/{next(_TOPICS)}"
-        threading.Thread(target=self._watch, args=(topic, over), daemon=True, name="lowtide-watch").start()
+        finished, topic = threading.Event(), f"lowtide/failed/{next(_TOPICS)}"
+        threading.Thread(target=self._watch, args=(topic, finished), daemon=True, name="lowtide-watch").start()
         try:
             yield
         except BaseException as error:
@@ -354,21 +354,21 @@ class Processes:
             post(topic, f"process {jax.process_index()} failed: {type(error).__name__}: {text}")
             raise
         finally:
-            over.set()
+            finished.set()
             self._is_watched = False
 
-    def _watch(self, topic: str, over: threading.Event) -> None:
-        while not over.wait(_POLL_SECONDS):
+    def _watch(self, topic: str, finished: threading.Event) -> None:
+        while not finished.wait(_POLL_SECONDS):
             try:
-                said = posted(topic)
+                message = posted(topic)
             except jax.errors.JaxRuntimeError:  # the coordinator is gone, and the runtime reports that itself
                 return
-            if said is None:
+            if message is None:
                 continue
-            sys.stderr.write(f"lowtide: {said}; process {jax.process_index()} cannot go on without it\n")
+            sys.stderr.write(f"lowtide: {message}; process {jax.process_index()} cannot go on without it\n")
             sys.stderr.flush()
-            is_over = over.wait(_GRACE_SECONDS) or (self._is_failing and over.wait(_FAILING_SECONDS))
-            if not is_over:
+            has_finished = finished.wait(_GRACE_SECONDS) or (self._is_failing and finished.wait(_FAILING_SECONDS))
+            if not has_finished:
                 # The main thread waits in a collective for the process that failed; nothing can wake it.
                 sys.stderr.write(
                     "hint: start all processes again; trainer.restore() goes on from the last checkpoint\n"
@@ -389,25 +389,25 @@ def placed(model: Any, rules: ShardingRules, arrange: Callable[[Any], Any] = lam
     return model
 
 
-def _plain(value: Any) -> Any:
+def _to_json(value: Any) -> Any:
     """Convert a NumPy number to a Python number for JSON, and any other value to text."""
     return value.item() if isinstance(value, np.generic) else str(value)
 
 
-def _digest(batch: Tree) -> str:
+def _digest_batch(batch: Tree) -> str:
     """Return a digest of the batch's arrays that are in this process's memory."""
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     for path, leaf in leaves_with_paths(batch):
-        if not is_whole(leaf):
-            found.update(f"{path}:".encode() + np.ascontiguousarray(key_numbers(leaf)).tobytes())
-    return found.hexdigest()[:16]
+        if not is_global(leaf):
+            digest.update(f"{path}:".encode() + np.ascontiguousarray(key_numbers(leaf)).tobytes())
+    return digest.hexdigest()[:16]
 
 
-def _first_difference(mine: Any, theirs: Any) -> tuple[str, Any, Any]:
+def _first_difference(expected: Any, got: Any) -> tuple[str, Any, Any]:
     """Return the first entries in which two lists differ, with their index; for other values the two values."""
-    if not (isinstance(mine, list) and isinstance(theirs, list)):
-        return "", mine, theirs
-    for at, (a, b) in enumerate(zip(mine, theirs, strict=False)):
+    if not (isinstance(expected, list) and isinstance(got, list)):
+        return "", expected, got
+    for index, (a, b) in enumerate(zip(expected, got, strict=False)):
         if a != b:
-            return f"[{at}]", a, b
-    return " (how many)", len(mine), len(theirs)
+            return f"[{index}]", a, b
+    return " (how many)", len(expected), len(got)

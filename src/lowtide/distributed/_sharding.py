@@ -86,10 +86,10 @@ def make_mesh(
         {'data': 1, 'fsdp': 1, 'tensor': 1}
     """
     devices = list(jax.devices() if devices is None else devices)
-    rest = 1 if -1 in (stage, data, expert, context, tensor) else -1
-    given = {STAGE: stage, "data": data, "fsdp": rest if fsdp is None else fsdp, "expert": expert, CONTEXT: context}
-    given |= {"tensor": tensor}
-    sizes = {name: size for name, size in given.items() if size is not None}
+    default = 1 if -1 in (stage, data, expert, context, tensor) else -1
+    axes = {STAGE: stage, "data": data, "fsdp": default if fsdp is None else fsdp, "expert": expert, CONTEXT: context}
+    axes |= {"tensor": tensor}
+    sizes = {name: size for name, size in axes.items() if size is not None}
     for name, size in sizes.items():
         if not is_count(size, -(2**31)):
             raise ConfigError(
@@ -98,10 +98,10 @@ def make_mesh(
                 got=repr(size),
                 hint=f"make_mesh({name}=2)",
             )
-    free = [name for name, size in sizes.items() if size == -1]
-    known = math.prod(size for size in sizes.values() if size != -1)
-    if len(free) == 1 and known > 0 and len(devices) % known == 0:
-        sizes[free[0]] = len(devices) // known
+    free_axes = [name for name, size in sizes.items() if size == -1]
+    product = math.prod(size for size in sizes.values() if size != -1)
+    if len(free_axes) == 1 and product > 0 and len(devices) % product == 0:
+        sizes[free_axes[0]] = len(devices) // product
     if any(size < 1 for size in sizes.values()) or math.prod(sizes.values()) != len(devices):
         raise ConfigError(
             "the axes of the mesh do not multiply to the number of devices",
@@ -109,8 +109,8 @@ def make_mesh(
             got=" × ".join(f"{name} {size}" for name, size in sizes.items()),
             hint="make_mesh(..., fsdp=-1) takes the rest, devices=jax.devices()[:n] some",
         )
-    kinds = (jax.sharding.AxisType.Auto,) * len(sizes)
-    return jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=kinds, devices=devices)
+    axis_types = (jax.sharding.AxisType.Auto,) * len(sizes)
+    return jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=axis_types, devices=devices)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -157,27 +157,27 @@ class ShardingRules:
                 got=self.mesh.axis_types,
                 hint="lowtide.train.make_mesh makes such a mesh",
             )
-        given = (self.batch_axes,) if isinstance(self.batch_axes, str) else tuple(self.batch_axes)
-        chosen = given or tuple(name for name in BATCH_AXES if name in axes)
-        object.__setattr__(self, "batch_axes", chosen)
-        if CONTEXT in chosen:
+        names = (self.batch_axes,) if isinstance(self.batch_axes, str) else tuple(self.batch_axes)
+        batch_axes = names or tuple(name for name in BATCH_AXES if name in axes)
+        object.__setattr__(self, "batch_axes", batch_axes)
+        if CONTEXT in batch_axes:
             raise ConfigError(
                 f"batch_axes: {CONTEXT!r} divides the tokens of rows, not rows",
                 expected="other axes of the mesh",
-                got=", ".join(chosen),
+                got=", ".join(batch_axes),
                 hint="leave it out of batch_axes, or name the axis otherwise",
             )
         _check_expression(f"context_leaves {self.context_leaves!r}", self.context_leaves)
-        used = {name: "batch_axes" for name in chosen}
+        settings = {name: "batch_axes" for name in batch_axes}
         for pattern, spec in self.rules.items():
             _check_rule(pattern, spec)
-            used |= dict.fromkeys(_names(spec), f"the rule {pattern!r}")
-        for name, where in used.items():
+            settings |= dict.fromkeys(_axis_names(spec), f"the rule {pattern!r}")
+        for name, setting in settings.items():
             if name not in axes:
                 raise ConfigError(
-                    f"{where}: the mesh has no axis {name!r}", expected=f"one of {', '.join(axes)}", hint="rename it"
+                    f"{setting}: the mesh has no axis {name!r}", expected=f"one of {', '.join(axes)}", hint="rename it"
                 )
-        if not chosen and STAGE not in axes and CONTEXT not in axes:
+        if not batch_axes and STAGE not in axes and CONTEXT not in axes:
             raise ConfigError(
                 "it is not known how batches are divided",
                 expected='batch_axes, or mesh axes named "data", "fsdp" or "expert"',
@@ -198,9 +198,9 @@ class ShardingRules:
         Raises:
             StructureError: when a rule shards a dimension that its axes do not divide.
         """
-        ruled = self._ruled(path, shape)
-        if ruled is not None:
-            return ruled
+        rule_spec = self._rule_spec(path, shape)
+        if rule_spec is not None:
+            return rule_spec
         dims: list[str | None] = [None] * len(shape)
         if shape and path.startswith("layers/") and shape[0] % self.mesh.shape.get(STAGE, shape[0] + 1) == 0:
             dims[0] = STAGE
@@ -222,24 +222,24 @@ class ShardingRules:
             dims.pop()
         return jax.P(*dims)
 
-    def _ruled(self, path: str, shape: Sequence[int]) -> jax.P | None:
+    def _rule_spec(self, path: str, shape: Sequence[int]) -> jax.P | None:
         """Return the spec of the first rule that matches, or None."""
         for pattern, spec in self.rules.items():
             if re.fullmatch(pattern, path):
-                self._check(path, tuple(shape), pattern, spec)
+                self._check_divisible(path, tuple(shape), pattern, spec)
                 return spec
         return None
 
     def of(self, path: str, leaf: Any) -> jax.sharding.NamedSharding:
         """Return the sharding of an array or shape; one on the mesh that no rule matches keeps its own."""
-        there = getattr(leaf, "sharding", None)
-        if isinstance(there, jax.sharding.NamedSharding) and there.mesh == self.mesh:
-            if self._ruled(path, leaf.shape) is None:
-                return there
+        current = getattr(leaf, "sharding", None)
+        if isinstance(current, jax.sharding.NamedSharding) and current.mesh == self.mesh:
+            if self._rule_spec(path, leaf.shape) is None:
+                return current
         itemsize = 4 if is_key(leaf) else leaf.dtype.itemsize
         sharding = jax.sharding.NamedSharding(self.mesh, self.spec(path, leaf.shape, itemsize))
-        kind = getattr(there, "memory_kind", None)
-        return sharding if kind is None else sharding.with_memory_kind(kind)
+        memory_kind = getattr(current, "memory_kind", None)
+        return sharding if memory_kind is None else sharding.with_memory_kind(memory_kind)
 
     def place(self, tree: Tree) -> Tree:
         """Put the arrays of a tree on their devices; other leaves are returned unchanged.
@@ -263,26 +263,26 @@ class ShardingRules:
                     got=f"paths such as {', '.join(paths[:3])}",
                     hint="begin it with .* to match any prefix",
                 )
-        moved: dict[int, Any] = {}  # an array at two paths stays one array, with the sharding of the first path
+        placed: dict[int, Any] = {}  # an array at two paths stays one array, with the sharding of the first path
 
-        def one(path: str, leaf: Any) -> Any:
+        def place_leaf(path: str, leaf: Any) -> Any:
             if not is_array_like(leaf) or not hasattr(leaf, "dtype"):
                 return leaf  # `settle` places Python numbers, together with counters
-            if id(leaf) not in moved:
-                moved[id(leaf)] = put(leaf, self.of(path, leaf))
-            return moved[id(leaf)]
+            if id(leaf) not in placed:
+                placed[id(leaf)] = put(leaf, self.of(path, leaf))
+            return placed[id(leaf)]
 
-        return map_with_paths(one, tree)
+        return map_with_paths(place_leaf, tree)
 
     def settle(self, tree: Tree) -> Tree:
         """Replicate leaves that are not on the mesh yet, such as counters that belong to no parameter."""
 
-        def one(leaf: Any) -> Any:
-            there = getattr(leaf, "sharding", None)
-            on_mesh = isinstance(there, jax.sharding.NamedSharding) and there.mesh == self.mesh
-            return leaf if on_mesh else put(leaf, self.replicated())
+        def replicate_leaf(leaf: Any) -> Any:
+            current = getattr(leaf, "sharding", None)
+            is_on_mesh = isinstance(current, jax.sharding.NamedSharding) and current.mesh == self.mesh
+            return leaf if is_on_mesh else put(leaf, self.replicated())
 
-        return jax.tree.map(one, tree)
+        return jax.tree.map(replicate_leaf, tree)
 
     def replicated(self) -> jax.sharding.NamedSharding:
         """Return the sharding of arrays that every device holds as a whole."""
@@ -322,11 +322,11 @@ class ShardingRules:
             ConfigError: when the rows of processes overlap in any other way.
         """
         count = self.num_batch_shards
-        mine: dict[int, set[int]] = {}
+        rows_by_process: dict[int, set[int]] = {}
         # Distinct sets of rows overlap exactly when their sizes add up to more than the number of shards.
-        for device, index in self._rows().devices_indices_map((count,)).items():
-            mine.setdefault(device.process_index, set()).update(range(count)[index[0]])
-        parts = sorted({tuple(sorted(rows)) for rows in mine.values()})
+        for device, index in self._row_sharding().devices_indices_map((count,)).items():
+            rows_by_process.setdefault(device.process_index, set()).update(range(count)[index[0]])
+        parts = sorted({tuple(sorted(rows)) for rows in rows_by_process.values()})
         if sum(map(len, parts)) != count:
             raise ConfigError(
                 "processes share some of their rows, but not all",
@@ -334,7 +334,7 @@ class ShardingRules:
                 got=dict(self.mesh.shape),
                 hint="list the devices of a process one after the other, or use whole batches",
             )
-        return parts.index(tuple(sorted(mine[jax.process_index()]))), len(parts)
+        return parts.index(tuple(sorted(rows_by_process[jax.process_index()]))), len(parts)
 
     def batch(self, batch: Tree, num_microbatches: int | None = 1) -> Tree:
         """Put a batch on the mesh, with its leading axis sharded and, along ``context``, its tokens.
@@ -349,8 +349,8 @@ class ShardingRules:
         """
         self._check_tokens(batch)
 
-        def one(path: str, leaf: Any) -> Any:
-            shape, sharding = self._whole(path, leaf, num_microbatches)
+        def put_leaf(path: str, leaf: Any) -> Any:
+            shape, sharding = self._global_shape(path, leaf, num_microbatches)
             is_numpy = not isinstance(leaf, jax.Array)
             refuse_objects({path: leaf})
             if is_numpy and jax.default_backend() == "cpu":
@@ -359,7 +359,7 @@ class ShardingRules:
                 return jax.make_array_from_process_local_data(sharding, canonical(leaf), shape)
             return put(leaf, sharding)
 
-        return map_with_paths(one, batch)
+        return map_with_paths(put_leaf, batch)
 
     def batch_shapes(self, batch: Tree, num_microbatches: int | None = 1) -> Tree:
         """Return the result of `batch` as `jax.ShapeDtypeStruct`s; nothing is moved.
@@ -373,38 +373,38 @@ class ShardingRules:
         """
         self._check_tokens(batch)
 
-        def one(path: str, leaf: Any) -> Any:
-            shape, sharding = self._whole(path, leaf, num_microbatches)
+        def leaf_struct(path: str, leaf: Any) -> Any:
+            shape, sharding = self._global_shape(path, leaf, num_microbatches)
             dtype = leaf.dtype if hasattr(leaf, "dtype") else jnp.result_type(leaf)
             if not jnp.issubdtype(dtype, jax.dtypes.extended):  # the dtype of a random key is already canonical
                 dtype = jax.dtypes.canonicalize_dtype(dtype)
             return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
 
-        return map_with_paths(one, batch)
+        return map_with_paths(leaf_struct, batch)
 
     def _is_local(self, leaf: Any) -> bool:
         """Return whether a leaf of a batch holds only the rows of this process."""
-        return self.local_batches and not is_whole(leaf)
+        return self.local_batches and not is_global(leaf)
 
-    def _whole(
+    def _global_shape(
         self, path: str, leaf: Any, num_microbatches: int | None
     ) -> tuple[tuple[int, ...], jax.sharding.NamedSharding]:
         """Return the shape and the sharding of a leaf of the whole batch."""
         shape = tuple(np.shape(leaf))
         if not shape:
             return shape, self.replicated()
-        tokens = self._tokens(path, shape)
+        token_axes = self._token_axes(path, shape)
         rows = shape[0] * (self.data_shard[1] if self._is_local(leaf) else 1)
-        each = self.num_batch_shards * (num_microbatches or 1)
-        if rows % each == 0:
-            return (rows, *shape[1:]), self._placed(tuple(self.batch_axes), *tokens)
+        divisor = self.num_batch_shards * (num_microbatches or 1)
+        if rows % divisor == 0:
+            return (rows, *shape[1:]), self._named_sharding(tuple(self.batch_axes), *token_axes)
         if num_microbatches is None and not (self._is_local(leaf) and jax.process_count() > 1):
-            return shape, self._placed(None, *tokens)
+            return shape, self._named_sharding(None, *token_axes)
         parts = [f"{name} {self.mesh.shape[name]}" for name in self.batch_axes if self.mesh.shape[name] > 1]
         parts += [f"{num_microbatches} microbatches"] if (num_microbatches or 1) > 1 else []
         raise DataError(
             f"batch leaf {path or '(root)'}: its rows cannot be divided among the devices",
-            expected=f"a multiple of {each} ({' × '.join(parts)})",
+            expected=f"a multiple of {divisor} ({' × '.join(parts)})",
             got=f"{rows} rows",
             hint="choose another batch size, or drop the remainder",
         )
@@ -419,31 +419,31 @@ class ShardingRules:
         Args:
             rows: arrays whose first axis is that of the batch; those that cannot be sharded are returned unchanged.
         """
-        parts, free = self.num_context_shards, jax.P.UNCONSTRAINED
+        num_parts, unconstrained = self.num_context_shards, jax.P.UNCONSTRAINED
 
-        def one(leaf: Any) -> Any:
+        def constrain_leaf(leaf: Any) -> Any:
             shape = jnp.shape(leaf)
             is_rows, is_tokens = shape and not shape[0] % self.num_batch_shards, False
-            if parts > 1 and len(shape) > 1:
-                is_tokens = len(shape) > 2 and not shape[1] % parts
+            if num_parts > 1 and len(shape) > 1:
+                is_tokens = len(shape) > 2 and not shape[1] % num_parts
             if not is_rows and not is_tokens:
                 return leaf
-            first = tuple(self.batch_axes) if is_rows else free
+            first = tuple(self.batch_axes) if is_rows else unconstrained
             # The second of two axes may be tokens, or, for example, one number of each expert: XLA decides there.
-            second = [] if parts == 1 or len(shape) < 2 else [CONTEXT if is_tokens else free]
-            return jax.lax.with_sharding_constraint(leaf, self._placed(first, *second))
+            second = [] if num_parts == 1 or len(shape) < 2 else [CONTEXT if is_tokens else unconstrained]
+            return jax.lax.with_sharding_constraint(leaf, self._named_sharding(first, *second))
 
-        return jax.tree.map(one, rows)
+        return jax.tree.map(constrain_leaf, rows)
 
-    def _rows(self) -> jax.sharding.NamedSharding:
-        return self._placed(tuple(self.batch_axes))
+    def _row_sharding(self) -> jax.sharding.NamedSharding:
+        return self._named_sharding(tuple(self.batch_axes))
 
-    def _placed(self, *spec: Any) -> jax.sharding.NamedSharding:
+    def _named_sharding(self, *spec: Any) -> jax.sharding.NamedSharding:
         return jax.sharding.NamedSharding(self.mesh, jax.P(*spec))
 
     def _check_tokens(self, batch: Tree) -> None:
         leaves = {path: np.shape(leaf) for path, leaf in leaves_with_paths(batch)}
-        if self.num_context_shards > 1 and not any(self._tokens(*pair) for pair in leaves.items()):
+        if self.num_context_shards > 1 and not any(self._token_axes(*pair) for pair in leaves.items()):
             raise SelectionError(
                 f"context_leaves {self.context_leaves!r} selects no leaf of the batch with tokens in its second axis",
                 expected=f"a regular expression of paths, some of them to be divided by {CONTEXT}",
@@ -451,7 +451,7 @@ class ShardingRules:
                 hint="leave it out where all leaves have tokens there, or make a mesh without context",
             )
 
-    def _tokens(self, path: str, shape: tuple[int, ...]) -> list[str]:
+    def _token_axes(self, path: str, shape: tuple[int, ...]) -> list[str]:
         """Return the mesh axis that shards the second axis of a batch's leaf, in a list; [] where none does."""
         size = self.num_context_shards
         if size == 1 or len(shape) < 2 or not re.fullmatch(self.context_leaves, path):
@@ -466,9 +466,9 @@ class ShardingRules:
             )
         return [CONTEXT]
 
-    def _check(self, path: str, shape: tuple[int, ...], pattern: str, spec: jax.P) -> None:
+    def _check_divisible(self, path: str, shape: tuple[int, ...], pattern: str, spec: jax.P) -> None:
         for dim, entry in enumerate(spec):
-            size = math.prod(self.mesh.shape[name] for name in _names((entry,)))
+            size = math.prod(self.mesh.shape[name] for name in _axis_names((entry,)))
             if dim >= len(shape) or shape[dim] % size:
                 raise StructureError(
                     f"{path}: the rule {pattern!r} divides what cannot be divided",
@@ -486,25 +486,25 @@ def abstract(sharding: jax.sharding.NamedSharding) -> jax.sharding.NamedSharding
     return jax.sharding.NamedSharding(mesh, sharding.spec, memory_kind=sharding.memory_kind)
 
 
-def is_whole(leaf: Any) -> bool:
+def is_global(leaf: Any) -> bool:
     """Return whether a leaf is the batch of all processes, of which this process may hold a part or nothing."""
     return isinstance(leaf, jax.ShapeDtypeStruct) or (isinstance(leaf, jax.Array) and not leaf.is_fully_addressable)
 
 
-def _check_expression(what: str, pattern: str) -> None:
+def _check_expression(description: str, pattern: str) -> None:
     try:
         re.compile(pattern)
     except (re.error, TypeError) as error:
         raise ConfigError(
-            f"{what} is no regular expression", got=error, hint='begin it with ".*", not with "*"'
+            f"{description} is no regular expression", got=error, hint='begin it with ".*", not with "*"'
         ) from error
 
 
 def _check_rule(pattern: str, spec: Any) -> None:
     _check_expression(f"the sharding rule {pattern!r}", pattern)
     entries = tuple(spec) if isinstance(spec, jax.P) else (0,)
-    is_known = all(entry is None or isinstance(entry, str | tuple) for entry in entries)
-    if not is_known or len(set(_names(entries))) != len(_names(entries)):
+    is_valid = all(entry is None or isinstance(entry, str | tuple) for entry in entries)
+    if not is_valid or len(set(_axis_names(entries))) != len(_axis_names(entries)):
         raise ConfigError(
             f"the sharding rule {pattern!r} says no way to divide a leaf",
             expected='jax.P of axis names, tuples of them and None, each name once, such as jax.P(None, "fsdp")',
@@ -513,5 +513,5 @@ def _check_rule(pattern: str, spec: Any) -> None:
         )
 
 
-def _names(spec: Any) -> list[str]:
+def _axis_names(spec: Any) -> list[str]:
     return [name for entry in spec for name in ((entry,) if isinstance(entry, str) else entry or ())]

@@ -22,11 +22,11 @@ from ..core import ConfigError, PlacementError, PlacementWarning, StructureError
 from ..core._compat import argument_names, without_compilation_cache
 from ..jaxprs import plain
 from ..targets import Target, resolve_target
-from ._foreign import foreign_jit, unwrapped, without_constants
-from ._placement import place
+from ._foreign import close_over_constants, foreign_jit_error, unwrap
+from ._placement import place_arguments
 from ._proto import read_hlo
 
-_JAX_JIT = type(jax.jit(lambda: None))
+_JIT_TYPE = type(jax.jit(lambda: None))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -81,20 +81,22 @@ def compile_program(
             hint="pass the plain function, or leave donate_argnums out: the jitted function's own donation holds",
         )
     donate_argnames: Sequence[str] = ()
-    if is_jitted and not isinstance(fn, _JAX_JIT):
-        fn, args, kwargs, donate_argnums, donate_argnames, inferred = unwrapped(fn, args, kwargs)
+    if is_jitted and not isinstance(fn, _JIT_TYPE):
+        fn, args, kwargs, donate_argnums, donate_argnames, inferred = unwrap(fn, args, kwargs)
         static_argnums, is_jitted = inferred if static_argnums is None else static_argnums, False
     static = positions("static_argnums", static_argnums, len(args))
     donated = positions("donate_argnums", donate_argnums, len(args))
     # The static arguments become None, a tree without leaves, so that paths keep the caller's numbering.
-    movable: Any = (tuple(None if at in static else arg for at, arg in enumerate(args)), kwargs)
+    dynamic: Any = (tuple(None if index in static else arg for index, arg in enumerate(args)), kwargs)
     if is_jitted:
         jitted: Any = fn
     else:
-        inner, movable = without_constants(fn, *movable, only_modules=True)
+        inner, dynamic = close_over_constants(fn, *dynamic, only_modules=True)
         jitted = jax.jit(inner, static_argnums=static, donate_argnums=donated, donate_argnames=donate_argnames or None)
-    (placed, keywords), host_paths = place(movable, goal, strict=not is_jitted)
-    positional = tuple(arg if at in static else new for at, (arg, new) in enumerate(zip(args, placed, strict=True)))
+    (placed, keywords), host_paths = place_arguments(dynamic, goal, strict=not is_jitted)
+    positional = tuple(
+        arg if index in static else new for index, (arg, new) in enumerate(zip(args, placed, strict=True))
+    )
     traced, lowered = _lower(jitted, positional, keywords, goal)
     num_static = len(args) - len(lowered.args_info[0])
     if num_static != len(static):
@@ -126,8 +128,8 @@ def positions(name: str, argnums: int | Sequence[int] | None, num_args: int) -> 
     Raises:
         ConfigError: for a position that no argument has.
     """
-    given = () if argnums is None else (argnums,) if isinstance(argnums, int) else tuple(argnums)
-    for position in given:
+    requested = () if argnums is None else (argnums,) if isinstance(argnums, int) else tuple(argnums)
+    for position in requested:
         if not -num_args <= position < num_args:
             raise ConfigError(
                 f"{name} names argument {position}",
@@ -135,7 +137,7 @@ def positions(name: str, argnums: int | Sequence[int] | None, num_args: int) -> 
                 got=position,
                 hint="count from 0",
             )
-    return tuple(sorted({position % num_args for position in given}))
+    return tuple(sorted({position % num_args for position in requested}))
 
 
 def _lower(jitted: Any, args: Sequence[Any], kwargs: Mapping[str, Any], goal: Target) -> tuple[Any, Any]:
@@ -145,7 +147,7 @@ def _lower(jitted: Any, args: Sequence[Any], kwargs: Mapping[str, Any], goal: Ta
         with jax.default_device(goal.devices()[0]):
             traced = jitted.trace(*args, **kwargs)
             if not hasattr(traced, "jaxpr"):
-                raise foreign_jit(jitted)
+                raise foreign_jit_error(jitted)
             platform = "cuda" if goal.platform == "gpu" else goal.platform
             lowered = traced.lower(lowering_platforms=(platform,)) if goal.is_ahead_of_time else traced.lower()
         return traced, lowered
@@ -154,7 +156,7 @@ def _lower(jitted: Any, args: Sequence[Any], kwargs: Mapping[str, Any], goal: Ta
             raise PlacementError(
                 "the function computes with a value in host memory beside one on the device",
                 expected="operands in device memory",
-                got=f"{str(error).splitlines()[0]}; on the host: {_hosted(args, kwargs)}",
+                got=f"{str(error).splitlines()[0]}; on the host: {_host_paths(args, kwargs)}",
                 hint="move it with lt.offload.to_device inside the function; an optimizer whose state is on the host "
                 "has to be wrapped by lt.offload.optimizer",
             ) from error
@@ -192,7 +194,7 @@ def crossed_donations(lowered: Any) -> list[str]:
         op for op in lowered.compiler_ir("stablehlo").body.operations if op.attributes["sym_name"].value == "main"
     )
     results = main.attributes["res_attrs"] if "res_attrs" in main.attributes else []
-    found: list[str] = []
+    descriptions: list[str] = []
     for argument in main.arg_attrs:
         if "tf.aliasing_output" not in argument:
             continue
@@ -200,17 +202,17 @@ def crossed_donations(lowered: Any) -> list[str]:
         kinds = [side["mhlo.memory_kind"].value if "mhlo.memory_kind" in side else None for side in (argument, result)]
         if kinds[1] is not None and (kinds[0] or "device") != kinds[1]:
             name = result["jax.result_info"].value if "jax.result_info" in result else "a result"
-            found.append(
+            descriptions.append(
                 f"{name}, in {kinds[1]} memory, overwrites a donated argument in {kinds[0] or 'device'} memory"
             )
-    return found
+    return descriptions
 
 
 def _warn_of_crossed_donations(lowered: Any) -> None:
-    found = crossed_donations(lowered)
-    if found:
+    descriptions = crossed_donations(lowered)
+    if descriptions:
         warnings.warn(
-            f"{'; '.join(found[:3])}{'; …' if len(found) > 3 else ''}: JAX pairs them by shape alone\n"
+            f"{'; '.join(descriptions[:3])}{'; …' if len(descriptions) > 3 else ''}: JAX pairs them by shape alone\n"
             "hint: donate what a result replaces, too (gradients for updates, parameters for new parameters), in the "
             "order of the results; TPU and CPU may abort otherwise",
             PlacementWarning,
@@ -218,7 +220,7 @@ def _warn_of_crossed_donations(lowered: Any) -> None:
         )
 
 
-def _hosted(args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
+def _host_paths(args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
     """List the paths of the arguments in host memory."""
     leaves = [*leaves_with_paths(tuple(args)), *leaves_with_paths(dict(kwargs))]
     paths = [path for path, leaf in leaves if on_host(getattr(leaf, "sharding", None))]

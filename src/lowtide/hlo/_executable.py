@@ -31,7 +31,7 @@ from ._heap import HOST_COLOR
 _ALIAS_ENTRY = re.compile(r"\{([\d,\s]*)\}:\s*\((\d+),\s*\{([\d,\s]*)\}")
 _BRACKETS = {"{": "}", "(": ")", "[": "]"}
 
-Place = tuple[int, tuple[int, ...]]
+ParameterIndex = tuple[int, tuple[int, ...]]
 """A parameter's number, and an index into the parameter if it is a tuple."""
 
 
@@ -70,21 +70,23 @@ def argument_leaves(compiled: Any) -> list[ArgumentLeaf]:
     formats = jax.tree.leaves(compiled.input_formats)
     leaves: list[ArgumentLeaf] = []
     for (path, info), fmt in zip(infos, formats, strict=True):
-        kept = fmt.layout is not None
-        sharding, num_bytes = (fmt.sharding, _compiled_bytes(info, fmt)) if kept else (None, 0)
-        leaves.append(_leaf(path, info, sharding, num_bytes=num_bytes, hosted=on_host(sharding), kept=kept))
+        is_read = fmt.layout is not None
+        sharding, num_bytes = (fmt.sharding, _compiled_bytes(info, fmt)) if is_read else (None, 0)
+        leaves.append(
+            _make_leaf(path, info, sharding, num_bytes=num_bytes, is_hosted=on_host(sharding), is_read=is_read)
+        )
     return leaves
 
 
-def _leaf(path: Any, info: Any, sharding: Any, *, num_bytes: int, hosted: bool, kept: bool) -> ArgumentLeaf:
+def _make_leaf(path: Any, info: Any, sharding: Any, *, num_bytes: int, is_hosted: bool, is_read: bool) -> ArgumentLeaf:
     return ArgumentLeaf(
         path=path_str(path[1:]),
         argument=argument_of(path),
         num_bytes=num_bytes,
         logical_bytes=leaf_bytes(info),
-        on_host=hosted,
+        on_host=is_hosted,
         donated=bool(info.donated),
-        kept=kept,
+        kept=is_read,
         num_replicas=len(sharding.device_set) if sharding is not None and sharding.is_fully_replicated else 1,
     )
 
@@ -126,55 +128,61 @@ def lowered_leaves(lowered: Any, hlo: Any, names: Sequence[str], compiled: Any =
     infos = jax.tree_util.tree_leaves_with_path(lowered.args_info)
     shardings = _input_shardings(compiled, len(infos))
     parameters, allocations = _parameter_arrays(hlo), _parameter_allocations(hlo)
-    kept = kept_arguments(lowered, len(infos))
-    if kept is None:
-        kept = _kept_by_name([name for _, name in parameters], names, len(infos))
-    offset = max(len(parameters) - len(kept), 0)  # hoisted constants and tokens come before the arguments
-    place_of = {at: place for at, (place, _) in zip(kept, parameters[offset:], strict=False)}
+    kept_indices = kept_arguments(lowered, len(infos))
+    if kept_indices is None:
+        kept_indices = _kept_by_name([name for _, name in parameters], names, len(infos))
+    offset = max(len(parameters) - len(kept_indices), 0)  # hoisted constants and tokens come before the arguments
+    parameter_of = {
+        index: parameter_index for index, (parameter_index, _) in zip(kept_indices, parameters[offset:], strict=False)
+    }
     leaves: list[ArgumentLeaf] = []
-    for at, (path, info) in enumerate(infos):
-        allocation = allocations.get(place_of.get(at, (-1, ())))
-        num_bytes, hosted = (0, False) if allocation is None else (allocation.size, allocation.color == HOST_COLOR)
-        leaves.append(_leaf(path, info, shardings[at], num_bytes=num_bytes, hosted=hosted, kept=at in place_of))
+    for index, (path, info) in enumerate(infos):
+        allocation = allocations.get(parameter_of.get(index, (-1, ())))
+        num_bytes, is_hosted = (0, False) if allocation is None else (allocation.size, allocation.color == HOST_COLOR)
+        leaves.append(
+            _make_leaf(
+                path, info, shardings[index], num_bytes=num_bytes, is_hosted=is_hosted, is_read=index in parameter_of
+            )
+        )
     return leaves
 
 
-def _entry(hlo: Any) -> Any:
+def _entry_computation(hlo: Any) -> Any:
     return next(c for c in hlo.module.computations if c.id == hlo.module.entry_computation_id)
 
 
-def _parameter_arrays(hlo: Any) -> list[tuple[Place, str]]:
+def _parameter_arrays(hlo: Any) -> list[tuple[ParameterIndex, str]]:
     """Return the place and name of every array of the entry's parameters; thousands of them come as one tuple."""
-    parameters = [i for i in _entry(hlo).instructions if i.opcode == "parameter"]
+    parameters = [i for i in _entry_computation(hlo).instructions if i.opcode == "parameter"]
     parameters.sort(key=lambda i: i.parameter_number)
     if len(parameters) == 1 and parameters[0].shape.tuple_shapes:
-        return [((0, (at,)), "") for at in range(len(parameters[0].shape.tuple_shapes))]
+        return [((0, (index,)), "") for index in range(len(parameters[0].shape.tuple_shapes))]
     return [((i.parameter_number, ()), i.metadata.op_name) for i in parameters]
 
 
-def _parameter_allocations(hlo: Any) -> dict[Place, Any]:
+def _parameter_allocations(hlo: Any) -> dict[ParameterIndex, Any]:
     allocations = (a for a in hlo.assignment.allocations if a.is_entry_parameter)
     return {(a.parameter_number, tuple(a.parameter_shape_index)): a for a in allocations}
 
 
-def _kept_by_name(found: Sequence[str], names: Sequence[str], num_leaves: int) -> list[int]:
+def _kept_by_name(parameter_names: Sequence[str], names: Sequence[str], num_leaves: int) -> list[int]:
     """Return the leaves that a parameter is named after, or all leaves when JAX recorded no names."""
-    waiting = list(found)
-    if len(names) != num_leaves or not any(found):
+    remaining = list(parameter_names)
+    if len(names) != num_leaves or not any(parameter_names):
         return list(range(num_leaves))
-    kept: list[int] = []
-    for at, name in enumerate(names):
-        if name in waiting:
+    kept_indices: list[int] = []
+    for index, name in enumerate(names):
+        if name in remaining:
             # Parameters have the order of the leaves, so a match also rules out the names before it.
-            del waiting[: waiting.index(name) + 1]
-            kept.append(at)
-    return kept
+            del remaining[: remaining.index(name) + 1]
+            kept_indices.append(index)
+    return kept_indices
 
 
 def _input_shardings(compiled: Any, num_leaves: int) -> list[Any]:
     """Return the shardings of the leaves of a compiled program, or None for each leaf without a program."""
-    found = [] if compiled is None else jax.tree.leaves(compiled.input_shardings, is_leaf=lambda leaf: leaf is None)
-    return found if len(found) == num_leaves else [None] * num_leaves
+    shardings = [] if compiled is None else jax.tree.leaves(compiled.input_shardings, is_leaf=lambda leaf: leaf is None)
+    return shardings if len(shardings) == num_leaves else [None] * num_leaves
 
 
 def named_leaves(hlo: Any) -> list[ArgumentLeaf]:
@@ -185,17 +193,17 @@ def named_leaves(hlo: Any) -> list[ArgumentLeaf]:
     """
     allocations = _parameter_allocations(hlo)
     leaves: list[ArgumentLeaf] = []
-    for number, (place, name) in enumerate(_parameter_arrays(hlo)):
+    for number, (parameter_index, name) in enumerate(_parameter_arrays(hlo)):
         path = _path_of_name(name or f"argument {number}")
-        allocation = allocations.get(place)
-        size, hosted = (0, False) if allocation is None else (allocation.size, allocation.color == HOST_COLOR)
+        allocation = allocations.get(parameter_index)
+        size, is_hosted = (0, False) if allocation is None else (allocation.size, allocation.color == HOST_COLOR)
         leaves.append(
             ArgumentLeaf(
                 path=path,
                 argument=path.partition("/")[0],
                 num_bytes=size,
                 logical_bytes=size,
-                on_host=hosted,
+                on_host=is_hosted,
                 donated=allocation is not None and allocation.is_parameter_aliased_with_output,
                 kept=True,
             )
@@ -205,9 +213,9 @@ def named_leaves(hlo: Any) -> list[ArgumentLeaf]:
 
 def output_paths(hlo: Any) -> list[str]:
     """Return stand-ins for the paths of a program's results: their numbers."""
-    entry = _entry(hlo)
+    entry = _entry_computation(hlo)
     root = next(i for i in entry.instructions if i.id == entry.root_id)
-    return [str(at) for at in range(len(root.shape.tuple_shapes))] or [""]
+    return [str(index) for index in range(len(root.shape.tuple_shapes))] or [""]
 
 
 def _path_of_name(name: str) -> str:
@@ -233,13 +241,15 @@ def aliased(compiled: Any, leaves: Sequence[ArgumentLeaf]) -> list[bool]:
         donated = [leaf.kept and leaf.donated for leaf in leaves]
         stats = compiled.memory_analysis()
         reused = stats.alias_size_in_bytes + stats.host_alias_size_in_bytes
-        complete = reused >= sum(leaf.num_bytes for leaf, hit in zip(leaves, donated, strict=True) if hit)
-        return [hit and complete for hit in donated]
-    shapes = _split_top_level(_bracketed(header, "entry_computation_layout={"))
+        is_complete = reused >= sum(
+            leaf.num_bytes for leaf, is_donated in zip(leaves, donated, strict=True) if is_donated
+        )
+        return [is_donated and is_complete for is_donated in donated]
+    shapes = _split_top_level(_bracketed_text(header, "entry_computation_layout={"))
     if len(shapes) == 1 and shapes[0].startswith("("):
-        places = [(0, (at,)) for at in range(len(_split_top_level(shapes[0][1:-1])))]
+        places = [(0, (index,)) for index in range(len(_split_top_level(shapes[0][1:-1])))]
     else:
-        places = [(at, ()) for at in range(len(shapes))]
+        places = [(index, ()) for index in range(len(shapes))]
     return _reused(leaves, places, aliased_parameters(header))
 
 
@@ -250,28 +260,25 @@ def aliased_in(hlo: Any, leaves: Sequence[ArgumentLeaf]) -> list[bool]:
     return _reused(leaves, [place for place, _ in _parameter_arrays(hlo)], parameters)
 
 
-def _reused(leaves: Sequence[ArgumentLeaf], places: Sequence[Place], parameters: set[Place]) -> list[bool]:
+def _reused(
+    leaves: Sequence[ArgumentLeaf], places: Sequence[ParameterIndex], parameters: set[ParameterIndex]
+) -> list[bool]:
     """Return for every leaf whether its place is one of the given parameters."""
     # Constants that JAX hoisted, and tokens of ordered effects, come before the arguments.
-    waiting = iter(places[max(len(places) - sum(leaf.kept for leaf in leaves), 0) :])
-    return [leaf.kept and next(waiting, None) in parameters for leaf in leaves]
+    remaining = iter(places[max(len(places) - sum(leaf.kept for leaf in leaves), 0) :])
+    return [leaf.kept and next(remaining, None) in parameters for leaf in leaves]
 
 
-def aliased_parameters(header: str) -> set[Place]:
-    """Return the parameters that an HLO module header aliases to an output.
+def aliased_parameters(header: str) -> set[ParameterIndex]:
+    """Return the parameters that an HLO module header (the first line of an executable's text) aliases to an output.
 
-    Args:
-        header: the first line of an executable's text.
-
-    Returns:
-        Parameter numbers, each with its index inside the parameter (empty unless the parameter is a tuple). Empty when
-        the header has no ``input_output_alias``.
+    Each has its index inside the parameter (empty unless the parameter is a tuple).
 
     Examples:
         >>> sorted(aliased_parameters("HloModule f, input_output_alias={ {0, 1}: (2, {}, may-alias), {}: (0, {5}) }"))
         [(0, (5,)), (2, ())]
     """
-    body = _bracketed(header, "input_output_alias=")
+    body = _bracketed_text(header, "input_output_alias=")
     return {
         (int(parameter), tuple(int(part) for part in index.split(",") if part.strip()))
         for _, parameter, index in _ALIAS_ENTRY.findall(body)
@@ -279,15 +286,10 @@ def aliased_parameters(header: str) -> set[Place]:
 
 
 def padded_bytes(shape: Sequence[int], item_bits: int, layout: Any) -> int:
-    """Return the bytes of an array in an XLA layout.
+    """Return the bytes of an array in an XLA layout, including the padding to whole tiles.
 
-    Args:
-        shape: the physical shape on one device, logical dimension order.
-        item_bits: bits of an element as it is stored.
-        layout: a `jax.experimental.layout.Layout`: `major_to_minor` and `tiling`, outermost tile first.
-
-    Returns:
-        Bytes including the padding to whole tiles.
+    `shape` is the physical shape on one device, in logical dimension order. `item_bits` are those of an element as it
+    is stored. `layout` is a `jax.experimental.layout.Layout`, whose `tiling` lists the outermost tile first.
     """
     dims = [shape[dim] for dim in layout.major_to_minor]
     tiling = layout.tiling or ()
@@ -309,24 +311,24 @@ def _compiled_bytes(info: Any, fmt: Any) -> int:
     return padded_bytes(shape, fmt.layout.sub_byte_element_size_in_bits or dtype.itemsize * 8, fmt.layout)
 
 
-def _bracketed(text: str, key: str) -> str:
+def _bracketed_text(text: str, key: str) -> str:
     """Return the text between the bracket that follows `key` and its closing bracket."""
-    at = text.find(key) + len(key)
-    if at < len(key) or text[at : at + 1] not in _BRACKETS:
+    start = text.find(key) + len(key)
+    if start < len(key) or text[start : start + 1] not in _BRACKETS:
         return ""
     depth = 0
-    for end in range(at, len(text)):
+    for end in range(start, len(text)):
         depth += (text[end] in _BRACKETS) - (text[end] in _BRACKETS.values())
         if depth == 0:
-            return text[at + 1 : end]
+            return text[start + 1 : end]
     return ""
 
 
 def _split_top_level(text: str) -> list[str]:
-    parts, depth, begin = [], 0, 0
-    for at, char in enumerate(text):
+    parts, depth, start = [], 0, 0
+    for index, char in enumerate(text):
         depth += (char in _BRACKETS) - (char in _BRACKETS.values())
         if char == "," and depth == 0:
-            parts.append(text[begin:at])
-            begin = at + 1
-    return [part.strip() for part in [*parts, text[begin:]] if part.strip()]
+            parts.append(text[start:index])
+            start = index + 1
+    return [part.strip() for part in [*parts, text[start:]] if part.strip()]

@@ -19,7 +19,7 @@ from ..core import StructureError, Tree, combine
 from ..core._compat import jit_options
 
 
-class Plain(NamedTuple):
+class PlainCall(NamedTuple):
     """A plain function of arrays, its arguments, and how to compile it."""
 
     fn: Callable[..., Any]
@@ -30,32 +30,23 @@ class Plain(NamedTuple):
     static_argnums: Sequence[int] = ()
 
 
-def unwrapped(fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Plain:
-    """Remove another library's jit wrapper from a function.
+def unwrap(fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> PlainCall:
+    """Return the function inside of the wrapper of `equinox.filter_jit` or `flax.nnx.jit`, and its arguments.
 
-    Args:
-        fn: a function that `equinox.filter_jit` or `flax.nnx.jit` returned.
-        args: its positional arguments.
-        kwargs: its keyword arguments.
-
-    Returns:
-        The function inside of the wrapper. Its arguments and results hold only arrays.
-
-    Raises:
-        StructureError: for a wrapper of another library.
+    Its arguments and results hold only arrays. Raises `StructureError` for a wrapper of another library.
     """
     library = type(fn).__module__.partition(".")[0]
     if library == "equinox" and hasattr(fn, "donate_first"):
         donated = [index for index in range(len(args)) if (fn.donate_rest if index else fn.donate_first)]
-        inner, (positional, named) = without_constants(fn.__wrapped__, args, kwargs, only_modules=False)
-        return Plain(inner, positional, named, donated, [*named] if fn.donate_rest else [])
+        inner, (positional, named) = close_over_constants(fn.__wrapped__, args, kwargs, only_modules=False)
+        return PlainCall(inner, positional, named, donated, [*named] if fn.donate_rest else [])
     if library == "flax" and hasattr(fn, "jitted_fn"):
-        inner, states = _without_modules(fn.__wrapped__, args)
-        return Plain(inner, states, kwargs, *jit_options(fn.jitted_fn))
-    raise foreign_jit(fn)
+        inner, states = _split_modules(fn.__wrapped__, args)
+        return PlainCall(inner, states, kwargs, *jit_options(fn.jitted_fn))
+    raise foreign_jit_error(fn)
 
 
-def foreign_jit(fn: Any) -> StructureError:
+def foreign_jit_error(fn: Any) -> StructureError:
     """Return the error for a jit wrapper that Lowtide cannot remove."""
     return StructureError(
         f"the function is wrapped by {type(fn).__module__.partition('.')[0]}'s own jit, whose arguments Lowtide "
@@ -66,21 +57,14 @@ def foreign_jit(fn: Any) -> StructureError:
     )
 
 
-def without_constants(
+def close_over_constants(
     fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], *, only_modules: bool
 ) -> tuple[Callable[..., Any], tuple[tuple[Any, ...], dict[str, Any]]]:
     """Make a function of arrays only, as `equinox.filter_jit` does: all other leaves become its constants.
 
-    `jax.jit` refuses an argument that holds a function (a module's activation), and traces a dropout's switch.
-
-    Args:
-        fn: the function.
-        args: its positional arguments.
-        kwargs: its keyword arguments.
-        only_modules: whether only arguments with a function or an Equinox module lose their non-array leaves.
-
-    Returns:
-        The function, which returns only arrays, and its arguments without the constants.
+    `jax.jit` refuses an argument that holds a function (a module's activation), and traces a dropout's switch. With
+    `only_modules`, only arguments with a function or an Equinox module lose their non-array leaves. The returned
+    function returns only arrays; the returned arguments have None in place of constants.
     """
 
     def is_constant(leaf: Any) -> bool:
@@ -99,18 +83,18 @@ def without_constants(
         )
 
     pairs, named = [split(arg) for arg in args], {key: split(arg) for key, arg in kwargs.items()}
-    constants = tuple(held for held, _ in pairs), {key: held for key, (held, _) in named.items()}
-    arrays = tuple(rest for _, rest in pairs), {key: rest for key, (_, rest) in named.items()}
+    constants = tuple(constant for constant, _ in pairs), {key: constant for key, (constant, _) in named.items()}
+    arrays = tuple(array for _, array in pairs), {key: array for key, (_, array) in named.items()}
     if not jax.tree.leaves(constants):
         return fn, arrays
 
-    def whole(arg: Any, held: Any) -> Any:
-        return combine(arg, held) if jax.tree.leaves(held) else arg
+    def merge(arg: Any, constant: Any) -> Any:
+        return combine(arg, constant) if jax.tree.leaves(constant) else arg
 
     @functools.wraps(fn)
     def bound(*args: Any, **kwargs: Any) -> Any:
         result = fn(
-            *map(whole, args, constants[0]), **{key: whole(arg, constants[1][key]) for key, arg in kwargs.items()}
+            *map(merge, args, constants[0]), **{key: merge(arg, constants[1][key]) for key, arg in kwargs.items()}
         )
         # A step that returns the updated module also returns the module's functions.
         return jax.tree.map(lambda leaf: None if is_constant(leaf) else leaf, result)
@@ -118,7 +102,7 @@ def without_constants(
     return bound, arrays
 
 
-def _without_modules(fn: Callable[..., Any], args: Sequence[Any]) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+def _split_modules(fn: Callable[..., Any], args: Sequence[Any]) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     """Make a function of the states of NNX modules that returns its result and the variables that it changed."""
     nnx: Any = sys.modules["flax.nnx"]
 
@@ -137,10 +121,10 @@ def _without_modules(fn: Callable[..., Any], args: Sequence[Any]) -> tuple[Calla
     def bound(*states: Any, **kwargs: Any) -> Tree:
         with nnx.merge_context() as context:
             pairs = zip(definitions, states, strict=True)
-            values = [state if made is None else context.merge(made, state) for made, state in pairs]
+            values = [state if definition is None else context.merge(definition, state) for definition, state in pairs]
         before = {id(leaf) for leaf in jax.tree.leaves(states)}
         result = fn(*values, **kwargs)
-        modules = [value for value, made in zip(values, definitions, strict=True) if made is not None]
+        modules = [value for value, definition in zip(values, definitions, strict=True) if definition is not None]
         _, (after, returned) = split([modules, result])
         # `nnx.jit` returns the other variables unchanged, which takes no bytes.
         return returned, jax.tree.map(lambda leaf: None if id(leaf) in before else leaf, after)

@@ -33,32 +33,32 @@ class Edge(enum.IntEnum):
     COMPUTE = 2
 
 
-_MOVES_FIRST = (
+_FIRST_OPERAND_MOVES = (
     *("all-gather", "bitcast", "bitcast-convert", "broadcast", "collective-permute", "convert", "copy"),
     *("dynamic-slice", "reduce-precision", "reshape", "reverse", "slice", "transpose"),
 )
 # Which operands carry the data of a move; others are indices.
 _MOVED_OPERANDS = {
-    **dict.fromkeys(_MOVES_FIRST, slice(0, 1)),
+    **dict.fromkeys(_FIRST_OPERAND_MOVES, slice(0, 1)),
     **dict.fromkeys(("all-to-all", "concatenate", "pad"), slice(None)),
     "dynamic-update-slice": slice(0, 2),
 }
 # Starts of asynchronous moves: their result is a tuple of the operand (an alias), the destination and contexts.
-_STARTS = {"all-gather-start": 1, "collective-permute-start": 1, "copy-start": 0}
+_ASYNC_STARTS = {"all-gather-start": 1, "collective-permute-start": 1, "copy-start": 0}
 # Collectives that a compiler combines: they have as many results as operands, one for each.
-_COMBINED = {"all-gather", "all-reduce", "all-reduce-start", "collective-permute", "reduce-scatter"}
+_COMBINABLE = {"all-gather", "all-reduce", "all-reduce-start", "collective-permute", "reduce-scatter"}
 _MOVING_CALLS = {"ConcatBitcast", "MoveToHost", "MoveToDevice", "Sharding", "SPMDFullToShardShape"}
 _FREE = {"constant", "iota", "partition-id", "replica-id", "rng-get-and-update-state"}
 # Operations whose result holds their operands' own memory.
-_HOLDERS = {
+_ALIASING = {
     *("async-done", "async-start", "async-update", "bitcast", "call", "conditional", "copy-done", "copy-start"),
     *("dynamic-update-slice", "fusion", "get-tuple-element", "optimization-barrier", "scatter", "tuple", "while"),
 }
 # Files outside of the user's program: installed packages, and this package, wherever it is installed.
 _INSTALLED = re.compile(r"[/\\](site-packages|dist-packages)[/\\]")
-_HERE = str(pathlib.Path(__file__).parents[1]) + os.sep
-_COMPILE = str(pathlib.Path(__file__).with_name("_compile.py"))
-_OPENED = {"fusion", "call", "while", "conditional", "async-start"}
+_PACKAGE_FOLDER = str(pathlib.Path(__file__).parents[1]) + os.sep
+_COMPILE_FILE = str(pathlib.Path(__file__).with_name("_compile.py"))
+_CALLING = {"fusion", "call", "while", "conditional", "async-start"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,7 +95,7 @@ class Graph:
         self.entry = self.computations[module.entry_computation_id]
         self._callers: dict[int, list[Instruction]] = {}
         for instruction in self.instructions.values():
-            if instruction.opcode in _OPENED:
+            if instruction.opcode in _CALLING:
                 for called in instruction.proto.called_computation_ids:
                     self._callers.setdefault(called, []).append(instruction)
 
@@ -127,33 +127,37 @@ class Graph:
 
     def values(self) -> Iterator[Value]:
         """Yield every array that an operation makes, in the order of the text (operands first)."""
-        return (value for at in self.instructions for value in self.results(at))
+        return (value for instr_id in self.instructions for value in self.results(instr_id))
 
     def sources(self, value: Value) -> list[tuple[Value, Edge]]:
         """Return the values that a value is made of, as (value, edge) pairs; empty for arguments and constants."""
-        return [(found, edge) for source, edge in self._sources(value) for found in self._existing(source, value)]
+        return [(leaf, edge) for source, edge in self._sources(value) for leaf in self._existing(source, value)]
 
     def _existing(self, source: Value, value: Value) -> list[Value]:
         """Return a source if such a value exists.
 
         Some compilers pack the results of an asynchronous operation differently. Then return those of the same shape.
         """
-        at, index = source
-        leaves = self._leaves(at)
-        return [source] if index in leaves else [(at, leaf) for leaf in leaves if self.is_like((at, leaf), value)]
+        instr_id, index = source
+        leaves = self._leaves(instr_id)
+        return (
+            [source]
+            if index in leaves
+            else [(instr_id, leaf) for leaf in leaves if self.is_like((instr_id, leaf), value)]
+        )
 
-    def is_like(self, one: Value, other: Value) -> bool:
+    def is_like(self, first: Value, second: Value) -> bool:
         """Return whether two arrays have the same shape and type."""
-        a, b = self.shape(one), self.shape(other)
+        a, b = self.shape(first), self.shape(second)
         return a.element_type == b.element_type and list(a.dimensions) == list(b.dimensions)
 
     @functools.cache  # noqa: B019 - lives as long as the program
-    def _leaves(self, at: int) -> frozenset[tuple[int, ...]]:
-        return frozenset(_leaf_indices(self.instructions[at].proto.shape))
+    def _leaves(self, instr_id: int) -> frozenset[tuple[int, ...]]:
+        return frozenset(_leaf_indices(self.instructions[instr_id].proto.shape))
 
     def _sources(self, value: Value) -> list[tuple[Value, Edge]]:
-        at, index = value
-        instruction = self.instructions[at]
+        instr_id, index = value
+        instruction = self.instructions[instr_id]
         opcode, operands = instruction.opcode, list(instruction.proto.operand_ids)
         if opcode == "parameter":
             return self._from_callers(instruction, index)
@@ -174,7 +178,7 @@ class Graph:
         self, instruction: Instruction, index: tuple[int, ...], operands: list[int]
     ) -> list[tuple[Value, Edge]]:
         opcode = instruction.opcode
-        if opcode in _COMBINED and len(operands) > 1 and index:
+        if opcode in _COMBINABLE and len(operands) > 1 and index:
             operands, index = operands[index[0] : index[0] + 1], index[1:]
         if opcode == "async-start":
             # (operands, result, contexts ...)
@@ -185,26 +189,29 @@ class Graph:
         if opcode in ("async-done", "async-update"):
             inner = (1, *index) if opcode == "async-done" else index
             return [((operands[0], inner), Edge.ALIAS)]
-        if opcode in _STARTS:
-            kind = Edge.MOVE if index[:1] == (_STARTS[opcode],) else Edge.ALIAS
-            own = index[1] if len(index) > 1 else 0  # a combined start has a table of operands and one of results
-            return [((operands[own], ()), kind)] if index[:1] in ((0,), (1,)) and own < len(operands) else []
+        if opcode in _ASYNC_STARTS:
+            kind = Edge.MOVE if index[:1] == (_ASYNC_STARTS[opcode],) else Edge.ALIAS
+            slot = index[1] if len(index) > 1 else 0  # a combined start has a table of operands and one of results
+            return [((operands[slot], ()), kind)] if index[:1] in ((0,), (1,)) and slot < len(operands) else []
         if opcode.endswith("-done"):
             start = self.instructions[operands[0]]
-            inner = (_STARTS[start.opcode],) if start.opcode in _STARTS else ()
+            inner = (_ASYNC_STARTS[start.opcode],) if start.opcode in _ASYNC_STARTS else ()
             return [((operands[0], (*inner, *index)), Edge.ALIAS)]
         if opcode == "optimization-barrier":
             return [((operands[0], index), Edge.ALIAS)]
         is_moving_call = instruction.proto.custom_call_target in _MOVING_CALLS
-        if (moved := slice(None) if is_moving_call else _MOVED_OPERANDS.get(opcode)) is not None:
-            return [(source, Edge.MOVE) for o in operands[moved] for source in self.results(o)]
+        if (moved_operands := slice(None) if is_moving_call else _MOVED_OPERANDS.get(opcode)) is not None:
+            return [(source, Edge.MOVE) for o in operands[moved_operands] for source in self.results(o)]
         if opcode == "scatter":  # in place
-            return [((o, ()), Edge.MOVE if at == 0 else Edge.COMPUTE) for at, o in enumerate(operands)]
+            return [
+                ((operand, ()), Edge.MOVE if position == 0 else Edge.COMPUTE)
+                for position, operand in enumerate(operands)
+            ]
         return [(source, Edge.COMPUTE) for o in operands for source in self.results(o)]
 
-    def results(self, at: int) -> list[Value]:
+    def results(self, instr_id: int) -> list[Value]:
         """List the arrays that an instruction makes."""
-        return [(at, index) for index in _leaf_indices(self.instructions[at].proto.shape)]
+        return [(instr_id, index) for index in _leaf_indices(self.instructions[instr_id].proto.shape)]
 
     def loop_of(self, value: Value) -> int | None:
         """Return the loop whose state a value is inside of that loop; None for any other value."""
@@ -214,9 +221,9 @@ class Graph:
         callers = self._callers.get(instruction.computation, ())
         return next((caller.proto.id for caller in callers if caller.opcode == "while"), None)
 
-    def caller(self, at: int) -> int | None:
+    def caller(self, instr_id: int) -> int | None:
         """Return the operation that calls the computation of an operation; None in the entry computation."""
-        callers = self._callers.get(self.instructions[at].computation, ())
+        callers = self._callers.get(self.instructions[instr_id].computation, ())
         return callers[0].proto.id if callers else None
 
     def is_loop_state(self, value: Value) -> bool:
@@ -229,9 +236,9 @@ class Graph:
         for caller in self._callers.get(parameter.computation, ()):
             operands, called = caller.proto.operand_ids, list(caller.proto.called_computation_ids)
             # A conditional's first operand chooses the branch; branch k takes operand k + 1.
-            at = 1 + called.index(parameter.computation) if caller.opcode == "conditional" else number
-            if at < len(operands):
-                edges.append(((operands[at], index), Edge.ALIAS))
+            operand_index = 1 + called.index(parameter.computation) if caller.opcode == "conditional" else number
+            if operand_index < len(operands):
+                edges.append(((operands[operand_index], index), Edge.ALIAS))
             if caller.opcode == "while":
                 edges.append(((self.computations[called[0]].root_id, index), Edge.ALIAS))
         return edges
@@ -243,14 +250,14 @@ class Graph:
         """Ids of the instructions in execution order; a loop's body appears once, before the loop itself."""
         sequences = {entry.key: list(entry.value.instruction_ids) for entry in self.module.schedule.sequences}
         order: list[int] = []
-        stack: list[tuple[int, bool]] = [(at, False) for at in reversed(sequences.get(self.entry.id, []))]
+        stack: list[tuple[int, bool]] = [(instr_id, False) for instr_id in reversed(sequences.get(self.entry.id, []))]
         while stack:
-            at, opened = stack.pop()
-            instruction = self.instructions[at]
-            if opened or instruction.opcode not in ("while", "call", "conditional"):
-                order.append(at)
+            instr_id, is_entered = stack.pop()
+            instruction = self.instructions[instr_id]
+            if is_entered or instruction.opcode not in ("while", "call", "conditional"):
+                order.append(instr_id)
                 continue
-            stack.append((at, True))
+            stack.append((instr_id, True))
             called_ids = list(instruction.proto.called_computation_ids)
             # A loop lists its body before its condition, but runs the condition first. Calls and branches keep their
             # order.
@@ -261,10 +268,10 @@ class Graph:
     @functools.cached_property
     def positions(self) -> dict[int, tuple[int, int]]:
         """First and last position in `order` of every instruction (a computation may be called twice)."""
-        found: dict[int, tuple[int, int]] = {}
-        for position, at in enumerate(self.order):
-            found[at] = (found.get(at, (position, 0))[0], position)
-        return found
+        spans: dict[int, tuple[int, int]] = {}
+        for position, instr_id in enumerate(self.order):
+            spans[instr_id] = (spans.get(instr_id, (position, 0))[0], position)
+        return spans
 
     def last_use(self, name: str) -> int:
         """Return the last position at which the result of an instruction is read, under any name."""
@@ -273,35 +280,35 @@ class Graph:
     @functools.cached_property
     def _last_uses(self) -> dict[str, int]:
         """Last use of every instruction, by name. A value inside of a tuple or loop is used as long as that one is."""
-        found: dict[int, int] = {}
+        last_uses: dict[int, int] = {}
         for position in range(len(self.order) - 1, -1, -1):
-            at = self.order[position]
-            mine = found.get(at, position)
-            instruction = self.instructions[at]
-            until = mine if instruction.opcode in _HOLDERS else position
+            instr_id = self.order[position]
+            last_use = last_uses.get(instr_id, position)
+            instruction = self.instructions[instr_id]
+            operand_use = last_use if instruction.opcode in _ALIASING else position
             for operand in instruction.proto.operand_ids:
-                found[operand] = max(found.get(operand, 0), until)
+                last_uses[operand] = max(last_uses.get(operand, 0), operand_use)
         if self.order:
             # The program's result is read after its last instruction.
-            found[self.entry.root_id] = len(self.order) - 1
+            last_uses[self.entry.root_id] = len(self.order) - 1
         return {
-            i.proto.name: found.get(at, self.positions[at][1])
-            for at, i in self.instructions.items()
-            if at in self.positions
+            i.proto.name: last_uses.get(instr_id, self.positions[instr_id][1])
+            for instr_id, i in self.instructions.items()
+            if instr_id in self.positions
         }
 
     # --- where JAX made an operation ---------------------------------------------------------------------------------
 
-    def scope(self, at: int) -> str:
+    def scope(self, instr_id: int) -> str:
         """Return the scopes in which JAX made an operation; for a fusion without any, those of a fused operation."""
-        instruction = self.instructions[at]
+        instruction = self.instructions[instr_id]
         if instruction.proto.metadata.op_name or instruction.opcode != "fusion":
             return instruction.proto.metadata.op_name
         return next((i.metadata.op_name for i in self._fused(instruction) if i.metadata.op_name), "")
 
-    def source(self, at: int) -> str:
+    def source(self, instr_id: int) -> str:
         """Return the innermost source line of the user's program, ``file.py:12 (function)``; empty when unknown."""
-        instruction = self.instructions[at]
+        instruction = self.instructions[instr_id]
         frame = instruction.proto.metadata.stack_frame_id
         if not frame and instruction.opcode == "fusion":
             frame = next((i.metadata.stack_frame_id for i in self._fused(instruction) if i.metadata.stack_frame_id), 0)
@@ -323,11 +330,11 @@ class Graph:
             lines.append((file, location.line, index.function_names[location.function_name_id - 1]))
             frame = entry.parent_frame_id
         # Frames outside of Lowtide's compile call are not the program. A library's line serves if the user has none.
-        lines = list(itertools.takewhile(lambda line: line[0] != _COMPILE, lines))
-        own = [line for line in lines if not (_INSTALLED.search(line[0]) or line[0].startswith(_HERE))]
+        lines = list(itertools.takewhile(lambda line: line[0] != _COMPILE_FILE, lines))
+        user_lines = [line for line in lines if not (_INSTALLED.search(line[0]) or line[0].startswith(_PACKAGE_FOLDER))]
         if not lines:
             return ""
-        file, line, function = (own or lines)[0]
+        file, line, function = (user_lines or lines)[0]
         return f"{file}:{line} ({function})"
 
 
@@ -338,16 +345,16 @@ def reachable(start: Iterable[Node], step: Callable[[Node], Iterable[Node]]) -> 
         start: the first nodes.
         step: a function from a node to its next nodes; called after the node was yielded.
     """
-    found = list(dict.fromkeys(start))
-    seen = set(found)
-    for node in found:  # `found` grows meanwhile
+    nodes = list(dict.fromkeys(start))
+    visited = set(nodes)
+    for node in nodes:  # `nodes` grows meanwhile
         yield node
-        new = [one for one in step(node) if one not in seen]
-        found += dict.fromkeys(new)
-        seen.update(new)
+        new = [neighbor for neighbor in step(node) if neighbor not in visited]
+        nodes += dict.fromkeys(new)
+        visited.update(new)
 
 
 def _leaf_indices(shape: Any) -> list[tuple[int, ...]]:
     if not shape.tuple_shapes:
         return [()]
-    return [(at, *rest) for at, inner in enumerate(shape.tuple_shapes) for rest in _leaf_indices(inner)]
+    return [(index, *subindex) for index, inner in enumerate(shape.tuple_shapes) for subindex in _leaf_indices(inner)]

@@ -49,21 +49,21 @@ def segments(graph: Graph, assignment: Any, allocation: Any) -> list[Segment]:
         if b.id in placed
     }
     last = max(len(graph.order) - 1, 0)
-    found = [
+    result = [
         segment
         for trace in assignment.heap_traces
         for region in _regions(graph, [e for e in trace.events if e.buffer_id in placed])
         for segment in region.segments(placed, defined, last)
     ]
-    moved = {e.buffer_id for trace in assignment.heap_traces for e in trace.events}
-    taken = _merged((s.offset, s.offset + s.size) for s in found)
+    traced = {e.buffer_id for trace in assignment.heap_traces for e in trace.events}
+    occupied = _merge_ranges((s.offset, s.offset + s.size) for s in result)
     # Values without an event: the largest first, and only where no other value is known to be.
-    for buffer in sorted(placed.keys() - moved, key=lambda b: -placed[b][1]):
+    for buffer in sorted(placed.keys() - traced, key=lambda b: -placed[b][1]):
         offset, size = placed[buffer]
-        if size and not any(start < offset + size and offset < stop for start, stop in taken):
-            taken.append((offset, offset + size))
-            found.append(Segment(defined[buffer], offset, size, 0, last))
-    return found
+        if size and not any(start < offset + size and offset < stop for start, stop in occupied):
+            occupied.append((offset, offset + size))
+            result.append(Segment(defined[buffer], offset, size, 0, last))
+    return result
 
 
 class _Region:
@@ -98,16 +98,16 @@ class _Region:
 
 def _regions(graph: Graph, events: Sequence[Any]) -> list[_Region]:
     regions: list[_Region] = []
-    of: dict[int, _Region] = {}
+    region_of: dict[int, _Region] = {}
     for event, position in zip(events, _positions(graph, events), strict=True):
         if event.kind == _ALLOC:
-            of[event.buffer_id] = _Region(event.buffer_id, position)
-            regions.append(of[event.buffer_id])
-        elif event.kind == _SHARE_WITH and event.share_with_canonical_id in of:
-            of[event.buffer_id] = of[event.share_with_canonical_id]
-            of[event.buffer_id].take(event.buffer_id, position)
-        elif event.kind == _FREE and event.buffer_id in of:
-            of[event.buffer_id].free(event.buffer_id, position)
+            region_of[event.buffer_id] = _Region(event.buffer_id, position)
+            regions.append(region_of[event.buffer_id])
+        elif event.kind == _SHARE_WITH and event.share_with_canonical_id in region_of:
+            region_of[event.buffer_id] = region_of[event.share_with_canonical_id]
+            region_of[event.buffer_id].take(event.buffer_id, position)
+        elif event.kind == _FREE and event.buffer_id in region_of:
+            region_of[event.buffer_id].free(event.buffer_id, position)
     return regions
 
 
@@ -118,33 +118,33 @@ def _positions(graph: Graph, events: Sequence[Any]) -> list[int]:
     before the next one, and in between at the last use of the value. If an instruction runs more than once, an event
     means its next run.
     """
-    places: dict[str, list[int]] = {}
-    for position, at in enumerate(graph.order):
-        places.setdefault(graph.instructions[at].proto.name, []).append(position)
-    now, comes = 0, list[int | None]()
+    positions_by_name: dict[str, list[int]] = {}
+    for position, instr_id in enumerate(graph.order):
+        positions_by_name.setdefault(graph.instructions[instr_id].proto.name, []).append(position)
+    current, exact = 0, list[int | None]()
     earliest = list[int]()
     for event in events:
         if event.kind == _FREE:
-            comes.append(None)
+            exact.append(None)
         else:
-            runs = places.get(event.instruction_name, [])
+            runs = positions_by_name.get(event.instruction_name, [])
             # The next run of an instruction that runs more than once.
-            now = next((p for p in runs if p >= now), runs[0] if runs else now)
-            comes.append(now)
-        earliest.append(now)
+            current = next((p for p in runs if p >= current), runs[0] if runs else current)
+            exact.append(current)
+        earliest.append(current)
     # Backwards, so that the next allocation after a FREE is known.
-    following, positions = len(graph.order), list[int]()
-    for event, position, first in zip(reversed(events), reversed(comes), reversed(earliest), strict=True):
+    next_allocation, positions = len(graph.order), list[int]()
+    for event, position, first in zip(reversed(events), reversed(exact), reversed(earliest), strict=True):
         if position is not None:
-            following = position
+            next_allocation = position
             positions.append(position)
         else:
-            latest = max(following - 1, 0)
+            latest = max(next_allocation - 1, 0)
             positions.append(max(min(graph.last_use(event.instruction_name), latest), min(first, latest)))
     return positions[::-1]
 
 
-def _merged(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+def _merge_ranges(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
     """Return byte ranges in which overlapping ranges are merged."""
     merged: list[tuple[int, int]] = []
     for start, stop in sorted(ranges):

@@ -19,31 +19,22 @@ from ..targets import Target
 from ._executable import argument_of
 
 
-def place(arguments: Any, goal: Target, *, strict: bool) -> tuple[Any, frozenset[str]]:
-    """Replace every array of a tree by a `jax.ShapeDtypeStruct` on the target.
+def place_arguments(arguments: Any, goal: Target, *, strict: bool) -> tuple[Any, frozenset[str]]:
+    """Replace every array of a tree by a `jax.ShapeDtypeStruct` on the target; also return the paths in host memory.
 
-    Args:
-        arguments: a tree whose first two path segments are a group (positional or keyword) and an argument.
-        goal: the target.
-        strict: whether a leaf that `jit` would refuse is an error; otherwise it stays (it may be static).
-
-    Returns:
-        The tree with shapes and unchanged Python numbers, and the paths of leaves that are declared in host memory. If
-        the target's compile-only devices have no host memory, the shapes lose it.
-
-    Raises:
-        StructureError: for a leaf that is not an array, with its path, or for a sharding that cannot be moved.
-        TargetError: when a mesh has more devices than the target.
+    The first two path segments are a group (positional or keyword) and an argument. A leaf that `jit` would refuse is
+    an error if `strict`; otherwise it stays, because it may be static. Structs have no host memory if the target's
+    compile-only devices have none. Raises `TargetError` when a mesh has more devices than the target.
     """
     leaves, treedef = jax.tree_util.tree_flatten_with_path(arguments)
-    mover = _Mover(goal)
-    meshes = [mover.mesh(leaf, path) for path, leaf in leaves if _mesh_size(_sharding(leaf)) > 1]
-    placed = [_shape(path, leaf, mover, meshes[0] if meshes else None, strict) for path, leaf in leaves]
-    on_the_host = frozenset(path_str(path[1:]) for path, leaf in leaves if on_host(_sharding(leaf)))
-    return treedef.unflatten(placed), on_the_host
+    mapper = _MeshMapper(goal)
+    meshes = [mapper.mesh(leaf, path) for path, leaf in leaves if _mesh_size(_sharding(leaf)) > 1]
+    placed = [_target_struct(path, leaf, mapper, meshes[0] if meshes else None, strict) for path, leaf in leaves]
+    host_paths = frozenset(path_str(path[1:]) for path, leaf in leaves if on_host(_sharding(leaf)))
+    return treedef.unflatten(placed), host_paths
 
 
-class _Mover:
+class _MeshMapper:
     """Meshes over the target's devices, one for each distinct mesh of the arguments."""
 
     def __init__(self, goal: Target) -> None:
@@ -78,7 +69,7 @@ def describe(path: Any) -> str:
     return f"argument {argument!r} at {inner}" if inner else f"argument {argument!r}"
 
 
-def _shape(path: Any, leaf: Any, mover: _Mover, mesh: Mesh | None, strict: bool) -> Any:
+def _target_struct(path: Any, leaf: Any, mapper: _MeshMapper, mesh: Mesh | None, strict: bool) -> Any:
     if isinstance(leaf, (bool, int, float, complex)) and not isinstance(leaf, np.generic):
         return leaf
     try:
@@ -100,15 +91,15 @@ def _shape(path: Any, leaf: Any, mover: _Mover, mesh: Mesh | None, strict: bool)
             got=f"{type(leaf).__name__}{f' of dtype {leaf.dtype}' if isinstance(leaf, np.ndarray) else ''}",
             hint="name the argument in static_argnums, or leave it out of the tree",
         ) from error
-    sharding = _moved(path, leaf, mover, mesh)
+    sharding = _target_sharding(path, leaf, mapper, mesh)
     return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding, weak_type=getattr(aval, "weak_type", False))
 
 
-def _moved(path: Any, leaf: Any, mover: _Mover, mesh: Mesh | None) -> Any:
+def _target_sharding(path: Any, leaf: Any, mapper: _MeshMapper, mesh: Mesh | None) -> Any:
     sharding = _sharding(leaf)
     kind = sharding.memory_kind if on_host(sharding) else None
     if isinstance(sharding, NamedSharding):
-        return NamedSharding(mover.mesh(leaf, path), sharding.spec, memory_kind=kind)
+        return NamedSharding(mapper.mesh(leaf, path), sharding.spec, memory_kind=kind)
     if sharding is not None and len(sharding.device_set) > 1:
         raise StructureError(
             f"{describe(path)}: a {type(sharding).__name__} cannot be moved to another target",
@@ -117,10 +108,10 @@ def _moved(path: Any, leaf: Any, mover: _Mover, mesh: Mesh | None) -> Any:
         )
     if kind is not None:
         # The type of a traced shape carries a sharding's memory space only when there is a mesh (jax 0.10.2).
-        alone = Mesh(np.array(mover.devices[:1], dtype=object), ("device",)) if mesh is None else mesh
-        return NamedSharding(alone, PartitionSpec(), memory_kind=kind)
+        target_mesh = Mesh(np.array(mapper.devices[:1], dtype=object), ("device",)) if mesh is None else mesh
+        return NamedSharding(target_mesh, PartitionSpec(), memory_kind=kind)
     if mesh is None or (sharding is not None and getattr(leaf, "committed", True)):
-        return SingleDeviceSharding(mover.devices[0])
+        return SingleDeviceSharding(mapper.devices[0])
     return None
 
 

@@ -138,16 +138,9 @@ _ELEMENT_TYPES = {
 
 
 def read_hlo(path: str | Path) -> Any:
-    """Parse a dumped ``*.hlo.pb``.
+    """Parse a dumped ``*.hlo.pb`` into a message with the fields of `_SCHEMA`'s ``Hlo``.
 
-    Args:
-        path: the file.
-
-    Returns:
-        A protobuf message with the fields of `_SCHEMA`'s ``Hlo``.
-
-    Raises:
-        StructureError: when the file is not an HloProto.
+    Raises `StructureError` when the file is not an HloProto.
     """
     from google.protobuf.message import DecodeError
 

@@ -19,14 +19,14 @@ from ..core import StructureError
 from ._heap import DEVICE_COLOR
 from ._proto import element_type
 
-_FREE = {
+_NO_TRAFFIC = {
     *("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "iota", "partition-id"),
     *("replica-id", "optimization-barrier", "opt-barrier", "domain", "add-dependency", "async-update"),
 }
-_SAME = {"bitcast", "copy", "convert", "reshape"}
+_IDENTITIES = {"bitcast", "copy", "convert", "reshape"}
 """Operations that, inside of a fusion, give another form of the same numbers."""
 _BARRIERS = ("opt-barrier", "optimization-barrier")
-_FORWARDED = {"bitcast", "copy", "copy-done", "copy-start", "reshape", *_BARRIERS}
+_FORWARDING = {"bitcast", "copy", "copy-done", "copy-start", "reshape", *_BARRIERS}
 _SLICES = {"dynamic-slice", "slice", "gather"}
 
 
@@ -39,18 +39,22 @@ class Traffic:
 
     def __init__(self, module: Any) -> None:
         self._computations = {computation.id: computation for computation in module.computations}
-        self._instructions = {one.id: one for computation in module.computations for one in computation.instructions}
+        self._instructions = {
+            instr.id: instr for computation in module.computations for instr in computation.instructions
+        }
         self._entry: int = module.entry_computation_id
         self._users: dict[int, list[Any]] = {}
-        self._known: dict[int, int] = {}
+        self._computed: dict[int, int] = {}
         self._callers: dict[int, Any] = {}
         """Fusion instruction by the id of its fused computation."""
-        for one in self._instructions.values():
-            for at in one.operand_ids:
-                self._users.setdefault(at, []).append(one)
-            if one.opcode == "fusion":
-                self._callers[one.called_computation_ids[0]] = one
-        self._owners = {one.id: each.id for each in module.computations for one in each.instructions}
+        for instr in self._instructions.values():
+            for operand_id in instr.operand_ids:
+                self._users.setdefault(operand_id, []).append(instr)
+            if instr.opcode == "fusion":
+                self._callers[instr.called_computation_ids[0]] = instr
+        self._owners = {
+            instr.id: computation.id for computation in module.computations for instr in computation.instructions
+        }
 
     def total(self) -> int:
         """Return the bytes that the whole program moves.
@@ -58,94 +62,96 @@ class Traffic:
         Raises:
             StructureError: for a loop whose number of iterations is not known at compile time.
         """
-        return self._of(self._entry)
+        return self._computation_bytes(self._entry)
 
-    def _of(self, computation: int) -> int:
-        if computation not in self._known:
-            instructions = self._computations[computation].instructions
-            self._known[computation] = sum(map(self._moved, instructions))
-        return self._known[computation]
+    def _computation_bytes(self, computation_id: int) -> int:
+        if computation_id not in self._computed:
+            instructions = self._computations[computation_id].instructions
+            self._computed[computation_id] = sum(map(self._instruction_bytes, instructions))
+        return self._computed[computation_id]
 
-    def _moved(self, one: Any) -> int:
-        called = list(one.called_computation_ids)
-        if one.opcode in _FREE or one.opcode.endswith("-done"):
+    def _instruction_bytes(self, instr: Any) -> int:
+        called = list(instr.called_computation_ids)
+        if instr.opcode in _NO_TRAFFIC or instr.opcode.endswith("-done"):
             return 0
-        if one.opcode == "while":
+        if instr.opcode == "while":
             # The first computation is the loop's body; its condition is not counted.
-            return self._trips(one) * self._of(called[0])
-        if one.opcode == "conditional":
-            return max(self._of(each) for each in called)
-        if one.opcode in ("call", "async-start"):
-            return sum(self._of(each) for each in called)
-        if one.opcode == "fusion":
-            return self._fused(self._computations[called[0]])
-        if one.opcode in _SLICES:
-            return 2 * size(one.shape)
-        if one.opcode in ("dynamic-update-slice", "scatter"):
-            return 2 * size(self._instructions[one.operand_ids[-1 if one.opcode == "scatter" else 1]].shape)
-        if one.opcode.endswith("-start"):  # a copy or a collective: its result tuple contains its operand, too
-            return size(one.shape)
-        return size(one.shape) + sum(size(self._instructions[at].shape) for at in one.operand_ids)
+            return self._trip_count(instr) * self._computation_bytes(called[0])
+        if instr.opcode == "conditional":
+            return max(self._computation_bytes(computation_id) for computation_id in called)
+        if instr.opcode in ("call", "async-start"):
+            return sum(self._computation_bytes(computation_id) for computation_id in called)
+        if instr.opcode == "fusion":
+            return self._fusion_bytes(self._computations[called[0]])
+        if instr.opcode in _SLICES:
+            return 2 * size(instr.shape)
+        if instr.opcode in ("dynamic-update-slice", "scatter"):
+            return 2 * size(self._instructions[instr.operand_ids[-1 if instr.opcode == "scatter" else 1]].shape)
+        if instr.opcode.endswith("-start"):  # a copy or a collective: its result tuple contains its operand, too
+            return size(instr.shape)
+        return size(instr.shape) + sum(size(self._instructions[operand_id].shape) for operand_id in instr.operand_ids)
 
-    def _fused(self, computation: Any) -> int:
+    def _fusion_bytes(self, computation: Any) -> int:
         root = self._instructions[computation.root_id]
         roots = list(root.operand_ids) if root.opcode == "tuple" else [root.id]
-        read = sum(self._read(one, roots) for one in computation.instructions if one.opcode == "parameter")
-        return read + sum(self._written(at) for at in roots)
+        read = sum(self._read_bytes(instr, roots) for instr in computation.instructions if instr.opcode == "parameter")
+        return read + sum(self._written_bytes(root_id) for root_id in roots)
 
-    def _read(self, parameter: Any, roots: Sequence[int]) -> int:
+    def _read_bytes(self, parameter: Any, roots: Sequence[int]) -> int:
         """Return the bytes of an operand that a fusion reads: if it only slices it, converted or not, the slices."""
-        whole, parts, reached = size(parameter.shape), 0, [parameter.id]
-        while reached:
-            at = self._outermost(reached.pop(), parameter)
-            if at in roots:
-                return whole
-            for user in self._users.get(at, []):
+        total, sliced, pending = size(parameter.shape), 0, [parameter.id]
+        while pending:
+            value_id = self._outermost(pending.pop(), parameter)
+            if value_id in roots:
+                return total
+            for user in self._users.get(value_id, []):
                 if user.opcode == "fusion":
                     inner = self._computations[user.called_computation_ids[0]].instructions
-                    named = [n for n, operand in enumerate(user.operand_ids) if operand == at]
+                    numbers = [n for n, operand in enumerate(user.operand_ids) if operand == value_id]
                     # Continue at the inner fusion's parameters that are this value.
-                    reached += [one.id for one in inner if one.opcode == "parameter" and one.parameter_number in named]
-                elif user.opcode in _SAME:
-                    reached.append(user.id)
-                elif user.opcode in _SLICES and user.operand_ids[0] == at:
-                    parts += math.prod(user.shape.dimensions) * whole // max(math.prod(parameter.shape.dimensions), 1)
-                elif not (user.opcode == "dynamic-update-slice" and user.operand_ids[0] == at):
-                    return whole
-        return min(parts, whole)
+                    pending += [
+                        instr.id for instr in inner if instr.opcode == "parameter" and instr.parameter_number in numbers
+                    ]
+                elif user.opcode in _IDENTITIES:
+                    pending.append(user.id)
+                elif user.opcode in _SLICES and user.operand_ids[0] == value_id:
+                    sliced += math.prod(user.shape.dimensions) * total // max(math.prod(parameter.shape.dimensions), 1)
+                elif not (user.opcode == "dynamic-update-slice" and user.operand_ids[0] == value_id):
+                    return total
+        return min(sliced, total)
 
-    def _outermost(self, at: int, parameter: Any) -> int:
+    def _outermost(self, value: int, parameter: Any) -> int:
         """Return the outermost fusion, within the parameter's computation, whose result is this value."""
-        while (own := self._owners[at]) != self._owners[parameter.id] and self._computations[own].root_id == at:
-            at = self._callers[own].id
-        return at
+        while (body := self._owners[value]) != self._owners[parameter.id] and self._computations[body].root_id == value:
+            value = self._callers[body].id
+        return value
 
-    def _written(self, at: int) -> int:
-        inner = root = self._instructions[at]
-        while inner.opcode in _SAME or inner.opcode == "fusion":
+    def _written_bytes(self, root_id: int) -> int:
+        inner = root = self._instructions[root_id]
+        while inner.opcode in _IDENTITIES or inner.opcode == "fusion":
             is_fusion = inner.opcode == "fusion"
-            below = self._computations[inner.called_computation_ids[0]].root_id if is_fusion else inner.operand_ids[0]
-            inner = self._instructions[below]
+            source = self._computations[inner.called_computation_ids[0]].root_id if is_fusion else inner.operand_ids[0]
+            inner = self._instructions[source]
         # A fusion that ends with an update in place writes the update only.
         if inner.opcode != "dynamic-update-slice":
             return size(root.shape)
         return size(self._instructions[inner.operand_ids[1]].shape)
 
-    def _trips(self, loop: Any) -> int:
+    def _trip_count(self, loop: Any) -> int:
         """Return the number of iterations of a loop whose counter starts, steps and ends at constants."""
-        if (told := re.search(rb'"known_trip_count":\{"n":"(\d+)"', loop.backend_config)) is not None:
-            return int(told[1])
-        body, condition = (self._computations[at] for at in loop.called_computation_ids)
-        begin, after = self._instructions[loop.operand_ids[0]], self._instructions[body.root_id]
-        compared = self._origin(condition.root_id)
-        if compared.opcode == "compare" and compared.comparison_direction == "LT" and begin.opcode == "tuple":
-            counter, bound = map(self._origin, compared.operand_ids)
-            if counter.opcode == "get-tuple-element" and after.opcode == "tuple":
+        if (match := re.search(rb'"known_trip_count":\{"n":"(\d+)"', loop.backend_config)) is not None:
+            return int(match[1])
+        body, condition = (self._computations[computation_id] for computation_id in loop.called_computation_ids)
+        initial, result = self._instructions[loop.operand_ids[0]], self._instructions[body.root_id]
+        comparison = self._origin(condition.root_id)
+        if comparison.opcode == "compare" and comparison.comparison_direction == "LT" and initial.opcode == "tuple":
+            counter, bound = map(self._origin, comparison.operand_ids)
+            if counter.opcode == "get-tuple-element" and result.opcode == "tuple":
                 index = counter.tuple_index
-                if bound.opcode == "get-tuple-element" and self._is_kept(after, bound.tuple_index):
-                    bound = self._origin(begin.operand_ids[bound.tuple_index])
-                first, last = _number(self._origin(begin.operand_ids[index])), _number(bound)
-                step = self._step(self._origin(after.operand_ids[index]), index)
+                if bound.opcode == "get-tuple-element" and self._is_unchanged(result, bound.tuple_index):
+                    bound = self._origin(initial.operand_ids[bound.tuple_index])
+                first, last = _constant_value(self._origin(initial.operand_ids[index])), _constant_value(bound)
+                step = self._counter_step(self._origin(result.operand_ids[index]), index)
                 if first is not None and last is not None and step:
                     return max(0, -(-(last - first) // step))
         raise StructureError(
@@ -155,49 +161,51 @@ class Traffic:
             hint="its bytes cannot be counted ahead of time",
         )
 
-    def _is_kept(self, after: Any, index: int) -> bool:
+    def _is_unchanged(self, result: Any, index: int) -> bool:
         """Return whether a loop's body returns an entry of its state unchanged."""
-        same = self._origin(after.operand_ids[index])
-        return same.opcode == "get-tuple-element" and same.tuple_index == index
+        source = self._origin(result.operand_ids[index])
+        return source.opcode == "get-tuple-element" and source.tuple_index == index
 
-    def _step(self, added: Any, index: int) -> int | None:
+    def _counter_step(self, addition: Any, index: int) -> int | None:
         """Return the constant by which a counter grows, or None."""
-        if added.opcode != "add":
+        if addition.opcode != "add":
             return None
-        terms = list(map(self._origin, added.operand_ids))
-        is_own = [one.opcode == "get-tuple-element" and one.tuple_index == index for one in terms]
-        return _number(terms[is_own.index(False)]) if sorted(is_own) == [False, True] else None
+        terms = list(map(self._origin, addition.operand_ids))
+        is_counter = [term.opcode == "get-tuple-element" and term.tuple_index == index for term in terms]
+        return _constant_value(terms[is_counter.index(False)]) if sorted(is_counter) == [False, True] else None
 
-    def _origin(self, at: int) -> Any:
+    def _origin(self, instr_id: int) -> Any:
         """Follow a scalar to the operation that computes it, into and out of fusions."""
-        one = self._instructions[at]
+        instr = self._instructions[instr_id]
         while True:
-            below = self._instructions[one.operand_ids[0]] if one.operand_ids else None
-            if one.opcode == "fusion":
-                one = self._instructions[self._computations[one.called_computation_ids[0]].root_id]
-            elif one.opcode == "parameter" and (caller := self._callers.get(self._owners[one.id])) is not None:
-                one = self._instructions[caller.operand_ids[one.parameter_number]]
-            elif one.opcode == "get-tuple-element" and below is not None and below.opcode in ("tuple", *_BARRIERS):
-                inside = below if below.opcode == "tuple" else self._instructions[below.operand_ids[0]]
-                if inside.opcode != "tuple":
-                    return one
-                one = self._instructions[inside.operand_ids[one.tuple_index]]
-            elif one.opcode in _FORWARDED and below is not None:
-                one = below
+            operand = self._instructions[instr.operand_ids[0]] if instr.operand_ids else None
+            if instr.opcode == "fusion":
+                instr = self._instructions[self._computations[instr.called_computation_ids[0]].root_id]
+            elif instr.opcode == "parameter" and (caller := self._callers.get(self._owners[instr.id])) is not None:
+                instr = self._instructions[caller.operand_ids[instr.parameter_number]]
+            elif (
+                instr.opcode == "get-tuple-element" and operand is not None and operand.opcode in ("tuple", *_BARRIERS)
+            ):
+                source = operand if operand.opcode == "tuple" else self._instructions[operand.operand_ids[0]]
+                if source.opcode != "tuple":
+                    return instr
+                instr = self._instructions[source.operand_ids[instr.tuple_index]]
+            elif instr.opcode in _FORWARDING and operand is not None:
+                instr = operand
             else:
-                return one
+                return instr
 
 
-def _number(one: Any) -> int | None:
+def _constant_value(instr: Any) -> int | None:
     """Return the integer of a constant, or None for other operations; XLA writes no value for a zero."""
-    if one.opcode != "constant":
+    if instr.opcode != "constant":
         return None
-    return next(iter([*one.literal.s32s, *one.literal.s64s, *one.literal.u32s]), 0)
+    return next(iter([*instr.literal.s32s, *instr.literal.s64s, *instr.literal.u32s]), 0)
 
 
 def size(shape: Any) -> int:
     """Return the bytes of a shape, or of a tuple of shapes, in a device's main memory."""
     if shape.tuple_shapes:
-        return sum(size(each) for each in shape.tuple_shapes)
+        return sum(size(element) for element in shape.tuple_shapes)
     bits = element_type(shape.element_type)[1]
     return math.prod(shape.dimensions) * bits // 8 if bits and shape.layout.memory_space == DEVICE_COLOR else 0

@@ -29,16 +29,11 @@ LEAST_SIZE = 4096
 _SEEDS = range(-(2**31), 2**32)
 
 
-def patterns_of(format: Any, match: Any, weights: Any) -> list[tuple[re.Pattern[str], str]]:
+def parse_patterns(format: Any, match: Any, weights: Any) -> list[tuple[re.Pattern[str], str]]:
     """Return pairs of a regular expression on the paths of a state and the format of the leaves that it matches.
 
-    Args:
-        format: the argument of `low_precision`.
-        match: the argument of `low_precision`.
-        weights: the argument of `low_precision`.
-
-    Raises:
-        ConfigError: for an unknown format, an invalid regular expression, or arguments that have no effect.
+    The arguments are those of `low_precision`. Raises `ConfigError` for an unknown format, an invalid regular
+    expression, or arguments that have no effect.
     """
     if weights is not None and weights not in WEIGHTS:
         raise ConfigError(
@@ -46,25 +41,25 @@ def patterns_of(format: Any, match: Any, weights: Any) -> list[tuple[re.Pattern[
             expected=f"one of {', '.join(WEIGHTS)}, or None",
             hint='"split" loses least for a byte',
         )
-    is_nothing = format is None or (isinstance(format, (str, Mapping)) and not format)
-    if is_nothing and weights is None:
+    has_no_format = format is None or (isinstance(format, (str, Mapping)) and not format)
+    if has_no_format and weights is None:
         raise ConfigError(
             "neither a format nor weights: the optimizer would stay as it is",
             expected='format="8bit", weights="split" or both',
             hint="leave format out for 8 bits",
         )
-    if match is not None and (is_nothing or isinstance(format, Mapping)):
+    if match is not None and (has_no_format or isinstance(format, Mapping)):
         raise ConfigError(
             "match would do nothing",
             expected="match beside one format",
-            got=f"match={match!r} beside {'weights alone' if is_nothing else 'a mapping, whose expressions select'}",
+            got=f"match={match!r} beside {'weights alone' if has_no_format else 'a mapping, whose expressions select'}",
             hint="leave match out",
         )
     if isinstance(format, Mapping):
         pairs = list(format.items())
     else:
-        pairs = [] if is_nothing else [(MOMENTS if match is None else match, format)]
-    return [(_pattern(each), _checked(form)) for each, form in pairs]
+        pairs = [] if has_no_format else [(MOMENTS if match is None else match, format)]
+    return [(_compile_pattern(expression), _check_format(form)) for expression, form in pairs]
 
 
 def check_numbers(least_size: Any, seed: Any) -> None:
@@ -85,7 +80,7 @@ def check_numbers(least_size: Any, seed: Any) -> None:
         )
 
 
-def _pattern(text: Any) -> re.Pattern[str]:
+def _compile_pattern(text: Any) -> re.Pattern[str]:
     hint = 'globs are other: "mu/*" is r".*/mu/.*" here'
     try:
         pattern = re.compile(text)
@@ -96,7 +91,7 @@ def _pattern(text: Any) -> re.Pattern[str]:
     return pattern
 
 
-def _checked(form: Any) -> str:
+def _check_format(form: Any) -> str:
     names = (*FORMATS, BFLOAT16)
     if not isinstance(form, str) or form not in names:
         raise ConfigError(
@@ -105,7 +100,7 @@ def _checked(form: Any) -> str:
     return form
 
 
-def other_state(expected: str, got: str) -> StructureError:
+def state_error(expected: str, got: str) -> StructureError:
     """Return the error for a state that another transformation made."""
     return StructureError(
         "the state is none of this lt.optim.low_precision",
@@ -118,17 +113,8 @@ def other_state(expected: str, got: str) -> StructureError:
 def explain(error: Exception, init: Callable[[Tree], Any], grads: Tree, state: Any, params: Tree) -> None:
     """Raise an error that explains a failed update, if its arguments are the cause.
 
-    Args:
-        error: the exception of the failed update.
-        init: ``init`` of the transformation.
-        grads: the first argument of the update.
-        state: the second argument.
-        params: the third argument, or None.
-
-    Raises:
-        PlacementError: for a state in host memory.
-        StructureError: for a state of other parameters or of another transformation, and for gradients that are not
-            like the parameters.
+    `PlacementError`: the state is in host memory. `StructureError`: the state is of other parameters or of another
+    transformation, or the gradients are not like the parameters. `params` may be None.
     """
     if isinstance(error, LowtideError):
         return
@@ -145,13 +131,15 @@ def explain(error: Exception, init: Callable[[Tree], Any], grads: Tree, state: A
     except Exception:  # init does not accept the arguments, either, so the expected state is unknown
         return
     # A leaf may be packed in one and dense in the other: states made with another least_size are valid.
-    found, wanted = (dict(leaves_with_paths(tree, is_leaf=is_packed)) for tree in (state.inner, expected))
-    if found.keys() != wanted.keys():
-        raise other_state(_listed(wanted), _listed(found)) from error
-    for path, leaf in found.items():
+    state_leaves, expected_leaves = (
+        dict(leaves_with_paths(tree, is_leaf=is_packed)) for tree in (state.inner, expected)
+    )
+    if state_leaves.keys() != expected_leaves.keys():
+        raise state_error(_join_paths(expected_leaves), _join_paths(state_leaves)) from error
+    for path, leaf in state_leaves.items():
         shape = leaf.shape if is_packed(leaf) else jnp.shape(leaf)
-        if tuple(shape) != tuple(wanted[path].shape):
-            raise other_state(f"{path}: {list(wanted[path].shape)}", str(list(shape))) from error
+        if tuple(shape) != tuple(expected_leaves[path].shape):
+            raise state_error(f"{path}: {list(expected_leaves[path].shape)}", str(list(shape))) from error
     if params is not None and jax.tree.structure(grads) != jax.tree.structure(params):
         raise StructureError(
             "the gradients have not the structure of the parameters",
@@ -161,6 +149,6 @@ def explain(error: Exception, init: Callable[[Tree], Any], grads: Tree, state: A
         ) from error
 
 
-def _listed(paths: Iterable[str]) -> str:
+def _join_paths(paths: Iterable[str]) -> str:
     paths = list(paths)
     return ", ".join(paths[:6]) + (f", … ({len(paths) - 6} more)" if len(paths) > 6 else "")

@@ -45,62 +45,49 @@ class Filled:
         return math.prod(self.shape)
 
 
-def copied(init: Callable[..., Tree], args: Sequence[Tree]) -> list[bool]:
-    """Return whether each leaf of ``init(*args)``, in order, is a copy of an argument; [] if `init` cannot be traced.
-
-    Args:
-        init: makes the state of an optimizer.
-        args: trees of arrays.
-    """
+def find_copies(init: Callable[..., Tree], args: Sequence[Tree]) -> list[bool]:
+    """Return for each leaf of ``init(*args)`` whether it is a copy of an argument; [] if `init` cannot be traced."""
     try:
         program, _ = traced_program(init, args)
-    except Exception:  # as in `first_state`
+    except Exception:  # as in `init_filled`
         return []
-    of, num_args = {at: each for each in program.equations for at in each.outputs}, len(jax.tree.leaves(args))
+    producers, num_args = {value: eqn for eqn in program.equations for value in eqn.outputs}, len(jax.tree.leaves(args))
 
     def is_copy(value: int) -> bool:
-        if (equation := of.get(value)) is None:
+        if (equation := producers.get(value)) is None:
             return value < num_args
         return equation.primitive.name in (*_UNCHANGED, "convert_element_type") and is_copy(equation.inputs[0])
 
     return list(map(is_copy, program.outputs))
 
 
-def first_state(init: Callable[..., Tree], args: Sequence[Tree], wanted: Callable[[Tree], Sequence[bool]]) -> Tree:
+def init_filled(init: Callable[..., Tree], args: Sequence[Tree], can_fill: Callable[[Tree], Sequence[bool]]) -> Tree:
     """Call ``init(*args)``, with a `Filled` in place of each array that is filled with one number.
 
-    Args:
-        init: makes the state of an optimizer.
-        args: trees of arrays.
-        wanted: given the state's tree of shapes, returns whether each leaf may become a `Filled`.
-
-    Returns:
-        The state.
-
-    Memory:
-        The arrays of the state that are not `Filled`.
+    `can_fill` takes the state's tree of shapes and returns whether each leaf may become a `Filled`. Only the other
+    arrays of the state are allocated.
     """
     try:
         if explicit_mesh(args) is not None:  # a `Filled` has no sharding
-            return _arrays(init(*args))
+            return _to_arrays(init(*args))
         program, structure = traced_program(init, args)
     except Exception:  # not traceable, or invalid arguments: calling init raises its own error
-        return _arrays(init(*args))
-    of = {value: equation for equation in program.equations for value in equation.outputs}
-    are_wanted = wanted(structure.unflatten([program.avals[value] for value in program.outputs]))
+        return _to_arrays(init(*args))
+    producers = {value: equation for equation in program.equations for value in equation.outputs}
+    fillable = can_fill(structure.unflatten([program.avals[value] for value in program.outputs]))
     filled = dict[int, Filled]()
-    for at, (is_wanted, value) in enumerate(zip(are_wanted, program.outputs, strict=True)):
+    for index, (is_fillable, value) in enumerate(zip(fillable, program.outputs, strict=True)):
         aval = program.avals[value]
-        if is_wanted and (number := _number(of, program.constants, value)) is not None:
-            filled[at] = Filled(aval.shape, aval.dtype, jnp.asarray(number, aval.dtype))
+        if is_fillable and (number := _fill_value(producers, program.constants, value)) is not None:
+            filled[index] = Filled(aval.shape, aval.dtype, jnp.asarray(number, aval.dtype))
     if not filled or program.effects:
-        return _arrays(init(*args))
+        return _to_arrays(init(*args))
     # Run only the equations that the remaining leaves need; a filled array is never computed.
-    others = {value for at, value in enumerate(program.outputs) if at not in filled}
+    remaining = {value for index, value in enumerate(program.outputs) if index not in filled}
     values: dict[int, Any] = dict(enumerate(map(as_array, jax.tree.leaves(args))))
-    values.update({at: jnp.asarray(program.constants[at]) for at in program.constants.keys() & others})
-    program.run(program.needed_for(others, known=values), values)
-    return structure.unflatten([filled.get(at) or values[value] for at, value in enumerate(program.outputs)])
+    values.update({value: jnp.asarray(program.constants[value]) for value in program.constants.keys() & remaining})
+    program.run(program.needed_for(remaining, known=values), values)
+    return structure.unflatten([filled.get(index) or values[value] for index, value in enumerate(program.outputs)])
 
 
 def as_array(leaf: Any) -> Any:
@@ -108,58 +95,53 @@ def as_array(leaf: Any) -> Any:
     return jnp.asarray(leaf) if isinstance(leaf, (bool, int, float, complex)) else leaf
 
 
-def _arrays(state: Tree) -> Tree:
+def _to_arrays(state: Tree) -> Tree:
     return jax.tree.map(as_array, state)
 
 
-def _number(of: Mapping[int, Any], constants: Mapping[int, Any], value: int) -> Any:
+def _fill_value(producers: Mapping[int, Any], constants: Mapping[int, Any], value: int) -> Any:
     """Return the scalar constant that the array `value` is filled with, or None."""
-    if (equation := of.get(value)) is None:
+    if (equation := producers.get(value)) is None:
         return None
-    name, first = equation.primitive.name, equation.inputs[0] if equation.inputs else -1
+    name, operand = equation.primitive.name, equation.inputs[0] if equation.inputs else -1
     if name in _UNCHANGED:
-        return _number(of, constants, first)
+        return _fill_value(producers, constants, operand)
     if name == "convert_element_type":  # repeat every conversion of the program, because each may round
-        number = _number(of, constants, first)
+        number = _fill_value(producers, constants, operand)
         return None if number is None else jnp.asarray(number).astype(equation.params["new_dtype"])
-    number = constants.get(first) if name == "broadcast_in_dim" else None
+    number = constants.get(operand) if name == "broadcast_in_dim" else None
     return number if number is not None and not jnp.shape(number) else None
 
 
-def packed_fill(leaf: Filled, form: str, is_positive: bool, key: Any) -> PackedArray:
-    """Pack an array that is filled with one number, by packing a single block.
-
-    Args:
-        leaf: the array.
-        form: name of a format.
-        is_positive: as in `PackedArray.of`.
-        key: as in `PackedArray.rounded`.
-    """
-    make = functools.partial(PackedArray.stored, format=form, key=key, is_positive=is_positive)
-    one = make(jnp.full(1 if form == BFLOAT16 else FORMATS[form].block, leaf.value))
-    like = jax.eval_shape(make, jax.ShapeDtypeStruct(leaf.shape, leaf.dtype))
-    scales = None if one.scales is None else jnp.full(like.scales.shape, one.scales[0])
-    return dataclasses.replace(like, codes=jnp.full(leaf.shape, one.codes[0]), scales=scales)
+def pack_fill(leaf: Filled, form: str, is_positive: bool, key: Any) -> PackedArray:
+    """Pack an array that is filled with one number, by packing a single block; `key` as in `PackedArray.rounded`."""
+    pack = functools.partial(PackedArray.stored, format=form, key=key, is_positive=is_positive)
+    block = pack(jnp.full(1 if form == BFLOAT16 else FORMATS[form].block, leaf.value))
+    template = jax.eval_shape(pack, jax.ShapeDtypeStruct(leaf.shape, leaf.dtype))
+    scales = None if block.scales is None else jnp.full(template.scales.shape, block.scales[0])
+    return dataclasses.replace(template, codes=jnp.full(leaf.shape, block.codes[0]), scales=scales)
 
 
-def packed_array(leaf: Any, form: str, is_positive: bool, key: Any) -> PackedArray:
-    """Pack an array and keep its sharding over the axes of an explicit mesh; arguments as in `packed_fill`."""
+def pack_array(leaf: Any, form: str, is_positive: bool, key: Any) -> PackedArray:
+    """Pack an array and keep its sharding over the axes of an explicit mesh; arguments as in `pack_fill`."""
 
-    def make(leaf: Any, key: Any) -> PackedArray:
+    def pack(leaf: Any, key: Any) -> PackedArray:
         return PackedArray.stored(leaf, form, key, is_positive=is_positive)
 
-    own = jax.typeof(leaf).sharding
-    if not own.mesh.explicit_axes:
-        return make(leaf, key)
-    spec = (*own.spec, *(None,) * leaf.ndim)[: leaf.ndim]
+    sharding = jax.typeof(leaf).sharding
+    if not sharding.mesh.explicit_axes:
+        return pack(leaf, key)
+    spec = (*sharding.spec, *(None,) * leaf.ndim)[: leaf.ndim]
 
-    def like(part: Any) -> Any:
-        if part.shape == leaf.shape:
-            return own
+    def part_sharding(struct: Any) -> Any:
+        if struct.shape == leaf.shape:
+            return sharding
         # Scales have the leading axes of the array, and one axis of blocks in place of its last axis.
-        is_of_rows = part.shape[:-1] == leaf.shape[:-1]
-        return jax.NamedSharding(own.mesh, jax.P(*spec[:-1], None) if is_of_rows else jax.P())
+        has_rows = struct.shape[:-1] == leaf.shape[:-1]
+        return jax.NamedSharding(sharding.mesh, jax.P(*spec[:-1], None) if has_rows else jax.P())
 
-    shapes = jax.eval_shape(make, *(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (leaf, key)))
-    made: Any = jax.sharding.auto_axes(make, axes=own.mesh.explicit_axes, out_sharding=jax.tree.map(like, shapes))
-    return made(leaf, key)
+    shapes = jax.eval_shape(pack, *(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (leaf, key)))
+    pack_sharded: Any = jax.sharding.auto_axes(
+        pack, axes=sharding.mesh.explicit_axes, out_sharding=jax.tree.map(part_sharding, shapes)
+    )
+    return pack_sharded(leaf, key)

@@ -12,7 +12,7 @@ from ..core import StructureError, Tree
 from ..offload import check_transformation
 from ._low_precision import LowPrecisionState
 from ._packed import PackedArray, is_packed
-from ._weights import converted_rests
+from ._weights import convert_residuals
 
 
 def converted(state: Tree, tx: optax.GradientTransformation, params: Tree) -> Tree:
@@ -43,30 +43,32 @@ def converted(state: Tree, tx: optax.GradientTransformation, params: Tree) -> Tr
         '4bit'
     """
     check_transformation(tx)
-    olds = iter([each for each in jax.tree.leaves(state, is_leaf=_is_stored) if _is_stored(each)])
+    old_states = iter([node for node in jax.tree.leaves(state, is_leaf=_is_stored) if _is_stored(node)])
     # The old state as the optimizer alone would hold it: the structure is then the same with and without packed leaves.
-    dense = jax.tree.map(lambda node: _unwrapped(node) if _is_stored(node) else node, state, is_leaf=_is_stored)
-    like, structure = jax.tree.flatten(jax.eval_shape(tx.init, params), is_leaf=_is_stored)
+    dense = jax.tree.map(lambda node: _dense_inner(node) if _is_stored(node) else node, state, is_leaf=_is_stored)
+    templates, structure = jax.tree.flatten(jax.eval_shape(tx.init, params), is_leaf=_is_stored)
 
-    def one(node: Any, new: Any) -> Any:
-        if not _is_stored(node):
-            return _fitting(node, new)
-        old = next(olds, LowPrecisionState(jnp.zeros((), jnp.int32), ()))
+    def convert_node(template: Any, value: Any) -> Any:
+        if not _is_stored(template):
+            return _cast_like(template, value)
+        old = next(old_states, LowPrecisionState(jnp.zeros((), jnp.int32), ()))
         step = old.step
         key = jax.random.bits(jax.random.fold_in(jax.random.key(0), step), dtype=jnp.uint32)
-        inside, form = jax.tree.flatten(node.inner, is_leaf=is_packed)
-        pairs = zip(inside, form.flatten_up_to(new), strict=True)
-        made = [_packed_like(was, leaf, key) if is_packed(was) else _fitting(was, leaf) for was, leaf in pairs]
-        kept = converted_rests(params, old.rests, node.rests) if node.has_rests else ()
-        return LowPrecisionState(jnp.asarray(step, jnp.int32), form.unflatten(made), kept)
+        inner_templates, inner_structure = jax.tree.flatten(template.inner, is_leaf=is_packed)
+        pairs = zip(inner_templates, inner_structure.flatten_up_to(value), strict=True)
+        leaves = [
+            _pack_like(struct, leaf, key) if is_packed(struct) else _cast_like(struct, leaf) for struct, leaf in pairs
+        ]
+        residuals = convert_residuals(params, old.rests, template.rests) if template.has_rests else ()
+        return LowPrecisionState(jnp.asarray(step, jnp.int32), inner_structure.unflatten(leaves), residuals)
 
     try:
-        return structure.unflatten(map(one, like, structure.flatten_up_to(dense)))
+        return structure.unflatten(map(convert_node, templates, structure.flatten_up_to(dense)))
     except ValueError as error:
-        raise _other_optimizer(structure, jax.tree.structure(dense)) from error
+        raise _mismatch_error(structure, jax.tree.structure(dense)) from error
 
 
-def _opened(node: Any) -> Any:
+def _unpack(node: Any) -> Any:
     return node.dense() if is_packed(node) else node
 
 
@@ -74,23 +76,23 @@ def _is_stored(node: Any) -> bool:
     return isinstance(node, LowPrecisionState)
 
 
-def _unwrapped(node: LowPrecisionState) -> Tree:
-    return jax.tree.map(_opened, node.inner, is_leaf=is_packed)
+def _dense_inner(node: LowPrecisionState) -> Tree:
+    return jax.tree.map(_unpack, node.inner, is_leaf=is_packed)
 
 
-def _packed_like(was: PackedArray, leaf: Any, key: Any) -> PackedArray:
-    if was.shape != getattr(leaf, "shape", None):
-        raise _other_optimizer(was.shape, getattr(leaf, "shape", type(leaf).__name__))
-    return PackedArray.stored(jnp.asarray(leaf, was.dtype), was.format, key, is_positive=was.is_positive)
+def _pack_like(template: PackedArray, leaf: Any, key: Any) -> PackedArray:
+    if template.shape != getattr(leaf, "shape", None):
+        raise _mismatch_error(template.shape, getattr(leaf, "shape", type(leaf).__name__))
+    return PackedArray.stored(jnp.asarray(leaf, template.dtype), template.format, key, is_positive=template.is_positive)
 
 
-def _fitting(was: Any, leaf: Any) -> Any:
-    if jnp.shape(leaf) != was.shape:
-        raise _other_optimizer(was.shape, jnp.shape(leaf))
-    return leaf if leaf.dtype == was.dtype else jnp.asarray(leaf, was.dtype)
+def _cast_like(template: Any, leaf: Any) -> Any:
+    if jnp.shape(leaf) != template.shape:
+        raise _mismatch_error(template.shape, jnp.shape(leaf))
+    return leaf if leaf.dtype == template.dtype else jnp.asarray(leaf, template.dtype)
 
 
-def _other_optimizer(expected: Any, got: Any) -> StructureError:
+def _mismatch_error(expected: Any, got: Any) -> StructureError:
     return StructureError(
         "the state is of another optimizer, or of other parameters",
         expected=expected,

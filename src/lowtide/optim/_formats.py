@@ -31,8 +31,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-_MOST_FP8 = 448.0
-_LEAST_FP8 = 2.0**-9 / _MOST_FP8
+_MAX_FP8 = 448.0
+_MIN_FP8 = 2.0**-9 / _MAX_FP8
 
 
 traced_once = functools.partial(jax.jit, static_argnums=1)
@@ -44,7 +44,6 @@ class StateFormat:
     """One format for the numbers of a state."""
 
     name: str
-    """Public name."""
     block: int
     """Number of neighbouring elements that share a scale."""
     codes: Any
@@ -61,17 +60,17 @@ _POWERS = [10.0 ** (level - _LEVELS + 1) for level in range(_LEVELS)]
 
 @traced_once
 def _encode_dynamic(x: Array, is_positive: bool) -> Array:
-    most, size = jnp.minimum(jnp.abs(x), 1), 2 if is_positive else 1
-    first, last = _middles(size)
+    magnitude, size = jnp.minimum(jnp.abs(x), 1), 2 if is_positive else 1
+    first, last = _level_bounds(size)
     # The nearest number: the border between two levels is halfway between their neighbouring numbers.
-    level = _number_below(most, [(above + below) / 2 for above, below in zip(first[1:], last[:-1], strict=True)])
+    level = _bucket_index(magnitude, [(upper + lower) / 2 for upper, lower in zip(first[1:], last[:-1], strict=True)])
     count = jnp.left_shift(size, level)
-    tenths = most * _by_level(level, [1 / power for power in _POWERS])
-    place = jnp.floor((tenths - 0.1) / 0.9 * count.astype(jnp.float32)).astype(jnp.int32)
-    distance = count + jnp.clip(place, 0, count - 1) - (size - 1)
-    distance = jnp.where(most < first[0] / 2, _least(most) if is_positive else 0, distance)
+    tenths = magnitude * _level_value(level, [1 / power for power in _POWERS])
+    index = jnp.floor((tenths - 0.1) / 0.9 * count.astype(jnp.float32)).astype(jnp.int32)
+    distance = count + jnp.clip(index, 0, count - 1) - (size - 1)
+    distance = jnp.where(magnitude < first[0] / 2, _min_code(magnitude) if is_positive else 0, distance)
     largest = (size << _LEVELS) - (size - 1)
-    distance = jnp.where(most >= (1 + last[-1]) / 2, largest, distance)
+    distance = jnp.where(magnitude >= (1 + last[-1]) / 2, largest, distance)
     if not is_positive:
         middle = (1 << _LEVELS) - 1  # the code of 0; only the positive sign has a code for the largest magnitude
         distance = middle + jnp.where(x < 0, -jnp.minimum(distance, middle), distance)
@@ -84,17 +83,17 @@ def _decode_dynamic(codes: Array, is_positive: bool) -> Array:
     signed = codes.astype(jnp.int32) - (0 if is_positive else (1 << _LEVELS) - 1)
     distance, largest = jnp.abs(signed), (size << _LEVELS) - (size - 1)
     # The highest bit encodes the level, as in the encoder. A distance of 0 is replaced by the number 0 below.
-    place = jnp.maximum(distance + 1 if is_positive else distance, 1)
-    bits = 31 - jax.lax.clz(place)
+    biased = jnp.maximum(distance + 1 if is_positive else distance, 1)
+    bits = 31 - jax.lax.clz(biased)
     count = jnp.left_shift(1, bits)
     level = bits - 1 if is_positive else bits
-    tenths = 0.1 + 0.9 * ((place - count).astype(jnp.float32) + 0.5) / count.astype(jnp.float32)
-    found = tenths * _by_level(level, _POWERS)
-    found = jnp.where(distance == 0, 0.0, jnp.where(distance >= largest, 1.0, found))
-    return jnp.where(signed < 0, -found, found)
+    tenths = 0.1 + 0.9 * ((biased - count).astype(jnp.float32) + 0.5) / count.astype(jnp.float32)
+    values = tenths * _level_value(level, _POWERS)
+    values = jnp.where(distance == 0, 0.0, jnp.where(distance >= largest, 1.0, values))
+    return jnp.where(signed < 0, -values, values)
 
 
-def _least(x: Array) -> Array:
+def _min_code(x: Array) -> Array:
     """Return the smallest code for second moments: 1 for a positive number, else 0.
 
     The update divides by the root of a second moment. A positive one that is stored as 0 would divide a first moment
@@ -103,86 +102,86 @@ def _least(x: Array) -> Array:
     return (x > 0).astype(jnp.int32)
 
 
-def _middles(size: int) -> tuple[list[float], list[float]]:
+def _level_bounds(size: int) -> tuple[list[float], list[float]]:
     """Return the first and the last number of each level."""
     powers = _POWERS
     first = [power * (0.1 + 0.45 / (size << level)) for level, power in enumerate(powers)]
     return first, [power * (1 - 0.45 / (size << level)) for level, power in enumerate(powers)]
 
 
-def _number_below(x: Array, borders: list[float]) -> Array:
-    found = jnp.zeros(x.shape, jnp.int32)
+def _bucket_index(x: Array, borders: list[float]) -> Array:
+    index = jnp.zeros(x.shape, jnp.int32)
     for border in borders:
-        found = found + (x >= border).astype(jnp.int32)
-    return found
+        index = index + (x >= border).astype(jnp.int32)
+    return index
 
 
-def _by_level(level: Array, values: list[float]) -> Array:
-    found = jnp.full(level.shape, values[0], jnp.float32)
-    for at, value in enumerate(values[1:], 1):
-        found = jnp.where(level >= at, jnp.float32(value), found)
-    return found
+def _level_value(level: Array, values: list[float]) -> Array:
+    result = jnp.full(level.shape, values[0], jnp.float32)
+    for index, value in enumerate(values[1:], 1):
+        result = jnp.where(level >= index, jnp.float32(value), result)
+    return result
 
 
 @traced_once
 def _encode_companded(x: Array, is_positive: bool) -> Array:
     if is_positive:
-        return jnp.maximum(_nearest(255 * jnp.sqrt(jnp.clip(x, 0, 1))).astype(jnp.int32), _least(x)).astype(jnp.uint8)
-    return (_nearest(127 * _companded(x, 1)).astype(jnp.int32) + 127).astype(jnp.uint8)
+        return jnp.maximum(_round(255 * jnp.sqrt(jnp.clip(x, 0, 1))).astype(jnp.int32), _min_code(x)).astype(jnp.uint8)
+    return (_round(127 * _compand(x, 1)).astype(jnp.int32) + 127).astype(jnp.uint8)
 
 
 @traced_once
 def _decode_companded(codes: Array, is_positive: bool) -> Array:
     if is_positive:
         return jnp.square(codes.astype(jnp.float32) / 255)
-    return _expanded((codes.astype(jnp.float32) - 127) / 127, 1)
+    return _expand((codes.astype(jnp.float32) - 127) / 127, 1)
 
 
-def _companded(x: Array, by: int) -> Array:
+def _compand(x: Array, strength: int) -> Array:
     """Spread numbers near 0, where most numbers are: the slope there is ``1 + by``."""
-    return (1 + by) * x / (1 + by * jnp.abs(x))
+    return (1 + strength) * x / (1 + strength * jnp.abs(x))
 
 
-def _expanded(y: Array, by: int) -> Array:
-    """Undo `_companded`."""
-    return y / (1 + by - by * jnp.abs(y))
+def _expand(y: Array, strength: int) -> Array:
+    """Undo `_compand`."""
+    return y / (1 + strength - strength * jnp.abs(y))
 
 
-def _nearest(x: Array) -> Array:
+def _round(x: Array) -> Array:
     return jnp.floor(x + 0.5)  # GPU kernels have no jnp.round
 
 
 @traced_once
 def _encode_fp8(x: Array, is_positive: bool) -> Array:
     # The square roots of second moments span half as many powers of two.
-    x = jnp.maximum(jnp.sqrt(jnp.clip(x, 0, 1)), _LEAST_FP8 * _least(x)) if is_positive else x
-    return (x * _MOST_FP8).astype(jnp.float8_e4m3fn)
+    x = jnp.maximum(jnp.sqrt(jnp.clip(x, 0, 1)), _MIN_FP8 * _min_code(x)) if is_positive else x
+    return (x * _MAX_FP8).astype(jnp.float8_e4m3fn)
 
 
 @traced_once
 def _decode_fp8(codes: Array, is_positive: bool) -> Array:
-    x = codes.astype(jnp.float32) / _MOST_FP8
+    x = codes.astype(jnp.float32) / _MAX_FP8
     return jnp.square(x) if is_positive else x
 
 
 @traced_once
 def _encode_4bit(x: Array, is_positive: bool) -> Array:
     if is_positive:  # sixteenths of square roots, from 1 to 16: no code means 0
-        codes = jnp.clip(_nearest(16 * jnp.sqrt(jnp.clip(x, 0, 1))), 1, 16) - 9
+        codes = jnp.clip(_round(16 * jnp.sqrt(jnp.clip(x, 0, 1))), 1, 16) - 9
     else:
-        codes = _nearest(7 * _companded(x, 2))
+        codes = _round(7 * _compand(x, 2))
     return codes.astype(jnp.int32).astype(jnp.int4)  # checkpoints cannot store unsigned 4-bit numbers
 
 
 @traced_once
 def _decode_4bit(codes: Array, is_positive: bool) -> Array:
-    found = codes.astype(jnp.int32).astype(jnp.float32)
-    return jnp.square((found + 9) / 16) if is_positive else _expanded(found / 7, 2)
+    numbers = codes.astype(jnp.int32).astype(jnp.float32)
+    return jnp.square((numbers + 9) / 16) if is_positive else _expand(numbers / 7, 2)
 
 
 FORMATS = {
-    each.name: each
-    for each in (
+    form.name: form
+    for form in (
         StateFormat(name="8bit", block=256, codes=jnp.uint8, encode=_encode_dynamic, decode=_decode_dynamic),
         StateFormat(name="companded", block=128, codes=jnp.uint8, encode=_encode_companded, decode=_decode_companded),
         StateFormat(name="fp8", block=256, codes=jnp.float8_e4m3fn, encode=_encode_fp8, decode=_decode_fp8),

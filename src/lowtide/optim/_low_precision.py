@@ -51,12 +51,12 @@ from ..offload import (
     stream,
     without_explicit_axes,
 )
-from ._arguments import LEAST_SIZE, check_numbers, explain, other_state, patterns_of
-from ._beginning import Filled, as_array, copied, first_state, packed_array, packed_fill
-from ._moments import moments, own_paths, refuse_few_bits
-from ._one_pass import Stored, has_triton, in_one_pass
+from ._arguments import LEAST_SIZE, check_numbers, explain, parse_patterns, state_error
+from ._beginning import Filled, as_array, find_copies, init_filled, pack_array, pack_fill
+from ._moments import check_bits, moments, optimizer_paths
+from ._one_pass import UpdateInputs, has_triton, in_one_pass
 from ._packed import PackedArray, is_packed, refuse_derivatives, scales_of
-from ._weights import first_rests, is_narrow, narrowed, refuse_wide, widened
+from ._weights import init_residuals, is_narrow, narrow_updates, require_bfloat16, widen
 
 _BLOCK_BYTES = 2**25
 
@@ -147,12 +147,14 @@ def low_precision(
         (arXiv:2602.23349), for ``split``.
     """
     check_transformation(tx)
-    patterns = patterns_of(format, match, weights)
+    patterns = parse_patterns(format, match, weights)
     check_numbers(least_size, seed)
     check_shardings(shardings)
     is_default = match is None and not isinstance(format, Mapping)
-    made = _LowPrecision(optax.with_extra_args_support(tx), patterns, is_default, weights, least_size, seed, shardings)
-    return optax.GradientTransformationExtraArgs(made.init, made.update)
+    transformation = _LowPrecision(
+        optax.with_extra_args_support(tx), patterns, is_default, weights, least_size, seed, shardings
+    )
+    return optax.GradientTransformationExtraArgs(transformation.init, transformation.update)
 
 
 def with_shardings(tx: optax.GradientTransformation, shardings: Tree) -> optax.GradientTransformation:
@@ -162,11 +164,11 @@ def with_shardings(tx: optax.GradientTransformation, shardings: Tree) -> optax.G
         tx: any Optax transformation; one that is not of `low_precision` is returned unchanged.
         shardings: as in `low_precision`.
     """
-    made = getattr(tx.init, "__self__", None)
-    if not isinstance(made, _LowPrecision) or made.shardings is not None:
+    transformation = getattr(tx.init, "__self__", None)
+    if not isinstance(transformation, _LowPrecision) or transformation.shardings is not None:
         return tx
-    made = dataclasses.replace(made, shardings=shardings)
-    return optax.GradientTransformationExtraArgs(made.init, made.update)
+    transformation = dataclasses.replace(transformation, shardings=shardings)
+    return optax.GradientTransformationExtraArgs(transformation.init, transformation.update)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -176,74 +178,74 @@ class _LowPrecision:
     tx: optax.GradientTransformationExtraArgs
     patterns: Sequence[tuple[re.Pattern[str], str]]
     is_default: bool
-    """Whether `patterns` is the default, which is matched against `own_paths`: the paths without parameter names."""
+    """Whether `patterns` is the default, which is matched against `optimizer_paths` (without parameter names)."""
     weights: str | None
     least_size: int
     seed: int
     shardings: Tree
 
     def init(self, params: Tree) -> LowPrecisionState:
-        made = self._placed_init(params)
+        state = self._init_on_param_devices(params)
         if self._selects(params):
-            for message in self._told(made.inner, params):
+            for message in self._find_warnings(state.inner, params):
                 warnings.warn(message, PlacementWarning, stacklevel=2)
-        return made
+        return state
 
     def _selects(self, params: Tree) -> bool:
         """Return whether at least one leaf of the state has to be selected."""
         return bool(self.patterns and jax.tree.leaves(params)) and not is_part()
 
-    def _told(self, state: Tree, params: Tree) -> Iterator[str]:
+    def _find_warnings(self, state: Tree, params: Tree) -> Iterator[str]:
         """Yield a warning for each setting that has no effect or is harmful."""
         paths, nodes = zip(*leaves_with_paths(state, is_leaf=is_packed), strict=True)
-        packed, names, left = list(map(is_packed, nodes)), self._names(state, params, is_packed), set(range(len(nodes)))
+        packed, names, free = list(map(is_packed, nodes)), self._paths(state, params, is_packed), set(range(len(nodes)))
         if not self.is_default:
-            copies = copied(self._plain_state, (params, self._rests(params)))
-            found = [path for path, *are in zip(paths, packed, copies, strict=False) if all(are)]
-            if found:
+            copies = find_copies(self._inner_init, (params, self._init_residuals(params)))
+            copy_paths = [path for path, *flags in zip(paths, packed, copies, strict=False) if all(flags)]
+            if copy_paths:
                 yield (
-                    f"low_precision: {found[0]} begins as a copy of parameters, which in few bits are other ones\n"
+                    f"low_precision: {copy_paths[0]} begins as a copy of parameters, which in few bits are other ones\n"
                     "hint: leave it out of what is matched; the default selects moments alone"
                 )
         for pattern, _ in self.patterns:
-            all_of_it = {at for at, name in enumerate(names) if _is_match(pattern, name)}
-            own = all_of_it & left
-            left -= own
-            if not all_of_it:
+            matches = {index for index, name in enumerate(names) if _is_match(pattern, name)}
+            new_matches = matches & free
+            free -= new_matches
+            if not matches:
                 yield (
                     f"low_precision: nothing of this optimizer's state matches {pattern.pattern}\n"
                     f"hint: its paths are {', '.join(paths[:8])}"
                 )
-            elif not own:
+            elif not new_matches:
                 yield (
                     f"low_precision: expressions before it have taken all that {pattern.pattern} matches\n"
                     "hint: the first that matches holds, so special ones come first"
                 )
-            elif not any(packed[at] for at in own):
+            elif not any(packed[index] for index in new_matches):
                 yield (
                     f"low_precision: what {pattern.pattern} selects stays as it is: it has fewer than least_size = "
                     f"{self.least_size} numbers, or no real floating-point ones\n"
                     "hint: choose a smaller least_size, or leave the format out"
                 )
 
-    def _placed_init(self, params: Tree) -> LowPrecisionState:
-        leaves, here = jax.tree.leaves(params), jnp.zeros(())
-        if leaves and all(isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer) for leaf in (here, *leaves)):
+    def _init_on_param_devices(self, params: Tree) -> LowPrecisionState:
+        leaves, probe = jax.tree.leaves(params), jnp.zeros(())
+        if leaves and all(isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer) for leaf in (probe, *leaves)):
             devices = {frozenset(leaf.sharding.device_set) for leaf in leaves}
-            is_elsewhere = len(devices) == 1 and devices != {frozenset(here.devices())}
+            is_elsewhere = len(devices) == 1 and devices != {frozenset(probe.devices())}
             # Eagerly, constant arrays would be made on the default device, or on the mesh that is set. Under jit they
             # are made where the parameters are.
             if is_elsewhere and explicit_mesh(params) is None and jax.sharding.get_abstract_mesh().empty:
-                this = optax.GradientTransformation(self._init, self.tx.update)
-                return jax.jit(self._init, out_shardings=state_shardings(this, params))(params)
+                transformation = optax.GradientTransformation(self._init, self.tx.update)
+                return jax.jit(self._init, out_shardings=state_shardings(transformation, params))(params)
         return self._init(params)
 
     def _init(self, params: Tree) -> LowPrecisionState:
-        rests = self._rests(params)
+        residuals = self._init_residuals(params)
         if self.weights is not None and not is_part():
-            refuse_wide(self.weights, params)
-        wanted = functools.partial(self._are_packed, params=params)
-        state = first_state(self._plain_state, (params, rests), wanted)
+            require_bfloat16(self.weights, params)
+        can_fill = functools.partial(self._pack_mask, params=params)
+        state = init_filled(self._inner_init, (params, residuals), can_fill)
         if any(map(is_packed, jax.tree.leaves(state, is_leaf=is_packed))):
             raise ConfigError(
                 "the optimizer is wrapped by lt.optim.low_precision already",
@@ -251,8 +253,8 @@ class _LowPrecision:
                 hint="wrap it once; `format` can be a mapping of regular expressions to formats",
             )
         paths = [path for path, _ in leaves_with_paths(state)]
-        forms = self._formats(state, params)
-        if self._selects(params) and not any(forms):
+        formats = self._leaf_formats(state, params)
+        if self._selects(params) and not any(formats):
             raise SelectionError(
                 "low_precision selects nothing of the optimizer's state",
                 expected=f"a path that matches {' or '.join(pattern.pattern for pattern, _ in self.patterns)}",
@@ -260,41 +262,41 @@ class _LowPrecision:
                 hint="match is a regular expression on such paths",
             )
         step = jnp.zeros((), jnp.int32)
-        numbers = itertools.count()
-        known = zip(moments(state), forms, self._are_packed(state, params), strict=True)
+        leaf_numbers = itertools.count()
+        leaf_plans = zip(moments(state), formats, self._pack_mask(state, params), strict=True)
 
-        def one(path: str, leaf: Any) -> Any:
-            key, (moment, form, is_packed) = self._key(step, next(numbers)), next(known)
+        def pack_leaf(path: str, leaf: Any) -> Any:
+            key, (moment, form, can_pack) = self._key(step, next(leaf_numbers)), next(leaf_plans)
             if form is not None:
-                refuse_few_bits(path, form, moment)
-            if form is None or not is_packed:
+                check_bits(path, form, moment)
+            if form is None or not can_pack:
                 return leaf
             if isinstance(leaf, Filled):
-                return packed_fill(leaf, form, moment.is_positive, key)
+                return pack_fill(leaf, form, moment.is_positive, key)
             if memory_space(leaf) == jax.memory.Space.Host:
                 raise ConfigError(
                     "the optimizer keeps its state in host memory, where nothing can be packed",
                     got=path,
                     hint='wrap the other way: lt.offload.optimizer(low_precision(tx), match=r".*/codes")',
                 )
-            return packed_array(leaf, form, moment.is_positive, key)
+            return pack_array(leaf, form, moment.is_positive, key)
 
-        return LowPrecisionState(step, map_with_paths(one, state), rests)
+        return LowPrecisionState(step, map_with_paths(pack_leaf, state), residuals)
 
-    def _plain_state(self, params: Tree, rests: Tree) -> Tree:
-        return self.tx.init(params if self.weights is None else widened(params, rests))
+    def _inner_init(self, params: Tree, residuals: Tree) -> Tree:
+        return self.tx.init(params if self.weights is None else widen(params, residuals))
 
-    def _names(self, state: Tree, params: Tree, is_leaf: Callable[[Any], bool] | None = None) -> list[str]:
+    def _paths(self, state: Tree, params: Tree, is_leaf: Callable[[Any], bool] | None = None) -> list[str]:
         """Return the path of each leaf of a state, in the form that the expressions are matched against."""
         if self.is_default:
-            return own_paths(state, params, is_leaf)
+            return optimizer_paths(state, params, is_leaf)
         return [path for path, _ in leaves_with_paths(state, is_leaf=is_leaf)]
 
-    def _formats(self, state: Tree, params: Tree) -> list[str | None]:
+    def _leaf_formats(self, state: Tree, params: Tree) -> list[str | None]:
         """Return the format that each leaf of a state is selected for."""
-        return list(map(self._format_of, self._names(state, params)))
+        return list(map(self._format_of, self._paths(state, params)))
 
-    def _are_packed(self, state: Tree, params: Tree) -> list[bool]:
+    def _pack_mask(self, state: Tree, params: Tree) -> list[bool]:
         """Return whether each leaf of the wrapped optimizer's dense state is to be packed."""
 
         def is_large(leaf: Any) -> bool:
@@ -302,23 +304,23 @@ class _LowPrecision:
 
         return [
             form is not None and is_large(leaf) and jnp.issubdtype(leaf.dtype, jnp.floating)
-            for form, leaf in zip(self._formats(state, params), jax.tree.leaves(state), strict=True)
+            for form, leaf in zip(self._leaf_formats(state, params), jax.tree.leaves(state), strict=True)
         ]
 
     def update(self, updates: Tree, state: Any, params: Tree = None, **extra: Any) -> Any:
         # An Equinox module has functions among its leaves. Optax updates only the leaves that have gradients.
         params = jax.tree.map(lambda leaf: leaf if is_array_like(leaf) else None, params)
-        if (own := self._of_another_library(state, params)) is not None:
-            updates, new = self.update(updates, own, params, **extra)
-            return updates, jax.tree.structure(state).unflatten(jax.tree.leaves(new))
-        self._refuse_other(state, params)
+        if (restored := self._restore_nodes(state, params)) is not None:
+            updates, new_state = self.update(updates, restored, params, **extra)
+            return updates, jax.tree.structure(state).unflatten(jax.tree.leaves(new_state))
+        self._check_state(state, params)
         try:
-            return _in_blocks(self._whole, updates, state, params, extra, self._placed)
+            return _update_in_blocks(self._update_whole, updates, state, params, extra, self._argument_shardings)
         except (AttributeError, TypeError, ValueError) as error:
             explain(error, self._init, updates, state, params)
             raise
 
-    def _of_another_library(self, state: Any, params: Tree) -> Any:
+    def _restore_nodes(self, state: Any, params: Tree) -> Any:
         """Restore the nodes of a state that another library (such as `flax.nnx.Optimizer`) replaced by its own.
 
         Such a state has the same leaves in the same order, so the structure of `init` fits it. Return None for a state
@@ -334,18 +336,18 @@ class _LowPrecision:
             return None
         leaves = jax.tree.leaves(state)
         is_same = jax.tree.structure(state) != structure and len(leaves) == len(expected)
-        alike = zip(leaves, expected, strict=is_same)
-        if not is_same or any((jnp.shape(x), jnp.result_type(x)) != (y.shape, y.dtype) for x, y in alike):
+        leaf_pairs = zip(leaves, expected, strict=is_same)
+        if not is_same or any((jnp.shape(x), jnp.result_type(x)) != (y.shape, y.dtype) for x, y in leaf_pairs):
             return None
         return structure.unflatten(leaves)
 
-    def _rests(self, params: Tree) -> Tree:
-        return () if self.weights is None else first_rests(self.weights, params, self.least_size)
+    def _init_residuals(self, params: Tree) -> Tree:
+        return () if self.weights is None else init_residuals(self.weights, params, self.least_size)
 
-    def _refuse_other(self, state: Any, params: Tree) -> None:
+    def _check_state(self, state: Any, params: Tree) -> None:
         """Raise for the state of another transformation, which would otherwise silently keep its own format."""
         if not isinstance(state, LowPrecisionState):
-            raise other_state("what its init returns, or a checkpoint of that", type(state).__name__)
+            raise state_error("what its init returns, or a checkpoint of that", type(state).__name__)
         if self.weights is not None and params is None:
             raise ConfigError(
                 f'an update with weights="{self.weights}" needs the parameters',
@@ -353,94 +355,105 @@ class _LowPrecision:
                 got="no params",
                 hint="pass them as optax.adamw needs them, too",
             )
-        expected = jax.eval_shape(self._rests, params) if self.weights else ()
-        if (said := _dtypes(expected)) != (found := _dtypes(state.rests)):
-            raise other_state(f"beside the weights {said}", found)
+        expected = jax.eval_shape(self._init_residuals, params) if self.weights else ()
+        if (expected_dtypes := _format_dtypes(expected)) != (dtypes := _format_dtypes(state.rests)):
+            raise state_error(f"beside the weights {expected_dtypes}", dtypes)
         nodes, _ = jax.tree_util.tree_flatten_with_path(state.inner, is_leaf=is_packed)
         for keys, node in nodes:
             if is_packed(node) and (form := self._format_of(path_str(keys))) not in (node.format, None):
-                raise other_state(f"{path_str(keys)} in {form}", node.format)
+                raise state_error(f"{path_str(keys)} in {form}", node.format)
 
-    def _placed(self, grads: Tree, state: Any, params: Tree, arrays: Mapping[int, Any]) -> Any:
+    def _argument_shardings(self, grads: Tree, state: Any, params: Tree, arrays: Mapping[int, Any]) -> Any:
         """Return the shardings of the update's arguments, or None without `shardings`."""
         if self.shardings is None:
             return None
-        like = grads if params is None else params
-        if jax.tree.structure(like) != jax.tree.structure(self.shardings):
+        reference = grads if params is None else params
+        if jax.tree.structure(reference) != jax.tree.structure(self.shardings):
             raise StructureError(
                 "shardings has not the structure of the parameters",
-                expected=jax.tree.structure(like),
+                expected=jax.tree.structure(reference),
                 got=jax.tree.structure(self.shardings),
                 hint="jax.tree.map(lambda p: p.sharding, params), outside of jit",
             )
         structs = jax.tree.map(
-            lambda leaf, of: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=of), like, self.shardings
+            lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
+            reference,
+            self.shardings,
         )
-        of_state = state_shardings(optax.GradientTransformation(self._init, self.tx.update), structs)
-        return self.shardings, of_state, None if params is None else self.shardings, dict.fromkeys(arrays)
+        opt_state_shardings = state_shardings(optax.GradientTransformation(self._init, self.tx.update), structs)
+        return self.shardings, opt_state_shardings, None if params is None else self.shardings, dict.fromkeys(arrays)
 
-    def _whole(self, updates: Tree, state: LowPrecisionState, params: Tree, extra: Mapping[str, Any]) -> Any:
-        def run(given: tuple[Tree, LowPrecisionState, Tree]) -> tuple[Tree, Tree, Tree]:
-            grads, state, params = given
+    def _update_whole(self, updates: Tree, state: LowPrecisionState, params: Tree, extra: Mapping[str, Any]) -> Any:
+        def run(inputs: tuple[Tree, LowPrecisionState, Tree]) -> tuple[Tree, Tree, Tree]:
+            grads, state, params = inputs
             if self.weights is not None:
-                params = widened(params, state.rests)
+                params = widen(params, state.rests)
                 grads = jax.tree.map(lambda g: g.astype(jnp.float32) if is_narrow(g) else g, grads)
-            dense = jax.tree.map(_dense, state.inner, is_leaf=is_packed)
+            dense = jax.tree.map(_unpack, state.inner, is_leaf=is_packed)
             return *self.tx.update(grads, dense, params, **extra), params
 
-        given, scales = (updates, state, params), list[Any]()
+        inputs, scales = (updates, state, params), list[Any]()
         # Inside a shard_map with check_vma, a kernel would have to declare the axes over which its results vary.
-        is_varying = any(varying_axes(jax.typeof(leaf)) for leaf in jax.tree.leaves(given) if is_array_like(leaf))
+        is_varying = any(varying_axes(jax.typeof(leaf)) for leaf in jax.tree.leaves(inputs) if is_array_like(leaf))
         if has_triton() and not is_varying and not is_taken_apart():
-            if (made := self._in_one_pass(*given, extra)) is not None:
-                return made
+            if (result := self._update_in_kernels(*inputs, extra)) is not None:
+                return result
         if traced_device().platform == "gpu" and not is_taken_apart():
             # The first pass computes the scales alone, and the second repeats the update. Each pass is one fused
             # kernel, and no float32 state is stored between them. The barriers keep XLA from merging the two
             # computations.
-            _, new, _ = run(jax.lax.optimization_barrier(given))
-            scales = [_scales(*pair) for pair in _paired(state.inner, new)]
-            scales, given = jax.lax.optimization_barrier((scales, given))
-        updates, new, wide = run(given)
-        old, step = given[1], state.step + 1
-        made = LowPrecisionState(step, self._stored(new, old.inner, step, scales), old.rests)
+            _, new_state, _ = run(jax.lax.optimization_barrier(inputs))
+            scales = [_new_scales(*pair) for pair in _pair_leaves(state.inner, new_state)]
+            scales, inputs = jax.lax.optimization_barrier((scales, inputs))
+        updates, new_state, wide_params = run(inputs)
+        old_state, step = inputs[1], state.step + 1
+        packed_state = LowPrecisionState(
+            step, self._pack_state(new_state, old_state.inner, step, scales), old_state.rests
+        )
         if self.weights is None:
-            return updates, made
-        keys = [self._key(step, -1 - at) for at in range(len(jax.tree.leaves(params)))]
-        updates, rests = narrowed(given[2], wide, old.rests, updates, keys)
-        return updates, made._replace(rests=rests)
+            return updates, packed_state
+        keys = [self._key(step, -1 - index) for index in range(len(jax.tree.leaves(params)))]
+        updates, residuals = narrow_updates(inputs[2], wide_params, old_state.rests, updates, keys)
+        return updates, packed_state._replace(rests=residuals)
 
-    def _in_one_pass(self, updates: Tree, state: LowPrecisionState, params: Tree, extra: Mapping[str, Any]) -> Any:
+    def _update_in_kernels(
+        self, updates: Tree, state: LowPrecisionState, params: Tree, extra: Mapping[str, Any]
+    ) -> Any:
         """Update with kernels that read every array once; return None where that is not possible."""
-        placed = None
-        if num_devices((updates, state, params)) > 1 and (placed := self._placed(updates, state, params, {})) is None:
+        shardings = None
+        if (
+            num_devices((updates, state, params)) > 1
+            and (shardings := self._argument_shardings(updates, state, params, {})) is None
+        ):
             return None
-        step, rests = state.step + 1, None if self.weights is None else state.rests
-        update, key = functools.partial(self._update, extra=extra), functools.partial(self._key, step)
-        made = in_one_pass(update, Stored.of(updates, state.inner, params, rests, key, placed))
-        if made is None:
+        step, residuals = state.step + 1, None if self.weights is None else state.rests
+        update, key = functools.partial(self._inner_update, extra=extra), functools.partial(self._key, step)
+        results = in_one_pass(update, UpdateInputs.of(updates, state.inner, params, residuals, key, shardings))
+        if results is None:
             return None
-        updates, inner, rests = made
-        return updates, LowPrecisionState(step, inner, () if rests is None else rests)
+        updates, inner, residuals = results
+        return updates, LowPrecisionState(step, inner, () if residuals is None else residuals)
 
-    def _update(self, grads: Tree, state: Tree, params: Tree, extra: Mapping[str, Any]) -> tuple[Tree, Tree]:
+    def _inner_update(self, grads: Tree, state: Tree, params: Tree, extra: Mapping[str, Any]) -> tuple[Tree, Tree]:
         return self.tx.update(grads, state, params, **extra)
 
-    def _stored(self, new: Tree, old: Tree, step: Any, scales: Sequence[Any]) -> Tree:
+    def _pack_state(self, new: Tree, old: Tree, step: Any, scales: Sequence[Any]) -> Tree:
         """Pack a new state in the formats of the old one."""
 
-        def one(number: int, was: Any, leaf: Any) -> Any:
-            if not is_packed(was):
+        def pack_leaf(number: int, old_leaf: Any, leaf: Any) -> Any:
+            if not is_packed(old_leaf):
                 return leaf
-            key, known = self._key(step, number), scales[number] if scales else None
+            key, leaf_scales = self._key(step, number), scales[number] if scales else None
             leaf = refuse_derivatives(leaf)
-            made = PackedArray.stored(leaf, was.format, key, is_positive=was.is_positive, scales=known)
-            made = _laid_out(made)
+            packed = PackedArray.stored(
+                leaf, old_leaf.format, key, is_positive=old_leaf.is_positive, scales=leaf_scales
+            )
+            packed = _constrain_layout(packed)
             # The optimizer may widen a leaf: optax.inject_hyperparams in float32 does so with bfloat16 parameters.
-            return dataclasses.replace(made, dtype=was.dtype)
+            return dataclasses.replace(packed, dtype=old_leaf.dtype)
 
-        made = [one(number, *pair) for number, pair in enumerate(_paired(old, new))]
-        return jax.tree.structure(old, is_leaf=is_packed).unflatten(made)
+        leaves = [pack_leaf(number, *pair) for number, pair in enumerate(_pair_leaves(old, new))]
+        return jax.tree.structure(old, is_leaf=is_packed).unflatten(leaves)
 
     def _key(self, step: Any, number: int) -> Any:
         """Return a random uint32 for a step and a leaf: leaves of the state count from 0, parameters down from -1."""
@@ -451,21 +464,26 @@ class _LowPrecision:
         return next((form for pattern, form in self.patterns if _is_match(pattern, path)), None)
 
 
-def _in_blocks(
-    whole: Callable[..., Any],
+def _update_in_blocks(
+    update: Callable[..., Any],
     grads: Tree,
     state: LowPrecisionState,
     params: Tree,
     extra: Any,
-    placed: Callable[..., Any],
+    argument_shardings: Callable[..., Any],
 ) -> Any:
     """Update one block of rows at a time: XLA does not fuse a whole leaf, and would store it in float32."""
-    held, structure = jax.tree.flatten(extra)
-    arrays = {at: leaf for at, leaf in enumerate(held) if is_array_like(leaf)}
+    extra_leaves, structure = jax.tree.flatten(extra)
+    arrays = {index: leaf for index, leaf in enumerate(extra_leaves) if is_array_like(leaf)}
     args = jax.tree.map(as_array, (grads, state, params, arrays))
 
     def run(grads: Tree, state: Any, params: Tree, arrays: dict[int, Any]) -> Any:
-        return whole(grads, state, params, structure.unflatten([arrays.get(at, leaf) for at, leaf in enumerate(held)]))
+        return update(
+            grads,
+            state,
+            params,
+            structure.unflatten([arrays.get(index, leaf) for index, leaf in enumerate(extra_leaves)]),
+        )
 
     leaves = jax.tree.leaves(state, is_leaf=is_packed)
     # XLA fuses the update of leaves without scales. Leaves with scales and residuals are updated in blocks.
@@ -476,7 +494,7 @@ def _in_blocks(
     is_varying = any(varying_axes(jax.typeof(leaf)) for leaf in jax.tree.leaves(args) if is_array_like(leaf))
     if not packed or is_on_host or is_varying or traced_device().platform == "gpu":
         return run(*args)
-    shardings = placed(*args)
+    shardings = argument_shardings(*args)
     if num_devices(args) > 1 and shardings is None:
         shardings = explicit_shardings(args)
     if num_devices(args) > 1 and shardings is None:
@@ -488,36 +506,36 @@ def _in_blocks(
             stacklevel=4,
         )
         return run(*args)
-    before, codes = len(jax.tree.leaves(grads)), set(map(id, packed))
-    declared = [before + at for at, leaf in enumerate(jax.tree.leaves(state)) if id(leaf) in codes]
+    num_grads, packed_ids = len(jax.tree.leaves(grads)), set(map(id, packed))
+    declared = [num_grads + index for index, leaf in enumerate(jax.tree.leaves(state)) if id(leaf) in packed_ids]
     is_like_grads = params is None or jax.tree.structure(params) == jax.tree.structure(grads)
 
-    def replaces(grads: Tree, state: Any, params: Tree, arrays: Any) -> Any:
+    def replaced_trees(grads: Tree, state: Any, params: Tree, arrays: Any) -> Any:
         return grads if is_like_grads else params, state
 
-    def streamed(*args: Any, shardings: Any = shardings) -> Any:
+    def update_streamed(*args: Any, shardings: Any = shardings) -> Any:
         return stream(
             run,
             args,
-            replaces,
+            replaced_trees,
             chunk_bytes=_BLOCK_BYTES,
             declared=declared,
             shardings=shardings,
             on_fallback=lambda *_: None,
         )
 
-    return without_explicit_axes(streamed, args, replaces(*args), shardings)
+    return without_explicit_axes(update_streamed, args, replaced_trees(*args), shardings)
 
 
 def _is_match(pattern: re.Pattern[str], path: str) -> bool:
     return any(map(pattern.fullmatch, (path, f"/{path}/")))
 
 
-def _dense(node: Any) -> Any:
-    return _laid_out(node).dense() if is_packed(node) else node
+def _unpack(node: Any) -> Any:
+    return _constrain_layout(node).dense() if is_packed(node) else node
 
 
-def _laid_out(node: PackedArray) -> PackedArray:
+def _constrain_layout(node: PackedArray) -> PackedArray:
     """Constrain codes to a row-major layout and few scales to a transposed one, as TPUs store them between two steps.
 
     Otherwise XLA gives codes and scales the same layout in the loop over blocks, and copies whole arrays. Two cases
@@ -527,12 +545,12 @@ def _laid_out(node: PackedArray) -> PackedArray:
     scales, num_lanes = node.scales, 128
     if scales is None or scales.ndim < 2 or scales.shape[-1] >= num_lanes or node.codes.shape[-1] < num_lanes:
         return node
-    *before, rows, blocks = range(scales.ndim)
+    *leading_axes, rows, blocks = range(scales.ndim)
     codes = laid_out_on_tpus(node.codes, tuple(range(node.codes.ndim)))
-    return dataclasses.replace(node, codes=codes, scales=laid_out_on_tpus(scales, (*before, blocks, rows)))
+    return dataclasses.replace(node, codes=codes, scales=laid_out_on_tpus(scales, (*leading_axes, blocks, rows)))
 
 
-def _paired(old: Tree, new: Tree) -> list[tuple[Any, Any]]:
+def _pair_leaves(old: Tree, new: Tree) -> list[tuple[Any, Any]]:
     """Return the nodes of a stored state, each with its value after the update."""
     nodes, structure = jax.tree.flatten(old, is_leaf=is_packed)
     try:
@@ -546,11 +564,11 @@ def _paired(old: Tree, new: Tree) -> list[tuple[Any, Any]]:
         ) from error
 
 
-def _scales(old: Any, new: Any) -> Any:
+def _new_scales(old: Any, new: Any) -> Any:
     is_scaled = is_packed(old) and old.scales is not None
     return scales_of(new, old.format) if is_scaled else None
 
 
-def _dtypes(rests: Tree) -> str:
+def _format_dtypes(residuals: Tree) -> str:
     """Return the dtypes of residuals as text, for comparison."""
-    return ", ".join(leaf.dtype.name for leaf in jax.tree.leaves(rests)) or "nothing"
+    return ", ".join(leaf.dtype.name for leaf in jax.tree.leaves(residuals)) or "nothing"

@@ -11,10 +11,10 @@ from ..core import ConfigError, Tree, leaves_with_paths, path_str
 from ._packed import bits_of
 
 MOMENTS = r".*/(mu|nu|nu_max|m1|exp_avg|exp_avg_sq|trace)/.*"
-"""Regular expression on `own_paths` of a state. Optax also has moments named ``m`` and ``v``, but elsewhere these names
-mean weights. The expression omits fields that `_ROUNDED` refuses in optimizers whose other moments may be quantised,
-such as AdEMAMix's ``m2``."""
-_POSITIVE = {
+"""Regular expression on `optimizer_paths` of a state. Optax also has moments named ``m`` and ``v``, but elsewhere these
+names mean weights. The expression omits fields that `_MIN_BITS` refuses in optimizers whose other moments may be
+quantised, such as AdEMAMix's ``m2``."""
+_POSITIVE_FIELDS = {
     "ScaleByAdamState": ("nu",),
     "ScaleByAmsgradState": ("nu", "nu_max"),
     "ScaleByBeliefState": ("nu",),
@@ -34,7 +34,7 @@ _POSITIVE = {
 }
 """Fields of Optax's state classes that hold means or sums of squares or of magnitudes, so they are never negative.
 Other fields keep a sign, because nothing is known about them (SM3 calls its momentum nu)."""
-_ROUNDED = {
+_MIN_BITS = {
     "ScaleByRStdDevState": ({"mu": 32, "nu": 32}, "takes the difference of two moments, nu - mu ** 2"),
     "ScaleByRStdDevWithCountState": ({"mu": 32, "nu": 32}, "takes the difference of two moments, nu - mu ** 2"),
     "ScaleByAdemamixState": ({"m2": 16}, "moves its slow mean by less than from one code to the next"),
@@ -53,7 +53,7 @@ class Moment(NamedTuple):
 
     is_positive: bool = False
     """Whether no number is negative, as in second moments."""
-    least_bits: int = 0
+    min_bits: int = 0
     """Fewest bits per number that the optimizer tolerates."""
     reason: str = ""
     """Why it needs that many bits, for an error message."""
@@ -61,76 +61,67 @@ class Moment(NamedTuple):
 
 def moments(state: Tree) -> list[Moment]:
     """Return the `Moment` of each leaf of a state, in order."""
-    found = list[Moment]()
+    leaf_moments = list[Moment]()
 
-    def below(tree: Any, known: Moment) -> None:
-        for leaf in jax.tree.leaves(tree, is_leaf=_is_named):
-            if not _is_named(leaf):
-                found.append(known)
+    def visit(tree: Any, moment: Moment) -> None:
+        for leaf in jax.tree.leaves(tree, is_leaf=_is_namedtuple):
+            if not _is_namedtuple(leaf):
+                leaf_moments.append(moment)
                 continue
-            kind = type(leaf).__name__ if _is_known(leaf) else ""
-            least, reason = _ROUNDED.get(kind, ({}, ""))
+            class_name = type(leaf).__name__ if _is_library_type(leaf) else ""
+            min_bits, reason = _MIN_BITS.get(class_name, ({}, ""))
             for name in leaf._fields:
-                own = known._replace(is_positive=known.is_positive or name in _POSITIVE.get(kind, ()))
-                own = own._replace(least_bits=least[name], reason=reason) if name in least else own
-                below(getattr(leaf, name), own)
+                child = moment._replace(is_positive=moment.is_positive or name in _POSITIVE_FIELDS.get(class_name, ()))
+                child = child._replace(min_bits=min_bits[name], reason=reason) if name in min_bits else child
+                visit(getattr(leaf, name), child)
 
-    below(state, Moment())
-    return found
+    visit(state, Moment())
+    return leaf_moments
 
 
-def refuse_few_bits(path: str, form: str, moment: Moment) -> None:
-    """Raise `ConfigError` for a format with fewer bits than a moment needs.
-
-    Args:
-        path: path of the moment.
-        form: name of the format.
-        moment: properties of the moment.
-    """
-    if bits_of(form) >= moment.least_bits:
+def check_bits(path: str, form: str, moment: Moment) -> None:
+    """Raise `ConfigError` for a format with fewer bits than a moment needs; `path` is for the message."""
+    if bits_of(form) >= moment.min_bits:
         return
-    kept = {8: "8bit", 16: "bfloat16"}.get(moment.least_bits)
+    tolerated = {8: "8bit", 16: "bfloat16"}.get(moment.min_bits)
     raise ConfigError(
         f"{path} bears no {form}: the optimizer {moment.reason}",
-        expected=f"{kept}, or float32" if kept else "float32",
-        hint=f'format={{r".*{path.rpartition("/")[0]}.*": "{kept}", ...}}, or a match without it'
-        if kept
+        expected=f"{tolerated}, or float32" if tolerated else "float32",
+        hint=f'format={{r".*{path.rpartition("/")[0]}.*": "{tolerated}", ...}}, or a match without it'
+        if tolerated
         else "leave centered out, or choose a match without it",
     )
 
 
-def own_paths(state: Tree, params: Tree, is_leaf: Callable[[Any], bool] | None = None) -> list[str]:
+def optimizer_paths(state: Tree, params: Tree, is_leaf: Callable[[Any], bool] | None = None) -> list[str]:
     """Return the path of each leaf of a state, in order, without the path of the parameter that the leaf belongs to.
 
     A parameter may also be called mu, as in variational models: the optimizer's part of ``z/mu/kernel`` is ``z``, and
     that of ``0/mu/mu/kernel`` is ``0/mu``.
-
-    Args:
-        state: the state of an optimizer.
-        params: its parameters.
-        is_leaf: which nodes of the state are leaves.
     """
-    names, found = {path for path, _ in leaves_with_paths(params)}, list[str]()
+    param_paths, paths = {path for path, _ in leaves_with_paths(params)}, list[str]()
 
-    def below(path: str, node: Any) -> None:
-        inside = leaves_with_paths(node, is_leaf=is_leaf)
+    def visit(path: str, node: Any) -> None:
+        leaves = leaves_with_paths(node, is_leaf=is_leaf)
         # A node whose leaves all have paths of parameters is one copy of the parameter tree, as `mu` is. Optax's own
         # NamedTuples are never taken for one, even where a parameter has the name of a field.
-        is_beside = all(each in names for each, _ in inside) and not (_is_named(node) and _is_known(node))
-        if is_beside or [each for each, _ in inside] == [""]:
-            found.extend([path] * len(inside))
+        is_param_tree = all(leaf_path in param_paths for leaf_path, _ in leaves) and not (
+            _is_namedtuple(node) and _is_library_type(node)
+        )
+        if is_param_tree or [leaf_path for leaf_path, _ in leaves] == [""]:
+            paths.extend([path] * len(leaves))
             return
-        children, _ = jax.tree_util.tree_flatten_with_path(node, is_leaf=lambda each: each is not node)
+        children, _ = jax.tree_util.tree_flatten_with_path(node, is_leaf=lambda subtree: subtree is not node)
         for keys, child in children:
-            below("/".join(filter(None, (path, path_str(keys)))), child)
+            visit("/".join(filter(None, (path, path_str(keys)))), child)
 
-    below("", state)
-    return found
+    visit("", state)
+    return paths
 
 
-def _is_known(node: Any) -> bool:
+def _is_library_type(node: Any) -> bool:
     return type(node).__module__.split(".")[0] in ("optax", "lowtide")
 
 
-def _is_named(node: Any) -> bool:
+def _is_namedtuple(node: Any) -> bool:
     return isinstance(node, tuple) and hasattr(node, "_fields")

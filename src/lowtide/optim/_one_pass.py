@@ -32,17 +32,17 @@ from ..core._compat import has_pallas_triton, in_triton
 from ..offload import plan
 from ._formats import FORMATS
 from ._packed import PackedArray, is_packed, refuse_derivatives, row_of
-from ._weights import is_narrow, narrowed, widened
+from ._weights import is_narrow, narrow_updates, widen
 
-_MOST_NUMBERS, _BLOCK, _MOST_ROWS = 2**31, 256, 8
+_MAX_ELEMENTS, _BLOCK, _MAX_ROWS = 2**31, 256, 8
 _OPERATIONS = frozenset(
     """abs add add_any and bitcast_convert_type ceil clamp convert_element_type cos div eq exp exp2 expm1 floor ge gt
     integer_pow is_finite le log log1p logistic lt max min mul ne neg not or pow rem rsqrt select_n shift_left
     shift_right_arithmetic shift_right_logical sign sin sqrt square stop_gradient sub tan tanh xor""".split()
 )
 """Elementwise operations that Triton supports (jax 0.10.2 to 0.12.0)."""
-_OF_BITS = ("bitcast_convert_type", "convert_element_type")
-_CODES = ("uint8", "bfloat16")
+_BIT_OPERATIONS = ("bitcast_convert_type", "convert_element_type")
+_CODE_DTYPES = ("uint8", "bfloat16")
 
 Name = tuple[str, int]
 """A leaf: ``grad`` (or its update) or ``param`` with the parameter's position, or ``state`` with the node's
@@ -53,7 +53,7 @@ Arrays = dict[Name, Any]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Stored:
+class UpdateInputs:
     """Inputs of an update of `lowtide.optim.low_precision`, as lists of leaves."""
 
     structures: tuple[Any, Any, Any]
@@ -65,7 +65,7 @@ class Stored:
     """State of the wrapped transformation, packed."""
     params: Sequence[Any]
     """Parameters; empty where the update is called without them."""
-    rests: Sequence[Any] | None
+    residuals: Sequence[Any] | None
     """Residual of each parameter; None without ``weights``."""
     state_keys: Sequence[Any]
     """A random uint32 for each node."""
@@ -80,82 +80,81 @@ class Stored:
         grads: Tree,
         inner: Tree,
         params: Tree,
-        rests: Tree,
+        residuals: Tree,
         key: Callable[[int], Any],
-        placed: Sequence[Any] | None,
-    ) -> Stored:
-        """Flatten the trees of an update.
+        shardings: Sequence[Any] | None,
+    ) -> UpdateInputs:
+        """Flatten the trees of an update; `params` may be None, and `residuals` is None without ``weights``.
 
-        Args:
-            grads: gradients.
-            inner: state of the wrapped transformation, packed.
-            params: parameters, or None.
-            rests: residuals of the parameters; None without ``weights``.
-            key: makes a random uint32 from a number: nodes count up from 0, parameters count down from -1.
-            placed: shardings of the gradients, the whole state and the parameters; None on one device.
+        `key` makes a random uint32 from a number: nodes count up from 0, parameters count down from -1. `shardings` are
+        those of the gradients, the whole state and the parameters; None on one device.
         """
-        (grads, of_grads), (params, of_params) = jax.tree.flatten(grads), jax.tree.flatten(params)
-        nodes, of_nodes = jax.tree.flatten(inner, is_leaf=is_packed)
+        (grads, grads_structure), (params, params_structure) = jax.tree.flatten(grads), jax.tree.flatten(params)
+        nodes, nodes_structure = jax.tree.flatten(inner, is_leaf=is_packed)
         return cls(
-            structures=(of_grads, of_nodes, of_params),
+            structures=(grads_structure, nodes_structure, params_structure),
             grads=grads,
             nodes=nodes,
             params=params,
-            rests=None if rests is None else of_params.flatten_up_to(rests),
-            state_keys=[key(at) for at in range(len(nodes))],
-            param_keys=[key(-1 - at) for at in range(len(params))],
-            shardings=None if placed is None else _named(placed, of_params, has_rests=rests is not None),
+            residuals=None if residuals is None else params_structure.flatten_up_to(residuals),
+            state_keys=[key(position) for position in range(len(nodes))],
+            param_keys=[key(-1 - position) for position in range(len(params))],
+            shardings=None
+            if shardings is None
+            else _name_shardings(shardings, params_structure, has_residuals=residuals is not None),
         )
 
-    def name(self, leaf: int) -> Name:
+    def name(self, index: int) -> Name:
         """Return the name of a flat argument of the wrapped update."""
         for kind, leaves in (("grad", self.grads), ("state", self.nodes), ("param", self.params)):
-            if leaf < len(leaves):
-                return kind, leaf
-            leaf -= len(leaves)
-        raise IndexError(leaf)
+            if index < len(leaves):
+                return kind, index
+            index -= len(leaves)
+        raise IndexError(index)
 
-    def is_split(self, at: int) -> bool:
+    def is_widened(self, position: int) -> bool:
         """Return whether the wrapped transformation sees a float32 number in place of a bfloat16 parameter."""
-        return self.rests is not None and is_narrow(self.params[at])
+        return self.residuals is not None and is_narrow(self.params[position])
 
     def arrays(self, name: Name) -> Arrays:
         """Return the arrays from which a leaf is decoded, and with which its update is stored."""
-        kind, at = name
+        kind, position = name
         if kind == "state":
-            node = self.nodes[at]
+            node = self.nodes[position]
             if not is_packed(node):
-                return {("plain", at): node}
+                return {("plain", position): node}
             if node.scales is None:
-                return {("codes", at): node.codes, ("state_key", at): self.state_keys[at]}
-            return {("codes", at): node.codes, ("scales", at): node.scales}
-        found = {name: self.grads[at] if kind == "grad" else self.params[at]}
-        if not self.params or not self.is_split(at):
-            return found
-        found |= {("param", at): self.params[at], ("param_key", at): self.param_keys[at]}
-        rest = self.rests[at] if self.rests is not None else None
-        return found if rest is None else {**found, ("rest", at): rest}
+                return {("codes", position): node.codes, ("state_key", position): self.state_keys[position]}
+            return {("codes", position): node.codes, ("scales", position): node.scales}
+        arrays = {name: self.grads[position] if kind == "grad" else self.params[position]}
+        if not self.params or not self.is_widened(position):
+            return arrays
+        arrays |= {("param", position): self.params[position], ("param_key", position): self.param_keys[position]}
+        residual = self.residuals[position] if self.residuals is not None else None
+        return arrays if residual is None else {**arrays, ("rest", position): residual}
 
-    def written(self, name: Name) -> list[Name]:
+    def written_names(self, name: Name) -> list[Name]:
         """List the arrays of a leaf that an update writes."""
-        kept = ("grad", "rest") if name[0] == "grad" else ("plain", "codes", "scales")
-        return [each for each in self.arrays(name) if each[0] in kept]
+        kinds = ("grad", "rest") if name[0] == "grad" else ("plain", "codes", "scales")
+        return [key for key in self.arrays(name) if key[0] in kinds]
 
     def dense(self, name: Name, arrays: Mapping[Name, Any], row: tuple[int, ...] | None = None) -> Any:
         """Return a leaf in the form that the wrapped update takes; `row` is the shape of one block, for blocks."""
-        kind, at = name
+        kind, position = name
         if kind == "state":
-            node = self.nodes[at]
+            node = self.nodes[position]
             if not is_packed(node):
-                return arrays["plain", at]
-            codes, scales = arrays["codes", at], arrays.get(("scales", at))
-            own = node.row if row is None or scales is None else row
-            return dataclasses.replace(node, codes=codes, scales=scales, row=own).dense()
+                return arrays["plain", position]
+            codes, scales = arrays["codes", position], arrays.get(("scales", position))
+            row_shape = node.row if row is None or scales is None else row
+            return dataclasses.replace(node, codes=codes, scales=scales, row=row_shape).dense()
         if kind == "param":
-            return widened(arrays[name], arrays.get(("rest", at))) if self.is_split(at) else arrays[name]
-        return arrays[name].astype(jnp.float32) if self.rests is not None and is_narrow(arrays[name]) else arrays[name]
+            return widen(arrays[name], arrays.get(("rest", position))) if self.is_widened(position) else arrays[name]
+        return (
+            arrays[name].astype(jnp.float32) if self.residuals is not None and is_narrow(arrays[name]) else arrays[name]
+        )
 
-    def stored(
+    def store(
         self,
         name: Name,
         new: Any,
@@ -165,28 +164,26 @@ class Stored:
     ) -> Arrays:
         """Return the arrays that store the new value of a leaf; for a gradient, those of its update.
 
-        Args:
-            name: name of the leaf.
-            new: its new value.
-            arrays: the arrays that it was computed from.
-            check: called with numbers before they are packed, which have no derivative there.
-            rounding: as in `narrowed`.
+        `arrays` are those that the value was computed from. `check` is called with numbers before they are packed,
+        which have no derivative there. `rounding` as in `narrow_updates`.
         """
-        kind, at = name
+        kind, position = name
         if kind == "grad":
-            if not self.params or not self.is_split(at):
+            if not self.params or not self.is_widened(position):
                 return {name: new}
-            rest = arrays.get(("rest", at))
-            wide = self.dense(("param", at), arrays)
-            parts = arrays["param", at], wide, rest, new, [arrays["param_key", at]]
-            update, rest = narrowed(*parts, **rounding)
-            return {name: update} if rest is None else {name: update, ("rest", at): rest}
-        node = self.nodes[at]
+            residual = arrays.get(("rest", position))
+            wide = self.dense(("param", position), arrays)
+            arguments = arrays["param", position], wide, residual, new, [arrays["param_key", position]]
+            update, residual = narrow_updates(*arguments, **rounding)
+            return {name: update} if residual is None else {name: update, ("rest", position): residual}
+        node = self.nodes[position]
         if not is_packed(node):
-            return {("plain", at): new}
-        key: Any = arrays.get(("state_key", at))  # bfloat16 alone needs it
-        made = PackedArray.stored(check(new), node.format, key, is_positive=node.is_positive)
-        return {(name, at): x for name, x in (("codes", made.codes), ("scales", made.scales)) if x is not None}
+            return {("plain", position): new}
+        key: Any = arrays.get(("state_key", position))  # bfloat16 alone needs it
+        packed = PackedArray.stored(check(new), node.format, key, is_positive=node.is_positive)
+        return {
+            (name, position): x for name, x in (("codes", packed.codes), ("scales", packed.scales)) if x is not None
+        }
 
 
 def has_triton() -> bool:
@@ -196,138 +193,139 @@ def has_triton() -> bool:
     return device.platform == "gpu" and capability.isdigit() and int(capability) >= 8 and has_pallas_triton()
 
 
-def in_one_pass(update: Callable[..., Any], given: Stored, *, interpret: bool = False) -> Any:
-    """Update with kernels that read every array once.
+def in_one_pass(update: Callable[..., Any], inputs: UpdateInputs, *, interpret: bool = False) -> Any:
+    """Update with kernels that read every array once; return None where the kernels do not support the update.
 
-    Args:
-        update: update of the wrapped transformation: takes gradients, state and parameters, returns updates and state.
-        given: the inputs.
-        interpret: run the kernels without Triton, on any device.
-
-    Returns:
-        Updates, the packed state and the residuals (None without ``weights``); or None where the kernels do not
-        support the update.
-
-    Memory:
-        The update overwrites state, residuals and, where the dtypes are equal, gradients.
+    Returns updates, the packed state and the residuals (None without ``weights``). The update overwrites state,
+    residuals and, where the dtypes are equal, gradients. `interpret` runs the kernels without Triton, on any device.
     """
-    of_grads, of_nodes, of_params = given.structures
-    if given.params and of_params != of_grads:
+    grads_structure, nodes_structure, params_structure = inputs.structures
+    if inputs.params and params_structure != grads_structure:
         return None
-    made = _arrays(update, given, interpret)
-    if made is None:
+    results = _compute_arrays(update, inputs, interpret)
+    if results is None:
         return None
 
-    def node(at: int, old: Any) -> Any:
+    def updated_node(position: int, old: Any) -> Any:
         if not is_packed(old):
-            return made.get(("plain", at), old)
-        codes, scales = made.get(("codes", at), old.codes), made.get(("scales", at), old.scales)
+            return results.get(("plain", position), old)
+        codes, scales = results.get(("codes", position), old.codes), results.get(("scales", position), old.scales)
         return dataclasses.replace(old, codes=codes, scales=scales)
 
-    inner = of_nodes.unflatten([node(at, old) for at, old in enumerate(given.nodes)])
-    rests = [made.get(("rest", at), old) for at, old in enumerate(given.rests or ())]
-    updates = of_grads.unflatten([made["grad", at] for at in range(len(given.grads))])
-    return updates, inner, None if given.rests is None else of_params.unflatten(rests)
+    inner = nodes_structure.unflatten([updated_node(position, old) for position, old in enumerate(inputs.nodes)])
+    residuals = [results.get(("rest", position), old) for position, old in enumerate(inputs.residuals or ())]
+    updates = grads_structure.unflatten([results["grad", position] for position in range(len(inputs.grads))])
+    return updates, inner, None if inputs.residuals is None else params_structure.unflatten(residuals)
 
 
-def _named(placed: Sequence[Any], of_params: Any, *, has_rests: bool) -> dict[Name, Any]:
+def _name_shardings(shardings: Sequence[Any], params_structure: Any, *, has_residuals: bool) -> dict[Name, Any]:
     """Return the sharding of each array."""
-    grads, state, params = placed[:3]
-    found = {("grad", at): of for at, of in enumerate(jax.tree.leaves(grads))}
-    found |= {("param", at): of for at, of in enumerate(jax.tree.leaves(params))}
-    rests = of_params.flatten_up_to(state.rests) if has_rests else []
-    found |= {("rest", at): of for at, of in enumerate(rests) if of is not None}
-    for at, node in enumerate(jax.tree.leaves(state.inner, is_leaf=is_packed)):
+    grads, state, params = shardings[:3]
+    named = {("grad", position): sharding for position, sharding in enumerate(jax.tree.leaves(grads))}
+    named |= {("param", position): sharding for position, sharding in enumerate(jax.tree.leaves(params))}
+    residuals = params_structure.flatten_up_to(state.rests) if has_residuals else []
+    named |= {("rest", position): sharding for position, sharding in enumerate(residuals) if sharding is not None}
+    for position, node in enumerate(jax.tree.leaves(state.inner, is_leaf=is_packed)):
         arrays = {"codes": node.codes, "scales": node.scales} if is_packed(node) else {"plain": node}
-        found |= {(kind, at): of for kind, of in arrays.items() if of is not None}
-    return found
+        named |= {(kind, position): sharding for kind, sharding in arrays.items() if sharding is not None}
+    return named
 
 
-def _arrays(update: Callable[..., Any], given: Stored, interpret: bool) -> Arrays | None:
+def _compute_arrays(update: Callable[..., Any], inputs: UpdateInputs, interpret: bool) -> Arrays | None:
     """Return the changed arrays, or None where the kernels do not support the update."""
-    if not any(is_packed(node) and node.scales is not None for node in given.nodes):
+    if not any(is_packed(node) and node.scales is not None for node in inputs.nodes):
         return None  # without scales, XLA needs only one pass, too, and fuses optax.apply_updates into it
-    names = [given.name(at) for at in range(len(given.grads) + len(given.nodes) + len(given.params))]
-    declared = {at for at, (kind, of) in enumerate(names) if kind == "state" and is_packed(given.nodes[of])}
+    names = [inputs.name(index) for index in range(len(inputs.grads) + len(inputs.nodes) + len(inputs.params))]
+    declared = {
+        index for index, (kind, position) in enumerate(names) if kind == "state" and is_packed(inputs.nodes[position])
+    }
 
-    def whole(at: int) -> Any:
-        return given.dense(names[at], given.arrays(names[at]))
+    def dense_leaf(index: int) -> Any:
+        return inputs.dense(names[index], inputs.arrays(names[index]))
 
-    leaves = iter(jax.eval_shape(lambda: [whole(at) for at in range(len(names))]))
-    of_grads, of_nodes, of_params = given.structures
-    of_state = jax.tree.structure(of_nodes.unflatten([0] * len(given.nodes)))
-    args = [of.unflatten([next(leaves) for _ in range(of.num_leaves)]) for of in (of_grads, of_state, of_params)]
+    leaves = iter(jax.eval_shape(lambda: [dense_leaf(index) for index in range(len(names))]))
+    grads_structure, nodes_structure, params_structure = inputs.structures
+    state_structure = jax.tree.structure(nodes_structure.unflatten([0] * len(inputs.nodes)))
+    args = [
+        structure.unflatten([next(leaves) for _ in range(structure.num_leaves)])
+        for structure in (grads_structure, state_structure, params_structure)
+    ]
     try:
-        made = plan(update, args, lambda grads, state, params: (grads, state), chunk_bytes=0, declared=declared)
+        update_plan = plan(update, args, lambda grads, state, params: (grads, state), chunk_bytes=0, declared=declared)
     except StructureError:  # the update in two passes raises its own error
         return None
-    kernels = [_kernel(made, group, given) for group in made.groups]
-    program, results = made.program, Arrays()
-    packed = {("state", at): node.dtype for at, node in enumerate(given.nodes) if is_packed(node)}
+    kernels = [_make_kernel(update_plan, group, inputs) for group in update_plan.groups]
+    program, results = update_plan.program, Arrays()
+    packed = {("state", position): node.dtype for position, node in enumerate(inputs.nodes) if is_packed(node)}
     dtypes = {
-        names[of]: program.avals[value].dtype.name for value, of in zip(program.outputs, made.replaced, strict=True)
+        names[position]: program.avals[value].dtype.name
+        for value, position in zip(program.outputs, update_plan.replaced, strict=True)
     }
-    keeps_dtypes = all(dtypes[name] == dtype for name, dtype in packed.items())
-    if program.effects or not keeps_dtypes or any(kernel is None for kernel in kernels):
+    has_same_dtypes = all(dtypes[name] == dtype for name, dtype in packed.items())
+    if program.effects or not has_same_dtypes or any(kernel is None for kernel in kernels):
         return None
-    inside = {position for group in made.groups for position in group.outputs}
-    outside = [(value, names[of]) for value, of in zip(program.outputs, made.replaced, strict=True)]
-    # Leaves that the update returns unchanged stay packed.
-    stays = {("state", at) for at in range(len(given.nodes))}
-    outside = [
-        (value, name)
-        for at, (value, name) in enumerate(outside)
-        if at not in inside and not (name in stays and value < len(names) and names[value] == name)
+    kernel_outputs = {position for group in update_plan.groups for position in group.outputs}
+    other_outputs = [
+        (value, names[position]) for value, position in zip(program.outputs, update_plan.replaced, strict=True)
     ]
-    wanted = {*(value for value, _ in outside), *(at for group in made.groups for at in group.free)}
-    values = {at: whole(at) for at in range(len(names)) if at in wanted or at not in made.on_host}
-    values.update({at: program.constants[at] for at in program.constants.keys() & wanted})
-    program.run(program.needed_for(wanted, known=values), values)
-    for value, name in outside:
-        results.update(given.stored(name, values[value], given.arrays(name)))
+    # Leaves that the update returns unchanged stay packed.
+    state_names = {("state", position) for position in range(len(inputs.nodes))}
+    other_outputs = [
+        (value, name)
+        for index, (value, name) in enumerate(other_outputs)
+        if index not in kernel_outputs and not (name in state_names and value < len(names) and names[value] == name)
+    ]
+    needed = {*(value for value, _ in other_outputs), *(value for group in update_plan.groups for value in group.free)}
+    values = {
+        index: dense_leaf(index) for index in range(len(names)) if index in needed or index not in update_plan.on_host
+    }
+    values.update({value: program.constants[value] for value in program.constants.keys() & needed})
+    program.run(program.needed_for(needed, known=values), values)
+    for value, name in other_outputs:
+        results.update(inputs.store(name, values[value], inputs.arrays(name)))
     for kernel in kernels:
         results.update(kernel(values, interpret) if kernel is not None else {})
     return results
 
 
-def _kernel(made: Any, group: Any, given: Stored) -> _Kernel | None:
+def _make_kernel(update_plan: Any, group: Any, inputs: UpdateInputs) -> _Kernel | None:
     """Return the kernel of a group of leaves, or None where Triton does not support it."""
-    program = made.program
-    outputs = [(program.outputs[at], given.name(made.replaced[at])) for at in group.outputs]
+    program = update_plan.program
+    outputs = [(program.outputs[output], inputs.name(update_plan.replaced[output])) for output in group.outputs]
     arrays = Arrays()
-    for name in (*map(given.name, group.leaves), *(name for _, name in outputs)):
-        arrays.update(given.arrays(name))
+    for name in (*map(inputs.name, group.leaves), *(name for _, name in outputs)):
+        arrays.update(inputs.arrays(name))
     values = {
         *group.leaves,
-        *(at for at, _ in outputs),
-        *(at for equation in group.equations for at in equation.outputs),
+        *(value for value, _ in outputs),
+        *(value for equation in group.equations for value in equation.outputs),
     }
     shape = program.avals[group.leaves[0]].shape
-    scalars = {*group.free, *_traced(program.constants, group.equations)}
-    nodes = [given.nodes[at] for kind, at in arrays if kind == "codes"]
-    scaled = [node for node in nodes if node.scales is not None]
-    blocks = {FORMATS[node.format].block for node in scaled} or {_BLOCK}
-    is_of_one_shape = all(program.avals[at].shape == shape for at in values)
-    part = _part(shape, arrays, given.shardings) if is_of_one_shape else None
-    if part is None:
+    scalars = {*group.free, *_array_constants(program.constants, group.equations)}
+    nodes = [inputs.nodes[position] for kind, position in arrays if kind == "codes"]
+    scaled_nodes = [node for node in nodes if node.scales is not None]
+    blocks = {FORMATS[node.format].block for node in scaled_nodes} or {_BLOCK}
+    has_one_shape = all(program.avals[value].shape == shape for value in values)
+    shard_shape = _shard_shape(shape, arrays, inputs.shardings) if has_one_shape else None
+    if shard_shape is None:
         return None
-    lengths = [math.prod(part), *(math.prod(row_of(part, node.format)) for node in scaled)]
-    is_possible = (
+    lengths = [math.prod(shard_shape), *(math.prod(row_of(shard_shape, node.format)) for node in scaled_nodes)]
+    is_supported = (
         not any(map(program.rank, scalars))
-        and all(_has_whole_bytes(program.avals[at].dtype) for at in values)
-        and all(_is_possible(program, equation) for equation in group.equations)
-        and all(node.codes.dtype.name in _CODES for node in nodes)
+        and all(_has_whole_bytes(program.avals[value].dtype) for value in values)
+        and all(_is_supported(program, equation) for equation in group.equations)
+        and all(node.codes.dtype.name in _CODE_DTYPES for node in nodes)
         and len(blocks) == 1
         and not any(length % max(blocks) for length in lengths)
-        and all(len(row_of(part, node.format)) == len(node.row) for node in scaled)
-        and lengths[0] < _MOST_NUMBERS
+        and all(len(row_of(shard_shape, node.format)) == len(node.row) for node in scaled_nodes)
+        and lengths[0] < _MAX_ELEMENTS
     )
-    if not is_possible:
+    if not is_supported:
         return None
     return _Kernel(
         program=program,
         group=group,
-        given=given,
+        inputs=inputs,
         arrays=arrays,
         outputs=outputs,
         scalars=sorted(scalars),
@@ -335,30 +333,30 @@ def _kernel(made: Any, group: Any, given: Stored) -> _Kernel | None:
     )
 
 
-def _part(shape: tuple[int, ...], arrays: Iterable[Name], shardings: Mapping[Name, Any] | None) -> Any:
+def _shard_shape(shape: tuple[int, ...], arrays: Iterable[Name], shardings: Mapping[Name, Any] | None) -> Any:
     """Return the shape of one device's shard of a kernel's leaves; None where their shardings differ."""
     if shardings is None:
         return shape
-    named = [(kind, shardings[kind, at]) for kind, at in arrays if (kind, at) in shardings]
-    if not all(isinstance(sharding, jax.NamedSharding) for _, sharding in named):
+    named_shardings = [(kind, shardings[kind, position]) for kind, position in arrays if (kind, position) in shardings]
+    if not all(isinstance(sharding, jax.NamedSharding) for _, sharding in named_shardings):
         return None
-    parts = {sharding.shard_shape(shape) for kind, sharding in named if kind != "scales"}
+    shapes = {sharding.shard_shape(shape) for kind, sharding in named_shardings if kind != "scales"}
     # A row may span several axes. Its scales have one axis for all of them, so such a row is not sharded.
-    return parts.pop() if len({_axes(sharding.spec) for _, sharding in named}) == 1 else None
+    return shapes.pop() if len({_trim_spec(sharding.spec) for _, sharding in named_shardings}) == 1 else None
 
 
-def _axes(spec: Sequence[Any]) -> tuple[Any, ...]:
+def _trim_spec(spec: Sequence[Any]) -> tuple[Any, ...]:
     """Return a partition spec without trailing unsharded axes."""
-    known = list(spec)
-    while known and not known[-1]:
-        known.pop()
-    return tuple(known)
+    entries = list(spec)
+    while entries and not entries[-1]:
+        entries.pop()
+    return tuple(entries)
 
 
-def _traced(constants: Mapping[int, Any], equations: Iterable[Any]) -> list[int]:
+def _array_constants(constants: Mapping[int, Any], equations: Iterable[Any]) -> list[int]:
     """List the constants of equations that are JAX arrays."""
-    read = {at for equation in equations for at in equation.inputs}
-    return [at for at in read & constants.keys() if isinstance(constants[at], (Tracer, jax.Array))]
+    inputs = {value for equation in equations for value in equation.inputs}
+    return [value for value in inputs & constants.keys() if isinstance(constants[value], (Tracer, jax.Array))]
 
 
 def _has_whole_bytes(dtype: Any) -> bool:
@@ -368,7 +366,7 @@ def _has_whole_bytes(dtype: Any) -> bool:
     )
 
 
-def _is_possible(program: Any, equation: Any) -> bool:
+def _is_supported(program: Any, equation: Any) -> bool:
     name = equation.primitive.name
     if name == "select_n" and len(equation.inputs) > 3:
         return False
@@ -381,7 +379,7 @@ class _Kernel:
 
     program: Any
     group: Any
-    given: Stored
+    inputs: UpdateInputs
     arrays: Arrays
     """Arrays that it reads."""
     outputs: Sequence[tuple[int, Name]]
@@ -392,85 +390,95 @@ class _Kernel:
     """Numbers per scale."""
 
     def __call__(self, values: Mapping[int, Any], interpret: bool) -> Arrays:
-        known = {**self.program.constants, **values}
-        scalars = {("value", at): jnp.asarray(known[at]) for at in self.scalars}
-        arrays = self.arrays | {at: x.astype(jnp.int32) if x.dtype == bool else x for at, x in scalars.items()}
-        run = functools.partial(self.part, interpret)
-        of = self.given.shardings
-        if of is None:
+        all_values = {**self.program.constants, **values}
+        scalars = {("value", value): jnp.asarray(all_values[value]) for value in self.scalars}
+        arrays = self.arrays | {name: x.astype(jnp.int32) if x.dtype == bool else x for name, x in scalars.items()}
+        run = functools.partial(self.compute_shard, interpret)
+        shardings = self.inputs.shardings
+        if shardings is None:
             return run(arrays)
-        specs = {name: of[name].spec if name in of else jax.P() for name in arrays}
-        mesh = next(of[name].mesh for name in arrays if name in of)
-        made = {name: specs[name] for name in self.results}
-        return jax.shard_map(run, mesh=mesh.abstract_mesh, in_specs=(specs,), out_specs=made, check_vma=False)(arrays)
+        specs = {name: shardings[name].spec if name in shardings else jax.P() for name in arrays}
+        mesh = next(shardings[name].mesh for name in arrays if name in shardings)
+        out_specs = {name: specs[name] for name in self.results}
+        return jax.shard_map(run, mesh=mesh.abstract_mesh, in_specs=(specs,), out_specs=out_specs, check_vma=False)(
+            arrays
+        )
 
     @property
     def results(self) -> list[Name]:
         """Names of the arrays that it writes."""
-        return [name for _, leaf in self.outputs for name in self.given.written(leaf)]
+        return [name for _, leaf in self.outputs for name in self.inputs.written_names(leaf)]
 
-    def part(self, interpret: bool, arrays: Arrays) -> Arrays:
+    def compute_shard(self, interpret: bool, arrays: Arrays) -> Arrays:
         """Compute one device's shard of the results."""
         names, results = list(arrays), self.results
         widths = [1 if kind == "scales" else self.block for kind, _ in names]
         views = [x.reshape(-1, width) if x.ndim else x for x, width in zip(arrays.values(), widths, strict=True)]
-        made = jax.eval_shape(lambda views: self.blocks(dict(zip(names, views, strict=True))), views)
-        rows = math.gcd(_MOST_ROWS, made[results[0]].shape[0])
+        result_shapes = jax.eval_shape(lambda views: self.compute_blocks(dict(zip(names, views, strict=True))), views)
+        rows = math.gcd(_MAX_ROWS, result_shapes[results[0]].shape[0])
 
-        def of_blocks(*blocks: Any, check: Callable[[Any], Any] = lambda x: x) -> tuple[Any, ...]:
-            new = self.blocks(dict(zip(names, blocks, strict=True)), check)
+        def compute(*blocks: Any, check: Callable[[Any], Any] = lambda x: x) -> tuple[Any, ...]:
+            new = self.compute_blocks(dict(zip(names, blocks, strict=True)), check)
             return tuple(new[name] for name in results)
 
         def kernel(*refs: Any) -> None:
             blocks = [ref[...] for ref in refs[: len(names)]]
-            for ref, new in zip(refs[len(names) :], of_blocks(*blocks), strict=True):
+            for ref, new in zip(refs[len(names) :], compute(*blocks), strict=True):
                 ref[...] = new
 
         shapes = [
-            [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in part] for part in (views, [made[name] for name in results])
+            [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in group]
+            for group in (views, [result_shapes[name] for name in results])
         ]
-        same = [name in made and made[name].dtype == x.dtype for name, x in zip(names, views, strict=True)]
-        aliases = {at: results.index(name) for at, name in enumerate(names) if same[at]}
-        in_kernel = in_triton(kernel, shapes, rows, aliases=aliases, interpret=interpret)
-        call = jax.custom_jvp(lambda *views: _in_place(in_kernel, views, aliases))
+        has_same_dtype = [
+            name in result_shapes and result_shapes[name].dtype == x.dtype for name, x in zip(names, views, strict=True)
+        ]
+        aliases = {index: results.index(name) for index, name in enumerate(names) if has_same_dtype[index]}
+        run_kernel = in_triton(kernel, shapes, rows, aliases=aliases, interpret=interpret)
+        call = jax.custom_jvp(lambda *views: _in_place(run_kernel, views, aliases))
 
-        def differentiated(primals: Any, tangents: Any) -> Any:
+        def jvp(primals: Any, tangents: Any) -> Any:
             """Differentiate XLA's form of the kernel, with inputs that have no tangent as constants.
 
             With respect to a learning rate, for example, gradients are constants.
             """
-            moved = {at: x for at, x in enumerate(tangents) if not isinstance(x, SymbolicZero)}
+            nonzero_tangents = {index: x for index, x in enumerate(tangents) if not isinstance(x, SymbolicZero)}
 
-            def by(*these: Any) -> Any:
-                given = dict(enumerate(primals)) | dict(zip(moved, these, strict=True))
-                return of_blocks(*given.values(), check=refuse_derivatives)
+            def compute_from(*variables: Any) -> Any:
+                primal_values = dict(enumerate(primals)) | dict(zip(nonzero_tangents, variables, strict=True))
+                return compute(*primal_values.values(), check=refuse_derivatives)
 
-            return jax.jvp(by, [primals[at] for at in moved], [*moved.values()])
+            return jax.jvp(compute_from, [primals[index] for index in nonzero_tangents], [*nonzero_tangents.values()])
 
-        call.defjvp(differentiated, symbolic_zeros=True)
+        call.defjvp(jvp, symbolic_zeros=True)
         return {name: x.reshape(arrays[name].shape) for name, x in zip(results, call(*views), strict=True)}
 
-    def blocks(self, arrays: Mapping[Name, Any], check: Callable[[Any], Any] = lambda x: x) -> Arrays:
-        """Compute blocks of the results; `check` as in `Stored.stored`."""
-        given, avals = self.given, self.program.avals
-        values = {at: arrays["value", at].astype(avals[at].dtype) for at in self.scalars}
-        values |= {at: given.dense(given.name(at), arrays, (self.block,)) for at in self.group.leaves}
+    def compute_blocks(self, arrays: Mapping[Name, Any], check: Callable[[Any], Any] = lambda x: x) -> Arrays:
+        """Compute blocks of the results; `check` as in `UpdateInputs.store`."""
+        inputs, avals = self.inputs, self.program.avals
+        values = {value: arrays["value", value].astype(avals[value].dtype) for value in self.scalars}
+        values |= {value: inputs.dense(inputs.name(value), arrays, (self.block,)) for value in self.group.leaves}
         shape = values[self.group.leaves[0]].shape
         for equation in self.group.equations:
-            read = [values[at] if at in values else _literal(self.program.constants[at]) for at in equation.inputs]
-            (at,) = equation.outputs
-            if equation.primitive.name == "select_n":  # `_is_possible` allows two cases, so a boolean selects
-                read[0] = read[0].astype(bool)
+            operands = [
+                values[value] if value in values else _literal(self.program.constants[value])
+                for value in equation.inputs
+            ]
+            (value,) = equation.outputs
+            if equation.primitive.name == "select_n":  # `_is_supported` allows two cases, so a boolean selects
+                operands[0] = operands[0].astype(bool)
             if equation.primitive.name == "broadcast_in_dim":
-                values[at] = jnp.broadcast_to(read[0], shape)
-            elif equation.primitive.name in _OF_BITS:
-                values[at] = equation.primitive.bind(*read, **equation.params)
+                values[value] = jnp.broadcast_to(operands[0], shape)
+            elif equation.primitive.name in _BIT_OPERATIONS:
+                values[value] = equation.primitive.bind(*operands, **equation.params)
             else:  # Triton does not divide numbers in half precision
-                values[at] = equation.primitive.bind(*map(_wide, read), **equation.params).astype(avals[at].dtype)
-        found = Arrays()
-        for at, name in self.outputs:
-            found.update(given.stored(name, values[at], arrays, check, to_bfloat16=_to_bfloat16))
-        return found
+                values[value] = equation.primitive.bind(*map(_to_float32, operands), **equation.params).astype(
+                    avals[value].dtype
+                )
+        results = Arrays()
+        for value, name in self.outputs:
+            results.update(inputs.store(name, values[value], arrays, check, to_bfloat16=_to_bfloat16))
+        return results
 
 
 def _in_place(call: Callable[..., Any], arrays: Sequence[Any], aliases: Mapping[int, int]) -> tuple[Any, ...]:
@@ -482,22 +490,24 @@ def _in_place(call: Callable[..., Any], arrays: Sequence[Any], aliases: Mapping[
     loop.
     """
     trips, arrays = jax.lax.optimization_barrier((jnp.int32(1), list(arrays)))
-    shapes, at = jax.eval_shape(call, *arrays), {result: argument for argument, result in aliases.items()}
-    first = [arrays[at[i]] if i in at else jnp.zeros(x.shape, x.dtype) for i, x in enumerate(shapes)]
+    shapes, argument_of = jax.eval_shape(call, *arrays), {result: argument for argument, result in aliases.items()}
+    initial = [
+        arrays[argument_of[i]] if i in argument_of else jnp.zeros(x.shape, x.dtype) for i, x in enumerate(shapes)
+    ]
 
     def body(carry: Any) -> Any:
         count, old = carry
-        now = dict(enumerate(arrays)) | {at[i]: x for i, x in enumerate(old) if i in at}
-        return count + 1, list(call(*now.values()))
+        current = dict(enumerate(arrays)) | {argument_of[i]: x for i, x in enumerate(old) if i in argument_of}
+        return count + 1, list(call(*current.values()))
 
-    return tuple(jax.lax.while_loop(lambda carry: carry[0] < trips, body, (jnp.int32(0), first))[1])
+    return tuple(jax.lax.while_loop(lambda carry: carry[0] < trips, body, (jnp.int32(0), initial))[1])
 
 
 def _literal(constant: Any) -> Any:
     return np.asarray(constant)[()]
 
 
-def _wide(x: Any) -> Any:
+def _to_float32(x: Any) -> Any:
     return x.astype(jnp.float32) if x.dtype in (jnp.bfloat16, jnp.float16) else x
 
 

@@ -76,8 +76,8 @@ class PackedArray:
             raise ConfigError("a scalar is not packed", expected="an array of one axis at least", got=x.dtype.name)
         form, row = FORMATS[format], row_of(x.shape, format)
         scales = scales_of(x, format) if scales is None else scales
-        spread = _spread(jnp.where(scales == 0, 1, scales), form.block, row)
-        codes = form.encode(x.astype(jnp.float32) / spread, is_positive)
+        divisors = _expand_scales(jnp.where(scales == 0, 1, scales), form.block, row)
+        codes = form.encode(x.astype(jnp.float32) / divisors, is_positive)
         return cls(codes, scales, format, row, is_positive, x.dtype.name)
 
     @classmethod
@@ -88,7 +88,7 @@ class PackedArray:
             x: floating-point numbers.
             key: a random uint32; the same key rounds the same number the same way.
         """
-        return cls(round_at_random(x.astype(jnp.float32), key).astype(BFLOAT16), None, BFLOAT16, dtype=x.dtype.name)
+        return cls(stochastic_round(x.astype(jnp.float32), key).astype(BFLOAT16), None, BFLOAT16, dtype=x.dtype.name)
 
     @classmethod
     def stored(
@@ -124,22 +124,17 @@ class PackedArray:
         if self.scales is None:
             return self.codes.astype(self.dtype)
         form = FORMATS[self.format]
-        return (form.decode(self.codes, self.is_positive) * _spread(self.scales, form.block, self.row)).astype(
+        return (form.decode(self.codes, self.is_positive) * _expand_scales(self.scales, form.block, self.row)).astype(
             self.dtype
         )
 
 
 def row_of(shape: tuple[int, ...], format: str) -> tuple[int, ...]:
-    """Return the sizes of the last axes that form a row: as few axes as hold at least one block, or all axes.
-
-    Args:
-        shape: shape of an array with at least one axis.
-        format: one of `FORMATS`.
-    """
-    at = len(shape) - 1
-    while at > 0 and math.prod(shape[at:]) < FORMATS[format].block:
-        at -= 1
-    return shape[at:]
+    """Return the sizes of the last axes that form a row: as few axes as hold at least one block, or all axes."""
+    axis = len(shape) - 1
+    while axis > 0 and math.prod(shape[axis:]) < FORMATS[format].block:
+        axis -= 1
+    return shape[axis:]
 
 
 @traced_once
@@ -150,14 +145,14 @@ def scales_of(x: Float[Array, "*axes n"], format: str) -> Float[Array, "*before 
     packing a decoded array again changes nothing.
     """
     row = row_of(x.shape, format)
-    rows = x.astype(jnp.float32).reshape(*_before(x.shape, row), math.prod(row))
-    bits = jax.lax.bitcast_convert_type(_blocks(rows, FORMATS[format].block), jnp.uint32)
+    rows = x.astype(jnp.float32).reshape(*_leading_shape(x.shape, row), math.prod(row))
+    bits = jax.lax.bitcast_convert_type(_split_blocks(rows, FORMATS[format].block), jnp.uint32)
     # Compare integers: the bits of the magnitude, then a bit that is 1 for positive numbers. On a CPU, XLA's maximum of
     # floating-point numbers may lose a NaN (jax 0.10.2).
-    most = jnp.max((bits << 1) | (1 - (bits >> 31)), axis=-1)
-    magnitude, sign = most >> 1, (1 - (most & 1)) << 31
-    found = jnp.where(magnitude >= _INFINITY, jnp.uint32(_NAN), magnitude | sign)
-    return jax.lax.bitcast_convert_type(found, jnp.float32)
+    largest = jnp.max((bits << 1) | (1 - (bits >> 31)), axis=-1)
+    magnitude, sign = largest >> 1, (1 - (largest & 1)) << 31
+    scale_bits = jnp.where(magnitude >= _INFINITY, jnp.uint32(_NAN), magnitude | sign)
+    return jax.lax.bitcast_convert_type(scale_bits, jnp.float32)
 
 
 def refuse_derivatives(x: Array) -> Array:
@@ -182,18 +177,18 @@ def random_bits(x: Float[Array, "*axes"], key: Array) -> UInt32[Array, "*axes"]:
 
     The bits do not depend on the position, so a block of an array is rounded in the same way as the whole array.
     """
-    return _mixed(jax.lax.bitcast_convert_type(x, jnp.uint32) ^ key)
+    return _mix_bits(jax.lax.bitcast_convert_type(x, jnp.uint32) ^ key)
 
 
-def round_at_random(x: Float[Array, "*axes"], key: Array) -> Float[Array, "*axes"]:
+def stochastic_round(x: Float[Array, "*axes"], key: Array) -> Float[Array, "*axes"]:
     """Round float32 numbers stochastically to bfloat16 precision, so that the mean of many results is the number."""
     # A random integer below one unit of bfloat16 is added, and the lower 16 bits are cut off. A carry rounds up.
     bits = jax.lax.bitcast_convert_type(x, jnp.uint32) + (random_bits(x, key) >> 16)
-    near = jax.lax.bitcast_convert_type(bits & jnp.uint32(0xFFFF0000), jnp.float32)
-    return jnp.where(jnp.isfinite(x), near, x)
+    rounded = jax.lax.bitcast_convert_type(bits & jnp.uint32(0xFFFF0000), jnp.float32)
+    return jnp.where(jnp.isfinite(x), rounded, x)
 
 
-def _mixed(x: Array) -> Array:
+def _mix_bits(x: Array) -> Array:
     """Mix the bits of integers with MurmurHash3's finalizer (Appleby, public domain), applied twice."""
     for _ in range(2):
         x = (x ^ (x >> 16)) * jnp.uint32(0x85EBCA6B)
@@ -202,7 +197,7 @@ def _mixed(x: Array) -> Array:
     return x
 
 
-def _blocks(x: Array, block: int) -> Array:
+def _split_blocks(x: Array, block: int) -> Array:
     """Split the last axis into blocks; the last block is padded with zeros."""
     missing = -x.shape[-1] % block
     if missing:
@@ -210,13 +205,13 @@ def _blocks(x: Array, block: int) -> Array:
     return x.reshape(*x.shape[:-1], x.shape[-1] // block, block)
 
 
-def _before(shape: tuple[int, ...], row: tuple[int, ...]) -> tuple[int, ...]:
+def _leading_shape(shape: tuple[int, ...], row: tuple[int, ...]) -> tuple[int, ...]:
     return shape[: len(shape) - len(row)]
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
-def _spread(scales: Array, block: int, row: tuple[int, ...]) -> Array:
+def _expand_scales(scales: Array, block: int, row: tuple[int, ...]) -> Array:
     """Repeat each scale for every number of its block."""
-    before = scales.shape[:-1]
-    wide = jnp.broadcast_to(scales[..., None], (*scales.shape, block)).reshape(*before, scales.shape[-1] * block)
-    return wide[..., : math.prod(row)].reshape(*before, *row)
+    leading = scales.shape[:-1]
+    repeated = jnp.broadcast_to(scales[..., None], (*scales.shape, block)).reshape(*leading, scales.shape[-1] * block)
+    return repeated[..., : math.prod(row)].reshape(*leading, *row)

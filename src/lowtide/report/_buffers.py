@@ -124,5 +124,5 @@ def to_rows(buffers: Sequence[Buffer]) -> list[dict[str, Any]]:
 
 def from_rows(rows: Iterable[dict[str, Any]]) -> tuple[Buffer, ...]:
     """Return the buffers that `to_rows` turned into plain data."""
-    made: Iterable[dict[str, Any]] = ({**row, "shape": tuple(row.get("shape", ()))} for row in rows)
-    return tuple(Buffer(**values) for values in made)
+    fields: Iterable[dict[str, Any]] = ({**row, "shape": tuple(row.get("shape", ()))} for row in rows)
+    return tuple(Buffer(**values) for values in fields)

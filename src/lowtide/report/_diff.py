@@ -90,7 +90,7 @@ _Key = tuple[str, str, str]
 
 # Scopes name the body of a loop `eval_jaxpr` in JAX 0.11 and newer, and `closed_call` in older versions. Both names
 # become one, so that reports of different versions match.
-_BODY = re.compile(r"\beval_jaxpr\b")
+_LOOP_BODY = re.compile(r"\beval_jaxpr\b")
 
 
 def _rows(space: Space, before: MemoryReport, after: MemoryReport) -> list[DiffRow]:
@@ -117,27 +117,27 @@ def _rows(space: Space, before: MemoryReport, after: MemoryReport) -> list[DiffR
 
 
 def _by_owner(buffers: Iterable[Buffer], by_role: bool, total: int) -> dict[_Key, tuple[int, int]]:
-    found: dict[_Key, tuple[int, int]] = {}
+    owners: dict[_Key, tuple[int, int]] = {}
     for buffer in buffers:
-        owner = owner_name(buffer) if buffer.path else _BODY.sub("closed_call", owner_name(buffer))
+        owner = owner_name(buffer) if buffer.path else _LOOP_BODY.sub("closed_call", owner_name(buffer))
         key = (buffer.role, buffer.role, "") if by_role else (buffer.role, owner, buffer.dtype)
-        num_bytes, count = found.get(key, (0, 0))
-        found[key] = (num_bytes + buffer.num_bytes, count + 1)
+        num_bytes, count = owners.get(key, (0, 0))
+        owners[key] = (num_bytes + buffer.num_bytes, count + 1)
     # Bytes that no buffer accounts for get their own row, so that the rows add up to the total.
-    rest = total - sum(num_bytes for num_bytes, _ in found.values())
-    if rest:
+    unattributed = total - sum(num_bytes for num_bytes, _ in owners.values())
+    if unattributed:
         key = ("unattributed", "unattributed", "")
-        num_bytes, count = found.get(key, (0, 0))
-        found[key] = (num_bytes + rest, count)
-    return found
+        num_bytes, count = owners.get(key, (0, 0))
+        owners[key] = (num_bytes + unattributed, count)
+    return owners
 
 
 def _notes(before: MemoryReport, after: MemoryReport) -> tuple[str, ...]:
     notes: list[str] = []
     if before.target != after.target:
         names = (before.target.name, after.target.name)
-        what = f"{names[0]} before, {names[1]} after" if names[0] != names[1] else f"both are called {names[0]}"
-        notes.append(f"the targets differ: {what}")
+        description = f"{names[0]} before, {names[1]} after" if names[0] != names[1] else f"both are called {names[0]}"
+        notes.append(f"the targets differ: {description}")
     changed = [
         f"{name} {before.versions.get(name) or 'none'} before, {after.versions.get(name) or 'none'} after"
         for name in dict.fromkeys([*before.versions, *after.versions])

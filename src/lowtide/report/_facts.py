@@ -24,13 +24,13 @@ SCHEMA_VERSION = 2
 
 def versions() -> dict[str, str | None]:
     """Return the versions of the packages that determine a compiled figure; None if a package is not installed."""
-    found: dict[str, str | None] = {}
+    package_versions: dict[str, str | None] = {}
     for name in ("lowtide", "jax", "jaxlib", "libtpu"):
         try:
-            found[name] = metadata.version(name)
+            package_versions[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
-            found[name] = None
-    return found
+            package_versions[name] = None
+    return package_versions
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -232,12 +232,12 @@ class DiffFacts:
         Args:
             space: the memory space.
         """
-        found: dict[str, tuple[int, int]] = {}
+        sizes: dict[str, tuple[int, int]] = {}
         for row in self.rows:
             if row.space == space:
-                before, after = found.get(row.role, (0, 0))
-                found[row.role] = (before + row.before_bytes, after + row.after_bytes)
-        return dict(sorted(found.items(), key=lambda item: -abs(item[1][1] - item[1][0])))
+                before, after = sizes.get(row.role, (0, 0))
+                sizes[row.role] = (before + row.before_bytes, after + row.after_bytes)
+        return dict(sorted(sizes.items(), key=lambda item: -abs(item[1][1] - item[1][0])))
 
     def to_dict(self) -> dict[str, Any]:
         """Return the difference as plain data, the content of `to_json`, with both reports."""

@@ -28,9 +28,7 @@ class Machine:
     name: str
     """The vendor's name."""
     num_chips: int
-    """Number of chips."""
     host_bytes: int
-    """Memory of the host."""
     source: str
     """Origin of these figures."""
 
@@ -64,9 +62,7 @@ class Chip:
     kinds: tuple[str, ...]
     """JAX's `device_kind` names where the device is present."""
     aliases: tuple[str, ...] = ()
-    """Other names."""
     devices_per_chip: int = 1
-    """JAX devices on a chip."""
     hbm_bytes: int | None = None
     """Physical memory."""
     device_bytes: int | None = None
@@ -88,7 +84,6 @@ class Chip:
     chip_config_name: str | None = None
     """How libtpu forms devices of cores, where its default differs from what JAX shows on a real machine."""
     capability: Capability | None = None
-    """The compute capability of a GPU."""
     num_cores: int = 0
     """Streaming multiprocessors of a GPU."""
     l2_bytes: int = 0
@@ -98,7 +93,6 @@ class Chip:
     num_links: int | None = None
     """NVLink links of a GPU."""
     gpus_per_host: int = 8
-    """GPUs of one host."""
     hosts_per_partition: int = 1
     """Hosts whose GPUs one NVLink domain joins."""
 
@@ -111,14 +105,7 @@ class Chip:
         return (slices or list(self.machines[-1:]) or [None])[0]
 
     def gpu_target_config(self, hbm_bytes: int) -> str:
-        """Return XLA's description of this GPU with a given memory, as protobuf text.
-
-        Args:
-            hbm_bytes: the memory of the card.
-
-        Returns:
-            A `GpuTargetConfigProto` in text form.
-        """
+        """Return XLA's description of this GPU with a given memory: a `GpuTargetConfigProto` as text."""
         assert self.capability is not None, f"{self.name} is no GPU"
         major, minor = self.capability.version
         extension = "ACCELERATED_FEATURES" if self.capability.accelerated else "NONE"
@@ -187,8 +174,8 @@ class Catalogue:
 
     def find(self, name: str) -> Chip | None:
         """Return the chip of a name or an alias; case, spaces and hyphens of GPU names do not matter."""
-        key, gpus = plain(name), (chip for chip in self.chips.values() if chip.platform == "gpu")
-        named = (chip for chip in gpus if key in map(plain, (chip.name, *chip.aliases)))
+        key, gpus = normalize_name(name), (chip for chip in self.chips.values() if chip.platform == "gpu")
+        named = (chip for chip in gpus if key in map(normalize_name, (chip.name, *chip.aliases)))
         return next(named, self.chips.get(name))
 
     def of_kind(self, kind: str) -> Chip | None:
@@ -200,7 +187,7 @@ class Catalogue:
         return [chip.name for chip in self.chips.values() if chip.platform == platform]
 
 
-def plain(name: str) -> str:
+def normalize_name(name: str) -> str:
     """Return a GPU's name in lower case, without vendor, brand, spaces, hyphens and underscores."""
     return re.sub(r"nvidia|geforce|tesla|[\s_-]", "", name.lower())
 

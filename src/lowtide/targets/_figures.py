@@ -12,27 +12,21 @@ SIZES = ("device_bytes", "hbm_bytes", "host_bytes", "reserve_bytes")
 RATES = ("hbm_bandwidth", "flops", "host_link_bandwidth")
 
 
-def read_figures(given: Mapping[str, object]) -> dict[str, int]:
-    """Return sizes and rates as whole numbers.
+def read_figures(values: Mapping[str, object]) -> dict[str, int]:
+    """Return sizes in bytes and rates per second as whole numbers.
 
-    Args:
-        given: figures by their names. Sizes may be text such as ``"14 GiB"``, bandwidths such as ``"25 GB/s"``. None
-            means the catalogue's figure.
-
-    Returns:
-        The figures that are not None, in bytes, bytes per second and operations per second.
-
-    Raises:
-        ConfigError: for an unknown name, a capacity or rate that is not positive, or text that is neither.
+    Sizes may be text such as ``"14 GiB"``, bandwidths such as ``"25 GB/s"``. The result omits None, which stands for
+    the figure of the catalogue. Raises `ConfigError` for an unknown name, a capacity or rate that is not positive, or
+    text that is neither.
     """
     figures: dict[str, int] = {}
-    for name, value in given.items():
+    for name, value in values.items():
         if name not in (*SIZES, *RATES):
-            near = difflib.get_close_matches(name, (*SIZES, *RATES), n=2, cutoff=0.5)
+            matches = difflib.get_close_matches(name, (*SIZES, *RATES), n=2, cutoff=0.5)
             raise ConfigError(
                 f"a target has no figure {name!r} that can be given",
                 expected=f"{', '.join(SIZES)} (per device, in bytes), {', '.join(RATES)} (per second)",
-                hint=f"near misses: {', '.join(near)}" if near else "the number of devices is part of the name",
+                hint=f"near misses: {', '.join(matches)}" if matches else "the number of devices is part of the name",
             )
         if value is not None:
             figures[name] = _size(name, value) if name in SIZES else _rate(name, value)
@@ -40,11 +34,7 @@ def read_figures(given: Mapping[str, object]) -> dict[str, int]:
 
 
 def check_figures(name: str, device_bytes: int | None, hbm_bytes: int | None, reserve_bytes: int) -> None:
-    """Raise for capacities that contradict each other.
-
-    Raises:
-        ConfigError: when more is reserved than usable, or more is usable than physically present.
-    """
+    """Raise `ConfigError` when more is reserved than usable, or more is usable than physically present."""
     if device_bytes is not None and hbm_bytes is not None and device_bytes > hbm_bytes:
         raise ConfigError(
             f"device_bytes of {name!r} is more than its physical memory",

@@ -11,36 +11,30 @@ import math
 import re
 
 from ..core import TargetError
-from ._catalogue import Chip, catalogue, plain
+from ._catalogue import Chip, catalogue, normalize_name
 
 _TPU_TOPOLOGY = re.compile(r"[1-9]\d*(x[1-9]\d*){1,2}")
 _GPU_COUNT = re.compile(r"[1-9]\d{0,4}")
 _GPU_LIKE = re.compile(
-    r"(a2|a10g?|a16|a30|a40|a800|b100|gh200|h20|h800|l20|l40|k80|t4|[vp]100|mi\d{3}[axp]?)|(rtx|gtx|titan|quadro)\w+|\d{4}(ti|super)*"
+    r"(a2|a10g?|a16|a30|a40|a800|b100|gh200|h20|h800|l20|l40|k80|t4|[vp]100|mi\d{3}[axp]?)"
+    r"|(rtx|gtx|titan|quadro)\w+|\d{4}(ti|super)*"
 )
 
 
 def parse_name(name: str) -> tuple[Chip, str]:
-    """Parse the chip and the topology of a name.
+    """Parse ``chip`` or ``chip:topology``; the returned topology is ``AxB[xC]`` for TPUs, and a number for GPUs.
 
-    Args:
-        name: ``chip`` or ``chip:topology``.
-
-    Returns:
-        The chip, and the topology in canonical form: ``AxB[xC]`` for TPUs, a number for GPUs.
-
-    Raises:
-        TargetError: for a name that is empty, unknown or ambiguous, or a topology that no machine has.
+    Raises `TargetError` for a name that is empty, unknown or ambiguous, or a topology that no machine has.
     """
     word, separator, topology = (part.strip().lower() for part in name.strip().partition(":"))
     chip = catalogue().find(word)
     if chip is None:
-        raise _unknown(name, word, topology)
+        raise _unknown_target_error(name, word, topology)
     if not separator:
         return chip, chip.smallest
     if chip.platform == "gpu":
         if not _GPU_COUNT.fullmatch(topology):
-            raise _no_gpu_count(name, chip, topology)
+            raise _gpu_count_error(name, chip, topology)
         gpu_topology(chip, int(topology))
     # libtpu does not refuse a zero but divides by it, so such a name must not reach it.
     elif not _TPU_TOPOLOGY.fullmatch(topology):
@@ -59,33 +53,25 @@ def num_chips(chip: Chip, topology: str) -> int:
 
 
 def gpu_topology(chip: Chip, num_gpus: int) -> tuple[int, int, int]:
-    """Return how GPUs are grouped into hosts and partitions.
+    """Return partitions (groups of hosts that NVLink joins), hosts per partition, and GPUs per host.
 
-    Args:
-        chip: the GPU.
-        num_gpus: number of GPUs.
-
-    Returns:
-        Partitions (groups of hosts that NVLink joins), hosts per partition, GPUs per host. Compile-only devices of
-        jaxlib 0.10.2 know their host (`process_index`), and all report partition 0.
-
-    Raises:
-        TargetError: for a number that does not fill its hosts or partitions.
+    Compile-only devices of jaxlib 0.10.2 know their host (`process_index`), and all report partition 0. Raises
+    `TargetError` for a number that does not fill its hosts or partitions.
     """
     if num_gpus <= chip.gpus_per_host:
         return 1, 1, num_gpus
-    hosts, rest = divmod(num_gpus, chip.gpus_per_host)
-    if rest:
-        raise _no_gpu_count(f"{chip.name}:{num_gpus}", chip, str(num_gpus))
+    hosts, remainder = divmod(num_gpus, chip.gpus_per_host)
+    if remainder:
+        raise _gpu_count_error(f"{chip.name}:{num_gpus}", chip, str(num_gpus))
     if hosts <= chip.hosts_per_partition:
         return 1, hosts, chip.gpus_per_host
-    partitions, rest = divmod(hosts, chip.hosts_per_partition)
-    if rest:
-        raise _no_gpu_count(f"{chip.name}:{num_gpus}", chip, str(num_gpus))
+    partitions, remainder = divmod(hosts, chip.hosts_per_partition)
+    if remainder:
+        raise _gpu_count_error(f"{chip.name}:{num_gpus}", chip, str(num_gpus))
     return partitions, chip.hosts_per_partition, chip.gpus_per_host
 
 
-def _no_gpu_count(name: str, chip: Chip, topology: str) -> TargetError:
+def _gpu_count_error(name: str, chip: Chip, topology: str) -> TargetError:
     host = chip.gpus_per_host
     domain = host * chip.hosts_per_partition
     beyond = f", and beyond {domain} of {domain}" if domain > host else ""
@@ -97,54 +83,54 @@ def _no_gpu_count(name: str, chip: Chip, topology: str) -> TargetError:
     )
 
 
-def _forms() -> str:
-    known = catalogue()
+def _valid_names() -> str:
+    chips = catalogue()
     return (
-        f'"here", "cpu", a TPU topology such as "v5e:2x2" (chips: {", ".join(known.of("tpu"))}), '
-        f'or GPUs such as "h100:8" (chips: {", ".join(known.of("gpu"))})'
+        f'"here", "cpu", a TPU topology such as "v5e:2x2" (chips: {", ".join(chips.of("tpu"))}), '
+        f'or GPUs such as "h100:8" (chips: {", ".join(chips.of("gpu"))})'
     )
 
 
-def _unknown(name: str, word: str, topology: str) -> TargetError:
-    known = catalogue()
+def _unknown_target_error(name: str, word: str, topology: str) -> TargetError:
+    chips = catalogue()
     if not name.strip() or not word:
-        return TargetError("the target's name is empty", expected=_forms(), hint='"here" is the hardware at hand')
-    gpu = plain(word)
-    if gpu in known.ambiguous:
-        choices = [f"{choice}:{topology}" if topology else choice for choice in known.ambiguous[gpu]]
+        return TargetError("the target's name is empty", expected=_valid_names(), hint='"here" is the hardware at hand')
+    gpu = normalize_name(word)
+    if gpu in chips.ambiguous:
+        choices = [f"{choice}:{topology}" if topology else choice for choice in chips.ambiguous[gpu]]
         return TargetError(
             f"{name!r} stands for GPUs with different memory",
             expected=" or ".join(choices),
             got=repr(name),
             hint=f'write "{choices[0]}" or "{choices[-1]}"',
         )
-    for pattern, reason in known.refused:
+    for pattern, reason in chips.refused:
         if pattern.fullmatch(gpu or word):
             return TargetError(
                 f"{name!r} is a GPU that cannot be compiled for here: {reason}",
-                expected=_forms(),
+                expected=_valid_names(),
                 hint='on a machine with that GPU, "here" works',
             )
-    gpus = {plain(chip): chip for chip in known.of("gpu")}
+    gpus = {normalize_name(chip): chip for chip in chips.of("gpu")}
     close_gpus = [gpus[key] for key in difflib.get_close_matches(gpu, list(gpus), n=3, cutoff=0.6)]
     if _GPU_LIKE.fullmatch(gpu):
         return TargetError(
             f"{name!r} is a GPU that is not in the catalogue",
-            expected=_forms(),
+            expected=_valid_names(),
             hint='on a machine with that GPU, "here" works'
             + (f"; near misses: {', '.join(close_gpus)}" if close_gpus else ""),
         )
     # A slice name such as v5litepod-4 may count cores or chips, so only the chip is taken from it.
     stem = re.split(r"[-=_ ]", word)[0]
-    tpus = known.of("tpu")
-    close = [known.tpu_words[stem]] if stem in known.tpu_words else []
+    tpus = chips.of("tpu")
+    close = [chips.tpu_words[stem]] if stem in chips.tpu_words else []
     close += difflib.get_close_matches(stem, ["here", "cpu", *tpus], n=3, cutoff=0.5)
     misses = [
-        f"{near}:{topology}" if near in tpus and _TPU_TOPOLOGY.fullmatch(topology) else near
-        for near in dict.fromkeys([stem] * (stem in tpus) + close + close_gpus)
+        f"{match}:{topology}" if match in tpus and _TPU_TOPOLOGY.fullmatch(topology) else match
+        for match in dict.fromkeys([stem] * (stem in tpus) + close + close_gpus)
     ]
     return TargetError(
         f"unknown target {name!r}",
-        expected=_forms(),
+        expected=_valid_names(),
         hint=f"near misses: {', '.join(misses)}" if misses else 'write it like "v5e:2x2" or "h100:8"',
     )

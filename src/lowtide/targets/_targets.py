@@ -140,13 +140,13 @@ def target(name: str = "here", **figures: Unpack[Figures]) -> Target:
         >>> target("cpu", device_bytes="14 GiB", reserve_bytes="1 GiB").budget_bytes
         13958643712
     """
-    given = read_figures(cast("dict[str, Any]", figures))
+    overrides = read_figures(cast("dict[str, Any]", figures))
     if name == "here":
-        return _with_figures(_here(), given)
+        return _override_figures(_here(), overrides)
     if name == "cpu":
-        return _with_figures(_cpu(), given)
+        return _override_figures(_cpu(), overrides)
     chip, topology = parse_name(name)
-    goal = _with_figures(_ahead_of_time(chip, topology), given)
+    goal = _override_figures(_ahead_of_time_target(chip, topology), overrides)
     # The compiler decides whether the topology exists, and how many devices it has.
     return dataclasses.replace(goal, num_devices=len(goal.devices()))
 
@@ -173,15 +173,15 @@ def targets() -> tuple[Target, ...]:
 
 def catalogue_targets() -> tuple[Target, ...]:
     """Return each chip of the catalogue alone, as in `targets`, without a call of JAX."""
-    return tuple(_ahead_of_time(chip, chip.smallest) for chip in catalogue().chips.values())
+    return tuple(_ahead_of_time_target(chip, chip.smallest) for chip in catalogue().chips.values())
 
 
 def resolve_target(target_or_name: Target | str | None) -> Target:
     """Return the target for an argument of a public function: a `Target`, its name, or None for ``"here"``."""
     if isinstance(target_or_name, Target):
         return target_or_name
-    given: Any = target_or_name
-    if not isinstance(given, str | None):
+    name: Any = target_or_name
+    if not isinstance(name, str | None):
         raise TargetError(
             "a target is one name",
             expected='a name such as "v5e:2x2", a Target, or None for the hardware at hand',
@@ -203,18 +203,18 @@ def _here() -> Target:
             hint='choose another backend with JAX_PLATFORMS, or another target such as "cpu"',
         )
     # Only this process's own devices report their memory.
-    own = [device for device in devices if getattr(device, "process_index", 0) == jax.process_index()]
-    limits = [(device.memory_stats() or {}).get("bytes_limit") for device in own] if platform != "cpu" else [None]
+    local = [device for device in devices if getattr(device, "process_index", 0) == jax.process_index()]
+    limits = [(device.memory_stats() or {}).get("bytes_limit") for device in local] if platform != "cpu" else [None]
     # A program has to fit on every device, so the smallest limit holds; it is unknown if any limit is.
-    known = [limit for limit in limits if limit]
+    known_limits = [limit for limit in limits if limit]
     chip = catalogue().of_kind(devices[0].device_kind)
     return Target(
         name="here",
         platform=cast(Platform, platform),
         chip=devices[0].device_kind,
         num_devices=len(devices),
-        device_bytes=min(known) if len(known) == len(limits) else None,
-        **_speed(chip),
+        device_bytes=min(known_limits) if len(known_limits) == len(limits) else None,
+        **_chip_figures(chip),
     )
 
 
@@ -224,7 +224,7 @@ def _cpu() -> Target:
     return Target(name="cpu", platform="cpu", chip="cpu", num_devices=len(jax.devices("cpu")), device_bytes=None)
 
 
-def _speed(chip: Chip | None) -> dict[str, Any]:
+def _chip_figures(chip: Chip | None) -> dict[str, Any]:
     if chip is None:
         return {}
     return {
@@ -236,9 +236,9 @@ def _speed(chip: Chip | None) -> dict[str, Any]:
     }
 
 
-def _ahead_of_time(chip: Chip, topology: str) -> Target:
+def _ahead_of_time_target(chip: Chip, topology: str) -> Target:
     chips = num_chips(chip, topology)
-    known = _speed(chip)
+    figures = _chip_figures(chip)
     device_bytes = chip.device_bytes
     sources = [f"device_bytes: {origin}" for figure, origin in chip.sources if figure == "device_bytes"]
     if chip.platform == "gpu":
@@ -247,10 +247,10 @@ def _ahead_of_time(chip: Chip, topology: str) -> Target:
         sources.append(f"device_bytes: {_memory_fraction():g} of hbm_bytes, JAX's memory fraction")
     machine = chip.machine(chips)
     if machine is not None:
-        known["machine"] = machine.name
-        known["host_bytes"] = machine.host_bytes // (machine.num_chips * chip.devices_per_chip)
+        figures["machine"] = machine.name
+        figures["host_bytes"] = machine.host_bytes // (machine.num_chips * chip.devices_per_chip)
         sources.append(f"host_bytes: {machine.source}")
-    known["sources"] += tuple(sources)
+    figures["sources"] += tuple(sources)
     return Target(
         name=chip.name if chip.platform == "gpu" and chips == 1 else f"{chip.name}:{topology}",
         platform=chip.platform,
@@ -258,19 +258,24 @@ def _ahead_of_time(chip: Chip, topology: str) -> Target:
         num_devices=chips * chip.devices_per_chip,
         device_bytes=device_bytes,
         chip_config_name=chip.chip_config_name,
-        **known,
+        **figures,
     )
 
 
-def _with_figures(goal: Target, given: dict[str, int]) -> Target:
-    if not given:
+def _override_figures(goal: Target, overrides: dict[str, int]) -> Target:
+    if not overrides:
         return goal
-    changed: dict[str, Any] = dict(given)
-    if goal.platform == "gpu" and "hbm_bytes" in given and "device_bytes" not in given and goal.is_ahead_of_time:
+    changed: dict[str, Any] = dict(overrides)
+    if (
+        goal.platform == "gpu"
+        and "hbm_bytes" in overrides
+        and "device_bytes" not in overrides
+        and goal.is_ahead_of_time
+    ):
         # device_bytes is a share of hbm_bytes, so it follows a given hbm_bytes.
-        changed["device_bytes"] = int(given["hbm_bytes"] * _memory_fraction())
-    kept = tuple(source for source in goal.sources if source.partition(":")[0] not in given)
-    goal = dataclasses.replace(goal, **changed, sources=kept + tuple(f"{figure}: given" for figure in given))
+        changed["device_bytes"] = int(overrides["hbm_bytes"] * _memory_fraction())
+    sources = tuple(source for source in goal.sources if source.partition(":")[0] not in overrides)
+    goal = dataclasses.replace(goal, **changed, sources=sources + tuple(f"{figure}: given" for figure in overrides))
     check_figures(goal.name, goal.device_bytes, goal.hbm_bytes, goal.reserve_bytes)
     return goal
 

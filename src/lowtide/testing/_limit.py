@@ -42,13 +42,13 @@ class Limit:
             ConfigError: for a missing or invalid size, or an argument that the marker does not have.
             TargetError: for an unknown target, or, unless the limit is optional, one whose compiler is not installed.
         """
-        known = ("size", "target", "optional")
+        arguments = ("size", "target", "optional")
         for key in kwargs:
-            if key not in known:
-                close = difflib.get_close_matches(key, known, n=1)
+            if key not in arguments:
+                close = difflib.get_close_matches(key, arguments, n=1)
                 raise ConfigError(
                     f"the marker has no argument {key!r}",
-                    expected=", ".join(known),
+                    expected=", ".join(arguments),
                     got=key,
                     hint=f"did you mean {close[0]!r}?" if close else _HINT,
                 )
@@ -85,19 +85,14 @@ def beyond_text(needed: int, allowed: int) -> str:
     return text if text != format_bytes(allowed) else f"{text} ({format_bytes(needed - allowed)} more)"
 
 
-def tolerated_bytes(tolerance: str | int, whole: int) -> int:
-    """Return the bytes of a tolerance: a size, or a share of a total.
+def tolerated_bytes(tolerance: str | int, total: int) -> int:
+    """Return the bytes of a tolerance: a size such as ``"2 MiB"``, or a share of `total` such as ``"1 %"``.
 
-    Args:
-        tolerance: ``"1 %"``, ``"2 MiB"``, or bytes.
-        whole: the total that a share refers to.
-
-    Raises:
-        ConfigError: for text that is neither.
+    Raises `ConfigError` for text that is neither.
     """
     share = _PERCENT.fullmatch(tolerance) if isinstance(tolerance, str) else None
     if share is not None:
-        return int(float(share[1]) / 100 * whole)
+        return int(float(share[1]) / 100 * total)
     try:
         return parse_bytes(tolerance)
     except ConfigError as error:

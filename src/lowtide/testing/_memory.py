@@ -71,15 +71,15 @@ class DeviceMemory:
             None on the target.
         """
         __tracebackhide__ = True
-        given = Job(
+        job = Job(
             fn=fn, args=args, kwargs=kwargs, roles=roles, donate_argnums=donate_argnums, static_argnums=static_argnums
         )
-        return self._analyze(given, self._goal(target))
+        return self._analyze(job, self._goal(target))
 
-    def _goal(self, given: Target | str | None) -> Target:
-        if given is None and self._limit is not None and self._limit.target is not None:
+    def _goal(self, target: Target | str | None) -> Target:
+        if target is None and self._limit is not None and self._limit.target is not None:
             return self._limit.target
-        return resolve_target(given)
+        return resolve_target(target)
 
     def _analyze(self, job: Job, goal: Target) -> MemoryReport:
         __tracebackhide__ = True
@@ -108,9 +108,9 @@ class DeviceMemory:
         __tracebackhide__ = True
         allowed, needed = parse_bytes(size), role_bytes(report, role)
         if needed > allowed:
-            what = f"role {role!r}" if role else "the program"
+            label = f"role {role!r}" if role else "the program"
             raise AssertionError(
-                f"{what} was limited to {format_bytes(allowed)} but needs {beyond_text(needed, allowed)} at the peak "
+                f"{label} was limited to {format_bytes(allowed)} but needs {beyond_text(needed, allowed)} at the peak "
                 f"on {report.target.name}\n{owners_text(report, role=role)}"
             )
 
@@ -166,14 +166,16 @@ class DeviceMemory:
             ConfigError: for sizes that do not increase, or a role that a report does not have.
         """
         __tracebackhide__ = True
-        found = tuple(sizes)
-        if len(found) < 2 or any(b <= a for a, b in zip(found, found[1:], strict=False)):
-            raise ConfigError("sizes have to increase, two or more of them", got=found, hint="for instance [2, 4, 8]")
+        all_sizes = tuple(sizes)
+        if len(all_sizes) < 2 or any(b <= a for a, b in zip(all_sizes, all_sizes[1:], strict=False)):
+            raise ConfigError(
+                "sizes have to increase, two or more of them", got=all_sizes, hint="for instance [2, 4, 8]"
+            )
         goal = self._goal(target)
-        reports = tuple(self._analyze(Job.make(make, size, target=goal), goal) for size in found)
+        reports = tuple(self._analyze(Job.make(make, size, target=goal), goal) for size in all_sizes)
         for report in reports:
             check_role(report, role)
-        return Slope(sizes=found, reports=reports, role=role, space=space, variable=variable)
+        return Slope(sizes=all_sizes, reports=reports, role=role, space=space, variable=variable)
 
     def ratio(
         self,

@@ -12,14 +12,7 @@ from ..report import DERIVED_ROLES
 
 
 def owners_text(report: MemoryReport, *, role: str | None = None, space: str = "device", top: int = 8) -> str:
-    """List the largest owners at the peak, one per line: bytes, role, phase, name, array, source.
-
-    Args:
-        report: the report.
-        role: the role to list; None for all.
-        space: the memory space.
-        top: number of lines.
-    """
+    """List the largest owners at the peak, one per line: bytes, role, phase, name, array, source."""
     peak = report.host_peak if space == "host" else report.peak
     # Equal buffers of one source line, such as those of unrolled layers, share a line.
     equal: dict[tuple[Any, ...], list[Any]] = {}
@@ -27,8 +20,8 @@ def owners_text(report: MemoryReport, *, role: str | None = None, space: str = "
         if role is None or b.role == role:
             equal.setdefault((b.role, b.phase, b.shape, b.dtype, b.num_bytes, b.source), []).append(b)
     groups = sorted(equal.values(), key=lambda group: -sum(b.num_bytes for b in group))
-    where = "on the host" if space == "host" else "at the peak"
-    lines = [f"largest owners {where}" + (f" of role {role!r}:" if role else ":")]
+    location = "on the host" if space == "host" else "at the peak"
+    lines = [f"largest owners {location}" + (f" of role {role!r}:" if role else ":")]
     for group in groups[:top]:
         b, count = group[0], len(group)
         array = f"{b.dtype}[{','.join(map(str, b.shape))}]" if b.dtype else ""
@@ -36,8 +29,8 @@ def owners_text(report: MemoryReport, *, role: str | None = None, space: str = "
         parts = [b.role, b.phase, name, array, b.source]
         lines.append(f"  {format_bytes(sum(o.num_bytes for o in group)):>11}  " + "  ".join(p for p in parts if p))
     if len(groups) > top:
-        rest = sum(b.num_bytes for group in groups[top:] for b in group)
-        lines.append(f"  {format_bytes(rest):>11}  {len(groups) - top} more")
+        other_bytes = sum(b.num_bytes for group in groups[top:] for b in group)
+        lines.append(f"  {format_bytes(other_bytes):>11}  {len(groups) - top} more")
     return "\n".join(lines if groups else [*lines, "  nothing"])
 
 
@@ -53,13 +46,7 @@ def difference_text(before: MemoryReport, after: MemoryReport, *, top: int = 8) 
 def role_bytes(report: MemoryReport, role: str | None, space: str = "device") -> int:
     """Return the bytes at the peak of one role, or of all.
 
-    Args:
-        report: the report.
-        role: the role; None for all.
-        space: the memory space.
-
-    Raises:
-        ConfigError: for a role that the report does not have, so that a mistyped role does not pass as 0 bytes.
+    Raises `ConfigError` for a role that the report does not have, so that a mistyped role does not pass as 0 bytes.
     """
     check_role(report, role)
     peak = report.host_peak if space == "host" else report.peak
@@ -69,12 +56,12 @@ def role_bytes(report: MemoryReport, role: str | None, space: str = "device") ->
 def check_role(report: MemoryReport, role: str | None) -> None:
     """Check that a report has a role."""
     # Derived roles are always valid: a program may have no bytes of them, and then the report does not list them.
-    known = dict.fromkeys([*report.by_role, *report.host_by_role, *(b.role for b in report.buffers), *DERIVED_ROLES])
-    if role is not None and role not in known:
-        close = difflib.get_close_matches(role, known, n=3)
+    roles = dict.fromkeys([*report.by_role, *report.host_by_role, *(b.role for b in report.buffers), *DERIVED_ROLES])
+    if role is not None and role not in roles:
+        close = difflib.get_close_matches(role, roles, n=3)
         raise ConfigError(
             f"the report has no role {role!r}",
-            expected=", ".join(known),
+            expected=", ".join(roles),
             got=repr(role),
             hint=f"near misses: {', '.join(close)}"
             if close

@@ -50,7 +50,7 @@ class Slope:
         allowed = parse_bytes(limit)
         if self.bytes_per_unit > allowed:
             raise AssertionError(
-                f"{self._what()} was limited to {format_bytes(allowed)} per {self.variable} but grows by "
+                f"{self._subject()} was limited to {format_bytes(allowed)} per {self.variable} but grows by "
                 f"{beyond_text(self.bytes_per_unit, allowed)}\n{self._text()}"
             )
 
@@ -68,13 +68,13 @@ class Slope:
         low, high = min(self.num_bytes), max(self.num_bytes)
         if high - low > tolerated_bytes(tolerance, low):
             raise AssertionError(
-                f"{self._what()} should not depend on the number of {self.variable}s but differs by "
+                f"{self._subject()} should not depend on the number of {self.variable}s but differs by "
                 f"{format_bytes(high - low)}\n{self._text()}"
             )
 
-    def _what(self) -> str:
-        where = f"on {self.reports[0].target.name}"
-        return f"{self.space} memory{f' of role {self.role!r}' if self.role else ''} {where}"
+    def _subject(self) -> str:
+        location = f"on {self.reports[0].target.name}"
+        return f"{self.space} memory{f' of role {self.role!r}' if self.role else ''} {location}"
 
     def _text(self) -> str:
         sizes = [f"  {format_bytes(size):>11}  at {n}" for n, size in zip(self.sizes, self.num_bytes, strict=True)]

@@ -81,9 +81,9 @@ class Snapshots:
                 self._on_write(str(file), "made" if before is None else "updated")
             return
         if before is None:
-            others = f"\n  stored: {'; '.join(stored)}" if stored else ""
+            keys = f"\n  stored: {'; '.join(stored)}" if stored else ""
             raise AssertionError(
-                f"no memory snapshot for {key}\n  file: {file}{others}\nhint: run pytest {_FLAG}, and commit the file"
+                f"no memory snapshot for {key}\n  file: {file}{keys}\nhint: run pytest {_FLAG}, and commit the file"
             )
         if changes:
             raise AssertionError(
@@ -149,22 +149,22 @@ def _read(file: Path) -> dict[str, MemoryReport]:
         data: Any = json.loads(file.read_text(encoding="utf-8"))
         version, snapshots = data["memory_snapshot_version"], dict(data["snapshots"])
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise _damaged(file, error) from error
+        raise _damaged_file_error(file, error) from error
     if version != FORMAT:
-        raise _damaged(file, f"version {version}, expected {FORMAT}")
-    found: dict[str, MemoryReport] = {}
+        raise _damaged_file_error(file, f"version {version}, expected {FORMAT}")
+    reports: dict[str, MemoryReport] = {}
     with tempfile.TemporaryDirectory() as folder:  # `from_json` reads only files
         for key, value in snapshots.items():
             path = Path(folder) / "report.json"
             path.write_text(json.dumps(value), encoding="utf-8")
             try:
-                found[key] = MemoryReport.from_json(path)
+                reports[key] = MemoryReport.from_json(path)
             except ReportError as error:
-                raise _damaged(file, f"{key}: {error.got or error.message}") from error
-    return found
+                raise _damaged_file_error(file, f"{key}: {error.got or error.message}") from error
+    return reports
 
 
-def _damaged(file: Path, got: object) -> ReportError:
+def _damaged_file_error(file: Path, got: object) -> ReportError:
     return ReportError(
         f"{file}: not a memory snapshot that can be read", got=got, hint=f"delete it and run pytest {_FLAG}"
     )

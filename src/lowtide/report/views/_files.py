@@ -10,15 +10,7 @@ _HINT = "give a file in an existing folder that you may write to"
 
 
 def write_view(path: str | Path, content: bytes) -> None:
-    """Write one file, replacing an older one.
-
-    Args:
-        path: the file.
-        content: its whole content.
-
-    Raises:
-        OutputError: when the folder does not exist, or the file cannot be written.
-    """
+    """Write one file, replacing an older one; raise `OutputError` where the folder is missing or writing fails."""
     file = Path(path)
     message = f"{file}: the report cannot be written"
     if file.exists() and not file.is_file() and not file.is_dir():

@@ -15,10 +15,9 @@ _LAST_NUMBER = re.compile(r"[._-]?\d+$")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Group:
-    """Buffers of one role, phase, shape and pattern of names."""
+    """One or more buffers of one role, phase, shape and pattern of names."""
 
     buffers: tuple[Buffer, ...]
-    """At least one."""
 
     @property
     def num_bytes(self) -> int:
@@ -28,7 +27,7 @@ class Group:
     @property
     def label(self) -> str:
         """Common name of the buffers, with ``*`` for the numbers that differ."""
-        return differing(sorted({b.label for b in self.buffers}))
+        return common_label(sorted({b.label for b in self.buffers}))
 
     @property
     def text(self) -> str:
@@ -50,34 +49,26 @@ class Group:
         return next(iter(sources)) if len(sources) == 1 else ""
 
 
-def differing(labels: Sequence[str]) -> str:
-    """Return the common form of labels that differ only in numbers, with ``*`` for the numbers that differ.
-
-    Args:
-        labels: at least one; all with the same text between their numbers.
-    """
+def common_label(labels: Sequence[str]) -> str:
+    """Return the common form of labels that differ only in numbers, with ``*`` for the numbers that differ."""
     texts = _NUMBER.split(labels[0])
     numbers = list(zip(*(_NUMBER.findall(label) for label in labels), strict=False))
-    middle = [found[0] if len(set(found)) == 1 else "*" for found in numbers]
+    middle = [column[0] if len(set(column)) == 1 else "*" for column in numbers]
     return "".join(text + number for text, number in zip(texts, [*middle, ""], strict=False))
 
 
 def group_buffers(buffers: Iterable[Buffer]) -> list[Group]:
-    """Group equal buffers of numbered layers.
+    """Group equal buffers of numbered layers, largest group first.
 
-    Args:
-        buffers: any buffers.
-
-    Returns:
-        Groups, largest first. A group has buffers of the same role, phase, shape, type and size whose names (path, else
-        scope, else operation) differ only in numbers.
+    A group has buffers of the same role, phase, shape, type and size whose names (path, else scope, else operation)
+    differ only in numbers.
     """
-    found: dict[tuple[object, ...], list[Buffer]] = {}
+    groups: dict[tuple[object, ...], list[Buffer]] = {}
     for b in buffers:
         # Numbers become "#" in the key, so that layers/0/w and layers/1/w are one group.
         key = (b.space, b.role, b.phase, b.shape, b.dtype, b.num_bytes, _NUMBER.sub("#", b.label))
-        found.setdefault(key, []).append(b)
-    return sorted((Group(buffers=tuple(group)) for group in found.values()), key=lambda g: (-g.num_bytes, g.label))
+        groups.setdefault(key, []).append(b)
+    return sorted((Group(buffers=tuple(group)) for group in groups.values()), key=lambda g: (-g.num_bytes, g.label))
 
 
 def owner_name(buffer: Buffer) -> str:
@@ -87,15 +78,14 @@ def owner_name(buffer: Buffer) -> str:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RowGroup:
-    """Rows of a difference with the same role and type, whose owners differ only in numbers."""
+    """One or more rows of a difference with the same role and type, whose owners differ only in numbers."""
 
     rows: tuple[DiffRow, ...]
-    """At least one."""
 
     @property
     def owner(self) -> str:
         """Common name of the owners."""
-        return differing(sorted({row.owner for row in self.rows}))
+        return common_label(sorted({row.owner for row in self.rows}))
 
     @property
     def count(self) -> int:
@@ -124,14 +114,10 @@ class RowGroup:
 
 
 def group_rows(rows: Iterable[DiffRow]) -> list[RowGroup]:
-    """Group rows of numbered layers that changed in the same way, largest change first.
-
-    Args:
-        rows: rows of a difference.
-    """
-    found: dict[tuple[object, ...], list[DiffRow]] = {}
+    """Group rows of numbered layers that changed in the same way, largest change first."""
+    rows_by_key: dict[tuple[object, ...], list[DiffRow]] = {}
     for row in rows:
         key = (row.space, row.role, row.dtype, row.before_bytes, row.after_bytes, _NUMBER.sub("#", row.owner))
-        found.setdefault(key, []).append(row)
-    groups = (RowGroup(rows=tuple(group)) for group in found.values())
+        rows_by_key.setdefault(key, []).append(row)
+    groups = (RowGroup(rows=tuple(group)) for group in rows_by_key.values())
     return sorted(groups, key=lambda g: (-abs(g.delta_bytes), g.owner))

@@ -34,14 +34,7 @@ _CHECKS = """<label class="check"><input type="checkbox" id="changed" checked> c
 
 
 def report_page(report: ReportFacts) -> bytes:
-    """Make the page of a report.
-
-    Args:
-        report: the report.
-
-    Returns:
-        A whole HTML file in UTF-8.
-    """
+    """Make the page of a report: a whole HTML file in UTF-8."""
     payload, folded = report_payload(report)
     state = {True: "good", False: "bad", None: "unknown"}[report.fits]
     symbol = {"good": "✓", "bad": "✗", "unknown": ""}[state]
@@ -59,21 +52,14 @@ def report_page(report: ReportFacts) -> bytes:
         "charts": asset("report.html"),
         "checks": "",
         "facts": definitions(_report_facts(report)),
-        "footer": _footer([*report.notes, *folded, *_missing(report)], report.versions),
+        "footer": _footer([*report.notes, *folded, *_missing_buffers_note(report)], report.versions),
         "static": roles_table(report),
     }
     return _page(texts, markup, payload, (*_COMMON, "model.js", "treemap.js", "report.js"))
 
 
 def diff_page(difference: DiffFacts) -> bytes:
-    """Make the page of a difference.
-
-    Args:
-        difference: the difference.
-
-    Returns:
-        A whole HTML file in UTF-8.
-    """
+    """Make the page of a difference: a whole HTML file in UTF-8."""
     before, after = difference.before, difference.after
     sizes = f"{format_bytes(before.device_bytes)} before, {format_bytes(after.device_bytes)} after"
     names = dict.fromkeys([before.target.name, after.target.name])
@@ -101,11 +87,7 @@ def diff_page(difference: DiffFacts) -> bytes:
 
 
 def notebook(report: ReportFacts) -> str:
-    """Make a compact static table for notebooks: verdict, roles and the largest owners at the peak.
-
-    Args:
-        report: the report.
-    """
+    """Make a compact static table for notebooks: verdict, roles and the largest owners at the peak."""
     rows: list[Sequence[str]] = []
     peak = at_peak(report, "device")
     groups = group_buffers(peak) if report.buffers else []
@@ -122,27 +104,19 @@ def notebook(report: ReportFacts) -> str:
 
 
 def report_payload(report: ReportFacts, *, limit: int = MAX_PAYLOAD_BYTES) -> tuple[str, list[str]]:
-    """Return the data of a report's page.
-
-    Args:
-        report: the report.
-        limit: the largest size of the payload in bytes.
-
-    Returns:
-        JSON for a script element, and notes on what was left out.
-    """
+    """Return the data of a report's page as JSON of at most `limit` bytes, and notes on what was left out."""
     buffers = sorted((b for space in SPACES for b in drawn_buffers(report, space)), key=lambda b: -b.num_bytes)
     text = _report_json(report, buffers, [])
     if len(text) <= limit:
         return text, []
-    keep = len(buffers)
-    while len(text) > limit and keep:
+    num_kept = len(buffers)
+    while len(text) > limit and num_kept:
         # A folded buffer still costs two steps, so the number to keep is estimated, and the estimate is repeated.
-        keep = min(keep - 1, int(keep * 0.9 * limit / len(text)))
-        text = _report_json(report, buffers[:keep], buffers[keep:])
-    smallest = format_bytes(buffers[keep].num_bytes)
+        num_kept = min(num_kept - 1, int(num_kept * 0.9 * limit / len(text)))
+        text = _report_json(report, buffers[:num_kept], buffers[num_kept:])
+    smallest = format_bytes(buffers[num_kept].num_bytes)
     return text, [
-        f"the {len(buffers) - keep:,} buffers of {smallest} and less are one row a role, to keep this file small"
+        f"the {len(buffers) - num_kept:,} buffers of {smallest} and less are one row a role, to keep this file small"
     ]
 
 
@@ -151,12 +125,12 @@ def _report_json(report: ReportFacts, buffers: Sequence[Buffer], folded: Sequenc
     strings: dict[str, int] = {}
 
     def index(value: str) -> int:
-        return strings.setdefault(_cut(value), len(strings))
+        return strings.setdefault(_truncate(value), len(strings))
 
     rows = [{**vars(b), "shape": ",".join(map(str, b.shape))} for b in buffers]
     table: dict[str, list[int]] = {name: [index(row[name]) for row in rows] for name in _TEXTS}
     roles = role_order(report)
-    return _embedded(
+    return _embed_json(
         {
             "capacity": report.target.budget_bytes,
             "totals": {space: space_total(report, space) for space in SPACES},
@@ -172,7 +146,7 @@ def _report_json(report: ReportFacts, buffers: Sequence[Buffer], folded: Sequenc
                 "end": [b.end for b in buffers],
             },
             "rest": _fold(folded),
-            "moments": [_cut(name) for name in report.moments],
+            "moments": [_truncate(name) for name in report.moments],
             "strings": list(strings),
         }
     )
@@ -180,35 +154,31 @@ def _report_json(report: ReportFacts, buffers: Sequence[Buffer], folded: Sequenc
 
 def _fold(buffers: Sequence[Buffer]) -> list[dict[str, Any]]:
     """Return one entry per space and role, with its bytes as steps: exact at every moment, but without names."""
-    found: dict[tuple[Space, str], list[Buffer]] = {}
+    buffers_by_role: dict[tuple[Space, str], list[Buffer]] = {}
     for buffer in buffers:
-        found.setdefault((buffer.space, buffer.role), []).append(buffer)
+        buffers_by_role.setdefault((buffer.space, buffer.role), []).append(buffer)
     largest = max((b.num_bytes for b in buffers), default=0)
     entries: list[dict[str, Any]] = []
-    for (space, role), mine in found.items():
+    for (space, role), role_buffers in buffers_by_role.items():
         # Changes of the live bytes at each position, as in `report.live_bytes`; the page sums them up.
         steps: dict[int, int] = {}
-        for b in mine:
+        for b in role_buffers:
             steps[b.start] = steps.get(b.start, 0) + b.num_bytes
             steps[b.end + 1] = steps.get(b.end + 1, 0) - b.num_bytes
         flat = [value for moment in sorted(steps) if steps[moment] for value in (moment, steps[moment])]
-        entries.append({"space": space, "role": role, "limit": largest + 1, "count": len(mine), "steps": flat})
+        entries.append({"space": space, "role": role, "limit": largest + 1, "count": len(role_buffers), "steps": flat})
     return entries
 
 
 def diff_payload(difference: DiffFacts) -> str:
-    """Return the data of a difference's page: the timelines in columns, and every owner.
-
-    Args:
-        difference: the difference.
-    """
+    """Return the data of a difference's page: the timelines in columns, and every owner."""
     roles = role_order(difference.before, difference.after)
-    every = dict.fromkeys([*roles, *(row.role for row in difference.rows)])
+    all_roles = dict.fromkeys([*roles, *(row.role for row in difference.rows)])
     rows = [
         {
             "space": row.space,
             "role": row.role,
-            "owner": _cut(row.owner),
+            "owner": _truncate(row.owner),
             "dtype": row.dtype,
             "before": row.before_bytes,
             "after": row.after_bytes,
@@ -216,51 +186,51 @@ def diff_payload(difference: DiffFacts) -> str:
         }
         for row in difference.rows
     ]
-    return _embedded(
+    return _embed_json(
         {
-            "roles": list(every),
-            "styles": _styles(every),
-            "sides": {"before": _side(difference.before), "after": _side(difference.after)},
+            "roles": list(all_roles),
+            "styles": _styles(all_roles),
+            "sides": {"before": _diff_side(difference.before), "after": _diff_side(difference.after)},
             "by_role": {s: [[role, *pair] for role, pair in difference.by_role(space=s).items()] for s in SPACES},
             "rows": rows,
         }
     )
 
 
-def _side(report: ReportFacts) -> dict[str, Any]:
+def _diff_side(report: ReportFacts) -> dict[str, Any]:
     return {
         "target": report.target.name,
         "capacity": report.target.budget_bytes,
         "totals": {space: space_total(report, space) for space in SPACES},
         "peaks": {space: peak_moment(report, space) for space in SPACES},
-        "series": {space: _drawn_series(report, space) for space in SPACES},
+        "series": {space: _series_columns(report, space) for space in SPACES},
     }
 
 
-def _drawn_series(report: ReportFacts, space: Space) -> dict[str, Any]:
+def _series_columns(report: ReportFacts, space: Space) -> dict[str, Any]:
     num_moments = len(report.moments)
     series = role_series(drawn_buffers(report, space), num_moments)
-    drawn = columns(total_series(series, num_moments), _DIFF_COLUMNS)
+    moments = columns(total_series(series, num_moments), _DIFF_COLUMNS)
     return {
         "numMoments": num_moments,
-        "moments": drawn.tolist(),
-        "names": [_cut(report.moments[at]) for at in drawn],
+        "moments": moments.tolist(),
+        "names": [_truncate(report.moments[moment]) for moment in moments],
         "roles": [
-            {"role": role, "values": series[role][drawn].tolist()} for role in role_order(report) if role in series
+            {"role": role, "values": series[role][moments].tolist()} for role in role_order(report) if role in series
         ],
     }
 
 
 def _styles(roles: Iterable[str]) -> dict[str, dict[str, str]]:
-    found = styles(roles).items()
-    return {role: {"color": style.color, "texture": style.texture, "ink": style.ink} for role, style in found}
+    role_styles = styles(roles).items()
+    return {role: {"color": style.color, "texture": style.texture, "ink": style.ink} for role, style in role_styles}
 
 
-def _cut(text: str) -> str:
+def _truncate(text: str) -> str:
     return text if len(text) <= _MAX_TEXT else shorten(text, _MAX_TEXT)
 
 
-def _embedded(data: Mapping[str, Any]) -> str:
+def _embed_json(data: Mapping[str, Any]) -> str:
     text = json.dumps(data, separators=(",", ":"))  # ASCII: no U+2028, no lone surrogate
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
@@ -301,8 +271,8 @@ def _report_facts(report: ReportFacts) -> list[tuple[str, str]]:
     if target.reserve_bytes:
         facts.append(("Reserve", format_bytes(target.reserve_bytes)))
     if report.host_bytes:
-        of = f" of {format_bytes(target.host_bytes)}" if target.host_bytes else ""
-        facts.append(("Host", f"{format_bytes(report.host_bytes)}{of}"))
+        capacity = f" of {format_bytes(target.host_bytes)}" if target.host_bytes else ""
+        facts.append(("Host", f"{format_bytes(report.host_bytes)}{capacity}"))
     facts.append(("Peak", shorten(peak_text(report, "device"), 90)))
     return facts
 
@@ -318,7 +288,7 @@ def _footer(notes: Iterable[str], versions: Mapping[str, str | None]) -> str:
     return "".join(f"<p>{html.escape(line)}</p>" for line in lines)
 
 
-def _missing(report: ReportFacts) -> list[str]:
+def _missing_buffers_note(report: ReportFacts) -> list[str]:
     if report.buffers or not (report.device_bytes or report.host_bytes):
         return []
     return ["this report knows no single buffers: every role is drawn as one, alive throughout"]

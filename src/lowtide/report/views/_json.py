@@ -17,23 +17,18 @@ from ...targets import Target
 from .._buffers import Space, from_rows
 from .._facts import SpaceBytes
 
-_LINES = ("buffers", "moments", "rows")
+_LONG_LISTS = ("buffers", "moments", "rows")
 _HINT = "give a file that MemoryReport.to_json wrote"
 
 
 def dump(data: Mapping[str, Any], *, indent: str = "") -> str:
-    """Return JSON with one line per key, and one line per element of the long lists.
-
-    Args:
-        data: plain data; the lists under ``buffers``, ``moments`` and ``rows`` may be long.
-        indent: indentation of the closing brace.
-    """
+    """Return JSON with one line per key and per element of long lists; `indent` is that of the closing brace."""
     inner = f"{indent}  "
     parts: list[str] = []
     for key, value in data.items():
-        if key in _LINES and value:
+        if key in _LONG_LISTS and value:
             text = f"[\n{inner}  " + f",\n{inner}  ".join(_compact(item) for item in value) + f"\n{inner}]"
-        elif isinstance(value, Mapping) and any(name in value for name in _LINES):
+        elif isinstance(value, Mapping) and any(name in value for name in _LONG_LISTS):
             text = dump(cast("Mapping[str, Any]", value), indent=inner)
         else:
             text = _compact(value)
@@ -46,17 +41,9 @@ def _compact(value: Any) -> str:
 
 
 def read_fields(path: str | Path, *, schema_version: int) -> dict[str, Any]:
-    """Read the fields of the report in a file that `MemoryReport.to_json` wrote.
+    """Read the arguments of `MemoryReport` from a file that `MemoryReport.to_json` wrote.
 
-    Args:
-        path: the file.
-        schema_version: the supported version of the JSON.
-
-    Returns:
-        Arguments of `MemoryReport` for an equal report.
-
-    Raises:
-        ReportError: when the file is missing, is not a report, or has another version.
+    Raises `ReportError` when the file is missing, is not a report, or has another `schema_version`.
     """
     try:
         data = json.loads(Path(path).read_text(encoding="utf-8"))
@@ -64,14 +51,14 @@ def read_fields(path: str | Path, *, schema_version: int) -> dict[str, Any]:
         raise ReportError(f"{path}: the report cannot be read", got=error.strerror or error, hint=_HINT) from error
     except ValueError as error:  # not UTF-8, or not JSON
         raise ReportError(f"{path}: the file is not JSON", got=error, hint=_HINT) from error
-    found = data.get("schema_version") if isinstance(data, dict) else None
-    if found is None:
+    version = data.get("schema_version") if isinstance(data, dict) else None
+    if version is None:
         raise ReportError(f"{path}: the file is not a memory report", expected='a key "schema_version"', hint=_HINT)
-    if found != schema_version:
+    if version != schema_version:
         raise ReportError(
             f"{path}: the report has another version of the format",
             expected=f"schema_version {schema_version}",
-            got=found,
+            got=version,
             hint="make the report again with this version of Lowtide, or read it with the version that wrote it",
         )
     try:

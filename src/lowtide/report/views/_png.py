@@ -20,10 +20,10 @@ from ._series import at_peak, columns, drawn_buffers, role_order, role_series, t
 from ._terminal import shorten, with_source
 from ._verdict import fit_text, peak_text
 
-_INK, _QUIET, _GRID = "#1a1d21", "#5b6470", "#e3e6ea"
+_INK, _MUTED, _GRID = "#1a1d21", "#5b6470", "#e3e6ea"
 _HATCH = {"": None, "/": "//", "\\": "\\\\", "x": "xx"}
-_TOP = 14
-_COLUMNS = 1200
+_MAX_BARS = 14
+_MAX_COLUMNS = 1200
 _SETTINGS: dict[str, Any] = {
     "font.family": "sans-serif",
     "font.sans-serif": ["DejaVu Sans"],
@@ -34,48 +34,34 @@ _SETTINGS: dict[str, Any] = {
     "axes.spines.top": False,
     "axes.spines.right": False,
     "text.color": _INK,
-    "xtick.color": _QUIET,
-    "ytick.color": _QUIET,
+    "xtick.color": _MUTED,
+    "ytick.color": _MUTED,
 }
 
 
-_PLATE = {"facecolor": "white", "edgecolor": "none", "alpha": 0.85, "pad": 1.5}
+_BOX = {"facecolor": "white", "edgecolor": "none", "alpha": 0.85, "pad": 1.5}
 """Background of text that may be on a coloured area."""
 
 
 def report_png(report: ReportFacts) -> bytes:
-    """Draw a report: timeline by role, and the largest owners at the peak.
+    """Draw a report as a PNG of 1600×900: timeline by role, and the largest owners at the peak.
 
-    Args:
-        report: the report.
-
-    Returns:
-        A PNG of 1600×900.
-
-    Raises:
-        ConfigError: when matplotlib is not installed.
+    Raises `ConfigError` when matplotlib is not installed.
     """
     mpl = _matplotlib()
     with mpl.rc_context({**mpl.rcParamsDefault, **_SETTINGS}):
         figure, grid = _figure(f"{report.target.name} · {fit_text(report)}", _subtitle(report), num_rows=1)
-        found = styles(b.role for b in report.buffers or drawn_buffers(report, "device"))
-        roles = _draw_timeline(figure.add_subplot(grid[0]), report, found, report.device_bytes)
-        _draw_owners(figure.add_subplot(grid[1]), report, found)
-        _legend(figure, roles, found)
+        role_styles = styles(b.role for b in report.buffers or drawn_buffers(report, "device"))
+        roles = _draw_timeline(figure.add_subplot(grid[0]), report, role_styles, report.device_bytes)
+        _draw_owners(figure.add_subplot(grid[1]), report, role_styles)
+        _legend(figure, roles, role_styles)
         return _save(figure)
 
 
 def diff_png(difference: DiffFacts) -> bytes:
-    """Draw a difference: both timelines on one scale, and the owners that changed most.
+    """Draw a difference as a PNG of 1600×900: both timelines on one scale, and the owners that changed most.
 
-    Args:
-        difference: the difference.
-
-    Returns:
-        A PNG of 1600×900.
-
-    Raises:
-        ConfigError: when matplotlib is not installed.
+    Raises `ConfigError` when matplotlib is not installed.
     """
     mpl = _matplotlib()
     before, after = difference.before, difference.after
@@ -85,15 +71,15 @@ def diff_png(difference: DiffFacts) -> bytes:
         notes = [f"{signed(host)} on the host"] * bool(host) + list(difference.notes[:1])
         title = f"{after.target.name} · {signed(difference.delta_bytes())} on the device: {sizes}"
         figure, grid = _figure(title, " · ".join(notes), num_rows=2)
-        both = [b.role for report in (before, after) for b in drawn_buffers(report, "device")]
-        found, highest = styles(both), max(before.device_bytes, after.device_bytes)
+        drawn_roles = [b.role for report in (before, after) for b in drawn_buffers(report, "device")]
+        role_styles, highest = styles(drawn_roles), max(before.device_bytes, after.device_bytes)
         roles: list[str] = []
         for row, (name, report) in enumerate((("before", before), ("after", after))):
             axes = figure.add_subplot(grid[row, 0])
-            roles += _draw_timeline(axes, report, found, highest)
-            axes.set_title(f"{name}: {format_bytes(report.device_bytes)}", loc="left", fontsize=11, color=_QUIET)
+            roles += _draw_timeline(axes, report, role_styles, highest)
+            axes.set_title(f"{name}: {format_bytes(report.device_bytes)}", loc="left", fontsize=11, color=_MUTED)
         _draw_changes(figure.add_subplot(grid[:, 1]), difference)
-        _legend(figure, [role for role in role_order(before, after) if role in roles], found)
+        _legend(figure, [role for role in role_order(before, after) if role in roles], role_styles)
         return _save(figure)
 
 
@@ -114,9 +100,9 @@ def _figure(title: str, subtitle: str, *, num_rows: int) -> tuple[Any, Any]:
 
     figure: Any = Figure(figsize=(16, 9), dpi=100, facecolor="white")
     figure.text(0.022, 0.945, shorten(title, 110), fontsize=18, fontweight="bold", va="center")
-    figure.text(0.022, 0.905, shorten(subtitle, 170), fontsize=11.5, color=_QUIET, va="center")
-    place = {"left": 0.062, "right": 0.978, "top": 0.79, "bottom": 0.07}
-    return figure, figure.add_gridspec(num_rows, 2, **place, width_ratios=(1.1, 1), wspace=0.62, hspace=0.28)
+    figure.text(0.022, 0.905, shorten(subtitle, 170), fontsize=11.5, color=_MUTED, va="center")
+    margins = {"left": 0.062, "right": 0.978, "top": 0.79, "bottom": 0.07}
+    return figure, figure.add_gridspec(num_rows, 2, **margins, width_ratios=(1.1, 1), wspace=0.62, hspace=0.28)
 
 
 def _save(figure: Any) -> bytes:
@@ -133,10 +119,10 @@ def _subtitle(report: ReportFacts) -> str:
     return f"{peak}compiled figures, one device{host}"
 
 
-def _legend(figure: Any, roles: Iterable[str], found: Mapping[str, Style]) -> None:
+def _legend(figure: Any, roles: Iterable[str], role_styles: Mapping[str, Style]) -> None:
     from matplotlib.patches import Patch
 
-    handles = [Patch(label=shorten(role, 24), **_fill(found[role])) for role in dict.fromkeys(roles)]
+    handles = [Patch(label=shorten(role, 24), **_fill(role_styles[role])) for role in dict.fromkeys(roles)]
     if handles:
         figure.legend(
             handles=handles[:16],
@@ -155,33 +141,33 @@ def _fill(style: Style) -> dict[str, Any]:
     return {"facecolor": style.color, "hatch": _HATCH[style.texture], "edgecolor": (1, 1, 1, 0.45), "linewidth": 0}
 
 
-def _draw_timeline(axes: Any, report: ReportFacts, found: Mapping[str, Style], highest: int) -> list[str]:
+def _draw_timeline(axes: Any, report: ReportFacts, role_styles: Mapping[str, Style], highest: int) -> list[str]:
     from matplotlib.ticker import MaxNLocator
 
     num_moments = len(report.moments)
     series = role_series(drawn_buffers(report, "device"), num_moments)
     totals = total_series(series, num_moments)
-    drawn = columns(totals, _COLUMNS)
+    moments = columns(totals, _MAX_COLUMNS)
     # A step plot needs one more edge than columns. The first column may start after 0, because `columns` returns the
     # position with most bytes of each range.
-    edges = np.append(drawn, num_moments).astype(float)
+    edges = np.append(moments, num_moments).astype(float)
     edges[0] = 0
     roles = [role for role in role_order(report) if role in series and series[role].any()]
-    base = np.zeros(len(drawn), np.int64)
+    base = np.zeros(len(moments), np.int64)
     for role in roles:
-        layer = base + series[role][drawn]
+        layer = base + series[role][moments]
         axes.fill_between(
-            edges, np.append(base, base[-1]), np.append(layer, layer[-1]), step="post", **_fill(found[role])
+            edges, np.append(base, base[-1]), np.append(layer, layer[-1]), step="post", **_fill(role_styles[role])
         )
         base = layer
     axes.step(edges, np.append(base, base[-1]), where="post", color=_INK, linewidth=0.7)
     top = max(highest, int(totals.max()), 1)
-    usable = report.target.budget_bytes
-    if usable is not None and usable <= 1.5 * top:
-        top = max(top, usable)
-        axes.axhline(usable, color="#b3261e", linewidth=1.3, linestyle=(0, (5, 3)))
+    budget = report.target.budget_bytes
+    if budget is not None and budget <= 1.5 * top:
+        top = max(top, budget)
+        axes.axhline(budget, color="#b3261e", linewidth=1.3, linestyle=(0, (5, 3)))
         axes.text(
-            num_moments, usable, f"limit {format_bytes(usable)}", ha="right", va="bottom", color="#b3261e", bbox=_PLATE
+            num_moments, budget, f"limit {format_bytes(budget)}", ha="right", va="bottom", color="#b3261e", bbox=_BOX
         )
     axes.set_xlim(0, num_moments)
     axes.set_ylim(0, top * 1.12)
@@ -190,53 +176,55 @@ def _draw_timeline(axes: Any, report: ReportFacts, found: Mapping[str, Style], h
     axes.grid(axis="y", color=_GRID, linewidth=0.8)
     axes.set_axisbelow(True)
     axes.tick_params(length=0)
-    axes.set_xlabel("moment of the program", color=_QUIET)
+    axes.set_xlabel("moment of the program", color=_MUTED)
     axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True))
-    at, size = report.peak_moment + 0.5, int(totals[report.peak_moment])
+    peak_x, size = report.peak_moment + 0.5, int(totals[report.peak_moment])
     if size:
-        axes.plot([at], [size], "o", color=_INK, markersize=5, clip_on=False)
-        right = at > num_moments * 0.7
+        axes.plot([peak_x], [size], "o", color=_INK, markersize=5, clip_on=False)
+        is_right = peak_x > num_moments * 0.7
         axes.annotate(
-            f"peak {format_bytes(size)}", (at, size), xytext=(-8 if right else 8, 7), textcoords="offset points",
-            ha="right" if right else "left", fontweight="bold",
+            f"peak {format_bytes(size)}", (peak_x, size), xytext=(-8 if is_right else 8, 7), textcoords="offset points",
+            ha="right" if is_right else "left", fontweight="bold",
         )  # fmt: skip
     return roles
 
 
-def _draw_owners(axes: Any, report: ReportFacts, found: Mapping[str, Style]) -> None:
+def _draw_owners(axes: Any, report: ReportFacts, role_styles: Mapping[str, Style]) -> None:
     groups = group_buffers(at_peak(report, "device"))
-    shown, rest = groups[:_TOP], groups[_TOP:]
-    sizes = [group.num_bytes for group in shown] + [sum(g.num_bytes for g in rest)] * bool(rest)
-    names = [shorten(with_source(g.text, g, 44), 44) for g in shown] + [f"{len(rest):,} smaller"] * bool(rest)
-    looks = [found[g.buffers[0].role] for g in shown] + [Style(color="#b4bac2")] * bool(rest)
-    _bars(axes, names, sizes, looks, [format_bytes(size) for size in sizes])
-    axes.set_title("Largest owners at the peak", loc="left", fontsize=11, color=_QUIET)
+    shown, remaining = groups[:_MAX_BARS], groups[_MAX_BARS:]
+    sizes = [group.num_bytes for group in shown] + [sum(g.num_bytes for g in remaining)] * bool(remaining)
+    names = [shorten(with_source(g.text, g, 44), 44) for g in shown] + [f"{len(remaining):,} smaller"] * bool(remaining)
+    bar_styles = [role_styles[g.buffers[0].role] for g in shown] + [Style(color="#b4bac2")] * bool(remaining)
+    _bars(axes, names, sizes, bar_styles, [format_bytes(size) for size in sizes])
+    axes.set_title("Largest owners at the peak", loc="left", fontsize=11, color=_MUTED)
 
 
 def _draw_changes(axes: Any, difference: DiffFacts) -> None:
 
     groups = [g for g in group_rows(r for r in difference.rows if r.space == "device") if g.delta_bytes]
-    shown, rest = groups[:_TOP], groups[_TOP:]
-    deltas = [g.delta_bytes for g in shown] + [sum(g.delta_bytes for g in rest)] * bool(rest)
+    shown, remaining = groups[:_MAX_BARS], groups[_MAX_BARS:]
+    deltas = [g.delta_bytes for g in shown] + [sum(g.delta_bytes for g in remaining)] * bool(remaining)
     names = [f"{shorten(g.text, 32)}  {shorten(g.rows[0].role, 12)}" for g in shown]
-    names += [f"{len(rest):,} smaller changes"] * bool(rest)
-    looks = [Style(color="#c2410c" if delta > 0 else "#12805c", texture="/" if delta > 0 else "") for delta in deltas]
-    _bars(axes, names, deltas, looks, [signed(delta) for delta in deltas])
-    axes.axvline(0, color=_QUIET, linewidth=0.8)
-    axes.set_title("Owners that changed most" if deltas else "No owner changed", loc="left", fontsize=11, color=_QUIET)
+    names += [f"{len(remaining):,} smaller changes"] * bool(remaining)
+    bar_styles = [
+        Style(color="#c2410c" if delta > 0 else "#12805c", texture="/" if delta > 0 else "") for delta in deltas
+    ]
+    _bars(axes, names, deltas, bar_styles, [signed(delta) for delta in deltas])
+    axes.axvline(0, color=_MUTED, linewidth=0.8)
+    axes.set_title("Owners that changed most" if deltas else "No owner changed", loc="left", fontsize=11, color=_MUTED)
 
 
-def _bars(axes: Any, names: list[str], sizes: list[int], looks: list[Style], texts: list[str]) -> None:
+def _bars(axes: Any, names: list[str], sizes: list[int], bar_styles: list[Style], texts: list[str]) -> None:
     from matplotlib.patches import Rectangle
 
     low, high = min([0, *sizes]), max([0, *sizes])
     span = max(1, high - low)
-    for at, (size, style) in enumerate(zip(sizes, looks, strict=True)):
-        axes.add_patch(Rectangle((min(0, size), at - 0.34), abs(size), 0.68, **_fill(style)))
-        left = size < 0
+    for row, (size, style) in enumerate(zip(sizes, bar_styles, strict=True)):
+        axes.add_patch(Rectangle((min(0, size), row - 0.34), abs(size), 0.68, **_fill(style)))
+        is_negative = size < 0
         axes.annotate(
-            texts[at], (size, at), xytext=(-5 if left else 5, 0), textcoords="offset points", va="center",
-            ha="right" if left else "left", fontsize=10,
+            texts[row], (size, row), xytext=(-5 if is_negative else 5, 0), textcoords="offset points", va="center",
+            ha="right" if is_negative else "left", fontsize=10,
         )  # fmt: skip
     axes.set_xlim(low - (0.3 * span if low < 0 else 0), high + (0.3 * span if high > 0 else 0.02 * span))
     axes.set_ylim(max(len(sizes), 6) - 0.4, -0.6)
@@ -248,19 +236,14 @@ def _bars(axes: Any, names: list[str], sizes: list[int], looks: list[Style], tex
 
 
 def byte_ticks(top: int, count: int = 5) -> list[int]:
-    """Return round sizes from 0 to at most `top`: 1, 2 or 5 times a power of ten of a binary unit.
-
-    Args:
-        top: the largest size to show.
-        count: approximate number of sizes.
-    """
+    """Return about `count` round sizes from 0 to at most `top`: 1, 2 or 5 times a power of ten of a binary unit."""
     unit = 1
     while top >= unit * 1024 and unit < 2**40:
         unit *= 1024
     rough = max(top / unit / count, 1 / unit)
     scale = 10.0 ** np.floor(np.log10(rough))
     step = next(scale * factor for factor in (1, 2, 5, 10) if scale * factor >= rough * 0.999)
-    return [round(at * step * unit) for at in range(int(top / unit / step + 1e-9) + 1)]
+    return [round(index * step * unit) for index in range(int(top / unit / step + 1e-9) + 1)]
 
 
 def tick_text(num_bytes: int) -> str:

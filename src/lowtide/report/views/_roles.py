@@ -23,7 +23,6 @@ class Style:
     """Colour and texture of a role."""
 
     color: str
-    """Colour of the fill, ``#rrggbb``."""
     texture: Texture = ""
     """Lines over the fill: one diagonal, the other, or both."""
 
@@ -33,7 +32,7 @@ class Style:
         return "#ffffff" if contrast(self.color, "#ffffff") >= contrast(self.color, "#000000") else "#000000"
 
 
-_FIXED = {
+_DERIVED_STYLES = {
     "activations": Style(color="#d0661a"),
     "gradients": Style(color="#d0436f", texture="/"),
     "copies": Style(color="#6b83c9", texture="\\"),
@@ -47,14 +46,14 @@ _FIXED = {
     "unattributed": Style(color="#8a7a9b", texture="x"),
     "fragmentation": Style(color="#8d8d8d", texture="x"),
 }
-_USUAL = {
+_ARGUMENT_STYLES = {
     "params": Style(color="#2b76d6"),
     "frozen": Style(color="#17868a"),
     "opt_state": Style(color="#8763d6", texture="/"),
     "batch": Style(color="#6f8a1e", texture="/"),
     "other": Style(color="#6d7f95", texture="/"),
 }
-_SPARE = (
+_FALLBACK = (
     Style(color="#2b76d6"),
     Style(color="#8763d6", texture="/"),
     Style(color="#17868a"),
@@ -62,52 +61,46 @@ _SPARE = (
     Style(color="#6f8a1e", texture="/"),
     Style(color="#3f78b5", texture="x"),
 )
-_FIRST = ("constants", "code")
-_LAST = ("copies", "gradients", "activations", "recomputed", "cotangents", "workspaces", "temporaries", "outputs")
+_BOTTOM = ("constants", "code")
+_MIDDLE = ("copies", "gradients", "activations", "recomputed", "cotangents", "workspaces", "temporaries", "outputs")
 _TOP = ("unattributed", "fragmentation")
 
 
 def styles(roles: Iterable[str]) -> dict[str, Style]:
-    """Return the style of every role.
+    """Return the style of every role; names of argument roles are arbitrary.
 
-    Args:
-        roles: names; those of arguments are arbitrary.
-
-    Returns:
-        One style per role. A name without a fixed style gets one that a checksum of the name selects, or the next that
-        is free. So it looks the same in two reports with the same roles.
+    A name without a fixed style gets one that a checksum of the name selects, or the next that is free. So it looks the
+    same in two reports with the same roles.
     """
     names = sorted(set(roles))
-    found = {name: style for name, style in {**_USUAL, **_FIXED}.items() if name in names}
+    role_styles = {name: style for name, style in {**_ARGUMENT_STYLES, **_DERIVED_STYLES}.items() if name in names}
     for name in names:
-        if name not in found:
+        if name not in role_styles:
             # A checksum, because Python's `hash` of a string differs between processes.
-            at = zlib.crc32(name.encode("utf-8", "surrogatepass")) % len(_SPARE)
-            turns = [_SPARE[(at + step) % len(_SPARE)] for step in range(len(_SPARE))]
-            found[name] = next((style for style in turns if style not in found.values()), turns[0])
-    return found
+            start = zlib.crc32(name.encode("utf-8", "surrogatepass")) % len(_FALLBACK)
+            candidates = [_FALLBACK[(start + step) % len(_FALLBACK)] for step in range(len(_FALLBACK))]
+            role_styles[name] = next(
+                (style for style in candidates if style not in role_styles.values()), candidates[0]
+            )
+    return role_styles
 
 
-def stacked(roles: Iterable[str]) -> list[str]:
-    """Return roles from the bottom of a stack to its top: lasting ones first, short-lived ones last.
-
-    Args:
-        roles: names, with those of arguments in the order to show.
-    """
+def stacking_order(roles: Iterable[str]) -> list[str]:
+    """Return roles from the bottom of a stack to its top: arguments as given, then derived roles, lasting first."""
     names = list(dict.fromkeys(roles))
-    derived = {*_FIRST, *_LAST, *_TOP}
+    derived = {*_BOTTOM, *_MIDDLE, *_TOP}
     arguments = [name for name in names if name not in derived]
-    return [*arguments, *(name for name in (*_FIRST, *_LAST, *_TOP) if name in names)]
+    return [*arguments, *(name for name in (*_BOTTOM, *_MIDDLE, *_TOP) if name in names)]
 
 
 def luminance(color: str) -> float:
     """Return the relative luminance of ``#rrggbb``, as WCAG 2 defines it."""
-    channels = [int(color[at : at + 2], 16) / 255 for at in (1, 3, 5)]
+    channels = [int(color[index : index + 2], 16) / 255 for index in (1, 3, 5)]
     linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in channels]
     return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
 
 
-def contrast(one: str, other: str) -> float:
+def contrast(first: str, second: str) -> float:
     """Return the contrast of two colours, 1 to 21, as WCAG 2 defines it."""
-    dark, light = sorted((luminance(one), luminance(other)))
+    dark, light = sorted((luminance(first), luminance(second)))
     return (light + 0.05) / (dark + 0.05)

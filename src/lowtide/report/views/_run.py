@@ -78,26 +78,26 @@ def _table(title: str, rows: Sequence[tuple[str, str]]) -> str:
 
 
 def _chart(chart: Chart) -> str:
-    found = {name: _finite(points) for name, points in chart.curves.items()}
-    found = {name: points for name, points in found.items() if np.isfinite(points[1]).any()}
-    if not found:
+    curves = {name: _finite(points) for name, points in chart.curves.items()}
+    curves = {name: points for name, points in curves.items() if np.isfinite(points[1]).any()}
+    if not curves:
         return _card(chart.title, '<p class="empty">no values</p>')
-    steps = np.concatenate([points[0] for points in found.values()])
-    values = np.concatenate([points[1] for points in found.values()])
-    x = _ticks(float(steps.min()), float(steps.max()), 4, whole=True)
+    steps = np.concatenate([points[0] for points in curves.values()])
+    values = np.concatenate([points[1] for points in curves.values()])
+    x = _ticks(float(steps.min()), float(steps.max()), 4, is_integer=True)
     y = _ticks(float(np.nanmin(values)), float(np.nanmax(values)), 5)
-    left, right = float(steps.min()), max(float(steps.max()), float(steps.min()) + 1)
+    start, end = float(steps.min()), max(float(steps.max()), float(steps.min()) + 1)
     low, high = min(y[0], float(np.nanmin(values))), max(y[-1], float(np.nanmax(values)))
 
-    def place(at: np.ndarray, value: np.ndarray) -> np.ndarray:
-        return np.stack([(at - left) / (right - left) * 100, 100 - (value - low) / (high - low) * 100], axis=-1)
+    def to_percent(step: np.ndarray, value: np.ndarray) -> np.ndarray:
+        return np.stack([(step - start) / (end - start) * 100, 100 - (value - low) / (high - low) * 100], axis=-1)
 
-    drawn = "".join(_curve(points, number, place) for number, points in enumerate(found.values()))
+    paths = "".join(_curve(points, number, to_percent) for number, points in enumerate(curves.values()))
     rows = [((high - tick) / (high - low) * 100, f"{tick:,.10g}") for tick in y if low <= tick <= high]
-    marks = [((tick - left) / (right - left) * 100, f"{tick:,.0f}") for tick in x if left <= tick <= right]
-    keys = "".join(f'<span><i class="key c{n}"></i>{html.escape(name)}</span>' for n, name in enumerate(found))
+    marks = [((tick - start) / (end - start) * 100, f"{tick:,.0f}") for tick in x if start <= tick <= end]
+    keys = "".join(f'<span><i class="key c{n}"></i>{html.escape(name)}</span>' for n, name in enumerate(curves))
     legend = f'<div class="legend inline">{keys}</div>' if len(chart.curves) > 1 else ""
-    return _card(chart.title, _plot(chart.title, drawn, rows, marks), legend)
+    return _card(chart.title, _plot(chart.title, paths, rows, marks), legend)
 
 
 def _finite(points: Points) -> tuple[np.ndarray, np.ndarray]:
@@ -107,22 +107,22 @@ def _finite(points: Points) -> tuple[np.ndarray, np.ndarray]:
     return np.array([step for step, _ in ordered], float), np.array(values, float)
 
 
-def _curve(points: tuple[np.ndarray, np.ndarray], number: int, place: Callable[..., np.ndarray]) -> str:
-    at, middle, least, most = _columns(*points)
+def _curve(points: tuple[np.ndarray, np.ndarray], number: int, to_percent: Callable[..., np.ndarray]) -> str:
+    steps, means, minima, maxima = _columns(*points)
     # With fewer columns than points, a band shows the range that each mean hides.
     band = ""
-    if len(points[0]) > len(at):
-        for run in _runs(middle):
+    if len(points[0]) > len(steps):
+        for run in _runs(means):
             if len(run) > 1:
-                outline = [*place(at[run], most[run]), *place(at[run], least[run])[::-1]]
+                outline = [*to_percent(steps[run], maxima[run]), *to_percent(steps[run], minima[run])[::-1]]
                 band += f'<path class="band c{number}" d="M{_path(outline)}Z"/>'
-    lines = [place(at[run], middle[run]) for run in _runs(middle)]
+    lines = [to_percent(steps[run], means[run]) for run in _runs(means)]
     # "h0" draws a line of length zero, whose round caps show a single point as a dot.
     joined = "".join(f"M{_path(line)}" + ("" if len(line) > 1 else "h0") for line in lines)
     dots = ""
-    if len(at) <= 40:
-        each = "".join(f"M{_path([dot])}h0" for line in lines for dot in line)
-        dots = f'<path class="dot c{number}" d="{each}"/>'
+    if len(steps) <= 40:
+        dot_path = "".join(f"M{_path([dot])}h0" for line in lines for dot in line)
+        dots = f'<path class="dot c{number}" d="{dot_path}"/>'
     return f'{band}<path class="curve c{number}" d="{joined}"/>{dots}'
 
 
@@ -135,11 +135,11 @@ def _columns(steps: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndar
     edges = [0, *np.searchsorted(steps, bounds[1:-1]), len(steps)]
     rows: list[tuple[float, ...]] = []
     for low, high in pairwise(edges):
-        mine = values[low:high][np.isfinite(values[low:high])]
-        rows.append((mine.mean(), mine.min(), mine.max()) if len(mine) else (math.nan,) * 3)
-    at = (bounds[:-1] + bounds[1:]) / 2
-    at[0], at[-1] = steps[0], steps[-1]  # the curve spans the whole range
-    return at, *np.array(rows).T
+        chunk = values[low:high][np.isfinite(values[low:high])]
+        rows.append((chunk.mean(), chunk.min(), chunk.max()) if len(chunk) else (math.nan,) * 3)
+    centers = (bounds[:-1] + bounds[1:]) / 2
+    centers[0], centers[-1] = steps[0], steps[-1]  # the curve spans the whole range
+    return centers, *np.array(rows).T
 
 
 def _runs(values: np.ndarray) -> list[np.ndarray]:
@@ -152,32 +152,32 @@ def _path(points: Iterable[Sequence[float]]) -> str:
     return "L".join(f"{x:.2f} {y:.2f}" for x, y in points)
 
 
-def _ticks(low: float, high: float, count: int, *, whole: bool = False) -> list[float]:
+def _ticks(low: float, high: float, count: int, *, is_integer: bool = False) -> list[float]:
     """Return distinct round numbers from below the smallest to above the largest value."""
     if high <= low:
-        around = max(abs(low) * 0.1, 1e-12)
-        low, high = (low, low + 1) if whole else (low - around, high + around)
+        margin = max(abs(low) * 0.1, 1e-12)
+        low, high = (low, low + 1) if is_integer else (low - margin, high + margin)
     raw = (high - low) / count
     power = 10.0 ** math.floor(math.log10(raw))
     step = next(nice * power for nice in (1, 2, 2.5, 5, 10) if nice * power >= raw * 0.999)
-    step = max(1.0, round(step)) if whole else step
+    step = max(1.0, round(step)) if is_integer else step
     first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
     return [round(number * step, 15) for number in range(first, last + 1)]
 
 
-def _plot(title: str, drawn: str, rows: Sequence[tuple[float, str]], marks: Sequence[tuple[float, str]]) -> str:
+def _plot(title: str, markup: str, rows: Sequence[tuple[float, str]], marks: Sequence[tuple[float, str]]) -> str:
     """Put a drawing of 100 by 100 between its axes: positions in percent, and their labels."""
-    lines = "".join(f'<path class="grid" d="M0 {at:.2f}H100"/>' for at, _ in rows)
-    beside = "".join(f'<span style="top:{at:.2f}%">{html.escape(text)}</span>' for at, text in rows)
+    lines = "".join(f'<path class="grid" d="M0 {position:.2f}H100"/>' for position, _ in rows)
+    row_labels = "".join(f'<span style="top:{position:.2f}%">{html.escape(text)}</span>' for position, text in rows)
     widest = max((text for _, text in rows), key=len, default="")
-    below = "".join(
-        f'<span style="left:{at:.2f}%;transform:translateX(-{at:.0f}%)">{html.escape(text)}</span>'
-        for at, text in marks
+    mark_labels = "".join(
+        f'<span style="left:{position:.2f}%;transform:translateX(-{position:.0f}%)">{html.escape(text)}</span>'
+        for position, text in marks
     )
     return (
-        f'<div class="plot"><div class="beside"><i>{html.escape(widest)}</i>{beside}</div>'
+        f'<div class="plot"><div class="beside"><i>{html.escape(widest)}</i>{row_labels}</div>'
         f'<svg viewBox="0 0 100 100" preserveAspectRatio="none" role="img" aria-label="{html.escape(title)}">'
-        f'{lines}{drawn}</svg><div class="below">{below}</div></div>'
+        f'{lines}{markup}</svg><div class="below">{mark_labels}</div></div>'
     )
 
 
@@ -187,40 +187,40 @@ def _plot(title: str, drawn: str, rows: Sequence[tuple[float, str]], marks: Sequ
 def _memory(report: ReportFacts | None) -> list[str]:
     if report is None:
         return []
-    used: list[Space] = [space for space in SPACES if drawn_buffers(report, space)]
+    spaces: list[Space] = [space for space in SPACES if drawn_buffers(report, space)]
     # Without moments every role would have a constant size, which the table shows in less space.
-    timelines = [_timeline(report, space) for space in used if len(report.moments) > 1]
+    timelines = [_timeline(report, space) for space in spaces if len(report.moments) > 1]
     return [*timelines, _card("Bytes of a step by role", f'<div class="scroll">{roles_table(report)}</div>')]
 
 
-def _timeline(report: ReportFacts, where: Space) -> str:
+def _timeline(report: ReportFacts, space: Space) -> str:
     """Draw the live bytes of a space over the program, stacked by role."""
     num_moments = len(report.moments)
-    series = role_series(drawn_buffers(report, where), num_moments)
+    series = role_series(drawn_buffers(report, space), num_moments)
     totals = total_series(series, num_moments)
-    drawn = columns(totals, _MAX_POINTS)
+    moments = columns(totals, _MAX_POINTS)
     roles = [role for role in role_order(report) if role in series]
     unit = _unit(float(totals.max()))
     y = _ticks(0.0, max(float(totals.max()), 1.0) / unit[0], 4)
     top = y[-1] * unit[0]
-    at = np.linspace(0, 100, len(drawn)) if len(drawn) > 1 else np.array([0.0, 100.0])
-    drawn = drawn if len(drawn) > 1 else np.repeat(drawn, 2)
-    base, shapes, look = np.zeros(len(drawn)), "", styles(role_order(report))
+    x = np.linspace(0, 100, len(moments)) if len(moments) > 1 else np.array([0.0, 100.0])
+    moments = moments if len(moments) > 1 else np.repeat(moments, 2)
+    base, shapes, role_styles = np.zeros(len(moments)), "", styles(role_order(report))
     for role in roles:
-        upper = base + series[role][drawn]
-        edge = [*zip(at, 100 - upper / top * 100, strict=True)]
-        floor = [*zip(at, 100 - base / top * 100, strict=True)][::-1]
-        shapes += f'<path class="area" style="fill:{look[role].color}" d="M{_path([*edge, *floor])}Z"/>'
+        upper = base + series[role][moments]
+        edge = [*zip(x, 100 - upper / top * 100, strict=True)]
+        floor = [*zip(x, 100 - base / top * 100, strict=True)][::-1]
+        shapes += f'<path class="area" style="fill:{role_styles[role].color}" d="M{_path([*edge, *floor])}Z"/>'
         base = upper
-    peak = peak_moment(report, where)
+    peak = peak_moment(report, space)
     keys = "".join(
-        f'<span><i class="swatch" style="background:{look[role].color}"></i>{html.escape(role)} '
+        f'<span><i class="swatch" style="background:{role_styles[role].color}"></i>{html.escape(role)} '
         f"{format_bytes(int(series[role][peak]))}</span>"
         for role in reversed(roles)
     )
     rows = [(100 - tick / y[-1] * 100, f"{tick:.10g} {unit[1]}") for tick in y]
-    plot = _plot(_TITLES[where], shapes, rows, [(0.0, "begin"), (100.0, "end of the program")])
-    return _card(_TITLES[where], f'{plot}<div class="legend inline keys">{keys}</div>')
+    plot = _plot(_TITLES[space], shapes, rows, [(0.0, "begin"), (100.0, "end of the program")])
+    return _card(_TITLES[space], f'{plot}<div class="legend inline keys">{keys}</div>')
 
 
 def _unit(largest: float) -> tuple[float, str]:

@@ -8,7 +8,7 @@ import numpy as np
 
 from .._buffers import Buffer, Space
 from .._facts import SPACES, ReportFacts
-from ._roles import stacked
+from ._roles import stacking_order
 
 
 def peak_moment(report: ReportFacts, space: Space) -> int:
@@ -17,15 +17,10 @@ def peak_moment(report: ReportFacts, space: Space) -> int:
 
 
 def drawn_buffers(report: ReportFacts, space: Space) -> tuple[Buffer, ...]:
-    """List the buffers of a space; for a report without buffers, one per role that is alive throughout.
-
-    Args:
-        report: the report.
-        space: the memory space.
-    """
-    mine = tuple(b for b in report.buffers if b.space == space)
-    if mine:
-        return mine
+    """List the buffers of a space; for a report without buffers, one per role that is alive throughout."""
+    space_buffers = tuple(b for b in report.buffers if b.space == space)
+    if space_buffers:
+        return space_buffers
     roles = report.by_role if space == "device" else report.host_by_role
     last = len(report.moments) - 1
     return tuple(
@@ -38,8 +33,8 @@ def drawn_buffers(report: ReportFacts, space: Space) -> tuple[Buffer, ...]:
 def role_order(*reports: ReportFacts) -> list[str]:
     """Return every role that is drawn, from the bottom of a stack to its top; arguments in the caller's order."""
     names = [role for report in reports for roles in (report.by_role, report.host_by_role) for role in roles]
-    used = [b.role for report in reports for space in SPACES for b in drawn_buffers(report, space)]
-    return [role for role in stacked([*names, *used]) if role in set(used)]
+    used_roles = [b.role for report in reports for space in SPACES for b in drawn_buffers(report, space)]
+    return [role for role in stacking_order([*names, *used_roles]) if role in set(used_roles)]
 
 
 def at_peak(report: ReportFacts, space: Space) -> tuple[Buffer, ...]:
@@ -50,14 +45,9 @@ def at_peak(report: ReportFacts, space: Space) -> tuple[Buffer, ...]:
 
 
 def role_series(buffers: Sequence[Buffer], num_moments: int) -> dict[str, np.ndarray]:
-    """Return the bytes per role at every position of a program, with fragmentation as a separate role.
+    """Return the int64 bytes per role at every position of a program, with fragmentation as a separate role.
 
-    Args:
-        buffers: buffers of one space.
-        num_moments: number of positions of the program.
-
-    Returns:
-        Arrays of int64, shape (num_moments,).
+    `buffers` are those of one space.
     """
     steps: dict[str, np.ndarray] = {}
     for buffer in buffers:
@@ -73,15 +63,7 @@ def total_series(series: Mapping[str, np.ndarray], num_moments: int) -> np.ndarr
 
 
 def columns(totals: np.ndarray, num_columns: int) -> np.ndarray:
-    """Return the positions to draw when there are more than columns: in each range the one with most bytes.
-
-    Args:
-        totals: bytes at every position; shape (num_moments,).
-        num_columns: number of columns available.
-
-    Returns:
-        Positions in ascending order; the largest total is among them.
-    """
+    """Return the positions to draw in `num_columns`, ascending: of each range the position with most bytes."""
     count = min(len(totals), max(1, num_columns))
     edges = np.linspace(0, len(totals), count + 1).astype(int)
     return np.array([low + int(np.argmax(totals[low:high])) for low, high in zip(edges[:-1], edges[1:], strict=True)])

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 _BLOCKS = " ▁▂▃▄▅▆▇█"
-_WIDEST = 200
+_MAX_WIDTH = 200
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,18 +33,12 @@ class _Column:
     text: Callable[[Group], str]
     width: int
     """Width of the cell; 0 takes the remaining width."""
-    from_width: int = 0
+    min_width: int = 0
     """Smallest width of the terminal that shows the column."""
 
 
 def print_report(report: ReportFacts, console: Console | None, *, top: int) -> None:
-    """Print a report.
-
-    Args:
-        report: the report.
-        console: the console; None for standard output.
-        top: number of owners to list per memory space.
-    """
+    """Print a report with `top` owners per memory space; None as `console` means standard output."""
     out, width = _console(console)
     with out:  # collect one output, because a notebook shows each separately
         out.print(_headline(report), soft_wrap=False)
@@ -52,43 +46,37 @@ def print_report(report: ReportFacts, console: Console | None, *, top: int) -> N
             buffers = at_peak(report, space)
             if space == "host" and not buffers:
                 continue
-            _line(out)
+            _print_blank(out)
             out.print(_section(space, report, width), no_wrap=True, overflow="ellipsis")
             roles = sum_by_role(buffers)
             if roles:
                 out.print(_bar(roles, width))
                 out.print(_legend(roles, width), no_wrap=True)
             if len({b.start for b in drawn_buffers(report, space)} | {b.end for b in buffers}) > 2:
-                _line(out)
+                _print_blank(out)
                 _print_sparkline(out, report, space, width)
             if report.buffers and buffers:
-                _line(out)
+                _print_blank(out)
                 out.print(_owners(group_buffers(buffers), sum(roles.values()), width, top))
         _print_notes(out, report.notes)
 
 
 def print_diff(difference: DiffFacts, console: Console | None, *, top: int) -> None:
-    """Print a difference.
-
-    Args:
-        difference: the difference.
-        console: the console; None for standard output.
-        top: number of owners to list.
-    """
+    """Print a difference with `top` owners; None as `console` means standard output."""
     out, width = _console(console)
     before, after = difference.before, difference.after
-    head = _text("Compiled bytes on one device of ", "bold").append(_named(after))
+    head = _text("Compiled bytes on one device of ", "bold").append(_target(after))
     with out:
         out.print(head.append(f", compared with {before.target.name}" if before.target != after.target else ""))
         for space in SPACES:
             roles = difference.by_role(space=space)
             if not roles and space == "host":
                 continue
-            _line(out)
+            _print_blank(out)
             out.print(_diff_roles(difference, space))
         changed = [row for row in difference.rows if row.delta_bytes]
         if changed:
-            _line(out)
+            _print_blank(out)
             out.print(_diff_owners(changed, width, top))
         unchanged = len(difference.rows) - len(changed)
         if unchanged:
@@ -100,56 +88,56 @@ def _console(console: Console | None) -> tuple[Console, int]:
     from rich.console import Console
 
     out = console or Console(highlight=False)
-    return out, max(40, min(out.width, _WIDEST))
+    return out, max(40, min(out.width, _MAX_WIDTH))
 
 
-def _line(out: Console) -> None:
+def _print_blank(out: Console) -> None:
     out.print("", highlight=False)
 
 
-def _named(report: ReportFacts) -> str:
+def _target(report: ReportFacts) -> str:
     return "this machine" if report.target.name == "here" else report.target.name
 
 
 def _headline(report: ReportFacts) -> Text:
     style = {True: "bold green", False: "bold red", None: "bold"}[report.fits]
-    return _text(f"Compiled bytes on one device of {_named(report)}\n", "bold").append(fit_text(report), style=style)
+    return _text(f"Compiled bytes on one device of {_target(report)}\n", "bold").append(fit_text(report), style=style)
 
 
 def _section(space: Space, report: ReportFacts, width: int) -> Text:
     total = format_bytes(sum(b.num_bytes for b in at_peak(report, space)))
     text = _text("On the host" if space == "host" else "At the peak", "bold")
-    rest = f": {total}" if len(report.moments) == 1 else f": {total}, {peak_text(report, space)}"
-    if len(text) + len(rest) > width:  # shorten only the operation's name, not the size or the moment
-        rest, separator, name = rest.rpartition(", ")
-        rest += f"{separator}{shorten(name, max(6, width - len(text) - len(rest) - 2))}"
-    return text.append(rest, style="")
+    suffix = f": {total}" if len(report.moments) == 1 else f": {total}, {peak_text(report, space)}"
+    if len(text) + len(suffix) > width:  # shorten only the operation's name, not the size or the moment
+        suffix, separator, name = suffix.rpartition(", ")
+        suffix += f"{separator}{shorten(name, max(6, width - len(text) - len(suffix) - 2))}"
+    return text.append(suffix, style="")
 
 
 def _bar(roles: dict[str, int], width: int) -> Text:
     """Draw one line divided by role; every role gets at least one cell."""
-    total, found = max(1, sum(roles.values())), styles(roles)
-    bar, used, seen = _text(no_wrap=True), 0, 0
-    for left, (role, size) in zip(range(len(roles) - 1, -1, -1), roles.items(), strict=True):
-        seen += size
-        # Rounding the running sum keeps rounding errors from adding up. `left` reserves a cell for each remaining role.
-        cells = max(1, min(round(seen / total * width) - used, width - used - left))
-        used += cells
-        bar.append(("▓" if found[role].texture else "█") * cells, style=found[role].color)
+    total, role_styles = max(1, sum(roles.values())), styles(roles)
+    bar, num_cells, cumulative = _text(no_wrap=True), 0, 0
+    for num_remaining, (role, size) in zip(range(len(roles) - 1, -1, -1), roles.items(), strict=True):
+        cumulative += size
+        # Rounding the running sum keeps rounding errors from adding up. Each remaining role needs at least one cell.
+        cells = max(1, min(round(cumulative / total * width) - num_cells, width - num_cells - num_remaining))
+        num_cells += cells
+        bar.append(("▓" if role_styles[role].texture else "█") * cells, style=role_styles[role].color)
     return bar
 
 
 def _legend(roles: dict[str, int], width: int) -> Text:
     """List roles with their bytes, in as many columns as fit."""
-    total, found = max(1, sum(roles.values())), styles(roles)
+    total, role_styles = max(1, sum(roles.values())), styles(roles)
     name_width = min(24, max(len(role) for role in roles))
     cell = 2 + name_width + 13 + 9
     # A cell is the swatch (2), the name, the bytes (13) and the share (9); three spaces separate cells.
     per_line = max(1, (width + 3) // (cell + 3))
     text = _text(no_wrap=True)
-    for at, (role, size) in enumerate(roles.items()):
-        text.append("" if at == 0 else "\n" if at % per_line == 0 else "   ")
-        text.append("▓ " if found[role].texture else "█ ", style=found[role].color)
+    for index, (role, size) in enumerate(roles.items()):
+        text.append("" if index == 0 else "\n" if index % per_line == 0 else "   ")
+        text.append("▓ " if role_styles[role].texture else "█ ", style=role_styles[role].color)
         text.append(f"{shorten(role, name_width):<{name_width}}{format_bytes(size):>13}{percent(size, total):>9}")
     return text
 
@@ -157,39 +145,39 @@ def _legend(roles: dict[str, int], width: int) -> Text:
 def _print_sparkline(out: Console, report: ReportFacts, space: Space, width: int) -> None:
     series = role_series(drawn_buffers(report, space), len(report.moments))
     totals = total_series(series, len(report.moments))
-    drawn = columns(totals, width)
+    moments = columns(totals, width)
     highest = max(1, int(totals.max()))
-    wide = max(1, min(8, width // len(drawn)))
+    cell_width = max(1, min(8, width // len(moments)))
     # Three rows of blocks with eight heights each give 24 levels.
-    levels = [round(int(totals[at]) / highest * 8 * 3) for at in drawn for _ in range(wide)]
+    levels = [round(int(totals[moment]) / highest * 8 * 3) for moment in moments for _ in range(cell_width)]
     peak = peak_moment(report, space)
-    at = wide * next((i for i, low in enumerate(drawn) if low >= peak), len(drawn) - 1)
+    column = cell_width * next((i for i, low in enumerate(moments) if low >= peak), len(moments) - 1)
     out.print(_text("Live bytes over the program", "bold"))
     for row in (2, 1, 0):
         out.print(_text("".join(_BLOCKS[max(0, min(8, level - 8 * row))] for level in levels), no_wrap=True))
     label = f"peak {format_bytes(int(totals[peak]))}"
-    named = report.moments[peak]
-    label = shorten(f"{label}, {named}" if named else label, width - 2)
-    left = at + 2 + len(label) <= width
-    out.print(_text(" " * at + f"▲ {label}" if left else f"{label} ▲".rjust(at + 1), "bold", no_wrap=True))
+    operation = report.moments[peak]
+    label = shorten(f"{label}, {operation}" if operation else label, width - 2)
+    has_room = column + 2 + len(label) <= width
+    out.print(_text(" " * column + f"▲ {label}" if has_room else f"{label} ▲".rjust(column + 1), "bold", no_wrap=True))
 
 
-_SOURCE_FROM = 130
+_SOURCE_MIN_WIDTH = 130
 """Smallest width with a column for sources; below it, sources follow the owners that have no path."""
 _SOURCE_WIDTH = 32
-_BYTES = 11
+_BYTES_WIDTH = 11
 """Width of the longest size below 1024 TiB: ``1023.99 MiB``."""
 _COLUMNS = (
     _Column("role", lambda g: g.buffers[0].role, 14),
-    _Column("phase", lambda g: g.buffers[0].phase, 9, from_width=100),
+    _Column("phase", lambda g: g.buffers[0].phase, 9, min_width=100),
     _Column("owner", lambda g: g.text, 0),
-    _Column("array", lambda g: g.array, 24, from_width=96),
-    _Column("source", lambda g: g.source, _SOURCE_WIDTH, from_width=_SOURCE_FROM),
+    _Column("array", lambda g: g.array, 24, min_width=96),
+    _Column("source", lambda g: g.source, _SOURCE_WIDTH, min_width=_SOURCE_MIN_WIDTH),
 )
 
 
 def _owners(groups: Sequence[Group], total: int, width: int, top: int) -> Table:
-    shown = [column for column in _COLUMNS if width >= column.from_width]
+    shown = [column for column in _COLUMNS if width >= column.min_width]
     texts = {c.name: [c.text(g) for g in groups[:top]] for c in shown}
     if "source" in texts:
         texts["source"] = [short_source(text, _SOURCE_WIDTH) for text in texts["source"]]
@@ -197,55 +185,44 @@ def _owners(groups: Sequence[Group], total: int, width: int, top: int) -> Table:
     widths = {c.name: min(c.width, max([len(c.name), *map(len, texts[c.name])])) for c in shown if c.width}
     widths = {name: size for name, size in widths.items() if any(texts[name])}
     table = _plain_table(f"Largest owners {'at the peak' if len(groups) > 1 else ''}".strip())
-    table.add_column("bytes", justify="right", width=_BYTES, no_wrap=True)
+    table.add_column("bytes", justify="right", width=_BYTES_WIDTH, no_wrap=True)
     table.add_column("share", justify="right", width=7, no_wrap=True)
-    left = max(12, width - _BYTES - 7 - 3 * 2 - sum(size + 2 for size in widths.values()))
+    owner_width = max(12, width - _BYTES_WIDTH - 7 - 3 * 2 - sum(size + 2 for size in widths.values()))
     if "source" not in texts:
-        texts["owner"] = [with_source(text, g, left) for text, g in zip(texts["owner"], groups, strict=False)]
+        texts["owner"] = [with_source(text, g, owner_width) for text, g in zip(texts["owner"], groups, strict=False)]
     shown = [column for column in shown if not column.width or column.name in widths]
     for column in shown:
-        table.add_column(column.name, width=widths.get(column.name, left), no_wrap=True, overflow="crop")
-    found = styles(g.buffers[0].role for g in groups)
-    for at, group in enumerate(groups[:top]):
-        cells = [shorten(texts[c.name][at], widths.get(c.name, left)) for c in shown]
-        colored = [_text(cells[0], found[group.buffers[0].role].color), *map(_text, cells[1:])]
+        table.add_column(column.name, width=widths.get(column.name, owner_width), no_wrap=True, overflow="crop")
+    role_styles = styles(g.buffers[0].role for g in groups)
+    for index, group in enumerate(groups[:top]):
+        cells = [shorten(texts[c.name][index], widths.get(c.name, owner_width)) for c in shown]
+        colored = [_text(cells[0], role_styles[group.buffers[0].role].color), *map(_text, cells[1:])]
         table.add_row(format_bytes(group.num_bytes), percent(group.num_bytes, total), *colored)
-    rest = groups[top:]
-    if rest:
-        size = sum(group.num_bytes for group in rest)
-        before = [""] * [column.name for column in shown].index("owner")
-        table.add_row(format_bytes(size), percent(size, total), *before, f"{len(rest):,} more", style="dim")
+    remaining = groups[top:]
+    if remaining:
+        size = sum(group.num_bytes for group in remaining)
+        empty_cells = [""] * [column.name for column in shown].index("owner")
+        table.add_row(format_bytes(size), percent(size, total), *empty_cells, f"{len(remaining):,} more", style="dim")
     return table
 
 
 def with_source(text: str, group: Group, width: int) -> str:
-    """Return the text of an owner; without a path, add the source line, which is more informative than the scope.
-
-    Args:
-        text: name of the owner.
-        group: its buffers.
-        width: number of characters available.
-    """
+    """Return the text of an owner; without a path, add the source line, which is more informative than the scope."""
     if group.buffers[0].path or not group.source:
         return text
-    place = len(group.source.partition(" (")[0].rpartition("/")[2])
-    source = short_source(group.source, min(width, max(place, min(_SOURCE_WIDTH, width - 11))))
-    room = width - len(source) - 3
-    return f"{shorten(text, room)} · {source}" if room >= 8 else source
+    location_width = len(group.source.partition(" (")[0].rpartition("/")[2])
+    source = short_source(group.source, min(width, max(location_width, min(_SOURCE_WIDTH, width - 11))))
+    text_width = width - len(source) - 3
+    return f"{shorten(text, text_width)} · {source}" if text_width >= 8 else source
 
 
 def short_source(source: str, width: int) -> str:
-    """Shorten a source line to a width: first its folders go, then its function; file and line stay longest.
-
-    Args:
-        source: as in `Buffer.source`: ``pkg/train.py:41 (loss_fn)``.
-        width: number of characters available.
-    """
-    place, separator, function = source.partition(" (")
-    name = place.rpartition("/")[2]
+    """Shorten ``pkg/train.py:41 (loss_fn)`` to a width: drop first the folders, then the function."""
+    location, separator, function = source.partition(" (")
+    name = location.rpartition("/")[2]
     last = function.removesuffix(")").rpartition(".")[2]
-    forms = (source, f"{name}{separator}{function}", f"{name} ({last})" if last else name, name)
-    return next((form for form in forms if len(form) <= width), name[-width:])
+    candidates = (source, f"{name}{separator}{function}", f"{name} ({last})" if last else name, name)
+    return next((form for form in candidates if len(form) <= width), name[-width:])
 
 
 def _diff_roles(difference: DiffFacts, space: Space) -> Table:
@@ -263,28 +240,30 @@ def _diff_roles(difference: DiffFacts, space: Space) -> Table:
 
 
 def _diff_owners(rows: Sequence[DiffRow], width: int, top: int) -> Table:
-    wide, host = width >= 100, any(row.space == "host" for row in rows)
+    is_wide, has_host = width >= 100, any(row.space == "host" for row in rows)
     table = _plain_table("Owners that changed most")
-    for name in ("change", *(("before", "after") if wide else ())):
-        table.add_column(name, justify="right", width=_BYTES + (name == "change"), no_wrap=True)
+    for name in ("change", *(("before", "after") if is_wide else ())):
+        table.add_column(name, justify="right", width=_BYTES_WIDTH + (name == "change"), no_wrap=True)
     table.add_column("role", width=14, no_wrap=True)
-    if host:
+    if has_host:
         table.add_column("space", width=6, no_wrap=True)
-    left = max(12, width - (_BYTES + 3) - (2 * (_BYTES + 2) if wide else 0) - 16 - (8 if host else 0) - 7)
-    table.add_column("owner", width=left, no_wrap=True)
+    owner_width = max(
+        12, width - (_BYTES_WIDTH + 3) - (2 * (_BYTES_WIDTH + 2) if is_wide else 0) - 16 - (8 if has_host else 0) - 7
+    )
+    table.add_column("owner", width=owner_width, no_wrap=True)
     table.add_column("type", width=5, no_wrap=True)
     groups = group_rows(rows)
     for group in groups[:top]:
         row = group.rows[0]
-        sizes = [format_bytes(group.before_bytes), format_bytes(group.after_bytes)] if wide else []
-        space = [row.space] if host else []
-        names = [_text(shorten(row.role, 14)), *space, _text(shorten(group.text, left)), row.dtype]
+        sizes = [format_bytes(group.before_bytes), format_bytes(group.after_bytes)] if is_wide else []
+        space = [row.space] if has_host else []
+        names = [_text(shorten(row.role, 14)), *space, _text(shorten(group.text, owner_width)), row.dtype]
         table.add_row(_change(group.delta_bytes), *sizes, *names)
-    rest = groups[top:]
-    if rest:
-        size = sum(group.delta_bytes for group in rest)
-        before = (2 if wide else 0) + 1 + (1 if host else 0)
-        table.add_row(signed(size), *[""] * before, f"{len(rest):,} more", style="dim")
+    remaining = groups[top:]
+    if remaining:
+        size = sum(group.delta_bytes for group in remaining)
+        num_empty = (2 if is_wide else 0) + 1 + (1 if has_host else 0)
+        table.add_row(signed(size), *[""] * num_empty, f"{len(remaining):,} more", style="dim")
     return table
 
 
@@ -315,14 +294,14 @@ def _text(text: str = "", style: str = "", *, no_wrap: bool | None = None) -> Te
 
 def _print_notes(out: Console, notes: Sequence[str]) -> None:
     if notes:
-        _line(out)
+        _print_blank(out)
     for note in notes:
         out.print(_text(f"note: {note}", "dim"))
 
 
-def percent(part: int, whole: int) -> str:
+def percent(part: int, total: int) -> str:
     """Format a share with one decimal: ``12.5 %``; ``<0.1 %`` for a small one."""
-    share = 100 * part / whole if whole else 0.0
+    share = 100 * part / total if total else 0.0
     return "<0.1 %" if part > 0 and share < 0.05 else f"{share:.1f} %"
 
 
