@@ -32,16 +32,16 @@ from ..core import ConfigError, PlacementError, PlacementWarning, SelectionError
 from ..core._compat import classic_remat
 from ._trace import NamedValue, Traced, has_custom_rule, named_values, names_under_differentiation, trace
 
-Which = str | Sequence[str]
+NameSelection = str | Sequence[str]
 """Exact names, or one regular expression that has to match whole names."""
 
 
 def checkpoint(
     fn: Callable[..., Any],
     *,
-    save: Which | None = None,
-    offload: Which | None = None,
-    recompute: Which | None = None,
+    save: NameSelection | None = None,
+    offload: NameSelection | None = None,
+    recompute: NameSelection | None = None,
     prevent_cse: bool = True,
     static_argnums: int | tuple[int, ...] = (),
 ) -> Callable[..., Any]:
@@ -89,18 +89,18 @@ def checkpoint(
         The JAX guide "Gradient checkpointing with jax.checkpoint", and its host-offloading guide.
     """
     claims = _claims(save=save, offload=offload, recompute=recompute)
-    make = functools.partial(jax.checkpoint, fn, prevent_cse=prevent_cse, static_argnums=static_argnums)
+    make_checkpoint = functools.partial(jax.checkpoint, fn, prevent_cse=prevent_cse, static_argnums=static_argnums)
 
     @functools.wraps(fn)
     def checkpointed(*args: Any, **kwargs: Any) -> Any:
         # JAX caches how a checkpointed function traced, so tracing here costs no second trace of `fn`.
         with classic_remat():
-            traced = trace(make(), args, kwargs)
-            where = getattr(fn, "__qualname__", type(fn).__name__)
-            save, offload = _decide(claims, traced, where)
+            traced = trace(make_checkpoint(), args, kwargs)
+            fn_name = getattr(fn, "__qualname__", type(fn).__name__)
+            save, offload = _decide(claims, traced, fn_name)
             if offload:
                 check_host_slices()
-            return make(policy=_policy(save, offload))(*args, **kwargs)
+            return make_checkpoint(policy=_policy(save, offload))(*args, **kwargs)
 
     return checkpointed
 
@@ -117,29 +117,29 @@ class _Claim:
         return [name for name in names if (re.fullmatch(pattern, name) if self.is_regex else pattern == name)]
 
 
-def _claims(**given: Any) -> tuple[_Claim, ...]:
+def _claims(**arguments: Any) -> tuple[_Claim, ...]:
     claims: list[_Claim] = []
-    for argument, which in given.items():
-        if which is None:
+    for argument, selection in arguments.items():
+        if selection is None:
             continue
-        patterns: tuple[Any, ...] = (which,) if isinstance(which, str) else tuple(which)
+        patterns: tuple[Any, ...] = (selection,) if isinstance(selection, str) else tuple(selection)
         if not all(isinstance(pattern, str) for pattern in patterns):
             raise ConfigError(
                 f"{argument}: a value is chosen by its name",
                 expected="a list of names, or one regular expression",
-                got=repr(which),
+                got=repr(selection),
                 hint=f'for instance {argument}=["attn_out"]',
             )
-        if isinstance(which, str):
+        if isinstance(selection, str):
             try:
-                re.compile(which)
+                re.compile(selection)
             except re.error as error:
                 raise ConfigError(
                     f"{argument}: not a regular expression",
-                    got=f"{which!r}: {error}",
-                    hint=f"for exact names pass a list: {argument}=[{which!r}]",
+                    got=f"{selection!r}: {error}",
+                    hint=f"for exact names pass a list: {argument}=[{selection!r}]",
                 ) from error
-        claims.append(_Claim(argument, patterns, isinstance(which, str)))
+        claims.append(_Claim(argument, patterns, isinstance(selection, str)))
     if not claims:
         raise ConfigError(
             "nothing says what to keep",
@@ -152,80 +152,82 @@ def _claims(**given: Any) -> tuple[_Claim, ...]:
 
 
 def _refuse_two_claims(claimed: Sequence[tuple[str, str]]) -> None:
-    first: dict[str, str] = {}
+    claimants: dict[str, str] = {}
     for argument, name in claimed:
-        if first.setdefault(name, argument) != argument:
+        if claimants.setdefault(name, argument) != argument:
             raise ConfigError(
                 f"two arguments claim the value {name!r}",
                 expected="each name in one of save, offload, recompute",
-                got=f"{first[name]} and {argument}",
+                got=f"{claimants[name]} and {argument}",
                 hint="a value that no argument mentions is recomputed",
             )
 
 
-def _decide(claims: tuple[_Claim, ...], traced: Traced, where: str) -> tuple[frozenset[str], frozenset[str]]:
+def _decide(claims: tuple[_Claim, ...], traced: Traced, fn_name: str) -> tuple[frozenset[str], frozenset[str]]:
     """Decide which names to save and which to offload, for a traced function."""
     values = list(named_values(traced.closed.jaxpr))
     visible = {value.name for value in values if not value.hidden}
-    asked = {pattern for claim in claims for pattern in claim.patterns if not claim.is_regex}
-    by_exclusion = {claim.argument for claim in claims} == {"recompute"}
+    requested = {pattern for claim in claims for pattern in claim.patterns if not claim.is_regex}
+    is_exclusion = {claim.argument for claim in claims} == {"recompute"}
     # If all names are exact and visible, no second trace for custom derivative rules is needed.
-    sure = asked <= visible and not by_exclusion and not any(claim.is_regex for claim in claims)
-    if not sure and has_custom_rule(traced.closed.jaxpr):
+    is_resolved = requested <= visible and not is_exclusion and not any(claim.is_regex for claim in claims)
+    if not is_resolved and has_custom_rule(traced.closed.jaxpr):
         visible |= names_under_differentiation(jaxpr_as_fun(traced.closed), traced)
     hidden = {value.name: value for value in values if value.name not in visible}
     claimed: dict[str, list[str]] = {"save": [], "offload": [], "recompute": []}
     for claim in claims:
         for pattern in claim.patterns:
-            claimed[claim.argument] += _find(claim, pattern, sorted(visible), hidden, where)
+            claimed[claim.argument] += _match_names(claim, pattern, sorted(visible), hidden, fn_name)
     _refuse_two_claims([(argument, name) for argument, names in claimed.items() for name in names])
-    _refuse_host_values([value for value in values if value.name in claimed["offload"]], where)
-    save = visible.difference(claimed["recompute"]) if by_exclusion else claimed["save"]
+    _refuse_host_values([value for value in values if value.name in claimed["offload"]], fn_name)
+    save = visible.difference(claimed["recompute"]) if is_exclusion else claimed["save"]
     return frozenset(save), frozenset(claimed["offload"])
 
 
-def _find(claim: _Claim, pattern: str, visible: list[str], hidden: dict[str, NamedValue], where: str) -> list[str]:
+def _match_names(
+    claim: _Claim, pattern: str, visible: list[str], hidden: dict[str, NamedValue], fn_name: str
+) -> list[str]:
     """Return the names that one pattern of a claim matches; raise or warn where JAX would ignore the pattern."""
-    found, lost = claim.matches(pattern, visible), claim.matches(pattern, list(hidden))
-    if not found and not lost:
-        known = sorted({*visible, *hidden})
+    visible_matches, hidden_matches = claim.matches(pattern, visible), claim.matches(pattern, list(hidden))
+    if not visible_matches and not hidden_matches:
+        names = sorted({*visible, *hidden})
         raise SelectionError(
-            f"{claim.argument}: {pattern!r} matches no named value of {where}",
+            f"{claim.argument}: {pattern!r} matches no named value of {fn_name}",
             expected="names as checkpoint_name gave them",
-            got=f"{len(known)} names: {', '.join(known[:8])}{', …' if len(known) > 8 else ''}" if known else "no name",
-            hint=_near_misses(pattern, known),
+            got=f"{len(names)} names: {', '.join(names[:8])}{', …' if len(names) > 8 else ''}" if names else "no name",
+            hint=_near_misses(pattern, names),
         )
-    if lost and claim.argument != "recompute":
-        value = hidden[lost[0]]
-        message = f"{claim.argument}: {value.name!r} in {where} is {value.hidden}; JAX asks no policy about it"
+    if hidden_matches and claim.argument != "recompute":
+        value = hidden[hidden_matches[0]]
+        message = f"{claim.argument}: {value.name!r} in {fn_name} is {value.hidden}; JAX asks no policy about it"
         hint = (
             "use the value that checkpoint_name returned"
             if value.hidden.startswith("dead")
             else "name a residual in the rule's forward function, or name the function's result (lowtide.offload.tag)"
         )
-        if not found:
+        if not visible_matches:
             raise PlacementError(message, expected="a value that JAX's checkpointing sees", got=pattern, hint=hint)
         warnings.warn(f"{message}\nhint: {hint}", PlacementWarning, stacklevel=4)
-    return found
+    return visible_matches
 
 
-def _near_misses(pattern: str, known: Sequence[str]) -> str:
-    if not known:
+def _near_misses(pattern: str, names: Sequence[str]) -> str:
+    if not names:
         return "name values with jax.ad_checkpoint.checkpoint_name, or all matrix products with lowtide.offload.tag(fn)"
-    if any(re.escape(name) != name and name == pattern for name in known):
+    if any(re.escape(name) != name and name == pattern for name in names):
         return f"for exact names pass a list: [{pattern!r}]"
-    close = difflib.get_close_matches(pattern, known, n=3, cutoff=0.5)
-    close += [name for name in known if pattern in name and name not in close]
+    close = difflib.get_close_matches(pattern, names, n=3, cutoff=0.5)
+    close += [name for name in names if pattern in name and name not in close]
     if close:
         return f"near misses: {', '.join(close[:5])}"
     return "lowtide.offload.names(fn, *args) lists the names; lowtide.offload.tag(fn) gives more"
 
 
-def _refuse_host_values(values: Sequence[NamedValue], where: str) -> None:
+def _refuse_host_values(values: Sequence[NamedValue], fn_name: str) -> None:
     for value in values:
         if value.aval.memory_space == jax.memory.Space.Host:
             raise PlacementError(
-                f"offload: {value.name!r} in {where} is on the host already",
+                f"offload: {value.name!r} in {fn_name} is on the host already",
                 expected="a value in device memory",
                 got=value.aval.str_short(),
                 hint="leave it out: a value on the host costs no device memory until the backward pass",
@@ -235,7 +237,7 @@ def _refuse_host_values(values: Sequence[NamedValue], where: str) -> None:
 @functools.cache
 def _policy(save: frozenset[str], offload: frozenset[str]) -> Callable[..., Any]:
     """Return JAX's policy. The same names give the same object, because JAX's caches compare policies by identity."""
-    by_name = jax.checkpoint_policies.save_and_offload_only_these_names(
+    name_policy = jax.checkpoint_policies.save_and_offload_only_these_names(
         names_which_can_be_saved=sorted(save),
         names_which_can_be_offloaded=sorted(offload),
         offload_src="device",
@@ -246,6 +248,6 @@ def _policy(save: frozenset[str], offload: frozenset[str]) -> Callable[..., Any]
         # XLA cannot slice a stack of scalars in a TPU's host memory, so scalars stay on the device.
         if params.get("name") in offload and not avals[0].ndim:
             return jax.checkpoint_policies.everything_saveable(primitive, *avals, **params)
-        return by_name(primitive, *avals, **params)
+        return name_policy(primitive, *avals, **params)
 
     return policy

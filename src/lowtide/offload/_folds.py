@@ -18,13 +18,8 @@ FOLDS: Mapping[str, Callable[[Any, Any], Any]] = {
 """JAX's reduction primitives, with the operation that combines the results of two blocks."""
 
 
-def identity(primitive: Any, aval: Any) -> Any:
-    """Return the initial value of a fold; sums of narrow floats are in float32, as XLA computes them.
-
-    Args:
-        primitive: one of `FOLDS`.
-        aval: the type of the result.
-    """
+def initial_value(primitive: Any, aval: Any) -> Any:
+    """Return the initial value of a fold in `FOLDS`; sums of narrow floats are in float32, as XLA computes them."""
     name, dtype = primitive.name, aval.dtype
     if name == "reduce_sum":
         is_float = jnp.issubdtype(dtype, jnp.floating)
@@ -39,6 +34,6 @@ def identity(primitive: Any, aval: Any) -> Any:
     return jnp.full(aval.shape, limits.min if name == "reduce_max" else limits.max, dtype)
 
 
-def folded(primitive: Any, params: Mapping[str, Any], block: Any, total: Any) -> Any:
+def fold_block(primitive: Any, params: Mapping[str, Any], block: Any, total: Any) -> Any:
     """Reduce one block and combine it with the total."""
     return FOLDS[primitive.name](total, primitive.bind(block, **params).astype(total.dtype))

@@ -103,16 +103,19 @@ def names(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Names:
     """
     closed = trace(fn, args, kwargs).closed
     graph = _Graph(1, "")
-    graph.add(closed, [graph.source() for _ in closed.in_avals])
+    graph.add(closed, [graph.new_value() for _ in closed.in_avals])
     merged: dict[tuple[Any, ...], Name] = {}
     for row in graph.rows():
         key = (row.name, row.shape, row.dtype, row.hidden)
-        seen = merged.get(key)
+        previous = merged.get(key)
         merged[key] = (
             row
-            if seen is None
+            if previous is None
             else dataclasses.replace(
-                seen, count=seen.count + row.count, bytes=seen.bytes + row.bytes, flops=seen.flops + row.flops
+                previous,
+                count=previous.count + row.count,
+                bytes=previous.bytes + row.bytes,
+                flops=previous.flops + row.flops,
             )
         )
     return Names(tuple(merged.values()))
@@ -123,35 +126,35 @@ class _Graph:
 
     def __init__(self, count: int, hidden: str) -> None:
         self._count, self._hidden = count, hidden
-        self._next = 0
-        self._made: dict[int, tuple[list[int], int, bool]] = {}
+        self._num_values = 0
+        self._producers: dict[int, tuple[list[int], int, bool]] = {}
         self._order: list[Any] = []  # (operation, value, hidden) for a name, a graph for a body
 
-    def source(self) -> int:
+    def new_value(self) -> int:
         """Return the number of a new given value."""
-        self._next += 1
-        return self._next
+        self._num_values += 1
+        return self._num_values
 
     def add(self, jaxpr: Any, arguments: list[int], hidden: str = "") -> list[int]:
         """Add the operations of a jaxpr; return the values of its results."""
         hidden = hidden or self._hidden
 
         def apply(eqn: Any, operands: list[int]) -> list[int]:
-            inside = hidden or HIDING.get(kind_of(eqn), "")
+            inner_hidden = hidden or HIDING.get(kind_of(eqn), "")
             if (inner := called(eqn)) is not None:
-                return self.add(inner, operands, inside)
+                return self.add(inner, operands, inner_hidden)
             for body in bodies(eqn):  # loops and branches have separate graphs with given arguments
-                graph = _Graph(self._count * body.times, inside)
-                graph.add(body.jaxpr, [graph.source() for _ in body.jaxpr.in_avals])
+                graph = _Graph(self._count * body.times, inner_hidden)
+                graph.add(body.jaxpr, [graph.new_value() for _ in body.jaxpr.in_avals])
                 self._order.append(graph)
-            results = [self.source() for _ in eqn.outvars]
-            maker = (operands, eqn_flops(eqn), is_name(eqn))
-            self._made.update((result, maker) for result in results)
+            results = [self.new_value() for _ in eqn.outvars]
+            producer = (operands, eqn_flops(eqn), is_name(eqn))
+            self._producers.update((result, producer) for result in results)
             if is_name(eqn):
                 self._order.append((eqn, operands[0], hidden))
             return results
 
-        return fold(jaxpr, arguments, apply, lambda *_: self.source())
+        return fold(jaxpr, arguments, apply, lambda *_: self.new_value())
 
     def rows(self) -> Iterator[Name]:
         """Yield a row for each place with a name, in program order."""
@@ -173,13 +176,13 @@ class _Graph:
 
     def _flops(self, value: int) -> int:
         """Return the FLOPs of all operations that a value needs, back to arguments and named values."""
-        seen, operations, waiting = {value}, dict[int, int](), [value]
-        while waiting:
-            operands, flops, is_name = self._made.get(waiting.pop(), ([], 0, True))
+        visited, operations, worklist = {value}, dict[int, int](), [value]
+        while worklist:
+            operands, flops, is_name = self._producers.get(worklist.pop(), ([], 0, True))
             # The key is the operand list, so an operation with several results counts once.
             if is_name:
                 continue
             operations[id(operands)] = flops
-            waiting += [operand for operand in operands if operand not in seen]
-            seen.update(operands)
+            worklist += [operand for operand in operands if operand not in visited]
+            visited.update(operands)
         return sum(operations.values())

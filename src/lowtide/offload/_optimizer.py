@@ -44,7 +44,7 @@ from ._platforms import DEVICE, HOST, put
 from ._streaming import large_on_host, refuse_other_structure, stream
 
 _MODES = ("streamed", "leaf", "whole")
-_ON_MESH = "it is on a mesh of several devices and nobody said how its leaves are sharded"
+_UNKNOWN_SHARDINGS = "it is on a mesh of several devices and nobody said how its leaves are sharded"
 
 
 def optimizer(
@@ -127,19 +127,14 @@ def optimizer(
             f"match is no regular expression: {error}", got=match, hint='globs are other: "mu/*" is r".*/mu/.*" here'
         ) from error
     check_shardings(shardings)
-    offloaded = _Offloaded(optax.with_extra_args_support(tx), pattern, mode, check_chunk(chunk_bytes), shardings)
+    offloaded = _OffloadedTransformation(
+        optax.with_extra_args_support(tx), pattern, mode, check_chunk(chunk_bytes), shardings
+    )
     return optax.GradientTransformationExtraArgs(offloaded.init, offloaded.update)
 
 
 def check_chunk(chunk_bytes: Any) -> int:
-    """Check the bytes of a block, and return them as an integer.
-
-    Args:
-        chunk_bytes: a number, or text such as ``"64 MiB"``.
-
-    Raises:
-        ConfigError: if it is not a positive whole number of bytes.
-    """
+    """Return the bytes of a block, a number or text, as an integer; raise `ConfigError` unless they are positive."""
     number = parse_bytes(chunk_bytes) if isinstance(chunk_bytes, str) else chunk_bytes
     if not is_count(number, 1):
         raise ConfigError(
@@ -173,7 +168,7 @@ def check_shardings(shardings: Tree) -> None:
 
 def is_offloaded(tx: Any) -> bool:
     """Return whether `optimizer` made a transformation."""
-    return isinstance(getattr(tx.init, "__self__", None), _Offloaded)
+    return isinstance(getattr(tx.init, "__self__", None), _OffloadedTransformation)
 
 
 def check_transformation(tx: Any) -> None:
@@ -194,8 +189,8 @@ def check_transformation(tx: Any) -> None:
         )
 
 
-class _Offloaded:
-    """The two functions of the transformation that `optimizer` returns."""
+class _OffloadedTransformation:
+    """The two functions of the transformation that `optimizer` returns. `has_warned` changes at the first warning."""
 
     def __init__(self, tx: Any, pattern: re.Pattern[str], mode: str, chunk_bytes: int, shardings: Tree) -> None:
         self.tx, self.pattern, self.mode = tx, pattern, mode
@@ -211,14 +206,16 @@ class _Offloaded:
             return self._init(params)
         # Compiled, each leaf of the state moves to the host in turn. Eager code would first hold the whole state on the
         # device.
-        this = optax.GradientTransformation(self._init, self.tx.update)
-        return jax.jit(self._init, out_shardings=state_shardings(this, params))(params)
+        init_only = optax.GradientTransformation(self._init, self.tx.update)
+        return jax.jit(self._init, out_shardings=state_shardings(init_only, params))(params)
 
     def _init(self, params: Tree) -> Tree:
         state = self.tx.init(params)
         leaves, structure = jax.tree.flatten(state)
-        chosen = self._chosen(state)
-        return structure.unflatten([put(leaf, HOST) if at in chosen else leaf for at, leaf in enumerate(leaves)])
+        selected = self._select_leaves(state)
+        return structure.unflatten(
+            [put(leaf, HOST) if index in selected else leaf for index, leaf in enumerate(leaves)]
+        )
 
     def update(self, updates: Tree, state: Tree, params: Tree = None, **extra: Any) -> tuple[Tree, Tree]:
         # For a module with functions among its leaves, such as Equinox's, Optax receives only the array leaves.
@@ -229,13 +226,13 @@ class _Offloaded:
 
     def _update(self, grads: Tree, state: Tree, params: Tree = None, **extra: Any) -> tuple[Tree, Tree]:
         _refuse_branch()
-        chosen = self._check(state)
-        keys, structure = jax.tree.flatten(extra)
-        arrays = {at: leaf for at, leaf in enumerate(keys) if is_array_like(leaf)}
+        selected = self._check_on_host(state)
+        extra_leaves, structure = jax.tree.flatten(extra)
+        arrays = {index: leaf for index, leaf in enumerate(extra_leaves) if is_array_like(leaf)}
 
         def update(grads: Tree, state: Tree, params: Tree, arrays: dict[int, Any]) -> tuple[Tree, Tree]:
-            given = structure.unflatten([arrays.get(at, leaf) for at, leaf in enumerate(keys)])
-            return self.tx.update(grads, state, params, **given)
+            kwargs = structure.unflatten([arrays.get(index, leaf) for index, leaf in enumerate(extra_leaves)])
+            return self.tx.update(grads, state, params, **kwargs)
 
         # Updates have the structure of the gradients, or of the parameters if these have another one (optax.lookahead).
         is_like_grads = params is None or jax.tree.structure(params) == jax.tree.structure(grads)
@@ -245,14 +242,14 @@ class _Offloaded:
 
         args = (grads, state, params, arrays)
         shardings = self._shardings(*args)
-        if self.mode == "whole" or (self.mode == "streamed" and self._is_narrow(grads, state, chosen)):
+        if self.mode == "whole" or (self.mode == "streamed" and self._fits_one_block(grads, state, selected)):
             on_device = put(state, DEVICE)
-            updates, new = update(grads, on_device, params, arrays)
-            refuse_other_structure(jax.tree.structure((updates, new)), jax.tree.structure(replaces(*args)))
-            return updates, jax.tree.map(lambda leaf, old: put(leaf, memory_space(old)), new, state)
+            updates, new_state = update(grads, on_device, params, arrays)
+            refuse_other_structure(jax.tree.structure((updates, new_state)), jax.tree.structure(replaces(*args)))
+            return updates, jax.tree.map(lambda leaf, old: put(leaf, memory_space(old)), new_state, state)
         self._refuse_transformed(args)
-        declared = {len(jax.tree.leaves(grads)) + at for at in chosen}
-        prevented = _ON_MESH if shardings is None and num_devices(args) > 1 else None
+        declared = {len(jax.tree.leaves(grads)) + index for index in selected}
+        prevented = _UNKNOWN_SHARDINGS if shardings is None and num_devices(args) > 1 else None
 
         def streamed(*args: Any, shardings: Tree = shardings) -> tuple[Tree, Tree]:
             return stream(
@@ -272,84 +269,84 @@ class _Offloaded:
     def _refuse_transformed(self, args: Tree) -> None:
         """Raise under transformations that would mix memories in the loops over blocks, or cannot run them."""
         leaves = [leaf for leaf in jax.tree.leaves(args) if is_array_like(leaf)]
-        found, remedy = transformation(leaves), 'choose mode="whole"'
-        if found == "jax.vmap" and self.mode == "leaf":
+        transform, remedy = transformation(leaves), 'choose mode="whole"'
+        if transform == "jax.vmap" and self.mode == "leaf":
             return
-        if found == "jax.vmap":
+        if transform == "jax.vmap":
             remedy = 'choose mode="leaf", or stack the leaves and call update once, without vmap'
         elif any(varying_axes(jax.typeof(leaf)) for leaf in leaves):
-            found, remedy = (
+            transform, remedy = (
                 "jax.shard_map, which checks how values vary",
                 'pass check_vma=False, or choose mode="whole"',
             )
-        if found:
+        if transform:
             raise StructureError(
-                f"the optimizer's update is called under {found}",
+                f"the optimizer's update is called under {transform}",
                 expected="loops over blocks of arrays in host memory, which JAX cannot transform",
                 got=f'mode="{self.mode}"',
                 hint=remedy,
             )
 
-    def _chosen(self, state: Tree) -> set[int]:
+    def _select_leaves(self, state: Tree) -> set[int]:
         """Return the positions of the selected leaves. Random keys stay on the device, whatever the pattern selects."""
         leaves, is_match = leaves_with_paths(state), self.pattern.fullmatch
         paths = [path for path, _ in leaves]
-        chosen = {
-            at
-            for at, (path, leaf) in enumerate(leaves)
+        selected = {
+            index
+            for index, (path, leaf) in enumerate(leaves)
             if (is_match(path) or is_match(f"/{path}/"))
             and is_array_like(leaf)
             and not jnp.issubdtype(jax.typeof(leaf).dtype, jax.dtypes.prng_key)
         }
-        if not chosen:
+        if not selected:
             raise SelectionError(
                 f"match {self.pattern.pattern!r} selects no leaf of the optimizer's state",
                 expected="a regular expression for whole paths",
                 got=f"{len(paths)} leaves: {', '.join(paths[:6])}{', …' if len(paths) > 6 else ''}",
                 hint='r".*" selects everything; a transformation without state needs no offloading',
             )
-        return chosen
+        return selected
 
-    def _is_narrow(self, grads: Tree, state: Tree, chosen: set[int]) -> bool:
+    def _fits_one_block(self, grads: Tree, state: Tree, selected: set[int]) -> bool:
         """Return whether the host leaves fit into one block and into half the bytes of the gradients.
 
         Loops would then need more memory than moving the leaves whole (8-bit momentum, computed in float32).
         """
         leaves = jax.tree.leaves(state)
-        large = large_on_host(leaves, self.chunk_bytes, chosen)
-        most = min(self.chunk_bytes, sum(map(leaf_bytes, jax.tree.leaves(grads))) // 2)
-        return sum(leaf_bytes(leaves[at]) for at in large) <= most
+        large = large_on_host(leaves, self.chunk_bytes, selected)
+        max_bytes = min(self.chunk_bytes, sum(map(leaf_bytes, jax.tree.leaves(grads))) // 2)
+        return sum(leaf_bytes(leaves[index]) for index in large) <= max_bytes
 
-    def _check(self, state: Tree) -> set[int]:
+    def _check_on_host(self, state: Tree) -> set[int]:
         """Return the positions of the selected leaves, after checking that they are on the host."""
-        leaves, chosen = leaves_with_paths(state), self._chosen(state)
-        knows_host = bool(default_device().addressable_memories())
-        if not knows_host:
+        leaves, selected = leaves_with_paths(state), self._select_leaves(state)
+        has_host_memory = bool(default_device().addressable_memories())
+        if not has_host_memory:
             warnings.warn(
                 "optimizer: this compile-only device has no host memory, so the state is an argument on the device\n"
                 "hint: lowtide.memory.analyze counts it for the host where it was placed there",
                 PlacementWarning,
                 stacklevel=3,
             )
-        for at in sorted(chosen):
-            path, leaf = leaves[at]
-            if knows_host and memory_space(leaf) is not HOST:
+        for index in sorted(selected):
+            path, leaf = leaves[index]
+            if has_host_memory and memory_space(leaf) is not HOST:
                 raise PlacementError(
                     f"optimizer state {path} is not in host memory",
                     expected="pinned_host",
                     got="device",
                     hint="make the state with this transformation's init, or move it with lt.offload.to_host",
                 )
-        return chosen
+        return selected
 
     def _shardings(self, grads: Tree, state: Tree, params: Tree, arrays: Tree) -> Tree:
         if self.shardings is None:
             return (
                 None if num_devices((grads, state, params)) == 1 else explicit_shardings((grads, state, params, arrays))
             )
-        of_leaf = _by_suffix(self.shardings, grads)
+        find_sharding = _sharding_finder(self.shardings, grads)
         return tuple(
-            jax.tree.unflatten(jax.tree.structure(tree), [of_leaf(*pair) for pair in leaves_with_paths(tree)])
+            jax.tree.unflatten(jax.tree.structure(tree), [find_sharding(*pair) for pair in leaves_with_paths(tree)])
             for tree in (grads, state, params, jax.tree.map(lambda _: None, arrays))
         )
 
@@ -373,7 +370,7 @@ class _Offloaded:
         names = [path.partition("/")[2] or path for path in paths]
         listed = ", ".join(names[:4]) + (f", … ({len(names) - 4} more)" if len(names) > 4 else "")
         remedy = 'choose mode="leaf" to accept it, an optimizer that works element by element, or a narrower match'
-        if reason == _ON_MESH:
+        if reason == _UNKNOWN_SHARDINGS:
             remedy = 'pass shardings=jax.tree.map(lambda p: p.sharding, params), or choose mode="leaf" to accept it'
         warnings.warn(
             f"optimizer state {listed}: updated leaf by leaf instead of block by block, because {reason}\n"
@@ -417,10 +414,10 @@ def explicit_shardings(tree: Tree) -> Tree:
         tree: arrays, traced or not.
     """
     leaves, structure = jax.tree.flatten(tree)
-    types = [jax.typeof(leaf).sharding if is_array_like(leaf) else None for leaf in leaves]
-    known = [None if type_ is None or type_.mesh.empty else type_ for type_ in types]
-    is_known = all(type_.mesh.are_all_axes_explicit for type_ in known if type_ is not None)
-    return structure.unflatten(known) if is_known else None
+    shardings = [jax.typeof(leaf).sharding if is_array_like(leaf) else None for leaf in leaves]
+    typed_shardings = [None if sharding is None or sharding.mesh.empty else sharding for sharding in shardings]
+    is_explicit = all(sharding.mesh.are_all_axes_explicit for sharding in typed_shardings if sharding is not None)
+    return structure.unflatten(typed_shardings) if is_explicit else None
 
 
 def without_explicit_axes(run: Callable[..., Tree], args: Sequence[Tree], like: Tree, shardings: Tree) -> Tree:
@@ -432,20 +429,22 @@ def without_explicit_axes(run: Callable[..., Tree], args: Sequence[Tree], like: 
         like: a tree with the shardings of its result.
         shardings: shardings of the arguments, where they are known.
     """
-    types = [jax.typeof(leaf).sharding for leaf in jax.tree.leaves(args) if is_array_like(leaf)]
-    mesh = next((type_.mesh for type_ in types if type_.mesh.explicit_axes), None)
+    leaf_shardings = [jax.typeof(leaf).sharding for leaf in jax.tree.leaves(args) if is_array_like(leaf)]
+    mesh = next((sharding.mesh for sharding in leaf_shardings if sharding.mesh.explicit_axes), None)
     if mesh is None:
         return run(*args)
 
-    def of_result(leaf: Any) -> Any:
-        own = jax.typeof(leaf).sharding
-        return own if own.mesh.explicit_axes else jax.sharding.NamedSharding(mesh, jax.P())
+    def result_sharding(leaf: Any) -> Any:
+        sharding = jax.typeof(leaf).sharding
+        return sharding if sharding.mesh.explicit_axes else jax.sharding.NamedSharding(mesh, jax.P())
 
-    def inside(*args: Any) -> Tree:
-        here = jax.sharding.get_abstract_mesh()
-        return run(*args, shardings=jax.tree.map(lambda s: jax.sharding.NamedSharding(here, s.spec), shardings))
+    def run_with_auto_axes(*args: Any) -> Tree:
+        auto_mesh = jax.sharding.get_abstract_mesh()
+        return run(*args, shardings=jax.tree.map(lambda s: jax.sharding.NamedSharding(auto_mesh, s.spec), shardings))
 
-    return jax.sharding.auto_axes(inside, axes=mesh.explicit_axes, out_sharding=jax.tree.map(of_result, like))(*args)
+    return jax.sharding.auto_axes(
+        run_with_auto_axes, axes=mesh.explicit_axes, out_sharding=jax.tree.map(result_sharding, like)
+    )(*args)
 
 
 def state_shardings(tx: optax.GradientTransformation, params: Tree) -> Tree:
@@ -479,15 +478,15 @@ def state_shardings(tx: optax.GradientTransformation, params: Tree) -> Tree:
                 got=f"{type(leaf).__name__} {getattr(leaf, 'dtype', '')}{list(getattr(leaf, 'shape', ()))}",
                 hint="call state_shardings outside of jit, give structs shardings, and make jax arrays of NumPy's",
             )
-    of_leaf = _by_suffix(jax.tree.map(lambda leaf: leaf.sharding, params), params)
+    find_sharding = _sharding_finder(jax.tree.map(lambda leaf: leaf.sharding, params), params)
     # Only a jaxpr keeps memory spaces; `jax.eval_shape` drops them.
-    traced, shapes = make_jaxpr(tx.init)(params)
-    kinds = ["pinned_host" if aval.memory_space is HOST else "device" for aval in traced.out_avals]
-    placed = [
-        (of_leaf(path, leaf) or replicated(params)).with_memory_kind(kind)
+    closed, shapes = make_jaxpr(tx.init)(params)
+    kinds = ["pinned_host" if aval.memory_space is HOST else "device" for aval in closed.out_avals]
+    shardings = [
+        (find_sharding(path, leaf) or replicated(params)).with_memory_kind(kind)
         for (path, leaf), kind in zip(leaves_with_paths(shapes), kinds, strict=True)
     ]
-    return jax.tree.unflatten(jax.tree.structure(shapes), placed)
+    return jax.tree.unflatten(jax.tree.structure(shapes), shardings)
 
 
 def replicated(tree: Tree) -> Any:
@@ -496,7 +495,7 @@ def replicated(tree: Tree) -> Any:
     return jax.sharding.NamedSharding(first.mesh, jax.P()) if isinstance(first, jax.sharding.NamedSharding) else first
 
 
-def _by_suffix(shardings: Tree, params: Tree) -> Any:
+def _sharding_finder(shardings: Tree, params: Tree) -> Any:
     """Return a function that finds the sharding of the parameter whose path ends a leaf's path, or None."""
     structure = jax.tree.structure(params)
     try:
@@ -508,25 +507,25 @@ def _by_suffix(shardings: Tree, params: Tree) -> Any:
             got=jax.tree.structure(shardings),
             hint="jax.tree.map(lambda p: p.sharding, params), outside of jit",
         ) from error
-    known = {path: (leaf.shape, s) for (path, leaf), s in zip(leaves_with_paths(params), flat, strict=True)}
+    shardings_by_path = {path: (leaf.shape, s) for (path, leaf), s in zip(leaves_with_paths(params), flat, strict=True)}
 
-    def of_leaf(path: str, leaf: Any) -> Any:
+    def find_sharding(path: str, leaf: Any) -> Any:
         segments = path.split("/")
         # The longest suffix that is the path of a parameter of this shape wins.
-        for at in range(len(segments) + 1):
-            shape, sharding = known.get("/".join(segments[at:]), (None, None))
+        for start in range(len(segments) + 1):
+            shape, sharding = shardings_by_path.get("/".join(segments[start:]), (None, None))
             if shape == getattr(leaf, "shape", ()):
                 return sharding
-        for at in range(len(segments)):  # an array of a node that takes the place of a parameter's leaf
-            shape, sharding = known.get("/".join(segments[at:-1]), (None, None))
-            if shape and (found := _of_part(leaf, shape, sharding)):
-                return found
+        for start in range(len(segments)):  # an array of a node that takes the place of a parameter's leaf
+            shape, sharding = shardings_by_path.get("/".join(segments[start:-1]), (None, None))
+            if shape and (part_sharding := _sharding_of_part(leaf, shape, sharding)):
+                return part_sharding
         return None
 
-    return of_leaf
+    return find_sharding
 
 
-def _of_part(leaf: Any, shape: tuple[int, ...], sharding: Any) -> Any:
+def _sharding_of_part(leaf: Any, shape: tuple[int, ...], sharding: Any) -> Any:
     """Return the sharding of codes in the shape of a parameter, or of block scales of its last axis; else None.
 
     Scales are sharded like the parameter if their number divides the axis and is a multiple of the number of devices.

@@ -89,20 +89,22 @@ def to_device(tree: Tree, where: Where = "**") -> Tree:
     return _move(tree, where, "device")
 
 
-def _move(tree: Tree, where: Where, kind: str) -> Tree:
-    chosen = select(tree, where)
+def _move(tree: Tree, selector: Where, kind: str) -> Tree:
+    is_selected = select(tree, selector)
     leaves, treedef = jax.tree.flatten(tree)
-    return treedef.unflatten(_moved(leaf, kind) if hit else leaf for leaf, hit in zip(leaves, chosen, strict=True))
+    return treedef.unflatten(
+        _move_leaf(leaf, kind) if is_chosen else leaf for leaf, is_chosen in zip(leaves, is_selected, strict=True)
+    )
 
 
-def _moved(leaf: Any, kind: str) -> Any:
+def _move_leaf(leaf: Any, kind: str) -> Any:
     if isinstance(leaf, Tracer):
         # A tracer has no memory kind, only a memory space in its type.
         return jax.device_put(leaf, jax.memory.Space.Device if kind == "device" else jax.memory.Space.Host)
     if isinstance(leaf, (jax.Array, np.ndarray, np.generic)):
-        return jax.device_put(leaf, _of_kind(_sharding_of(leaf, None), kind))
+        return jax.device_put(leaf, _with_memory_kind(_sharding_of(leaf, None), kind))
     if isinstance(leaf, jax.ShapeDtypeStruct):
-        sharding = _of_kind(_sharding_of(leaf, None), kind)
+        sharding = _with_memory_kind(_sharding_of(leaf, None), kind)
         # JAX drops the memory kind of a SingleDeviceSharding when it traces the shape (jax 0.10.2).
         if kind != "device" and isinstance(sharding, SingleDeviceSharding):
             mesh = Mesh(np.array(list(sharding.device_set), dtype=object), ("device",))
@@ -144,30 +146,24 @@ def memory_kinds(tree: Tree, match: str, kind: str = "pinned_host", *, mesh: Mes
             got=repr(kind),
             hint='"pinned_host" is the host memory that a device can read by itself',
         )
-    hits = match_paths(tree, match, is_leaf=_is_placement)
+    is_match = match_paths(tree, match, is_leaf=_is_placement)
     leaves, treedef = jax.tree.flatten(tree, is_leaf=_is_placement)
     shardings = [_sharding_of(leaf, mesh) for leaf in leaves]
-    return treedef.unflatten(_of_kind(s, kind if hit else "device") for s, hit in zip(shardings, hits, strict=True))
+    return treedef.unflatten(
+        _with_memory_kind(s, kind if is_matching else "device")
+        for s, is_matching in zip(shardings, is_match, strict=True)
+    )
 
 
 def match_paths(tree: Tree, match: str, is_leaf: Callable[[Any], bool] | None = None) -> list[bool]:
     """Return for every leaf, in flattening order, whether a regular expression matches its whole path.
 
-    Args:
-        tree: any pytree.
-        match: the regular expression, for `re.fullmatch` on paths such as ``0/mu/layers/w``.
-        is_leaf: as in `jax.tree.flatten`.
-
-    Returns:
-        One boolean for each leaf.
-
-    Raises:
-        SelectionError: when it matches no path, or is not a regular expression.
+    Paths look like ``0/mu/layers/w``. Raises `SelectionError` when it matches none, or is not a regular expression.
     """
     paths = [path for path, _ in leaves_with_paths(tree, is_leaf=is_leaf)]
     sample = ", ".join(paths[:6]) + (f", … ({len(paths) - 6} more)" if len(paths) > 6 else "")
     try:
-        hits = [re.fullmatch(match, path) is not None for path in paths]
+        is_match = [re.fullmatch(match, path) is not None for path in paths]
     except re.error as error:
         raise SelectionError(
             f"{match!r} is no regular expression",
@@ -175,16 +171,20 @@ def match_paths(tree: Tree, match: str, is_leaf: Callable[[Any], bool] | None = 
             got=str(error),
             hint=f"paths look like: {sample}",
         ) from error
-    if not any(hits):
-        inside = [path for path in paths if re.search(match, path)]
-        remedy = f"did you mean {f'.*({match}).*'!r}?" if inside else "segments are separated by '/', as in '.*/mu/.*'"
+    if not any(is_match):
+        partial_matches = [path for path in paths if re.search(match, path)]
+        remedy = (
+            f"did you mean {f'.*({match}).*'!r}?"
+            if partial_matches
+            else "segments are separated by '/', as in '.*/mu/.*'"
+        )
         raise SelectionError(
             f"the regular expression {match!r} matches nothing",
             expected="a regular expression for whole tree paths",
             got=f"{len(paths)} paths: {sample}",
             hint=remedy,
         )
-    return hits
+    return is_match
 
 
 def _is_placement(leaf: Any) -> bool:
@@ -200,15 +200,15 @@ def _sharding_of(leaf: Any, mesh: Mesh | None) -> Sharding:
                 "a tree of PartitionSpecs needs a mesh", got=repr(leaf), hint="pass memory_kinds(..., mesh=mesh)"
             )
         return NamedSharding(mesh, leaf)
-    own = getattr(leaf, "sharding", None)
-    if isinstance(own, Sharding):
-        return own
+    sharding = getattr(leaf, "sharding", None)
+    if isinstance(sharding, Sharding):
+        return sharding
     return SingleDeviceSharding(default_device()) if mesh is None else NamedSharding(mesh, PartitionSpec())
 
 
-def _of_kind(sharding: Sharding, kind: str) -> Sharding:
-    placed = sharding.with_memory_kind(kind)
-    if kind != "device" and not on_host(placed):
+def _with_memory_kind(sharding: Sharding, kind: str) -> Sharding:
+    result = sharding.with_memory_kind(kind)
+    if kind != "device" and not on_host(result):
         warnings.warn(
             f"{sharding}: its devices know no memory {kind!r}, so the leaf counts for the device\n"
             "hint: devices that only compile know none on GPUs; place arrays of the CPU, and let "
@@ -216,7 +216,7 @@ def _of_kind(sharding: Sharding, kind: str) -> Sharding:
             PlacementWarning,
             stacklevel=4,
         )
-    return placed
+    return result
 
 
 def default_device() -> Any:

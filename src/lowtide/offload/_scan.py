@@ -110,12 +110,12 @@ def scan(
     except ValueError as error:
         if "memory_space of all inputs passed to" not in str(error):
             raise
-        hosted = [path for path, leaf in leaves_with_paths({"init": init}) if memory_space(leaf) == HOST]
+        paths = [path for path, leaf in leaves_with_paths({"init": init}) if memory_space(leaf) == HOST]
         raise PlacementError(
-            f"{hosted[0] if hosted else 'a captured value'}: the body of scan computes with a value in host memory",
+            f"{paths[0] if paths else 'a captured value'}: the body of scan computes with a value in host memory",
             expected="operands in device memory",
-            got=f"{str(error).splitlines()[0]}; on the host: {', '.join(hosted[:8]) or 'what the function closes over'}"
-            + (f", … ({len(hosted) - 8} more)" if len(hosted) > 8 else ""),
+            got=f"{str(error).splitlines()[0]}; on the host: {', '.join(paths[:8]) or 'what the function closes over'}"
+            + (f", … ({len(paths) - 8} more)" if len(paths) > 8 else ""),
             hint="move it with lt.offload.to_device inside the jitted function",
         ) from error
     structure = jax.tree.structure(closed.shapes)
@@ -156,35 +156,37 @@ def _differentiable(body: Callable[..., Any], *, prefetch: bool, inputs_on_host:
 
     def forward(init: Tree, xs: Tree, closed: Tree) -> tuple[Any, Any]:
         def step(carry: Tree, x: Tree) -> tuple[Tree, Tree]:
-            after, y = body(carry, x, *closed)
-            floating, rest = _split(carry)
-            return after, (y, put(floating, HOST) if inputs_on_host else floating, rest)
+            next_carry, y = body(carry, x, *closed)
+            floating, rest = _split_inexact(carry)
+            return next_carry, (y, put(floating, HOST) if inputs_on_host else floating, rest)
 
         carry, (ys, *saved) = _stream(step, init, xs, prefetch=prefetch)
         return (carry, ys), (saved, xs, closed)
 
     def backward(residuals: Any, cotangents: Any) -> Any:
         saved, xs, closed = residuals
-        d_carry, d_ys = (_split(cotangent)[0] for cotangent in cotangents)
-        floating_xs = _split(xs)[0]
-        closed, closed_rest = _split(closed)
+        d_carry, d_ys = (_split_inexact(cotangent)[0] for cotangent in cotangents)
+        floating_xs = _split_inexact(xs)[0]
+        closed, closed_rest = _split_inexact(closed)
 
         def step(state: Tree, slices: Tree) -> tuple[Tree, Tree]:
             d_carry, d_closed = state
             (carry, carry_rest), x, d_y = slices
-            x, x_rest = _split(x)
+            x, x_rest = _split_inexact(x)
 
             def layer(carry: Tree, x: Tree, closed: Tree) -> Tree:
-                whole = combine(closed, closed_rest)
-                return _split(body(combine(carry, carry_rest), combine(x, x_rest), *whole))[0]
+                captured = combine(closed, closed_rest)
+                return _split_inexact(body(combine(carry, carry_rest), combine(x, x_rest), *captured))[0]
 
             # `jax.vjp` of one layer recomputes its forward pass, so residuals exist for one layer at a time.
-            out, pull = jax.vjp(layer, carry, x, closed)
-            d_carry, d_x, more = pull(jax.tree.map(_beside, (d_carry, d_y), out))
-            return (d_carry, jax.tree.map(_add, d_closed, more)), jax.tree.map(_beside, d_x, floating_xs)
+            out, vjp = jax.vjp(layer, carry, x, closed)
+            d_carry, d_x, d_layer_closed = vjp(jax.tree.map(_match_memory, (d_carry, d_y), out))
+            return (d_carry, jax.tree.map(_add, d_closed, d_layer_closed)), jax.tree.map(
+                _match_memory, d_x, floating_xs
+            )
 
         # Gradients of captured values are sums over all layers, so they are part of the carry.
-        zeros = jax.tree.map(lambda leaf: _beside(jnp.zeros(leaf.shape, leaf.dtype), leaf), closed)
+        zeros = jax.tree.map(lambda leaf: _match_memory(jnp.zeros(leaf.shape, leaf.dtype), leaf), closed)
         (d_init, d_closed), d_xs = _stream(step, (d_carry, zeros), (saved, xs, d_ys), prefetch=prefetch, reverse=True)
         return d_init, d_xs, d_closed
 
@@ -197,41 +199,48 @@ def _stream(
 ) -> tuple[Tree, Tree]:
     """Run `jax.lax.scan` over slices of `stacked`; host leaves are moved to the device one slice at a time."""
     leaves, treedef = jax.tree.flatten(stacked)
-    hosted = [memory_space(leaf) == HOST for leaf in leaves]
+    is_on_host = [memory_space(leaf) == HOST for leaf in leaves]
     length = leaves[0].shape[0]
-    if any(hosted):
+    if any(is_on_host):
         check_host_slices()
 
-    def fetch(at: Any) -> list[Any]:
-        return [put(_at(leaf, at), DEVICE) if streamed else None for leaf, streamed in zip(leaves, hosted, strict=True)]
+    def fetch(index: Any) -> list[Any]:
+        return [
+            put(_entry_at(leaf, index), DEVICE) if is_host_leaf else None
+            for leaf, is_host_leaf in zip(leaves, is_on_host, strict=True)
+        ]
 
-    def turn(state: Any, at: Any) -> Any:
-        carry, fetched = state
-        ahead = fetch(jnp.maximum(at - 1, 0) if reverse else jnp.minimum(at + 1, length - 1)) if prefetch else []
-        here = fetched if prefetch else fetch(at)
-        slices = [_at(leaf, at) if one is None else one for leaf, one in zip(leaves, here, strict=True)]
+    def body(state: Any, index: Any) -> Any:
+        carry, prefetched = state
+        next_entries = (
+            fetch(jnp.maximum(index - 1, 0) if reverse else jnp.minimum(index + 1, length - 1)) if prefetch else []
+        )
+        entries = prefetched if prefetch else fetch(index)
+        slices = [
+            _entry_at(leaf, index) if entry is None else entry for leaf, entry in zip(leaves, entries, strict=True)
+        ]
         carry, out = step(carry, treedef.unflatten(slices))
-        return (carry, ahead), out
+        return (carry, next_entries), out
 
-    first = fetch(length - 1 if reverse else 0) if prefetch else []
-    (carry, _), outs = jax.lax.scan(turn, (init, first), jnp.arange(length), reverse=reverse)
+    first_entries = fetch(length - 1 if reverse else 0) if prefetch else []
+    (carry, _), outs = jax.lax.scan(body, (init, first_entries), jnp.arange(length), reverse=reverse)
     return carry, outs
 
 
-def _at(leaf: Any, at: Any) -> Any:
-    return jax.lax.dynamic_index_in_dim(leaf, at, keepdims=False)
+def _entry_at(leaf: Any, index: Any) -> Any:
+    return jax.lax.dynamic_index_in_dim(leaf, index, keepdims=False)
 
 
-def _split(tree: Tree) -> tuple[Tree, Tree]:
+def _split_inexact(tree: Tree) -> tuple[Tree, Tree]:
     """Split a tree into leaves that have gradients and the others; `None` marks leaves of the other tree."""
     floating = jax.tree.map(lambda leaf: leaf if jnp.issubdtype(leaf.dtype, jnp.inexact) else None, tree)
     return floating, jax.tree.map(lambda leaf: None if jnp.issubdtype(leaf.dtype, jnp.inexact) else leaf, tree)
 
 
-def _beside(value: Any, leaf: Any) -> Any:
+def _match_memory(value: Any, leaf: Any) -> Any:
     """Move the value to the memory space of a leaf."""
     return put(value, memory_space(leaf))
 
 
-def _add(total: Any, more: Any) -> Any:
-    return _beside(put(total, DEVICE) + put(more, DEVICE), total)
+def _add(total: Any, increment: Any) -> Any:
+    return _match_memory(put(total, DEVICE) + put(increment, DEVICE), total)

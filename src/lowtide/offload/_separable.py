@@ -41,46 +41,46 @@ _ELEMENTWISE = frozenset(
 )
 
 
-def _common(first: Sequence[Any], second: Sequence[Any]) -> int:
+def _num_common(first: Sequence[Any], second: Sequence[Any]) -> int:
     """Return the number of equal leading entries of two sequences."""
     return next(
-        (at for at, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), min(map(len, (first, second)))
+        (axis for axis, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), min(map(len, (first, second)))
     )
 
 
-def _batched(params: Mapping[str, Any]) -> int:
-    left, right = params["dimension_numbers"][1]
-    return min(_common(left, range(len(left))), _common(right, range(len(right))))
+def _num_batch_axes(params: Mapping[str, Any]) -> int:
+    left_axes, right_axes = params["dimension_numbers"][1]
+    return min(_num_common(left_axes, range(len(left_axes))), _num_common(right_axes, range(len(right_axes))))
 
 
 # Number of leading axes that an operation keeps, from its parameters and the shape of its first operand.
-_KEEPS: dict[str, Callable[[Mapping[str, Any], tuple[int, ...]], int]] = {
-    "broadcast_in_dim": lambda p, s: _common(
+_KEPT_AXES: dict[str, Callable[[Mapping[str, Any], tuple[int, ...]], int]] = {
+    "broadcast_in_dim": lambda p, s: _num_common(
         list(zip(p["broadcast_dimensions"], s, strict=True)), list(enumerate(p["shape"]))
     ),
     "concatenate": lambda p, s: p["dimension"],
-    "dot_general": lambda p, s: _batched(p),
-    "dynamic_slice": lambda p, s: _common(p["slice_sizes"], s),
-    "pad": lambda p, s: _common([tuple(edge) for edge in p["padding_config"]], [(0, 0, 0)] * len(s)),
-    "reshape": lambda p, s: _common(p["new_sizes"], s) if p["dimensions"] is None else 0,
+    "dot_general": lambda p, s: _num_batch_axes(p),
+    "dynamic_slice": lambda p, s: _num_common(p["slice_sizes"], s),
+    "pad": lambda p, s: _num_common([tuple(edge) for edge in p["padding_config"]], [(0, 0, 0)] * len(s)),
+    "reshape": lambda p, s: _num_common(p["new_sizes"], s) if p["dimensions"] is None else 0,
     "rev": lambda p, s: min(p["dimensions"], default=len(s)),
     "slice": lambda p, s: min(
-        _common(p["start_indices"], [0] * len(s)),
-        _common(p["limit_indices"], s),
-        _common(p["strides"] or [1] * len(s), [1] * len(s)),
+        _num_common(p["start_indices"], [0] * len(s)),
+        _num_common(p["limit_indices"], s),
+        _num_common(p["strides"] or [1] * len(s), [1] * len(s)),
     ),
     "sort": lambda p, s: p["dimension"],
     "split": lambda p, s: p["axis"],
     "squeeze": lambda p, s: min(p["dimensions"], default=len(s)),
-    "transpose": lambda p, s: _common(p["permutation"], range(len(s))),
+    "transpose": lambda p, s: _num_common(p["permutation"], range(len(s))),
 }
 for _name in (*(f"reduce_{kind}" for kind in ("sum", "max", "min", "prod", "and", "or", "xor")), "argmax", "argmin"):
-    _KEEPS[_name] = lambda p, s: min(p["axes"], default=len(s))
+    _KEPT_AXES[_name] = lambda p, s: min(p["axes"], default=len(s))
 for _name in ("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp"):
-    _KEEPS[_name] = lambda p, s: p["axis"]
+    _KEPT_AXES[_name] = lambda p, s: p["axis"]
 
 # Parameters that contain the shape of a full leaf, and are replaced by that of a block.
-_SHAPES = {
+_SHAPE_PARAMS = {
     "broadcast_in_dim": "shape",
     "dynamic_slice": "slice_sizes",
     "reshape": "new_sizes",
@@ -89,7 +89,7 @@ _SHAPES = {
 
 
 # The result of a fold stays on the device. It may have at most 1/8 of the elements of its operand.
-_FOLDED_PART = 8
+_MIN_FOLD_REDUCTION = 8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,47 +122,38 @@ class Program:
         self, values: Iterable[int], among: Sequence[Equation] | None = None, known: Collection[int] = ()
     ) -> list[Equation]:
         """List, in order, the equations that compute some values from inputs and known values."""
-        wanted, kept = set(values).difference(known), list[Equation]()
+        required, needed = set(values).difference(known), list[Equation]()
         for equation in reversed(self.equations if among is None else among):
-            if wanted.intersection(equation.outputs):
-                kept.append(equation)
-                wanted.update(set(equation.inputs).difference(known))
-        return kept[::-1]
+            if required.intersection(equation.outputs):
+                needed.append(equation)
+                required.update(set(equation.inputs).difference(known))
+        return needed[::-1]
 
     def run(self, equations: Iterable[Equation], values: dict[int, Any], sizes: Sequence[int] = ()) -> None:
-        """Compute equations and add the results to `values`.
+        """Compute equations in order and add the results to `values`, arrays by value number.
 
-        Args:
-            equations: the equations, in order.
-            values: arrays by the number of their value.
-            sizes: sizes of the leading axes of a block, if the arrays are blocks of the full ones.
+        `sizes` are those of the leading axes of a block, if the arrays are blocks of the full ones.
         """
         for equation in equations:
             params = equation.params
-            if sizes and (name := _SHAPES.get(equation.primitive.name)):
+            if sizes and (name := _SHAPE_PARAMS.get(equation.primitive.name)):
                 params = {**params, name: (*sizes, *params[name][len(sizes) :])}
-            read = [values[at] if at in values else self.constants[at] for at in equation.inputs]
-            results = equation.primitive.bind(*read, **params)
+            operands = [values[value] if value in values else self.constants[value] for value in equation.inputs]
+            results = equation.primitive.bind(*operands, **params)
             values.update(
                 zip(equation.outputs, results if equation.primitive.multiple_results else [results], strict=True)
             )
 
 
 def trace(fn: Callable[..., Any], args: Sequence[Any], on_host: Iterable[int]) -> tuple[Program, Any]:
-    """Trace the program of a function on device arrays.
+    """Trace a function of device arrays; return its program and the tree structure of its result.
 
-    Args:
-        fn: a function of trees of arrays.
-        args: its arguments; only shapes and dtypes are read.
-        on_host: flat positions of the leaves that are in host memory.
-
-    Returns:
-        The program, and the tree structure of the function's result.
+    Only shapes and dtypes of `args` are read. `on_host` holds the flat positions of the leaves in host memory.
     """
     avals = jax.tree.map(_on_device, tuple(args))
     closed, shapes = make_jaxpr(fn)(*avals)
     inliner = _Inliner(Program(num_inputs=len(closed.in_avals), effects=tuple(map(str, closed.effects))), set(on_host))
-    inputs = [inliner.value(aval, at in inliner.host) for at, aval in enumerate(closed.in_avals)]
+    inputs = [inliner.new_value(aval, index in inliner.host) for index, aval in enumerate(closed.in_avals)]
     inliner.program.outputs = inliner.add(closed, inputs)
     return inliner.program, jax.tree.structure(shapes)
 
@@ -178,61 +169,65 @@ class _Inliner:
     host: set[int]  # values that depend on host leaves
     flat: dict[int, int] = dataclasses.field(default_factory=dict)  # operands of reshapes to a vector, by their result
 
-    def value(self, aval: Any, on_host: bool) -> int:
+    def new_value(self, aval: Any, on_host: bool) -> int:
         self.program.avals.append(aval)
-        at = len(self.program.avals) - 1
+        value = len(self.program.avals) - 1
         if on_host:
-            self.host.add(at)
-        return at
+            self.host.add(value)
+        return value
 
-    def constant(self, held: Any) -> int:
-        at = self.value(jax.typeof(held), False)
-        self.program.constants[at] = held
-        return at
+    def new_constant(self, array: Any) -> int:
+        value = self.new_value(jax.typeof(array), False)
+        self.program.constants[value] = array
+        return value
 
     def add(self, jaxpr: Any, inputs: Sequence[int]) -> list[int]:
-        return fold(jaxpr, inputs, self.equation, lambda _, held: self.constant(held))
+        return fold(jaxpr, inputs, self.add_equation, lambda _, array: self.new_constant(array))
 
-    def equation(self, eqn: Any, inputs: list[int]) -> list[int]:
+    def add_equation(self, eqn: Any, inputs: list[int]) -> list[int]:
         name = eqn.primitive.name
         if (inner := called(eqn)) is not None:
             return self.add(inner, inputs)
         # A branch on host leaves becomes a selection: both sides run, so branches with loops are left alone.
-        if kind_of(eqn) is Kind.BRANCH and self.host.intersection(inputs) and not _loops(eqn):
+        if kind_of(eqn) is Kind.BRANCH and self.host.intersection(inputs) and not _contains_loop(eqn):
             cases = [self.add(branch.jaxpr, inputs[1:]) for branch in bodies(eqn)]
-            return [self.select(inputs[0], column) for column in zip(*cases, strict=True)]
-        if name == "dot_general" and (product := self.inner_product(inputs, eqn.outvars[0].aval)) is not None:
+            return [self.add_select(inputs[0], column) for column in zip(*cases, strict=True)]
+        if name == "dot_general" and (product := self.add_inner_product(inputs, eqn.outvars[0].aval)) is not None:
             return product
-        outputs = self.emit(eqn.primitive, inputs, [var.aval for var in eqn.outvars], eqn.params)
+        outputs = self.add_operation(eqn.primitive, inputs, [var.aval for var in eqn.outvars], eqn.params)
         if name == "reshape" and len(eqn.outvars[0].aval.shape) == 1:
             self.flat[outputs[0]] = inputs[0]
         return outputs
 
-    def inner_product(self, inputs: Sequence[int], aval: Any) -> list[int] | None:
+    def add_inner_product(self, inputs: Sequence[int], aval: Any) -> list[int] | None:
         """Rewrite `jnp.vdot` of two arrays of one shape, which flattens them, as a sum of products that keeps rows."""
-        arrays = [self.flat.get(at, at) for at in inputs]
-        shapes = [jax.ShapeDtypeStruct(self.program.avals[at].shape, self.program.avals[at].dtype) for at in arrays]
+        arrays = [self.flat.get(value, value) for value in inputs]
+        shapes = [
+            jax.ShapeDtypeStruct(self.program.avals[value].shape, self.program.avals[value].dtype) for value in arrays
+        ]
         if aval.shape or not self.host.intersection(arrays) or shapes[0].shape != shapes[1].shape:
             return None
         closed, _ = make_jaxpr(lambda x, y: jnp.sum(x.astype(aval.dtype) * y.astype(aval.dtype)))(*shapes)
         return self.add(closed, arrays)
 
-    def select(self, which: int, cases: Sequence[int]) -> int:
+    def add_select(self, predicate: int, cases: Sequence[int]) -> int:
         if len(set(cases)) == 1:
             return cases[0]
-        return self.emit(jax.lax.select_n_p, [which, *cases], [self.program.avals[cases[0]]], {})[0]
+        return self.add_operation(jax.lax.select_n_p, [predicate, *cases], [self.program.avals[cases[0]]], {})[0]
 
-    def emit(self, primitive: Any, inputs: Sequence[int], avals: Sequence[Any], params: Mapping[str, Any]) -> list[int]:
+    def add_operation(
+        self, primitive: Any, inputs: Sequence[int], avals: Sequence[Any], params: Mapping[str, Any]
+    ) -> list[int]:
         on_host = bool(self.host.intersection(inputs))
-        outputs = [self.value(aval, on_host) for aval in avals]
+        outputs = [self.new_value(aval, on_host) for aval in avals]
         self.program.equations.append(Equation(primitive, tuple(inputs), tuple(outputs), params))
         return outputs
 
 
-def _loops(eqn: Any) -> bool:
+def _contains_loop(eqn: Any) -> bool:
     """Return whether a branch contains a loop, which must not run unless the branch is taken."""
-    inside = (kind_of(one) for branch in bodies(eqn) for one in equations(branch.jaxpr))
-    return any(kind in (Kind.SCAN, Kind.WHILE) for kind in inside)
+    kinds = (kind_of(inner_eqn) for branch in bodies(eqn) for inner_eqn in equations(branch.jaxpr))
+    return any(kind in (Kind.SCAN, Kind.WHILE) for kind in kinds)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -258,23 +253,16 @@ class Group:
 def separate(
     program: Program, on_host: Iterable[int], replaced: Sequence[int], *, fold: bool = False
 ) -> tuple[list[Group], list[Group]]:
-    """Divide a program into groups of leaves that do not need each other.
+    """Divide a program into groups of leaves that do not need each other; return the passes, then the groups.
 
-    Args:
-        program: result of `trace`.
-        on_host: the host leaves that it was traced with.
-        replaced: for each output, the input leaf that it overwrites.
-        fold: whether sums and extremes over rows of host leaves may run in a separate pass.
-
-    Returns:
-        The passes, in order; and the groups with host leaves, in order of their first output. Outputs outside all
-        groups depend on host leaves at most through a pass.
+    `replaced` is the input leaf that each output overwrites. With `fold`, sums and extremes over rows of host leaves
+    run in passes. Outputs outside all groups depend on host leaves at most through a pass.
     """
     host = set(on_host)
     program.equations = program.needed_for(program.outputs)
     flow = _Flow(program, host, fold)
     for equation in program.equations:
-        flow.follow(equation)
+        flow.propagate(equation)
     members: dict[int, list[int]] = {}
     for position, value in enumerate(program.outputs):
         leaf = flow.leaf.get(value)
@@ -285,18 +273,18 @@ def separate(
         leaf = flow.leaf.get(value)
         if value in flow.rows and value >= program.num_inputs and leaf is not None and flow.find(leaf) in hosted:
             members.setdefault(flow.find(leaf), []).append(position)
-    return flow.passes(), [flow.largest(positions, replaced) for positions in members.values()]
+    return flow.passes(), [flow.best_group(positions, replaced) for positions in members.values()]
 
 
 class _Flow:
     """Forward analysis of a program: the rows and leaves of every value. Leaves that meet are merged by union-find."""
 
     def __init__(self, program: Program, host: set[int], fold: bool) -> None:
-        leaves = [at for at in range(program.num_inputs) if program.rank(at) or at in host]
+        leaves = [leaf for leaf in range(program.num_inputs) if program.rank(leaf) or leaf in host]
         self.program = program
-        self.rows = {at: program.rank(at) for at in leaves}  # a value that is missing here is free
-        self.leaf = {at: at for at in leaves}  # one leaf that a value depends on; none for constants over rows
-        self.parent = {at: at for at in leaves}
+        self.rows = {leaf: program.rank(leaf) for leaf in leaves}  # a value that is missing here is free
+        self.leaf = {leaf: leaf for leaf in leaves}  # one leaf that a value depends on; none for constants over rows
+        self.parent = {leaf: leaf for leaf in leaves}
         self.host = set(host)
         self.fold = fold
         self.folds: list[tuple[Equation, int]] = []  # with the number of axes of the operand that may be cut
@@ -310,12 +298,12 @@ class _Flow:
     def unite(self, first: int, second: int) -> None:
         self.parent[self.find(second)] = self.find(first)
 
-    def follow(self, equation: Equation) -> None:
+    def propagate(self, equation: Equation) -> None:
         program, name = self.program, equation.primitive.name
-        carriers = [at for at in equation.inputs if at in self.rows]
+        carriers = [value for value in equation.inputs if value in self.rows]
         on_host = bool(self.host.intersection(equation.inputs))
-        level = max((self.level.get(at, 0) for at in equation.inputs), default=0)
-        axes = self._folded(equation) if self.fold and on_host else 0
+        level = max((self.level.get(value, 0) for value in equation.inputs), default=0)
+        axes = self._num_foldable_axes(equation) if self.fold and on_host else 0
         self.level.update(dict.fromkeys(equation.outputs, level + (axes > 0)))
         if axes:
             self.folds.append((equation, axes))
@@ -325,95 +313,109 @@ class _Flow:
                 self.rows[equation.outputs[0]] = program.rank(equation.outputs[0])
             return
         if name in _ELEMENTWISE:
-            self._free_repeated(equation, carriers)
-            carriers = [at for at in carriers if at in self.rows]
+            self._free_repeated_operands(equation, carriers)
+            carriers = [value for value in carriers if value in self.rows]
             if not carriers:  # rows times columns: each block can compute this
                 self.rows[equation.outputs[0]] = program.rank(equation.outputs[0])
                 return
-        rows = self._rows_of(equation, carriers)
+        rows = self._num_row_axes(equation, carriers)
         if not rows and not on_host:
             return
         if not rows:  # whole operands: leaves on the device need not join the group
-            carriers = [at for at in carriers if at in self.host]
-        leaves = [self.leaf[at] for at in carriers if at in self.leaf]
-        for other in leaves[1:]:
-            self.unite(leaves[0], other)
+            carriers = [value for value in carriers if value in self.host]
+        leaves = [self.leaf[value] for value in carriers if value in self.leaf]
+        for leaf in leaves[1:]:
+            self.unite(leaves[0], leaf)
         for output in equation.outputs:
             self.rows[output] = rows
             self.leaf.update({output: leaves[0]} if leaves else {})
             self.host.update([output] if on_host else [])
 
-    def _free_repeated(self, equation: Equation, carriers: Sequence[int]) -> None:
+    def _free_repeated_operands(self, equation: Equation, carriers: Sequence[int]) -> None:
         """Free operands on the device that an elementwise operation repeats along rows, so they are computed before.
 
         They have one row where the result has many: Adafactor's column statistics, SM3's accumulators.
         """
         avals, shape = self.program.avals, self.program.avals[equation.outputs[0]].shape
-        for at in carriers:
-            is_repeated = at in self.leaf and at not in self.host and avals[at].shape != shape
-            if is_repeated and min(self._shared(equation, at), self.rows[at]) < len(shape):
-                del self.rows[at]
+        for value in carriers:
+            is_repeated = value in self.leaf and value not in self.host and avals[value].shape != shape
+            if is_repeated and min(self._num_shared_axes(equation, value), self.rows[value]) < len(shape):
+                del self.rows[value]
 
-    def _shared(self, equation: Equation, operand: int) -> int:
+    def _num_shared_axes(self, equation: Equation, operand: int) -> int:
         """Return the number of leading axes that an elementwise operation's operand shares with its result."""
-        return _common(self.program.avals[operand].shape, self.program.avals[equation.outputs[0]].shape)
+        return _num_common(self.program.avals[operand].shape, self.program.avals[equation.outputs[0]].shape)
 
-    def _rows_of(self, equation: Equation, carriers: Sequence[int]) -> int:
+    def _num_row_axes(self, equation: Equation, carriers: Sequence[int]) -> int:
         program, name = self.program, equation.primitive.name
         if name in _ELEMENTWISE:
-            of_leaves = [self._shared(equation, at) for at in carriers if at in self.leaf]
-            return min([*(self.rows[at] for at in carriers), *of_leaves])
-        keeps = _KEEPS.get(name)
-        arrays = [at for at in equation.inputs if program.rank(at) or at in self.rows]
-        own = keeps(equation.params, program.avals[equation.inputs[0]].shape) if keeps else 0
-        return min(own, *(self.rows.get(at, program.rank(at)) for at in arrays))
+            shared_axes = [self._num_shared_axes(equation, value) for value in carriers if value in self.leaf]
+            return min([*(self.rows[value] for value in carriers), *shared_axes])
+        count_kept_axes = _KEPT_AXES.get(name)
+        arrays = [value for value in equation.inputs if program.rank(value) or value in self.rows]
+        num_kept_axes = (
+            count_kept_axes(equation.params, program.avals[equation.inputs[0]].shape) if count_kept_axes else 0
+        )
+        return min(num_kept_axes, *(self.rows.get(value, program.rank(value)) for value in arrays))
 
-    def largest(self, positions: list[int], replaced: Sequence[int]) -> Group:
+    def best_group(self, positions: list[int], replaced: Sequence[int]) -> Group:
         """Drop outputs that need no host leaf from the group, if more axes can be cut then."""
-        everything = self.group(positions)
-        hosted = [at for at in positions if {self.program.outputs[at], replaced[at]} & self.host]
-        fewer = self.group(hosted) if hosted and len(hosted) < len(positions) else everything
-        return fewer if fewer.rows > everything.rows else everything
+        whole_group = self.group(positions)
+        host_positions = [
+            position for position in positions if {self.program.outputs[position], replaced[position]} & self.host
+        ]
+        host_group = (
+            self.group(host_positions) if host_positions and len(host_positions) < len(positions) else whole_group
+        )
+        return host_group if host_group.rows > whole_group.rows else whole_group
 
-    def _folded(self, equation: Equation) -> int:
+    def _num_foldable_axes(self, equation: Equation) -> int:
         """Return the number of leading axes along which an operation can be computed in blocks and combined."""
         if equation.primitive.name not in FOLDS or len(equation.inputs) != 1:
             return 0
         (operand,), avals = equation.inputs, self.program.avals
-        axes = _common(sorted(equation.params["axes"]), range(self.program.rank(operand)))
-        sizes = [math.prod(avals[at].shape) for at in (*equation.inputs, *equation.outputs)]
-        return min(axes, self.rows.get(operand, 0)) if sizes[1] * _FOLDED_PART <= sizes[0] else 0
+        axes = _num_common(sorted(equation.params["axes"]), range(self.program.rank(operand)))
+        sizes = [math.prod(avals[value].shape) for value in (*equation.inputs, *equation.outputs)]
+        return min(axes, self.rows.get(operand, 0)) if sizes[1] * _MIN_FOLD_REDUCTION <= sizes[0] else 0
 
     def passes(self) -> list[Group]:
         """Return one pass for all folds over the same rows that need the same earlier passes."""
-        found: dict[Any, list[Equation]] = {}
+        equations_by_pass: dict[Any, list[Equation]] = {}
         for equation, axes in self.folds:
             (operand,) = equation.inputs
             rows = self.program.avals[operand].shape[:axes]
-            found.setdefault((self.level[equation.outputs[0]], self.find(self.leaf[operand]), rows), []).append(
-                equation
-            )
-        return [self.group([], found[key], len(key[2])) for key in sorted(found)]
+            equations_by_pass.setdefault(
+                (self.level[equation.outputs[0]], self.find(self.leaf[operand]), rows), []
+            ).append(equation)
+        return [self.group([], equations_by_pass[key], len(key[2])) for key in sorted(equations_by_pass)]
 
-    def group(self, positions: list[int], folds: Sequence[Equation] = (), most: int | None = None) -> Group:
+    def group(self, positions: list[int], folds: Sequence[Equation] = (), max_rows: int | None = None) -> Group:
         program = self.program
-        values = [program.outputs[at] for at in positions] + [fold.inputs[0] for fold in folds]
-        carried = [equation for equation in program.equations if all(at in self.rows for at in equation.outputs)]
-        equations = program.needed_for(values, carried)
-        read = {at for equation in (*equations, *folds) for at in equation.inputs}
-        made = {at for equation in equations for at in equation.outputs}
-        leaves = sorted(at for at in read if at < program.num_inputs and at in self.rows)
-        rows = min(self.rows[at] for at in {*leaves, *made})
-        rows = rows if most is None else min(rows, most)
-        lost = (e for e in equations if not self.rows[e.outputs[0]] and all(self.rows.get(at, 1) for at in e.inputs))
+        values = [program.outputs[position] for position in positions] + [fold.inputs[0] for fold in folds]
+        row_equations = [
+            equation for equation in program.equations if all(value in self.rows for value in equation.outputs)
+        ]
+        equations = program.needed_for(values, row_equations)
+        operands = {value for equation in (*equations, *folds) for value in equation.inputs}
+        produced = {value for equation in equations for value in equation.outputs}
+        leaves = sorted(value for value in operands if value < program.num_inputs and value in self.rows)
+        rows = min(self.rows[value] for value in {*leaves, *produced})
+        rows = rows if max_rows is None else min(rows, max_rows)
+        row_losing = (
+            e for e in equations if not self.rows[e.outputs[0]] and all(self.rows.get(value, 1) for value in e.inputs)
+        )
         return Group(
             leaves=tuple(leaves),
             free=tuple(
-                sorted(at for at in read - made - set(leaves) if at not in program.constants or program.rank(at))
+                sorted(
+                    value
+                    for value in operands - produced - set(leaves)
+                    if value not in program.constants or program.rank(value)
+                )
             ),
             outputs=tuple(positions),
             equations=tuple(equations),
             rows=rows,
-            blocked_by=None if rows else next((e.primitive.name for e in lost), "a scalar"),
+            blocked_by=None if rows else next((e.primitive.name for e in row_losing), "a scalar"),
             folds=tuple(folds),
         )

@@ -37,8 +37,8 @@ from ..core import (
     memory_space,
     most_tile_rows,
 )
-from ._folds import folded, identity
-from ._platforms import DEVICE, HOST, cut_block, is_tall, later, put, warn_of_tall_tiles
+from ._folds import fold_block, initial_value
+from ._platforms import DEVICE, HOST, cut_block, index_after, is_tall, put, warn_of_tall_tiles
 from ._platforms import read as read_entry
 from ._platforms import write as write_entry
 from ._separable import Group, Program, separate, trace
@@ -48,7 +48,7 @@ from ._separable import Group, Program, separate, trace
 # statistics) then do not tie a group together.
 _SMALL_PART = 64
 _UNCUT_PART = 16
-_is_traced = contextvars.ContextVar("is_traced", default=False)
+_is_analysed = contextvars.ContextVar("is_traced", default=False)
 """Whether a function is being traced for analysis. Then `stream` calls its function directly, because loops would hide
 the computation."""
 
@@ -117,10 +117,10 @@ def plan(
     """
     leaves, structure = jax.tree.flatten(tuple(args))
     on_host = large_on_host(leaves, chunk_bytes, declared)
-    with taken_apart():
+    with tracing_for_analysis():
         program, treedef = trace(fn, jax.tree.map(_shape, tuple(args)), on_host)
-    numbers: Any = structure.unflatten(range(len(leaves)))
-    replaced, expected = jax.tree.flatten(replaces(*numbers))
+    indices: Any = structure.unflatten(range(len(leaves)))
+    replaced, expected = jax.tree.flatten(replaces(*indices))
     refuse_other_structure(treedef, expected)
     passes, groups = map(tuple, separate(program, on_host, replaced, fold=fold))
     return Plan(
@@ -143,22 +143,22 @@ def traced_program(fn: Callable[..., Any], args: Sequence[Tree]) -> tuple[Progra
     Returns:
         The program, which computes any values that are requested, and the tree structure of the function's result.
     """
-    with taken_apart():
+    with tracing_for_analysis():
         return trace(fn, args, ())
 
 
 @contextlib.contextmanager
-def taken_apart() -> Generator[None]:
+def tracing_for_analysis() -> Generator[None]:
     """Inside the block, make `stream` call its function directly, because it is traced for analysis."""
-    token = _is_traced.set(True)
+    token = _is_analysed.set(True)
     try:
         yield
     finally:
-        _is_traced.reset(token)
+        _is_analysed.reset(token)
 
 
 @contextlib.contextmanager
-def of_a_part() -> Generator[None]:
+def part_of_parameters() -> Generator[None]:
     """Inside the block, `is_part` is true: transformations see a part of the parameters."""
     token = _is_part.set(True)
     try:
@@ -174,7 +174,7 @@ def is_part() -> bool:
 
 def is_taken_apart() -> bool:
     """Return whether a function is being traced for analysis; the caller then decides how it runs."""
-    return _is_traced.get()
+    return _is_analysed.get()
 
 
 def refuse_other_structure(got: Any, expected: Any) -> None:
@@ -231,12 +231,12 @@ def stream(
     """
     if is_taken_apart():
         return fn(*args)
-    names = [path for path, _ in leaves_with_paths(tuple(args))]
+    paths = [path for path, _ in leaves_with_paths(tuple(args))]
     leaves = [leaf if hasattr(leaf, "dtype") else jnp.asarray(leaf) for leaf in jax.tree.leaves(tuple(args))]
-    placed = _flat_shardings(shardings, args)
-    fold = not (by_leaf or prevented or any(not sharding.is_fully_replicated for sharding in placed.values()))
-    made = plan(fn, args, replaces, chunk_bytes=chunk_bytes, declared=declared, fold=fold)
-    program = made.program
+    specs = _flat_shardings(shardings, args)
+    fold = not (by_leaf or prevented or any(not sharding.is_fully_replicated for sharding in specs.values()))
+    loops = plan(fn, args, replaces, chunk_bytes=chunk_bytes, declared=declared, fold=fold)
+    program = loops.program
     if program.effects:
         warnings.warn(
             f"the update has effects, which a streamed update leaves out: {', '.join(program.effects)}\n"
@@ -244,60 +244,59 @@ def stream(
             PlacementWarning,
             stacklevel=3,
         )
-    warn_of_tall_tiles((names[at], _array(leaves[at])) for at in made.on_host)
-    _check_entries(program, [(names[at], leaves[at]) for at in made.replaced])
+    warn_of_tall_tiles((paths[index], _array(leaves[index])) for index in loops.on_host)
+    _check_entries(program, [(paths[index], leaves[index]) for index in loops.replaced])
     # XLA would copy a whole array in tall tiles for each block, or libtpu 0.0.51 aborts. So such arrays move once.
-    stays = {at for at in made.on_host if isinstance(leaves[at], Entry) or not is_tall(leaves[at])}
-    values = {at: leaf if at in stays else _whole(leaf) for at, leaf in enumerate(leaves)}
+    in_place = {index for index in loops.on_host if isinstance(leaves[index], Entry) or not is_tall(leaves[index])}
+    values = {index: leaf if index in in_place else _to_device(leaf) for index, leaf in enumerate(leaves)}
 
-    def compute(wanted: Collection[int]) -> None:
-        values.update({at: program.constants[at] for at in program.constants.keys() & wanted})
-        program.run(program.needed_for(wanted, known=values), values)
+    def compute(needed: Collection[int]) -> None:
+        values.update({value: program.constants[value] for value in program.constants.keys() & needed})
+        program.run(program.needed_for(needed, known=values), values)
 
     # Reductions over rows run first, in loops of their level; later passes and groups read their results.
     after: Any = jnp.int32(0)
-    for group in made.passes:
+    for group in loops.passes:
         compute(group.free)
-        on_host = [names[at] for at in group.leaves if at in made.on_host]
+        on_host = [paths[index] for index in group.leaves if index in loops.on_host]
         on_whole = functools.partial(on_fallback or _warn, on_host)
-        loop = _Loop(plan=made, group=group, rows=group.rows, chunk_bytes=chunk_bytes, on_whole=on_whole, reason=None)
-        totals = [identity(equation.primitive, program.avals[equation.outputs[0]]) for equation in group.folds]
-        done, after = loop({at: values[at] for at in (*group.leaves, *group.free)}, totals, after)
-        for equation, total in zip(group.folds, done, strict=True):
-            (at,) = equation.outputs
-            values[at] = total.astype(program.avals[at].dtype)
-    in_loops = {position for group in made.groups for position in group.outputs}
-    before = {at for group in made.groups for at in group.free}
-    before.update(value for position, value in enumerate(program.outputs) if position not in in_loops)
-    compute(before)
-
+        loop = _Loop(plan=loops, group=group, rows=group.rows, chunk_bytes=chunk_bytes, on_whole=on_whole, reason=None)
+        totals = [initial_value(equation.primitive, program.avals[equation.outputs[0]]) for equation in group.folds]
+        updated, after = loop({value: values[value] for value in (*group.leaves, *group.free)}, totals, after)
+        for equation, total in zip(group.folds, updated, strict=True):
+            (output,) = equation.outputs
+            values[output] = total.astype(program.avals[output].dtype)
+    looped = {position for group in loops.groups for position in group.outputs}
+    early_values = {value for group in loops.groups for value in group.free}
+    early_values.update(value for position, value in enumerate(program.outputs) if position not in looped)
+    compute(early_values)
     results: dict[int, Any] = {}
-    for group in made.groups:
-        whole = by_leaf or prevented is not None
-        rows, mesh, spec, reason = (0, None, None, prevented) if whole else _on_mesh(group, made.replaced, placed)
-        on_host = [names[at] for at in group.leaves if at in made.on_host]
+    for group in loops.groups:
+        is_whole = by_leaf or prevented is not None
+        rows, mesh, spec, reason = (0, None, None, prevented) if is_whole else _mesh_rows(group, loops.replaced, specs)
+        on_host = [paths[index] for index in group.leaves if index in loops.on_host]
         loop = _Loop(
-            plan=made,
+            plan=loops,
             group=group,
             rows=rows,
             chunk_bytes=chunk_bytes,
             on_whole=None if by_leaf else functools.partial(on_fallback or _warn, on_host),
             reason=reason,
         )
-        read = {at: values[at] for at in (*group.leaves, *group.free)}
+        loop_inputs = {value: values[value] for value in (*group.leaves, *group.free)}
         # Leaves that were moved whole are updated on the device and moved back whole.
-        targets = {at: made.replaced[at] for at in group.outputs}
-        moved = {at: target for at, target in targets.items() if values[target] is not leaves[target]}
-        buffers = [_buffer(program, values[target], program.outputs[at]) for at, target in targets.items()]
-        done, after = (loop if mesh is None else _in_shards(loop, mesh, spec))(read, buffers, after)
-        results.update(zip(group.outputs, done, strict=True))
-        results.update({at: _replaced(leaves[target], results[at]) for at, target in moved.items()})
+        targets = {output: loops.replaced[output] for output in group.outputs}
+        moved = {output: target for output, target in targets.items() if values[target] is not leaves[target]}
+        buffers = [_buffer_for(program, values[target], program.outputs[output]) for output, target in targets.items()]
+        updated, after = (loop if mesh is None else _shard_map_loop(loop, mesh, spec))(loop_inputs, buffers, after)
+        results.update(zip(group.outputs, updated, strict=True))
+        results.update({output: _replace_array(leaves[target], results[output]) for output, target in moved.items()})
     for position, value in enumerate(program.outputs):
         if position not in results:
-            leaf = leaves[made.replaced[position]]
+            leaf = leaves[loops.replaced[position]]
             is_same = values[value] is leaf  # the update does not change this state
-            results[position] = _array(leaf) if is_same else _replaced(leaf, _whole(values[value]))
-    return made.treedef.unflatten([results[at] for at in range(len(program.outputs))])
+            results[position] = _array(leaf) if is_same else _replace_array(leaf, _to_device(values[value]))
+    return loops.treedef.unflatten([results[position] for position in range(len(program.outputs))])
 
 
 def _warn(paths: list[str], reason: str) -> None:
@@ -314,31 +313,33 @@ def _warn(paths: list[str], reason: str) -> None:
 def large_on_host(leaves: Sequence[Any], chunk_bytes: int, declared: Collection[int]) -> list[int]:
     """Return the positions of the host leaves that are worth a loop, in order."""
     on_host = [
-        at
-        for at, leaf in enumerate(leaves)
-        if leaf.ndim and (at in declared or isinstance(leaf, Entry) or _space(leaf) is HOST)
+        index
+        for index, leaf in enumerate(leaves)
+        if leaf.ndim and (index in declared or isinstance(leaf, Entry) or _space(leaf) is HOST)
     ]
     # Leaves that cannot be cut, such as block scales, are moved whole if they are small compared with all host leaves.
     # Otherwise they would force their groups to be updated whole.
-    most = sum(leaf_bytes(leaves[at]) for at in on_host) // _UNCUT_PART
+    max_uncut_bytes = sum(leaf_bytes(leaves[index]) for index in on_host) // _UNCUT_PART
     on_host = [
-        at for at in on_host if is_row_major(leaves[at].shape, leaves[at].dtype) or leaf_bytes(leaves[at]) > most
+        index
+        for index in on_host
+        if is_row_major(leaves[index].shape, leaves[index].dtype) or leaf_bytes(leaves[index]) > max_uncut_bytes
     ]
     small, total = set[int](), 0
-    for at in sorted(on_host, key=lambda at: leaf_bytes(leaves[at])):
-        num_bytes = leaf_bytes(leaves[at])
+    for index in sorted(on_host, key=lambda index: leaf_bytes(leaves[index])):
+        num_bytes = leaf_bytes(leaves[index])
         total += num_bytes
         if num_bytes * _SMALL_PART > chunk_bytes or total * 2 > chunk_bytes:
             break
-        small.add(at)
-    return [at for at in on_host if at not in small]
+        small.add(index)
+    return [index for index in on_host if index not in small]
 
 
 def _flat_shardings(shardings: Tree, args: Sequence[Tree]) -> dict[int, Any]:
     if shardings is None:
         return {}
     structure = jax.tree.structure(tuple(args))
-    return {at: s for at, s in enumerate(structure.flatten_up_to(shardings)) if s is not None}
+    return {index: s for index, s in enumerate(structure.flatten_up_to(shardings)) if s is not None}
 
 
 def _shape(leaf: Any) -> Any:
@@ -362,7 +363,7 @@ def _check_entries(program: Program, targets: Sequence[tuple[str, Any]]) -> None
             )
 
 
-def _buffer(program: Program, leaf: Any, value: int) -> Any:
+def _buffer_for(program: Program, leaf: Any, value: int) -> Any:
     """Return the buffer for an output: the leaf that it replaces, or zeros if shape or dtype differ."""
     aval = program.avals[value]
     if leaf.dtype == aval.dtype and leaf.shape == aval.shape:
@@ -370,39 +371,43 @@ def _buffer(program: Program, leaf: Any, value: int) -> Any:
     return put(jnp.zeros(aval.shape, aval.dtype), memory_space(leaf))
 
 
-def _on_mesh(group: Group, replaced: Sequence[int], placed: Mapping[int, Any]) -> tuple[int, Any, Any, str | None]:
-    """Return how many axes of a group may be cut on a mesh.
+def _mesh_rows(
+    group: Group, replaced: Sequence[int], leaf_shardings: Mapping[int, Any]
+) -> tuple[int, Any, Any, str | None]:
+    """Return how many axes of a group may be cut on a mesh, and the reason if the group has to stay whole (last).
 
-    Returns:
-        The number of axes; the mesh and the partition of these axes if the loop has to run on shards, else None for
-        both; and the reason if the group has to stay whole.
+    The mesh and the partition of these axes come between; they are None unless the loop has to run on shards.
     """
     if not group.rows:
         return 0, None, None, f"of the operation {group.blocked_by}"
-    at = {*group.leaves, *(replaced[position] for position in group.outputs)} & placed.keys()
-    known = [placed[leaf] for leaf in sorted(at) if not placed[leaf].is_fully_replicated]
-    if not known:
+    leaf_indices = {*group.leaves, *(replaced[position] for position in group.outputs)} & leaf_shardings.keys()
+    shardings = [leaf_shardings[leaf] for leaf in sorted(leaf_indices) if not leaf_shardings[leaf].is_fully_replicated]
+    if not shardings:
         return group.rows, None, None, None
     rows = group.rows
-    heads = {(*s.spec, *(None,) * rows)[:rows] for s in known}
-    tails = [axis for s in known for axis in s.spec[rows:] if axis]
-    if len(heads) == 1 and not tails:
-        return rows, known[0].mesh, heads.pop(), None
+    row_specs = {(*s.spec, *(None,) * rows)[:rows] for s in shardings}
+    other_axes = [axis for s in shardings for axis in s.spec[rows:] if axis]
+    if len(row_specs) == 1 and not other_axes:
+        return rows, shardings[0].mesh, row_specs.pop(), None
     # A slice along axes before the first sharded one is local on each device.
-    rows = min(rows, *(next(at for at, axis in enumerate(s.spec) if axis) for s in known))
+    rows = min(rows, *(next(position for position, axis in enumerate(s.spec) if axis) for s in shardings))
     return rows, None, None, None if rows else "its leaves are sharded along axes that cannot be cut"
 
 
-def _in_shards(loop: _Loop, mesh: Any, spec: Any) -> Callable[..., Any]:
+def _shard_map_loop(loop: _Loop, mesh: Any, spec: Any) -> Callable[..., Any]:
     """Run the loop on each device's shard of every array."""
 
-    def run(read: Mapping[int, Any], buffers: Sequence[Any], after: Any) -> Any:
-        def of(array: Any) -> Any:  # an axis of size 1 is broadcast along rows
+    def run(loop_inputs: Mapping[int, Any], buffers: Sequence[Any], after: Any) -> Any:
+        def spec_of(array: Any) -> Any:  # an axis of size 1 is broadcast along rows
             return jax.P(*(axis if size > 1 else None for axis, size in zip(spec, array.shape, strict=False)))
 
-        specs = ({at: of(array) for at, array in read.items()}, [of(b) for b in buffers], jax.P())
+        specs = (
+            {value: spec_of(array) for value, array in loop_inputs.items()},
+            [spec_of(b) for b in buffers],
+            jax.P(),
+        )
         return jax.shard_map(loop, mesh=mesh.abstract_mesh, in_specs=specs, out_specs=specs[1:], check_vma=False)(
-            dict(read), list(buffers), after
+            dict(loop_inputs), list(buffers), after
         )
 
     return run
@@ -419,60 +424,66 @@ class _Loop:
     on_whole: Callable[[str], None] | None
     reason: str | None
 
-    def __call__(self, read: Mapping[int, Any], buffers: Sequence[Any], after: Any) -> tuple[list[Any], Any]:
-        streamed = [read[at] for at in self.group.leaves if at in self.plan.on_host]
+    def __call__(self, loop_inputs: Mapping[int, Any], buffers: Sequence[Any], after: Any) -> tuple[list[Any], Any]:
+        streamed = [loop_inputs[index] for index in self.group.leaves if index in self.plan.on_host]
         num_bytes = sum(map(leaf_bytes, streamed))
         on_host = [*streamed, *(buffer for buffer in buffers if _space(buffer) is HOST)]
-        prefix = read[self.group.leaves[0]].shape[: self.rows]
+        prefix = loop_inputs[self.group.leaves[0]].shape[: self.rows]
         # 8-bit state is computed in float32. So a block counts in the widest dtype; otherwise it could have four times
         # `chunk_bytes`.
-        wide = sum(leaf.size * max(leaf.dtype.itemsize, self._widest) for leaf in map(_shape, streamed))
+        widest_bytes = sum(
+            leaf.size * max(leaf.dtype.itemsize, self._widest_itemsize) for leaf in map(_shape, streamed)
+        )
         cut = None
         if self.rows and all(is_row_major(leaf.shape, leaf.dtype) for leaf in on_host):
             # XLA keeps the tiles of device arrays. A block of half a tile would change the layout of the whole array.
             is_on_device = not any(_space(leaf) is HOST for leaf in on_host)
             rows = max(most_tile_rows(leaf.dtype) for leaf in on_host) if is_on_device else None
-            cut = cut_block(prefix, min(leaf.ndim for leaf in on_host), wide, self.chunk_bytes, device_rows=rows)
+            cut = cut_block(
+                prefix, min(leaf.ndim for leaf in on_host), widest_bytes, self.chunk_bytes, device_rows=rows
+            )
         if num_bytes > self.chunk_bytes and not cut and self.on_whole:
             self.on_whole(
                 self.reason
                 or "its shape cannot be cut into whole tiles of 8 x 128, as TPUs need and all backends keep to"
             )
         if cut is None:
-            return self._run(read, buffers, after, (), 1, lambda i: ((), 0), prefix)
+            return self._run(loop_inputs, buffers, after, (), 1, lambda i: ((), 0), prefix)
         axis, size = cut
         shapes = [_array(buffer).shape for buffer in buffers]
-        read = {at: _merged(leaf, axis) for at, leaf in read.items()}
-        buffers = [_merged(buffer, axis) for buffer in buffers]
-        length, outer = prefix[axis], math.prod(prefix[:axis])
+        loop_inputs = {index: _merge_axes(leaf, axis) for index, leaf in loop_inputs.items()}
+        buffers = [_merge_axes(buffer, axis) for buffer in buffers]
+        length, num_outer = prefix[axis], math.prod(prefix[:axis])
 
         def blocks_of(size: int, offset: int, buffers: Sequence[Any], after: Any) -> tuple[list[Any], Any]:
-            per = (length - offset) // size
+            blocks_per_row = (length - offset) // size
 
             def start(i: Any) -> tuple[tuple[Any, ...], Any]:
-                lead = jnp.unravel_index(i // per, prefix[:axis]) if axis else ()
-                at = offset + i % per * size
-                return (*lead, at), i // per * length + at
+                leading = jnp.unravel_index(i // blocks_per_row, prefix[:axis]) if axis else ()
+                row = offset + i % blocks_per_row * size
+                return (*leading, row), i // blocks_per_row * length + row
 
-            return self._run(read, buffers, after, (*(1,) * axis, size), outer * per, start, prefix)
+            return self._run(
+                loop_inputs, buffers, after, (*(1,) * axis, size), num_outer * blocks_per_row, start, prefix
+            )
 
-        done, after = blocks_of(size, 0, buffers, after)
+        results, after = blocks_of(size, 0, buffers, after)
         # The rows that do not fill a block run in a second loop, on the buffers that the first loop returned.
-        if rest := length % size:
-            again = [_like(buffer, array) for buffer, array in zip(buffers, done, strict=True)]
-            done, after = blocks_of(rest, length - rest, again, after)
-        return [array.reshape(shape) for array, shape in zip(done, shapes, strict=True)], after
+        if remainder := length % size:
+            remaining_buffers = [_with_array(buffer, array) for buffer, array in zip(buffers, results, strict=True)]
+            results, after = blocks_of(remainder, length - remainder, remaining_buffers, after)
+        return [array.reshape(shape) for array, shape in zip(results, shapes, strict=True)], after
 
     @property
-    def _widest(self) -> int:
+    def _widest_itemsize(self) -> int:
         """Number of bytes of the widest floating-point dtype in the computation of a block."""
         avals = self.plan.program.avals
-        made = [avals[at].dtype for equation in self.group.equations for at in equation.outputs]
-        return max((dtype.itemsize for dtype in made if jnp.issubdtype(dtype, jnp.inexact)), default=1)
+        dtypes = [avals[value].dtype for equation in self.group.equations for value in equation.outputs]
+        return max((dtype.itemsize for dtype in dtypes if jnp.issubdtype(dtype, jnp.inexact)), default=1)
 
     def _run(
         self,
-        read: Mapping[int, Any],
+        loop_inputs: Mapping[int, Any],
         buffers: Sequence[Any],
         after: Any,
         sizes: Sequence[int],
@@ -481,34 +492,40 @@ class _Loop:
         prefix: Sequence[int],
     ) -> tuple[list[Any], Any]:
         program, outputs = self.plan.program, self.group.outputs
-        targets = [self.plan.replaced[at] for at in outputs]
+        targets = [self.plan.replaced[position] for position in outputs]
         # The barrier hides the trip count from XLA, and makes this loop depend on the end of the previous one.
-        trips, _ = jax.lax.optimization_barrier((jnp.int32(count), after))
+        num_trips, _ = jax.lax.optimization_barrier((jnp.int32(count), after))
 
         def body(carry: Any) -> Any:
             i, arrays = carry
-            where = start(i)
-            now = [_like(buffer, array) for buffer, array in zip(buffers, arrays, strict=True)]
+            offsets = start(i)
+            current_buffers = [_with_array(buffer, array) for buffer, array in zip(buffers, arrays, strict=True)]
             # A leaf that is overwritten is read from the buffer that is written, so there is one buffer instead of two.
-            same = {at: b for at, b in zip(targets, now, strict=False) if at in read and _are_alike(b, read[at])}
-            blocks = {at: _slice(leaf, where, sizes) for at, leaf in {**read, **same}.items()}
+            overwritten = {
+                index: b
+                for index, b in zip(targets, current_buffers, strict=False)
+                if index in loop_inputs and _has_same_type(b, loop_inputs[index])
+            }
+            blocks = {index: _slice(leaf, offsets, sizes) for index, leaf in {**loop_inputs, **overwritten}.items()}
             # Beyond the cut axis, a shard may be shorter than the leaf that was traced.
             program.run(self.group.equations, blocks, (*sizes, *prefix[len(sizes) :]))
             if self.group.folds:
                 folds = zip(self.group.folds, arrays, strict=True)
-                return i + 1, [folded(e.primitive, e.params, blocks[e.inputs[0]], total) for e, total in folds]
-            new = [blocks[program.outputs[at]] for at in outputs]
+                return i + 1, [fold_block(e.primitive, e.params, blocks[e.inputs[0]], total) for e, total in folds]
+            new_blocks = [blocks[program.outputs[position]] for position in outputs]
             written: list[Any] = []
-            for pair in zip(now, new, strict=True):
+            for buffer_and_block in zip(current_buffers, new_blocks, strict=True):
                 # XLA for CPUs may read the block of one array again to compute another, so the writes run one after the
                 # other.
-                wait = later(jnp.int32(0), written[-1:])
-                written.append(_write(*pair, (tuple(at + wait for at in where[0]), where[1] + wait)))
+                wait = index_after(jnp.int32(0), written[-1:])
+                written.append(
+                    _write(*buffer_and_block, (tuple(offset + wait for offset in offsets[0]), offsets[1] + wait))
+                )
             return i + 1, written
 
         first = [_array(buffer) for buffer in buffers]
-        after, done = jax.lax.while_loop(lambda carry: carry[0] < trips, body, (jnp.int32(0), first))
-        return done, after
+        after, results = jax.lax.while_loop(lambda carry: carry[0] < num_trips, body, (jnp.int32(0), first))
+        return results, after
 
 
 @dataclasses.dataclass(frozen=True)
@@ -527,17 +544,16 @@ def _array(leaf: Any) -> Any:
     return leaf.array if isinstance(leaf, (Entry, _Rows)) else leaf
 
 
-def _are_alike(leaf: Any, other: Any) -> bool:
-    mine, others = _array(leaf), _array(other)
-    return (mine.shape, mine.dtype) == (others.shape, others.dtype)
+def _has_same_type(leaf: Any, other_leaf: Any) -> bool:
+    array, other_array = _array(leaf), _array(other_leaf)
+    return (array.shape, array.dtype) == (other_array.shape, other_array.dtype)
 
 
-def _like(leaf: Any, array: Any) -> Any:
-    """Return the leaf with another array."""
+def _with_array(leaf: Any, array: Any) -> Any:
     return dataclasses.replace(leaf, array=array) if isinstance(leaf, (Entry, _Rows)) else array
 
 
-def _merged(leaf: Any, axis: int) -> Any:
+def _merge_axes(leaf: Any, axis: int) -> Any:
     """Merge the leading axes of a host array or an entry: libtpu aborts on a host slice that starts along two axes."""
     if memory_space(leaf.array if isinstance(leaf, Entry) else leaf) is HOST:
         check_host_slices()
@@ -549,39 +565,38 @@ def _merged(leaf: Any, axis: int) -> Any:
     return leaf
 
 
-def _slice(leaf: Any, where: tuple[tuple[Any, ...], Any], sizes: Sequence[int]) -> Any:
+def _slice(leaf: Any, offsets: tuple[tuple[Any, ...], Any], sizes: Sequence[int]) -> Any:
     """Return a block of a leaf on the device; a scalar belongs to every block."""
     if isinstance(leaf, _Rows):
-        block = jax.lax.dynamic_slice_in_dim(leaf.array, leaf.begin + where[1], sizes[-1])
+        block = jax.lax.dynamic_slice_in_dim(leaf.array, leaf.begin + offsets[1], sizes[-1])
         return put(block, DEVICE).reshape(*sizes, *leaf.array.shape[1:])
     if isinstance(leaf, Entry) or not leaf.ndim or not sizes:
-        return _whole(leaf)
+        return _to_device(leaf)
     # An axis of size 1 belongs to every block, too: elementwise operations broadcast it.
-    where_here = [at if size > 1 else 0 for at, size in zip(where[0], leaf.shape, strict=False)]
+    starts = [offset if size > 1 else 0 for offset, size in zip(offsets[0], leaf.shape, strict=False)]
     shape = (*map(min, sizes, leaf.shape), *leaf.shape[len(sizes) :])
-    return jax.lax.dynamic_slice(leaf, _starts(where_here, leaf.ndim), shape)
+    return jax.lax.dynamic_slice(leaf, _starts(starts, leaf.ndim), shape)
 
 
-def _write(leaf: Any, block: Any, where: tuple[tuple[Any, ...], Any]) -> Any:
-    """Write a block into the array of a leaf."""
+def _write(leaf: Any, block: Any, offsets: tuple[tuple[Any, ...], Any]) -> Any:
     if isinstance(leaf, _Rows):
         rows = put(block.reshape(-1, *leaf.array.shape[1:]), memory_space(leaf.array))
-        return jax.lax.dynamic_update_slice_in_dim(leaf.array, rows, leaf.begin + where[1], 0)
-    if not where[0] or isinstance(leaf, Entry):
-        return _replaced(leaf, block)
-    return jax.lax.dynamic_update_slice(leaf, block, _starts(where[0], leaf.ndim))
+        return jax.lax.dynamic_update_slice_in_dim(leaf.array, rows, leaf.begin + offsets[1], 0)
+    if not offsets[0] or isinstance(leaf, Entry):
+        return _replace_array(leaf, block)
+    return jax.lax.dynamic_update_slice(leaf, block, _starts(offsets[0], leaf.ndim))
 
 
 def _starts(leading: Sequence[Any], ndim: int) -> list[Any]:
     """Return the start of a slice along all axes, in int32 also if JAX's default integers have 64 bits."""
-    return [jnp.asarray(at, jnp.int32) for at in (*leading, *(0,) * (ndim - len(leading)))]
+    return [jnp.asarray(start, jnp.int32) for start in (*leading, *(0,) * (ndim - len(leading)))]
 
 
-def _whole(leaf: Any) -> Any:
+def _to_device(leaf: Any) -> Any:
     """Return a leaf on the device."""
     return read_entry(leaf.array, leaf.index) if isinstance(leaf, Entry) else put(leaf, DEVICE)
 
 
-def _replaced(leaf: Any, value: Any) -> Any:
+def _replace_array(leaf: Any, value: Any) -> Any:
     """Replace the whole array of a leaf, in its memory."""
     return write_entry(leaf.array, value, leaf.index) if isinstance(leaf, Entry) else put(value, memory_space(leaf))

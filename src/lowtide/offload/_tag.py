@@ -9,8 +9,7 @@ Names are meant to be written by hand:
 |---|---|---|
 | a product with a parameter | the parameter's path, without a final `weight` or `kernel` | `attn/q_proj` |
 | the result of `jax.nn.dot_product_attention`, and its scores where they exist | | `dot_product_attention` |
-| a result of a custom-derivative function that contains a product or a kernel | that function's name |
-`flash_attention` |
+| a result of a custom-derivative function that contains a product or kernel | its name | `flash_attention` |
 | any other product | `dot_0`, `dot_1`, … after named scopes and names of inner `jit`s | `mlp/dot_0` |
 
 A repeated name gets a number: `attn/q_proj_1`. Several results of one call get the suffixes `/0`, `/1`.
@@ -90,7 +89,7 @@ def tag(fn: Callable[..., Any]) -> Callable[..., Any]:
         namer = _Namer()
         origins = [tuple(path.split("/")) if path else () for path in traced.paths]
         jaxpr = namer.jaxpr(traced.closed.jaxpr, origins, ())
-        if not namer.found:
+        if not namer.has_names:
             raise SelectionError(
                 f"{getattr(fn, '__qualname__', type(fn).__name__)!r} computes nothing that tag could name",
                 expected="a matrix product, a convolution or attention, outside of while loops",
@@ -107,8 +106,8 @@ class _Namer:
     """Rewrites the jaxprs of a function and records the names that are in use."""
 
     def __init__(self) -> None:
-        self.found = False
-        self._taken = collections.Counter[str]()
+        self.has_names = False
+        self._name_counts = collections.Counter[str]()
         self._attention_products = 0
 
     def jaxpr(self, jaxpr: Any, origins: Sequence[Origin], scope: tuple[str, ...]) -> Any:
@@ -122,13 +121,13 @@ class _Namer:
         eqns: list[Any] = []
         fresh = jex.gensym()
 
-        def apply(old: Any, made_of: list[Origin]) -> list[Origin]:
-            eqn = self._inside(old, made_of, scope)
-            if _is_worth_a_name(eqn):
-                self.found = True
-                values = [_narrowed(var, consumers, jaxpr.outvars) for var in eqn.outvars]
+        def apply(old: Any, operand_origins: list[Origin]) -> list[Origin]:
+            eqn = self._name_inside(old, operand_origins, scope)
+            if _should_name(eqn):
+                self.has_names = True
+                values = [_narrowing_cast(var, consumers, jaxpr.outvars) for var in eqn.outvars]
                 if not any(is_name(use) for v in (*eqn.outvars, *values) for use in consumers.get(v, [])):
-                    names.update(zip(values, self._names(eqn, made_of, scope), strict=True))
+                    names.update(zip(values, self._names(eqn, operand_origins, scope), strict=True))
             # A named value gets a fresh variable before the name operation. The name's result takes over the old
             # variable, so all readers read the named value.
             named = [var for var in eqn.outvars if var in names and not isinstance(var, jex.DropVar)]
@@ -138,62 +137,62 @@ class _Namer:
                 jex.new_jaxpr_eqn([inner[var]], [var], name_p, {"name": names[var]}, set(), eqn.source_info, eqn.ctx)
                 for var in named
             )
-            return [_origin(eqn, made_of)] * len(old.outvars)
+            return [_origin(eqn, operand_origins)] * len(old.outvars)
 
         fold(jaxpr, origins, apply, lambda *_: None)
         return jaxpr.replace(eqns=eqns)
 
-    def _inside(self, eqn: Any, made_of: list[Origin], scope: tuple[str, ...]) -> Any:
+    def _name_inside(self, eqn: Any, operand_origins: list[Origin], scope: tuple[str, ...]) -> Any:
         """Name values in the jaxprs that an operation calls, unless a checkpoint policy would not see them."""
         inner = bodies(eqn)
         if not inner or kind_of(eqn) in HIDING or any(body.reads is None for body in inner):
             return eqn
         # JAX's own jits (einsum, silu) are defined in JAX's source; their names mean nothing to the reader.
         is_jax = "/jax/_src/" in (opened(inner[0].jaxpr).debug_info.func_src_info or "")
-        own = "" if is_jax else _plain(eqn.params.get("name"))
-        scope = (*scope, *_scopes(eqn), *([own] if own else []))
+        function_name = "" if is_jax else _unqualified_name(eqn.params.get("name"))
+        scope = (*scope, *_scopes(eqn), *([function_name] if function_name else []))
 
-        def rewritten(body: Body) -> Any:
+        def rewrite(body: Body) -> Any:
             # A carry counts as an activation, whatever its initial value is.
-            origins = [() if i in body.carried else made_of[at] for i, at in enumerate(body.reads or ())]
+            origins = [() if i in body.carried else operand_origins[index] for i, index in enumerate(body.reads or ())]
             new = self.jaxpr(opened(body.jaxpr), origins, scope)
             return body.jaxpr.replace(jaxpr=new) if is_closed(body.jaxpr) else new
 
-        return with_bodies(eqn, rewritten)
+        return with_bodies(eqn, rewrite)
 
-    def _names(self, eqn: Any, made_of: list[Origin], scope: tuple[str, ...]) -> list[str]:
+    def _names(self, eqn: Any, operand_origins: list[Origin], scope: tuple[str, ...]) -> list[str]:
         """Return one name for each result of an operation that is worth a name."""
         primitive = eqn.primitive.name
         scope = (*scope, *_scopes(eqn))
-        if _in_attention(eqn):
+        if _is_in_attention(eqn):
             return self._attention_names(eqn, scope)
         if primitive in _PRODUCTS:
-            parameters = [path for path in made_of[:2] if path]
+            parameters = [path for path in operand_origins[:2] if path]
             if parameters:
                 path = max(reversed(parameters), key=len)  # the deeper one, else the right-hand operand's
-                return [self._unique("/".join(_without_leaf(path)))]
-            return [self._unique("/".join((*scope, _PRODUCTS[primitive])), first="_0")]
-        own = opened(called(eqn)).debug_info.func_name if _is_custom(eqn) else eqn.params.get("name")
-        return self._each_result(eqn, (*scope, _plain(own) or primitive))
+                return [self._unique_name("/".join(_strip_leaf_name(path)))]
+            return [self._unique_name("/".join((*scope, _PRODUCTS[primitive])), first="_0")]
+        function_name = opened(called(eqn)).debug_info.func_name if _is_custom(eqn) else eqn.params.get("name")
+        return self._result_names(eqn, (*scope, _unqualified_name(function_name) or primitive))
 
     def _attention_names(self, eqn: Any, scope: tuple[str, ...]) -> list[str]:
         if eqn.primitive.name not in _PRODUCTS:
-            return self._each_result(eqn, (*scope, _ATTENTION))
+            return self._result_names(eqn, (*scope, _ATTENTION))
         self._attention_products += 1  # XLA computes two products: the scores, then scores times values
         leaf = [_ATTENTION, "scores"] if self._attention_products % 2 else [_ATTENTION]
-        return [self._unique("/".join((*scope, *leaf)))]
+        return [self._unique_name("/".join((*scope, *leaf)))]
 
-    def _each_result(self, eqn: Any, path: tuple[str, ...]) -> list[str]:
-        name = self._unique("/".join(path))
+    def _result_names(self, eqn: Any, path: tuple[str, ...]) -> list[str]:
+        name = self._unique_name("/".join(path))
         return [name] if len(eqn.outvars) == 1 else [f"{name}/{i}" for i in range(len(eqn.outvars))]
 
-    def _unique(self, name: str, first: str = "") -> str:
-        self._taken[name] += 1
-        again = self._taken[name] - 1
-        return f"{name}_{again}" if again else f"{name}{first}"
+    def _unique_name(self, name: str, first: str = "") -> str:
+        self._name_counts[name] += 1
+        num_repeats = self._name_counts[name] - 1
+        return f"{name}_{num_repeats}" if num_repeats else f"{name}{first}"
 
 
-def _narrowed(var: Any, consumers: dict[Any, list[Any]], results: Sequence[Any]) -> Any:
+def _narrowing_cast(var: Any, consumers: dict[Any, list[Any]], results: Sequence[Any]) -> Any:
     """Return the result of a cast to a smaller dtype if the cast is the value's only reader; else the value."""
     uses = consumers.get(var, [])
     if len(uses) != 1 or uses[0].primitive.name != "convert_element_type" or var in results:
@@ -202,11 +201,11 @@ def _narrowed(var: Any, consumers: dict[Any, list[Any]], results: Sequence[Any])
     return cast if cast.aval.dtype.itemsize < var.aval.dtype.itemsize else var
 
 
-def _origin(eqn: Any, made_of: list[Origin]) -> Origin:
+def _origin(eqn: Any, operand_origins: list[Origin]) -> Origin:
     """Return the origin of a result: the common path of its operands, without constants."""
     if eqn.primitive.name in _PRODUCTS or kind_of(eqn) is not None:
         return ()
-    paths = [path for path in made_of if path is not None]
+    paths = [path for path in operand_origins if path is not None]
     if not paths:
         return None
     common = min(paths, key=len)
@@ -215,7 +214,7 @@ def _origin(eqn: Any, made_of: list[Origin]) -> Origin:
     return common
 
 
-def _without_leaf(path: tuple[str, ...]) -> tuple[str, ...]:
+def _strip_leaf_name(path: tuple[str, ...]) -> tuple[str, ...]:
     while len(path) > 1 and path[-1] in ("weight", "kernel", "value"):
         path = path[:-1]
     return path
@@ -232,13 +231,13 @@ def _scopes(eqn: Any) -> list[str]:
     return scopes
 
 
-def _plain(name: Any) -> str:
+def _unqualified_name(name: Any) -> str:
     """Return the unqualified name of a function; empty for a lambda."""
-    own = str(name or "").rsplit(".", 1)[-1].strip("_")
-    return own if own.isidentifier() else ""
+    unqualified = str(name or "").rsplit(".", 1)[-1].strip("_")
+    return unqualified if unqualified.isidentifier() else ""
 
 
-def _in_attention(eqn: Any) -> bool:
+def _is_in_attention(eqn: Any) -> bool:
     frames = getattr(eqn.source_info.traceback, "frames", None) or ()
     return any(frame.function_name == _ATTENTION and "jax" in frame.file_name for frame in frames)
 
@@ -248,7 +247,7 @@ def _is_custom(eqn: Any) -> bool:
     return kind is not None and kind.is_custom
 
 
-def _is_worth_a_name(eqn: Any) -> bool:
+def _should_name(eqn: Any) -> bool:
     """Return whether an operation is a product or a kernel, or a custom-derivative function that contains one."""
-    named = [eqn, *(equations(called(eqn)) if _is_custom(eqn) else ())]
-    return any(one.primitive.name in (*_PRODUCTS, *_KERNELS) for one in named)
+    candidates = [eqn, *(equations(called(eqn)) if _is_custom(eqn) else ())]
+    return any(inner_eqn.primitive.name in (*_PRODUCTS, *_KERNELS) for inner_eqn in candidates)

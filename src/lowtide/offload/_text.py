@@ -14,15 +14,11 @@ _HOST = "S(5)"
 _INSTRUCTION = re.compile(r"^ *(ROOT )?%?([\w.\-]+) = (.*)$")
 _OPERAND = re.compile(r"%([\w.\-]+)")
 _SCOPE = re.compile(r'op_name="([^"]*)"')
-_MOST_HOPS = 64
+_MAX_HOPS = 64
 
 
 def host_shapes(text: str) -> set[tuple[int, ...]]:
-    """Return the shapes of all arrays in host memory that a program mentions.
-
-    Args:
-        text: the program, as `jax.stages.Compiled.as_text` prints it.
-    """
+    """Return the shapes of all arrays in host memory in a program's text (`jax.stages.Compiled.as_text`)."""
     return {
         tuple(map(int, match[1].split(",")))
         for line in text.splitlines()
@@ -33,18 +29,14 @@ def host_shapes(text: str) -> set[tuple[int, ...]]:
 
 
 def gradients(text: str) -> set[int]:
-    """Return the positions of the results that the backward pass computes and nothing changes afterwards.
-
-    Args:
-        text: the program, as `jax.stages.Compiled.as_text` prints it.
-    """
+    """Return the positions of the results that the backward pass computes and nothing changes afterwards."""
     entry = text.partition("\nENTRY ")[2].partition("\n}")[0]
     lines = {match[2]: match for match in map(_INSTRUCTION.match, entry.splitlines()) if match}
     root = next((match for match in lines.values() if match[1]), None)
     if root is None:
         return set()
     results = _operands(root[3]) if re.search(r"\btuple\(", root[3]) else [root[2]]
-    return {at for at, name in enumerate(results) if "transpose(" in _scope(name, lines)}
+    return {index for index, name in enumerate(results) if "transpose(" in _scope(name, lines)}
 
 
 def _operands(line: str) -> list[str]:
@@ -53,7 +45,7 @@ def _operands(line: str) -> list[str]:
 
 def _scope(name: str, lines: dict[str, re.Match[str]]) -> str:
     """Return the scope of the operation that computes a value; copies and tuple elements take that of their operand."""
-    for _ in range(_MOST_HOPS):
+    for _ in range(_MAX_HOPS):
         if name not in lines:
             return ""
         scope, operands = _SCOPE.search(lines[name][3]), _operands(lines[name][3])

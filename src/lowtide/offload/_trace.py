@@ -44,21 +44,23 @@ class Traced:
 
 def trace(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Traced:
     """Trace a function of its arrays; Python numbers, text and functions among its arguments stay unchanged."""
-    named = leaves_with_paths((args, dict(kwargs)))
+    named_leaves = leaves_with_paths((args, dict(kwargs)))
     leaves, treedef = jax.tree.flatten((args, dict(kwargs)))
-    at = [i for i, leaf in enumerate(leaves) if isinstance(leaf, (jax.Array, np.ndarray, jax.ShapeDtypeStruct))]
+    array_indices = [
+        i for i, leaf in enumerate(leaves) if isinstance(leaf, (jax.Array, np.ndarray, jax.ShapeDtypeStruct))
+    ]
 
-    def of_arrays(*arrays: Any) -> Tree:
-        filled = list(leaves)
-        for i, array in zip(at, arrays, strict=True):
-            filled[i] = array
-        positional, keywords = treedef.unflatten(filled)
+    def call_with_arrays(*arrays: Any) -> Tree:
+        new_leaves = list(leaves)
+        for i, array in zip(array_indices, arrays, strict=True):
+            new_leaves[i] = array
+        positional, keywords = treedef.unflatten(new_leaves)
         return fn(*positional, **keywords)
 
-    arrays = tuple(leaves[i] for i in at)
-    closed, shape = make_jaxpr(of_arrays)(*arrays)
+    arrays = tuple(leaves[i] for i in array_indices)
+    closed, shape = make_jaxpr(call_with_arrays)(*arrays)
     # A path starts with 0 or 1 (positional or keyword), then the position or name of the argument.
-    paths = tuple("/".join(named[i][0].split("/")[2:]) for i in at)
+    paths = tuple("/".join(named_leaves[i][0].split("/")[2:]) for i in array_indices)
     return Traced(closed, arrays, paths, jax.tree.structure(shape))
 
 
@@ -93,36 +95,30 @@ def has_custom_rule(jaxpr: Any) -> bool:
 
 
 def names_under_differentiation(fn: Callable[..., Any], traced: Traced) -> set[str]:
-    """Return the names that reach a checkpoint policy when a traced function is linearised.
+    """Return the names that reach a checkpoint policy when `fn`, traced before, is linearised.
 
-    Custom derivative rules add names that only differentiation shows.
-
-    Args:
-        fn: the function of the arrays alone.
-        traced: the result of `trace` for the same function.
-
-    Returns:
-        The names; empty if the function cannot be linearised, or has no argument to differentiate.
+    Custom derivative rules add names that only differentiation shows. Empty if the function cannot be linearised, or
+    has no argument to differentiate.
     """
-    seen = set[str]()
+    names = set[str]()
 
     def record(primitive: Any, *_: Any, **params: Any) -> bool:
         if primitive is name_p and not is_own_name(params["name"]):
-            seen.add(params["name"])
+            names.add(params["name"])
         return False
 
-    floating = [jax.numpy.issubdtype(array.dtype, jax.numpy.inexact) for array in traced.arrays]
+    is_floating = [jax.numpy.issubdtype(array.dtype, jax.numpy.inexact) for array in traced.arrays]
 
-    def linearised(*arrays: Any) -> Any:
-        def of_floats(*floats: Any) -> Any:
-            return fn(*(array if one is None else one for one, array in zip(floats, arrays, strict=True)))
+    def linearise(*arrays: Any) -> Any:
+        def call_with_floats(*floats: Any) -> Any:
+            return fn(*(array if value is None else value for value, array in zip(floats, arrays, strict=True)))
 
-        floats = [array if f else None for f, array in zip(floating, arrays, strict=True)]
-        return jax.linearize(jax.checkpoint(of_floats, policy=record), *floats)[0]
+        floats = [array if is_float else None for is_float, array in zip(is_floating, arrays, strict=True)]
+        return jax.linearize(jax.checkpoint(call_with_floats, policy=record), *floats)[0]
 
-    if any(floating):
+    if any(is_floating):
         try:
-            make_jaxpr(linearised)(*traced.arrays)
+            make_jaxpr(linearise)(*traced.arrays)
         except Exception:  # the user's own differentiation raises the same error
             return set()
-    return seen
+    return names

@@ -83,8 +83,8 @@ class _Leaf:
     num_bytes: int
     shape: tuple[int, ...] = ()
     shard: tuple[int, ...] = ()
-    kept: bool = True
-    donated: bool = False
+    is_used: bool = True
+    is_donated: bool = False
 
 
 def verify(
@@ -141,43 +141,51 @@ def verify(
     sizes = _totals(executable)
     is_declared = is_compile_only and platform == "gpu"
     if is_declared:
-        arguments, outputs = _as_declared(arguments, program, expected), None
+        arguments, outputs = _with_declared_spaces(arguments, program, expected), None
         notes.append("compile-only GPUs keep no memory kinds: arguments were checked as declared, outputs not at all")
         sizes.update({"device_bytes": program.report().device_bytes} if program is not None else {})
-    wrong = _misplaced(arguments, expected, "argument") + _misplaced(results, outputs or {}, "output")
-    read = [leaf for leaf in arguments if leaf.space == "host" and leaf.kept]
-    found = Placement(
+    problems = _find_misplaced(arguments, expected, "argument") + _find_misplaced(results, outputs or {}, "output")
+    host_arguments = [leaf for leaf in arguments if leaf.space == "host" and leaf.is_used]
+    placement = Placement(
         platform=platform,
         host_paths=tuple(leaf.path for leaf in arguments if leaf.space == "host"),
-        num_moves=None if platform == "cpu" else _num_moves(executable, program),
+        num_moves=None if platform == "cpu" else _count_all_moves(executable, program),
         **sizes,
     )
     if platform == "cpu":
         notes.append("a CPU has one memory: kinds were checked, bytes and copies were not")
     elif not is_declared:
-        wanted = {path for path, space in _wanted(arguments, expected).items() if space == "host"}
-        wrong += _miscounted(executable, program, found, read, wanted)
+        host_paths = {path for path, space in _expected_spaces(arguments, expected).items() if space == "host"}
+        problems += _find_miscounted(executable, program, placement, host_arguments, host_paths)
         text = _text(executable)
-        wrong += _gathered(read, text)
-        twice = _kept_twice([leaf for leaf in read if leaf.path in wanted], results, text) if donated else []
-        wrong += twice
-        kept = [leaf.path for leaf in read if leaf.path in wanted and not leaf.donated]
-        if kept and not twice and any(leaf.space == "host" for leaf in results):
-            notes.append(f"{', '.join(kept[:4])}{', …' if len(kept) > 4 else ''}: on the host and not donated")
-    if platform != "cpu" and found.num_moves is None:
+        problems += _find_gathered(host_arguments, text)
+        duplicated = (
+            _find_duplicated([leaf for leaf in host_arguments if leaf.path in host_paths], results, text)
+            if donated
+            else []
+        )
+        problems += duplicated
+        not_donated = [leaf.path for leaf in host_arguments if leaf.path in host_paths and not leaf.is_donated]
+        if not_donated and not duplicated and any(leaf.space == "host" for leaf in results):
+            notes.append(
+                f"{', '.join(not_donated[:4])}{', …' if len(not_donated) > 4 else ''}: on the host and not donated"
+            )
+    if platform != "cpu" and placement.num_moves is None:
         notes.append("the program's text cannot be printed: copies were not counted")
     if platform != "cpu":
-        wrong += _out_of_bounds(found, device_bytes, host_bytes, host_temp_bytes)
-    notes += [f"{leaf.path}: not read by the program" for leaf in arguments if not leaf.kept]
-    if wrong:
+        problems += _find_exceeded_bounds(placement, device_bytes, host_bytes, host_temp_bytes)
+    notes += [f"{leaf.path}: not read by the program" for leaf in arguments if not leaf.is_used]
+    if problems:
         raise PlacementError(
-            wrong[0] if len(wrong) == 1 else f"{len(wrong)} placements did not happen",
+            problems[0] if len(problems) == 1 else f"{len(problems)} placements did not happen",
             expected="every leaf in the memory it was meant for, copied to the device by the program that reads it",
-            got="\n    ".join(["", *wrong[:12], *([f"… ({len(wrong) - 12} more)"] if len(wrong) > 12 else [])]),
+            got="\n    ".join(
+                ["", *problems[:12], *([f"… ({len(problems) - 12} more)"] if len(problems) > 12 else [])]
+            ),
             hint="place arguments with lt.offload.to_host before the call and move results back with it inside the "
             "jitted function; under jit a value is a tracer, which has a memory space in its type and no `sharding`",
         )
-    return dataclasses.replace(found, notes=tuple(notes))
+    return dataclasses.replace(placement, notes=tuple(notes))
 
 
 def _check_arguments(compiled: Any, expected: Any) -> None:
@@ -203,22 +211,22 @@ def _check_arguments(compiled: Any, expected: Any) -> None:
 def _arguments(executable: Any, program: Program | None) -> list[_Leaf]:
     static = program.static if program is not None else ()
     infos = jax.tree_util.tree_leaves_with_path(executable.args_info)
-    dynamic = [at for at in range(len(executable.args_info[0]) + len(static)) if at not in static]
+    dynamic = [index for index in range(len(executable.args_info[0]) + len(static)) if index not in static]
     leaves: list[_Leaf] = []
     for (path, info), fmt in zip(infos, jax.tree.leaves(executable.input_formats), strict=True):
         name = str(dynamic[path[1].idx]) if hasattr(path[1], "idx") else path[1].key
         inner = path_str(path[2:])
         # JAX drops arguments that the program does not read; these have no layout.
-        kept = fmt.layout is not None
+        is_used = fmt.layout is not None
         leaves.append(
             _Leaf(
                 path=f"{name}/{inner}" if inner else name,
-                space="host" if kept and on_host(fmt.sharding) else "device",
-                num_bytes=_shard_bytes(info, fmt.sharding) if kept else 0,
+                space="host" if is_used and on_host(fmt.sharding) else "device",
+                num_bytes=_shard_bytes(info, fmt.sharding) if is_used else 0,
                 shape=tuple(info.shape),
-                shard=tuple(fmt.sharding.shard_shape(tuple(info.shape))) if kept else (),
-                kept=kept,
-                donated=bool(info.donated),
+                shard=tuple(fmt.sharding.shard_shape(tuple(info.shape))) if is_used else (),
+                is_used=is_used,
+                is_donated=bool(info.donated),
             )
         )
     return leaves
@@ -256,7 +264,9 @@ def _platform(executable: Any, program: Program | None) -> tuple[str, bool]:
     return platform, not devices[0].addressable_memories()
 
 
-def _as_declared(leaves: Sequence[_Leaf], program: Program | None, expected: Mapping[str, Space]) -> list[_Leaf]:
+def _with_declared_spaces(
+    leaves: Sequence[_Leaf], program: Program | None, expected: Mapping[str, Space]
+) -> list[_Leaf]:
     if program is None and "host" in expected.values():
         raise PlacementError(
             "a program for a compile-only GPU does not tell which arguments are on the host",
@@ -264,8 +274,8 @@ def _as_declared(leaves: Sequence[_Leaf], program: Program | None, expected: Map
             got="a jax.stages.Compiled; JAX dropped the memory kinds of its arguments",
             hint='compile it with lowtide.memory.compile(fn, *args, target="h100"), or verify it for a TPU or on a GPU',
         )
-    declared = program.host_paths if program is not None else frozenset[str]()
-    return [dataclasses.replace(leaf, space="host" if leaf.path in declared else "device") for leaf in leaves]
+    declared_paths = program.host_paths if program is not None else frozenset[str]()
+    return [dataclasses.replace(leaf, space="host" if leaf.path in declared_paths else "device") for leaf in leaves]
 
 
 def _totals(executable: Any) -> dict[str, Any]:
@@ -276,56 +286,64 @@ def _totals(executable: Any) -> dict[str, Any]:
     parts = ("argument", "output", "temp", "generated_code")
     # The sum replaces XLA's `peak_memory_in_bytes`, which on a TPU includes host arguments and outputs.
     on_device = sum(getattr(stats, f"{part}_size_in_bytes") for part in parts) - stats.alias_size_in_bytes
-    hosted = ("argument", "output", "alias", "temp")
-    on_host = {f"host_{part}_bytes": getattr(stats, f"host_{part}_size_in_bytes") for part in hosted}
+    host_parts = ("argument", "output", "alias", "temp")
+    on_host = {f"host_{part}_bytes": getattr(stats, f"host_{part}_size_in_bytes") for part in host_parts}
     return {"device_bytes": on_device, **on_host}
 
 
 # --- problems ------------------------------------------------------------------------------------------------------
 
 
-def _wanted(leaves: Sequence[_Leaf], expected: Mapping[str, Space]) -> dict[str, Space]:
-    wanted: dict[str, Space] = {}
+def _expected_spaces(leaves: Sequence[_Leaf], expected: Mapping[str, Space]) -> dict[str, Space]:
+    spaces: dict[str, Space] = {}
     for pattern, space in expected.items():
         problem = f"{pattern}: unknown memory {space!r}"
         check_choice(problem, space, ("host", "device"), 'every kind of host memory counts as "host"')
-        wanted.update(dict.fromkeys(match_names([leaf.path for leaf in leaves], pattern), space))
-    return wanted
+        spaces.update(dict.fromkeys(match_names([leaf.path for leaf in leaves], pattern), space))
+    return spaces
 
 
-def _misplaced(leaves: Sequence[_Leaf], expected: Mapping[str, Space], what: str) -> list[str]:
-    wanted = _wanted(leaves, expected)
+def _find_misplaced(leaves: Sequence[_Leaf], expected: Mapping[str, Space], role: str) -> list[str]:
+    spaces = _expected_spaces(leaves, expected)
     return [
-        f"{what} {leaf.path}: expected on the {wanted[leaf.path]}, got on the {leaf.space} "
+        f"{role} {leaf.path}: expected on the {spaces[leaf.path]}, got on the {leaf.space} "
         f"({format_bytes(leaf.num_bytes)})"
         for leaf in leaves
-        if leaf.kept and wanted.get(leaf.path, leaf.space) != leaf.space
+        if leaf.is_used and spaces.get(leaf.path, leaf.space) != leaf.space
     ]
 
 
-def _miscounted(
-    executable: Any, program: Program | None, found: Placement, read: Sequence[_Leaf], wanted: set[str]
+def _find_miscounted(
+    executable: Any,
+    program: Program | None,
+    placement: Placement,
+    host_arguments: Sequence[_Leaf],
+    host_paths: set[str],
 ) -> list[str]:
     """Describe host arguments that XLA counts elsewhere, keeps twice, or never copies to the device."""
-    wrong: list[str] = []
-    names = ", ".join(leaf.path for leaf in read[:6]) + (", …" if len(read) > 6 else "")
-    total = sum(leaf.num_bytes for leaf in read)
-    if found.host_argument_bytes < total:
-        wrong.append(
-            f"{names}: XLA counts {format_bytes(found.host_argument_bytes)} of host arguments, "
-            f"not at least {format_bytes(total)}"
+    problems: list[str] = []
+    names = ", ".join(leaf.path for leaf in host_arguments[:6]) + (", …" if len(host_arguments) > 6 else "")
+    num_bytes = sum(leaf.num_bytes for leaf in host_arguments)
+    if placement.host_argument_bytes < num_bytes:
+        problems.append(
+            f"{names}: XLA counts {format_bytes(placement.host_argument_bytes)} of host arguments, "
+            f"not at least {format_bytes(num_bytes)}"
         )
-    given = [leaf for leaf in read if leaf.donated and leaf.path in wanted]
-    if given:
-        twice = {leaf.path for leaf in undonated(executable)}
-        wrong += [f"{leaf.path}: donated, but no output reuses its buffer" for leaf in given if leaf.path in twice]
-        wrong += _crossed(executable, program)
-    if read and found.num_moves == 0:
-        wrong.append(f"{names}: read by the program, which copies nothing between the memories")
-    return wrong
+    donated_leaves = [leaf for leaf in host_arguments if leaf.is_donated and leaf.path in host_paths]
+    if donated_leaves:
+        unused_donations = {leaf.path for leaf in undonated(executable)}
+        problems += [
+            f"{leaf.path}: donated, but no output reuses its buffer"
+            for leaf in donated_leaves
+            if leaf.path in unused_donations
+        ]
+        problems += _find_crossed_donations(executable, program)
+    if host_arguments and placement.num_moves == 0:
+        problems.append(f"{names}: read by the program, which copies nothing between the memories")
+    return problems
 
 
-def _crossed(executable: Any, program: Program | None) -> list[str]:
+def _find_crossed_donations(executable: Any, program: Program | None) -> list[str]:
     """Describe parameters that an output in another memory overwrites: JAX pairs them by shape alone (jax 0.10.2)."""
     if program is not None:
         return crossed_donations(program.lowered)
@@ -342,52 +360,54 @@ def _crossed(executable: Any, program: Program | None) -> list[str]:
     ]
 
 
-def _kept_twice(read: Sequence[_Leaf], results: Sequence[_Leaf], text: str) -> list[str]:
+def _find_duplicated(host_arguments: Sequence[_Leaf], results: Sequence[_Leaf], text: str) -> list[str]:
     """Describe host arguments that a host result of the same shape, not a gradient, replaces without donation."""
     if not text:
         return []
-    of_backward = gradients(text)
-    beside = [leaf for at, leaf in enumerate(results) if leaf.space == "host" and at not in of_backward]
-    free = [leaf for leaf in read if not leaf.donated]
-    wrong: list[str] = []
-    for result in beside:
-        leaf = next((leaf for leaf in free if leaf.shape == result.shape), None)
+    gradient_positions = gradients(text)
+    host_results = [
+        leaf for position, leaf in enumerate(results) if leaf.space == "host" and position not in gradient_positions
+    ]
+    undonated_leaves = [leaf for leaf in host_arguments if not leaf.is_donated]
+    problems: list[str] = []
+    for result in host_results:
+        leaf = next((leaf for leaf in undonated_leaves if leaf.shape == result.shape), None)
         if leaf is not None:
-            free.remove(leaf)
-            wrong.append(
+            undonated_leaves.remove(leaf)
+            problems.append(
                 f"{leaf.path}: not donated, so the host holds it and the result {result.path} "
                 f"({format_bytes(leaf.num_bytes)} twice); donate it, or pass donated=False to accept that"
             )
-    return wrong
+    return problems
 
 
-def _gathered(read: Sequence[_Leaf], text: str) -> list[str]:
+def _find_gathered(host_arguments: Sequence[_Leaf], text: str) -> list[str]:
     """Describe sharded host arguments that the program gathers from all devices in order to slice them."""
     shapes = host_shapes(text)
-    shards = {leaf.shard for leaf in read}
+    shards = {leaf.shard for leaf in host_arguments}
     return [
         f"{leaf.path}: its shards of {list(leaf.shard)} are gathered to {list(leaf.shape)} on every host; "
         "lt.offload.optimizer needs shardings=, other slices have to run along an axis that is not sharded"
-        for leaf in read
+        for leaf in host_arguments
         if leaf.shape != leaf.shard and leaf.shape in shapes - shards
     ]
 
 
-def _out_of_bounds(
-    found: Placement, most_device: int | str | None, most_host: int | str | None, least_temp: int | str | None
+def _find_exceeded_bounds(
+    placement: Placement, max_device: int | str | None, max_host: int | str | None, min_temp: int | str | None
 ) -> list[str]:
-    temp = found.host_temp_bytes
-    host = found.host_argument_bytes + found.host_output_bytes - found.host_alias_bytes + temp
+    temp = placement.host_temp_bytes
+    host = placement.host_argument_bytes + placement.host_output_bytes - placement.host_alias_bytes + temp
     bounds = (
-        ("the host", "at most", most_host, host),
-        ("the device", "at most", most_device, found.device_bytes),
-        ("temporaries on the host", "at least", least_temp, temp),
+        ("the host", "at most", max_host, host),
+        ("the device", "at most", max_device, placement.device_bytes),
+        ("temporaries on the host", "at least", min_temp, temp),
     )
     return [
-        f"{what}: expected {bound} {format_bytes(limit)}, got {format_bytes(size)}"
-        for what, bound, given, size in bounds
-        if given is not None
-        for limit in [parse_bytes(given)]
+        f"{memory}: expected {bound} {format_bytes(limit)}, got {format_bytes(size)}"
+        for memory, bound, bound_bytes, size in bounds
+        if bound_bytes is not None
+        for limit in [parse_bytes(bound_bytes)]
         if (size > limit if bound == "at most" else size < limit)
     ]
 
@@ -395,9 +415,9 @@ def _out_of_bounds(
 # --- copies between the memories -----------------------------------------------------------------------------------
 
 
-def _num_moves(executable: Any, program: Program | None) -> int | None:
+def _count_all_moves(executable: Any, program: Program | None) -> int | None:
     if program is not None and program.hlo is not None:
-        return sum(_moves_in(computation) for computation in program.hlo.module.computations)
+        return sum(_count_moves(computation) for computation in program.hlo.module.computations)
     text = _text(executable)
     if not text:
         return None
@@ -414,13 +434,13 @@ def _text(executable: Any) -> str:
         return ""
 
 
-def _moves_in(computation: Any) -> int:
+def _count_moves(computation: Any) -> int:
     shapes = {instruction.id: instruction.shape for instruction in computation.instructions}
     moves = 0
     for instruction in computation.instructions:
         if instruction.opcode in _COPIES:
-            touched = [instruction.shape, *(shapes[at] for at in instruction.operand_ids)]
-            spaces = {array.layout.memory_space == _HOST_SPACE for shape in touched for array in _arrays(shape)}
+            operand_shapes = [instruction.shape, *(shapes[operand] for operand in instruction.operand_ids)]
+            spaces = {array.layout.memory_space == _HOST_SPACE for shape in operand_shapes for array in _arrays(shape)}
             moves += len(spaces) == 2
     return moves
 

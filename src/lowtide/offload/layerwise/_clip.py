@@ -36,12 +36,12 @@ class Clip:
     its norm; no extra cost."""
 
     def __post_init__(self) -> None:
-        given: Any = self.max_norm
-        if not isinstance(given, int | float) or not 0 < given < math.inf:
+        value: Any = self.max_norm
+        if not isinstance(value, int | float) or not 0 < value < math.inf:
             raise ConfigError(
                 "max_norm is out of range",
                 expected="a finite number above 0",
-                got=repr(given),
+                got=repr(value),
                 hint="1.0 is customary; clip=None does not clip",
             )
         if self.mode not in get_args(ClipMode):

@@ -12,14 +12,7 @@ from ...jaxprs import Kind, called, kind_of, opened
 
 
 def refuse_metrics(metrics: Tree) -> None:
-    """Raise for metrics of `LayerStack.last` that a layerwise step cannot report together with its own.
-
-    Args:
-        metrics: shapes of the metrics.
-
-    Raises:
-        StructureError: for names that are taken, or metrics without names.
-    """
+    """Raise `StructureError` for metrics of `LayerStack.last` without names, or with names that the step reports."""
     taken = {"loss", "grad_norm"} & set(metrics if isinstance(metrics, dict) else {})
     if not isinstance(metrics, dict) or taken:
         raise StructureError(
@@ -33,14 +26,7 @@ def refuse_metrics(metrics: Tree) -> None:
 
 
 def refuse_equal_paths(outer: Tree) -> None:
-    """Raise when two outer leaves have the same path: a layerwise step looks up the state of each leaf by its path.
-
-    Args:
-        outer: parameters outside the stack.
-
-    Raises:
-        StructureError: with the path.
-    """
+    """Raise `StructureError` when two outer leaves have the same path: the path is the key of a leaf's state."""
     paths = [path for path, _ in leaves_with_paths(outer)]
     for path in paths:
         if paths.count(path) > 1:
@@ -53,16 +39,10 @@ def refuse_equal_paths(outer: Tree) -> None:
 
 
 def refuse_explicit_axes(**trees: Tree) -> None:
-    """Raise when a leaf is on a mesh whose axes are part of its type.
+    """Raise `ConfigError` when a leaf is on a mesh whose axes are part of its type.
 
     The buffers of a layerwise step take their sharding from the values that are written into them. Explicit axes forbid
     that.
-
-    Args:
-        **trees: arrays, tracers or shapes, by the name for error messages.
-
-    Raises:
-        ConfigError: with the path and the axes.
     """
     for path, leaf in leaves_with_paths(trees):
         if explicit := jax.typeof(leaf).sharding.mesh.explicit_axes:
@@ -76,15 +56,7 @@ def refuse_explicit_axes(**trees: Tree) -> None:
 
 
 def refuse_unmatched(running: Sequence[str], outer: Tree) -> None:
-    """Raise when the patterns of `LayerStack.running` match no outer leaf: a misspelt name would have no effect.
-
-    Args:
-        running: the patterns.
-        outer: parameters outside the stack.
-
-    Raises:
-        SelectionError: with the available paths.
-    """
+    """Raise `SelectionError` when the patterns of `LayerStack.running` match no outer leaf, as a misspelt name does."""
     paths = [path for path, _ in leaves_with_paths(outer)]
     if running and not any(match_path(path, pattern) for path in paths for pattern in running):
         raise SelectionError(
@@ -95,14 +67,9 @@ def refuse_unmatched(running: Sequence[str], outer: Tree) -> None:
 
 
 def check_running(jaxpr: Any, paths: list[str]) -> None:
-    """Raise when a running gradient would be added several times, or not at all.
+    """Raise `StructureError` when a running gradient would be added several times, or not at all.
 
-    Args:
-        jaxpr: a function whose first inputs are the totals of the running gradients.
-        paths: the paths of these gradients.
-
-    Raises:
-        StructureError: with the path.
+    The first inputs of the jaxpr are the totals of the running gradients at `paths`.
     """
     for path, var in zip(paths, jaxpr.invars, strict=False):
         if _uses(jaxpr, var) != 1:
@@ -116,13 +83,13 @@ def check_running(jaxpr: Any, paths: list[str]) -> None:
 
 def _uses(jaxpr: Any, var: Any) -> int:
     """Count the operations with a custom derivative rule that read a variable; any other reader counts as two."""
-    count = 2 * sum(out is var for out in jaxpr.outvars)
+    count = 2 * sum(output is var for output in jaxpr.outvars)
     for eqn in jaxpr.eqns:
-        at = [position for position, read in enumerate(eqn.invars) if read is var]
+        positions = [position for position, operand in enumerate(eqn.invars) if operand is var]
         kind = kind_of(eqn)
-        if at and kind in (Kind.CALL, Kind.REMAT):
+        if positions and kind in (Kind.CALL, Kind.REMAT):
             inner = opened(called(eqn))
-            count += sum(_uses(inner, inner.invars[position]) for position in at)
-        elif at:
-            count += 1 if kind is Kind.CUSTOM_VJP and len(at) == 1 else 2
+            count += sum(_uses(inner, inner.invars[position]) for position in positions)
+        elif positions:
+            count += 1 if kind is Kind.CUSTOM_VJP and len(positions) == 1 else 2
     return count

@@ -51,7 +51,7 @@ from ._clip import Clip
 from ._contract import refuse_equal_paths, refuse_explicit_axes, refuse_unmatched
 from ._leaf_mixing import refuse_coupled, refuse_unusable
 from ._passes import StackPasses
-from ._state import LayerwiseState, initial_state, moves, only, place_parameters, under
+from ._state import LayerwiseState, can_move_to_host, initial_state, place_parameters, scope_optimizer, select_paths
 from ._step import Step
 
 PLACES = {"layers": "host", "outer": "device", "opt_state": "host", "inputs": "host"}
@@ -128,29 +128,29 @@ def layerwise_step(
         Pudipeddi et al., "Training Large Neural Networks with Constant Memory using a New Execution Algorithm",
         arXiv:2002.05645.
     """
-    given: Any = stack
-    if not isinstance(given, LayerStack):
+    value: Any = stack
+    if not isinstance(value, LayerStack):
         raise StructureError(
             "layerwise_step needs a model as a stack of equal blocks",
             expected="a lowtide.LayerStack",
-            got=type(given).__name__,
+            got=type(value).__name__,
             hint="make one from three functions, or use lt.offload.optimizer, which takes any model",
         )
-    given = place or {}
-    if not isinstance(given, Mapping):
+    value = place or {}
+    if not isinstance(value, Mapping):
         raise ConfigError(
             "place is no mapping",
             expected=f"a dictionary with keys {', '.join(PLACES)}",
-            got=repr(given),
+            got=repr(value),
             hint='place={"layers": "host"}',
         )
-    places = {**PLACES, **given}
-    for name, where in places.items():
-        if name not in PLACES or where not in ("host", "device"):
+    places = {**PLACES, **value}
+    for name, memory in places.items():
+        if name not in PLACES or memory not in ("host", "device"):
             raise ConfigError(
-                f"unknown placement {name!r}: {where!r}",
+                f"unknown placement {name!r}: {memory!r}",
                 expected=f'"host" or "device" for {", ".join(PLACES)}',
-                got=f"{name!r}: {where!r}",
+                got=f"{name!r}: {memory!r}",
                 hint=f"the default is {PLACES}",
             )
     problem = "num_microbatches has to be at least 1"
@@ -162,10 +162,10 @@ def layerwise_step(
             got=repr(on_nan),
             hint='"skip" leaves their updates out; lt.Trainer knows more ways',
         )
-    given = clip
-    if given is not None and not isinstance(given, Clip):
+    value = clip
+    if value is not None and not isinstance(value, Clip):
         raise ConfigError(
-            "clip is no Clip", expected="a lowtide.offload.Clip", got=repr(given), hint="clip=Clip(max_norm=1.0)"
+            "clip is no Clip", expected="a lowtide.offload.Clip", got=repr(value), hint="clip=Clip(max_norm=1.0)"
         )
     check_transformation(tx)
     if is_offloaded(tx):
@@ -254,10 +254,10 @@ class LayerwiseStep:
                 hint="without gradients in the layers lowtide.value_and_grad needs no layerwise step",
             )
         trainable, frozen = (place_parameters(tree, self.place) for tree in (trainable, frozen))
-        refuse_coupled(under(self.tx, "layers"), jax.tree.map(entry_shape, trainable["layers"]))
+        refuse_coupled(scope_optimizer(self.tx, "layers"), jax.tree.map(entry_shape, trainable["layers"]))
         shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), trainable["outer"])
         for path, _ in leaves_with_paths(shapes):
-            refuse_unusable(under(self.tx, "outer"), only(shapes, {path}))
+            refuse_unusable(scope_optimizer(self.tx, "outer"), select_paths(shapes, {path}))
         return initial_state(self.tx, trainable["outer"], trainable["layers"], self.place["opt_state"]), frozen
 
     def parameters(self, state: LayerwiseState, frozen: Tree) -> tuple[Tree, Tree]:
@@ -294,8 +294,8 @@ class LayerwiseStep:
         if self.clip is not None and self.clip.mode == "exact":
             norm, layers = step.measure()
             # `measure` may write layers back in place, so the update continues with the layers that it returned.
-            again = dataclasses.replace(step, state=dataclasses.replace(step.state, layers=layers))
-            return again.update(self.clip.factor(norm), jnp.isfinite(norm))
+            measured_step = dataclasses.replace(step, state=dataclasses.replace(step.state, layers=layers))
+            return measured_step.update(self.clip.factor(norm), jnp.isfinite(norm))
         if self.clip is not None and self.clip.mode == "previous":
             return step.update(self.clip.factor(step.state.grad_norm))
         return step.update(None)
@@ -336,14 +336,14 @@ class LayerwiseStep:
             ("opt_state", False, (state.outer_opt,)),
             ("opt_state", True, (state.layers_opt,)),
         )
-        for name, stacked, tree in trees:
-            wanted = SPACES[self.place[name]]
+        for name, is_stacked, tree in trees:
+            expected_space = SPACES[self.place[name]]
             for path, leaf in leaves_with_paths(tree):
-                if moves(leaf, stacked=stacked) and memory_space(leaf) != wanted:
+                if can_move_to_host(leaf, is_stacked=is_stacked) and memory_space(leaf) != expected_space:
                     raise PlacementError(
                         f"{name}/{path.partition('/')[2]}: not in the memory where the step was told it is",
                         expected=f"{self.place[name]} memory",
-                        got="device memory" if wanted == HOST else "host memory",
+                        got="device memory" if expected_space == HOST else "host memory",
                         hint="take the state from step.init, or put a restored one back with lt.offload.to_host",
                     )
 

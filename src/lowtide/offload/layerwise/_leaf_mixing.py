@@ -11,28 +11,23 @@ import optax
 
 from ...core import StructureError, Tree, leaves_with_paths
 from ...jaxprs import Kind, bodies, called, equations, fold, kind_of
-from .._streaming import taken_apart
+from .._streaming import tracing_for_analysis
 
 
 def refuse_coupled(tx: optax.GradientTransformation, params: Tree) -> None:
-    """Raise when the update of one leaf depends on the gradient of another, in this step or through the state.
+    """Raise `StructureError` when one leaf's update depends on another leaf's gradient, directly or through the state.
 
-    Args:
-        tx: the optimizer.
-        params: shapes of one layer's trainable leaves.
-
-    Raises:
-        StructureError: with the paths of two such leaves; for an optimizer that draws random numbers, or needs more
-            than gradients, parameters and the loss.
+    `params` are shapes of one layer's trainable leaves. Optimizers are also refused that draw random numbers, or need
+    more than gradients, parameters and the loss.
     """
     try:
         # Two layers are traced together: with one leaf per layer, a global norm mixes only the same leaf of different
         # layers.
-        pair, prefixes = (params, params), ("layer 0: ", "layer 1: ")
-        closed, state = _traced(tx, pair)
+        layers, layer_names = (params, params), ("layer 0: ", "layer 1: ")
+        closed, state = _trace_update(tx, layers)
     except (TypeError, ValueError, AttributeError):
         # Labels or masks that are given as trees fit one layer only.
-        pair, prefixes = (params,), ("",)
+        layers, layer_names = (params,), ("",)
         closed, state = refuse_unusable(tx, params)
     for path, leaf in leaves_with_paths(state):
         if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
@@ -42,21 +37,28 @@ def refuse_coupled(tx: optax.GradientTransformation, params: Tree) -> None:
                 got=f"{leaf.dtype}, which would draw the same numbers for every layer",
                 hint="wrap it with lt.offload.optimizer, which updates all layers at once",
             )
-    paths = [prefix + path for prefix, tree in zip(prefixes, pair, strict=True) for path, _ in leaves_with_paths(tree)]
-    first, last = len(paths), len(paths) + len(jax.tree.leaves(state))
-    sources = [frozenset([at]) if at < first else frozenset[int]() for at in range(len(closed.in_avals))]
+    paths = [
+        layer_name + path
+        for layer_name, tree in zip(layer_names, layers, strict=True)
+        for path, _ in leaves_with_paths(tree)
+    ]
+    state_start, state_end = len(paths), len(paths) + len(jax.tree.leaves(state))
+    sources = [frozenset([index]) if index < state_start else frozenset[int]() for index in range(len(closed.in_avals))]
     sources[-1] = frozenset([_LOSS])
     while True:  # updates in the next step can read what the state has seen in this step
-        found = _reach(closed, sources)
-        held = [old | new for old, new in zip(sources[first:last], found[first:last], strict=True)]
-        if held == sources[first:last]:
+        output_sources = _propagate_sources(closed, sources)
+        merged = [
+            old | new
+            for old, new in zip(sources[state_start:state_end], output_sources[state_start:state_end], strict=True)
+        ]
+        if merged == sources[state_start:state_end]:
             break
-        sources[first:last] = held
-    for at, reached in enumerate(found[:first]):
-        if other := sorted(reached - {at, _LOSS}):
-            got, hint = _cause(_LOSS in reached, {eqn.primitive.name for eqn in equations(closed)})
+        sources[state_start:state_end] = merged
+    for index, leaf_sources in enumerate(output_sources[:state_start]):
+        if other_leaves := sorted(leaf_sources - {index, _LOSS}):
+            got, hint = _describe_cause(_LOSS in leaf_sources, {eqn.primitive.name for eqn in equations(closed)})
             raise StructureError(
-                f"the optimizer updates {paths[at]} by the gradient of {paths[other[0]]}, too",
+                f"the optimizer updates {paths[index]} by the gradient of {paths[other_leaves[0]]}, too",
                 expected="an optimizer that treats leaves one by one, such as optax.adamw",
                 got=got,
                 hint=f"{hint}; lt.offload.optimizer takes every other one",
@@ -66,7 +68,7 @@ def refuse_coupled(tx: optax.GradientTransformation, params: Tree) -> None:
 _LOSS = -1
 
 
-def _cause(reads_loss: bool, names: set[str]) -> tuple[str, str]:
+def _describe_cause(reads_loss: bool, names: set[str]) -> tuple[str, str]:
     """Describe, with examples from Optax, what mixes leaves, and the remedy."""
     if "is_finite" in names:
         return (
@@ -84,7 +86,7 @@ def _cause(reads_loss: bool, names: set[str]) -> tuple[str, str]:
     )
 
 
-def _traced(tx: optax.GradientTransformation, params: Tree) -> tuple[Any, Tree]:
+def _trace_update(tx: optax.GradientTransformation, params: Tree) -> tuple[Any, Tree]:
     """Trace one update from gradients, state, parameters and loss to updates and state; return it with state shapes."""
     state = jax.eval_shape(tx.init, params)
     update = optax.with_extra_args_support(tx).update
@@ -93,25 +95,17 @@ def _traced(tx: optax.GradientTransformation, params: Tree) -> tuple[Any, Tree]:
     def run(grads: Tree, state: Tree, params: Tree, value: Any) -> tuple[Tree, Tree]:
         return update(grads, state, params, value=value)
 
-    with taken_apart():
+    with tracing_for_analysis():
         return jax.make_jaxpr(run)(params, state, params, value), state
 
 
 def refuse_unusable(tx: optax.GradientTransformation, params: Tree) -> tuple[Any, Tree]:
-    """Raise when an optimizer cannot be called for a part of the parameters.
+    """Raise `StructureError` when an optimizer cannot be called for a part of the parameters (shapes).
 
-    Args:
-        tx: the optimizer.
-        params: shapes of the part.
-
-    Returns:
-        The jaxpr of one update, and shapes of the state.
-
-    Raises:
-        StructureError: with the optimizer's error.
+    Returns the jaxpr of one update, and shapes of the state.
     """
     try:
-        return _traced(tx, params)
+        return _trace_update(tx, params)
     except (TypeError, ValueError, AttributeError) as error:
         raise StructureError(
             "the optimizer cannot be called with gradients, state and parameters of one layer, and the loss",
@@ -122,15 +116,17 @@ def refuse_unusable(tx: optax.GradientTransformation, params: Tree) -> tuple[Any
         ) from error
 
 
-def _reach(jaxpr: Any, inputs: Sequence[frozenset[int]]) -> list[frozenset[int]]:
+def _propagate_sources(jaxpr: Any, inputs: Sequence[frozenset[int]]) -> list[frozenset[int]]:
     """Return for every output of a jaxpr the sources that it depends on, given those of the inputs."""
 
-    def apply(eqn: Any, read: list[frozenset[int]]) -> list[frozenset[int]]:
+    def apply(eqn: Any, operand_sources: list[frozenset[int]]) -> list[frozenset[int]]:
         if (inner := called(eqn)) is not None:
-            return _reach(inner, read)
+            return _propagate_sources(inner, operand_sources)
         if kind_of(eqn) is Kind.BRANCH:
-            columns = zip(*(_reach(branch.jaxpr, read[1:]) for branch in bodies(eqn)), strict=True)
-            return [read[0].union(*column) for column in columns]
-        return [frozenset[int]().union(*read)] * len(eqn.outvars)
+            columns = zip(
+                *(_propagate_sources(branch.jaxpr, operand_sources[1:]) for branch in bodies(eqn)), strict=True
+            )
+            return [operand_sources[0].union(*column) for column in columns]
+        return [frozenset[int]().union(*operand_sources)] * len(eqn.outvars)
 
     return fold(jaxpr, inputs, apply, lambda *_: frozenset())

@@ -39,7 +39,7 @@ from ...core import (
     recomputed,
 )
 from ...jaxprs import make_jaxpr
-from .._platforms import DEVICE, buffer, entry_shape, fetch, later, read, warn_of_tall_tiles, write
+from .._platforms import DEVICE, entry_shape, fetch, index_after, read, warn_of_tall_tiles, write, zero_buffer
 from ._contract import check_running
 
 Carry = Any
@@ -52,7 +52,6 @@ class StackPasses:
     """The passes over one batch; every method is pure."""
 
     stack: LayerStack
-    """The model."""
     frozen_outer: Tree
     """Outer leaves that do not train."""
     frozen_layers: Tree
@@ -81,110 +80,103 @@ class StackPasses:
         return read(self.batches, m)
 
     def forward(self, outer: Tree, layers: Tree, after: Tree) -> tuple[Tree, Tree, Tree]:
-        """Run `first` and all blocks.
+        """Run `first` and all blocks; return their inputs, the boundary after the last block, and the stacked leaves.
 
-        Args:
-            outer: the trainable outer leaves that `first` reads.
-            layers: the trainable stacked leaves, on the host or on the device.
-            after: values that have to be computed before.
-
-        Returns:
-            The inputs of all blocks, the boundary after the last block, leading axis [M], and the stacked leaves.
+        `outer` holds the trainable leaves that `first` reads; `layers` may be on the host. `after` is computed before.
         """
         warn_of_tall_tiles(leaves_with_paths(self.frozen_layers))
-        whole = fetch(combine(outer, self.frozen_outer), after)
-        h = jax.eval_shape(self.stack.first, whole, self.batch(0))
-        inputs = buffer(h, ((self.num_layers + 1) * self.num_microbatches,), self.inputs_space)
-        boundary = buffer(h, (self.num_microbatches,), self.boundary_space)
+        outer_on_device = fetch(combine(outer, self.frozen_outer), after)
+        h = jax.eval_shape(self.stack.first, outer_on_device, self.batch(0))
+        inputs = zero_buffer(h, ((self.num_layers + 1) * self.num_microbatches,), self.inputs_space)
+        boundary = zero_buffer(h, (self.num_microbatches,), self.boundary_space)
         # With one microbatch the boundary is on the device, and a block's input is written when the block starts. With
         # several, the boundary is on the host. XLA would route a copy from host to host through the device. So a
         # block's output is written instead, as the input of the next block.
-        single = self.num_microbatches == 1
+        is_single = self.num_microbatches == 1
 
         def enter(m: Any, carry: Carry) -> Carry:
             inputs, boundary = carry
-            h = self.stack.first(whole, self.batch(m))
-            return inputs if single else write(inputs, h, m), write(boundary, h, m)
+            h = self.stack.first(outer_on_device, self.batch(m))
+            return inputs if is_single else write(inputs, h, m), write(boundary, h, m)
 
         def body(i: Any, carry: Carry) -> Carry:
             carry, layers = carry
-            trained = read(layers, i)
-            layer = combine(trained, read(self.frozen_layers, i))
+            trainable_layer = read(layers, i)
+            layer = combine(trainable_layer, read(self.frozen_layers, i))
 
             def visit(m: Any, carry: Carry) -> Carry:
                 inputs, boundary = carry
-                before = read(boundary, m)
-                after = recomputed(self.stack.block)(layer, before, self.batch(m))
-                kept = write(inputs, before, i) if single else write(inputs, after, self._at(i + 1, m))
-                return kept, write(boundary, after, m)
+                block_input = read(boundary, m)
+                block_output = recomputed(self.stack.block)(layer, block_input, self.batch(m))
+                new_inputs = (
+                    write(inputs, block_input, i)
+                    if is_single
+                    else write(inputs, block_output, self._input_index(i + 1, m))
+                )
+                return new_inputs, write(boundary, block_output, m)
 
-            inputs, boundary = self._each(visit, carry)
-            return (inputs, boundary), _written_back(layers, trained, later(i, boundary))
+            inputs, boundary = self._loop_microbatches(visit, carry)
+            return (inputs, boundary), _write_back(layers, trainable_layer, index_after(i, boundary))
 
-        start = self._each(enter, (inputs, boundary)), layers
-        (inputs, boundary), layers = jax.lax.fori_loop(0, self.num_layers, body, start)
+        initial = self._loop_microbatches(enter, (inputs, boundary)), layers
+        (inputs, boundary), layers = jax.lax.fori_loop(0, self.num_layers, body, initial)
         return inputs, boundary, layers
 
     def last(self, outer: Tree, boundary: Tree) -> tuple[Any, Tree, Tree, Tree]:
-        """Run `last` forward and backward.
+        """Run `last` forward and backward on the boundary after the last block.
 
-        Args:
-            outer: the trainable outer leaves that `last` reads.
-            boundary: the activations after the last block, leading axis [M].
-
-        Returns:
-            The loss, the metrics, the gradients of `outer`, and the boundary of cotangents for the last block.
+        `outer` holds the trainable leaves that `last` reads. Returns the loss, the metrics, the gradients of `outer`,
+        and the boundary of cotangents for the last block.
         """
         trained, frozen = fetch((outer, self.frozen_outer), boundary)
-        runs = self._runs(trained)
+        running_paths = self._running_paths(trained)
 
         def grads_of(m: Any, h: Tree, totals: Tree) -> tuple[Any, Tree, Tree, Tree]:
-            """Compute the loss, metrics, gradients (running totals for `runs`), and the cotangent of h."""
+            """Compute the loss, metrics, gradients (running totals for `running_paths`), and the cotangent of h."""
 
             def loss_fn(trained: Tree, h: Tree) -> tuple[Any, Tree]:
-                outer = _with_totals(combine(trained, frozen), runs, totals, self._active(m))
+                outer = _with_totals(combine(trained, frozen), running_paths, totals, self._is_active(m))
                 return self.stack.last(outer, h, self.batch(m))
 
             loss, vjp, metrics = jax.vjp(loss_fn, trained, h, has_aux=True)
             return loss, metrics, *vjp(self.loss_weights[m].astype(loss.dtype))
 
         totals = jax.tree.map(_wide_zeros, trained)
-        self._check_runs(trained, frozen, runs, dict(leaves_with_paths(totals)), boundary)
+        self._check_running_totals(trained, frozen, running_paths, dict(leaves_with_paths(totals)), boundary)
         values = jax.eval_shape(lambda: grads_of(0, read(boundary, 0), totals)[:2])
 
         def visit(m: Any, carry: Carry) -> Carry:
             values, totals, boundary = carry
             loss, metrics, grads, dh = grads_of(m, read(boundary, m), totals)
-            part = functools.partial(self._part, m)
+            contribution = functools.partial(self._contribution, m)
             values = jax.tree.map(
-                lambda total, value: total + part(value * self.loss_weights[m].astype(total.dtype)),
+                lambda total, value: total + contribution(value * self.loss_weights[m].astype(total.dtype)),
                 values,
                 (loss, metrics),
             )
-            keys = jax.tree_util.tree_map_with_path
+            map_with_path = jax.tree_util.tree_map_with_path
             # A running total already excludes microbatches of weight 0. Selecting between it and the previous total
             # would keep both in memory.
-            totals = keys(lambda at, old, new: new if path_str(at) in runs else _add(old, part(new)), totals, grads)
-            return values, totals, _write_cotangents(boundary, jax.tree.map(part, dh), m)
+            totals = map_with_path(
+                lambda key, old, new: new if path_str(key) in running_paths else _add(old, contribution(new)),
+                totals,
+                grads,
+            )
+            return values, totals, _write_cotangents(boundary, jax.tree.map(contribution, dh), m)
 
-        (loss, metrics), totals, boundary = self._each(visit, (jax.tree.map(_wide_zeros, values), totals, boundary))
-        return loss, metrics, _narrowed(totals, trained), boundary
+        (loss, metrics), totals, boundary = self._loop_microbatches(
+            visit, (jax.tree.map(_wide_zeros, values), totals, boundary)
+        )
+        return loss, metrics, _cast_like(totals, trained), boundary
 
     def backward(
         self, layers: Tree, inputs: Tree, boundary: Tree, consume: Consume, carry: Carry, after: Any
     ) -> tuple[Carry, Tree]:
         """Run all blocks backward, and pass the gradients of each to `consume`.
 
-        Args:
-            layers: function that reads the trainable stacked leaves out of a carry.
-            inputs: inputs of the blocks.
-            boundary: cotangents of the last block's output, leading axis [M].
-            consume: function that uses the gradients of a block.
-            carry: carry of `consume`; it holds the stacked leaves, which `consume` may overwrite.
-            after: a zero of `zero_after`, for values that have to be computed before.
-
-        Returns:
-            The carry, and the boundary of cotangents of the first block's input.
+        `layers` reads the trainable stacked leaves out of `carry`, which `consume` may overwrite. `boundary` holds
+        cotangents of the last block's output. `after` is a zero of `zero_after`. Returns the carry and the cotangents
+        of the first block's input.
         """
 
         def body(k: Any, state: Carry) -> Carry:
@@ -192,21 +184,21 @@ class StackPasses:
             carry, boundary = state
             layer = read(layers(carry), i)
             grads, boundary = self._block_grads(layer, read(self.frozen_layers, i), i, inputs, boundary)
-            return consume(carry, later(i, boundary), layer, grads), boundary
+            return consume(carry, index_after(i, boundary), layer, grads), boundary
 
         return jax.lax.fori_loop(0, self.num_layers, body, (carry, boundary))
 
     def first(self, outer: Tree, boundary: Tree) -> Tree:
         """Compute gradients of the outer leaves that `first` reads, from the boundary that `backward` returns."""
-        on_device, frozen = fetch((outer, self.frozen_outer), boundary)
+        outer_on_device, frozen = fetch((outer, self.frozen_outer), boundary)
 
         def grads_of(m: Any, carry: Carry) -> tuple[Tree, Carry]:
             run = lambda trained: self.stack.first(combine(trained, frozen), self.batch(m))  # noqa: E731
-            return jax.vjp(run, on_device)[1](_read_cotangents(boundary, m))[0], carry
+            return jax.vjp(run, outer_on_device)[1](_read_cotangents(boundary, m))[0], carry
 
-        return self._sum(grads_of, on_device, ())[0]
+        return self._sum_gradients(grads_of, outer_on_device, ())[0]
 
-    def _runs(self, outer: Tree) -> frozenset[str]:
+    def _running_paths(self, outer: Tree) -> frozenset[str]:
         """Return the paths of the leaves whose gradient the model can add to a running total."""
         return frozenset(
             path
@@ -215,16 +207,16 @@ class StackPasses:
             and any(match_path(path, pattern) for pattern in self.stack.running)
         )
 
-    def _check_runs(
-        self, trained: Tree, frozen: Tree, runs: frozenset[str], totals: dict[str, Any], boundary: Tree
+    def _check_running_totals(
+        self, trained: Tree, frozen: Tree, running_paths: frozenset[str], totals: dict[str, Any], boundary: Tree
     ) -> None:
-        paths = sorted(runs)
+        paths = sorted(running_paths)
         if not paths:
             return
 
         def loss_fn(totals: list[Any], h: Tree) -> Any:
             by_path = dict(zip(paths, totals, strict=True))
-            outer = _with_totals(combine(trained, frozen), runs, by_path, self._active(0))
+            outer = _with_totals(combine(trained, frozen), running_paths, by_path, self._is_active(0))
             return self.stack.last(outer, h, self.batch(0))
 
         try:
@@ -240,11 +232,11 @@ class StackPasses:
             ) from error
         check_running(closed.jaxpr, paths)
 
-    def _part(self, m: Any, value: Any) -> Any:
+    def _contribution(self, m: Any, value: Any) -> Any:
         """Return a microbatch's contribution; zero at weight 0, also if the value is 0/0, as in a mean of no tokens."""
-        return value if value.dtype == jax.dtypes.float0 else if_active(self._active(m), value)
+        return value if value.dtype == jax.dtypes.float0 else if_active(self._is_active(m), value)
 
-    def _active(self, m: Any) -> Any:
+    def _is_active(self, m: Any) -> Any:
         """Return whether a microbatch has a weight; None if it is the only one."""
         return None if self.num_microbatches == 1 else self.loss_weights[m] != 0
 
@@ -254,12 +246,12 @@ class StackPasses:
                 return recomputed(self.stack.block)(combine(trained, frozen), h, self.batch(m))
 
             dh = _read_cotangents(boundary, m)
-            grads, dh = jax.vjp(run, layer, read(inputs, self._at(i, m)))[1](dh)
+            grads, dh = jax.vjp(run, layer, read(inputs, self._input_index(i, m)))[1](dh)
             return grads, _write_cotangents(boundary, dh, m)
 
-        return self._sum(grads_of, layer, boundary)
+        return self._sum_gradients(grads_of, layer, boundary)
 
-    def _sum(
+    def _sum_gradients(
         self, grads_of: Callable[[Any, Carry], tuple[Tree, Carry]], like: Tree, carry: Carry
     ) -> tuple[Tree, Carry]:
         """Add up the gradients of all microbatches; with several, in float32 or wider."""
@@ -271,20 +263,20 @@ class StackPasses:
             grads, carry = grads_of(m, carry)
             return jax.tree.map(_add, total, grads), carry
 
-        total, carry = self._each(visit, (jax.tree.map(_wide_zeros, like), carry))
-        return _narrowed(total, like), carry
+        total, carry = self._loop_microbatches(visit, (jax.tree.map(_wide_zeros, like), carry))
+        return _cast_like(total, like), carry
 
-    def _at(self, i: Any, m: Any) -> Any:
+    def _input_index(self, i: Any, m: Any) -> Any:
         """Return the position in `inputs` of the input of block i for microbatch m."""
         return i * self.num_microbatches + m
 
-    def _each(self, visit: Callable[[Any, Carry], Carry], carry: Carry) -> Carry:
+    def _loop_microbatches(self, visit: Callable[[Any, Carry], Carry], carry: Carry) -> Carry:
         if self.num_microbatches == 1:
             return visit(0, carry)
         return jax.lax.fori_loop(0, self.num_microbatches, visit, carry)
 
 
-def _written_back(layers: Tree, layer: Tree, i: Any) -> Tree:
+def _write_back(layers: Tree, layer: Tree, i: Any) -> Tree:
     """Return the stacked leaves, with layer i of those on the device written back unchanged.
 
     If a loop only reads a float32 stack, XLA first copies all layers to the dtype of its products.
@@ -296,13 +288,13 @@ def _written_back(layers: Tree, layer: Tree, i: Any) -> Tree:
     )
 
 
-def _with_totals(outer: Tree, runs: frozenset[str], totals: Tree, active: Any) -> Tree:
-    """Replace the leaves named in `runs` by nodes that carry the gradient so far."""
-    so_far = dict(leaves_with_paths(totals))
+def _with_totals(outer: Tree, running_paths: frozenset[str], totals: Tree, active: Any) -> Tree:
+    """Replace the leaves at `running_paths` by nodes that carry the gradient so far."""
+    totals_by_path = dict(leaves_with_paths(totals))
 
     def node(key: Any, leaf: Any) -> Any:
         path = path_str(key)
-        return RunningGradient(leaf, so_far[path], active) if path in runs else leaf
+        return RunningGradient(leaf, totals_by_path[path], active) if path in running_paths else leaf
 
     return jax.tree_util.tree_map_with_path(node, outer)
 
@@ -310,18 +302,18 @@ def _with_totals(outer: Tree, runs: frozenset[str], totals: Tree, active: Any) -
 def _read_cotangents(boundary: Tree, m: Any) -> Tree:
     """Read cotangents of a block's output; those of integers and masks are float0, which has no bytes."""
 
-    def one(leaf: Any) -> Any:
-        inexact = jnp.issubdtype(leaf.dtype, jnp.inexact)
-        return read(leaf, m) if inexact else np.zeros(leaf.shape[1:], jax.dtypes.float0)
+    def read_leaf(leaf: Any) -> Any:
+        is_inexact = jnp.issubdtype(leaf.dtype, jnp.inexact)
+        return read(leaf, m) if is_inexact else np.zeros(leaf.shape[1:], jax.dtypes.float0)
 
-    return jax.tree.map(one, boundary)
+    return jax.tree.map(read_leaf, boundary)
 
 
 def _write_cotangents(boundary: Tree, values: Tree, m: Any) -> Tree:
-    def one(leaf: Any, value: Any) -> Any:
+    def write_leaf(leaf: Any, value: Any) -> Any:
         return leaf if value.dtype == jax.dtypes.float0 else write(leaf, value, m)
 
-    return jax.tree.map(one, boundary, values)
+    return jax.tree.map(write_leaf, boundary, values)
 
 
 def _wide_zeros(like: Any) -> Any:
@@ -332,5 +324,5 @@ def _add(total: Any, value: Any) -> Any:
     return total + value.astype(total.dtype)
 
 
-def _narrowed(total: Tree, like: Tree) -> Tree:
+def _cast_like(total: Tree, like: Tree) -> Tree:
     return jax.tree.map(lambda x, leaf: x.astype(leaf.dtype), total, like)

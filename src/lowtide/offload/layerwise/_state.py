@@ -14,8 +14,8 @@ import optax
 from ...core import LowtideError, Tree, leaf_bytes, leaves_with_paths, num_layers, on_host
 from .._optimizer import replicated, state_shardings
 from .._place import to_device, to_host
-from .._platforms import DEVICE, SPACES, buffer, put, read, write
-from .._streaming import of_a_part
+from .._platforms import DEVICE, SPACES, put, read, write, zero_buffer
+from .._streaming import part_of_parameters
 
 
 @functools.partial(
@@ -41,13 +41,13 @@ class LayerwiseState:
     """Norm of all gradients of the last step, float32 (float64 with `jax_enable_x64`); 0 before the first step."""
 
 
-def only(tree: Tree, paths: Collection[str]) -> Tree:
+def select_paths(tree: Tree, paths: Collection[str]) -> Tree:
     """Keep the leaves of the tree at the given paths; the others become None."""
     leaves = [leaf if path in paths else None for path, leaf in leaves_with_paths(tree)]
     return jax.tree.unflatten(jax.tree.structure(tree), leaves)
 
 
-def under(tx: optax.GradientTransformation, name: str) -> optax.GradientTransformationExtraArgs:
+def scope_optimizer(tx: optax.GradientTransformation, name: str) -> optax.GradientTransformationExtraArgs:
     """Make the optimizer of a part of the parameters, at the paths of the whole tree: ``layers/...``.
 
     So labels and masks that are functions of paths decide as in a plain step.
@@ -55,7 +55,7 @@ def under(tx: optax.GradientTransformation, name: str) -> optax.GradientTransfor
     inner: Any = optax.with_extra_args_support(tx)
 
     def init(params: Tree) -> Tree:
-        with of_a_part():
+        with part_of_parameters():
             return inner.init({name: params})
 
     def update(updates: Tree, state: Tree, params: Tree = None, **extra: Any) -> tuple[Tree, Tree]:
@@ -65,28 +65,28 @@ def under(tx: optax.GradientTransformation, name: str) -> optax.GradientTransfor
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def moves(leaf: Any, *, stacked: bool) -> bool:
+def can_move_to_host(leaf: Any, *, is_stacked: bool) -> bool:
     """Return whether a leaf may move to the host: it is no vector, or has at least 1 MiB (per entry, if stacked).
 
     A TPU cannot slice parts of smaller vectors in host memory, which a partitioned program may need.
     """
-    entry = leaf.shape[1:] if stacked else leaf.shape
+    entry = leaf.shape[1:] if is_stacked else leaf.shape
     return len(entry) > 1 or leaf_bytes(jax.ShapeDtypeStruct(entry, leaf.dtype)) >= 2**20
 
 
 def place_parameters(tree: Tree, place: Mapping[str, str]) -> Tree:
     """Place the trees ``{"outer", "layers"}``, each leaf in its memory."""
 
-    def placed(name: str) -> Tree:
-        def one(leaf: Any) -> Any:
-            goes = place[name] == "host" and moves(leaf, stacked=name == "layers")
+    def place_part(name: str) -> Tree:
+        def place_leaf(leaf: Any) -> Any:
+            is_on_host = place[name] == "host" and can_move_to_host(leaf, is_stacked=name == "layers")
             # `to_device` also commits arrays to the device. Otherwise the second step, which gets the results of the
             # first, would compile again.
-            return to_host(leaf) if goes else to_device(leaf)
+            return to_host(leaf) if is_on_host else to_device(leaf)
 
-        return jax.tree.map(one, tree[name])
+        return jax.tree.map(place_leaf, tree[name])
 
-    return {"outer": placed("outer"), "layers": placed("layers")}
+    return {"outer": place_part("outer"), "layers": place_part("layers")}
 
 
 def initial_state(tx: optax.GradientTransformation, outer: Tree, layers: Tree, opt_place: str) -> LayerwiseState:
@@ -94,28 +94,33 @@ def initial_state(tx: optax.GradientTransformation, outer: Tree, layers: Tree, o
     space = SPACES[opt_place]
 
     def make_layers(layers: Tree) -> Tree:
-        init = under(tx, "layers").init
-        made = jax.eval_shape(lambda: init(read(layers, 0)))
-        empty = jax.tree.map(lambda leaf: buffer(leaf, (count,), space if moves(leaf, stacked=False) else DEVICE), made)
-        return jax.lax.fori_loop(0, count, lambda i, made: write(made, init(read(layers, i)), i), empty)
+        init = scope_optimizer(tx, "layers").init
+        shapes = jax.eval_shape(lambda: init(read(layers, 0)))
+        empty = jax.tree.map(
+            lambda leaf: zero_buffer(leaf, (count,), space if can_move_to_host(leaf, is_stacked=False) else DEVICE),
+            shapes,
+        )
+        return jax.lax.fori_loop(0, count, lambda i, state: write(state, init(read(layers, i)), i), empty)
 
     def make_outer(leaf: Tree) -> Tree:
-        made = under(tx, "outer").init(put(leaf, DEVICE))
-        return jax.tree.map(lambda x: put(x, space) if moves(x, stacked=False) else x, made)
+        state = scope_optimizer(tx, "outer").init(put(leaf, DEVICE))
+        return jax.tree.map(lambda x: put(x, space) if can_move_to_host(x, is_stacked=False) else x, state)
 
     count = num_layers(layers)
-    _refuse_nothing(tx, outer, layers)
+    _refuse_empty_selection(tx, outer, layers)
     return LayerwiseState(
-        step=_zero(layers, jnp.int32),
+        step=_zero_scalar(layers, jnp.int32),
         outer=outer,
         layers=layers,
-        outer_opt={path: _made(make_outer, only(outer, {path})) for path, _ in leaves_with_paths(outer)},
-        layers_opt=_made(make_layers, layers),
-        grad_norm=_zero(layers, jnp.result_type(float)),
+        outer_opt={
+            path: _make_sharded(make_outer, select_paths(outer, {path})) for path, _ in leaves_with_paths(outer)
+        },
+        layers_opt=_make_sharded(make_layers, layers),
+        grad_norm=_zero_scalar(layers, jnp.result_type(float)),
     )
 
 
-def _refuse_nothing(tx: optax.GradientTransformation, outer: Tree, layers: Tree) -> None:
+def _refuse_empty_selection(tx: optax.GradientTransformation, outer: Tree, layers: Tree) -> None:
     """Raise the optimizer's error if it selects no parameter at all; selecting none in one part is no error."""
     try:
         jax.eval_shape(lambda outer, layers: tx.init({"outer": outer, "layers": read(layers, 0)}), outer, layers)
@@ -125,26 +130,26 @@ def _refuse_nothing(tx: optax.GradientTransformation, outer: Tree, layers: Tree)
         pass
 
 
-def _made(make: Callable[[Tree], Tree], params: Tree) -> Tree:
+def _make_sharded(make: Callable[[Tree], Tree], params: Tree) -> Tree:
     """Compute ``make(params)``, with each leaf sharded like its parameter; for shapes, return shapes."""
     initialiser: Any = make  # only `init` of the transformation is called
     shardings = state_shardings(optax.GradientTransformation(initialiser, initialiser), params)
-    if not _are_shapes(params):
+    if not _has_shapes(params):
         return jax.jit(make, out_shardings=shardings)(params)
 
-    def shaped(leaf: Any, sharding: Any) -> Any:
+    def make_shape(leaf: Any, sharding: Any) -> Any:
         shape = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
         return to_host(shape) if on_host(sharding) else shape
 
-    return jax.tree.map(shaped, jax.eval_shape(make, params), shardings)
+    return jax.tree.map(make_shape, jax.eval_shape(make, params), shardings)
 
 
-def _are_shapes(tree: Tree) -> bool:
+def _has_shapes(tree: Tree) -> bool:
     return any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(tree))
 
 
-def _zero(like: Tree, dtype: Any) -> Any:
+def _zero_scalar(like: Tree, dtype: Any) -> Any:
     """Make a scalar zero on the devices of a tree; for shapes, return a shape."""
-    if _are_shapes(like):
+    if _has_shapes(like):
         return jax.ShapeDtypeStruct((), dtype)
     return jax.device_put(jnp.zeros((), dtype), replicated(like).with_memory_kind("device"))

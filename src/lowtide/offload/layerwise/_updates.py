@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import optax
 
 from ...core import StructureError, Tree, memory_space, traced_device
-from .._platforms import HOST, later, read, write
+from .._platforms import HOST, index_after, read, write
 from .._streaming import Entry, stream
 from ._clip import scale
 
@@ -29,41 +29,32 @@ def update(
 ) -> tuple[Tree, Tree]:
     """Update parameters and state in place, in host or device memory, one block of rows at a time.
 
-    Args:
-        tx: the optimizer, which takes extra arguments.
-        grads: gradients, on the device.
-        params: the parameters' values, on the host or on the device.
-        opt: the optimizer's state, on the host or on the device.
-        loss: the loss, for optimizers that read it.
-        factor: factor of the gradients, or None.
-        into: arrays that the new parameters overwrite, if not `params`.
-        guard: whether to update at all, a boolean scalar; None for always.
-        **options: options of `stream`.
-
-    Returns:
-        New parameters and state, each in the memory of the arrays that it overwrites.
+    Gradients are on the device. `into` are arrays that the new parameters overwrite, if not `params`. `guard` is
+    whether to update at all, a boolean scalar; None for always. `options` are those of `stream`.
     """
 
     def apply(grads: Tree, opt: Tree, params: Tree, into: Tree, loss: Any, factor: Any, guard: Any) -> Any:
-        updates, new = tx.update(grads if factor is None else scale(grads, factor), opt, params, value=loss)
-        made = optax.apply_updates(params, updates), new
-        return made if guard is None else jax.tree.map(functools.partial(_chosen, guard), made, (params, opt))
+        updates, new_state = tx.update(grads if factor is None else scale(grads, factor), opt, params, value=loss)
+        result = optax.apply_updates(params, updates), new_state
+        return (
+            result if guard is None else jax.tree.map(functools.partial(_select_by_guard, guard), result, (params, opt))
+        )
 
     def replaces(grads: Tree, opt: Tree, params: Tree, into: Tree, loss: Any, factor: Any, guard: Any) -> Any:
         return params if into is None else into, opt
 
-    before = len(jax.tree.leaves(grads))
-    declared = [before + at for at, leaf in enumerate(jax.tree.leaves(opt)) if _is_narrow(leaf)]
+    num_grads = len(jax.tree.leaves(grads))
+    declared = [num_grads + index for index, leaf in enumerate(jax.tree.leaves(opt)) if _is_8_bit(leaf)]
     args = grads, opt, params, into, jnp.asarray(loss), factor, guard
     return stream(apply, args, replaces, declared=declared, **options)
 
 
-def _is_narrow(leaf: Any) -> bool:
+def _is_8_bit(leaf: Any) -> bool:
     """Return whether a state leaf has 8-bit elements; it is streamed, so only a block of it exists in float32."""
     return leaf.ndim > 1 and leaf.dtype.itemsize == 1
 
 
-def _chosen(guard: Any, new: Any, old: Any) -> Any:
+def _select_by_guard(guard: Any, new: Any, old: Any) -> Any:
     """Choose the new or the old value; values whose shape or dtype changed are refused elsewhere, with their name."""
     return jnp.where(guard, new, old) if (new.shape, new.dtype) == (old.shape, old.dtype) else new
 
@@ -71,23 +62,12 @@ def _chosen(guard: Any, new: Any, old: Any) -> Any:
 def update_layer(
     tx: Any, grads: Tree, layer: Tree, layers: Tree, opt: Tree, i: Any, loss: Any, factor: Any, **options: Any
 ) -> tuple[Tree, Tree]:
-    """Update layer i of a stack.
+    """Update layer i of a stack; return the stacked parameters and state, with layer i replaced in place.
 
-    Args:
-        tx: the optimizer.
-        grads: the layer's gradients, on the device.
-        layer: its parameters, on the device.
-        layers: the stacked parameters.
-        opt: the stacked optimizer state.
-        i: position of the layer.
-        loss: the loss, for optimizers that read it.
-        factor: factor of the gradients, or None.
-        **options: options of `stream`.
-
-    Returns:
-        The stacked parameters and state, with layer i replaced in place.
+    `grads` and `layer` belong to layer i and are on the device. `layers` and `opt` are stacked. `options` are those of
+    `stream`.
     """
-    is_narrow = any(map(_is_narrow, jax.tree.leaves(opt)))
+    is_narrow = any(map(_is_8_bit, jax.tree.leaves(opt)))
     # On a GPU the parameters are updated in place, too. On a TPU XLA would keep a copy of all layers for later reads
     # (compiled).
     is_all_narrow = is_narrow and traced_device().platform == "gpu"
@@ -97,7 +77,7 @@ def update_layer(
 
     at = i
 
-    def back(stacked: Any, new: Any) -> Any:
+    def write_back(stacked: Any, new: Any) -> Any:
         nonlocal at
         if new.shape == stacked.shape:
             return new
@@ -109,10 +89,10 @@ def update_layer(
                 hint="choose an optimizer whose state keeps its dtype, or store parameters in that of their updates",
             )
         written = write(stacked, new, at)
-        at = later(i, written)  # new parameters depend on the old state, so the state is overwritten after them
+        at = index_after(i, written)  # new parameters depend on the old state, so the state is overwritten after them
         return written
 
     into = jax.tree.map(functools.partial(entry, is_in_place=is_all_narrow), layers)
     state = jax.tree.map(functools.partial(entry, is_in_place=is_narrow), opt)
     new, new_state = update(tx, grads, layer, state, loss, factor, into=into, **options)
-    return jax.tree.map(back, layers, new), jax.tree.map(back, opt, new_state)
+    return jax.tree.map(write_back, layers, new), jax.tree.map(write_back, opt, new_state)

@@ -16,7 +16,7 @@ from ...core import BATCH_AXES, CONTEXT, ConfigError, LayerStack, StructureError
 from ...jaxprs import Kind, bodies, equations, kind_of, source_line, walk
 from ..schedules import Schedule, tables
 
-_ONE_ORDER = "xla_cpu_enable_concurrency_optimized_scheduler"
+_PROGRAM_ORDER_FLAG = "xla_cpu_enable_concurrency_optimized_scheduler"
 """XLA flag that, when false, makes CPU devices run collectives in program order (jaxlib 0.10)."""
 
 
@@ -50,22 +50,18 @@ def refuse_other_mesh(schedule: Schedule, mesh: Mesh, axis: str, batch_axes: Seq
             got=", ".join(map(str, mesh.axis_types)),
             hint="lowtide.train.make_mesh(stage=...), or jax.sharding.Mesh(mesh.devices, mesh.axis_names)",
         )
-    for number, one in enumerate(batch_axes or ()):
-        if one not in mesh.shape or one == axis or one in list(batch_axes or ())[:number]:
+    for index, batch_axis in enumerate(batch_axes or ()):
+        if batch_axis not in mesh.shape or batch_axis == axis or batch_axis in list(batch_axes or ())[:index]:
             raise ConfigError(
-                f"batch_axes: rows cannot be divided along {one!r}",
-                expected=" or ".join(repr(other) for other in mesh.shape if other != axis) or "no axis",
+                f"batch_axes: rows cannot be divided along {batch_axis!r}",
+                expected=" or ".join(repr(candidate) for candidate in mesh.shape if candidate != axis) or "no axis",
                 got=", ".join(map(repr, batch_axes or ())),
                 hint=f"leave it out to divide them along {', '.join(BATCH_AXES[:-1])} and {BATCH_AXES[-1]}",
             )
 
 
-def refuse_useless_limit(schedule: Schedule, memory_limit: int | None) -> None:
-    """Raise for a memory limit that cannot influence the choice of a schedule.
-
-    Raises:
-        ConfigError: for a limit of 0, or a limit for a schedule that is already made.
-    """
+def refuse_unused_limit(schedule: Schedule, memory_limit: int | None) -> None:
+    """Raise for a memory limit of 0, or a limit for a schedule that is already made."""
     if memory_limit is None:
         return
     if memory_limit < 1:
@@ -121,16 +117,16 @@ def refuse_undivided_calls(name: str, jaxpr: Any, platform: str) -> None:
     """Raise for calls that JAX cannot lower on a mesh with automatic axes; JAX's error has no source line."""
     mesh = jax.sharding.get_abstract_mesh()
     axes = [axis for axis, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind is AxisType.Auto]
-    found = next(_undivided_calls(jaxpr, axes, platform), None)
-    if found is None:
+    match = next(_undivided_calls(jaxpr, axes, platform), None)
+    if match is None:
         return
-    call, where, others = found
+    call_name, location, auto_axes = match
     raise StructureError(
-        f"{name}: {call}{where and f' at {where}'} in a pipeline whose mesh has other axes",
-        expected=f"a mesh of the pipeline's axis alone, or a call that is told how {', '.join(others)} divide",
+        f"{name}: {call_name}{location and f' at {location}'} in a pipeline whose mesh has other axes",
+        expected=f"a mesh of the pipeline's axis alone, or a call that is told how {', '.join(auto_axes)} divide",
         got="a call whose arrays the compiler divides",
         hint="wrap the call where it stands: jax.shard_map(call, in_specs=P(), out_specs=P(), "
-        f"axis_names={{{', '.join(map(repr, axes))}}})(x), with P({others[0]!r}) for rows that are divided; of one "
+        f"axis_names={{{', '.join(map(repr, axes))}}})(x), with P({auto_axes[0]!r}) for rows that are divided; of one "
         "with a custom_vjp, the function that has it",
     )
 
@@ -145,30 +141,27 @@ _COLLECTIVES = {
 
 
 def refuse_collectives(name: str, jaxpr: Any, axis: str) -> None:
-    """Raise for collectives that some devices do not reach: the others would wait forever.
+    """Raise for collectives along the pipeline's axis, or that some devices do not reach: others would wait forever.
 
-    Args:
-        name: name of the function of the stack.
-        jaxpr: jaxpr of the function.
-        axis: the pipeline's axis.
+    `name` is the name of the function of the stack.
     """
-    for eqn, where in _with_lines(jaxpr):
+    for eqn, location in _with_source_lines(jaxpr):
         collective = eqn.primitive.name
         if kind_of(eqn) is Kind.SHARD_MAP:
             specs = (*eqn.params["in_specs"], *eqn.params["out_specs"])
             if any(axis in (entry if isinstance(entry, tuple) else (entry,)) for spec in specs for entry in spec):
-                raise _of_specs(axis, where, f"one of {', '.join(map(str, specs))}")
-        if axis in _axes(eqn):
+                raise _spec_error(axis, location, f"one of {', '.join(map(str, specs))}")
+        if axis in _collective_axes(eqn):
             raise StructureError(
-                f"{name}: {collective} along {axis!r}{where and f' at {where}'}, the axis of the pipeline",
+                f"{name}: {collective} along {axis!r}{location and f' at {location}'}, the axis of the pipeline",
                 expected="collectives along other axes of the mesh",
                 got="one for which ranks would wait that do something else, or nothing, in the same tick",
                 hint="what stages tell each other is a leaf of h; sums over layers are one that blocks add to",
             )
-    for choice, axes, where in _choices(jaxpr):
+    for operation, axes, location in _divergent_branches(jaxpr):
         raise StructureError(
-            f"{name}: {choice}{where and f' at {where}'} is decided by each device along {', '.join(axes)} for itself, "
-            "and holds collectives along it",
+            f"{name}: {operation}{location and f' at {location}'} is decided by each device along {', '.join(axes)} "
+            "for itself, and holds collectives along it",
             expected="a decision that devices which wait for each other have in common",
             got="a predicate that varies along the axis of a collective inside of it, or of its gradient",
             hint=f"decide for all, as by jax.lax.psum(score, {axes[0]!r}) > 0; or give it weights that all devices "
@@ -176,40 +169,32 @@ def refuse_collectives(name: str, jaxpr: Any, axis: str) -> None:
         )
 
 
-def explained(error: Exception, mesh: Any, axis: str) -> StructureError | None:
-    """Translate JAX's error about a `shard_map` or a collective in a function of the stack.
+def translate_error(error: Exception, mesh: Any, axis: str) -> StructureError | None:
+    """Translate JAX's error about a `shard_map` or a collective in a function of the stack; None if not recognised.
 
-    JAX's messages are recognised by their wording in 0.10.2 and 0.12.0. Errors with other wording are not translated.
-
-    Args:
-        error: raised while the functions were traced.
-        mesh: mesh of the pipeline.
-        axis: axis of the pipeline.
-
-    Returns:
-        The error to raise instead; None if the error is not recognised.
+    JAX's messages are recognised by their wording in 0.10.2 and 0.12.0.
     """
     text = str(error)
-    others = [name for name in mesh.axis_names if name != axis]
-    there = ", ".join(map(repr, others)) or "there is none"
+    other_axes = [name for name in mesh.axis_names if name != axis]
+    available = ", ".join(map(repr, other_axes)) or "there is none"
     unbound = re.search(r"unbound axis name: (\w+)", text) if isinstance(error, NameError) else None
-    if unbound and unbound[1] in others:
+    if unbound and unbound[1] in other_axes:
         return StructureError(
             f"a function of the stack has a collective along {unbound[1]!r} outside of a shard_map over it",
             expected="jax.shard_map around it: along axes beside the pipeline's the compiler divides arrays by itself",
             got=text,
             hint=f"jax.shard_map(part, in_specs=..., out_specs=..., axis_names={{{unbound[1]!r}}})(h, weights)",
         )
-    named = re.search(r"refers to '(\w+)'", text) or re.search(r"axis_names=frozenset\(\{(.*?)\}\) to be", text)
-    of_map = isinstance(error, ValueError) and "shard_map" in text
-    names = [unbound[1]] if unbound else re.findall(r"\w+", named[1]) if named and of_map else []
+    axis_match = re.search(r"refers to '(\w+)'", text) or re.search(r"axis_names=frozenset\(\{(.*?)\}\) to be", text)
+    is_shard_map_error = isinstance(error, ValueError) and "shard_map" in text
+    names = [unbound[1]] if unbound else re.findall(r"\w+", axis_match[1]) if axis_match and is_shard_map_error else []
     if axis in names:
-        return _of_specs(axis, "", text.splitlines()[0])
-    missing = [name for name in names if name not in others]
+        return _spec_error(axis, "", text.splitlines()[0])
+    missing = [name for name in names if name not in other_axes]
     if missing:
         return StructureError(
             f"a function of the stack names an axis that the mesh does not have: {', '.join(missing)}",
-            expected=f"axes of the mesh beside {axis!r}: {there}",
+            expected=f"axes of the mesh beside {axis!r}: {available}",
             got=text.splitlines()[0],
             hint=f"make_mesh({axis}=..., {missing[0]}=...), or another name in the function"
             if missing[0] in ("data", "fsdp", "expert", "tensor")
@@ -224,26 +209,26 @@ def explained(error: Exception, mesh: Any, axis: str) -> StructureError | None:
             "pipeline run it under jax.set_mesh(mesh)",
         )
     if isinstance(error, TypeError) and re.search(rf"V:[^}}]*\b{re.escape(axis)}\b", text):
-        return _of_specs(axis, "", text.splitlines()[0])
+        return _spec_error(axis, "", text.splitlines()[0])
     return None
 
 
-def _of_specs(axis: str, where: str, got: str) -> StructureError:
+def _spec_error(axis: str, location: str, got: str) -> StructureError:
     return StructureError(
-        f"a jax.shard_map{where and f' at {where}'} divides something along {axis!r}, the axis of the pipeline",
+        f"a jax.shard_map{location and f' at {location}'} divides something along {axis!r}, the axis of the pipeline",
         expected="in_specs and out_specs of other axes of the mesh",
         got=got,
         hint=f"leave {axis!r} out of them: a block is given what its own stage has",
     )
 
 
-def _with_lines(jaxpr: Any) -> Iterator[tuple[Any, str]]:
+def _with_source_lines(jaxpr: Any) -> Iterator[tuple[Any, str]]:
     """Yield all operations with their source lines; one without a line gets that of the enclosing operation."""
-    for eqn, around in walk(jaxpr, "", lambda eqn, _, around: source_line(eqn) or around):
-        yield eqn, source_line(eqn) or around
+    for eqn, enclosing_line in walk(jaxpr, "", lambda eqn, _, enclosing_line: source_line(eqn) or enclosing_line):
+        yield eqn, source_line(eqn) or enclosing_line
 
 
-def _axes(eqn: Any) -> tuple[Any, ...]:
+def _collective_axes(eqn: Any) -> tuple[Any, ...]:
     """Return the axes of a collective; empty for other operations."""
     if eqn.primitive.name not in _COLLECTIVES:
         return ()
@@ -251,42 +236,42 @@ def _axes(eqn: Any) -> tuple[Any, ...]:
     return axes if isinstance(axes, tuple) else (axes,)
 
 
-def _choices(jaxpr: Any) -> Iterator[tuple[str, list[str], str]]:
+def _divergent_branches(jaxpr: Any) -> Iterator[tuple[str, list[str], str]]:
     """Yield branches and loops whose predicate varies along an axis of a collective inside them."""
-    for eqn, where in _with_lines(jaxpr):
+    for eqn, location in _with_source_lines(jaxpr):
         kind = kind_of(eqn)
         if kind in (Kind.BRANCH, Kind.WHILE):
-            decides = eqn.invars[0] if kind is Kind.BRANCH else eqn.params["cond_jaxpr"].jaxpr.outvars[0]
-            varying = decides.aval.manual_axis_type.varying
-            axes = {axis for body in bodies(eqn) for inner in equations(body.jaxpr) for axis in _axes(inner)}
+            predicate = eqn.invars[0] if kind is Kind.BRANCH else eqn.params["cond_jaxpr"].jaxpr.outvars[0]
+            varying = predicate.aval.manual_axis_type.varying
+            axes = {axis for body in bodies(eqn) for inner in equations(body.jaxpr) for axis in _collective_axes(inner)}
             if varying & axes:
-                yield eqn.primitive.name, sorted(varying & axes), where
+                yield eqn.primitive.name, sorted(varying & axes), location
 
 
 def _undivided_calls(jaxpr: Any, axes: Sequence[str], platform: str) -> Iterator[tuple[str, str, Sequence[str]]]:
     """Yield calls of foreign code, their lines, and the automatic axes of the mesh around them."""
 
-    def enter(eqn: Any, _: Any, around: tuple[Sequence[str], str]) -> tuple[Sequence[str], str]:
-        axes, where = around
-        manual = eqn.params["newly_manual_axes"] if kind_of(eqn) is Kind.SHARD_MAP else ()
-        inside_kernel = kind_of(eqn) is Kind.KERNEL
-        left = () if inside_kernel else [axis for axis in axes if axis not in manual]
-        return left, source_line(eqn) or where
+    def enter(eqn: Any, _: Any, context: tuple[Sequence[str], str]) -> tuple[Sequence[str], str]:
+        axes, location = context
+        manual_axes = eqn.params["newly_manual_axes"] if kind_of(eqn) is Kind.SHARD_MAP else ()
+        is_kernel_body = kind_of(eqn) is Kind.KERNEL
+        remaining_axes = () if is_kernel_body else [axis for axis in axes if axis not in manual_axes]
+        return remaining_axes, source_line(eqn) or location
 
-    for eqn, (left, around) in walk(jaxpr, (axes, ""), enter):
+    for eqn, (remaining_axes, context) in walk(jaxpr, (axes, ""), enter):
         is_kernel = kind_of(eqn) is Kind.KERNEL and platform == "tpu" and not eqn.params["interpret"]
-        if left and (is_kernel or eqn.primitive.name == "pure_callback"):
-            call = "pallas_call" if is_kernel else "jax.pure_callback"
-            yield call, source_line(eqn) or around, left
+        if remaining_axes and (is_kernel or eqn.primitive.name == "pure_callback"):
+            call_name = "pallas_call" if is_kernel else "jax.pure_callback"
+            yield call_name, source_line(eqn) or context, remaining_axes
 
 
-def warn_of_waiting_forever(mesh: Mesh, axis: str) -> None:
+def warn_of_deadlock(mesh: Mesh, axis: str) -> None:
     """Warn that XLA's CPU client may start collectives of several axes in different orders and abort the process."""
     is_exposed = mesh.size > mesh.shape[axis] > 1 and mesh.devices.flat[0].platform == "cpu"
-    if is_exposed and _ONE_ORDER not in os.environ.get("XLA_FLAGS", ""):
+    if is_exposed and _PROGRAM_ORDER_FLAG not in os.environ.get("XLA_FLAGS", ""):
         warnings.warn(
             f"collectives of a pipeline along {axis!r} and of the mesh's other axes may wait for one another on a CPU, "
-            f"until XLA aborts the process\nhint: XLA_FLAGS=--{_ONE_ORDER}=false, set before JAX starts",
+            f"until XLA aborts the process\nhint: XLA_FLAGS=--{_PROGRAM_ORDER_FLAG}=false, set before JAX starts",
             stacklevel=3,
         )
 
@@ -311,11 +296,13 @@ def refuse_wrong_types(
             hint="make one from three functions: LayerStack(first, block, last)",
         )
 
-    def is_numbers(given: Any) -> bool:
-        return isinstance(given, Sequence | np.ndarray) and all(isinstance(one, int | np.integer) for one in given)
+    def is_numbers(value: Any) -> bool:
+        return isinstance(value, Sequence | np.ndarray) and all(isinstance(item, int | np.integer) for item in value)
 
-    def is_names(given: Any) -> bool:
-        return isinstance(given, Sequence) and not isinstance(given, str) and all(isinstance(one, str) for one in given)
+    def is_names(value: Any) -> bool:
+        return (
+            isinstance(value, Sequence) and not isinstance(value, str) and all(isinstance(item, str) for item in value)
+        )
 
     checks = [
         (

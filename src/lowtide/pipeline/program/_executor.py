@@ -32,15 +32,15 @@ from ...jaxprs import jaxpr_flops, make_jaxpr
 from ..schedules import Costs, Schedule, Tables, simulate, tables
 from ..split import Pass, PassFlops, Rows, TracedSplit, at, put, shape_of, trace_split
 from ._checks import refuse_collectives, refuse_undivided_calls
-from ._inplace import InPlace, empty_buffer
+from ._inplace import InPlacePasses, empty_buffer
 from ._layout import Layout
-from ._permutes import permuting_nothing, without_permutes
+from ._permutes import without_permutes, wrap_without_permutes
 from ._recomputing import recomputing
 
 State = dict[str, Any]
-Came = dict[str, list[Any]]
+Arrivals = dict[str, list[Any]]
 """Arriving values, by the table column that holds their slot."""
-HERE = "from_here"
+FROM_HERE = "from_here"
 _NO_RESIDUALS = 0.5
 """Share of a forward pass's residuals; no schedule meets a limit below it."""
 _NUM_FITTING = 4
@@ -70,19 +70,12 @@ class Program:
     batch_axes: tuple[str, ...]
     """Axes of the mesh along which the rows of a microbatch are sharded."""
     platform: str
-    """Platform of the devices."""
 
     def gradients(self, trainable: Tree, frozen: Tree, microbatches: Tree, loss_weights: Any) -> Any:
-        """Run the program, under `shard_map`.
+        """Run the program under `shard_map`; return the loss, the metrics and the gradients.
 
-        Args:
-            trainable: the weights that have gradients: outer leaves whole, layers of this rank, [V * K, ...].
-            frozen: the other weights.
-            microbatches: [M, ...].
-            loss_weights: weight of each microbatch in the loss, [M].
-
-        Returns:
-            The loss, the metrics, and the gradients of the outer leaves and of this rank's layers.
+        `trainable` and `frozen` hold the outer leaves whole and the layers of this rank, [V * K, ...]; so do the
+        gradients. `microbatches` are [M, ...], `loss_weights` [M].
         """
         run = _Run(self, trainable, frozen, microbatches, loss_weights)
         state = lax.scan(run.tick, run.begin(), jnp.asarray(run.tables.rows))[0]
@@ -91,22 +84,18 @@ class Program:
         return loss, metrics, {"outer": lax.psum(outer, self.axis), "layers": layers}
 
     def evaluate(self, trainable: Tree, frozen: Tree, microbatches: Tree, loss_weights: Any) -> Any:
-        """Run the forward passes only; the arguments are those of `gradients`.
-
-        Returns:
-            The loss and the metrics.
-        """
+        """Run the forward passes only; return the loss and the metrics. The arguments are those of `gradients`."""
         run = _Forward(self, trainable, frozen, microbatches, loss_weights)
         state = lax.scan(run.tick, run.begin(), jnp.asarray(run.tables.rows))[0]
         return lax.psum((state["loss"], state["metrics"]), self.axis)
 
-    def held(self, trainable: Tree, frozen: Tree, microbatches: Tree, loss_weights: Any) -> Held:
+    def resident_arrays(self, trainable: Tree, frozen: Tree, microbatches: Tree, loss_weights: Any) -> ResidentArrays:
         """Return the arrays that `gradients` holds from its first tick to its last; arguments as in `gradients`."""
         run = _Run(self, trainable, frozen, microbatches, loss_weights)
         state = run.begin()
-        names = dict.fromkeys(one.buffer for part in run.parts.values() for one in part.residuals)
-        return Held(
-            {name: (state["buffers"][name].shape, state["buffers"][name].dtype) for name in names},
+        buffer_names = dict.fromkeys(residual.buffer for part in run.parts.values() for residual in part.residuals)
+        return ResidentArrays(
+            {name: (state["buffers"][name].shape, state["buffers"][name].dtype) for name in buffer_names},
             [(leaf.shape, leaf.dtype) for leaf in state["messages"]],
             [(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(run.hoisted)],
             run.tables.used,
@@ -126,27 +115,27 @@ class Program:
 
     def last(self, trainable: Tree, frozen: Tree, h: Tree, loss_weight: Any, batch: Tree) -> Any:
         """Compute the loss, the metrics, and the gradients of the outer leaves and of the inexact leaves of `h`."""
-        moved = jax.tree.map(lambda leaf: leaf if jnp.issubdtype(leaf.dtype, jnp.inexact) else None, h)
+        inexact_h = jax.tree.map(lambda leaf: leaf if jnp.issubdtype(leaf.dtype, jnp.inexact) else None, h)
 
-        def loss(trainable: Tree, moved: Tree) -> tuple[Any, Tree]:
-            return self.stack.last(combine(trainable, frozen), _filled(h, moved), batch)
+        def loss(trainable: Tree, inexact_h: Tree) -> tuple[Any, Tree]:
+            return self.stack.last(combine(trainable, frozen), _replace_leaves(h, inexact_h), batch)
 
-        value, back, metrics = jax.vjp(loss, trainable, moved, has_aux=True)
-        grads, dh = back(loss_weight.astype(value.dtype))
+        value, vjp, metrics = jax.vjp(loss, trainable, inexact_h, has_aux=True)
+        grads, dh = vjp(loss_weight.astype(value.dtype))
         return value, metrics, grads, dh
 
     def splits(self, h: Tree) -> dict[str, TracedSplit]:
         """Split each part of the model into passes, for activations of these shapes."""
 
         def first(outer: Tree, _: Any, batch: Tree) -> Any:
-            return self.divided(self.stack.first(outer, batch))
+            return self.shard_rows(self.stack.first(outer, batch))
 
         outer, rows = (self.trainable["outer"], self.frozen["outer"]), (self.trainable["layers"], self.frozen["layers"])
         rows = [jax.tree.map(self.stage_shape, tree) for tree in rows]
         count = jax.ShapeDtypeStruct((), jnp.int32)
         return {
-            "first": trace_split(first, *outer, (), self.batch, rewrite=self.sendable),
-            "blocks": trace_split(self.blocks, *rows, h, self.batch, count, rewrite=self.sendable),
+            "first": trace_split(first, *outer, (), self.batch, rewrite=self.remove_permutes),
+            "blocks": trace_split(self.blocks, *rows, h, self.batch, count, rewrite=self.remove_permutes),
         }
 
     def blocks(self, layers: Tree, h: Any, batch: Tree, count: Any) -> Any:
@@ -156,36 +145,36 @@ class Program:
         def body(h: Any, row: tuple[Tree, Any]) -> tuple[Any, None]:
             layer, index = row
             if self.layout.is_even:
-                return self.divided(block(layer, h, batch)), None
+                return self.shard_rows(block(layer, h, batch)), None
 
-            def choose(one: Any, other: Any) -> Any:
-                return jnp.where(index < count, one, other)
+            def choose(layer_value: Any, padding_value: Any) -> Any:
+                return jnp.where(index < count, layer_value, padding_value)
 
             # A padding layer gets activations that it was not made for, and its gradient can be 0 times infinity. So
             # its input has no gradient.
-            given = jax.tree.map(lambda leaf: choose(leaf, lax.stop_gradient(leaf)), h)
-            return jax.tree.map(choose, self.divided(block(layer, given, batch)), h), None
+            layer_input = jax.tree.map(lambda leaf: choose(leaf, lax.stop_gradient(leaf)), h)
+            return jax.tree.map(choose, self.shard_rows(block(layer, layer_input, batch)), h), None
 
-        return lax.scan(body, self.divided(h), (layers, jnp.arange(self.layout.longest)))[0]
+        return lax.scan(body, self.shard_rows(h), (layers, jnp.arange(self.layout.longest)))[0]
 
-    def sendable(self, jaxpr: Any) -> Any:
+    def remove_permutes(self, jaxpr: Any) -> Any:
         """Return a jaxpr whose collectives do not involve other ranks."""
         return without_permutes(jaxpr, self.axis) if self.platform == "cpu" else jaxpr
 
-    def running(self, fn: Callable[..., Any]) -> Callable[..., Any]:
+    def run_without_permutes(self, fn: Callable[..., Any]) -> Callable[..., Any]:
         """Return a function whose collectives do not involve other ranks."""
-        return permuting_nothing(fn, self.axis) if self.platform == "cpu" else fn
+        return wrap_without_permutes(fn, self.axis) if self.platform == "cpu" else fn
 
-    def divided(self, tree: Tree) -> Tree:
+    def shard_rows(self, tree: Tree) -> Tree:
         """Shard the rows of arrays; otherwise XLA may gather them and shard them along the axes of weights."""
-        number = math.prod(jax.sharding.get_abstract_mesh().shape.get(axis, 1) for axis in self.batch_axes)
+        num_parts = math.prod(jax.sharding.get_abstract_mesh().shape.get(axis, 1) for axis in self.batch_axes)
 
-        def divide(leaf: Any) -> Any:
-            if number == 1 or not jnp.ndim(leaf) or leaf.shape[0] % number:
+        def shard(leaf: Any) -> Any:
+            if num_parts == 1 or not jnp.ndim(leaf) or leaf.shape[0] % num_parts:
                 return leaf
             return lax.with_sharding_constraint(leaf, PartitionSpec(self.batch_axes))
 
-        return jax.tree.map(divide, tree)
+        return jax.tree.map(shard, tree)
 
     def stage_shape(self, leaf: Any) -> Any:
         """Return the shape of one stage's part of a layers leaf."""
@@ -198,7 +187,7 @@ class Program:
         return self.stack.shapes(weights["outer"], layer, self.batch)
 
 
-class Held(NamedTuple):
+class ResidentArrays(NamedTuple):
     """Arrays that a rank holds throughout the program."""
 
     buffers: dict[str, tuple[tuple[int, ...], Any]]
@@ -218,19 +207,17 @@ class Held(NamedTuple):
 
 
 class _Weights:
-    """The weights of a rank."""
-
     def __init__(self, trainable: Tree, frozen: Tree, longest: int) -> None:
         self.trainable, self.frozen, self._longest = trainable, frozen, longest
         self.outer, self.layers = (combine(trainable[name], frozen[name]) for name in ("outer", "layers"))
 
-    def begin(self, chunk: Any) -> Any:
+    def first_row(self, chunk: Any) -> Any:
         """Return the first row of a stage."""
         return chunk * self._longest
 
     def of(self, chunk: Any) -> Tree:
         """Return the weights of a stage as `Rows` of the rank's weights, without a copy."""
-        return jax.tree.map(lambda leaf: Rows(leaf, self.begin(chunk)), self.layers)
+        return jax.tree.map(lambda leaf: Rows(leaf, self.first_row(chunk)), self.layers)
 
 
 class _Forward:
@@ -273,56 +260,58 @@ class _Forward:
         Results of the previous row's input passes are sent while this row's forward pass runs. Results of this forward
         pass are sent while the row's backward passes run.
         """
-        numbers = dict(zip(self.tables.columns, at(row, lax.axis_index(self.program.axis)), strict=True))
+        entries = dict(zip(self.tables.columns, at(row, lax.axis_index(self.program.axis)), strict=True))
         cells: dict[str, State] = {}
-        for name, number in numbers.items():
+        for name, entry in entries.items():
             kind, _, column = name.partition("/")
-            cells.setdefault(kind, {})[column] = number
-        back = self._given("I", state) if "I" in state else {}
-        state = self._run(self._forward, _after(back, state, "F"), cells["F"])
+            cells.setdefault(kind, {})[column] = entry
+        cotangents = self._exchange("I", state) if "I" in state else {}
+        state = self._run(self._forward, _after(cotangents, state, "F"), cells["F"])
         # The barrier ties the end of the transfer to the end of the pass. Without it a TPU's compiler starts and
         # finishes the transfer at once, so it overlaps with nothing (v5p, `tests/pipeline/test_executor_bytes.py`).
-        state["F"], back = lax.optimization_barrier((state["F"], back))
-        came = self._given("F", state)
-        state = self._stored(state, cells["I"], back)
-        state = self._stored(state, cells["F"], {name: came.pop(name) for name in [*came] if name == HERE})
+        state["F"], cotangents = lax.optimization_barrier((state["F"], cotangents))
+        activations = self._exchange("F", state)
+        state = self._store_messages(state, cells["I"], cotangents)
+        state = self._store_messages(
+            state, cells["F"], {name: activations.pop(name) for name in [*activations] if name == FROM_HERE}
+        )
         if "I" in state:
-            state = self._backward(_after(came, state, "I"), cells)
-            state["I"], came = lax.optimization_barrier((state["I"], came))
-        return self._stored(state, cells["F"], came), None
+            state = self._backward(_after(activations, state, "I"), cells)
+            state["I"], activations = lax.optimization_barrier((state["I"], activations))
+        return self._store_messages(state, cells["F"], activations), None
 
     def _backward(self, state: State, cells: dict[str, State]) -> State:
-        """Run the backward passes of a row."""
+        """Do nothing; `_Run` runs the backward passes of a row here."""
         return state
 
     def _run(self, run: Callable[[State, State, Tree], State], state: State, cell: State) -> State:
         """Run a pass if the tick has it."""
         # A microbatch of weight 0 is skipped, so NaN in its activations or loss has no effect.
-        counts = at(self.loss_weights, cell["microbatch"]) != 0
+        has_weight = at(self.loss_weights, cell["microbatch"]) != 0
 
-        def one(state: State, cell: State) -> State:
+        def run_on_microbatch(state: State, cell: State) -> State:
             return run(state, cell, jax.tree.map(lambda x: at(x, cell["microbatch"]), self.microbatches))
 
-        return _when(counts & (cell["runs"] == 1), one, state, cell)
+        return _run_if(has_weight & (cell["runs"] == 1), run_on_microbatch, state, cell)
 
     def _forward(self, state: State, cell: State, batch: Tree) -> State:
         stack, outer = self.program.stack, self.weights.outer
 
         def first(_: Tree, batch: Tree) -> Tree:
-            return self.program.divided(self.program.running(stack.first)(outer, batch))
+            return self.program.shard_rows(self.program.run_without_permutes(stack.first)(outer, batch))
 
-        h = _when(cell["is_first"] == 1, first, self._message(state, cell), batch)
+        h = _run_if(cell["is_first"] == 1, first, self._message(state, cell), batch)
         layers = jax.tree.map(
             lambda rows: lax.dynamic_slice_in_dim(rows.array, rows.begin, self.program.layout.longest),
             self.weights.of(cell["chunk"]),
         )
-        h = self.program.running(self.program.blocks)(layers, h, batch, cell["num_layers"])
+        h = self.program.run_without_permutes(self.program.blocks)(layers, h, batch, cell["num_layers"])
 
-        def last(state: State, given: tuple[Tree, Tree]) -> State:
-            found = self.program.running(stack.last)(outer, *given)
-            return self._add_loss(state, at(self.loss_weights, cell["microbatch"]), *found)
+        def last(state: State, arguments: tuple[Tree, Tree]) -> State:
+            results = self.program.run_without_permutes(stack.last)(outer, *arguments)
+            return self._add_loss(state, at(self.loss_weights, cell["microbatch"]), *results)
 
-        return {**_when(cell["is_last"] == 1, last, state, (h, batch)), "F": jax.tree.leaves(h)}
+        return {**_run_if(cell["is_last"] == 1, last, state, (h, batch)), "F": jax.tree.leaves(h)}
 
     def _message(self, state: State, cell: State) -> Tree:
         """Return the message that the pass reads."""
@@ -335,26 +324,28 @@ class _Forward:
 
         return {**state, "loss": add(state["loss"], loss), "metrics": jax.tree.map(add, state["metrics"], metrics)}
 
-    def _given(self, kind: str, state: State) -> Came:
+    def _exchange(self, kind: str, state: State) -> Arrivals:
         """Exchange the last results of a kind of pass with the neighbours; results for this rank stay."""
         num_ranks = self.program.schedule.num_ranks
-        found: Came = {}
-        for name, step in (("from_left", 1), ("from_right", -1), (HERE, 0)):
+        arrivals: Arrivals = {}
+        for name, offset in (("from_left", 1), ("from_right", -1), (FROM_HERE, 0)):
             if self.tables.comes(kind, name):
                 # A result that moves by +1 arrives from the left neighbour, one that moves by -1 from the right.
-                pairs = [(rank, (rank + step) % num_ranks) for rank in range(num_ranks)]
-                found[name] = [lax.ppermute(leaf, self.program.axis, pairs) if step else leaf for leaf in state[kind]]
-        return found
+                pairs = [(rank, (rank + offset) % num_ranks) for rank in range(num_ranks)]
+                arrivals[name] = [
+                    lax.ppermute(leaf, self.program.axis, pairs) if offset else leaf for leaf in state[kind]
+                ]
+        return arrivals
 
-    def _stored(self, state: State, cell: State, came: Came) -> State:
+    def _store_messages(self, state: State, cell: State, arrivals: Arrivals) -> State:
         """Store arrived values in their message slots."""
         messages = state["messages"]
-        for name, leaves in came.items():
+        for name, leaves in arrivals.items():
 
             def store(messages: list[Any], slot: Any, leaves: list[Any] = leaves) -> list[Any]:
                 return [put(buffer, leaf, slot) for buffer, leaf in zip(messages, leaves, strict=True)]
 
-            messages = _when(cell[name] >= 0, store, messages, cell[name])
+            messages = _run_if(cell[name] >= 0, store, messages, cell[name])
         return {**state, "messages": messages}
 
 
@@ -363,63 +354,65 @@ class _Run(_Forward):
 
     def _tables(self) -> Tables:
         splits = self.program.splits(self.shapes.h)
-        self.parts: dict[str, InPlace] = {}
+        self.parts: dict[str, InPlacePasses] = {}
         for part, name in (("first", "outer"), ("blocks", "layers")):
             num_totals = len(jax.tree.leaves(self.weights.trainable[name]))
-            self.parts[part] = InPlace(part, splits[part], [f"{name}/{i}" for i in range(num_totals)])
+            self.parts[part] = InPlacePasses(part, splits[part], [f"{name}/{i}" for i in range(num_totals)])
         self.hoisted: dict[str, Any] = {"first": splits["first"].hoist(self.weights.outer)}
-        each = [
+        chunk_values = [
             splits["blocks"].hoist(self.weights.of(chunk)) for chunk in range(self.program.schedule.stages_per_rank)
         ]
         self.hoisted["blocks"] = tuple(
-            jnp.concatenate([jnp.atleast_1d(one) for one in ones]) for ones in zip(*each, strict=True)
+            jnp.concatenate([jnp.atleast_1d(chunk_value) for chunk_value in values])
+            for values in zip(*chunk_values, strict=True)
         )
         self.costs = self._costs()
-        self.schedule, made = self._fitted()
+        self.schedule, schedule_tables = self._fit_schedule()
         assert self.schedule.placement == self.program.schedule.placement, "layers are where they are"
-        return made
+        return schedule_tables
 
-    def _fitted(self) -> tuple[Schedule, Tables]:
+    def _fit_schedule(self) -> tuple[Schedule, Tables]:
         """Choose the schedule for the stages' costs, such that all values between passes fit into the memory limit.
 
         A schedule counts only residuals. Messages, cotangents of the running pass and slots that only the fullest rank
         uses come on top. So schedules are made for decreasing limits until all of these fit into the limit in bytes.
-        The first few that fit are simulated, and the fastest is chosen.
-
-        Raises:
-            ScheduleError: when no schedule was found.
+        The first few that fit are simulated, and the fastest is chosen. Raises `ScheduleError` when none is found.
         """
-        waiting = [one for part in self.parts.values() for one in part.waiting()]
+        saved_values = [saved_value for part in self.parts.values() for saved_value in part.saved_values()]
         lengths, limit = self.program.layout.layers_per_stage, self.program.memory_limit
         if limit is None:
-            made = self.program.schedule.fitted(self.costs)
-            return made, tables(made, lengths, waiting)
+            schedule = self.program.schedule.fitted(self.costs)
+            return schedule, tables(schedule, lengths, saved_values)
         num_ranks, chunks = self.program.schedule.num_ranks, self.program.schedule.stages_per_rank
-        telling = (chunks * (2 * num_ranks - 1), chunks * num_ranks)  # limits at which the order changes
+        order_changing_limits = (chunks * (2 * num_ranks - 1), chunks * num_ranks)  # limits at which the order changes
         sizes: list[int] = []
-        found: list[tuple[float, int, Schedule, Tables]] = []
+        fitting: list[tuple[float, int, Schedule, Tables]] = []
 
-        def tried(left: float) -> int | None:
+        def try_limit(limit_units: float) -> int | None:
             try:
-                made = self.program.schedule.fitted(self.costs, left)
+                schedule = self.program.schedule.fitted(self.costs, limit_units)
             except ScheduleError:
                 return None
-            table = tables(made, lengths, waiting)
-            sizes.append(self._waiting_bytes(table))
+            table = tables(schedule, lengths, saved_values)
+            sizes.append(self._buffer_bytes(table))
             if sizes[-1] <= limit:
-                found.append((simulate(made, self.costs, lockstep=True).makespan, sizes[-1], made, table))
+                fitting.append((simulate(schedule, self.costs, lockstep=True).makespan, sizes[-1], schedule, table))
             return sizes[-1]
 
-        left = min(limit / self._unit_bytes(), 2 * self._most_residuals())
-        while len(found) < _NUM_FITTING and left > _NO_RESIDUALS and (size := tried(left)) is not None:
+        limit_units = min(limit / self._unit_bytes(), 2 * self._max_residual_memory())
+        while (
+            len(fitting) < _NUM_FITTING and limit_units > _NO_RESIDUALS and (size := try_limit(limit_units)) is not None
+        ):
             # Lower the limit in proportion to the excess, by at least 10 %, but do not skip a limit at which the order
             # changes.
-            lower = left * min(limit / max(size, 1), 0.9)
-            left = next((one for one in telling if lower < one < left), lower)
-        for left in () if found else (chunks, telling[1]):
-            tried(left)  # also for stages without residuals; memory for R microbatches always suffices
-        if found:
-            return min(found, key=lambda one: one[:2])[2:]
+            next_limit = limit_units * min(limit / max(size, 1), 0.9)
+            limit_units = next(
+                (threshold for threshold in order_changing_limits if next_limit < threshold < limit_units), next_limit
+            )
+        for limit_units in () if fitting else (chunks, order_changing_limits[1]):
+            try_limit(limit_units)  # also for stages without residuals; memory for R microbatches always suffices
+        if fitting:
+            return min(fitting, key=lambda entry: entry[:2])[2:]
         raise ScheduleError(
             "memory_limit is less than what waits in any schedule that was found",
             expected=f"about {format_bytes(min(sizes))}, of all devices of a rank" if sizes else "more",
@@ -427,19 +420,23 @@ class _Run(_Forward):
             hint='raise it, or have smaller microbatches, more stages, remat=True or inputs="host"',
         )
 
-    def _most_residuals(self) -> float:
+    def _max_residual_memory(self) -> float:
         """Return the memory of a rank that holds the residuals of all microbatches, in the unit of `_costs`."""
         parts = (self.costs.input_residuals, self.costs.weight_residuals, self.costs.cotangents)
-        each = sum(max(part) if isinstance(part, Sequence) else part for part in parts)
-        return each * self.program.schedule.stages_per_rank * self.program.schedule.num_microbatches
+        stage_memory = sum(max(part) if isinstance(part, Sequence) else part for part in parts)
+        return stage_memory * self.program.schedule.stages_per_rank * self.program.schedule.num_microbatches
 
-    def _waiting_bytes(self, made: Tables) -> int:
+    def _buffer_bytes(self, schedule_tables: Tables) -> int:
         """Return the bytes of buffers and messages on the devices of a rank."""
-        sizes = {one.buffer: one.num_bytes for part in self.parts.values() for one in part.residuals}
-        hosted = {one.buffer for part in self.parts.values() for one in part.residuals if one.is_on_host}
+        sizes = {residual.buffer: residual.num_bytes for part in self.parts.values() for residual in part.residuals}
+        host_buffers = {
+            residual.buffer for part in self.parts.values() for residual in part.residuals if residual.is_on_host
+        }
         h = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(self.shapes.h))
-        kept = sum(made.num_slots[name] * size for name, size in sizes.items() if name not in hosted)
-        return kept + made.num_messages * h
+        buffer_bytes = sum(
+            schedule_tables.num_slots[name] * size for name, size in sizes.items() if name not in host_buffers
+        )
+        return buffer_bytes + schedule_tables.num_messages * h
 
     def _costs(self) -> Costs:
         """Return the costs of the stages, including the first function in the first stage and the last in the last."""
@@ -447,27 +444,27 @@ class _Run(_Forward):
         last = jaxpr_flops(self.program.traced_last(self.shapes.h))
         num_stages = self.program.schedule.num_stages
 
-        def of_stages(name: str) -> tuple[float, ...]:
-            found = [max(float(getattr(blocks, name)), 1.0)] * num_stages
-            found[0] += getattr(first, name)
-            found[-1] += last if name == "input" else 0
-            return tuple(found)
+        def stage_costs(name: str) -> tuple[float, ...]:
+            costs = [max(float(getattr(blocks, name)), 1.0)] * num_stages
+            costs[0] += getattr(first, name)
+            costs[-1] += last if name == "input" else 0
+            return tuple(costs)
 
-        left = self.parts["blocks"].left_bytes
+        saved_bytes = self.parts["blocks"].saved_bytes
         unit = self._unit_bytes()
         return Costs(
-            forward=of_stages("forward"),
-            input=of_stages("input"),
-            weight=of_stages("weight"),
-            input_residuals=left(Pass.FORWARD, Pass.INPUT) / unit,
-            weight_residuals=left(Pass.FORWARD, Pass.WEIGHT) / unit,
-            cotangents=left(Pass.INPUT, Pass.WEIGHT) / unit,
+            forward=stage_costs("forward"),
+            input=stage_costs("input"),
+            weight=stage_costs("weight"),
+            input_residuals=saved_bytes(Pass.FORWARD, Pass.INPUT) / unit,
+            weight_residuals=saved_bytes(Pass.FORWARD, Pass.WEIGHT) / unit,
+            cotangents=saved_bytes(Pass.INPUT, Pass.WEIGHT) / unit,
         )
 
     def _unit_bytes(self) -> int:
         """Return the bytes that the forward pass of a stage leaves for one microbatch."""
-        left = self.parts["blocks"].left_bytes
-        return max(left(Pass.FORWARD, Pass.INPUT) + left(Pass.FORWARD, Pass.WEIGHT), 1)
+        saved_bytes = self.parts["blocks"].saved_bytes
+        return max(saved_bytes(Pass.FORWARD, Pass.INPUT) + saved_bytes(Pass.FORWARD, Pass.WEIGHT), 1)
 
     def _traced(self) -> Iterator[tuple[str, Any]]:
         yield from ((name, part.split.traced) for name, part in self.parts.items())
@@ -476,12 +473,12 @@ class _Run(_Forward):
     def begin(self) -> State:
         buffers: State = {}
         for part in self.parts.values():
-            for one in part.residuals:
-                if one.buffer not in buffers:
-                    buffers[one.buffer] = empty_buffer(one, self.tables.num_slots[one.buffer])
+            for residual in part.residuals:
+                if residual.buffer not in buffers:
+                    buffers[residual.buffer] = empty_buffer(residual, self.tables.num_slots[residual.buffer])
         for name in ("outer", "layers"):
             for i, leaf in enumerate(jax.tree.leaves(self.weights.trainable[name])):
-                buffers[f"{name}/{i}"] = _total(leaf)
+                buffers[f"{name}/{i}"] = _zero_total(leaf)
         state = super().begin()
         return {**state, "buffers": buffers, "I": [jnp.zeros_like(leaf) for leaf in state["F"]]}
 
@@ -496,69 +493,76 @@ class _Run(_Forward):
     def _forward(self, state: State, cell: State, batch: Tree) -> State:
         outer, hoisted = self.weights.outer, self.hoisted
 
-        def first(carry: tuple[Tree, State], given: tuple[State, Tree]) -> tuple[Tree, State]:
-            cell, batch = given
+        def first(carry: tuple[Tree, State], arguments: tuple[State, Tree]) -> tuple[Tree, State]:
+            cell, batch = arguments
             return self.parts["first"].forward(carry[1], cell, outer, hoisted["first"], (), batch)
 
         carry = self._message(state, cell), state["buffers"]
-        h, buffers = _when(cell["is_first"] == 1, first, carry, (cell, batch))
+        h, buffers = _run_if(cell["is_first"] == 1, first, carry, (cell, batch))
         h, buffers = self.parts["blocks"].forward(buffers, cell, *self._stage(cell), h, batch, cell["num_layers"])
         return {**state, "buffers": buffers, "F": jax.tree.leaves(h)}
 
     def _input(self, state: State, cell: State, batch: Tree) -> State:
         outer, hoisted = self.weights.outer, self.hoisted
         loss_weight, is_last = at(self.loss_weights, cell["microbatch"]), cell["is_last"] == 1
-        came = self._message(state, cell)  # in the last stage: activations of its forward pass
+        message = self._message(state, cell)  # in the last stage: activations of its forward pass
         # The message of the last stage is no cotangent: its cotangent starts at zero, and `_last` computes it.
-        dy = jax.tree.map(lambda leaf: jnp.where(is_last, jnp.zeros_like(leaf), leaf), came)
-        dy, state = _when(is_last, lambda c, given: self._last(c[1], *given), (dy, state), (came, loss_weight, batch))
-        buffers = state["buffers"]
-        begin = self.weights.begin(cell["chunk"])
-        dx, buffers = self.parts["blocks"].input(
-            buffers, cell, begin, *self._stage(cell), dy, batch, cell["num_layers"]
+        dy = jax.tree.map(lambda leaf: jnp.where(is_last, jnp.zeros_like(leaf), leaf), message)
+        dy, state = _run_if(
+            is_last,
+            lambda carry, arguments: self._last(carry[1], *arguments),
+            (dy, state),
+            (message, loss_weight, batch),
         )
-        dx = _filled(dy, dx)
+        buffers = state["buffers"]
+        first_row = self.weights.first_row(cell["chunk"])
+        dx, buffers = self.parts["blocks"].input(
+            buffers, cell, first_row, *self._stage(cell), dy, batch, cell["num_layers"]
+        )
+        dx = _replace_leaves(dy, dx)
 
-        def first(buffers: State, given: tuple[State, Tree, Tree]) -> State:
-            cell, *of_microbatch = given
-            return self.parts["first"].input(buffers, cell, 0, outer, hoisted["first"], *of_microbatch)[1]
+        def first(buffers: State, arguments: tuple[State, Tree, Tree]) -> State:
+            cell, *microbatch_arguments = arguments
+            return self.parts["first"].input(buffers, cell, 0, outer, hoisted["first"], *microbatch_arguments)[1]
 
-        buffers = _when(cell["is_first"] == 1, first, buffers, (cell, dx, batch))
+        buffers = _run_if(cell["is_first"] == 1, first, buffers, (cell, dx, batch))
         return {**state, "I": jax.tree.leaves(dx), "buffers": buffers}
 
     def _last(self, state: State, h: Tree, loss_weight: Any, batch: Tree) -> tuple[Tree, State]:
         """Compute the loss and its gradients together, so that logits are never kept."""
         trainable, frozen = self.weights.trainable["outer"], self.weights.frozen["outer"]
-        value, metrics, grads, dh = self.program.running(self.program.last)(trainable, frozen, h, loss_weight, batch)
+        value, metrics, grads, dh = self.program.run_without_permutes(self.program.last)(
+            trainable, frozen, h, loss_weight, batch
+        )
         buffers = dict(state["buffers"])
         for i, grad in enumerate(jax.tree.leaves(grads)):
             buffers[f"outer/{i}"] += grad.astype(buffers[f"outer/{i}"].dtype)
         state = self._add_loss({**state, "buffers": buffers}, loss_weight, value, metrics)
-        return _filled(jax.tree.map(jnp.zeros_like, h), dh), state
+        return _replace_leaves(jax.tree.map(jnp.zeros_like, h), dh), state
 
     def _weight(self, state: State, cell: State, batch: Tree) -> State:
-        outer, hoisted, begin = self.weights.outer, self.hoisted, self.weights.begin(cell["chunk"])
+        outer, hoisted, first_row = self.weights.outer, self.hoisted, self.weights.first_row(cell["chunk"])
         buffers = self.parts["blocks"].weight(
-            state["buffers"], cell, begin, *self._stage(cell), batch, cell["num_layers"]
+            state["buffers"], cell, first_row, *self._stage(cell), batch, cell["num_layers"]
         )
 
-        def first(buffers: State, given: tuple[State, Tree]) -> State:
-            cell, batch = given
+        def first(buffers: State, arguments: tuple[State, Tree]) -> State:
+            cell, batch = arguments
             return self.parts["first"].weight(buffers, cell, 0, outer, hoisted["first"], batch)
 
-        return {**state, "buffers": _when(cell["is_first"] == 1, first, buffers, (cell, batch))}
+        return {**state, "buffers": _run_if(cell["is_first"] == 1, first, buffers, (cell, batch))}
 
     def _stage(self, cell: State) -> tuple[Tree, tuple[Any, ...]]:
         """Return the weights of the tick's stage, and the hoisted values that were computed from them."""
         chunk, num_chunks = cell["chunk"], self.program.schedule.stages_per_rank
         hoisted: list[Any] = []
-        for whole, value in zip(self.hoisted["blocks"], self.parts["blocks"].split.of(Pass.HOISTED), strict=True):
-            rows = Rows(whole, chunk * (whole.shape[0] // num_chunks))
-            hoisted.append(rows if shape_of(value).shape else at(whole, chunk))
+        for stacked, value in zip(self.hoisted["blocks"], self.parts["blocks"].split.of(Pass.HOISTED), strict=True):
+            rows = Rows(stacked, chunk * (stacked.shape[0] // num_chunks))
+            hoisted.append(rows if shape_of(value).shape else at(stacked, chunk))
         return self.weights.of(chunk), tuple(hoisted)
 
 
-def _total(leaf: Any) -> Any:
+def _zero_total(leaf: Any) -> Any:
     """Make a zero gradient total that is sharded like the weight.
 
     The zeros are selected from the weight by a condition that the compiler cannot evaluate. Without this dependence the
@@ -573,52 +577,48 @@ def total_dtype(dtype: Any) -> Any:
     return jnp.dtype(jnp.float32) if jnp.dtype(dtype).itemsize < 2 else jnp.promote_types(dtype, jnp.float32)
 
 
-def _when(flag: Any, run: Callable[[Any, Any], Any], state: Any, given: Any) -> Any:
-    """Call `run` in place if the flag is set.
+def _run_if(flag: Any, run: Callable[[Any, Any], Any], state: Any, operands: Any) -> Any:
+    """Call ``run(state, operands)`` in place if the flag is set; `operands` are all inputs that differ from run to run.
 
-    Args:
-        flag: whether to run.
-        run: function of the state and `given`.
-        state: values that it changes.
-        given: all inputs that differ from run to run. A barrier ties them to the loop. Otherwise XLA moves
-            loop-invariant computation out of the loop and runs it even if the loop runs zero times.
+    A barrier ties the operands to the loop. Otherwise XLA moves loop-invariant computation out of the loop and runs it
+    even if the loop runs zero times.
     """
 
     def body(i: Any, state: Any) -> Any:
-        return run(state, lax.optimization_barrier((i, given))[1])
+        return run(state, lax.optimization_barrier((i, operands))[1])
 
     return lax.fori_loop(0, flag.astype(jnp.int32), body, state)
 
 
-def _after(came: Came, state: State, name: str) -> State:
+def _after(arrivals: Arrivals, state: State, name: str) -> State:
     """On CPUs, make a pass start after its messages have arrived, through the results that the pass overwrites.
 
     A CPU device starts any operation whose arguments are ready, and barriers are removed before execution. Devices that
     share a stage could then deadlock: one waits in a collective of a pass for others, which wait for it in a transfer.
     Other platforms run a program in its order, which is the same on all devices.
     """
-    columns = [leaves for one, leaves in came.items() if one != HERE]
+    columns = [leaves for source, leaves in arrivals.items() if source != FROM_HERE]
 
-    def tied(results: list[Any], columns: list[list[Any]]) -> list[Any]:
+    def add_dependence(results: list[Any], columns: list[list[Any]]) -> list[Any]:
         for leaves in columns:
-            results = [jnp.where(_never(leaf), leaf, result) for leaf, result in zip(leaves, results, strict=True)]
+            results = [jnp.where(_false_like(leaf), leaf, result) for leaf, result in zip(leaves, results, strict=True)]
         return results
 
     if not columns:
         return state
-    results = lax.platform_dependent(state[name], columns, cpu=tied, default=lambda results, _: results)
+    results = lax.platform_dependent(state[name], columns, cpu=add_dependence, default=lambda results, _: results)
     return {**state, name: results}
 
 
-def _never(leaf: Any) -> Any:
+def _false_like(leaf: Any) -> Any:
     """Return an array of False that the compiler cannot simplify."""
     if jnp.issubdtype(leaf.dtype, jnp.inexact):
         return jnp.isnan(leaf) & (leaf == leaf)
     if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-        return jnp.any(_never(jax.random.key_data(leaf)), axis=-1)
+        return jnp.any(_false_like(jax.random.key_data(leaf)), axis=-1)
     return (leaf.astype(jnp.int32) & 1) == 2
 
 
-def _filled(tree: Tree, others: Tree) -> Tree:
+def _replace_leaves(tree: Tree, replacements: Tree) -> Tree:
     """Replace leaves of a tree by the others that are not None."""
-    return jax.tree.map(lambda old, new: old if new is None else new, tree, others)
+    return jax.tree.map(lambda old, new: old if new is None else new, tree, replacements)

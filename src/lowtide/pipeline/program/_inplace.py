@@ -26,8 +26,8 @@ class Residual:
     """A value that a pass leaves for a later pass."""
 
     value: Value
-    made: Pass
-    last: Pass
+    producer: Pass
+    last_reader: Pass
     """The pass that reads it last."""
     shape: jax.ShapeDtypeStruct
     num_rows: int
@@ -43,39 +43,39 @@ class Residual:
         return math.prod(self.shape.shape) * self.shape.dtype.itemsize
 
 
-class InPlace:
-    """The passes of one part of the model."""
+class InPlacePasses:
+    """The passes of one part of the model. `totals` are the buffers to which the gradients of its weights are added."""
 
     def __init__(self, name: str, split: TracedSplit, totals: Sequence[str]) -> None:
-        """Initialise from a split.
-
-        Args:
-            name: name of the part.
-            split: its passes.
-            totals: the buffers to which the gradients of its weights are added.
-        """
         self.name, self.split, self.totals = name, split, totals
         self.residuals = [
-            _residual(split, value, *ends) for ends, values in split.kept.items() for value in values if ends[0] > 0
+            _residual(split, value, *producer_and_reader)
+            for producer_and_reader, values in split.kept.items()
+            for value in values
+            if producer_and_reader[0] > 0
         ]
 
-    def column(self, number: int) -> str:
+    def column(self, index: int) -> str:
         """Return the table column with the slots of a residual."""
-        return f"{self.name}/{number}"
+        return f"{self.name}/{index}"
 
-    def waiting(self) -> list[Waiting]:
+    def saved_values(self) -> list[Waiting]:
         """List the values that occupy slots of buffers."""
         return [
-            Waiting(self.column(i), self.name, one.made.name[0], one.last.name[0], one.buffer)
-            for i, one in enumerate(self.residuals)
+            Waiting(self.column(i), self.name, residual.producer.name[0], residual.last_reader.name[0], residual.buffer)
+            for i, residual in enumerate(self.residuals)
         ]
 
-    def left_bytes(self, made: Pass, last: Pass) -> int:
+    def saved_bytes(self, producer: Pass, last_reader: Pass) -> int:
         """Return the bytes that one pass of a microbatch leaves and another pass frees.
 
         Bytes on the host count, too. If a schedule ignored them, they would grow with the number of microbatches.
         """
-        return sum(one.num_bytes for one in self.residuals if (one.made, one.last) == (made, last))
+        return sum(
+            residual.num_bytes
+            for residual in self.residuals
+            if (residual.producer, residual.last_reader) == (producer, last_reader)
+        )
 
     def forward(
         self, buffers: Buffers, cell: dict[str, Any], weights: Tree, hoisted: Any, x: Tree, *extras: Tree
@@ -87,56 +87,65 @@ class InPlace:
         return self.split.results(env, buffers), buffers
 
     def input(
-        self, buffers: Buffers, cell: dict[str, Any], begin: Any, weights: Tree, hoisted: Any, dy: Tree, *extras: Tree
+        self,
+        buffers: Buffers,
+        cell: dict[str, Any],
+        first_row: Any,
+        weights: Tree,
+        hoisted: Any,
+        dy: Tree,
+        *extras: Tree,
     ) -> tuple[Tree, Buffers]:
         """Run the input pass; return the gradient of the input and the buffers.
 
-        Args:
-            buffers: buffers by name.
-            cell: table entries by column.
-            begin: first row of the stage in the totals.
-            weights: weights of the stage.
-            hoisted: result of `TracedSplit.hoist`.
-            dy: cotangents.
-            extras: constants.
+        `cell` has table entries by column. `first_row` is the first row of the stage in the totals.
         """
         env = self.split.env(weights, hoisted, extras)
         env.update(zip(self.split.arguments.dy_values, self.split.arguments.dy_arrays(dy), strict=True))
-        buffers = self._run(Pass.INPUT, env, buffers, cell, begin)
+        buffers = self._run(Pass.INPUT, env, buffers, cell, first_row)
         return self.split.dx(env, buffers), buffers
 
     def weight(
-        self, buffers: Buffers, cell: dict[str, Any], begin: Any, weights: Tree, hoisted: Any, *extras: Tree
+        self, buffers: Buffers, cell: dict[str, Any], first_row: Any, weights: Tree, hoisted: Any, *extras: Tree
     ) -> Buffers:
         """Run the weight pass; return the buffers. The arguments are those of `input`."""
-        return self._run(Pass.WEIGHT, self.split.env(weights, hoisted, extras), buffers, cell, begin)
+        return self._run(Pass.WEIGHT, self.split.env(weights, hoisted, extras), buffers, cell, first_row)
 
-    def _run(self, at: Pass, env: Environment, buffers: Buffers, cell: dict[str, Any], begin: Any) -> Buffers:
+    def _run(self, pass_: Pass, env: Environment, buffers: Buffers, cell: dict[str, Any], first_row: Any) -> Buffers:
         buffers = dict(buffers)
         slots = {
-            one.value: Slot(one.buffer, cell[self.column(i)] * one.num_rows) for i, one in enumerate(self.residuals)
+            residual.value: Slot(residual.buffer, cell[self.column(i)] * residual.num_rows)
+            for i, residual in enumerate(self.residuals)
         }
-        env.update((one.value, slots[one.value]) for one in self.residuals if one.made < at <= one.last)
-        left = {one.value: slots[one.value] for one in self.residuals if one.made is at}
-        given = self.split.gradients(at)
-        totals = {atom: Slot(self.totals[i], begin) for i, atom in given if self.split.plan.adds_up(atom)}
-        self.split.plan.run(at, env, buffers, left, totals)
-        for i, atom in given:
+        env.update(
+            (residual.value, slots[residual.value])
+            for residual in self.residuals
+            if residual.producer < pass_ <= residual.last_reader
+        )
+        saved_slots = {
+            residual.value: slots[residual.value] for residual in self.residuals if residual.producer is pass_
+        }
+        gradients = self.split.gradients(pass_)
+        totals = {
+            atom: Slot(self.totals[i], first_row) for i, atom in gradients if self.split.plan.can_accumulate_rows(atom)
+        }
+        self.split.plan.run(pass_, env, buffers, saved_slots, totals)
+        for i, atom in gradients:
             if not (isinstance(atom, Value) and atom in totals):
-                found = jnp.asarray(self.split.plan.read(atom, env, buffers))
-                buffers[self.totals[i]] = _add(buffers[self.totals[i]], begin, found)
+                gradient = jnp.asarray(self.split.plan.read(atom, env, buffers))
+                buffers[self.totals[i]] = _add_gradient(buffers[self.totals[i]], first_row, gradient)
         return buffers
 
 
-def _residual(split: TracedSplit, value: Value, made: Pass, last: Pass) -> Residual:
+def _residual(split: TracedSplit, value: Value, producer: Pass, last_reader: Pass) -> Residual:
     shape = shape_of(value)
     is_stacked = split.plan.is_stacked(value)
     # If a loop reads some rows of a buffer and writes others, the compiler copies the buffer. So the buffer's name
     # contains the pass that writes it, and later passes only read it.
     is_on_host = value.aval.memory_space == jax.memory.Space.Host
-    kind = f"{made.name.lower()}/{'host/' * is_on_host}{'rows' if is_stacked else 'one'}"
+    kind = f"{producer.name.lower()}/{'host/' * is_on_host}{'rows' if is_stacked else 'one'}"
     name = f"{kind}/{shape.dtype}/{'x'.join(map(str, shape.shape))}"
-    return Residual(value, made, last, shape, shape.shape[0] if is_stacked else 1, is_on_host, name)
+    return Residual(value, producer, last_reader, shape, shape.shape[0] if is_stacked else 1, is_on_host, name)
 
 
 def empty_buffer(residual: Residual, num_slots: int) -> Any:
@@ -151,8 +160,8 @@ def empty_buffer(residual: Residual, num_slots: int) -> Any:
     return lax.scan(lambda _, __: (None, jax.device_put(row, jax.memory.Space.Host)), None, length=dims[0])[1]
 
 
-def _add(total: Any, begin: Any, found: Any) -> Any:
-    if total.shape == found.shape:
-        return total + found.astype(total.dtype)
-    old = lax.dynamic_slice_in_dim(total, begin, found.shape[0])
-    return lax.dynamic_update_slice_in_dim(total, old + found.astype(total.dtype), begin, 0)
+def _add_gradient(total: Any, first_row: Any, gradient: Any) -> Any:
+    if total.shape == gradient.shape:
+        return total + gradient.astype(total.dtype)
+    current = lax.dynamic_slice_in_dim(total, first_row, gradient.shape[0])
+    return lax.dynamic_update_slice_in_dim(total, current + gradient.astype(total.dtype), first_row, 0)

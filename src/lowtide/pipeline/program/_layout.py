@@ -59,34 +59,34 @@ class Layout:
 
     def rows(self) -> np.ndarray:
         """Return the layer of every row, shape [R * V * K]."""
-        found: list[np.ndarray] = []
-        for stage in self._stages():
+        stage_rows: list[np.ndarray] = []
+        for stage in self._stages_in_row_order():
             layers = self.layers_of(stage)
             # A stage without layers copies a layer of a neighbouring stage.
-            found.append(np.minimum(layers.start + np.arange(self.longest), max(layers.stop - 1, 0)))
-        return np.concatenate(found)
+            stage_rows.append(np.minimum(layers.start + np.arange(self.longest), max(layers.stop - 1, 0)))
+        return np.concatenate(stage_rows)
 
     def positions(self) -> np.ndarray:
         """Return the row of every layer, shape [L]."""
-        found = np.zeros(self.num_layers, int)
-        for number, stage in enumerate(self._stages()):
+        layer_rows = np.zeros(self.num_layers, int)
+        for index, stage in enumerate(self._stages_in_row_order()):
             layers = self.layers_of(stage)
-            found[layers.start : layers.stop] = number * self.longest + np.arange(len(layers))
-        return found
+            layer_rows[layers.start : layers.stop] = index * self.longest + np.arange(len(layers))
+        return layer_rows
 
-    def _stages(self) -> list[int]:
+    def _stages_in_row_order(self) -> list[int]:
         """List the stages in the order of their rows."""
         return [stage for rank in range(self.schedule.num_ranks) for stage in self.schedule.stages_of(rank)]
 
     def arrange(self, layers: Tree, mesh: Any, axis: str) -> Tree:
         """Arrange stacked layers in the order of ranks; see `Pipeline.arrange`."""
-        return self._taken(layers, self.rows(), mesh, axis)
+        return self._take(layers, self.rows(), mesh, axis)
 
     def restore(self, rows: Tree, mesh: Any, axis: str) -> Tree:
         """Undo `arrange` and drop the padding."""
-        return self._taken(rows, self.positions(), mesh, axis)
+        return self._take(rows, self.positions(), mesh, axis)
 
-    def cleared(self, rows: Tree) -> Tree:
+    def clear_padding(self, rows: Tree) -> Tree:
         """Set gradients of padding rows to zero; they may be NaN."""
         if self.is_even:
             return rows
@@ -97,11 +97,11 @@ class Layout:
 
         return jax.tree.map(clear, rows)
 
-    def _taken(self, tree: Tree, rows: np.ndarray, mesh: Any, axis: str) -> Tree:
+    def _take(self, tree: Tree, rows: np.ndarray, mesh: Any, axis: str) -> Tree:
         def take(leaf: Any) -> Any:
             if np.array_equal(rows, np.arange(leaf.shape[0])):
                 return leaf
-            sharding = NamedSharding(mesh, PartitionSpec(axis, *_rest(leaf)))
+            sharding = NamedSharding(mesh, PartitionSpec(axis, *_trailing_axes(leaf)))
             if isinstance(leaf, jax.ShapeDtypeStruct):
                 return jax.ShapeDtypeStruct((len(rows), *leaf.shape[1:]), leaf.dtype, sharding=sharding)
             taken = jnp.take(jnp.asarray(leaf), rows, axis=0)
@@ -113,32 +113,30 @@ class Layout:
 
 
 def layout(schedule: Schedule, num_layers: int, layers_per_stage: Sequence[int] | None) -> Layout:
-    """Divide layers into stages, as given or as evenly as possible.
-
-    Raises:
-        ConfigError: when the given numbers do not match the model, or the model has no layers.
-    """
+    """Divide layers into stages, as given or as evenly as possible; `ConfigError` if numbers do not match the model."""
     if not num_layers:
         raise ConfigError(
             "a pipeline of no layers", expected="at least one layer", got=0, hint="run first and last alone"
         )
     if layers_per_stage is None:
-        each, more = divmod(num_layers, schedule.num_stages)
+        layers_per_even_stage, num_surplus = divmod(num_layers, schedule.num_stages)
         # The first and the last stage also run the first and the last function, so inner stages get the surplus layers.
         order = sorted(range(schedule.num_stages), key=lambda stage: stage in (0, schedule.num_stages - 1))
-        layers_per_stage = [each + (stage in order[:more]) for stage in range(schedule.num_stages)]
-    given = tuple(layers_per_stage)
-    if len(given) != schedule.num_stages or min(given) < 0 or sum(given) != num_layers:
+        layers_per_stage = [
+            layers_per_even_stage + (stage in order[:num_surplus]) for stage in range(schedule.num_stages)
+        ]
+    lengths = tuple(layers_per_stage)
+    if len(lengths) != schedule.num_stages or min(lengths) < 0 or sum(lengths) != num_layers:
         raise ConfigError(
             "layers_per_stage is not of this model and schedule",
             expected=f"{schedule.num_stages} numbers of at least 0 that add up to {num_layers}",
-            got=f"{list(given)}, which add up to {sum(given)}",
+            got=f"{list(lengths)}, which add up to {sum(lengths)}",
             hint="leave it out to divide the layers as evenly as can be",
         )
-    return Layout(schedule, given)
+    return Layout(schedule, lengths)
 
 
-def _rest(leaf: Any) -> tuple[Any, ...]:
+def _trailing_axes(leaf: Any) -> tuple[Any, ...]:
     """Return the sharding of all axes but the first."""
     spec = getattr(getattr(leaf, "sharding", None), "spec", ())
     return tuple(spec[1:])

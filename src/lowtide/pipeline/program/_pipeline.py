@@ -36,15 +36,15 @@ from ...core import (
 from ...memory import MemoryReport
 from ..schedules import Schedule
 from ._checks import (
-    explained,
     refuse_other_inputs,
     refuse_other_mesh,
     refuse_other_stages,
-    refuse_useless_limit,
+    refuse_unused_limit,
     refuse_wrong_types,
-    warn_of_waiting_forever,
+    translate_error,
+    warn_of_deadlock,
 )
-from ._executor import Held, Program
+from ._executor import Program, ResidentArrays
 from ._layout import Layout, layout
 from ._stages import StageReport, stage_report
 
@@ -133,11 +133,11 @@ def value_and_grad(
     refuse_other_mesh(schedule, mesh, axis, batch_axes)
     refuse_other_stages(schedule, layers_per_stage)
     refuse_other_inputs(inputs, remat)
-    warn_of_waiting_forever(mesh, axis)
-    axes = tuple(one for one in BATCH_AXES if one in mesh.shape and one != axis)
+    warn_of_deadlock(mesh, axis)
+    axes = tuple(name for name in BATCH_AXES if name in mesh.shape and name != axis)
     axes = axes if batch_axes is None else tuple(batch_axes)
     limit = None if memory_limit is None else parse_bytes(memory_limit)
-    refuse_useless_limit(schedule, limit)
+    refuse_unused_limit(schedule, limit)
     return Pipeline(stack, schedule, mesh, axis, wrt, weight, remat, layers_per_stage, arranged, axes, limit, inputs)
 
 
@@ -179,7 +179,7 @@ class Pipeline:
         Raises:
             ConfigError: for a limit of 0, or a schedule that is already made.
         """
-        refuse_useless_limit(self.schedule, memory_limit)
+        refuse_unused_limit(self.schedule, memory_limit)
         return dataclasses.replace(self, memory_limit=memory_limit)
 
     def __call__(self, outer: Tree, layers: Tree, batch: Tree) -> tuple[tuple[Any, Tree], tuple[Tree, Tree]]:
@@ -202,18 +202,22 @@ class Pipeline:
             StructureError: for leaves that are not arrays; when the batch does not split into microbatches or along
                 `batch_axes`; when a function of the stack returns a wrong result, or nothing that `inputs` could move.
         """
-        plan, trainable, frozen = self._prepared(outer, layers)
+        layer_layout, trainable, frozen = self._prepare(outer, layers)
         check_differentiable(trainable)
-        self._refuse_undivided(batch)
-        with self._saying_what_there_is(outer=outer, batch=batch):
+        self._refuse_unshardable_rows(batch)
+        with self._name_available_leaves(outer=outer, batch=batch):
             batches, weights = self._microbatches(batch, self.schedule.num_microbatches)
-            program = self._program(plan, trainable, frozen, batches)
-            run = self._mapped(program.gradients, (PartitionSpec(), PartitionSpec(), self._weight_specs))
+            program = self._program(layer_layout, trainable, frozen, batches)
+            run = self._shard_map(program.gradients, (PartitionSpec(), PartitionSpec(), self._weight_specs))
             loss, metrics, grads = run(trainable, frozen, batches, fractions(weights))
         grads = jax.tree.map(lambda total, leaf: total.astype(leaf.dtype), grads, trainable)
-        of_layers = grads["layers"]
-        of_layers = plan.cleared(of_layers) if self.arranged else plan.restore(of_layers, self.mesh, self.axis)
-        return _with_gradients_of_its_own(((loss, metrics), (grads["outer"], of_layers)))
+        layer_grads = grads["layers"]
+        layer_grads = (
+            layer_layout.clear_padding(layer_grads)
+            if self.arranged
+            else layer_layout.restore(layer_grads, self.mesh, self.axis)
+        )
+        return _refuse_differentiation(((loss, metrics), (grads["outer"], layer_grads)))
 
     def evaluate(self, outer: Tree, layers: Tree, batch: Tree) -> tuple[Any, Tree]:
         """Compute the loss and the metrics without a backward pass; arguments and errors are those of a call.
@@ -227,26 +231,41 @@ class Pipeline:
         rows = arrays[0].shape[0] if arrays else self.schedule.num_microbatches
         # Rows of a microbatch, rounded up to a multiple of the parts into which its rows are sharded.
         size = max(1, min(math.ceil(rows / (self.schedule.num_microbatches * self._num_parts)) * self._num_parts, rows))
-        even = rows - rows % size
-        prepared = self._prepared(outer, layers)
-        with self._saying_what_there_is(outer=outer, batch=batch):
-            means, weights = self._evaluated(prepared, batch, slice(0, even), even // size, 0)
-            if even == rows:
-                return _with_gradients_of_its_own(means)
-            rest, weight = self._evaluated(prepared, batch, slice(even, rows), 1, even // size)
-        part, other = fractions(jnp.stack([weights, weight]))
-        return _with_gradients_of_its_own(jax.tree.map(lambda mean, one: part * mean + other * one, means, rest))
+        num_even_rows = rows - rows % size
+        prepared_weights = self._prepare(outer, layers)
+        with self._name_available_leaves(outer=outer, batch=batch):
+            means, weights = self._evaluate_rows(
+                prepared_weights, batch, slice(0, num_even_rows), num_even_rows // size, 0
+            )
+            if num_even_rows == rows:
+                return _refuse_differentiation(means)
+            remainder, weight = self._evaluate_rows(
+                prepared_weights, batch, slice(num_even_rows, rows), 1, num_even_rows // size
+            )
+        even_fraction, remainder_fraction = fractions(jnp.stack([weights, weight]))
+        return _refuse_differentiation(
+            jax.tree.map(
+                lambda mean, remainder_mean: even_fraction * mean + remainder_fraction * remainder_mean,
+                means,
+                remainder,
+            )
+        )
 
-    def _evaluated(
-        self, prepared: tuple[Layout, Tree, Tree], batch: Tree, rows: slice, number: int, first: int
+    def _evaluate_rows(
+        self,
+        prepared_weights: tuple[Layout, Tree, Tree],
+        batch: Tree,
+        rows: slice,
+        num_microbatches: int,
+        first_index: int,
     ) -> tuple[tuple[Any, Tree], Any]:
-        """Compute loss and metrics of some rows in `number` microbatches, and their weight; keys count from `first`."""
-        plan, trainable, frozen = prepared
+        """Compute loss and metrics of some rows, and their weight; keys of microbatches count from `first_index`."""
+        layer_layout, trainable, frozen = prepared_weights
         batch = jax.tree.map(lambda leaf: leaf[rows] if jnp.ndim(leaf) else leaf, batch)
-        batches, weights = self._microbatches(batch, number, first)
-        program = self._program(plan, trainable, frozen, batches)
-        program = dataclasses.replace(program, schedule=self.schedule.truncated(number))
-        run = self._mapped(program.evaluate, PartitionSpec())
+        batches, weights = self._microbatches(batch, num_microbatches, first_index)
+        program = self._program(layer_layout, trainable, frozen, batches)
+        program = dataclasses.replace(program, schedule=self.schedule.truncated(num_microbatches))
+        run = self._shard_map(program.evaluate, PartitionSpec())
         total = jnp.float32(rows.stop - rows.start) if self.weight is None else jnp.sum(weights)
         return run(trainable, frozen, batches, fractions(weights)), total
 
@@ -277,24 +296,24 @@ class Pipeline:
             >>> report.weight_bytes, report.gradient_bytes
             (768, 768)
         """
-        shapes = jax.tree.map(_struct, (outer, layers, batch))
-        plan, trainable, frozen = self._prepared(*shapes[:2])
-        self._refuse_undivided(shapes[2])
-        found: list[Held] = []
+        shapes = jax.tree.map(_shape_struct, (outer, layers, batch))
+        layer_layout, trainable, frozen = self._prepare(*shapes[:2])
+        self._refuse_unshardable_rows(shapes[2])
+        resident_arrays: list[ResidentArrays] = []
 
         def run(*arguments: Any) -> None:
-            found.append(program.held(*arguments))
+            resident_arrays.append(program.resident_arrays(*arguments))
 
         # Blocks may compute differently for another kind of device, so they are traced for the devices of the mesh.
-        with _traced_for(self.mesh), self._saying_what_there_is(outer=outer, batch=batch):
-            split = functools.partial(self._microbatches, number=self.schedule.num_microbatches)
+        with _trace_for(self.mesh), self._name_available_leaves(outer=outer, batch=batch):
+            split = functools.partial(self._microbatches, num_microbatches=self.schedule.num_microbatches)
             batches, loss_weights = jax.eval_shape(split, shapes[2])
-            program = self._program(plan, trainable, frozen, batches)
-            jax.eval_shape(self._mapped(run, PartitionSpec()), trainable, frozen, batches, loss_weights)
+            program = self._program(layer_layout, trainable, frozen, batches)
+            jax.eval_shape(self._shard_map(run, PartitionSpec()), trainable, frozen, batches, loss_weights)
         rows = next((leaf.shape[1] for leaf in jax.tree.leaves(batches) if len(leaf.shape) > 1), 0)
         return stage_report(
-            found[0],
-            plan,
+            resident_arrays[0],
+            layer_layout,
             trainable,
             frozen,
             axis=self.axis,
@@ -310,15 +329,15 @@ class Pipeline:
         """Number of parts into which the rows of a microbatch are sharded."""
         return math.prod(self.mesh.shape[axis] for axis in self.batch_axes)
 
-    def _refuse_undivided(self, batch: Tree) -> None:
+    def _refuse_unshardable_rows(self, batch: Tree) -> None:
         """Raise if the rows cannot be sharded, so that every device would compute all of them."""
         _refuse_different_rows(batch)
-        number = self.schedule.num_microbatches * self._num_parts
+        num_parts = self.schedule.num_microbatches * self._num_parts
         for path, leaf in leaves_with_paths(batch):
-            if self._num_parts > 1 and jnp.ndim(leaf) and leaf.shape[0] % number:
+            if self._num_parts > 1 and jnp.ndim(leaf) and leaf.shape[0] % num_parts:
                 raise StructureError(
                     f"batch leaf {path or '(root)'}: its rows cannot be divided along {', '.join(self.batch_axes)}",
-                    expected=f"a multiple of {number} ({self.schedule.num_microbatches} microbatches × "
+                    expected=f"a multiple of {num_parts} ({self.schedule.num_microbatches} microbatches × "
                     f"{self._num_parts} parts)",
                     got=f"{leaf.shape[0]} rows",
                     hint="choose another batch size; with batch_axes=() every device of a rank computes all rows",
@@ -341,15 +360,15 @@ class Pipeline:
             ConfigError: for `layers_per_stage` that do not match the model; for uneven stages without them.
             StructureError: for leaves without a common leading axis.
         """
-        plan = self.layout(num_layers(layers))
-        if self.arranged and self.layers_per_stage is None and not plan.is_even:
+        layer_layout = self.layout(num_layers(layers))
+        if self.arranged and self.layers_per_stage is None and not layer_layout.is_even:
             raise ConfigError(
                 "stages are uneven, and of arranged layers nobody sees which rows are padding",
                 expected=f"a number of layers that {self.schedule.num_stages} stages divide, or layers_per_stage",
-                got=f"{plan.num_layers} layers",
-                hint=f"value_and_grad(..., arranged=True, layers_per_stage={list(plan.layers_per_stage)})",
+                got=f"{layer_layout.num_layers} layers",
+                hint=f"value_and_grad(..., arranged=True, layers_per_stage={list(layer_layout.layers_per_stage)})",
             )
-        return plan.arrange(layers, self.mesh, self.axis)
+        return layer_layout.arrange(layers, self.mesh, self.axis)
 
     def restore(self, rows: Tree, num_layers: int) -> Tree:
         """Undo `arrange`: leaves [num_layers, ...].
@@ -357,11 +376,11 @@ class Pipeline:
         Raises:
             StructureError: for rows that do not belong to `num_layers` layers.
         """
-        plan = self.layout(num_layers)
-        _refuse_other_rows(rows, plan)
-        return plan.restore(rows, self.mesh, self.axis)
+        layer_layout = self.layout(num_layers)
+        _refuse_other_rows(rows, layer_layout)
+        return layer_layout.restore(rows, self.mesh, self.axis)
 
-    def _prepared(self, outer: Tree, layers: Tree) -> tuple[Layout, Tree, Tree]:
+    def _prepare(self, outer: Tree, layers: Tree) -> tuple[Layout, Tree, Tree]:
         outer = jax.tree.map(lambda leaf: jnp.asarray(leaf) if isinstance(leaf, int | float) else leaf, outer)
         for path, leaf in leaves_with_paths(outer):
             if not hasattr(leaf, "shape"):
@@ -373,20 +392,20 @@ class Pipeline:
                 )
         rows, lengths = num_layers(layers), self.layers_per_stage if self.arranged else None
         # Every row of arranged layers is a layer, unless stages are uneven; then `layers_per_stage` is given.
-        plan = self.layout(rows if lengths is None else sum(lengths))
+        layer_layout = self.layout(rows if lengths is None else sum(lengths))
         if self.arranged:
-            _refuse_other_rows(layers, plan)
+            _refuse_other_rows(layers, layer_layout)
         else:
-            layers = plan.arrange(layers, self.mesh, self.axis)
-        return plan, *partition({"outer": outer, "layers": layers}, self.wrt)
+            layers = layer_layout.arrange(layers, self.mesh, self.axis)
+        return layer_layout, *partition({"outer": outer, "layers": layers}, self.wrt)
 
-    def _program(self, plan: Layout, trainable: Tree, frozen: Tree, batches: Tree) -> Program:
+    def _program(self, layer_layout: Layout, trainable: Tree, frozen: Tree, batches: Tree) -> Program:
         def shapes(tree: Tree) -> Tree:
             return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), tree)
 
         return Program(
             stack=self.stack,
-            layout=plan,
+            layout=layer_layout,
             schedule=self.schedule,
             axis=self.axis,
             trainable=shapes(trainable),
@@ -400,7 +419,7 @@ class Pipeline:
         )
 
     @contextlib.contextmanager
-    def _saying_what_there_is(self, **trees: Tree) -> Generator[None]:
+    def _name_available_leaves(self, **trees: Tree) -> Generator[None]:
         """Add the available names to the error of a function that does not find a leaf or an axis."""
         try:
             yield
@@ -409,54 +428,54 @@ class Pipeline:
                 error.add_note(f"leaves of {name}: {', '.join(path for path, _ in leaves_with_paths(tree)) or 'none'}")
             raise
         except AssertionError as error:  # JAX's, for an axis that a typed shard_map does not have
-            if not error.args and _is_of_jax(error):
+            if not error.args and _is_raised_by_jax(error):
                 error.add_note(f"axes of the mesh: {', '.join(map(str, self.mesh.axis_names))}")
             raise
         except (NameError, TypeError, ValueError) as error:
-            meant = None if isinstance(error, LowtideError) else explained(error, self.mesh, self.axis)
-            if meant is None:
+            translated = None if isinstance(error, LowtideError) else translate_error(error, self.mesh, self.axis)
+            if translated is None:
                 raise
-            raise meant from error
+            raise translated from error
 
     @property
     def _weight_specs(self) -> dict[str, PartitionSpec]:
         return {"outer": PartitionSpec(), "layers": PartitionSpec(self.axis)}
 
-    def _mapped(self, program: Callable[..., Any], results: Any) -> Callable[..., Any]:
+    def _shard_map(self, program: Callable[..., Any], out_specs: Any) -> Callable[..., Any]:
         mapped = jax.shard_map(
             program,
             mesh=self.mesh,
             in_specs=(self._weight_specs, self._weight_specs, PartitionSpec(), PartitionSpec()),
-            out_specs=results,
+            out_specs=out_specs,
             axis_names={self.axis},
             check_vma=False,
         )
         return jax.jit(mapped)  # outside jit, shard_map rejects automatic axes
 
-    def _divided(self, leaf: Any) -> Any:
+    def _shard_rows(self, leaf: Any) -> Any:
         """Shard the rows of all microbatches in the same way."""
         if self._num_parts == 1 or leaf.shape[1] % self._num_parts:  # the remaining rows of an evaluation
             return leaf
         sharding = NamedSharding(self.mesh, PartitionSpec(None, self.batch_axes))
         return jax.lax.with_sharding_constraint(leaf, sharding)
 
-    def _microbatches(self, batch: Tree, number: int, first: int = 0) -> tuple[Tree, Any]:
-        """Return the microbatches and their weights; keys count from `first`."""
-        batches = split_batch(jax.tree.map(lambda leaf: None if _is_key(leaf) else leaf, batch), number)
+    def _microbatches(self, batch: Tree, num_microbatches: int, first_index: int = 0) -> tuple[Tree, Any]:
+        """Return the microbatches and their weights; keys count from `first_index`."""
+        batches = split_batch(jax.tree.map(lambda leaf: None if _is_key(leaf) else leaf, batch), num_microbatches)
 
-        def keys(leaf: Any) -> Any:
-            return jax.vmap(functools.partial(jax.random.fold_in, leaf))(first + jnp.arange(number))
+        def fold_in_indices(leaf: Any) -> Any:
+            return jax.vmap(functools.partial(jax.random.fold_in, leaf))(first_index + jnp.arange(num_microbatches))
 
-        of_keys = jax.tree.map(lambda leaf: keys(leaf) if _is_key(leaf) else None, batch)
-        batches = combine(jax.tree.map(self._divided, batches), of_keys)
-        return batches, microbatch_weights(self.weight, batches, number).astype(jnp.float32)
+        folded_keys = jax.tree.map(lambda leaf: fold_in_indices(leaf) if _is_key(leaf) else None, batch)
+        batches = combine(jax.tree.map(self._shard_rows, batches), folded_keys)
+        return batches, microbatch_weights(self.weight, batches, num_microbatches).astype(jnp.float32)
 
 
-def _with_gradients_of_its_own(results: Tree) -> Tree:
+def _refuse_differentiation(results: Tree) -> Tree:
     """Make the transposition of the results raise; JAX's error would name loops over ticks, unknown to the user."""
 
     @jax.custom_jvp
-    def given(leaf: Any) -> Any:
+    def identity(leaf: Any) -> Any:
         return leaf
 
     def refuse(_: Any, __: Any) -> Any:
@@ -467,11 +486,11 @@ def _with_gradients_of_its_own(results: Tree) -> Tree:
             hint="use the gradients that it returns; jax.lax.stop_gradient(loss) where none is wanted",
         )
 
-    @given.defjvp
+    @identity.defjvp
     def _(primals: tuple[Any], tangents: tuple[Any]) -> tuple[Any, Any]:  # pyright: ignore[reportUnusedFunction]
         return primals[0], linear_call(lambda _, tangent: tangent, refuse, (), tangents[0])
 
-    return jax.tree.map(lambda leaf: given(leaf) if jnp.issubdtype(leaf.dtype, jnp.inexact) else leaf, results)
+    return jax.tree.map(lambda leaf: identity(leaf) if jnp.issubdtype(leaf.dtype, jnp.inexact) else leaf, results)
 
 
 def _refuse_different_rows(batch: Tree) -> None:
@@ -481,27 +500,27 @@ def _refuse_different_rows(batch: Tree) -> None:
         if jnp.ndim(leaf):
             rows.setdefault(leaf.shape[0], path or "(root)")
     if len(rows) > 1:
-        (number, name), (other, other_name), *_ = rows.items()
+        (num_rows, name), (other_num_rows, other_name), *_ = rows.items()
         raise StructureError(
             f"batch leaves {name} and {other_name} have different numbers of rows",
-            expected=f"{number} in all",
-            got=f"{other} of {other_name}",
+            expected=f"{num_rows} in all",
+            got=f"{other_num_rows} of {other_name}",
             hint="every leaf needs a row for each example, also what is alike in all of them",
         )
 
 
-def _refuse_other_rows(layers: Tree, plan: Layout) -> None:
+def _refuse_other_rows(layers: Tree, layer_layout: Layout) -> None:
     for leaf in jax.tree.leaves(layers):
-        if leaf.shape[:1] != (plan.num_rows,):
+        if leaf.shape[:1] != (layer_layout.num_rows,):
             raise StructureError(
                 "layers are not in the order of ranks",
-                expected=f"{plan.num_rows} rows",
+                expected=f"{layer_layout.num_rows} rows",
                 got=f"{leaf.shape[0]}" if leaf.shape else "a scalar",
                 hint="layers = pipeline.arrange(layers)",
             )
 
 
-def _struct(leaf: Any) -> Any:
+def _shape_struct(leaf: Any) -> Any:
     """Return the shape, dtype and sharding of an array."""
     aval = jax.typeof(leaf)
     return jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=getattr(leaf, "sharding", None))
@@ -511,18 +530,18 @@ def _is_key(leaf: Any) -> bool:
     return jnp.issubdtype(getattr(leaf, "dtype", jnp.float32), jax.dtypes.prng_key) and leaf.ndim == 0
 
 
-def _is_of_jax(error: BaseException) -> bool:
+def _is_raised_by_jax(error: BaseException) -> bool:
     """Return whether JAX raised the error, not a function that it called; JAX may have removed its frames."""
     *_, (frame, _) = traceback.walk_tb(error.__traceback__)
     line = traceback.extract_tb(error.__traceback__)[-1].line or ""
     return frame.f_globals.get("__name__", "").split(".")[0] == "jax" or not line.startswith(("assert", "raise"))
 
 
-def _traced_for(mesh: Mesh | AbstractMesh) -> contextlib.AbstractContextManager[Any]:
+def _trace_for(mesh: Mesh | AbstractMesh) -> contextlib.AbstractContextManager[Any]:
     """Trace code inside the context for this process's devices of a mesh, if it has any."""
     devices = [] if isinstance(mesh, AbstractMesh) else list(mesh.devices.flat)
-    ours = [device for device in devices if device.process_index == jax.process_index()]
-    return jax.default_device(ours[0]) if ours else contextlib.nullcontext()
+    local_devices = [device for device in devices if device.process_index == jax.process_index()]
+    return jax.default_device(local_devices[0]) if local_devices else contextlib.nullcontext()
 
 
 def _platform(mesh: Mesh | AbstractMesh) -> str:

@@ -12,20 +12,14 @@ from jax.ad_checkpoint import checkpoint_name
 from ...core import OWN_NAMES, StructureError, Tree, check_host_slices, recomputed
 
 Block = Callable[[Tree, Any, Tree], Any]
-_INPUT = f"{OWN_NAMES}block_input"
+_INPUT_NAME = f"{OWN_NAMES}block_input"
 
 
 def recomputing(block: Block, remat: bool | Callable[..., bool], *, inputs_on_host: bool) -> Block:
-    """Make a block that recomputes in its backward pass, as `remat` selects.
+    """Make a block that recomputes in its backward pass, as `remat` selects (see `LayerStack.hidden`).
 
-    Args:
-        block: block of a stack.
-        remat: as in `LayerStack.hidden`.
-        inputs_on_host: whether the block's input is kept in host memory until the backward pass.
-
-    Raises:
-        StructureError: while tracing, if no part of the input can be kept on the host.
-        PlacementError: while tracing for a GPU whose XLA reads host memory in the wrong order.
+    Raises while tracing: `StructureError` if no part of the input can be kept on the host, `PlacementError` for a GPU
+    whose XLA reads host memory in the wrong order.
     """
     if remat is False:
         return block
@@ -34,7 +28,7 @@ def recomputing(block: Block, remat: bool | Callable[..., bool], *, inputs_on_ho
     if not inputs_on_host:
         return jax.checkpoint(block, policy=policy, prevent_cse=False)
 
-    def named(layer: Tree, h: Any, batch: Tree) -> Any:
+    def named_block(layer: Tree, h: Any, batch: Tree) -> Any:
         check_host_slices()
         if not any(map(_can_wait_on_host, jax.tree.leaves(h))):
             raise StructureError(
@@ -43,10 +37,10 @@ def recomputing(block: Block, remat: bool | Callable[..., bool], *, inputs_on_ho
                 got=str(jax.tree.map(lambda leaf: f"{leaf.dtype}{list(leaf.shape)}", h)),
                 hint='inputs="device"',
             )
-        h = jax.tree.map(lambda leaf: checkpoint_name(leaf, _INPUT) if _can_wait_on_host(leaf) else leaf, h)
+        h = jax.tree.map(lambda leaf: checkpoint_name(leaf, _INPUT_NAME) if _can_wait_on_host(leaf) else leaf, h)
         return block(layer, h, batch)
 
-    return jax.checkpoint(named, policy=_offloading(policy), prevent_cse=False)
+    return jax.checkpoint(named_block, policy=_offload_policy(policy), prevent_cse=False)
 
 
 def _can_wait_on_host(leaf: Any) -> bool:
@@ -54,18 +48,18 @@ def _can_wait_on_host(leaf: Any) -> bool:
     return leaf.ndim > 1 and jnp.issubdtype(leaf.dtype, jnp.inexact)
 
 
-def _offloading(policy: Callable[..., Any] | None) -> Callable[..., Any]:
+def _offload_policy(policy: Callable[..., Any] | None) -> Callable[..., Any]:
     """Return a policy that offloads a block's input to the host and delegates everything else to `policy`."""
-    moving = jax.checkpoint_policies.save_and_offload_only_these_names(
+    offload_input = jax.checkpoint_policies.save_and_offload_only_these_names(
         names_which_can_be_saved=[],
-        names_which_can_be_offloaded=[_INPUT],
+        names_which_can_be_offloaded=[_INPUT_NAME],
         offload_src="device",
         offload_dst="pinned_host",
     )
 
     def decide(primitive: Any, *args: Any, **params: Any) -> Any:
-        if policy is None or params.get("name") == _INPUT:
-            return moving(primitive, *args, **params)
+        if policy is None or params.get("name") == _INPUT_NAME:
+            return offload_input(primitive, *args, **params)
         return policy(primitive, *args, **params)
 
     return decide

@@ -18,7 +18,7 @@ from ...core import Tree, format_bytes
 from ...memory import MemoryReport
 from ..schedules import scan_makespan, simulate
 from ..split import PassFlops, Unsplit
-from ._executor import Held, total_dtype
+from ._executor import ResidentArrays, total_dtype
 from ._layout import Layout
 
 if TYPE_CHECKING:
@@ -117,14 +117,14 @@ class StageReport:
         from rich.console import Group  # imported here because `import lowtide` does not need it
         from rich.text import Text
 
-        notes = [f"not split: {_described(one)}" for part in self.flops.values() for one in part.unsplit]
+        notes = [f"not split: {_describe(operation)}" for part in self.flops.values() for operation in part.unsplit]
         return Group(self._bytes(), "", self._arithmetic(), *map(Text, notes if self.is_split else []))
 
     def _arithmetic(self) -> Table:
         """Draw a row for each function of the stack."""
         table = _table("FLOPs of one microbatch", [""], ["F", "I", "W", "--costs"])
         for name, part in self.flops.items():
-            counts = (_short(count) for count in (part.forward, part.input, part.weight))
+            counts = (_format_count(count) for count in (part.forward, part.input, part.weight))
             is_stage = name == "blocks"
             table.add_row("blocks of a stage" if is_stage else name, *counts, part.ratio if is_stage else "")
         return table
@@ -133,11 +133,13 @@ class StageReport:
         """Draw a row for each rank, the reserved memory, and the totals."""
         title = f"{self.name}, {self.num_microbatches} microbatches: bytes of one device"
         table = _table(title, ["rank", "stages", "layers"], ["weights", "gradients", "waiting"])
-        for number, rank in enumerate(self.ranks):
+        for index, rank in enumerate(self.ranks):
             sizes = (rank.weight_bytes, rank.gradient_bytes, rank.waiting_bytes)
-            table.add_row(str(number), _runs(rank.stages), _runs(rank.layers), *map(format_bytes, sizes))
-        room = (self.weight_bytes, self.gradient_bytes, self.waiting_bytes)
-        table.add_row("room", "", "", *map(format_bytes, room))
+            table.add_row(
+                str(index), _format_ranges(rank.stages), _format_ranges(rank.layers), *map(format_bytes, sizes)
+            )
+        reserved = (self.weight_bytes, self.gradient_bytes, self.waiting_bytes)
+        table.add_row("room", "", "", *map(format_bytes, reserved))
         table.add_section()
         rows = {"made of weights once": self.hoisted_bytes, "of what waits, on the host": self.host_bytes}
         rows["limit of what waits"] = self.limit_bytes or 0
@@ -147,9 +149,9 @@ class StageReport:
         for name, size in rows.items():
             if size:
                 table.add_row(name, "", "", "", "", format_bytes(size))
-        empty = tuple(number for number, rank in enumerate(self.ranks) if not rank.layers)
+        empty = tuple(index for index, rank in enumerate(self.ranks) if not rank.layers)
         if empty:
-            table.add_row("ranks without a layer", "", "", "", "", _runs(empty))
+            table.add_row("ranks without a layer", "", "", "", "", _format_ranges(empty))
         table.add_row("time over the ideal", "", "", "", "", f"{self.time_over_ideal:.2f}")
         table.add_row("of a scan that is differentiated", "", "", "", "", f"{self.scan_over_ideal:.2f}")
         if self.num_padding_rows:
@@ -162,8 +164,8 @@ class StageReport:
 
 
 def stage_report(
-    held: Held,
-    plan: Layout,
+    resident: ResidentArrays,
+    layer_layout: Layout,
     trainable: Tree,
     frozen: Tree,
     *,
@@ -176,17 +178,8 @@ def stage_report(
 ) -> StageReport:
     """Report the memory of a program.
 
-    Args:
-        held: buffers of the program.
-        plan: layout of the layers.
-        trainable: shapes of ``{"outer": ..., "layers": ...}``, layers arranged.
-        frozen: shapes of the leaves without a gradient.
-        axis: axis of the pipeline.
-        rows: rows of a microbatch.
-        num_parts: number of parts into which these rows are sharded.
-        num_devices: devices of a rank.
-        memory_limit: limit of the memory between passes on a device.
-        memory: report of the compiled program.
+    `trainable` and `frozen` are shapes of ``{"outer": ..., "layers": ...}``, layers arranged. `rows` of a microbatch
+    are sharded into `num_parts`. `num_devices` counts the devices of a rank.
     """
 
     def sizes(tree: Tree, *, is_gradient: bool = False) -> tuple[int, int]:
@@ -197,29 +190,29 @@ def stage_report(
             return leaf.size * dtype.itemsize // _num_parts(leaf, axis)
 
         outer, layers = (sum(map(size, jax.tree.leaves(tree[name]))) for name in ("outer", "layers"))
-        return outer, layers // plan.num_rows
+        return outer, layers // layer_layout.num_rows
 
-    def room(shape: tuple[int, ...], dtype: Any) -> int:
+    def shard_bytes(shape: tuple[int, ...], dtype: Any) -> int:
         # Rows are sharded into `num_parts` where they divide evenly. The compiled program may show another shard size.
         parts = num_parts if rows % num_parts == 0 and rows in shape[1:] else 1
-        others = [number for number in range(1, num_devices + 1) if num_devices % number == 0]
-        found = (number for number in (parts, *others) if _is_alive(memory, shape, dtype, number))
-        return math.prod(shape) * dtype.itemsize // next(found, parts)
+        other_counts = [count for count in range(1, num_devices + 1) if num_devices % count == 0]
+        shard_counts = (count for count in (parts, *other_counts) if _has_shard(memory, shape, dtype, count))
+        return math.prod(shape) * dtype.itemsize // next(shard_counts, parts)
 
-    schedule = held.schedule
-    run = simulate(schedule, held.costs, lockstep=True)
-    per_rank = schedule.stages_per_rank * plan.longest
-    kept = {name: room(shape, dtype) for name, (shape, dtype) in held.buffers.items()}
-    messages = sum(room(shape, dtype) for shape, dtype in held.messages)
+    schedule = resident.schedule
+    run = simulate(schedule, resident.costs, lockstep=True)
+    per_rank = schedule.stages_per_rank * layer_layout.longest
+    buffer_bytes = {name: shard_bytes(shape, dtype) for name, (shape, dtype) in resident.buffers.items()}
+    messages = sum(shard_bytes(shape, dtype) for shape, dtype in resident.messages)
     weights = [a + b for a, b in zip(sizes(trainable), sizes(frozen), strict=True)]
     gradients = sizes(trainable, is_gradient=True)
-    on_device = {name: size for name, size in kept.items() if "/host/" not in name}
+    on_device = {name: size for name, size in buffer_bytes.items() if "/host/" not in name}
     ranks = []
     for rank in range(schedule.num_ranks):
         stages = schedule.stages_of(rank)
-        layers = tuple(layer for stage in stages for layer in plan.layers_of(stage))
-        waiting = sum(size * held.used[name][rank] // max(held.used[name]) for name, size in on_device.items())
-        waiting += messages * held.used["messages"][rank] // max(1, *held.used["messages"])
+        layers = tuple(layer for stage in stages for layer in layer_layout.layers_of(stage))
+        waiting = sum(size * resident.used[name][rank] // max(resident.used[name]) for name, size in on_device.items())
+        waiting += messages * resident.used["messages"][rank] // max(1, *resident.used["messages"])
         ranks.append(
             RankBytes(
                 stages=stages,
@@ -235,14 +228,14 @@ def stage_report(
         ranks=tuple(ranks),
         weight_bytes=weights[0] + weights[1] * per_rank,
         gradient_bytes=gradients[0] + gradients[1] * per_rank,
-        buffers=dict(sorted(kept.items(), key=lambda item: -item[1])),
+        buffers=dict(sorted(buffer_bytes.items(), key=lambda item: -item[1])),
         message_bytes=messages,
-        hoisted_bytes=_hoisted_bytes(held, (trainable, frozen), per_rank, axis),
-        num_padding_rows=plan.num_rows - plan.num_layers,
-        flops=held.flops,
+        hoisted_bytes=_hoisted_bytes(resident, (trainable, frozen), per_rank, axis),
+        num_padding_rows=layer_layout.num_rows - layer_layout.num_layers,
+        flops=resident.flops,
         is_split=schedule.is_split,
         time_over_ideal=run.makespan / max(run.busy),
-        scan_over_ideal=scan_makespan(schedule, held.costs) / max(run.busy),
+        scan_over_ideal=scan_makespan(schedule, resident.costs) / max(run.busy),
         limit_bytes=memory_limit,
         memory=memory,
     )
@@ -258,27 +251,27 @@ def _table(title: str, texts: Sequence[str], figures: Sequence[str]) -> Table:
     return table
 
 
-def _short(count: int) -> str:
+def _format_count(count: int) -> str:
     """Format a number with three digits: ``1.63 G``."""
     power = min(int(f"{count:.2e}".split("e")[1]) // 3, 5)  # power of the rounded number: 999,999 is printed as 1 M
     return f"{count / 1000**power:.3g} {' kMGTP'[power]}".rstrip()
 
 
-def _described(one: Unsplit) -> str:
-    share = "" if one.share is None else f" ({one.share:.0%} of the backward pass)"
-    place = f" at {one.where}" if one.where else ""
-    return f"{one.name}{place}{share} gives gradients of weights in I\nhint: {one.hint}"
+def _describe(operation: Unsplit) -> str:
+    share = "" if operation.share is None else f" ({operation.share:.0%} of the backward pass)"
+    location = f" at {operation.where}" if operation.where else ""
+    return f"{operation.name}{location}{share} gives gradients of weights in I\nhint: {operation.hint}"
 
 
-def _is_alive(memory: MemoryReport | None, shape: tuple[int, ...], dtype: Any, num_parts: int) -> bool:
+def _has_shard(memory: MemoryReport | None, shape: tuple[int, ...], dtype: Any, num_parts: int) -> bool:
     """Return whether a shard of a buffer is in the compiled program; only the compiler knows some shardings."""
     size = math.prod(shape) * dtype.itemsize // num_parts
     return memory is not None and any(
-        one.num_bytes - one.padding_bytes == size
-        and math.prod(one.shape) * num_parts == math.prod(shape)
-        and len(one.shape) == len(shape)
-        and all(part and dim % part == 0 for dim, part in zip(shape, one.shape, strict=True))
-        for one in memory.peak
+        buffer.num_bytes - buffer.padding_bytes == size
+        and math.prod(buffer.shape) * num_parts == math.prod(shape)
+        and len(buffer.shape) == len(shape)
+        and all(part and dim % part == 0 for dim, part in zip(shape, buffer.shape, strict=True))
+        for buffer in memory.peak
     )
 
 
@@ -290,23 +283,25 @@ def _num_parts(leaf: Any, axis: str) -> int:
     return math.prod(leaf.sharding.mesh.shape[name] for name in names if name != axis)
 
 
-def _hoisted_bytes(held: Held, weights: Sequence[Tree], num_rows: int, axis: str) -> int:
+def _hoisted_bytes(resident: ResidentArrays, weights: Sequence[Tree], num_rows: int, axis: str) -> int:
     """Return the bytes of hoisted values; a cast or transpose is sharded like the weight of the same dimensions."""
     parts: dict[tuple[int, ...], int] = {}
     for tree in weights:
-        for name, begin in (("outer", ()), ("layers", (num_rows,))):
+        for name, leading_axes in (("outer", ()), ("layers", (num_rows,))):
             for leaf in jax.tree.leaves(tree[name]):
-                dims = tuple(sorted((*begin, *leaf.shape[len(begin) :])))
+                dims = tuple(sorted((*leading_axes, *leaf.shape[len(leading_axes) :])))
                 parts[dims] = min(parts.get(dims, _num_parts(leaf, axis)), _num_parts(leaf, axis))
-    return sum(math.prod(shape) * dtype.itemsize // parts.get(tuple(sorted(shape)), 1) for shape, dtype in held.hoisted)
+    return sum(
+        math.prod(shape) * dtype.itemsize // parts.get(tuple(sorted(shape)), 1) for shape, dtype in resident.hoisted
+    )
 
 
-def _runs(numbers: tuple[int, ...]) -> str:
+def _format_ranges(numbers: tuple[int, ...]) -> str:
     """Format numbers with consecutive ones joined: ``0-3, 7``."""
-    found: list[list[int]] = []
+    runs: list[list[int]] = []
     for number in numbers:
-        if found and found[-1][-1] == number - 1:
-            found[-1] = [found[-1][0], number]
+        if runs and runs[-1][-1] == number - 1:
+            runs[-1] = [runs[-1][0], number]
         else:
-            found.append([number])
-    return ", ".join("-".join(map(str, run)) for run in found) or "none"
+            runs.append([number])
+    return ", ".join("-".join(map(str, run)) for run in runs) or "none"

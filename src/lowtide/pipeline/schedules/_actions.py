@@ -45,33 +45,27 @@ class Action(NamedTuple):
 _ACTION = re.compile(r"(\d+)(F|I|W|B|FORWARD|BACKWARD_INPUT|BACKWARD_WEIGHT|BACKWARD)(\d+)")
 _OVERLAPPED = re.compile(r"\((.+)\)OVERLAP_F_B")
 _COMMUNICATION = re.compile(r"\d+(SEND_F|RECV_F|SEND_B|RECV_B|UNSHARD|RESHARD|REDUCE_GRAD)\d*")
-_LONG = {"FORWARD": "F", "BACKWARD_INPUT": "I", "BACKWARD_WEIGHT": "W", "BACKWARD": "B"}
+_KIND_LETTERS = {"FORWARD": "F", "BACKWARD_INPUT": "I", "BACKWARD_WEIGHT": "W", "BACKWARD": "B"}
 
 
 def parse_actions(text: str) -> list[Action]:
-    """Parse the actions in one cell of a table.
+    """Parse the actions in one cell of a table, such as ``2F0`` or PyTorch's ``(0F8;7B1)OVERLAP_F_B``.
 
-    An empty cell and a communication action give no action. A cell of overlapped actions gives two.
-
-    Args:
-        text: such as ``2F0``, or PyTorch's ``(0F8;7B1)OVERLAP_F_B``. Overlapped actions keep their order in the
-            text.
-
-    Raises:
-        ConfigError: for any other text.
+    An empty cell and a communication action give no action. Overlapped actions keep their order. Any other text raises
+    `ConfigError`.
     """
     text = text.strip()
     if not text or _COMMUNICATION.fullmatch(text):
         return []
-    if both := _OVERLAPPED.fullmatch(text):
-        return [action for part in both[1].split(";") for action in parse_actions(part)]
-    found = _ACTION.fullmatch(text)
-    if found is None:
+    if overlapped := _OVERLAPPED.fullmatch(text):
+        return [action for part in overlapped[1].split(";") for action in parse_actions(part)]
+    match = _ACTION.fullmatch(text)
+    if match is None:
         raise ConfigError(
             f"{text!r} is no action of a pipeline",
             expected="a stage, one of F, I, W and B, and a microbatch",
             got=text,
             hint="2F0 is the forward pass of stage 2 on microbatch 0",
         )
-    stage, kind, microbatch = found.groups()
-    return [Action(int(stage), Kind(_LONG.get(kind, kind)), int(microbatch))]
+    stage, kind, microbatch = match.groups()
+    return [Action(int(stage), Kind(_KIND_LETTERS.get(kind, kind)), int(microbatch))]

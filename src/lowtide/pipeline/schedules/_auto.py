@@ -20,18 +20,18 @@ from ...core import ScheduleError
 from ._actions import Action, Kind
 from ._costs import Costs
 from ._listing import ListScheduler
-from ._named import placed
+from ._named import place_stages
 from ._schedule import Order, Schedule
 from ._simulate import simulate
 
-Maker = Callable[[int], Schedule]
+ScheduleMaker = Callable[[int], Schedule]
 """Makes a schedule for a given number of microbatches."""
 
 
 def best(
-    candidates: Iterable[Maker],
+    candidates: Iterable[ScheduleMaker],
     num_microbatches: int,
-    telling: int,
+    num_trial_microbatches: int,
     costs: Costs,
     limits: Sequence[float],
     *,
@@ -40,42 +40,35 @@ def best(
 ) -> Schedule:
     """Return the candidate that ends first within the limits; of equal ones, the candidate that holds least memory.
 
-    Args:
-        candidates: makers of schedules.
-        num_microbatches: number of microbatches of the result.
-        telling: number of microbatches that is enough to rank the candidates.
-        costs: time and memory of actions.
-        limits: memory of each rank.
-        lockstep: whether ranks run in lockstep.
-        placement: required rank of each stage; by default any placement.
-
-    Raises:
-        ScheduleError: when no candidate is within the limits.
+    Candidates are ranked with `num_trial_microbatches`. `limits` is the memory of each rank. `placement` is the
+    required rank of each stage; None allows any. Raises `ScheduleError` when no candidate is within the limits.
     """
 
-    def within(make: Maker, number: int) -> tuple[float, float, Schedule] | None:
+    def within(maker: ScheduleMaker, count: int) -> tuple[float, float, Schedule] | None:
         try:
-            made = make(number)
+            candidate = maker(count)
         except ScheduleError:
             return None
-        if placement is not None and made.placement != placement:
+        if placement is not None and candidate.placement != placement:
             return None
-        run = simulate(made, costs, lockstep=lockstep)
+        run = simulate(candidate, costs, lockstep=lockstep)
         if any(peak > limit * (1 + 1e-9) for peak, limit in zip(run.peaks, limits, strict=True)):
             return None
-        return round(run.makespan, 9), max(run.peaks), made  # sums in another order differ by rounding
+        return round(run.makespan, 9), max(run.peaks), candidate  # sums in another order differ by rounding
 
     makers = list(candidates)
-    rated = [(*one, i) for i, make in enumerate(makers) if (one := within(make, telling)) is not None]
-    rated.sort(key=lambda one: (one[:2], one[3]))
-    if telling == num_microbatches and rated:
+    rated = [
+        (*rating, i) for i, maker in enumerate(makers) if (rating := within(maker, num_trial_microbatches)) is not None
+    ]
+    rated.sort(key=lambda entry: (entry[:2], entry[3]))
+    if num_trial_microbatches == num_microbatches and rated:
         return rated[0][2]
     # With few microbatches, the start and the end weigh more than the middle. So the four best candidates that fit are
     # compared with all microbatches.
-    found = (one for _, _, _, i in rated if (one := within(makers[i], num_microbatches)) is not None)
-    nearest = list(itertools.islice(found, 4))
-    if nearest:
-        return min(nearest, key=lambda one: one[:2])[2]
+    fitting = (rating for _, _, _, i in rated if (rating := within(makers[i], num_microbatches)) is not None)
+    finalists = list(itertools.islice(fitting, 4))
+    if finalists:
+        return min(finalists, key=lambda rating: rating[:2])[2]
     raise ScheduleError(
         "no schedule keeps within the memory_limit",
         expected="a limit of at least one microbatch's residuals on each rank",
@@ -84,25 +77,36 @@ def best(
     )
 
 
-def greedy_orders(num_ranks: int, chunks: int, costs: Costs, limits: Sequence[float]) -> Iterator[Maker]:
+def greedy_orders(num_ranks: int, chunks: int, costs: Costs, limits: Sequence[float]) -> Iterator[ScheduleMaker]:
     """Yield makers of greedy schedules."""
     for is_v in (False, True)[: 2 if chunks > 1 else 1]:
-        placement = placed(num_ranks, chunks, is_v=is_v)
-        each = costs.by_rank(placement)
-        # `begun` is the number of microbatches that a rank may have started. None: a rank starts a microbatch only if
-        # all its passes on this rank fit into memory, so a limit of one microbatch cannot block it.
-        for begun in (num_ranks, num_ranks + 1, 3 * num_ranks // 2, 2 * num_ranks - 1, 2 * num_ranks, math.inf, None):
-            most = begun or math.inf
-            caps = [min(limit, most * one if one else math.inf) for limit, one in zip(limits, each, strict=True)]
-            whole = each if begun is None else None
+        placement = place_stages(num_ranks, chunks, is_v=is_v)
+        microbatch_memory = costs.by_rank(placement)
+        # `max_started` is the number of microbatches that a rank may have started. None: a rank starts a microbatch
+        # only if all its passes on this rank fit into memory, so a limit of one microbatch cannot block it.
+        for max_started in (
+            num_ranks,
+            num_ranks + 1,
+            3 * num_ranks // 2,
+            2 * num_ranks - 1,
+            2 * num_ranks,
+            math.inf,
+            None,
+        ):
+            max_microbatches = max_started or math.inf
+            caps = [
+                min(limit, max_microbatches * memory if memory else math.inf)
+                for limit, memory in zip(limits, microbatch_memory, strict=True)
+            ]
+            reserved = microbatch_memory if max_started is None else None
 
             def make(
                 num_microbatches: int,
                 placement: tuple[int, ...] = placement,
                 caps: Sequence[float] = caps,
-                whole: Sequence[float] | None = whole,
+                reserved: Sequence[float] | None = reserved,
             ) -> Schedule:
-                orders = _Greedy(placement, num_microbatches, costs, caps, whole).run()
+                orders = _Greedy(placement, num_microbatches, costs, caps, reserved).run()
                 return Schedule(name="auto", num_microbatches=num_microbatches, placement=placement, orders=orders)
 
             yield make
@@ -111,13 +115,8 @@ def greedy_orders(num_ranks: int, chunks: int, costs: Costs, limits: Sequence[fl
 class _Greedy:
     """Greedy choice of the next action on every rank.
 
-    Args:
-        placement: rank of each stage.
-        num_microbatches: number of parts of a batch.
-        costs: time and memory of actions.
-        limits: memory of each rank.
-        whole: memory of one microbatch on each rank, reserved before the microbatch starts there. None: each forward
-            pass reserves its own memory.
+    `reserved` is the memory of one microbatch on each rank, reserved before the microbatch starts there. None: each
+    forward pass reserves its own memory.
     """
 
     def __init__(
@@ -126,18 +125,20 @@ class _Greedy:
         num_microbatches: int,
         costs: Costs,
         limits: Sequence[float],
-        whole: Sequence[float] | None,
+        reserved: Sequence[float] | None,
     ) -> None:
-        self.placement, self.number, self.costs, self.limits = placement, num_microbatches, costs, limits
-        self.whole = whole
-        self.stages = [[s for s, where in enumerate(placement) if where == rank] for rank in range(len(limits))]
-        self.next = {(kind, stage): 0 for kind in (Kind.FORWARD, Kind.INPUT) for stage in range(len(placement))}
-        self.ranks = ListScheduler(len(limits), placement, costs, self._change)
+        self.placement, self.num_microbatches, self.costs, self.limits = placement, num_microbatches, costs, limits
+        self.reserved = reserved
+        self.stages = [[s for s, owner in enumerate(placement) if owner == rank] for rank in range(len(limits))]
+        self.next_microbatch = {
+            (kind, stage): 0 for kind in (Kind.FORWARD, Kind.INPUT) for stage in range(len(placement))
+        }
+        self.scheduler = ListScheduler(len(limits), placement, costs, self._change)
 
     def run(self) -> tuple[Order, ...]:
         """Return the actions of all ranks, in the order in which they are decided."""
-        orders = self.ranks.run(self._choose, self._count)
-        if sum(map(len, orders)) < 3 * self.number * len(self.placement):
+        orders = self.scheduler.run(self._choose, self._count)
+        if sum(map(len, orders)) < 3 * self.num_microbatches * len(self.placement):
             raise ScheduleError("a greedy schedule stands still within its memory", hint="raise memory_limit")
         return orders
 
@@ -145,25 +146,28 @@ class _Greedy:
         return min(self._candidates(rank), default=(0.0, 0, None))[-1]
 
     def _count(self, _: int, action: Action) -> None:
-        self.next[action.kind, action.stage] += 1
+        self.next_microbatch[action.kind, action.stage] += 1
 
     def _change(self, action: Action) -> float:
         """Return the memory that an action allocates; negative if the action frees memory."""
-        if self.whole is None or action.kind is not Kind.FORWARD:
+        if self.reserved is None or action.kind is not Kind.FORWARD:
             return self.costs.kept(action)
         rank = self.placement[action.stage]
-        return self.whole[rank] if action.stage == self.stages[rank][0] else 0.0
+        return self.reserved[rank] if action.stage == self.stages[rank][0] else 0.0
 
     def _candidates(self, rank: int) -> Iterator[tuple[float, int, Action]]:
         """Yield the possible next actions: start time, urgency (lower is more urgent), and the action."""
         for stage in self.stages[rank]:
             for kind in (Kind.INPUT, Kind.FORWARD):
-                action = Action(stage, kind, self.next[kind, stage])
-                if action.microbatch == self.number:
+                action = Action(stage, kind, self.next_microbatch[kind, stage])
+                if action.microbatch == self.num_microbatches:
                     continue
-                if kind is Kind.FORWARD and self.ranks.memory[rank] + self._change(action) > self.limits[rank] + 1e-9:
+                if (
+                    kind is Kind.FORWARD
+                    and self.scheduler.memory[rank] + self._change(action) > self.limits[rank] + 1e-9
+                ):
                     continue
                 # Input passes come first, the earliest stage before later ones. Of forward passes, the latest stage
                 # comes first.
                 urgency = stage if kind is Kind.INPUT else 2 * len(self.placement) - stage
-                yield max(self.ranks.ready(action), self.ranks.time[rank]), urgency, action
+                yield max(self.scheduler.ready_time(action), self.scheduler.times[rank]), urgency, action

@@ -47,21 +47,17 @@ class Costs:
             value = tuple(value) if isinstance(value, Sequence) else value
             object.__setattr__(self, field.name, value)
             is_time = field.name in ("forward", "input", "weight")
-            for one in value if isinstance(value, Sequence) else [value]:
-                if not (isinstance(one, int | float) and (one > 0 if is_time else one >= 0) and one < float("inf")):
+            for cost in value if isinstance(value, Sequence) else [value]:
+                if not (isinstance(cost, int | float) and (cost > 0 if is_time else cost >= 0) and cost < float("inf")):
                     raise ConfigError(
                         f"{field.name} is no cost",
                         expected="numbers above 0" if is_time else "numbers of at least 0",
-                        got=repr(one),
+                        got=repr(cost),
                         hint="units are free: Costs(forward=1.0, input=1.1, weight=0.9)",
                     )
 
     def refuse_other(self, num_stages: int) -> None:
-        """Raise if the costs belong to another number of stages.
-
-        Raises:
-            ConfigError: with the field.
-        """
+        """Raise `ConfigError` if the costs belong to another number of stages."""
         for field in dataclasses.fields(self):
             value: Any = getattr(self, field.name)
             if isinstance(value, Sequence) and len(value) != num_stages:
@@ -75,29 +71,32 @@ class Costs:
     def of(self, action: Action) -> float:
         """Return the time of an action."""
         if action.kind is Kind.FORWARD:
-            return at(self.forward, action.stage)
-        weight = at(self.weight, action.stage) if action.kind is not Kind.INPUT else 0.0
-        return weight + (at(self.input, action.stage) if action.kind is not Kind.WEIGHT else 0.0)
+            return stage_cost(self.forward, action.stage)
+        weight = stage_cost(self.weight, action.stage) if action.kind is not Kind.INPUT else 0.0
+        return weight + (stage_cost(self.input, action.stage) if action.kind is not Kind.WEIGHT else 0.0)
 
     def kept(self, action: Action) -> float:
         """Return the memory that an action allocates for later passes; negative if the action frees memory."""
-        of_input, of_weight = at(self.input_residuals, action.stage), at(self.weight_residuals, action.stage)
-        between = at(self.cotangents, action.stage)
-        freed = {
-            Kind.INPUT: between - of_input,
-            Kind.WEIGHT: -of_weight - between,
-            Kind.BACKWARD: -of_input - of_weight,
+        input_residuals, weight_residuals = (
+            stage_cost(self.input_residuals, action.stage),
+            stage_cost(self.weight_residuals, action.stage),
+        )
+        cotangents = stage_cost(self.cotangents, action.stage)
+        changes = {
+            Kind.INPUT: cotangents - input_residuals,
+            Kind.WEIGHT: -weight_residuals - cotangents,
+            Kind.BACKWARD: -input_residuals - weight_residuals,
         }
-        return freed.get(action.kind, of_input + of_weight)
+        return changes.get(action.kind, input_residuals + weight_residuals)
 
     def by_rank(self, placement: Sequence[int], num_microbatches: float = 1) -> list[float]:
         """Return the memory of each rank after it has run the forward passes of this many microbatches."""
-        found = [0.0] * (1 + max(placement))
+        memory = [0.0] * (1 + max(placement))
         for stage, rank in enumerate(placement):
-            found[rank] += num_microbatches * self.kept(Action(stage, Kind.FORWARD, 0))
-        return found
+            memory[rank] += num_microbatches * self.kept(Action(stage, Kind.FORWARD, 0))
+        return memory
 
 
-def at(cost: float | Sequence[float], stage: int) -> float:
+def stage_cost(cost: float | Sequence[float], stage: int) -> float:
     """Return the cost of one stage."""
     return cost[stage] if isinstance(cost, Sequence) else cost

@@ -22,14 +22,14 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 
 from ._actions import Action, Kind
-from ._squeeze import Slots, squeezed
+from ._squeeze import Slots, squeeze
 
 _F, _I, _B, _W = Kind.FORWARD, Kind.INPUT, Kind.BACKWARD, Kind.WEIGHT
 Orders = list[list[Action]]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Named:
+class Recipe:
     """Recipe of a named schedule."""
 
     orders: Callable[[int, int, int], Iterator[Orders]]
@@ -44,50 +44,48 @@ class Named:
     """``limit(R, V)``: number of microbatches whose residuals a rank may hold."""
 
 
-def placed(num_ranks: int, chunks: int, *, is_v: bool) -> tuple[int, ...]:
+def place_stages(num_ranks: int, chunks: int, *, is_v: bool) -> tuple[int, ...]:
     """Return the rank of every stage."""
     down = range(num_ranks)
     return tuple(rank for chunk in range(chunks) for rank in (reversed(down) if is_v and chunk % 2 else down))
 
 
-def _one_by_one(forwards: Sequence[Action], inputs: Sequence[Action], ahead: int) -> list[Action]:
-    """Order `ahead` forward passes first, then alternate forward and input passes, then the remaining input passes."""
-    order = list(forwards[:ahead])
-    for forward, back in itertools.zip_longest(forwards[ahead:], inputs):
-        order += [action for action in (forward, back) if action is not None]
+def _alternate(forwards: Sequence[Action], inputs: Sequence[Action], num_ahead: int) -> list[Action]:
+    """Order `num_ahead` forward passes, then alternate forward and input passes, then the remaining input passes."""
+    order = list(forwards[:num_ahead])
+    for forward, backward in itertools.zip_longest(forwards[num_ahead:], inputs):
+        order += [action for action in (forward, backward) if action is not None]
     return order
 
 
-def _breadth_first(num_ranks: int, chunks: int, num: int) -> Orders:
-    up = range(chunks)
+def _breadth_first(num_ranks: int, chunks: int, num_microbatches: int) -> Orders:
+    chunk_order = range(chunks)
     return [
-        [Action(c * num_ranks + rank, _F, m) for c in up for m in range(num)]
-        + [Action(c * num_ranks + rank, _B, m) for c in reversed(up) for m in range(num)]
+        [Action(c * num_ranks + rank, _F, m) for c in chunk_order for m in range(num_microbatches)]
+        + [Action(c * num_ranks + rank, _B, m) for c in reversed(chunk_order) for m in range(num_microbatches)]
         for rank in range(num_ranks)
     ]
 
 
-def _interleaved(ahead: Callable[[int, int, int], int], kind: Kind) -> Callable[[int, int, int], Orders]:
+def _interleaved(num_ahead: Callable[[int, int, int], int], kind: Kind) -> Callable[[int, int, int], Orders]:
     """Make orders in groups of R microbatches: a group passes all chunks of a rank before the next group does.
 
-    Args:
-        ahead: ``ahead(R, V, rank)``: number of forward passes before forward and backward passes alternate. With one
-            chunk the result is the order of 1F1B.
-        kind: kind of the backward passes.
+    ``num_ahead(R, V, rank)`` is the number of forward passes before forward and backward passes alternate. `kind` is
+    the kind of the backward passes. With one chunk the result is the order of 1F1B.
     """
 
-    def orders(num_ranks: int, chunks: int, num: int) -> Orders:
-        groups = range(0, num, num_ranks)
-        found: Orders = []
+    def orders(num_ranks: int, chunks: int, num_microbatches: int) -> Orders:
+        groups = range(0, num_microbatches, num_ranks)
+        rank_orders: Orders = []
         for rank in range(num_ranks):
 
             def passes(kind: Kind, order: Sequence[int], rank: int = rank) -> Iterator[Action]:
-                for begin, chunk, one in itertools.product(groups, order, range(num_ranks)):
-                    yield Action(chunk * num_ranks + rank, kind, begin + one)
+                for group_start, chunk, offset in itertools.product(groups, order, range(num_ranks)):
+                    yield Action(chunk * num_ranks + rank, kind, group_start + offset)
 
             forwards, backwards = list(passes(_F, range(chunks))), list(passes(kind, range(chunks)[::-1]))
-            found.append(_one_by_one(forwards, backwards, ahead(num_ranks, chunks, rank)))
-        return found
+            rank_orders.append(_alternate(forwards, backwards, num_ahead(num_ranks, chunks, rank)))
+        return rank_orders
 
     return orders
 
@@ -100,77 +98,88 @@ class _VRank:
         self.counts: Counter[tuple[Kind, int]] = Counter()
         self.order: list[Action] = []
 
-    def do(self, *passes: tuple[Kind, int], times: int = 1) -> None:
+    def add(self, *passes: tuple[Kind, int], times: int = 1) -> None:
         for _ in range(times):
             for kind, chunk in passes:
                 self.order.append(Action(self.stages[chunk], kind, self.counts[_I if kind is _B else kind, chunk]))
                 self.counts.update([(counted, chunk) for counted in ((_I, _W) if kind is _B else (kind,))])
 
 
-def _zb_v(num_ranks: int, _: int, num: int) -> Orders:
-    num, found = max(num, 2 * num_ranks), []
+def _zb_v(num_ranks: int, _: int, num_microbatches: int) -> Orders:
+    num_microbatches, rank_orders = max(num_microbatches, 2 * num_ranks), []
     # Warm-up, steady state (the line with four passes) and drain of ZB-V. The repeat counts need M >= 2 R.
     for rank in range(num_ranks):
-        one = _VRank(rank, num_ranks)
-        one.do((_F, 0), times=2 * (num_ranks - rank) - 1)
-        one.do((_F, 1), (_F, 0), times=rank)
-        one.do((_F, 1), (_I, 1), times=num_ranks - rank)
-        one.do((_F, 0), (_I, 0), (_F, 1), (_I, 1), times=num - 2 * num_ranks + rank + 1)
-        one.do((_I, 0), (_F, 1), (_I, 1), times=num_ranks - rank - 1)
-        one.do((_I, 0), (_I, 1), times=rank)
-        one.do((_I, 0), times=num_ranks - rank)
-        found.append(one.order)
-    return found
+        builder = _VRank(rank, num_ranks)
+        builder.add((_F, 0), times=2 * (num_ranks - rank) - 1)
+        builder.add((_F, 1), (_F, 0), times=rank)
+        builder.add((_F, 1), (_I, 1), times=num_ranks - rank)
+        builder.add((_F, 0), (_I, 0), (_F, 1), (_I, 1), times=num_microbatches - 2 * num_ranks + rank + 1)
+        builder.add((_I, 0), (_F, 1), (_I, 1), times=num_ranks - rank - 1)
+        builder.add((_I, 0), (_I, 1), times=rank)
+        builder.add((_I, 0), times=num_ranks - rank)
+        rank_orders.append(builder.order)
+    return rank_orders
 
 
-def _dualpipe_v(num_ranks: int, _: int, num: int) -> Orders:
+def _dualpipe_v(num_ranks: int, _: int, num_microbatches: int) -> Orders:
     """Make the orders of DualPipeV with weight passes; backward passes in the middle are whole, to overlap with F."""
-    num, found = max(num, 2 * num_ranks), []
+    num_microbatches, rank_orders = max(num_microbatches, 2 * num_ranks), []
     for rank in range(num_ranks):
-        one, after = _VRank(rank, num_ranks), num_ranks - rank - 1
-        # The calls follow steps 1 to 8 of DeepSeek's ``dualpipev.py``. Step 6 is the call with `last`: its second half
-        # runs I only, and the weight passes that it puts off fill steps 7 and 8.
-        one.do((_F, 0), times=2 * after)
-        one.do((_F, 0), (_F, 1), times=rank + 1)
-        one.do((_I, 1), (_W, 1), (_F, 1), times=after)
-        one.do((_F, 0), (_B, 1), (_F, 1), (_B, 0), times=num - 2 * num_ranks + rank + 1)
-        one.do((_B, 1), (_F, 1), (_B, 0), times=after)
-        last = [1, 0] * (rank + 1)
-        one.do(*((_B, chunk) for chunk in last[: rank + 1]), *((_I, chunk) for chunk in last[rank + 1 :]))
-        put_off = last[rank + 1 :] + [0] * after
-        for chunk in put_off[:after]:
-            one.do((_W, chunk), (_I, 0))
-        one.do(*((_W, chunk) for chunk in put_off[after:]))
-        found.append(one.order)
-    return found
+        builder, num_later = _VRank(rank, num_ranks), num_ranks - rank - 1
+        # The calls follow steps 1 to 8 of DeepSeek's ``dualpipev.py``. Step 6 is the call with `final_chunks`: its
+        # second half runs I only, and the weight passes that it defers fill steps 7 and 8.
+        builder.add((_F, 0), times=2 * num_later)
+        builder.add((_F, 0), (_F, 1), times=rank + 1)
+        builder.add((_I, 1), (_W, 1), (_F, 1), times=num_later)
+        builder.add((_F, 0), (_B, 1), (_F, 1), (_B, 0), times=num_microbatches - 2 * num_ranks + rank + 1)
+        builder.add((_B, 1), (_F, 1), (_B, 0), times=num_later)
+        final_chunks = [1, 0] * (rank + 1)
+        builder.add(
+            *((_B, chunk) for chunk in final_chunks[: rank + 1]), *((_I, chunk) for chunk in final_chunks[rank + 1 :])
+        )
+        deferred = final_chunks[rank + 1 :] + [0] * num_later
+        for chunk in deferred[:num_later]:
+            builder.add((_W, chunk), (_I, 0))
+        builder.add(*((_W, chunk) for chunk in deferred[num_later:]))
+        rank_orders.append(builder.order)
+    return rank_orders
 
 
 def _blocks(*hops: tuple[int, int, int, int]) -> Callable[[int, int, int], Iterator[Orders]]:
     """Make a V in which each microbatch follows the previous one after six units, in one pattern: plain and squeezed.
 
-    Args:
-        hops: units between the passes of neighbouring ranks, for F0, F1, I1 and I0. Their sum sets the lifetime of a
-            microbatch's residuals, and so the memory of a rank: a sum of 12 keeps as much as 1F1B, 6 half of it, 4 a
-            third.
+    Each of `hops` holds the units between the passes of neighbouring ranks, for F0, F1, I1 and I0. Their sum sets the
+    lifetime of a microbatch's residuals, and so the memory of a rank: 12 keeps as much as 1F1B, 6 half of it, 4 a
+    third.
     """
 
-    def orders(num_ranks: int, _: int, num: int) -> Iterator[Orders]:
+    def orders(num_ranks: int, _: int, num_microbatches: int) -> Iterator[Orders]:
         # The residuals of a rank's two chunks live about sum(hops) * (R - 1) units in total. Each chunk holds half of a
         # microbatch's residuals, and a microbatch starts every 6 units. So a rank holds about sum(hops) * R / 12
         # microbatches.
-        for turns, are_squeezed in ((1,), False), ((1, 3, 4), True):
-            for offsets in itertools.chain.from_iterable(_offsets(num_ranks, turns, *one) for one in hops):
-                found = [_repeated(rank, num_ranks, offsets[rank], num) for rank in range(num_ranks)]
-                yield squeezed(found) if are_squeezed else [sorted(slots, key=slots.__getitem__) for slots in found]
+        for loss_waits, is_squeezed in ((1,), False), ((1, 3, 4), True):
+            for offsets in itertools.chain.from_iterable(_offsets(num_ranks, loss_waits, *hop) for hop in hops):
+                rank_slots = [
+                    _periodic_slots(rank, num_ranks, offsets[rank], num_microbatches) for rank in range(num_ranks)
+                ]
+                yield (
+                    squeeze(rank_slots)
+                    if is_squeezed
+                    else [sorted(slots, key=slots.__getitem__) for slots in rank_slots]
+                )
 
     return orders
 
 
-def _repeated(rank: int, num_ranks: int, begins: tuple[int, ...], num: int) -> Slots:
+def _periodic_slots(rank: int, num_ranks: int, starts: tuple[int, ...], num_microbatches: int) -> Slots:
     """Return the slots in which a rank runs its passes of all microbatches."""
     stages = rank, 2 * num_ranks - 1 - rank
-    passes = zip(((0, _F), (1, _F), (1, _I), (0, _I)), begins, strict=True)
-    return {Action(stages[chunk], kind, m): begin + _PERIOD * m for (chunk, kind), begin in passes for m in range(num)}
+    passes = zip(((0, _F), (1, _F), (1, _I), (0, _I)), starts, strict=True)
+    return {
+        Action(stages[chunk], kind, m): start + _PERIOD * m
+        for (chunk, kind), start in passes
+        for m in range(num_microbatches)
+    }
 
 
 _PERIOD = 6
@@ -178,74 +187,69 @@ _PERIOD = 6
 
 
 def _offsets(
-    num_ranks: int, losses: tuple[int, ...], f0: int, f1: int, i1: int, i0: int
+    num_ranks: int, loss_waits: tuple[int, ...], f0: int, f1: int, i1: int, i0: int
 ) -> Iterator[list[tuple[int, ...]]]:
     """Yield start units of F0, F1, I1 and I0 of microbatch 0 on each rank, such that no two passes of a rank coincide.
 
-    Args:
-        num_ranks: R.
-        losses: candidate waits between F1 and I1 at the loss.
-        f0: hop of F0, as in `_blocks`.
-        f1: hop of F1.
-        i1: hop of I1.
-        i0: hop of I0.
+    `loss_waits` are the candidate waits between F1 and I1 at the loss. `f0`, `f1`, `i1` and `i0` are the hops of
+    `_blocks`.
     """
-    last = num_ranks - 1
-    # `turns` holds the waits at the three turns of the V. Longer waits lengthen the pipeline and were not better for up
-    # to eight ranks.
-    for turns in itertools.product((1, 3, 4), losses, range(1, _PERIOD)):
-        begin_f1 = f0 * last + turns[0]
-        begin_i1 = begin_f1 + f1 * last + turns[1]
-        begin_i0 = begin_i1 + i1 * last + turns[2]
-        found = [
-            (f0 * rank, begin_f1 + f1 * (last - rank), begin_i1 + i1 * rank, begin_i0 + i0 * (last - rank))
+    last_rank = num_ranks - 1
+    # `turn_waits` holds the waits at the three turns of the V. Longer waits lengthen the pipeline and were not better
+    # for up to eight ranks.
+    for turn_waits in itertools.product((1, 3, 4), loss_waits, range(1, _PERIOD)):
+        start_f1 = f0 * last_rank + turn_waits[0]
+        start_i1 = start_f1 + f1 * last_rank + turn_waits[1]
+        start_i0 = start_i1 + i1 * last_rank + turn_waits[2]
+        offsets = [
+            (f0 * rank, start_f1 + f1 * (last_rank - rank), start_i1 + i1 * rank, start_i0 + i0 * (last_rank - rank))
             for rank in range(num_ranks)
         ]
         # Pass k of microbatch m starts at begins[k] + 6 m. Two passes collide for some microbatches if and only if
         # their starts are equal modulo 6. The two residues that stay free are for the weight passes.
-        if all(len({begin % _PERIOD for begin in begins}) == len(begins) for begins in found):
-            yield found
+        if all(len({start % _PERIOD for start in starts}) == len(starts) for starts in offsets):
+            yield offsets
 
 
-def _only(orders: Callable[[int, int, int], Orders]) -> Callable[[int, int, int], Iterator[Orders]]:
+def _single_candidate(orders: Callable[[int, int, int], Orders]) -> Callable[[int, int, int], Iterator[Orders]]:
     return lambda *sizes: iter([orders(*sizes)])
 
 
-NAMED: dict[str, Named] = {
-    "gpipe": Named(orders=_only(_breadth_first), is_open=False),
-    "1f1b": Named(orders=_only(_interleaved(lambda ranks, v, rank: ranks - 1 - rank, _B)), is_open=False),
-    "zb-h1": Named(
-        orders=_only(_interleaved(lambda ranks, v, rank: ranks - 1 - rank, _I)),
+NAMED: dict[str, Recipe] = {
+    "gpipe": Recipe(orders=_single_candidate(_breadth_first), is_open=False),
+    "1f1b": Recipe(orders=_single_candidate(_interleaved(lambda ranks, v, rank: ranks - 1 - rank, _B)), is_open=False),
+    "zb-h1": Recipe(
+        orders=_single_candidate(_interleaved(lambda ranks, v, rank: ranks - 1 - rank, _I)),
         is_open=True,
         limit=lambda ranks, _: ranks,
     ),
-    "zb-h2": Named(
-        orders=_only(_interleaved(lambda ranks, v, rank: 2 * (ranks - 1 - rank), _I)),
+    "zb-h2": Recipe(
+        orders=_single_candidate(_interleaved(lambda ranks, v, rank: 2 * (ranks - 1 - rank), _I)),
         is_open=True,
         limit=lambda ranks, _: 2 * ranks - 1,
     ),
-    "looped-bfs": Named(orders=_only(_breadth_first), is_open=False, chunks=()),
-    "interleaved": Named(
-        orders=_only(_interleaved(lambda ranks, v, rank: 2 * (ranks - 1 - rank) + (v - 1) * ranks, _B)),
+    "looped-bfs": Recipe(orders=_single_candidate(_breadth_first), is_open=False, chunks=()),
+    "interleaved": Recipe(
+        orders=_single_candidate(_interleaved(lambda ranks, v, rank: 2 * (ranks - 1 - rank) + (v - 1) * ranks, _B)),
         is_open=False,
         chunks=(),
     ),
-    "interleaved-zb": Named(
-        orders=_only(_interleaved(lambda ranks, v, rank: ranks - 1 - rank + (v - 1) * ranks, _I)),
+    "interleaved-zb": Recipe(
+        orders=_single_candidate(_interleaved(lambda ranks, v, rank: ranks - 1 - rank + (v - 1) * ranks, _I)),
         is_open=True,
         chunks=(),
         limit=lambda ranks, _: ranks,
     ),
-    "zb-v": Named(orders=_only(_zb_v), is_open=True, is_v=True, chunks=(2,), limit=lambda ranks, _: ranks),
-    "dualpipe-v": Named(orders=_only(_dualpipe_v), is_open=False, is_v=True, chunks=(2,)),
-    "v-half": Named(
+    "zb-v": Recipe(orders=_single_candidate(_zb_v), is_open=True, is_v=True, chunks=(2,), limit=lambda ranks, _: ranks),
+    "dualpipe-v": Recipe(orders=_single_candidate(_dualpipe_v), is_open=False, is_v=True, chunks=(2,)),
+    "v-half": Recipe(
         orders=_blocks((1, 2, 1, 2), (1, 2, 2, 1), (2, 1, 2, 1)),
         is_open=True,
         is_v=True,
         chunks=(2,),
         limit=lambda ranks, _: (ranks + 2) // 2,
     ),
-    "v-min": Named(
+    "v-min": Recipe(
         orders=_blocks((1, 1, 1, 1)), is_open=True, is_v=True, chunks=(2,), limit=lambda ranks, _: (ranks + 4) // 3
     ),
 }

@@ -23,31 +23,26 @@ from typing import Literal
 from ...core import ScheduleError
 from ._actions import Action, Kind
 from ._costs import Costs
-from ._schedule import Ends, Schedule, gives, place, ready
-from ._ticks import Cell, sent_to, spans
+from ._schedule import Ends, Schedule, position_in_tick, ready_time, result_key
+from ._ticks import Cell, receiving_ranks, spans
 
 _TOLERANCE = 1e-9
 
 
-Weights = Literal["free", "together", "at once"]
+WeightPolicy = Literal["free", "together", "at once"]
 """When weight passes may lengthen a tick: only if memory requires it ("free"); if all ranks have one ("together");
 always ("at once")."""
 
 
-def packed(schedule: Schedule, costs: Costs, limits: Sequence[float], *, in_pairs: bool, weights: Weights) -> Schedule:
-    """Pack a schedule into ticks, with its weight passes where they cost least.
+def pack_ticks(
+    schedule: Schedule, costs: Costs, limits: Sequence[float], *, in_pairs: bool, weight_policy: WeightPolicy
+) -> Schedule:
+    """Pack a schedule with split backward passes into ticks, with its weight passes where they cost least.
 
-    Args:
-        schedule: a schedule with split backward passes; its orders of F and I are kept.
-        costs: time and memory of actions.
-        limits: memory of each rank.
-        in_pairs: whether a rank runs an input and a forward pass in one tick if they follow each other in its order.
-        weights: when weight passes may lengthen a tick.
-
-    Raises:
-        ScheduleError: when a limit is too small for the order.
+    The orders of F and I are kept. `limits` is the memory of each rank; `ScheduleError` when one is too small for the
+    order. With `in_pairs`, a rank runs an input and a forward pass in one tick if they follow each other in its order.
     """
-    table = _Packer(schedule, costs, limits, in_pairs=in_pairs, weights=weights).run()
+    table = _Packer(schedule, costs, limits, in_pairs=in_pairs, weight_policy=weight_policy).run()
     ranks = range(schedule.num_ranks)
     return dataclasses.replace(
         schedule,
@@ -58,102 +53,109 @@ def packed(schedule: Schedule, costs: Costs, limits: Sequence[float], *, in_pair
 
 class _Packer:
     def __init__(
-        self, schedule: Schedule, costs: Costs, limits: Sequence[float], *, in_pairs: bool, weights: Weights
+        self, schedule: Schedule, costs: Costs, limits: Sequence[float], *, in_pairs: bool, weight_policy: WeightPolicy
     ) -> None:
         self.placement, self.costs, self.limits = schedule.placement, costs, limits
-        self.in_pairs, self.when = in_pairs, weights
-        self.left = [deque(action for action in order if action.kind is not Kind.WEIGHT) for order in schedule.orders]
-        self.weights: list[deque[Action]] = [deque() for _ in schedule.orders]
+        self.in_pairs, self.weight_policy = in_pairs, weight_policy
+        self.remaining = [
+            deque(action for action in order if action.kind is not Kind.WEIGHT) for order in schedule.orders
+        ]
+        self.pending_weights: list[deque[Action]] = [deque() for _ in schedule.orders]
         """Weight passes of each rank whose input pass has run."""
         self.memory = [0.0] * schedule.num_ranks
-        self.done: Ends = {}
+        self.ends: Ends = {}
         self.table: list[list[Cell]] = []
 
     def run(self) -> list[list[Cell]]:
         """Return the actions of each rank, by tick."""
         sent: set[int] = set()
-        while any(self.left) or any(self.weights):
-            cells, must = self._begin()
+        while any(self.remaining) or any(self.pending_weights):
+            cells, forced = self._start_tick()
             shortest = [self._length(cell, rank in sent) for rank, cell in enumerate(cells)]
             with_weights = [
                 self._length((*cell, *itertools.islice(pending, 1)), rank in sent)
-                for rank, (cell, pending) in enumerate(zip(cells, self.weights, strict=True))
+                for rank, (cell, pending) in enumerate(zip(cells, self.pending_weights, strict=True))
             ]
             # First, the length of the tick: its passes of F and I, plus the weight passes that may lengthen it. Then
             # every other rank adds a weight pass if it fits into that length.
-            for_weights = must | self._longer(is_empty=not any(cells))
-            length = max([*shortest, *(with_weights[rank] for rank in for_weights)])
-            for rank, pending in enumerate(self.weights):
+            lengthening = forced | self._lengthening_ranks(is_empty=not any(cells))
+            length = max([*shortest, *(with_weights[rank] for rank in lengthening)])
+            for rank, pending in enumerate(self.pending_weights):
                 if pending and with_weights[rank] <= length + _TOLERANCE:
                     cells[rank] = (*cells[rank], pending.popleft())
-            row = [tuple(sorted(cell, key=place)) for cell in cells]
-            self._end(row)
-            sent = sent_to(row, self.placement)
+            row = [tuple(sorted(cell, key=position_in_tick)) for cell in cells]
+            self._finish_tick(row)
+            sent = receiving_ranks(row, self.placement)
         return self.table
 
-    def _begin(self) -> tuple[list[Cell], set[int]]:
+    def _start_tick(self) -> tuple[list[Cell], set[int]]:
         """Return the F and I passes of each rank in this tick, and the ranks that must run a weight pass in it."""
         cells: list[Cell] = []
-        must: set[int] = set()
-        for rank, left in enumerate(self.left):
+        forced: set[int] = set()
+        for rank, remaining in enumerate(self.remaining):
             cell: Cell = ()
-            kept = [self.memory[rank]]
-            if (back := self._next(rank, Kind.INPUT)) is not None:
-                cell = (back,)
-                left.popleft()
-                kept.append(self.costs.kept(back))
-                self.weights[rank].append(back._replace(kind=Kind.WEIGHT))
+            memory = [self.memory[rank]]
+            if (backward := self._next(rank, Kind.INPUT)) is not None:
+                cell = (backward,)
+                remaining.popleft()
+                memory.append(self.costs.kept(backward))
+                self.pending_weights[rank].append(backward._replace(kind=Kind.WEIGHT))
             forward = self._next(rank, Kind.FORWARD) if self.in_pairs or not cell else None
             if forward is not None:
-                kept.append(self.costs.kept(forward))
-            limit, pending = self.limits[rank] + _TOLERANCE, self.weights[rank]
-            if sum(kept) > limit and pending:
-                must.add(rank)
-                kept.append(self.costs.kept(pending[0]))
-            if forward is not None and sum(kept) <= limit:
+                memory.append(self.costs.kept(forward))
+            limit, pending = self.limits[rank] + _TOLERANCE, self.pending_weights[rank]
+            if sum(memory) > limit and pending:
+                forced.add(rank)
+                memory.append(self.costs.kept(pending[0]))
+            if forward is not None and sum(memory) <= limit:
                 cell = (*cell, forward)
-                left.popleft()
+                remaining.popleft()
             cells.append(cell)
-        return cells, must
+        return cells, forced
 
     def _next(self, rank: int, kind: Kind) -> Action | None:
         """Return the next action of a rank's order if it is of this kind and can run."""
-        left = self.left[rank]
-        if not left or ready(left[0], self.placement, self.done) == math.inf:
+        remaining = self.remaining[rank]
+        if not remaining or ready_time(remaining[0], self.placement, self.ends) == math.inf:
             return None
-        return left[0] if left[0].kind is kind else None
+        return remaining[0] if remaining[0].kind is kind else None
 
-    def _longer(self, *, is_empty: bool) -> set[int]:
+    def _lengthening_ranks(self, *, is_empty: bool) -> set[int]:
         """Return the ranks whose weight passes may lengthen this tick although memory does not require it."""
-        having = {rank for rank, pending in enumerate(self.weights) if pending}
-        if is_empty or self.when == "at once":
-            return having
-        forwards = [any(action.kind is Kind.FORWARD for action in left) for left in self.left]
-        if self.when == "together" and all(forwards) and len(having) == len(self.left):
-            return having
+        pending_ranks = {rank for rank, pending in enumerate(self.pending_weights) if pending}
+        if is_empty or self.weight_policy == "at once":
+            return pending_ranks
+        forwards = [any(action.kind is Kind.FORWARD for action in actions) for actions in self.remaining]
+        if self.weight_policy == "together" and all(forwards) and len(pending_ranks) == len(self.remaining):
+            return pending_ranks
         if self.in_pairs and not any(forwards):
             # In the drain, the result of an input pass is sent while a weight pass runs. So the rank with the most
             # input passes left may lengthen the tick, unless the weight passes left on another rank take longer.
-            last = max(range(len(self.left)), key=lambda rank: (len(self.left[rank]), len(self.weights[rank])))
-            if max(map(len, self.weights)) <= 2 * len(self.left[last]) + len(self.weights[last]):
-                return {last} & having
+            last_rank = max(
+                range(len(self.remaining)),
+                key=lambda rank: (len(self.remaining[rank]), len(self.pending_weights[rank])),
+            )
+            if max(map(len, self.pending_weights)) <= 2 * len(self.remaining[last_rank]) + len(
+                self.pending_weights[last_rank]
+            ):
+                return {last_rank} & pending_ranks
         return set()
 
     def _length(self, cell: Cell, is_sent: bool) -> float:
-        return spans(tuple(sorted(cell, key=place)), self.placement, self.costs, is_sent=is_sent).end
+        return spans(tuple(sorted(cell, key=position_in_tick)), self.placement, self.costs, is_sent=is_sent).end
 
-    def _end(self, row: list[Cell]) -> None:
+    def _finish_tick(self, row: list[Cell]) -> None:
         """Append a tick to the table and update memory."""
         if not any(row):
-            stuck = next(rank for rank, order in enumerate(self.left) if order)
+            blocked = next(rank for rank, order in enumerate(self.remaining) if order)
             raise ScheduleError(
-                f"rank {stuck} cannot go on within its memory",
-                expected=f"a limit that lets it run {self.left[stuck][0]}",
-                got=f"{self.memory[stuck]:g} of {self.limits[stuck]:g} in use",
+                f"rank {blocked} cannot go on within its memory",
+                expected=f"a limit that lets it run {self.remaining[blocked][0]}",
+                got=f"{self.memory[blocked]:g} of {self.limits[blocked]:g} in use",
                 hint="raise the limit, or choose a schedule that keeps less, such as v-half or v-min",
             )
         for rank, cell in enumerate(row):
             for action in cell:
                 self.memory[rank] += self.costs.kept(action)
-                self.done[gives(action)] = 0.0
+                self.ends[result_key(action)] = 0.0
         self.table.append(row)

@@ -20,7 +20,7 @@ from ._costs import Costs
 
 Order = tuple[Action, ...]
 Ends = dict[tuple[Kind, int, int], float]
-"""End time of each action, under the key that `gives` returns."""
+"""End time of each action, under the key that `result_key` returns."""
 
 
 class Remake(Protocol):
@@ -91,7 +91,7 @@ class Schedule:
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
         """List the stages of a rank, in the order of the model."""
-        return tuple(stage for stage, where in enumerate(self.placement) if where == rank)
+        return tuple(stage for stage, owner in enumerate(self.placement) if owner == rank)
 
     def truncated(self, num_microbatches: int) -> Schedule:
         """Return the schedule of the first microbatches only: same order, no ticks."""
@@ -174,25 +174,25 @@ class Schedule:
         """
         parsed = [[parse_actions(cell) for cell in row] for row in rows]
         orders = tuple(tuple(action for cell in row for action in cell) for row in parsed)
-        ticks = tuple(tuple(i // len(_PLACES) for i, cell in enumerate(row) if cell) for row in parsed)
+        ticks = tuple(tuple(i // len(_TICK_POSITIONS) for i, cell in enumerate(row) if cell) for row in parsed)
         are_ticks = all(
-            len(cell) == 1 and cell[0].kind in _PLACES[i % len(_PLACES)]
+            len(cell) == 1 and cell[0].kind in _TICK_POSITIONS[i % len(_TICK_POSITIONS)]
             for row in parsed
             for i, cell in enumerate(row)
             if cell
         )
-        found = {action.stage: rank for rank, order in enumerate(orders) for action in order}
-        if not found:
+        ranks = {action.stage: rank for rank, order in enumerate(orders) for action in order}
+        if not ranks:
             raise ScheduleError(f"{name}: no action", expected="a row of actions for each rank", hint="0F0 0B0")
-        if sorted(found) != list(range(len(found))):
+        if sorted(ranks) != list(range(len(ranks))):
             raise ScheduleError(
                 f"{name}: not every stage has a rank",
-                expected=f"stages 0 to {max(found)}",
-                got=", ".join(map(str, sorted(found))),
+                expected=f"stages 0 to {max(ranks)}",
+                got=", ".join(map(str, sorted(ranks))),
                 hint="stages are counted from 0",
             )
         num_microbatches = 1 + max(action.microbatch for order in orders for action in order)
-        placement = tuple(found[stage] for stage in range(len(found)))
+        placement = tuple(ranks[stage] for stage in range(len(ranks)))
         return cls(
             name=name,
             num_microbatches=num_microbatches,
@@ -210,24 +210,24 @@ class Schedule:
             return [[str(action) for action in order] for order in self.orders]
         rows: list[list[str]] = []
         for order, numbers in zip(self.orders, self.ticks, strict=True):
-            row = [""] * (len(_PLACES) * (1 + max(numbers, default=-1)))
+            row = [""] * (len(_TICK_POSITIONS) * (1 + max(numbers, default=-1)))
             for action, tick in zip(order, numbers, strict=True):
-                row[len(_PLACES) * tick + place(action)] = str(action)
+                row[len(_TICK_POSITIONS) * tick + position_in_tick(action)] = str(action)
             rows.append(row)
         return rows
 
 
-_PLACES = ((Kind.INPUT, Kind.BACKWARD), (Kind.WEIGHT,), (Kind.FORWARD,))
+_TICK_POSITIONS = ((Kind.INPUT, Kind.BACKWARD), (Kind.WEIGHT,), (Kind.FORWARD,))
 """The order of passes in a tick. An input or whole backward pass and a weight pass free memory before a forward pass
 takes it."""
 
 
-def place(action: Action) -> int:
+def position_in_tick(action: Action) -> int:
     """Return the position of an action within its tick: 0 for input and whole backward passes, 1 for W, 2 for F."""
-    return next(i for i, kinds in enumerate(_PLACES) if action.kind in kinds)
+    return next(i for i, kinds in enumerate(_TICK_POSITIONS) if action.kind in kinds)
 
 
-def needs(action: Action, num_stages: int) -> list[tuple[Kind, int]]:
+def prerequisites(action: Action, num_stages: int) -> list[tuple[Kind, int]]:
     """List the passes (kind and stage) that must end before an action of the same microbatch starts.
 
     `Kind.INPUT` in the result stands for an input pass or a whole backward pass.
@@ -240,13 +240,13 @@ def needs(action: Action, num_stages: int) -> list[tuple[Kind, int]]:
     return [(Kind.FORWARD, stage), *([(Kind.INPUT, stage + 1)] if stage + 1 < num_stages else [])]
 
 
-def gives(action: Action) -> tuple[Kind, int, int]:
-    """Return the key under which `needs` looks up an action."""
+def result_key(action: Action) -> tuple[Kind, int, int]:
+    """Return the key under which `prerequisites` looks up an action."""
     kind = Kind.INPUT if action.kind is Kind.BACKWARD else action.kind
     return kind, action.stage, action.microbatch
 
 
-def read_by(action: Action, num_stages: int) -> tuple[Kind, int] | None:
+def reader_of(action: Action, num_stages: int) -> tuple[Kind, int] | None:
     """Return the kind and stage of the pass that reads an action's result; None if no other pass reads it.
 
     The backward pass of the last stage computes the loss, so it reads the activations of the stage's forward pass.
@@ -257,30 +257,25 @@ def read_by(action: Action, num_stages: int) -> tuple[Kind, int] | None:
     return None if action.kind is Kind.WEIGHT or not action.stage else (Kind.INPUT, action.stage - 1)
 
 
-def sends_on(action: Action, placement: Sequence[int]) -> bool:
+def sends_result(action: Action, placement: Sequence[int]) -> bool:
     """Return whether the result of an action goes to another rank."""
-    reader = read_by(action, len(placement))
+    reader = reader_of(action, len(placement))
     return reader is not None and placement[reader[1]] != placement[action.stage]
 
 
-def ready(action: Action, placement: Sequence[int], ends: Ends, communication: float = 0.0) -> float:
+def ready_time(action: Action, placement: Sequence[int], ends: Ends, communication: float = 0.0) -> float:
     """Return the time at which the inputs of an action are on its rank; infinity while that time is unknown."""
-    begin = 0.0
-    for kind, stage in needs(action, len(placement)):
-        away = communication if placement[stage] != placement[action.stage] else 0.0
-        begin = max(begin, ends.get((kind, stage, action.microbatch), math.inf) + away)
-    return begin
+    time = 0.0
+    for kind, stage in prerequisites(action, len(placement)):
+        delay = communication if placement[stage] != placement[action.stage] else 0.0
+        time = max(time, ends.get((kind, stage, action.microbatch), math.inf) + delay)
+    return time
 
 
 def sweep(orders: Sequence[Order], run: Callable[[int, Action], bool]) -> list[int]:
-    """Try the next action of each rank, rank by rank, until no rank can run one.
+    """Try the next action of each rank, rank by rank, until no rank can run one; return how many each rank has run.
 
-    Args:
-        orders: actions of each rank.
-        run: ``run(rank, action)`` runs the action and returns whether it could run.
-
-    Returns:
-        The number of actions that each rank has run.
+    ``run(rank, action)`` runs the action and returns whether it could run.
     """
     counts, advanced = [0] * len(orders), True
     while advanced:
@@ -295,40 +290,41 @@ def sweep(orders: Sequence[Order], run: Callable[[int, Action], bool]) -> list[i
 def validate(schedule: Schedule) -> None:
     """Check that every stage passes every microbatch once each way on its own rank, and that no rank deadlocks.
 
-    Raises:
-        ScheduleError: with the rank and the action.
+    Raises `ScheduleError` with the rank and the action.
     """
     if schedule.num_microbatches < 1 or not schedule.placement:
         raise ScheduleError(f"{schedule.name}: nothing to do", expected="at least one stage and one microbatch")
-    _refuse_unplaced(schedule)
+    _refuse_wrong_actions(schedule)
     if schedule.ticks is not None:
-        _refuse_impossible(schedule, schedule.ticks)
-    done: Ends = {}
+        _refuse_wrong_ticks(schedule, schedule.ticks)
+    ends: Ends = {}
 
     def run(_: int, action: Action) -> bool:
-        if ready(action, schedule.placement, done) == math.inf:
+        if ready_time(action, schedule.placement, ends) == math.inf:
             return False
-        done[gives(action)] = 0.0
+        ends[result_key(action)] = 0.0
         return True
 
     # Run the orders without time: an action runs once its inputs are done. A rank that stops early has a deadlock.
-    at = sweep(schedule.orders, run)
-    waiting = {rank: order[at[rank]] for rank, order in enumerate(schedule.orders) if at[rank] < len(order)}
+    counts = sweep(schedule.orders, run)
+    waiting = {rank: order[counts[rank]] for rank, order in enumerate(schedule.orders) if counts[rank] < len(order)}
     for rank, action in waiting.items():
         missing = [
             f"{stage}{kind}{action.microbatch}"
-            for kind, stage in needs(action, schedule.num_stages)
-            if (kind, stage, action.microbatch) not in done
+            for kind, stage in prerequisites(action, schedule.num_stages)
+            if (kind, stage, action.microbatch) not in ends
         ]
         raise ScheduleError(
             f"{schedule.name}: rank {rank} waits for ever before {action}",
             expected=f"{missing[0]} before it",
-            got="; ".join(f"rank {where} waits before {what}" for where, what in waiting.items()),
+            got="; ".join(
+                f"rank {waiting_rank} waits before {waiting_action}" for waiting_rank, waiting_action in waiting.items()
+            ),
             hint="change the order so that what an action needs does not wait for it",
         )
 
 
-def _refuse_impossible(schedule: Schedule, ticks: tuple[tuple[int, ...], ...]) -> None:
+def _refuse_wrong_ticks(schedule: Schedule, ticks: tuple[tuple[int, ...], ...]) -> None:
     """Raise unless each action can run in its tick."""
     fits = [len(order) == len(numbers) for order, numbers in zip(schedule.orders, ticks, strict=False)]
     if len(ticks) != len(schedule.orders) or not all(fits):
@@ -338,60 +334,65 @@ def _refuse_impossible(schedule: Schedule, ticks: tuple[tuple[int, ...], ...]) -
             got=f"{sum(map(len, ticks))} ticks for {sum(map(len, schedule.orders))} actions",
             hint="ticks=None runs each action in one of its own",
         )
-    seen = {tick for numbers in ticks for tick in numbers}
-    given: Any = next((tick for tick in seen if not is_count(tick, 0)), None)
-    if given is not None or seen != set(range(len(seen))):
+    used_ticks = {tick for numbers in ticks for tick in numbers}
+    invalid: Any = next((tick for tick in used_ticks if not is_count(tick, 0)), None)
+    if invalid is not None or used_ticks != set(range(len(used_ticks))):
         raise ScheduleError(
             f"{schedule.name}: ticks are no numbers from 0 on, in each of which some rank does something",
-            expected=f"0 to {len(seen) - 1}",
-            got=repr(given) if given is not None else f"up to {max(seen)}",
+            expected=f"0 to {len(used_ticks) - 1}",
+            got=repr(invalid) if invalid is not None else f"up to {max(used_ticks)}",
             hint="count the ticks without those in which nobody does anything",
         )
     begins: Ends = {}
     for order, numbers in zip(schedule.orders, ticks, strict=True):
         for action, tick in zip(order, numbers, strict=True):
-            begins[gives(action)] = tick
+            begins[result_key(action)] = tick
     for rank, (order, numbers) in enumerate(zip(schedule.orders, ticks, strict=True)):
-        moments = [(tick, place(action)) for action, tick in zip(order, numbers, strict=True)]
+        positions = [(tick, position_in_tick(action)) for action, tick in zip(order, numbers, strict=True)]
         # A whole backward pass takes two positions of a tick: that of I and that of W.
-        taken = [(tick, at + (action.kind is Kind.BACKWARD)) for action, (tick, at) in zip(order, moments, strict=True)]
-        for number, (action, tick) in enumerate(zip(order, numbers, strict=True)):
-            early = number > 0 and moments[number] <= taken[number - 1]
-            inputs = [begins[kind, stage, action.microbatch] for kind, stage in needs(action, schedule.num_stages)]
+        last_positions = [
+            (tick, position + (action.kind is Kind.BACKWARD))
+            for action, (tick, position) in zip(order, positions, strict=True)
+        ]
+        for index, (action, tick) in enumerate(zip(order, numbers, strict=True)):
+            is_early = index > 0 and positions[index] <= last_positions[index - 1]
+            inputs = [
+                begins[kind, stage, action.microbatch] for kind, stage in prerequisites(action, schedule.num_stages)
+            ]
             # A weight pass may follow its input pass in the same tick. Other inputs come from other passes in earlier
             # ticks.
-            known = max(inputs, default=-1) + (action.kind is not Kind.WEIGHT)
-            if early or known > tick:
+            earliest = max(inputs, default=-1) + (action.kind is not Kind.WEIGHT)
+            if is_early or earliest > tick:
                 raise ScheduleError(
                     f"{schedule.name}: rank {rank} cannot run {action} in tick {tick}",
-                    expected=f"a tick from {int(known)} on" if known > tick else "after what it does before",
+                    expected=f"a tick from {int(earliest)} on" if earliest > tick else "after what it does before",
                     got=f"tick {tick}",
                     hint="in a tick a rank runs at most an input, a weight and a forward pass, in that order, on what "
                     "others gave in earlier ticks",
                 )
 
 
-def _refuse_unplaced(schedule: Schedule) -> None:
-    seen: dict[tuple[int, int], list[Kind]] = {}
+def _refuse_wrong_actions(schedule: Schedule) -> None:
+    kinds_by_pass: dict[tuple[int, int], list[Kind]] = {}
     for rank, order in enumerate(schedule.orders):
         for action in order:
-            wrong = None
+            expected = None
             if not (0 <= action.stage < schedule.num_stages and 0 <= action.microbatch < schedule.num_microbatches):
-                wrong = f"stages below {schedule.num_stages} and microbatches below {schedule.num_microbatches}"
+                expected = f"stages below {schedule.num_stages} and microbatches below {schedule.num_microbatches}"
             elif schedule.placement[action.stage] != rank:
-                wrong = f"stage {action.stage} on rank {schedule.placement[action.stage]} alone"
-            if wrong is not None:
+                expected = f"stage {action.stage} on rank {schedule.placement[action.stage]} alone"
+            if expected is not None:
                 raise ScheduleError(
                     f"{schedule.name}: rank {rank} does {action}",
-                    expected=wrong,
+                    expected=expected,
                     got=str(action),
                     hint="every stage has one rank",
                 )
-            seen.setdefault((action.stage, action.microbatch), []).append(action.kind)
+            kinds_by_pass.setdefault((action.stage, action.microbatch), []).append(action.kind)
     whole, split = sorted("FB"), sorted("FIW")
     for stage in range(schedule.num_stages):
         for microbatch in range(schedule.num_microbatches):
-            kinds = sorted(seen.get((stage, microbatch), []))
+            kinds = sorted(kinds_by_pass.get((stage, microbatch), []))
             if kinds not in (whole, split):
                 raise ScheduleError(
                     f"{schedule.name}: stage {stage}, microbatch {microbatch}",

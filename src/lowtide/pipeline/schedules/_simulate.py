@@ -17,8 +17,8 @@ from ...core import ConfigError, write_files
 from . import _views as views
 from ._actions import Action, Kind
 from ._costs import Costs
-from ._schedule import Ends, Schedule, gives, ready, sweep
-from ._ticks import sent_to, spans, ticks
+from ._schedule import Ends, Schedule, ready_time, result_key, sweep
+from ._ticks import receiving_ranks, spans, ticks
 from ._timeline import Timeline
 
 
@@ -44,11 +44,11 @@ class Simulation(Timeline):
             ConfigError: when matplotlib is not installed (``pip install "lowtide[report]"``).
             OutputError: when the file cannot be written.
         """
-        return _written(path, views.picture(self, "png"))
+        return _write(path, views.picture(self, "png"))
 
     def to_svg(self, path: str | Path | None = None) -> bytes:
         """Draw the picture of `to_png` as SVG. Arguments, result and errors are those of `to_png`."""
-        return _written(path, views.picture(self, "svg"))
+        return _write(path, views.picture(self, "svg"))
 
     def to_trace(self, path: str | Path | None = None) -> bytes:
         """Write a Chrome trace for https://ui.perfetto.dev, where one unit of time is one millisecond.
@@ -62,7 +62,7 @@ class Simulation(Timeline):
         Raises:
             OutputError: when the file cannot be written.
         """
-        return _written(path, views.trace(self).encode())
+        return _write(path, views.trace(self).encode())
 
 
 def simulate(schedule: Schedule, costs: Costs | None = None, *, lockstep: bool = False) -> Simulation:
@@ -85,18 +85,18 @@ def simulate(schedule: Schedule, costs: Costs | None = None, *, lockstep: bool =
         >>> simulate(schedule("1f1b", num_stages=4, num_microbatches=8)).bubble
         9.0
     """
-    given: Any = schedule
-    if not isinstance(given, Schedule):
+    value: Any = schedule
+    if not isinstance(value, Schedule):
         raise ConfigError(
             "only schedules can be simulated",
             expected="a lowtide.pipeline.Schedule",
-            got=repr(given),
+            got=repr(value),
             hint='simulate(schedule("1f1b", num_stages=4, num_microbatches=8))',
         )
     costs = costs or Costs()
     costs.refuse_other(schedule.num_stages)
     starts, ends, num_ticks = (_lockstep if lockstep else _asynchronous)(schedule, costs)
-    hops = sum(a != b for a, b in zip(schedule.placement, schedule.placement[1:], strict=False))
+    num_hops = sum(a != b for a, b in zip(schedule.placement, schedule.placement[1:], strict=False))
     return Simulation(
         schedule=schedule,
         costs=costs,
@@ -104,7 +104,7 @@ def simulate(schedule: Schedule, costs: Costs | None = None, *, lockstep: bool =
         ends=tuple(map(tuple, ends)),
         busy=tuple(sum(map(costs.of, order)) for order in schedule.orders),
         peaks=tuple(_peak(order, costs) for order in schedule.orders),
-        num_transfers=2 * hops * schedule.num_microbatches,
+        num_transfers=2 * num_hops * schedule.num_microbatches,
         num_ticks=num_ticks,
     )
 
@@ -125,17 +125,17 @@ def scan_makespan(schedule: Schedule, costs: Costs) -> float:
         33.0
     """
     num_ticks = schedule.num_microbatches + schedule.num_ranks - 1
-    sent = costs.communication if schedule.num_ranks > 1 else 0.0
+    transfer = costs.communication if schedule.num_ranks > 1 else 0.0
     total = 0.0
     for kind in (Kind.FORWARD, Kind.BACKWARD):
-        of_ranks = [0.0] * schedule.num_ranks
+        rank_times = [0.0] * schedule.num_ranks
         for stage, rank in enumerate(schedule.placement):
-            of_ranks[rank] += costs.of(Action(stage, kind, 0))
-        total += num_ticks * (max(of_ranks) + sent)
+            rank_times[rank] += costs.of(Action(stage, kind, 0))
+        total += num_ticks * (max(rank_times) + transfer)
     return total
 
 
-def _written(path: str | Path | None, content: bytes) -> bytes:
+def _write(path: str | Path | None, content: bytes) -> bytes:
     if path is not None:
         write_files(Path(path).parent, {Path(path).name: content})
     return content
@@ -147,15 +147,15 @@ _Times = list[list[float]]
 def _asynchronous(schedule: Schedule, costs: Costs) -> tuple[_Times, _Times, None]:
     starts: _Times = [[] for _ in schedule.orders]
     ends: _Times = [[] for _ in schedule.orders]
-    done: Ends = {}
+    finished: Ends = {}
 
     def run(rank: int, action: Action) -> bool:
-        begin = ready(action, schedule.placement, done, costs.communication)
-        if begin == math.inf:
+        start = ready_time(action, schedule.placement, finished, costs.communication)
+        if start == math.inf:
             return False
-        starts[rank].append(max([begin, *ends[rank][-1:]]))
+        starts[rank].append(max([start, *ends[rank][-1:]]))
         ends[rank].append(starts[rank][-1] + costs.of(action))
-        done[gives(action)] = ends[rank][-1]
+        finished[result_key(action)] = ends[rank][-1]
         return True
 
     sweep(schedule.orders, run)
@@ -165,23 +165,25 @@ def _asynchronous(schedule: Schedule, costs: Costs) -> tuple[_Times, _Times, Non
 def _lockstep(schedule: Schedule, costs: Costs) -> tuple[_Times, _Times, int]:
     starts: _Times = [[] for _ in schedule.orders]
     ends: _Times = [[] for _ in schedule.orders]
-    now, table, sent = 0.0, ticks(schedule), set[int]()
+    time, table, receivers = 0.0, ticks(schedule), set[int]()
     for row in table:
-        found = [spans(cell, schedule.placement, costs, is_sent=rank in sent) for rank, cell in enumerate(row)]
-        length = max(one.end for one in found)
-        for rank, one in enumerate(found):
+        rank_spans = [
+            spans(cell, schedule.placement, costs, is_sent=rank in receivers) for rank, cell in enumerate(row)
+        ]
+        length = max(span.end for span in rank_spans)
+        for rank, span in enumerate(rank_spans):
             # The last action of a rank in a tick ends with the tick, because the rank waits for the slowest one.
-            starts[rank] += [now + begin for begin in one.begins]
-            ends[rank] += [now + end for end in (*one.ends[:-1], length)[: len(one.ends)]]
-        now, sent = now + length, sent_to(row, schedule.placement)
+            starts[rank] += [time + start for start in span.begins]
+            ends[rank] += [time + end for end in (*span.ends[:-1], length)[: len(span.ends)]]
+        time, receivers = time + length, receiving_ranks(row, schedule.placement)
     return starts, ends, len(table)
 
 
 def _peak(order: tuple[Action, ...], costs: Costs) -> float:
-    held = most = 0.0
+    memory = peak = 0.0
     for action, following in itertools.zip_longest(order, order[1:]):
-        held += costs.kept(action)
+        memory += costs.kept(action)
         # The cotangents between I and a W that follows at once are not counted, as `Costs.cotangents` documents.
         if not (action.kind is Kind.INPUT and following is not None and following.kind is Kind.WEIGHT):
-            most = max(most, held)
-    return most
+            peak = max(peak, memory)
+    return peak

@@ -19,7 +19,7 @@ import numpy as np
 
 from ...core import ScheduleError
 from ._actions import Action, Kind
-from ._schedule import Schedule, read_by
+from ._schedule import Schedule, reader_of
 from ._ticks import Cell, ticks
 
 KINDS = ("F", "I", "W")
@@ -27,11 +27,11 @@ KINDS = ("F", "I", "W")
 
 So each pass reads values from earlier passes of its row or from earlier rows. It needs no value that a later pass of
 its row overwrites. I and W of a whole backward pass are in one row, for one microbatch."""
-_OF_PASSES = ("runs", "chunk", "microbatch", "is_first", "is_last", "num_layers", "message")
+_PASS_COLUMNS = ("runs", "chunk", "microbatch", "is_first", "is_last", "num_layers", "message")
 """Columns of each pass: whether it runs, on which chunk and microbatch, and the slot of the message that it reads."""
-_CAME = ("from_left", "from_right", "from_here")
+_ARRIVAL_COLUMNS = ("from_left", "from_right", "from_here")
 """Slots for results that arrive from the left or right neighbour or from this rank (-1: none)."""
-_MOMENTS = {"F": 0, "I": 2, "W": 4}
+_PASS_STARTS = {"F": 0, "I": 2, "W": 4}
 """Start of each pass in a row of eight moments. The result of the row's forward pass arrives at moment 1 if it stays on
 its rank, and at moment 6 on another rank. Results of the input passes of the previous row arrive at moment 1."""
 
@@ -94,17 +94,17 @@ def tables(
     Raises:
         ScheduleError: when consecutive stages are on ranks that are not neighbours.
     """
-    _refuse_far(schedule)
+    _refuse_distant_ranks(schedule)
     table = ticks(schedule, forward_only=forward_only)
-    when = _when(table)
+    pass_rows = _pass_rows(table)
     chunks = {stage: i for rank in range(schedule.num_ranks) for i, stage in enumerate(schedule.stages_of(rank))}
-    messages, of_messages = _slots(_messages(schedule, when))
-    slots, counts = _waiting_slots(schedule, when, waiting)
-    names = (*_OF_PASSES, *_CAME, *(one.column for one in waiting))
+    messages, num_message_slots = _assign_slots(_message_lifetimes(schedule, pass_rows))
+    slots, counts = _saved_value_slots(schedule, pass_rows, waiting)
+    names = (*_PASS_COLUMNS, *_ARRIVAL_COLUMNS, *(saved_value.column for saved_value in waiting))
     columns = {f"{kind}/{name}": i for i, (kind, name) in enumerate(itertools.product(KINDS, names))}
-    rows = np.zeros((1 + max(when.values()), schedule.num_ranks, len(columns)), np.int32)
-    rows[:, :, [i for name, i in columns.items() if name.partition("/")[2] in _CAME]] = -1
-    for (stage, kind, microbatch), row in when.items():
+    rows = np.zeros((1 + max(pass_rows.values()), schedule.num_ranks, len(columns)), np.int32)
+    rows[:, :, [i for name, i in columns.items() if name.partition("/")[2] in _ARRIVAL_COLUMNS]] = -1
+    for (stage, kind, microbatch), row in pass_rows.items():
         rank = schedule.placement[stage]
         cell = {
             "runs": 1,
@@ -114,20 +114,20 @@ def tables(
             "is_last": stage == schedule.num_stages - 1,
             "num_layers": layers_per_stage[stage],
             "message": messages.get((stage, kind, microbatch), 0),
-            **{one.column: slots.get((stage, one.column, microbatch), 0) for one in waiting},
+            **{saved_value.column: slots.get((stage, saved_value.column, microbatch), 0) for saved_value in waiting},
         }
         for name, value in cell.items():
             rows[row, rank, columns[f"{kind}/{name}"]] = value
-        sent = _sent(schedule, Action(stage, Kind(kind), microbatch))
-        if sent in messages:
-            to = schedule.placement[sent[0]]
+        reader = _reader_key(schedule, Action(stage, Kind(kind), microbatch))
+        if reader in messages:
+            destination = schedule.placement[reader[0]]
             # With two ranks, each is both the left and the right neighbour of the other; the message counts as from the
             # left.
-            side = 2 if to == rank else 0 if to == (rank + 1) % schedule.num_ranks else 1
-            rows[row + (kind == "I"), to, columns[f"{kind}/{_CAME[side]}"]] = messages[sent]
-    counts["messages"] = of_messages
+            side = 2 if destination == rank else 0 if destination == (rank + 1) % schedule.num_ranks else 1
+            rows[row + (kind == "I"), destination, columns[f"{kind}/{_ARRIVAL_COLUMNS[side]}"]] = messages[reader]
+    counts["messages"] = num_message_slots
     used = {name: tuple(count[rank] for rank in range(schedule.num_ranks)) for name, count in counts.items()}
-    num_slots = {name: max(each) for name, each in used.items()}
+    num_slots = {name: max(rank_counts) for name, rank_counts in used.items()}
     num_messages = max(num_slots.pop("messages"), 1)  # a single stage receives no messages
     return Tables(tuple(columns), rows, num_messages, num_slots, used)
 
@@ -136,7 +136,7 @@ _Key = tuple[int, str, int]
 """A stage, a pass or a column, and a microbatch."""
 
 
-class _Life(NamedTuple):
+class _Lifetime(NamedTuple):
     """Half-open interval of moments in which a value occupies a slot on a rank."""
 
     begin: int
@@ -145,7 +145,7 @@ class _Life(NamedTuple):
     key: _Key
 
 
-def _when(table: Iterable[tuple[Cell, ...]]) -> dict[_Key, int]:
+def _pass_rows(table: Iterable[tuple[Cell, ...]]) -> dict[_Key, int]:
     """Return the row of every pass; a whole backward pass counts as I and W."""
     return {
         (action.stage, kind, action.microbatch): tick - (kind != "F")
@@ -156,69 +156,69 @@ def _when(table: Iterable[tuple[Cell, ...]]) -> dict[_Key, int]:
     }
 
 
-def _slots(lives: Iterable[_Life]) -> tuple[dict[_Key, int], Counter[int]]:
+def _assign_slots(lifetimes: Iterable[_Lifetime]) -> tuple[dict[_Key, int], Counter[int]]:
     """Assign a slot to each interval, separately on each rank, and count the slots of each rank."""
-    found: dict[_Key, int] = {}
+    slots: dict[_Key, int] = {}
     free: dict[int, list[int]] = {}
     busy: dict[int, list[tuple[int, int]]] = {}
-    count: Counter[int] = Counter()
+    counts: Counter[int] = Counter()
     # In order of start, an interval takes the lowest slot that is free. A slot is free again when its interval ends.
-    for begin, end, rank, key in sorted(lives):
-        ready, taken = free.setdefault(rank, []), busy.setdefault(rank, [])
+    for begin, end, rank, key in sorted(lifetimes):
+        available, taken = free.setdefault(rank, []), busy.setdefault(rank, [])
         while taken and taken[0][0] <= begin:
-            heapq.heappush(ready, heapq.heappop(taken)[1])
-        if not ready:
-            heapq.heappush(ready, count[rank])
-            count[rank] += 1
-        found[key] = heapq.heappop(ready)
-        heapq.heappush(taken, (end, found[key]))
-    return found, count
+            heapq.heappush(available, heapq.heappop(taken)[1])
+        if not available:
+            heapq.heappush(available, counts[rank])
+            counts[rank] += 1
+        slots[key] = heapq.heappop(available)
+        heapq.heappush(taken, (end, slots[key]))
+    return slots, counts
 
 
-def _messages(schedule: Schedule, when: dict[_Key, int]) -> Iterable[_Life]:
+def _message_lifetimes(schedule: Schedule, pass_rows: dict[_Key, int]) -> Iterable[_Lifetime]:
     """Yield the interval of each message, from the moment in which it arrives."""
-    for (stage, kind, microbatch), row in when.items():
-        sent = _sent(schedule, Action(stage, Kind(kind), microbatch))
-        if sent in when:
-            rank = schedule.placement[sent[0]]
-            stays = rank == schedule.placement[stage]
-            begin = 8 * (row + 1) + 1 if kind == "I" else 8 * row + (1 if stays else 6)
-            yield _Life(begin, 8 * when[sent] + _MOMENTS[sent[1]] + 1, rank, sent)
+    for (stage, kind, microbatch), row in pass_rows.items():
+        reader = _reader_key(schedule, Action(stage, Kind(kind), microbatch))
+        if reader in pass_rows:
+            rank = schedule.placement[reader[0]]
+            is_local = rank == schedule.placement[stage]
+            begin = 8 * (row + 1) + 1 if kind == "I" else 8 * row + (1 if is_local else 6)
+            yield _Lifetime(begin, 8 * pass_rows[reader] + _PASS_STARTS[reader[1]] + 1, rank, reader)
 
 
-def _waiting_slots(
-    schedule: Schedule, when: dict[_Key, int], waiting: Sequence[Waiting]
+def _saved_value_slots(
+    schedule: Schedule, pass_rows: dict[_Key, int], waiting: Sequence[Waiting]
 ) -> tuple[dict[_Key, int], dict[str, Counter[int]]]:
     stages = {"first": (0,), "blocks": range(schedule.num_stages)}
-    lives: dict[str, list[_Life]] = {}
-    for one in waiting:
-        for (stage, kind, microbatch), row in when.items():
-            if kind == one.made and stage in stages[one.part]:
-                begin = 8 * row + _MOMENTS[kind]
-                end = 8 * when[stage, one.read, microbatch] + _MOMENTS[one.read] + 1
-                life = _Life(begin, end, schedule.placement[stage], (stage, one.column, microbatch))
-                lives.setdefault(one.buffer, []).append(life)
-    found: dict[_Key, int] = {}
+    lifetimes: dict[str, list[_Lifetime]] = {}
+    for saved_value in waiting:
+        for (stage, kind, microbatch), row in pass_rows.items():
+            if kind == saved_value.made and stage in stages[saved_value.part]:
+                begin = 8 * row + _PASS_STARTS[kind]
+                end = 8 * pass_rows[stage, saved_value.read, microbatch] + _PASS_STARTS[saved_value.read] + 1
+                lifetime = _Lifetime(begin, end, schedule.placement[stage], (stage, saved_value.column, microbatch))
+                lifetimes.setdefault(saved_value.buffer, []).append(lifetime)
+    all_slots: dict[_Key, int] = {}
     counts: dict[str, Counter[int]] = {}
-    for buffer, of_buffer in lives.items():
-        slots, counts[buffer] = _slots(of_buffer)
-        found.update(slots)
-    return found, counts
+    for buffer, buffer_lifetimes in lifetimes.items():
+        slots, counts[buffer] = _assign_slots(buffer_lifetimes)
+        all_slots.update(slots)
+    return all_slots, counts
 
 
-def _sent(schedule: Schedule, action: Action) -> _Key:
+def _reader_key(schedule: Schedule, action: Action) -> _Key:
     """Return the pass that reads an action's result: stage, kind (empty if no pass reads it) and microbatch."""
-    kind, stage = read_by(action, schedule.num_stages) or ("", action.stage)
+    kind, stage = reader_of(action, schedule.num_stages) or ("", action.stage)
     return stage, kind, action.microbatch
 
 
-def _refuse_far(schedule: Schedule) -> None:
+def _refuse_distant_ranks(schedule: Schedule) -> None:
     num_ranks = schedule.num_ranks
-    for stage, (one, other) in enumerate(zip(schedule.placement, schedule.placement[1:], strict=False)):
-        if (one - other) % num_ranks not in (0, 1, num_ranks - 1):
+    for stage, (rank, next_rank) in enumerate(zip(schedule.placement, schedule.placement[1:], strict=False)):
+        if (rank - next_rank) % num_ranks not in (0, 1, num_ranks - 1):
             raise ScheduleError(
                 f"{schedule.name}: stages {stage} and {stage + 1} are on ranks that are no neighbours",
-                expected=f"stage {stage + 1} on rank {one}, {(one + 1) % num_ranks} or {(one - 1) % num_ranks}",
-                got=f"rank {other}",
+                expected=f"stage {stage + 1} on rank {rank}, {(rank + 1) % num_ranks} or {(rank - 1) % num_ranks}",
+                got=f"rank {next_rank}",
                 hint="one program sends activations to the next and the previous rank alone; renumber the ranks",
             )

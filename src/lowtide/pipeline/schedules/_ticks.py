@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from ._actions import Action, Kind
 from ._costs import Costs
-from ._schedule import Ends, Schedule, gives, ready, sends_on
+from ._schedule import Ends, Schedule, ready_time, result_key, sends_result
 
 Cell = tuple[Action, ...]
 """Actions of a rank in a tick, in the order in which it runs them."""
@@ -35,26 +35,28 @@ def ticks(schedule: Schedule, *, forward_only: bool = False) -> list[tuple[Cell,
     """
     if schedule.ticks is not None and not forward_only:
         rows: list[list[list[Action]]] = [
-            [[] for _ in schedule.orders] for _ in range(1 + max(each[-1] for each in schedule.ticks if each))
+            [[] for _ in schedule.orders]
+            for _ in range(1 + max(rank_ticks[-1] for rank_ticks in schedule.ticks if rank_ticks))
         ]
         for rank, (order, numbers) in enumerate(zip(schedule.orders, schedule.ticks, strict=True)):
             for action, tick in zip(order, numbers, strict=True):
                 rows[tick][rank].append(action)
         return [tuple(map(tuple, row)) for row in rows]
     table: list[tuple[Cell, ...]] = []
-    done: Ends = {}
-    left = [
+    finished: Ends = {}
+    remaining = [
         [action for action in reversed(order) if not forward_only or action.kind is Kind.FORWARD]
         for order in schedule.orders
     ]
-    while any(left):
+    while any(remaining):
         row = [
-            (order[-1],) if order and ready(order[-1], schedule.placement, done) < math.inf else () for order in left
+            (order[-1],) if order and ready_time(order[-1], schedule.placement, finished) < math.inf else ()
+            for order in remaining
         ]
-        for order, cell in zip(left, row, strict=True):
+        for order, cell in zip(remaining, row, strict=True):
             if cell:
                 order.pop()
-                done[gives(cell[0])] = 0.0
+                finished[result_key(cell[0])] = 0.0
         assert any(row), "a validated schedule never stands still"
         table.append(tuple(row))
     return table
@@ -74,32 +76,28 @@ class Spans(NamedTuple):
 def spans(cell: Cell, placement: Sequence[int], costs: Costs, *, is_sent: bool) -> Spans:
     """Compute the times of a rank's actions in a tick.
 
-    Args:
-        cell: actions of the rank.
-        placement: rank of each stage.
-        costs: time of actions and transfers.
-        is_sent: whether another rank sends the result of a forward pass of the previous tick to this rank.
+    With `is_sent`, another rank sends the result of a forward pass of the previous tick to this rank.
     """
     begins: list[float] = []
     ends: list[float] = []
-    now = sent = 0.0
-    came = costs.communication if is_sent else 0.0
+    time = result_arrival = 0.0
+    arrival = costs.communication if is_sent else 0.0
     for action in cell:
         if action.kind is Kind.FORWARD:
-            now = max(now, came)
-        begins.append(now)
-        now += costs.of(action)
-        ends.append(now)
-        if action.kind in (Kind.INPUT, Kind.BACKWARD) and sends_on(action, placement):
-            sent = now + costs.communication
-    return Spans(begins, ends, max(now, came, sent))
+            time = max(time, arrival)
+        begins.append(time)
+        time += costs.of(action)
+        ends.append(time)
+        if action.kind in (Kind.INPUT, Kind.BACKWARD) and sends_result(action, placement):
+            result_arrival = time + costs.communication
+    return Spans(begins, ends, max(time, arrival, result_arrival))
 
 
-def sent_to(row: Sequence[Cell], placement: Sequence[int]) -> set[int]:
+def receiving_ranks(row: Sequence[Cell], placement: Sequence[int]) -> set[int]:
     """Return the ranks that receive the result of a forward pass of this tick."""
     return {
         placement[action.stage + 1]
         for cell in row
         for action in cell
-        if action.kind is Kind.FORWARD and sends_on(action, placement)
+        if action.kind is Kind.FORWARD and sends_result(action, placement)
     }

@@ -66,13 +66,13 @@ class Timeline:
 
         A forward pass takes its memory at its start. A backward pass frees memory at its end.
         """
-        times, values, held = [0.0], [0.0], 0.0
+        times, values, memory = [0.0], [0.0], 0.0
         for action, start, end in zip(self.schedule.orders[rank], self.starts[rank], self.ends[rank], strict=True):
-            held += self.costs.kept(action)
+            memory += self.costs.kept(action)
             time = start if action.kind is Kind.FORWARD else end
             if time == times[-1]:  # memory is freed and taken at the same time
-                values[-1] = held
+                values[-1] = memory
             else:
                 times.append(time)
-                values.append(held)
+                values.append(memory)
         return times, values

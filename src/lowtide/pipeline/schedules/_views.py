@@ -36,16 +36,9 @@ def _colour(simulation: Timeline, action: Action) -> str:
 
 
 def terminal(simulation: Timeline, width: int, *, has_colours: bool) -> Text:
-    """Draw a line for each rank, with the number of a microbatch where its pass starts.
+    """Draw a line for each rank, `width` columns wide, with the number of a microbatch where its pass starts.
 
-    Args:
-        simulation: the schedule to draw.
-        width: number of columns.
-        has_colours: whether colours show the kind of a pass. Otherwise its letter does, and numbers are left out where
-            they do not fit.
-
-    Returns:
-        Text for `rich`.
+    Colours show the kind of a pass. Without colours its letter does, and numbers are left out where they do not fit.
     """
     from rich.text import Text
 
@@ -76,17 +69,9 @@ def terminal(simulation: Timeline, width: int, *, has_colours: bool) -> Text:
 
 
 def picture(simulation: Timeline, form: str) -> bytes:
-    """Draw the schedule over time and the memory of each rank.
+    """Draw the schedule over time and the memory of each rank, as ``"png"`` (1600 pixels wide) or ``"svg"``.
 
-    Args:
-        simulation: the schedule to draw.
-        form: ``"png"`` or ``"svg"``.
-
-    Returns:
-        Content of the file; a PNG is 1600 pixels wide.
-
-    Raises:
-        ConfigError: when matplotlib is not installed.
+    Raises `ConfigError` when matplotlib is not installed.
     """
     try:
         from matplotlib.figure import Figure
@@ -155,14 +140,7 @@ def _draw_memory(axes: Any, simulation: Timeline) -> None:
 
 
 def trace(simulation: Timeline) -> str:
-    """Write the schedule as a Chrome trace for https://ui.perfetto.dev, where one unit of time is one millisecond.
-
-    Args:
-        simulation: the schedule to write.
-
-    Returns:
-        JSON text.
-    """
+    """Write the schedule as a Chrome trace for https://ui.perfetto.dev, where one unit of time is one millisecond."""
     events: list[dict[str, Any]] = []
     for rank, order in enumerate(simulation.schedule.orders):
         events.append({"name": "thread_name", "ph": "M", "pid": 0, "tid": rank, "args": {"name": f"rank {rank}"}})

@@ -49,7 +49,7 @@ class Sink:
     """Results that must exist at the end of a pass."""
 
     reads: list[Atom]
-    at: Pass
+    deadline: Pass
     is_added: bool = False
     """Whether the result is added to a total as soon as it exists, so it is never kept."""
 
@@ -79,23 +79,17 @@ class Assignment:
 
 
 def assign(graph: Graph, sources: list[Source], sinks: list[Sink]) -> Assignment:
-    """Assign every operation to a pass.
+    """Assign every operation of a stage's forward and backward pass to a pass.
 
-    Args:
-        graph: the forward and the backward pass of a stage.
-        sources: role of each graph input.
-        sinks: results of the stage.
-
-    Returns:
-        The assignment.
+    `sources` are the roles of the graph inputs, `sinks` the results of the stage.
     """
     reach = Reach(graph, sources, sinks)
     live = reach.ancestors([*sinks, *(op for op in reach.nodes if isinstance(op, Op) and op.has_effects)])
     nodes: list[Node] = [node for node in (*reach.nodes, *Source, *sinks) if node in live or isinstance(node, Source)]
     passes = _Cut(reach, nodes, sinks).solve()
-    found = {node: at for node, at in passes.items() if isinstance(node, Op | Carry)}
-    _hoist(reach, found, nodes, passes)
-    return Assignment(found, reach.free)
+    assigned = {node: pass_ for node, pass_ in passes.items() if isinstance(node, Op | Carry)}
+    _hoist(reach, assigned, nodes, passes)
+    return Assignment(assigned, reach.free)
 
 
 class Reach:
@@ -105,125 +99,132 @@ class Reach:
         self.inputs = dict(zip(graph.inputs, sources, strict=True))
         self.producer: dict[Value, Node] = dict(self.inputs)
         self.free: dict[Value, Op] = {}
-        self.of_weights: set[Value] = {value for value, source in self.inputs.items() if source is Source.WEIGHT}
-        self.of_batch: set[Value] = {value for value, source in self.inputs.items() if source is Source.BATCH}
+        self.weight_only: set[Value] = {value for value, source in self.inputs.items() if source is Source.WEIGHT}
+        self.batch_only: set[Value] = {value for value, source in self.inputs.items() if source is Source.BATCH}
         self.nodes: list[Op | Carry] = []
-        self._walk(graph.items)
+        self._add_items(graph.items)
 
-    def _walk(self, items: Iterable[Op | Loop]) -> None:
+    def _add_items(self, items: Iterable[Op | Loop]) -> None:
         for item in items:
             if isinstance(item, Op):
-                self._operation(item)
+                self._add_operation(item)
                 continue
-            for outer, inside in item.slices:
-                self._alias(inside, outer)
+            for outer, slice_ in item.slices:
+                self._add_alias(slice_, outer)
             # A carry depends on weights alone if its initial value and its step do. The step is known only after the
             # body is read, so this is decided first.
-            of_weights = self._carries_of_weights(item)
+            weight_only_carries = self._weight_only_carries(item)
             for carry in item.carries:
                 self.nodes.append(carry)
                 self.producer.update(dict.fromkeys(carry.results, carry))
-                self.of_weights.update(carry.results if carry in of_weights else [])
-            self._walk(item.body)
+                self.weight_only.update(carry.results if carry in weight_only_carries else [])
+            self._add_items(item.body)
             for value, stack in _stacked(item):
-                self._alias(stack, value)
+                self._add_alias(stack, value)
 
-    def _alias(self, value: Value, of: Atom) -> None:
+    def _add_alias(self, value: Value, source: Atom) -> None:
         """Give a value the producer and groups of another value, of which it is a view."""
-        if not isinstance(of, Value):
+        if not isinstance(source, Value):
             return
-        if of in self.producer:  # otherwise the other value is a view of a free value
-            self.producer[value] = self.producer[of]
-        for group in (self.of_weights, self.of_batch):
-            if of in group:
+        if source in self.producer:  # otherwise the other value is a view of a free value
+            self.producer[value] = self.producer[source]
+        for group in (self.weight_only, self.batch_only):
+            if source in group:
                 group.add(value)
 
-    def _operation(self, op: Op) -> None:
+    def _add_operation(self, op: Op) -> None:
         reads = [atom for atom in op.reads if isinstance(atom, Value)]
         is_own = not op.has_effects and not any(value.stack for value in op.results)
         is_light = is_own and not op.is_heavy
-        is_view = op.name in _VIEWS and all(value in self.of_weights for value in reads)
+        is_view = op.name in _VIEWS and all(value in self.weight_only for value in reads)
         if is_own and op.name == TO_DEVICE:  # if it were kept, it would occupy device memory
             self.free.update(dict.fromkeys(op.results, op))
             return
-        if is_light and (is_view or all(value in self.of_batch or self._is_constant(value) for value in reads)):
+        if is_light and (is_view or all(value in self.batch_only or self._is_constant(value) for value in reads)):
             for value in op.results:
                 self.free[value] = op
                 if is_view and reads:
-                    self.of_weights.add(value)
-                elif any(value in self.of_batch for value in reads):
-                    self.of_batch.add(value)
+                    self.weight_only.add(value)
+                elif any(value in self.batch_only for value in reads):
+                    self.batch_only.add(value)
             return
         self.nodes.append(op)
         self.producer.update(dict.fromkeys(op.results, op))
-        if all(map(self._is_of_weights, reads)):
-            self.of_weights.update(op.results)
+        if all(map(self._is_weight_only, reads)):
+            self.weight_only.update(op.results)
 
     def _is_constant(self, value: Value) -> bool:
         """Return whether the value is computed from literals alone."""
         if value not in self.producer and value.stack is not None:
             return self._is_constant(value.stack)
         op = self.free.get(value)
-        return op is not None and all(not isinstance(read, Value) or self._is_constant(read) for read in op.reads)
+        return op is not None and all(
+            not isinstance(operand, Value) or self._is_constant(operand) for operand in op.reads
+        )
 
-    def _carries_of_weights(self, loop: Loop) -> set[Carry]:
+    def _weight_only_carries(self, loop: Loop) -> set[Carry]:
         """Return the carries whose initial value and step read only weights and literals."""
         # Greatest fixed point: start with all candidates, and remove those whose step reads something else.
-        carries = {carry for carry in loop.carries if self._is_of_weights(carry.init)}
+        carries = {carry for carry in loop.carries if self._is_weight_only(carry.init)}
         while True:
-            inside = {carry.inside for carry in carries}
+            carry_inputs = {carry.carry_in for carry in carries}
             for carry in list(carries):
-                if not self._step_is_of_weights(loop, carry.after, inside):
+                if not self._is_step_weight_only(loop, carry.carry_out, carry_inputs):
                     carries.discard(carry)
-            if len(carries) == len(inside):
+            if len(carries) == len(carry_inputs):
                 return carries
 
-    def _is_of_weights(self, atom: Atom) -> bool:
-        return not isinstance(atom, Value) or atom in self.of_weights or self._is_constant(atom)
+    def _is_weight_only(self, atom: Atom) -> bool:
+        return not isinstance(atom, Value) or atom in self.weight_only or self._is_constant(atom)
 
-    def _step_is_of_weights(self, loop: Loop, atom: Atom, inside: set[Value]) -> bool:
-        made = {value: item for item in loop.body if isinstance(item, Op) for value in item.results}
-        waiting, seen = [atom], set[Value]()
-        while waiting:
-            one = waiting.pop()
-            if not isinstance(one, Value) or one in seen or one in inside or self._is_of_weights(one):
+    def _is_step_weight_only(self, loop: Loop, atom: Atom, carry_inputs: set[Value]) -> bool:
+        producers = {value: item for item in loop.body if isinstance(item, Op) for value in item.results}
+        worklist, visited = [atom], set[Value]()
+        while worklist:
+            current = worklist.pop()
+            if (
+                not isinstance(current, Value)
+                or current in visited
+                or current in carry_inputs
+                or self._is_weight_only(current)
+            ):
                 continue
-            seen.add(one)
-            if one not in made:
+            visited.add(current)
+            if current not in producers:
                 return False
-            waiting += made[one].reads
+            worklist += producers[current].reads
         return True
 
     def reads(self, node: Node) -> Iterator[Value]:
         """Yield the values that a node reads; a free value is replaced by the values that it is computed from."""
-        waiting: list[Atom] = [] if isinstance(node, Source) else [*node.reads]
-        seen = set[Value]()
-        while waiting:
-            atom = waiting.pop()
-            if not isinstance(atom, Value) or atom in seen:
+        worklist: list[Atom] = [] if isinstance(node, Source) else [*node.reads]
+        visited = set[Value]()
+        while worklist:
+            atom = worklist.pop()
+            if not isinstance(atom, Value) or atom in visited:
                 continue
-            seen.add(atom)
+            visited.add(atom)
             if atom in self.free:
-                waiting += self.free[atom].reads
+                worklist += self.free[atom].reads
             elif atom in self.producer:
                 yield atom
             else:
-                waiting.append(atom.stack)  # pyright: ignore[reportArgumentType]
+                worklist.append(atom.stack)  # pyright: ignore[reportArgumentType]
 
     def ancestors(self, nodes: Iterable[Node]) -> set[Node]:
         """Return the nodes and all nodes that they depend on."""
-        waiting, seen = list(nodes), set[Node]()
-        while waiting:
-            node = waiting.pop()
-            if node not in seen:
-                seen.add(node)
-                waiting += [self.producer[value] for value in self.reads(node)]
-        return seen
+        worklist, visited = list(nodes), set[Node]()
+        while worklist:
+            node = worklist.pop()
+            if node not in visited:
+                visited.add(node)
+                worklist += [self.producer[value] for value in self.reads(node)]
+        return visited
 
 
 def _stacked(loop: Loop) -> list[tuple[Value, Value]]:
     """Return the values of a loop's body that are stacked outside of it, with their stacks."""
-    values = [carry.inside for carry in loop.carries]
+    values = [carry.carry_in for carry in loop.carries]
     for item in loop.body:
         if isinstance(item, Op):
             values += item.results
@@ -234,7 +235,7 @@ def _stacked(loop: Loop) -> list[tuple[Value, Value]]:
 
 _BOUNDS = (Pass.FORWARD, Pass.INPUT)
 """Passes at whose end values may have to be kept."""
-_ENDLESS = 2**30
+_INFINITE_CAPACITY = 2**30
 
 
 class _Cut:
@@ -242,12 +243,12 @@ class _Cut:
 
     def __init__(self, reach: Reach, nodes: list[Node], sinks: list[Sink]) -> None:
         self.reach, self.nodes, self.sinks = reach, nodes, sinks
-        self.number = {node: i for i, node in enumerate(nodes)}
+        self.indices = {node: i for i, node in enumerate(nodes)}
         self.size = 2 + len(nodes) * len(_BOUNDS)
         self.edges: list[tuple[int, int, int]] = []
 
-    def at(self, node: Node, bound: Pass) -> int:
-        return 2 + self.number[node] * len(_BOUNDS) + _BOUNDS.index(bound)
+    def vertex(self, node: Node, bound: Pass) -> int:
+        return 2 + self.indices[node] * len(_BOUNDS) + _BOUNDS.index(bound)
 
     def solve(self) -> dict[Node, Pass]:
         from scipy.sparse import coo_array  # the import takes 0.4 s
@@ -257,92 +258,99 @@ class _Cut:
         self._add_residuals()
         # SciPy's capacities are 32-bit integers, and it would add up the capacities of equal edges, which could
         # overflow.
-        begins, ends, capacities = np.array(list(dict.fromkeys(self.edges)), np.int64).T
-        between = (begins.astype(np.int32), ends.astype(np.int32))  # SciPy 1.14 accepts only 32-bit indices
-        network = coo_array((self._scaled(capacities), between), shape=(self.size, self.size)).tocsr()
-        found = maximum_flow(network, 0, 1)
-        assert found.flow_value < _ENDLESS, "an operation without any pass that it could be in"
-        left = network - found.flow
-        left.eliminate_zeros()
+        starts, ends, capacities = np.array(list(dict.fromkeys(self.edges)), np.int64).T
+        coordinates = (starts.astype(np.int32), ends.astype(np.int32))  # SciPy 1.14 accepts only 32-bit indices
+        network = coo_array((self._scale(capacities), coordinates), shape=(self.size, self.size)).tocsr()
+        flow = maximum_flow(network, 0, 1)
+        assert flow.flow_value < _INFINITE_CAPACITY, "an operation without any pass that it could be in"
+        residual_network = network - flow.flow
+        residual_network.eliminate_zeros()
         # Vertices reachable from the source are the smallest source side of all minimum cuts. So each node gets its
         # latest pass.
-        near = set(breadth_first_order(left, 0, return_predecessors=False).tolist())
+        reachable = set(breadth_first_order(residual_network, 0, return_predecessors=False).tolist())
         return {
-            node: next((bound for bound in _BOUNDS if self.at(node, bound) in near), Pass.WEIGHT) for node in self.nodes
+            node: next((bound for bound in _BOUNDS if self.vertex(node, bound) in reachable), Pass.WEIGHT)
+            for node in self.nodes
         }
 
-    def _scaled(self, capacities: Any) -> Any:
-        # Scaled to a sum of at most about 2**28, finite capacities stay below `_ENDLESS`. Each keeps at least 1, so no
-        # residual becomes free.
-        finite = capacities < _ENDLESS * 2**20
+    def _scale(self, capacities: Any) -> Any:
+        # Scaled to a sum of at most about 2**28, finite capacities stay below `_INFINITE_CAPACITY`. Each
+        # keeps at least 1, so no residual becomes free.
+        finite = capacities < _INFINITE_CAPACITY * 2**20
         unit = max(1, math.ceil(int(capacities[finite].sum()) / 2**28))
-        return np.where(finite, np.maximum(capacities // unit, np.minimum(capacities, 1)), _ENDLESS).astype(np.int32)
+        return np.where(finite, np.maximum(capacities // unit, np.minimum(capacities, 1)), _INFINITE_CAPACITY).astype(
+            np.int32
+        )
 
-    def _always(self, begin: int, end: int) -> None:
-        """Require: if `begin` is on the source side, `end` is too."""
-        self.edges.append((begin, end, _ENDLESS * 2**20))
+    def _require(self, start: int, end: int) -> None:
+        """Require: if `start` is on the source side, `end` is too."""
+        self.edges.append((start, end, _INFINITE_CAPACITY * 2**20))
 
     def _add_bounds(self) -> None:
-        effects = self._effects()
-        in_forward = [node for node, last in effects.items() if last is Pass.FORWARD]
-        forward = self.reach.ancestors([*in_forward, *(sink for sink in self.sinks if sink.at is Pass.FORWARD)])
-        back = self.reach.ancestors([*effects, *(sink for sink in self.sinks if not sink.is_added)])
-        chain = (
-            set[Node]() if any(sink.at is Pass.INPUT and not sink.is_added for sink in self.sinks) else self._chain()
+        effect_deadlines = self._effect_deadlines()
+        forward_effects = [node for node, last in effect_deadlines.items() if last is Pass.FORWARD]
+        forward = self.reach.ancestors(
+            [*forward_effects, *(sink for sink in self.sinks if sink.deadline is Pass.FORWARD)]
+        )
+        backward = self.reach.ancestors([*effect_deadlines, *(sink for sink in self.sinks if not sink.is_added)])
+        heavy_chain = (
+            set[Node]()
+            if any(sink.deadline is Pass.INPUT and not sink.is_added for sink in self.sinks)
+            else self._heavy_chain()
         )
         to_host = [node for node in self.nodes if isinstance(node, Op) and node.name == TO_HOST]
-        cotangent = {node for node in to_host if Source.COTANGENT in self.reach.ancestors([node])}
+        cotangent_copies = {node for node in to_host if Source.COTANGENT in self.reach.ancestors([node])}
         for node in self.nodes:
             first, last = Pass.HOISTED, Pass.WEIGHT
             if isinstance(node, Source):
                 first = last = Pass.INPUT if node is Source.COTANGENT else Pass.FORWARD
             elif isinstance(node, Sink):
-                first, last = first if node.is_added else node.at, node.at
-            elif isinstance(node, Op) and node.name == TO_HOST and node not in cotangent:
+                first, last = first if node.is_added else node.deadline, node.deadline
+            elif isinstance(node, Op) and node.name == TO_HOST and node not in cotangent_copies:
                 last = Pass.FORWARD  # an offloaded value leaves the device at once
-            elif node in effects:
-                last = effects[node]
+            elif node in effect_deadlines:
+                last = effect_deadlines[node]
             elif isinstance(node, Op) and node.is_heavy and node not in forward:
-                first = Pass.INPUT if node in back or node in chain else Pass.WEIGHT
-                last = Pass.INPUT if node in chain else last
+                first = Pass.INPUT if node in backward or node in heavy_chain else Pass.WEIGHT
+                last = Pass.INPUT if node in heavy_chain else last
             for bound in _BOUNDS:
                 if last <= bound:
-                    self._always(0, self.at(node, bound))
+                    self._require(0, self.vertex(node, bound))
                 if first > bound:
-                    self._always(self.at(node, bound), 1)
-            self._always(self.at(node, Pass.FORWARD), self.at(node, Pass.INPUT))
+                    self._require(self.vertex(node, bound), 1)
+            self._require(self.vertex(node, Pass.FORWARD), self.vertex(node, Pass.INPUT))
             # A node cannot run before the producers of the values that it reads.
             for value in self.reach.reads(node):
                 for bound in _BOUNDS:
-                    self._always(self.at(node, bound), self.at(self.reach.producer[value], bound))
+                    self._require(self.vertex(node, bound), self.vertex(self.reach.producer[value], bound))
 
-    def _effects(self) -> dict[Node, Pass]:
+    def _effect_deadlines(self) -> dict[Node, Pass]:
         """Return the last pass in which each operation with effects may run.
 
         A weight pass drops operations whose results nobody reads, so effects run before it. Effects of the forward pass
         stay there. Recomputed copies of them come after the first operation that reads a cotangent.
         """
-        found: dict[Node, Pass] = {}
-        last = Pass.FORWARD
+        deadlines: dict[Node, Pass] = {}
+        deadline = Pass.FORWARD
         if any(isinstance(node, Op) and node.has_effects for node in self.nodes):
             for node in self.nodes:
-                if last is Pass.FORWARD and isinstance(node, Op | Carry):
-                    last = Pass.INPUT if Source.COTANGENT in self.reach.ancestors([node]) else last
+                if deadline is Pass.FORWARD and isinstance(node, Op | Carry):
+                    deadline = Pass.INPUT if Source.COTANGENT in self.reach.ancestors([node]) else deadline
                 if isinstance(node, Op) and node.has_effects:
-                    found[node] = last
-        return found
+                    deadlines[node] = deadline
+        return deadlines
 
-    def _chain(self) -> set[Node]:
+    def _heavy_chain(self) -> set[Node]:
         """Return the heavy operations that pass a cotangent to other heavy operations.
 
         They are the input pass of a stage whose input needs no gradient.
         """
         heavy = [node for node in self.nodes if isinstance(node, Op) and node.is_heavy]
-        back = [node for node in heavy if Source.COTANGENT in self.reach.ancestors([node])]
-        found = set[Node]()
-        for node in back:
-            found |= self.reach.ancestors(self.reach.producer[value] for value in self.reach.reads(node))
-        return found & set(back)
+        backward = [node for node in heavy if Source.COTANGENT in self.reach.ancestors([node])]
+        ancestors = set[Node]()
+        for node in backward:
+            ancestors |= self.reach.ancestors(self.reach.producer[value] for value in self.reach.reads(node))
+        return ancestors & set(backward)
 
     def _add_residuals(self) -> None:
         """Add an edge for each value and bound; it costs the value's bytes if it is read after and computed before."""
@@ -351,29 +359,32 @@ class _Cut:
             if isinstance(node, Sink) and node.is_added:
                 continue
             for value in self.reach.reads(node):
-                if value not in self.reach.of_weights and self.reach.producer[value] is not Source.BATCH:
+                if value not in self.reach.weight_only and self.reach.producer[value] is not Source.BATCH:
                     readers.setdefault(value.storage, set()).add(node)
         for value, nodes in readers.items():
             for bound in _BOUNDS:
-                # `kept` is one vertex for all readers, so a value with several later readers costs its bytes once.
-                kept, self.size = self.size, self.size + 1
-                self.edges.append((self.at(self.reach.producer[value], bound), kept, max(value.size_bytes, 1)))
+                # `saved_vertex` is one vertex for all readers, so a value with several later readers costs its bytes
+                # once.
+                saved_vertex, self.size = self.size, self.size + 1
+                self.edges.append(
+                    (self.vertex(self.reach.producer[value], bound), saved_vertex, max(value.size_bytes, 1))
+                )
                 for node in nodes:
-                    self._always(kept, self.at(node, bound))
+                    self._require(saved_vertex, self.vertex(node, bound))
 
 
-def _hoist(reach: Reach, found: dict[Op | Carry, Pass], nodes: list[Node], passes: dict[Node, Pass]) -> None:
+def _hoist(reach: Reach, assigned: dict[Op | Carry, Pass], nodes: list[Node], passes: dict[Node, Pass]) -> None:
     """Hoist operations that depend on weights alone and are read by another pass, with all their ancestors."""
     crossing: list[Node] = []
     for node in nodes:
         for value in reach.reads(node):
             producer = reach.producer[value]
-            if value in reach.of_weights and isinstance(producer, Op | Carry) and passes[producer] < passes[node]:
+            if value in reach.weight_only and isinstance(producer, Op | Carry) and passes[producer] < passes[node]:
                 crossing.append(producer)
-    waiting, seen = crossing, set[Node]()
-    while waiting:
-        node = waiting.pop()
-        if isinstance(node, Op | Carry) and node not in seen:
-            seen.add(node)
-            found[node] = Pass.HOISTED
-            waiting += [reach.producer[value] for value in reach.reads(node)]
+    worklist, visited = crossing, set[Node]()
+    while worklist:
+        node = worklist.pop()
+        if isinstance(node, Op | Carry) and node not in visited:
+            visited.add(node)
+            assigned[node] = Pass.HOISTED
+            worklist += [reach.producer[value] for value in reach.reads(node)]

@@ -66,7 +66,7 @@ class Op:
 
     name: str
     reads: list[Atom]
-    gives: list[Value | None]
+    outputs: list[Value | None]
     """Results; None for a result that nobody reads."""
     run: Callable[..., Sequence[Any]]
     """Takes the values of `reads`, returns all results."""
@@ -81,7 +81,7 @@ class Op:
     @property
     def results(self) -> list[Value]:
         """Results that are read."""
-        return [value for value in self.gives if value is not None]
+        return [value for value in self.outputs if value is not None]
 
 
 @dataclasses.dataclass(eq=False, repr=False)
@@ -89,22 +89,22 @@ class Carry:
     """A value that a loop passes from one iteration to the next."""
 
     init: Atom
-    inside: Value
+    carry_in: Value
     """Value at the start of an iteration."""
-    after: Atom
+    carry_out: Atom
     """Value at the end of an iteration, computed inside the loop."""
     final: Value
     """Value after the loop."""
 
     @property
     def reads(self) -> list[Atom]:
-        """Values that it is computed from: before the loop, and at the end of an iteration."""
-        return [self.init, self.after]
+        """Value before the loop, and value at the end of an iteration."""
+        return [self.init, self.carry_out]
 
     @property
     def results(self) -> list[Value]:
-        """Values that it provides: inside the loop and after it."""
-        return [self.inside, self.final]
+        """Value at the start of an iteration, and value after the loop."""
+        return [self.carry_in, self.final]
 
 
 @dataclasses.dataclass(eq=False, repr=False)
@@ -158,38 +158,39 @@ def repeated(items: Sequence[Op | Loop], times: int = 1) -> Iterator[tuple[Op, i
             yield item, times
 
 
-def lift(items: list[Op | Loop], given: set[Value]) -> None:
-    """Move loop-invariant operations on weights out of loops: operations on weights that the loop does not slice.
+def hoist_loop_invariants(items: list[Op | Loop], weight_values: set[Value]) -> None:
+    """Move loop-invariant operations on weights out of loops, in place.
 
-    Otherwise one copy of their results would be kept for each iteration. Operations whose results are larger than their
-    operands stay.
-
-    Args:
-        items: items of a graph, changed in place.
-        given: the weights; values that are computed from weights alone are added.
+    Otherwise one copy of their results is kept for each iteration. Operations whose results are larger than their
+    operands stay. Values that are computed from weights alone are added to `weight_values`.
     """
 
     def size(values: Sequence[Value]) -> int:
-        return sum(math.prod(one.aval.shape) * one.aval.dtype.itemsize for one in values)
+        return sum(math.prod(array.aval.shape) * array.aval.dtype.itemsize for array in values)
 
-    def is_given(op: Op) -> bool:
+    def can_hoist(op: Op) -> bool:
         reads = [atom for atom in op.reads if isinstance(atom, Value)]
         is_free = not op.has_effects and not any(value.stack for value in op.results)
-        return bool(reads) and is_free and all(value in given for value in reads) and size(op.results) <= size(reads)
+        return (
+            bool(reads)
+            and is_free
+            and all(value in weight_values for value in reads)
+            and size(op.results) <= size(reads)
+        )
 
-    lifted: list[Op | Loop] = []
+    result: list[Op | Loop] = []
     for item in items:
         if isinstance(item, Loop):
-            lift(item.body, given)
-            out = [op for op in item.body if isinstance(op, Op) and is_given(op)]
-            item.body[:] = [one for one in item.body if one not in out]
-            lifted += out
-            for value in (value for op in out for value in op.results):
+            hoist_loop_invariants(item.body, weight_values)
+            hoisted = [op for op in item.body if isinstance(op, Op) and can_hoist(op)]
+            item.body[:] = [inner for inner in item.body if inner not in hoisted]
+            result += hoisted
+            for value in (value for op in hoisted for value in op.results):
                 value.loop = item.loop
-        elif is_given(item):
-            given.update(item.results)
-        lifted.append(item)
-    items[:] = lifted
+        elif can_hoist(item):
+            weight_values.update(item.results)
+        result.append(item)
+    items[:] = result
 
 
 TO_HOST, TO_DEVICE = "to_host", "to_device"
@@ -203,55 +204,55 @@ class _Reader:
 
     def read(self, jaxpr: Any, inputs: Sequence[Atom]) -> list[Atom]:
         """Add the operations of a jaxpr with these inputs; return its outputs."""
-        return fold(jaxpr, inputs, self._equation, self._known)
+        return fold(jaxpr, inputs, self._add_equation, self._constant)
 
-    def _equation(self, eqn: Any, reads: list[Atom]) -> Sequence[Atom]:
+    def _add_equation(self, eqn: Any, reads: list[Atom]) -> Sequence[Atom]:
         # A call with shardings is kept as one operation, because inlining would lose them.
         inner = called(eqn)
         if inner is not None and not _has_shardings(eqn):
             return self.read(inner, reads)
-        return self._scan(eqn, reads) if kind_of(eqn) is Kind.SCAN else self._operation(eqn, reads)
+        return self._add_loop(eqn, reads) if kind_of(eqn) is Kind.SCAN else self._add_operation(eqn, reads)
 
-    def _known(self, var: Any, const: Any) -> Atom:
+    def _constant(self, var: Any, const: Any) -> Atom:
         if isinstance(var, jex.Literal):
             return var
         value = Value(var.aval, self.loop)
         self.items.append(Op("constant", [], [value], lambda: [const]))
         return value
 
-    def _operation(self, eqn: Any, reads: list[Atom]) -> list[Value]:
+    def _add_operation(self, eqn: Any, reads: list[Atom]) -> list[Value]:
         results = [Value(var.aval, self.loop) for var in eqn.outvars]
         dropped = [isinstance(var, jex.DropVar) for var in eqn.outvars]
-        gives = [None if drop else result for drop, result in zip(dropped, results, strict=True)]
-        op = Op(_name(eqn), reads, gives, runner(eqn), _has_effects(eqn), _is_heavy(eqn), eqn, eqn_flops(eqn))
+        outputs = [None if is_dropped else result for is_dropped, result in zip(dropped, results, strict=True)]
+        op = Op(_name(eqn), reads, outputs, runner(eqn), _has_effects(eqn), _is_heavy(eqn), eqn, eqn_flops(eqn))
         self.items.append(op)
         return results
 
-    def _scan(self, eqn: Any, reads: list[Atom]) -> list[Value]:
+    def _add_loop(self, eqn: Any, reads: list[Atom]) -> list[Value]:
         params = eqn.params
         num_consts, num_carry = scan_counts(params)
         loop = Loop(params["length"], params["reverse"], params["unroll"], self.loop)
         consts, inits, stacked = reads[:num_consts], reads[num_consts:][:num_carry], reads[num_consts + num_carry :]
         avals = [var.aval for var in params["jaxpr"].jaxpr.invars]
-        inside = [Value(aval, loop) for aval in avals[num_consts:]]
-        for outer, slice_ in zip(stacked, inside[num_carry:], strict=True):
+        body_inputs = [Value(aval, loop) for aval in avals[num_consts:]]
+        for outer, slice_ in zip(stacked, body_inputs[num_carry:], strict=True):
             slice_.stack = outer if isinstance(outer, Value) else None
             loop.slices.append((outer, slice_))
         body = _Reader(loop.body, loop)
-        results = body.read(params["jaxpr"], [*consts, *inside])
+        results = body.read(params["jaxpr"], [*consts, *body_inputs])
         finals = [Value(var.aval, self.loop) for var in eqn.outvars]
-        for init, begin, after, final in zip(inits, inside, results, finals, strict=False):
-            loop.carries.append(Carry(init, begin, after, final))
+        for init, carry_in, carry_out, final in zip(inits, body_inputs, results, finals, strict=False):
+            loop.carries.append(Carry(init, carry_in, carry_out, final))
         for result, outer in zip(results[num_carry:], finals[num_carry:], strict=True):
             # A stack belongs to exactly one value that the body computes. Any other result (an outer value, a slice, a
             # value that is already stacked) is copied first, and the copy is stacked.
             if not isinstance(result, Value) or result.loop is not loop or result.stack is not None:
-                result = body.copied(result, outer)
+                result = body.copy(result, outer)
             result.stack = outer
         self.items.append(loop)
         return finals
 
-    def copied(self, atom: Atom, like: Value) -> Value:
+    def copy(self, atom: Atom, like: Value) -> Value:
         """Copy an atom into a new value."""
         shape = like.aval.shape[1:]
         value = Value(like.aval.update(shape=shape), self.loop)
@@ -294,10 +295,12 @@ def _name(eqn: Any) -> str:
     """Return the name of an operation; `TO_HOST` for a copy into host memory, `TO_DEVICE` for a copy out of it."""
     if eqn.primitive.name != "device_put":
         return eqn.primitive.name
-    before, after = ({_is_on_host(var) for var in variables} for variables in (eqn.invars, eqn.outvars))
-    if after == {True}:
+    input_is_on_host, output_is_on_host = (
+        {_is_on_host(var) for var in variables} for variables in (eqn.invars, eqn.outvars)
+    )
+    if output_is_on_host == {True}:
         return TO_HOST
-    return TO_DEVICE if (before, after) == ({True}, {False}) else eqn.primitive.name
+    return TO_DEVICE if (input_is_on_host, output_is_on_host) == ({True}, {False}) else eqn.primitive.name
 
 
 def _is_on_host(var: Any) -> bool:
@@ -306,5 +309,5 @@ def _is_on_host(var: Any) -> bool:
 
 def _has_shardings(eqn: Any) -> bool:
     """Return whether a call fixes the sharding of its arguments or results; inlining it would lose the sharding."""
-    given = (*eqn.params.get("in_shardings", ()), *eqn.params.get("out_shardings", ()))
-    return any(type(sharding).__name__ != "UnspecifiedValue" for sharding in given)
+    shardings = (*eqn.params.get("in_shardings", ()), *eqn.params.get("out_shardings", ()))
+    return any(type(sharding).__name__ != "UnspecifiedValue" for sharding in shardings)

@@ -18,8 +18,8 @@ import numpy as np
 from ...core import StructureError, Tree, Where, check_differentiable, combine, leaves_with_paths, partition
 from ...jaxprs import make_jaxpr
 from ._cut import Pass, Sink, Source, assign
-from ._graph import Value, graph, lift
-from ._inner import split_inner
+from ._graph import Value, graph, hoist_loop_invariants
+from ._inner import split_nested
 from ._replay import Buffers, Environment, Plan, shape_of
 from ._work import PassFlops, pass_flops
 
@@ -127,8 +127,8 @@ class TracedSplit:
     @property
     def residuals(self) -> Residuals:
         """Shapes of the values that the forward pass leaves."""
-        left = (self.of(Pass.FORWARD, last) for last in (Pass.INPUT, Pass.WEIGHT))
-        return Residuals(*(tuple(map(shape_of, values)) for values in left))
+        value_groups = (self.of(Pass.FORWARD, last) for last in (Pass.INPUT, Pass.WEIGHT))
+        return Residuals(*(tuple(map(shape_of, values)) for values in value_groups))
 
     @property
     def waiting(self) -> tuple[jax.ShapeDtypeStruct, ...]:
@@ -156,8 +156,8 @@ class TracedSplit:
         env = self.env(weights, hoisted, extras)
         env.update(zip(self.arguments.x_values, self.arguments.x_arrays(x), strict=True))
         self.plan.run(Pass.FORWARD, env, {}, {}, {})
-        left = ([env[value] for value in self.of(Pass.FORWARD, last)] for last in (Pass.INPUT, Pass.WEIGHT))
-        return self.results(env, {}), Residuals(*map(tuple, left))
+        saved_values = ([env[value] for value in self.of(Pass.FORWARD, last)] for last in (Pass.INPUT, Pass.WEIGHT))
+        return self.results(env, {}), Residuals(*map(tuple, saved_values))
 
     def input(
         self, weights: Tree, residuals: Residuals, dy: Tree, *extras: Tree, hoisted: Arrays | None = None
@@ -203,10 +203,10 @@ class TracedSplit:
         env.update(zip(self.of(Pass.FORWARD, Pass.WEIGHT), for_weight, strict=True))
         env.update(zip(self.of(Pass.INPUT, Pass.WEIGHT), waiting, strict=False))
         self.plan.run(Pass.WEIGHT, env, {}, {}, {})
-        early = waiting[len(self.of(Pass.INPUT, Pass.WEIGHT)) :]
-        found = {i: one for (i, _), one in zip(self.gradients(Pass.INPUT), early, strict=True)}
-        found |= {i: jnp.asarray(self.plan.read(atom, env, {})) for i, atom in self.gradients(Pass.WEIGHT)}
-        return self.arguments.trainable_tree.unflatten([found[i] for i in sorted(found)])
+        early_gradients = waiting[len(self.of(Pass.INPUT, Pass.WEIGHT)) :]
+        dweights = {i: gradient for (i, _), gradient in zip(self.gradients(Pass.INPUT), early_gradients, strict=True)}
+        dweights |= {i: jnp.asarray(self.plan.read(atom, env, {})) for i, atom in self.gradients(Pass.WEIGHT)}
+        return self.arguments.trainable_tree.unflatten([dweights[i] for i in sorted(dweights)])
 
     def env(self, weights: Tree, hoisted: Arrays | None, extras: Arrays) -> Environment:
         """Return the values that every pass reads; `hoist` computes hoisted values that are omitted."""
@@ -224,18 +224,18 @@ class TracedSplit:
 
     def gradients(self, at: Pass) -> list[tuple[int, Any]]:
         """List the weight gradients that a pass completes: their positions and atoms."""
-        return [(i, atom) for i, atom in enumerate(self.arguments.dweights) if self.plan.given(atom) is at]
+        return [(i, atom) for i, atom in enumerate(self.arguments.dweights) if self.plan.completion_pass(atom) is at]
 
     def results(self, env: Environment, buffers: Buffers) -> Tree:
         """Return the result of the stage."""
-        read = [jnp.asarray(self.plan.read(atom, env, buffers)) for atom in self.arguments.y]
-        return self.arguments.y_tree.unflatten(read)
+        leaves = [jnp.asarray(self.plan.read(atom, env, buffers)) for atom in self.arguments.y]
+        return self.arguments.y_tree.unflatten(leaves)
 
     def dx(self, env: Environment, buffers: Buffers) -> Tree:
         """Return the gradient of the input."""
         atoms = self.arguments.dx
-        read = [None if atom is None else jnp.asarray(self.plan.read(atom, env, buffers)) for atom in atoms]
-        return self.arguments.x_tree.unflatten(read)
+        leaves = [None if atom is None else jnp.asarray(self.plan.read(atom, env, buffers)) for atom in atoms]
+        return self.arguments.x_tree.unflatten(leaves)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -254,20 +254,20 @@ class Arguments:
     y_tree: Any
     y: list[Any]
     dy_tree: Any
-    dy_at: list[int]
+    dy_indices: list[int]
     """Positions of the results that have a cotangent."""
     dy_values: list[Value]
 
     def weights(self, weights: Tree) -> Environment:
-        given = self.weights_tree.flatten_up_to(weights)
-        return dict(zip(self.weights_values, given, strict=True))
+        leaves = self.weights_tree.flatten_up_to(weights)
+        return dict(zip(self.weights_values, leaves, strict=True))
 
     def x_arrays(self, x: Tree) -> list[Any]:
         return self.x_tree.flatten_up_to(x)
 
     def dy_arrays(self, dy: Tree) -> list[Any]:
-        given = self.dy_tree.flatten_up_to(dy)
-        return [given[i] for i in self.dy_at]
+        leaves = self.dy_tree.flatten_up_to(dy)
+        return [leaves[i] for i in self.dy_indices]
 
 
 def trace_split(
@@ -300,102 +300,109 @@ def trace_split(
     weights = combine(trainable, frozen)
     is_trainable = [leaf is not None for leaf in jax.tree.structure(weights).flatten_up_to(trainable)]
     x_leaves, x_tree = jax.tree.flatten(x)
-    moves = [jnp.issubdtype(leaf.dtype, jnp.inexact) for leaf in x_leaves]
+    is_inexact = [jnp.issubdtype(leaf.dtype, jnp.inexact) for leaf in x_leaves]
     y_shape = jax.eval_shape(stage, weights, x, *extras)
     y_shape = y_shape[0] if has_aux else y_shape
     dy_shape, dy_tree = jax.tree.flatten(y_shape)
-    dy_at = [i for i, leaf in enumerate(dy_shape) if jnp.issubdtype(leaf.dtype, jnp.inexact)]
-    if not dy_at:
+    dy_indices = [i for i, leaf in enumerate(dy_shape) if jnp.issubdtype(leaf.dtype, jnp.inexact)]
+    if not dy_indices:
         raise StructureError(
             "the stage returns nothing that has a gradient",
             expected="at least one floating-point array",
             got=", ".join(f"{path}: {leaf.dtype}" for path, leaf in leaves_with_paths(y_shape)) or "no array",
             hint="stage(weights, x, *extras) -> y; with has_aux=True, -> (y, aux)",
         )
-    passes = _both_passes(stage, has_aux, (is_trainable, moves, dy_at), x_tree)
-    dy = [dy_shape[i] for i in dy_at]
+    passes = _forward_and_backward(stage, has_aux, (is_trainable, is_inexact, dy_indices), x_tree)
+    dy = [dy_shape[i] for i in dy_indices]
     closed, shapes = make_jaxpr(passes)(weights, x_leaves, extras, dy)
     closed = rewrite(closed)
-    both = graph(closed)
+    stage_graph = graph(closed)
     # User-defined pytree containers may inspect their leaves, so graph values are never unflattened into them.
-    inputs, outputs = iter(both.inputs), iter(both.outputs)
-    of_weights, of_x, of_extras, of_dy = (
-        [next(inputs) for _ in jax.tree.leaves(tree)] for tree in (weights, x_leaves, extras, dy)
+    graph_inputs, graph_outputs = iter(stage_graph.inputs), iter(stage_graph.outputs)
+    weights_values, x_values, extras_values, dy_values = (
+        [next(graph_inputs) for _ in jax.tree.leaves(tree)] for tree in (weights, x_leaves, extras, dy)
     )
-    lift(both.items, set(of_weights))
-    of_y, of_dweights = ([next(outputs) for _ in jax.tree.leaves(tree)] for tree in shapes[:2])
-    of_dx = jax.tree.unflatten(jax.tree.structure(shapes[2]), list(outputs))
+    hoist_loop_invariants(stage_graph.items, set(weights_values))
+    y_atoms, dweight_atoms = ([next(graph_outputs) for _ in jax.tree.leaves(tree)] for tree in shapes[:2])
+    dx_atoms = jax.tree.unflatten(jax.tree.structure(shapes[2]), list(graph_outputs))
     kinds = (Source.WEIGHT, Source.ACTIVATION, Source.BATCH, Source.COTANGENT)
-    sources = [kind for kind, values in zip(kinds, (of_weights, of_x, of_extras, of_dy), strict=True) for _ in values]
+    sources = [
+        kind
+        for kind, values in zip(kinds, (weights_values, x_values, extras_values, dy_values), strict=True)
+        for _ in values
+    ]
     # A weight gradient may be computed in any backward pass: it is added to its total at once and never kept.
-    sinks = [Sink([atom], Pass.FORWARD) for atom in of_y]
-    sinks += [Sink([atom], Pass.INPUT) for atom in jax.tree.leaves(of_dx)]
-    sinks += [Sink([atom], Pass.WEIGHT, is_added=True) for atom in of_dweights]
-    wholes = split_inner(both, sources, sinks)
-    plan = Plan(both, assign(both, sources, sinks), sinks)
+    sinks = [Sink([atom], Pass.FORWARD) for atom in y_atoms]
+    sinks += [Sink([atom], Pass.INPUT) for atom in jax.tree.leaves(dx_atoms)]
+    sinks += [Sink([atom], Pass.WEIGHT, is_added=True) for atom in dweight_atoms]
+    whole_ops = split_nested(stage_graph, sources, sinks)
+    plan = Plan(stage_graph, assign(stage_graph, sources, sinks), sinks)
     arguments = Arguments(
         weights_tree=jax.tree.structure(weights),
-        weights_values=of_weights,
+        weights_values=weights_values,
         trainable_tree=jax.tree.structure(trainable),
-        dweights=of_dweights,
+        dweights=dweight_atoms,
         x_tree=x_tree,
-        x_values=of_x,
-        dx=of_dx,
-        extras_values=of_extras,
+        x_values=x_values,
+        dx=dx_atoms,
+        extras_values=extras_values,
         y_tree=jax.tree.structure(shapes[0]),
-        y=of_y,
+        y=y_atoms,
         dy_tree=dy_tree,
-        dy_at=dy_at,
-        dy_values=of_dy,
+        dy_indices=dy_indices,
+        dy_values=dy_values,
     )
     return TracedSplit(
         y=shapes[0],
         plan=plan,
         arguments=arguments,
-        kept=_residuals(plan, of_x, of_dy),
+        kept=_residuals(plan, x_values, dy_values),
         traced=closed.jaxpr,
-        flops=pass_flops(plan, sources, sinks, wholes),
+        flops=pass_flops(plan, sources, sinks, whole_ops),
     )
 
 
-def _both_passes(
-    stage: Callable[..., Any], has_aux: bool, chosen: tuple[list[bool], list[bool], list[int]], x_tree: Any
+def _forward_and_backward(
+    stage: Callable[..., Any], has_aux: bool, selection: tuple[list[bool], list[bool], list[int]], x_tree: Any
 ) -> Callable[..., Any]:
     """Make a function of weights, leaves of `x`, extras and cotangents that runs the forward and the backward pass."""
-    is_trainable, moves, dy_at = chosen
+    is_trainable, is_inexact, dy_indices = selection
 
     def passes(weights: Tree, x_leaves: list[Any], extras: Arrays, dy: list[Any]) -> Any:
         leaves, tree = jax.tree.flatten(weights)
 
-        def forward(trainable: list[Any], moved: list[Any]) -> Any:
-            weights, x = tree.unflatten(_filled(leaves, trainable)), x_tree.unflatten(_filled(x_leaves, moved))
+        def forward(trainable: list[Any], inexact_x: list[Any]) -> Any:
+            weights, x = (
+                tree.unflatten(_replace_leaves(leaves, trainable)),
+                x_tree.unflatten(_replace_leaves(x_leaves, inexact_x)),
+            )
             result = stage(weights, x, *extras)
             results = jax.tree.leaves(result[0] if has_aux else result)
-            return [results[i] for i in dy_at], result
+            return [results[i] for i in dy_indices], result
 
-        trainable = [leaf if wanted else None for leaf, wanted in zip(leaves, is_trainable, strict=True)]
-        moved = [leaf if wanted else None for leaf, wanted in zip(x_leaves, moves, strict=True)]
-        _, back, result = jax.vjp(forward, trainable, moved, has_aux=True)
-        return result, *back(dy)
+        trainable = [leaf if is_selected else None for leaf, is_selected in zip(leaves, is_trainable, strict=True)]
+        inexact_x = [leaf if is_selected else None for leaf, is_selected in zip(x_leaves, is_inexact, strict=True)]
+        _, vjp, result = jax.vjp(forward, trainable, inexact_x, has_aux=True)
+        return result, *vjp(dy)
 
     return passes
 
 
-def _filled(leaves: list[Any], others: list[Any]) -> list[Any]:
+def _replace_leaves(leaves: list[Any], replacements: list[Any]) -> list[Any]:
     """Replace leaves by the others that are not None."""
-    return [old if new is None else new for old, new in zip(leaves, others, strict=True)]
+    return [old if new is None else new for old, new in zip(leaves, replacements, strict=True)]
 
 
-def _residuals(plan: Plan, of_x: list[Value], of_dy: list[Value]) -> dict[tuple[Pass, Pass], list[Value]]:
-    found: dict[tuple[Pass, Pass], list[Value]] = {}
-    for value, ends in plan.kept().items():
-        found.setdefault(ends, []).append(value)
-    for values, made in ((of_x, Pass.FORWARD), (of_dy, Pass.INPUT)):
+def _residuals(plan: Plan, x_values: list[Value], dy_values: list[Value]) -> dict[tuple[Pass, Pass], list[Value]]:
+    residuals: dict[tuple[Pass, Pass], list[Value]] = {}
+    for value, passes in plan.saved_values().items():
+        residuals.setdefault(passes, []).append(value)
+    for values, producer_pass in ((x_values, Pass.FORWARD), (dy_values, Pass.INPUT)):
         for value in values:
-            last = max(plan.reads.get(value, ()), default=made)
-            if last > made:
-                found.setdefault((made, last), []).append(value)
-    return found
+            last_reader = max(plan.reads.get(value, ()), default=producer_pass)
+            if last_reader > producer_pass:
+                residuals.setdefault((producer_pass, last_reader), []).append(value)
+    return residuals
 
 
 def _shape(leaf: Any) -> jax.ShapeDtypeStruct:

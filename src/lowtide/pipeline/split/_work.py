@@ -18,7 +18,7 @@ from typing import Any
 from ...jaxprs import kind_of, source_line
 from ._cut import Pass, Reach, Sink, Source
 from ._graph import Op, repeated
-from ._inner import Whole
+from ._inner import WholeOp
 from ._replay import Plan
 
 
@@ -58,55 +58,56 @@ class PassFlops:
         return ",".join(f"{part / max(self.forward, 1):.3g}" for part in (self.forward, self.input, self.weight))
 
 
-def pass_flops(plan: Plan, sources: Sequence[Source], sinks: Sequence[Sink], wholes: Sequence[Whole]) -> PassFlops:
-    """Count the FLOPs of the passes of a stage.
-
-    Args:
-        plan: assignment of operations to passes.
-        sources: role of each input of its graph.
-        sinks: results of the graph.
-        wholes: result of `split_inner`.
-    """
-    totals = {at: plan.flops(at) for at in Pass}
-    back = max(totals[Pass.INPUT] + totals[Pass.WEIGHT], 1)
-    found: list[tuple[str, str, str, int | None]] = []
-    for whole in wholes:
-        flops = None if kind_of(whole.eqn) is None else whole.flops
-        found.append((whole.eqn.primitive.name, whole.where, _hint(whole.eqn), flops))
-    found += _early(plan, Reach(plan.graph, list(sources), list(sinks)), sinks)
+def pass_flops(plan: Plan, sources: Sequence[Source], sinks: Sequence[Sink], whole_ops: Sequence[WholeOp]) -> PassFlops:
+    """Count the FLOPs of the passes of a stage. `whole_ops` is the result of `split_nested`."""
+    totals = {pass_: plan.flops(pass_) for pass_ in Pass}
+    backward_flops = max(totals[Pass.INPUT] + totals[Pass.WEIGHT], 1)
+    entries: list[tuple[str, str, str, int | None]] = []
+    for whole_op in whole_ops:
+        flops = None if kind_of(whole_op.eqn) is None else whole_op.flops
+        entries.append((whole_op.eqn.primitive.name, whole_op.location, _hint(whole_op.eqn), flops))
+    entries += _early_effects(plan, Reach(plan.graph, list(sources), list(sinks)), sinks)
     merged: dict[tuple[str, str, str], int | None] = {}
-    for name, where, hint, flops in found:
-        before = merged.get((name, where, hint), 0)
-        merged[name, where, hint] = None if flops is None or before is None else before + flops
+    for name, location, hint, flops in entries:
+        previous = merged.get((name, location, hint), 0)
+        merged[name, location, hint] = None if flops is None or previous is None else previous + flops
     unsplit = [
-        Unsplit(name=name, where=where, flops=flops, share=None if flops is None else min(flops / back, 1.0), hint=hint)
-        for (name, where, hint), flops in merged.items()
+        Unsplit(
+            name=name,
+            where=location,
+            flops=flops,
+            share=None if flops is None else min(flops / backward_flops, 1.0),
+            hint=hint,
+        )
+        for (name, location, hint), flops in merged.items()
     ]
     return PassFlops(
         forward=totals[Pass.FORWARD],
         input=totals[Pass.INPUT],
         weight=totals[Pass.WEIGHT],
-        unsplit=tuple(sorted(unsplit, key=lambda one: math.inf if one.flops is None else one.flops, reverse=True)),
+        unsplit=tuple(
+            sorted(unsplit, key=lambda entry: math.inf if entry.flops is None else entry.flops, reverse=True)
+        ),
     )
 
 
-def _early(plan: Plan, reach: Reach, sinks: Sequence[Sink]) -> list[tuple[str, str, str, int | None]]:
+def _early_effects(plan: Plan, reach: Reach, sinks: Sequence[Sink]) -> list[tuple[str, str, str, int | None]]:
     """Return effects that force products into the input pass which nothing else in it needs."""
     effects = [op for op in reach.nodes if isinstance(op, Op) and op.has_effects and op.eqn is not None]
     if not effects:
         return []
-    times = dict(repeated(plan.graph.items))
+    run_counts = dict(repeated(plan.graph.items))
     needed = reach.ancestors(sink for sink in sinks if not sink.is_added)
-    found: list[tuple[str, str, str, int | None]] = []
+    entries: list[tuple[str, str, str, int | None]] = []
     for effect in effects:
-        before = [op for op in reach.ancestors([effect]) - needed if isinstance(op, Op) and op.is_heavy]
-        before = [op for op in before if op is not effect and Source.COTANGENT in reach.ancestors([op])]
-        if before:
-            needed |= set(before)
+        products = [op for op in reach.ancestors([effect]) - needed if isinstance(op, Op) and op.is_heavy]
+        products = [op for op in products if op is not effect and Source.COTANGENT in reach.ancestors([op])]
+        if products:
+            needed |= set(products)
             hint = "it reads gradients of weights, which cannot wait then: look at those that the pipeline returns"
-            flops = sum(op.flops * times[op] for op in before)
-            found.append((effect.eqn.primitive.name, source_line(effect.eqn), hint, flops))
-    return found
+            flops = sum(op.flops * run_counts[op] for op in products)
+            entries.append((effect.eqn.primitive.name, source_line(effect.eqn), hint, flops))
+    return entries
 
 
 _KERNEL = "give the gradients of input and weights by a kernel each, in the backward function of its custom_vjp"
