@@ -20,7 +20,7 @@ from lowtide.cli import main
 from lowtide.core import ConfigError, SelectionError, StructureError
 from lowtide.distributed import ShardingRules, make_mesh
 from lowtide.finetune import Finetune, FinetuneConfig
-from lowtide.finetune._adapters import adapted
+from lowtide.finetune._adapters import add_adapter
 from tests.models.kinds import KINDS
 
 PLAIN: dict[str, Any] = {"seq_len": 8, "batch_size": 4, "rank": 2, "sample_tokens": 0, "num_steps": 4}
@@ -57,8 +57,8 @@ def test_an_adapter_that_was_trained_with_dropout_says_which_flag_goes_on(
     file.write_text(json.dumps({**json.loads(file.read_text()), "lora_dropout": 0.5}))
     going_on = {"adapter": str(tmp_path / "adapter"), "rank": 16}  # the adapter has its own
     with pytest.warns(UserWarning, match="lowtide finetune has --lora-dropout 0.5"):
-        adapted(base, config(**going_on))
-    adapted(base, config(**going_on, lora_dropout=0.5))
+        add_adapter(base, config(**going_on))
+    add_adapter(base, config(**going_on, lora_dropout=0.5))
 
 
 @pytest.mark.slow

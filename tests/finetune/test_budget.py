@@ -36,7 +36,7 @@ def test_the_figure_is_that_of_the_runs_own_step(name: str, tiny_model_dir: str,
         if not config.full:
             assert found.by_part[name] == pytest.approx(ours.by_role[role], abs=8), name
     assert sum(found.by_part.values()) == pytest.approx(found.device_bytes, rel=0.01)
-    for name, number in _budget._kept(config).items():
+    for name, number in _budget._argument_bytes(config).items():
         assert number == pytest.approx(found.by_part[name], abs=8), name
 
 
@@ -45,11 +45,11 @@ def _counted(config: FinetuneConfig, target: Any = None) -> Needs:
     words = config.offload or ()
     tokens = config.seq_len * config.batch_size // config.num_microbatches
     rest = 2 * tokens * (1 if config.remat else 4) // (2 if "activations" in words else 1)
-    parts = {**_kept(config), "batch": 8, "activations and gradients": rest}
+    parts = {**_argument_bytes(config), "batch": 8, "activations and gradients": rest}
     return Needs(device_bytes=sum(parts.values()), by_part=parts)
 
 
-def _kept(config: FinetuneConfig) -> dict[str, int]:
+def _argument_bytes(config: FinetuneConfig) -> dict[str, int]:
     words = config.offload or ()
     base = 900 if config.quantize_embeddings else 1000
     base = 250 if config.quantize or "parameters" in words else base
@@ -59,7 +59,7 @@ def _kept(config: FinetuneConfig) -> dict[str, int]:
 @pytest.fixture
 def counted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_budget, "needs", _counted)
-    monkeypatch.setattr(_budget, "_kept", _kept)
+    monkeypatch.setattr(_budget, "_argument_bytes", _argument_bytes)
 
 
 @pytest.mark.parametrize(
@@ -149,7 +149,7 @@ def test_the_command_refuses_from_config_json_alone(
     ):
         if budget == "320 B":
             monkeypatch.setattr(_budget, "needs", _counted)
-            monkeypatch.setattr(_budget, "_kept", _kept)
+            monkeypatch.setattr(_budget, "_argument_bytes", _argument_bytes)
         assert main([*args, "--budget", budget]) == status
         printed, errors = capfd.readouterr()
         assert said in errors

@@ -49,7 +49,7 @@ def test_a_template_that_writes_the_date_writes_that_of_the_runs_first_day(tiny_
     paths = {"model": str(tiny_model_dir), "data": str(tmp_path / "chats.jsonl")}
     config = FinetuneConfig(**paths, chat_template=str(tmp_path / "dated.jinja"), seq_len=64, batch_size=2, rank=2)
     with monkeypatch.context() as long_ago:
-        long_ago.setattr(_finetune, "begun_on", lambda out: "1999-12-31")
+        long_ago.setattr(_finetune, "start_day", lambda out: "1999-12-31")
         begun = Finetune(config, tmp_path / "run")
     monkeypatch.setenv("LOWTIDE_CACHE", str(tmp_path / "another cache"))
     resumed = Finetune(config, tmp_path / "run")

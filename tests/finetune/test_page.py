@@ -5,7 +5,7 @@ import pytest
 
 from lowtide.core import OutputError
 from lowtide.finetune import FinetuneConfig, write_report
-from lowtide.finetune._page import PARTS, REPORT, keep_for_report
+from lowtide.finetune._page import PARTS, REPORT, save_report_inputs
 from lowtide.finetune._runs import METRICS, write_config
 
 
@@ -42,8 +42,8 @@ def test_an_interrupted_run_has_a_page_of_its_files(out):
 
 def test_a_resumed_run_keeps_the_sample_of_before(tmp_path):
     report = SimpleNamespace(to_json=lambda path: None)
-    keep_for_report(tmp_path, report, {"Data": [("rows", "7")]}, {"before": ("a", "b")})
-    keep_for_report(tmp_path, report, {}, {"after": ("a", "c")})
+    save_report_inputs(tmp_path, report, {"Data": [("rows", "7")]}, {"before": ("a", "b")})
+    save_report_inputs(tmp_path, report, {}, {"after": ("a", "c")})
     parts = json.loads((tmp_path / PARTS).read_text())
     assert parts == {"tables": {}, "samples": {"before": ["a", "b"], "after": ["a", "c"]}}
 

@@ -9,10 +9,10 @@ import pytest
 
 from lowtide.core import ConfigError
 from lowtide.finetune import FinetuneConfig, config_from_dict, config_to_toml, open_run, read_config, setting_of
-from lowtide.finetune._foreign import _OURS
 from lowtide.finetune._offloaded import optimizer
-from lowtide.finetune._recipe import adamw, learning_rate, watchers, with_seq_len, with_steps
+from lowtide.finetune._recipe import adamw, learning_rate, stopping_callbacks, with_seq_len, with_steps
 from lowtide.finetune._runs import check_same_run, write_config
+from lowtide.finetune._synonyms import _SYNONYMS
 
 
 def rates(num_steps=100, **settings):
@@ -88,9 +88,9 @@ def test_settings_of_the_optimizer_reach_it():
 
 
 def test_patience_counts_as_transformers_does():
-    (watcher,) = watchers(FinetuneConfig(early_stopping_patience=3, early_stopping_threshold=0.1))
+    (watcher,) = stopping_callbacks(FinetuneConfig(early_stopping_patience=3, early_stopping_threshold=0.1))
     assert (watcher.monitor, watcher.patience, watcher.min_delta) == ("eval_loss", 2, 0.1)
-    assert watchers(FinetuneConfig()) == []
+    assert stopping_callbacks(FinetuneConfig()) == []
 
 
 @pytest.mark.parametrize(
@@ -117,8 +117,8 @@ def test_contradictions_and_other_libraries_names_are_named(values, message):
 
 def test_hints_name_settings_that_there_are():
     fields = {field.name for field in dataclasses.fields(FinetuneConfig)}
-    assert {*_OURS} - {"track", "project", "run_name"} <= fields
-    names = [name for names in _OURS.values() for name in names.split()]
+    assert {*_SYNONYMS} - {"track", "project", "run_name"} <= fields
+    names = [name for names in _SYNONYMS.values() for name in names.split()]
     assert len({*names}) == len(names) and not fields & {*names}
     assert setting_of("--max-seq-length=512") == "seq_len" and setting_of("--rank") is None
 

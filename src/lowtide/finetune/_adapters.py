@@ -20,21 +20,11 @@ _NUM_EVA_BATCHES = 8
 """Number of training batches that EVA reads."""
 
 
-def adapted(base: models.Decoder, config: FinetuneConfig) -> models.Decoder:
-    """Add the configured adapter to a model.
+def add_adapter(base: models.Decoder, config: FinetuneConfig) -> models.Decoder:
+    """Add the configured adapter to a model, or load `config.adapter`.
 
-    Args:
-        base: the model.
-        config: `method`, `rank`, `alpha`, `targets`, `modules_to_save`, `bias`, `lora_init`, `adapter` and `seed` are
-            used. With EVA the adapter is random here; `begun_with_data` initialises it from data.
-
-    Returns:
-        The model with adapters.
-
-    Raises:
-        SelectionError: when a target matches nothing.
-        StructureError: with EVA, for a target that EVA cannot initialise.
-        ModelFileError: for an adapter that cannot be read, or one of another model.
+    With EVA the factors are random here, and `add_eva_adapter` initialises them from data. A target that EVA cannot
+    initialise raises StructureError before any data is read.
     """
     if config.adapter is not None:
         with warnings.catch_warnings():
@@ -42,45 +32,39 @@ def adapted(base: models.Decoder, config: FinetuneConfig) -> models.Decoder:
                 warnings.filterwarnings("ignore", r".*_dropout .* is not applied")
             return lora.load(base, config.adapter)
     key = jax.random.key(config.seed)
-    saved: dict[str, Any] = {"modules_to_save": config.modules_to_save or ()}
+    shared_kwargs: dict[str, Any] = {"modules_to_save": config.modules_to_save or ()}
     if config.method == "ia3":
         # (IA)³ scales the inputs of `down_proj` and the outputs of all other targets. A `feedforward` pattern that
         # matches no target is an error. So first find the targets, then pass the paths of those that are `down_proj`.
-        plain = lora.IA3Config(targets=config.targets, feedforward=())
-        paths = [each.path for each in lora.report(lora.add(base, plain)).matched]
-        wide = tuple(path for path in paths if path.endswith("/down_proj/weight"))
-        return lora.add(base, lora.IA3Config(targets=config.targets, feedforward=wide, **saved))
+        without_feedforward = lora.IA3Config(targets=config.targets, feedforward=())
+        paths = [match.path for match in lora.report(lora.add(base, without_feedforward)).matched]
+        feedforward = tuple(path for path in paths if path.endswith("/down_proj/weight"))
+        return lora.add(base, lora.IA3Config(targets=config.targets, feedforward=feedforward, **shared_kwargs))
     if config.method == "vera":
-        return lora.add(base, lora.VeRAConfig(rank=config.rank, targets=config.targets, **saved), key=key)
-    model = lora.add(base, _lora(config), key=key)
+        return lora.add(base, lora.VeRAConfig(rank=config.rank, targets=config.targets, **shared_kwargs), key=key)
+    model = lora.add(base, _lora_config(config), key=key)
     if config.lora_init == "eva":
         lora.check_eva(base, model)
     return model
 
 
-def begun_with_data(base: models.Decoder, config: FinetuneConfig, batches: Any) -> models.Decoder:
-    """Add the adapter of `adapted` to a model, initialised by EVA from training data.
+def add_eva_adapter(base: models.Decoder, config: FinetuneConfig, batches: Any) -> models.Decoder:
+    """Add the adapter of `add_adapter`, initialised by EVA from the first training batches.
 
-    Args:
-        base: the model.
-        config: as in `adapted`; a batch is read microbatch by microbatch, as in a step.
-        batches: training batches, indexed by step; the first ones are read.
-
-    Returns:
-        The model with adapters.
+    `batches` are indexed by step. Each batch is read microbatch by microbatch, as in a step.
     """
-    rows = config.batch_size // config.num_microbatches
-    first = [
-        {name: leaf[number * rows : (number + 1) * rows] for name, leaf in batches[step].items()}
+    num_rows = config.batch_size // config.num_microbatches
+    microbatches = [
+        {name: leaf[index * num_rows : (index + 1) * num_rows] for name, leaf in batches[step].items()}
         for step in range(_NUM_EVA_BATCHES)
-        for number in range(config.num_microbatches)
+        for index in range(config.num_microbatches)
     ]
     key = jax.random.key(config.seed)
-    plain = _plain_loss(dataclasses.replace(config, layers_per_remat=1))  # EVA runs no backward pass
-    return lora.eva(base, _lora(config), plain, first, key=key, has_aux=True)
+    loss_fn = _plain_loss(dataclasses.replace(config, layers_per_remat=1))  # EVA runs no backward pass
+    return lora.eva(base, _lora_config(config), loss_fn, microbatches, key=key, has_aux=True)
 
 
-def _lora(config: FinetuneConfig) -> lora.Config:
+def _lora_config(config: FinetuneConfig) -> lora.Config:
     return lora.Config(
         rank=config.rank,
         alpha=config.alpha,
@@ -93,10 +77,10 @@ def _lora(config: FinetuneConfig) -> lora.Config:
     )
 
 
-def loss_of(config: FinetuneConfig) -> Callable[..., Any]:
-    """Return the loss function of a run's steps; with dropout it takes a random key."""
-    plain = _plain_loss(config)
-    return partial(_dropped, plain, config.lora_dropout) if config.lora_dropout else plain
+def make_loss(config: FinetuneConfig) -> Callable[..., Any]:
+    """Return the loss function of a run's steps; with dropout it also takes a random key."""
+    loss_fn = _plain_loss(config)
+    return partial(_loss_with_dropout, loss_fn, config.lora_dropout) if config.lora_dropout else loss_fn
 
 
 def _plain_loss(config: FinetuneConfig) -> Callable[..., Any]:
@@ -104,9 +88,11 @@ def _plain_loss(config: FinetuneConfig) -> Callable[..., Any]:
     return partial(loss, remat=config.remat, layers_per_remat=groups, inputs=inputs_place(config))
 
 
-def _dropped(plain: Callable[..., Any], rate: float, model: Tree, batch: Tree, *, key: Any, training: bool) -> Any:
+def _loss_with_dropout(
+    loss_fn: Callable[..., Any], rate: float, model: Tree, batch: Tree, *, key: Any, training: bool
+) -> Any:
     """Compute the loss; in a training step with dropout on the inputs of the adapters."""
-    return plain(lora.dropout(model, rate, key=key) if training else model, batch)
+    return loss_fn(lora.dropout(model, rate, key=key) if training else model, batch)
 
 
 def refuse_eva(config: FinetuneConfig) -> None:

@@ -13,7 +13,7 @@ from tokenizers import Tokenizer
 from .. import models
 from ..core import ConfigError, ModelFileError, Where
 from ..quant import QuantizedWeight
-from ._beside import tokenizer_folder
+from ._auxiliary_files import tokenizer_folder
 from ._config import FOUR_BITS, FinetuneConfig
 
 
@@ -55,25 +55,27 @@ def open_base(
         As `lowtide.models.load`.
     """
     directory = Path(directory) if directory is not None else models.base_path()
-    stored, compute = dtypes(param_dtype, compute_dtype)
-    sizes = models.load_config(directory)
+    weights_dtype, activations_dtype = dtypes(param_dtype, compute_dtype)
+    model_config = models.load_config(directory)
     folder = tokenizer_folder(directory, tokenizer)
-    words = models.load_tokenizer(folder)
+    loaded_tokenizer = models.load_tokenizer(folder)
     # Only added tokens may be beyond the embeddings, such as the image token of Gemma 3's small models. `check_ids`
     # refuses a text with such a token.
-    largest = max(words.get_vocab(with_added_tokens=False).values(), default=0)
-    if largest >= sizes.vocab_size:
+    largest = max(loaded_tokenizer.get_vocab(with_added_tokens=False).values(), default=0)
+    if largest >= model_config.vocab_size:
         raise ModelFileError(
             f"{folder}: tokenizer.json has more tokens than the model has embeddings",
-            expected=f"ids below {sizes.vocab_size}",
+            expected=f"ids below {model_config.vocab_size}",
             got=f"ids up to {largest}",
             hint="tokenizer and weights are of different models",
         )
-    model = models.load(directory, dtype=stored, compute_dtype=compute, host=host, sharding=sharding, quantize=quantize)
-    return chosen(model, attention, tile_tokens), words
+    model = models.load(
+        directory, dtype=weights_dtype, compute_dtype=activations_dtype, host=host, sharding=sharding, quantize=quantize
+    )
+    return with_implementation(model, attention, tile_tokens), loaded_tokenizer
 
 
-def chosen(model: models.Decoder, attention: str, tile_tokens: int | None) -> models.Decoder:
+def with_implementation(model: models.Decoder, attention: str, tile_tokens: int | None) -> models.Decoder:
     """Return the model with the attention implementation and tile size of a `FinetuneConfig`."""
     implementation: Any = None if attention == "auto" else attention
     return dataclasses.replace(model, attention=implementation, tile_tokens=tile_tokens)
@@ -81,79 +83,66 @@ def chosen(model: models.Decoder, attention: str, tile_tokens: int | None) -> mo
 
 def formats(config: FinetuneConfig) -> dict[str, str] | None:
     """Return the quantised format of frozen weights by glob; None without quantisation."""
-    asked = {"layers/**/*_proj": config.quantize, "outer/**": config.quantize_embeddings}
-    return {glob: form for glob, form in asked.items() if form is not None} or None
+    by_glob = {"layers/**/*_proj": config.quantize, "outer/**": config.quantize_embeddings}
+    return {glob: format_name for glob, format_name in by_glob.items() if format_name is not None} or None
 
 
 def refuse_for_model(config: FinetuneConfig, directory: str | Path) -> None:
-    """Raise for settings that the model does not support.
+    """Raise ConfigError for settings that the model does not support; only headers of the model's files are read.
 
-    `open_base` separately refuses `quantize` for a model that is already quantised.
-
-    Args:
-        config: the run's configuration.
-        directory: the model's directory; only headers are read.
-
-    Raises:
-        ConfigError: for `layers_per_remat` above the number of layers. For a quantised model also for `full`, and for
-            4-bit layers in host memory.
-        ModelFileError: for an unusable directory.
+    These are `layers_per_remat` above the number of layers and, for a quantised model, `full` and 4-bit layers in host
+    memory. `open_base` separately refuses `quantize` for a model that is already quantised.
     """
-    number = models.load_config(directory).num_layers
-    if config.layers_per_remat > number:
+    num_layers = models.load_config(directory).num_layers
+    if config.layers_per_remat > num_layers:
         raise ConfigError(
             f"layers_per_remat: a group of more layers than {directory} has",
-            expected=f"from 1 to {number}",
+            expected=f"from 1 to {num_layers}",
             got=config.layers_per_remat,
-            hint=f"about the root of their number takes the fewest bytes: {round(number**0.5)}",
+            hint=f"about the root of their number takes the fewest bytes: {round(num_layers**0.5)}",
         )
     method = models.quantization_of(directory)
     if method is None:
         return
     shapes = models.load_shapes(directory)
     leaves = jax.tree.leaves(shapes, is_leaf=lambda leaf: isinstance(leaf, QuantizedWeight))
-    nodes = [each for each in leaves if isinstance(each, QuantizedWeight)]
-    if nodes and config.full:
+    quantized = [leaf for leaf in leaves if isinstance(leaf, QuantizedWeight)]
+    if quantized and config.full:
         raise ConfigError(
             f"full tunes all parameters, but those of {directory} are quantised, by {method}",
             expected="adapters, or the directory of the unquantised model",
             got="full",
             hint="leave full out to train an adapter (QLoRA)",
         )
-    if any(node.format in FOUR_BITS for node in nodes) and "parameters" in (config.offload or ()):
+    if any(weight.format in FOUR_BITS for weight in quantized) and "parameters" in (config.offload or ()):
         raise ConfigError(
             f"offload of parameters: the weights of {directory} have 4 bits",
             expected="layers on the device: JAX runs no program on 4-bit arrays in host memory",
-            got=f"{nodes[0].format}, with parameters on the host",
+            got=f"{quantized[0].format}, with parameters on the host",
             hint="in 4 bits layers take a quarter of bfloat16's bytes: leave parameters out of offload",
         )
 
 
-def trained_dtype(config: FinetuneConfig) -> str:
+def training_dtype(config: FinetuneConfig) -> str:
     """Return the dtype to load the model in; with `full`, ``auto`` means float32, the dtype of adapters too."""
     return "float32" if config.full and config.param_dtype == "auto" else config.param_dtype
 
 
 def dtypes(param_dtype: str, compute_dtype: str, platform: str | None = None) -> tuple[str, str]:
-    """Return the dtypes that ``auto`` stands for; parameters on an accelerator keep ``auto``, the stored dtype.
+    """Return the dtypes of parameters and activations that ``auto`` stands for on ``cpu``, ``gpu`` or ``tpu``.
 
-    Args:
-        param_dtype: dtype of the parameters, or ``auto``.
-        compute_dtype: dtype of activations, or ``auto``.
-        platform: ``cpu``, ``gpu`` or ``tpu``; None for the hardware at hand.
-
-    Raises:
-        ConfigError: for float16 on a CPU.
+    Parameters on an accelerator keep ``auto``, the stored dtype. Without `platform` the hardware at hand decides.
+    float16 activations on a CPU raise ConfigError.
     """
     # XLA multiplies in float32 on a CPU. It would hold a float32 copy of every half-precision stack in addition to it.
-    on_cpu = (platform or jax.default_backend()) == "cpu"
-    stored = "float32" if on_cpu and param_dtype == "auto" else param_dtype
-    compute = ("float32" if on_cpu else "bfloat16") if compute_dtype == "auto" else compute_dtype
-    if on_cpu and compute == "float16":
+    is_on_cpu = (platform or jax.default_backend()) == "cpu"
+    weights_dtype = "float32" if is_on_cpu and param_dtype == "auto" else param_dtype
+    activations_dtype = ("float32" if is_on_cpu else "bfloat16") if compute_dtype == "auto" else compute_dtype
+    if is_on_cpu and activations_dtype == "float16":
         raise ConfigError(
             "compute_dtype is float16, in which a CPU does not multiply",
             expected="auto, float32 or bfloat16 on a CPU",
             got="float16",
             hint="bfloat16 takes as many bytes, and has the range of float32",
         )
-    return stored, compute
+    return weights_dtype, activations_dtype

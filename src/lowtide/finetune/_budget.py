@@ -16,7 +16,7 @@ import jax
 from .. import models
 from ..core import LowtideError, OutOfMemoryError, Tree, format_bytes, partition, tree_bytes
 from ..memory import MemoryReport, Target
-from ._adapters import adapted
+from ._adapters import add_adapter
 from ._base import refuse_for_model
 from ._config import FinetuneConfig, flag_of
 from ._job import WRT, base_shapes, config_job, directory_of, num_targets
@@ -24,11 +24,11 @@ from ._offloaded import full_step, optimizer
 from ._recipe import learning_rate, with_seq_len
 
 _LEAST_LENGTH = 32
-_REST = "activations and gradients"
-_NAMES = {"frozen": "base", "trainable": "adapters", "optimizer": "optimizer", "batch": "batch"}
-_PLACING = ("quantize", "quantize_embeddings", "offload", "state_dtype", "param_dtype")
+_ACTIVATIONS = "activations and gradients"
+_PART_NAMES = {"frozen": "base", "trainable": "adapters", "optimizer": "optimizer", "batch": "batch"}
+_ARGUMENT_SETTINGS = ("quantize", "quantize_embeddings", "offload", "state_dtype", "param_dtype")
 """Those of the tried settings that change the bytes of the step's arguments on the device."""
-_NAMES_OF_FULL = ("weights and optimizer", "weights", "batch")
+_FULL_PART_NAMES = ("weights and optimizer", "weights", "batch")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -64,12 +64,12 @@ def needs(config: FinetuneConfig, target: Target | str | None = None) -> Needs:
     """
     report = config_job(config, target).analyze(target)
     if config.full:
-        return _parted(report, dict(zip(("state", "frozen", "batch"), _NAMES_OF_FULL, strict=True)))
+        return _needs_by_part(report, dict(zip(("state", "frozen", "batch"), _FULL_PART_NAMES, strict=True)))
     # A weight that `modules_to_save` replaces is still on the device, although no step reads it. jit drops unused
     # arguments, so the report does not count it.
-    frozen = partition(adapted(base_shapes(config, target), config), WRT)[1]
-    unread = max(tree_bytes(_on_device(frozen)) - report.by_role.get("frozen", 0), 0)
-    return _parted(report, _NAMES, unread)
+    frozen = partition(add_adapter(base_shapes(config, target), config), WRT)[1]
+    unread = max(tree_bytes(_device_leaves(frozen)) - report.by_role.get("frozen", 0), 0)
+    return _needs_by_part(report, _PART_NAMES, unread)
 
 
 def within(config: FinetuneConfig, budget: int, *, on_try: Callable[[str], None] | None = None) -> str:
@@ -96,38 +96,38 @@ def within(config: FinetuneConfig, budget: int, *, on_try: Callable[[str], None]
     directory = directory_of(config)
     refuse_for_model(config, directory)
     config = with_seq_len(config, models.load_config(directory).max_position_embeddings)
-    kept = _Kept(config)
-    _refuse_more(config, budget, kept)
-    ours = needs(config)
-    if ours.device_bytes <= budget:
-        return f"{ours.device_bytes / budget:.0%} of the budget of {format_bytes(budget)}: about {ours}"
+    counter = _ArgumentCounter(config)
+    _refuse_large_arguments(config, budget, counter)
+    memory = needs(config)
+    if memory.device_bytes <= budget:
+        return f"{memory.device_bytes / budget:.0%} of the budget of {format_bytes(budget)}: about {memory}"
     raise OutOfMemoryError(
-        f"this run needs about {format_bytes(ours.device_bytes)} of the device, more than the budget",
+        f"this run needs about {format_bytes(memory.device_bytes)} of the device, more than the budget",
         expected=f"at most {format_bytes(budget)}",
-        got=str(ours),
-        hint=_advice(config, ours, budget, kept, on_try or (lambda flags: None)),
+        got=str(memory),
+        hint=_advice(config, memory, budget, counter, on_try or (lambda flags: None)),
     )
 
 
-class _Kept:
-    """Device bytes of the step's arguments, counted from shapes and cached by the settings that change them.
+class _ArgumentCounter:
+    """Counter of the device bytes of a step's arguments, from shapes and without compilation.
 
-    This object is mutated: it adds to its cache. Counting takes no compilation.
+    This object is mutated: it caches its counts by the settings that change them.
     """
 
     def __init__(self, config: FinetuneConfig) -> None:
-        self._config, self._found = config, {_placing(config): _kept(config)}
+        self._config, self._cache = config, {_cache_key(config): _argument_bytes(config)}
 
     def __call__(self, change: Mapping[str, Any]) -> Mapping[str, int] | None:
         """Return bytes by part; None if the settings contradict each other."""
         try:
             config = dataclasses.replace(self._config, **change)
-            key = _placing(config)
-            if key not in self._found:
-                self._found[key] = _kept(config)
+            key = _cache_key(config)
+            if key not in self._cache:
+                self._cache[key] = _argument_bytes(config)
         except (LowtideError, NotImplementedError):
             return None
-        return self._found[key]
+        return self._cache[key]
 
     def bytes(self, change: Mapping[str, Any]) -> float:
         """Return the total bytes; infinity if the settings contradict each other."""
@@ -135,111 +135,116 @@ class _Kept:
         return math.inf if parts is None else sum(parts.values())
 
 
-def _placing(config: FinetuneConfig) -> tuple[Any, ...]:
+def _cache_key(config: FinetuneConfig) -> tuple[Any, ...]:
     words = [word for word in config.offload or () if word != "activations"]
     return config.quantize, config.quantize_embeddings, frozenset(words), config.state_dtype, config.param_dtype
 
 
-def _kept(config: FinetuneConfig) -> dict[str, int]:
+def _argument_bytes(config: FinetuneConfig) -> dict[str, int]:
     """Count the device bytes of the step's arguments, by the parts of `Needs`."""
     base = base_shapes(config)
     schedule = learning_rate(dataclasses.replace(config, num_epochs=None))
     if config.full:
         state, frozen = full_step(config, base.stack, schedule, num_targets).init(base.outer, base.layers)
-        return {name: tree_bytes(_on_device(tree)) for name, tree in zip(_NAMES_OF_FULL, (state, frozen), strict=False)}
-    trainable, frozen = partition(adapted(base, config), WRT)
-    parts = {"base": tree_bytes(_on_device(frozen)), "adapters": tree_bytes(trainable)}
+        return {
+            name: tree_bytes(_device_leaves(tree))
+            for name, tree in zip(_FULL_PART_NAMES, (state, frozen), strict=False)
+        }
+    trainable, frozen = partition(add_adapter(base, config), WRT)
+    parts = {"base": tree_bytes(_device_leaves(frozen)), "adapters": tree_bytes(trainable)}
     if "optimizer" in (config.offload or ()):
         return parts
     return {**parts, "optimizer": tree_bytes(jax.eval_shape(optimizer(config, schedule).init, trainable))}
 
 
-def _refuse_more(config: FinetuneConfig, budget: int, kept: _Kept) -> None:
+def _refuse_large_arguments(config: FinetuneConfig, budget: int, counter: _ArgumentCounter) -> None:
     """Refuse a run whose arguments exceed the budget with every tried setting."""
-    changes = ({}, *_of_optimizer(config), *_single_changes(config), *_together(config))
-    least = min(changes, key=kept.bytes)
-    parts = kept(least) or {}
+    changes = ({}, *_optimizer_changes(config), *_single_changes(config), *_combined_changes(config))
+    smallest = min(changes, key=counter.bytes)
+    parts = counter(smallest) or {}
     if sum(parts.values()) <= budget:
         return
     has_rank = not config.full and config.adapter is None and config.method != "ia3"
-    lower = "a lower --rank, " if has_rank and parts["base"] < budget else ""
-    flags = _flags({field: value for field, value in least.items() if field in _PLACING})
+    rank_hint = "a lower --rank, " if has_rank and parts["base"] < budget else ""
+    flags = _flags({field: value for field, value in smallest.items() if field in _ARGUMENT_SETTINGS})
     raise OutOfMemoryError(
         f"this run needs more than {format_bytes(sum(parts.values()))} of the device, more than the budget",
         expected=f"at most {format_bytes(budget)}",
         got=", ".join(f"{name} {format_bytes(number)}" for name, number in parts.items() if number)
         + f", before activations and gradients{f', with {flags}' if flags else ''}",
-        hint=f"take {lower}a smaller model, or a device with more memory",
+        hint=f"take {rank_hint}a smaller model, or a device with more memory",
     )
 
 
-def _advice(config: FinetuneConfig, ours: Needs, budget: int, kept: _Kept, on_try: Callable[[str], None]) -> str:
+def _advice(
+    config: FinetuneConfig, memory: Needs, budget: int, counter: _ArgumentCounter, on_try: Callable[[str], None]
+) -> str:
     """Return a hint: settings that are enough, with their bytes; if none is enough, settings that help."""
 
-    def size(change: Mapping[str, Any]) -> int | None:
+    def try_change(change: Mapping[str, Any]) -> int | None:
         on_try(_flags(change))
-        return _size(config, change)
+        return _changed_bytes(config, change)
 
     sizes: dict[str, int] = {}
-    for change in _of_optimizer(config):  # counted, not compiled, since only the optimizer state moves
-        sizes[_flags(change)] = ours.device_bytes - ours.by_part.get("optimizer", 0)
-    least: dict[str, float] = {}
+    for change in _optimizer_changes(config):  # counted, not compiled, since only the optimizer state moves
+        sizes[_flags(change)] = memory.device_bytes - memory.by_part.get("optimizer", 0)
+    lower_bounds: dict[str, float] = {}
     for change in _single_changes(config):
-        if kept.bytes(change) > budget:
-            least[_flags(change)] = kept.bytes(change)
-        elif (found := size(change)) is not None:
-            sizes[_flags(change)] = found
+        if counter.bytes(change) > budget:
+            lower_bounds[_flags(change)] = counter.bytes(change)
+        elif (num_bytes := try_change(change)) is not None:
+            sizes[_flags(change)] = num_bytes
     for field, smallest in (("batch_size", 1), ("seq_len", _LEAST_LENGTH)):
-        if kept.bytes({}) <= budget and getattr(config, field) > smallest:
-            sizes |= _fewer(config, field, smallest, ours, budget, size)
-    sizes = {flags: size for flags, size in sizes.items() if size < ours.device_bytes}
-    enough = {flags: size for flags, size in sizes.items() if size <= budget}
-    for change in _together(config):
-        if not enough and kept.bytes(change) <= budget:
-            found = size(change)
-            enough = {_flags(change): found} if found is not None and found <= budget else {}
-    if enough:
-        return "enough is " + ", or ".join(map(_said, enough.items()))
-    less = [f"{flags} (more than {format_bytes(int(size))})" for flags, size in least.items()
-            if size < kept.bytes({})]  # fmt: skip
-    if sizes or less:
-        return "none of these is enough: " + ", ".join([*map(_said, sizes.items()), *less])
+        if counter.bytes({}) <= budget and getattr(config, field) > smallest:
+            sizes |= _largest_that_fits(config, field, smallest, memory, budget, try_change)
+    sizes = {flags: size for flags, size in sizes.items() if size < memory.device_bytes}
+    sufficient = {flags: size for flags, size in sizes.items() if size <= budget}
+    for change in _combined_changes(config):
+        if not sufficient and counter.bytes(change) <= budget:
+            num_bytes = try_change(change)
+            sufficient = {_flags(change): num_bytes} if num_bytes is not None and num_bytes <= budget else {}
+    if sufficient:
+        return "enough is " + ", or ".join(map(_describe, sufficient.items()))
+    insufficient = [f"{flags} (more than {format_bytes(int(size))})" for flags, size in lower_bounds.items()
+            if size < counter.bytes({})]  # fmt: skip
+    if sizes or insufficient:
+        return "none of these is enough: " + ", ".join([*map(_describe, sizes.items()), *insufficient])
     return "take a smaller model, or a device with more memory"
 
 
-def _fewer(
+def _largest_that_fits(
     config: FinetuneConfig,
     field: str,
-    least: int,
-    ours: Needs,
+    lower_limit: int,
+    memory: Needs,
     budget: int,
-    size_of: Callable[[Mapping[str, Any]], int | None],
+    try_change: Callable[[Mapping[str, Any]], int | None],
 ) -> dict[str, int]:
     """Search the largest batch or length that fits.
 
-    Linear interpolation between the bytes of the least value and of the configured one gives a candidate, which is
+    Linear interpolation between the bytes of the lower limit and of the configured value gives a candidate, which is
     then compiled.
     """
-    smallest, most = _smaller(config, field, least), getattr(config, field)
-    size = size_of(smallest)
+    smallest, current = _reduction(config, field, lower_limit), getattr(config, field)
+    size = try_change(smallest)
     if size is None or size > budget:
         return {} if size is None else {_flags(smallest): size}
-    slope = (ours.device_bytes - size) / (most - least)
-    wanted = least + int((budget - size) / slope) if slope > 0 else least
-    wanted -= wanted % _LEAST_LENGTH if field == "seq_len" else 0
-    if least < wanted < most:
-        larger = _smaller(config, field, wanted)
-        fits = size_of(larger)
-        if fits is not None and fits <= budget:
-            return {_flags(larger): fits}
+    slope = (memory.device_bytes - size) / (current - lower_limit)
+    candidate = lower_limit + int((budget - size) / slope) if slope > 0 else lower_limit
+    candidate -= candidate % _LEAST_LENGTH if field == "seq_len" else 0
+    if lower_limit < candidate < current:
+        change = _reduction(config, field, candidate)
+        change_bytes = try_change(change)
+        if change_bytes is not None and change_bytes <= budget:
+            return {_flags(change): change_bytes}
     return {_flags(smallest): size}
 
 
-def _said(each: tuple[str, int]) -> str:
-    return f"{each[0]} (about {format_bytes(each[1])})"
+def _describe(option: tuple[str, int]) -> str:
+    return f"{option[0]} (about {format_bytes(option[1])})"
 
 
-def _of_optimizer(config: FinetuneConfig) -> Iterator[dict[str, Any]]:
+def _optimizer_changes(config: FinetuneConfig) -> Iterator[dict[str, Any]]:
     """Yield the change that moves the optimizer state off the device, if it is there."""
     if not config.full and "optimizer" not in (config.offload or ()):
         yield {"offload": (*(config.offload or ()), "optimizer")}
@@ -254,14 +259,14 @@ def _single_changes(config: FinetuneConfig) -> Iterator[dict[str, Any]]:
     if config.full and config.state_dtype == "float32":
         yield {"state_dtype": "8bit"}
     if config.full and config.param_dtype != "bfloat16":
-        yield _few_bits(config)
+        yield _low_precision_change(config)
     if not config.remat:
         yield {"remat": True}
     if config.remat and not config.full and "parameters" not in (config.offload or ()):
         # With g layers a group, L/g group inputs and the g layer inputs of one group are live: least at g = sqrt(L).
-        size = round(models.load_config(directory_of(config)).num_layers ** 0.5)
-        if size > config.layers_per_remat == 1:
-            yield {"layers_per_remat": size}
+        group_size = round(models.load_config(directory_of(config)).num_layers ** 0.5)
+        if group_size > config.layers_per_remat == 1:
+            yield {"layers_per_remat": group_size}
     if config.num_microbatches < config.batch_size:
         yield {"num_microbatches": config.batch_size}
     for word in ("activations", "parameters"):
@@ -270,38 +275,40 @@ def _single_changes(config: FinetuneConfig) -> Iterator[dict[str, Any]]:
             yield change if config.remat else {**change, "remat": True}
 
 
-def _few_bits(config: FinetuneConfig) -> dict[str, Any]:
+def _low_precision_change(config: FinetuneConfig) -> dict[str, Any]:
     """Return the change to five bytes a parameter for full-parameter tuning; fewer if `state_dtype` is lower."""
-    form = "8bit" if config.state_dtype == "float32" else config.state_dtype
-    return {"state_dtype": form, "param_dtype": "bfloat16"}
+    state_dtype = "8bit" if config.state_dtype == "float32" else config.state_dtype
+    return {"state_dtype": state_dtype, "param_dtype": "bfloat16"}
 
 
-def _together(config: FinetuneConfig) -> Iterator[dict[str, Any]]:
+def _combined_changes(config: FinetuneConfig) -> Iterator[dict[str, Any]]:
     """Yield combined changes: one sequence of the least length, then also low precision, then also host memory."""
-    change = _smaller(config, "batch_size", 1) | {"seq_len": min(config.seq_len, _LEAST_LENGTH)}
+    change = _reduction(config, "batch_size", 1) | {"seq_len": min(config.seq_len, _LEAST_LENGTH)}
     change |= {} if config.remat else {"remat": True}
     if config.full:
         yield change
-        yield {**change, **_few_bits(config)}
+        yield {**change, **_low_precision_change(config)}
         return
-    few_bits = {"quantize_embeddings": config.quantize_embeddings or "int8"}
+    embeddings = {"quantize_embeddings": config.quantize_embeddings or "int8"}
     on_host = {"offload": (*dict.fromkeys((*(config.offload or ()), "parameters", "optimizer")),)}
-    without = {"offload": (*dict.fromkeys((*(config.offload or ()), "optimizer")),)}
-    packed = (
-        few_bits if models.quantization_of(directory_of(config)) else {"quantize": config.quantize or "nf4"} | few_bits
+    optimizer_on_host = {"offload": (*dict.fromkeys((*(config.offload or ()), "optimizer")),)}
+    quantized = (
+        embeddings
+        if models.quantization_of(directory_of(config))
+        else {"quantize": config.quantize or "nf4"} | embeddings
     )
-    yield change | packed
-    yield change | packed | without
-    yield change | few_bits | on_host
+    yield change | quantized
+    yield change | quantized | optimizer_on_host
+    yield change | embeddings | on_host
 
 
-def _smaller(config: FinetuneConfig, field: str, value: int) -> dict[str, Any]:
+def _reduction(config: FinetuneConfig, field: str, value: int) -> dict[str, Any]:
     if field != "batch_size" or config.num_microbatches == 1:
         return {field: value}
     return {field: value, "num_microbatches": math.gcd(value, config.num_microbatches)}
 
 
-def _size(config: FinetuneConfig, change: Mapping[str, Any]) -> int | None:
+def _changed_bytes(config: FinetuneConfig, change: Mapping[str, Any]) -> int | None:
     """Return the device bytes of a run with changed settings; None if they contradict each other."""
     try:
         return needs(dataclasses.replace(config, **change)).device_bytes
@@ -312,23 +319,23 @@ def _size(config: FinetuneConfig, change: Mapping[str, Any]) -> int | None:
 def _flags(change: Mapping[str, Any]) -> str:
     parts: list[str] = []
     for name, value in change.items():
-        parts += [flag_of(name)] if value is True else [f"{flag_of(name)} {_word(value)}"]
+        parts += [flag_of(name)] if value is True else [f"{flag_of(name)} {_format_value(value)}"]
     return " ".join(parts)
 
 
-def _word(value: Any) -> str:
+def _format_value(value: Any) -> str:
     return ",".join(value) if isinstance(value, tuple) else str(value)
 
 
-def _on_device(tree: Tree) -> list[Any]:
+def _device_leaves(tree: Tree) -> list[Any]:
     """Return the leaves that are not in host memory."""
     return [leaf for leaf in jax.tree.leaves(tree) if getattr(leaf.sharding, "memory_kind", None) != "pinned_host"]
 
 
-def _parted(report: MemoryReport, names: Mapping[str, str], unread: int = 0) -> Needs:
+def _needs_by_part(report: MemoryReport, part_names: Mapping[str, str], unread: int = 0) -> Needs:
     parts: dict[str, int] = {}
-    for role, name in names.items():
+    for role, name in part_names.items():
         parts[name] = parts.get(name, 0) + report.by_role.get(role, 0)
-    parts[names["frozen"]] += unread
+    parts[part_names["frozen"]] += unread
     total = report.device_bytes + unread
-    return Needs(device_bytes=total, by_part={**parts, _REST: max(total - sum(parts.values()), 0)})
+    return Needs(device_bytes=total, by_part={**parts, _ACTIVATIONS: max(total - sum(parts.values()), 0)})

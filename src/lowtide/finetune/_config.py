@@ -19,17 +19,17 @@ import tomli_w
 from annotated_types import Ge, Gt, Le, Lt, MinLen, Predicate
 
 from ..core import ConfigError, shown
-from ._foreign import setting_of
+from ._synonyms import setting_of
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
 
-_OF_NEW_ADAPTERS = ("method", "rank", "alpha", "targets", "modules_to_save", "bias", "lora_init")
+_NEW_ADAPTER_FIELDS = ("method", "rank", "alpha", "targets", "modules_to_save", "bias", "lora_init")
 """Settings that the files of a loaded adapter replace."""
-_OF_ADAPTERS = (*_OF_NEW_ADAPTERS, "adapter", "lora_dropout", "loraplus_ratio", "quantize", "quantize_embeddings")
+_ADAPTER_FIELDS = (*_NEW_ADAPTER_FIELDS, "adapter", "lora_dropout", "loraplus_ratio", "quantize", "quantize_embeddings")
 _METHODS = {"lora": "LoRA", "rslora": "rsLoRA", "dora": "DoRA", "ia3": "(IA)³", "vera": "VeRA"}
 FOUR_BITS = ("nf4", "int4", "mxfp4")
-_FALLING = ("cosine", "linear", "warmup_stable_decay")
+_DECAYING_SCHEDULES = ("cosine", "linear", "warmup_stable_decay")
 """Schedules that end at `final_rate_fraction`."""
 _HINTS = {
     "qlora": "QLoRA is LoRA on a quantised base: leave method out, and give --quantize nf4",
@@ -258,20 +258,24 @@ def config_from_dict(values: Mapping[str, Any], where: str) -> FinetuneConfig:
     Raises:
         ConfigError: for an unknown field (with near misses), a value of the wrong type or out of range.
     """
-    known = [field.name for field in dataclasses.fields(FinetuneConfig)]
+    names = [field.name for field in dataclasses.fields(FinetuneConfig)]
     for name in values:
-        if name not in known:
+        if name not in names:
             raise ConfigError(
-                f"{where}: unknown key {name!r}", expected=f"one of {', '.join(known)}", hint=_nearest(name, known)
+                f"{where}: unknown key {name!r}",
+                expected=f"one of {', '.join(names)}",
+                hint=_suggest_setting(name, names),
             )
     if values.get("method") == "full":
         if values.get("full") is False:
             _refuse_both("method", "full", "full = false asks for an adapter")
         values = {**{name: value for name, value in values.items() if name != "method"}, "full": True}
     if values.get("full") is True:
-        _refuse_with_full([name for name in _OF_ADAPTERS if name in values])
-    fixed: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
-    return FinetuneConfig(**fixed)
+        _refuse_with_full([name for name in _ADAPTER_FIELDS if name in values])
+    arguments: dict[str, Any] = {
+        name: tuple(value) if isinstance(value, list) else value for name, value in values.items()
+    }
+    return FinetuneConfig(**arguments)
 
 
 def read_config(path: str | Path) -> dict[str, Any]:
@@ -298,22 +302,22 @@ def read_config(path: str | Path) -> dict[str, Any]:
 
 def flag_of(field: str) -> str:
     """Return the flag of a field of `FinetuneConfig`."""
-    named = FinetuneConfig.__dataclass_fields__[field].metadata.get("flag")
-    return named or f"--{field.replace('_', '-')}"
+    flag = FinetuneConfig.__dataclass_fields__[field].metadata.get("flag")
+    return flag or f"--{field.replace('_', '-')}"
 
 
 def config_to_toml(config: FinetuneConfig) -> str:
     """Write the configuration as TOML: every field that is set and has an effect. `read_config` reads it back."""
-    left_out = [*_OF_ADAPTERS] if config.full else []
-    left_out += ["num_steps"] if config.num_epochs is not None else []
-    return tomli_w.dumps({k: v for k, v in dataclasses.asdict(config).items() if v is not None and k not in left_out})
+    omitted = [*_ADAPTER_FIELDS] if config.full else []
+    omitted += ["num_steps"] if config.num_epochs is not None else []
+    return tomli_w.dumps({k: v for k, v in dataclasses.asdict(config).items() if v is not None and k not in omitted})
 
 
-def _nearest(name: str, known: list[str]) -> str:
+def _suggest_setting(name: str, names: list[str]) -> str:
     """Return a hint with the settings that an unknown key may stand for."""
-    if (here := setting_of(name)) is not None:
-        return f"what other libraries call {name} is {here} here"
-    close = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
+    if (setting := setting_of(name)) is not None:
+        return f"what other libraries call {name} is {setting} here"
+    close = difflib.get_close_matches(name, names, n=3, cutoff=0.5)
     return f"did you mean {' or '.join(close)}?" if close else "see the reference of FinetuneConfig"
 
 
@@ -334,23 +338,23 @@ def _validate(config: FinetuneConfig) -> None:
     try:
         _schema().model_validate(vars(config))
     except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        field, value, kind = str(first["loc"][0]), first["input"], first["type"]
-        expected = first["msg"].removeprefix("Input should be ").replace("greater than or equal to", "at least")
-        if kind == "literal_error":
-            words = first.get("ctx", {})["expected"].replace(" or ", ", ").replace("'", "")
+        details = error.errors(include_url=False)[0]
+        field, value, error_type = str(details["loc"][0]), details["input"], details["type"]
+        expected = details["msg"].removeprefix("Input should be ").replace("greater than or equal to", "at least")
+        if error_type == "literal_error":
+            words = details.get("ctx", {})["expected"].replace(" or ", ", ").replace("'", "")
             if isinstance(value, str):
-                raise _unknown_word(field, value, words, is_one=len(first["loc"]) == 1) from None
-        if kind == "string_too_short":
+                raise _unknown_word(field, value, words, is_one=len(details["loc"]) == 1) from None
+        if error_type == "string_too_short":
             raise ConfigError(
                 f"{field} is empty",
                 expected="a path, or nothing for what is embedded",
                 got='""',
                 hint=f"leave {field} out, or look whether a variable of your script is unset",
             ) from None
-        if kind == "predicate_failed":
+        if error_type == "predicate_failed":
             raise _out_of_range(field, value, "a name") from None
-        if kind in ("finite_number", "greater_than", "greater_than_equal", "less_than", "less_than_equal"):
+        if error_type in ("finite_number", "greater_than", "greater_than_equal", "less_than", "less_than_equal"):
             raise _out_of_range(field, value, expected) from None
         raise ConfigError(
             f"{field} has the wrong type",
@@ -367,12 +371,14 @@ def _out_of_range(field: str, value: Any, expected: str) -> ConfigError:
 
 def _unknown_word(field: str, word: str, words: str, *, is_one: bool) -> ConfigError:
     close = difflib.get_close_matches(word, words.split(", "), n=2, cutoff=0.4)
-    near = f"did you mean {' or '.join(close)}?" if close else f"for instance {flag_of(field)} {words.split(', ')[0]}"
+    suggestion = (
+        f"did you mean {' or '.join(close)}?" if close else f"for instance {flag_of(field)} {words.split(', ')[0]}"
+    )
     return ConfigError(
         f"{field} is out of range" if is_one else f"{field}: unknown word {word!r}",
         expected=f"{'one' if is_one else 'any'} of {words}",
         got=word,
-        hint=_HINTS.get(word.lower(), near),
+        hint=_HINTS.get(word.lower(), suggestion),
     )
 
 
@@ -380,15 +386,15 @@ def _check_combination(config: FinetuneConfig) -> None:
     """Refuse settings that are valid separately but contradict each other."""
     defaults = {field.name: field.default for field in dataclasses.fields(config)}
     _check_recipe(config, {name for name, value in defaults.items() if getattr(config, name) != value})
-    changed = [name for name in _OF_ADAPTERS if getattr(config, name) != defaults[name]]
-    if config.adapter is not None and (others := [name for name in changed if name in _OF_NEW_ADAPTERS]):
-        _refuse_both(others[0], "adapter", "the adapter's files say it")
+    changed = [name for name in _ADAPTER_FIELDS if getattr(config, name) != defaults[name]]
+    if config.adapter is not None and (conflicts := [name for name in changed if name in _NEW_ADAPTER_FIELDS]):
+        _refuse_both(conflicts[0], "adapter", "the adapter's files say it")
     unused = {
         "ia3": ("rank", "alpha", "bias", "lora_init", "lora_dropout", "loraplus_ratio"),
         "vera": ("alpha", "bias", "lora_init", "loraplus_ratio"),
     }.get(config.method, ())
-    if others := [name for name in unused if name in changed]:
-        _refuse_both(others[0], "method", f"{config.method} has no {others[0]}")
+    if conflicts := [name for name in unused if name in changed]:
+        _refuse_both(conflicts[0], "method", f"{config.method} has no {conflicts[0]}")
     if config.method == "dora" and config.lora_init in ("pissa", "olora"):
         _refuse_both("lora_init", "method", f"dora's norms are those of the weight, which {config.lora_init} divides")
     if config.lora_init == "orthogonal" and config.rank % 2:
@@ -403,17 +409,17 @@ def _check_combination(config: FinetuneConfig) -> None:
                 hint='leave param_dtype out; compute_dtype = "float16" computes in half precision all the same',
             )
     else:
-        _refuse_settings_of_full(config)
+        _refuse_full_settings(config)
     for field in ("quantize", "quantize_embeddings"):
-        form = getattr(config, field)
-        if form in FOUR_BITS and "parameters" in (config.offload or ()):
+        format_name = getattr(config, field)
+        if format_name in FOUR_BITS and "parameters" in (config.offload or ()):
             raise ConfigError(
-                f"{field} = {form} and offload of parameters contradict each other",
+                f"{field} = {format_name} and offload of parameters contradict each other",
                 expected="int8 or fp8, or parameters on the device: JAX runs no program on 4-bit arrays in host memory",
-                got=f"{form}, with parameters on the host",
+                got=f"{format_name}, with parameters on the host",
                 hint="4 bits are a quarter of bfloat16's bytes: leave parameters out of offload, or take int8",
             )
-    recomputing = ["full"] * config.full + [w for w in config.offload or () if w in ("activations", "parameters")]
+    remat_users = ["full"] * config.full + [w for w in config.offload or () if w in ("activations", "parameters")]
     if not config.remat and config.tile_tokens is not None:
         raise ConfigError(
             "tile_tokens is of blocks that are computed again in the backward pass, and remat = false has none",
@@ -422,9 +428,9 @@ def _check_combination(config: FinetuneConfig) -> None:
             hint="leave tile_tokens out",
         )
     _check_groups(config)
-    if not config.remat and recomputing:
+    if not config.remat and remat_users:
         raise ConfigError(
-            f"remat = false contradicts {recomputing[0]}, which computes each block again in the backward pass",
+            f"remat = false contradicts {remat_users[0]}, which computes each block again in the backward pass",
             expected="remat = true",
             got="remat = false",
             hint="leave remat out; to keep activations on the device, use neither --full nor --offload for them",
@@ -435,29 +441,29 @@ def _check_groups(config: FinetuneConfig) -> None:
     """Refuse `layers_per_remat` with settings that keep each layer's input, or recompute nothing."""
     if config.layers_per_remat == 1:
         return
-    streamed = "parameters" in (config.offload or ())
+    is_streamed = "parameters" in (config.offload or ())
     reasons = (
         (not config.remat, "remat = false", "which recomputes nothing", "remat = false"),
         (config.full, "full", "whose layers are updated one by one, each from its own input", "full"),
-        (streamed, "offload of parameters", "which streams single layers, each from its own input", "parameters"),
+        (is_streamed, "offload of parameters", "which streams single layers, each from its own input", "parameters"),
     )
-    for holds, name, why, other in reasons:
-        if holds:
+    for is_conflict, name, reason, setting in reasons:
+        if is_conflict:
             raise ConfigError(
-                f"layers_per_remat contradicts {name}, {why}",
+                f"layers_per_remat contradicts {name}, {reason}",
                 expected="layers_per_remat = 1",
                 got=f"layers_per_remat = {config.layers_per_remat}",
-                hint=f"leave out one of them: layers_per_remat, or {other}",
+                hint=f"leave out one of them: layers_per_remat, or {setting}",
             )
 
 
 def _check_recipe(config: FinetuneConfig, changed: set[str]) -> None:
     """Refuse settings of the recipe of which one would have no effect."""
-    pairs = [("num_epochs", "num_steps"), ("warmup_ratio", "warmup_steps")]
-    for first, second in pairs:
+    alternatives = [("num_epochs", "num_steps"), ("warmup_ratio", "warmup_steps")]
+    for first, second in alternatives:
         if {first, second} <= changed:
             _refuse_both(first, second, f"{first} stands in place of {second}")
-    if config.schedule not in _FALLING and "final_rate_fraction" in changed:
+    if config.schedule not in _DECAYING_SCHEDULES and "final_rate_fraction" in changed:
         _refuse_both("final_rate_fraction", "schedule", f"the schedule {config.schedule} has no end")
     if config.schedule != "warmup_stable_decay" and "decay_fraction" in changed:
         _refuse_both("decay_fraction", "schedule", f"the schedule {config.schedule} has no stable part")
@@ -472,16 +478,16 @@ def _check_recipe(config: FinetuneConfig, changed: set[str]) -> None:
         _refuse_both("clip_mode", "max_grad_norm", "max_grad_norm = 0 clips nothing")
 
 
-def _refuse_both(first: str, second: str, why: str) -> None:
+def _refuse_both(first: str, second: str, reason: str) -> None:
     raise ConfigError(
-        f"{first} contradicts {second}: {why}",
+        f"{first} contradicts {second}: {reason}",
         expected=f"{first} or {second}",
         got="both",
         hint="leave one of them out",
     )
 
 
-def _refuse_settings_of_full(config: FinetuneConfig) -> None:
+def _refuse_full_settings(config: FinetuneConfig) -> None:
     for field, default in (("clip_mode", "exact"), ("save_dtype", "auto")):
         if (value := getattr(config, field)) != default:
             raise ConfigError(

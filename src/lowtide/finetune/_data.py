@@ -14,7 +14,7 @@ from tokenizers import Tokenizer
 
 from ..core import ConfigError, DataError, shown
 from ._config import FinetuneConfig, flag_of
-from ._formats import KINDS, files_read_as_text, first_fields, is_binary, read_head
+from ._formats import RECORD_FIELDS, files_read_as_text, first_fields, is_binary, read_head
 from ._recipe import with_seq_len
 from ._text import TextData, is_large_text, named_documents, text_data, texts_of_records
 from ._walk import files_below
@@ -43,28 +43,11 @@ def load_data(
     day: str | None = None,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> TextData:
-    """Read, tokenise and pack the data of a run.
+    """Read, tokenise and pack the data of a run into batches; for records with a report.
 
-    Args:
-        config: the data settings are used.
-        directory: the tokenizer's folder, for its chat template.
-        tokenizer: the model's tokenizer.
-        end_token: token appended to documents and completions.
-        context: the model's number of positions, for choosing the sequence length if none is set.
-        vocab_size: number of the model's embeddings; tokens beyond are refused. None: nothing is refused.
-        day: date for a chat template that writes today's date; None: today.
-        on_progress: called with the number of finished documents and the total.
-
-    Returns:
-        The batches; for records with a report.
-
-    Raises:
-        ConfigError: for a batch above the limit, and for record settings with plain text, which would ignore them.
-        DataError: for unusable data.
-        ModelFileError: for an unusable tokenizer or chat template.
-
-    Memory:
-        Holds all tokens of plain text on the host; for records see `lowtide.finetune.data.record_data`.
+    `directory` is the tokenizer's folder, for its chat template. `context` is the model's number of positions, used if
+    no sequence length is set. `day` is the date that chat templates may write; None: today. The host holds all tokens
+    of plain text; for records see `lowtide.finetune.data.record_data`.
     """
     if config.batch_size * config.seq_len > _MOST_BATCH_TOKENS:
         raise ConfigError(
@@ -84,14 +67,14 @@ def load_data(
     }
     is_plain = not is_read_as_records(config.data, config.columns)
     if config.packing == "contiguous" or (config.packing == "auto" and is_plain):
-        _refuse_settings_of_records(config, is_plain=is_plain)
+        _refuse_record_settings(config, is_plain=is_plain)
         documents = _texts(config.data, config.columns)
-        evaluated = None if config.eval_data is None else _texts(config.eval_data, config.columns)
-        return _noted(text_data(documents, tokenizer, eval_documents=evaluated, **options), config)
+        eval_documents = None if config.eval_data is None else _texts(config.eval_data, config.columns)
+        return _with_notes(text_data(documents, tokenizer, eval_documents=eval_documents, **options), config)
     from .data import load_chat_template, record_data
 
     template = load_chat_template(directory, config.chat_template)
-    made = record_data(
+    records = record_data(
         named_documents(config.data) if is_plain else Path(config.data or ""),
         tokenizer,
         None if template is None else dataclasses.replace(template, day=day),
@@ -103,28 +86,28 @@ def load_data(
         **options,
     )
     data = TextData(
-        train=made.train,
-        held_out=made.held_out,
-        num_documents=made.report.num_documents,
-        num_train_tokens=made.num_train_tokens,
-        num_held_out_tokens=made.num_held_out_tokens,
-        num_train_sequences=made.report.num_rows,
-        digest=made.digest,
-        seq_len=made.seq_len,
-        report=made.report,
+        train=records.train,
+        held_out=records.held_out,
+        num_documents=records.report.num_documents,
+        num_train_tokens=records.num_train_tokens,
+        num_held_out_tokens=records.num_held_out_tokens,
+        num_train_sequences=records.report.num_rows,
+        digest=records.digest,
+        seq_len=records.seq_len,
+        report=records.report,
     )
-    return _noted(data, config, template)
+    return _with_notes(data, config, template)
 
 
-def _noted(data: TextData, config: FinetuneConfig, template: ChatTemplate | None = None) -> TextData:
+def _with_notes(data: TextData, config: FinetuneConfig, template: ChatTemplate | None = None) -> TextData:
     """Add notes on facts that a user may not expect."""
     notes = [*notes_on(config.data, config.columns), *notes_on(config.eval_data, config.columns, is_evaluation=True)]
     num_rows, batch_size = data.num_train_sequences, config.batch_size
     if num_rows is not None and num_rows < batch_size:
         notes.append(f"a batch repeats rows: --batch-size is {batch_size:,}, with {num_rows:,} rows to train on")
-    lost = 0 if data.report is None else data.report.num_lost_tokens + data.report.num_held_out_lost_tokens
-    if data.report is not None and lost > _MOST_LOST * data.report.num_tokens:
-        share = f"{lost:,} of {data.report.num_tokens:,} tokens ({lost / data.report.num_tokens:.0%})"
+    num_lost = 0 if data.report is None else data.report.num_lost_tokens + data.report.num_held_out_lost_tokens
+    if data.report is not None and num_lost > _MOST_LOST * data.report.num_tokens:
+        share = f"{num_lost:,} of {data.report.num_tokens:,} tokens ({num_lost / data.report.num_tokens:.0%})"
         notes.insert(0, f"{share} are lost: records are longer than {data.seq_len:,} tokens; raise --seq-len")
     if template is not None and data.report is not None and data.report.kind == "prompt":
         notes.append(f'prompts are learned as text, without {template.where}; records with "messages" use it')
@@ -153,7 +136,7 @@ def is_read_as_records(data: str | None, columns: tuple[str, ...] | None) -> boo
     if path.suffix != ".jsonl" or columns:
         return True
     fields = set(first_fields(head, ".jsonl"))
-    return "text" not in fields or any(kind <= fields for kind in KINDS)
+    return "text" not in fields or any(kind <= fields for kind in RECORD_FIELDS)
 
 
 def notes_on(data: str | None, columns: tuple[str, ...] | None, *, is_evaluation: bool = False) -> list[str]:
@@ -174,32 +157,36 @@ def notes_on(data: str | None, columns: tuple[str, ...] | None, *, is_evaluation
     folder, notes = Path(data), list[str]()
     if not is_read_as_records(data, columns):
         if tables := files_read_as_text(files_below(folder)):
-            notes.append(f"{folder}: read as plain text, braces and commas included: {_named(folder, tables)}")
+            notes.append(f"{folder}: read as plain text, braces and commas included: {_join_names(folder, tables)}")
         return notes
-    if (found := folder_of_records(folder)) is None:  # a folder that the `datasets` library saved
+    if (record_folder := folder_of_records(folder)) is None:  # a folder that the `datasets` library saved
         return []
-    if found.held_back:
-        names = _named(folder, found.held_back)
+    if record_folder.evaluation_files:
+        names = _join_names(folder, record_folder.evaluation_files)
         notes.append(f"{folder}: files for --eval-data by their names, which are not read: {names}")
-    if found.is_evaluation and not is_evaluation:
-        notes.append(f"{folder}: files trained on, though their names say evaluation: {_named(folder, found.read)}")
-    if found.others:
-        notes.append(f"{folder}: files not read, because they hold no records: {_named(folder, found.others)}")
+    if record_folder.is_evaluation and not is_evaluation:
+        notes.append(
+            f"{folder}: files trained on, though their names say evaluation: {_join_names(folder, record_folder.files)}"
+        )
+    if record_folder.other_files:
+        notes.append(
+            f"{folder}: files not read, because they hold no records: {_join_names(folder, record_folder.other_files)}"
+        )
     return notes
 
 
-def _named(folder: Path, files: Sequence[Path]) -> str:
+def _join_names(folder: Path, files: Sequence[Path]) -> str:
     names = [shown(str(file.relative_to(folder))).strip("'") for file in files]
-    more = len(names) - _MOST_NAMES
-    return ", ".join(names[:_MOST_NAMES]) + (f" and {more} more" if more > 0 else "")
+    num_more = len(names) - _MOST_NAMES
+    return ", ".join(names[:_MOST_NAMES]) + (f" and {num_more} more" if num_more > 0 else "")
 
 
-def _refuse_settings_of_records(config: FinetuneConfig, *, is_plain: bool) -> None:
+def _refuse_record_settings(config: FinetuneConfig, *, is_plain: bool) -> None:
     """Raise ConfigError for record settings that contiguous windows of text would ignore."""
     columns = config.columns if is_plain else None
-    given = {"chat_template": config.chat_template, "columns": columns}
-    given |= {"too_long": config.too_long != "cut", "loss_on": config.loss_on != "completion"}
-    if ignored := [name for name, value in given.items() if value]:
+    settings = {"chat_template": config.chat_template, "columns": columns}
+    settings |= {"too_long": config.too_long != "cut", "loss_on": config.loss_on != "completion"}
+    if ignored := [name for name, value in settings.items() if value]:
         raise ConfigError(
             f"{ignored[0]} does nothing for text in contiguous windows",
             expected="records, or --packing best-fit or none",

@@ -19,7 +19,7 @@ from tokenizers import Tokenizer
 from .. import models
 from ..core import ConfigError, DataError, Tree
 from ._text import IGNORE, tokenise
-from ._tokens import named
+from ._tokens import name_documents
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -59,7 +59,7 @@ def token_stream(
         DataError: for a token that the model has no embedding for.
         ModelFileError: for a tokenizer that cannot encode the text.
     """
-    return tokenise(named(documents), tokenizer, end_token, vocab_size)
+    return tokenise(name_documents(documents), tokenizer, end_token, vocab_size)
 
 
 def text_loss(
@@ -99,7 +99,7 @@ def text_loss(
         raise DataError(
             "the data has nothing to predict", expected="at least two tokens", got=len(stream), hint="give more text"
         )
-    _check(model, stream)
+    _check_vocabulary(model, stream)
     return batches_loss(model, _batches(stream, seq_len, batch_size), len(stream) - 1, on_progress=on_progress)
 
 
@@ -127,23 +127,23 @@ def batches_loss(
     Memory:
         As in `text_loss`.
     """
-    total, done = 0.0, 0  # float64, since a float32 sum over many batches would lose digits
+    total, num_predicted = 0.0, 0  # float64, since a float32 sum over many batches would lose digits
     for batch in batches:
         count = int(np.sum(batch["labels"] != IGNORE))
         if count == 0:
             continue
         for name in ("tokens", "labels"):
-            _check(model, batch[name])
+            _check_vocabulary(model, batch[name])
         total += float(_mean_loss(model, dict(batch))) * count
-        done += count
+        num_predicted += count
         if on_progress is not None:
-            on_progress(done, num_tokens, total / done)
-    if done == 0:
+            on_progress(num_predicted, num_tokens, total / num_predicted)
+    if num_predicted == 0:
         raise DataError("the data has nothing to predict", expected="at least one label", hint="give more data")
-    return TextLoss(loss=total / done, num_tokens=done)
+    return TextLoss(loss=total / num_predicted, num_tokens=num_predicted)
 
 
-def _check(model: models.Decoder, ids: np.ndarray) -> None:
+def _check_vocabulary(model: models.Decoder, ids: np.ndarray) -> None:
     """Raise DataError for ids beyond the embeddings; a compiled lookup would clamp them without an error."""
     if (largest := int(ids.max())) >= model.config.vocab_size:
         raise DataError(

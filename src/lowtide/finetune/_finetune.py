@@ -39,16 +39,16 @@ from ..memory import Target
 from ..offload import to_device
 from ..pipeline import Pipeline, schedule, value_and_grad
 from ..train import Record, Trainer, analyze_naive
-from ._adapters import adapted, begun_with_data, loss_of, refuse_dropout, refuse_eva
-from ._base import formats, open_base, refuse_for_model, trained_dtype
-from ._beside import add_the_rest, files_beside, tokenizer_folder
+from ._adapters import add_adapter, add_eva_adapter, make_loss, refuse_dropout, refuse_eva
+from ._auxiliary_files import copy_config_keys, read_auxiliary_files, tokenizer_folder
+from ._base import formats, open_base, refuse_for_model, training_dtype
 from ._config import FinetuneConfig, config_to_toml
 from ._data import load_data
-from ._ends import load_end_tokens, with_end_tokens
+from ._end_tokens import load_end_tokens, with_end_tokens
 from ._job import WRT, directory_of, num_targets
 from ._offloaded import full_step, hidden, inputs_place, is_hosted, is_weight, optimizer
-from ._page import keep_for_report, write_report
-from ._recipe import learning_rate, trackers, watchers, with_steps
+from ._page import save_report_inputs, write_report
+from ._recipe import learning_rate, stopping_callbacks, trackers, with_steps
 from ._runs import (
     ADAPTER,
     CHECKPOINTS,
@@ -56,10 +56,10 @@ from ._runs import (
     METRICS,
     MODEL,
     MetricsFile,
-    begun_on,
     check_checkpoint,
     check_same_run,
     read_records,
+    start_day,
     write_config,
 )
 from ._table import MemoryTable
@@ -97,8 +97,8 @@ class Finetune:
         sharding: ShardingRules | None = None,
     ) -> None:
         if sharding is not None:
-            _refuse_on_host(config, sharding)
-            _refuse_in_stages(config, sharding)
+            _refuse_host_offload(config, sharding)
+            _refuse_remat_groups(config, sharding)
             refuse_eva(config)
         if sharding is not None and STAGE in sharding.mesh.shape:
             refuse_dropout(config)
@@ -106,32 +106,34 @@ class Finetune:
         self.out = Path(out)
         self._trackers = trackers(config, self.out, self._with_rate)  # first, so that a missing package raises at once
         self.directory = directory_of(config)
-        self.beside = tokenizer_folder(self.directory, config.tokenizer)
+        self.tokenizer_dir = tokenizer_folder(self.directory, config.tokenizer)
         self.base, self.tokenizer = _load(config, self.directory, None if sharding is None else sharding.of)
         model = self.base
         if not config.full:  # before the data, whose preparation may take hours
-            model = adapted(model, config)
+            model = add_adapter(model, config)
             lora.check_names(model)
-        files = {"tokenizer_dir": self.beside, "chat_template": config.chat_template}
-        self.ends = load_end_tokens(self.base.config, self.tokenizer, self.directory, **files)
-        day = of_first(lambda: begun_on(self.out))
+        template_kwargs = {"tokenizer_dir": self.tokenizer_dir, "chat_template": config.chat_template}
+        self.ends = load_end_tokens(self.base.config, self.tokenizer, self.directory, **template_kwargs)
+        day = of_first(lambda: start_day(self.out))
         options: dict[str, Any] = {"end_token": self.ends.text, "day": day, "on_progress": on_tokenise}
         options |= {"vocab_size": self.base.config.vocab_size, "context": self.base.config.max_position_embeddings}
-        self.data = load_data(config, self.beside, self.tokenizer, **options)
+        self.data = load_data(config, self.tokenizer_dir, self.tokenizer, **options)
         config = dataclasses.replace(config, seq_len=self.data.seq_len)
-        asked, config = config, with_steps(config, self.data.num_train_sequences)
+        original_config, config = config, with_steps(config, self.data.num_train_sequences)
         self.config = config
         # An adapter on a weight that the model cannot adapt raises here, before anything is written.
-        loss_fn = loss_of(config)
-        given: dict[str, Any] = {"key": jax.random.key(0), "training": True} if config.lora_dropout else {}
-        jax.eval_shape(partial(loss_fn, **given), model, self.data.train[0])
+        loss_fn = make_loss(config)
+        loss_kwargs: dict[str, Any] = {"key": jax.random.key(0), "training": True} if config.lora_dropout else {}
+        jax.eval_shape(partial(loss_fn, **loss_kwargs), model, self.data.train[0])
         if sharding is not None:
             sharding.batch_shapes(self.data.train[0], config.num_microbatches)  # raises if rows cannot be sharded
         self._processes.agree(config=config_to_toml(config), data=self.data.digest)
         refuse_other_folders(self._processes, self.out)
         # Before the trainer creates the checkpoint folder. A run killed with that folder but without config.toml could
         # neither be resumed nor started again.
-        of_first(lambda: (write_config(self.out, asked), check_same_run(self.out, config, self.data.digest, day)))
+        of_first(
+            lambda: (write_config(self.out, original_config), check_same_run(self.out, config, self.data.digest, day))
+        )
         self.schedule = learning_rate(config)
         # The learning rates for records are computed here, in one program. Computed after a step, they would delay the
         # record until the device is free. An interrupt during this wait could lose the record.
@@ -160,7 +162,7 @@ class Finetune:
             self.base = self.trainer.model  # drops the last other reference to arrays that training donates
         check_checkpoint(self.out, config, self.resumed_at)
         if config.lora_init == "eva" and self.resumed_at is None:
-            self.trainer.update(begun_with_data(self.base, config, self.data.train))
+            self.trainer.update(add_eva_adapter(self.base, config, self.data.train))
 
     def memory(self, target: Target | str | None = None) -> MemoryTable:
         """Compile the step of `run`, and report its bytes.
@@ -248,7 +250,7 @@ class Finetune:
                     eval_data=self.data.held_out,
                     eval_every=self.config.eval_every,
                     checkpoint_every=self.config.checkpoint_every,
-                    callbacks=[metrics, *watchers(self.config), *self._trackers],
+                    callbacks=[metrics, *stopping_callbacks(self.config), *self._trackers],
                     on_record=record_step,
                     progress=False,
                 )
@@ -299,9 +301,9 @@ class Finetune:
             dtype = self.config.save_dtype
             if dtype == "auto":
                 dtype = jnp.dtype(models.load_shapes(self.directory).outer["embed"]["weight"].dtype).name
-            models.save(model, self.out / MODEL, tokenizer=self.beside / "tokenizer.json", dtype=dtype)
-            add_the_rest(self.directory, self.out / MODEL, model.config)
-            files = files_beside(self.beside, self.config.chat_template)
+            models.save(model, self.out / MODEL, tokenizer=self.tokenizer_dir / "tokenizer.json", dtype=dtype)
+            copy_config_keys(self.directory, self.out / MODEL, model.config)
+            files = read_auxiliary_files(self.tokenizer_dir, self.config.chat_template)
             write_files(self.out / MODEL, with_end_tokens(files, self.ends, model.config))
         else:
             lora.save(model, self.out / ADAPTER, base_model_name_or_path=self.config.model)
@@ -322,7 +324,7 @@ class Finetune:
         }
         rows = [(name, f"{count:,}") for name, count in counts.items()]
         if (report := data.report) is not None:
-            found = {
+            report_rows = {
                 "rows to train on": f"{report.num_rows:,}",
                 "of them no padding": f"{report.utilisation:.1%}",
                 "of that learned": f"{report.loss_share:.1%}",
@@ -334,7 +336,7 @@ class Finetune:
                 "held out, left out": f"{report.num_held_out_left_out:,}",
                 "held out, tokens lost": f"{report.num_held_out_lost_tokens:,}",
             }
-            rows += list(found.items())
+            rows += list(report_rows.items())
         return {"Data": rows}
 
     def write_report(
@@ -355,8 +357,8 @@ class Finetune:
         """
         if not (self.config.report and self._processes.is_first):
             return None
-        ours = self.memory("here").ours if timeline and self._processes.count == 1 else table.ours
-        keep_for_report(self.out, ours, self.tables(), samples or {})
+        report = self.memory("here").ours if timeline and self._processes.count == 1 else table.ours
+        save_report_inputs(self.out, report, self.tables(), samples or {})
         return write_report(self.out)
 
     def eval_losses(self) -> list[tuple[int, float]]:
@@ -373,8 +375,8 @@ class Finetune:
             Prompt and continuation. None without `sample_tokens`, with several processes, or for a resumed run with
             ``config.full``, which has only the tuned model.
         """
-        gone = self.config.full and self.resumed_at is not None
-        return None if gone or not self.samples else self.sample(self.base)
+        is_base_lost = self.config.full and self.resumed_at is not None
+        return None if is_base_lost or not self.samples else self.sample(self.base)
 
     @property
     def samples(self) -> bool:
@@ -410,7 +412,7 @@ class Finetune:
         return self.tokenizer.decode(prompt.tolist()), decode_after(self.tokenizer, prompt.tolist(), answer)
 
 
-def _refuse_on_host(config: FinetuneConfig, sharding: ShardingRules) -> None:
+def _refuse_host_offload(config: FinetuneConfig, sharding: ShardingRules) -> None:
     """Raise for host offload that sharded runs do not support."""
     is_pipeline = STAGE in sharding.mesh.shape
     refused = [word for word in config.offload or () if word != "activations" or not is_pipeline]
@@ -424,7 +426,7 @@ def _refuse_on_host(config: FinetuneConfig, sharding: ShardingRules) -> None:
         )
 
 
-def _refuse_in_stages(config: FinetuneConfig, sharding: ShardingRules) -> None:
+def _refuse_remat_groups(config: FinetuneConfig, sharding: ShardingRules) -> None:
     """Raise for `layers_per_remat` with pipeline stages."""
     if STAGE in sharding.mesh.shape and config.layers_per_remat > 1:
         raise ConfigError(
@@ -437,12 +439,14 @@ def _refuse_in_stages(config: FinetuneConfig, sharding: ShardingRules) -> None:
 
 def _pipeline(config: FinetuneConfig, stack: LayerStack, sharding: ShardingRules) -> Pipeline:
     """Build the pipeline, with `num_microbatches` microbatches or, if that is 1, one per row of the local batch."""
-    num_parts = math.prod(sharding.mesh.shape[axis] for axis in sharding.batch_axes)
-    number = config.num_microbatches if config.num_microbatches > 1 else max(config.batch_size // num_parts, 1)
-    made = schedule(num_stages=sharding.mesh.shape[STAGE], num_microbatches=number)
+    num_shards = math.prod(sharding.mesh.shape[axis] for axis in sharding.batch_axes)
+    num_microbatches = (
+        config.num_microbatches if config.num_microbatches > 1 else max(config.batch_size // num_shards, 1)
+    )
+    plan = schedule(num_stages=sharding.mesh.shape[STAGE], num_microbatches=num_microbatches)
     return value_and_grad(
         stack,
-        made,
+        plan,
         mesh=sharding.mesh,
         wrt=WRT,
         weight=num_targets,
@@ -457,7 +461,7 @@ def _load(config: FinetuneConfig, directory: Path, sharding: Any) -> tuple[model
     return open_base(
         directory,
         tokenizer=config.tokenizer,
-        param_dtype=trained_dtype(config),
+        param_dtype=training_dtype(config),
         compute_dtype=config.compute_dtype,
         host=is_hosted(config),
         sharding=sharding,

@@ -16,29 +16,32 @@ from typing import Any
 from ..core import DataError, format_bytes, shortened, shown
 
 _HEAD_BYTES = 1024**2
-RECORDS = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet")
+RECORD_SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet")
 """Suffixes of the files that `lowtide.finetune.data` reads records from."""
-_NO_DATA = ("config.json", "adapter_config.json", "config.toml", "generation_config.json", "tokenizer.json")
+_MODEL_FILES = ("config.json", "adapter_config.json", "config.toml", "generation_config.json", "tokenizer.json")
 """Files of a model, an adapter or a run."""
-READ = f"text or source, or records ({', '.join(RECORDS)}); a file, or a folder of text or of one format of records"
-_TEXT = "a text file, a folder of text or source, or JSON lines (.jsonl)"
-_AS_LINES = 'write JSON lines, one object such as {"text": "..."} a line, into a file that ends in .jsonl'
+SUPPORTED = (
+    f"text or source, or records ({', '.join(RECORD_SUFFIXES)}); a file, or a folder of text or of one format of "
+    "records"
+)
+_EXPECTED_TEXT = "a text file, a folder of text or source, or JSON lines (.jsonl)"
+_WRITE_JSON_LINES = 'write JSON lines, one object such as {"text": "..."} a line, into a file that ends in .jsonl'
 _ONE_FORMAT = "name one of its files, or a folder of records of one format"
 _UNPACK = "unpack it first"
 
-_BY_SUFFIX = {
-    ".csv": ("a table (CSV)", _AS_LINES),
-    ".tsv": ("a table (TSV)", _AS_LINES),
-    ".json": ("JSON", _AS_LINES),
+_FORMAT_BY_SUFFIX = {
+    ".csv": ("a table (CSV)", _WRITE_JSON_LINES),
+    ".tsv": ("a table (TSV)", _WRITE_JSON_LINES),
+    ".json": ("JSON", _WRITE_JSON_LINES),
     ".jsonl": ("JSON lines", "put all lines into one .jsonl file (cat folder/*.jsonl > data.jsonl), and give that"),
     ".ndjson": ("JSON lines", "name it .jsonl"),
     ".jl": ("JSON lines", "name it .jsonl"),
-    ".parquet": ("a table (Parquet)", _AS_LINES),
-    ".arrow": ("a table (Arrow)", _AS_LINES),
-    ".feather": ("a table (Arrow)", _AS_LINES),
-    ".avro": ("a table (Avro)", _AS_LINES),
-    ".orc": ("a table (ORC)", _AS_LINES),
-    ".xlsx": ("a spreadsheet", _AS_LINES),
+    ".parquet": ("a table (Parquet)", _WRITE_JSON_LINES),
+    ".arrow": ("a table (Arrow)", _WRITE_JSON_LINES),
+    ".feather": ("a table (Arrow)", _WRITE_JSON_LINES),
+    ".avro": ("a table (Avro)", _WRITE_JSON_LINES),
+    ".orc": ("a table (ORC)", _WRITE_JSON_LINES),
+    ".xlsx": ("a spreadsheet", _WRITE_JSON_LINES),
     ".docx": ("a Word document", "save it as plain text"),
     ".pdf": ("a PDF document", "take its text out first (pdftotext)"),
     ".gz": ("compressed (gzip)", _UNPACK),
@@ -50,95 +53,89 @@ _BY_SUFFIX = {
     ".tar": ("an archive (tar)", _UNPACK),
     ".tgz": ("an archive (tar, gzip)", _UNPACK),
 }
-_BY_HEAD = (
-    (b"PAR1", (_BY_SUFFIX[".parquet"][0], "name it .parquet")),
-    (b"ARROW1", _BY_SUFFIX[".arrow"]),
-    (b"Obj\x01", _BY_SUFFIX[".avro"]),
-    (b"\x1f\x8b", _BY_SUFFIX[".gz"]),
-    (b"\x28\xb5\x2f\xfd", _BY_SUFFIX[".zst"]),
-    (b"BZh", _BY_SUFFIX[".bz2"]),
-    (b"\xfd7zXZ\0", _BY_SUFFIX[".xz"]),
-    (b"PK\x03\x04", _BY_SUFFIX[".zip"]),
-    (b"7z\xbc\xaf\x27\x1c", _BY_SUFFIX[".7z"]),
-    (b"%PDF-", _BY_SUFFIX[".pdf"]),
+_FORMAT_BY_MAGIC = (
+    (b"PAR1", (_FORMAT_BY_SUFFIX[".parquet"][0], "name it .parquet")),
+    (b"ARROW1", _FORMAT_BY_SUFFIX[".arrow"]),
+    (b"Obj\x01", _FORMAT_BY_SUFFIX[".avro"]),
+    (b"\x1f\x8b", _FORMAT_BY_SUFFIX[".gz"]),
+    (b"\x28\xb5\x2f\xfd", _FORMAT_BY_SUFFIX[".zst"]),
+    (b"BZh", _FORMAT_BY_SUFFIX[".bz2"]),
+    (b"\xfd7zXZ\0", _FORMAT_BY_SUFFIX[".xz"]),
+    (b"PK\x03\x04", _FORMAT_BY_SUFFIX[".zip"]),
+    (b"7z\xbc\xaf\x27\x1c", _FORMAT_BY_SUFFIX[".7z"]),
+    (b"%PDF-", _FORMAT_BY_SUFFIX[".pdf"]),
 )
-_TEXTS = (".csv", ".tsv", ".json", ".jsonl", ".ndjson", ".jl")
-KINDS = ({"messages"}, {"conversations"}, {"prompt", "completion"}, {"instruction", "output"})
+_TEXT_SUFFIXES = (".csv", ".tsv", ".json", ".jsonl", ".ndjson", ".jl")
+RECORD_FIELDS = ({"messages"}, {"conversations"}, {"prompt", "completion"}, {"instruction", "output"})
 """Sets of fields that identify training records (chats, prompts, instructions)."""
 _UTF16 = ("text in UTF-16", "convert it: iconv -f UTF-16 -t UTF-8")
 
 
 def refuse_other_formats(path: Path) -> None:
-    """Raise for one file that is neither plain text nor JSON lines.
+    """Raise DataError for an existing file that is neither plain text nor JSON lines.
 
-    Args:
-        path: the file, which exists.
-
-    Raises:
-        DataError: with its format and the fields of its first record.
+    The message has the file's format and the fields of its first record.
     """
     if not path.is_file():
         raise DataError(
             f"{path}: not a regular file",
-            expected=READ,
+            expected=SUPPORTED,
             got="a pipe" if path.is_fifo() else "a device or a socket",
             hint="a run reads its data again when it is resumed; write the content into a file",
         )
     head = read_head(path)
     suffix = path.suffix.lower()
-    known = next((kind for start, kind in _BY_HEAD if head.startswith(start)), _UTF16 if _is_utf16(head) else None)
-    if known is None and path.suffix != ".jsonl":
-        known = _BY_SUFFIX.get(suffix)
-        if known is None and _is_json_lines(head):
-            known = (_BY_SUFFIX[".jsonl"][0], "name it .jsonl")
+    match = next(
+        (kind for start, kind in _FORMAT_BY_MAGIC if head.startswith(start)), _UTF16 if _is_utf16(head) else None
+    )
+    if match is None and path.suffix != ".jsonl":
+        match = _FORMAT_BY_SUFFIX.get(suffix)
+        if match is None and _is_json_lines(head):
+            match = (_FORMAT_BY_SUFFIX[".jsonl"][0], "name it .jsonl")
         elif suffix == ".jsonl":
-            known = (_BY_SUFFIX[".jsonl"][0], "name it .jsonl, in small letters")
-    if known is not None:
-        what, hint = known
+            match = (_FORMAT_BY_SUFFIX[".jsonl"][0], "name it .jsonl, in small letters")
+    if match is not None:
+        description, hint = match
         fields = first_fields(head, suffix)
         raise DataError(
-            f"{path}: {what}, which is not read as plain text",
-            expected=_TEXT if suffix in RECORDS and not is_binary(head) else READ,
+            f"{path}: {description}, which is not read as plain text",
+            expected=_EXPECTED_TEXT if suffix in RECORD_SUFFIXES and not is_binary(head) else SUPPORTED,
             got=f"fields {shortened(', '.join(map(str, fields)), 300)}" if fields else None,
             hint=hint,
         )
 
 
 def refuse_folder_of_records(folder: Path, files: Sequence[Path]) -> None:
-    """Raise for a folder of mostly records, or of text mixed with chats; a source tree may contain a few tables.
+    """Raise DataError for a folder of mostly records, or of text mixed with chats.
 
-    Args:
-        folder: the folder as the user named it.
-        files: those of its files that would be read.
-
-    Raises:
-        DataError: when at least half of the bytes are in files that `refuse_other_formats` would refuse by name. Also
-            when one of these files has the fields of chats, prompts or instructions.
+    `files` are those that would be read. Mostly records: at least half of their bytes are in files that
+    `refuse_other_formats` would refuse by name. A source tree may contain a few tables, but no file with the fields of
+    chats, prompts or instructions.
     """
     sizes = {file: file.stat().st_size for file in files}
-    records = [file for file in files if file.suffix.lower() in _BY_SUFFIX]
+    records = [file for file in files if file.suffix.lower() in _FORMAT_BY_SUFFIX]
     num_bytes = sum(sizes[file] for file in records)
     if not records or 2 * num_bytes < sum(sizes.values()):
-        _refuse_records_beside_text(folder, records, len(files))
+        _refuse_records_among_text(folder, records, len(files))
         return
     first, suffix = records[0], records[0].suffix.lower()
-    what, hint = _BY_SUFFIX[suffix]
-    fields = first_fields(read_head(first), suffix) if suffix in _TEXTS else []
+    description, hint = _FORMAT_BY_SUFFIX[suffix]
+    fields = first_fields(read_head(first), suffix) if suffix in _TEXT_SUFFIXES else []
     raise DataError(
         f"{folder}: a folder of records, which is not read as plain text",
-        expected=READ,
+        expected=SUPPORTED,
         got=f"{format_bytes(num_bytes)} of {format_bytes(sum(sizes.values()))} in {len(records)} such files; "
-        f"{first.name} is {what}" + (f", fields {shortened(', '.join(fields), 300)}" if fields else ""),
+        f"{first.name} is {description}" + (f", fields {shortened(', '.join(fields), 300)}" if fields else ""),
         hint=hint if len({file.suffix.lower() for file in records}) == 1 else _ONE_FORMAT,
     )
 
 
-def _refuse_records_beside_text(folder: Path, records: Sequence[Path], num_files: int) -> None:
+def _refuse_records_among_text(folder: Path, records: Sequence[Path], num_files: int) -> None:
     """Raise if a file's first record is a training record; read as text, the model would learn its braces."""
     for file in records:
         suffix = file.suffix.lower()
-        fields = first_fields(read_head(file), suffix) if suffix in _TEXTS else []
-        if any(kind <= {*fields} for kind in KINDS):
+        fields = first_fields(read_head(file), suffix) if suffix in _TEXT_SUFFIXES else []
+        if any(kind <= {*fields} for kind in RECORD_FIELDS):
             raise DataError(
                 f"{folder}: text, with records in it that would be read as text, too",
                 expected="a folder of text or source, or of records that are half of its bytes or more",
@@ -150,22 +147,20 @@ def _refuse_records_beside_text(folder: Path, records: Sequence[Path], num_files
 
 def files_read_as_text(files: Sequence[Path]) -> list[Path]:
     """List the text-based record and table files (CSV, JSON) among the files of a folder of text."""
-    return [file for file in files if file.suffix.lower() in _TEXTS]
+    return [file for file in files if file.suffix.lower() in _TEXT_SUFFIXES]
 
 
 def first_fields(head: bytes, suffix: str) -> list[str]:
     """Find the fields of the first record: a table's columns, or an object's keys; empty if it cannot be parsed.
 
-    Args:
-        head: the beginning of the file.
-        suffix: suffix of its name, in lower case.
+    `head` is the beginning of the file, and `suffix` its suffix in lower case.
     """
     text = head.decode("utf-8", "replace").removeprefix("\ufeff").lstrip()
     if suffix in (".csv", ".tsv"):
         line = text.split("\n", 1)[0]
-        mark = max(",;\t|", key=line.count)
+        delimiter = max(",;\t|", key=line.count)
         try:
-            return [shown(name).strip("'") for name in next(csv.reader([line], delimiter=mark), [])]
+            return [shown(name).strip("'") for name in next(csv.reader([line], delimiter=delimiter), [])]
         except csv.Error:
             return []
     record = _first_object(text)
@@ -183,7 +178,7 @@ def read_head(path: Path) -> bytes:
 
 def is_binary(head: bytes) -> bool:
     """Return whether the first bytes are those of a compressed file, a binary table, a document or UTF-16 text."""
-    return head.startswith(tuple(start for start, _ in _BY_HEAD)) or _is_utf16(head)
+    return head.startswith(tuple(start for start, _ in _FORMAT_BY_MAGIC)) or _is_utf16(head)
 
 
 def _first_object(text: str) -> Any:
@@ -198,10 +193,10 @@ def _first_object(text: str) -> Any:
 def _is_json_lines(head: bytes) -> bool:
     """Return whether the first two lines, or the only line, are JSON objects."""
     lines = [line for line in head.removeprefix(b"\xef\xbb\xbf").split(b"\n")[:8] if line.strip()][:2]
-    return bool(lines) and all(line.startswith(b"{") and isinstance(_parsed(line), dict) for line in lines)
+    return bool(lines) and all(line.startswith(b"{") and isinstance(_parse_line(line), dict) for line in lines)
 
 
-def _parsed(line: bytes) -> Any:
+def _parse_line(line: bytes) -> Any:
     try:
         return json.loads(line)
     except (ValueError, RecursionError):
@@ -213,10 +208,10 @@ def _is_utf16(head: bytes) -> bool:
 
     The second test detects Western text without a mark: its high bytes are zero, and its low bytes are not.
     """
-    some = head[:4096]
-    halves = (some[::2], some[1::2])
+    sample = head[:4096]
+    halves = (sample[::2], sample[1::2])
     return head.startswith((b"\xff\xfe", b"\xfe\xff")) or (
-        len(some) >= 8
+        len(sample) >= 8
         and any(half.count(0) > 0.7 * len(half) for half in halves)
         and not all(0 in half for half in halves)
     )
@@ -228,5 +223,5 @@ def is_data(path: str | Path) -> bool:
     if path.is_dir():
         from .data import is_records
 
-        return not any((path / name).exists() for name in _NO_DATA) and is_records(path)
-    return path.suffix.lower() in (*RECORDS, ".txt", ".md") and path.name not in _NO_DATA
+        return not any((path / name).exists() for name in _MODEL_FILES) and is_records(path)
+    return path.suffix.lower() in (*RECORD_SUFFIXES, ".txt", ".md") and path.name not in _MODEL_FILES

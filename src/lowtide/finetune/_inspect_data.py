@@ -12,16 +12,16 @@ from typing import Any
 import numpy as np
 
 from .. import models
-from ._beside import tokenizer_folder
+from ._auxiliary_files import tokenizer_folder
 from ._config import FinetuneConfig
 from ._data import is_read_as_records, notes_on
-from ._ends import load_end_tokens
+from ._end_tokens import load_end_tokens
 from ._inspect import Inspection
 from ._job import directory_of
 from ._recipe import with_seq_len
 from ._text import named_documents
 
-_AT_ONCE = 256
+_BATCH_RECORDS = 256
 """Number of records that are tokenised together."""
 
 
@@ -47,10 +47,10 @@ def inspect_data(config: FinetuneConfig) -> Inspection:
 
     assert config.data is not None
     directory = directory_of(config)
-    sizes, folder = models.load_config(directory), tokenizer_folder(directory, config.tokenizer)
+    model_config, folder = models.load_config(directory), tokenizer_folder(directory, config.tokenizer)
     tokenizer, template = models.load_tokenizer(folder), load_chat_template(folder, config.chat_template)
     ends = load_end_tokens(
-        sizes, tokenizer, directory, tokenizer_dir=config.tokenizer, chat_template=config.chat_template
+        model_config, tokenizer, directory, tokenizer_dir=config.tokenizer, chat_template=config.chat_template
     )
     columns = parse_columns(config.columns)
     examples: Iterator[Example | None]
@@ -59,31 +59,33 @@ def inspect_data(config: FinetuneConfig) -> Inspection:
         examples = read_records(Path(config.data), columns)
     else:
         texts = named_documents(config.data)
-        examples = (Example(kind="text", where=where, text=text) for where, text in texts.items())
-    encoder = Encoder(tokenizer, template, end_token=ends.text, loss_on=config.loss_on, vocab_size=sizes.vocab_size)
-    counts, unread, seen = Counter[str](), Counter[str](), set[bytes]()
-    kinds, lengths, starts, learned = Counter[str](), list[int](), list[float](), 0
+        examples = (Example(kind="text", where=location, text=text) for location, text in texts.items())
+    encoder = Encoder(
+        tokenizer, template, end_token=ends.text, loss_on=config.loss_on, vocab_size=model_config.vocab_size
+    )
+    counts, unread, digests = Counter[str](), Counter[str](), set[bytes]()
+    kinds, lengths, starts, num_learned = Counter[str](), list[int](), list[float](), 0
     try:
-        while batch := list(islice(examples, _AT_ONCE)):
-            known = [example for example in batch if example is not None]
-            counts["blank"] += len(batch) - len(known)
-            for example in known:
+        while batch := list(islice(examples, _BATCH_RECORDS)):
+            records = [example for example in batch if example is not None]
+            counts["blank"] += len(batch) - len(records)
+            for example in records:
                 kinds[example.kind] += 1
                 unread.update([*example.unread, *encoder.unread_in(example)])
                 counts["empty turns"] += sum(_is_empty(message) for message in example.messages)
                 content = (example.text, example.prompt, example.more, example.messages, example.tools)
                 digest = hashlib.sha256(repr(content).encode("utf-8", "surrogatepass")).digest()
-                counts["duplicates"] += digest in seen
-                seen.add(digest)
-            for ids, mask in encoder.encode(known) if known else ():
+                counts["duplicates"] += digest in digests
+                digests.add(digest)
+            for ids, mask in encoder.encode(records) if records else ():
                 lengths.append(len(ids))
-                learned += int(mask.sum())
+                num_learned += int(mask.sum())
                 starts.append(int(np.argmax(mask)) if mask.any() else np.inf)  # first learned token
     finally:
         encoder.close()
     facts: dict[str, Any] = {
         "records": dict(kinds),
-        "tokens": {"in all": sum(lengths), "learned": learned},
+        "tokens": {"in all": sum(lengths), "learned": num_learned},
         **{name: counts[name] for name in ("blank", "duplicates", "empty turns")},
         "columns not read": dict(unread) or None,
         "chat template": template.where if template is not None and {"chat", "alpaca"} & kinds.keys() else None,
@@ -95,32 +97,36 @@ def inspect_data(config: FinetuneConfig) -> Inspection:
         notes.append(f"turns without text: {counts['empty turns']:,}")
     problems: list[str] = []
     if lengths and not is_plain:  # windows over plain text lose no tokens
-        more, lost = _lengths(config, sizes.max_position_embeddings, np.asarray(lengths), np.asarray(starts))
-        facts |= more
-        notes += lost
+        length_facts, length_notes = _length_facts(
+            config, model_config.max_position_embeddings, np.asarray(lengths), np.asarray(starts)
+        )
+        facts |= length_facts
+        notes += length_notes
         if facts["without a token to learn"] == len(lengths):
             problems.append("no record has a token to learn within a row, so a run refuses this data")
     if not lengths:
         problems.append("no record that is not blank")
-    found: dict[str, Any] = {"facts": facts, "problems": tuple(problems), "notes": tuple(notes)}
-    return Inspection(kind="data", path=str(config.data), **found)
+    results: dict[str, Any] = {"facts": facts, "problems": tuple(problems), "notes": tuple(notes)}
+    return Inspection(kind="data", path=str(config.data), **results)
 
 
-def _lengths(
+def _length_facts(
     config: FinetuneConfig, context: int, lengths: np.ndarray[Any, Any], starts: np.ndarray[Any, Any]
 ) -> tuple[dict[str, Any], list[str]]:
     """Return statistics of record lengths and of lost tokens, and a note if more than 2 % are lost."""
     seq_len = with_seq_len(config, context, int(lengths.max())).seq_len
-    total, longer = int(lengths.sum()), lengths[lengths > seq_len]
-    lost = int((longer - seq_len).sum())
+    total, long_lengths = int(lengths.sum()), lengths[lengths > seq_len]
+    num_lost = int((long_lengths - seq_len).sum())
     percentiles = {"median": 50, "95 % have at most": 95, "longest": 100}
     facts = {
         "tokens of a record": {name: int(np.percentile(lengths, share)) for name, share in percentiles.items()},
-        "longer than a row": {f"of {seq_len:,} tokens": len(longer), "tokens lost": lost},
+        "longer than a row": {f"of {seq_len:,} tokens": len(long_lengths), "tokens lost": num_lost},
         "without a token to learn": int((starts >= seq_len).sum()),
     }
-    note = f"{lost:,} of {total:,} tokens of {len(longer):,} records are lost at --seq-len {seq_len}; raise it"
-    return facts, [note] if lost > 0.02 * total else []
+    note = (
+        f"{num_lost:,} of {total:,} tokens of {len(long_lengths):,} records are lost at --seq-len {seq_len}; raise it"
+    )
+    return facts, [note] if num_lost > 0.02 * total else []
 
 
 def _is_empty(message: dict[str, Any]) -> bool:

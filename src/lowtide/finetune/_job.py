@@ -17,8 +17,8 @@ from ..core import Tree
 from ..memory import Job, Target
 from ..offload import to_host
 from ..targets import resolve_target
-from ._adapters import adapted, loss_of
-from ._base import chosen, dtypes, formats, refuse_for_model, trained_dtype
+from ._adapters import add_adapter, make_loss
+from ._base import dtypes, formats, refuse_for_model, training_dtype, with_implementation
 from ._config import FinetuneConfig, config_from_dict
 from ._offloaded import full_step, is_hosted, optimizer
 from ._recipe import learning_rate, with_seq_len
@@ -61,12 +61,7 @@ def step_job(model: str | Path, *, target: Target | str | None = None, **setting
 def config_job(config: FinetuneConfig, target: Target | str | None = None) -> Job:
     """Make the step of a run from shapes alone.
 
-    Args:
-        config: the settings of the run.
-        target: as in `step_job`.
-
-    Returns:
-        The job. Its roles are those of `lowtide.train.analyze_step`; with `full`: ``state``, ``frozen`` and ``batch``.
+    The job has the roles of `lowtide.train.analyze_step`; with `full`: ``state``, ``frozen`` and ``batch``.
     """
     refuse_for_model(config, directory_of(config))
     base = base_shapes(config, target)
@@ -80,8 +75,8 @@ def config_job(config: FinetuneConfig, target: Target | str | None = None) -> Jo
         args = (*step.init(base.outer, base.layers), batch)
         return Job(fn=step, args=args, roles={"state": 0, "frozen": 1, "batch": 2}, donate_argnums=0)
     return train.step_job(
-        adapted(base, config),
-        loss_of(config),
+        add_adapter(base, config),
+        make_loss(config),
         optimizer(config, schedule),
         WRT,
         batch,
@@ -93,13 +88,13 @@ def config_job(config: FinetuneConfig, target: Target | str | None = None) -> Jo
 def base_shapes(config: FinetuneConfig, target: Target | str | None = None) -> models.Decoder:
     """Return the base as shapes, with the dtypes, quantisation and memory spaces that a run loads it with."""
     platform = None if target is None else resolve_target(target).platform
-    stored, compute = dtypes(trained_dtype(config), config.compute_dtype, platform)
-    shapes = models.load_shapes(directory_of(config), dtype=stored, compute_dtype=compute)
-    base = chosen(shapes, config.attention, config.tile_tokens)
-    for glob, form in (formats(config) or {}).items():
-        base = quant.quantize(base, glob, form)
-    hosted = is_hosted(config)
-    return base if hosted is None else to_host(base, hosted)
+    weights_dtype, activations_dtype = dtypes(training_dtype(config), config.compute_dtype, platform)
+    shapes = models.load_shapes(directory_of(config), dtype=weights_dtype, compute_dtype=activations_dtype)
+    base = with_implementation(shapes, config.attention, config.tile_tokens)
+    for glob, format_name in (formats(config) or {}).items():
+        base = quant.quantize(base, glob, format_name)
+    select_hosted = is_hosted(config)
+    return base if select_hosted is None else to_host(base, select_hosted)
 
 
 def directory_of(config: FinetuneConfig) -> Path:

@@ -22,8 +22,8 @@ from .. import models
 from ..adapters import lora
 from ..core import ConfigError, OutputError, input_file, parse_json, write_files
 from ..quant import QuantizedWeight, dequantize
-from ._beside import add_the_rest, content, files_beside, tokenizer_folder
-from ._ends import load_end_tokens, with_end_tokens
+from ._auxiliary_files import copy_config_keys, read_auxiliary_files, read_file, tokenizer_folder
+from ._end_tokens import load_end_tokens, with_end_tokens
 
 
 def write_merged(
@@ -65,27 +65,29 @@ def write_merged(
     if not adapters:
         raise ConfigError("no adapter to merge", expected="at least one directory", hint="name one with --adapter")
     refuse_full_folder(out)
-    beside = tokenizer_folder(base, tokenizer)
-    words = input_file(beside, "tokenizer.json", hint="save the tokenizer in the fast format")
-    copied = files_beside(beside, chat_template)
+    tokenizer_dir = tokenizer_folder(base, tokenizer)
+    tokenizer_file = input_file(tokenizer_dir, "tokenizer.json", hint="save the tokenizer in the fast format")
+    files = read_auxiliary_files(tokenizer_dir, chat_template)
     is_quantized = models.gguf_file(base) is not None or models.quantization_of(base) is not None
     if is_quantized and dtype is None:  # the dtype that bitsandbytes and PEFT would store; still rounded only once
         dtype = jnp.dtype(models.load_shapes(base).outer["embed"]["weight"].dtype).name
     model = models.load(base, dtype="auto" if dtype is None else "float32")
-    if is_quantized and any(isinstance(each, QuantizedWeight) for each in _weights(model)):
+    if is_quantized and any(isinstance(leaf, QuantizedWeight) for leaf in _weight_leaves(model)):
         model = dequantize(model)
     merged = lora.merge(lora.combine([lora.load(model, adapter) for adapter in adapters], weights))
     if dtype is not None:  # the base was loaded in float32, so weights are rounded only here
         merged = jax.tree.map(lambda x: x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x, merged)
-    vocabulary = models.load_tokenizer(beside)
-    ends = load_end_tokens(merged.config, vocabulary, base, tokenizer_dir=beside, chat_template=chat_template)
-    settings = [_settings(Path(adapter)) for adapter in adapters]
-    copied["README.md"] = _card(directory, out, settings, weights, merged).encode()
+    loaded_tokenizer = models.load_tokenizer(tokenizer_dir)
+    ends = load_end_tokens(
+        merged.config, loaded_tokenizer, base, tokenizer_dir=tokenizer_dir, chat_template=chat_template
+    )
+    settings = [_adapter_settings(Path(adapter)) for adapter in adapters]
+    files["README.md"] = _card(directory, out, settings, weights, merged).encode()
     unfinished = out.absolute().parent / f".{out.absolute().name}.{secrets.token_hex(4)}.unfinished"
     try:
-        models.save(merged, unfinished, tokenizer=words, max_shard_bytes=max_shard_bytes)
-        add_the_rest(base, unfinished, merged.config)
-        write_files(unfinished, with_end_tokens(copied, ends, merged.config))
+        models.save(merged, unfinished, tokenizer=tokenizer_file, max_shard_bytes=max_shard_bytes)
+        copy_config_keys(base, unfinished, merged.config)
+        write_files(unfinished, with_end_tokens(files, ends, merged.config))
         os.replace(unfinished, out)  # also replaces an empty folder
     except OSError as error:
         raise OutputError(
@@ -96,16 +98,12 @@ def write_merged(
     return merged
 
 
-def _weights(model: models.Decoder) -> list[Any]:
+def _weight_leaves(model: models.Decoder) -> list[Any]:
     return jax.tree.leaves(model, is_leaf=lambda leaf: isinstance(leaf, QuantizedWeight))
 
 
 def refuse_full_folder(out: Path) -> None:
-    """Raise when a folder is not empty, or a file has its name.
-
-    Raises:
-        OutputError: in these cases, or when the folder cannot be read.
-    """
+    """Raise OutputError when a folder is not empty or cannot be read, or when a file has its name."""
     try:
         is_free = not os.path.lexists(out) or (out.is_dir() and not out.is_symlink() and not any(out.iterdir()))
     except OSError as error:
@@ -118,10 +116,10 @@ def refuse_full_folder(out: Path) -> None:
         )
 
 
-def _settings(adapter: Path) -> dict[str, Any]:
-    raw = parse_json(content(adapter, "adapter_config.json"), str(adapter))
-    of_all = "peft_type r lora_alpha use_rslora use_dora rank_pattern alpha_pattern"
-    names = f"{of_all} target_modules feedforward_modules target_parameters modules_to_save".split()
+def _adapter_settings(adapter: Path) -> dict[str, Any]:
+    raw = parse_json(read_file(adapter, "adapter_config.json"), str(adapter))
+    common = "peft_type r lora_alpha use_rslora use_dora rank_pattern alpha_pattern"
+    names = f"{common} target_modules feedforward_modules target_parameters modules_to_save".split()
     return {"name": adapter.name, **{name: raw[name] for name in names if raw.get(name)}}
 
 
@@ -139,10 +137,10 @@ def _card(
     count = sum(leaf.size for leaf in jax.tree.leaves(merged) if jnp.issubdtype(leaf.dtype, jnp.floating))
     dtype = jnp.dtype(merged.outer["embed"]["weight"].dtype).name
     rows = [
-        f"- {json.dumps(each.pop('name'), ensure_ascii=False)}"
+        f"- {json.dumps(setting.pop('name'), ensure_ascii=False)}"
         + (f", times {weights[index]:g}" if weights is not None else "")
-        + "".join(f"\n    - `{key}`: `{json.dumps(value, ensure_ascii=False)}`" for key, value in each.items())
-        for index, each in enumerate(map(dict, settings))
+        + "".join(f"\n    - `{key}`: `{json.dumps(value, ensure_ascii=False)}`" for key, value in setting.items())
+        for index, setting in enumerate(map(dict, settings))
     ]
     versions = ", ".join(f"{package} {version(package)}" for package in ("jax", "safetensors", "tokenizers"))
     return f"""---

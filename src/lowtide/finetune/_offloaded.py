@@ -32,11 +32,11 @@ _INPUT = "block_input"
 
 def is_hosted(config: FinetuneConfig) -> Callable[[str, Any], bool] | None:
     """Return a predicate for `lowtide.models.load` that selects the leaves for host memory, or None for no leaf."""
-    place = places(config) if config.full else {"layers": "host"} if "parameters" in (config.offload or ()) else {}
+    memories = places(config) if config.full else {"layers": "host"} if "parameters" in (config.offload or ()) else {}
     # Vectors stay on the device: they are small, and a TPU cannot slice a single half-precision row in host memory.
     # Leaves of `layers` have one more axis than a weight, the layer, so a stacked vector has two.
-    least = {name: 3 if name == "layers" else 2 for name in ("layers", "outer") if place.get(name) == "host"}
-    return (lambda path, leaf: leaf.ndim >= least.get(path.partition("/")[0], math.inf)) if least else None
+    min_ndim = {name: 3 if name == "layers" else 2 for name in ("layers", "outer") if memories.get(name) == "host"}
+    return (lambda path, leaf: leaf.ndim >= min_ndim.get(path.partition("/")[0], math.inf)) if min_ndim else None
 
 
 def is_weight(path: str, leaf: Any) -> bool:
@@ -53,7 +53,7 @@ def places(config: FinetuneConfig) -> dict[str, str]:
         "opt_state": words is None or "optimizer" in words,
         "inputs": words is None or "activations" in words,
     }
-    return {name: "host" if hosted else "device" for name, hosted in on_host.items()}
+    return {name: "host" if is_on_host else "device" for name, is_on_host in on_host.items()}
 
 
 def inputs_place(config: FinetuneConfig) -> Literal["device", "host"]:
@@ -64,16 +64,16 @@ def inputs_place(config: FinetuneConfig) -> Literal["device", "host"]:
 def optimizer(config: FinetuneConfig, schedule: optax.Schedule) -> optax.GradientTransformation:
     """Build AdamW with clipping, with the moments in the configured memory and dtype."""
     clip = optax.clip_by_global_norm(config.max_grad_norm) if config.max_grad_norm else optax.identity()
-    faster = [lora.plus(config.loraplus_ratio)] if config.loraplus_ratio != 1 else []
-    tx = _stored(config, optax.chain(clip, adamw(config, schedule), *faster))
+    loraplus = [lora.plus(config.loraplus_ratio)] if config.loraplus_ratio != 1 else []
+    tx = _with_state_format(config, optax.chain(clip, adamw(config, schedule), *loraplus))
     return offload.optimizer(tx) if "optimizer" in (config.offload or ()) else tx
 
 
-def _stored(config: FinetuneConfig, tx: optax.GradientTransformation) -> optax.GradientTransformation:
+def _with_state_format(config: FinetuneConfig, tx: optax.GradientTransformation) -> optax.GradientTransformation:
     """Store an optimizer's state in `state_dtype`; bfloat16 parameters of `full` also get 8-bit residuals."""
-    form = None if config.state_dtype == "float32" else config.state_dtype
+    state_format = None if config.state_dtype == "float32" else config.state_dtype
     weights = "split" if config.full and config.param_dtype == "bfloat16" else None
-    return tx if form is weights is None else low_precision(tx, form, weights=weights)
+    return tx if state_format is weights is None else low_precision(tx, state_format, weights=weights)
 
 
 def full_step(
@@ -83,7 +83,7 @@ def full_step(
     mode: Any = config.clip_mode
     return offload.layerwise_step(
         stack,
-        _stored(config, adamw(config, schedule)),
+        _with_state_format(config, adamw(config, schedule)),
         wrt=is_weight,
         place=places(config),
         clip=offload.Clip(max_norm=config.max_grad_norm, mode=mode) if config.max_grad_norm else None,
@@ -97,23 +97,13 @@ def loss(
 ) -> tuple[Any, Tree]:
     """Compute `lowtide.models.loss` for a model whose leaves may be in host memory.
 
-    Args:
-        model: the decoder. Layers on the host are streamed one at a time; outer leaves on the host move as a whole.
-        batch: ``tokens`` and ``labels``.
-        remat: whether the backward pass recomputes blocks; streamed blocks are always recomputed.
-        layers_per_remat: number of consecutive blocks that share one kept input; streamed blocks keep one each.
-        inputs: ``"host"`` or ``"device"``: memory that holds the kept inputs until the backward pass.
-
-    Returns:
-        The loss and its metrics.
-
-    Memory:
-        With streamed layers, the device holds two layers and the activations of one layer. With ``inputs="host"``,
-        the activations between blocks are on the host.
+    Layers on the host are streamed one at a time and always recomputed, each from its own kept input. So the device
+    holds two layers, and the activations of one. Outer leaves on the host move as a whole. With ``inputs="host"`` the
+    kept inputs of blocks are on the host until the backward pass.
     """
     outer = _on_device(model.outer)
     if inputs == "host" and not _on_host(model.layers) and layers_per_remat == 1:
-        return _offloading(model.stack).apply(outer, model.layers, batch)
+        return _offload_inputs(model.stack).apply(outer, model.layers, batch)
     h = _hidden(model, outer, batch, remat=remat, layers_per_remat=layers_per_remat, inputs=inputs)
     return model.stack.last(outer, h, batch)
 
@@ -137,7 +127,7 @@ def _hidden(model: Decoder, outer: Tree, batch: Tree, *, remat: bool, layers_per
     return offload.scan(body, stack.first(outer, batch), model.layers, inputs=inputs)[0]
 
 
-def _offloading(stack: LayerStack) -> LayerStack:
+def _offload_inputs(stack: LayerStack) -> LayerStack:
     """Return the stack with blocks that offload their input to the host and recompute everything else."""
 
     def block(layer: Tree, h: Any, batch: Tree) -> Any:

@@ -21,18 +21,7 @@ _MOST_TOKENS, _EMBEDDED_TOKENS, _ROUND_TOKENS = 2048, 128, 64
 
 
 def with_steps(config: FinetuneConfig, num_sequences: int | None) -> FinetuneConfig:
-    """Convert `num_epochs` to `num_steps`.
-
-    Args:
-        config: the settings.
-        num_sequences: number of training sequences, or None if the data has no known length.
-
-    Returns:
-        Settings with `num_steps` only.
-
-    Raises:
-        ConfigError: for `num_epochs` with data of unknown length.
-    """
+    """Convert `num_epochs` to `num_steps`; data of unknown length (`num_sequences` is None) raises ConfigError."""
     if config.num_epochs is None:
         return config
     if num_sequences is None:
@@ -49,22 +38,19 @@ def with_steps(config: FinetuneConfig, num_sequences: int | None) -> FinetuneCon
 def with_seq_len(config: FinetuneConfig, context: int, longest: int | None = None) -> FinetuneConfig:
     """Choose the sequence length if the configuration sets none.
 
-    Args:
-        config: the settings.
-        context: the model's number of positions.
-        longest: tokens of the longest record, if it is known.
+    `context` is the model's number of positions, and `longest` the tokens of the longest record, if known.
     """
     if config.seq_len:
         return config
-    most = min(_MOST_TOKENS, context) if config.model is not None else _EMBEDDED_TOKENS
-    needed = most if longest is None else max(1, math.ceil(longest / _ROUND_TOKENS)) * _ROUND_TOKENS
-    return dataclasses.replace(config, seq_len=min(most, needed))
+    max_len = min(_MOST_TOKENS, context) if config.model is not None else _EMBEDDED_TOKENS
+    needed_len = max_len if longest is None else max(1, math.ceil(longest / _ROUND_TOKENS)) * _ROUND_TOKENS
+    return dataclasses.replace(config, seq_len=min(max_len, needed_len))
 
 
 def peak_rate(config: FinetuneConfig) -> float:
     """Return the configured or default peak learning rate."""
-    given, embedded = (1e-5, 1e-3) if config.full else (2e-4, 5e-3)
-    return config.learning_rate or (given if config.model is not None else embedded)
+    default, embedded = (1e-5, 1e-3) if config.full else (2e-4, 5e-3)
+    return config.learning_rate or (default if config.model is not None else embedded)
 
 
 def learning_rate(config: FinetuneConfig) -> optax.Schedule:
@@ -74,13 +60,13 @@ def learning_rate(config: FinetuneConfig) -> optax.Schedule:
     """
     peak = peak_rate(config)
     num_steps = config.schedule_steps or config.num_steps
-    asked = round(config.warmup_ratio * num_steps) if config.warmup_steps is None else config.warmup_steps
-    warmup = min(asked, num_steps - 1)
-    rest = _AFTER_WARMUP[config.schedule](config, peak, warmup, max(num_steps - warmup, 1))
+    warmup_steps = round(config.warmup_ratio * num_steps) if config.warmup_steps is None else config.warmup_steps
+    warmup = min(warmup_steps, num_steps - 1)
+    main_schedule = _AFTER_WARMUP[config.schedule](config, peak, warmup, max(num_steps - warmup, 1))
     if warmup == 0:
-        return rest
-    rise = optax.linear_schedule(peak / (warmup + 1), peak, warmup)
-    return optax.join_schedules([rise, rest], [warmup])
+        return main_schedule
+    warmup_schedule = optax.linear_schedule(peak / (warmup + 1), peak, warmup)
+    return optax.join_schedules([warmup_schedule, main_schedule], [warmup])
 
 
 def adamw(config: FinetuneConfig, schedule: optax.Schedule) -> optax.GradientTransformation:
@@ -94,7 +80,7 @@ def adamw(config: FinetuneConfig, schedule: optax.Schedule) -> optax.GradientTra
     )
 
 
-def watchers(config: FinetuneConfig) -> list[Callback]:
+def stopping_callbacks(config: FinetuneConfig) -> list[Callback]:
     """Build the callbacks that may end a run before its last step."""
     if config.early_stopping_patience is None:
         return []
@@ -106,14 +92,11 @@ def watchers(config: FinetuneConfig) -> list[Callback]:
 def trackers(config: FinetuneConfig, out: Path, values: Callable[[Record], Mapping[str, float]]) -> list[Callback]:
     """Build the callbacks that send records to trackers; they raise if a tracker's package is missing.
 
-    Args:
-        config: the settings.
-        out: the run's folder.
-        values: selects the values of a record to send.
+    `values` selects the values of a record to send.
     """
-    shown = {name: value for name, value in dataclasses.asdict(config).items() if value is not None}
+    settings = {name: value for name, value in dataclasses.asdict(config).items() if value is not None}
     return [
-        Tracker(library, out, project=config.project, name=config.run_name, config=shown, values=values)
+        Tracker(library, out, project=config.project, name=config.run_name, config=settings, values=values)
         for library in dict.fromkeys(config.track or ())
     ]
 
@@ -138,9 +121,9 @@ def _inverse_sqrt(config: FinetuneConfig, peak: float, warmup: int, num_steps: i
 
 def _stable(config: FinetuneConfig, peak: float, warmup: int, num_steps: int) -> optax.Schedule:
     # `decay_fraction` refers to all steps of the schedule, including the warm-up.
-    decay = min(num_steps, max(1, round(config.decay_fraction * (num_steps + warmup))))
-    fall = optax.linear_schedule(peak, peak * config.final_rate_fraction, decay)
-    return optax.join_schedules([optax.constant_schedule(peak), fall], [num_steps - decay])
+    decay_steps = min(num_steps, max(1, round(config.decay_fraction * (num_steps + warmup))))
+    decay_schedule = optax.linear_schedule(peak, peak * config.final_rate_fraction, decay_steps)
+    return optax.join_schedules([optax.constant_schedule(peak), decay_schedule], [num_steps - decay_steps])
 
 
 _AFTER_WARMUP: dict[str, Callable[[FinetuneConfig, float, int, int], optax.Schedule]] = {

@@ -31,7 +31,7 @@ from ._config import FinetuneConfig, config_from_dict, config_to_toml, read_conf
 CONFIG, METRICS, MEMORY, DATA = "config.toml", "metrics.jsonl", "memory.json", "data.json"
 CHECKPOINTS, ADAPTER, MODEL = "checkpoints", "adapter", "model"
 _PATHS = ("model", "tokenizer", "data", "eval_data", "chat_template")
-_FREE = (
+_EDITABLE = (
     *_PATHS,
     *("num_steps", "eval_every", "checkpoint_every", "sample_tokens"),
     *("num_microbatches", "offload", "remat", "layers_per_remat", "tile_tokens", "attention", "num_epochs"),
@@ -63,29 +63,29 @@ def open_run(out: str | Path, values: Mapping[str, Any], where: str, *, resume: 
     return config_from_dict(tomllib.loads(saved), where)
 
 
-def _open_run(out: Path, values: Mapping[str, Any], where: str, *, resume: bool) -> FinetuneConfig:
+def _open_run(out: Path, values: Mapping[str, Any], source: str, *, resume: bool) -> FinetuneConfig:
     # Absolute paths allow a resume from another working directory. An empty string means that no path is given.
-    named = {name: values[name] for name in _PATHS if isinstance(values.get(name), str) and values[name]}
-    values = {**values, **{name: _absolute(Path(path)) for name, path in named.items()}}
+    paths = {name: values[name] for name in _PATHS if isinstance(values.get(name), str) and values[name]}
+    values = {**values, **{name: _absolute_path(Path(path)) for name, path in paths.items()}}
     if resume:
-        if not _looked_at(out, lambda: (out / CONFIG).is_file()):
+        if not _read_folder(out, lambda: (out / CONFIG).is_file()):
             raise OutputError(
                 f"{out}: no run to resume", expected=f"{out / CONFIG}", hint="start the run without --resume"
             )
         saved = read_config(out / CONFIG)
         config = config_from_dict(saved, str(out / CONFIG))
         if config.num_epochs is not None and "num_steps" in values and "num_epochs" not in values:
-            config = _in_steps(out, config)
+            config = _epochs_to_steps(out, config)
             saved = {name: value for name, value in saved.items() if name != "num_epochs"}
-        asked = config_from_dict({**saved, **values}, where)
-        if asked.num_steps > config.num_steps:
+        requested = config_from_dict({**saved, **values}, source)
+        if requested.num_steps > config.num_steps:
             # The schedule keeps its length. Stretched over the new number of steps, the learning rate would jump up.
-            steps = {"num_steps": asked.num_steps, "schedule_steps": config.schedule_steps or config.num_steps}
+            steps = {"num_steps": requested.num_steps, "schedule_steps": config.schedule_steps or config.num_steps}
             config = dataclasses.replace(config, **steps)
-        _refuse_other_config(config, asked, values, out)
+        _refuse_other_config(config, requested, values, out)
     else:
-        config = config_from_dict(values, where)
-        if _looked_at(out, lambda: out.is_dir() and any(out.iterdir())):
+        config = config_from_dict(values, source)
+        if _read_folder(out, lambda: out.is_dir() and any(out.iterdir())):
             raise OutputError(
                 f"{out}: the folder is not empty",
                 hint="continue that run with --resume, or choose another --out; nothing in it was changed",
@@ -94,20 +94,20 @@ def _open_run(out: Path, values: Mapping[str, Any], where: str, *, resume: bool)
     return config
 
 
-def _absolute(path: Path) -> str:
+def _absolute_path(path: Path) -> str:
     """Resolve a path. The last link of a GGUF file is kept: in a Hugging Face cache its target has another name."""
     return str(path.parent.resolve() / path.name if path.suffix.lower() == ".gguf" else path.resolve())
 
 
-def _in_steps(out: Path, config: FinetuneConfig) -> FinetuneConfig:
+def _epochs_to_steps(out: Path, config: FinetuneConfig) -> FinetuneConfig:
     """Replace `num_epochs` with the number of steps that the run's first call recorded."""
-    recorded = json.loads((out / DATA).read_text()).get("num_steps") if (out / DATA).is_file() else None
-    if not is_count(recorded, 1):
+    num_steps = json.loads((out / DATA).read_text()).get("num_steps") if (out / DATA).is_file() else None
+    if not is_count(num_steps, 1):
         raise ConfigError(
             f"{out}: a run of {config.num_epochs} epochs has not begun, so it cannot be given more steps",
             hint="leave --steps out, or start another --out",
         )
-    return dataclasses.replace(config, num_epochs=None, num_steps=recorded)
+    return dataclasses.replace(config, num_epochs=None, num_steps=num_steps)
 
 
 def write_config(out: Path, config: FinetuneConfig) -> None:
@@ -115,47 +115,35 @@ def write_config(out: Path, config: FinetuneConfig) -> None:
     write_files(out, {CONFIG: config_to_toml(config).encode()})
 
 
-def begun_on(out: Path) -> str:
+def start_day(out: Path) -> str:
     """Return the day on which a run began, such as ``2025-01-31``; today for a new run or one without a recorded day.
 
     Chat templates may write the date, and a run resumed on another day needs the same tokens.
-
-    Raises:
-        OutputError: when the record is damaged.
     """
     path, today = out / DATA, datetime.date.today().isoformat()
-    return _recorded(path)[2] or today if path.is_file() else today
+    return _read_start(path)[2] or today if path.is_file() else today
 
 
 def check_same_run(out: Path, config: FinetuneConfig, digest: str, day: str | None = None) -> None:
-    """Refuse to resume with other data or other settings; the first call of a run records both.
+    """Refuse to resume with other tokens or settings than those of the first call, which records them (ConfigError).
 
-    Only the first process calls this.
-
-    Args:
-        out: the run's folder.
-        config: its settings.
-        digest: digest of its tokens.
-        day: day on which it began, from `begun_on`.
-
-    Raises:
-        ConfigError: when the tokens, or settings in `config.toml`, differ from those that the run began with.
+    Only the first process calls this. `digest` is that of the run's tokens, and `day` comes from `start_day`.
     """
-    path, settings = out / DATA, _deciding(config)
+    path, settings = out / DATA, _loss_settings(config)
     if not path.is_file():
-        begun = {"sha256_of_tokens": digest, "settings": settings, "num_steps": config.num_steps, "day": day}
-        write_files(out, {DATA: (json.dumps(begun) + "\n").encode()})
+        start = {"sha256_of_tokens": digest, "settings": settings, "num_steps": config.num_steps, "day": day}
+        write_files(out, {DATA: (json.dumps(start) + "\n").encode()})
         return
-    digest_then, then, _ = _recorded(path)
-    changed = [name for name in sorted(then.keys() & settings.keys()) if then[name] != settings[name]]
+    old_digest, old_settings, _ = _read_start(path)
+    changed = [name for name in sorted(old_settings.keys() & settings.keys()) if old_settings[name] != settings[name]]
     if changed:
         raise ConfigError(
             f"{out / CONFIG} was changed since the run began",
-            expected=", ".join(f"{name} = {then[name]!r}" for name in changed),
+            expected=", ".join(f"{name} = {old_settings[name]!r}" for name in changed),
             got=", ".join(f"{name} = {settings[name]!r}" for name in changed),
             hint="put it back, or start another --out; more steps are asked for with --resume --steps",
         )
-    if digest_then != digest:
+    if old_digest != digest:
         raise ConfigError(
             f"{out}: the data or the tokenizer changed since this run began",
             hint="resume needs the same data, or its losses would not be those of one run; start another --out",
@@ -163,21 +151,18 @@ def check_same_run(out: Path, config: FinetuneConfig, digest: str, day: str | No
 
 
 def check_checkpoint(out: Path, config: FinetuneConfig, resumed_at: int | None) -> None:
-    """Refuse to restart a run whose checkpoints were deleted.
+    """Refuse to restart a run whose checkpoints were deleted (OutputError), as its metrics prove.
 
     A kill before the first checkpoint is complete leaves records but no checkpoint, and then the run may restart.
-
-    Raises:
-        OutputError: when the metrics prove that a checkpoint existed, and the folder contains none.
     """
     # The first checkpoint is complete when the second one starts, or when the run has ended. The second one starts
     # after the record of step 2 * checkpoint_every and before the next record.
-    recorded = max((record["step"] for record in read_records(out / METRICS)), default=0)
-    has_saved = recorded > 2 * config.checkpoint_every or (out / MEMORY).is_file()
+    last_step = max((record["step"] for record in read_records(out / METRICS)), default=0)
+    has_saved = last_step > 2 * config.checkpoint_every or (out / MEMORY).is_file()
     if resumed_at is None and has_saved:
         raise OutputError(
             f"{out / CHECKPOINTS}: no checkpoint in it",
-            expected=f"a checkpoint of a run that has recorded {recorded} steps",
+            expected=f"a checkpoint of a run that has recorded {last_step} steps",
             hint="put the folder back, or start again with another --out; nothing was changed",
         )
 
@@ -185,18 +170,16 @@ def check_checkpoint(out: Path, config: FinetuneConfig, resumed_at: int | None) 
 class MetricsFile(Callback):
     """Writer of `metrics.jsonl`, which appends and flushes one record a line.
 
-    Args:
-        path: the file.
-        keep_through: keep earlier records up to this step, at which a run continues, and drop later ones. So the file
-            reads as if the run had never stopped. None drops all.
+    A run continues at the step `keep_through`. Later records are dropped, so the file reads as if the run had never
+    stopped. None drops all records.
     """
 
     def __init__(self, path: Path, keep_through: int | None) -> None:
         self._file = None
         if jax.process_index():  # only the first process writes
             return
-        kept = [] if keep_through is None else [r for r in read_records(path) if r["step"] <= keep_through]
-        write_files(path.parent, {path.name: "".join(json.dumps(record) + "\n" for record in kept).encode()})
+        records = [] if keep_through is None else [r for r in read_records(path) if r["step"] <= keep_through]
+        write_files(path.parent, {path.name: "".join(json.dumps(record) + "\n" for record in records).encode()})
         self._file = path.open("a", encoding="utf-8")
 
     def append(self, record: Mapping[str, Any]) -> None:
@@ -231,41 +214,45 @@ def read_records(path: Path) -> list[dict[str, Any]]:
     return records
 
 
-def _refuse_other_config(saved: FinetuneConfig, asked: FinetuneConfig, values: Mapping[str, Any], out: Path) -> None:
+def _refuse_other_config(
+    saved: FinetuneConfig, requested: FinetuneConfig, values: Mapping[str, Any], out: Path
+) -> None:
     differing = {
-        name: (was, now)
-        for name, was in dataclasses.asdict(saved).items()
-        if name in values and was != (now := getattr(asked, name))
+        name: (old, new)
+        for name, old in dataclasses.asdict(saved).items()
+        if name in values and old != (new := getattr(requested, name))
     }
     if differing:
         raise ConfigError(
             f"{out}: --resume with another configuration",
-            expected=", ".join(f"{name} = {was!r}" for name, (was, _) in differing.items()),
-            got=", ".join(f"{name} = {now!r}" for name, (_, now) in differing.items()),
+            expected=", ".join(f"{name} = {old!r}" for name, (old, _) in differing.items()),
+            got=", ".join(f"{name} = {new!r}" for name, (_, new) in differing.items()),
             hint=f"leave them out to continue as {out / CONFIG} says, where what changes bytes but no losses may be "
             "edited, or start another run with another --out; only --steps may be more",
         )
 
 
-def _looked_at(out: Path, look: Callable[[], bool]) -> bool:
-    """Call `look`, and report an unreadable folder as an OutputError."""
+def _read_folder(out: Path, read: Callable[[], bool]) -> bool:
+    """Call `read`, and report an unreadable folder as an OutputError."""
     try:
-        return look()
+        return read()
     except OSError as error:
         raise OutputError(
             f"{out}: cannot be read", got=error.strerror or error, hint="choose an --out that you may read and write"
         ) from error
 
 
-def _deciding(config: FinetuneConfig) -> dict[str, Any]:
+def _loss_settings(config: FinetuneConfig) -> dict[str, Any]:
     """Return the settings that determine a run's losses, without paths, since files may be moved."""
     # With dropout the tile size changes losses, since each tile draws its own mask.
-    dropped = ("tile_tokens",) if config.lora_dropout and config.tile_tokens else ()
-    values = {name: value for name, value in dataclasses.asdict(config).items() if name not in _FREE or name in dropped}
+    extra = ("tile_tokens",) if config.lora_dropout and config.tile_tokens else ()
+    values = {
+        name: value for name, value in dataclasses.asdict(config).items() if name not in _EDITABLE or name in extra
+    }
     return json.loads(json.dumps({**values, "schedule_steps": config.schedule_steps or config.num_steps}))
 
 
-def _recorded(path: Path) -> tuple[str, dict[str, Any], str | None]:
+def _read_start(path: Path) -> tuple[str, dict[str, Any], str | None]:
     """Return the digest, settings and day that a run began with; earlier versions recorded no settings and no day."""
     try:
         values = json.loads(path.read_text())

@@ -40,7 +40,7 @@ class MemoryTable:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the content of `memory.json`; keys that begin with ``naive_`` are present only with a comparison."""
-        counted = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.type == "int"}
+        counts = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.type == "int"}
         naive = {
             "naive_gradient_bytes": self.naive_gradient_bytes,
             "naive_device_bytes": None if self.naive is None else self.naive.device_bytes,
@@ -48,7 +48,7 @@ class MemoryTable:
         }
         return {
             "target": self.ours.target.name,
-            **counted,
+            **counts,
             "device_bytes": self.ours.device_bytes,
             "host_bytes": self.ours.host_bytes,
             "by_role": dict(self.ours.by_role),

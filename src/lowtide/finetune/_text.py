@@ -18,16 +18,16 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from ..core import ConfigError, DataError
-from ._formats import READ, RECORDS, refuse_folder_of_records, refuse_other_formats
-from ._tokens import check_ids, encode, largest_id, named, refuse_unknown
+from ._formats import RECORD_SUFFIXES, SUPPORTED, refuse_folder_of_records, refuse_other_formats
+from ._tokens import check_ids, encode, largest_id, name_documents, refuse_unknown_id
 from ._walk import files_below, unreadable
-from ._windows import LongEncoding, encoded_pieces
+from ._windows import LongEncoding, encode_pieces
 
 if TYPE_CHECKING:
     from .data import DataReport
 
 IGNORE = -100
-_ENCODE_AT_ONCE = 256
+_BATCH_TEXTS = 256
 _MOST_AT_ONCE = 32 * 1024**2
 """Bytes of the largest text file that is read as a whole; larger files are tokenised in windows."""
 _MOST_IN_MEMORY = 2**24
@@ -102,17 +102,17 @@ def named_documents(path: str | Path | None) -> dict[str, str]:
     try:
         path.stat()
     except (FileNotFoundError, NotADirectoryError):
-        hint = f"--data takes a file of text or of records ({', '.join(RECORDS)}), or a folder of them"
+        hint = f"--data takes a file of text or of records ({', '.join(RECORD_SUFFIXES)}), or a folder of them"
         raise DataError(f"{path}: no such file or folder", hint=hint) from None
     except OSError as error:
         raise unreadable(path, error) from error
     if path.is_dir():
         files = files_below(path)
         refuse_folder_of_records(path, files)
-        documents = {str(file): text for file in files if (text := _utf8(file)) is not None}
+        documents = {str(file): text for file in files if (text := _read_utf8(file)) is not None}
     else:
         refuse_other_formats(path)
-        documents = texts_of_records(path) if path.suffix == ".jsonl" else {str(path): _text_of(path)}
+        documents = texts_of_records(path) if path.suffix == ".jsonl" else {str(path): _read_text(path)}
     documents = {name: text for name, text in documents.items() if text.strip()}
     if not documents:
         raise DataError(
@@ -122,15 +122,7 @@ def named_documents(path: str | Path | None) -> dict[str, str]:
 
 
 def texts_of_records(path: Path, columns: tuple[str, ...] | None = None) -> dict[str, str]:
-    """Read records of plain text, by file and line.
-
-    Args:
-        path: as in `lowtide.finetune.data.read_records`.
-        columns: the columns in the configuration.
-
-    Raises:
-        DataError: for records of another kind, and for records that `read_records` refuses.
-    """
+    """Read records of plain text, by file and line; records of another kind raise DataError."""
     from .data import parse_columns, read_records
 
     texts: dict[str, str] = {}
@@ -191,7 +183,7 @@ def text_data(
             hint="check --seq-len and --batch-size",
         )
     # Shuffle documents before the split, so that the held-out end of the stream is a random sample of them.
-    order, items = np.random.default_rng(seed).permutation(len(documents)), [*named(documents).items()]
+    order, items = np.random.default_rng(seed).permutation(len(documents)), [*name_documents(documents).items()]
     digest = hashlib.sha256()
     stream = tokenise(dict(items[i] for i in order), tokenizer, end_token, vocab_size, on_progress, digest)
     seq_len = seq_len if isinstance(seq_len, int) else seq_len(len(stream) // _LEAST_WINDOWS)
@@ -201,10 +193,10 @@ def text_data(
         num_held_out = min(len(windows) - 1, max(1, round(len(windows) * held_out_fraction)))
         train, held_out = windows[:-num_held_out], windows[-num_held_out:]
     else:
-        evaluated = tokenise(named(eval_documents), tokenizer, end_token, vocab_size, on_progress, digest)
+        eval_stream = tokenise(name_documents(eval_documents), tokenizer, end_token, vocab_size, on_progress, digest)
         train = _windows(stream, window, "one training sequence", 1)
-        held_out = _windows(evaluated, window, "one evaluation sequence", 1)
-    dataset = grain.MapDataset.source(train).seed(seed).shuffle().repeat().batch(batch_size).map(_next_token)  # pyright: ignore
+        held_out = _windows(eval_stream, window, "one evaluation sequence", 1)
+    dataset = grain.MapDataset.source(train).seed(seed).shuffle().repeat().batch(batch_size).map(_tokens_and_labels)  # pyright: ignore
     return TextData(
         train=dataset,
         held_out=_EvaluationBatches(held_out, batch_size),
@@ -217,12 +209,12 @@ def text_data(
     )
 
 
-def _windows(stream: np.ndarray, window: int, what: str, least: int) -> np.ndarray:
+def _windows(stream: np.ndarray, window: int, description: str, min_windows: int) -> np.ndarray:
     count = len(stream) // window
-    if count < least:
+    if count < min_windows:
         raise DataError(
-            f"the data has {len(stream)} tokens, too few for {what}",
-            expected=f"at least {least * window} tokens ({least} × (seq_len {window - 1} + 1))",
+            f"the data has {len(stream)} tokens, too few for {description}",
+            expected=f"at least {min_windows * window} tokens ({min_windows} × (seq_len {window - 1} + 1))",
             got=f"{len(stream)} tokens",
             hint="give more text or a smaller --seq-len",
         )
@@ -237,40 +229,36 @@ def tokenise(
     on_progress: Callable[[int, int], None] | None = None,
     digest: Any = None,
 ) -> np.ndarray:
-    """Tokenise and join texts or text files as `text_data` does; int32 [N].
+    """Tokenise and join texts or text files as `text_data` does, int32 [N].
 
-    The hash `digest`, if given, is updated with the tokens.
-
-    Raises:
-        DataError: for a token that the model has no embedding for.
-        ModelFileError: for a tokenizer that cannot encode the text, or returns ids outside its own vocabulary.
+    The hash `digest`, if given, is updated with the tokens. Ids outside the tokenizer's own vocabulary raise
+    ModelFileError, and tokens without an embedding raise DataError.
     """
-    tokens = _Tokens(digest)
+    tokens = _TokenBuffer(digest)
     names, texts = [*documents], [*documents.values()]
-    for start in range(0, len(documents), _ENCODE_AT_ONCE):
-        stop = min(start + _ENCODE_AT_ONCE, len(documents))
+    for start in range(0, len(documents), _BATCH_TEXTS):
+        stop = min(start + _BATCH_TEXTS, len(documents))
         short = iter(encode(tokenizer, [text for text in texts[start:stop] if isinstance(text, str)]))
         for name, text in zip(names[start:stop], texts[start:stop], strict=True):
             last: list[int] = []
-            for encoding in [next(short)] if isinstance(text, str) else _encoded_file(tokenizer, text):
+            for encoding in [next(short)] if isinstance(text, str) else _encode_file(tokenizer, text):
                 ids = np.asarray(encoding.ids, np.int32)
                 if vocab_size is not None and np.max(ids, initial=0) >= vocab_size:
-                    check_ids(ids, tokenizer, vocab_size, _place(name, text, ids, tokenizer, vocab_size))
+                    check_ids(ids, tokenizer, vocab_size, _locate_token(name, text, ids, tokenizer, vocab_size))
                 tokens.add(ids)
                 last = ids[-1:].tolist() or last
             if end_token is not None and last != [end_token]:
                 tokens.add(np.asarray([end_token], np.int32))
         if on_progress is not None:
             on_progress(stop, len(documents))
-    refuse_unknown(tokens.largest, largest_id(tokenizer, end_token))
+    refuse_unknown_id(tokens.largest, largest_id(tokenizer, end_token))
     return tokens.stream()
 
 
-class _Tokens:
+class _TokenBuffer:
     """Tokens of all documents. This object is mutated: `add` appends, and moves large amounts to a temporary file.
 
-    Memory:
-        At most 128 MiB. If the file was used, `stream` returns a memory map of it.
+    It takes at most 128 MiB. If the file was used, `stream` returns a memory map of it.
     """
 
     def __init__(self, digest: Any) -> None:
@@ -304,30 +292,26 @@ class _Tokens:
         self._pieces, self._count = [], 0
 
 
-def _encoded_file(tokenizer: Tokenizer, path: Path) -> Iterator[LongEncoding]:
-    """Tokenise a text file in windows.
-
-    Raises:
-        DataError: for a file that cannot be read, or is not UTF-8 text.
-    """
+def _encode_file(tokenizer: Tokenizer, path: Path) -> Iterator[LongEncoding]:
+    """Tokenise a text file in windows; a file that cannot be read, or is not UTF-8 text, raises DataError."""
     try:
         with open(path, encoding="utf-8-sig", newline="") as file:
-            yield from encoded_pieces(tokenizer, file, special=True)
+            yield from encode_pieces(tokenizer, file, special=True)
     except UnicodeDecodeError as error:
-        raise _not_text(path) from error
+        raise _not_text_error(path) from error
     except OSError as error:
         raise unreadable(path, error) from error
 
 
-def _text_of(path: Path) -> str:
-    if (text := _utf8(path)) is None:
-        raise _not_text(path)
+def _read_text(path: Path) -> str:
+    if (text := _read_utf8(path)) is None:
+        raise _not_text_error(path)
     return text
 
 
-def _not_text(path: Path) -> DataError:
+def _not_text_error(path: Path) -> DataError:
     hint = "convert it (iconv -f LATIN1 -t UTF-8), or give a folder or a .jsonl file"
-    return DataError(f"{path}: not UTF-8 text", expected=READ, hint=hint)
+    return DataError(f"{path}: not UTF-8 text", expected=SUPPORTED, hint=hint)
 
 
 def is_large_text(path: str | Path) -> bool:
@@ -352,21 +336,21 @@ class _EvaluationBatches(Sequence[dict[str, np.ndarray]]):
         if isinstance(index, slice):
             return [self[number] for number in range(*index.indices(len(self)))]
         start = range(len(self))[index] * self._batch_size
-        return _next_token(_pad_rows(self._windows[start : start + self._batch_size], self._batch_size))
+        return _tokens_and_labels(_pad_rows(self._windows[start : start + self._batch_size], self._batch_size))
 
 
-def _place(name: str, text: str | Path, ids: np.ndarray, tokenizer: Tokenizer, vocab_size: int) -> str:
+def _locate_token(name: str, text: str | Path, ids: np.ndarray, tokenizer: Tokenizer, vocab_size: int) -> str:
     """Return the document's name, with the line of the first token beyond the vocabulary if the text contains it."""
     token = tokenizer.id_to_token(int(ids[ids >= vocab_size][0]))
-    at = text.find(token) if token and isinstance(text, str) else -1
+    position = text.find(token) if token and isinstance(text, str) else -1
     return (
         name
-        if at < 0 or isinstance(text, Path) or "\n" not in text
-        else f"{name}, line {text.count(chr(10), 0, at) + 1}"
+        if position < 0 or isinstance(text, Path) or "\n" not in text
+        else f"{name}, line {text.count(chr(10), 0, position) + 1}"
     )
 
 
-def _next_token(windows: np.ndarray) -> dict[str, np.ndarray]:
+def _tokens_and_labels(windows: np.ndarray) -> dict[str, np.ndarray]:
     tokens, labels = np.ascontiguousarray(windows[:, :-1]), np.ascontiguousarray(windows[:, 1:])
     # Padding rows contain IGNORE, which is a valid label but a negative token id.
     return {"tokens": np.maximum(tokens, 0), "labels": labels}
@@ -376,7 +360,7 @@ def _pad_rows(rows: np.ndarray, batch_size: int) -> np.ndarray:
     return np.pad(rows, ((0, batch_size - len(rows)), (0, 0)), constant_values=IGNORE)
 
 
-def _utf8(path: Path) -> str | None:
+def _read_utf8(path: Path) -> str | None:
     try:
         data = path.read_bytes()
     except OSError as error:

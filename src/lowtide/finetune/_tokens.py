@@ -35,8 +35,8 @@ def encode(tokenizer: Tokenizer, texts: Sequence[str], *, special: bool = True, 
         ModelFileError: when the tokenizer fails.
     """
     try:
-        run = tokenizer.encode_batch if offsets else tokenizer.encode_batch_fast
-        short = iter(run([text for text in texts if not is_long(text)], add_special_tokens=special))
+        encode_batch = tokenizer.encode_batch if offsets else tokenizer.encode_batch_fast
+        short = iter(encode_batch([text for text in texts if not is_long(text)], add_special_tokens=special))
         encodings = [encode_long(tokenizer, text, special=special) if is_long(text) else next(short) for text in texts]
         # The special tokens of an empty text begin with BOS, if the tokenizer adds BOS. A text that starts with the
         # characters of BOS then has two of them, and the first is removed.
@@ -69,22 +69,21 @@ def largest_id(tokenizer: Tokenizer, end_token: int | None) -> int:
     return max(*tokenizer.get_vocab().values(), -1, -1 if end_token is None else end_token)
 
 
-def refuse_unknown(found: int, largest: int) -> None:
-    """Raise ModelFileError when the largest id in the data, `found`, is beyond the vocabulary."""
-    if found > largest:
+def refuse_unknown_id(token_id: int, largest: int) -> None:
+    """Raise ModelFileError when the largest id in the data, `token_id`, is beyond the vocabulary."""
+    if token_id > largest:
         raise ModelFileError(
             "the tokenizer gives tokens that are not in its vocabulary",
             expected=f"ids up to {largest}",
-            got=f"id {found}",
+            got=f"id {token_id}",
             hint="the post_processor of tokenizer.json names other ids than its vocabulary; copy the file again",
         )
 
 
-def named(documents: Sequence[str] | Mapping[str, Any]) -> dict[str, Any]:
+def name_documents(documents: Sequence[str] | Mapping[str, Any]) -> dict[str, Any]:
     """Return texts by name; a sequence of texts gets numbered names.
 
-    Raises:
-        DataError: for a single string, whose characters would count as texts.
+    A single string raises DataError, since its characters would count as texts.
     """
     if isinstance(documents, str):
         raise DataError(
@@ -114,10 +113,10 @@ def check_ids(
     """
     if vocab_size is None or np.max(ids, initial=0) < vocab_size:
         return
-    found = next(int(each) for each in ids if each >= vocab_size)
+    token_id = next(int(token) for token in ids if token >= vocab_size)
     raise DataError(
         f"{where}: a token that the model has no embedding for",
         expected=f"ids below {vocab_size}",
-        got=f"{shown(tokenizer.id_to_token(found))}, id {found}",
+        got=f"{shown(tokenizer.id_to_token(token_id))}, id {token_id}",
         hint="take it out of the text: the tokenizer knows it, and the weights do not",
     )

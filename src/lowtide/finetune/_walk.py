@@ -15,35 +15,35 @@ from ..core import DataError
 def files_below(folder: Path) -> list[Path]:
     """List the files below a folder in sorted order, without hidden ones; symbolic links are followed.
 
-    Raises:
-        DataError: for an unreadable folder or a broken link.
+    An unreadable folder or a broken link raises DataError.
     """
-    found: list[Path] = []
+    files: list[Path] = []
 
     def fail(error: OSError) -> NoReturn:
         raise unreadable(Path(error.filename or folder), error) from error
 
-    root, seen = folder.resolve(), {folder.resolve()}
-    for here, folders, names in os.walk(folder, onerror=fail, followlinks=True):
-        paths = {name: Path(here, name) for name in [*folders, *names] if not name.startswith(".")}
+    root, visited = folder.resolve(), {folder.resolve()}
+    for parent, folders, names in os.walk(folder, onerror=fail, followlinks=True):
+        paths = {name: Path(parent, name) for name in [*folders, *names] if not name.startswith(".")}
         # Read a folder once when several links point to it, or when a link points into this tree. The second case
         # includes links to a parent of the link, which would recurse without end.
-        folders[:] = [name for name in sorted(folders) if name in paths and not _is_seen(paths[name], root, seen)]
+        folders[:] = [name for name in sorted(folders) if name in paths and not _is_visited(paths[name], root, visited)]
         for name in names:
             if name in paths and paths[name].is_symlink() and not paths[name].exists():
                 raise DataError(f"{paths[name]}: a link to nothing", hint="delete it, or put back what it links to")
             if name in paths and paths[name].is_file():
-                found.append(paths[name])
-    return sorted(found)
+                files.append(paths[name])
+    return sorted(files)
 
 
-def _is_seen(folder: Path, root: Path, seen: set[Path]) -> bool:
+def _is_visited(folder: Path, root: Path, visited: set[Path]) -> bool:
+    """Return whether a linked folder was visited before, or is in the tree of `root`; adds it to `visited`."""
     if not folder.is_symlink():
         return False
     real = folder.resolve()
-    is_seen = real in seen or real.is_relative_to(root)
-    seen.add(real)
-    return is_seen
+    is_visited = real in visited or real.is_relative_to(root)
+    visited.add(real)
+    return is_visited
 
 
 def unreadable(path: Path, error: OSError) -> DataError:

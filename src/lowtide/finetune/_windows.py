@@ -43,48 +43,30 @@ def is_long(text: str) -> bool:
 def encode_long(tokenizer: Tokenizer, text: str, *, special: bool) -> LongEncoding:
     """Tokenise a text in windows; the tokens equal those of one call for the whole text.
 
-    Args:
-        tokenizer: a tokenizer of the `tokenizers` library.
-        text: the text.
-        special: whether to add the tokenizer's special tokens.
-
-    Returns:
-        Ids and offsets.
-
-    Memory:
-        About 150 bytes for each character of a window, and 40 bytes for each token.
+    It takes about 150 bytes for each character of a window, and 40 bytes for each token.
     """
-    parts = list(encoded_pieces(tokenizer, io.StringIO(text), special=special))
+    parts = list(encode_pieces(tokenizer, io.StringIO(text), special=special))
     return LongEncoding(*(np.concatenate([part[field] for part in parts]) for field in range(2)))
 
 
-def encoded_pieces(tokenizer: Tokenizer, file: TextIO, *, special: bool) -> Iterator[LongEncoding]:
-    """Tokenise a file in windows, and yield the tokens piece by piece.
+def encode_pieces(tokenizer: Tokenizer, file: TextIO, *, special: bool) -> Iterator[LongEncoding]:
+    """Tokenise a file in windows, and yield the tokens piece by piece, in order.
 
-    Args:
-        tokenizer: a tokenizer of the `tokenizers` library.
-        file: a text file, read once from start to end.
-        special: whether to add the tokenizer's special tokens.
-
-    Yields:
-        Ids and offsets, in order.
-
-    Memory:
-        About 150 bytes for each character of a window.
+    The file is read once from start to end. It takes about 150 bytes for each character of a window.
     """
     text = _Buffer(file)
     before, after = _special_ids(tokenizer) if special else ([], [])
     begin, end = 0, _WINDOW
-    window = _encoded(tokenizer, text, begin, end)
+    window = _encode_window(tokenizer, text, begin, end)
     if before and window.ids[:1].tolist() == before[:1]:  # a text that begins with BOS gets no second one
         before = before[1:]
-    yield _without_text(before)
+    yield _special_encoding(before)
     while not text.ends_at(end):
         start, stop = max(end - _OVERLAP, begin + 1), end + _WINDOW
-        following = _encoded(tokenizer, text, start, stop)
+        following = _encode_window(tokenizer, text, start, stop)
         cut = _common_cut(window, following)
         if cut is None:  # encode both windows together, and search the next overlap for a common run
-            window, end = _encoded(tokenizer, text, begin, stop), stop
+            window, end = _encode_window(tokenizer, text, begin, stop), stop
             continue
         # Tokens before the cut come from the first window, the others from the second. This drops the last tokens of
         # the first window and the first tokens of the second, which lack context on one side.
@@ -93,7 +75,7 @@ def encoded_pieces(tokenizer: Tokenizer, file: TextIO, *, special: bool) -> Iter
         begin, end = int(window.offsets[0, 0]), stop
         text.drop(begin)
     yield window
-    yield _without_text(after)
+    yield _special_encoding(after)
 
 
 class _Buffer:
@@ -102,11 +84,11 @@ class _Buffer:
     def __init__(self, file: TextIO) -> None:
         self._file, self._text, self._begin = file, "", 0
 
-    def __getitem__(self, place: slice) -> str:
-        missing = place.stop - self._begin - len(self._text)
-        if missing > 0:
-            self._text += self._file.read(missing)
-        return self._text[place.start - self._begin : place.stop - self._begin]
+    def __getitem__(self, characters: slice) -> str:
+        num_missing = characters.stop - self._begin - len(self._text)
+        if num_missing > 0:
+            self._text += self._file.read(num_missing)
+        return self._text[characters.start - self._begin : characters.stop - self._begin]
 
     def ends_at(self, end: int) -> bool:
         """Return whether the text has no character at or after this position."""
@@ -117,11 +99,11 @@ class _Buffer:
         self._text, self._begin = self._text[begin - self._begin :], begin
 
 
-def _without_text(ids: list[int]) -> LongEncoding:
+def _special_encoding(ids: list[int]) -> LongEncoding:
     return LongEncoding(np.asarray(ids, np.int32), np.zeros((len(ids), 2), np.int64))
 
 
-def _encoded(tokenizer: Tokenizer, text: _Buffer, start: int, stop: int) -> LongEncoding:
+def _encode_window(tokenizer: Tokenizer, text: _Buffer, start: int, stop: int) -> LongEncoding:
     encoding = tokenizer.encode(text[start:stop], add_special_tokens=False)
     offsets = np.asarray(encoding.offsets, np.int64).reshape(-1, 2) + start
     return LongEncoding(np.asarray(encoding.ids, np.int32), offsets)
@@ -135,12 +117,12 @@ def _common_cut(first: LongEncoding, second: LongEncoding) -> tuple[int, int] | 
     if not len(second):
         return None
     tail = int(np.searchsorted(first.offsets[:, 0], second.offsets[0, 0]))
-    places = {(*offset, id): index for index, (id, offset) in enumerate(_head(second, len(first) - tail))}
+    positions = {(*offset, id): index for index, (id, offset) in enumerate(_token_list(second, len(first) - tail))}
     run, previous = 0, -1
-    for index, (id, offset) in enumerate(_head(LongEncoding(first.ids[tail:], first.offsets[tail:])), tail):
-        other = places.get((*offset, id))
-        is_next = other is not None and (run == 0 or other == previous + 1)
-        run, previous = (run + 1 if is_next else int(other is not None)), -1 if other is None else other
+    for index, (id, offset) in enumerate(_token_list(LongEncoding(first.ids[tail:], first.offsets[tail:])), tail):
+        match = positions.get((*offset, id))
+        is_next = match is not None and (run == 0 or match == previous + 1)
+        run, previous = (run + 1 if is_next else int(match is not None)), -1 if match is None else match
         # The previous token has to end where this one begins. Byte-level tokens can be parts of one character: they
         # have equal offsets, and a window that began between them would split the character.
         if run >= _RUN and first.offsets[index - _RUN // 2, 0] >= first.offsets[index - _RUN // 2 - 1, 1]:
@@ -148,10 +130,10 @@ def _common_cut(first: LongEncoding, second: LongEncoding) -> tuple[int, int] | 
     return None
 
 
-def _head(encoding: LongEncoding, most: int | None = None) -> list[tuple[int, tuple[int, int]]]:
+def _token_list(encoding: LongEncoding, num_tokens: int | None = None) -> list[tuple[int, tuple[int, int]]]:
     """Return ids and offsets as Python integers, which are faster to compare one by one than NumPy scalars."""
-    offsets = encoding.offsets[:most].tolist()
-    return [(id, (start, end)) for id, (start, end) in zip(encoding.ids[:most].tolist(), offsets, strict=True)]
+    offsets = encoding.offsets[:num_tokens].tolist()
+    return [(id, (start, end)) for id, (start, end) in zip(encoding.ids[:num_tokens].tolist(), offsets, strict=True)]
 
 
 def _special_ids(tokenizer: Tokenizer) -> tuple[list[int], list[int]]:

@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lowtide.finetune.data import best_fit
-from lowtide.finetune.data._packing import cut, one_each
+from lowtide.finetune.data._packing import cut_documents, one_row_each
 from lowtide.finetune.data._records import IGNORE, RowSource
 from lowtide.finetune.data._store import Store
 
@@ -23,8 +23,8 @@ def _store(lengths, seed=0):
 @given(LENGTHS, st.sampled_from(["cut", "split", "drop"]), st.booleans())
 def test_every_token_is_in_one_row_and_labels_stay_in_their_document(lengths, too_long, is_packed):
     store = _store(lengths)
-    pieces = cut(store.lengths, np.arange(len(lengths)), SEQ_LEN, too_long)
-    rows = best_fit(pieces.length, SEQ_LEN) if is_packed else one_each(len(pieces.length))
+    pieces = cut_documents(store.lengths, np.arange(len(lengths)), SEQ_LEN, too_long)
+    rows = best_fit(pieces.length, SEQ_LEN) if is_packed else one_row_each(len(pieces.length))
     source = RowSource(store, pieces, rows, SEQ_LEN)
     seen: list[int] = []
     for i in range(len(source)):

@@ -204,7 +204,7 @@ def test_a_folder_of_shards_is_read_in_order(tmp_path):
 
 
 def test_messages_name_what_is_read():
-    assert set(_formats.RECORDS) == set(_readers._READERS)
+    assert set(_formats.RECORD_SUFFIXES) == set(_readers._READERS)
 
 
 def test_a_pipe_is_not_read(tmp_path):

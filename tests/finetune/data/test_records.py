@@ -138,7 +138,7 @@ def test_what_was_not_finished_is_not_taken_for_whole(tmp_path, tokenizer, monke
     file = _file(tmp_path, [{"text": f"the tide {i}"} for i in range(20)])
     home = tmp_path / "cache"
     monkeypatch.setenv("LOWTIDE_CACHE", str(home))
-    monkeypatch.setattr(_store, "_keep", _killed)
+    monkeypatch.setattr(_store, "_publish", _killed)
     with pytest.raises(KeyboardInterrupt):
         _data(file, tokenizer)
     assert os.listdir(home / "data") == []

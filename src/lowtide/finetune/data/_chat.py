@@ -75,62 +75,55 @@ def load_chat_template(directory: str | Path, file: str | Path | None = None) ->
         path = input_file(directory, _CONFIG, hint="copy the model's files again")
         config = parse_json(read_input(path, most_bytes=_MOST_CONFIG_BYTES), str(path))
     if file is not None or (directory / _TEMPLATE).is_file():
-        given = Path(directory / _TEMPLATE if file is None else file)
-        path = input_file(given.parent, given.name, hint="name a file with a Jinja template")
+        template_file = Path(directory / _TEMPLATE if file is None else file)
+        path = input_file(template_file.parent, template_file.name, hint="name a file with a Jinja template")
         content = read_input(path, most_bytes=_MOST_BYTES)
         try:
             return ChatTemplate(source=content.decode("utf-8"), special=special, where=str(path))
         except UnicodeDecodeError as error:
             raise ModelFileError(f"{path}: not UTF-8 text", got=shortened(error), hint="copy it again") from error
     source = config.get("chat_template")
-    where = f"{directory / _CONFIG}: chat_template"
+    location = f"{directory / _CONFIG}: chat_template"
     if isinstance(source, list):
-        source = _default(source, where)
+        source = _default_template(source, location)
     if source is None:
         return None
     if not isinstance(source, str) or len(source) > _MOST_BYTES:
         raise ModelFileError(
-            f"{where} is no template",
+            f"{location} is no template",
             expected="a text in Jinja, or a list of objects with name and template",
             got=shown(source),
             hint="copy the file again, or name a template: --chat-template FILE",
         )
-    return ChatTemplate(source=source, special=special, where=where)
+    return ChatTemplate(source=source, special=special, where=location)
 
 
 class Renderer:
     """Renderer of conversations in a separate process, which runs until `close`.
 
-    Args:
-        template: the template.
-
-    Raises:
-        ModelFileError: when the template is not valid Jinja.
-
-    Memory:
-        At most 1 GiB on the host, in the other process.
+    The process takes at most 1 GiB of host memory. A template that is not valid Jinja raises ModelFileError.
     """
 
     def __init__(self, template: ChatTemplate) -> None:
         import jinja2
         import markupsafe
 
-        homes = {str(Path(str(module.__file__)).parents[1]) for module in (jinja2, markupsafe)}
+        package_folders = {str(Path(str(module.__file__)).parents[1]) for module in (jinja2, markupsafe)}
         script = str(Path(__file__).with_name("_render.py"))
         self._template = template
         # stderr is discarded: the process reports errors of the template in its answers, and nobody reads the pipe, so
         # a full one would block the process.
         self._process = subprocess.Popen(
-            [sys.executable, "-I", "-S", script, *sorted(homes), str(_MOST_MEMORY_BYTES)],
+            [sys.executable, "-I", "-S", script, *sorted(package_folders), str(_MOST_MEMORY_BYTES)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
         )
         try:
-            given = {**template.special, **template.arguments}
-            answer = self._ask({"template": template.source, "special": given, "day": template.day})
+            variables = {**template.special, **template.arguments}
+            answer = self._exchange({"template": template.source, "special": variables, "day": template.day})
             if "error" in answer:
-                raise self._refused(answer["error"])
+                raise self._template_error(answer["error"])
         except BaseException:
             self.close()
             raise
@@ -148,80 +141,62 @@ class Renderer:
         self._process.wait()
 
     def render(self, example: Example, *, turns: bool = True) -> tuple[str, Spans]:
-        """Render a chat.
+        """Render a chat, and return its text and the character spans (start, end) of the assistant's turns.
 
-        Args:
-            example: a record of the kind ``chat``.
-            turns: whether to find the assistant's turns.
-
-        Returns:
-            The text, and the character spans (start, end) of the assistant's turns.
-
-        Raises:
-            DataError: when the template refuses the conversation, or the turns cannot be determined.
-            ModelFileError: when the template violates the sandbox, does not finish, or takes too much memory.
+        A conversation that the template refuses, or whose turns cannot be determined, raises DataError. A template that
+        violates the sandbox, does not finish, or takes too much memory raises ModelFileError.
         """
         request = {"messages": example.messages, "tools": example.tools, "first": example.first, "turns": turns}
-        answer = self._answer(request, example.where)
+        answer = self._request_answer(request, example.where)
         text = str(answer["text"])
         if not turns:
             return text, []
-        silent = {number for number, each in enumerate(example.messages) if each.get("weight") == 0}
+        zero_weight = {number for number, message in enumerate(example.messages) if message.get("weight") == 0}
         if not self._has_generation:
-            where, astray = example.where, answer["astray"]
-            learned = [each for each in answer["turns"] if each[0] not in silent]
-            return text, [self._turn(number, span, where, astray) for number, span in learned]
-        start = self._start(text, answer, example)
-        spans = self._with_weight(answer["spans"], example, silent)
+            location, misplaced = example.where, answer["astray"]
+            learned = [turn for turn in answer["turns"] if turn[0] not in zero_weight]
+            return text, [self._check_span(number, span, location, misplaced) for number, span in learned]
+        start = self._completion_start(text, answer, example)
+        spans = self._drop_zero_weight(answer["spans"], example, zero_weight)
         return text, [(max(a, start), b) for a, b in spans if b > start]
 
-    def prompt(self, messages: Sequence[Mapping[str, Any]], where: str, tools: Tools | None = None) -> str:
-        """Render a conversation, followed by the header of the next answer (the generation prompt).
-
-        Args:
-            messages: objects with ``role`` and ``content``.
-            where: name of the conversation in errors.
-            tools: the template's variable ``tools``.
-
-        Raises:
-            DataError: as in `render`.
-            ModelFileError: as in `render`.
-        """
+    def prompt(self, messages: Sequence[Mapping[str, Any]], location: str, tools: Tools | None = None) -> str:
+        """Render a conversation with the header of the next answer (the generation prompt); errors as in `render`."""
         request = {"messages": [*messages], "tools": tools, "first": len(messages), "turns": False}
-        return str(self._answer(request, where)["prompt"])
+        return str(self._request_answer(request, location)["prompt"])
 
-    def _answer(self, request: dict[str, Any], where: str) -> dict[str, Any]:
+    def _request_answer(self, request: dict[str, Any], location: str) -> dict[str, Any]:
         try:
-            answer = self._ask(request)
-            said = str(answer.get("error", ""))
+            answer = self._exchange(request)
+            error_message = str(answer.get("error", ""))
             # These errors mean an unusable template. Any other error is the template's refusal of this conversation.
-            if said.startswith(("SecurityError", "MemoryError", "OverflowError", "RecursionError")):
-                raise self._refused(said)
+            if error_message.startswith(("SecurityError", "MemoryError", "OverflowError", "RecursionError")):
+                raise self._template_error(error_message)
         except ModelFileError as error:
-            raise ModelFileError(f"{where}: {error.message}", got=error.got, hint=error.hint) from error
-        if said:
+            raise ModelFileError(f"{location}: {error.message}", got=error.got, hint=error.hint) from error
+        if error_message:
             raise DataError(
-                f"{where}: the chat template refuses this conversation",
-                got=shortened(said),
+                f"{location}: the chat template refuses this conversation",
+                got=shortened(error_message),
                 hint=f"look at its messages, their roles and their order; the template is {self._template.where}",
             )
         return answer
 
-    def _start(self, text: str, answer: dict[str, Any], example: Example) -> int:
+    def _completion_start(self, text: str, answer: dict[str, Any], example: Example) -> int:
         """Return the start of the completion for a prompt and a completion that are messages; else 0."""
         if not example.first:
             return 0
         if not text.startswith(answer["prompt"]):
-            raise self._unclear(example.where, "the completion")
+            raise self._unclear_error(example.where, "the completion")
         return len(answer["prompt"])
 
-    def _with_weight(self, spans: Any, example: Example, silent: set[int]) -> Spans:
+    def _drop_zero_weight(self, spans: Any, example: Example, zero_weight: set[int]) -> Spans:
         """Remove the turns with a weight of 0 from the spans of a template with ``{% generation %}``.
 
         The template's spans have no message numbers, so there has to be one span for each assistant turn.
         """
-        turns = [number for number, each in enumerate(example.messages) if each["role"] == "assistant"]
-        if not silent.intersection(turns):
+        turns = [number for number, message in enumerate(example.messages) if message["role"] == "assistant"]
+        if not zero_weight.intersection(turns):
             return spans
         if len(spans) != len(turns):
             raise DataError(
@@ -230,32 +205,34 @@ class Renderer:
                 got=f"{len(spans)} times, by {self._template.where}",
                 hint="name a template that marks each turn once: --chat-template FILE",
             )
-        return [span for number, span in zip(turns, sorted(spans), strict=True) if number not in silent]
+        return [span for number, span in zip(turns, sorted(spans), strict=True) if number not in zero_weight]
 
-    def _turn(self, number: int, span: Sequence[int] | None, where: str, astray: int | None) -> tuple[int, int]:
+    def _check_span(
+        self, number: int, span: Sequence[int] | None, location: str, misplaced: int | None
+    ) -> tuple[int, int]:
         if span is None:
-            raise self._unclear(where, f"message {number + 1}", astray)
+            raise self._unclear_error(location, f"message {number + 1}", misplaced)
         return span[0], span[1]
 
-    def _unclear(self, where: str, what: str, astray: int | None = None) -> DataError:
-        besides = "" if astray is None else f", which leaves message {astray + 1} out or moves it"
+    def _unclear_error(self, location: str, subject: str, misplaced: int | None = None) -> DataError:
+        details = "" if misplaced is None else f", which leaves message {misplaced + 1} out or moves it"
         return DataError(
-            f"{where}: the chat template does not say where {what} begins and ends",
+            f"{location}: the chat template does not say where {subject} begins and ends",
             expected="a template with {% generation %} around the assistant's turns, or one that renders the beginning "
             "of a conversation as it does within the whole",
-            got=f"{self._template.where}{besides}",
+            got=f"{self._template.where}{details}",
             hint="name a template that marks them (--chat-template FILE), or learn all tokens (--loss-on all)",
         )
 
-    def _ask(self, request: dict[str, Any]) -> dict[str, Any]:
-        late = threading.Event()
+    def _exchange(self, request: dict[str, Any]) -> dict[str, Any]:
+        timed_out = threading.Event()
 
-        def end() -> None:
-            late.set()
+        def kill() -> None:
+            timed_out.set()
             self._process.kill()
 
         # A template may loop without output, which would block `readline`. Killing the process unblocks it.
-        timer = threading.Timer(_SECONDS, end)
+        timer = threading.Timer(_SECONDS, kill)
         timer.start()
         assert self._process.stdin is not None
         assert self._process.stdout is not None
@@ -268,13 +245,15 @@ class Renderer:
         finally:
             timer.cancel()
         if not line.endswith(b"\n"):
-            raise self._refused(f"it did not end in {_SECONDS:g} s" if late.is_set() else "its process ended")
+            raise self._template_error(
+                f"it did not end in {_SECONDS:g} s" if timed_out.is_set() else "its process ended"
+            )
         return json.loads(line)
 
-    def _refused(self, why: str) -> ModelFileError:
+    def _template_error(self, reason: str) -> ModelFileError:
         return ModelFileError(
             f"{self._template.where}: a chat template that cannot be used",
-            got=shortened(why),
+            got=shortened(reason),
             hint="shorten a very large conversation; else copy the file again, or name another: --chat-template FILE",
         )
 
@@ -303,7 +282,7 @@ def chat_prompts(
     """
     renderer = Renderer(template)
     try:
-        return [renderer.prompt(each, where, (tools or {}).get(where)) for where, each in conversations.items()]
+        return [renderer.prompt(messages, name, (tools or {}).get(name)) for name, messages in conversations.items()]
     finally:
         renderer.close()
 
@@ -327,16 +306,16 @@ def chat_turn(template: ChatTemplate, answer: str) -> str:
         renderer.close()
 
 
-def _default(templates: list[Any], where: str) -> Any:
-    named = {
-        each["name"]: each.get("template")
-        for each in templates
-        if isinstance(each, dict) and isinstance(each.get("name"), str)
+def _default_template(templates: list[Any], location: str) -> Any:
+    by_name = {
+        template["name"]: template.get("template")
+        for template in templates
+        if isinstance(template, dict) and isinstance(template.get("name"), str)
     }
-    if "default" not in named and len(named) != 1:
+    if "default" not in by_name and len(by_name) != 1:
         raise ModelFileError(
-            f"{where} has several templates and none is named default",
-            got=shortened(", ".join(map(shown, named)), 300) or "none with a name",
+            f"{location} has several templates and none is named default",
+            got=shortened(", ".join(map(shown, by_name)), 300) or "none with a name",
             hint="put the one that is meant into a file, and name it: --chat-template FILE",
         )
-    return named.get("default", next(iter(named.values())))
+    return by_name.get("default", next(iter(by_name.values())))

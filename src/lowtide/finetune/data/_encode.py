@@ -9,11 +9,11 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from ...core import DataError
-from .._tokens import check_ids, encode, largest_id, refuse_unknown
+from .._tokens import check_ids, encode, largest_id, refuse_unknown_id
 from ._chat import ChatTemplate, Renderer, Spans
 from ._schema import Example
 
-_ALPACA = (
+_ALPACA_FORMAT = (
     "Below is an instruction that describes a task{}. Write a response that appropriately completes the request.\n\n"
     "### Instruction:\n{}\n\n{}### Response:\n"
 )
@@ -29,13 +29,8 @@ class Encoder:
     otherwise it becomes the text that Alpaca was trained with. Prompt and completion are tokenised together. A token
     with characters of both belongs to the completion.
 
-    Args:
-        tokenizer: the model's tokenizer.
-        template: its chat template, if any.
-        end_token: token appended to text and completions, if any.
-        vocab_size: number of the model's embeddings; tokens beyond are refused. None: nothing is refused.
-        loss_on: ``completion`` learns the assistant's turns, completions and outputs, including their end, and whole
-            texts; ``all`` learns every token.
+    With `loss_on` ``completion`` the model learns the assistant's turns, completions and outputs, including their end,
+    and whole texts; with ``all`` every token.
     """
 
     def __init__(
@@ -48,7 +43,7 @@ class Encoder:
         vocab_size: int | None = None,
     ) -> None:
         self._tokenizer, self._template, self._loss_on = tokenizer, template, loss_on
-        self._end, self._vocab_size = end_token, vocab_size
+        self._end_token, self._vocab_size = end_token, vocab_size
         self._largest = largest_id(tokenizer, end_token)
         self._renderer: Renderer | None = None
 
@@ -58,27 +53,19 @@ class Encoder:
             self._renderer.close()
 
     def encode(self, examples: Sequence[Example]) -> list[tuple[np.ndarray, np.ndarray]]:
-        """Tokenise records.
+        """Tokenise records of one kind: ids, int32 [L], and a mask of the learned tokens, uint8 [L], for each.
 
-        Args:
-            examples: records of one kind.
-
-        Returns:
-            For each record its ids, int32 [L], and a mask of the learned tokens, uint8 [L].
-
-        Raises:
-            DataError: for a chat without a template, a chat that the template refuses, and tokens without an embedding.
-            ModelFileError: for an unusable template or tokenizer.
+        A chat without a template, a chat that the template refuses, and tokens without an embedding raise DataError.
         """
-        examples = [self._as_chat(each) for each in examples]
+        examples = [self._to_chat(example) for example in examples]
         is_chat = bool(examples) and examples[0].kind == "chat"
-        written = [self._written(each) for each in examples]
-        encodings = encode(self._tokenizer, [text for text, _ in written], special=not is_chat, offsets=True)
+        rendered = [self._text_and_spans(example) for example in examples]
+        encodings = encode(self._tokenizer, [text for text, _ in rendered], special=not is_chat, offsets=True)
         for example, encoding in zip(examples, encodings, strict=True):
             check_ids(encoding.ids, self._tokenizer, self._vocab_size, example.where)
         return [
-            self._finished(encoding, spans, is_chat=is_chat)
-            for encoding, (_, spans) in zip(encodings, written, strict=True)
+            self._ids_and_mask(encoding, spans, is_chat=is_chat)
+            for encoding, (_, spans) in zip(encodings, rendered, strict=True)
         ]
 
     def unread_in(self, example: Example) -> set[str]:
@@ -88,29 +75,29 @@ class Encoder:
         fields = {name for message in example.messages for name in message} - _TURN_FIELDS
         return {f"messages.{name}" for name in fields if name not in self._template.source}
 
-    def _as_chat(self, example: Example) -> Example:
+    def _to_chat(self, example: Example) -> Example:
         if example.kind != "alpaca" or self._template is None:
             return example
-        asked = f"{example.prompt}\n\n{example.more}" if example.more.strip() else example.prompt
-        messages = ({"role": "user", "content": asked}, {"role": "assistant", "content": example.text})
+        question = f"{example.prompt}\n\n{example.more}" if example.more.strip() else example.prompt
+        messages = ({"role": "user", "content": question}, {"role": "assistant", "content": example.text})
         return Example(kind="chat", where=example.where, messages=messages)
 
-    def _written(self, example: Example) -> tuple[str, Spans | None]:
+    def _text_and_spans(self, example: Example) -> tuple[str, Spans | None]:
         """Return a record as text, and the character spans that are learned; None means all of it."""
-        learns_all = self._loss_on == "all"
+        is_all_learned = self._loss_on == "all"
         if example.kind == "text":
             return example.text, None
         if example.kind != "chat":
-            prompt = example.prompt if example.kind == "prompt" else _alpaca(example)
+            prompt = example.prompt if example.kind == "prompt" else _alpaca_prompt(example)
             text = prompt + example.text
-            return text, None if learns_all else [(len(prompt), len(text))]
+            return text, None if is_all_learned else [(len(prompt), len(text))]
         if self._template is None:
             raise DataError(
                 f"{example.where}: messages, and the model has no chat template",
                 expected="chat_template.jinja, or chat_template in tokenizer_config.json",
                 hint="copy it from the model's source, or name a template: --chat-template FILE",
             )
-        if learns_all and any(each.get("weight") == 0 for each in example.messages):
+        if is_all_learned and any(message.get("weight") == 0 for message in example.messages):
             raise DataError(
                 f"{example.where}: a turn has the weight 0, and all tokens are to be learned",
                 expected="turns without weight, or --loss-on completion",
@@ -118,23 +105,23 @@ class Encoder:
             )
         if self._renderer is None:
             self._renderer = Renderer(self._template)
-        text, spans = self._renderer.render(example, turns=not learns_all)
-        return text, None if learns_all else spans
+        text, spans = self._renderer.render(example, turns=not is_all_learned)
+        return text, None if is_all_learned else spans
 
-    def _finished(self, encoding: Any, spans: Spans | None, *, is_chat: bool) -> tuple[np.ndarray, np.ndarray]:
+    def _ids_and_mask(self, encoding: Any, spans: Spans | None, *, is_chat: bool) -> tuple[np.ndarray, np.ndarray]:
         ids = np.asarray(encoding.ids, np.int32)
-        mask = np.ones(len(ids), np.uint8) if spans is None else _learned(encoding, spans)
-        if not is_chat and self._end is not None:
+        mask = np.ones(len(ids), np.uint8) if spans is None else _learned_mask(encoding, spans)
+        if not is_chat and self._end_token is not None:
             # The end token is always learned, even if the tokenizer's special tokens already contain it.
-            if ids[-1:].tolist() != [self._end]:
-                ids = np.append(ids, np.int32(self._end))
+            if ids[-1:].tolist() != [self._end_token]:
+                ids = np.append(ids, np.int32(self._end_token))
                 mask = np.append(mask, np.uint8(1))
             mask[-1] = 1
-        refuse_unknown(int(np.max(ids, initial=0)), self._largest)
+        refuse_unknown_id(int(np.max(ids, initial=0)), self._largest)
         return ids, mask.astype(np.uint8)
 
 
-def _learned(encoding: Any, spans: Spans) -> np.ndarray:
+def _learned_mask(encoding: Any, spans: Spans) -> np.ndarray:
     """Find the tokens that have a character in one of the spans, uint8 [L]."""
     offsets = np.asarray(encoding.offsets, np.int64).reshape(-1, 2)
     learned = np.zeros(len(offsets), np.uint8)
@@ -144,9 +131,9 @@ def _learned(encoding: Any, spans: Spans) -> np.ndarray:
     return learned
 
 
-def _alpaca(example: Example) -> str:
+def _alpaca_prompt(example: Example) -> str:
     has_input = bool(example.more.strip())
-    more = f"### Input:\n{example.more}\n\n" if has_input else ""
-    return _ALPACA.format(
-        ", paired with an input that provides further context" if has_input else "", example.prompt, more
+    input_text = f"### Input:\n{example.more}\n\n" if has_input else ""
+    return _ALPACA_FORMAT.format(
+        ", paired with an input that provides further context" if has_input else "", example.prompt, input_text
     )

@@ -15,55 +15,54 @@ from pathlib import Path
 
 from .._walk import files_below
 
-_NOTE = re.compile(r"(readme|licen[cs]e|notice|citation|changelog|copying|datasheet)\b|dataset_infos?\.json$", re.I)
-_EVALUATION = frozenset(("test", "testing", "validation", "validate", "valid", "val", "dev", "eval", "evaluation"))
+_NOTE_NAME = re.compile(
+    r"(readme|licen[cs]e|notice|citation|changelog|copying|datasheet)\b|dataset_infos?\.json$", re.I
+)
+_EVALUATION_WORDS = frozenset(
+    ("test", "testing", "validation", "validate", "valid", "val", "dev", "eval", "evaluation")
+)
 
 
 @dataclasses.dataclass(frozen=True)
 class RecordFolder:
     """The files of a folder of records."""
 
-    read: list[Path]
+    files: list[Path]
     """Record files that are read, in sorted order."""
-    held_back: list[Path]
+    evaluation_files: list[Path]
     """Record files that are not read, since their names mark them for evaluation and others exist."""
-    others: list[Path]
+    other_files: list[Path]
     """Files without records."""
     is_evaluation: bool
     """Whether the names mark all read files for evaluation."""
 
 
 def record_folder(folder: Path, suffixes: Container[str]) -> RecordFolder | None:
-    """Sort the files of a folder; None if it is text, or records of several formats.
+    """Sort the files of a folder and the folders below it; None if it is text, or records of several formats.
 
-    Args:
-        folder: the folder; files in folders below count, too.
-        suffixes: suffixes of record files, in lower case.
-
-    Raises:
-        DataError: for an unreadable folder or a broken link.
+    `suffixes` are those of record files, in lower case.
     """
     files = files_below(folder)
-    is_note = {each: bool(_NOTE.match(each.name)) for each in files}
-    is_record = {each: not is_note[each] and each.suffix.lower() in suffixes for each in files}
-    records = [each for each in files if is_record[each]]
-    others = [each for each in files if not is_record[each]]
-    texts = [each for each in others if not is_note[each]]
-    formats = {each.suffix.lower() for each in records}
+    is_note = {file: bool(_NOTE_NAME.match(file.name)) for file in files}
+    is_record = {file: not is_note[file] and file.suffix.lower() in suffixes for file in files}
+    records = [file for file in files if is_record[file]]
+    other_files = [file for file in files if not is_record[file]]
+    texts = [file for file in other_files if not is_note[file]]
+    formats = {file.suffix.lower() for file in records}
     if len(formats) != 1 or _num_bytes(records) < _num_bytes(texts):
         return None
     if texts and formats == {".json"}:  # probably the settings of a source tree, not records
         return None
-    evaluation = [each for each in records if _is_for_evaluation(each.relative_to(folder))]
-    is_evaluation = len(evaluation) == len(records)
-    read = records if is_evaluation else [each for each in records if each not in set(evaluation)]
-    return RecordFolder(read, [] if is_evaluation else evaluation, others, is_evaluation)
+    evaluation_files = [file for file in records if _is_for_evaluation(file.relative_to(folder))]
+    is_evaluation = len(evaluation_files) == len(records)
+    training = records if is_evaluation else [file for file in records if file not in set(evaluation_files)]
+    return RecordFolder(training, [] if is_evaluation else evaluation_files, other_files, is_evaluation)
 
 
 def _is_for_evaluation(path: Path) -> bool:
     words = (word for part in path.parts for word in re.split("[^a-z]+", part.lower()))
-    return any(word in _EVALUATION for word in words)
+    return any(word in _EVALUATION_WORDS for word in words)
 
 
 def _num_bytes(files: list[Path]) -> int:
-    return sum(each.stat().st_size for each in files)
+    return sum(file.stat().st_size for file in files)

@@ -46,31 +46,28 @@ class Rows:
         return len(self.offsets) - 1
 
 
-def cut(lengths: np.ndarray, documents: np.ndarray, seq_len: int, too_long: str) -> Pieces:
-    """Cut, split or drop documents that are longer than a row.
+def cut_documents(lengths: np.ndarray, documents: np.ndarray, seq_len: int, too_long: str) -> Pieces:
+    """Cut, split or drop those of `documents` (indices into `lengths`) that are longer than a row of `seq_len` tokens.
 
-    Args:
-        lengths: tokens of every document.
-        documents: indices of the documents to use.
-        seq_len: tokens of a row, T.
-        too_long: treatment of a longer document: ``cut`` keeps its first T tokens, ``split`` keeps all tokens in
-            several pieces, ``drop`` keeps nothing.
+    `too_long` is ``cut`` (keep the first `seq_len` tokens), ``split`` (keep all tokens, in several pieces) or ``drop``.
     """
-    wanted = lengths[documents]
-    is_long = wanted > seq_len
-    long = int(is_long.sum())
+    document_lengths = lengths[documents]
+    is_long = document_lengths > seq_len
+    num_long = int(is_long.sum())
     if too_long == "split":
-        counts = np.maximum(-(-wanted // seq_len), 1)
-        whole = np.repeat(documents, counts)
+        counts = np.maximum(-(-document_lengths // seq_len), 1)
+        piece_documents = np.repeat(documents, counts)
         first = np.repeat(np.cumsum(counts) - counts, counts)
-        start = (np.arange(len(whole)) - first) * seq_len
-        return Pieces(whole, start, np.minimum(np.repeat(wanted, counts) - start, seq_len), long, 0, 0)
+        start = (np.arange(len(piece_documents)) - first) * seq_len
+        return Pieces(
+            piece_documents, start, np.minimum(np.repeat(document_lengths, counts) - start, seq_len), num_long, 0, 0
+        )
     if too_long == "drop":
-        kept = documents[~is_long]
-        lost = int(wanted[is_long].sum())
-        return Pieces(kept, np.zeros_like(kept), lengths[kept], 0, lost, long)
-    lost = int((wanted - np.minimum(wanted, seq_len)).sum())
-    return Pieces(documents, np.zeros_like(documents), np.minimum(wanted, seq_len), long, lost, 0)
+        short_documents = documents[~is_long]
+        num_lost = int(document_lengths[is_long].sum())
+        return Pieces(short_documents, np.zeros_like(short_documents), lengths[short_documents], 0, num_lost, num_long)
+    num_lost = int((document_lengths - np.minimum(document_lengths, seq_len)).sum())
+    return Pieces(documents, np.zeros_like(documents), np.minimum(document_lengths, seq_len), num_long, num_lost, 0)
 
 
 def best_fit(lengths: np.ndarray, seq_len: int) -> Rows:
@@ -87,31 +84,31 @@ def best_fit(lengths: np.ndarray, seq_len: int) -> Rows:
         About 40 bytes a piece on the host.
     """
     row_of = np.empty(len(lengths), np.int64)
-    by_room: dict[int, list[int]] = {}
-    rooms: list[int] = []  # free spaces of partly filled rows, sorted; the keys of `by_room` with at least one row
-    count = 0
+    rows_by_space: dict[int, list[int]] = {}
+    spaces: list[int] = []  # free spaces of partly filled rows, sorted; the non-empty keys of `rows_by_space`
+    num_rows = 0
     decreasing: Any = np.argsort(-lengths, kind="stable")
     for piece, length in zip(decreasing.tolist(), lengths[decreasing].tolist(), strict=True):
-        place = bisect.bisect_left(rooms, length)  # the least free space that is at least `length`
-        if place == len(rooms):
-            row, room = count, seq_len
-            count += 1
+        index = bisect.bisect_left(spaces, length)  # the least free space that is at least `length`
+        if index == len(spaces):
+            row, space = num_rows, seq_len
+            num_rows += 1
         else:
-            room = rooms[place]
-            row = by_room[room].pop()
-            if not by_room[room]:
-                rooms.pop(place)
+            space = spaces[index]
+            row = rows_by_space[space].pop()
+            if not rows_by_space[space]:
+                spaces.pop(index)
         row_of[piece] = row
-        left = room - length
-        if left:
-            waiting = by_room.setdefault(left, [])
-            if not waiting:
-                bisect.insort(rooms, left)
-            waiting.append(row)
-    counts = np.bincount(row_of, minlength=count)
+        space_left = space - length
+        if space_left:
+            rows = rows_by_space.setdefault(space_left, [])
+            if not rows:
+                bisect.insort(spaces, space_left)
+            rows.append(row)
+    counts = np.bincount(row_of, minlength=num_rows)
     return Rows(np.argsort(row_of, kind="stable"), np.concatenate([[0], np.cumsum(counts)]).astype(np.int64))
 
 
-def one_each(count: int) -> Rows:
+def one_row_each(count: int) -> Rows:
     """Put every piece into a separate row."""
     return Rows(np.arange(count), np.arange(count + 1))

@@ -13,14 +13,14 @@ from pathlib import Path
 from typing import Any
 
 from ...core import DataError, ModelFileError, format_bytes, parse_json, shortened, shown
-from ._arrow import read_parquet, read_saved, saved_split
+from ._arrow import find_split, read_parquet, read_saved
 from ._folders import RecordFolder, record_folder
 from ._schema import Example, parse_list, parse_record
 
 _MOST_LINE_BYTES = 256 * 1024**2
 _MOST_JSON_BYTES = 1024**3
 _MOST_FIELD = 64 * 1024**2
-Raw = Iterator[tuple[str, Mapping[str, Any]]]
+RawRecords = Iterator[tuple[str, Mapping[str, Any]]]
 
 
 def is_records(path: Path) -> bool:
@@ -30,7 +30,7 @@ def is_records(path: Path) -> bool:
         path: a file or a folder; any other path is not records.
     """
     if path.is_dir():
-        return saved_split(path) is not None or folder_of_records(path) is not None
+        return find_split(path) is not None or folder_of_records(path) is not None
     return path.is_file() and path.suffix.lower() in _READERS
 
 
@@ -54,13 +54,13 @@ def read_records(path: Path, columns: Mapping[str, str]) -> Iterator[Example | N
         Holds one record; 1,024 rows of a Parquet file; a whole JSON file if it is a list and not JSON lines.
     """
     kind: str | None = None
-    for where, raw in _raw(path):
-        example = parse_record(raw, where, columns)
+    for location, raw in _read_raw(path):
+        example = parse_record(raw, location, columns)
         if example is not None:
             kind = kind or example.kind
             if example.kind != kind:
                 raise DataError(
-                    f"{where}: a record of another kind than those before",
+                    f"{location}: a record of another kind than those before",
                     expected=kind,
                     got=example.kind,
                     hint="train on one kind at a time: name a file, or a folder of one kind",
@@ -69,31 +69,27 @@ def read_records(path: Path, columns: Mapping[str, str]) -> Iterator[Example | N
 
 
 def data_files(path: Path) -> list[Path]:
-    """List the files with the records of a path, for a digest.
-
-    Raises:
-        DataError: when the path does not exist, or is neither a file nor a folder.
-    """
+    """List the files with the records of a path, for a digest; a path that is no file or folder raises DataError."""
     if not path.is_dir():
         if not path.is_file():
-            what = "neither a file nor a folder" if path.exists() else "no such file or folder"
-            raise DataError(f"{path}: {what}", hint="name a file of records, or a folder of them")
+            problem = "neither a file nor a folder" if path.exists() else "no such file or folder"
+            raise DataError(f"{path}: {problem}", hint="name a file of records, or a folder of them")
         return [path]
-    split = saved_split(path)
+    split = find_split(path)
     if split is not None:
-        return sorted(each for each in split.iterdir() if each.is_file())
-    found = folder_of_records(path)
-    return [] if found is None else found.read
+        return sorted(file for file in split.iterdir() if file.is_file())
+    record_files = folder_of_records(path)
+    return [] if record_files is None else record_files.files
 
 
 def folder_of_records(path: Path) -> RecordFolder | None:
     """Return which files of a folder are read; None if it is not a folder of record files of one format."""
-    return record_folder(path, _READERS) if path.is_dir() and saved_split(path) is None else None
+    return record_folder(path, _READERS) if path.is_dir() and find_split(path) is None else None
 
 
-def _raw(path: Path) -> Raw:
+def _read_raw(path: Path) -> RawRecords:
     if path.is_dir():
-        split = saved_split(path)
+        split = find_split(path)
         if split is not None:
             yield from read_saved(split)
             return
@@ -117,29 +113,29 @@ def _raw(path: Path) -> Raw:
             raise DataError(f"{file}: cannot be read", got=got, hint="check the permissions") from error
 
 
-def _read_lines(path: Path) -> Raw:
+def _read_lines(path: Path) -> RawRecords:
     with open(path, "rb") as file:
         number = 0
         while line := file.readline(_MOST_LINE_BYTES + 1):
             number += 1
-            where = f"{path}:{number}"
+            location = f"{path}:{number}"
             if len(line) > _MOST_LINE_BYTES:
                 got = f"more than {format_bytes(_MOST_LINE_BYTES)}"
-                raise DataError(f"{where}: a line too long", got=got, hint="write one JSON object a line")
+                raise DataError(f"{location}: a line too long", got=got, hint="write one JSON object a line")
             line = line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line
             if line.strip():
-                yield where, _object(line, where)
+                yield location, _parse_object(line, location)
 
 
-def _object(line: bytes, where: str) -> dict[str, Any]:
+def _parse_object(line: bytes, location: str) -> dict[str, Any]:
     try:
-        return parse_json(line, where)
+        return parse_json(line, location)
     except ModelFileError as error:
         raise DataError(error.message, got=error.got, hint="one JSON object a line, as its standard has it") from error
 
 
-def _read_json(path: Path) -> Raw:
-    if _is_lines(path):
+def _read_json(path: Path) -> RawRecords:
+    if _is_json_lines(path):
         yield from _read_lines(path)
         return
     size = path.stat().st_size
@@ -157,7 +153,7 @@ def _read_json(path: Path) -> Raw:
         yield f"{path}: record {number}", record
 
 
-def _is_lines(path: Path) -> bool:
+def _is_json_lines(path: Path) -> bool:
     """Return whether a file begins with two lines that are objects; a single line may be an object of all records."""
     with open(path, "rb") as file:
         lines = (line for line in iter(lambda: file.readline(_MOST_LINE_BYTES), b"") if line.strip())
@@ -171,7 +167,7 @@ def _is_lines(path: Path) -> bool:
         return next(lines, b"").startswith(b"{")
 
 
-def _read_csv(path: Path) -> Raw:
+def _read_csv(path: Path) -> RawRecords:
     # The default limit of the csv module is 131,072 characters a field, which long documents exceed.
     csv.field_size_limit(max(csv.field_size_limit(), min(_MOST_FIELD, sys.maxsize)))
     with open(path, encoding="utf-8-sig", newline="") as file:
@@ -183,23 +179,23 @@ def _read_csv(path: Path) -> Raw:
                 hint = "the first line names the columns, each once"
                 raise DataError(f"{path}: no header", expected="a first line of different names", got=got, hint=hint)
             for row in rows:
-                where = f"{path}:{rows.line_num}"
+                location = f"{path}:{rows.line_num}"
                 if not row:
                     continue
                 if len(row) != len(names):
                     raise DataError(
-                        f"{where}: a row that does not fit the header",
+                        f"{location}: a row that does not fit the header",
                         expected=f"{len(names)} fields",
                         got=f"{len(row)} fields",
                         hint="put fields with commas or line breaks in quotes; the mark is a comma, of .tsv a tab",
                     )
-                yield where, dict(zip(names, row, strict=True))
+                yield location, dict(zip(names, row, strict=True))
         except csv.Error as error:
             hint = "a quote is not closed, or the file is cut"
             raise DataError(f"{path}:{rows.line_num}: not CSV", got=shortened(error), hint=hint) from error
 
 
-_READERS: dict[str, Callable[[Path], Raw]] = {
+_READERS: dict[str, Callable[[Path], RawRecords]] = {
     ".jsonl": _read_lines,
     ".ndjson": _read_lines,
     ".json": _read_json,

@@ -15,7 +15,7 @@ from tokenizers import Tokenizer
 
 from ...core import DataError
 from ._chat import ChatTemplate
-from ._packing import Pieces, Rows, best_fit, cut, one_each
+from ._packing import Pieces, Rows, best_fit, cut_documents, one_row_each
 from ._schema import parse_columns
 from ._store import Source, Store, open_store
 
@@ -89,12 +89,6 @@ class RowSource:
     A row has ``tokens``, ``labels``, ``segment_ids`` and ``positions``, int32 [T]. ``labels[t]`` is the token after
     ``tokens[t]`` if that token is learned and in the same document, else -100. ``segment_ids`` numbers the documents of
     a row from 1, and is 0 in padding. ``positions`` begins at 0 in each document.
-
-    Args:
-        store: the tokens.
-        pieces: parts of documents.
-        rows: assignment of pieces to rows.
-        seq_len: tokens of a row, T.
     """
 
     def __init__(self, store: Store, pieces: Pieces, rows: Rows, seq_len: int) -> None:
@@ -108,31 +102,25 @@ class RowSource:
         """Build a row."""
         number, pieces = int(number), self._pieces
         row = padding(self._seq_len)
-        place = 0
+        position = 0
         members = self._rows.order[self._rows.offsets[number] : self._rows.offsets[number + 1]]
         for segment, piece in enumerate(members, 1):
             document, start, length = pieces.document[piece], pieces.start[piece], int(pieces.length[piece])
             first = self._store.offsets[document] + start
             tokens = self._store.tokens[first : first + length]
             learned = self._store.learned[first : first + length]
-            here = slice(place, place + length)
-            row["tokens"][here] = tokens
+            span = slice(position, position + length)
+            row["tokens"][span] = tokens
             # The last token keeps the label IGNORE, since the next token belongs to another document.
-            row["labels"][place : place + length - 1] = np.where(learned[1:], tokens[1:], IGNORE)
-            row["segment_ids"][here] = segment
-            row["positions"][here] = np.arange(length)
-            place += length
+            row["labels"][position : position + length - 1] = np.where(learned[1:], tokens[1:], IGNORE)
+            row["segment_ids"][span] = segment
+            row["positions"][span] = np.arange(length)
+            position += length
         return row
 
 
 class Batches(Sequence[dict[str, np.ndarray]]):
-    """Batches of rows in order; the last batch is padded with empty rows.
-
-    Args:
-        rows: the rows.
-        batch_size: rows of a batch, B.
-        seq_len: tokens of a row, T.
-    """
+    """Batches of `batch_size` rows in order; the last batch is padded with empty rows."""
 
     def __init__(self, rows: RowSource, batch_size: int, seq_len: int) -> None:
         self._rows, self._batch_size, self._seq_len = rows, batch_size, seq_len
@@ -207,17 +195,19 @@ def record_data(
     import grain  # takes a second; `import lowtide` does not need it
 
     options: Any = {"end_token": end_token, "loss_on": loss_on, "vocab_size": vocab_size, "on_progress": on_progress}
-    named = parse_columns(columns)
-    store = open_store(source, tokenizer, template, columns=named, **options)
-    evaluated = store if eval_source is None else open_store(eval_source, tokenizer, template, columns=named, **options)
+    column_of = parse_columns(columns)
+    store = open_store(source, tokenizer, template, columns=column_of, **options)
+    eval_store = (
+        store if eval_source is None else open_store(eval_source, tokenizer, template, columns=column_of, **options)
+    )
     seq_len = seq_len if isinstance(seq_len, int) else seq_len(int(store.lengths.max(initial=1)))
-    train, held_out = _divided(store, evaluated, held_out_fraction, seed)
+    train, held_out = _split_documents(store, eval_store, held_out_fraction, seed)
     pack = _Packer(seq_len=seq_len, packing=packing, too_long=too_long)
     train, rows, counts = pack(store, train, "data: ")
-    evaluation, eval_rows, eval_counts = pack(evaluated, held_out, "what is held out for evaluation: ")
-    made = RowSource(store, train, rows, seq_len)
-    dataset = grain.MapDataset.source(made).seed(seed).shuffle().repeat().batch(batch_size)  # pyright: ignore
-    how = f"{store.digest} {evaluated.digest} {seq_len} {seed} {held_out_fraction} {packing} {too_long}"
+    eval_pieces, eval_rows, eval_counts = pack(eval_store, held_out, "what is held out for evaluation: ")
+    row_source = RowSource(store, train, rows, seq_len)
+    dataset = grain.MapDataset.source(row_source).seed(seed).shuffle().repeat().batch(batch_size)  # pyright: ignore
+    settings = f"{store.digest} {eval_store.digest} {seq_len} {seed} {held_out_fraction} {packing} {too_long}"
     report = dataclasses.replace(
         _report(store, template, train, rows, counts, seq_len),
         num_held_out_left_out=eval_counts["num_dropped"] + eval_counts["num_without_loss"],
@@ -226,10 +216,10 @@ def record_data(
     )
     return RecordData(
         train=dataset,
-        held_out=Batches(RowSource(evaluated, evaluation, eval_rows, seq_len), batch_size, seq_len),
+        held_out=Batches(RowSource(eval_store, eval_pieces, eval_rows, seq_len), batch_size, seq_len),
         num_train_tokens=int(train.length.sum()),
-        num_held_out_tokens=int(evaluation.length.sum()),
-        digest=hashlib.sha256(how.encode()).hexdigest(),
+        num_held_out_tokens=int(eval_pieces.length.sum()),
+        digest=hashlib.sha256(settings.encode()).hexdigest(),
         seq_len=seq_len,
         report=report,
     )
@@ -270,9 +260,9 @@ def evaluation_data(
     Memory:
         As in `record_data`.
     """
-    named = parse_columns(columns)
+    column_of = parse_columns(columns)
     options: Any = {"end_token": end_token, "loss_on": loss_on, "vocab_size": vocab_size}
-    store = open_store(source, tokenizer, template, columns=named, **options)
+    store = open_store(source, tokenizer, template, columns=column_of, **options)
     pack = _Packer(seq_len=seq_len, packing="best-fit", too_long="split")
     pieces, rows, counts = pack(store, np.arange(len(store.lengths)), "data: ")
     report = _report(store, template, pieces, rows, counts, seq_len)
@@ -309,13 +299,13 @@ class _Packer:
     packing: str
     too_long: str
 
-    def __call__(self, store: Store, documents: np.ndarray, where: str) -> tuple[Pieces, Rows, dict[str, Any]]:
+    def __call__(self, store: Store, documents: np.ndarray, source: str) -> tuple[Pieces, Rows, dict[str, Any]]:
         """Cut and pack documents, and count cut, dropped and unlearned ones."""
-        pieces = cut(store.lengths, documents, self.seq_len, self.too_long)
+        pieces = cut_documents(store.lengths, documents, self.seq_len, self.too_long)
         # Drop pieces without a learned token before packing: they would fill rows and add nothing to the loss.
-        learned = _num_learned(store, pieces)
+        learned = _count_learned(store, pieces)
         useful = np.flatnonzero(learned)
-        kept = Pieces(
+        useful_pieces = Pieces(
             pieces.document[useful],
             pieces.start[useful],
             pieces.length[useful],
@@ -325,53 +315,55 @@ class _Packer:
         )
         if not len(useful):
             # Without cutting: do whole documents have a learned token?
-            if not _num_learned(store, cut(store.lengths, documents, int(store.lengths.max()), "cut")).any():
-                raise _without_answer(store, documents, where)
+            if not _count_learned(
+                store, cut_documents(store.lengths, documents, int(store.lengths.max()), "cut")
+            ).any():
+                raise _no_answer_error(store, documents, source)
             raise DataError(
-                f"{where}no document is left that has a token to learn",
+                f"{source}no document is left that has a token to learn",
                 expected=f"documents whose completion begins within --seq-len {self.seq_len}",
                 got=f"{len(documents)} documents, {pieces.num_cut} cut and {pieces.num_dropped} dropped as too long",
                 hint="raise --seq-len, or give more data; --loss-on all learns the prompts, too",
             )
-        rows = one_each(len(useful)) if self.packing == "none" else best_fit(kept.length, self.seq_len)
+        rows = one_row_each(len(useful)) if self.packing == "none" else best_fit(useful_pieces.length, self.seq_len)
         counts = {
             "num_cut": pieces.num_cut,
             "num_dropped": pieces.num_dropped,
             "num_lost_tokens": pieces.num_cut_tokens,
             "num_without_loss": len(pieces.document) - len(useful),
-            "loss_share": int(learned.sum()) / int(kept.length.sum()),
+            "loss_share": int(learned.sum()) / int(useful_pieces.length.sum()),
         }
-        return kept, rows, counts
+        return useful_pieces, rows, counts
 
 
-def _without_answer(store: Store, documents: np.ndarray, where: str) -> DataError:
-    asked = {
+def _no_answer_error(store: Store, documents: np.ndarray, source: str) -> DataError:
+    expectations = {
         "chat": 'turns of the role assistant, with content and no "weight": 0; those that the template marks, if any',
         "text": "documents of more than one token",
     }
     return DataError(
-        f"{where}no answer to learn in it",
-        expected=asked.get(store.kind, "completions or outputs that are not empty"),
+        f"{source}no answer to learn in it",
+        expected=expectations.get(store.kind, "completions or outputs that are not empty"),
         got=f"{len(documents):,} documents of the kind {store.kind}, none with a token to learn",
         hint="look at the roles of the records, and at the template's marks; --loss-on all learns all that is read",
     )
 
 
-def _num_learned(store: Store, pieces: Pieces) -> np.ndarray:
+def _count_learned(store: Store, pieces: Pieces) -> np.ndarray:
     """Count the learned tokens of each piece, except its first token, which is no token's label."""
     first = store.offsets[pieces.document] + pieces.start
-    found = np.zeros(len(first), np.int64)
+    counts = np.zeros(len(first), np.int64)
     for i, (start, length) in enumerate(zip(first.tolist(), pieces.length.tolist(), strict=True)):
-        found[i] = np.count_nonzero(store.learned[start + 1 : start + length])
-    return found
+        counts[i] = np.count_nonzero(store.learned[start + 1 : start + length])
+    return counts
 
 
-def _divided(store: Store, evaluated: Store, fraction: float, seed: int) -> tuple[np.ndarray, np.ndarray]:
+def _split_documents(store: Store, eval_store: Store, fraction: float, seed: int) -> tuple[np.ndarray, np.ndarray]:
     """Return the indices of the training documents and of the evaluation documents."""
     count = len(store.lengths)
     order = np.random.default_rng(seed).permutation(count)
-    if evaluated is not store:
-        return order, np.arange(len(evaluated.lengths))
+    if eval_store is not store:
+        return order, np.arange(len(eval_store.lengths))
     if count < 2:
         raise DataError(
             "the data has one document, too few to train on one and hold one out",
@@ -384,17 +376,17 @@ def _divided(store: Store, evaluated: Store, fraction: float, seed: int) -> tupl
 
 def _examples(store: Store, tokenizer: Tokenizer, documents: np.ndarray) -> list[list[tuple[str, bool]]]:
     """Decode the beginnings of documents, in runs of learned and unlearned tokens."""
-    found: list[list[tuple[str, bool]]] = []
+    examples: list[list[tuple[str, bool]]] = []
     for document in documents:
         start = int(store.offsets[document])
         end = min(int(store.offsets[document + 1]), start + _EXAMPLE_TOKENS)
         tokens, learned = store.tokens[start:end], store.learned[start:end].astype(bool)
         bounds = [0, *(np.flatnonzero(learned[1:] != learned[:-1]) + 1).tolist(), end - start]
-        found.append(
+        examples.append(
             [
                 (tokenizer.decode(tokens[a:b].tolist(), skip_special_tokens=False), bool(learned[a]))
                 for a, b in zip(bounds, bounds[1:], strict=False)
                 if b > a
             ]
         )
-    return found
+    return examples

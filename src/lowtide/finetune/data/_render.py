@@ -22,38 +22,38 @@ def main() -> None:
     """Read a template, then conversations, and write a line of JSON for each."""
     paths, most_bytes = sys.argv[1:-1], int(sys.argv[-1])
     sys.path[:0] = paths
-    _limit(most_bytes)
+    _limit_memory(most_bytes)
     first = json.loads(sys.stdin.readline())
     try:
-        render, has_generation = _compiled(first["template"], first["special"], first["day"])
+        render, has_generation = _compile(first["template"], first["special"], first["day"])
     except Exception as error:
-        _answer({"error": _said(error)})
+        _answer({"error": _error_text(error)})
         return
     _answer({"has_generation": has_generation})
     for line in sys.stdin:
         request = json.loads(line)
         try:
-            _answer(_rendered(render, has_generation, request, first["special"].get("eos_token", "")))
+            _answer(_render_request(render, has_generation, request, first["special"].get("eos_token", "")))
         except Exception as error:
-            _answer({"error": _said(error)})
+            _answer({"error": _error_text(error)})
 
 
-def _rendered(render: Any, has_generation: bool, request: dict[str, Any], eos: str) -> dict[str, Any]:
+def _render_request(render: Any, has_generation: bool, request: dict[str, Any], eos: str) -> dict[str, Any]:
     """Render a conversation, and find the assistant's turns if the template does not mark them."""
     messages, tools = request["messages"], request["tools"]
     text, spans = render(messages, tools, False)
-    _check_all_said(lambda given: render(given, tools, False)[0], messages)
+    _check_tool_calls(lambda conversation: render(conversation, tools, False)[0], messages)
     answer: dict[str, Any] = {"text": text, "spans": spans}
     if request["first"]:
         answer["prompt"] = render(messages[: request["first"]], tools, True)[0]
     if not has_generation and request["turns"]:
-        turns = [i for i, each in enumerate(messages) if each["role"] == "assistant" and i >= request["first"]]
-        found = _Turns(lambda given, prompt: render(given, tools, prompt)[0], messages, text, eos)
-        answer["turns"], answer["astray"] = found.spans(turns), found.astray()
+        turns = [i for i, message in enumerate(messages) if message["role"] == "assistant" and i >= request["first"]]
+        finder = _TurnFinder(lambda conversation, prompt: render(conversation, tools, prompt)[0], messages, text, eos)
+        answer["turns"], answer["astray"] = finder.spans(turns), finder.misplaced_message()
     return answer
 
 
-class _Turns:
+class _TurnFinder:
     """Finder of turns in a text whose template does not mark them.
 
     The conversation is rendered again with marks around the contents of its messages, which gives the position of each
@@ -69,217 +69,225 @@ class _Turns:
         self._nonce = secrets.token_hex(8)
         self._tails: list[str] | None = None
         self._openings: dict[str, str] = {}
-        self._ends, self._starts = self._marked(messages, text)
+        self._ends, self._starts = self._content_positions(messages, text)
         self._headers = list[str]()
         # The header is the difference between the renderings with and without the generation prompt. They end at the
         # last user message, since after a tool's result some templates write no header and continue the turn.
-        others = [i for i, each in enumerate(messages) if each["role"] != "assistant"]
-        asked = max([i for i in others if messages[i]["role"] == "user"] or others, default=-1) + 1
-        closed, opened = (self._tried(messages[:asked], prompt) for prompt in (False, True))
-        if self._ends and asked and closed is not None and opened is not None:
-            closed = closed if opened.startswith(closed) else closed.removesuffix(eos)
-            self._headers = self._cut(opened[len(closed) :]) if opened.startswith(closed) else []
+        other_roles = [i for i, message in enumerate(messages) if message["role"] != "assistant"]
+        question_end = max([i for i in other_roles if messages[i]["role"] == "user"] or other_roles, default=-1) + 1
+        prefix, prompted = (self._try_render(messages[:question_end], prompt) for prompt in (False, True))
+        if self._ends and question_end and prefix is not None and prompted is not None:
+            prefix = prefix if prompted.startswith(prefix) else prefix.removesuffix(eos)
+            self._headers = self._header_variants(prompted[len(prefix) :]) if prompted.startswith(prefix) else []
 
     def spans(self, turns: list[int]) -> list[tuple[int, tuple[int, int] | None]]:
         """Return the span of each turn; None if it is unknown, or overlaps the span of another turn."""
-        spans = [(i, self._span(i)) for i in turns]
-        told = sorted((span, i) for i, span in spans if span)
-        twice = {i for a, b in itertools.pairwise(told) if b[0][0] < a[0][1] for i in (a[1], b[1])}
-        return [(i, None if i in twice else span) for i, span in spans]
+        spans = [(i, self._find_span(i)) for i in turns]
+        known_spans = sorted((span, i) for i, span in spans if span)
+        overlapping = {i for a, b in itertools.pairwise(known_spans) if b[0][0] < a[0][1] for i in (a[1], b[1])}
+        return [(i, None if i in overlapping else span) for i, span in spans]
 
-    def astray(self) -> int | None:
+    def misplaced_message(self) -> int | None:
         """Return the first message that the template omits, or writes before an earlier message."""
         last = 0
-        for i, each in enumerate(self._messages if self._ends else ()):
-            if (each.get("content") or "").strip() and self._ends.get(i, -1) < last:
+        for i, message in enumerate(self._messages if self._ends else ()):
+            if (message.get("content") or "").strip() and self._ends.get(i, -1) < last:
                 return i
             last = max(last, self._ends.get(i, 0))
         return None
 
-    def _span(self, i: int) -> tuple[int, int] | None:
-        begin = self._begin(i)
-        end = None if begin is None else self._end(i, begin)
+    def _find_span(self, i: int) -> tuple[int, int] | None:
+        begin = self._find_begin(i)
+        end = None if begin is None else self._find_end(i, begin)
         if begin is not None and end is not None:
             return begin, end
-        before, upto = self._tried(self._messages[:i], True), self._tried(self._messages[: i + 1], False)
-        if before is None or upto is None or not (upto.startswith(before) and self._text.startswith(upto)):
+        prefix, rendered = self._try_render(self._messages[:i], True), self._try_render(self._messages[: i + 1], False)
+        if prefix is None or rendered is None or not (rendered.startswith(prefix) and self._text.startswith(rendered)):
             return None
-        return len(before), len(upto)
+        return len(prefix), len(rendered)
 
-    def _cut(self, header: str) -> list[str]:
+    def _header_variants(self, header: str) -> list[str]:
         """Return a header and prefixes of it that may occur alone, for example without the start of a thought.
 
         A prefix is longer than half of the header. It must not occur before messages of other roles, as the text before
         the name of the role does.
         """
         cuts = [cut.end() for cut in re.finditer(r"[>\]:\n]", header) if len(header) // 2 < cut.end() < len(header)]
-        others = [
+        texts_before = [
             self._text[self._ends.get(j - 1, 0) : self._starts.get(j, end)]
             for j, end in self._ends.items()
             if self._messages[j]["role"] != "assistant" and (not j or j - 1 in self._ends)
         ]
-        shorter = [header[:size] for size in reversed(cuts)] if others else []
-        return [header] * bool(header) + [each for each in shorter if not any(each in other for other in others)]
+        shorter = [header[:size] for size in reversed(cuts)] if texts_before else []
+        return [header] * bool(header) + [
+            variant for variant in shorter if not any(variant in text for text in texts_before)
+        ]
 
-    def _begin(self, i: int) -> int | None:
-        own = self._starts.get(i, self._ends.get(i))
-        most = self._starts.get(i + 1, len(self._text)) if own is None else own
-        before = self._ends.get(i - 1) if i else 0
-        if before is None or (own is None and i + 1 < len(self._messages) and i + 1 not in self._starts):
+    def _find_begin(self, i: int) -> int | None:
+        content_start = self._starts.get(i, self._ends.get(i))
+        limit = self._starts.get(i + 1, len(self._text)) if content_start is None else content_start
+        previous_end = self._ends.get(i - 1) if i else 0
+        if previous_end is None or (
+            content_start is None and i + 1 < len(self._messages) and i + 1 not in self._starts
+        ):
             return None
         # The content may start with the characters that end the header, so the search ends after the content's start.
         # A thought before the content may quote the header, so the first match counts.
-        places = [(self._text.find(each, before, most + len(each) - 1), -len(each)) for each in self._headers]
-        at, size = min((place for place in places if place[0] >= 0), default=(-1, 0))
-        return None if at < 0 else at - size
+        matches = [
+            (self._text.find(header, previous_end, limit + len(header) - 1), -len(header)) for header in self._headers
+        ]
+        position, size = min((match for match in matches if match[0] >= 0), default=(-1, 0))
+        return None if position < 0 else position - size
 
-    def _end(self, i: int, begin: int) -> int | None:
+    def _find_end(self, i: int, begin: int) -> int | None:
         if i + 1 == len(self._messages):
             return len(self._text)
-        said, start = self._ends.get(i), self._starts.get(i + 1, -1)
+        content_end, start = self._ends.get(i), self._starts.get(i + 1, -1)
         opening = self._openings.get(self._messages[i + 1]["role"])
-        if said is None:  # no visible content: the first closing text after the header closes this turn
-            places = [(self._text.find(tail, begin), len(tail)) for tail in self._tails_of(i) if tail]
-            at, size = min(((at, size) for at, size in places if at >= 0), default=(-1, 0))
-            calls_unseen = self._messages[i].get("tool_calls") and at != begin
-            return None if at < 0 or calls_unseen else at + size
-        if not _closes_alike(self._messages[i]) and opening and self._text.endswith(opening, said, max(start, 0)):
+        if content_end is None:  # no visible content: the first closing text after the header closes this turn
+            matches = [(self._text.find(tail, begin), len(tail)) for tail in self._closing_texts(i) if tail]
+            position, size = min(((position, size) for position, size in matches if position >= 0), default=(-1, 0))
+            has_hidden_calls = self._messages[i].get("tool_calls") and position != begin
+            return None if position < 0 or has_hidden_calls else position + size
+        if (
+            not _is_plain_answer(self._messages[i])
+            and opening
+            and self._text.endswith(opening, content_end, max(start, 0))
+        ):
             return start - len(opening)  # tool-call arguments vary, so measure back from the next message's header
-        for own in (_trailing(self._messages[i]), ""):
-            for tail in filter(None, self._tails_of(i)):
-                if self._text.startswith(own + tail, said):
-                    end = said + len(own + tail)
-                    if end < start and not _closes_alike(self._messages[i]):
+        for space in (_trailing_space(self._messages[i]), ""):
+            for tail in filter(None, self._closing_texts(i)):
+                if self._text.startswith(space + tail, content_end):
+                    end = content_end + len(space + tail)
+                    if end < start and not _is_plain_answer(self._messages[i]):
                         self._openings.setdefault(self._messages[i + 1]["role"], self._text[end:start])
                     return end
         return None
 
-    def _tails_of(self, i: int) -> list[str]:
+    def _closing_texts(self, i: int) -> list[str]:
         """Return texts that may close a turn; turns without tool calls share them."""
         if i in self._ends and self._messages[i].get("tool_calls"):
-            return self._closing(i)
+            return self._render_closings(i)
         if self._tails is None:
-            alike = (j for j in self._ends if _closes_alike(self._messages[j]))
-            self._tails = next((tails for j in alike if (tails := self._closing(j))), [])
+            turns = (j for j in self._ends if _is_plain_answer(self._messages[j]))
+            self._tails = next((tails for j in turns if (tails := self._render_closings(j))), [])
         return self._tails
 
-    def _closing(self, i: int) -> list[str]:
+    def _render_closings(self, i: int) -> list[str]:
         """Return the text after the last content in renderings up to message i, with and without a next header."""
-        upto, found = self._messages[: i + 1], list[str]()
+        beginning, tails = self._messages[: i + 1], list[str]()
         for prompt in (True, False):
-            text = self._tried(upto, prompt)
-            ends = {} if text is None else self._marked(upto, text, prompt, most=0)[0]
+            text = self._try_render(beginning, prompt)
+            ends = {} if text is None else self._content_positions(beginning, text, prompt, max_marks=0)[0]
             if text is not None and i in ends:
                 header = self._headers[0] if self._headers else ""
                 tail = text[ends[i] :].removesuffix(header if prompt else self._eos)
-                found.append(tail.removeprefix(_trailing(upto[-1])))
-        return found
+                tails.append(tail.removeprefix(_trailing_space(beginning[-1])))
+        return tails
 
-    def _tried(self, messages: list[Any], prompt: bool) -> str | None:
+    def _try_render(self, messages: list[Any], prompt: bool) -> str | None:
         """Render a part of the conversation; None if the template refuses it."""
         try:
             return self._render(messages, prompt)
         except Exception:
             return None
 
-    def _marked(
-        self, messages: list[Any], text: str, prompt: bool = False, most: int = 2
+    def _content_positions(
+        self, messages: list[Any], text: str, prompt: bool = False, max_marks: int = 2
     ) -> tuple[dict[int, int], dict[int, int]]:
         """Return the ends and the starts of the messages' contents in the text, as far as marks show them."""
         # A template may test how a content begins, or whether it is empty. So try fewer marks until the rendering
         # without its marks equals the text.
-        for marks in range(most, -1, -1):
-            given = [self._with_marks(i, each, marks) for i, each in enumerate(messages)]
-            parts = re.split(rf"\ue000{self._nonce}([(.!])(\d+);", self._tried(given, prompt) or "")
-            places: dict[str, dict[int, list[int]]] = {"(": {}, ".": {}, "!": {}}
-            place = len(parts[0])
+        for marks in range(max_marks, -1, -1):
+            marked = [self._mark_message(i, message, marks) for i, message in enumerate(messages)]
+            parts = re.split(rf"\ue000{self._nonce}([(.!])(\d+);", self._try_render(marked, prompt) or "")
+            positions: dict[str, dict[int, list[int]]] = {"(": {}, ".": {}, "!": {}}
+            position = len(parts[0])
             for kind, number, piece in zip(parts[1::3], parts[2::3], parts[3::3], strict=True):
-                places[kind].setdefault(int(number), []).append(place)
-                place += len(piece)
-            ends, starts = ({i: at[0] for i, at in places[kind].items() if len(at) == 1} for kind in ".(")
+                positions[kind].setdefault(int(number), []).append(position)
+                position += len(piece)
+            ends, starts = (
+                {i: occurrences[0] for i, occurrences in positions[kind].items() if len(occurrences) == 1}
+                for kind in ".("
+            )
             # A template may repeat the name of a call at the tool's result, so the first mark of a call counts.
-            calls = {i: at[0] for i, at in places["!"].items()}
+            calls = {i: occurrences[0] for i, occurrences in positions["!"].items()}
             if "".join(parts[::3]) == text and ends | calls:
                 return ends | calls, starts
         return {}, {}
 
-    def _with_marks(self, i: int, message: Any, marks: int) -> Any:
+    def _mark_message(self, i: int, message: Any, marks: int) -> Any:
         """Write marks at the end of a message's content, and after the name of its last tool call.
 
         With ``marks=1`` also mark the start of assistant contents, with ``marks=2`` the start of all contents.
         """
         content, calls = message.get("content"), message.get("tool_calls")
         is_other = message["role"] != "assistant"
-        given = dict(message)
+        marked = dict(message)
         end = f"\ue000{self._nonce}.{i};"  # the JSON filter does not escape this character
         if (content or "").strip() or (isinstance(content, str) and is_other and marks == 2):
             start = f"\ue000{self._nonce}({i};" if marks == 2 or (marks and not is_other) else ""
-            given["content"] = _wrapped(content, start, end)
+            marked["content"] = _wrap(content, start, end)
         last = len(calls) - 1 if isinstance(calls, list) else 0
-        return _with_marked_calls(given, lambda j: f"\ue000{self._nonce}!{i};" if j == last else "")
+        return _mark_calls(marked, lambda j: f"\ue000{self._nonce}!{i};" if j == last else "")
 
 
-def _check_all_said(render: Any, messages: list[Any]) -> None:
-    """Refuse a conversation whose tool calls the template omits.
-
-    Raises:
-        ValueError: with the call and the message.
-    """
-    nonce, marked, wanted = secrets.token_hex(8), list[Any](), dict[str, str]()
-    for i, each in enumerate(messages):
-        given = _with_marked_calls(each, lambda j, i=i: f"\ue000{nonce}!{i},{j};")
-        if given is not each:
-            calls = range(len(each["tool_calls"]))
-            wanted |= {f"\ue000{nonce}!{i},{j};": f"call {j + 1} of tools in message {i + 1}" for j in calls}
-        marked.append(given)
-    if not wanted:
+def _check_tool_calls(render: Any, messages: list[Any]) -> None:
+    """Raise ValueError, with the call and the message, for a tool call that the template omits."""
+    nonce, conversation, descriptions = secrets.token_hex(8), list[Any](), dict[str, str]()
+    for i, message in enumerate(messages):
+        marked_message = _mark_calls(message, lambda j, i=i: f"\ue000{nonce}!{i},{j};")
+        if marked_message is not message:
+            calls = range(len(message["tool_calls"]))
+            descriptions |= {f"\ue000{nonce}!{i},{j};": f"call {j + 1} of tools in message {i + 1}" for j in calls}
+        conversation.append(marked_message)
+    if not descriptions:
         return
     try:
-        found = render(marked)
+        text = render(conversation)
     except Exception:  # the template rejects the marked names
         return
-    for mark, what in wanted.items():
-        if mark not in found:
-            raise ValueError(f"it does not write {what}")
+    for mark, description in descriptions.items():
+        if mark not in text:
+            raise ValueError(f"it does not write {description}")
 
 
-def _with_marked_calls(message: Any, mark: Any) -> Any:
+def _mark_calls(message: Any, mark: Any) -> Any:
     """Append a mark to the name of each tool call; return the message unchanged if a call has no name."""
     calls = message.get("tool_calls")
     if not calls or not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
         return message
     marked = list[Any]()
     for j, call in enumerate(calls):
-        called = call.get("function", call)
-        if not isinstance(called, dict) or not isinstance(called.get("name"), str):
+        function = call.get("function", call)
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
             return message
-        named = {**called, "name": called["name"] + mark(j)}
-        marked.append({**call, "function": named} if "function" in call else named)
+        renamed = {**function, "name": function["name"] + mark(j)}
+        marked.append({**call, "function": renamed} if "function" in call else renamed)
     return {**message, "tool_calls": marked}
 
 
-def _wrapped(content: str, start: str, end: str) -> str:
+def _wrap(content: str, start: str, end: str) -> str:
     """Write marks around a content, inside its leading and trailing white space."""
-    core = content.strip()
-    before, after = content.split(core, 1) if core else (content, "")
-    return f"{before}{start}{core}{end}{after}"
+    stripped = content.strip()
+    before, after = content.split(stripped, 1) if stripped else (content, "")
+    return f"{before}{start}{stripped}{end}{after}"
 
 
-def _trailing(message: Any) -> str:
+def _trailing_space(message: Any) -> str:
     """Return the trailing white space of a message's content, which a template may strip."""
     text = message.get("content") or ""
     return text[len(text.rstrip()) :]
 
 
-def _closes_alike(message: Any) -> bool:
+def _is_plain_answer(message: Any) -> bool:
     return message["role"] == "assistant" and not message.get("tool_calls")
 
 
-def _compiled(source: str, special: dict[str, str], day: str | None) -> tuple[Any, bool]:
+def _compile(source: str, special: dict[str, str], day: str | None) -> tuple[Any, bool]:
     """Compile a template with the globals, filters and extensions of transformers.
 
-    Returns:
-        A function that renders messages, and whether the template has ``{% generation %}``.
+    Return a function that renders messages, and whether the template has ``{% generation %}``.
     """
     from jinja2 import nodes
     from jinja2.exceptions import SecurityError, TemplateError
@@ -288,7 +296,7 @@ def _compiled(source: str, special: dict[str, str], day: str | None) -> tuple[An
 
     nonce = secrets.token_hex(8)
     begin, end = f"\x00{nonce}(", f"\x00{nonce})"
-    found: list[int] = []
+    generation_lines: list[int] = []
 
     class Environment(ImmutableSandboxedEnvironment):
         def unsafe_undefined(self, obj: Any, attribute: str) -> Any:
@@ -304,7 +312,7 @@ def _compiled(source: str, special: dict[str, str], day: str | None) -> tuple[An
 
         def parse(self, parser: Any) -> Any:
             number = next(parser.stream).lineno
-            found.append(number)
+            generation_lines.append(number)
             body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
             return nodes.CallBlock(self.call_method("_marked"), [], [], body).set_lineno(number)
 
@@ -332,32 +340,32 @@ def _compiled(source: str, special: dict[str, str], day: str | None) -> tuple[An
     def render(messages: Any, tools: Any, add_generation_prompt: bool) -> tuple[str, list[tuple[int, int]]]:
         pieces: list[str] = []
         size = 0
-        given = {**special, "messages": messages, "tools": tools, "documents": None}
-        for piece in template.generate(**given, add_generation_prompt=add_generation_prompt):
+        variables = {**special, "messages": messages, "tools": tools, "documents": None}
+        for piece in template.generate(**variables, add_generation_prompt=add_generation_prompt):
             size += len(piece)
             if size > _MOST_CHARACTERS:
                 raise MemoryError(f"more than {_MOST_CHARACTERS} characters")
             pieces.append(piece)
-        return _unmarked("".join(pieces), marks)
+        return _remove_marks("".join(pieces), marks)
 
-    return render, bool(found)
+    return render, bool(generation_lines)
 
 
-def _unmarked(text: str, marks: re.Pattern[str]) -> tuple[str, list[tuple[int, int]]]:
+def _remove_marks(text: str, marks: re.Pattern[str]) -> tuple[str, list[tuple[int, int]]]:
     """Remove the marks from a text, and return the spans that they enclosed."""
     parts = marks.split(text)
-    pieces, spans, place, starts = [parts[0]], list[tuple[int, int]](), len(parts[0]), list[int]()
+    pieces, spans, position, starts = [parts[0]], list[tuple[int, int]](), len(parts[0]), list[int]()
     for mark, piece in zip(parts[1::2], parts[2::2], strict=True):
         if mark == "(":
-            starts.append(place)
+            starts.append(position)
         elif starts:
-            spans.append((starts.pop(), place))
+            spans.append((starts.pop(), position))
         pieces.append(piece)
-        place += len(piece)
+        position += len(piece)
     return "".join(pieces), spans
 
 
-def _said(error: Exception) -> str:
+def _error_text(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"[:2000]
 
 
@@ -366,14 +374,14 @@ def _answer(value: dict[str, Any]) -> None:
     sys.stdout.flush()
 
 
-def _limit(most_bytes: int) -> None:
+def _limit_memory(most_bytes: int) -> None:
     try:
         import resource
     except ImportError:  # Windows has no `resource`; there only the time limit applies
         return
-    for what, most in ((resource.RLIMIT_CORE, 0), (resource.RLIMIT_AS, most_bytes)):
-        hard = resource.getrlimit(what)[1]
-        resource.setrlimit(what, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
+    for resource_id, limit in ((resource.RLIMIT_CORE, 0), (resource.RLIMIT_AS, most_bytes)):
+        hard = resource.getrlimit(resource_id)[1]
+        resource.setrlimit(resource_id, (limit if hard == resource.RLIM_INFINITY else min(limit, hard), hard))
 
 
 if __name__ == "__main__":

@@ -63,7 +63,7 @@ class _Turn(_StrictModel):
 
 class _ShareGPTTurn(_StrictModel):
     speaker: str = Field(alias="from")
-    value: str = ""  # may be absent, since `normalized` drops null fields and the content of a message may be null
+    value: str = ""  # may be absent: `normalize_record` drops null fields, and the content of a message may be null
 
 
 class _Messages(_StrictModel):
@@ -165,11 +165,11 @@ def parse_record(raw: Mapping[str, Any], where: str, columns: Mapping[str, str])
     kind, record = _kind_of(raw, where, columns)
     fields_used = {*columns.values()} or {*_KINDS[kind], *_OPTIONAL_FIELDS.get(kind, ("tools",)), *extra_fields(kind)}
     unread = tuple(name for name in raw if name not in fields_used or _is_other_label(name, raw[name]))
-    example = _checked_example(kind, record, where)
+    example = _parse_example(kind, record, where)
     return example and dataclasses.replace(example, unread=unread)
 
 
-def _checked_example(kind: str, record: dict[str, Any], location: str) -> Example | None:
+def _parse_example(kind: str, record: dict[str, Any], location: str) -> Example | None:
     """Check a record of a known kind, and return it; None for a blank one."""
     if kind == "conversations":
         _check_speakers({**record, **_parse_text_lists(record, location)}, location)
@@ -205,7 +205,7 @@ def _checked_example(kind: str, record: dict[str, Any], location: str) -> Exampl
 def _is_other_label(name: str, value: Any) -> bool:
     """Return whether a field named label is not true or false, such as the number of a class.
 
-    A label of true or false is KTO's verdict on the answer, which `normalized` reads.
+    A label of true or false is KTO's verdict on the answer, which `normalize_record` reads.
     """
     return name == "label" and str(value).lower() not in ("true", "false")
 
@@ -215,11 +215,11 @@ def _check_speakers(record: Mapping[str, Any], location: str) -> None:
     turns = record["conversations"]
     if isinstance(turns, list) and any(isinstance(turn, Mapping) and "role" in turn for turn in turns):
         fields = {"tools": "tools", "system": "system", "system_prompt": "system"}
-        columns = "".join(f",{field}={name}" for name, field in fields.items() if record.get(name))
+        extra_columns = "".join(f",{field}={name}" for name, field in fields.items() if record.get(name))
         raise DataError(
             f"{location}: conversations has turns with a role",
             expected="from and value in each turn; or messages, with role and content",
-            hint=f"say that these are messages: --columns messages=conversations{columns}",
+            hint=f"say that these are messages: --columns messages=conversations{extra_columns}",
         )
 
 
@@ -237,7 +237,7 @@ def _kind_of(raw: Mapping[str, Any], location: str, columns: Mapping[str, str]) 
         return kinds[0], record
     if kinds:
         fields = [" and ".join(_KINDS[kind]) for kind in kinds]
-        kind_fields = [
+        names = [
             *_KINDS[kinds[0]],
             *(name for name in _OPTIONAL_FIELDS.get(kinds[0], ("tools",)) if name in record),
         ]
@@ -245,7 +245,7 @@ def _kind_of(raw: Mapping[str, Any], location: str, columns: Mapping[str, str]) 
             f"{location}: several kinds of record at once: {'; '.join(fields)}",
             expected="one kind",
             got=f"fields {_list_fields(raw)}",
-            hint=f"say which one is meant: --columns {','.join(f'{name}={columns.get(name, name)}' for name in kind_fields)}",
+            hint=f"say which one is meant: --columns {','.join(f'{name}={columns.get(name, name)}' for name in names)}",
         )
     delimiter = next(
         (delimiter for delimiter in (";", "\t", "|") if len(raw) == 1 and delimiter in next(iter(raw))), None
@@ -271,11 +271,7 @@ def _parse_text_lists(record: Mapping[str, Any], location: str) -> dict[str, Any
 
 
 def parse_list(content: bytes, where: str) -> list[Any]:
-    """Parse a JSON list with the strictness of `parse_json_value`.
-
-    Raises:
-        DataError: when the content is not a JSON list.
-    """
+    """Parse a JSON list with the strictness of `parse_json_value`; anything else raises DataError."""
     try:
         value = parse_json_value(content, where)
     except ModelFileError as error:

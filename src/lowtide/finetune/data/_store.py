@@ -23,18 +23,18 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from ...core import DataError, OutputError, shortened
-from .._tokens import largest_id, named
+from .._tokens import largest_id, name_documents
 from ._chat import ChatTemplate
 from ._encode import Encoder
 from ._readers import data_files, read_records
 from ._schema import Example
 
 _VERSION = 5
-_AT_ONCE = 256
+_BATCH_RECORDS = 256
 _MOST_UNREAD = 100
 _ABANDONED_SECONDS = 86_400
 Source = Path | Sequence[str] | Mapping[str, str]
-_TOKENS, _LEARNED, _ENDS, _ABOUT = "tokens.bin", "learned.bin", "ends.bin", "about.json"
+_TOKENS, _LEARNED, _ENDS, _METADATA = "tokens.bin", "learned.bin", "ends.bin", "about.json"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -75,52 +75,37 @@ def open_store(
 ) -> Store:
     """Tokenise records into files, or open the files of an earlier call.
 
-    Args:
-        source: a path for `read_records`, or texts, or texts by their name in errors.
-        tokenizer: the model's tokenizer.
-        template: its chat template, if any. One that writes the date and has no day gets today as its day, since a
-            store must not depend on the time of day.
-        columns: field to column.
-        end_token: token appended to text and completions.
-        loss_on: ``completion`` or ``all``.
-        vocab_size: number of the model's embeddings; tokens beyond are refused. None: nothing is refused.
-        on_progress: called with the number of finished records twice, since the total is unknown.
-
-    Raises:
-        DataError: for unusable data.
-        ModelFileError: for an unusable tokenizer or template.
-        OutputError: when the files cannot be written.
-
-    Memory:
-        The host holds 256 records and their tokens, and 8 bytes a document. The files take 5 bytes a token.
+    A template that writes the date and has no day gets today as its day, since a store must not depend on the time of
+    day. The total is unknown, so `on_progress` gets the number of finished records twice. The host holds 256 records
+    with their tokens, and 8 bytes a document; the files take 5 bytes a token.
     """
     settings: dict[str, Any] = {"columns": dict(columns), "end": end_token, "loss_on": loss_on, "version": _VERSION}
     if template is not None and template.writes_date and template.day is None:
         template = dataclasses.replace(template, day=datetime.date.today().isoformat())
     if vocab_size is not None and largest_id(tokenizer, end_token) >= vocab_size:
         settings["vocab_size"] = vocab_size  # a store written without this check may contain refused tokens
-    chat = None if template is None else [template.source, template.special]
-    if template is not None and chat is not None and template.writes_date:
-        chat.append(template.day or "")
+    template_key = None if template is None else [template.source, template.special]
+    if template is not None and template_key is not None and template.writes_date:
+        template_key.append(template.day or "")
     # The name covers every input of the tokenisation, so that a changed input leads to another store.
-    name = hashlib.sha256(tokenizer.to_str().encode())
-    name.update(json.dumps([settings, chat], sort_keys=True).encode())
+    hasher = hashlib.sha256(tokenizer.to_str().encode())
+    hasher.update(json.dumps([settings, template_key], sort_keys=True).encode())
     for piece in _digests(source):
-        name.update(piece)
-    home = _home()
-    folder = home / name.hexdigest()
+        hasher.update(piece)
+    cache_folder = _cache_folder()
+    folder = cache_folder / hasher.hexdigest()
     if not folder.is_dir():
         encoder = Encoder(tokenizer, template, end_token=end_token, loss_on=loss_on, vocab_size=vocab_size)
-        unfinished = _new_folder(home)
+        unfinished = _new_folder(cache_folder)
         try:
             _write(unfinished, source, columns, encoder, on_progress)
-            _keep(unfinished, folder)
+            _publish(unfinished, folder)
         except OSError as error:
-            raise _unwritable(home, error) from error
+            raise _unwritable_error(cache_folder, error) from error
         finally:
             encoder.close()
             shutil.rmtree(unfinished, ignore_errors=True)
-    return _opened(folder)
+    return _open(folder)
 
 
 def _digests(source: Source) -> Iterator[bytes]:
@@ -129,21 +114,21 @@ def _digests(source: Source) -> Iterator[bytes]:
         for file in data_files(source):
             yield file.name.encode() + b"\0" + _file_digest(file)
     else:
-        yield from (hashlib.sha256(text.encode()).digest() for text in named(source).values())
+        yield from (hashlib.sha256(text.encode()).digest() for text in name_documents(source).values())
 
 
-def _new_folder(home: Path) -> Path:
+def _new_folder(cache_folder: Path) -> Path:
     try:
-        home.mkdir(parents=True, exist_ok=True)
-        _remove_abandoned(home)
-        return Path(tempfile.mkdtemp(prefix="unfinished-", dir=home))
+        cache_folder.mkdir(parents=True, exist_ok=True)
+        _remove_abandoned(cache_folder)
+        return Path(tempfile.mkdtemp(prefix="unfinished-", dir=cache_folder))
     except OSError as error:
-        raise _unwritable(home, error) from error
+        raise _unwritable_error(cache_folder, error) from error
 
 
-def _remove_abandoned(home: Path) -> None:
+def _remove_abandoned(cache_folder: Path) -> None:
     """Remove unfinished folders without a write for a day, which killed runs left."""
-    for folder in home.glob("unfinished-*"):
+    for folder in cache_folder.glob("unfinished-*"):
         try:
             times = [file.stat().st_mtime for file in (folder, *folder.iterdir())]
         except OSError:  # another process has renamed or removed it, or it belongs to another user
@@ -152,17 +137,17 @@ def _remove_abandoned(home: Path) -> None:
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def _unwritable(home: Path, error: OSError) -> OutputError:
+def _unwritable_error(cache_folder: Path, error: OSError) -> OutputError:
     return OutputError(
-        f"{home}: tokenised data cannot be written here",
+        f"{cache_folder}: tokenised data cannot be written here",
         got=error.strerror or str(error),
         hint="name another folder in the variable LOWTIDE_CACHE",
     )
 
 
-def _home() -> Path:
-    named = os.environ.get("LOWTIDE_CACHE")
-    return (Path(named).expanduser() if named else Path.home() / ".cache" / "lowtide") / "data"
+def _cache_folder() -> Path:
+    path = os.environ.get("LOWTIDE_CACHE")
+    return (Path(path).expanduser() if path else Path.home() / ".cache" / "lowtide") / "data"
 
 
 def _write(
@@ -175,8 +160,8 @@ def _write(
     is_path = isinstance(source, Path)
     records = read_records(source, columns) if is_path else _examples(source)
     digest = hashlib.sha256()
-    kind, num_blank, done, end = "", 0, 0, 0
-    waiting: list[Example] = []
+    kind, num_blank, count, end = "", 0, 0, 0
+    batch: list[Example] = []
     unread: set[str] = set()
     with (
         open(folder / _TOKENS, "wb") as tokens,
@@ -186,25 +171,25 @@ def _write(
 
         def flush() -> None:
             nonlocal end
-            for ids, mask in encoder.encode(waiting):
+            for ids, mask in encoder.encode(batch):
                 end += len(ids)
                 for file, content in ((tokens, ids.tobytes()), (learned, mask.tobytes())):
                     file.write(content)
                     digest.update(content)
                 ends.write(np.int64(end).tobytes())
-            waiting.clear()
+            batch.clear()
             if on_progress is not None:
-                on_progress(done, done)
+                on_progress(count, count)
 
         for example in records:
-            done += 1
+            count += 1
             if example is None:
                 num_blank += 1
                 continue
             kind = example.kind
             unread.update(example.unread, encoder.unread_in(example))
-            waiting.append(example)
-            if len(waiting) == _AT_ONCE:
+            batch.append(example)
+            if len(batch) == _BATCH_RECORDS:
                 flush()
         flush()
         for file in (tokens, learned, ends):
@@ -212,20 +197,20 @@ def _write(
             os.fsync(file.fileno())
     if not end:
         raise DataError(
-            f"{source if is_path else 'text'}: {f'all {done} records are blank' if done else 'no records in it'}",
+            f"{source if is_path else 'text'}: {f'all {count} records are blank' if count else 'no records in it'}",
             expected="at least one record with text",
             hint="check --data and --columns",
         )
-    about: dict[str, Any] = {"kind": kind, "num_blank": num_blank, "digest": digest.hexdigest(), "num_tokens": end}
-    about["unread"] = sorted(unread)[:_MOST_UNREAD]
-    (folder / _ABOUT).write_text(json.dumps(about))
+    metadata: dict[str, Any] = {"kind": kind, "num_blank": num_blank, "digest": digest.hexdigest(), "num_tokens": end}
+    metadata["unread"] = sorted(unread)[:_MOST_UNREAD]
+    (folder / _METADATA).write_text(json.dumps(metadata))
 
 
 def _examples(texts: Sequence[str] | Mapping[str, str]) -> Iterator[Example]:
-    return (Example(kind="text", where=name, text=text) for name, text in named(texts).items())
+    return (Example(kind="text", where=name, text=text) for name, text in name_documents(texts).items())
 
 
-def _keep(unfinished: Path, folder: Path) -> None:
+def _publish(unfinished: Path, folder: Path) -> None:
     try:
         unfinished.rename(folder)
     except OSError:
@@ -233,26 +218,26 @@ def _keep(unfinished: Path, folder: Path) -> None:
             raise
 
 
-def _opened(folder: Path) -> Store:
+def _open(folder: Path) -> Store:
     try:
-        about: dict[str, Any] = json.loads((folder / _ABOUT).read_text())
+        metadata: dict[str, Any] = json.loads((folder / _METADATA).read_text())
         tokens = np.memmap(folder / _TOKENS, np.int32, "r")
         learned = np.memmap(folder / _LEARNED, np.uint8, "r")
         ends = np.fromfile(folder / _ENDS, np.int64)
-        is_whole = len(tokens) == len(learned) == ends[-1] == about["num_tokens"]
-        unread = tuple(map(str, about["unread"]))
-        kind, blank, digest = about["kind"], about["num_blank"], about["digest"]
+        is_whole = len(tokens) == len(learned) == ends[-1] == metadata["num_tokens"]
+        unread = tuple(map(str, metadata["unread"]))
+        kind, blank, digest = metadata["kind"], metadata["num_blank"], metadata["digest"]
     except (OSError, ValueError, LookupError) as error:
-        raise _cut(folder, error) from error
+        raise _truncated_error(folder, error) from error
     if not is_whole:
-        raise _cut(folder)
+        raise _truncated_error(folder)
     offsets = np.concatenate([np.zeros(1, np.int64), ends])
     return Store(
         tokens=tokens, learned=learned, offsets=offsets, kind=kind, num_blank=blank, digest=digest, unread=unread
     )
 
 
-def _cut(folder: Path, error: Exception | None = None) -> DataError:
+def _truncated_error(folder: Path, error: Exception | None = None) -> DataError:
     hint = "delete this folder; it is written again"
     return DataError(f"{folder}: a store that is cut", got=error and shortened(error), hint=hint)
 

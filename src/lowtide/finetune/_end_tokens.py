@@ -22,7 +22,7 @@ from ..core import DataError, ModelFileError, input_file, parse_json, read_input
 from ._tokens import encode
 from .data import ChatTemplate, chat_turn, load_chat_template
 
-_GENERATION = "generation_config.json"
+_GENERATION_CONFIG = "generation_config.json"
 _ANSWER = "Spring tide"
 
 
@@ -61,32 +61,32 @@ def load_end_tokens(
         ModelFileError: for an end token outside the vocabulary, with the name of the file, and for unusable files.
     """
     folders = [Path(folder) for folder in (directory, tokenizer_dir) if folder is not None]
-    named: list[tuple[Any, Any]] = [(directory or "the embedded model", config.eos_token_id)]
+    sources: list[tuple[Any, Any]] = [(directory or "the embedded model", config.eos_token_id)]
     for folder in folders:
-        if os.path.lexists(folder / _GENERATION):
-            path = input_file(folder, _GENERATION, hint="copy it from the model's source again")
-            named.append((path, parse_json(read_input(path, most_bytes=1024**2), str(path)).get("eos_token_id")))
-    ends = [end for where, value in named for end in _checked(value, where, config.vocab_size)]
-    beside = (folders or [models.base_path()])[-1]
-    of_tokenizer = tokenizer.token_to_id(models.load_special_tokens(beside).get("eos_token", ""))
+        if os.path.lexists(folder / _GENERATION_CONFIG):
+            path = input_file(folder, _GENERATION_CONFIG, hint="copy it from the model's source again")
+            sources.append((path, parse_json(read_input(path, most_bytes=1024**2), str(path)).get("eos_token_id")))
+    ends = [end for source, value in sources for end in _parse_ids(value, source, config.vocab_size)]
+    tokenizer_folder = (folders or [models.base_path()])[-1]
+    tokenizer_end = tokenizer.token_to_id(models.load_special_tokens(tokenizer_folder).get("eos_token", ""))
     try:
-        template = load_chat_template(beside, chat_template)
+        template = load_chat_template(tokenizer_folder, chat_template)
         turn, is_turn_open = (None, False) if template is None else _turn_end(template, tokenizer)
     except (DataError, ModelFileError):  # plain text needs no template; rendering a chat raises this error again
         turn, is_turn_open = None, False
     # The tokenizer may have tokens that the model has no embedding for.
-    of_tokenizer, turn = (None if end is None or end >= config.vocab_size else end for end in (of_tokenizer, turn))
-    text = of_tokenizer if config.eos_token_id is None else ends[0]
-    answer = [*ends, *(end for end in (of_tokenizer, turn) if end is not None)]
+    tokenizer_end, turn = (None if end is None or end >= config.vocab_size else end for end in (tokenizer_end, turn))
+    text = tokenizer_end if config.eos_token_id is None else ends[0]
+    answer = [*ends, *(end for end in (tokenizer_end, turn) if end is not None)]
     return EndTokens(answer=tuple(dict.fromkeys(answer)), text=text, turn=turn, is_turn_open=is_turn_open)
 
 
-def _checked(value: Any, where: Any, vocab_size: int) -> Sequence[int]:
+def _parse_ids(value: Any, source: Any, vocab_size: int) -> Sequence[int]:
     ends: list[Any] = [*value] if isinstance(value, tuple | list) else [] if value is None else [value]
     for end in ends:
         if type(end) is not int or not 0 <= end < vocab_size:
             raise ModelFileError(
-                f"{where}: eos_token_id is no token",
+                f"{source}: eos_token_id is no token",
                 expected=f"0 to {vocab_size - 1}",
                 got=shown(end),
                 hint="the file is of a model with another vocabulary; copy it from the model's source again",
@@ -109,22 +109,15 @@ def _turn_end(template: ChatTemplate, tokenizer: Tokenizer) -> tuple[int | None,
 
 
 def with_end_tokens(files: Mapping[str, bytes], ends: EndTokens, config: models.DecoderConfig) -> dict[str, bytes]:
-    """Write all end tokens into the generation_config.json of a model's files.
+    """Write all end tokens into the generation_config.json of a model's files, contents by name.
 
-    Args:
-        files: contents by name.
-        ends: the model's end tokens.
-        config: the model's configuration; its end tokens count if generation_config.json names none.
-
-    Returns:
-        The files, unchanged if they already name all end tokens. The `generate` of transformers stops at the tokens of
-        generation_config.json.
+    The `generate` of transformers stops at the tokens of this file. If it names none, those of `config` count.
     """
-    settings = parse_json(files[_GENERATION], _GENERATION) if _GENERATION in files else {}
-    named = settings.get("eos_token_id", config.eos_token_id)
-    if set(ends.answer) <= set(named if isinstance(named, list | tuple) else [named]):
+    settings = parse_json(files[_GENERATION_CONFIG], _GENERATION_CONFIG) if _GENERATION_CONFIG in files else {}
+    stop_ids = settings.get("eos_token_id", config.eos_token_id)
+    if set(ends.answer) <= set(stop_ids if isinstance(stop_ids, list | tuple) else [stop_ids]):
         return dict(files)
     if config.bos_token_id is not None:
         settings.setdefault("bos_token_id", config.bos_token_id)
     settings["eos_token_id"] = ends.answer[0] if len(ends.answer) == 1 else list(ends.answer)
-    return {**files, _GENERATION: (json.dumps(settings, indent=2) + "\n").encode()}
+    return {**files, _GENERATION_CONFIG: (json.dumps(settings, indent=2) + "\n").encode()}

@@ -5,7 +5,7 @@ These names serve hints only. They are not aliases, because the settings differ 
 
 from __future__ import annotations
 
-_OURS = {
+_SYNONYMS = {
     "model": "model_name model_name_or_path pretrained_model_name_or_path base_model checkpoint_dir",
     "tokenizer": "tokenizer_name tokenizer_name_or_path",
     "data": "dataset dataset_name dataset_path train_file train_data",
@@ -55,8 +55,8 @@ _OURS = {
     "project": "wandb_project project_name trackio_project",
     "run_name": "wandb_name wandb_run_name experiment_name",
 }
-_NAMES = {name: ours for ours, names in _OURS.items() for name in names.split()}
-_WITH_WORDS = {
+_SETTING_OF_SYNONYM = {name: setting for setting, names in _SYNONYMS.items() for name in names.split()}
+_REMARKS = {
     "load_in_4bit": "--quantize nf4",
     "load_in_8bit": "--quantize int8",
     "use_qlora": "--quantize nf4",
@@ -79,5 +79,5 @@ def setting_of(name: str) -> str | None:
     Returns:
         Our name, with a remark where the meaning differs; None for an unknown name.
     """
-    plain = name.lstrip("-").partition("=")[0].replace("-", "_").lower()
-    return _WITH_WORDS.get(plain) or _NAMES.get(plain)
+    key = name.lstrip("-").partition("=")[0].replace("-", "_").lower()
+    return _REMARKS.get(key) or _SETTING_OF_SYNONYM.get(key)
