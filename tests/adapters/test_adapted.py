@@ -249,7 +249,7 @@ def test_a_product_with_a_derivative_of_its_own_is_refused() -> None:
 
 
 def test_a_weight_that_a_loop_gives_out_is_refused() -> None:
-    with pytest.raises(StructureError, match="w: the model gives this weight out of a loop or a branch"):
+    with pytest.raises(StructureError, match="w: a loop or a branch of the model returns this weight"):
         lt.adapted(lambda w, x: jax.lax.cond(x[0, 0] > 0, lambda a: a, lambda a: a.T.T, w["w"]))(of_arrays(), X)
 
 

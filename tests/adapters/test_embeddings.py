@@ -95,14 +95,14 @@ def test_files_come_back_and_are_merged(tmp_path: Path) -> None:
 def test_what_an_embedding_does_not_take_is_refused(tmp_path: Path) -> None:
     tied = base("qwen2", tie_embeddings=True)
     for options in ({"dora": True}, {"init": "pissa"}):
-        with pytest.raises(ConfigError, match="outer/embed/weight: an embedding takes LoRA and rsLoRA alone"):
+        with pytest.raises(ConfigError, match="outer/embed/weight: an embedding supports only LoRA and rsLoRA"):
             adapted(base(), **options)
-    with pytest.raises(ConfigError, match="an embedding takes LoRA(.|\n)*IA3Config"):
+    with pytest.raises(ConfigError, match="an embedding supports only LoRA(.|\n)*IA3Config"):
         lora.add(base(), lora.IA3Config(targets="outer/embed", feedforward=()))
-    with pytest.raises(StructureError, match="outer/embed/weight is the model's head, too"):
+    with pytest.raises(StructureError, match="outer/embed/weight is also the model's head"):
         adapted(tied, targets="outer/embed")
     lora.save(adapted(base("qwen2", tie_embeddings=False), targets="outer/embed"), tmp_path)
-    with pytest.raises(ModelFileError, match="outer/embed/weight is the model's head, too"):
+    with pytest.raises(ModelFileError, match="outer/embed/weight is also the model's head"):
         lora.load(tied, tmp_path)
     config = tmp_path / "adapter_config.json"
     config.write_text(config.read_text().replace('"init_lora_weights": true', '"init_lora_weights": "pissa"'))
@@ -121,7 +121,7 @@ def test_a_frozen_weight_in_the_file_has_to_be_the_model_s(dtype: str, tmp_path:
     jax.tree.map(np.testing.assert_array_equal, lora.load(base(), tmp_path), model)
     lora.load(jax.eval_shape(lambda: base()), tmp_path)
     for other, message in (
-        (weight + weight.dtype.type(0.01), r"is another weight than outer/embed/weight(.|\n)*differences of 0.01"),
+        (weight + weight.dtype.type(0.01), r"differs from outer/embed/weight(.|\n)*a difference of 0.01"),
         (weight[:-1], r"tensor .*base_layer.weight does not fit"),
     ):
         save_file({**tensors, key: other}, tmp_path / WEIGHTS)

@@ -81,12 +81,12 @@ def test_the_files_of_experts_without_modules_come_back(tmp_path: Path) -> None:
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "router": ({"target_parameters": [*BOTH, "gate.weight"]}, "names 'gate.weight', no parameter of experts here"),
+    "router": ({"target_parameters": [*BOTH, "gate.weight"]}, "names 'gate.weight', which is not an expert parameter"),
     "bias": ({"target_parameters": ["experts.down_proj_bias"]}, "names 'experts.down_proj_bias', no parameter"),
-    "end of a word": ({"target_parameters": ["up_proj"]}, "names 'up_proj', no parameter of experts here"),
+    "end of a word": ({"target_parameters": ["up_proj"]}, "names 'up_proj', which is not an expert parameter"),
     "one layer": (
         {"target_parameters": ["model.layers.1.mlp.experts.down_proj", "gate_up_proj"]},
-        r"experts.down_proj of some layers and not of others(.|\n)*got: 1 of 4",
+        r"experts.down_proj of only some layers(.|\n)*got: 1 of 4",
     ),
     "text": ({"target_parameters": "experts.down_proj"}, "not a LoRA configuration(.|\n)*target_parameters"),
     "no text": ({"target_parameters": [5]}, "not a LoRA configuration(.|\n)*target_parameters"),
@@ -117,7 +117,7 @@ def test_tensors_that_do_not_fit_are_refused_by_name(tmp_path: Path) -> None:
     edits: dict[str, dict[str, Any]] = {
         rf"tensor {key} does not fit": {key: tensors[key].T.copy()},
         rf"tensor {key} does not fit\n.*\n.*I32": {key: tensors[key].astype(np.int32)},
-        rf"tensor {key} has values that are no finite numbers": {key: nan},
+        rf"tensor {key} has values that are not finite": {key: nan},
         rf"1 missing: {key}": {key: None},
         r"1 unexpected: .*block_sparse_moe.experts.0.w2": {
             f"{PREFIX}.0.block_sparse_moe.experts.0.w2.lora_A.weight": np.ones((2, 48), np.float32)
@@ -128,7 +128,7 @@ def test_tensors_that_do_not_fit_are_refused_by_name(tmp_path: Path) -> None:
         with pytest.raises(ModelFileError, match=message):
             lt.lora.load(base("mixtral"), tmp_path)
     save_file(tensors, tmp_path / WEIGHTS)
-    with pytest.raises(ModelFileError, match=r"no parameter of experts here\n  expected: none"):
+    with pytest.raises(ModelFileError, match=r"not an expert parameter\n  expected: none"):
         lt.lora.load(models.init(KINDS["llama"], key=KEY), tmp_path)
 
 

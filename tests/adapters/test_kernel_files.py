@@ -84,15 +84,15 @@ def test_round_trip(options: Any, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"lowtide_kernels": {"gone": [1, 1]}}, r"lowtide_kernels names what the model does not have"),
-        ({"lowtide_kernels": {"table": [2, 2]}}, r"lowtide_kernels names what the model does not have"),
-        ({"lowtide_kernels": {"conv": [1, 3], "heads.kernel": [2, 1]}}, r"does not fit|tensors are not those"),
+        ({"lowtide_kernels": {"gone": [1, 1]}}, r"lowtide_kernels names a kernel that the model lacks"),
+        ({"lowtide_kernels": {"table": [2, 2]}}, r"lowtide_kernels names a kernel that the model lacks"),
+        ({"lowtide_kernels": {"conv": [1, 3], "heads.kernel": [2, 1]}}, r"does not fit|tensors do not match"),
         ({"lowtide_kernels": {"conv": [0, 3]}}, r"lowtide_kernels"),
         ({"lowtide_kernels": {"conv": [1]}}, r"lowtide_kernels"),
         ({"lowtide_kernels": [1]}, r"lowtide_kernels"),
         ({"r": 3}, r"does not fit"),
-        ({"use_dora": True}, r"the adapter of a kernel is plain LoRA"),
-        ({"init_lora_weights": "pissa"}, r"the adapter of a kernel is plain LoRA"),
+        ({"use_dora": True}, r"only plain LoRA is supported for a kernel"),
+        ({"init_lora_weights": "pissa"}, r"only plain LoRA is supported for a kernel"),
     ],
 )
 def test_damaged_configurations(changes: Any, message: str, tmp_path: Path) -> None:
@@ -108,7 +108,7 @@ def test_damaged_tensors(tmp_path: Path) -> None:
     path, key = tmp_path / "adapter_model.safetensors", "base_model.model.stack.lora_A.weight"
     tensors = load_file(path)
     for bad, message in (
-        ({key: tensors[key] * np.nan}, "no finite numbers"),
+        ({key: tensors[key] * np.nan}, "values that are not finite"),
         ({key: tensors[key][:2]}, "does not fit"),
         ({"base_model.model.stack.lora_C.weight": tensors[key]}, "1 unexpected"),
     ):
@@ -120,7 +120,7 @@ def test_damaged_tensors(tmp_path: Path) -> None:
         lora.load(params(), tmp_path)
     save_file(tensors, path)
     quantised = lt.quantize(params(), "table", "int8")
-    with pytest.raises(ModelFileError, match=r"table has the adapter of a kernel, and is stored in few bits"):
+    with pytest.raises(ModelFileError, match=r"table has a kernel adapter, but is quantised"):
         lora.load(quantised, tmp_path)
 
 
@@ -131,7 +131,7 @@ def test_a_model_with_names_elsewhere_has_no_place_for_kernels(tmp_path: Path) -
     model = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), jax.eval_shape(lambda: init(config, key=KEY)))
     embed = model.outer["embed"]
     embed["weight"] = lora.LoRAKernel(embed["weight"], jnp.ones((1, 8)), jnp.ones((32, 1)), 1.0, 1, 1)
-    with pytest.raises(StructureError, match=r"embed/weight: PEFT's files have no place"):
+    with pytest.raises(StructureError, match=r"embed/weight: PEFT's format cannot store the adapter"):
         lora.save(model, tmp_path)
 
 

@@ -124,7 +124,7 @@ def test_experts_that_are_indexed_are_a_stack() -> None:
     [
         ("depthwise/kernel", "depthwise/kernel: the model does more .*\n.*\n.*conv_general_dilated of a"),
         ("unused/kernel", "unused/kernel: the function does not multiply by this weight"),
-        ("dense/bias", "dense/bias: no weight matrix to adapt"),
+        ("dense/bias", "dense/bias: is not a weight matrix"),
     ],
 )
 def test_what_takes_no_adapter_is_refused_at_once_and_by_path(target: str, said: str) -> None:

@@ -313,7 +313,7 @@ class TestMerge:
             np.testing.assert_allclose(loss_fn(merged, x), loss_fn(model, x), rtol=1e-5)
 
     def test_nothing_to_merge(self):
-        with pytest.raises(StructureError, match=r"no adapter to merge(.|\n)*hint: .*merged already"):
+        with pytest.raises(StructureError, match=r"no adapter to merge(.|\n)*hint: .*already merged"):
             lora.merge(flat_model())
 
     def test_half_of_a_partition(self):
@@ -432,17 +432,19 @@ class TestBytes:
 class TestBadInput:
     @pytest.mark.parametrize("rank", [0, -1, 2.0, True, "8"])
     def test_rank(self, rank):
-        with pytest.raises(ConfigError, match=r"rank: .* is no rank(.|\n)*at least 1(.|\n)*hint: common ranks"):
+        with pytest.raises(ConfigError, match=r"rank: .* is not a rank(.|\n)*at least 1(.|\n)*hint: use"):
             lora.Config(rank=rank)
 
     @pytest.mark.parametrize("alpha", [0, -1.0, float("nan"), float("inf"), None, True])
     def test_alpha(self, alpha):
-        with pytest.raises(ConfigError, match=r"alpha: .* cannot scale(.|\n)*finite(.|\n)*hint: .*twice the rank"):
+        with pytest.raises(
+            ConfigError, match=r"alpha: .* is not a valid scale(.|\n)*finite(.|\n)*hint: .*twice the rank"
+        ):
             lora.Config(alpha=alpha)
 
     @pytest.mark.parametrize("targets", ["", [], [""], [3]])
     def test_targets(self, targets):
-        with pytest.raises(ConfigError, match=r"targets: .* names nothing to adapt(.|\n)*hint: "):
+        with pytest.raises(ConfigError, match=r"targets: .* is not a pattern(.|\n)*hint: "):
             lora.Config(targets=targets)
 
     def test_config_is_hashable_and_keyword_only(self):
@@ -470,7 +472,9 @@ class TestBadInput:
         "weight", [jnp.ones(4), jnp.ones((4, 4), jnp.int8), jnp.ones((2, 2, 4, 4)), jnp.ones((4, 4), jnp.complex64)]
     )
     def test_a_target_that_is_no_matrix(self, weight):
-        with pytest.raises(StructureError, match=r"norm/weight: no weight matrix(.|\n)*got: .*\[(.|\n)*hint: .*!norm"):
+        with pytest.raises(
+            StructureError, match=r"norm/weight: is not a weight matrix(.|\n)*got: .*\[(.|\n)*hint: .*!norm"
+        ):
             lora.add({"norm": {"weight": weight}}, lora.Config(rank=2, targets="norm"), key=KEY)
 
     def test_a_target_with_an_adapter(self):

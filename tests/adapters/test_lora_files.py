@@ -166,7 +166,7 @@ class TestSave:
 
     def test_two_modules_of_one_name(self, tmp_path):
         model = {"a": {"b.c": jnp.ones((4, 4))}, "a.b": {"c": jnp.ones((4, 4))}}
-        with pytest.raises(StructureError, match=r"another adapted module is called 'a.b.c'(.|\n)*hint: rename"):
+        with pytest.raises(StructureError, match=r"another adapted module has the name 'a.b.c'(.|\n)*hint: rename"):
             lora.save(adapted("**", model=model), tmp_path)
 
     def test_an_unwritable_folder(self, tmp_path):
@@ -218,7 +218,7 @@ class TestLoad:
     def test_refuses_to_drop_other_adapters(self, tmp_path, targets, rank):
         lora.save(adapted(), tmp_path)
         model = adapted(targets, rank=rank)
-        with pytest.raises(StructureError, match=r"the model has other adapters(.|\n)*hint: .*merge"):
+        with pytest.raises(StructureError, match=r"the adapters of the model differ(.|\n)*hint: .*merge"):
             lora.load(model, tmp_path)
 
     @pytest.mark.slow_after(1)
@@ -322,12 +322,12 @@ class TestBadFiles:
             ({"r": 0}, r"r has an unusable value(.|\n)*greater than or equal to 1"),
             ({"r": 2**40}, r"r has an unusable value"),
             ({"rank_pattern": {"q_proj": -1}}, r"rank_pattern.q_proj has an unusable value(.|\n)*got: -1"),
-            ({"lora_alpha": float("nan")}, "NaN is no finite number"),
+            ({"lora_alpha": float("nan")}, "NaN is not a finite number"),
             ({"lora_alpha": 10**400}, "an integer of 401 digits"),
             ({"alpha_pattern": {"q_proj": 1e300}}, "alpha_pattern.q_proj has an unusable value"),
-            ({"lora_alpha": 0}, r"lora_alpha = 0 cannot scale a correction"),
-            ({"lora_alpha": -16}, r"lora_alpha = -16 cannot scale a correction"),
-            ({"alpha_pattern": {"v_proj": 0.0}}, r"alpha_pattern\['v_proj'\] = 0 cannot scale a correction"),
+            ({"lora_alpha": 0}, r"lora_alpha = 0 is not a valid scale"),
+            ({"lora_alpha": -16}, r"lora_alpha = -16 is not a valid scale"),
+            ({"alpha_pattern": {"v_proj": 0.0}}, r"alpha_pattern\['v_proj'\] = 0 is not a valid scale"),
             ({"use_rslora": "false"}, r"use_rslora has an unusable value(.|\n)*'false'"),
             ({"layers_to_transform": -1}, r"layers_to_transform(.|\n)*unusable value"),
             ({"layers_pattern": "(a+)+"}, r"layers_pattern(.|\n)*unusable value"),
@@ -358,7 +358,7 @@ class TestBadFiles:
         tensors = load_file(path)
         name = sorted(tensors)[0]
         save_file(tensors | {name: np.full_like(tensors[name], np.nan)}, path)
-        self.refuse(directory, rf"tensor {name} has values that are no finite numbers")
+        self.refuse(directory, rf"tensor {name} has values that are not finite")
 
     @pytest.mark.parametrize(
         ("option", "value"),
@@ -375,7 +375,7 @@ class TestBadFiles:
     def test_missing_tensor(self, directory):
         name = "base_model.model.model.layers.2.self_attn.v_proj.lora_B.weight"
         edit_tensors(directory, lambda tensors: tensors.pop(name))
-        self.refuse(directory, rf"its tensors are not those(.|\n)*expected: 12 tensors\n  got: 1 missing: {name}\n")
+        self.refuse(directory, rf"its tensors do not match(.|\n)*expected: 12 tensors\n  got: 1 missing: {name}\n")
         stray = "x" * 5000
         edit_tensors(directory, lambda tensors: tensors.update({stray: np.ones((2, 2), np.float32)}))
         self.refuse(directory, rf"  got: 1 missing: {name}; 1 unexpected: x{{120}}… \(5000 characters\)\n")

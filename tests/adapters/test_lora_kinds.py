@@ -228,11 +228,11 @@ class TestRefusals:
         ("options", "match"),
         [
             ({"init": "eva"}, "init: 'eva' is unknown"),
-            ({"rank_pattern": {"w": 0}}, r"rank_pattern\['w'\]: 0 is no rank"),
-            ({"alpha_pattern": {"w": -1}}, r"alpha_pattern\['w'\]: -1 cannot scale"),
-            ({"layers": []}, "names no layers"),
-            ({"layers": [-1]}, "names no layers"),
-            ({"dora": 1}, "dora: 1 is no truth value"),
+            ({"rank_pattern": {"w": 0}}, r"rank_pattern\['w'\]: 0 is not a rank"),
+            ({"alpha_pattern": {"w": -1}}, r"alpha_pattern\['w'\]: -1 is not a valid scale"),
+            ({"layers": []}, "does not select any layer"),
+            ({"layers": [-1]}, "does not select any layer"),
+            ({"dora": 1}, "dora: 1 is not a boolean"),
         ],
     )
     def test_configurations(self, options: Any, match: str) -> None:
@@ -245,11 +245,11 @@ class TestRefusals:
                 lora.add(base(), lora.Config(rank=2, targets="w", **options), key=KEY)
         with pytest.raises(SelectionError, match="feedforward: pattern 'v' matches nothing"):
             lora.add(base(), lora.IA3Config(targets="w", feedforward="v"))
-        with pytest.raises(ConfigError, match="layers: 3 is no layer of the targets"):
+        with pytest.raises(ConfigError, match="layers: 3 is not a layer of the targets"):
             lora.add(base(), lora.Config(rank=2, targets="w", layers=[0, 3]), key=KEY)
-        with pytest.raises(ConfigError, match="all-linear.*needs a model that says"):
+        with pytest.raises(ConfigError, match="all-linear.*needs a model that declares"):
             lora.add(base(), lora.Config(targets="all-linear"), key=KEY)
-        with pytest.raises(ConfigError, match="key: the adapter begins at random"):
+        with pytest.raises(ConfigError, match="key: the initial values are random"):
             lora.add(base(), lora.Config(targets="w"))
 
     def test_a_bias_that_the_model_adds_itself(self) -> None:
@@ -260,11 +260,11 @@ class TestRefusals:
     def test_a_merge_that_is_not_finite(self) -> None:
         node = build("LoRA")["w"]
         broken = dataclasses.replace(node, lora_b=node.lora_b.at[0, 0, 0].set(jnp.inf))
-        with pytest.raises(NonFiniteError, match=r"(?s)w: merged, it has values.*hint: "):
+        with pytest.raises(NonFiniteError, match=r"(?s)w: the merged weight has values.*hint: "):
             lora.merge({"w": broken})
 
     def test_sums_of_what_is_no_sum_and_files_of_several_kinds(self, tmp_path: Any) -> None:
-        with pytest.raises(StructureError, match=r"(?s)kind DoRA is no sum.*hint: "):
+        with pytest.raises(StructureError, match=r"(?s)kind DoRA is not a sum.*hint: "):
             lora.combine([build("DoRA"), build("DoRA")])
         both = {"a": build("DoRA")["w"], "b": build("LoRA")["w"]}
         with pytest.raises(StructureError, match=r"several kinds(.|\n)*DoRA and LoRA"):
@@ -281,7 +281,7 @@ class TestRefusals:
             ("VeRA", {"save_projection": False}, "the projections are not in the file"),
             ("VeRA", {"r": 2**31}, "r has an unusable value"),
             ("VeRA", {"r": 2}, "does not fit"),
-            ("(IA)³", {"feedforward_modules": ["w.1"]}, "some are feedforward modules and some are not"),
+            ("(IA)³", {"feedforward_modules": ["w.1"]}, "only some layers of .* are feedforward modules"),
             ("(IA)³", {"feedforward_modules": "("}, "not a LoRA configuration"),
             ("(IA)³", {"r": 4}, "option 'r' is not supported"),
             ("DoRA", {"use_dora": False}, "unexpected: .*lora_magnitude_vector"),

@@ -147,7 +147,7 @@ REFUSED: dict[str, Callable[[], Built]] = {
 def test_what_else_is_done_to_an_adapted_weight_is_said(name: str) -> None:
     model, targets, run = REFUSED[name]()
     adapted = lt.lora.add(model, lt.lora.Config(rank=2, targets=targets), key=KEY)
-    said = r"(?s)a LoRAWeight stands now, at .*lowtide.core.linear\(x, weight\).*hint: .*narrow the targets"
+    said = r"(?s)is now a LoRAWeight, for instance at .*lowtide.core.linear\(x, weight\).*hint: .*narrow the targets"
     with pytest.raises(StructureError, match=said):
         lt.value_and_grad(lambda model: jnp.sum(run(model)), "**/lora_*")(adapted)
     trainer = lt.Trainer(adapted, lambda model, _: jnp.sum(run(model)), optax.sgd(0.1), wrt="**/lora_*")
@@ -163,13 +163,13 @@ def test_a_layerwise_step_says_it_too() -> None:
     )
     adapted = lt.lora.add({"w": jnp.ones((2, 8, 8))}, lt.lora.Config(rank=2, targets="w"), key=KEY)
     step = lt.offload.layerwise_step(stack, optax.sgd(0.1), wrt="**/lora_*")
-    with pytest.raises(StructureError, match=r"(?s)a LoRAWeight stands now, at 1/w.*hint: .*narrow the targets"):
+    with pytest.raises(StructureError, match=r"(?s)is now a LoRAWeight, .* at 1/w.*hint: .*narrow the targets"):
         step(*step.init({}, adapted), jnp.ones((4, 8)))
 
 
 def test_layers_are_not_transposed_with_their_weights() -> None:
     adapted = lt.lora.add({"w": jnp.ones((2, 8, 8))}, lt.lora.Config(rank=2, targets="w"), key=KEY)
-    with pytest.raises(StructureError, match=r"(?s)turns its layers.*hint: write weight.mT"):
+    with pytest.raises(StructureError, match=r"(?s)transposes its layer axis.*hint: use weight.mT"):
         lt.value_and_grad(lambda model: jnp.sum(model["w"].T @ X.T), "**/lora_*")(adapted)
 
 
@@ -190,7 +190,7 @@ def test_modules_of_nnx_and_keras_are_refused_with_the_way_that_there_is() -> No
         (nnx.state(module), r"nnx.to_pure_dict\(state\).*lt.adapted.*nnx.LoRALinear"),
         (layer, r"each.path: each.value.*lt.adapted.*stateless_call.*layer.enable_lora"),
     ):
-        with pytest.raises(ConfigError, match=rf"(?s)takes no adapter.*hint: .*{hint}"):
+        with pytest.raises(ConfigError, match=rf"(?s)supports no adapter.*hint: .*{hint}"):
             lt.lora.add(model, config, key=KEY)
     graph, state = nnx.split(module)
 

@@ -168,7 +168,7 @@ class TestFiles:
         [
             (lambda t, k: t.pop(k), r"1 missing: base_model.model.model.norm.weight"),
             (lambda t, k: t.update({k: t[k][:3]}), r"model.norm.weight does not fit\n.*shape \[32\]"),
-            (lambda t, k: t.update({k: t[k] * np.inf}), r"no finite numbers"),
+            (lambda t, k: t.update({k: t[k] * np.inf}), r"values that are not finite"),
             (lambda t, k: t.update({k + "x": t[k]}), r"1 unexpected: base_model.model.model.norm.weightx"),
         ],
     )
@@ -185,7 +185,7 @@ class TestFiles:
         [
             ({"modules_to_save": "lm_head"}, r"modules_to_save"),
             ({"modules_to_save": [""]}, r"modules_to_save"),
-            ({"modules_to_save": ["layers.0.input_layernorm"]}, r"of the layers of .* some train as a whole"),
+            ({"modules_to_save": ["layers.0.input_layernorm"]}, r"only some layers of .* train as a whole"),
             ({"modules_to_save": None}, r"unexpected: "),
             ({"bias": "some"}, r"option 'bias' is not supported"),
             ({"bias": "all"}, r"missing: .*base_layer.bias"),
@@ -202,13 +202,15 @@ class TestFiles:
         model = added(bias="all")
         attn = model.layers["attn"]
         plain = {**attn, "q_proj": {**attn["q_proj"], "bias": attn["q_proj"]["bias"].weight}}
-        with pytest.raises(StructureError, match=r"no word for the biases(.|\n)*hint: .*bias="):
+        with pytest.raises(StructureError, match=r"cannot express this choice of biases(.|\n)*hint: .*bias="):
             lora.check_names(dataclasses.replace(model, layers={**model.layers, "attn": plain}))
         params = {"a": {"weight": jnp.ones((8, 8))}, "b": {"weight": jnp.ones((8, 8)), "bias": jnp.zeros(8)}}
         vectors = lora.add(params, lora.IA3Config(targets="a", feedforward="a", modules_to_save="b/bias"))
         shapes = jax.eval_shape(lambda: vectors)
         for run in (lambda: lora.save(vectors, tmp_path / "vectors"), lambda: lora.check_names(shapes)):
-            with pytest.raises(StructureError, match=r"biases train beside IA3 adapters(.|\n)*hint: .*modules_to_save"):
+            with pytest.raises(
+                StructureError, match=r"biases train in addition to IA3 adapters(.|\n)*hint: .*modules_to_save"
+            ):
                 run()
 
 
@@ -217,7 +219,11 @@ class TestFiles:
     [
         ({"modules_to_save": "outer/head"}, SelectionError, r"modules_to_save: pattern 'outer/head'(.|\n)*hint:"),
         ({"modules_to_save": TARGETS}, SelectionError, r"modules_to_save leaves no target"),
-        ({"bias": "lora_only", "targets": "**/o_proj"}, StructureError, r"'lora_only' has nothing to train(.|\n)*all"),
+        (
+            {"bias": "lora_only", "targets": "**/o_proj"},
+            StructureError,
+            r"'lora_only' does not select any bias(.|\n)*all",
+        ),
         ({"bias": "most"}, ConfigError, r"bias: 'most' is unknown"),
         ({"bias": "lora_only", "layers": [0]}, ConfigError, r"contradicts layers"),
         ({"modules_to_save": 3}, ConfigError, r"modules_to_save: 3"),
@@ -230,10 +236,10 @@ def test_what_is_refused(options: Any, error: Any, message: str) -> None:
 
 def test_what_cannot_train_as_a_whole_is_refused_by_path() -> None:
     quantised = lt.quantize(base(), "layers/attn/k_proj/weight", "int8")
-    with pytest.raises(StructureError, match=r"k_proj/weight: a weight in few bits(.|\n)*QuantizedWeight(.|\n)*hint:"):
+    with pytest.raises(StructureError, match=r"k_proj/weight: a quantised weight(.|\n)*QuantizedWeight(.|\n)*hint:"):
         added(quantised, **SAVED)
     with pytest.raises(StructureError, match=r"already has an adapter"):
         added(added(targets="**/k_proj"), targets="**/q_proj", modules_to_save="**/k_proj")
-    with pytest.raises(StructureError, match=r"router/weight: no module of the model's other library"):
+    with pytest.raises(StructureError, match=r"router/weight: the external library has no module"):
         added(base("qwen3_moe"), targets="**/q_proj", modules_to_save="**/router")
     lora.add(base(), lora.IA3Config(modules_to_save="outer/norm"))

@@ -3,7 +3,7 @@ import io
 
 from rich.console import Console
 
-from lowtide.cli._data_report import described, print_examples
+from lowtide.cli._data_report import describe, print_examples
 from lowtide.finetune import FinetuneConfig
 from lowtide.finetune.data import DataReport
 
@@ -27,14 +27,14 @@ REPORT = DataReport(
 
 
 def test_the_plan_says_what_became_of_records():
-    said = described(REPORT, FinetuneConfig(seq_len=512))
+    said = describe(REPORT, FinetuneConfig(seq_len=512))
     assert said["records"] == "1,200 of the kind chat, rendered by model/chat_template.jinja, 50,000 tokens"
     assert said["left out"] == "3 blank, 2 without a token to learn; 7 cut at 512 tokens, 90 tokens lost"
     assert said["rows"] == "99 to train on, 98.1% full, 40.0% of their tokens learned"
     assert said["held out"] == "1 documents left out, 1,234 tokens lost at 512 tokens"
     whole = dataclasses.replace(REPORT, num_held_out_left_out=0, num_held_out_lost_tokens=0)
-    assert "held out" not in described(whole, FinetuneConfig())
-    assert described(None, FinetuneConfig()) == {}
+    assert "held out" not in describe(whole, FinetuneConfig())
+    assert describe(None, FinetuneConfig()) == {}
 
 
 def test_what_is_not_learned_is_dim_and_long_records_are_shortened():

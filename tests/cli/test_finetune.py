@@ -17,7 +17,7 @@ from safetensors.numpy import load_file
 import lowtide as lt
 from lowtide import lora, models
 from lowtide.cli import main
-from lowtide.cli._config_flags import _words, given, register
+from lowtide.cli._config_flags import _words, flag_settings, register
 from lowtide.cli._finetune import _choose_tiles, _shortages
 from lowtide.core import LOW_TILES
 from lowtide.finetune import FinetuneConfig, config_from_dict, flag_of, read_config
@@ -305,7 +305,7 @@ def test_data_that_is_named_twice_is_refused(finetune, capfd):
 
 def test_an_adapter_that_the_model_cannot_use_leaves_nothing_behind(finetune, tmp_path):
     _error(
-        finetune("--config", _config(tmp_path, targets="outer/embed")), "outer/embed/weight is the model's head, too"
+        finetune("--config", _config(tmp_path, targets="outer/embed")), "outer/embed/weight is also the model's head"
     )
     assert not (tmp_path / "run").exists()
 
@@ -468,12 +468,12 @@ def test_every_setting_is_a_flag_with_its_default_and_a_help():
     by_type = {str: "bfloat16", int: "2", float: "0.5", tuple: "optimizer,parameters"}
     parser = argparse.ArgumentParser()
     register(parser)
-    assert given(parser.parse_args([])) == {}
+    assert flag_settings(parser.parse_args([])) == {}
     helps = {action.dest: action.help for action in parser._actions}
     for field in dataclasses.fields(FinetuneConfig):
         kind = type(field.default) if field.default is not None else None
         value = SAMPLES.get(field.name) or by_type.get(kind) or ("0.5" if "rate" in field.name else "2")
-        settings = given(parser.parse_args([flag_of(field.name), *([] if kind is bool else [value])]))
+        settings = flag_settings(parser.parse_args([flag_of(field.name), *([] if kind is bool else [value])]))
         assert list(settings) == [field.name]
         config = config_from_dict({**OTHER_SETTINGS.get(field.name, {}), **settings}, "flags")
         expected = {bool: True, int: 2, float: 0.5}.get(kind, value)
@@ -488,7 +488,7 @@ def test_flags_that_say_no_and_say_it_twice_win_over_the_file(finetune, tmp_path
     parser = argparse.ArgumentParser()
     register(parser)
     flags = ["--no-full", "--targets", "**/{q,v}_proj", "--targets", "**/up_proj", "--learning-rate", "1e-3"]
-    values = read_config(config) | given(parser.parse_args([*flags, "--offload", "none"]))
+    values = read_config(config) | flag_settings(parser.parse_args([*flags, "--offload", "none"]))
     found = config_from_dict(values, "flags")
     assert (found.full, found.targets, found.learning_rate) == (False, ("**/{q,v}_proj", "**/up_proj"), 1e-3)
     assert found.offload == ()

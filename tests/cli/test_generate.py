@@ -137,7 +137,7 @@ def test_an_interrupt_keeps_what_was_written(generate, tmp_path, monkeypatch):
         (["--prompt", "x", "--adapter", ""], "--adapter is empty"),
         (["--prompt", "x", "--adapter", "a", "--adapter", "a"], "given twice"),
         (["--prompt", "x", "--adapter", "none"], "no such file"),
-        (["--prompt", "x", "--top-p", "0"], "top_p: out of its range"),
+        (["--prompt", "x", "--top-p", "0"], "top_p is out of range"),
         (["--prompt", "x", "--output", "a.txt"], "is no .jsonl file"),
         (["--prompt", "x", "--output", "none/a.jsonl"], "cannot be written"),
         (["--prompts", "none.txt"], "cannot be read"),

@@ -123,7 +123,7 @@ def test_fits_takes_the_sizes_of_the_file(file: Path, tiny_model_dir: str, tmp_p
     link = tmp_path / "folder" / "named.gguf"
     link.parent.mkdir()
     link.symlink_to(file)
-    with pytest.raises(ModelFileError, match=r"named\.gguf: a link that leaves the folder"):
+    with pytest.raises(ModelFileError, match=r"named\.gguf: the link leads out of the folder"):
         parse_job(str(link))
 
 

@@ -192,7 +192,7 @@ def test_damaged_files_are_errors(inspect, model_dir, tmp_path):
     (model_dir / "config.json").unlink()
     weights.rename(model_dir / "shard.safetensors")
     (model_dir / "model.safetensors.index.json").write_text('{"weight_map": {"a": "../../etc/passwd"}}')
-    assert "is no name of a file in this folder" in inspect(model_dir)[2]
+    assert "is not the name of a file in this folder" in inspect(model_dir)[2]
 
 
 @pytest.mark.processes

@@ -131,7 +131,7 @@ def test_bad_input(merge, adapters, tmp_path):
     cases = {
         "--adapter is empty": ("--adapter", ""),
         "no such file": ("--adapter", tmp_path / "none"),
-        "weights do not fit": ("--adapter", one, "--adapter", two, "--weight", 1),
+        "weights do not match": ("--adapter", one, "--adapter", two, "--weight", 1),
     }
     for message, flags in cases.items():
         status, said = merge(*flags)

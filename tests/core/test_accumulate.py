@@ -159,9 +159,9 @@ def test_temporaries_do_not_grow_with_the_microbatches_on_tpu(tpu_device: jax.De
 @pytest.mark.parametrize(
     ("batch", "text", "got"),
     [
-        ({"x": np.ones((6, 2))}, "batch leaf x: leading axis does not split", "got: shape (6, 2)"),
-        (np.ones(7), "batch leaf (root): leading axis does not split", "got: shape (7,)"),
-        ({"x": np.ones(8), "step": 3}, "batch leaf step: leading axis does not split", "got: shape ()"),
+        ({"x": np.ones((6, 2))}, "batch leaf x: the leading axis does not split", "got: shape (6, 2)"),
+        (np.ones(7), "batch leaf (root): the leading axis does not split", "got: shape (7,)"),
+        ({"x": np.ones(8), "step": 3}, "batch leaf step: the leading axis does not split", "got: shape ()"),
     ],
 )
 def test_a_batch_that_does_not_split_is_named(batch: Any, text: str, got: str) -> None:
@@ -178,7 +178,7 @@ def test_less_than_one_microbatch_is_refused(num_microbatches: Any) -> None:
     with pytest.raises(StructureError, match="num_microbatches has to be at least 1") as error:
         accumulate(GRAD_FN, num_microbatches)
     assert f"got: {num_microbatches!r}" in str(error.value)
-    assert "hint: 1 means no accumulation" in str(error.value)
+    assert "hint: use 1 for no accumulation" in str(error.value)
 
 
 @pytest.mark.slow
@@ -201,7 +201,7 @@ def test_a_batch_without_leaves_is_the_same_in_every_part() -> None:
 
 @pytest.mark.parametrize("weight", [lambda x: x[:2], lambda x: None])
 def test_a_weight_that_is_no_number_is_refused(weight: Any) -> None:
-    with pytest.raises(StructureError, match=r"(?s)weight of a microbatch is no number.*hint: sum it"):
+    with pytest.raises(StructureError, match=r"(?s)weight of a microbatch is not a number.*hint: sum it"):
         accumulate(value_and_grad(lambda model, x: jnp.mean(model["w"] * x)), 2, weight=weight)(
             {"w": jnp.float32(1)}, jnp.ones(6)
         )

@@ -269,8 +269,8 @@ def test_the_compiled_program_has_no_output_or_temporary_of_a_frozen_leaf_on_tpu
         ),
         ({"key": jax.random.key(0)}, "key", "key: a leaf of type key<fry> cannot be differentiated", '"!key"'),
         ({"w": 1.0, "act": jnp.tanh}, lambda p, leaf: True, "act: a leaf of type", 'the pattern "!act"'),
-        ({"w": 1.0}, lambda p, leaf: False, "selects no leaf", "a predicate receives (path, leaf)"),
-        ({"w": 1.0}, [], "no pattern to select with", "give at least one glob"),
+        ({"w": 1.0}, lambda p, leaf: False, "selects no leaf", "it receives (path, leaf)"),
+        ({"w": 1.0}, [], "no pattern without a leading '!'", "give at least one glob"),
         ({"w": 1.0}, ["w", "!w"], "the exclusions leave nothing selected", "narrow the patterns"),
     ],
 )

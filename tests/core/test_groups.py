@@ -208,13 +208,13 @@ def test_it_computes_all_layers_but_the_last_of_each_group_once_more(size: int) 
 
 @pytest.mark.parametrize("size", [0, -1, 8, True, 2.0, "2"])
 def test_a_size_that_is_none_is_refused(size: Any) -> None:
-    with pytest.raises(ConfigError, match=r"(?s)layers_per_remat: .*expected: from 1 to 7.*hint: about the root .*: 3"):
+    with pytest.raises(ConfigError, match=r"(?s)layers_per_remat.*an integer from 1 to 7.*hint: .*root .*, 3"):
         STACK.apply(*parameters(), remat=True, layers_per_remat=size)
 
 
 @pytest.mark.parametrize("remat", [False, jax.checkpoint_policies.dots_saveable])
 def test_groups_are_computed_again_as_a_whole(remat: Any) -> None:
-    with pytest.raises(ConfigError, match=r"(?s)groups of layers .*expected: remat=True.*hint: leave layers_per_remat"):
+    with pytest.raises(ConfigError, match=r"(?s)groups of layers.*expected: remat=True.*hint: leave layers_per_remat"):
         STACK.apply(*parameters(), remat=remat, layers_per_remat=2)
 
 
@@ -365,5 +365,5 @@ def test_activations_may_begin_as_a_number_of_python_and_other_types_are_named()
     close(gradients(3, "layers/w", stack)(model, {}), gradients(1, "layers/w", stack)(model, {}))
     other = dataclasses.replace(stack, block=lambda layer, h, batch: {"x": h["x"][:2], "sum": h["sum"]})
     for size in (1, 3):
-        with pytest.raises(StructureError, match=r"x: a block returns another shape(.|\n)*float32\[\d\]"):
+        with pytest.raises(StructureError, match=r"x: a block returns a shape or dtype(.|\n)*float32\[\d\]"):
             gradients(size, "layers/w", other)(model, {})

@@ -94,7 +94,7 @@ def test_one_array_at_two_selected_paths_is_refused() -> None:
     loss = lambda model, x: jnp.sum((x @ model["embed"]) @ model["head"])  # noqa: E731
     for wrt in ("**", "{embed,head}"):
         with pytest.raises(
-            SelectionError, match=r"embed and head are the same array and both train(.|\n)*hold the array"
+            SelectionError, match=r"embed and head are the same array, and both are trainable(.|\n)*hold the array"
         ):
             value_and_grad(loss, wrt)(model, tied)
     untied = {"embed": tied, "head": jnp.array(tied, copy=True)}

@@ -262,7 +262,7 @@ def test_mistakes_have_errors_of_their_own() -> None:
     with pytest.raises(DataError, match=r"(?s)batch leaf \w+: its tokens.*a multiple of 8.*got: 45 tokens a row"):
         trainer.fit([packed(4, 45)], num_steps=1, progress=False)
     q = jnp.ones((1, 20, 8, 4))
-    with jax.set_mesh(mesh), pytest.raises(ConfigError, match=r"(?s)20 tokens cannot be divided.*a multiple of 8"):
+    with jax.set_mesh(mesh), pytest.raises(ConfigError, match=r"(?s)20 tokens cannot be sharded.*a multiple of 8"):
         jax.jit(attention)(q, q, q)
     both = make_mesh(tensor=2, context=4)
     with (
@@ -275,7 +275,7 @@ def test_mistakes_have_errors_of_their_own() -> None:
     with pytest.raises(ConfigError, match=r"(?s)pipeline cannot divide the tokens.*stage 2 × .*context 4.*hint:"):
         lt.Trainer(decoder(), None, optax.sgd(0.1), sharding=staged, pipeline=schedule)
     step = lt.offload.layerwise_step(decoder().stack, optax.sgd(0.1))
-    with pytest.raises(ConfigError, match=r"(?s)layerwise step cannot divide the tokens.*'context': 8.*hint:"):
+    with pytest.raises(ConfigError, match=r"(?s)layerwise step cannot shard the tokens.*'context': 8.*hint:"):
         lt.Trainer(decoder(), lt.models.loss, step, sharding=rules)
 
 

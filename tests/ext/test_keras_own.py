@@ -102,7 +102,7 @@ def test_variables_that_gradients_overwrite_are_refused() -> None:
 
 def test_a_model_without_variables_is_not_built() -> None:
     model = Plain()
-    with pytest.raises(SelectionError, match=r"(?s)no variables that train.*got: a model that is not built"):
+    with pytest.raises(SelectionError, match=r"(?s)no trainable variables.*got: a model that is not built"):
         Bridge(model)
     model = keras.Sequential([keras.layers.Flatten()])
     model(X)
@@ -135,5 +135,5 @@ def test_the_states_of_a_recurrent_layer_are_state_of_the_step(tmp_path: Any) ->
 
 
 def test_what_is_no_model_is_refused() -> None:
-    with pytest.raises(ConfigError, match="takes a model of Keras"):
+    with pytest.raises(ConfigError, match="is not a Keras model"):
         Bridge(keras.layers.Dense)  # type: ignore[arg-type]

@@ -94,9 +94,7 @@ def test_what_is_written_over_a_placeholder_raises_and_the_model_ends_with_the_t
             if step == 2:
                 write(model, tmp_path)
 
-    text = (
-        "a trainer has this array" if edit in AT_ONCE else "kernel: changed in the model while a trainer had the arrays"
-    )
+    text = "a trainer has borrowed this array" if edit in AT_ONCE else "kernel: changed in the model"
     error = ValueError if edit == "load_weights" else StateError  # Keras wraps it
     with pytest.raises(error, match=rf"(?s){text}.*hint: in a callback read trainer\.model"):
         trainer.fit([(X, X)] * 4, num_steps=4, progress=False, callbacks=[Edit()])
@@ -194,7 +192,7 @@ def test_a_placeholder_is_neither_copied_nor_compared() -> None:
     import copy
     import pickle
 
-    from lowtide.ext._lent import Placeholder
+    from lowtide.ext._placeholders import Placeholder
 
     lent = Placeholder("kernel", jnp.ones((4, 2)))
     uses: list[Any] = [
@@ -211,7 +209,7 @@ def test_a_placeholder_is_neither_copied_nor_compared() -> None:
     ]
     for use in uses:
         with pytest.raises(
-            StateError, match=r"(?s)kernel: a trainer has this array.*hint: in a callback read trainer.model"
+            StateError, match=r"(?s)kernel: a trainer has borrowed this array.*hint: in a callback read trainer.model"
         ):
             use(lent)
     assert {lent: 1}[lent] == 1
@@ -270,7 +268,7 @@ def test_float16_of_keras_is_told_of() -> None:
     from lowtide.ext.keras import Bridge
 
     model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1, dtype="mixed_float16")])
-    with pytest.warns(UserWarning, match=r"(?s)computes in float16.*hint: the policy mixed_bfloat16"):
+    with pytest.warns(UserWarning, match=r"(?s)computes in float16.*hint: use the policy mixed_bfloat16"):
         Bridge(model)
 
 

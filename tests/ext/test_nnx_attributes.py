@@ -105,7 +105,7 @@ def test_bare_arrays_are_lent_and_restored(tmp_path: Any) -> None:
 def test_norms_of_weights_train_and_what_they_write_is_said(norm: Any) -> None:
     model = norm(nnx.Linear(2, 3, rngs=nnx.Rngs(0)), rngs=nnx.Rngs(1))
     first = float(loss_fn(nnx.clone(model), X))
-    with pytest.warns(UserWarning, match=r"(?s)writes into parameters that train: layer_instance/kernel.*hint:"):
+    with pytest.warns(UserWarning, match=r"(?s)writes into trainable parameters: layer_instance/kernel.*hint:"):
         losses = fit(model)
     assert losses[0] == pytest.approx(first, rel=1e-6)
     assert losses[2] < losses[1] < losses[0]
@@ -191,7 +191,7 @@ def test_transforms_hand_parameters_on_and_write_nothing(transform: Any) -> None
 def test_what_is_written_inside_of_a_transform_is_said() -> None:
     model = nnx.WeightNorm(nnx.Linear(2, 3, rngs=nnx.Rngs(0)), rngs=nnx.Rngs(1))
     of_remat = lt.Trainer(Bridge(model), lambda m, x: nnx.remat(loss_fn)(m, x), optax.sgd(0.1))
-    with pytest.warns(UserWarning, match=r"writes into parameters that train: layer_instance/"):
+    with pytest.warns(UserWarning, match=r"writes into trainable parameters: layer_instance/"):
         of_remat.fit([X], num_steps=1, progress=False)
 
 

@@ -267,7 +267,7 @@ def test_a_file_that_is_none_or_elsewhere_is_refused(good, tmp_path, name, kind)
         os.mkfifo(folder / name)
     else:
         (folder / name).mkdir()
-    message = {"link out": "a link that leaves", "device": "a link that leaves", "loop": "cannot be read"}
+    message = {"link out": "the link leads out", "device": "the link leads out", "loop": "cannot be read"}
     with pytest.raises(LowtideError, match=rf"{name}: {message.get(kind, 'not a regular file')}(.|\n)*hint:"):
         with time_limit(SECONDS):
             try_file(name, folder, good[1])
@@ -287,7 +287,7 @@ def test_a_snapshot_of_a_hugging_face_cache_is_read_and_no_other_repository(good
     shutil.copy(good[0] / CONFIG, other / "blobs" / "0")
     (snapshot / CONFIG).unlink()
     (snapshot / CONFIG).symlink_to("../../../models--c--d/blobs/0")
-    with pytest.raises(LowtideError, match=r"config.json: a link that leaves the folder(.|\n)*hint:"):
+    with pytest.raises(LowtideError, match=r"config.json: the link leads out of the folder(.|\n)*hint:"):
         load(snapshot)
 
 
@@ -310,5 +310,5 @@ def test_two_shards_with_one_tensor_are_refused(good, tmp_path):
     folder = tmp_path / "m"
     shutil.copytree(good[0], folder)
     shutil.copy(folder / SHARD, folder / SHARD.replace("00001-", "00002-"))
-    with pytest.raises(LowtideError, match=r"is in another shard, too(.|\n)*hint:"):
+    with pytest.raises(LowtideError, match=r"is also in another shard(.|\n)*hint:"):
         load(folder)

@@ -67,7 +67,7 @@ def test_damaged_configurations_are_refused_by_lowtide_or_can_be_computed() -> N
         ("gemma3_text", {"layer_types": ["chunked_attention"] * 4}, "layer_types"),
         ("phi3", {"attention_bias": True}, "'attention_bias'"),
         ("phi3", {"full_attn_mod": 2}, "'full_attn_mod'"),
-        ("phi3", {"auto_map": {"AutoModelForCausalLM": "own.Own"}}, "auto_map names code of the model's own"),
+        ("phi3", {"auto_map": {"AutoModelForCausalLM": "own.Own"}}, "auto_map names custom code of the model"),
         ("mixtral", {"router_jitter_noise": 0.1}, "'router_jitter_noise'"),
         ("qwen3_moe", {"mlp_only_layers": [1]}, "'mlp_only_layers'"),
         ("qwen3_moe", {"decoder_sparse_step": 2}, "'decoder_sparse_step'"),
@@ -98,7 +98,7 @@ def test_a_cap_that_transformers_stores_and_does_not_apply_changes_nothing_and_i
     file = {**FILES["gemma3_text"], "attn_logit_softcapping": 6.0}
     with pytest.warns(UserWarning, match="attn_logit_softcapping is not applied"):
         assert config_from_hf(file, "config.json") == config_from_hf(FILES["gemma3_text"], "config.json")
-    with pytest.raises(ConfigError, match="no config.json of Gemma3ForCausalLM says attention_soft_cap"):
+    with pytest.raises(ConfigError, match="a config.json of Gemma3ForCausalLM cannot express attention_soft_cap"):
         config_to_hf(dataclasses.replace(KINDS["gemma3_text"], attention_soft_cap=6.0), "float32")
 
 
@@ -133,7 +133,7 @@ def test_sizes_are_taken_from_json_of_both_spellings_of_rotary_frequencies() -> 
         found = config_from_hf({**file, "rope_parameters": {one: by_kind[one], **more}}, "config.json")
         assert found == dataclasses.replace(before, **rest)
     for more, kind in (({"rope_theta": 5.0}, "gemma3_text"), ({"rope_type": "yarn"}, "gemma3_text"), ({}, "qwen3")):
-        message = "more than the kinds of layers" if more else "rope_scaling has 'full_attention'"
+        message = "keys other than the layer types" if more else "rope_scaling has 'full_attention'"
         with pytest.raises(ModelFileError, match=message):
             config_from_hf({**FILES[kind], "rope_parameters": {**by_kind, **more}}, "config.json")
     by_kind["sliding_attention"] = {"rope_type": "yarn", "factor": 2.0}

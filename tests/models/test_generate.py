@@ -170,7 +170,7 @@ def test_layers_apart_write_the_same_and_are_refused_where_they_would_be_scanned
     assert not any(leaf.is_deleted() for leaf in jax.tree.leaves((model, apart)))
     tokens = jnp.ones((1, 4), jnp.int32)
     for use in (lambda: models.logits(apart, tokens), lambda: models.loss(apart, {"tokens": tokens, "labels": tokens})):
-        with pytest.raises(StructureError, match="arrays of their own"):
+        with pytest.raises(StructureError, match="layers are not stacked"):
             use()
 
 
@@ -329,7 +329,7 @@ def test_bad_input(given, message):
     [("temperature", -1), ("temperature", float("nan")), ("top_k", -1), ("top_p", 0), ("min_p", 2)],
 )
 def test_a_sampling_out_of_range(name, value):
-    with pytest.raises(ConfigError, match=f"{name}: out of its range"):
+    with pytest.raises(ConfigError, match=f"{name} is out of range"):
         Sampling(**{name: value})
 
 

@@ -70,32 +70,32 @@ def _damages(content: bytes) -> dict[str, tuple[bytes, tuple[str, ...]]]:
     tokens = _behind(content, b"tokenizer.ggml.tokens")
     return {
         "empty": (b"", ("at least 24 bytes",)),
-        "magic": (b"GGML" + content[4:], ("no GGUF file", "b'GGML'")),
+        "magic": (b"GGML" + content[4:], ("not a GGUF file", "b'GGML'")),
         "big": (_patched(content, 4, ">I", 3), ("big-endian",)),
         "version": (_patched(content, 4, "<I", 1), ("version 1",)),
         "many tensors": (_patched(content, 8, "<Q", 2**60), ("counts that fit",)),
         "many keys": (_patched(content, 16, "<Q", 2**63), ("counts that fit",)),
         "long key": (_patched(content, 24, "<Q", 2**63), ("a key of at most",)),
         "value": (_patched(content, key, "<I", 99), ("99, of 'llama.block_count'",)),
-        "long array": (_patched(content, tokens + 8, "<Q", 2**61), ("texts, inside of the file",)),
-        "nested": (_patched(content, tokens + 4, "<I", 9), ("an array of numbers or of texts",)),
-        "long token": (_patched(content, tokens + 16, "<Q", 2**62), ("bytes more at byte",)),
+        "long array": (_patched(content, tokens + 8, "<Q", 2**61), ("strings, inside the file",)),
+        "nested": (_patched(content, tokens + 4, "<I", 9), ("an array of numbers or strings",)),
+        "long token": (_patched(content, tokens + 16, "<Q", 2**62), ("more bytes at byte",)),
         "axes": (_patched(content, tensor, "<I", 2**31), ("1 to 4 axes",)),
-        "zero": (_patched(content, tensor + 4, "<Q", 0), ("rows of whole blocks",)),
-        "wide": (_patched(content, tensor + 4, "<QQ", 2**40, 2**40), ("rows of whole blocks",)),
-        "other shape": (_patched(content, tensor + 4, "<QQ", 4, 16), ("another shape",)),
+        "zero": (_patched(content, tensor + 4, "<Q", 0), ("rows of a multiple of",)),
+        "wide": (_patched(content, tensor + 4, "<QQ", 2**40, 2**40), ("rows of a multiple of",)),
+        "other shape": (_patched(content, tensor + 4, "<QQ", 4, 16), ("the shape of",)),
         "type": (_patched(content, tensor + 20, "<I", 1000), ("not read", "type 1000")),
         "Q8_K": (_patched(content, tensor + 20, "<I", 15), ("not read", "Q8_K", "Q8_0")),
-        "blocks": (_patched(content, tensor + 20, "<I", 8), ("whole blocks of 32 in Q8_0",)),
-        "offset": (_patched(content, tensor + 24, "<Q", 2**62), ("inside of the file",)),
+        "blocks": (_patched(content, tensor + 20, "<I", 8), ("a multiple of 32 in Q8_0",)),
+        "offset": (_patched(content, tensor + 24, "<Q", 2**62), ("inside the file",)),
         "odd offset": (_patched(content, tensor + 24, "<Q", 4), ("multiples of 32",)),
         "beside": (_patched(content, tensor + 24, "<Q", 0), ("inside of another",)),
         "twice": (content[:norm] + b"blk.0.ffn__norm.weight" + content[norm + 22 :], ("lacks", "attn_norm")),
-        "truncated": (content[:-600], ("inside of the file",)),
+        "truncated": (content[:-600], ("inside the file",)),
         "no header": (content[:90], ("not a complete GGUF file",)),
         "layers": (_patched(content, key + 4, "<I", 3), ("lacks", "blk.2.")),
         "many layers": (_patched(content, key + 4, "<I", 9999), ("lacks", "9999 layers")),
-        "fewer layers": (_patched(content, key + 4, "<I", 1), ("has no place for", "blk.1.")),
+        "fewer layers": (_patched(content, key + 4, "<I", 1), ("does not describe", "blk.1.")),
     }
 
 
@@ -117,9 +117,9 @@ def test_damage_is_named(damage: str, good: bytes, tmp_path: Path) -> None:
 def test_names_that_stand_twice(good: bytes, tmp_path: Path) -> None:
     file = tmp_path / "x.gguf"
     file.write_bytes(good.replace(b"llama.attention.key_length", b"llama.attention.head_count"))
-    _refused(file, "every key once", "'llama.attention.head_count' twice")
+    _refused(file, "unique keys", "'llama.attention.head_count' twice")
     file.write_bytes(good.replace(b"blk.1.attn_norm.weight", b"blk.0.attn_norm.weight"))
-    _refused(file, "every tensor once", "blk.0.attn_norm.weight")
+    _refused(file, "unique tensors", "blk.0.attn_norm.weight")
 
 
 @pytest.mark.parametrize(
@@ -130,7 +130,7 @@ def test_names_that_stand_twice(good: bytes, tmp_path: Path) -> None:
         ({"rope.dimension_sections": [1, 2]}, ("rope.dimension_sections",)),
         ({"rope.dimension_count": 2}, ("partial_rotary_factor",)),
         ({"rope.scaling.yarn_log_multiplier": 0.1}, ("yarn_log_multiplier",)),
-        ({"attention.value_length": 8}, ("attention.value_length", "4, as keys have")),
+        ({"attention.value_length": 8}, ("attention.value_length", "4, the length of keys")),
         ({"attention.head_count": [2, 1]}, ("attention.head_count", "the same for all layers")),
         ({"attention.head_count": None}, ("attention.head_count",)),
         ({"attention.causal": False}, ("attention.causal", "True, or no such key")),
@@ -147,7 +147,7 @@ def test_names_that_stand_twice(good: bytes, tmp_path: Path) -> None:
         ({"feed_forward_length": 2**31}, ("intermediate_size",)),
         ({"attention.layer_norm_rms_epsilon": float("nan")}, ("layer_norm_rms_epsilon",)),
         ({"rope.freq_base": float("inf")}, ("rope.freq_base",)),
-        ({"rope.freq_base": 0.0}, ("rope.freq_base", "from 1 on")),
+        ({"rope.freq_base": 0.0}, ("rope.freq_base", "of at least 1")),
         ({"expert_count": 60_000, "expert_used_count": 2}, ("lacks", "_exps")),
     ],
 )
@@ -175,7 +175,7 @@ def test_experts_are_counted_before_they_are_named(
     file = tmp_path / "x.gguf"
     write_gguf(file, folder, blk__0__ffn_up_exps__weight=np.zeros((4, 8, 8), np.float32))
     never = (pytest.fail("a name was made") for _ in range(1))
-    for layers, experts, words in ((2, 60_000, "ffn_up_exps.*another shape"), (2**17, 4, "131072 layers")):
+    for layers, experts, words in ((2, 60_000, "the shape of .*ffn_up_exps"), (2**17, 4, "131072 layers")):
         with pytest.raises(ModelFileError, match=f"(?s){words}"):
             with open_gguf(file, layers=layers, experts=experts, heads={}, names=never):
                 pass
@@ -221,7 +221,7 @@ def test_truth_values_of_an_array_are_0_or_1(folder: Path, tmp_path: Path) -> No
     content = (tmp_path / "x.gguf").read_bytes()
     at = _behind(content, b"llama.odd") + 16
     (tmp_path / "x.gguf").write_bytes(_patched(content, at, "BBB", 1, 2, 0))
-    _refused(tmp_path / "x.gguf", "truth values, 0 or 1")
+    _refused(tmp_path / "x.gguf", "booleans, 0 or 1")
 
 
 def test_what_is_no_whole_model_is_named(good: bytes, tmp_path: Path) -> None:
@@ -241,7 +241,7 @@ def test_what_is_no_whole_model_is_named(good: bytes, tmp_path: Path) -> None:
     link = tmp_path / "folder" / "z.gguf"
     link.parent.mkdir()
     link.symlink_to(tmp_path / "y.gguf")
-    with pytest.raises(ModelFileError, match="leaves the folder"):
+    with pytest.raises(ModelFileError, match="leads out of the folder"):
         models.load(link.parent)
 
 

@@ -187,7 +187,7 @@ def test_int8_weights_are_theirs(peer: peers.Peer, tmp_path: Path) -> None:
 def test_fp4_weights_are_theirs(peer: peers.Peer, tmp_path: Path) -> None:
     options = {"load_in_4bit": True, "bnb_4bit_use_double_quant": True}
     quantized = Quantized(peer, tmp_path, "llama", options, num_hidden_layers=1)
-    with pytest.warns(UserWarning, match="weights in FP4 become arrays"):
+    with pytest.warns(UserWarning, match="weights in FP4 are loaded as arrays"):
         model = models.load(quantized.folder, dtype="float32")
     want = peer.answer("weights", quantized.thin_weights, quantized.folder)["model.layers.0.mlp.up_proj"]
     got = peers.thin(model.layers["mlp"]["up_proj"]["weight"][0], STEP)

@@ -434,7 +434,7 @@ def test_layers_and_batches_that_do_not_fit_are_named() -> None:
         pipeline_of("1f1b", 2, arranged=True).arrange(layers)
     for weight in (lambda batch: batch["labels"], lambda batch: "labels"):
         with pytest.raises(
-            StructureError, match=r"(?s)weight of a microbatch is no number.*scalar.*labels|shape.*hint:"
+            StructureError, match=r"(?s)weight of a microbatch is not a number.*scalar.*labels|shape.*hint:"
         ):
             pipeline_of("1f1b", 2, weight=weight)(outer, layers, batch)
     del batch["positions"]
@@ -453,10 +453,10 @@ def test_functions_of_another_shape_are_named() -> None:
         return value_and_grad(stack, made, mesh=mesh_of(2))(outer, layers, make_batch())
 
     with pytest.raises(
-        StructureError, match=r"(?s)x: a block returns another shape or dtype.*3, 8.*got: .*3, 4.*hint:"
+        StructureError, match=r"(?s)x: a block returns a shape or dtype that differs.*3, 8.*got: .*3, 4.*hint:"
     ):
         run(block=lambda layer, h, batch: {**h, "x": h["x"][..., :4]})
-    with pytest.raises(StructureError, match=r"(?s)returns no loss.*\(loss, metrics\).*hint:"):
+    with pytest.raises(StructureError, match=r"(?s)does not return a loss.*\(loss, metrics\).*hint:"):
         run(last=lambda outer, h, batch: h["x"])
 
 

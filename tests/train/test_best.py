@@ -56,7 +56,7 @@ def test_the_best_is_saved_where_it_is_found_and_stays_beside_the_newest(tmp_pat
     other = trainer(tmp_path, best="eval_loss")
     assert other.restore(best=True) == 4 and float(other.model["w"]) == 4
     assert other.restore(step=12) == 12 and float(other.model["w"]) == 12
-    with pytest.raises(OutputError, match=r"(?s)later step than the trainer's.*none after step 12.*step 14"):
+    with pytest.raises(OutputError, match=r"(?s)later step than the trainer's.*no checkpoint after step 12.*step 14"):
         fit(other, 14, 1.0)
     assert other.restore() == 14 and float(other.model["w"]) == 14
 
@@ -143,22 +143,24 @@ def test_what_cannot_be_the_best_or_is_not_there_is_named(tmp_path: Any) -> None
     with pytest.raises(ConfigError, match=r"(?s)best='eval_loss' needs evaluations.*hint: pass batches"):
         trainer(tmp_path, best="eval_loss").fit(BATCHES, num_steps=1)
     with pytest.raises(
-        ConfigError, match=r"(?s)best='loss'.*no such value.*one of eval_loss, eval_accuracy.*hint: return it"
+        ConfigError, match=r"(?s)best='loss' is not a value.*one of eval_loss, eval_accuracy.*hint: return it"
     ):
         fit(trainer(tmp_path, best="loss"), 2, 1)
-    with pytest.raises(ConfigError, match=r"(?s)none was evaluated.*got: no checkpoint.*hint:.*best=\"eval_loss\""):
+    with pytest.raises(
+        ConfigError, match=r"(?s)no checkpoint was evaluated.*got: no checkpoint.*hint:.*best=\"eval_loss\""
+    ):
         trainer(tmp_path, best="eval_loss").restore(best=True)
     ours = trainer(tmp_path)
     ours.fit(BATCHES, num_steps=4, checkpoint_every=2)
     with pytest.raises(ConfigError, match=r"(?s)no checkpoint of step 3.*one of steps 2, 4.*got: 3.*hint:"):
         ours.restore(step=3)
     assert ours.step == 4 and float(ours.model["w"]) == 4
-    with pytest.raises(ConfigError, match=r"(?s)none was evaluated.*got: steps 2, 4"):
+    with pytest.raises(ConfigError, match=r"(?s)no checkpoint was evaluated.*got: steps 2, 4"):
         ours.restore(best=True)
     with pytest.raises(ConfigError, match=r"(?s)takes step or best.*step=2, best=True.*hint:"):
         ours.restore(step=2, best=True)
     for file in (tmp_path / "2" / "notes").rglob("*"):
         file.unlink()
-    with pytest.raises(StateError, match=r"(?s)checkpoint of step 2 in .* is damaged.*hint: restore\(\) takes"):
+    with pytest.raises(StateError, match=r"(?s)checkpoint of step 2 in .* is damaged.*hint: restore\(\) loads"):
         ours.restore(step=2)
     assert ours.restore() == 4

@@ -141,7 +141,7 @@ def test_what_is_said_of_damage_is_what_was_done(saved, tmp_path, how):
         else:
             assert ours._snapshots.roll_back() == 0
     told = [str(one.message).partition("hint: ")[2] for one in said if "step" in str(one.message)]
-    assert told[:2] == ["the one before it is tried", "there is none before it"]
+    assert told[:2] == ["the checkpoint before it is tried", "there is no earlier checkpoint"]
     is_renamed = [(tmp_path / f"damaged-{step}").is_dir() for step in (1, 2)]
     assert is_renamed == [how != "all of them"] * 2
     assert any("were renamed: damaged-" in str(one.message) for one in said) == is_renamed[0]
@@ -149,7 +149,7 @@ def test_what_is_said_of_damage_is_what_was_done(saved, tmp_path, how):
 
 def test_another_model_is_the_users_mistake_and_no_damage(saved, tmp_path):
     shutil.copytree(saved[0], tmp_path, dirs_exist_ok=True)
-    with pytest.raises(StructureError, match="not of this model and optimizer"):
+    with pytest.raises(StructureError, match="belongs to another model or optimizer"):
         trainer(tmp_path, width=4).restore()
     assert sorted(path.name for path in tmp_path.iterdir() if path.is_dir()) == ["1", "2"]
 
@@ -191,7 +191,7 @@ def test_what_is_damaged_costs_a_trainer_nothing_that_it_holds(saved, tmp_path):
     ours = lt.Trainer(
         {"w": jnp.ones(3)}, lambda m, x: jnp.sum(m["w"]), optax.sgd(1.0), rollback=False, checkpoint_dir=tmp_path
     )
-    with pytest.raises(StateError, match=r"(?s)step 2 in .* is damaged: state/.* by its checksum.*hint:"):
+    with pytest.raises(StateError, match=r"(?s)step 2 in .* is damaged: state/.* does not match its checksum.*hint:"):
         ours.restore(step=2)
     assert ours.model["w"].tolist() == [1.0] * 3
 
@@ -212,7 +212,7 @@ def test_large_files_are_read_in_parts_and_shared_by_processes(tmp_path, monkeyp
 def test_a_file_that_its_disk_gives_no_more_is_damage_and_one_that_may_not_be_read_is_not(tmp_path, monkeypatch):
     (tmp_path / "a").write_bytes(b"abc")
     _checksums.write_checksums(tmp_path)
-    for number, expected in [(errno.EIO, "cannot be read from its disk"), (errno.EACCES, None)]:
+    for number, expected in [(errno.EIO, "can no longer be read from its disk"), (errno.EACCES, None)]:
 
         def fail(paths, number=number):
             raise OSError(number, os.strerror(number))

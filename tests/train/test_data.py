@@ -93,7 +93,7 @@ def test_a_position_belongs_to_its_data(tmp_path: Any) -> None:
     made.fit(first, num_steps=3)
     made.restore()
     seen.clear()
-    with pytest.warns(UserWarning, match="3 batches are passed over"):
+    with pytest.warns(UserWarning, match="3 batches are skipped"):
         made.fit(Named("f", seen), num_steps=4)
     assert seen == ["f0", "f1", "f2", "f3"]
 
@@ -104,7 +104,7 @@ def test_a_run_that_is_past_its_end_does_nothing() -> None:
     with pytest.warns(UserWarning, match="fit took no step: the trainer is at step 4"):
         assert ours.fit([np.float32(1)] * 9, num_steps=2) == [] and ours.step == 4
     for name in ("num_steps", "num_epochs"):
-        with pytest.raises(ConfigError, match=rf"(?s){name} is no number.*got: -1.*hint:"):
+        with pytest.raises(ConfigError, match=rf"(?s){name} is not an integer.*got: -1.*hint:"):
             ours.fit([np.float32(1)], **{name: -1})
 
 

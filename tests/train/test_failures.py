@@ -235,7 +235,7 @@ def test_a_callback_that_closes_over_the_model(subjects: Any, kind: str) -> None
                 subject.call(subject.model, subjects.batches(1)[0]["x"])
 
     trainer = subject.trainer()
-    with pytest.raises(error, match="a trainer has this array|deleted") as raised:
+    with pytest.raises(error, match="a trainer has borrowed this array|deleted") as raised:
         trainer.fit(subjects.batches(), num_steps=STEPS, callbacks=[Closes()])
     assert "the trainer holds the state of step 3" in raised.value.__notes__[-1]
     subjects.assert_same(subject.weights(trainer), subjects.reference(kind, 3))
@@ -279,7 +279,7 @@ def test_a_model_in_the_middle_of_fit_says_who_has_its_arrays(subjects: Any, kin
     class Closes(Callback):
         def on_step_end(self, trainer: Any, step: int) -> None:
             if step == 2:
-                with pytest.raises(StateError, match=r"(?s)a trainer has this array.*hint: .*trainer.model"):
+                with pytest.raises(StateError, match=r"(?s)a trainer has borrowed this array.*hint: .*trainer.model"):
                     subject.call(subject.model, subjects.batches(1)[0]["x"])
                 seen.append(np.asarray(subject.call(trainer.model, subjects.batches(1)[0]["x"])).shape)
 

@@ -79,7 +79,7 @@ def test_a_model_that_a_callback_has_read_goes_back_with_the_trainer(subjects: A
     tx = lt.train.ema(optax.adam(1e-2), decay=0.9)
     ours = lt.Trainer(subject.given, subject.loss, tx, on_nan="roll_back")
     before = subject.weights(ours)
-    with pytest.warns(UserWarning, match="step 1: loss is not finite; back to the weights of step 0"):
+    with pytest.warns(UserWarning, match="step 1: loss is not finite, so the weights of step 0 were restored"):
         ours.fit([bad, good], num_steps=1, callbacks=[At(1, use)], progress=False)
     subjects.assert_same(subject.weights(ours), before)
     assert np.isfinite(ours.fit([bad, good], num_steps=2, progress=False)[-1]["loss"])
@@ -258,7 +258,7 @@ def test_a_callback_whose_state_fails_does_not_lose_the_position_of_the_data() -
     with pytest.warns(UserWarning, match="1 batches are"), pytest.raises(ZeroDivisionError) as raised:
         ours.fit(data, num_steps=4, callbacks=[Breaks()], progress=False)
     assert "lowtide: leaving the data failed: RuntimeError: planted" in raised.value.__notes__
-    with pytest.warns(UserWarning, match="3 batches are passed over"):
+    with pytest.warns(UserWarning, match="3 batches are skipped"):
         records = ours.fit(data, num_steps=4, progress=False)
     assert [record["example"] for record in records] == [3]
 
@@ -278,7 +278,7 @@ def test_a_callback_that_fails_after_another_went_to_the_best_leaves_the_data_th
 
 
 def test_a_misspelt_monitor_leaves_no_checkpoint_in_the_way(tmp_path: Any) -> None:
-    with pytest.raises(ConfigError, match="EarlyStopping watches 'los'"):
+    with pytest.raises(ConfigError, match="EarlyStopping monitors 'los'"):
         options: dict[str, Any] = {"callbacks": [lt.train.EarlyStopping("los")], "progress": False}
         trainer(checkpoint_dir=tmp_path).fit(BATCHES, num_steps=4, **options)
     ours = trainer(checkpoint_dir=tmp_path)

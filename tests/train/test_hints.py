@@ -25,14 +25,18 @@ def trainer() -> lt.Trainer:
 @pytest.mark.parametrize(
     ("args", "kwargs", "said"),
     [
-        ((X, Y), {"batch_size": 4, "epochs": 2}, r"epochs is num_epochs here.*array_data\(\(x, y\), batch_size=32\)"),
+        (
+            (X, Y),
+            {"batch_size": 4, "epochs": 2},
+            r"use num_epochs instead of epochs.*array_data\(\(x, y\), batch_size=32\)",
+        ),
         (((X, Y),), {"batch_size": 4}, r"'batch_size'.*fit\(lowtide.train.array_data"),
         (
             ([(X, Y)],),
             {"epochs": 1, "validation_data": [], "verbose": 0},
-            "validation_data is eval_data here; verbose is",
+            "use eval_data instead of validation_data; use progress instead of verbose",
         ),
-        (([],), {"steps_per_epoch": 5}, "steps_per_epoch is num_steps in all here"),
+        (([],), {"steps_per_epoch": 5}, r"use num_steps \(for all epochs\) instead of steps_per_epoch"),
         ((), {"num_steps": 1}, "missing a required argument: 'data'"),
     ],
 )
@@ -100,6 +104,6 @@ def test_whole_tensors_are_no_batches(data: Any) -> None:
 
 def test_tensors_of_another_library_are_no_parameters() -> None:
     with pytest.raises(
-        SelectionError, match=r"(?s)w: a leaf of type .*Tensor cannot be differentiated.*hint: of a PyTo"
+        SelectionError, match=r"(?s)w: a leaf of type .*Tensor cannot be differentiated.*hint: convert a PyTo"
     ):
         lt.value_and_grad(lambda p: p["w"])({"w": Tensor(X)})

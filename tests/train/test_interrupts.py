@@ -215,7 +215,7 @@ def test_a_state_that_is_no_number_is_not_kept(tmp_path: Any) -> None:
 def test_a_callback_cannot_save_a_state_that_is_no_number(tmp_path: Any) -> None:
     data = [np.float32(value) for value in (1, 1, np.nan, 1)]
     ours = trainer(on_nan="roll_back", checkpoint_dir=tmp_path)
-    with pytest.warns(UserWarning, match="step 3: loss is not finite; back to the weights of step 0"):
+    with pytest.warns(UserWarning, match="step 3: loss is not finite, so the weights of step 0 were restored"):
         ours.fit(data, num_steps=4, callbacks=[At(3, lambda trainer: trainer.save())])
     assert ours.checkpoints is not None
     for step in (3, 4):
@@ -352,7 +352,7 @@ def test_every_callback_is_told_of_the_user_s_exception() -> None:
 
 def test_fit_within_fit_is_refused() -> None:
     ours = trainer()
-    with pytest.raises(StateError, match=r"(?s)fit was called while fit is running.*hint: call it after"):
+    with pytest.raises(StateError, match=r"(?s)fit was called while another fit is running.*hint: call it after"):
         ours.fit(Numbers(), num_steps=4, callbacks=[At(2, lambda trainer: trainer.fit(Numbers(), num_steps=6))])
     assert len(ours.fit(Numbers(), num_steps=4)) == 2
 
@@ -360,7 +360,9 @@ def test_fit_within_fit_is_refused() -> None:
 @pytest.mark.parametrize("name", ["eval_every", "checkpoint_every"])
 @pytest.mark.parametrize("every", [0, -1])
 def test_a_number_of_steps_that_is_none_is_refused(name: str, every: int, tmp_path: Any) -> None:
-    with pytest.raises(ConfigError, match=rf"(?s){name} is no number of steps.*1 or more.*got: {every}.*hint:"):
+    with pytest.raises(
+        ConfigError, match=rf"(?s){name} is not a positive number of steps.*1 or more.*got: {every}.*hint:"
+    ):
         trainer(checkpoint_dir=tmp_path).fit(Numbers(), num_steps=1, **{name: every})
 
 

@@ -209,7 +209,7 @@ def test_a_layerwise_step_says_what_trains_by_itself():
     loss_fn = lambda m, x: stack.apply(m["outer"], m["layers"], x)  # noqa: E731
     records = Trainer(model, loss_fn, step).fit([jnp.ones((4, 3))] * 3, num_steps=3)
     assert records[2]["loss"] < records[0]["loss"]
-    with pytest.raises(ConfigError, match=r"wrt is said twice(.|\n)*hint: pass wrt to lt.offload.layerwise_step"):
+    with pytest.raises(ConfigError, match=r"wrt is set twice(.|\n)*hint: pass wrt to lt.offload.layerwise_step"):
         Trainer(model, loss_fn, step, wrt="layers/**")
     with pytest.raises(StructureError, match=r"made of outer and layers(.|\n)*got: list(.|\n)*hint:"):
         Trainer([model], loss_fn, step)
@@ -235,7 +235,7 @@ def test_a_trainer_skips_with_a_layerwise_step_and_counts():
     assert [np.isfinite(record["loss"]) for record in records] == [True, True, False, True, True]
     # Two programs, of which JAX 0.12's compiler rounds one otherwise where LLVM's optimisations are off.
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), ours.model, theirs.model)
-    with pytest.raises(NonFiniteError, match="nor was it in the 99 steps before"):
+    with pytest.raises(NonFiniteError, match="and was not finite in the 99 steps before"):
         trainer("skip").fit([bad] * 120, num_steps=120, progress=False)
     with pytest.raises(NonFiniteError):
         theirs.fit([*good, bad], num_steps=5, progress=False)

@@ -419,14 +419,14 @@ def test_the_step_compiles_for_a_pod_that_is_not_there() -> None:
 
 
 WRONG: dict[str, tuple[Any, Options, str]] = {
-    "no schedule": (decoder, {"pipeline": "zb-h1"}, "pipeline is no schedule"),
-    "a loss": (decoder, {"loss_fn": models.loss}, "without loss_fn"),
-    "microbatches": (decoder, {"num_microbatches": 2}, "without num_microbatches"),
-    "mutable": (decoder, {"mutable": "layers/**"}, "without mutable"),
-    "dtype": (decoder, {"compute_dtype": "bfloat16"}, "without compute_dtype"),
-    "seed": (decoder, {"seed": 1}, "without seed"),
-    "layerwise": (decoder, {"tx": layerwise_step(decoder().stack, optax.sgd(0.1))}, "without a layerwise step"),
-    "no stack": (own, {}, "of a schedule alone the trainer does not know the functions"),
+    "no schedule": (decoder, {"pipeline": "zb-h1"}, "pipeline is not a schedule"),
+    "a loss": (decoder, {"loss_fn": models.loss}, "with loss_fn"),
+    "microbatches": (decoder, {"num_microbatches": 2}, "with num_microbatches"),
+    "mutable": (decoder, {"mutable": "layers/**"}, "with mutable"),
+    "dtype": (decoder, {"compute_dtype": "bfloat16"}, "with compute_dtype"),
+    "seed": (decoder, {"seed": 1}, "with seed"),
+    "layerwise": (decoder, {"tx": layerwise_step(decoder().stack, optax.sgd(0.1))}, "with a layerwise step"),
+    "no stack": (own, {}, "a schedule needs a model with a stack"),
     "no layers": (lambda: {"w": jnp.ones(2)}, {"pipeline": own_pipeline()}, "made of outer and layers"),
     "other mesh": (decoder, {"sharding": ShardingRules(mesh=make_mesh(stage=2))}, "for another mesh"),
     "no axis": (decoder, {"sharding": ShardingRules(mesh=make_mesh())}, "the mesh has no axis 'stage'"),
@@ -438,7 +438,7 @@ WRONG: dict[str, tuple[Any, Options, str]] = {
     "rows by stage": (
         decoder,
         {"sharding": ShardingRules(mesh=make_mesh(stage=4), batch_axes=("stage", "fsdp"))},
-        "batches are divided along the axis of the pipeline",
+        "batches are sharded along the axis of the pipeline",
     ),
     "two divisions of batches": (
         own,
@@ -446,7 +446,7 @@ WRONG: dict[str, tuple[Any, Options, str]] = {
             "pipeline": own_pipeline(),
             "sharding": ShardingRules(mesh=make_mesh(stage=2, devices=jax.devices()[:2]), batch_axes="data"),
         },
-        "divide batches along different axes",
+        "shard batches along different axes",
     ),
     "axis": (
         own,
@@ -458,11 +458,11 @@ WRONG: dict[str, tuple[Any, Options, str]] = {
         {"pipeline": own_pipeline(jax.sharding.Mesh(jax.devices()[:2], ("pipe",)), "pipe")},
         'name the axis of the mesh "stage"',
     ),
-    "twice": (own, {"pipeline": own_pipeline(wrt="outer/**"), "wrt": "layers/**"}, "wrt is said twice"),
+    "twice": (own, {"pipeline": own_pipeline(wrt="outer/**"), "wrt": "layers/**"}, "wrt is set twice"),
     "rule": (
         decoder,
         {"sharding": ShardingRules(mesh=make_mesh(stage=4), rules={"layers/.*q_proj/weight": P(None, "fsdp")})},
-        "is not divided along 'stage'",
+        "is not sharded along 'stage'",
     ),
     "nothing": (decoder, {"wrt": "layers/nothing"}, "matches no|selects no|nothing"),
 }
@@ -503,7 +503,7 @@ def test_one_array_at_two_paths_of_the_layers_is_refused(name: str, num_stages: 
     model["layers"]["v"] = model["layers"]["w"]
     mesh = make_mesh(stage=2, devices=jax.devices()[:2])
     made = schedule(name, num_stages=num_stages, num_microbatches=4)
-    with pytest.raises(LowtideError, match="layers/v and layers/w are the same array and both train"):
+    with pytest.raises(LowtideError, match="layers/v and layers/w are the same array, and both are trainable"):
         Trainer(model, None, sgd(), pipeline=value_and_grad(DROPOUT, made, mesh=mesh))
 
 
@@ -526,7 +526,7 @@ def test_without_rules_batches_are_divided_as_the_pipeline_says() -> None:
 def test_layers_in_host_memory_are_refused() -> None:
     model = decoder()
     hosted = dataclasses.replace(model, layers=lt.offload.to_host(model.layers))
-    with pytest.raises(ConfigError, match=r"(?s)layers/.*: is in host memory.*hint: lt.offload.to_device"):
+    with pytest.raises(ConfigError, match=r"(?s)layers/.* is in host memory.*hint: lt.offload.to_device"):
         pipelined(model=hosted)
 
 
@@ -534,5 +534,5 @@ def test_without_rules_the_devices_that_are_left_divide_weights() -> None:
     trainer = Trainer(decoder(), None, sgd(), pipeline=schedule("1f1b", num_stages=4, num_microbatches=4))
     assert trainer.sharding is not None
     assert dict(trainer.sharding.mesh.shape) == {"stage": 4, "data": 1, "fsdp": 2, "tensor": 1}
-    with pytest.raises(ConfigError, match="devices do not divide among 3 ranks"):
+    with pytest.raises(ConfigError, match="number of devices is not a multiple of 3 ranks"):
         Trainer(decoder(), None, sgd(), pipeline=schedule("1f1b", num_stages=3, num_microbatches=4))

@@ -86,7 +86,7 @@ def test_a_run_that_is_left_goes_on_in_another_one() -> None:
 
 def test_a_roll_back_is_said_before_the_record_of_the_step() -> None:
     data = [DATA[0], np.float32(np.nan), *DATA[2:]]
-    with pytest.warns(UserWarning, match="step 2: loss is not finite; back to the weights of step 0"):
+    with pytest.warns(UserWarning, match="step 2: loss is not finite, so the weights of step 0 were restored"):
         events = drive(session(trainer(on_nan="roll_back"), data))
     names = [event.name for event in events]
     at = names.index("rollback")

@@ -96,7 +96,7 @@ def test_what_does_not_begin_is_an_error_of_a_new_run_alone(library: str, stand_
     stand_in.cannot_begin = True
     with pytest.warns(UserWarning, match=r"failed(.|\n)*no API key"):
         fit(2, Tracker(library, tmp_path), where=tmp_path / "c")
-    with pytest.raises(ConfigError, match=rf"{library} does not begin(.|\n)*no API key(.|\n)*hint:"):
+    with pytest.raises(ConfigError, match=rf"{library} cannot start a run(.|\n)*no API key(.|\n)*hint:"):
         fit(1, Tracker(library, tmp_path))
     assert not (tmp_path / f"tracker-{library}.json").exists()
 

@@ -45,7 +45,6 @@ class SelectedStep(NamedTuple):
     weight: Callable[[Tree], Any] | None
     sharding: ShardingRules | None
     num_microbatches: int
-    """Number of parts of a batch."""
 
     def initialize(self, model: Any, on_nan: str) -> tuple[Any, TrainState, Tree, bool]:
         """Return the placed model, its state, the frozen leaves, and whether steps drop non-finite updates."""
@@ -75,8 +74,8 @@ def choose_step(
     """Choose the training step; arguments and errors as in `Trainer`."""
     if weight is not None and not callable(weight):
         raise ConfigError(
-            "weight is no function",
-            expected="weight(batch) -> a number",
+            "weight is not a function",
+            expected="a function weight(batch) that returns a number",
             got=repr(weight)[:80],
             hint='lambda batch: jnp.sum(batch["mask"])',
         )
@@ -95,10 +94,10 @@ def choose_step(
         refuse_precision(compute_dtype)
         if sharding is not None and sharding.num_context_shards > 1:
             raise ConfigError(
-                "a layerwise step cannot divide the tokens of rows among devices yet",
+                "a layerwise step cannot shard the tokens of rows over devices yet",
                 expected="a mesh without an axis context",
                 got=dict(sharding.mesh.shape),
-                hint="an Optax optimizer, with remat=True in the loss; its state is divided along fsdp",
+                hint="use an Optax optimizer, with remat=True in the loss; its state is sharded along fsdp",
             )
         _check_layerwise_arguments(
             wrt=(wrt, None), mutable=(mutable, None), num_microbatches=(num_microbatches, 1), seed=(seed, 0)
@@ -116,7 +115,7 @@ def choose_step(
     if sharding is not None:
         # With an abstract mesh, the program runs on the devices of its arguments, and compiles for any target.
         mesh: Any = sharding.mesh.abstract_mesh
-        sharding_kwargs = {"divide": dataclasses.replace(sharding, mesh=mesh).constrain, "mesh": mesh}
+        sharding_kwargs = {"shard": dataclasses.replace(sharding, mesh=mesh).constrain, "mesh": mesh}
     step = WholeStep(*arguments, mutable=selected_mutable, seed=seed, compute_dtype=compute_dtype, **sharding_kwargs)
     return SelectedStep(step, weight, sharding, num_microbatches)
 
@@ -126,23 +125,27 @@ def _check_pipeline_arguments(
 ) -> None:
     conflicts = {
         "a bridge": (isinstance(model, ModelObject), "a pytree of outer and layers", "pass the arrays as a pytree"),
-        "a layerwise step": (isinstance(tx, LayerwiseStep), "an optimizer of Optax", "optax.adamw(1e-4)"),
-        "loss_fn": (loss_fn is not None, "None: its loss is the stack's", "Trainer(model, None, tx, pipeline=...)"),
+        "a layerwise step": (isinstance(tx, LayerwiseStep), "an Optax optimizer", "optax.adamw(1e-4)"),
+        "loss_fn": (loss_fn is not None, "None: the stack defines the loss", "Trainer(model, None, tx, pipeline=...)"),
         "mutable": (mutable is not None, "functions of the stack that change no weights", "leave it out"),
-        "num_microbatches": (num_microbatches != 1, "the schedule's own", "schedule(..., num_microbatches=...)"),
+        "num_microbatches": (
+            num_microbatches != 1,
+            "1: the schedule sets the number",
+            "schedule(..., num_microbatches=...)",
+        ),
         "compute_dtype": (compute_dtype is not None, "a stack that casts by itself", "load(..., compute_dtype=...)"),
         "seed": (seed != 0, "random keys as leaves of batches", 'a batch {"key": jax.random.key(step), ...}'),
     }
     for name, (is_set, expected, hint) in conflicts.items():
         if is_set:
-            raise ConfigError(f"a pipeline is trained without {name}", expected=expected, got=name, hint=hint)
+            raise ConfigError(f"a pipeline cannot be trained with {name}", expected=expected, got=name, hint=hint)
 
 
 def _check_layerwise_arguments(**arguments: tuple[Any, Any]) -> None:
     for name, (value, default) in arguments.items():
         if value != default:
             raise ConfigError(
-                f"{name} is said twice, to the trainer and to its layerwise step",
+                f"{name} is set twice, for the trainer and for its layerwise step",
                 expected=f"Trainer(..., layerwise_step(..., {name}=...))",
                 got=f"{name}={value!r} for the trainer",
                 hint=f"pass {name} to lt.offload.layerwise_step alone",
@@ -157,7 +160,7 @@ def _can_drop_update(on_nan: str, state: TrainState, *, is_layerwise: bool) -> b
         return on_nan == "skip"
     if on_nan == "skip" and host_paths:
         raise ConfigError(
-            "this step's updates cannot be left out",
+            "a step with state on the host cannot drop its update",
             expected='on_nan="abort", "roll_back" or "ignore"',
             got=f"state on the host: {', '.join(host_paths[:4])}",
             hint='"roll_back" returns to the last copy of the state; a layerwise step can skip',
@@ -174,41 +177,44 @@ def _check_arguments(
         cls = getattr(sys.modules.get(library), class_name, None)
         if cls is not None and isinstance(model, cls):
             raise ConfigError(
-                f"a {type(model).__name__} is a mutable object, which the trainer takes by way of its bridge",
+                f"a {type(model).__name__} is a mutable object, which the trainer can use only through its bridge",
                 expected=f"Trainer(lowtide.ext.{name}.Bridge(model), ...)",
                 got=type(model).__name__,
                 hint=f"from lowtide.ext.{name} import Bridge",
             )
     if not (isinstance(tx, LayerwiseStep) or (hasattr(tx, "init") and hasattr(tx, "update"))):
         raise ConfigError(
-            "tx is no optimizer of Optax",
+            "tx is not an Optax optimizer",
             expected="an optax.GradientTransformation, such as optax.adamw(1e-3), or a layerwise step",
             got=repr(tx)[:80],
-            hint="an optimizer of Keras or NNX cannot be used: choose Optax' of the same name",
+            hint="optimizers of Keras and NNX cannot be used: choose the Optax optimizer of the same name",
         )
     if not (pipeline is None or isinstance(pipeline, Schedule | Pipeline)):
         raise ConfigError(
-            "pipeline is no schedule",
-            expected="a lowtide.pipeline.Schedule, or what lowtide.pipeline.value_and_grad made",
+            "pipeline is not a schedule",
+            expected="a lowtide.pipeline.Schedule, or a result of lowtide.pipeline.value_and_grad",
             got=repr(pipeline)[:80],
             hint='lt.pipeline.schedule("zb-h1", num_stages=4, num_microbatches=16)',
         )
     if not callable(loss_fn) and pipeline is None:
         raise ConfigError(
-            "loss_fn is no function",
+            "loss_fn is not a function",
             expected="loss_fn(model, batch) that returns a scalar",
             got=repr(loss_fn)[:80],
-            hint='of a Keras model its bridge makes it: bridge.loss("mse"); None is for pipeline= alone',
+            hint='the bridge of a Keras model makes one: bridge.loss("mse"); None is valid only with pipeline=',
         )
     if (
         callable(loss_fn) and not isinstance(tx, LayerwiseStep) and not isinstance(model, ModelObject)
     ):  # the loss of an Equinox bridge takes the module's state as one more argument
         _check_signature(loss_fn)
-    problem, hint = "num_microbatches is no number of parts", "1 means no accumulation"
+    problem, hint = "num_microbatches is not a valid number of parts", "1 means no accumulation"
     check_count(problem, num_microbatches, 1, "an integer of at least 1", hint)
     if not is_count(seed, -(2**31)) or seed >= 2**32:
         raise ConfigError(
-            "seed is no integer of 32 bits", expected="such as 0", got=repr(seed), hint="each seed is another run"
+            "seed is not a 32-bit integer",
+            expected="an integer, such as 0",
+            got=repr(seed),
+            hint="each seed gives another run",
         )
     if not (isinstance(model, ModelObject) or any(map(is_array_like, jax.tree.leaves(model)))):
         raise ConfigError(
@@ -219,7 +225,7 @@ def _check_arguments(
         )
     if not (sharding is None or isinstance(sharding, ShardingRules)):
         raise ConfigError(
-            "sharding is no ShardingRules",
+            "sharding is not a ShardingRules object",
             expected="ShardingRules(mesh=make_mesh(), rules={...})",
             got=type(sharding).__name__,
             hint="from lowtide.train import ShardingRules, make_mesh",
@@ -253,11 +259,11 @@ def add_hints(**names: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
             try:
                 signature.bind(*args, **kwargs)
             except TypeError as error:
-                renamed = [f"{name} is {names[name]} here" for name in kwargs if name in names]
+                renamed = [f"use {names[name]} instead of {name}" for name in kwargs if name in names]
                 data = "x" if method.__name__ == "predict" else "(x, y)"
                 order, end = ("", ", num_epochs=1") if names else (f", {IN_ORDER}", "")
                 call = f"{method.__name__}(lowtide.train.array_data({data}, batch_size=32{order}){end})"
-                hint = "; ".join([*renamed, f"arrays become batches in array_data: {call}"])
+                hint = "; ".join([*renamed, f"array_data makes batches of arrays: {call}"])
                 raise TypeError(f"Trainer.{method.__name__}: {error}\nhint: {hint}") from None
             return method(*args, **kwargs)
 

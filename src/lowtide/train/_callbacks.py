@@ -164,23 +164,14 @@ class Callback:
 
 
 class Listeners:
-    """The callbacks of a run, called for its events in order.
-
-    Args:
-        trainer: the first argument of their hooks.
-        callbacks: the callbacks.
-        on_record: called first with each record, or None.
-
-    Raises:
-        ConfigError: when `on_record` is not callable.
-    """
+    """The callbacks of a run, called for its events in order; `on_record` is called first with each record."""
 
     def __init__(
         self, trainer: TrainerView, callbacks: Sequence[Callback], on_record: Callable[[Record], None] | None = None
     ) -> None:
         if on_record is not None and not callable(on_record):
             raise ConfigError(
-                "on_record is no function", expected="on_record(record)", got=repr(on_record)[:80], hint="print"
+                "on_record is not a function", expected="on_record(record)", got=repr(on_record)[:80], hint="print"
             )
         self._trainer, self._callbacks, self._on_record = trainer, callbacks, on_record
         self._pending = deque[tuple[Event, str, Callable[..., None]]]()
@@ -188,8 +179,8 @@ class Listeners:
     def notify(self, event: Event) -> None:
         """Call the hooks of all callbacks for an event.
 
-        If a hook raises, the later callbacks miss the event, except for records and final events, which all receive. A
-        hook may cause another event, as saving does. The remaining callbacks then receive this event first.
+        If a hook raises, the later callbacks miss the event, except for records and final events, which all receive. If
+        a hook causes another event, as saving does, the remaining callbacks receive this event first.
         """
         self.flush()
         if event.name == "resume":
@@ -245,19 +236,19 @@ def as_callbacks(callbacks: Any) -> tuple[Callback, ...]:
     """Return the callbacks of any iterable as a tuple; raise for any other object, before anything runs."""
     if isinstance(callbacks, Callback) or not isinstance(callbacks, Iterable):
         raise ConfigError(
-            "callbacks is no list of callbacks",
+            "callbacks is not a list of callbacks",
             expected="callbacks=[EarlyStopping()]",
             got=repr(callbacks)[:80],
-            hint="put a single one into a list",
+            hint="put a single callback into a list",
         )
     checked_callbacks = tuple(callbacks)
     for callback in checked_callbacks:
         if not isinstance(callback, Callback):
             raise ConfigError(
-                "a callback is none",
+                f"not a callback: expected an object of a subclass of `Callback`, got `{type(callback).__name__}`",
                 expected="objects of subclasses of lowtide.train.Callback",
                 got=repr(callback)[:80],
-                hint="a class has to be called, EarlyStopping(); a function goes into on_record=",
+                hint="pass an object, EarlyStopping(), not its class; pass a function as on_record=",
             )
         events = [name for name in dir(Callback) if name.startswith("on_")]
         for name in dir(type(callback)):
@@ -335,7 +326,7 @@ class Scalars(Callback):
     def __init__(self, writer: Any) -> None:
         if not (hasattr(writer, "add_scalar") or hasattr(writer, "log")):
             raise ConfigError(
-                "the writer can write no scalars",
+                "the writer cannot write scalars",
                 expected="add_scalar(name, value, step), or log(values, step=step)",
                 got=type(writer).__name__,
                 hint="pass tensorboardX.SummaryWriter(folder), or wandb.init(...)",

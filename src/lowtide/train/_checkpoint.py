@@ -1,15 +1,13 @@
 """Checkpoints of the trainable state, written by Orbax: asynchronous and atomic, with only a few kept.
 
-Orbax writes under a temporary name and renames a checkpoint when it is complete. A killed run may leave incomplete
-ones. The next run deletes them at its first save, and not before, so that a process may read while another run writes.
-A checkpoint that replaces another of its step is complete under its own name before it takes the old one's place. An
-old checkpoint is renamed before it is deleted, so a kill never leaves half of it under the name of a complete one.
-Files have checksums (`_checksums`), which are verified before a restore. Signals wait while a save is started, and
-interrupt only the wait for the save before: an interrupt elsewhere would make Orbax lose track of its writes.
+Orbax renames a checkpoint when it is complete. The next run deletes incomplete ones of a killed run at its first save,
+not before, so that a process may read while another run writes. A checkpoint that replaces another of its step is
+complete under its own name before it takes the old one's place. An old checkpoint is renamed before it is deleted, so a
+kill never leaves half of it under the name of a complete one. Signals wait while a save is started, and interrupt only
+the wait for the save before: an interrupt elsewhere would make Orbax lose track of its writes.
 
-The state is stored as one flat dictionary from tree path to array. So a checkpoint does not depend on Python classes,
-and its contents can be listed by name. It never contains frozen leaves, nor leaves without elements, which Orbax
-refuses.
+The state is stored as one flat dictionary from tree path to array (`_stored`), so a checkpoint does not depend on
+Python classes. It never contains frozen leaves.
 """
 
 from __future__ import annotations
@@ -156,9 +154,9 @@ class Checkpoints:
         if jax.process_count() == 1 and max([-1, *steps]) > last_step:
             raise OutputError(
                 f"{self.directory}: another run writes checkpoints here",
-                expected=f"none after step {last_step}" if last_step >= 0 else "none",
+                expected=f"no checkpoint after step {last_step}" if last_step >= 0 else "no checkpoint",
                 got=f"step {max(steps)}",
-                hint="choose another checkpoint_dir for one of them; both have written here",
+                hint="choose another checkpoint_dir for one of the two runs; both have written here",
             )
 
     @property
@@ -218,7 +216,7 @@ class Checkpoints:
             json.dumps(notes)
         except (TypeError, ValueError) as error:
             raise ConfigError(
-                "what a callback's state() or a data iterator's get_state() returns cannot be saved",
+                "the state() of a callback or the get_state() of a data iterator cannot be saved",
                 expected="JSON: dictionaries, lists, text, numbers, None",
                 got=error,
                 hint="return plain numbers, such as float(value)",
@@ -251,9 +249,9 @@ class Checkpoints:
         if not is_started:
             raise OutputError(
                 f"{self.directory}: nothing was saved at step {step}",
-                expected=f"a step after {self._manager.latest_step()}, which is there",
+                expected=f"a step after {self._manager.latest_step()}, the newest checkpoint",
                 got=step,
-                hint="to go on from an earlier checkpoint, choose another checkpoint_dir",
+                hint="to continue from an earlier checkpoint, choose another checkpoint_dir",
             )
         return True
 
@@ -301,7 +299,7 @@ class Checkpoints:
                 got=reason,
                 hint="free some space, or choose another checkpoint_dir; the trainer keeps its state"
                 if jax.process_count() == 1
-                else "look whether all processes live, and whether there is space",
+                else "check that all processes are alive, and that the disk has free space",
             ) from error
 
     def _clear(self) -> None:
@@ -342,7 +340,7 @@ class Checkpoints:
             return selected
         if step is None:
             raise ConfigError(
-                f"{self.directory}: no checkpoint is the best, because none was evaluated",
+                f"{self.directory}: there is no best checkpoint, because no checkpoint was evaluated",
                 expected="checkpoints of steps with an evaluation",
                 got=f"steps {', '.join(map(str, steps))}" if steps else "no checkpoint",
                 hint='Trainer(..., best="eval_loss"), and fit(..., eval_data=..., eval_every=...)',
@@ -351,7 +349,7 @@ class Checkpoints:
             f"{self.directory}: there is no checkpoint of step {step}",
             expected=f"one of steps {', '.join(map(str, steps))}" if steps else "a checkpoint",
             got=repr(step),
-            hint="max_to_keep says how many stay; restore() takes the newest",
+            hint="max_to_keep sets how many checkpoints are kept; restore() loads the newest",
         )
 
     def read(
@@ -401,8 +399,9 @@ class Checkpoints:
         warn_of_random(step, notes.get("random"), given["random"])
         if not is_verified:
             warnings.warn(
-                f"the checkpoint of step {step} in {self.directory} has no checksums, as those of earlier versions: "
-                "nothing would tell of damaged weights\nhint: look at the loss; the next checkpoint has them",
+                f"the checkpoint of step {step} in {self.directory} has no checksums, because an earlier version "
+                "wrote it: damaged weights would not be detected\n"
+                "hint: check the loss; the next checkpoint has checksums",
                 UserWarning,
                 stacklevel=5,
             )
@@ -411,21 +410,20 @@ class Checkpoints:
     def _damage_error(self, step: int, reason: str) -> StateError:
         return StateError(
             f"the checkpoint of step {step} in {self.directory} is damaged: {reason}",
-            hint="restore() takes the newest that can be read",
+            hint="restore() loads the newest checkpoint that can be read",
         )
 
     def _verify(self, step: int) -> bool:
         """Verify checksums, a part of the files in each process; return False for a checkpoint without checksums.
 
-        Raises:
-            StateError: in all processes, when any file is damaged.
+        If any file is damaged, `StateError` is raised in all processes.
         """
         folder = self.directory / str(step)
         if not has_checksums(folder):
             return False
         reason = find_damage(folder, jax.process_index(), jax.process_count())
         if in_any(reason is not None, _VERIFY_SECONDS):
-            raise self._damage_error(step, reason or "so another process has found")
+            raise self._damage_error(step, reason or "another process has found the damage")
         return True
 
     def newest(
@@ -458,14 +456,14 @@ class Checkpoints:
                 self._set_aside(damaged)
                 return result
             damaged.append(step)
-            hint = "there is none before it" if step == steps[-1] else "the one before it is tried"
+            hint = "there is no earlier checkpoint" if step == steps[-1] else "the checkpoint before it is tried"
             warnings.warn(f"{text}\nhint: {hint}", UserWarning, stacklevel=user_stacklevel())
         if steps:
             raise StateError(
                 f"{self.directory}: no checkpoint can be read",
-                expected="one that is whole",
+                expected="a checkpoint without damage",
                 got=f"damaged files of steps {', '.join(map(str, steps))}",
-                hint="restore the folder from a backup, or begin anew in another one",
+                hint="restore the folder from a backup, or start again in another folder",
             )
         return None
 

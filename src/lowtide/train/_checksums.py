@@ -34,9 +34,7 @@ _BUFFER_BYTES, _NUM_THREADS = 1 << 22, 8
 def checksummed_folder(ocp: Any, directory: Path) -> type[Any]:
     """Return Orbax's class for the folder of an incomplete checkpoint, extended by checksums before the rename.
 
-    Args:
-        ocp: `orbax.checkpoint`, whose import takes a second.
-        directory: folder of the checkpoints.
+    `ocp` is `orbax.checkpoint`, whose import takes a second.
     """
 
     class ChecksummedFolder(ocp.path.atomicity.AtomicRenameTemporaryPath):
@@ -49,12 +47,7 @@ def checksummed_folder(ocp: Any, directory: Path) -> type[Any]:
 
 
 def write_checksums(folder: Path) -> None:
-    """Flush all files of a folder to disk, and write their checksums.
-
-    Raises:
-        OSError: when a file cannot be read.
-        OutputError: when the checksums cannot be written.
-    """
+    """Flush all files of a folder to disk, and write their checksums."""
     names = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
     names = [name for name in names if name not in (FILE, _UNVERIFIED)]
     checksums = _compute_checksums((folder / name for name in names), is_new=True)
@@ -68,18 +61,10 @@ def has_checksums(folder: Path) -> bool:
 
 
 def find_damage(folder: Path, part: int = 0, num_parts: int = 1) -> str | None:
-    """Return a description of the damage to the files of a folder.
+    """Return the first file that differs from what was written, with the difference; None if there is no damage.
 
-    Args:
-        folder: a folder in which `write_checksums` was called.
-        part: index of the part of the files to read.
-        num_parts: number of parts into which the files are split.
-
-    Returns:
-        The first file that differs from what was written, and the difference; None if there is no damage.
-
-    Raises:
-        OSError: when an existing file cannot be read for another reason than a damaged disk.
+    The sizes of all files are compared, and the checksums of part `part` of `num_parts`. `OSError` is raised when an
+    existing file cannot be read for another reason than a damaged disk.
     """
     try:
         expected = json.loads((folder / FILE).read_bytes())["crc32"]
@@ -87,24 +72,24 @@ def find_damage(folder: Path, part: int = 0, num_parts: int = 1) -> str | None:
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         entries = []
     if not entries:
-        return f"{FILE} is no list of checksums"
+        return f"{FILE} is not a list of checksums"
     try:
         sizes = [(folder / name).stat().st_size if (folder / name).is_file() else -1 for name, _, _ in entries]
     except (OSError, ValueError):  # invalid file names
-        return f"{FILE} is no list of files"
+        return f"{FILE} is not a list of files"
     for (name, size, _), actual in zip(entries, sizes, strict=True):
         if actual != size:
-            return f"{name} is missing" if actual < 0 else f"{name} has {actual} bytes of {size}"
+            return f"{name} is missing" if actual < 0 else f"{name} has {actual} bytes instead of {size}"
     own_entries = entries[part::num_parts]
     try:
         checksums = _compute_checksums(folder / name for name, _, _ in own_entries)
     except OSError as error:
         if error.errno != errno.EIO:
             raise
-        return "a file cannot be read from its disk any more"
+        return "a file can no longer be read from its disk"
     for (name, _, crc), (_, actual) in zip(own_entries, checksums, strict=True):
         if actual != crc:
-            return f"{name} is not what was written, by its checksum"
+            return f"{name} does not match its checksum"
     return None
 
 

@@ -49,13 +49,8 @@ _ROLES = {name: position for position, name in enumerate(STEP_ARGUMENTS)}
 class CompiledStep:
     """The step of a trainer, compiled for the shapes of its batches.
 
-    Args:
-        step: the step to compile.
-        store: the arrays that the step consumes and reads.
-        sharding: sharding rules; None on one device.
-        processes: the other processes of the run.
-        num_microbatches: number of parts of a batch.
-        budget: returns the bytes that a step may use on a device, or None for all bytes of the device.
+    `store` holds the arrays that the step consumes and reads. `budget` returns the bytes that a step may use on a
+    device, or None for all bytes of the device.
     """
 
     def __init__(
@@ -134,17 +129,9 @@ class CompiledStep:
         return shortage(program, when=when, roles=_ROLES, budget_bytes=self._budget(), hint=self._step.remedies)
 
     def run(self, batch: Tree, on_dispatch: Callable[[Tree], None] = lambda metrics: None) -> Tree:
-        """Take one step.
+        """Take one step, and return the metrics, on the device; raise `StateError` inside of `averaged`.
 
-        Args:
-            batch: batch of the step.
-            on_dispatch: called with the metrics, without an interrupt between the new state and this call.
-
-        Returns:
-            The metrics, on the device.
-
-        Raises:
-            StateError: inside of `averaged`.
+        `on_dispatch` is called with the metrics, without an interrupt between the new state and this call.
         """
         self._store.refuse_averaged("a step")
         self._store.borrow()
@@ -251,8 +238,8 @@ def _refuse_copies(compiled: Any) -> None:
     """Raise when a compiled step would hold a part of its state twice."""
     if jax.config.jax_debug_nans:  # pyright: ignore[reportAttributeAccessIssue]
         warnings.warn(
-            "jax_debug_nans is on, with which JAX donates nothing: each step holds its state twice\n"
-            "hint: JAX stops at a step with NaN and cannot say where in it: call the loss function by itself for that",
+            "jax_debug_nans is on, so JAX donates no buffers: each step holds its state twice\n"
+            "hint: JAX stops at a step with NaN, but cannot locate it there: call the loss function alone to find it",
             UserWarning,
             stacklevel=5,
         )
@@ -264,5 +251,7 @@ def parse_budget(budget: int | str | None) -> int | None:
     """Return the bytes that a step may use, or None for all bytes of the device."""
     num_bytes: Any = parse_bytes(budget) if isinstance(budget, str) else budget
     if num_bytes is not None and not is_count(num_bytes, 1):
-        raise ConfigError("budget leaves nothing", got=budget, hint='budget="14 GiB", or None for the whole device')
+        raise ConfigError(
+            "budget is not a positive number of bytes", got=budget, hint='budget="14 GiB", or None for the whole device'
+        )
     return num_bytes

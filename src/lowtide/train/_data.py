@@ -38,14 +38,7 @@ class DataEnd(enum.Enum):
 class DataCursor:
     """Iterator over a run's training data, with its position.
 
-    Args:
-        data: batches by step number, or an iterable of batches.
-        num_steps: the step to stop at, or None.
-        num_epochs: the number of epochs to stop after, or None.
-
-    Raises:
-        ConfigError: when the run would have no end or a negative one, or when the length of an epoch is unknown.
-        DataError: for data that holds no batches.
+    The run ends at step `num_steps` or after `num_epochs` epochs, whichever comes first; one of them may be None.
     """
 
     def __init__(self, data: StepData | Iterable[Tree], num_steps: int | None, num_epochs: int | None) -> None:
@@ -53,7 +46,7 @@ class DataCursor:
             raise ConfigError("fit needs an end", expected="num_steps or num_epochs", hint="fit(data, num_steps=1000)")
         for name, number in (("num_steps", num_steps), ("num_epochs", num_epochs)):
             if number is not None:
-                check_count(f"{name} is no number", number, 0, "0 or more", f"{name}=1000")
+                check_count(f"{name} is not an integer of at least 0", number, 0, "0 or more", f"{name}=1000")
         refuse_arrays(data)
         is_indexed = isinstance(data, StepData)
         self._data: Any = data
@@ -62,7 +55,7 @@ class DataCursor:
         if is_indexed and num_epochs is not None:
             if not hasattr(data, "__len__"):
                 raise ConfigError(
-                    "num_epochs needs data with a length", got=type(data).__name__, hint="say num_steps instead"
+                    "num_epochs needs data with a length", got=type(data).__name__, hint="pass num_steps instead"
                 )
             self._length = len(self._data)
             if not self._length:
@@ -107,20 +100,15 @@ class DataCursor:
     def continue_from(self, previous: DataCursor | None, position: Mapping[str, Any] | None) -> bool:
         """Continue with the iterator of the previous run where that run left it, or with other data.
 
-        Args:
-            previous: the cursor of the previous run.
-            position: the trainer's position. It differs from the one where that run ended if the trainer was restored
-                since.
-
-        Returns:
-            Whether the data is ready: that iterator at the right position, or other data, to which the position of the
-            previous run does not apply. Otherwise call `start`.
+        Return whether the data is ready: that iterator at the right position, or other data, to which `position` does
+        not apply. Otherwise call `start`. `position` is the trainer's, which differs from the run's end after a
+        restore.
         """
         if previous is None or previous._end_position is not position:
             return False
         if previous._is_rolled_back and self._is_single_pass:
             if previous._data is self._data:
-                self._refuse_rewind("where the run went back to")
+                self._refuse_rewind("to the step that was restored")
             self.epoch = (position or {}).get("epoch", 0)
             return True  # a new iterator is used from its first batch
         if previous._is_rolled_back:
@@ -137,9 +125,9 @@ class DataCursor:
     def _refuse_rewind(self, target: str) -> NoReturn:
         raise DataError(
             f"the data cannot go back {target}",
-            expected="batches by step number, or an iterable that begins anew",
+            expected="batches by step number, or an iterable that can restart",
             got=type(self._data).__name__,
-            hint="pass a list, a grain dataset, or an object whose __iter__ begins again",
+            hint="pass a list, a grain dataset, or an object whose __iter__ starts from the beginning",
         )
 
     @property
@@ -165,14 +153,9 @@ class DataCursor:
         return min((end for end in ends if end is not None), default=None)
 
     def start(self, step: int, position: Mapping[str, Any] | None = None) -> None:
-        """Move to the first batch of a step.
+        """Move to the first batch after `step` steps; `position` is what `position` returned there, or None.
 
-        Args:
-            step: number of steps taken so far.
-            position: result of `position` after that many steps, or None.
-
-        Raises:
-            DataError: for an iterator that cannot go back there.
+        `DataError` is raised for an iterator that cannot go back there.
         """
         if self._is_indexed:
             if self._length:
@@ -185,8 +168,8 @@ class DataCursor:
         if position is not None and "num_processes" in position:
             raise DataError(
                 f"the data of the first {step} steps were read by {position['num_processes']} processes",
-                expected="as many now, each with its own part",
-                got="another number",
+                expected="the same number of processes now, each with its own part",
+                got="another number of processes",
                 hint="data by step number (lowtide.train.array_data, a grain.MapDataset) resumes on any number",
             )
         if step and position is None:
@@ -202,16 +185,16 @@ class DataCursor:
         if self._iterator is self._data:
             self._refuse_rewind(f"to step {step}")
         warnings.warn(
-            f"the data has no state: {position['in_epoch']} batches are passed over to get to step {step}\n"
-            "hint: a grain dataset goes there at once",
+            f"the data has no state, so {position['in_epoch']} batches are skipped to reach step {step}\n"
+            "hint: a grain dataset reaches any step at once",
             UserWarning,
             stacklevel=3,
         )
         for number in range(position["in_epoch"]):
             if isinstance(self.next(-1), DataEnd):
                 raise DataError(
-                    f"the data is shorter than where the run was in it at step {step}",
-                    expected=f"more than {position['in_epoch']} batches an epoch",
+                    f"the data ends before the position of the run at step {step}",
+                    expected=f"more than {position['in_epoch']} batches per epoch",
                     got=number,
                     hint="pass the data of the run that is resumed",
                 )
@@ -219,9 +202,7 @@ class DataCursor:
     def position(self, step: int | None = None) -> dict[str, Any]:
         """Return the position in the data as JSON, for a checkpoint.
 
-        Args:
-            step: number of steps taken so far. If the batch of that step was already read, the position is the one
-                before the batch, because no step was taken on it.
+        If the batch after `step` steps was already read, the position is the one before it: no step was taken on it.
         """
         if step is not None and step == self._batch_position[0]:
             return {**self._batch_position[1]}
@@ -229,14 +210,7 @@ class DataCursor:
         return {"epoch": self.epoch, "in_epoch": self._index_in_epoch, "iterator": _encode_state(state)}
 
     def next(self, step: int) -> Tree | DataEnd:
-        """Return the batch of a step, or `DataEnd` at the end of an epoch or the run.
-
-        Args:
-            step: number of steps taken so far.
-
-        Raises:
-            DataError: when the data ends before the run.
-        """
+        """Return the batch after `step` steps, or `DataEnd`; raise `DataError` when the data ends before the run."""
         if self._length is not None and self._index_in_epoch == self._length:
             return self._end_epoch(step)
         position = self.position()
@@ -280,8 +254,7 @@ class DataCursor:
     def _close(self, iterator: Any) -> None:
         """Close an iterator that the cursor has made.
 
-        Grain iterators have threads. If one were only dropped, the garbage collector would wait for its threads, in
-        whichever thread the collection runs.
+        For a dropped Grain iterator, the garbage collector would wait for its threads, in any thread.
         """
         if iterator is not self._data and hasattr(iterator, "close"):
             iterator.close()
@@ -292,19 +265,15 @@ IN_ORDER = "seed=None, drop_remainder=False"
 
 
 def refuse_arrays(data: Any) -> None:
-    """Raise for arrays, and for other objects that cannot be a series of batches.
-
-    Raises:
-        DataError: with the way to make batches.
-    """
+    """Raise `DataError` for arrays, and for other objects that cannot be a series of batches."""
     is_pair = isinstance(data, tuple) and any(map(_is_array, data))  # (x, y), whole
     if is_pair or isinstance(data, Mapping) or _is_array(data) or not isinstance(data, StepData | Iterable):
         raise DataError(
             "the data holds no batches",
             expected="batches by step number (a list, a grain.MapDataset), or an iterable of batches",
             got="a tuple of arrays" if is_pair else type(data).__name__,
-            hint=f"lowtide.train.array_data cuts arrays into batches, with {IN_ORDER} all of them in their order; one "
-            "batch alone is [batch]",
+            hint=f"lowtide.train.array_data splits arrays into batches ({IN_ORDER} keeps all elements in order); "
+            "pass a single batch as [batch]",
         )
 
 
@@ -352,14 +321,14 @@ def array_data(arrays: Tree, batch_size: int, *, seed: int | None = 0, drop_rema
     lengths = {path: int(np.shape(leaf)[0]) if np.ndim(leaf) else -1 for path, leaf in leaves}
     if not leaves or -1 in lengths.values():
         raise DataError(
-            "array_data cuts arrays, whose first axis is the examples",
+            "array_data needs arrays whose first axis is the examples",
             expected="a pytree of NumPy arrays",
             got=", ".join(f"{path or '(root)'}: {type(leaf).__name__}" for path, leaf in leaves[:4]) or "no array",
             hint="np.asarray makes an array of a list of numbers",
         )
     if len(set(lengths.values())) != 1:
         raise DataError(
-            "the arrays have not one number of examples",
+            "the arrays have different numbers of examples",
             expected="equal leading axes",
             got=", ".join(f"{path}: {length}" for path, length in lengths.items()),
             hint="arrays[:n] cuts them to the same length",
@@ -370,7 +339,7 @@ def array_data(arrays: Tree, batch_size: int, *, seed: int | None = 0, drop_rema
             "no batch can be filled",
             expected=f"1 <= batch_size <= {length}" if length else "at least one example",
             got=batch_size if length else "arrays of length 0",
-            hint="choose another size" if length else "look where the examples were lost",
+            hint="choose another batch_size" if length else "check where the examples were lost",
         )
     arrays = jax.tree.map(np.asarray, arrays)
     order = grain.MapDataset.range(length)

@@ -71,7 +71,7 @@ class _Ema:
 
     def update(self, updates: Tree, state: Any, params: Tree = None, **extra: Any) -> Any:
         if params is None:
-            raise ConfigError("ema averages parameters", hint="tx.update(grads, state, params)")
+            raise ConfigError("ema needs the parameters for its average", hint="tx.update(grads, state, params)")
         updates, inner = self.tx.update(updates, state.inner, params, **extra)
         new = optax.apply_updates(params, updates)
         decay, share = self.decay, 1 - self.decay

@@ -20,11 +20,7 @@ _EVALUATION_FOLD = 2**31 - 1
 
 
 def _call_model(model: Any, *batch: Tree) -> Any:
-    """Return the model's own output for a batch.
-
-    Raises:
-        ConfigError: when the model is not callable, or takes more than a batch (an Equinox module's state).
-    """
+    """Return the model's own output for a batch; refuse a model that is not callable, or takes a state (Equinox)."""
     if len(batch) != 1:
         raise ConfigError(
             "predict needs a function of the model, its state and a batch",
@@ -37,7 +33,7 @@ def _call_model(model: Any, *batch: Tree) -> Any:
             "predict needs a function of the model and a batch",
             expected="predict(data, lambda model, batch: ...)",
             got=f"a {type(model).__name__}, which cannot be called",
-            hint="a model that is callable, such as an NNX module or a Keras model, needs none",
+            hint="a model that is callable, such as an NNX module or a Keras model, needs no function",
         )
     return model(*batch)
 
@@ -45,14 +41,8 @@ def _call_model(model: Any, *batch: Tree) -> Any:
 class Evaluation:
     """The compiled functions of evaluation and prediction.
 
-    Args:
-        step: the training step, which has the loss and the model.
-        weight: weight of a batch, or None for the number of rows of its first array.
-        seed: seed of the keys for the loss function.
-        compiled: places batches on the device.
-        processes: the other processes of the run.
-        sharding: sharding rules; None on one device.
-        model: the model; a `ModelObject` may define the default function of predictions.
+    Without `weight`, a batch weighs the number of rows of its first array. A `ModelObject` may define the default
+    function of predictions (``call``).
     """
 
     def __init__(
@@ -75,14 +65,7 @@ class Evaluation:
     def means(self, parts: tuple[Tree, ...], count: Any, data: Iterable[Tree]) -> dict[str, float]:
         """Return weighted means of loss and metrics, summed on the device and read once.
 
-        Args:
-            parts: trainable, mutable and frozen leaves.
-            count: number of steps taken.
-            data: batches.
-
-        Raises:
-            ConfigError: when there is no batch.
-            DataError: for arrays in place of batches, or batches whose weights sum to 0.
+        `parts` are the trainable, mutable and frozen leaves; `count` is the number of steps taken.
         """
         refuse_arrays(data)
         sums = None
@@ -96,7 +79,7 @@ class Evaluation:
         values, weights = sums
         if not float(weights):
             raise DataError(
-                "the batches of the evaluation weigh nothing",
+                "the weights of all batches of the evaluation sum to 0",
                 expected="a positive sum of weights",
                 got=0,
                 hint="leave out batches without a target, or change weight",
@@ -108,13 +91,7 @@ class Evaluation:
     ) -> Iterator[Any]:
         """Return an iterator of a function's outputs on the host; the next batch is dispatched before one is read.
 
-        Args:
-            parts: returns the leaves as in `means`; called for each batch, since steps may run in between.
-            data: batches.
-            fn: the function, or None for the model's own output.
-
-        Raises:
-            DataError: for arrays in place of batches.
+        `parts` returns the leaves as in `means`; it is called for each batch, since steps may run in between.
         """
         refuse_arrays(data)
         target: Callable[..., Any] = self._default_fn if fn is None else fn
@@ -147,19 +124,13 @@ class Evaluation:
 def _num_rows(batch: Tree) -> int:
     """Return the weight of a batch in a mean over all elements: the number of rows of its first array.
 
-    It is always the same leaf. A rule that depends on whether leaves agree could weigh two batches of one evaluation
-    differently.
+    A rule that depends on whether leaves agree could weigh two batches of one evaluation differently.
     """
     return next((leaf.shape[0] for leaf in jax.tree.leaves(batch) if jnp.ndim(leaf)), 1)
 
 
 def join(parts: Sequence[Any]) -> Any:
-    """Join outputs of batches along their first axis.
-
-    Raises:
-        ConfigError: when there are no outputs.
-        StructureError: when their structures or shapes differ.
-    """
+    """Join outputs of batches along their first axis; raise `StructureError` if structures or shapes differ."""
     if not parts:
         raise ConfigError("predict got no batch", hint="pass at least one batch")
     try:
@@ -168,7 +139,7 @@ def join(parts: Sequence[Any]) -> Any:
         shapes = [jax.tree.map(np.shape, part) for part in parts]
         raise StructureError(
             "the outputs of the batches cannot be joined",
-            expected="one structure, and one shape but for the first axis",
+            expected="the same structure, and the same shape except for the first axis",
             got=", ".join(dict.fromkeys(map(str, shapes))),
-            hint="predict_batches gives them one after the other",
+            hint="predict_batches returns them one batch at a time",
         ) from error

@@ -28,13 +28,9 @@ _MAX_ROLLBACKS, _MAX_SKIPS = 3, 100
 
 
 class NonFinitePolicy:
-    """Policy of a run for values that are not finite.
+    """Policy of a run for values that are not finite (`on_nan`, as in `Trainer`).
 
-    Args:
-        store: the state.
-        snapshots: the copies that it can return to.
-        on_nan: the policy, as in `Trainer`.
-        is_guarded: whether steps drop an update whose loss or gradients are not finite.
+    `is_guarded` is whether steps drop an update whose loss or gradients are not finite.
     """
 
     def __init__(self, store: TrainStateStore, snapshots: Snapshots, on_nan: OnNan, *, is_guarded: bool) -> None:
@@ -64,13 +60,9 @@ class NonFinitePolicy:
         self.has_nonfinite_values = bool(_nonfinite_names(values))
 
     def check_step(self, step: int, values: Mapping[str, float]) -> int | None:
-        """Decide how the run continues after a step.
+        """Decide how the run continues after a step; `NonFiniteError` is raised depending on the policy.
 
-        Returns:
-            The step of the weights that were restored, or None if the run simply continues.
-
-        Raises:
-            NonFiniteError: depending on the policy.
+        Return the step of the weights that were restored, or None if the run simply continues.
         """
         names = _nonfinite_names(values)
         if not names:
@@ -102,7 +94,7 @@ class NonFinitePolicy:
                 self._store.set(dataclasses.replace(self._store.state, step=count))
                 self.has_nonfinite_values = False
                 warnings.warn(
-                    f"step {step}: {name} is not finite; back to the weights of step {copy_step}", stacklevel=2
+                    f"step {step}: {name} is not finite, so the weights of step {copy_step} were restored", stacklevel=2
                 )
                 return copy_step
         paths = self._nonfinite_weights()
@@ -111,19 +103,19 @@ class NonFinitePolicy:
             return None
         hint = "lower the learning rate, or look for NaN in weights and data"
         if paths:
-            hint = f"an update has spoilt {paths[0]}: look at the learning rate, its schedule and the optimizer"
+            hint = f"an update made {paths[0]} not finite: check the learning rate, its schedule and the optimizer"
         if paths or not self._is_guarded:
             self.has_rolled_back = self._snapshots.roll_back() is not None
             if not self.has_rolled_back:
-                hint = "the weights have got this step's update, for there was no copy: make a new Trainer"
+                hint = "the weights contain this step's update, and there is no copy to restore: make a new Trainer"
         else:
             self.has_nonfinite_values, self.has_dropped_update = False, True
         can_skip = self._on_nan == "abort" and self._is_guarded and not paths
         raise NonFiniteError(
             f"step {step}: {name} is not finite"
-            + (f", nor was it in the {self._num_failures - 1} steps before" if self._num_failures > 1 else ""),
+            + (f", and was not finite in the {self._num_failures - 1} steps before" if self._num_failures > 1 else ""),
             got=value,
-            hint=hint + (', or go on with on_nan="skip"' if can_skip else ""),
+            hint=hint + (', or continue with on_nan="skip"' if can_skip else ""),
         )
 
     def _nonfinite_weights(self) -> list[str]:
@@ -148,7 +140,7 @@ class NonFinitePolicy:
         """Restore a copy if an update has made weights non-finite and they were not checked since."""
         with note_failure(error, "going back"):
             if paths := self._nonfinite_weights():
-                error.add_note(f"an update has made {paths[0]} not finite")
+                error.add_note(f"an update made {paths[0]} not finite")
                 self.has_nonfinite_values = True
                 self.has_rolled_back = self._snapshots.roll_back() is not None
 

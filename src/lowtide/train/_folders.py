@@ -14,17 +14,13 @@ from ..core import ConfigError, OutputError, check_writable
 
 
 def resolve_folder(directory: str | Path) -> Path:
-    """Return the absolute path of a folder.
-
-    Raises:
-        ConfigError: for the address of a bucket.
-    """
+    """Return the absolute path of a folder; raise `ConfigError` for the address of a bucket."""
     if re.match(r"[A-Za-z][\w+.-]+:/", str(directory)):
         raise ConfigError(
-            "checkpoint_dir is an address, and checkpoints are written to folders",
+            "checkpoint_dir is a URL, but checkpoints are written to folders",
             expected="a path",
             got=repr(str(directory)),
-            hint="mount the bucket (gcsfuse, mountpoint-s3), and give the path of the mount",
+            hint="mount the bucket (gcsfuse, mountpoint-s3), and pass the path of the mount",
         )
     return Path(directory).expanduser().resolve()
 
@@ -37,26 +33,20 @@ def check_folder(directory: Path) -> None:
 def refuse_foreign(directory: Path, marks: Sequence[str]) -> None:
     """Raise for folders that would be taken for checkpoints, and so be renamed as damaged or deleted as old.
 
-    Args:
-        directory: folder of the checkpoints.
-        marks: names of entries, of which each checkpoint of this package has at least one.
+    Each checkpoint of this package has at least one of the entries that `marks` names.
     """
     for path in sorted(directory.iterdir()) if directory.is_dir() else ():
         if path.name.isdigit() and path.is_dir() and not any((path / name).exists() for name in marks):
             raise OutputError(
-                f"{path}: a folder with the name of a checkpoint, and none of Lowtide's",
-                expected="a folder for checkpoints of lt.Trainer alone",
+                f"{path}: this folder has the name of a checkpoint, but Lowtide did not write it",
+                expected="a folder that holds only checkpoints of lt.Trainer",
                 got=", ".join(sorted(entry.name for entry in path.iterdir())[:4]) or "an empty folder",
                 hint="choose another checkpoint_dir, or rename that folder",
             )
 
 
 class Deletion:
-    """Deletes the contents of a folder in a thread, because it may take long.
-
-    Args:
-        folder: its contents at the time of `begin` are deleted, and the folder itself when it is empty.
-    """
+    """Deletes what a folder holds at `begin`, and the folder once it is empty; in a thread, as it may take long."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -71,11 +61,7 @@ class Deletion:
             self._thread.start()
 
     def end(self) -> None:
-        """Wait for the deletion.
-
-        Warns:
-            UserWarning: for contents that could not be deleted.
-        """
+        """Wait for the deletion, and warn of contents that could not be deleted."""
         if self._thread is None:
             return
         self._thread.join()
@@ -84,8 +70,8 @@ class Deletion:
             self._folder.rmdir()
         if remaining := sorted(path.name for path in self._paths if path.exists()):
             warnings.warn(
-                f"{self._folder}: checkpoints that are too old cannot be deleted: {', '.join(remaining)}\n"
-                "hint: look who may write there, or has files of them open; the disk fills up otherwise",
+                f"{self._folder}: old checkpoints cannot be deleted: {', '.join(remaining)}\n"
+                "hint: check who may write there, or has these files open; otherwise the disk fills up",
                 UserWarning,
                 stacklevel=4,
             )

@@ -19,11 +19,7 @@ _RESERVED = frozenset({"step", "loss", "grad_norm", "learning_rate", "seconds"})
 
 
 class Pytree:
-    """A pytree with the interface of a `ModelObject`.
-
-    Args:
-        model: the model; only its leaves without numbers are kept.
-    """
+    """A pytree with the interface of a `ModelObject`; only the leaves without numbers are kept."""
 
     wrt: Where = "**"
     mutable: Where | None = None
@@ -47,14 +43,9 @@ class Pytree:
 
 
 def outer_and_layers(model: Any, feature: str) -> tuple[Tree, Tree]:
-    """Return the part of a model outside of its layer stack, and its layers.
+    """Return ``outer`` and ``layers`` of a dictionary with only these keys, or of a dataclass with these fields.
 
-    Args:
-        model: a dictionary with only ``outer`` and ``layers``, or a dataclass that has them.
-        feature: name of the feature that needs them, for the message.
-
-    Raises:
-        StructureError: for any other model.
+    `StructureError` is raised for any other model; its message names `feature`.
     """
     fields = {"outer", "layers"}
     if isinstance(model, Mapping) and set(model) == fields:
@@ -63,7 +54,7 @@ def outer_and_layers(model: Any, feature: str) -> tuple[Tree, Tree]:
         dataclass_model: Any = model
         return dataclass_model.outer, dataclass_model.layers
     raise StructureError(
-        f"{feature} trains a model that is made of outer and layers",
+        f"{feature} needs a model that is made of outer and layers",
         expected='{"outer": ..., "layers": ...}, or a dataclass with these fields',
         got=type(model).__name__,
         hint="put the stacked parameters under layers and all others under outer",
@@ -90,19 +81,13 @@ def accepted_keywords(fn: Callable[..., Any], **values: Any) -> dict[str, Any]:
 def parse_loss(result: Any, arrays: Tree, *, has_mutable: bool, is_training: bool = True) -> tuple[Any, Tree, Tree]:
     """Return the three values of a loss function: a scalar, metrics, and the model's arrays after the call.
 
-    Args:
-        result: ``loss``, ``(loss, metrics)`` or, for a pytree with mutable leaves, ``(loss, metrics, model)``.
-        arrays: the model's arrays after the call, as `ModelObject.bind` returns them.
-        has_mutable: whether leaves of a pytree are declared mutable.
-        is_training: whether a model with mutable leaves has to be returned.
-
-    Raises:
-        StructureError: for any other result.
+    `result` is ``loss``, ``(loss, metrics)`` or, for a pytree with mutable leaves, ``(loss, metrics, model)``, which is
+    required in training. `StructureError` is raised for any other result. `ModelObject.bind` returns `arrays`.
     """
     parts = result if isinstance(result, tuple) else (result, {})
     if len(parts) == 3 and not has_mutable:
         raise StructureError(
-            "the loss function returns a model, and none of its leaves may change",
+            "the loss function returns a model, but no leaf of it is declared mutable",
             expected="(loss, metrics)",
             got="3 values",
             hint='Trainer(..., mutable="**/stats") names the leaves that the model changes itself',
@@ -112,28 +97,31 @@ def parse_loss(result: Any, arrays: Tree, *, has_mutable: bool, is_training: boo
     elif has_mutable and is_training:
         raise StructureError(
             "the loss function does not return the model, although some of its leaves are mutable",
-            expected="(loss, metrics, model), the model as it is after the call",
+            expected="(loss, metrics, model), with the model after the call",
             got=f"{len(parts)} values" if isinstance(result, tuple) else type(result).__name__,
-            hint="return the new batch statistics in the model's place, or leave `mutable` out",
+            hint="return the model with its new batch statistics, or leave `mutable` out",
         )
     if len(parts) != 2 or not isinstance(parts[1], dict) or not _is_loss(parts[0]):
         raise StructureError(
             "the loss function returns neither a loss nor a loss and metrics",
             expected="a floating-point scalar, or a tuple (scalar, {name: scalar})",
             got=jax.tree.map(describe, result, is_leaf=lambda x: x is None),
-            hint="jnp.mean the losses of the examples; return {} for no metrics",
+            hint="average the losses of the examples with jnp.mean; return {} for no metrics",
         )
     metrics: dict[Any, Any] = parts[1]
     for name, value in metrics.items():
         shape = getattr(value, "shape", () if isinstance(value, int | float) else None)
         if not isinstance(name, str):
             raise StructureError(
-                f"metric {name!r} has no name", expected="text", got=type(name).__name__, hint=f'"metric_{name}"'
+                f"the name of metric {name!r} is not text",
+                expected="text",
+                got=type(name).__name__,
+                hint=f'"metric_{name}"',
             )
         if name in _RESERVED or name.startswith("eval_"):
             raise StructureError(
-                f"metric {name!r} has a name that the trainer itself records",
-                expected=f"another name than {', '.join(sorted(_RESERVED))}, or eval_... of evaluations",
+                f"metric {name!r} has a name that is reserved for the trainer's own values",
+                expected=f"another name than {', '.join(sorted(_RESERVED))} and eval_...",
                 got=repr(name),
                 hint="rename it",
             )
@@ -147,7 +135,7 @@ def parse_loss(result: Any, arrays: Tree, *, has_mutable: bool, is_training: boo
                 else describe(value)
                 if shape == ()
                 else f"shape {list(shape)}",
-                hint="jnp.mean what is one value for each example",
+                hint="average the values of the examples with jnp.mean",
             )
     return parts[0], parts[1], arrays
 

@@ -21,11 +21,7 @@ from ._rates import find_learning_rates
 class _Monitor(Callback):
     """Base class that waits for a value to improve, and calls `on_plateau` after too many records without improvement.
 
-    Args:
-        monitor: name of the value in the records, such as ``eval_loss``.
-        patience: number of tolerated records without improvement; the next one acts (Keras acts one record earlier).
-        min_delta: a change has to exceed this to count as an improvement.
-        mode: ``"min"`` or ``"max"``.
+    The arguments are those of `EarlyStopping`.
     """
 
     def __init__(self, monitor: str, patience: int, min_delta: float, mode: str) -> None:
@@ -33,15 +29,18 @@ class _Monitor(Callback):
         name: Any = monitor
         if not isinstance(name, str):
             raise ConfigError(
-                "monitor is no name", expected="that of a value in the records", got=repr(name), hint='"eval_loss"'
+                "monitor is not a name",
+                expected="the name of a value in the records",
+                got=repr(name),
+                hint='"eval_loss"',
             )
         self.monitor, self.mode, self.patience, self.min_delta = monitor, mode, _number(patience), _number(min_delta)
         if not (self.patience >= 0 and self.min_delta >= 0):
             raise ConfigError(
-                "patience and min_delta are no numbers of 0 or more",
+                "patience or min_delta is not a number of at least 0",
                 expected="a number of records, and a difference",
                 got=f"{patience!r}, {min_delta!r}",
-                hint="0 is the least",
+                hint="0 is the smallest valid value",
             )
         self.best = math.inf if mode == "min" else -math.inf
         self.waited, self._num_seen = 0, 0
@@ -79,10 +78,10 @@ class _Monitor(Callback):
         if self.monitor not in record:
             if not self._num_seen and self._is_due(trainer, record):
                 raise ConfigError(
-                    f"{type(self).__name__} watches {self.monitor!r}, which is not in the records",
+                    f"{type(self).__name__} monitors {self.monitor!r}, which is not in the records",
                     expected=f"one of {', '.join(name for name in record if name not in ('step', 'seconds'))}",
                     got=repr(self.monitor),
-                    hint="names that begin with eval_ are of evaluations, which need fit(..., eval_data=...)",
+                    hint="values with names eval_... come from evaluations, which need fit(..., eval_data=...)",
                 )
             return
         self._num_seen += 1
@@ -180,7 +179,7 @@ class ReduceOnPlateau(_Monitor):
         self.factor, self.minimum, self.cooldown = _number(factor), _number(minimum), cooldown
         if not (0 < self.factor < 1 and 0 <= self.minimum < math.inf and is_count(cooldown, 0)):
             raise ConfigError(
-                "the learning rate could not be lowered so",
+                "these arguments could not lower the learning rate",
                 expected="0 < factor < 1, cooldown a number of records, minimum >= 0",
                 got=f"factor={factor!r}, cooldown={cooldown!r}, minimum={minimum!r}",
                 hint="ReduceOnPlateau(factor=0.1)",
@@ -237,7 +236,7 @@ def _check_rates(opt_state: Tree) -> None:
     elif integer_dtypes:
         problem = f"one of type {integer_dtypes[0]}"
     elif not learning_rates:
-        problem = "none"
+        problem = "no learning rate"
     if problem is not None:
         raise ConfigError(
             "the optimizer's learning rate cannot be changed",

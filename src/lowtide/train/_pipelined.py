@@ -41,14 +41,8 @@ _FEATURE = "a pipeline"
 class PipelineStep:
     """A step that computes gradients in a pipeline, and then updates the trainable leaves.
 
-    Args:
-        model: a model of ``outer`` and ``layers``.
-        tx: the optimizer.
-        pipeline: a pipeline of arranged layers, over the mesh of `sharding`.
-        sharding: sharding rules of the arrays.
-
-    Raises:
-        StructureError: for a model with other arrays.
+    `pipeline` takes arranged layers, over the mesh of `sharding`. `StructureError` is raised for a model with arrays
+    outside of ``outer`` and ``layers``.
     """
 
     remedies = (
@@ -64,9 +58,9 @@ class PipelineStep:
         if extra:
             raise StructureError(
                 f"{extra[0]}: no part of the pipeline reads it",
-                expected="arrays in outer and layers alone",
+                expected="arrays only in outer and layers",
                 got=", ".join(extra[:4]),
-                hint="put it under outer, which the first and the last function of the stack are given",
+                hint="put it under outer, which the first and the last function of the stack receive",
             )
         # With an abstract mesh, the program runs on the devices of its arguments, and compiles for any target.
         self._pipeline = dataclasses.replace(pipeline, mesh=pipeline.mesh.abstract_mesh)
@@ -98,15 +92,11 @@ class PipelineStep:
         return step
 
     def init(self, model: Tree) -> tuple[TrainState, Tree]:
-        """Return the initial state of a model that is arranged and on the mesh; see `TrainingStep`.
-
-        Raises:
-            ConfigError: when a rule does not shard layers along the pipeline's axis.
-        """
+        """Return the initial state of a model that is arranged and on the mesh; see `TrainingStep`."""
         for path, leaf in leaves_with_paths(split_static(outer_and_layers(model, _FEATURE)[1])[0]):
             if _first_axis(leaf.sharding) != STAGE:
                 raise ConfigError(
-                    f"layers/{path}: is not divided along {STAGE!r}",
+                    f"layers/{path} is not sharded along {STAGE!r}",
                     expected=f"P({STAGE!r}, ...): the first dimension is that of the layers",
                     got=str(leaf.sharding.spec),
                     hint="change the rule for it in ShardingRules",
@@ -138,8 +128,8 @@ class PipelineStep:
                 return leaf
             if on_host(getattr(leaf, "sharding", None)):
                 raise ConfigError(
-                    f"layers/{path}: is in host memory",
-                    expected="layers on the device; of a pipeline's, residuals and optimizer state can be offloaded",
+                    f"layers/{path} is in host memory",
+                    expected="layers on the device; a pipeline can offload residuals and optimizer state",
                     got="pinned host memory",
                     hint="lt.offload.to_device, or more ranks; lt.offload.layerwise_step streams layers from the host",
                 )
@@ -171,13 +161,7 @@ class PipelineStep:
         return self._in_model_order(self._whole.model(*parts))
 
     def report(self, arrays: Tree, batch: Tree, memory: MemoryReport | None) -> StageReport:
-        """Return a report on what each rank holds.
-
-        Args:
-            arrays: arrays of the model, arranged.
-            batch: shapes of a batch.
-            memory: memory report of the compiled step, or None.
-        """
+        """Return a report on what each rank holds; `memory` is the report of the compiled step, or None."""
         return self._concrete.report(*outer_and_layers(arrays, _FEATURE), batch, memory=memory)
 
     def _gradients(self, state: TrainState, frozen: Tree, batch: Tree) -> Gradients:
@@ -210,23 +194,14 @@ def make_pipeline(
     wrt: Where | None,
     weight: Callable[[Tree], Any] | None,
 ) -> tuple[Pipeline, ShardingRules]:
-    """Return the pipeline of a trainer, and the sharding rules of its arrays.
+    """Return the pipeline of a trainer, and the sharding rules of its arrays; the arguments are those of `Trainer`.
 
-    Args:
-        model: a model of ``outer`` and ``layers``; it needs a ``stack`` where `pipeline` is a schedule.
-        pipeline: the trainer's argument `pipeline`.
-        sharding: the trainer's argument; by default a mesh of the ranks, with FSDP along the remaining devices.
-        wrt: the trainable leaves, if not all leaves or those that the pipeline selects.
-        weight: weight of a microbatch, if the pipeline has none.
-
-    Raises:
-        ConfigError: for a mesh without the axis or with another size of it, for other batch axes, or for arguments that
-            are passed twice.
-        StructureError: for a schedule and a model without a stack.
+    A schedule needs a model with a ``stack``. The default mesh is that of the `Pipeline`, or for a schedule a mesh of
+    the ranks, with FSDP along the remaining devices.
     """
     if sharding is not None and STAGE in sharding.batch_axes:
         raise ConfigError(
-            "batches are divided along the axis of the pipeline",
+            "batches are sharded along the axis of the pipeline",
             expected="other axes of the mesh: every stage needs all rows",
             got=", ".join(sharding.batch_axes),
             hint=f"leave {STAGE!r} out of batch_axes",
@@ -235,7 +210,7 @@ def make_pipeline(
         stack = getattr(model, "stack", None)
         if not isinstance(stack, LayerStack):
             raise StructureError(
-                "of a schedule alone the trainer does not know the functions of the model",
+                "a schedule needs a model with a stack, which defines its functions",
                 expected="a model with an attribute stack, a lowtide.LayerStack, such as lowtide.models.Decoder",
                 got=type(model).__name__,
                 hint="pipeline=lt.pipeline.value_and_grad(stack, schedule, mesh=mesh)",
@@ -244,7 +219,7 @@ def make_pipeline(
         if STAGE not in sharding.mesh.shape:
             raise ConfigError(
                 f"the mesh has no axis {STAGE!r} for the ranks of the pipeline",
-                expected=f"an axis {STAGE!r} of {pipeline.num_ranks}",
+                expected=f"an axis {STAGE!r} of size {pipeline.num_ranks}",
                 got=", ".join(map(str, sharding.mesh.axis_names)),
                 hint=f"ShardingRules(mesh=make_mesh(stage={pipeline.num_ranks}))",
             )
@@ -253,7 +228,7 @@ def make_pipeline(
     else:
         if pipeline.axis != STAGE:
             raise ConfigError(
-                "the trainer divides layers along another axis than the pipeline",
+                "the trainer shards layers along another axis than the pipeline",
                 expected=repr(STAGE),
                 got=repr(pipeline.axis),
                 hint=f'name the axis of the mesh "{STAGE}"',
@@ -269,9 +244,9 @@ def make_pipeline(
             )
         if set(pipeline.batch_axes) != set(sharding.batch_axes):
             raise ConfigError(
-                "the pipeline and sharding divide batches along different axes",
+                "the pipeline and sharding shard batches along different axes",
                 expected=f"ShardingRules(..., batch_axes={list(pipeline.batch_axes)})",
-                got=", ".join(sharding.batch_axes) or "none",
+                got=", ".join(sharding.batch_axes) or "no axis",
                 hint="pass batch_axes to both; or leave sharding out",
             )
     # Once layers are arranged, the pipeline needs the sizes of uneven stages in advance.
@@ -286,10 +261,10 @@ def _mesh_of(num_ranks: int) -> Mesh:
     """Return a mesh of all devices, with FSDP along those that the ranks leave."""
     if jax.device_count() % num_ranks:
         raise ConfigError(
-            f"the devices do not divide among {num_ranks} ranks",
+            f"the number of devices is not a multiple of {num_ranks} ranks",
             expected=f"a multiple of {num_ranks} devices",
             got=f"{jax.device_count()}",
-            hint=f"sharding=ShardingRules(mesh=make_mesh(stage={num_ranks}, devices=...)) for some, or other stages",
+            hint=f"sharding=ShardingRules(mesh=make_mesh(stage={num_ranks}, devices=...)), or another number of stages",
         )
     return make_mesh(stage=num_ranks)
 
@@ -301,7 +276,7 @@ def _merge_arguments(pipeline: Pipeline, **arguments: tuple[Any, Any]) -> dict[s
         pipeline_value = getattr(pipeline, name)
         if not (value is None or value == pipeline_value or pipeline_value == default):
             raise ConfigError(
-                f"{name} is said twice, to the trainer and to its pipeline",
+                f"{name} is set twice, for the trainer and for its pipeline",
                 expected=f"value_and_grad(..., {name}=...) or Trainer(..., {name}=...)",
                 got=f"{pipeline_value!r} and {value!r}",
                 hint=f"pass {name} to one of them",

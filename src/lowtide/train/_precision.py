@@ -27,15 +27,9 @@ from ..core import ConfigError, Tree, Where, combine, partition
 
 
 class Precision:
-    """The dtype in which functions of a model compute.
+    """The dtype in which functions of a model compute: bfloat16, or None for the dtypes of the arrays.
 
-    Args:
-        compute_dtype: bfloat16, or None for the dtypes of the arrays.
-        source: the model, with the interface of a `ModelObject`.
-        mutable: leaves that are not cast, or None.
-
-    Raises:
-        ConfigError: for another dtype, or a model that has its own policy.
+    `mutable` leaves are not cast. `ConfigError` is raised for another dtype, or a model that has its own policy.
     """
 
     def __init__(self, compute_dtype: Any, source: Any, mutable: Where | None) -> None:
@@ -83,9 +77,9 @@ def refuse_precision(compute_dtype: Any) -> None:
     """Raise when a compute dtype is passed together with a layerwise step."""
     if compute_dtype is not None:
         raise ConfigError(
-            "compute_dtype is for steps of whole models",
+            "compute_dtype cannot be combined with a layerwise step",
             expected="a layerwise step whose blocks cast their weights",
-            got=f"compute_dtype={compute_dtype!r} beside a layerwise step",
+            got=f"compute_dtype={compute_dtype!r} and a layerwise step",
             hint="cast in the stack's functions, as lt.models.load(..., compute_dtype=...) does",
         )
 

@@ -18,11 +18,7 @@ from ._events import LossLines, Record
 
 
 class Progress(Callback):
-    """Print progress to standard error.
-
-    Args:
-        num_steps: the step at which the run ends, or None if unknown.
-    """
+    """Print progress to standard error; `num_steps` is the step at which the run ends, or None if unknown."""
 
     def __init__(self, num_steps: int | None) -> None:
         self._console = Console(stderr=True, highlight=False)
@@ -74,12 +70,7 @@ class Progress(Callback):
 
 
 def memory_table(report: MemoryReport, budget_bytes: int | None = None) -> Table:
-    """Return a table of the predicted bytes of each role of a step, and the available bytes.
-
-    Args:
-        report: memory report of the step.
-        budget_bytes: bytes that the step may use; by default all bytes of the device.
-    """
+    """Return a table of the predicted bytes of each role of a step, and the bytes that the step may use."""
     usable = report.target.device_bytes if budget_bytes is None else budget_bytes
     chip = report.target.chip
     table = Table(box=None, padding=(0, 2, 0, 0), show_footer=True)

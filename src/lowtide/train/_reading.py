@@ -32,21 +32,11 @@ _JOINED_BYTES = CHUNK_BYTES // 4
 
 
 def read_leaves(folder: Path, like: Mapping[str, Any]) -> dict[str, jax.Array]:
-    """Read the leaves of a checkpoint.
+    """Read the leaves of a checkpoint by name; each process reads the shards on its devices alone.
 
-    Args:
-        folder: folder of the state, as Orbax has written it.
-        like: stored shapes, dtypes and shardings by name; a sharding of None means JAX's default device.
-
-    Returns:
-        The leaves by name. Each process reads the shards on its devices alone.
-
-    Raises:
-        ValueError: for damaged files, from TensorStore.
-
-    Memory:
-        The leaves in their final memory. On the host `_AHEAD_BYTES` of chunks, decompressed and compressed, and the
-        chunk that is being placed; also one device's shard of a leaf in host memory.
+    `like` has the stored shapes, dtypes and shardings (None: JAX's default device). The host holds `_AHEAD_BYTES` of
+    chunks, decompressed and compressed, the chunk that is being placed, and one device's shard of a leaf in host
+    memory. TensorStore raises `ValueError` for damaged files.
     """
     import tensorstore as ts  # takes a tenth of a second
 

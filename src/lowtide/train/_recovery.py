@@ -39,12 +39,8 @@ class RunMetadata(NamedTuple):
 class Snapshots:
     """The copies of a state, and the ways to restore them.
 
-    Args:
-        store: the state.
-        arrangement: layer of every row of the state, or None for the order of the model.
-        checkpoints: the checkpoints, or None.
-        processes: the other processes of the run.
-        rollback: whether a copy is kept on the host until there is a checkpoint.
+    With `rollback`, a copy is kept on the host until there is a checkpoint. `arrangement` is the layer of every row of
+    the state, or None for the order of the model.
     """
 
     def __init__(
@@ -58,7 +54,6 @@ class Snapshots:
     ) -> None:
         self._store, self._arrangement, self._processes, self._rollback = store, arrangement, processes, rollback
         self.checkpoints = checkpoints
-        """The checkpoints, or None."""
         self.metadata = RunMetadata()
         """Metadata of the state, as the last checkpoint or run left it."""
         self._snapshot: tuple[HostSnapshot, RunMetadata, int] | None = None
@@ -95,11 +90,7 @@ class Snapshots:
     def roll_back(self) -> int | None:
         """Restore the newest checkpoint that can be read, or the copy on the host if that is newer.
 
-        Returns:
-            Its step, or None when there is neither.
-
-        Warns:
-            UserWarning: for checkpoints that cannot be read.
+        Return its step, or None when there is neither; warn of checkpoints that cannot be read.
         """
         latest = None if self.checkpoints is None else self.checkpoints.latest_step()
         snapshot_step = -1 if self._snapshot is None else self._snapshot[-1]
@@ -110,7 +101,9 @@ class Snapshots:
             except Exception as error:
                 if self._snapshot is None:
                     raise
-                warnings.warn(f"no checkpoint could be restored, so the copy on the host is: {error}", stacklevel=2)
+                warnings.warn(
+                    f"no checkpoint could be restored, so the copy on the host is used: {error}", stacklevel=2
+                )
                 if self.checkpoints is not None and isinstance(error, StateError):
                     self.checkpoints.set_aside(after=snapshot_step)
         if self._snapshot is not None and (restored_step is None or restored_step < snapshot_step):
@@ -120,13 +113,9 @@ class Snapshots:
         return restored_step
 
     def recover(self) -> str:
-        """Make sure that the trainer holds a valid state after an exception.
+        """Make sure that the trainer holds a valid state after an exception; return a message about what was done.
 
-        Returns:
-            A message for the user about what was done.
-
-        Raises:
-            StateError: when the state is gone and there is no copy.
+        `StateError` is raised when the state is gone and there is no copy.
         """
         if self._processes.count > 1:
             return self._multi_process_message()
@@ -138,7 +127,7 @@ class Snapshots:
                 "a step failed after it had consumed its state, and there is no copy of it",
                 expected="a checkpoint, or Trainer(..., rollback=True)",
                 got="neither",
-                hint="make a new Trainer from the model's weights; with checkpoint_dir it could be restored",
+                hint="make a new Trainer from the model's weights; a checkpoint_dir would make its state restorable",
             )
         return f"the step that failed had consumed its state; the trainer is back at step {step}, where fit goes on"
 
@@ -149,7 +138,7 @@ class Snapshots:
         if self.is_alive():
             return (
                 f"the trainer holds the state of step {self._store.step}; fit goes on from there if all processes "
-                f"live, else start them all again and restore: {newest}"
+                f"are alive; otherwise start all processes again and restore: {newest}"
             )
         return f"the step that failed had consumed its state; start all processes again and restore: {newest}"
 
@@ -169,7 +158,9 @@ class Snapshots:
         """Load a checkpoint; see `Trainer.restore`."""
         checkpoints = require_checkpoints(self.checkpoints, "restore")
         if best and step is not None:
-            raise ConfigError("restore takes step or best", got=f"step={step}, best=True", hint="leave one out")
+            raise ConfigError(
+                "restore takes step or best, not both", got=f"step={step}, best=True", hint="leave one of them out"
+            )
         like = jax.tree.map(_stored_struct, self._store.state)
         backups: list[HostSnapshot] = []
 
@@ -195,7 +186,7 @@ class Snapshots:
             if self.is_alive():
                 error.add_note(f"the trainer holds the state of step {self._store.step}, as before")
             elif not self._rollback:
-                error.add_note("the trainer's own state was given up for it: rollback=False keeps no copy")
+                error.add_note("the trainer's own state was deleted before: rollback=False keeps no copy")
             raise
 
     def _identity(self) -> dict[str, Any]:
@@ -219,13 +210,13 @@ def open_checkpoints(
     """Return the checkpoints if there is a folder for them; raise for settings that make them unusable."""
     flag: Any = rollback
     if not isinstance(flag, bool):
-        raise ConfigError("rollback is no choice", expected="True or False", got=repr(flag), hint="rollback=False")
+        raise ConfigError("rollback is not a boolean", expected="True or False", got=repr(flag), hint="rollback=False")
     folder: Any = directory
     if not (folder is None or (isinstance(folder, str | os.PathLike) and str(folder))):
-        raise ConfigError("checkpoint_dir is no folder", expected="a path, or None", got=repr(folder), hint='"run"')
+        raise ConfigError("checkpoint_dir is not a path", expected="a path, or None", got=repr(folder), hint='"run"')
     if on_nan == "roll_back" and not rollback and directory is None:
         raise ConfigError(
-            'on_nan="roll_back" has nothing to go back to',
+            'on_nan="roll_back" has no copy to restore',
             expected="rollback=True, or a checkpoint_dir",
             got="neither",
             hint="leave rollback=False out",
@@ -267,14 +258,7 @@ class _HostArray:
 
 
 class HostSnapshot:
-    """A copy of arrays on the host; each process copies its own shards.
-
-    Args:
-        tree: arrays, which stay unchanged.
-
-    Memory:
-        Host: the bytes of the tree (of this process's shards). Device: none.
-    """
+    """A copy of arrays on the host; each process copies its own shards, and devices need no memory for it."""
 
     def __init__(self, tree: Tree) -> None:
         leaves, self._structure = jax.tree.flatten(tree)

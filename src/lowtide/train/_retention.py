@@ -22,17 +22,7 @@ FILE = "evaluations.json"
 
 
 class Retention:
-    """Orbax's policy for the checkpoints to keep.
-
-    Args:
-        directory: folder of the checkpoints.
-        max_to_keep: number of newest checkpoints to keep.
-        best: name of a value in evaluations whose best checkpoint is also kept, or None.
-        best_mode: ``"min"`` or ``"max"``.
-
-    Raises:
-        ConfigError: for another `best_mode`, or no checkpoint to keep.
-    """
+    """Orbax's policy for the checkpoints to keep: the `max_to_keep` newest, and the one with the best value `best`."""
 
     def __init__(self, directory: Path, max_to_keep: int, best: str | None, best_mode: str) -> None:
         check_choice("unknown best_mode", best_mode, ("min", "max"), '"min" is for losses')
@@ -57,26 +47,18 @@ class Retention:
         return min(evaluated_steps, key=self._value) if evaluated_steps else None
 
     def add_evaluation(self, step: int, record: Mapping[str, float], steps: Iterable[int]) -> bool:
-        """Store the result of an evaluation.
+        """Store the result of an evaluation, and return whether it is the best so far.
 
-        Args:
-            step: step of the evaluation.
-            record: its values.
-            steps: steps of the existing checkpoints.
-
-        Returns:
-            Whether it is the best so far.
-
-        Raises:
-            ConfigError: when the record lacks the value `best`.
+        `steps` are the steps of the existing checkpoints. `ConfigError` is raised when the record lacks the value
+        `best`.
         """
         names = [name for name in record if name != "step"]
         if self.best not in names:
             raise ConfigError(
-                f"best={self.best!r}: an evaluation has no such value",
+                f"best={self.best!r} is not a value of the evaluation",
                 expected=f"one of {', '.join(names)}",
                 got=repr(self.best),
-                hint="return it among the loss function's metrics, or choose another",
+                hint="return it among the loss function's metrics, or choose another value",
             )
         other_steps = [number for number in steps if number != step]
         self._evaluations = {number: values for number, values in self._evaluations.items() if number in other_steps}
@@ -108,8 +90,8 @@ def _read(path: Path) -> dict[int, dict[str, float]]:
         return {int(step): dict(values) for step, values in json.loads(path.read_text(encoding="utf-8")).items()}
     except (OSError, ValueError, TypeError, AttributeError) as error:
         warnings.warn(
-            f"{path} is damaged, so which of the checkpoints was the best is not known: {error}\n"
-            "hint: the next evaluation writes it anew",
+            f"{path} is damaged, so the best checkpoint is not known: {error}\n"
+            "hint: the next evaluation writes it again",
             UserWarning,
             stacklevel=4,
         )

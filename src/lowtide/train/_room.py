@@ -27,7 +27,6 @@ class Trial(NamedTuple):
     """A compiled step."""
 
     step: TrainingStep
-    """The step."""
     program: Any
     """The result of the compilation: the compiled program, or the error of a step that does not fit."""
     report: MemoryReport | None
@@ -38,17 +37,10 @@ class Trial(NamedTuple):
 
 
 def choose_schedule(step: PipelineStep, build: Callable[[PipelineStep], Trial], arrays: Tree, batch: Tree) -> Trial:
-    """Choose the schedule that fits the device's memory.
+    """Return a trial of the step itself, or of one with another schedule that fits the device's memory better.
 
-    Args:
-        step: the step with its current schedule, which may be replaced.
-        build: compiles a step.
-        arrays: arrays of the model, arranged for the pipeline, or their shapes.
-        batch: shapes of a batch.
-
-    Returns:
-        The step itself if no other schedule is better. Otherwise a step that keeps less between passes, if `step` does
-        not fit; or a step that ends sooner, if memory is left. If none of several steps fits, the smallest.
+    If `step` does not fit, the other one keeps less between passes (the smallest one, if several do not fit). If memory
+    is left, the other one ends sooner. `arrays` are the model's arrays, arranged for the pipeline, or their shapes.
     """
     best = default = build(step)
     if default.free_bytes is None:
@@ -93,9 +85,9 @@ def _warn_slower(before: StageReport, after: StageReport) -> None:
     if after.time_over_ideal > before.time_over_ideal / _MAX_TIME_SHARE:
         warnings.warn(
             f"the pipeline keeps {format_bytes(after.waiting_bytes)} between passes instead of "
-            f"{format_bytes(before.waiting_bytes)}, for which the device has no room: it takes "
-            f"{after.time_over_ideal:.2f} of the ideal time instead of {before.time_over_ideal:.2f}\n"
-            "hint: smaller microbatches, more stages, remat=True or inputs='host' of lt.pipeline.value_and_grad",
+            f"{format_bytes(before.waiting_bytes)}, for which the device has too little memory: it takes "
+            f"{after.time_over_ideal:.2f} times the ideal time instead of {before.time_over_ideal:.2f}\n"
+            "hint: use smaller microbatches, more stages, remat=True or inputs='host' of lt.pipeline.value_and_grad",
             UserWarning,
             stacklevel=2,
         )

@@ -28,7 +28,8 @@ def refuse_unknown(options: FitOptions) -> None:
     """Raise for options that `Trainer.fit` does not take."""
     if unknown := sorted(options.keys() - FitOptions.__annotations__.keys()):
         raise TypeError(
-            f"Trainer.session got {', '.join(unknown)}\nhint: it takes {', '.join(FitOptions.__annotations__)}, as fit"
+            f"Trainer.session got {', '.join(unknown)}\n"
+            f"hint: like fit, it takes {', '.join(FitOptions.__annotations__)}"
         )
 
 
@@ -77,17 +78,12 @@ class Run:
         self._is_closed = True
 
     def __iter__(self) -> Iterator[Event]:
-        """Train, and yield the events in order.
-
-        Raises:
-            StateError: when it was iterated before, or outside of its ``with`` block.
-            Exception: as in `Trainer.fit`.
-        """
+        """Train, and yield the events in order; raise `StateError` outside of the ``with`` block or a second time."""
         if self._is_started:
             raise StateError(
                 "a run was iterated twice",
                 expected="one loop for each trainer.session(...)",
-                hint="leave the with block, and begin another session: it goes on where this one is",
+                hint="leave the with block, and start another session: it continues where this one ends",
             )
         self._refuse_closed()
         self._is_started = True
@@ -104,5 +100,5 @@ class Run:
             raise StateError(
                 f"a run was {action} outside of its with block",
                 expected="for event in run: inside of with trainer.session(...) as run:",
-                hint="begin another session: it goes on where this one is",
+                hint="start another session: it continues where this one ended",
             )

@@ -57,26 +57,14 @@ class _DispatchedStep(NamedTuple):
 
 @dataclasses.dataclass(kw_only=True)
 class Session:
-    """One run, to be iterated once, inside of `running`.
-
-    Raises:
-        ConfigError: for invalid arguments; see `Trainer.fit`.
-        DataError: for data that holds no batches, or cannot continue at the run's step.
-        OutputError: when there is a checkpoint of a later step.
-    """
+    """One run, to be iterated once, inside of `running`; `Trainer.fit` lists the errors of its arguments."""
 
     store: TrainStateStore
-    """State of the training."""
     compiled: CompiledStep
-    """The compiled step."""
     snapshots: Snapshots
-    """Copies of the state that the run can return to."""
     processes: Processes
-    """The other processes of the run."""
     nan_policy: NonFinitePolicy
-    """Policy for values that are not finite."""
     cursor: DataCursor
-    """Training data."""
     evaluate: Callable[[Iterable[Tree]], dict[str, float]]
     """Returns the means over the batches of an evaluation."""
     save: Callable[[], bool]
@@ -88,18 +76,14 @@ class Session:
     previous: DataCursor | None = None
     """Data of the run before (its `final_cursor`)."""
     eval_data: Iterable[Tree] | None = None
-    """Batches for evaluation."""
     eval_every: int | None = None
-    """Steps between evaluations."""
     checkpoint_every: int | None = None
-    """Steps between checkpoints."""
 
     def __post_init__(self) -> None:
         step, metadata = self.store.step, self.snapshots.metadata
         _refuse_later_checkpoint(self.snapshots.checkpoints, step)
         self._validate_arguments()
         self.records: list[Record] = []
-        """Records of steps and evaluations so far."""
         self.final_cursor: DataCursor | None = None
         """The data at the end of the run, for the run that continues."""
         self.is_over = False
@@ -107,7 +91,6 @@ class Session:
         self.is_closed = False
         """Whether `running` has ended."""
         self.is_stopped = False
-        """Whether `stop` was called."""
         position = metadata.position or {}
         # Callbacks that continue after a failure have counted the evaluation of step 0, unless the position denies it.
         is_first = step == 0 and metadata.callbacks is None
@@ -144,9 +127,8 @@ class Session:
     def running(self, notify: Callable[[Event], Any] = lambda event: None) -> Generator[None]:
         """Iterate the run inside this context: signals wait for steps, and an exception leaves a valid state.
 
-        Args:
-            notify: called with the events after the iterator was left: the last records, and the handling of an
-                exception before it propagates.
+        `notify` is called with the events after the iterator was left: the last records, and the handling of an
+        exception before it propagates.
         """
         try:
             with self._sigterm, install_handlers(), self.processes.watched():
@@ -234,9 +216,9 @@ class Session:
         self._wait()
         self._store_position()  # last: closing an iterator may block, and the saved checkpoint is safe by then
         if is_terminated and self.processes.is_first:
-            text, manager = "not saved, without a checkpoint_dir", self.snapshots.checkpoints
+            text, manager = "not saved, because there is no checkpoint_dir", self.snapshots.checkpoints
             if manager is not None:
-                text = f"saved there: {manager.directory}" if manager.latest_step() == step else "with nothing to save"
+                text = f"saved in {manager.directory}" if manager.latest_step() == step else "with nothing to save"
             logging.getLogger("lowtide").warning("SIGTERM: stopped after step %d, %s", step, text)
 
     def _is_ending(self) -> bool:
@@ -438,9 +420,9 @@ class Session:
     def refuse_another(self) -> None:
         """Raise when a run is started inside this one."""
         raise StateError(
-            "fit was called while fit is running",
-            expected="one at a time",
-            hint="call it after the other has returned",
+            "fit was called while another fit is running",
+            expected="one fit at a time",
+            hint="call it after the other fit has returned",
         )
 
     def refuse(self, action: str, hint: str | None = None) -> None:
@@ -449,7 +431,7 @@ class Session:
             raise StateError(
                 f"{action} was called while fit takes steps",
                 expected=f"{action} between two calls of fit, or in on_train_end or on_exception",
-                got="a callback of steps, whose data and records would no longer be those of the state",
+                got="a callback of a step, after which the data and records would not belong to the state",
                 hint=hint or f"call trainer.stop() there, and {action} after fit has returned",
             )
 
@@ -466,7 +448,7 @@ class Session:
         for name, interval in (("eval_every", self.eval_every), ("checkpoint_every", self.checkpoint_every)):
             if interval is not None and not is_count(interval, 1):
                 raise ConfigError(
-                    f"{name} is no number of steps",
+                    f"{name} is not a positive number of steps",
                     expected="1 or more, or None for never",
                     got=interval,
                     hint=f"{name}=100",
@@ -478,8 +460,8 @@ class Session:
         refuse_arrays(eval_data)
         if isinstance(eval_data, Iterator) and type(eval_data).__module__.split(".")[0] in _SINGLE_PASS_MODULES:
             raise DataError(
-                "eval_data gives its batches only once, and is evaluated at least twice",
-                expected="a list, a grain dataset, or an object whose __iter__ begins again",
+                "eval_data returns its batches only once, but is evaluated at least twice",
+                expected="a list, a grain dataset, or an object whose __iter__ starts from the beginning",
                 got=type(eval_data).__name__,
                 hint="list(eval_data), if its batches fit in memory",
             )
@@ -511,8 +493,8 @@ def _refuse_later_checkpoint(checkpoints: Checkpoints | None, step: int) -> None
     latest = None if checkpoints is None else checkpoints.look_again()
     if checkpoints is not None and latest is not None and latest > step:
         raise OutputError(
-            f"{checkpoints.directory}: holds a checkpoint of a later step than the trainer's",
-            expected=f"none after step {step}",
+            f"{checkpoints.directory} holds a checkpoint of a later step than the trainer's",
+            expected=f"no checkpoint after step {step}",
             got=f"step {latest}",
             hint="call trainer.restore() to continue that run, or choose another checkpoint_dir",
         )

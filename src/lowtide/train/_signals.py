@@ -24,13 +24,10 @@ _get_handler: Callable[[int], Any] = getattr(sys.modules.get("_signal"), "getsig
 
 
 def _deliver_signal(number: int) -> None:
-    """Deliver a signal to its handler; if that is the default handler and returns, exit.
+    """Deliver a signal to its handler; if that is the default handler and returns, exit with a shell's status for it.
 
     Linux drops a signal without a handler that is sent to the first process of a container, such as `exec lowtide`. The
     process would then end with status 0, and its supervisor would treat the run as completed.
-
-    Raises:
-        SystemExit: with the status that a shell reports for a process ended by the signal.
     """
     signal.raise_signal(number)
     if signal.getsignal(number) == signal.SIG_DFL:
@@ -125,12 +122,9 @@ class TerminationRequested(BaseException):
 class SigtermMonitor:
     """Context manager that records whether SIGTERM has arrived, for a check between steps.
 
-    The machine is about to be taken away. So the loop ends at the next step, saves, and then delivers the signal to the
-    previous handler. Processes that end together first call `jax.distributed.shutdown`, as at a normal end. Otherwise
-    JAX would abort a process that sees the first one gone, and that process would report a failure.
-
-    Args:
-        is_alone: whether this is the only process; several processes have to end together.
+    The loop then ends at the next step, saves, and delivers the signal to the previous handler. Processes that end
+    together (`is_alone=False`) first call `jax.distributed.shutdown`, as at a normal end. Otherwise JAX would abort a
+    process that sees the first one gone, and that process would report a failure.
     """
 
     def __init__(self, *, is_alone: bool = True) -> None:
@@ -170,9 +164,8 @@ class SigtermMonitor:
     def wait_for_data(self, wait: Callable[[], T]) -> T:
         """Call a function that waits for data, and return its result.
 
-        Raises:
-            TerminationRequested: if the signal arrives meanwhile, or has arrived before. With several processes it does
-                not raise, because one process cannot leave the others; there a second signal ends the process.
+        `TerminationRequested` is raised if the signal arrives meanwhile, or has arrived before. With several processes
+        it is not raised, because one process cannot leave the others; there a second signal ends the process.
         """
         self._is_waiting = True
         try:

@@ -43,13 +43,7 @@ _MAX_STEP = 2**31 - 1
 class TrainStateStore:
     """The state of a model in training, together with the model.
 
-    Args:
-        model: a pytree or a `ModelObject`.
-        step: the training step.
-        state: state of the step.
-        frozen: leaves that no step changes.
-        sharding: sharding rules; None on one device.
-        on_change: called with the current step when the weights are replaced by others.
+    No step changes the `frozen` leaves. `on_change` is called with the current step when the weights are replaced.
     """
 
     def __init__(
@@ -68,7 +62,6 @@ class TrainStateStore:
         self.state: TrainState = state
         """Everything that a step changes."""
         self.frozen: Tree = frozen
-        """Leaves that no step changes."""
         self.is_edited = False
         """Whether the weights were replaced by others that no run has evaluated."""
         self._is_lent = self._is_averaged = False
@@ -100,7 +93,7 @@ class TrainStateStore:
         self.refuse_averaged("setting state")
         if not isinstance(state, TrainState):
             raise StructureError(
-                "the state is not what a trainer has",
+                "the state is not a TrainState",
                 expected="a lowtide.train.TrainState",
                 got=type(state).__name__,
                 hint="dataclasses.replace(trainer.state, opt_state=...); other weights go into trainer.update(model)",
@@ -132,11 +125,7 @@ class TrainStateStore:
         self.is_edited = False
 
     def set_step(self, number: int) -> None:
-        """Set the number of steps for which the weights were trained.
-
-        Raises:
-            ConfigError: for an invalid number of steps.
-        """
+        """Set the number of steps for which the weights were trained."""
         _check_step(number)
         self.refuse_averaged("setting step")
         place = self.state.step.sharding
@@ -147,7 +136,7 @@ class TrainStateStore:
         self.refuse_averaged("update")
         replace = getattr(self._object, "replace", None)
         if self._object is not None and replace is None:
-            raise ConfigError("update is for pytrees", hint=UPDATE_HINT)
+            raise ConfigError("update works only for a pytree", hint=UPDATE_HINT)
         if replace is None:
             self._assign(*self._step.split(self._step.arranged(model)))
             return
@@ -216,12 +205,14 @@ class TrainStateStore:
         self.refuse_averaged("averaged")
         average = find_average(self.state.opt_state)
         if average is None:
-            raise ConfigError("there is no average", hint="Trainer(..., lt.train.ema(optax.adamw(1e-4), decay=0.999))")
+            raise ConfigError(
+                "the optimizer keeps no average", hint="Trainer(..., lt.train.ema(optax.adamw(1e-4), decay=0.999))"
+            )
         try:
             averages = jax.tree.map(lambda leaf, old: leaf.astype(old.dtype), average, self.state.trainable)
         except ValueError as error:
             raise ConfigError(
-                "the average is not of all that trains",
+                "the average does not cover all trainable leaves",
                 expected="ema around the whole optimizer",
                 got="ema inside of another transformation, for a part of the leaves",
                 hint="lt.train.ema(optax.multi_transform(...), decay=...)",
@@ -243,10 +234,10 @@ class TrainStateStore:
         def parts() -> tuple[Tree, Tree, Tree]:
             if self._is_averaged != is_averaged:
                 raise StateError(
-                    "outputs that were asked for inside of averaged are read outside, or the other way round",
+                    "predict_batches was called inside of averaged and is read outside, or the reverse",
                     expected="predict_batches read to its end where it was called",
-                    got="the weights that train" if is_averaged else "the average",
-                    hint="predict gives all outputs at once",
+                    got="the trained weights" if is_averaged else "the average",
+                    hint="predict returns all outputs at once",
                 )
             return self.parts
 
@@ -259,8 +250,8 @@ class TrainStateStore:
         if self._is_averaged:
             raise StateError(
                 f"{action} was called inside of averaged",
-                expected="evaluate and predict there",
-                got="the average in the place of what trains",
+                expected="only evaluate and predict inside of averaged",
+                got="the average in place of the trainable leaves",
                 hint="leave the with block first",
             )
 
@@ -271,7 +262,7 @@ def _refuse_other_types(name: str, new: Tree, old: Tree) -> None:
         expected, got = (describe(tree[path]) if path in tree else None for tree in (old_leaves, new_leaves))
         if expected != got:
             raise StructureError(
-                f"{name} leaf {path} is not what it was when the trainer was made",
+                f"{name} leaf {path} differs from the one that the trainer was made with",
                 expected=expected or "no such leaf",
                 got=got or "no such leaf",
                 hint="the step is compiled for these shapes: make a new Trainer",
@@ -280,8 +271,8 @@ def _refuse_other_types(name: str, new: Tree, old: Tree) -> None:
         raise StructureError(
             f"{name} has its leaves in other containers than when the trainer was made",
             expected="the same tuples, named tuples, lists and classes",
-            got="others, with leaves at the same paths",
-            hint="jax.tree.unflatten(jax.tree.structure(old), jax.tree.leaves(new)) puts them into those of the old",
+            got="other containers, with leaves at the same paths",
+            hint="jax.tree.unflatten(jax.tree.structure(old), jax.tree.leaves(new)) uses the old containers",
         )
 
 
@@ -291,7 +282,7 @@ def _refuse_shared(state: TrainState, frozen: Tree) -> None:
         if path.startswith("state/"):
             raise SelectionError(
                 f"{first_path} and {path} are the same array",
-                expected="an array of its own at each path of the state, because each is donated to the step",
+                expected="a separate array at each path of the state, because each is donated to the step",
                 hint="jnp.array(leaf, copy=True)",
             )
 
@@ -299,7 +290,7 @@ def _refuse_shared(state: TrainState, frozen: Tree) -> None:
 def _check_step(number: Any) -> None:
     if not is_count(number, 0) or number > _MAX_STEP:
         raise ConfigError(
-            "step is no number of steps", expected=f"0 to {_MAX_STEP}", got=repr(number), hint="step = 1000"
+            "step is not a valid number of steps", expected=f"0 to {_MAX_STEP}", got=repr(number), hint="step = 1000"
         )
 
 

@@ -122,23 +122,23 @@ class TrainingStep(Protocol):
 
 
 _OPTIMIZER_NOTE = (
-    "raised by the optimizer, whose update gets the gradients, its state, what trains and value=loss: one that calls "
-    "the loss function itself (optax.lbfgs, sophia), or wants other parameters (optax.lookahead's), needs another loop"
+    "raised by the optimizer, whose update gets the gradients, its state, the trainable leaves and value=loss: an "
+    "optimizer that calls the loss function itself (optax.lbfgs, sophia), or needs other parameters (optax.lookahead), "
+    "needs another training loop"
 )
 
 
 def flat_step(step: TrainingStep) -> Callable[..., tuple[Tree, Tree, Tree, Any, dict[str, Any]]]:
     """Return the step as a function of `STEP_ARGUMENTS`, which returns the new values of the first four and metrics.
 
-    Raises:
-        ConfigError: while ``jax_disable_jit`` is on.
+    `ConfigError` is raised while ``jax_disable_jit`` is on.
     """
     if jax.config.jax_disable_jit:  # pyright: ignore[reportAttributeAccessIssue]
         raise ConfigError(
             "jax.disable_jit is on, and a step that is not compiled would hold its state twice",
             expected="a step that is compiled",
             got="jax_disable_jit=True",
-            hint="call the loss function by itself to look into it; jax.debug.print works in a compiled one, too",
+            hint="call the loss function alone to debug it; jax.debug.print also works in a compiled step",
         )
 
     def run(
@@ -153,23 +153,13 @@ def flat_step(step: TrainingStep) -> Callable[..., tuple[Tree, Tree, Tree, Any, 
 class WholeStep:
     """A step that computes all gradients of the trainable leaves, and then updates them.
 
-    Args:
-        model: the model, or a `ModelObject`.
-        loss_fn: ``loss_fn(model, batch)``, as in `Trainer`.
-        tx: the optimizer.
-        wrt: selects the trainable leaves.
-        mutable: selects the leaves that the model itself changes, or None.
-        num_microbatches: number of parts of a batch.
-        weight: weight of a microbatch, or None for equal weights.
-        seed: seed of the keys for `loss_fn`.
-        compute_dtype: dtype of the model's computation, or None for the dtypes of its arrays.
-        divide: constrains the sharding of microbatches, and of activations between the layers of a stack.
-        mesh: mesh of that sharding.
-        gradients: computes the gradients of a batch; by default, `loss_fn` is differentiated.
+    `shard` constrains the sharding of microbatches, and of activations between the layers of a stack, over `mesh`.
+    `gradients` computes the gradients of a batch; by default, `loss_fn` is differentiated. For other arguments see
+    `Trainer`.
     """
 
     arrangement: list[int] | None = None
-    remedies = "fewer rows a batch, a larger num_microbatches, lt.offload.optimizer(tx), or a larger budget"
+    remedies = "fewer rows per batch, a larger num_microbatches, lt.offload.optimizer(tx), or a larger budget"
 
     def __init__(
         self,
@@ -183,14 +173,14 @@ class WholeStep:
         mutable: Where | None = None,
         seed: int = 0,
         compute_dtype: Any = None,
-        divide: Callable[[Tree], Tree] = lambda arrays: arrays,
+        shard: Callable[[Tree], Tree] = lambda arrays: arrays,
         mesh: Any = None,
         gradients: Callable[[TrainState, Tree, Tree], Gradients] | None = None,
     ) -> None:
         self.source: Any = model if isinstance(model, ModelObject) else Pytree(model)
         self._loss_fn, self._tx, self._wrt, self._mutable = loss_fn, tx, wrt, mutable
         self._num_microbatches, self._seed = num_microbatches, seed
-        self._shard, self._mesh = divide, mesh
+        self._shard, self._mesh = shard, mesh
         self._weight = scalar_weight(weight or (lambda batch: 1))
         self._precision = Precision(compute_dtype, self.source, mutable)
         self._constrained: Callable[[Tree], Tree] = getattr(self.source, "constrained", lambda trainable: trainable)
@@ -371,17 +361,11 @@ def _update_if_finite(is_finite: Any, advance: Callable[..., Tree], state: Tree,
 class LayerStep:
     """A step that computes the gradients of one layer at a time, and updates that layer before the next.
 
-    Args:
-        model: a dictionary or a dataclass of ``outer`` and ``layers``; its other entries are kept.
-        loss_fn: loss function of evaluations.
-        step: the layerwise step.
-
-    Raises:
-        StructureError: for any other model.
+    `loss_fn` is for evaluations. Entries of the model other than ``outer`` and ``layers`` are kept.
     """
 
     arrangement: list[int] | None = None
-    remedies = "fewer rows a batch, more num_microbatches of the layerwise step, or a larger budget"
+    remedies = "fewer rows per batch, more num_microbatches of the layerwise step, or a larger budget"
 
     def __init__(self, model: Tree, loss_fn: LossFn, step: LayerwiseStep) -> None:
         outer_and_layers(model, "a layerwise step")
@@ -403,12 +387,8 @@ class LayerStep:
         return _train_state(state), frozen
 
     def split(self, model: Tree) -> NoReturn:
-        """Raise: the state of a layerwise step stores weights in another form, so they cannot be replaced.
-
-        Raises:
-            ConfigError: always.
-        """
-        raise ConfigError("update is for pytrees", hint=UPDATE_HINT)
+        """Raise `ConfigError`: a layerwise step stores weights in another form, so they cannot be replaced."""
+        raise ConfigError("update works only for a pytree", hint=UPDATE_HINT)
 
     def __call__(self, state: TrainState, frozen: Tree, batch: Tree) -> tuple[TrainState, dict[str, Any]]:
         """See `TrainingStep`."""
@@ -450,17 +430,13 @@ def weighted(value: Any, weight: Any) -> Any:
 
 
 def scalar_weight(weight: Callable[[Tree], Any]) -> Callable[[Tree], Any]:
-    """Wrap a weight function of a batch so that it returns one float32 number.
-
-    Raises:
-        StructureError: in the call, if the weight is not a scalar.
-    """
+    """Wrap a weight function so that it returns one float32 number for a batch, or raises `StructureError`."""
 
     def run(batch: Tree) -> Any:
         value = weight(batch)
         if jax.tree.structure(value) != jax.tree.structure(0) or jnp.ndim(value):
             raise StructureError(
-                "weight does not give one number for a batch",
+                "weight does not return one number for a batch",
                 expected='a scalar, such as jnp.sum(batch["mask"])',
                 got=f"shape {list(jnp.shape(value))}" if hasattr(value, "shape") else type(value).__name__,
                 hint="sum the weights of the examples",

@@ -31,18 +31,14 @@ _LEAST_BYTES = 4 * 1024
 
 
 def flatten_state(state: Tree) -> dict[str, Any]:
-    """Return the leaves that a checkpoint holds, by their names in it.
-
-    Raises:
-        StructureError: when two leaves have the same name.
-    """
+    """Return the leaves that a checkpoint holds, by their names in it; raise if two leaves have the same name."""
     named_leaves: dict[str, Any] = {}
     for path, leaf in leaves_with_paths(state):
         name = _name(path)
         if name in named_leaves:
             raise StructureError(
-                f"{path}: another leaf of the state is stored as {name!r}, too",
-                expected="tree paths that differ also where '/' is written '.'",
+                f"{path}: another leaf of the state is also stored as {name!r}",
+                expected="tree paths that still differ when '/' is replaced by '.'",
                 hint="rename one of the two keys",
             )
         named_leaves[name] = leaf
@@ -169,16 +165,9 @@ def unflatten_state(values: dict[str, Any], like: Tree) -> Tree:
 
 
 def check_leaves(stored: Mapping[str, Any], like: Tree, step: int, directory: Path) -> None:
-    """Raise unless a checkpoint holds a state of this structure.
+    """Raise `StructureError` unless a checkpoint holds a state with the structure of `like`.
 
-    Args:
-        stored: shapes and dtypes by name in the checkpoint.
-        like: the expected structure.
-        step: step of the checkpoint.
-        directory: folder of the checkpoints.
-
-    Raises:
-        StructureError: when the checkpoint holds other leaves.
+    `stored` has the shapes and dtypes in the checkpoint by name.
     """
     actual = {name: f"{meta.dtype}{list(meta.shape)}" for name, meta in stored.items()}
     expected = {name: f"{leaf.dtype}{list(leaf.shape)}" for name, leaf in flatten_state(like).items()}
@@ -186,24 +175,19 @@ def check_leaves(stored: Mapping[str, Any], like: Tree, step: int, directory: Pa
         names = sorted({name for name, _ in set(actual.items()) ^ set(expected.items())})
         name, others = names[0], f" (and {len(names) - 1} other leaves)" if len(names) > 1 else ""
         raise StructureError(
-            f"{name}{others}: the checkpoint of step {step} is not of this model and optimizer",
-            expected=expected.get(name, "no such leaf, in this trainer"),
-            got=actual.get(name, "no such leaf, in the checkpoint"),
-            hint=f"resume with the model, optimizer and wrt that wrote {directory}; of a state in "
-            "another format lt.optim.converted makes one of this",
+            f"{name}{others}: the checkpoint of step {step} belongs to another model or optimizer",
+            expected=expected.get(name, "no such leaf in this trainer"),
+            got=actual.get(name, "no such leaf in the checkpoint"),
+            hint=f"resume with the model, optimizer and wrt that wrote {directory}; "
+            "lt.optim.converted converts a state in another format",
         )
 
 
 class Rearrangement:
     """Layers in the order of a checkpoint, for a state with another order.
 
-    Args:
-        saved: layer of every row of the checkpoint, -1 for padding; None for the order of the model.
-        current: the same for the state.
-        like: the state.
-
-    Raises:
-        StructureError: for a leaf of the layers without a layer axis, because then the optimizer has mixed layers.
+    `saved` and `current` have the layer of every row, -1 for padding; None is the order of the model. `StructureError`
+    is raised for a leaf of the layers without a layer axis, because then the optimizer has mixed layers.
     """
 
     def __init__(self, saved: Sequence[int] | None, current: Sequence[int] | None, like: Tree) -> None:
@@ -228,11 +212,11 @@ class Rearrangement:
             # weights is on one of these sides.
             if is_unstacked and (side_of(path) == "layers" or (side_of(path) is None and path.startswith("opt_state"))):
                 raise StructureError(
-                    f"{path}: the optimizer mixes layers, which cannot be brought into another order",
+                    f"{path}: the optimizer mixes layers, so they cannot be brought into another order",
                     expected=f"a row for each layer ({len(self._current)})",
                     got=f"{list(leaf.shape)}",
-                    hint="restore it with the schedule that wrote it; a new Trainer of that trainer.model goes on with "
-                    "its weights, and with new optimizer state",
+                    hint="restore it with the schedule that wrote it; a new Trainer of that trainer.model continues "
+                    "with its weights and a new optimizer state",
                 )
         # A padding row is a copy of any layer.
         self._rows = np.array([source_layers.index(layer if layer >= 0 else layers[0]) for layer in self._current])
@@ -278,8 +262,8 @@ def check_base(step: int, saved: str | None, base: str) -> None:
         raise StructureError(
             f"the checkpoint of step {step} was trained over other frozen weights",
             expected=f"the base model with fingerprint {saved}",
-            got=f"one with {base}",
-            hint="resume with the model that the run began with",
+            got=f"a base model with fingerprint {base}",
+            hint="resume with the model that the run started with",
         )
 
 
@@ -287,10 +271,10 @@ def check_random(step: int, saved: Mapping[str, Any] | None, current: Mapping[st
     """Raise when the random keys of a checkpoint have another implementation than those of the state."""
     if saved is not None and saved["keys"] != current["keys"]:
         raise StructureError(
-            f"the random keys in the checkpoint of step {step} are of another kind",
+            f"the random keys in the checkpoint of step {step} have another implementation",
             expected=", ".join(saved["keys"]),
             got=", ".join(current["keys"]),
-            hint="make the keys as the run began with, such as jax.random.key(0, impl=...)",
+            hint="make keys like those that the run started with, such as jax.random.key(0, impl=...)",
         )
 
 
@@ -301,7 +285,7 @@ def warn_of_random(step: int, saved: Mapping[str, Any] | None, current: Mapping[
     if changed:
         warnings.warn(
             f"the run drew its random numbers with {', '.join(changed)} until step {step}, and draws others from here "
-            "on\nhint: set jax.config as it was, unless nothing in the model is random",
+            "on\nhint: restore these settings of jax.config, unless nothing in the model is random",
             UserWarning,
             stacklevel=5,
         )

@@ -93,11 +93,11 @@ class Tracker(Callback):
             if trainer.step:  # a resumed run may have waited for a machine: it must not stop because of its tracker
                 self._give_up(error)
                 return
-            offline = "log in, or set WANDB_MODE=offline" if self.library == "wandb" else "see what it says"
+            offline = "log in, or set WANDB_MODE=offline" if self.library == "wandb" else "follow its message"
             raise ConfigError(
-                f"{self.library} does not begin",
+                f"{self.library} cannot start a run",
                 got=f"{type(error).__name__}: {error}",
-                hint=f"{offline}; or leave it out",
+                hint=f"{offline}; or leave the tracker out",
             ) from error
 
     def on_record(self, trainer: TrainerView, record: Record) -> None:
@@ -130,8 +130,8 @@ class Tracker(Callback):
     def _give_up(self, error: Exception) -> None:
         self._run = None
         warnings.warn(
-            f"{self.library} failed, and hears no more of this run: {type(error).__name__}: {error}\n"
-            "hint: the run goes on; its records are in its own files",
+            f"{self.library} failed, and receives no more values of this run: {type(error).__name__}: {error}\n"
+            "hint: the run continues; its records are in its own files",
             UserWarning,
             stacklevel=user_stacklevel(),
         )
@@ -182,7 +182,7 @@ def _read(path: Path) -> dict[str, str]:
     if isinstance(values, dict):
         return {name: value for name, value in values.items() if isinstance(value, str)}
     warnings.warn(
-        f"{path} is damaged, so the tracker begins another run: {values}\nhint: remove the file",
+        f"{path} is damaged, so the tracker starts another run: {values}\nhint: remove the file",
         UserWarning,
         stacklevel=user_stacklevel(),
     )

@@ -315,7 +315,12 @@ class Trainer:
         """Whether `stop` was called in this run."""
         return self._is_stopped if (running := self._active_run()) is None else running[0].is_stopped
 
-    @add_hints(epochs="num_epochs", steps_per_epoch="num_steps in all", validation_data="eval_data", verbose="progress")
+    @add_hints(
+        epochs="num_epochs",
+        steps_per_epoch="num_steps (for all epochs)",
+        validation_data="eval_data",
+        verbose="progress",
+    )
     def fit(
         self,
         data: StepData | Iterable[Tree],

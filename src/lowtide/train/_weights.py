@@ -54,10 +54,10 @@ def example_weights(
     has_weight = numpy.asarray(classes)[index] == ids
     if not isinstance(class_weight, Mapping) and numpy is np and not has_weight.all():
         raise DataError(
-            "a label is none of the classes that have a weight",
+            "a label is not one of the classes that have a weight",
             expected=f"0 to {len(classes) - 1}",
             got=ids[~has_weight].flat[0],
-            hint="give more weights, or a dictionary, whose other classes weigh 1",
+            hint="pass more weights, or a dictionary, in which other classes have weight 1",
         )
     default_weight = 1.0 if isinstance(class_weight, Mapping) else np.nan
     weights = numpy.where(has_weight, numpy.asarray(values)[index], numpy.float32(default_weight))
@@ -75,10 +75,10 @@ def _class_table(class_weight: Mapping[int, float] | Sequence[float]) -> tuple[n
     are_classes = all(isinstance(key, int | np.integer) and abs(int(key)) < 2**31 for key, _ in pairs)
     if not pairs or not are_classes or values.ndim != 1 or not np.all(np.isfinite(values) & (values >= 0)):
         raise ConfigError(
-            "class_weight is no weight for each class",
+            "class_weight does not have a valid weight for each class",
             expected="weights of at least 0 by class, such as {0: 1.0, 1: 5.0}, or one for each class in order",
             got=repr(class_weight),
-            hint="number the classes from 0, and let a weight of 0 leave a class out",
+            hint="number the classes from 0; a weight of 0 leaves a class out",
         )
     classes = np.array([key for key, _ in pairs], np.int32)
     order = np.argsort(classes)
@@ -97,10 +97,10 @@ def _class_ids(labels: Any, numpy: Any) -> Any:
 def _validate(sample_weight: Any, shape: tuple[int, ...], numpy: Any) -> Any:
     if sample_weight.shape != shape:
         raise StructureError(
-            "sample_weight is not of the labels' shape",
+            "sample_weight does not have the shape of the labels",
             expected=f"one weight for each label, {list(shape)}",
             got=list(sample_weight.shape),
-            hint="jnp.broadcast_to gives every position of a sequence its example's weight",
+            hint="jnp.broadcast_to repeats the weight of an example for every position of a sequence",
         )
     if numpy is np and not np.all(np.isfinite(sample_weight) & (sample_weight >= 0)):
         raise DataError(
