@@ -32,15 +32,18 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="DIR",
         help="PEFT adapter; again for another, which is used on the same base after it (default: none)",
     )
-    for name, what in (("param", "parameters"), ("compute", "activations")):
+    for name, description in (("param", "parameters"), ("compute", "activations")):
         parser.add_argument(
-            f"--{name}-dtype", choices=DTYPES, default="auto", help=f"dtype of {what} (default: %(default)s)"
+            f"--{name}-dtype", choices=DTYPES, default="auto", help=f"dtype of {description} (default: %(default)s)"
         )
-    for name, what in (("quantize", "the projections of the layers"), ("quantize-embeddings", "embedding and head")):
+    for name, description in (
+        ("quantize", "the projections of the layers"),
+        ("quantize-embeddings", "embedding and head"),
+    ):
         parser.add_argument(
             f"--{name}",
             choices=FORMATS,
-            help=f"format of few bits for {what} (default: as stored)",
+            help=f"format of few bits for {description} (default: as stored)",
         )
 
 
@@ -60,11 +63,7 @@ def add_template_argument(parser: argparse.ArgumentParser) -> None:
 
 
 def chat_template(args: argparse.Namespace) -> Any:
-    """Return the `ChatTemplate` that the arguments name, or None.
-
-    Raises:
-        ConfigError: when a ``--template-arg`` is not of the form ``KEY=VALUE``.
-    """
+    """Return the `ChatTemplate` that the arguments name, or None; raise `ConfigError` for a bad ``--template-arg``."""
     from ..finetune.data import load_chat_template
     from ..models import base_path
 
@@ -83,26 +82,23 @@ def chat_template(args: argparse.Namespace) -> Any:
     return None if template is None else dataclasses.replace(template, arguments=arguments)
 
 
-def check_named(args: argparse.Namespace) -> None:
-    """Resolve the model's name to a path; reject empty paths and adapters that are named twice.
+def check_model_arguments(args: argparse.Namespace) -> None:
+    """Resolve the model's name to a path, and reject empty paths and adapters that are named twice.
 
     An unset variable in a shell script produces an empty path.
-
-    Raises:
-        ConfigError: naming the flag.
     """
-    named = (
+    flag_values = (
         ("model", [args.model]),
         ("tokenizer", [args.tokenizer]),
         ("adapter", args.adapter),
         ("chat-template", [args.chat_template]),
     )
-    for flag, values in named:
+    for flag, values in flag_values:
         if "" in values:
             raise ConfigError(f"--{flag} is empty", hint=f"leave --{flag} out, or look whether a variable is unset")
     args.model = model_path(args.model)
-    if twice := {name for name in args.adapter if args.adapter.count(name) > 1}:
-        raise ConfigError(f"--adapter {min(twice)} is given twice", hint="name each adapter once")
+    if duplicates := {name for name in args.adapter if args.adapter.count(name) > 1}:
+        raise ConfigError(f"--adapter {min(duplicates)} is given twice", hint="name each adapter once")
 
 
 def open_named(args: argparse.Namespace, console: Console) -> tuple[Any, Any]:
@@ -111,8 +107,8 @@ def open_named(args: argparse.Namespace, console: Console) -> tuple[Any, Any]:
         from ..finetune import open_base
 
         dtypes = {"param_dtype": args.param_dtype, "compute_dtype": args.compute_dtype}
-        asked = {"layers/**/*_proj": args.quantize, "outer/**": args.quantize_embeddings}
-        quantize = {glob: form for glob, form in asked.items() if form is not None} or None
+        formats = {"layers/**/*_proj": args.quantize, "outer/**": args.quantize_embeddings}
+        quantize = {glob: form for glob, form in formats.items() if form is not None} or None
         return open_base(args.model, tokenizer=args.tokenizer, quantize=quantize, **dtypes)
 
 

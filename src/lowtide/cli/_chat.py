@@ -18,15 +18,8 @@ def messages_to_ids(
 ) -> list[list[int]]:
     """Render conversations up to the start of the next answer, and tokenise them.
 
-    Args:
-        args: the arguments that name the model and its template.
-        tokenizer: the tokenizer of the model.
-        conversations: messages by label; error messages quote the label.
-        tools: tools by the same labels, for the conversations that have some.
-
-    Raises:
-        ModelFileError: when the model has no chat template, or one that cannot be used.
-        DataError: when the template rejects a conversation.
+    `conversations` and `tools` are keyed by label, which error messages quote; not every conversation has tools. Raises
+    `ModelFileError` when the model has no usable chat template, and `DataError` when it rejects a conversation.
     """
     from ..finetune.data import chat_prompts
 

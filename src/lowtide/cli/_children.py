@@ -35,16 +35,9 @@ class ChildError(Exception):
 
 
 def run_child(arguments: Sequence[str]) -> None:
-    """Run ``lowtide`` with these arguments in a subprocess and capture its output.
-
-    Args:
-        arguments: the arguments after ``lowtide``.
-
-    Raises:
-        ChildError: when the command fails.
-    """
+    """Run ``lowtide`` in a subprocess and capture its output; raise `ChildError` when it fails."""
     # PYTHONIOENCODING makes the child write UTF-8 in every locale, because this process decodes UTF-8.
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-m", "lowtide", *arguments],
         capture_output=True,
         encoding="utf-8",
@@ -52,56 +45,47 @@ def run_child(arguments: Sequence[str]) -> None:
         env={**os.environ, "PYTHONIOENCODING": "utf-8"},
         check=False,
     )
-    if done.returncode == 0:
+    if process.returncode == 0:
         return
-    if done.returncode < 0:
-        text = f"the compiling process was killed by signal {-done.returncode}: its own memory may not have sufficed"
-        raise ChildError(text, done.returncode)
+    if process.returncode < 0:
+        text = f"the compiling process was killed by signal {-process.returncode}: its own memory may not have sufficed"
+        raise ChildError(text, process.returncode)
     # The user's code may also print lines that begin with "error". After that word, Lowtide's
     # own errors have a code or name the user's file.
-    found = re.search(r"^error ((?:\[LT|in the code of ).*)", done.stderr, flags=re.MULTILINE | re.DOTALL)
-    raise ChildError(found[1].rstrip() if found else done.stderr.rstrip()[-2000:], done.returncode)
+    match = re.search(r"^error ((?:\[LT|in the code of ).*)", process.stderr, flags=re.MULTILINE | re.DOTALL)
+    raise ChildError(match[1].rstrip() if match else process.stderr.rstrip()[-2000:], process.returncode)
 
 
 def job_arguments(args: argparse.Namespace, settings: Mapping[str, Any], folder: str) -> list[str]:
     """Return the arguments with which another process runs the same job.
 
-    Args:
-        args: the arguments of this process.
-        settings: the settings of a model's folder, as `job_settings` returns them.
-        folder: where to write the settings.
+    The `settings` of a model's folder, from `job_settings`, are written to a TOML file in `folder`.
     """
-    sets = [part for pair in args.set for part in ("--set", pair)]
+    set_flags = [part for pair in args.set for part in ("--set", pair)]
     if not settings:
-        return [args.job, *sets]
+        return [args.job, *set_flags]
     file = Path(folder, "settings.toml")
     file.write_text(tomli_w.dumps(settings), encoding="utf-8")
-    return [args.job, *sets, "--config", str(file)]
+    return [args.job, *set_flags, "--config", str(file)]
 
 
-def one_by_one(
-    names: Sequence[str], doing: str, measure: Callable[[str], Row], failed: Callable[[str, str], Row]
+def measure_targets(
+    names: Sequence[str], action: str, measure: Callable[[str], Row], make_failed_row: Callable[[str, str], Row]
 ) -> tuple[list[Row], bool]:
-    """Measure targets one after the other, and print the errors.
+    """Measure targets one after the other with `run_child`, and print each distinct error once.
 
-    Args:
-        names: the targets.
-        doing: the action, as the beginning of a sentence that ends with a target's name.
-        measure: returns the row of a target; runs `run_child`.
-        failed: returns the row of a failed target, from its name and the error as one line.
-
-    Returns:
-        The rows, and whether every target failed because of a mistake in the arguments.
+    `action` begins a sentence that ends with a target's name. `make_failed_row` takes the name of a failed target and
+    the error as one line. Returns the rows, and whether every target failed because of a mistake in the arguments.
     """
     rows: list[Row] = []
     failures: list[ChildError] = []
     for number, name in enumerate(names, start=1):
-        with spinner(f"{doing} {name} ({number} of {len(names)})"):
+        with spinner(f"{action} {name} ({number} of {len(names)})"):
             try:
                 rows.append(measure(name))
             except ChildError as error:
                 failures.append(error)
-                rows.append(failed(name, error.line))
+                rows.append(make_failed_row(name, error.line))
     # Targets often fail with the same error; print each distinct error once.
     for text in dict.fromkeys(failure.text for failure in failures):
         print_error(text)

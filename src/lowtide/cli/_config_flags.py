@@ -27,7 +27,7 @@ _GLOBS = ("targets", "modules_to_save")
 _METAVARS = {int: "N", float: "X", str: "NAME"}
 
 
-class _Once(argparse.Action):
+class _SingleValue(argparse.Action):
     """Reject a second value of a flag. argparse would replace the first value without an error."""
 
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
@@ -37,19 +37,13 @@ class _Once(argparse.Action):
 
 
 def register(
-    parser: argparse.ArgumentParser, text: str = "Each is a key of the TOML file, too.", without: Sequence[str] = ()
+    parser: argparse.ArgumentParser, text: str = "Each is a key of the TOML file, too.", excluded: Sequence[str] = ()
 ) -> None:
-    """Add a flag for each field. A flag that is not given has the value None.
-
-    Args:
-        parser: where to add the flags.
-        text: the description of the group in the help.
-        without: fields that get no flag.
-    """
+    """Add a flag for each field that is not excluded. A flag that is not given has the value None."""
     group = parser.add_argument_group("settings", text)
     kinds, helps = typing.get_type_hints(FinetuneConfig), _docstrings()
     for field in dataclasses.fields(FinetuneConfig):
-        if field.name in without:
+        if field.name in excluded:
             continue
         default = "" if field.default is None or field.default is False else f" (default: {field.default})"
         # argparse expands % in help texts, so a literal % is doubled.
@@ -62,13 +56,13 @@ def register(
             options["metavar"] = field.metadata.get("metavar", _METAVARS.get(kind, "N"))
             options |= {"type": kind} if kind is not tuple else {"type": _words, "action": "extend"}
         if field.name in ("data", "eval_data"):
-            options["action"] = _Once
+            options["action"] = _SingleValue
         if field.name in _GLOBS:  # a glob may contain commas in braces, so each glob needs its own flag
             options |= {"type": str, "action": "append"}
         group.add_argument(flag_of(field.name), **options)
 
 
-def given(args: argparse.Namespace) -> dict[str, Any]:
+def flag_settings(args: argparse.Namespace) -> dict[str, Any]:
     """Return the settings that were given as flags, with the values that a TOML file would contain."""
     values = {field.name: getattr(args, field.name, None) for field in dataclasses.fields(FinetuneConfig)}
     values = {name: value for name, value in values.items() if value is not None}

@@ -37,30 +37,23 @@ def register(parser: argparse.ArgumentParser) -> None:
 
 
 def start(args: argparse.Namespace) -> Any:
-    """Connect to the other processes.
+    """Connect to the other processes, and return the `ShardingRules` of the run; None for one device.
 
-    Args:
-        args: the parsed flags.
-
-    Returns:
-        The `lowtide.train.ShardingRules` of the run, or None for one device.
-
-    Raises:
-        ConfigError: for flags that contradict each other, or a mesh that does not match the number of devices.
+    Raises `ConfigError` for flags that contradict each other, or a mesh that does not match the number of devices.
     """
-    given = {"--coordinator": args.coordinator, "--num-processes": args.num_processes, "--process-id": args.process_id}
-    lacking = [name for name, value in given.items() if value is None]
+    flags = {"--coordinator": args.coordinator, "--num-processes": args.num_processes, "--process-id": args.process_id}
+    missing = [name for name, value in flags.items() if value is None]
     if args.pipeline is not None and args.pipeline < 1:
         raise ConfigError("--pipeline is out of range", expected="at least 1", got=args.pipeline, hint="--pipeline 4")
     if args.distributed is None:
-        if len(lacking) < len(given):
+        if len(missing) < len(flags):
             raise ConfigError("processes are only joined by --distributed", hint="add --distributed")
         return None if args.pipeline is None else _rules({"stage": args.pipeline}, "")
     sizes = _sizes(args.distributed) | ({} if args.pipeline is None else {"stage": args.pipeline})
-    if lacking and len(lacking) < len(given):
+    if missing and len(missing) < len(flags):
         raise ConfigError(
-            f"{', '.join(lacking)} is missing",
-            expected=f"{', '.join(given)} together, or none of them under a scheduler that JAX knows",
+            f"{', '.join(missing)} is missing",
+            expected=f"{', '.join(flags)} together, or none of them under a scheduler that JAX knows",
             hint="give all three",
         )
     import jax
@@ -74,7 +67,7 @@ def start(args: argparse.Namespace) -> Any:
             shutdown_timeout_seconds=_HEARTBEAT_SECONDS,
         )
     except ValueError as error:
-        if not lacking:
+        if not missing:
             raise ConfigError(
                 "the processes cannot be joined", got=error, hint="check --coordinator, --num-processes, --process-id"
             ) from error
@@ -87,32 +80,36 @@ def _rules(sizes: dict[str, Any], distributed: str) -> Any:
 
     from ..train import ShardingRules, make_mesh
 
-    _refuse_mesh(sizes, distributed, jax.device_count())
+    _check_mesh(sizes, distributed, jax.device_count())
     return ShardingRules(mesh=make_mesh(**sizes))
 
 
-def _refuse_mesh(sizes: dict[str, Any], distributed: str, count: int) -> None:
+def _check_mesh(sizes: dict[str, Any], distributed: str, count: int) -> None:
     """Raise ConfigError, naming the flags, when the mesh does not match the number of devices."""
     # A number of stages fits when its product with the given axes equals the number of devices. If an axis takes the
     # remaining devices (fsdp by default, or a size of -1), the product only has to divide it.
-    others = {name: size for name, size in sizes.items() if name != "stage"}
-    known = math.prod(size for size in others.values() if size != -1)
-    takes_rest = "fsdp" not in others or -1 in others.values()
-    fitting: list[int] = []
-    if known > 0 and [*others.values()].count(-1) < 2:
-        fitting = [n for n in range(1, count + 1) if (count % (n * known) == 0 if takes_rest else n * known == count)]
+    other_axes = {name: size for name, size in sizes.items() if name != "stage"}
+    known_size = math.prod(size for size in other_axes.values() if size != -1)
+    has_free_axis = "fsdp" not in other_axes or -1 in other_axes.values()
+    valid_stages: list[int] = []
+    if known_size > 0 and [*other_axes.values()].count(-1) < 2:
+        valid_stages = [
+            n
+            for n in range(1, count + 1)
+            if (count % (n * known_size) == 0 if has_free_axis else n * known_size == count)
+        ]
     stages = sizes.get("stage", 1)
-    if stages in fitting:
+    if stages in valid_stages:
         return
     flag = f"--distributed {distributed}"
-    if fitting and "stage" in sizes:
-        beside = f" beside {flag}" if distributed else ""
+    if valid_stages and "stage" in sizes:
+        suffix = f" beside {flag}" if distributed else ""
         raise ConfigError(
-            f"--pipeline {stages}: {count} devices do not divide among {stages} stages{beside}",
-            expected=f"{', '.join(map(str, fitting))}: with the axes of --distributed it "
-            f"{'divides' if takes_rest else 'multiplies to'} {count}",
+            f"--pipeline {stages}: {count} devices do not divide among {stages} stages{suffix}",
+            expected=f"{', '.join(map(str, valid_stages))}: with the axes of --distributed it "
+            f"{'divides' if has_free_axis else 'multiplies to'} {count}",
             got=stages,
-            hint=f"--pipeline {min(fitting, key=lambda n: (abs(n - stages), -n))}",
+            hint=f"--pipeline {min(valid_stages, key=lambda n: (abs(n - stages), -n))}",
         )
     raise ConfigError(
         f"{flag}: {count} devices cannot be divided like this",
@@ -122,7 +119,7 @@ def _refuse_mesh(sizes: dict[str, Any], distributed: str, count: int) -> None:
     )
 
 
-def described(sharding: Any) -> dict[str, str]:
+def describe(sharding: Any) -> dict[str, str]:
     """Return the line of the plan that names the devices, processes and mesh axes of the run."""
     if sharding is None:
         return {}
@@ -137,8 +134,8 @@ def _sizes(text: str) -> dict[str, Any]:
     sizes: dict[str, Any] = {}
     for part in filter(None, text.split(",")):
         name, _, size = part.partition("=")
-        known = name in ("data", "fsdp", "context", "tensor") and name not in sizes
-        if not known or not (size == "-1" or (size.isascii() and size.isdigit())):
+        is_known = name in ("data", "fsdp", "context", "tensor") and name not in sizes
+        if not is_known or not (size == "-1" or (size.isascii() and size.isdigit())):
             raise ConfigError(
                 f"--distributed: {part!r} is no axis of a mesh",
                 expected="data=N, fsdp=N, context=N, tensor=N, each once, with commas between; an N of -1: the rest",

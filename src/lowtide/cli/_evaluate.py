@@ -21,13 +21,13 @@ from ._answers import (
     add_template_argument,
     chat_template,
     check_adapters,
-    check_named,
+    check_model_arguments,
     end_tokens,
     open_named,
     with_each,
 )
 from ._console import errors, wide_console
-from ._data_report import unlike
+from ._data_report import evaluation_notes
 from ._explain import positive
 from ._load import check_outputs, write_text
 
@@ -63,7 +63,7 @@ def register(commands: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run the command and return the exit status."""
-    check_named(args)
+    check_model_arguments(args)
     check_outputs(args.json)
     if not args.data:
         raise ConfigError("--data is empty", hint="look whether a variable of your script is unset")
@@ -97,22 +97,27 @@ def run(args: argparse.Namespace) -> int:
         with Progress(*columns, console=console, transient=True) as progress:
             task = progress.add_task("evaluating", total=num_tokens)
 
-            def show(done: int, total: int, loss: float) -> None:
+            def show(completed: int, total: int, loss: float) -> None:
                 # Only this iteration calls `show`, so the late binding of `progress` and `task` is safe.
-                progress.update(task, completed=done, description=f"evaluating  loss {loss:.4f}")  # noqa: B023
+                progress.update(task, completed=completed, description=f"evaluating  loss {loss:.4f}")  # noqa: B023
 
-            found = measure(model, show)
+            result = measure(model, show)
         seconds = time.monotonic() - start
-        row = {"adapter": adapter, "loss": found.loss, "perplexity": found.perplexity, "num_tokens": found.num_tokens}
+        row = {
+            "adapter": adapter,
+            "loss": result.loss,
+            "perplexity": result.perplexity,
+            "num_tokens": result.num_tokens,
+        }
         rows.append({**row, "seconds": seconds})
-    _show(rows, args, seq_len)
+    _print_table(rows, args, seq_len)
     if args.json:
         results = {"model": args.model, "data": args.data, "seq_len": seq_len}
         numbers = [{name: value if _is_number(value) else None for name, value in row.items()} for row in rows]
         write_text(console, args.json, json.dumps({**results, "results": numbers}, indent=2, allow_nan=False) + "\n")
-    if spoilt := [row["adapter"] or "the model" for row in rows if not math.isfinite(row["loss"])]:
+    if non_finite := [row["adapter"] or "the model" for row in rows if not math.isfinite(row["loss"])]:
         raise NonFiniteError(
-            f"the loss of {', '.join(spoilt)} is not finite",
+            f"the loss of {', '.join(non_finite)} is not finite",
             expected="weights that are finite numbers",
             hint="a weight is nan or inf, or --compute-dtype float16 overflows; lowtide inspect says the dtypes",
         )
@@ -140,10 +145,10 @@ def _measure(
     if documents is None:
         sizes: dict[str, Any] = {"seq_len": seq_len, "batch_size": args.batch_size}
         template = chat_template(args)
-        words: dict[str, Any] = {"columns": _columns(args), "end_token": end, "loss_on": args.loss_on or "completion"}
-        words["vocab_size"] = base.config.vocab_size
-        batches, report = evaluation_data(Path(args.data), tokenizer, template, **sizes, **words)
-        for note in unlike(report, seq_len):
+        options: dict[str, Any] = {"columns": _columns(args), "end_token": end, "loss_on": args.loss_on or "completion"}
+        options["vocab_size"] = base.config.vocab_size
+        batches, report = evaluation_data(Path(args.data), tokenizer, template, **sizes, **options)
+        for note in evaluation_notes(report, seq_len):
             console.print(Text("note ", style="bold yellow") + Text(note), soft_wrap=True)
         count = sum(int((batch["labels"] >= 0).sum()) for batch in batches)
         return lambda model, show: batches_loss(model, batches, count, on_progress=show), count, seq_len
@@ -157,7 +162,7 @@ def _columns(args: argparse.Namespace) -> tuple[str, ...] | None:
     return None if args.columns is None else tuple(word.strip() for word in args.columns.split(","))
 
 
-def _show(rows: list[dict[str, Any]], args: argparse.Namespace, seq_len: int) -> None:
+def _print_table(rows: list[dict[str, Any]], args: argparse.Namespace, seq_len: int) -> None:
     title = f"{args.data}, rows of {seq_len:,} tokens"
     table = Table(title=Text(title), title_justify="left", box=None, pad_edge=False)
     for name in ("adapter", "nats/token", "perplexity", "tokens", "tokens/s"):

@@ -36,11 +36,11 @@ def register(commands: Any) -> None:
     parser.set_defaults(run=run)
 
 
-def add_view_arguments(parser: argparse.ArgumentParser, what: str, more: str = "") -> None:
+def add_view_arguments(parser: argparse.ArgumentParser, noun: str, suffix: str = "") -> None:
     """Add the flags that select the output formats of a report or a difference."""
     for kind, text in (("html", "one interactive page"), ("png", "a picture"), ("json", "data for other tools")):
         parser.add_argument(
-            f"--{kind}", metavar="FILE", help=f"write the {what} as {text}{more} (default: not written)"
+            f"--{kind}", metavar="FILE", help=f"write the {noun} as {text}{suffix} (default: not written)"
         )
     parser.add_argument("--top", type=positive, default=20, metavar="N", help="owners to list (default: 20)")
 
@@ -54,14 +54,7 @@ def positive(text: str) -> int:
 
 
 def write_views(console: Console, view: Any, args: argparse.Namespace, label: str | None = None) -> None:
-    """Write the requested files.
-
-    Args:
-        console: prints the path of each written file.
-        view: a report or a difference.
-        args: the arguments, with the flags of `add_view_arguments`.
-        label: text to insert before the suffix of every file name.
-    """
+    """Write the requested files and print their paths; the label is inserted before the suffix of every file name."""
     for kind, method in _VIEWS.items():
         if file := getattr(args, kind):
             path = labelled(file, label)
@@ -85,18 +78,18 @@ def run(args: argparse.Namespace) -> int:
     path, name = parse_job(args.job)
     check_outputs(*(getattr(args, kind) for kind in _VIEWS), args.seconds)
     with load(path, name, job_settings(args, name)) as maker:
-        what = f"{path.name}:{name}" if name else path.name
-        settings = read_settings(args.set, maker, what)
+        job_name = f"{path.name}:{name}" if name else path.name
+        settings = read_settings(args.set, maker, job_name)
         # Resolve all targets first: a mistake in the last name must not waste the compilation of the others. Two names
         # of the same target are compiled once.
-        goals: dict[str, tuple[str, Any]] = {}
-        for given in args.target or ["here"]:
-            goal = memory.target(given)
-            goals.setdefault(goal.name, (given, goal))
-        for number, (given, goal) in enumerate(goals.values()):
-            with spinner(f"compiling {what} for {goal.name}") as clock, user_code(path):
-                job = memory.Job.make(maker, target=goal, what=what, **settings)
-                report, remedies = memory.advise(job, goal) if args.remedies else (job.analyze(goal), ())
+        targets: dict[str, tuple[str, Any]] = {}
+        for target_name in args.target or ["here"]:
+            target = memory.target(target_name)
+            targets.setdefault(target.name, (target_name, target))
+        for number, (target_name, target) in enumerate(targets.values()):
+            with spinner(f"compiling {job_name} for {target.name}") as clock, user_code(path):
+                job = memory.Job.make(maker, target=target, what=job_name, **settings)
+                report, remedies = memory.advise(job, target) if args.remedies else (job.analyze(target), ())
             if number:
                 console.rule()
             report.print(console, top=args.top)
@@ -104,7 +97,7 @@ def run(args: argparse.Namespace) -> int:
                 console.print("\nWhat would make it smaller")
             for remedy in remedies:
                 console.print(f"  {remedy}", markup=False, soft_wrap=True)
-            write_views(console, report, args, given if len(goals) > 1 else None)
+            write_views(console, report, args, target_name if len(targets) > 1 else None)
             if args.seconds:
                 Path(args.seconds).write_text(f"{clock.seconds}\n")
     return 0

@@ -26,7 +26,7 @@ from rich.text import Text
 from ..core import ConfigError, LowtideError, format_bytes, parse_bytes
 from . import _config_flags, _data_report, _distributed
 
-_CLIPPED = {
+_CLIP_TEXTS = {
     "exact": "clipped by the exact norm of all gradients",
     "previous": "clipped by the norm of the step before",
     "layer": "each layer clipped by its own norm",
@@ -80,7 +80,7 @@ def run(args: argparse.Namespace) -> int:
         if getattr(args, flag) == "":  # an unset shell variable, which must not select the default
             raise ConfigError(f"--{flag} is empty", hint=f"leave --{flag} out, or look whether a variable is unset")
     values = read_config(args.config) if args.config else {}
-    values |= _config_flags.given(args)
+    values |= _config_flags.flag_settings(args)
     # Must precede `_distributed.start` and `jax.process_index`: they start JAX's backends, and libtpu reads its flags
     # once, when it starts.
     _choose_tiles(Path(args.out) if args.resume else None, values)
@@ -108,18 +108,18 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _choose_tiles(resumed: Path | None, values: Mapping[str, Any]) -> None:
+def _choose_tiles(run_dir: Path | None, values: Mapping[str, Any]) -> None:
     """Set a libtpu flag for runs that may stream 8-bit or 4-bit arrays from the host, before libtpu reads its flags."""
     from ..core import choose_low_tiles
     from ..finetune import read_config
 
-    saved: dict[str, Any] = {}
-    if resumed is not None:
+    saved_settings: dict[str, Any] = {}
+    if run_dir is not None:
         with contextlib.suppress(LowtideError, OSError):  # a broken file is reported later, where the run reads it
-            saved = read_config(resumed / "config.toml")
-    asked = {**saved, **values}
-    is_narrow = asked.get("state_dtype", "float32") != "float32" and "optimizer" in str(asked.get("offload"))
-    if asked.get("full") is True or is_narrow or "parameters" in str(asked.get("offload")):
+            saved_settings = read_config(run_dir / "config.toml")
+    settings = {**saved_settings, **values}
+    is_narrow = settings.get("state_dtype", "float32") != "float32" and "optimizer" in str(settings.get("offload"))
+    if settings.get("full") is True or is_narrow or "parameters" in str(settings.get("offload")):
         choose_low_tiles()
 
 
@@ -131,8 +131,8 @@ def _finetune(
     with _progress(console) as progress:
         task = progress.add_task("reading model and data", total=None)
 
-        def show(done: int, total: int) -> None:
-            progress.update(task, completed=done, total=total)
+        def show(completed: int, total: int) -> None:
+            progress.update(task, completed=completed, total=total)
 
         job = Finetune(config, out, on_tokenise=show, sharding=sharding)
         progress.update(task, description="compiling the step", total=None)
@@ -141,13 +141,13 @@ def _finetune(
     _print_plan(console, job, table)
     # Full tuning updates the model in place, so the untuned model exists only now.
     before = job.sample_before() if config.full else None
-    early = {"before": before} if before is not None else {}
+    early_samples = {"before": before} if before is not None else {}
     # Written before training, so that a run that is killed has a page, too.
-    job.write_report(table, early)
+    job.write_report(table, early_samples)
     try:
         _train(console, job, table, interrupted)
     except BaseException as error:
-        _write_report(job, table, early, error)
+        _write_report(job, table, early_samples, error)
         raise
     num_steps = job.config.num_steps  # derived from the number of epochs when the data is read
     if config.early_stopping_patience is not None and job.trainer.step < num_steps:
@@ -190,14 +190,14 @@ def _next_command(job: Any) -> str:
         parts = ["--model", str(job.out / "model")]
     else:
         parts = [*(["--model", config.model] if config.model else []), "--adapter", str(job.out / "adapter")]
-    named = ("quantize", "quantize_embeddings", "tokenizer", "chat_template")
+    names = ("quantize", "quantize_embeddings", "tokenizer", "chat_template")
     # A fully tuned model needs no quantisation flags: only the base of an adapter is quantised.
-    for name in named[2 * config.full :]:
+    for name in names[2 * config.full :]:
         if (value := getattr(config, name)) is not None:
             parts += [f"--{name.replace('_', '-')}", value]
     is_chat = job.data.report is not None and job.data.report.template
-    ask = ["--chat"] if is_chat else ["--prompt", "..."]
-    return f"{_program()} generate {shlex.join([*parts, *ask])}"
+    prompt_flags = ["--chat"] if is_chat else ["--prompt", "..."]
+    return f"{_program()} generate {shlex.join([*parts, *prompt_flags])}"
 
 
 def _budget(text: str | None) -> int | None:
@@ -310,20 +310,20 @@ def _print_plan(console: Console, job: Any, table: Any) -> None:
         f"computing in {base.compute_dtype}",
         "data": f"{config.data or 'the Python language reference'}: {data.num_documents:,} documents, "
         f"{data.num_train_tokens:,} tokens to train on, {data.num_held_out_tokens:,} held out",
-        **_data_report.described(data.report, config),
-        "answers end": _data_report.ends(job.ends, job.tokenizer),
-        **_how(config, table, experts=base.config.experts is not None and not _has_adapted_experts(job)),
+        **_data_report.describe(data.report, config),
+        "answers end": _data_report.describe_ends(job.ends, job.tokenizer),
+        **_tuning_lines(config, table, experts=base.config.experts is not None and not _has_adapted_experts(job)),
         "attention": _attention(base, config),
         "steps": f"{job.resumed_at or 0} of {config.num_steps} done, {config.batch_size} × {config.seq_len} tokens each"
         + (f", in {config.num_microbatches} microbatches" if config.num_microbatches > 1 else "")
-        + _at_the_end(config),
-        **_distributed.described(job.trainer.sharding),
-        **_pipeline(job.trainer.stages),
+        + _final_rate(config),
+        **_distributed.describe(job.trainer.sharding),
+        **_pipeline_lines(job.trainer.stages),
         "predicted": f"{format_bytes(table.ours.device_bytes)} on the device ({target.chip}"
         + (f", {format_bytes(target.device_bytes)} usable" if target.device_bytes is not None else "")
         + ")"
-        + _on_the_host(table.ours),
-        "host memory": _beside(base, job.trainer.state),
+        + _host_text(table.ours),
+        "host memory": _host_memory(base, job.trainer.state),
         "out": str(job.out),
     }
     for name, text in rows.items():
@@ -331,7 +331,7 @@ def _print_plan(console: Console, job: Any, table: Any) -> None:
     console.print(grid)
     for note in data.notes:
         console.print(Text("note ", style="bold yellow") + Text(note), soft_wrap=True)
-    if (problem := _data_report.endless(data.report, job.ends)) is not None:
+    if (problem := _data_report.missing_end_warning(data.report, job.ends)) is not None:
         console.print(Text("warning ", style="bold yellow") + Text(problem), soft_wrap=True)
     _data_report.print_examples(console, data.report)
     if config.seq_len > base.config.max_position_embeddings:
@@ -339,7 +339,7 @@ def _print_plan(console: Console, job: Any, table: Any) -> None:
             f"[bold yellow]warning[/] --seq-len {config.seq_len} is longer than the "
             f"{base.config.max_position_embeddings} positions the model was made for"
         )
-    for problem in _shortages(config, table.ours, _movable(job.trainer)):
+    for problem in _shortages(config, table.ours, _offload_words(job.trainer)):
         console.print(f"[bold yellow]warning[/] {problem}")
 
 
@@ -357,45 +357,48 @@ def _attention(base: Any, config: Any) -> str:
 
     from ..ops import Sight, attention_implementation
 
-    kind, ids = base.config, jnp.zeros((1, 1), jnp.int32)
-    windows = jnp.int32(1) if isinstance(kind.windows, tuple) else kind.windows  # traced, because layers differ
-    told: dict[str, Any] = {"soft_cap": kind.attention_soft_cap, "has_sinks": kind.attention_sinks}
-    told["sight"] = Sight(window=windows, segments=(ids, ids) if config.is_packed else None)
-    chosen = attention_implementation(base.compute_dtype, kind.head_dim, num_tokens=config.seq_len, **told)
-    return _ATTENTION[base.attention or chosen]
+    model_config, ids = base.config, jnp.zeros((1, 1), jnp.int32)
+    # Traced if the layers differ.
+    windows = jnp.int32(1) if isinstance(model_config.windows, tuple) else model_config.windows
+    options: dict[str, Any] = {"soft_cap": model_config.attention_soft_cap, "has_sinks": model_config.attention_sinks}
+    options["sight"] = Sight(window=windows, segments=(ids, ids) if config.is_packed else None)
+    implementation = attention_implementation(
+        base.compute_dtype, model_config.head_dim, num_tokens=config.seq_len, **options
+    )
+    return _ATTENTION[base.attention or implementation]
 
 
-def _pipeline(stages: Any) -> dict[str, str]:
+def _pipeline_lines(stages: Any) -> dict[str, str]:
     """Return the line of the plan with the simulated time of the pipeline."""
     if stages is None:
         return {}
     sizes = f"{len(stages.ranks)} stages, {stages.num_microbatches} microbatches"
-    time = f"{stages.time_over_ideal:.2f} of the time without waiting, by FLOPs"
-    return {"pipeline": f"{sizes}: {time} (a scan that is differentiated: {stages.scan_over_ideal:.2f})"}
+    time_text = f"{stages.time_over_ideal:.2f} of the time without waiting, by FLOPs"
+    return {"pipeline": f"{sizes}: {time_text} (a scan that is differentiated: {stages.scan_over_ideal:.2f})"}
 
 
-def _how(config: Any, table: Any, *, experts: bool = False) -> dict[str, str]:
+def _tuning_lines(config: Any, table: Any, *, experts: bool = False) -> dict[str, str]:
     """Return the lines of the plan that say what trains and what is on the host."""
     if config.full:
-        trained = {
-            "tuning": f"all parameters, a layer at a time inside the backward pass, {_CLIPPED[config.clip_mode]}"
+        lines = {
+            "tuning": f"all parameters, a layer at a time inside the backward pass, {_CLIP_TEXTS[config.clip_mode]}"
         }
     else:
         size = format_bytes(table.trainable_bytes)
         frozen = ", experts frozen" if experts else ""
-        trained = {"adapter": f"{config.adapter_text}, {size} trainable{frozen}"}
+        lines = {"adapter": f"{config.adapter_text}, {size} trainable{frozen}"}
     if config.full and config.offload is None:
-        return {**trained, "host": "layers, optimizer, activations"}
-    return {**trained, "host": ", ".join(config.offload)} if config.offload else trained
+        return {**lines, "host": "layers, optimizer, activations"}
+    return {**lines, "host": ", ".join(config.offload)} if config.offload else lines
 
 
 def _has_adapted_experts(job: Any) -> bool:
     from ..adapters import lora
 
-    return any("/experts/" in each.path for each in lora.report(job.trainer.model).matched)
+    return any("/experts/" in match.path for match in lora.report(job.trainer.model).matched)
 
 
-def _at_the_end(config: Any) -> str:
+def _final_rate(config: Any) -> str:
     """Describe the learning rate in the steps after the end of its schedule."""
     steps = config.schedule_steps or config.num_steps
     if steps >= config.num_steps or config.schedule in ("constant", "inverse_sqrt"):
@@ -403,42 +406,42 @@ def _at_the_end(config: Any) -> str:
     return f"; from step {steps} on the learning rate stays at {config.final_rate_fraction:g} of its peak"
 
 
-def _on_the_host(report: Any) -> str:
+def _host_text(report: Any) -> str:
     if not report.host_bytes:
         return ""
     usable = report.target.host_bytes
-    of = "" if usable is None else f", {format_bytes(usable)} there"
-    return f", {format_bytes(report.host_bytes)} on the host (pinned{of})"
+    usable_text = "" if usable is None else f", {format_bytes(usable)} there"
+    return f", {format_bytes(report.host_bytes)} on the host (pinned{usable_text})"
 
 
-_WORDS = ("parameters", "optimizer", "activations")
+_OFFLOAD_WORDS = ("parameters", "optimizer", "activations")
 
 
-def _movable(trainer: Any) -> Sequence[str]:
+def _offload_words(trainer: Any) -> Sequence[str]:
     """Return the words that ``--offload`` accepts for the devices of a run."""
     if trainer.sharding is None:
-        return _WORDS
+        return _OFFLOAD_WORDS
     return () if trainer.stages is None else ("activations",)
 
 
-def _shortages(config: Any, report: Any, words: Sequence[str] = _WORDS) -> list[str]:
+def _shortages(config: Any, report: Any, words: Sequence[str] = _OFFLOAD_WORDS) -> list[str]:
     """Return the remedies when device or host memory is too small."""
-    found: list[str] = []
+    messages: list[str] = []
     if report.margin_bytes is not None and report.margin_bytes < 0:
-        rest = [word for word in words if word not in (config.offload or ())]
-        found.append(
+        other_words = [word for word in words if word not in (config.offload or ())]
+        messages.append(
             "this does not fit: lower --batch-size or --seq-len, raise num_microbatches"
-            + (f", or --offload {','.join(rest)}" if rest and not config.full else "")
+            + (f", or --offload {','.join(other_words)}" if other_words and not config.full else "")
         )
     if report.host_bytes and report.host_margin_bytes is not None and report.host_margin_bytes < 0:
-        found.append(
+        messages.append(
             f"this does not fit the host: {format_bytes(report.host_bytes)} of {format_bytes(report.target.host_bytes)}"
             " a device; leave out a word of --offload, or take a machine with more memory"
         )
-    return found
+    return messages
 
 
-def _beside(base: Any, state: Any) -> str:
+def _host_memory(base: Any, state: Any) -> str:
     """Describe the host memory that loading and checkpoints need."""
     from .. import models, train
 
@@ -474,11 +477,11 @@ def _print_bytes(console: Console, config: Any, table: Any) -> None:
     if ours.host_bytes:
         view.add_column("on the host", justify="right", footer=format_bytes(ours.host_bytes))
 
-    def add(label: str, was: int | None, now: int, hosted: int) -> None:
-        before = ["" if was is None else format_bytes(was)] if table.is_compared else []
-        ratio = [_ratio(now, was or 0)] if table.is_compared else []
-        host = [format_bytes(hosted) if hosted else ""] if ours.host_bytes else []
-        view.add_row(label, *before, format_bytes(now), *ratio, *host)
+    def add(label: str, naive_bytes: int | None, our_bytes: int, host_bytes: int) -> None:
+        naive_cells = ["" if naive_bytes is None else format_bytes(naive_bytes)] if table.is_compared else []
+        ratio = [_ratio(our_bytes, naive_bytes or 0)] if table.is_compared else []
+        host_cells = [format_bytes(host_bytes) if host_bytes else ""] if ours.host_bytes else []
+        view.add_row(label, *naive_cells, format_bytes(our_bytes), *ratio, *host_cells)
 
     names = {
         "frozen": "frozen weights",
@@ -488,20 +491,22 @@ def _print_bytes(console: Console, config: Any, table: Any) -> None:
         "temporaries": "temporaries (activations, gradients)",
         "outputs": "outputs not written in place",
     }
-    rest = {*ours.by_role, *naive_roles, *ours.host_by_role} - set(names)
-    shown = {**{role: (role,) for role in names}, "everything else": tuple(rest)}
-    for label, roles in shown.items():
-        each = (naive_roles, ours.by_role, ours.host_by_role)
-        was, now, hosted = (sum(found.get(role, 0) for role in roles) for found in each)
-        add(names.get(label, label), None if naive is None else was, now, hosted)
+    other_roles = {*ours.by_role, *naive_roles, *ours.host_by_role} - set(names)
+    roles_by_label = {**{role: (role,) for role in names}, "everything else": tuple(other_roles)}
+    for label, roles in roles_by_label.items():
+        bytes_by_role = (naive_roles, ours.by_role, ours.host_by_role)
+        naive_bytes, our_bytes, host_bytes = (
+            sum(role_bytes.get(role, 0) for role in roles) for role_bytes in bytes_by_role
+        )
+        add(names.get(label, label), None if naive is None else naive_bytes, our_bytes, host_bytes)
     view.add_section()
-    what = "gradients alive at a time (counted)" if config.full else "gradient tree (counted)"
-    add(what, table.naive_gradient_bytes, table.gradient_bytes, 0)
+    gradient_label = "gradients alive at a time (counted)" if config.full else "gradient tree (counted)"
+    add(gradient_label, table.naive_gradient_bytes, table.gradient_bytes, 0)
     console.print(view)
 
 
-def _ratio(now: int, was: int) -> str:
-    return f"{now / was:.0%}" if was else ""
+def _ratio(num_bytes: int, reference: int) -> str:
+    return f"{num_bytes / reference:.0%}" if reference else ""
 
 
 def _progress(console: Console) -> Progress:

@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ..core import ConfigError, format_bytes, parse_bytes
-from ._children import job_arguments, one_by_one, run_child
+from ._children import job_arguments, measure_targets, run_child
 from ._explain import positive
 from ._largest import run_largest
 from ._load import add_job_arguments, check_outputs, job_settings, parse_job, write_text
@@ -95,7 +95,7 @@ def run(args: argparse.Namespace) -> int:
         if getattr(args, flag) is not None:
             flag = flag.replace("_", "-")
             raise ConfigError(f"--{flag} is for --largest", hint="name the parameter to enlarge with --largest KEY")
-    rows, are_mistakes = one_by_one(
+    rows, are_mistakes = measure_targets(
         names,
         f"compiling {args.job} for",
         lambda name: _measure(args, settings, name, budget),
@@ -144,19 +144,19 @@ def _table(rows: Sequence[Row], budget: int | None) -> Table:
     table.add_column("usable" if budget is None else "budget", justify="right", no_wrap=True)
     table.add_column("fits", no_wrap=True)
     table.add_column("margin", justify="right", no_wrap=True)
-    host = any(row.host_bytes for row in rows)
-    for name in ("host", "of host") if host else ():
+    has_host = any(row.host_bytes for row in rows)
+    for name in ("host", "of host") if has_host else ():
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("compiled in")
     for row in rows:
         if row.error is not None:
-            empty = [""] * (3 if host else 1)
+            empty = [""] * (3 if has_host else 1)
             table.add_row(Text(row.target), "", "", Text("failed", style="red"), *empty, Text(row.error))
             continue
         seconds = "" if row.compile_seconds is None else f"{row.compile_seconds:.1f} s"
         sizes = [_size(row.device_bytes), _size(row.usable_bytes)]
-        hosted = [_size(row.host_bytes), _size(row.host_usable_bytes)] if host else []
-        table.add_row(Text(row.target), *sizes, _verdict(row), _margin(row.margin_bytes), *hosted, seconds)
+        host_cells = [_size(row.host_bytes), _size(row.host_usable_bytes)] if has_host else []
+        table.add_row(Text(row.target), *sizes, _verdict(row), _margin(row.margin_bytes), *host_cells, seconds)
     return table
 
 

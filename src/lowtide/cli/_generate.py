@@ -22,7 +22,7 @@ from ._answers import (
     add_template_argument,
     chat_template,
     check_adapters,
-    check_named,
+    check_model_arguments,
     end_tokens,
     open_named,
     with_each,
@@ -31,7 +31,7 @@ from ._chat import messages_to_ids
 from ._console import errors
 from ._explain import positive
 
-_MOST_PROMPTS_BYTES = 1024**3
+_MAX_PROMPTS_BYTES = 1024**3
 
 
 def register(commands: Any) -> None:
@@ -86,7 +86,7 @@ def register(commands: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run the command and return the exit status."""
-    check_named(args)
+    check_model_arguments(args)
     if args.chat and (args.output or args.num_samples > 1 or len(args.adapter) > 1):
         raise ConfigError(
             "--chat is one conversation", hint="leave out --output, --num-samples and all adapters but one"
@@ -95,10 +95,10 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError("--stop is empty", hint="leave --stop out, or look whether a variable is unset")
     # Prompts are read, and the output file is opened, before the model: mistakes in them should not cost its loading
     # time.
-    named = {} if args.chat else _prompts(args)
-    prompts = [*named.values()]
+    prompts_by_label = {} if args.chat else _read_prompts(args)
+    prompts = [*prompts_by_label.values()]
     console = errors()  # only answers go to standard output
-    with _writer(args.output) as file:
+    with _open_output(args.output) as file:
         from ..models import Sampling
 
         fields = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
@@ -108,14 +108,14 @@ def run(args: argparse.Namespace) -> int:
         if args.chat:
             _chat(args, base, tokenizer, sampling)
             return 0
-        ids = _all_ids(args, base, tokenizer, named)
-        _say_plan(console, args, base, ids)
-        _say_text_is_no_question(console, args, prompts)
+        ids = _encode_prompts(args, base, tokenizer, prompts_by_label)
+        _print_plan(console, args, base, ids)
+        _warn_of_plain_text(console, args, prompts)
         _answer_all(console, args, base, tokenizer, sampling, prompts, ids, file)
     return 0
 
 
-def _models(base: Any, adapters: Sequence[str]) -> Iterator[tuple[str | None, Any]]:
+def _adapted_models(base: Any, adapters: Sequence[str]) -> Iterator[tuple[str | None, Any]]:
     """Yield models as `with_each`; on a GPU, unstack the layers if the base is used only once.
 
     A GPU generates about twice as fast with separate arrays for each layer. Unstacking donates the stacked arrays, so
@@ -125,9 +125,9 @@ def _models(base: Any, adapters: Sequence[str]) -> Iterator[tuple[str | None, An
 
     from ..models import unstack
 
-    apart = jax.default_backend() == "gpu" and len(adapters) <= 1
+    is_unstacked = jax.default_backend() == "gpu" and len(adapters) <= 1
     for name, model in with_each(base, adapters):
-        yield name, unstack(model, donate=True) if apart else model
+        yield name, unstack(model, donate=True) if is_unstacked else model
 
 
 def _answer_all(
@@ -148,17 +148,17 @@ def _answer_all(
     key, ends = jax.random.key(args.seed), end_tokens(args, base, tokenizer).answer
     num_answers = len(prompts) * args.num_samples * max(len(args.adapter), 1)
     if file is None and num_answers == 1:
-        for _, model in _models(base, args.adapter):
+        for _, model in _adapted_models(base, args.adapter):
             answer = partial(stream, model)
             _stream(args, answer, tokenizer, sampling, ids[0], ends, console, _context(prompts[0], ids[0]))
         return
-    done = num_tokens = 0
+    num_done = num_tokens = 0
     start = time.monotonic()
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     try:
         with Progress(*columns, TimeRemainingColumn(), console=console, transient=True) as progress:
             task = progress.add_task("generating", total=num_answers)
-            for adapter, model in _models(base, args.adapter):
+            for adapter, model in _adapted_models(base, args.adapter):
                 for answer in generate_batch(
                     model,
                     ids,
@@ -170,24 +170,24 @@ def _answer_all(
                     batch_size=args.batch_size,
                 ):
                     context = _context(prompts[answer.prompt], ids[answer.prompt])
-                    text, is_cut = _cut(decode_after(tokenizer, context, answer.tokens), args.stop)
+                    text, is_cut = _cut_at_stop(decode_after(tokenizer, context, answer.tokens), args.stop)
                     record = {**prompts[answer.prompt], "adapter": adapter, "sample": answer.sample, "text": text}
-                    ended = answer.is_ended or is_cut
-                    _hand_out(file, {**record, "num_tokens": len(answer.tokens), "ended": ended})
-                    done, num_tokens = done + 1, num_tokens + len(answer.tokens)
+                    is_ended = answer.is_ended or is_cut
+                    _write_answer(file, {**record, "num_tokens": len(answer.tokens), "ended": is_ended})
+                    num_done, num_tokens = num_done + 1, num_tokens + len(answer.tokens)
                     rate = num_tokens / (time.monotonic() - start)
-                    progress.update(task, completed=done, description=f"generating  {rate:,.0f} tokens/s")
+                    progress.update(task, completed=num_done, description=f"generating  {rate:,.0f} tokens/s")
     finally:
         seconds = max(time.monotonic() - start, 1e-9)
-        where = f" in {args.output}" if args.output else ""
+        destination = f" in {args.output}" if args.output else ""
         console.print(
-            f"{done:,} of {num_answers:,} answers{where}, {num_tokens:,} tokens in {seconds:.1f} s "
+            f"{num_done:,} of {num_answers:,} answers{destination}, {num_tokens:,} tokens in {seconds:.1f} s "
             f"({num_tokens / seconds:,.0f} tokens/s, compilation included)",
             markup=False,
         )
 
 
-def _hand_out(file: TextIO | None, record: dict[str, Any]) -> None:
+def _write_answer(file: TextIO | None, record: dict[str, Any]) -> None:
     if file is not None:
         file.write(json.dumps(record, ensure_ascii=False) + "\n")
         file.flush()  # after an interrupt or a kill the file contains whole lines
@@ -207,13 +207,13 @@ def _context(record: dict[str, Any], ids: list[int]) -> list[int]:
     return ids if "prompt" in record else []
 
 
-def _cut(text: str, stops: Sequence[str]) -> tuple[str, bool]:
+def _cut_at_stop(text: str, stops: Sequence[str]) -> tuple[str, bool]:
     """Return the text before the first stop text, and whether a stop text occurs in it."""
-    end = min((at for at in map(text.find, stops) if at >= 0), default=None)
+    end = min((index for index in map(text.find, stops) if index >= 0), default=None)
     return text[:end], end is not None
 
 
-def _begun(text: str, stops: Sequence[str]) -> int:
+def _partial_stop_length(text: str, stops: Sequence[str]) -> int:
     """Return how many characters at the end of the text may be the beginning of a stop text."""
     return max((n for stop in stops for n in range(1, len(stop)) if text.endswith(stop[:n])), default=0)
 
@@ -235,39 +235,39 @@ def _stream(
     from ..finetune import decode_after
 
     decode: Any = DecodeStream(ids=context, skip_special_tokens=True)
-    text, printed, ids_so_far = "", "", list[int]()
+    text, printed, generated_ids = "", "", list[int]()
     start = time.monotonic()
     key = jax.random.key(args.seed)
     for token in answer(ids, args.max_new_tokens, key=key, sampling=sampling, end_tokens=ends):
-        ids_so_far.append(token)
+        generated_ids.append(token)
         text += decode.step(tokenizer, token) or ""
-        ready, is_cut = _cut(text, args.stop)
+        visible, is_cut = _cut_at_stop(text, args.stop)
         # The end of the text may be the beginning of a stop text. Hold it back until further tokens decide.
-        ready = ready[: len(ready) - (0 if is_cut else _begun(ready, args.stop))]
-        sys.stdout.write(ready.removeprefix(printed))
+        visible = visible[: len(visible) - (0 if is_cut else _partial_stop_length(visible, args.stop))]
+        sys.stdout.write(visible.removeprefix(printed))
         sys.stdout.flush()
-        printed = ready
+        printed = visible
         if is_cut:
             break
-    whole, _ = _cut(decode_after(tokenizer, context, ids_so_far), args.stop)
+    full_text, _ = _cut_at_stop(decode_after(tokenizer, context, generated_ids), args.stop)
     # Print the text that was held back: an incomplete character, or the beginning of a stop text that did not follow.
     # If decoding all tokens at once gives another text than streaming did, only the line is ended.
-    sys.stdout.write(whole.removeprefix(printed) + "\n" if whole.startswith(printed) else "\n")
+    sys.stdout.write(full_text.removeprefix(printed) + "\n" if full_text.startswith(printed) else "\n")
     sys.stdout.flush()
     seconds = max(time.monotonic() - start, 1e-9)
-    rate = f"{len(ids_so_far) / seconds:,.0f} tokens/s, compilation included"
-    console.print(f"{len(ids_so_far)} tokens in {seconds:.1f} s ({rate})", style="dim", markup=False)
-    return whole
+    rate = f"{len(generated_ids) / seconds:,.0f} tokens/s, compilation included"
+    console.print(f"{len(generated_ids)} tokens in {seconds:.1f} s ({rate})", style="dim", markup=False)
+    return full_text
 
 
 def _chat(args: argparse.Namespace, base: Any, tokenizer: Any, sampling: Any) -> None:
     from ..finetune import check_ids
     from ..models import Conversation
 
-    ((_, model),) = _models(base, args.adapter)
-    ends, messages = end_tokens(args, model, tokenizer).answer, _system(args)
+    ((_, model),) = _adapted_models(base, args.adapter)
+    ends, messages = end_tokens(args, model, tokenizer).answer, _system_messages(args)
     conversation = Conversation(model)
-    while text := _asked():
+    while text := _read_input():
         messages.append({"role": "user", "content": text})
         (ids,) = messages_to_ids(args, tokenizer, {"the conversation": messages})
         check_ids(ids, tokenizer, base.config.vocab_size, "the conversation")
@@ -275,52 +275,52 @@ def _chat(args: argparse.Namespace, base: Any, tokenizer: Any, sampling: Any) ->
         messages.append({"role": "assistant", "content": answer})
 
 
-def _system(args: argparse.Namespace) -> list[dict[str, Any]]:
+def _system_messages(args: argparse.Namespace) -> list[dict[str, Any]]:
     return [] if args.system is None else [{"role": "system", "content": args.system}]
 
 
-def _asked() -> str:
+def _read_input() -> str:
     try:
         return input("> ").strip()
     except EOFError:
         return ""
 
 
-def _all_ids(
+def _encode_prompts(
     args: argparse.Namespace, base: Any, tokenizer: Any, prompts: dict[str, dict[str, Any]]
 ) -> list[list[int]]:
     """Tokenise prompts. All conversations are rendered together, in one process."""
     from ..finetune import check_ids
 
-    chats = {name: each["messages"] for name, each in prompts.items() if "messages" in each}
+    chats = {name: prompt["messages"] for name, prompt in prompts.items() if "messages" in prompt}
     for flag, value in (("--system", args.system), ("--template-arg", args.template_arg)):
         if value and not chats:
             raise ConfigError(f"{flag} is for conversations", hint='take --chat, or "messages" in a .jsonl file')
     for name, messages in chats.items():
-        chats[name] = messages if messages[0]["role"] == "system" else [*_system(args), *messages]
+        chats[name] = messages if messages[0]["role"] == "system" else [*_system_messages(args), *messages]
     tools = {name: prompts[name]["tools"] for name in chats if "tools" in prompts[name]}
-    rendered = iter(messages_to_ids(args, tokenizer, chats, tools) if chats else [])
-    found: list[list[int]] = []
-    for name, each in prompts.items():
-        found.append(next(rendered) if name in chats else _ids(base, tokenizer, each["prompt"]))
-        check_ids(found[-1], tokenizer, base.config.vocab_size, name)
-    return found
+    chat_ids = iter(messages_to_ids(args, tokenizer, chats, tools) if chats else [])
+    ids: list[list[int]] = []
+    for name, prompt in prompts.items():
+        ids.append(next(chat_ids) if name in chats else _encode_prompt(base, tokenizer, prompt["prompt"]))
+        check_ids(ids[-1], tokenizer, base.config.vocab_size, name)
+    return ids
 
 
-def _ids(base: Any, tokenizer: Any, prompt: str) -> list[int]:
+def _encode_prompt(base: Any, tokenizer: Any, prompt: str) -> list[int]:
     from ..finetune import encode
 
     (encoding,) = encode(tokenizer, [prompt])
     ids = list(encoding.ids)
-    begin = base.config.bos_token_id
-    if not ids and begin is not None:
-        return [begin]
+    bos_id = base.config.bos_token_id
+    if not ids and bos_id is not None:
+        return [bos_id]
     if not ids:
         raise ConfigError("a prompt is empty", expected="at least one token", hint="begin with a word or a newline")
     return ids
 
 
-def _say_plan(console: Console, args: argparse.Namespace, base: Any, ids: list[list[int]]) -> None:
+def _print_plan(console: Console, args: argparse.Namespace, base: Any, ids: list[list[int]]) -> None:
     from ..models import cache_bytes
 
     longest = max(map(len, ids)) + args.max_new_tokens
@@ -335,9 +335,9 @@ def _say_plan(console: Console, args: argparse.Namespace, base: Any, ids: list[l
         )
 
 
-def _say_text_is_no_question(console: Console, args: argparse.Namespace, prompts: list[dict[str, Any]]) -> None:
+def _warn_of_plain_text(console: Console, args: argparse.Namespace, prompts: list[dict[str, Any]]) -> None:
     """Warn if plain text is passed to a chat model, which often answers it with nothing."""
-    if any("messages" in each for each in prompts):
+    if any("messages" in prompt for prompt in prompts):
         return
     if chat_template(args) is not None:
         console.print(
@@ -346,7 +346,7 @@ def _say_text_is_no_question(console: Console, args: argparse.Namespace, prompts
         )
 
 
-def _prompts(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
+def _read_prompts(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
     """Read prompts, keyed by the label that error messages quote."""
     if args.prompt is not None:
         return {"--prompt": {"prompt": args.prompt}}
@@ -354,51 +354,53 @@ def _prompts(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
     if path.suffix not in (".txt", ".jsonl"):
         raise DataError(f"{path}: unknown kind of file", expected="a .txt or .jsonl file", hint="rename or convert it")
     try:
-        content = path.read_bytes() if path.stat().st_size <= _MOST_PROMPTS_BYTES else None
+        content = path.read_bytes() if path.stat().st_size <= _MAX_PROMPTS_BYTES else None
         lines = None if content is None else content.decode("utf-8").removeprefix("\ufeff").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"{path}: cannot be read", got=str(error), hint="give a UTF-8 file that is yours") from error
     if lines is None:
-        raise DataError(f"{path}: too large", expected=format_bytes(_MOST_PROMPTS_BYTES), hint="split the file")
+        raise DataError(f"{path}: too large", expected=format_bytes(_MAX_PROMPTS_BYTES), hint="split the file")
     lines = [(number, line.rstrip("\r")) for number, line in enumerate(lines, 1) if line.strip()]
     if not lines:
         raise DataError(f"{path}: no prompt in it", expected="a prompt a line", hint="check --prompts")
     if path.suffix == ".txt":
         return {f"{path}:{number}": {"prompt": line} for number, line in lines}
-    return {f"{path}:{number}": _record(f"{path}:{number}", line) for number, line in lines}
+    return {f"{path}:{number}": _parse_prompt(f"{path}:{number}", line) for number, line in lines}
 
 
-def _record(where: str, line: str) -> dict[str, Any]:
+def _parse_prompt(label: str, line: str) -> dict[str, Any]:
     try:
         record = json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise DataError(f"{where}: not JSON", got=shortened(error), hint="one JSON object a line") from error
-    found = record if isinstance(record, dict) else {}
-    prompt, messages = found.get("prompt"), found.get("messages")
-    if isinstance(prompt, str) and messages is None and found.get("tools") is None:
+        raise DataError(f"{label}: not JSON", got=shortened(error), hint="one JSON object a line") from error
+    fields = record if isinstance(record, dict) else {}
+    prompt, messages = fields.get("prompt"), fields.get("messages")
+    if isinstance(prompt, str) and messages is None and fields.get("tools") is None:
         return {"prompt": prompt}
-    if prompt is None and messages and (chat := _chat_of(found, where)):
+    if prompt is None and messages and (chat := _parse_chat(fields, label)):
         return chat
     raise DataError(
-        f"{where}: no prompt",
+        f"{label}: no prompt",
         expected='an object with "prompt", a text, or "messages", a list of objects with "role" and "content"',
         got=shortened(line),
         hint='one object a line; other fields than these are not read, but "tools" beside "messages"',
     )
 
 
-def _chat_of(found: dict[str, Any], where: str) -> dict[str, Any]:
+def _parse_chat(fields: dict[str, Any], label: str) -> dict[str, Any]:
     """Parse messages and tools like training records; return nothing if a required part is missing."""
     from ..finetune.data import parse_record
 
-    example = parse_record(found, where, {name: name for name in ("messages", "tools") if name in found})
-    if example is None or any(each.get("content") is None and not each.get("tool_calls") for each in example.messages):
+    example = parse_record(fields, label, {name: name for name in ("messages", "tools") if name in fields})
+    if example is None or any(
+        message.get("content") is None and not message.get("tool_calls") for message in example.messages
+    ):
         return {}
     return {"messages": [*example.messages], **({} if example.tools is None else {"tools": example.tools})}
 
 
 @contextlib.contextmanager
-def _writer(name: str | None) -> Generator[TextIO | None]:
+def _open_output(name: str | None) -> Generator[TextIO | None]:
     """Open the output file, which must not exist yet: an old one may hold results that took hours."""
     if name is None:
         yield None

@@ -52,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
         settings = {name: value for name in names if (value := getattr(args, name)) is not None}
         columns = None if args.columns is None else tuple(args.columns.split(","))
         model = model_path(args.model)
-        found = inspect_data(FinetuneConfig(data=args.path, model=model, columns=columns, **settings))
+        inspection = inspect_data(FinetuneConfig(data=args.path, model=model, columns=columns, **settings))
     else:
         names = ("model", "tokenizer", "chat_template", "columns", "seq_len")
         if unused := [f"--{name.replace('_', '-')}" for name in names if getattr(args, name) is not None]:
@@ -60,30 +60,30 @@ def run(args: argparse.Namespace) -> int:
                 f"{unused[0]} is for data, and {args.path} is no file of data, nor a folder of records",
                 hint=f"leave {', '.join(unused)} out, or name the data",
             )
-        found = inspect(model_path(args.path))
+        inspection = inspect(model_path(args.path))
     console = Console(highlight=False, soft_wrap=True)
     if args.json:
-        console.print(json.dumps(found.to_dict(), indent=2, default=str), markup=False)
+        console.print(json.dumps(inspection.to_dict(), indent=2, default=str), markup=False)
     else:
-        _show(console, found)
-    return int(bool(found.all_problems()))
+        _print_inspection(console, inspection)
+    return int(bool(inspection.all_problems()))
 
 
-def _show(console: Console, found: Any) -> None:
-    console.print(Text(f"{found.kind}  ", style="bold") + Text(found.path))
+def _print_inspection(console: Console, inspection: Any) -> None:
+    console.print(Text(f"{inspection.kind}  ", style="bold") + Text(inspection.path))
     table = Table.grid(padding=(0, 2))
-    for name, value in found.facts.items():
+    for name, value in inspection.facts.items():
         rows = value.items() if isinstance(value, Mapping) else [("", value)]
-        for index, (key, each) in enumerate(rows):
+        for index, (key, entry) in enumerate(rows):
             title = name.replace("_", " ") if index == 0 else ""
-            table.add_row(Text(f"  {title}", style="dim"), Text(str(key)), Text(_text(name, each)))
+            table.add_row(Text(f"  {title}", style="dim"), Text(str(key)), Text(_text(name, entry)))
     console.print(table)
-    for problem in found.problems:
+    for problem in inspection.problems:
         console.print(Text("cannot be handled  ", style="bold red") + Text(problem))
-    for note in found.notes:
+    for note in inspection.notes:
         console.print(Text("note  ", style="bold yellow") + Text(note))
-    for part in found.parts:
-        _show(console, part)
+    for part in inspection.parts:
+        _print_inspection(console, part)
 
 
 def _text(name: str, value: Any) -> str:
@@ -94,7 +94,7 @@ def _text(name: str, value: Any) -> str:
     if name == "bytes":
         return format_bytes(value)
     if isinstance(value, Mapping):
-        return ", ".join(f"{key} {_text(name, each)}" for key, each in value.items())
+        return ", ".join(f"{key} {_text(name, item)}" for key, item in value.items())
     if isinstance(value, list | tuple):
-        return ", ".join(_text(name, each) for each in value)
+        return ", ".join(_text(name, item) for item in value)
     return f"{value:,}" if isinstance(value, int) else str(value)

@@ -14,33 +14,25 @@ from rich.table import Table
 from rich.text import Text
 
 from ..core import ConfigError, format_bytes
-from ._children import job_arguments, one_by_one, run_child
+from ._children import job_arguments, measure_targets, run_child
 from ._load import load, parse_job, read_settings, spinner, user_code, write_text
 
 
 def run_largest(
     console: Console, args: argparse.Namespace, settings: Mapping[str, Any], names: Sequence[str], budget: int | None
 ) -> int:
-    """Run ``fits --largest``; if there are several targets, each runs in a separate process.
+    """Run ``fits --largest`` and return the exit status; if there are several targets, each runs in a separate process.
 
-    Args:
-        console: where to print.
-        args: the arguments of the command.
-        settings: the settings of a model's folder, as `job_settings` returns them.
-        names: the targets.
-        budget: the limit in bytes, or None for each target's own limit.
-
-    Returns:
-        The exit status.
+    A `budget` of None stands for each target's own limit.
     """
     sizes = _read_sizes(args.sizes)
     if len(names) == 1:
-        found = _extrapolate(args, settings, names[0], sizes, budget)
-        found.print(console)
+        result = _extrapolate(args, settings, names[0], sizes, budget)
+        result.print(console)
         if args.json:
-            _write(console, args.json, [found.to_dict()])
+            _write(console, args.json, [result.to_dict()])
         return 0
-    rows, are_mistakes = one_by_one(
+    rows, are_mistakes = measure_targets(
         names,
         f"enlarging {args.largest} of {args.job} on",
         lambda name: _in_child(args, settings, name),
@@ -67,26 +59,26 @@ def _extrapolate(
     from .. import memory
 
     path, function = parse_job(args.job)
-    what = f"{path.name}:{function}" if function else path.name
-    given: dict[str, Any] = {"sizes": sizes, "maximum": args.maximum, "multiple_of": args.multiple_of}
+    job_name = f"{path.name}:{function}" if function else path.name
+    options: dict[str, Any] = {"sizes": sizes, "maximum": args.maximum, "multiple_of": args.multiple_of}
     if args.largest in settings or any(pair.partition("=")[0].strip() == args.largest for pair in args.set):
         raise ConfigError(f"--largest {args.largest} is set, too", hint=f"leave the value of {args.largest} out")
     with load(path, function, settings) as maker:
-        keywords = read_settings(args.set, maker, what, variable=args.largest)
-        goal = memory.target(name)
+        keywords = read_settings(args.set, maker, job_name, variable=args.largest)
+        target = memory.target(name)
 
         # `extrapolate` calls `make` within the `with` block below, which binds `clock`.
         def make(size: int) -> Any:
-            clock.say(f"compiling {what} with {args.largest}={size} for {goal.name}")
-            return memory.Job.make(maker, target=goal, what=what, **keywords, **{args.largest: size})
+            clock.set_text(f"compiling {job_name} with {args.largest}={size} for {target.name}")
+            return memory.Job.make(maker, target=target, what=job_name, **keywords, **{args.largest: size})
 
-        with spinner(f"compiling {what} for {goal.name}") as clock, user_code(path):
+        with spinner(f"compiling {job_name} for {target.name}") as clock, user_code(path):
             return memory.extrapolate(
                 make,
-                target=goal,
+                target=target,
                 limit=budget,
                 variable=args.largest,
-                **{key: value for key, value in given.items() if value is not None},
+                **{key: value for key, value in options.items() if value is not None},
             )
 
 

@@ -63,20 +63,15 @@ def add_job_arguments(parser: argparse.ArgumentParser) -> None:
         help="keyword argument for NAME, a Python literal or else text; may be repeated (default: none)",
     )
     parser.add_argument("--config", metavar="FILE", help="with DIR: TOML file of settings; flags win over it")
-    _config_flags.register(parser, "With DIR, the settings of `lowtide finetune`.", without=("model",))
+    _config_flags.register(parser, "With DIR, the settings of `lowtide finetune`.", excluded=("model",))
 
 
 def job_settings(args: argparse.Namespace, name: str) -> dict[str, Any]:
-    """Return the settings of `lowtide finetune` that were given for a model's folder.
+    """Return the settings of `lowtide finetune` that were given for a model's folder, for which `name` is empty.
 
-    Args:
-        args: the arguments, with the flags of `add_job_arguments`.
-        name: the function's name; empty for a model's folder.
-
-    Raises:
-        ConfigError: when settings are given for a user's function, or the file is not TOML.
+    Raises `ConfigError` when settings are given for a user's function, or the file is not TOML.
     """
-    settings = (read_config(args.config) if args.config else {}) | _config_flags.given(args)
+    settings = (read_config(args.config) if args.config else {}) | _config_flags.flag_settings(args)
     if settings and name:
         raise ConfigError(
             f"settings of `lowtide finetune` are for a model's folder, and {args.job} is a function",
@@ -91,9 +86,8 @@ def job_settings(args: argparse.Namespace, name: str) -> dict[str, Any]:
 def parse_job(text: str) -> tuple[Path, str]:
     """Return the file and name of ``FILE.py:NAME``, or a model's folder and an empty name.
 
-    Raises:
-        ConfigError: when a part is missing, or the file does not exist.
-        ModelFileError: when a GGUF file is missing or links out of its folder, and for a folder with several.
+    Raises `ConfigError` when a part is missing, or the file does not exist. Raises `ModelFileError` when a GGUF file is
+    missing or links out of its folder, and for a folder with several.
     """
     text = text if ".py:" in text else model_path(text)
     if (Path(text) / "config.json").is_file():
@@ -115,8 +109,8 @@ def parse_job(text: str) -> tuple[Path, str]:
     if not path.is_file():
         folder = path.parent
         files = [p.name for p in folder.glob("*.py")] if folder.is_dir() else []
-        close = difflib.get_close_matches(path.name, files, n=3)
-        hint = f"near misses: {', '.join(close)}" if close else "give the path of a Python file"
+        matches = difflib.get_close_matches(path.name, files, n=3)
+        hint = f"near misses: {', '.join(matches)}" if matches else "give the path of a Python file"
         raise ConfigError(f"{file}: there is no such file", got=repr(text), hint=hint)
     return path.resolve(), name
 
@@ -125,40 +119,34 @@ def parse_job(text: str) -> tuple[Path, str]:
 def load(path: Path, name: str, settings: Mapping[str, Any] = MappingProxyType({})) -> Generator[Callable[..., Any]]:
     """Load a function from a file. The file's folder and the current directory are importable within the block.
 
-    Args:
-        path: the file, or a model's folder.
-        name: the function's name; ignored for a folder, which gives the step that tunes the model.
-        settings: the settings of that step, as `job_settings` returns them.
-
-    Raises:
-        ConfigError: when the file does not define the name, or the name is not a function.
-        UserCodeError: when the file raises an exception while it is imported.
+    A model's folder gives the step that tunes the model with the settings from `job_settings`. Raises `ConfigError`
+    when the file does not define a function of the name, and `UserCodeError` when its import raises an exception.
     """
     if path.is_dir() or gguf_file(path) is not None:
         from ..finetune import step_job
 
         yield functools.partial(step_job, path, **settings)
         return
-    before = list(sys.path), list(sys.argv)
+    saved_paths = list(sys.path), list(sys.argv)
     # The file may have the name of a module that is already imported; that module must stay reachable.
     module_name = path.stem if path.stem not in sys.modules else f"_{path.stem}_of_the_command_line"
     try:
         sys.path[:0] = [folder for folder in (str(path.parent), str(Path.cwd())) if folder not in sys.path]
         # Code at module level may parse arguments; it must not see those of this command.
         sys.argv[:] = [str(path)]
-        module = _import(path, module_name)
+        module = _import_file(path, module_name)
         if not hasattr(module, name):
-            mine = [
+            functions = [
                 key
                 for key, value in vars(module).items()
                 if callable(value) and getattr(value, "__module__", None) == module_name
             ]
-            close = difflib.get_close_matches(name, [key for key in vars(module) if not key.startswith("__")], n=3)
+            matches = difflib.get_close_matches(name, [key for key in vars(module) if not key.startswith("__")], n=3)
             raise ConfigError(
                 f"{path.name} has no {name!r}",
-                expected=f"one of its functions: {', '.join(mine) or 'it has none'}",
+                expected=f"one of its functions: {', '.join(functions) or 'it has none'}",
                 got=repr(name),
-                hint=f"near misses: {', '.join(close)}" if close else "name a function of the file",
+                hint=f"near misses: {', '.join(matches)}" if matches else "name a function of the file",
             )
         maker = getattr(module, name)
         if not callable(maker):
@@ -170,11 +158,11 @@ def load(path: Path, name: str, settings: Mapping[str, Any] = MappingProxyType({
             )
         yield maker
     finally:
-        sys.path[:], sys.argv[:] = before
+        sys.path[:], sys.argv[:] = saved_paths
         sys.modules.pop(module_name, None)
 
 
-def _import(path: Path, module_name: str) -> Any:
+def _import_file(path: Path, module_name: str) -> Any:
     spec = importlib.util.spec_from_file_location(module_name, path)
     if spec is None or spec.loader is None:
         raise ConfigError(
@@ -189,30 +177,26 @@ def _import(path: Path, module_name: str) -> Any:
 
 @contextlib.contextmanager
 def user_code(path: Path) -> Generator[None]:
-    """Convert exceptions of the user's code to `UserCodeError`; errors of Lowtide pass unchanged.
-
-    Args:
-        path: the user's file.
-    """
+    """Convert exceptions of the user's code to `UserCodeError`; errors of Lowtide pass unchanged."""
     try:
         yield
     except LowtideError:
         raise
     except (Exception, SystemExit) as error:
-        raise UserCodeError("\n".join([f"in the code of {path.name}", *_trimmed(error, path)])) from error
+        raise UserCodeError("\n".join([f"in the code of {path.name}", *_trim_traceback(error, path)])) from error
 
 
-def _trimmed(error: BaseException, path: Path) -> list[str]:
+def _trim_traceback(error: BaseException, path: Path) -> list[str]:
     lines: list[str] = []
     # The rule of Python's own tracebacks: the explicit cause, or else the context unless it is suppressed.
     cause = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
     if cause is not None and type(cause).__name__ not in _JAX_CAUSES:
-        lines = [*_trimmed(cause, path), "", "and then:", ""]
+        lines = [*_trim_traceback(cause, path), "", "and then:", ""]
     summary = traceback.TracebackException.from_exception(error, compact=True)
     notes: list[str] = getattr(summary, "__notes__", None) or []
     # JAX adds this note to the exceptions whose traceback it filters.
     summary.__notes__ = [note for note in notes if "JAX has removed its internal frames" not in note]
-    frames = [frame for frame in summary.stack if _is_users(frame.filename, path)]
+    frames = [frame for frame in summary.stack if _is_user_file(frame.filename, path)]
     if frames:
         lines.append("Traceback (most recent call last):")
         lines += "".join(traceback.StackSummary.from_list(frames).format()).splitlines()
@@ -220,7 +204,7 @@ def _trimmed(error: BaseException, path: Path) -> list[str]:
     return [*lines, *text.splitlines()]
 
 
-def _is_users(filename: str, path: Path) -> bool:
+def _is_user_file(filename: str, path: Path) -> bool:
     file = Path(filename)
     if file == path:
         return True
@@ -235,14 +219,8 @@ def read_settings(
 ) -> dict[str, Any]:
     """Parse the keyword arguments of ``--set``, and check them against the function's parameters.
 
-    Args:
-        pairs: texts of the form ``KEY=VALUE``.
-        maker: the function that receives them.
-        name: the function's name in error messages.
-        variable: a parameter whose value is set later.
-
-    Raises:
-        ConfigError: for text of another form, an unknown parameter, or a parameter without a value.
+    `name` is the function's name in error messages, `variable` a parameter whose value is set later. Raises
+    `ConfigError` for text that is not ``KEY=VALUE``, an unknown parameter, or a parameter without a value.
     """
     values: dict[str, Any] = {}
     for pair in pairs:
@@ -266,18 +244,18 @@ def _check_settings(values: dict[str, Any], maker: Callable[..., Any], name: str
     except (TypeError, ValueError):
         return
     kinds = inspect.Parameter
-    named = [key for key, p in parameters.items() if p.kind in (kinds.POSITIONAL_OR_KEYWORD, kinds.KEYWORD_ONLY)]
-    settable = [key for key in named if key != "target"]
-    takes_any = any(p.kind is kinds.VAR_KEYWORD for p in parameters.values())
+    keywords = [key for key, p in parameters.items() if p.kind in (kinds.POSITIONAL_OR_KEYWORD, kinds.KEYWORD_ONLY)]
+    settable = [key for key in keywords if key != "target"]
+    has_var_keyword = any(p.kind is kinds.VAR_KEYWORD for p in parameters.values())
     for key in [*values, *([variable] if variable else [])]:
-        if key == "target" or (key not in settable and not takes_any):
-            close = difflib.get_close_matches(key, settable, n=1)
+        if key == "target" or (key not in settable and not has_var_keyword):
+            matches = difflib.get_close_matches(key, settable, n=1)
             hint = "name the target with --target" if key == "target" else None
             raise ConfigError(
                 f"{name} has no parameter {key!r} to set",
                 expected=", ".join(settable) or "it takes none",
                 got=key,
-                hint=hint or (f"did you mean {close[0]!r}?" if close else "set a parameter that it has"),
+                hint=hint or (f"did you mean {matches[0]!r}?" if matches else "set a parameter that it has"),
             )
     missing = [k for k in settable if parameters[k].default is kinds.empty and k not in values and k != variable]
     if missing:
@@ -285,29 +263,20 @@ def _check_settings(values: dict[str, Any], maker: Callable[..., Any], name: str
 
 
 def check_outputs(*files: str | None) -> None:
-    """Reject output files that cannot be written, before minutes of compilation.
-
-    Raises:
-        ConfigError: for a file whose folder does not exist or is not writable, a path that is a folder, or a file that
-            is given twice.
-    """
-    seen = set[Path]()
+    """Raise `ConfigError` for output files that cannot be written or are given twice, before minutes of compilation."""
+    outputs = set[Path]()
     for file in filter(None, files):
         path = Path(file)
         if path.is_dir() or not os.access(path.absolute().parent, os.W_OK | os.X_OK):
             raise ConfigError(f"{file}: cannot be written", hint="give a file in an existing folder")
         is_device = path.exists() and not path.is_file()
-        if path.resolve() in seen and not is_device:
+        if path.resolve() in outputs and not is_device:
             raise ConfigError(f"{file}: two outputs cannot share a file", hint="give each a file of its own")
-        seen.add(path.resolve())
+        outputs.add(path.resolve())
 
 
 def write_text(console: Console, file: str, text: str) -> None:
-    """Write a file, and print its path.
-
-    Raises:
-        OutputError: when the file cannot be written.
-    """
+    """Write a file, and print its path; raise `OutputError` when it cannot be written."""
     try:
         Path(file).write_text(text, encoding="utf-8")
     except OSError as error:
@@ -319,24 +288,20 @@ def write_text(console: Console, file: str, text: str) -> None:
 class Clock:
     """The seconds that a block took, and a function that updates the displayed text."""
 
-    def __init__(self, say: Callable[[str], None]) -> None:
+    def __init__(self, set_text: Callable[[str], None]) -> None:
         self.seconds = 0.0
-        self.say = say
+        self.set_text = set_text
 
 
 @contextlib.contextmanager
 def spinner(text: str) -> Generator[Clock]:
-    """Show a text and the elapsed time on a terminal; show nothing elsewhere.
-
-    Args:
-        text: the current activity.
-    """
+    """Show a text and the elapsed time on a terminal; show nothing elsewhere."""
     console = Console(stderr=True, highlight=False)
     columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn())
     start = time.perf_counter()
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task(text, total=None)
-        clock = Clock(lambda news: progress.update(task, description=news))
+        clock = Clock(lambda description: progress.update(task, description=description))
         try:
             yield clock
         finally:

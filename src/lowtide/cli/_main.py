@@ -18,7 +18,7 @@ from . import _diff, _evaluate, _explain, _finetune, _fits, _generate, _inspect,
 from ._console import errors, print_error
 from ._load import UserCodeError
 
-_OTHER_WORDS = {
+_FOREIGN_COMMANDS = {
     **dict.fromkeys(("train", "tune", "fine-tune", "sft"), "finetune"),
     **dict.fromkeys(("chat", "run"), "generate --chat"),
     **dict.fromkeys(("eval", "test", "validate"), "evaluate"),
@@ -43,14 +43,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     for module in (_finetune, _generate, _evaluate, _merge, _inspect, _explain, _fits, _diff, _schedule, _targets):
         module.register(commands)
     words = sys.argv[1:] if argv is None else [*argv]
-    if words and words[0] in _OTHER_WORDS:
-        parser.error(f"there is no command {words[0]!r}\nhint: lowtide {_OTHER_WORDS[words[0]]}")
+    if words and words[0] in _FOREIGN_COMMANDS:
+        parser.error(f"there is no command {words[0]!r}\nhint: lowtide {_FOREIGN_COMMANDS[words[0]]}")
     # Unknown flags are collected and not rejected by argparse, so that the error can contain hints.
     args, unknown = parser.parse_known_args(words)
     if unknown:
         parser.error("\n".join([f"unrecognized arguments: {' '.join(unknown)}", *_hints(args, unknown)]))
-    _leave_out_absent_accelerators()
-    _print_what_can_be_printed()
+    _use_cpu_without_accelerator()
+    _replace_unprintable()
     try:
         return args.run(args)
     except LowtideError as error:
@@ -110,22 +110,21 @@ def _end_quietly() -> None:
         signal.signal(signal.SIGINT, lambda *_: os._exit(130))
 
 
-def _print_what_can_be_printed() -> None:
+def _replace_unprintable() -> None:
     """Print question marks on a terminal without Unicode, instead of failing with an encoding error."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
             stream.reconfigure(errors="replace")
 
 
-def _leave_out_absent_accelerators() -> None:
-    """Make JAX use the CPU if the machine has no accelerator.
+def _use_cpu_without_accelerator() -> None:
+    """Make JAX use the CPU if the machine has no accelerator. An explicit JAX_PLATFORMS is respected.
 
-    JAX would otherwise start the plugins that are installed to compile for absent hardware, and they print errors. An
-    explicit JAX_PLATFORMS is respected.
+    JAX would otherwise start the plugins that are installed to compile for absent hardware, and they print errors.
     """
     devices = ("/dev/nvidia[0-9]*", "/dev/nvidiactl", "/dev/dxg", "/dev/kfd", "/dev/accel*", "/dev/vfio/[0-9]*")
-    here = any(glob.glob(pattern) for pattern in devices)
-    if sys.platform != "linux" or here or os.environ.get("JAX_PLATFORMS"):
+    has_accelerator = any(glob.glob(pattern) for pattern in devices)
+    if sys.platform != "linux" or has_accelerator or os.environ.get("JAX_PLATFORMS"):
         return
     if "jax" not in sys.modules:  # JAX reads the variable when it is imported
         os.environ["JAX_PLATFORMS"] = "cpu"

@@ -52,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
     ):
         if "" in values:
             raise ConfigError(f"--{flag} is empty", hint="look whether a variable of your script is unset")
-    most = parse_bytes(args.max_shard_size)
+    max_shard_bytes = parse_bytes(args.max_shard_size)
     args.model = model_path(args.model)
     with console.status("merging"):
         from ..core import tree_bytes
@@ -64,7 +64,7 @@ def run(args: argparse.Namespace) -> int:
             args.out,
             weights=args.weight,
             dtype=args.dtype,
-            max_shard_bytes=most,
+            max_shard_bytes=max_shard_bytes,
             chat_template=args.chat_template,
             tokenizer=args.tokenizer,
         )

@@ -18,25 +18,18 @@ def model_path(name: str) -> str: ...
 @overload
 def model_path(name: None) -> None: ...
 def model_path(name: str | None) -> str | None:
-    """Return the folder of a model.
+    """Return a path unchanged; for a name such as ``Qwen/Qwen3-8B``, return its newest snapshot in the local cache.
 
-    Args:
-        name: a path, or a name such as ``Qwen/Qwen3-8B``.
-
-    Returns:
-        The path unchanged, or the newest snapshot of that name in the local cache. Nothing is downloaded.
-
-    Raises:
-        ModelFileError: when the name is neither an existing path nor a cached model.
+    Nothing is downloaded: `ModelFileError` when the name is neither an existing path nor a cached model.
     """
     if name is None or os.path.lexists(name) or _NAME.fullmatch(name) is None:
         return name
     if importlib.util.find_spec("huggingface_hub") is not None:  # tokenizers depends on it but does not import it
         from huggingface_hub import try_to_load_from_cache
 
-        found = try_to_load_from_cache(name, "config.json")
-        if isinstance(found, str):
-            return str(Path(found).parent)
+        config_path = try_to_load_from_cache(name, "config.json")
+        if isinstance(config_path, str):
+            return str(Path(config_path).parent)
     raise ModelFileError(
         f"{name}: no such folder, and no model of this name in the local Hugging Face cache",
         expected="a folder with config.json, or a downloaded model",

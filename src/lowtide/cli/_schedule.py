@@ -67,48 +67,48 @@ def run(args: argparse.Namespace) -> int:
     """Run the command and return the exit status."""
     from ..pipeline import scan_makespan, simulate
 
-    ending = None if args.draw is None else Path(args.draw).suffix
-    if ending is not None and ending not in _PICTURES:
+    suffix = None if args.draw is None else Path(args.draw).suffix
+    if suffix is not None and suffix not in _PICTURES:
         raise ConfigError(
             f"--draw {args.draw}: unknown kind of picture",
             expected=f"a name that ends in {', '.join(_PICTURES)}",
-            got=ending or "no ending",
+            got=suffix or "no ending",
             hint="--draw schedule.png",
         )
     costs = _costs(args.costs)
-    made = _made(args, costs)
-    found = {"by themselves": simulate(made, costs), "in lockstep": simulate(made, costs, lockstep=True)}
-    drawn = found["in lockstep" if args.lockstep else "by themselves"]
+    schedule = _make_schedule(args, costs)
+    simulations = {"by themselves": simulate(schedule, costs), "in lockstep": simulate(schedule, costs, lockstep=True)}
+    simulation = simulations["in lockstep" if args.lockstep else "by themselves"]
     if args.csv is not None:
-        made.to_csv(args.csv)
-    if ending is not None:
-        getattr(drawn, _PICTURES[ending])(args.draw)
+        schedule.to_csv(args.csv)
+    if suffix is not None:
+        getattr(simulation, _PICTURES[suffix])(args.draw)
     if args.json:
-        figures: dict[str, Any] = {how: _figures(one) for how, one in found.items()}
-        scan = {"makespan": scan_makespan(made, drawn.costs), "peaks": _kept_by_scan(drawn)}
+        figures: dict[str, Any] = {mode: _figures(result) for mode, result in simulations.items()}
+        scan = {"makespan": scan_makespan(schedule, simulation.costs), "peaks": _scan_peaks(simulation)}
         sys.stdout.write(json.dumps({**figures, "a scan, differentiated": scan}, indent=2) + "\n")
         return 0
     console = wide_console(_WIDTH)
-    console.print(_table(found, scan_makespan(made, drawn.costs)))
-    console.print(drawn)
+    console.print(_table(simulations, scan_makespan(schedule, simulation.costs)))
+    console.print(simulation)
     for path in (args.draw, args.csv):
         if path is not None:
             console.print(Text(f"written: {path}", style="dim"))
     return 0
 
 
-def _made(args: argparse.Namespace, costs: Any) -> Any:
+def _make_schedule(args: argparse.Namespace, costs: Any) -> Any:
     from ..pipeline import SCHEDULES, Schedule, schedule
 
-    of_model = {"--stages": args.stages, "--microbatches": args.microbatches}
+    model_flags = {"--stages": args.stages, "--microbatches": args.microbatches}
     if args.name not in SCHEDULES and Path(args.name).suffix == ".csv":
-        more = {"--stages-per-rank": args.stages_per_rank, "--memory-limit": args.memory_limit}
-        for flag, value in {**of_model, **more}.items():
+        rank_flags = {"--stages-per-rank": args.stages_per_rank, "--memory-limit": args.memory_limit}
+        for flag, value in {**model_flags, **rank_flags}.items():
             if value is not None:
                 raise ConfigError(f"{flag} is said by {args.name}", hint=f"leave {flag} out")
         return Schedule.from_csv(args.name)
     if args.name in SCHEDULES:  # otherwise the name is wrong, and `schedule` reports it
-        for flag, value in of_model.items():
+        for flag, value in model_flags.items():
             if value is None:
                 raise ConfigError(
                     f"{flag} is missing", hint=f"lowtide schedule {args.name} --stages 4 --microbatches 8"
@@ -139,43 +139,46 @@ def _costs(text: str | None) -> Any:
     return Costs(**dict(zip(("forward", "input", "weight", "communication"), numbers, strict=False)))
 
 
-def _figures(found: Any) -> dict[str, Any]:
-    made = found.schedule
-    given = {name: getattr(made, name) for name in ("num_ranks", "num_stages", "num_microbatches")}
+def _figures(simulation: Any) -> dict[str, Any]:
+    schedule = simulation.schedule
+    sizes = {name: getattr(schedule, name) for name in ("num_ranks", "num_stages", "num_microbatches")}
     names = ("makespan", "bubble", "steady_bubble", "utilization", "peaks", "num_transfers", "num_ticks")
-    return {"schedule": made.name, **given, **{name: getattr(found, name) for name in names}}
+    return {"schedule": schedule.name, **sizes, **{name: getattr(simulation, name) for name in names}}
 
 
-def _kept_by_scan(found: Any) -> list[float]:
-    return found.costs.by_rank(found.schedule.placement, found.schedule.num_microbatches)
+def _scan_peaks(simulation: Any) -> list[float]:
+    return simulation.costs.by_rank(simulation.schedule.placement, simulation.schedule.num_microbatches)
 
 
-def _table(found: dict[str, Any], scan: float) -> Table:
-    made = next(iter(found.values())).schedule
-    title = f"{made.name}: {made.num_stages} stages on {made.num_ranks} ranks, {made.num_microbatches} microbatches"
+def _table(simulations: dict[str, Any], scan: float) -> Table:
+    schedule = next(iter(simulations.values())).schedule
+    title = (
+        f"{schedule.name}: {schedule.num_stages} stages on {schedule.num_ranks} ranks, "
+        f"{schedule.num_microbatches} microbatches"
+    )
     table = Table(title=title, title_justify="left", box=None, pad_edge=False, header_style="dim")
     table.add_column("ranks")
     for name in ("time", "over the ideal", "bubble", "in a row of batches", "computing", "kept at most, by rank"):
         table.add_column(name, justify="right")
 
-    def kept(peaks: Sequence[float]) -> str:
+    def format_peaks(peaks: Sequence[float]) -> str:
         texts = [f"{peak:g}" for peak in peaks]
         return ", ".join(texts) if len(set(texts)) > 1 else f"{texts[0]} each"
 
-    for how, one in found.items():
+    for mode, simulation in simulations.items():
         table.add_row(
-            how,
-            f"{one.makespan:g}",
-            f"{one.makespan / max(one.busy):.2f}",
-            f"{one.bubble:g}",
-            f"{one.steady_bubble:g}",
-            f"{100 * one.utilization:.1f} %",
-            kept(one.peaks),
+            mode,
+            f"{simulation.makespan:g}",
+            f"{simulation.makespan / max(simulation.busy):.2f}",
+            f"{simulation.bubble:g}",
+            f"{simulation.steady_bubble:g}",
+            f"{100 * simulation.utilization:.1f} %",
+            format_peaks(simulation.peaks),
         )
     # A differentiated scan has no simulation. Its bubble is its time minus the work of the busiest rank, also in a row
     # of batches: each batch's loop ends before the next one starts.
-    one = found["in lockstep"]
-    bubble, share = scan - max(one.busy), sum(one.busy) / (len(one.busy) * scan)
-    figures = (f"{scan:g}", f"{scan / max(one.busy):.2f}", f"{bubble:g}", f"{bubble:g}", f"{100 * share:.1f} %")
-    table.add_row("a scan, differentiated", *figures, kept(_kept_by_scan(one)), style="dim")
+    simulation = simulations["in lockstep"]
+    bubble, share = scan - max(simulation.busy), sum(simulation.busy) / (len(simulation.busy) * scan)
+    figures = (f"{scan:g}", f"{scan / max(simulation.busy):.2f}", f"{bubble:g}", f"{bubble:g}", f"{100 * share:.1f} %")
+    table.add_row("a scan, differentiated", *figures, format_peaks(_scan_peaks(simulation)), style="dim")
     return table

@@ -44,27 +44,27 @@ def run(args: argparse.Namespace) -> int:
     """Run the command and return the exit status."""
     from ..targets import catalogue_targets, targets
 
-    found = targets() if args.here else catalogue_targets()
+    catalogue = targets() if args.here else catalogue_targets()
     if args.json:
-        sys.stdout.write(json.dumps([dataclasses.asdict(goal) for goal in found], indent=2) + "\n")
+        sys.stdout.write(json.dumps([dataclasses.asdict(target) for target in catalogue], indent=2) + "\n")
         return 0
     console = wide_console(_WIDTH)
     origins: dict[str, int] = {}
     table = Table(title="Targets, per JAX device", title_justify="left", box=None, pad_edge=False, header_style="dim")
     table.add_column("name", no_wrap=True)
-    wide = console.width >= _WIDTH
-    columns = _COLUMNS if wide else {title: _COLUMNS[title] for title in ("usable", "memory", "host")}
+    is_wide = console.width >= _WIDTH
+    columns = _COLUMNS if is_wide else {title: _COLUMNS[title] for title in ("usable", "memory", "host")}
     for title in ("devices", *columns):
         table.add_column(title, justify="right", no_wrap=True)
-    if wide:
+    if is_wide:
         table.add_column("machine of the host memory", no_wrap=True)
-    for goal in found:
-        marks = _marks(goal, origins)
-        cells = [_figure(field, getattr(goal, field), marks) for field in columns.values()]
-        machine = [goal.machine or ""] if wide else []
-        table.add_row(Text(goal.name), str(goal.num_devices), *cells, *machine)
+    for target in catalogue:
+        marks = _marks(target, origins)
+        cells = [_figure(field, getattr(target, field), marks) for field in columns.values()]
+        machine = [target.machine or ""] if is_wide else []
+        table.add_row(Text(target.name), str(target.num_devices), *cells, *machine)
     console.print(table)
-    if not wide:
+    if not is_wide:
         console.print(f"more columns from a width of {_WIDTH} on", style="dim")
     console.print("\nWhere the figures come from", style="bold")
     for origin, number in origins.items():
@@ -72,10 +72,10 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _marks(goal: Any, origins: dict[str, int]) -> dict[str, int]:
+def _marks(target: Any, origins: dict[str, int]) -> dict[str, int]:
     """Return the number of the source of each figure of a target; new sources are added to `origins`."""
     marks: dict[str, int] = {}
-    for source in goal.sources:
+    for source in target.sources:
         field, _, origin = source.partition(": ")
         marks[field] = origins.setdefault(origin, len(origins) + 1)
     return marks

@@ -90,10 +90,10 @@ def analyze(
         (4096, 4096, 0)
     """
     if isolate:
-        call = {"donate_argnums": donate_argnums, "static_argnums": static_argnums, "roles": roles, "kwargs": kwargs}
-        return run_isolated(analyze, fn, args, call, resolve_target(target))
+        options = {"donate_argnums": donate_argnums, "static_argnums": static_argnums, "roles": roles, "kwargs": kwargs}
+        return run_isolated(analyze, fn, args, options, resolve_target(target))
     # Check the roles before the compiler, which may take minutes.
-    _owners(roles or {}, len(args), list(kwargs), positions("static_argnums", static_argnums, len(args)))
+    _roles_by_argument(roles or {}, len(args), list(kwargs), positions("static_argnums", static_argnums, len(args)))
     program = compile_program(
         fn, args, kwargs, target=target, donate_argnums=donate_argnums, static_argnums=static_argnums
     )
@@ -126,67 +126,57 @@ def analyze_compiled(
     Memory:
         Reads the compiler's report; compiles and allocates nothing.
     """
-    goal = resolve_target(target)
-    _check_platform(compiled, goal)
+    resolved_target = resolve_target(target)
+    _check_platform(compiled, resolved_target)
     if compiled.memory_analysis() is None:
         raise TargetError(
-            f"the compiler for {goal.name!r} reports no memory", hint='analyze for another target, such as "v5e:2x2"'
+            f"the compiler for {resolved_target.name!r} reports no memory",
+            hint='analyze for another target, such as "v5e:2x2"',
         )
     num_static = len(static_argnums) if isinstance(static_argnums, Sequence) else int(static_argnums is not None)
     static = positions("static_argnums", static_argnums, len(compiled.args_info[0]) + num_static)
     leaves = argument_leaves(compiled)
     paths = frozenset(leaf.path for leaf in leaves if leaf.on_host)
-    return _examine(goal, compiled, _Facts.of_compiled(compiled, leaves), None, roles, static, paths, ())[0]
+    return _examine(resolved_target, compiled, _Figures.of_compiled(compiled, leaves), None, roles, static, paths, ())[
+        0
+    ]
 
 
 def examine(program: CompiledProgram, roles: Mapping[str, Role] | None = None) -> tuple[MemoryReport, Owners | None]:
     """Build the report of a program, and return it with the owners of its buffers.
 
-    Args:
-        program: the program; one that did not fit has allocations but no executable.
-        roles: as in `analyze`.
-
-    Returns:
-        The report, for one device, and the owners behind it (None if the compiler dumped nothing).
-
-    Raises:
-        ConfigError: for roles that do not fit the arguments.
+    The owners are None without a dump from the compiler. A program that did not fit has allocations but no executable.
+    Raises `ConfigError` for roles that do not fit the arguments.
     """
     if program.error is not None:
         stages = program.lowered
-        facts = _Facts.of_allocations(program.hlo, lowered_leaves(stages, program.hlo, program.argument_names))
+        figures = _Figures.of_allocations(program.hlo, lowered_leaves(stages, program.hlo, program.argument_names))
     else:
         stages = program.compiled
         leaves = argument_leaves(stages)
         if program.hlo is not None and leaves and not any(leaf.kept for leaf in leaves):
             leaves = lowered_leaves(program.lowered, program.hlo, program.argument_names, stages)
-        facts = _Facts.of_compiled(stages, leaves, program.hlo)
+        figures = _Figures.of_compiled(stages, leaves, program.hlo)
     return _examine(
-        program.target, stages, facts, program.hlo, roles, program.static, program.host_paths, program.argument_names
+        program.target, stages, figures, program.hlo, roles, program.static, program.host_paths, program.argument_names
     )
 
 
-def examine_dump(hlo: Any, goal: Target, stats: Any, roles: Mapping[str, str]) -> tuple[MemoryReport, Owners]:
+def examine_dump(hlo: Any, target: Target, stats: Any, roles: Mapping[str, str]) -> tuple[MemoryReport, Owners]:
     """Report on a program of which only the dump exists, as after an out-of-memory error.
 
-    Args:
-        hlo: the dumped program.
-        goal: the target that it was compiled for.
-        stats: the compiler's figures; None when it refused the program.
-        roles: roles by the parameter name of the argument; without an entry the role is that name.
-
-    Returns:
-        The report, with arguments under the names that JAX recorded, and its owners.
+    `stats` are the compiler's figures; None when it refused the program. An argument has the name that JAX recorded for
+    its parameter. Its role is ``roles[name]``, or the name itself without an entry.
     """
     leaves = named_leaves(hlo)
-    facts = _Facts.of_allocations(hlo, leaves) if stats is None else _Facts.of_stats(stats, leaves, {}, [])
+    figures = _Figures.of_allocations(hlo, leaves) if stats is None else _Figures.of_stats(stats, leaves, {}, [])
     leaf_roles = [roles.get(str(leaf.argument), str(leaf.argument)) for leaf in leaves]
-    found = find_owners(hlo, leaves, leaf_roles, output_paths(hlo), facts.totals)
-    return _report(goal, facts, found, leaf_roles, list(dict.fromkeys(leaf_roles)), _Moved({}, {})), found
+    owners = find_owners(hlo, leaves, leaf_roles, output_paths(hlo), figures.totals)
+    return _report(target, figures, owners, leaf_roles, list(dict.fromkeys(leaf_roles)), _HostPlacement({}, {})), owners
 
 
 @dataclasses.dataclass(frozen=True)
-class _Facts:
+class _Figures:
     """The compiler's figures for a program as a whole."""
 
     leaves: list[ArgumentLeaf]
@@ -194,20 +184,20 @@ class _Facts:
     host: SpaceBytes
     host_outputs: Mapping[str, int]
     """Bytes of results that are declared in host memory, by path."""
-    aliased: list[bool]
+    is_aliased: list[bool]
     """For every leaf, whether an output is written into its buffer."""
     has_totals: bool = True
     """Whether XLA reported totals in addition to the allocations."""
 
     @classmethod
-    def of_compiled(cls, compiled: Any, leaves: list[ArgumentLeaf], hlo: Any = None) -> _Facts:
-        hits = aliased(compiled, leaves) if hlo is None else aliased_in(hlo, leaves)
-        return cls.of_stats(compiled.memory_analysis(), leaves, host_outputs(compiled), hits)
+    def of_compiled(cls, compiled: Any, leaves: list[ArgumentLeaf], hlo: Any = None) -> _Figures:
+        is_aliased = aliased(compiled, leaves) if hlo is None else aliased_in(hlo, leaves)
+        return cls.of_stats(compiled.memory_analysis(), leaves, host_outputs(compiled), is_aliased)
 
     @classmethod
     def of_stats(
-        cls, stats: Any, leaves: list[ArgumentLeaf], host_outputs: Mapping[str, int], hits: list[bool]
-    ) -> _Facts:
+        cls, stats: Any, leaves: list[ArgumentLeaf], host_outputs: Mapping[str, int], is_aliased: list[bool]
+    ) -> _Figures:
         device, host = (
             SpaceBytes(
                 argument_bytes=getattr(stats, f"{prefix}argument_size_in_bytes"),
@@ -218,7 +208,7 @@ class _Facts:
             )
             for prefix in ("", "host_")
         )
-        return cls(leaves, device, host, host_outputs, hits)
+        return cls(leaves, device, host, host_outputs, is_aliased)
 
     @property
     def totals(self) -> dict[Space, SpaceBytes] | None:
@@ -226,27 +216,31 @@ class _Facts:
         return {"device": self.device, "host": self.host} if self.has_totals else None
 
     @classmethod
-    def of_allocations(cls, hlo: Any, leaves: list[ArgumentLeaf]) -> _Facts:
+    def of_allocations(cls, hlo: Any, leaves: list[ArgumentLeaf]) -> _Figures:
         """Compute the figures from the allocations of a program that did not fit."""
         spaces: list[SpaceBytes] = []
         for color in (DEVICE_COLOR, HOST_COLOR):
             # As in XLA's own figures, outputs include those in donated arguments, and `alias_bytes` subtracts them.
-            mine = [a for a in hlo.assignment.allocations if a.color == color and not a.is_thread_local]
-            arguments = sum(a.size for a in mine if a.is_entry_parameter)
-            alias = sum(a.size for a in mine if a.is_entry_parameter and a.is_parameter_aliased_with_output)
-            outputs = sum(a.size for a in mine if a.maybe_live_out and not (a.is_entry_parameter or a.is_constant))
-            rest = sum(a.size for a in mine) - arguments - outputs
+            allocations = [a for a in hlo.assignment.allocations if a.color == color and not a.is_thread_local]
+            arguments = sum(a.size for a in allocations if a.is_entry_parameter)
+            alias = sum(a.size for a in allocations if a.is_entry_parameter and a.is_parameter_aliased_with_output)
+            outputs = sum(
+                a.size for a in allocations if a.maybe_live_out and not (a.is_entry_parameter or a.is_constant)
+            )
+            temporaries = sum(a.size for a in allocations) - arguments - outputs
             spaces.append(
-                SpaceBytes(argument_bytes=arguments, output_bytes=outputs + alias, alias_bytes=alias, temp_bytes=rest)
+                SpaceBytes(
+                    argument_bytes=arguments, output_bytes=outputs + alias, alias_bytes=alias, temp_bytes=temporaries
+                )
             )
         device, host = spaces
         return cls(leaves, device, host, {}, [False] * len(leaves), has_totals=False)
 
 
 def _examine(
-    goal: Target,
+    target: Target,
     stages: Any,
-    facts: _Facts,
+    figures: _Figures,
     hlo: Any,
     roles: Mapping[str, Role] | None,
     static: Sequence[int],
@@ -254,96 +248,96 @@ def _examine(
     leaf_names: Sequence[str],
 ) -> tuple[MemoryReport, Owners | None]:
     num_args = len(stages.args_info[0]) + len(static)
-    roles_by_argument = _owners(roles or {}, num_args, list(stages.args_info[1]), static)
-    leaf_roles = [roles_by_argument.get(leaf.argument, "other") for leaf in facts.leaves]
+    roles_by_argument = _roles_by_argument(roles or {}, num_args, list(stages.args_info[1]), static)
+    leaf_roles = [roles_by_argument.get(leaf.argument, "other") for leaf in figures.leaves]
     dynamic = [position for position in range(num_args) if position not in static]
-    facts = dataclasses.replace(facts, leaves=[_as_called(leaf, dynamic) for leaf in facts.leaves])
-    moved = _moved_to_host(goal, facts, host_paths)
-    facts = dataclasses.replace(facts, leaves=_with_names(facts.leaves, leaf_names))
-    found = None
-    notes = (_HOST_NOTES[goal.platform],) if moved.leaves or moved.outputs else ()
-    if goal.platform == "gpu" and goal.is_ahead_of_time and not has_cudnn():
+    figures = dataclasses.replace(figures, leaves=[_with_call_position(leaf, dynamic) for leaf in figures.leaves])
+    placement = _host_placement(target, figures, host_paths)
+    figures = dataclasses.replace(figures, leaves=_with_names(figures.leaves, leaf_names))
+    owners = None
+    notes = (_HOST_NOTES[target.platform],) if placement.leaves or placement.outputs else ()
+    if target.platform == "gpu" and target.is_ahead_of_time and not has_cudnn():
         notes = (*notes, "compiled without cuDNN, which is not installed: a GPU with it may use other kernels")
     if hlo is not None:
         # Not `out_info`, which JAX cannot compute for programs with ordered effects.
         numbers = jax.tree.unflatten(stages.out_tree, range(stages.out_tree.num_leaves))
         outputs = [path for path, _ in leaves_with_paths(numbers)]
-        found = find_owners(hlo, facts.leaves, leaf_roles, outputs, facts.totals)
-        notes = (*notes, *_uncounted(found, goal))
+        owners = find_owners(hlo, figures.leaves, leaf_roles, outputs, figures.totals)
+        notes = (*notes, *_uncounted_notes(owners, target))
     else:
         notes = (*notes, "temporaries have no owners: the program was compiled without lowtide.memory.compile")
-    return _report(goal, facts, found, leaf_roles, [*(roles or {}), "other"], moved, notes), found
+    return _report(target, figures, owners, leaf_roles, [*(roles or {}), "other"], placement, notes), owners
 
 
 def _report(
-    goal: Target,
-    facts: _Facts,
-    found: Owners | None,
+    target: Target,
+    figures: _Figures,
+    owners: Owners | None,
     leaf_roles: Sequence[str],
     names: Sequence[str],
-    moved: _Moved,
+    placement: _HostPlacement,
     notes: tuple[str, ...] = (),
 ) -> MemoryReport:
     """Build the report of a program; `names` are the roles to list, even with zero bytes."""
-    device, host = _spaces(facts, moved)
-    buffers = found.buffers if found else _coarse_buffers(facts, leaf_roles)
-    buffers = tuple(moved.apply(buffer, facts.leaves) for buffer in buffers)
-    peak_moment = found.peak_moment if found else 0
-    if found and goal.platform == "gpu" and moved.leaves:
-        device, buffers, peak_moment = with_host_copies(found, device, buffers, moved.leaves)
-    on_host = [leaf.on_host or at in moved.leaves for at, leaf in enumerate(facts.leaves)]
-    kept = list(zip(facts.leaves, leaf_roles, on_host, strict=True))
+    device, host = _space_bytes(figures, placement)
+    buffers = owners.buffers if owners else _coarse_buffers(figures, leaf_roles)
+    buffers = tuple(placement.apply(buffer, figures.leaves) for buffer in buffers)
+    peak_moment = owners.peak_moment if owners else 0
+    if owners and target.platform == "gpu" and placement.leaves:
+        device, buffers, peak_moment = with_host_copies(owners, device, buffers, placement.leaves)
+    host_flags = [leaf.on_host or index in placement.leaves for index, leaf in enumerate(figures.leaves)]
+    rows = list(zip(figures.leaves, leaf_roles, host_flags, strict=True))
     return MemoryReport(
-        target=goal,
+        target=target,
         device=device,
         host=host,
-        by_role=_by_role(device, names, [(leaf, role) for leaf, role, hosted in kept if not hosted]),
-        host_by_role=_by_role(host, names, [(leaf, role) for leaf, role, hosted in kept if hosted]),
+        by_role=_by_role(device, names, [(leaf, role) for leaf, role, is_on_host in rows if not is_on_host]),
+        host_by_role=_by_role(host, names, [(leaf, role) for leaf, role, is_on_host in rows if is_on_host]),
         buffers=buffers,
-        moments=found.moments if found else ("",),
+        moments=owners.moments if owners else ("",),
         peak_moment=peak_moment,
-        host_peak_moment=found.host_peak_moment if found else 0,
+        host_peak_moment=owners.host_peak_moment if owners else 0,
         notes=notes,
     )
 
 
-def _uncounted(owners: Owners, goal: Target) -> tuple[str, ...]:
+def _uncounted_notes(owners: Owners, target: Target) -> tuple[str, ...]:
     """Return a note on constants in no buffer: the TPU compiler counts them as code, others do not count them."""
     total = sum(buffer.num_bytes for buffer in owners.uncounted)
     if total < _NOTABLE_BYTES:
         return ()
     largest = max(owners.uncounted, key=lambda buffer: buffer.num_bytes)
     array = f"{largest.dtype}[{','.join(map(str, largest.shape))}]"
-    where = f" used at {largest.source}" if largest.source else ""
-    counted = "are counted as code" if goal.platform == "tpu" else "are in none of this compiler's figures"
+    location = f" used at {largest.source}" if largest.source else ""
+    accounting = "are counted as code" if target.platform == "tpu" else "are in none of this compiler's figures"
     return (
-        f"{format_bytes(total)} of constants that the function closes over are part of the program and {counted} "
-        f"(the largest: {array}{where}); as arguments they would have an owner",
+        f"{format_bytes(total)} of constants that the function closes over are part of the program and {accounting} "
+        f"(the largest: {array}{location}); as arguments they would have an owner",
     )
 
 
-def _check_platform(compiled: Any, goal: Target) -> None:
+def _check_platform(compiled: Any, target: Target) -> None:
     shardings = [s for s in jax.tree.leaves((compiled.input_shardings, compiled.output_shardings)) if s is not None]
     platforms = {device.platform for sharding in shardings for device in sharding.device_set}
-    if platforms and platforms != {goal.platform}:
+    if platforms and platforms != {target.platform}:
         raise TargetError(
-            f"the program was not compiled for target {goal.name!r}",
-            expected=goal.platform,
+            f"the program was not compiled for target {target.name!r}",
+            expected=target.platform,
             got=", ".join(sorted(platforms)),
             hint="name the target it was compiled for",
         )
 
 
-def _owners(
+def _roles_by_argument(
     roles: Mapping[str, Role], num_args: int, keywords: Sequence[str], static: Sequence[int]
 ) -> dict[int | str, str]:
     """Return roles by argument: the position among the arguments that are not static, or the keyword."""
-    dynamic = {position: at for at, position in enumerate(p for p in range(num_args) if p not in static)}
-    keys: dict[int | str, int | str] = {**dynamic, **{p - num_args: at for p, at in dynamic.items()}}
+    dynamic = {position: index for index, position in enumerate(p for p in range(num_args) if p not in static)}
+    keys: dict[int | str, int | str] = {**dynamic, **{p - num_args: index for p, index in dynamic.items()}}
     keys.update({keyword: keyword for keyword in keywords})
     owners: dict[int | str, str] = {}
-    given: Any = roles
-    if not isinstance(given, Mapping):
+    untyped_roles: Any = roles
+    if not isinstance(untyped_roles, Mapping):
         raise ConfigError(
             "roles is no mapping",
             expected='names of roles with arguments, such as {"params": 0, "batch": 1}',
@@ -371,7 +365,7 @@ def _owners(
     return owners
 
 
-def _as_called(leaf: ArgumentLeaf, dynamic: Sequence[int]) -> ArgumentLeaf:
+def _with_call_position(leaf: ArgumentLeaf, dynamic: Sequence[int]) -> ArgumentLeaf:
     """Return the leaf with the argument position of the call, in which static arguments count."""
     if not isinstance(leaf.argument, int):
         return leaf
@@ -382,9 +376,7 @@ def _as_called(leaf: ArgumentLeaf, dynamic: Sequence[int]) -> ArgumentLeaf:
 def _with_names(leaves: list[ArgumentLeaf], leaf_names: Sequence[str]) -> list[ArgumentLeaf]:
     """Begin paths with the parameter names of the signature, if every argument has a different name.
 
-    Args:
-        leaves: the leaves, whose paths begin with the argument's position or keyword.
-        leaf_names: JAX's name of every leaf, such as ``params['w']``. Arguments of a ``*args`` parameter share a name.
+    `leaf_names` has JAX's name of every leaf, such as ``params['w']``. Arguments of a ``*args`` parameter share a name.
     """
     if len(leaf_names) != len(leaves):
         return leaves
@@ -396,8 +388,8 @@ def _with_names(leaves: list[ArgumentLeaf], leaf_names: Sequence[str]) -> list[A
 
 
 def _with_head(path: str, head: str) -> str:
-    _, slash, rest = path.partition("/")
-    return f"{head}{slash}{rest}"
+    _, slash, tail = path.partition("/")
+    return f"{head}{slash}{tail}"
 
 
 _HOST_NOTES = {
@@ -409,7 +401,7 @@ _HOST_NOTES = {
 
 
 @dataclasses.dataclass(frozen=True)
-class _Moved:
+class _HostPlacement:
     """Arguments and outputs that are declared in host memory, but counted as device memory by the compiler."""
 
     leaves: Mapping[int, int]
@@ -423,55 +415,58 @@ class _Moved:
     def output_bytes(self) -> int:
         """Bytes of outputs to move.
 
-        An output in the buffer of a moved argument moves with it, even if the compiler dropped the output's memory
-        kind.
+        An output in the buffer of a moved argument moves, too, even if the compiler dropped its memory kind.
         """
         return max(sum(self.outputs.values()), self.alias_bytes)
 
     def apply(self, buffer: Buffer, leaves: Sequence[ArgumentLeaf]) -> Buffer:
-        is_argument = buffer.phase == "argument" and buffer.path in {leaves[at].path for at in self.leaves}
+        is_argument = buffer.phase == "argument" and buffer.path in {leaves[index].path for index in self.leaves}
         is_output = buffer.role == "outputs" and buffer.dtype and buffer.path in self.outputs
         return dataclasses.replace(buffer, space="host") if is_argument or is_output else buffer
 
 
-def _moved_to_host(goal: Target, facts: _Facts, host_paths: frozenset[str]) -> _Moved:
-    declared = [at for at, leaf in enumerate(facts.leaves) if leaf.kept and (leaf.on_host or leaf.path in host_paths)]
+def _host_placement(target: Target, figures: _Figures, host_paths: frozenset[str]) -> _HostPlacement:
+    host_leaves = [
+        index for index, leaf in enumerate(figures.leaves) if leaf.kept and (leaf.on_host or leaf.path in host_paths)
+    ]
     # The compilers for a TPU and for a present GPU count host arguments as host memory. A compile-only GPU has no
     # memories (`addressable_memories() == []`), so its compiler drops the memory kind of arguments.
-    if goal.platform == "tpu" or facts.host.argument_bytes or facts.host.output_bytes:
-        return _Moved({}, {})
-    return _Moved(
-        {at: facts.leaves[at].num_bytes for at in declared},
-        facts.host_outputs,
-        sum(facts.leaves[at].num_bytes for at in declared if facts.aliased[at]),
+    if target.platform == "tpu" or figures.host.argument_bytes or figures.host.output_bytes:
+        return _HostPlacement({}, {})
+    return _HostPlacement(
+        {index: figures.leaves[index].num_bytes for index in host_leaves},
+        figures.host_outputs,
+        sum(figures.leaves[index].num_bytes for index in host_leaves if figures.is_aliased[index]),
     )
 
 
-def _spaces(facts: _Facts, moved: _Moved) -> tuple[SpaceBytes, SpaceBytes]:
-    def with_moved(space: SpaceBytes, sign: int) -> SpaceBytes:
+def _space_bytes(figures: _Figures, placement: _HostPlacement) -> tuple[SpaceBytes, SpaceBytes]:
+    def with_placement(space: SpaceBytes, sign: int) -> SpaceBytes:
         return dataclasses.replace(
             space,
-            argument_bytes=space.argument_bytes + sign * sum(moved.leaves.values()),
-            output_bytes=space.output_bytes + sign * moved.output_bytes,
-            alias_bytes=space.alias_bytes + sign * moved.alias_bytes,
+            argument_bytes=space.argument_bytes + sign * sum(placement.leaves.values()),
+            output_bytes=space.output_bytes + sign * placement.output_bytes,
+            alias_bytes=space.alias_bytes + sign * placement.alias_bytes,
         )
 
-    return with_moved(facts.device, -1), with_moved(facts.host, 1)
+    return with_placement(figures.device, -1), with_placement(figures.host, 1)
 
 
-def _coarse_buffers(facts: _Facts, roles: Sequence[str]) -> tuple[Buffer, ...]:
+def _coarse_buffers(figures: _Figures, roles: Sequence[str]) -> tuple[Buffer, ...]:
     """Return buffers for a program without a dump: arguments by leaf, everything else as XLA's totals."""
     buffers: list[Buffer] = []
-    spaces: list[tuple[Space, SpaceBytes]] = [("device", facts.device), ("host", facts.host)]
+    spaces: list[tuple[Space, SpaceBytes]] = [("device", figures.device), ("host", figures.host)]
     for space, total in spaces:
-        mine = [
+        space_buffers = [
             Buffer(space=space, role=role, path=leaf.path, num_bytes=leaf.num_bytes, start=0, end=0)
-            for leaf, role in zip(facts.leaves, roles, strict=True)
+            for leaf, role in zip(figures.leaves, roles, strict=True)
             if leaf.kept and leaf.on_host == (space == "host")
         ]
-        rest = _derived(total, sum(b.num_bytes for b in mine))
-        mine += [Buffer(space=space, role=r, phase="", num_bytes=size, start=0, end=0) for r, size in rest.items()]
-        buffers += [buffer for buffer in mine if buffer.num_bytes]
+        derived = _derived_bytes(total, sum(buffer.num_bytes for buffer in space_buffers))
+        space_buffers += [
+            Buffer(space=space, role=role, phase="", num_bytes=size, start=0, end=0) for role, size in derived.items()
+        ]
+        buffers += [buffer for buffer in space_buffers if buffer.num_bytes]
     return tuple(buffers)
 
 
@@ -479,10 +474,10 @@ def _by_role(space: SpaceBytes, names: Sequence[str], leaves: Sequence[tuple[Arg
     roles = dict.fromkeys(names, 0)
     for leaf, role in leaves:
         roles[role] += leaf.num_bytes
-    return {**roles, **_derived(space, sum(roles.values()))}
+    return {**roles, **_derived_bytes(space, sum(roles.values()))}
 
 
-def _derived(space: SpaceBytes, leaf_bytes: int) -> dict[str, int]:
+def _derived_bytes(space: SpaceBytes, leaf_bytes: int) -> dict[str, int]:
     """Return bytes by role for everything except argument leaves, whose bytes are given."""
     return {
         "unattributed": space.argument_bytes - leaf_bytes,

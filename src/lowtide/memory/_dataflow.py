@@ -35,11 +35,8 @@ _MIXING = {"cholesky", "convolution", "custom-call", "dot", "fft", "gather", "sc
 class Dataflow:
     """Passes, copies, activations and gradients of a program's values.
 
-    This object is mutated: `follow_gradients` adds the gradients.
-
-    Args:
-        graph: the program.
-        leaves: argument leaf of each array of the entry's parameters.
+    This object is mutated: `follow_gradients` adds the gradients. `leaves` has the argument leaf of each array of the
+    entry's parameters.
     """
 
     def __init__(self, graph: Graph, leaves: Mapping[Value, int]) -> None:
@@ -51,23 +48,23 @@ class Dataflow:
         for value, sources in self._sources.items():
             for source, edge in sources:
                 self.users.setdefault(source, []).append((value, edge))
-        self._scopes = {at: graph.scope(at) for at in graph.instructions}
-        self._names_after: dict[int, int | None] = {}
-        self._copies = self._origins()
-        self._named = self._named_passes()
+        self._scopes = {instr_id: graph.scope(instr_id) for instr_id in graph.instructions}
+        self._user_scopes: dict[int, int | None] = {}
+        self._copies = self._find_origins()
+        self._passes = self._find_passes()
         self.merged = set[Value]()
         self.partial = set[Value]()
-        self.phases = self._phases()
-        self._read_backward = self._reads()
-        self._differentiated = self._computed_with()
+        self.phases = self._find_phases()
+        self._read_backward = self._find_backward_reads()
+        self._differentiated = self._find_differentiated()
         self._gradients: dict[Value, int] = {}
 
     def phase(self, value: Value) -> Pass:
         """Return the pass that makes a value."""
         if value in self.phases:
             return self.phases[value]
-        at = self._named_by(value)  # a tuple of arrays, for which `phases` has no entry
-        return (self._named[at] if at is not None else None) or "forward"
+        instr_id = self._scope_instruction(value)  # a tuple of arrays, for which `phases` has no entry
+        return (self._passes[instr_id] if instr_id is not None else None) or "forward"
 
     def copy_of(self, value: Value) -> int | None:
         """Return the leaf of which a value is a copy; None if it is no copy."""
@@ -90,9 +87,9 @@ class Dataflow:
         """Return whether the backward pass reads a value, directly or after moves."""
         return value in self._read_backward
 
-    def is_of_a_pass(self, value: Value) -> bool:
+    def is_in_pass(self, value: Value) -> bool:
         """Return whether JAX made a value in the forward or the backward pass of a differentiation."""
-        return self._named.get(value[0]) is not None or self.phase(value) in ("backward", "recompute")
+        return self._passes.get(value[0]) is not None or self.phase(value) in ("backward", "recompute")
 
     def is_constant(self, value: Value) -> bool:
         """Return whether a value depends on no argument, such as zeros."""
@@ -100,26 +97,25 @@ class Dataflow:
 
     def is_scratch(self, value: Value) -> bool:
         """Return whether the compiler added a value for an operation: workspace, indices, parts of an expansion."""
-        graph, made = self.graph, self._made_as(value)
-        if graph.instructions[made[0]].opcode == "custom-call" and any(made[1]):
-            return graph.item_type(made)[0] in ("s8", "u8")  # a library's kernel takes its workspace as bytes
+        graph, operation = self.graph, self._resolve_aliases(value)
+        if graph.instructions[operation[0]].opcode == "custom-call" and any(operation[1]):
+            return graph.item_type(operation)[0] in ("s8", "u8")  # a library's kernel takes its workspace as bytes
         if not graph.is_floating(value) and (self.phase(value) == "backward" or self.is_constant(value)):
             return True
-        is_nameless = not (self._scopes[made[0]] or self._scopes[value[0]])
-        return is_nameless and self._maker(value) == made
+        is_nameless = not (self._scopes[operation[0]] or self._scopes[value[0]])
+        return is_nameless and self._maker(value) == operation
 
-    def standing_for(self, value: Value) -> Value:
-        """Return the value that determines the role of a buffer.
+    def representative(self, value: Value) -> Value:
+        """Return the value that determines the role of a buffer: usually the value itself.
 
-        For a loop's state inside the loop, and for an empty buffer that a loop fills, this is the result of the loop.
-        Otherwise it is the value itself.
+        For a loop's state inside the loop, and for an empty buffer that a loop fills, it is the result of the loop.
         """
         if (loop := self.graph.loop_of(value)) is not None:
             return (loop, value[1])
         if not self.is_constant(value):
             return value
-        names = reachable([value], lambda one: [user for user, edge in self.users.get(one, ()) if edge == Edge.ALIAS])
-        loops = (one for one in names if self.graph.instructions[one[0]].opcode == "while")
+        names = reachable([value], lambda node: [user for user, edge in self.users.get(node, ()) if edge == Edge.ALIAS])
+        loops = (node for node in names if self.graph.instructions[node[0]].opcode == "while")
         return next((loop for loop in loops if not self.is_constant(loop)), value)
 
     def is_differentiated(self, leaf: int) -> bool:
@@ -130,242 +126,252 @@ class Dataflow:
         """Return the (value, edge) pairs from which a value is made; empty for arguments and constants."""
         return self._sources.get(value, ())
 
-    def same_size(self, value: Value, *, through_backward: bool = False) -> Iterator[Value]:
+    def same_size_sources(self, value: Value, *, through_backward: bool = False) -> Iterator[Value]:
         """Yield the values of equal size from which a value is made element by element, including itself.
 
-        Args:
-            value: where to start.
-            through_backward: whether to continue behind values of the backward pass. In the backward pass of a product,
-                the cotangent of each factor contains the data of the other factor.
+        Without `through_backward` the search stops at values of the backward pass. There, the cotangent of each factor
+        of a product contains the data of the other factor.
         """
         size = self.graph.num_elements(value)
 
-        def made_of(found: Value) -> list[Value]:
-            mixes = self.graph.instructions[found[0]].opcode in _MIXING and self.copy_of(found) is None
-            if mixes or (self.phase(found) == "backward" and not through_backward):
+        def elementwise_sources(node: Value) -> list[Value]:
+            is_mixing = self.graph.instructions[node[0]].opcode in _MIXING and self.copy_of(node) is None
+            if is_mixing or (self.phase(node) == "backward" and not through_backward):
                 return []
-            return [source for source, _ in self.sources(found) if self.graph.num_elements(source) == size]
+            return [source for source, _ in self.sources(node) if self.graph.num_elements(source) == size]
 
-        return reachable([value], made_of)
+        return reachable([value], elementwise_sources)
 
-    def described(self, value: Value) -> tuple[str, str]:
+    def scope_and_source(self, value: Value) -> tuple[str, str]:
         """Return the scope and the source line of a value.
 
         For a value that was only moved (stacked by a loop, copied to another memory), they are those of the operation
         that computed its data. For a value without a scope, they are those of its nearest source or user with one.
         """
-        at = self._named_by(value)
-        return (self._scopes[at], self.graph.source(at)) if at is not None else ("", "")
+        instr_id = self._scope_instruction(value)
+        return (self._scopes[instr_id], self.graph.source(instr_id)) if instr_id is not None else ("", "")
 
-    def _named_by(self, value: Value) -> int | None:
+    def _scope_instruction(self, value: Value) -> int | None:
         """Return the instruction whose scope describes a value; None without any."""
         maker = self._maker(value)
-        for found in (maker, value):
-            if found is not None and self._scopes[found[0]]:
-                return found[0]
+        for candidate in (maker, value):
+            if candidate is not None and self._scopes[candidate[0]]:
+                return candidate[0]
         # The compiler expands an operation into several, of which only the last has a scope. So a computed value first
         # tries the scope of its users. A moved value first tries the scope of its source.
         start = maker or value
-        ways = [lambda: self._nearest_scope([start], self._sources), lambda: self._named_after(start[0])]
+        searches = [lambda: self._nearest_scope([start], self._sources), lambda: self._user_scope(start[0])]
         if maker is not None or self.is_constant(value):
-            ways.reverse()
-        return next((at for way in ways if (at := way()) is not None), None)
+            searches.reverse()
+        return next((instr_id for search in searches if (instr_id := search()) is not None), None)
 
-    def _named_after(self, at: int) -> int | None:
+    def _user_scope(self, instr_id: int) -> int | None:
         """Return the first instruction with a scope among the direct and indirect users of an instruction, or None.
 
         The result is cached by instruction, since a tuple may have thousands of elements.
         """
-        if at not in self._names_after:
-            self._names_after[at] = self._nearest_scope(self.graph.results(at), self.users)
-        return self._names_after[at]
+        if instr_id not in self._user_scopes:
+            self._user_scopes[instr_id] = self._nearest_scope(self.graph.results(instr_id), self.users)
+        return self._user_scopes[instr_id]
 
-    def _nearest_scope(self, start: list[Value], step: Mapping[Value, Sequence[tuple[Value, Edge]]]) -> int | None:
+    def _nearest_scope(self, start: list[Value], edges: Mapping[Value, Sequence[tuple[Value, Edge]]]) -> int | None:
         """Return the first instruction with a scope that is reachable over the edges in `step`, or None."""
-        found = reachable(start, lambda value: [new for new, _ in step.get(value, ())])
-        return next((at for at, _ in found if self._scopes[at]), None)
+        values = reachable(start, lambda value: [neighbour for neighbour, _ in edges.get(value, ())])
+        return next((instr_id for instr_id, _ in values if self._scopes[instr_id]), None)
 
     def _maker(self, value: Value) -> Value | None:
         """Return the operation that computed a value's data, before moves and aliases; None for data of an argument."""
-        seen, border, starts = {value}, collections.deque([value]), collections.deque[Value]()
-        while border or starts:
-            found = border.popleft() if border else starts.popleft()
-            sources = self._sources.get(found, ())
-            if any(edge == Edge.COMPUTE for _, edge in sources) and not self.is_constant(found):
-                return found
-            new = [s for s, edge in sources if edge != Edge.COMPUTE and s not in seen and not self.is_constant(s)]
-            seen.update(new)
-            if self.graph.is_loop_state(found):
+        visited, frontier, initial_frontier = {value}, collections.deque([value]), collections.deque[Value]()
+        while frontier or initial_frontier:
+            candidate = frontier.popleft() if frontier else initial_frontier.popleft()
+            sources = self._sources.get(candidate, ())
+            if any(edge == Edge.COMPUTE for _, edge in sources) and not self.is_constant(candidate):
+                return candidate
+            unvisited = [
+                s for s, edge in sources if edge != Edge.COMPUTE and s not in visited and not self.is_constant(s)
+            ]
+            visited.update(unvisited)
+            if self.graph.is_loop_state(candidate):
                 # Search the values of a loop's iterations before its initial values.
-                begin = {source for source, _ in sources[:1]}
-                starts.extend(one for one in new if one in begin)
-                new = [one for one in new if one not in begin]
-            border.extend(new)
+                initial_values = {source for source, _ in sources[:1]}
+                initial_frontier.extend(source for source in unvisited if source in initial_values)
+                unvisited = [source for source in unvisited if source not in initial_values]
+            frontier.extend(unvisited)
         return None
 
-    def _named_passes(self) -> dict[int, Pass | None]:
+    def _find_passes(self) -> dict[int, Pass | None]:
         """Return the pass that the scope of each instruction names."""
         passes = Passes(self._scopes.values())
         phases: dict[str, Pass | None] = {scope: passes.phase(scope) for scope in set(self._scopes.values())}
-        named: dict[int, Pass | None] = {at: phases[scope] for at, scope in self._scopes.items()}
-        if inner := {at for at, scope in self._scopes.items() if passes.is_open(scope)}:
+        scope_passes: dict[int, Pass | None] = {instr_id: phases[scope] for instr_id, scope in self._scopes.items()}
+        if open_ids := {instr_id for instr_id, scope in self._scopes.items() if passes.is_open(scope)}:
             # Such an inner gradient belongs to the outer forward pass if the outer backward pass depends on it.
-            late = (v for v in self._values if named[v[0]] in ("backward", "recompute") and v[0] not in inner)
-            needed = {at for at, _ in reachable(late, lambda value: [source for source, _ in self._sources[value]])}
-            named |= {at: "forward" for at in inner & needed}
-        return named
+            late_values = (
+                v for v in self._values if scope_passes[v[0]] in ("backward", "recompute") and v[0] not in open_ids
+            )
+            required_ids = {
+                instr_id
+                for instr_id, _ in reachable(late_values, lambda value: [source for source, _ in self._sources[value]])
+            }
+            scope_passes |= {instr_id: "forward" for instr_id in open_ids & required_ids}
+        return scope_passes
 
-    def _phases(self) -> dict[Value, Pass]:
-        named = self._named
-        of_late_passes = (v for v in self._values if named[v[0]] in ("backward", "recompute"))
-        late = set(reachable(of_late_passes, lambda value: [user for user, _ in self.users.get(value, ())]))
+    def _find_phases(self) -> dict[Value, Pass]:
+        passes = self._passes
+        late_values = (v for v in self._values if passes[v[0]] in ("backward", "recompute"))
+        dependents = set(reachable(late_values, lambda value: [user for user, _ in self.users.get(value, ())]))
         phases: dict[Value, Pass] = {}
         for value in self._values:
             # The scope of a fusion is that of one of its operations, so use the operation that makes each result.
-            made = self._made_as(value)
-            own = named[made[0]]
-            if own is None and not self._scopes[made[0]]:
-                own = self._pass_of_nameless(value, made)
-            elif own is None and (maker := self._maker(made)) not in (None, made):
-                own = named[maker[0]]  # a loop's stack belongs to the pass of the operation that made its data
-            default: Pass = "update" if value in late else "forward"
-            phases[value] = default if own is None else own
-        merged: dict[Value, Pass] = dict.fromkeys(self._merged(phases), "forward")
+            operation = self._resolve_aliases(value)
+            own_pass = passes[operation[0]]
+            if own_pass is None and not self._scopes[operation[0]]:
+                own_pass = self._pass_without_scope(value, operation)
+            elif own_pass is None and (maker := self._maker(operation)) not in (None, operation):
+                own_pass = passes[maker[0]]  # a loop's stack belongs to the pass of the operation that made its data
+            default: Pass = "update" if value in dependents else "forward"
+            phases[value] = default if own_pass is None else own_pass
+        merged: dict[Value, Pass] = dict.fromkeys(self._find_merged(phases), "forward")
         return phases | merged
 
-    def _merged(self, phases: Mapping[Value, Pass]) -> set[Value]:
-        """Return the values of the recomputation that the forward pass reads.
+    def _find_merged(self, phases: Mapping[Value, Pass]) -> set[Value]:
+        """Return the values of the recomputation that the forward pass reads, so that they are kept, not recomputed.
 
-        If nothing separates the two computations, a compiler may merge them (the CPU compiler does so outside loops).
-        Then the value is kept, not recomputed.
+        A compiler may merge the two computations if nothing separates them; the CPU compiler does so outside loops.
         """
 
-        def recomputed(value: Value) -> list[Value]:
+        def recomputed_sources(value: Value) -> list[Value]:
             return [source for source, _ in self._sources[value] if phases[source] == "recompute"]
 
-        forward = [v for v in self._values if phases[v] == "forward" and self._named[v[0]] == "forward"]
-        self.merged = set(reachable((source for v in forward for source in recomputed(v)), recomputed))
+        forward_values = [v for v in self._values if phases[v] == "forward" and self._passes[v[0]] == "forward"]
+        self.merged = set(
+            reachable((source for v in forward_values for source in recomputed_sources(v)), recomputed_sources)
+        )
         return self.merged
 
-    def _pass_of_nameless(self, value: Value, made: Value) -> Pass | None:
+    def _pass_without_scope(self, value: Value, operation: Value) -> Pass | None:
         """Return the pass of a value that the compiler added.
 
-        The first of these that has a pass decides: the value that it copies, the conditional of its branch, and the
-        operation that it was made for.
+        The value that it copies decides, then the conditional of its branch, then the operation that it was made for.
         """
-        moved = self._moved_from(made)
-        for at in (moved[0] if moved else None, value[0], self._named_by(value)):
-            if at is not None and (found := self._named[at]) is not None:
-                return found
+        source = self._scoped_source(operation)
+        for instr_id in (source[0] if source else None, value[0], self._scope_instruction(value)):
+            if instr_id is not None and (own_pass := self._passes[instr_id]) is not None:
+                return own_pass
         return None
 
-    def _made_as(self, value: Value) -> Value:
+    def _resolve_aliases(self, value: Value) -> Value:
         """Return the operation behind a value's aliases; for a loop's state, the operation in the loop's body."""
-        seen, stack = {value}, [value]
+        visited, stack = {value}, [value]
         while stack:
-            found = stack.pop()
-            sources = self._sources[found]
+            candidate = stack.pop()
+            sources = self._sources[candidate]
             if not sources or any(edge != Edge.ALIAS for _, edge in sources):
-                return found
-            new = [source for source, _ in sources if source not in seen]
-            seen.update(new)
-            stack.extend(new)  # the body's result is the last source, so it is visited first
+                return candidate
+            unvisited = [source for source, _ in sources if source not in visited]
+            visited.update(unvisited)
+            stack.extend(unvisited)  # the body's result is the last source, so it is visited first
         return value
 
-    def _moved_from(self, value: Value) -> Value | None:
+    def _scoped_source(self, value: Value) -> Value | None:
         """Return the first value with a scope behind moves and aliases."""
-        seen = {value}
-        while sources := [s for s, edge in self._sources.get(value, ()) if edge != Edge.COMPUTE and s not in seen]:
+        visited = {value}
+        while sources := [s for s, edge in self._sources.get(value, ()) if edge != Edge.COMPUTE and s not in visited]:
             value = sources[0]
-            seen.add(value)
+            visited.add(value)
             if self._scopes[value[0]]:
                 return value
         return None
 
-    def _origins(self) -> dict[Value, int | str]:
+    def _find_origins(self) -> dict[Value, int | str]:
         """Return the origin of each value: a leaf, ``"none"`` (no argument) or ``"mixed"``; absent if unknown."""
         # A fixpoint iteration, since loops make the graph cyclic: a changed origin revisits the users of the value.
         origins: dict[Value, int | str] = dict(self._leaves)
-        work = list(self._values)
-        while work:
-            changed: list[Value] = []
-            for value in work:
+        worklist = list(self._values)
+        while worklist:
+            next_worklist: list[Value] = []
+            for value in worklist:
                 if value in self._leaves:
                     continue
-                new = self._origin(value, origins)
-                if new is not None and new != origins.get(value):
-                    origins[value] = new
-                    changed.extend(user for user, _ in self.users.get(value, ()))
-            work = list(dict.fromkeys(changed))
+                origin = self._origin(value, origins)
+                if origin is not None and origin != origins.get(value):
+                    origins[value] = origin
+                    next_worklist.extend(user for user, _ in self.users.get(value, ()))
+            worklist = list(dict.fromkeys(next_worklist))
         return origins
 
     def _origin(self, value: Value, origins: Mapping[Value, int | str]) -> int | str | None:
         sources = self._sources[value]
         if not sources:
             return "none" if self.graph.instructions[value[0]].is_free else "mixed"
-        found = {origins[s] for s, _ in sources if s in origins}
-        if not found:
+        source_origins = {origins[s] for s, _ in sources if s in origins}
+        if not source_origins:
             return None
-        if found <= {"none"}:
+        if source_origins <= {"none"}:
             return "none"
         if any(edge == Edge.COMPUTE for _, edge in sources):
             return "mixed"
-        data = found - {"none"}
-        return next(iter(data)) if len(data) == 1 else "mixed"
+        data_origins = source_origins - {"none"}
+        return next(iter(data_origins)) if len(data_origins) == 1 else "mixed"
 
-    def _reads(self) -> set[Value]:
+    def _find_backward_reads(self) -> set[Value]:
         """Return the values that the backward pass reads, directly or after moves."""
-        late = ("backward", "recompute")
-        readers = {source for value in self._values if self.phases[value] in late for source, _ in self._sources[value]}
+        late_passes = ("backward", "recompute")
+        readers = {
+            source for value in self._values if self.phases[value] in late_passes for source, _ in self._sources[value]
+        }
         # A compiler may repeat forward operations inside the backward fusions that read them. Then the backward pass
         # reads the fusion's operands.
-        for at, instruction in self.graph.instructions.items():
-            if instruction.opcode == "fusion" and self._named[at] in late:
+        for instr_id, instruction in self.graph.instructions.items():
+            if instruction.opcode == "fusion" and self._passes[instr_id] in late_passes:
                 readers.update((operand, ()) for operand in instruction.proto.operand_ids)
         return set(reachable(readers, lambda value: [s for s, edge in self.sources(value) if edge != Edge.COMPUTE]))
 
-    def _computed_with(self) -> set[int]:
+    def _find_differentiated(self) -> set[int]:
         """Return the leaves whose data the forward or the backward pass computes with."""
         return {
             origin
             for value, origin in self._copies.items()
             if isinstance(origin, int)
-            and any(edge == Edge.COMPUTE and self._named.get(u[0]) is not None for u, edge in self.users.get(value, ()))
+            and any(
+                edge == Edge.COMPUTE and self._passes.get(u[0]) is not None for u, edge in self.users.get(value, ())
+            )
         }
 
     def follow_gradients(self, replaced: Mapping[Value, int]) -> None:
         """Find the gradients by a search backwards from the outputs.
 
-        Args:
-            replaced: leaf that each array of the entry's result replaces, or whose gradient it is.
+        `replaced` has the leaf that each array of the entry's result replaces, or whose gradient it is.
         """
         # A gradient also leads to the new momenta of its leaf. Differentiated leaves come first, so that the gradient
         # is assigned to the parameter and not to a momentum.
         outputs = sorted(replaced.items(), key=lambda item: not self.is_differentiated(item[1]))
-        summed = self._summed()
+        accumulators = self._cotangent_sums()
         for output, leaf in outputs:
             size = self.graph.num_elements(output)
             if size <= 1:
                 continue
-            seen, border = {output}, [output]
-            while border:
-                value = border.pop()
-                backward = self.phases.get(value) == "backward"
-                if backward or value in summed:
+            visited, frontier = {output}, [output]
+            while frontier:
+                value = frontier.pop()
+                is_backward = self.phases.get(value) == "backward"
+                if is_backward or value in accumulators:
                     self._gradients.setdefault(value, leaf)
                 for source, edge in self._sources.get(value, ()):
-                    same_size = self.graph.num_elements(source) == size
+                    is_same_size = self.graph.num_elements(source) == size
                     opcode = self.graph.instructions[value[0]].opcode
-                    sums = (same_size and opcode in _ELEMENTWISE) or opcode in _COLLECTIVES
-                    follows = edge != Edge.COMPUTE or sums if backward else same_size
-                    if follows and source not in seen and not self._is_argument_data(source):
-                        seen.add(source)
-                        border.append(source)
+                    is_sum = (is_same_size and opcode in _ELEMENTWISE) or opcode in _COLLECTIVES
+                    is_followed = edge != Edge.COMPUTE or is_sum if is_backward else is_same_size
+                    if is_followed and source not in visited and not self._is_argument_data(source):
+                        visited.add(source)
+                        frontier.append(source)
         dims = {leaf: self.graph.shape(value).dimensions for value, leaf in self._leaves.items()}
         for value, leaf in list(self._gradients.items()):
             # Not for vectors: the gradient of a bias is a sum of cotangents of activations.
             if sum(dim > 1 for dim in dims.get(leaf, ())) > 1:
-                self._gradients.update({one: leaf for one in self._summands(value) if one not in self._gradients})
+                self._gradients.update(
+                    {summand: leaf for summand in self._summands(value) if summand not in self._gradients}
+                )
 
     def _summands(self, total: Value) -> set[Value]:
         """Return the stacked gradients of a leaf (per example, task or microbatch) whose sum is a value.
@@ -373,65 +379,69 @@ class Dataflow:
         If a weight is added to each example, the cotangent of the activation has the same form. It is not a stack of
         gradients, since products of the backward pass use it, too.
         """
-        many = total
+        stack = total
         # A compiler may reduce in several steps.
         is_split = True
-        while (one := self._added_up(made := self._made_as(many))) is not None:
+        while (operand := self._summed_operand(operation := self._resolve_aliases(stack))) is not None:
             # A compiler may split a product into parts and sum them. Then the sum has no scope, or that of the product.
-            is_sum = self.graph.instructions[made[0]].opcode in _REDUCTIONS
-            is_split = is_split and is_sum and self._scopes[made[0]] in ("", self._scopes[self._made_as(one)[0]])
-            many = one
-        if many == total:
+            is_sum = self.graph.instructions[operation[0]].opcode in _REDUCTIONS
+            is_split = (
+                is_split
+                and is_sum
+                and self._scopes[operation[0]] in ("", self._scopes[self._resolve_aliases(operand)[0]])
+            )
+            stack = operand
+        if stack == total:
             return set()
 
-        def alike(step: Mapping[Value, Sequence[tuple[Value, Edge]]], value: Value) -> list[Value]:
-            return [one for one, _ in step.get(value, ()) if self._is_summand(one, many)]
+        def neighbours(edges: Mapping[Value, Sequence[tuple[Value, Edge]]], value: Value) -> list[Value]:
+            return [neighbour for neighbour, _ in edges.get(value, ()) if self._is_summand(neighbour, stack)]
 
-        def made_of(value: Value) -> list[Value]:
-            return [] if self.graph.instructions[value[0]].opcode in _MIXING else alike(self._sources, value)
+        def elementwise_sources(value: Value) -> list[Value]:
+            return [] if self.graph.instructions[value[0]].opcode in _MIXING else neighbours(self._sources, value)
 
-        parts = set(reachable([many], made_of))
-        readers = reachable(parts, lambda value: alike(self.users, value))
-        goes_on = any(
+        summands = set(reachable([stack], elementwise_sources))
+        readers = reachable(summands, lambda value: neighbours(self.users, value))
+        is_cotangent = any(
             self.graph.instructions[user[0]].opcode in _MIXING and self.phases[user] == "backward"
             for value in readers
             for user, _ in self.users.get(value, ())
-            if user not in parts
+            if user not in summands
         )
         if is_split:
-            self.partial |= parts
-        return set() if goes_on else parts
+            self.partial |= summands
+        return set() if is_cotangent else summands
 
-    def _added_up(self, value: Value) -> Value | None:
+    def _summed_operand(self, value: Value) -> Value | None:
         """Return the array whose sum along an axis a value is; a weighted sum, as of clipped gradients, counts, too."""
         instruction = self.graph.instructions[value[0]]
-        operands: list[Value] = [(at, ()) for at in instruction.proto.operand_ids]
+        operands: list[Value] = [(operand_id, ()) for operand_id in instruction.proto.operand_ids]
         if instruction.opcode in _REDUCTIONS:
             return operands[value[1][0] if value[1] else 0]
         if instruction.opcode in _PRODUCTS and len(operands) == 2 and not value[1]:
-            weights, many = sorted(operands, key=self.graph.num_elements)
+            weights, stack = sorted(operands, key=self.graph.num_elements)
             count = self.graph.num_elements(weights)
-            if 1 < count and count * self.graph.num_elements(value) == self.graph.num_elements(many):
-                return many
+            if 1 < count and count * self.graph.num_elements(value) == self.graph.num_elements(stack):
+                return stack
         return None
 
-    def _is_summand(self, value: Value, like: Value) -> bool:
+    def _is_summand(self, value: Value, stack: Value) -> bool:
         graph = self.graph
-        late = self.phases[value] in ("backward", "update") and not self._is_argument_data(value)
-        return late and graph.num_elements(value) == graph.num_elements(like)
+        is_late = self.phases[value] in ("backward", "update") and not self._is_argument_data(value)
+        return is_late and graph.num_elements(value) == graph.num_elements(stack)
 
-    def _summed(self) -> set[Value]:
+    def _cotangent_sums(self) -> set[Value]:
         """Return the values of the update that depend only on cotangents: accumulators, clipped gradients."""
 
-        def updated(value: Value) -> list[Value]:
+        def updates(value: Value) -> list[Value]:
             size = self.graph.num_elements(value)
             users = [user for user, _ in self.users.get(value, ()) if self.phases.get(user) == "update"]
-            return [u for u in users if self.graph.num_elements(u) == size or self._added_up(u) is not None]
+            return [u for u in users if self.graph.num_elements(u) == size or self._summed_operand(u) is not None]
 
-        made = [v for v in self._values if self.graph.num_elements(v) > 1 and not self.is_constant(v)]
-        cotangents = set(reachable((v for v in made if self.phases[v] == "backward"), updated))
-        others = (v for v in made if self.phases[v] in ("forward", "recompute") or self.copy_of(v) is not None)
-        return {v for v in cotangents.difference(reachable(others, updated)) if self.phases[v] == "update"}
+        arrays = [v for v in self._values if self.graph.num_elements(v) > 1 and not self.is_constant(v)]
+        cotangents = set(reachable((v for v in arrays if self.phases[v] == "backward"), updates))
+        other_values = (v for v in arrays if self.phases[v] in ("forward", "recompute") or self.copy_of(v) is not None)
+        return {v for v in cotangents.difference(reachable(other_values, updates)) if self.phases[v] == "update"}
 
     def _is_argument_data(self, value: Value) -> bool:
         return isinstance(self._copies.get(value), int) and self.phases.get(value) != "backward"

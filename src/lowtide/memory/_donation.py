@@ -52,11 +52,13 @@ def undonated(compiled: Any, *, arg_names: Sequence[str] | None = None) -> tuple
         ()
     """
     leaves = argument_leaves(compiled)
-    found = zip(leaves, aliased(compiled, leaves), strict=True)
+    pairs = zip(leaves, aliased(compiled, leaves), strict=True)
     return tuple(
-        UndonatedLeaf(path=_named(leaf, arg_names), num_bytes=leaf.num_bytes or leaf.logical_bytes, is_read=leaf.kept)
-        for leaf, hit in found
-        if leaf.donated and not hit and leaf.logical_bytes
+        UndonatedLeaf(
+            path=_named_path(leaf, arg_names), num_bytes=leaf.num_bytes or leaf.logical_bytes, is_read=leaf.kept
+        )
+        for leaf, is_aliased in pairs
+        if leaf.donated and not is_aliased and leaf.logical_bytes
     )
 
 
@@ -85,24 +87,24 @@ def check_donation(compiled: Any, *, arg_names: Sequence[str] | None = None) -> 
             got=f"{len(donated)} argument leaves, none donated",
             hint="jit the function with donate_argnums, and donate an argument that holds arrays",
         )
-    kept_back = undonated(compiled, arg_names=arg_names)
-    if not kept_back:
+    undonated_leaves = undonated(compiled, arg_names=arg_names)
+    if not undonated_leaves:
         return
-    total = sum(leaf.num_bytes for leaf in kept_back)
-    largest = sorted(kept_back, key=lambda leaf: -leaf.num_bytes)[:8]
-    listed = ", ".join(
+    total = sum(leaf.num_bytes for leaf in undonated_leaves)
+    largest = sorted(undonated_leaves, key=lambda leaf: -leaf.num_bytes)[:8]
+    text = ", ".join(
         f"{leaf.path} ({format_bytes(leaf.num_bytes)}{'' if leaf.is_read else ', not read'})" for leaf in largest
     )
-    more = f", and {len(kept_back) - len(largest)} more" if len(kept_back) > len(largest) else ""
+    tail = f", and {len(undonated_leaves) - len(largest)} more" if len(undonated_leaves) > len(largest) else ""
     raise DonationError(
         f"{largest[0].path}: donated, but no output reuses its buffer",
         expected="an output of the same shape, dtype, sharding and memory kind for every donated leaf",
-        got=f"{len(kept_back)} donated leaves ({format_bytes(total)}) that would live twice: {listed}{more}",
+        got=f"{len(undonated_leaves)} donated leaves ({format_bytes(total)}) that would live twice: {text}{tail}",
         hint="return an updated value for each of them without changing its dtype or shape, or do not donate them",
     )
 
 
-def _named(leaf: ArgumentLeaf, arg_names: Sequence[str] | None) -> str:
+def _named_path(leaf: ArgumentLeaf, arg_names: Sequence[str] | None) -> str:
     if arg_names is None or not isinstance(leaf.argument, int) or leaf.argument >= len(arg_names):
         return leaf.path
     return "/".join([arg_names[leaf.argument], *leaf.path.split("/")[1:]])

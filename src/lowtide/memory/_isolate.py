@@ -30,29 +30,17 @@ def run_isolated(
     fn: Callable[..., Any],
     args: tuple[Any, ...],
     options: Mapping[str, Any],
-    goal: Target,
+    target: Target,
 ) -> MemoryReport:
-    """Run `lowtide.memory.analyze` in a child process.
+    """Run `lowtide.memory.analyze` in a child process, with arrays among `args` sent as shapes.
 
-    Args:
-        analyze: `lowtide.memory.analyze`.
-        fn: the function.
-        args: its arguments; arrays are sent as shapes.
-        options: further arguments of `analyze`.
-        goal: the target.
-
-    Returns:
-        The report.
-
-    Raises:
-        StructureError: when the function or an argument cannot be sent.
-        TargetError: when the child died, with the end of its output.
-        Exception: any exception of `analyze` in the child.
+    Raises `StructureError` when the function or an argument cannot be sent, `TargetError` with the end of the child's
+    output when the child died, and any exception of `analyze` in the child.
     """
-    shapes = [_shapes(arg) for arg in args]
-    call = {**options, "kwargs": {key: _shapes(value) for key, value in options["kwargs"].items()}}
+    shapes = [_arrays_to_shapes(arg) for arg in args]
+    call = {**options, "kwargs": {key: _arrays_to_shapes(value) for key, value in options["kwargs"].items()}}
     try:
-        payload = pickle.dumps(_configuration()) + _dumps((analyze, fn, shapes, call, goal), goal)
+        payload = pickle.dumps(_configuration()) + _pickle((analyze, fn, shapes, call, target), target)
     except (TypeError, pickle.PicklingError, AttributeError, ValueError) as error:
         raise StructureError(
             "the function or its arguments cannot be sent to a process of its own",
@@ -67,7 +55,7 @@ def run_isolated(
         child = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
         if not result.exists():
             raise TargetError(
-                f"the process that compiled for {goal.name!r} ended without a report (status {child.returncode})",
+                f"the process that compiled for {target.name!r} ended without a report (status {child.returncode})",
                 got=(child.stderr or child.stdout).strip()[-2000:] or None,
                 hint="compile in this process: leave isolate out",
             )
@@ -77,17 +65,17 @@ def run_isolated(
     return outcome
 
 
-def _dumps(value: Any, goal: Target) -> bytes:
+def _pickle(value: Any, target: Target) -> bytes:
     """Pickle a value; devices cannot be pickled, so the child looks them up again."""
     import cloudpickle
 
-    places = {device: at for at, device in enumerate(goal.devices())}
+    device_indices = {device: index for index, device in enumerate(target.devices())}
 
     class Pickler(cloudpickle.Pickler):
         def reducer_override(self, obj: Any) -> Any:
             if isinstance(obj, jax.Device):
-                if obj in places:
-                    return _target_device, (goal, places[obj])
+                if obj in device_indices:
+                    return _target_device, (target, device_indices[obj])
                 return _local_device, (obj.platform, obj.id)
             return super().reducer_override(obj)
 
@@ -108,15 +96,15 @@ def _configure(options: Mapping[str, Any]) -> None:
             jax.config.update(name, value)
 
 
-def _target_device(goal: Target, at: int) -> Any:
-    return goal.devices()[at]
+def _target_device(target: Target, index: int) -> Any:
+    return target.devices()[index]
 
 
-def _local_device(platform: str, number: int) -> Any:
-    return next(device for device in jax.devices(platform) if device.id == number)
+def _local_device(platform: str, device_id: int) -> Any:
+    return next(device for device in jax.devices(platform) if device.id == device_id)
 
 
-def _shapes(tree: Any) -> Any:
+def _arrays_to_shapes(tree: Any) -> Any:
     """Replace a tree's arrays with shapes, including their memory kind."""
 
     def shape(leaf: Any) -> Any:
@@ -136,10 +124,10 @@ def _main(source: str, result: str) -> None:
     # Load the configuration first, since JAX's options affect how the other values are unpickled.
     payload = io.BytesIO(Path(source).read_bytes())
     _configure(pickle.load(payload))
-    analyze, fn, args, call, goal = pickle.load(payload)
+    analyze, fn, args, call, target = pickle.load(payload)
     kwargs = call.pop("kwargs")
     try:
-        outcome: Any = analyze(fn, *args, target=goal, **call, **kwargs)
+        outcome: Any = analyze(fn, *args, target=target, **call, **kwargs)
     except Exception as error:
         try:
             # Some exceptions can be pickled but not unpickled. Then send their text.

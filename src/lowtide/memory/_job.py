@@ -65,15 +65,15 @@ class Job:
             return value
         if isinstance(value, Mapping):
             fields: dict[str, Any] = dict(cast("Mapping[str, Any]", value))
-            known = [field.name for field in dataclasses.fields(cls)]
+            field_names = [field.name for field in dataclasses.fields(cls)]
             for key in fields:
-                if key not in known:
-                    close = difflib.get_close_matches(str(key), known, n=1)
+                if key not in field_names:
+                    matches = difflib.get_close_matches(str(key), field_names, n=1)
                     raise ConfigError(
                         f"{what} has the unknown key {key!r}",
-                        expected=", ".join(known),
+                        expected=", ".join(field_names),
                         got=", ".join(map(str, fields)),
-                        hint=f"did you mean {close[0]!r}?" if close else _HINT,
+                        hint=f"did you mean {matches[0]!r}?" if matches else _HINT,
                     )
             if "fn" not in fields:
                 raise ConfigError(f"{what} has no key 'fn'", got=", ".join(fields) or "an empty dict", hint=_HINT)
@@ -82,7 +82,7 @@ class Job:
             fields = dict(zip(names, cast("Sequence[Any]", value), strict=False))
         else:
             raise ConfigError(f"{what} is no job", expected=_FORMS, got=_describe(value), hint=_HINT)
-        return cls(**_checked(fields, what))
+        return cls(**_check_fields(fields, what))
 
     @classmethod
     def make(
@@ -153,24 +153,24 @@ def takes_target(maker: Callable[..., Any]) -> bool:
         return False
 
 
-def _checked(fields: dict[str, Any], what: str) -> dict[str, Any]:
-    def refuse(name: str, expected: str) -> ConfigError:
+def _check_fields(fields: dict[str, Any], description: str) -> dict[str, Any]:
+    def kind_error(name: str, expected: str) -> ConfigError:
         return ConfigError(
-            f"{name} of {what} is of the wrong kind", expected=expected, got=_describe(fields[name]), hint=_HINT
+            f"{name} of {description} is of the wrong kind", expected=expected, got=_describe(fields[name]), hint=_HINT
         )
 
     if not callable(fields["fn"]):
-        raise refuse("fn", "a function")
+        raise kind_error("fn", "a function")
     if not isinstance(fields.get("args", ()), tuple | list):
-        raise refuse("args", "a tuple of the function's positional arguments")
+        raise kind_error("args", "a tuple of the function's positional arguments")
     if not isinstance(fields.get("roles") or {}, Mapping):
-        raise refuse("roles", 'a dict such as {"params": 0, "batch": 1}, or None')
+        raise kind_error("roles", 'a dict such as {"params": 0, "batch": 1}, or None')
     if not isinstance(fields.get("kwargs", {}), Mapping):
-        raise refuse("kwargs", "a dict of the function's keyword arguments")
+        raise kind_error("kwargs", "a dict of the function's keyword arguments")
     reserved = {"target", "roles", "donate_argnums", "static_argnums"} & set(fields.get("kwargs", {}))
     if reserved:
         raise ConfigError(
-            f"kwargs of {what} has names that lowtide.memory.analyze takes itself",
+            f"kwargs of {description} has names that lowtide.memory.analyze takes itself",
             got=", ".join(sorted(reserved)),
             hint="wrap the function in one that takes the argument under another name",
         )

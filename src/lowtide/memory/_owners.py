@@ -44,7 +44,6 @@ class Owners:
     peak_moment: int
     host_peak_moment: int
     dataflow: Dataflow
-    """Dataflow of the same program."""
     leaves: Sequence[ArgumentLeaf]
     outputs: Sequence[str]
     """The tree path of every leaf of the function's result; a result that is one array has the empty path."""
@@ -76,18 +75,10 @@ def find_owners(
     outputs: Sequence[str],
     totals: Mapping[Space, SpaceBytes] | None,
 ) -> Owners:
-    """Assign an owner to every byte of a compiled program.
+    """Assign an owner to every byte of an optimised program from `read_hlo`.
 
-    Args:
-        hlo: the optimised program, from `read_hlo`.
-        leaves: the leaves of the function's arguments.
-        roles: the role of every leaf.
-        outputs: the paths of the leaves of the function's result.
-        totals: XLA's totals for each memory space; None for a failed compilation, which has only the sums of its
-            allocations.
-
-    Returns:
-        The buffers. Those that are live at the peak add up exactly to the totals of their space.
+    The buffers that are live at the peak add up exactly to `totals`, XLA's totals of each memory space. A failed
+    compilation has no totals (None), only the sums of its allocations.
     """
     return _Finder(hlo, leaves, roles, outputs).find(totals)
 
@@ -96,55 +87,55 @@ class _Finder:
     def __init__(self, hlo: Any, leaves: Sequence[ArgumentLeaf], roles: Sequence[str], outputs: Sequence[str]) -> None:
         self.hlo, self.leaves, self.roles, self.outputs = hlo, leaves, roles, outputs
         self.graph = Graph(hlo.module)
-        self.last = max(len(self.graph.order) - 1, 0)
+        self.last_position = max(len(self.graph.order) - 1, 0)
         self.entry = {i.parameter_number: i for i in self.graph.entry.instructions if i.opcode == "parameter"}
         self.parameters = self._match_parameters()
         self.places = {
-            (self.graph.instructions[at].proto.parameter_number, index): ((at, index), leaf)
-            for (at, index), leaf in self.parameters.items()
+            (self.graph.instructions[instr_id].proto.parameter_number, index): ((instr_id, index), leaf)
+            for (instr_id, index), leaf in self.parameters.items()
         }
         self.results = self._match_outputs()
         entries = hlo.module.input_output_alias.entries
-        reused = {tuple(e.output_shape_index): (e.parameter_number, tuple(e.parameter_shape_index)) for e in entries}
-        self.in_place = {v: self.places[place][1] for v in self.results if (place := reused.get(v[1])) in self.places}
+        aliases = {tuple(e.output_shape_index): (e.parameter_number, tuple(e.parameter_shape_index)) for e in entries}
+        self.in_place = {v: self.places[place][1] for v in self.results if (place := aliases.get(v[1])) in self.places}
         self.paths = [leaf.path for leaf in leaves]
         self.flow = Dataflow(self.graph, self.parameters)
         self.uncounted = list[Buffer]()
-        paths = {value: outputs[at] for value, at in self.results.items()}
+        paths = {value: outputs[leaf] for value, leaf in self.results.items()}
         self.replaced = match_outputs(self.flow, leaves, self.parameters, paths, self.in_place)
         self.flow.follow_gradients(self.replaced)
-        self.written_first = {value: outputs[leaf] for value, leaf in self._written_first().items()}
-        self.buffers = {
+        self.output_paths = {value: outputs[leaf] for value, leaf in self._output_leaves().items()}
+        self.logical_buffers = {
             b.id: (b.defined_at.instruction_id, tuple(b.defined_at.shape_index)) for b in hlo.assignment.logical_buffers
         }
 
     def find(self, totals: Mapping[Space, SpaceBytes] | None) -> Owners:
-        found: dict[Space, list[Buffer]] = {"device": [], "host": []}
+        buffers: dict[Space, list[Buffer]] = {"device": [], "host": []}
         peaks: dict[Space, int] = {}
         for color, space in _SPACES.items():
-            mine = [
+            allocations = [
                 a for a in self.hlo.assignment.allocations if a.color == color and not a.is_thread_local and a.size > 0
             ]
-            arguments = [self._argument(space, a) for a in mine if a.is_entry_parameter]
-            constants = [self._constant(space, a) for a in mine if a.is_constant]
-            results = self._outputs(space, [a for a in mine if _is_output(a)])
-            heaps = {a.index: (a, segments(self.graph, self.hlo.assignment, a)) for a in mine if _is_heap(a)}
-            peak = peaks[space] = peak_position([s for _, s in heaps.values()], self.last + 1)
-            temporaries = [self._temporary(space, s) for _, found_here in heaps.values() for s in found_here]
-            for allocation, inside in heaps.values():
+            arguments = [self._argument(space, a) for a in allocations if a.is_entry_parameter]
+            constants = [self._constant(space, a) for a in allocations if a.is_constant]
+            results = self._outputs(space, [a for a in allocations if _is_output(a)])
+            heaps = {a.index: (a, segments(self.graph, self.hlo.assignment, a)) for a in allocations if _is_heap(a)}
+            peak = peaks[space] = peak_position([s for _, s in heaps.values()], self.last_position + 1)
+            temporaries = [self._temporary(space, s) for _, heap_segments in heaps.values() for s in heap_segments]
+            for allocation, heap_segments in heaps.values():
                 # A heap is reserved as a whole. Its unused bytes at the peak are fragmentation.
-                unused = max(allocation.size - sum(s.size for s in inside if s.start <= peak <= s.end), 0)
+                unused = max(allocation.size - sum(s.size for s in heap_segments if s.start <= peak <= s.end), 0)
                 temporaries.append(
                     Buffer(space=space, role="fragmentation", phase="", num_bytes=unused, start=peak, end=peak)
                 )
             heap_bytes = sum(a.size for a, _ in heaps.values())
-            code = self._balance(space, arguments, results, constants, heap_bytes, totals)
+            code = self._remaining_buffers(space, arguments, results, constants, heap_bytes, totals)
             if (excess := -code[-1].num_bytes if code else 0) > 0:
                 temporaries, code = _trim(temporaries, excess, peak), code[:-1]
-            found[space] = [*arguments, *results, *temporaries, *constants, *code]
+            buffers[space] = [*arguments, *results, *temporaries, *constants, *code]
         return Owners(
-            buffers=tuple(b for space in found.values() for b in space if b.num_bytes),
-            moments=tuple(self._moment(at) for at in self.graph.order) or ("",),
+            buffers=tuple(buffer for space_buffers in buffers.values() for buffer in space_buffers if buffer.num_bytes),
+            moments=tuple(self._moment(instr_id) for instr_id in self.graph.order) or ("",),
             peak_moment=peaks["device"],
             host_peak_moment=peaks["host"],
             dataflow=self.flow,
@@ -163,81 +154,83 @@ class _Finder:
         """Match every array of the entry's parameters with its argument leaf."""
         entry = [self.entry[number] for number in sorted(self.entry)]
         if len(entry) == 1 and entry[0].shape.tuple_shapes:
-            values: list[Value] = [(entry[0].id, (at,)) for at in range(len(entry[0].shape.tuple_shapes))]
+            values: list[Value] = [(entry[0].id, (index,)) for index in range(len(entry[0].shape.tuple_shapes))]
         else:
             values = [(i.id, ()) for i in entry]
-        kept = [at for at, leaf in enumerate(self.leaves) if leaf.kept]
-        offset = max(len(values) - len(kept), 0)  # tokens, and constants that JAX hoisted, come first
-        return dict(zip(values[offset:], kept, strict=False))
+        leaf_indices = [index for index, leaf in enumerate(self.leaves) if leaf.kept]
+        offset = max(len(values) - len(leaf_indices), 0)  # tokens, and constants that JAX hoisted, come first
+        return dict(zip(values[offset:], leaf_indices, strict=False))
 
     def _match_outputs(self) -> dict[Value, int]:
         """Match every array of the entry's result with its leaf of the function's result."""
         root = self.graph.instructions[self.graph.entry.root_id].proto
-        values: list[Value] = [(root.id, (at,)) for at in range(len(root.shape.tuple_shapes))] or [(root.id, ())]
+        values: list[Value] = [(root.id, (index,)) for index in range(len(root.shape.tuple_shapes))] or [(root.id, ())]
         offset = max(len(values) - len(self.outputs), 0)  # tokens come first
-        return {value: at for at, value in enumerate(values[offset:])}
+        return {value: leaf for leaf, value in enumerate(values[offset:])}
 
     def _argument(self, space: Space, allocation: Any) -> Buffer:
         number, index = allocation.parameter_number, tuple(allocation.parameter_shape_index)
         if (number, index) in self.places:
             value, leaf = self.places[number, index]
-            return self._whole(space, allocation, self.roles[leaf], self.leaves[leaf].path, "argument", value)
+            return self._whole_buffer(space, allocation, self.roles[leaf], self.leaves[leaf].path, "argument", value)
         # Without a leaf, it is a table of pointers, or a constant that JAX passes as an argument.
         entry = self.entry.get(number)
         value = (entry.id, index) if entry is not None else None
         is_array = value is not None and not self.graph.shape(value).tuple_shapes
         role = "constants" if is_array else "unattributed"
-        return self._whole(space, allocation, role, "", "argument", value if is_array else None)
+        return self._whole_buffer(space, allocation, role, "", "argument", value if is_array else None)
 
     def _outputs(self, space: Space, allocations: Sequence[Any]) -> list[Buffer]:
-        holders = {value: at for at, allocation in enumerate(allocations) for value in self._defined(allocation)}
-        made: dict[int, tuple[Value, int]] = {}
-        for output, at in self.results.items():
-            if (maker := self._maker(output, holders)) is not None:
-                made.setdefault(holders[maker], (maker, at))
-        return [self._output(space, allocation, made.get(at)) for at, allocation in enumerate(allocations)]
+        holders = {
+            value: index for index, allocation in enumerate(allocations) for value in self._values_in(allocation)
+        }
+        aliases: dict[int, tuple[Value, int]] = {}
+        for output, leaf in self.results.items():
+            if (alias := self._output_alias(output, holders)) is not None:
+                aliases.setdefault(holders[alias], (alias, leaf))
+        return [self._output(space, allocation, aliases.get(index)) for index, allocation in enumerate(allocations)]
 
-    def _output(self, space: Space, allocation: Any, made: tuple[Value, int] | None) -> Buffer:
-        if made is None:
-            return self._whole(space, allocation, "outputs", "", "output", None, operation="table of outputs")
-        value, at = made
-        return self._whole(space, allocation, "outputs", self.outputs[at], self.flow.phase(value), value)
+    def _output(self, space: Space, allocation: Any, alias: tuple[Value, int] | None) -> Buffer:
+        if alias is None:
+            return self._whole_buffer(space, allocation, "outputs", "", "output", None, operation="table of outputs")
+        value, leaf = alias
+        return self._whole_buffer(space, allocation, "outputs", self.outputs[leaf], self.flow.phase(value), value)
 
-    def _maker(self, output: Value, defined: Mapping[Value, int]) -> Value | None:
+    def _output_alias(self, output: Value, holders: Mapping[Value, int]) -> Value | None:
         """Return the alias of an output that is the value of an allocation; None without one."""
-        names = reachable([output], lambda one: [s for s, edge in self.flow.sources(one) if edge == Edge.ALIAS])
-        return next((value for value in names if value in defined), None)
+        aliases = reachable([output], lambda node: [s for s, edge in self.flow.sources(node) if edge == Edge.ALIAS])
+        return next((value for value in aliases if value in holders), None)
 
-    def _written_first(self) -> dict[Value, int]:
+    def _output_leaves(self) -> dict[Value, int]:
         """Return output leaves by value, for values that are only moved into an output, and loop buffers of outputs."""
-        found = dict(self.results)
-        border = list(found)
-        while border:
-            value = border.pop()
+        output_leaves = dict(self.results)
+        frontier = list(output_leaves)
+        while frontier:
+            value = frontier.pop()
             size = self.graph.num_elements(value)
             for source, edge in self.flow.sources(value):
-                if edge != Edge.COMPUTE and source not in found and self.graph.num_elements(source) == size > 1:
-                    found[source] = found[value]
-                    border.append(source)
-        return found
+                if edge != Edge.COMPUTE and source not in output_leaves and self.graph.num_elements(source) == size > 1:
+                    output_leaves[source] = output_leaves[value]
+                    frontier.append(source)
+        return output_leaves
 
-    def _defined(self, allocation: Any) -> list[Value]:
+    def _values_in(self, allocation: Any) -> list[Value]:
         """List the values in an allocation, without tuples."""
-        ids = sorted({a.logical_buffer_id for a in allocation.assigned})
-        values = [self.buffers[at] for at in ids if at in self.buffers]
+        ids = sorted({assigned.logical_buffer_id for assigned in allocation.assigned})
+        values = [self.logical_buffers[buffer_id] for buffer_id in ids if buffer_id in self.logical_buffers]
         return [value for value in values if value[1] or not self.graph.shape(value).tuple_shapes]
 
     def _constant(self, space: Space, allocation: Any) -> Buffer:
-        value = next(iter(self._defined(allocation)), None)
-        return self._whole(space, allocation, "constants", "", "forward", value)
+        value = next(iter(self._values_in(allocation)), None)
+        return self._whole_buffer(space, allocation, "constants", "", "forward", value)
 
     # --- temporaries -------------------------------------------------------------------------------------------------
 
     def _temporary(self, space: Space, segment: Segment) -> Buffer:
         flow = self.flow
-        value = flow.standing_for(segment.value)
-        scope, source = flow.described(value)
-        role, path = role_of(value, flow, self.paths, self.written_first)
+        value = flow.representative(segment.value)
+        scope, source = flow.scope_and_source(value)
+        role, path = role_of(value, flow, self.paths, self.output_paths)
         return Buffer(
             space=space,
             role=role,
@@ -245,21 +238,21 @@ class _Finder:
             phase=flow.phase(value),
             scope=_readable(scope),
             operation=self.graph.name(segment.value),
-            source=_short(source),
-            **self._array(segment.value, segment.size),
+            source=_short_source(source),
+            **self._array_fields(segment.value, segment.size),
             start=segment.start,
             end=segment.end,
         )
 
-    def _whole(
+    def _whole_buffer(
         self, space: Space, allocation: Any, role: str, path: str, phase: Any, value: Value | None, operation: str = ""
     ) -> Buffer:
         """Build a buffer for a whole allocation, live for the whole program."""
         scope, source = ("", "")
         if value is not None and phase != "argument":
-            scope, source = self.flow.described(value)
+            scope, source = self.flow.scope_and_source(value)
             operation = operation or self.graph.name(value)
-        array = {"num_bytes": allocation.size} if value is None else self._array(value, allocation.size)
+        array = {"num_bytes": allocation.size} if value is None else self._array_fields(value, allocation.size)
         return Buffer(
             space=space,
             role=role,
@@ -267,13 +260,13 @@ class _Finder:
             phase=phase,
             scope=_readable(scope),
             operation=operation,
-            source=_short(source),
+            source=_short_source(source),
             **array,
             start=0,
-            end=self.last,
+            end=self.last_position,
         )
 
-    def _array(self, value: Value, num_bytes: int) -> dict[str, Any]:
+    def _array_fields(self, value: Value, num_bytes: int) -> dict[str, Any]:
         name, bits = self.graph.item_type(value)
         logical = (self.graph.num_elements(value) * bits + 7) // 8
         return {
@@ -285,7 +278,7 @@ class _Finder:
 
     # --- totals ------------------------------------------------------------------------------------------------------
 
-    def _balance(
+    def _remaining_buffers(
         self,
         space: Space,
         arguments: Sequence[Buffer],
@@ -294,28 +287,28 @@ class _Finder:
         heap_bytes: int,
         totals: Mapping[Space, SpaceBytes] | None,
     ) -> list[Buffer]:
-        """Return buffers for code and for bytes that XLA counts in addition to its allocations.
+        """Return buffers for code and for bytes that XLA counts in addition to its allocations; the latter come last.
 
-        Constants that XLA does not count move from `constants` to `uncounted`. The unattributed bytes come last, and
-        are negative if the allocations hold more than XLA's total.
+        Constants that XLA does not count move from `constants` to `uncounted`. The unattributed bytes are negative if
+        the allocations exceed XLA's total.
         """
         if totals is None:
             return []
         total = totals[space]
-        rest = total.total_bytes - total.code_bytes - _total(arguments) - _total(results) - heap_bytes
-        if rest < _total(constants):
+        remainder = total.total_bytes - total.code_bytes - _total(arguments) - _total(results) - heap_bytes
+        if remainder < _total(constants):
             # The compiler counts these constants as code, or in none of its figures.
             self.uncounted += constants
             constants.clear()
-        rest -= _total(constants)
-        throughout: dict[str, Any] = {"space": space, "phase": "", "start": 0, "end": self.last}
+        remainder -= _total(constants)
+        kwargs: dict[str, Any] = {"space": space, "phase": "", "start": 0, "end": self.last_position}
         return [
-            Buffer(role="code", num_bytes=total.code_bytes, **throughout),
-            Buffer(role="unattributed", operation="reserved by the compiler", num_bytes=rest, **throughout),
+            Buffer(role="code", num_bytes=total.code_bytes, **kwargs),
+            Buffer(role="unattributed", operation="reserved by the compiler", num_bytes=remainder, **kwargs),
         ]
 
-    def _moment(self, at: int) -> str:
-        return _readable(self.flow.described((at, ()))[0]) or self.graph.instructions[at].proto.name
+    def _moment(self, instr_id: int) -> str:
+        return _readable(self.flow.scope_and_source((instr_id, ()))[0]) or self.graph.instructions[instr_id].proto.name
 
 
 def _trim(temporaries: list[Buffer], excess: int, peak: int) -> list[Buffer]:
@@ -345,10 +338,10 @@ def _readable(scope: str) -> str:
     return re.sub(r"^jit\([^/()]*\)/", "", first_scope(scope))
 
 
-def _short(source: str) -> str:
+def _short_source(source: str) -> str:
     """Shorten a source line: the file relative to the working directory or installed packages, or a notebook cell."""
     file, separator, line = source.partition(":") if os.sep != "\\" else ("", "", source)
     file = re.sub(r"^.*[/\\](site|dist)-packages[/\\]", "", file)
     file = re.sub(r"^.*[/\\]ipykernel_\d+[/\\]\d+\.py$", "cell", file)  # a notebook cell
-    here = os.getcwd() + os.sep
-    return (file[len(here) :] if file.startswith(here) else file) + separator + line
+    cwd = os.getcwd() + os.sep
+    return (file[len(cwd) :] if file.startswith(cwd) else file) + separator + line

@@ -16,17 +16,14 @@ from typing import Literal
 Pass = Literal["forward", "recompute", "backward", "update"]
 
 # Transformations that JAX nests in a scope: vmap(transpose(jvp(mlp))).
-_TRANSFORMED = re.compile(r"(jvp|transpose|vmap|pmap|checkpoint|remat|shard_map)\((.*)\)")
+_TRANSFORMATION = re.compile(r"(jvp|transpose|vmap|pmap|checkpoint|remat|shard_map)\((.*)\)")
 # A separate part of the scope or, with `jax_remat3`, inside the transpose: transpose(jvp(rematted_computation)).
-_RECOMPUTED = re.compile(r"(?:^|[/(])rematted_computation[/)]")
+_RECOMPUTATION = re.compile(r"(?:^|[/(])rematted_computation[/)]")
 _FORWARD, _BACKWARD = "f", "b"
 
 
 class Passes:
-    """The passes of a program.
-
-    Args:
-        scopes: the scopes of all its operations, which show the forward passes that have a backward pass.
+    """The passes of a program; the scopes of all its operations show the forward passes that have a backward pass.
 
     Examples:
         >>> inner = "jit(step)/jvp(transpose(jvp()))/mul"
@@ -41,7 +38,7 @@ class Passes:
     """
 
     def __init__(self, scopes: Iterable[str]) -> None:
-        self._found = {levels for scope in set(scopes) if (levels := _levels(scope))}
+        self._nestings = {levels for scope in set(scopes) if (levels := _levels(scope))}
 
     def phase(self, scope: str) -> Pass | None:
         """Return the pass that a scope names; None when it names none."""
@@ -49,28 +46,29 @@ class Passes:
         # (backward) decides. If an outer gradient differentiates that backward pass, it belongs to the outer forward
         # pass.
         levels = _levels(scope)
-        inner = levels.find(_BACKWARD)
-        if inner < 0:
+        index = levels.find(_BACKWARD)
+        if index < 0:
             return "forward" if levels else None
-        if self._is_transposed(levels, inner):
+        if self._is_transposed(levels, index):
             return "forward"
-        return "recompute" if _RECOMPUTED.search(first_scope(scope)) else "backward"
+        return "recompute" if _RECOMPUTATION.search(first_scope(scope)) else "backward"
 
     def is_open(self, scope: str) -> bool:
         """Return whether an inner gradient may belong to an outer forward pass, which scopes alone do not show.
 
-        Such a gradient is not itself differentiated, for example in first-order MAML, or in a curvature that is
-        computed in addition to the gradient.
+        It is not itself differentiated: first-order MAML, or a curvature that is computed in addition to the gradient.
         """
         levels = _levels(scope)
-        inner = levels.find(_BACKWARD)
-        outer = any(other.startswith(levels[:at] + _BACKWARD) for other in self._found for at in range(inner))
-        return inner > 0 and outer and not self._is_transposed(levels, inner)
+        index = levels.find(_BACKWARD)
+        has_outer = any(
+            nesting.startswith(levels[:depth] + _BACKWARD) for nesting in self._nestings for depth in range(index)
+        )
+        return index > 0 and has_outer and not self._is_transposed(levels, index)
 
-    def _is_transposed(self, levels: str, inner: int) -> bool:
+    def _is_transposed(self, levels: str, index: int) -> bool:
         """Return whether an outer gradient differentiates the gradient at this level in reverse mode."""
-        transposed = [levels[:at] + _BACKWARD + levels[at + 1 : inner + 1] for at in range(inner)]
-        return any(other.startswith(one) for one in transposed for other in self._found)
+        prefixes = [levels[:depth] + _BACKWARD + levels[depth + 1 : index + 1] for depth in range(index)]
+        return any(nesting.startswith(prefix) for prefix in prefixes for nesting in self._nestings)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -78,12 +76,12 @@ def _levels(scope: str) -> str:
     """Return the differentiations around an operation, the outermost first, as one letter each."""
     levels = ""
     for part in _parts(scope):
-        transposed = False
+        is_transposed = False
         for name in _transformations(part):
             if name == "transpose":
-                levels, transposed = levels + _BACKWARD, True
+                levels, is_transposed = levels + _BACKWARD, True
             elif name == "jvp":
-                levels, transposed = levels if transposed else levels + _FORWARD, False
+                levels, is_transposed = levels if is_transposed else levels + _FORWARD, False
     return levels
 
 
@@ -101,18 +99,18 @@ def first_scope(scope: str) -> str:
 
 def _transformations(part: str) -> Iterator[str]:
     """Yield the transformations around a part of a scope, the outermost first."""
-    while found := _TRANSFORMED.fullmatch(part):
-        yield found[1]
-        part = found[2]
+    while match := _TRANSFORMATION.fullmatch(part):
+        yield match[1]
+        part = match[2]
 
 
 def _parts(scope: str) -> list[str]:
     """Split a scope at slashes outside brackets, and drop the primitive at the end, if there is one."""
     scope = first_scope(scope)
-    parts, depth, begin = list[str](), 0, 0
-    for at, char in enumerate(scope):
+    parts, depth, start = list[str](), 0, 0
+    for index, char in enumerate(scope):
         depth += (char in "([") - (char in ")]")
         if char == "/" and depth == 0:
-            parts.append(scope[begin:at])
-            begin = at + 1
-    return [*parts, scope[begin:]] if _TRANSFORMED.fullmatch(scope[begin:]) else parts
+            parts.append(scope[start:index])
+            start = index + 1
+    return [*parts, scope[start:]] if _TRANSFORMATION.fullmatch(scope[start:]) else parts

@@ -13,86 +13,86 @@ from ...report import Buffer, MemoryReport, live_bytes
 
 
 def saving(report: MemoryReport, share: Callable[[Buffer], float]) -> int:
-    """Return the decrease of the device's peak in bytes when a share of every buffer is removed.
-
-    Args:
-        report: the report.
-        share: the removed fraction of a buffer, between 0 and 1.
-    """
-    mine = [b for b in report.buffers if b.space == "device"]
-    smaller = [dataclasses.replace(b, num_bytes=round(b.num_bytes * (1 - share(b)))) for b in mine]
+    """Return the decrease of the device's peak in bytes when each buffer loses a share (0 to 1) of its bytes."""
+    device_buffers = [b for b in report.buffers if b.space == "device"]
+    reduced_buffers = [dataclasses.replace(b, num_bytes=round(b.num_bytes * (1 - share(b)))) for b in device_buffers]
     moments = len(report.moments)
-    return max(live_bytes(mine, moments)) - max(live_bytes(smaller, moments))
+    return max(live_bytes(device_buffers, moments)) - max(live_bytes(reduced_buffers, moments))
 
 
 def recomputations(report: MemoryReport) -> Iterable[tuple[str, tuple[int, int]]]:
-    """Find functions whose values could be recomputed.
+    """Yield an action for each function whose values could be recomputed, and the range of device bytes that it saves.
 
-    Args:
-        report: the report.
-
-    Yields:
-        The action, and a range of device bytes that it saves. The upper end is everything that the function keeps for
-        the backward pass. The lower end is reduced by the memory that recomputation needs.
+    The upper end is everything that the function keeps for the backward pass. The lower end is less by the memory that
+    recomputation needs.
     """
     groups: dict[str, list[Buffer]] = {}
     for buffer in report.peak:
-        if _is_kept(buffer, report):
-            groups.setdefault(_maker(buffer), []).append(buffer)
-    recomputed = {_maker(buffer) for buffer in report.buffers if buffer.phase == "recompute"}
-    for where, buffers in sorted(groups.items(), key=lambda item: -sum(b.num_bytes for b in item[1]))[:5]:
-        shapes = some(f"{b.dtype}{list(b.shape)}" for b in buffers)
-        how = "jax.checkpoint around it, or checkpoint_name and offload it"
+        if _is_residual(buffer, report):
+            groups.setdefault(_source_function(buffer), []).append(buffer)
+    recomputed_functions = {_source_function(buffer) for buffer in report.buffers if buffer.phase == "recompute"}
+    for function, buffers in sorted(groups.items(), key=lambda item: -sum(b.num_bytes for b in item[1]))[:5]:
+        shapes = join_names(f"{b.dtype}{list(b.shape)}" for b in buffers)
+        advice = "jax.checkpoint around it, or checkpoint_name and offload it"
         if report.target.platform == "cpu" and not any(map(_is_in_loop, buffers)):
             if not _are_layers(buffers):
                 continue
-            how = (
+            advice = (
                 "put the layers into jax.lax.scan, with jax.checkpoint around its body (outside of a loop, the CPU's "
                 "compiler, before JAX 0.12, merges recomputation with the forward pass, or does all of it at once)"
             )
         # Count all buffers of the function, not only those at the peak: before it, the same arrays are other buffers.
-        kept = saving(report, lambda b, w=where: float(_is_kept(b, report) and _maker(b) == w))
-        still = _still_kept(buffers, where in recomputed)
-        yield f"recompute what {where} keeps for the backward pass ({shapes}): {how}", (max(kept - still, 0), kept)
+        saved_bytes = saving(
+            report, lambda b, function=function: float(_is_residual(b, report) and _source_function(b) == function)
+        )
+        recompute_bytes = _recomputation_bytes(buffers, function in recomputed_functions)
+        yield (
+            f"recompute what {function} keeps for the backward pass ({shapes}): {advice}",
+            (max(saved_bytes - recompute_bytes, 0), saved_bytes),
+        )
 
 
-def _is_kept(buffer: Buffer, report: MemoryReport) -> bool:
+def _is_residual(buffer: Buffer, report: MemoryReport) -> bool:
     """Return whether a buffer is kept for the backward pass; on a CPU also recomputed values outside loops.
 
     The CPU compiler may run such recomputation all at once, so that its values are live at the same time.
     """
-    at_once = report.target.platform == "cpu" and not _is_in_loop(buffer)
-    return buffer.role == "activations" or (buffer.role == "recomputed" and at_once)
+    is_at_once = report.target.platform == "cpu" and not _is_in_loop(buffer)
+    return buffer.role == "activations" or (buffer.role == "recomputed" and is_at_once)
 
 
-def _still_kept(buffers: Sequence[Buffer], is_recomputed: bool) -> int:
+def _recomputation_bytes(buffers: Sequence[Buffer], is_recomputed: bool) -> int:
     """Return the bytes that recomputation itself needs: the function's inputs, and the largest array of one layer.
 
     The inputs are assumed to be the smallest array that is kept in each layer, such as the input of a block. If the
     function is already recomputed and keeps one array, the inputs are that array.
     """
-    kinds = _kinds(buffers)
-    if len(kinds) < 2 and not is_recomputed:
+    groups = _group_buffers(buffers)
+    if len(groups) < 2 and not is_recomputed:
         return 0
-    layers = [(kind[0].shape[:1] or (1,))[0] if key is kind[0] else len(kind) for key, kind in kinds.items()]
-    sizes = [sum(buffer.num_bytes for buffer in kind) for kind in kinds.values()]
-    floating = [size for size, kind in zip(sizes, kinds.values(), strict=True) if kind[0].dtype[:1] in ("f", "b", "c")]
-    return min(floating, default=0) + max(size // max(count, 1) for size, count in zip(sizes, layers, strict=True))
+    layer_counts = [(group[0].shape[:1] or (1,))[0] if key is group[0] else len(group) for key, group in groups.items()]
+    sizes = [sum(buffer.num_bytes for buffer in group) for group in groups.values()]
+    floating_sizes = [
+        size for size, group in zip(sizes, groups.values(), strict=True) if group[0].dtype[:1] in ("f", "b", "c")
+    ]
+    return min(floating_sizes, default=0) + max(
+        size // max(count, 1) for size, count in zip(sizes, layer_counts, strict=True)
+    )
 
 
-def _kinds(buffers: Sequence[Buffer]) -> dict[object, list[Buffer]]:
+def _group_buffers(buffers: Sequence[Buffer]) -> dict[object, list[Buffer]]:
     """Group the buffers that a function keeps: a loop's stack is a group, and unrolled layers of one kind are one."""
-    kinds: dict[object, list[Buffer]] = {}
+    groups: dict[object, list[Buffer]] = {}
     for buffer in buffers:
         is_stack = buffer.operation.startswith(("while", "parameter"))
-        kinds.setdefault(buffer if is_stack else (buffer.scope, buffer.source, buffer.shape), []).append(buffer)
-    return kinds
+        groups.setdefault(buffer if is_stack else (buffer.scope, buffer.source, buffer.shape), []).append(buffer)
+    return groups
 
 
 def _are_layers(buffers: Sequence[Buffer]) -> bool:
     """Return whether most kept bytes are of arrays that occur three times or more with one line and shape."""
-    repeated = [b.num_bytes for kind in _kinds(buffers).values() if len(kind) > 2 for b in kind]
-    return 2 * sum(repeated) >= sum(b.num_bytes for b in buffers)
+    repeated_bytes = [b.num_bytes for group in _group_buffers(buffers).values() if len(group) > 2 for b in group]
+    return 2 * sum(repeated_bytes) >= sum(b.num_bytes for b in buffers)
 
 
 def _is_in_loop(buffer: Buffer) -> bool:
@@ -100,18 +100,13 @@ def _is_in_loop(buffer: Buffer) -> bool:
     return not is_random and ("while/body" in buffer.scope or buffer.operation.startswith(("while", "parameter")))
 
 
-def _maker(buffer: Buffer) -> str:
+def _source_function(buffer: Buffer) -> str:
     """Return the file and function of a buffer's source line, ``train.py (block)``; without a line, its scope."""
     return re.sub(r":\d+ \(", " (", buffer.source) or buffer.scope
 
 
-def some(names: Iterable[str], limit: int = 3) -> str:
-    """Return the first names in sorted order, and the number of the others.
-
-    Args:
-        names: names in any order.
-        limit: number of names to list.
-    """
-    listed = list(dict.fromkeys(sorted(names)))
-    more = f" and {len(listed) - limit} more" if len(listed) > limit else ""
-    return ", ".join(listed[:limit]) + more
+def join_names(names: Iterable[str], limit: int = 3) -> str:
+    """Join the first distinct names in sorted order, with the number of the others."""
+    unique_names = list(dict.fromkeys(sorted(names)))
+    suffix = f" and {len(unique_names) - limit} more" if len(unique_names) > limit else ""
+    return ", ".join(unique_names[:limit]) + suffix

@@ -21,13 +21,13 @@ from .._job import Job
 if TYPE_CHECKING:
     from rich.console import Console
 
-_GOOD_FIT = 0.05
+_GOOD_RESIDUAL = 0.05
 """Largest error of a good fit at the held-out size, as a share of the growth."""
-_STRAIGHT = 0.002
+_LINEAR_RESIDUAL = 0.002
 """Largest error of a line that needs no check, since a small curvature at small sizes is large at large sizes."""
-_MORE_SIZES = 3
+_MAX_DOUBLINGS = 3
 """Number of times to double the largest size if the fit is poor or flat: small sizes may be only padding."""
-_FARTHEST = 2**40
+_MAX_SIZE = 2**40
 """Largest size of the search."""
 
 
@@ -51,7 +51,7 @@ class ByteFit:
     @property
     def is_good(self) -> bool:
         """Whether the error at the held-out size is at most 5 % of the growth."""
-        return self.residual is not None and self.residual <= _GOOD_FIT
+        return self.residual is not None and self.residual <= _GOOD_RESIDUAL
 
     def predict(self, size: int) -> int:
         """Return the bytes at a size."""
@@ -138,12 +138,16 @@ class Extrapolation:
         out.print(Text(repr(self), style="bold"))
         out.print(Text(self._fit_text()))
         table = Table(box=None, pad_edge=False, header_style="dim")
-        host = any(point.host_bytes for point in self.points)
-        for name in (self.variable, "compiled", "predicted", *(("host",) if host else ()), "fits"):
+        has_host = any(point.host_bytes for point in self.points)
+        for name in (self.variable, "compiled", "predicted", *(("host",) if has_host else ()), "fits"):
             table.add_column(Text(name), justify="right", no_wrap=True)
         for point in sorted(self.points, key=lambda p: p.size):
             predicted = "" if point.predicted_bytes is None else format_bytes(point.predicted_bytes)
-            sizes = [format_bytes(point.device_bytes), predicted, *([format_bytes(point.host_bytes)] if host else [])]
+            sizes = [
+                format_bytes(point.device_bytes),
+                predicted,
+                *([format_bytes(point.host_bytes)] if has_host else []),
+            ]
             mark = " <-" if point.size == self.answer else ""
             table.add_row(f"{point.size:,}", *sizes, ("yes" if point.fits else "no") + mark)
         out.print(table)
@@ -161,9 +165,9 @@ class Extrapolation:
         if self.fit.residual is None:
             return f"{text} (two sizes: the fit was not checked)"
         verdict = "" if self.fit.is_good else ": a poor fit, the search relied on compiling"
-        off = abs(self.predicted_bytes - self.report.device_bytes) / self.report.device_bytes
+        error = abs(self.predicted_bytes - self.report.device_bytes) / self.report.device_bytes
         held_out = f"{100 * self.fit.residual:.1f} % of the growth off at the size that was held out"
-        return f"{text} ({held_out}{verdict}; {100 * off:.1f} % off at the answer)"
+        return f"{text} ({held_out}{verdict}; {100 * error:.1f} % off at the answer)"
 
     def __repr__(self) -> str:
         fits = f"{self.variable} {self.answer:,} fits {self.target.name}: {format_bytes(self.report.device_bytes)} of "
@@ -171,9 +175,9 @@ class Extrapolation:
         if self.following is None:
             return f"{fits}{limit}; it is the maximum"
         point = self.following
-        beyond = point.device_bytes - self.limit_bytes
-        where = f", {format_bytes(beyond)} too much" if beyond > 0 else ", and its host memory does not fit"
-        return f"{fits}{limit}; {point.size:,} needs {format_bytes(point.device_bytes)}{where}"
+        excess = point.device_bytes - self.limit_bytes
+        reason = f", {format_bytes(excess)} too much" if excess > 0 else ", and its host memory does not fit"
+        return f"{fits}{limit}; {point.size:,} needs {format_bytes(point.device_bytes)}{reason}"
 
 
 def extrapolate(
@@ -214,24 +218,26 @@ def extrapolate(
         >>> import jax, jax.numpy as jnp
         >>> def make(n):
         ...     return jnp.negative, (jax.ShapeDtypeStruct((n, 256), jnp.float32),)
-        >>> found = extrapolate(make, limit="1 MiB", target="cpu")
-        >>> found.answer, found.report.device_bytes
+        >>> result = extrapolate(make, limit="1 MiB", target="cpu")
+        >>> result.answer, result.report.device_bytes
         (512, 1048576)
     """
-    goal = resolve_target(target)
-    sizes = _checked_sizes(sizes, maximum, multiple_of)
-    limit_bytes = goal.budget_bytes if limit is None else parse_bytes(limit)
+    resolved_target = resolve_target(target)
+    sizes = _check_sizes(sizes, maximum, multiple_of)
+    limit_bytes = resolved_target.budget_bytes if limit is None else parse_bytes(limit)
     if limit_bytes is None:
         raise ConfigError(
-            f"the capacity of {goal.name!r} is unknown",
+            f"the capacity of {resolved_target.name!r} is unknown",
             hint='give the bytes that it may take: limit="14 GiB" (--budget on the command line)',
         )
-    search = _Search(make, goal, limit_bytes, multiple_of, None if maximum is None else maximum // multiple_of)
+    search = _Search(
+        make, resolved_target, limit_bytes, multiple_of, None if maximum is None else maximum // multiple_of
+    )
     fit, host_fit = search.fit(sizes)
     answer = search.run(fit, host_fit)
     return Extrapolation(
         variable=variable,
-        target=goal,
+        target=resolved_target,
         limit_bytes=limit_bytes,
         points=tuple(search.points.values()),
         fit=fit,
@@ -243,41 +249,38 @@ def extrapolate(
     )
 
 
-def _checked_sizes(sizes: Sequence[int], maximum: int | None, multiple_of: int) -> tuple[int, ...]:
+def _check_sizes(sizes: Sequence[int], maximum: int | None, multiple_of: int) -> tuple[int, ...]:
     if multiple_of < 1:
         raise ConfigError("multiple_of has to be positive", got=multiple_of)
     if maximum is not None and maximum < multiple_of:
         raise ConfigError(
             "maximum is below the smallest size", expected=f"at least {multiple_of} (multiple_of)", got=maximum
         )
-    found = tuple(sizes)
-    if len(found) < 2 or found[0] < 1 or any(b <= a for a, b in zip(found, found[1:], strict=False)):
+    values = tuple(sizes)
+    if len(values) < 2 or values[0] < 1 or any(b <= a for a, b in zip(values, values[1:], strict=False)):
         raise ConfigError(
             "sizes have to increase",
             expected="two or more positive whole numbers, the smallest first",
-            got=", ".join(map(str, found)) or "none",
+            got=", ".join(map(str, values)) or "none",
             hint="for instance (2, 3, 4)",
         )
-    return found
+    return values
 
 
 def fit_bytes(points: Sequence[tuple[int, int]]) -> ByteFit:
     """Fit bytes by size with a line, or a parabola if it predicts the largest size better.
 
-    Args:
-        points: sizes and bytes, at least two, sizes increasing.
-
-    Returns:
-        The fit to all points. Its residual is the error at the largest size of a fit to the other points.
+    `points` are two or more pairs of size and bytes, with increasing sizes; the fit is to all of them. Its residual is
+    the error at the largest size of a fit to the other points.
     """
-    (last_size, last_bytes), rest = points[-1], points[:-1]
+    (last_size, last_bytes), other_points = points[-1], points[:-1]
     best: tuple[float, int] | None = None
-    for degree in range(1, min(2, len(rest) - 1) + 1):
-        guess = ByteFit(coefficients=_polynomial(rest, degree), residual=None).predict(last_size)
-        residual = abs(guess - last_bytes) / max(abs(last_bytes - rest[0][1]), 1)
+    for degree in range(1, min(2, len(other_points) - 1) + 1):
+        guess = ByteFit(coefficients=_polynomial(other_points, degree), residual=None).predict(last_size)
+        residual = abs(guess - last_bytes) / max(abs(last_bytes - other_points[0][1]), 1)
         bends_down = degree == 2 and _polynomial(points, 2)[2] < 0
         # Both fit points on a line, so take the parabola only if it at least halves the residual and bends upwards.
-        if best is None or (best[0] > _STRAIGHT and residual < best[0] / 2 and not bends_down):
+        if best is None or (best[0] > _LINEAR_RESIDUAL and residual < best[0] / 2 and not bends_down):
             best = residual, degree
     residual, degree = best or (None, 1)
     return ByteFit(coefficients=_polynomial(points, degree), residual=residual)
@@ -286,11 +289,11 @@ def fit_bytes(points: Sequence[tuple[int, int]]) -> ByteFit:
 def _polynomial(points: Sequence[tuple[int, int]], degree: int) -> tuple[float, ...]:
     sizes, values = (np.array(column, dtype=np.float64) for column in zip(*points, strict=True))
     scale = float(sizes.max())  # sizes scaled to at most 1 keep the least-squares problem well conditioned
-    solved = np.linalg.lstsq(np.vander(sizes / scale, degree + 1, increasing=True), values, rcond=None)[0]
-    return tuple(float(c) / scale**power for power, c in enumerate(solved))
+    coefficients = np.linalg.lstsq(np.vander(sizes / scale, degree + 1, increasing=True), values, rcond=None)[0]
+    return tuple(float(c) / scale**power for power, c in enumerate(coefficients))
 
 
-def _middle(low: int, high: int | None) -> int:
+def _midpoint(low: int, high: int | None) -> int:
     """Return the middle of two steps; their geometric mean if they are far apart."""
     if high is None:
         return 2 * low
@@ -304,11 +307,11 @@ class _Search:
     """
 
     def __init__(
-        self, make: Callable[[int], Any], goal: Target, limit_bytes: int, multiple_of: int, most: int | None
+        self, make: Callable[[int], Any], target: Target, limit_bytes: int, multiple_of: int, maximum_step: int | None
     ) -> None:
-        self.make, self.goal, self.limit_bytes = make, goal, limit_bytes
-        self.multiple_of, self.most = multiple_of, most
-        self.farthest = _FARTHEST // multiple_of if most is None else most
+        self.make, self.target, self.limit_bytes = make, target, limit_bytes
+        self.multiple_of, self.maximum_step = multiple_of, maximum_step
+        self.farthest_step = _MAX_SIZE // multiple_of if maximum_step is None else maximum_step
         self.points = dict[int, SizePoint]()
         self.reports = dict[int, MemoryReport]()
 
@@ -319,31 +322,31 @@ class _Search:
         if not smallest.fits:
             raise ConfigError(
                 f"it does not fit even at {sizes[0]}",
-                expected=f"at most {format_bytes(self.limit_bytes)} on one device of {self.goal.name}",
+                expected=f"at most {format_bytes(self.limit_bytes)} on one device of {self.target.name}",
                 got=format_bytes(smallest.device_bytes)
                 + (f", and {format_bytes(smallest.host_bytes)} on the host" if smallest.host_bytes else ""),
                 hint="begin with smaller sizes (sizes=(1, 2, 3), or --sizes 1,2,3), or choose a larger target",
             )
         fits = self._fits_by_space()
         largest = sizes[-1]
-        for _ in range(_MORE_SIZES if len(sizes) >= 3 else 0):
-            too_large = self.most is not None and 2 * largest > self.most * self.multiple_of
-            grows = self.points[largest].device_bytes > smallest.device_bytes
+        for _ in range(_MAX_DOUBLINGS if len(sizes) >= 3 else 0):
+            is_too_large = self.maximum_step is not None and 2 * largest > self.maximum_step * self.multiple_of
+            is_growing = self.points[largest].device_bytes > smallest.device_bytes
             # Three sizes cannot distinguish a line from a parabola.
-            is_certain = fits[0].is_good and ((fits[0].residual or 0) <= _STRAIGHT or len(self.points) > 3)
-            if (is_certain and grows) or too_large or not self.points[largest].fits:
+            is_certain = fits[0].is_good and ((fits[0].residual or 0) <= _LINEAR_RESIDUAL or len(self.points) > 3)
+            if (is_certain and is_growing) or is_too_large or not self.points[largest].fits:
                 break
             largest *= 2
             self.measure(largest)
             fits = self._fits_by_space()
         return fits
 
-    def _by_size(self) -> list[SizePoint]:
+    def _sorted_points(self) -> list[SizePoint]:
         return sorted(self.points.values(), key=lambda p: p.size)
 
     def _fits_by_space(self) -> tuple[ByteFit, ByteFit]:
         # Use at most the four largest sizes, since padding dominates the bytes of small ones.
-        points = self._by_size()[-4:]
+        points = self._sorted_points()[-4:]
         return (
             fit_bytes([(p.size, p.device_bytes) for p in points]),
             fit_bytes([(p.size, p.host_bytes) for p in points]),
@@ -351,15 +354,15 @@ class _Search:
 
     def role_fits(self) -> dict[str, ByteFit]:
         sizes = sorted(self.reports)[:4]  # the further sizes are near the answer
-        found = {size: self.reports[size].peak_by_role for size in sizes}
-        roles = dict.fromkeys(role for peak in found.values() for role in peak)
-        lines = {role: _polynomial([(size, peak.get(role, 0)) for size, peak in found.items()], 1) for role in roles}
+        peaks = {size: self.reports[size].peak_by_role for size in sizes}
+        roles = dict.fromkeys(role for peak in peaks.values() for role in peak)
+        lines = {role: _polynomial([(size, peak.get(role, 0)) for size, peak in peaks.items()], 1) for role in roles}
         fits = {role: ByteFit(coefficients=line, residual=None) for role, line in lines.items()}
         return dict(sorted(fits.items(), key=lambda item: -item[1].coefficients[1]))
 
     def measure(self, size: int, predicted: int | None = None) -> bool:
         if size not in self.points:
-            report = Job.make(self.make, size, target=self.goal).analyze(self.goal)
+            report = Job.make(self.make, size, target=self.target).analyze(self.target)
             device_bytes, host_bytes = report.device_bytes, report.host_bytes
             self.points[size] = SizePoint(
                 size=size,
@@ -372,7 +375,7 @@ class _Search:
         return self.points[size].fits
 
     def _fits(self, device_bytes: int, host_bytes: int) -> bool:
-        host_limit = self.goal.host_bytes
+        host_limit = self.target.host_bytes
         return device_bytes <= self.limit_bytes and (host_limit is None or host_bytes <= host_limit)
 
     def run(self, fit: ByteFit, host_fit: ByteFit) -> int:
@@ -380,26 +383,26 @@ class _Search:
 
         `low` fits, or is assumed to fit if it is not compiled; `high` does not fit.
         """
-        fits_at = max(size for size, point in self.points.items() if point.fits)
-        over = [size for size, point in self.points.items() if not point.fits and size > fits_at]
-        low = fits_at // self.multiple_of
-        high = None if not over else -(-min(over) // self.multiple_of)
-        if self.most is not None and low >= self.most:
-            low, high = self.most, self.most + 1
-        probes = 0
-        step = self._predict(fit, host_fit, low)
+        fitting_size = max(size for size, point in self.points.items() if point.fits)
+        failed = [size for size, point in self.points.items() if not point.fits and size > fitting_size]
+        low = fitting_size // self.multiple_of
+        high = None if not failed else -(-min(failed) // self.multiple_of)
+        if self.maximum_step is not None and low >= self.maximum_step:
+            low, high = self.maximum_step, self.maximum_step + 1
+        num_probes = 0
+        step = self._predict_step(fit, host_fit, low)
         while high is None or high - low > 1 or not self._is_measured(low):
-            if self.most is not None and low == self.most and self._is_measured(low):
+            if self.maximum_step is not None and low == self.maximum_step and self._is_measured(low):
                 break
-            least = low if low and not self._is_measured(low) else low + 1
-            step = min(max(step, least), self.farthest if high is None else high - 1)
-            if self.most is None and low == self.farthest:
-                raise self._endless()
+            min_step = low if low and not self._is_measured(low) else low + 1
+            step = min(max(step, min_step), self.farthest_step if high is None else high - 1)
+            if self.maximum_step is None and low == self.farthest_step:
+                raise self._unbounded_error()
             assert not self._is_measured(step), f"size {step * self.multiple_of} looked at twice"
             if high is not None and low == 0 and high == 1:
                 raise ConfigError(
                     f"no multiple of {self.multiple_of} fits {format_bytes(self.limit_bytes)}",
-                    got=f"{format_bytes(self.points[min(over)].device_bytes)} at {min(over)}" if over else None,
+                    got=f"{format_bytes(self.points[min(failed)].device_bytes)} at {min(failed)}" if failed else None,
                     hint="lower multiple_of",
                 )
             size = step * self.multiple_of
@@ -408,9 +411,9 @@ class _Search:
             else:
                 high = step if high is None else min(high, step)
                 low = low if low < step else 0  # the step that was only assumed to fit does not fit
-                over.append(size)
-            probes += 1
-            step = self._next(low, high, probes)
+                failed.append(size)
+            num_probes += 1
+            step = self._next_step(low, high, num_probes)
         return low * self.multiple_of
 
     def following(self, answer: int) -> SizePoint | None:
@@ -421,46 +424,45 @@ class _Search:
     def _is_measured(self, step: int) -> bool:
         return step * self.multiple_of in self.points
 
-    def _predict(self, fit: ByteFit, host_fit: ByteFit, low: int) -> int:
+    def _predict_step(self, fit: ByteFit, host_fit: ByteFit, low: int) -> int:
         """Return the largest step that fits according to the fits."""
 
         def fits(step: int) -> bool:
             size = step * self.multiple_of
             return self._fits(fit.predict(size), host_fit.predict(size))
 
-        if fits(self.farthest):
-            if self.most is not None:
-                return self.most
-            raise self._endless()
-        below, above = low, self.farthest
+        if fits(self.farthest_step):
+            if self.maximum_step is not None:
+                return self.maximum_step
+            raise self._unbounded_error()
+        below, above = low, self.farthest_step
         while above - below > 1:
             middle = (below + above) // 2
             below, above = (middle, above) if fits(middle) else (below, middle)
         return below
 
-    def _endless(self) -> ConfigError:
-        points = self._by_size()
-        shown = [*points[:4], *points[4:][-1:]]
+    def _unbounded_error(self) -> ConfigError:
+        points = self._sorted_points()
+        shown_points = [*points[:4], *points[4:][-1:]]
         return ConfigError(
             "the bytes do not grow with the size, as far as the sizes that were compiled show",
-            got=", ".join(f"{format_bytes(p.device_bytes)} at {p.size}" for p in shown),
+            got=", ".join(f"{format_bytes(p.device_bytes)} at {p.size}" for p in shown_points),
             hint="give a maximum, or sizes that lie farther apart",
         )
 
-    def _next(self, low: int, high: int | None, probes: int) -> int:
-        """Return the next step to compile.
+    def _next_step(self, low: int, high: int | None, num_probes: int) -> int:
+        """Return the next step to compile: where the line through the nearest sizes meets the limit.
 
-        It is where the line through the nearest sizes meets the limit. Every third time it is the middle of the range
-        instead, so that a bad slope cannot slow the search down for long.
+        Every third time it is the middle of the range, so that a bad slope cannot slow the search down for long.
         """
-        if probes % 3 == 0:
-            return _middle(low, high)
-        below = [p for p in self._by_size() if p.fits]
-        above = [p for p in self._by_size() if not p.fits]
-        one, other = (
+        if num_probes % 3 == 0:
+            return _midpoint(low, high)
+        below = [p for p in self._sorted_points() if p.fits]
+        above = [p for p in self._sorted_points() if not p.fits]
+        lower_point, upper_point = (
             (below[-1], above[0]) if above and below[-1].size < above[0].size else (below[-2:] + below[-1:])[:2]
         )
-        slope = (other.device_bytes - one.device_bytes) / max(1, other.size - one.size)
+        slope = (upper_point.device_bytes - lower_point.device_bytes) / max(1, upper_point.size - lower_point.size)
         if slope <= 0:
-            return _middle(low, high)
-        return math.floor((one.size + (self.limit_bytes - one.device_bytes) / slope) / self.multiple_of)
+            return _midpoint(low, high)
+        return math.floor((lower_point.size + (self.limit_bytes - lower_point.device_bytes) / slope) / self.multiple_of)

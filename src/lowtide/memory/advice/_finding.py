@@ -21,7 +21,8 @@ RULES = {
     "frozen-cast": "an argument that does not train is held twice: as it is, and in the lower precision it is used in",
     "adapter-multiplied-out": "a low-rank correction is added to its weight, so that a second copy of the weight lives",
     "large-constant": "the function closes over a large array, which becomes part of the program",
-    "checkpoint-name-unused": "no checkpoint policy asks for a name, though a policy asks for others, or jax.checkpoint recomputes its value",
+    "checkpoint-name-unused": "no checkpoint policy asks for a name, though a policy asks for others, or "
+    "jax.checkpoint recomputes its value",
     "duplicated-average": "two states of the step are updated in the same way from the same values",
     "copied-in-loop": "a loop writes a part of an array that it carries, and copies all of it before",
     "stacked-gradients": "the gradients of many microbatches or examples are held at once, to be added up",
@@ -60,6 +61,6 @@ class Finding:
         return f"{text}\n  hint: {self.remedy}"
 
 
-def of_leaf(rule: str, leaf: ArgumentLeaf, *, detail: str = "", remedy: str) -> Finding:
+def leaf_finding(rule: str, leaf: ArgumentLeaf, *, detail: str = "", remedy: str) -> Finding:
     """Build a finding with the path and bytes of an argument leaf."""
     return Finding(rule=rule, path=leaf.path, num_bytes=leaf.num_bytes, detail=detail, remedy=remedy)

@@ -18,13 +18,13 @@ from ...report import Buffer, MemoryReport
 from ...targets import Target
 from .._analyze import Role, examine
 from .._owners import Owners
-from ._copies import dequantized, residual_copies
-from ._finding import Finding, of_leaf
+from ._copies import dequantized_residuals, residual_copies
+from ._finding import Finding, leaf_finding
 from ._loops import copied_in_loops
-from ._traced import casts, constants, duplicated_averages, multiplied_out, unmatched_names, unused_names, with_runs
+from ._traced import constants, dtypes, duplicated_averages, multiplied_out, unmatched_names, unused_names, with_runs
 
 _PRODUCTS = {"convolution", "custom-call", "dot"}
-_NOTABLE = 0.01
+_MIN_LOGITS_SHARE = 0.01
 """Smallest share of the device bytes for a finding about logits."""
 
 
@@ -70,42 +70,52 @@ def lint(
     )
     limit = parse_bytes(min_bytes)
     report, owners = examine(program, roles)
-    found = [*unmatched_names(program.jaxpr), *unused_names(program.jaxpr), *_offload(program, report)]
-    found += constants(program.jaxpr)
+    findings = [*unmatched_names(program.jaxpr), *unused_names(program.jaxpr), *_unused_offload(program, report)]
+    findings += constants(program.jaxpr)
     if owners is not None:
-        found += [*lint_owners(owners, report, program.jaxpr), *duplicated_averages(program.jaxpr, owners)]
-        found += multiplied_out(program.jaxpr, owners)
+        findings += [*lint_owners(owners, report, program.jaxpr), *duplicated_averages(program.jaxpr, owners)]
+        findings += multiplied_out(program.jaxpr, owners)
     else:
-        found += _padded(report)
-    kept = [f for f in found if f.num_bytes >= limit or f.rule == "checkpoint-name-unmatched"]
-    return tuple(sorted(kept, key=lambda f: (-f.num_bytes, f.rule, f.path)))
+        findings += _padded_buffers(report)
+    large_findings = [f for f in findings if f.num_bytes >= limit or f.rule == "checkpoint-name-unmatched"]
+    return tuple(sorted(large_findings, key=lambda f: (-f.num_bytes, f.rule, f.path)))
 
 
 def lint_owners(owners: Owners, report: MemoryReport, jaxpr: Any = None) -> list[Finding]:
     """Lint the compiled program; with a jaxpr, drop copies in a type that the traced function does not use."""
-    found = [finding for rule in _RULES_OF_OWNERS for finding in rule(owners, report)] + list(_padded(report))
-    known = None if jaxpr is None else casts(jaxpr)
-    found = [f for f in found if known is None or f.rule != "residual-copy" or f.detail.partition("[")[0] in known]
-    copied = {f.path for f in found if f.rule == "copied-in-loop"}  # a more specific finding for the same bytes
-    return [f for f in found if f.rule != "rebuilt-state" or f.path not in copied]
+    findings = [finding for rule in _OWNER_RULES for finding in rule(owners, report)] + list(_padded_buffers(report))
+    traced_dtypes = None if jaxpr is None else dtypes(jaxpr)
+    findings = [
+        f
+        for f in findings
+        if traced_dtypes is None or f.rule != "residual-copy" or f.detail.partition("[")[0] in traced_dtypes
+    ]
+    # A more specific finding for the same bytes.
+    copied_paths = {f.path for f in findings if f.rule == "copied-in-loop"}
+    return [f for f in findings if f.rule != "rebuilt-state" or f.path not in copied_paths]
 
 
 # --- arguments and outputs -----------------------------------------------------------------------------------------
 
 
-def _undonated(owners: Owners, report: MemoryReport) -> Iterator[Finding]:
-    told = set[int]()  # one buffer serves one output
-    trains = "backward" in owners.dataflow.phases.values()
-    for output, at in owners.replaced.items():
-        leaf = owners.leaves[at]
-        if leaf.donated or at in told or output in owners.in_place or not _follows(owners, output, at):
+def _undonated_state(owners: Owners, report: MemoryReport) -> Iterator[Finding]:
+    reported_leaves = set[int]()  # one buffer serves one output
+    has_backward = "backward" in owners.dataflow.phases.values()
+    for output, index in owners.replaced.items():
+        leaf = owners.leaves[index]
+        if (
+            leaf.donated
+            or index in reported_leaves
+            or output in owners.in_place
+            or not _is_update(owners, output, index)
+        ):
             continue
-        if owners.dataflow.copy_of(output) == at:
+        if owners.dataflow.copy_of(output) == index:
             continue  # returned unchanged
-        if not trains and _is_output_of_a_model(owners, output, at):
+        if not has_backward and _is_model_output(owners, output, index):
             continue
-        told.add(at)
-        yield of_leaf(
+        reported_leaves.add(index)
+        yield leaf_finding(
             "undonated-state",
             leaf,
             detail=f"returned as {owners.path_of(output) or 'the result'}",
@@ -114,9 +124,9 @@ def _undonated(owners: Owners, report: MemoryReport) -> Iterator[Finding]:
 
 
 def _unused_donations(owners: Owners, report: MemoryReport) -> Iterator[Finding]:
-    reused = set(owners.in_place.values())
-    for at, leaf in enumerate(owners.leaves):
-        if leaf.donated and at not in reused:
+    reused_leaves = set(owners.in_place.values())
+    for index, leaf in enumerate(owners.leaves):
+        if leaf.donated and index not in reused_leaves:
             yield Finding(
                 rule="donation-not-used",
                 path=leaf.path,
@@ -126,21 +136,21 @@ def _unused_donations(owners: Owners, report: MemoryReport) -> Iterator[Finding]
             )
 
 
-def _rebuilt(owners: Owners, report: MemoryReport) -> Iterator[Finding]:
-    donated = {
-        owners.path_of(output): owners.leaves[at]
-        for output, at in owners.replaced.items()
-        if output in owners.in_place and owners.leaves[at].donated
+def _rebuilt_state(owners: Owners, report: MemoryReport) -> Iterator[Finding]:
+    donated_leaves = {
+        owners.path_of(output): owners.leaves[index]
+        for output, index in owners.replaced.items()
+        if output in owners.in_place and owners.leaves[index].donated
     }
-    beside = collections.Counter[str]()
+    extra_bytes = collections.Counter[str]()
     for buffer in report.peak:
         # The output is in the argument's buffer, so this is a second buffer that is copied there at the end.
-        if buffer.role == "outputs" and buffer.path in donated and "while/body" in buffer.scope:
-            beside[buffer.path] += buffer.num_bytes
-    for path, num_bytes in beside.items():
+        if buffer.role == "outputs" and buffer.path in donated_leaves and "while/body" in buffer.scope:
+            extra_bytes[buffer.path] += buffer.num_bytes
+    for path, num_bytes in extra_bytes.items():
         yield Finding(
             rule="rebuilt-state",
-            path=donated[path].path,
+            path=donated_leaves[path].path,
             num_bytes=num_bytes,
             detail=f"returned as {path or 'the result'}",
             remedy="keep an array for each layer and loop over them in Python, so that each is updated in place; or "
@@ -148,42 +158,41 @@ def _rebuilt(owners: Owners, report: MemoryReport) -> Iterator[Finding]:
         )
 
 
-def _unchanged(owners: Owners, report: MemoryReport) -> Iterator[Finding]:
+def _returned_unchanged(owners: Owners, report: MemoryReport) -> Iterator[Finding]:
     flow = owners.dataflow
     for output in owners.results:
-        copied = flow.copy_of(output)
-        if copied is None or output in owners.in_place or not flow.graph.is_like(output, owners.parameter_of[copied]):
+        index = flow.copy_of(output)
+        if index is None or output in owners.in_place or not flow.graph.is_like(output, owners.parameter_of[index]):
             continue
-        yield of_leaf(
+        yield leaf_finding(
             "returned-unchanged",
-            owners.leaves[copied],
+            owners.leaves[index],
             detail=f"returned as {owners.path_of(output) or 'the result'}",
             remedy="leave it out of the result: what does not change is the caller's already",
         )
 
 
-def _follows(owners: Owners, output: Value, leaf: int) -> bool:
+def _is_update(owners: Owners, output: Value, leaf: int) -> bool:
     """Return whether an output is computed from a leaf element by element, as a new state from the old one."""
-    return any(owners.dataflow.copy_of(value) == leaf for value in owners.dataflow.same_size(output))
+    return any(owners.dataflow.copy_of(value) == leaf for value in owners.dataflow.same_size_sources(output))
 
 
-def _is_output_of_a_model(owners: Owners, output: Value, leaf: int) -> bool:
+def _is_model_output(owners: Owners, output: Value, leaf: int) -> bool:
     """Return whether an output of an argument's shape is a model's output for it, not the argument's next value.
 
-    A model multiplies its input by weights. A state is replaced element by element or in slices, or the output has its
-    name.
+    A model multiplies its input by weights. A state is replaced element by element or in slices, or keeps its name.
     """
     path, name = owners.path_of(output), owners.leaves[leaf].path.partition("/")[2]
     if name and path.rpartition("/")[2] == name.rpartition("/")[2]:
         return False
     flow = owners.dataflow
 
-    def made_of(made: tuple[Value, bool]) -> list[tuple[Value, bool]]:
-        value, mixed = made
-        mixed = mixed or flow.graph.instructions[value[0]].opcode in _PRODUCTS
-        return [(source, mixed) for source, _ in flow.sources(value)]
+    def sources(node: tuple[Value, bool]) -> list[tuple[Value, bool]]:
+        value, is_mixed = node
+        is_mixed = is_mixed or flow.graph.instructions[value[0]].opcode in _PRODUCTS
+        return [(source, is_mixed) for source, _ in flow.sources(value)]
 
-    return any(mixed and flow.copy_of(value) == leaf for value, mixed in reachable([(output, False)], made_of))
+    return any(is_mixed and flow.copy_of(value) == leaf for value, is_mixed in reachable([(output, False)], sources))
 
 
 # --- frozen leaves -------------------------------------------------------------------------------------------------
@@ -195,22 +204,22 @@ def _optimizer_over_frozen(owners: Owners, report: MemoryReport) -> Iterator[Fin
         return
     sizes = _dimensions(owners)
     counts = collections.Counter(sizes.values())
-    for output, at in owners.replaced.items():
+    for output, index in owners.replaced.items():
         # The optimizer state of a leaf has the leaf's shape. So there are at least two leaves of the shape, and the
         # passes of differentiation read the weight but not its state.
-        has_twin = at in sizes and counts[sizes[at]] > 1
+        has_twin = index in sizes and counts[sizes[index]] > 1
         is_scalar = flow.graph.num_elements(output) <= 1
-        if is_scalar or not has_twin or flow.is_differentiated(at) or _is_fed(owners, output, at):
+        if is_scalar or not has_twin or flow.is_differentiated(index) or _has_training_input(owners, output, index):
             continue
-        yield of_leaf(
+        yield leaf_finding(
             "optimizer-over-frozen",
-            owners.leaves[at],
+            owners.leaves[index],
             detail="no gradient reaches it",
             remedy="build the optimizer over what trains: tx.init(trainable) after lowtide.partition(params, wrt)",
         )
 
 
-def _is_fed(owners: Owners, output: Value, leaf: int) -> bool:
+def _has_training_input(owners: Owners, output: Value, leaf: int) -> bool:
     """Return whether a new state depends on a gradient, an activation or a leaf that the passes read.
 
     Scalars do not count, since the norm of all gradients also scales gradients that are zero. A moving average of
@@ -218,51 +227,51 @@ def _is_fed(owners: Owners, output: Value, leaf: int) -> bool:
     """
     flow = owners.dataflow
 
-    def made_of(value: Value) -> list[Value]:
+    def array_sources(value: Value) -> list[Value]:
         sources = flow.sources(value) if flow.copy_of(value) is None else ()
         return [source for source, _ in sources if flow.graph.num_elements(source) > 1]
 
-    def feeds(value: Value) -> bool:
+    def is_training_value(value: Value) -> bool:
         origin = flow.copy_of(value)
         if origin is not None:
             return origin != leaf and flow.is_differentiated(origin)
-        return not flow.is_constant(value) and flow.is_of_a_pass(value)
+        return not flow.is_constant(value) and flow.is_in_pass(value)
 
-    return any(map(feeds, reachable([output], made_of)))
+    return any(map(is_training_value, reachable([output], array_sources)))
 
 
-def _norms(owners: Owners, report: MemoryReport) -> Iterator[Finding]:
+def _norms_over_frozen(owners: Owners, report: MemoryReport) -> Iterator[Finding]:
     flow, graph = owners.dataflow, owners.dataflow.graph
-    trained = set(owners.replaced.values())
-    frozen: dict[tuple[int, ...], list[ArgumentLeaf]] = {}
+    trained_leaves = set(owners.replaced.values())
+    frozen_leaves: dict[tuple[int, ...], list[ArgumentLeaf]] = {}
     # A compiler may compute a gradient twice, once for the norm. The second copy is assigned to no leaf.
-    unnamed: dict[tuple[int, ...], set[int]] = {}
-    for at, dims in _dimensions(owners).items():
-        if at not in trained and len(dims) > 1:
-            frozen.setdefault(dims, []).append(owners.leaves[at])
-        elif at in trained and flow.is_differentiated(at):
-            unnamed.setdefault(dims, set()).add(at)
+    unmatched_leaves: dict[tuple[int, ...], set[int]] = {}
+    for index, dims in _dimensions(owners).items():
+        if index not in trained_leaves and len(dims) > 1:
+            frozen_leaves.setdefault(dims, []).append(owners.leaves[index])
+        elif index in trained_leaves and flow.is_differentiated(index):
+            unmatched_leaves.setdefault(dims, set()).add(index)
     norms = collections.Counter[tuple[int, ...]]()
-    for at, instruction in graph.instructions.items():
-        if instruction.opcode not in ("reduce", "reduce-window") or flow.phase((at, ())) != "update":
+    for instr_id, instruction in graph.instructions.items():
+        if instruction.opcode not in ("reduce", "reduce-window") or flow.phase((instr_id, ())) != "update":
             continue
-        values = list(flow.same_size((instruction.proto.operand_ids[0], ()), through_backward=True))
+        values = list(flow.same_size_sources((instruction.proto.operand_ids[0], ()), through_backward=True))
         leaves = {leaf for value in values if (leaf := flow.gradient_of(value)) is not None}
         if leaves:
-            for rest in unnamed.values():
-                rest -= leaves
+            for leaf_set in unmatched_leaves.values():
+                leaf_set -= leaves
             continue  # the norm of a trained leaf's gradient
-        made = (v for v in values if flow.phase(v) == "backward" and not flow.is_constant(v))
-        norms.update({_sorted_dims(graph, value) for value in made})
+        cotangents = (v for v in values if flow.phase(v) == "backward" and not flow.is_constant(v))
+        norms.update({_sorted_dims(graph, value) for value in cotangents})
     for dims, count in norms.items():
-        for leaf in frozen.get(dims, [])[: max(count - len(unnamed.get(dims, ())), 0)]:
-            yield of_leaf("norm-over-frozen", leaf, remedy="take the norm over the gradients of what trains only")
+        for leaf in frozen_leaves.get(dims, [])[: max(count - len(unmatched_leaves.get(dims, ())), 0)]:
+            yield leaf_finding("norm-over-frozen", leaf, remedy="take the norm over the gradients of what trains only")
 
 
 def _dimensions(owners: Owners) -> dict[int, tuple[int, ...]]:
     """Return the sorted dimensions of every floating-point leaf."""
     graph = owners.dataflow.graph
-    return {at: _sorted_dims(graph, value) for value, at in owners.parameters.items() if graph.is_floating(value)}
+    return {index: _sorted_dims(graph, value) for value, index in owners.parameters.items() if graph.is_floating(value)}
 
 
 def _sorted_dims(graph: Graph, value: Value) -> tuple[int, ...]:
@@ -276,24 +285,25 @@ def _sorted_dims(graph: Graph, value: Value) -> tuple[int, ...]:
 def _stacked_gradients(owners: Owners, report: MemoryReport) -> Iterator[Finding]:
     graph = owners.dataflow.graph
     # Compare elements, not bytes: a gradient may have a wider dtype than its weight, or another sharding.
-    counts = {owners.leaves[at].path: graph.num_elements(value) for value, at in owners.parameters.items()}
-    split = {owners.dataflow.graph.name(value) for value in owners.dataflow.partial}  # parts of one split product
-    held = collections.defaultdict[str, list[Buffer]](list)
+    counts = {owners.leaves[index].path: graph.num_elements(value) for value, index in owners.parameters.items()}
+    # Parts of one split product.
+    partial_names = {owners.dataflow.graph.name(value) for value in owners.dataflow.partial}
+    gradients = collections.defaultdict[str, list[Buffer]](list)
     for buffer in report.peak:  # the largest first
-        if buffer.role == "gradients" and buffer.phase == "backward" and buffer.operation not in split:
+        if buffer.role == "gradients" and buffer.phase == "backward" and buffer.operation not in partial_names:
             if math.prod(buffer.shape) >= counts.get(buffer.path, math.inf) > 0:
-                held[buffer.path].append(buffer)
-    for path, buffers in held.items():
+                gradients[buffer.path].append(buffer)
+    for path, buffers in gradients.items():
         sizes = [math.prod(buffer.shape) for buffer in buffers]
         # Two arrays of one size may be a gradient and a value computed from it. Three are gradients of microbatches.
         if sizes[0] < 2 * counts[path] and len(buffers) < 3:
             continue
         first = buffers[0]
-        one = first.num_bytes * counts[path] // sizes[0]
+        gradient_bytes = first.num_bytes * counts[path] // sizes[0]
         yield Finding(
             rule="stacked-gradients",
             path=path,
-            num_bytes=sum(buffer.num_bytes for buffer in buffers) - one,
+            num_bytes=sum(buffer.num_bytes for buffer in buffers) - gradient_bytes,
             detail=f"{'' if len(buffers) == 1 else f'{len(buffers)} × '}{first.dtype}{list(first.shape)} from "
             f"{first.source or first.scope}",
             remedy="add each one to a total: lowtide.accumulate(grad_fn, num_microbatches=...), or a scan that carries "
@@ -313,10 +323,10 @@ def _undone_checkpoints(owners: Owners, report: MemoryReport) -> Iterator[Findin
     for buffers in recomputed.values():
         if len(buffers) > 2:  # recomputed values of several layers are live at the same time
             merged.setdefault(buffers[0].source or buffers[0].scope, []).extend(buffers)
-    for where, buffers in merged.items():
+    for location, buffers in merged.items():
         yield Finding(
             rule="checkpoint-undone",
-            path=where,
+            path=location,
             num_bytes=sum(buffer.num_bytes for buffer in buffers),
             detail=f"{len(buffers)} × {buffers[0].dtype}{list(buffers[0].shape)} and the like",
             remedy="put the layers into jax.lax.scan, with jax.checkpoint around its body; outside of loops the "
@@ -327,54 +337,55 @@ def _undone_checkpoints(owners: Owners, report: MemoryReport) -> Iterator[Findin
 def logits(owners: Owners) -> tuple[int, Callable[[Buffer], bool]]:
     """Return the number of columns of logits, and a predicate for buffers that are logits.
 
-    Logits have a row for each token of an integer argument, and a column for each word of the vocabulary. The size of
-    the vocabulary is taken from the largest dimension of a differentiated leaf.
+    Logits have a row for each token of an integer argument, and a column for each word of the vocabulary: the largest
+    dimension of a differentiated leaf.
     """
     graph = owners.dataflow.graph
     tokens, widths = set[int](), set[int]()
-    for value, at in owners.parameters.items():
+    for value, index in owners.parameters.items():
         dims = graph.shape(value).dimensions
         if not graph.is_floating(value) and len(dims) >= 1:
             tokens.add(graph.num_elements(value))
-        elif owners.dataflow.is_differentiated(at) and len(dims) >= 2:
+        elif owners.dataflow.is_differentiated(index) and len(dims) >= 2:
             widths.add(max(dims))
     widest = max(widths, default=0)
     sizes = {count * widest for count in tokens if count > 1}
-    if _are_hidden(owners, widest, sizes):
+    if _is_hidden_width(owners, widest, sizes):
         sizes = set[int]()
 
     def is_logits(buffer: Buffer) -> bool:
-        made = buffer.role in ("activations", "cotangents", "recomputed", "workspaces", "temporaries")
-        return made and widest in buffer.shape and math.prod(buffer.shape) in sizes
+        is_computed = buffer.role in ("activations", "cotangents", "recomputed", "workspaces", "temporaries")
+        return is_computed and widest in buffer.shape and math.prod(buffer.shape) in sizes
 
     return widest, is_logits
 
 
-def _are_hidden(owners: Owners, columns: int, sizes: set[int]) -> bool:
+def _is_hidden_width(owners: Owners, columns: int, sizes: set[int]) -> bool:
     """Return whether the forward pass multiplies arrays of the logits' size, as it does for a wide hidden layer."""
     flow, graph = owners.dataflow, owners.dataflow.graph
-    for at, instruction in graph.instructions.items():
-        if instruction.opcode not in _PRODUCTS or flow.phase((at, ())) != "forward":
+    for instr_id, instruction in graph.instructions.items():
+        if instruction.opcode not in _PRODUCTS or flow.phase((instr_id, ())) != "forward":
             continue
         for operand in instruction.proto.operand_ids:
             value = (operand, ())
             if graph.num_elements(value) in sizes and columns in graph.shape(value).dimensions:
-                made = (graph.instructions[one[0]].opcode for one in flow.same_size(value))
-                if any(opcode in _PRODUCTS for opcode in made):
+                opcodes = (graph.instructions[source[0]].opcode for source in flow.same_size_sources(value))
+                if any(opcode in _PRODUCTS for opcode in opcodes):
                     return True
     return False
 
 
 def _whole_logits(owners: Owners, report: MemoryReport) -> Iterator[Finding]:
     columns, is_logits = logits(owners)
-    found = [buffer for buffer in report.peak if is_logits(buffer)]
-    total = sum(buffer.num_bytes for buffer in found)
-    if found and total >= _NOTABLE * report.device_bytes:
+    buffers = [buffer for buffer in report.peak if is_logits(buffer)]
+    total = sum(buffer.num_bytes for buffer in buffers)
+    if buffers and total >= _MIN_LOGITS_SHARE * report.device_bytes:
         yield Finding(
             rule="whole-logits",
-            path=found[0].label,
+            path=buffers[0].label,
             num_bytes=total,
-            detail=f"{len(found)} × {found[0].dtype}{list(found[0].shape)}, {found[0].source or 'no line known'}",
+            detail=f"{len(buffers)} × {buffers[0].dtype}{list(buffers[0].shape)}, "
+            f"{buffers[0].source or 'no line known'}",
             remedy=f"compute the loss in chunks of tokens: lowtide.losses.chunked_cross_entropy ({columns} columns)",
         )
 
@@ -382,19 +393,19 @@ def _whole_logits(owners: Owners, report: MemoryReport) -> Iterator[Finding]:
 # --- names, host, mesh ---------------------------------------------------------------------------------------------
 
 
-def _offload(program: CompiledProgram, report: MemoryReport) -> Iterator[Finding]:
+def _unused_offload(program: CompiledProgram, report: MemoryReport) -> Iterator[Finding]:
     if report.host_bytes or program.target.platform == "cpu":
         return  # a CPU has one memory, so missing host bytes prove nothing
-    wanted = 0
+    offloaded_bytes = 0
     for equation, runs in with_runs(program.jaxpr):
         if equation.primitive.name == "device_put":
-            outs = [v for v in equation.outvars if "host" in str(getattr(v.aval, "memory_space", "")).lower()]
-            wanted += runs * sum(leaf_bytes(v.aval) for v in outs)
-    if wanted:
+            host_variables = [v for v in equation.outvars if "host" in str(getattr(v.aval, "memory_space", "")).lower()]
+            offloaded_bytes += runs * sum(leaf_bytes(v.aval) for v in host_variables)
+    if offloaded_bytes:
         yield Finding(
             rule="offload-moved-nothing",
             path="device_put to host memory",
-            num_bytes=wanted,
+            num_bytes=offloaded_bytes,
             detail="the compiled program holds nothing in host memory",
             remedy="check the names of the offload policy, and that the values are read again after it",
         )
@@ -403,7 +414,7 @@ def _offload(program: CompiledProgram, report: MemoryReport) -> Iterator[Finding
 def _replicated(owners: Owners, report: MemoryReport) -> Iterator[Finding]:
     for leaf in owners.leaves:
         if leaf.num_replicas > 1:
-            yield of_leaf(
+            yield leaf_finding(
                 "replicated",
                 leaf,
                 detail=f"on {leaf.num_replicas} devices",
@@ -411,7 +422,7 @@ def _replicated(owners: Owners, report: MemoryReport) -> Iterator[Finding]:
             )
 
 
-def _padded(report: MemoryReport) -> Iterator[Finding]:
+def _padded_buffers(report: MemoryReport) -> Iterator[Finding]:
     for buffer in report.peak:
         if buffer.padding_bytes * 2 > buffer.num_bytes:
             yield Finding(
@@ -423,15 +434,15 @@ def _padded(report: MemoryReport) -> Iterator[Finding]:
             )
 
 
-_RULES_OF_OWNERS = (
-    _undonated,
+_OWNER_RULES = (
+    _undonated_state,
     _unused_donations,
-    _rebuilt,
-    _unchanged,
+    _rebuilt_state,
+    _returned_unchanged,
     _optimizer_over_frozen,
-    _norms,
+    _norms_over_frozen,
     residual_copies,
-    dequantized,
+    dequantized_residuals,
     _stacked_gradients,
     copied_in_loops,
     _undone_checkpoints,

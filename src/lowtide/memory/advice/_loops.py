@@ -19,13 +19,13 @@ _PARTIAL_WRITES = ("dynamic-update-slice", "scatter")
 def copied_in_loops(owners: Owners, report: MemoryReport) -> Iterator[Finding]:
     """Yield a finding for every carried array of a loop that is copied as a whole and then partly written."""
     graph = owners.dataflow.graph
-    written = {buffer.operation: buffer for buffer in report.buffers}
+    buffers_by_name = {buffer.operation: buffer for buffer in report.buffers}
     for instruction in graph.instructions.values():
         if instruction.opcode != "while":
             continue
         root = graph.computations[instruction.proto.called_computation_ids[0]].root_id
         for value in graph.results(root):
-            copies = [buffer for copy in _copies(graph, value) if (buffer := written.get(graph.name(copy)))]
+            copies = [buffer for copy in _copies(graph, value) if (buffer := buffers_by_name.get(graph.name(copy)))]
             if copies:
                 leaf = owners.dataflow.copy_of((instruction.proto.operand_ids[0], value[1]))
                 yield _finding(copies, copies[0].label if leaf is None else owners.leaves[leaf].path)
@@ -34,15 +34,15 @@ def copied_in_loops(owners: Owners, report: MemoryReport) -> Iterator[Finding]:
 def _copies(graph: Graph, value: Value) -> list[Value]:
     """Find the copies of a carried array within an iteration, if the iteration also writes a part of it.
 
-    The search goes backwards from the value that the iteration returns to the parameter of the loop's body. It follows
-    aliases, copies and partial writes only; any other source means that the array is computed anew.
+    The search goes back from the returned value to the parameter of the loop's body, over aliases, copies and partial
+    writes only. Any other source means that the array is computed anew.
     """
     copies: list[Value] = []
     is_partial = False
     body = graph.instructions[value[0]].computation
-    seen, border = {value}, [value]
-    while border:  # several paths may lead back to the parameter, one for each branch of a conditional
-        value = border.pop()
+    visited, frontier = {value}, [value]
+    while frontier:  # several paths may lead back to the parameter, one for each branch of a conditional
+        value = frontier.pop()
         instruction = graph.instructions[value[0]]
         if instruction.opcode == "parameter" and instruction.computation == body:
             continue
@@ -56,20 +56,20 @@ def _copies(graph: Graph, value: Value) -> list[Value]:
             sources = sources[:1]
         if not sources:
             return []
-        border += [source for source in sources if source not in seen]
-        seen.update(sources)
-    return _run_at_once(graph, copies) if is_partial else []
+        frontier += [source for source in sources if source not in visited]
+        visited.update(sources)
+    return _largest_branch(graph, copies) if is_partial else []
 
 
-def _run_at_once(graph: Graph, copies: list[Value]) -> list[Value]:
+def _largest_branch(graph: Graph, copies: list[Value]) -> list[Value]:
     """Keep only the copies of the branch with the most copies, since only one branch of a conditional runs."""
-    found: dict[tuple[bool, int | None], dict[int, list[Value]]] = {}
+    groups: dict[tuple[bool, int | None], dict[int, list[Value]]] = {}
     for copy in copies:
-        inside, caller = graph.instructions[copy[0]].computation, graph.caller(copy[0])
+        computation, caller = graph.instructions[copy[0]].computation, graph.caller(copy[0])
         is_branch = caller is not None and graph.instructions[caller].opcode == "conditional"
-        key = (is_branch, caller if is_branch else inside)
-        found.setdefault(key, {}).setdefault(inside, []).append(copy)
-    return [copy for branches in found.values() for copy in max(branches.values(), key=len)]
+        key = (is_branch, caller if is_branch else computation)
+        groups.setdefault(key, {}).setdefault(computation, []).append(copy)
+    return [copy for branches in groups.values() for copy in max(branches.values(), key=len)]
 
 
 def _finding(copies: list[Buffer], path: str) -> Finding:

@@ -66,64 +66,66 @@ def explain_oom(
         >>> with explain_oom():
         ...     total = jax.jit(jnp.sum)(jnp.ones(8))
     """
-    with watch_compilations() as seen:
+    with watch_compilations() as compilations:
         try:
             yield
         except Exception as error:
             if isinstance(error, OutOfMemoryError) or not is_out_of_memory(error):
                 raise
-            explained = _explain(error, seen, target, roles or {}, top, html)
-            if explained is None:
+            explanation = _explain(error, compilations, target, roles or {}, top, html)
+            if explanation is None:
                 raise
-            raise explained from error
+            raise explanation from error
 
 
 def _explain(
     error: Exception,
-    seen: list[Compilation],
+    compilations: list[Compilation],
     target: Target | str | None,
     roles: Mapping[str, str],
     top: int,
     html: str | Path | None,
 ) -> OutOfMemoryError | None:
     try:
-        culprit = _culprit(error, seen)
-        if culprit is None:
+        compilation = _failed_compilation(error, compilations)
+        if compilation is None:
             error.add_note(
                 "lowtide: no program was compiled inside explain_oom(), so nothing is known about this one; "
                 "put the block around the first call of the step"
             )
             return None
         with tempfile.TemporaryDirectory(prefix="lowtide-", ignore_cleanup_errors=True) as folder:
-            culprit.dump(folder)
+            compilation.dump(folder)
             hlo = read_dump(folder)
         if hlo is None:
             raise LookupError("the compiler dumped no buffer assignment")
-        report, owners = examine_dump(hlo, resolve_target(target), culprit.stats(), roles)
-        found, ran = _remedies(report, owners), culprit.error is None
+        report, owners = examine_dump(hlo, resolve_target(target), compilation.stats(), roles)
+        remedies, is_compiled = _suggest_remedies(report, owners), compilation.error is None
         if html is not None:
             report.to_html(html)
-        return _explained("while it ran" if ran else "while it was compiled", report, found, top, live=ran)
+        return _out_of_memory_error(
+            "while it ran" if is_compiled else "while it was compiled", report, remedies, top, is_compiled=is_compiled
+        )
     except Exception as failure:  # an error in the explanation must not hide the user's error
         error.add_note(f"lowtide: explaining it failed: {type(failure).__name__}: {failure}")
         return None
 
 
-def _culprit(error: Exception, seen: list[Compilation]) -> Compilation | None:
+def _failed_compilation(error: Exception, compilations: list[Compilation]) -> Compilation | None:
     """Return the program that the compiler refused; otherwise the compiled program with the most bytes."""
-    refused = [c for c in seen if c.error is error]
-    if refused:
-        return refused[-1]
+    rejected = [c for c in compilations if c.error is error]
+    if rejected:
+        return rejected[-1]
 
-    def needs(compilation: Compilation) -> int:
+    def required_bytes(compilation: Compilation) -> int:
         stats = compilation.stats()
         sizes = (stats.argument_size_in_bytes, stats.output_size_in_bytes, stats.temp_size_in_bytes)
         return sum(sizes) - stats.alias_size_in_bytes
 
-    return max((c for c in seen if c.executable is not None), key=needs, default=None)
+    return max((c for c in compilations if c.executable is not None), key=required_bytes, default=None)
 
 
-def _remedies(report: MemoryReport, owners: Owners) -> tuple[Remedy, ...]:
+def _suggest_remedies(report: MemoryReport, owners: Owners) -> tuple[Remedy, ...]:
     return ranked(suggest(report, owners, lint_owners(owners, report)), report)
 
 
@@ -160,35 +162,36 @@ def shortage(
         '[LT010] out of memory before it ran: the program needs 512 B on one device of this machine (100 B usable)'
     """
     report, owners = examine(program, roles)
-    found = () if owners is None else _remedies(report, owners)
-    return _explained(when, report, found, top, budget_bytes, live=program.error is None, hint=hint)
+    remedies = () if owners is None else _suggest_remedies(report, owners)
+    return _out_of_memory_error(when, report, remedies, top, budget_bytes, is_compiled=program.error is None, hint=hint)
 
 
-def _explained(
+def _out_of_memory_error(
     when: str,
     report: MemoryReport,
     remedies: tuple[Remedy, ...],
     top: int,
     budget_bytes: int | None = None,
     *,
-    live: bool,
+    is_compiled: bool,
     hint: str = _HINT,
 ) -> OutOfMemoryError:
     usable = report.target.device_bytes if budget_bytes is None else budget_bytes
-    room = f"{format_bytes(usable)} usable" if usable is not None else "capacity unknown"
-    listed = "\n".join(f"  {number}. {remedy}" for number, remedy in enumerate(remedies[:top], start=1))
+    capacity = f"{format_bytes(usable)} usable" if usable is not None else "capacity unknown"
+    listing = "\n".join(f"  {number}. {remedy}" for number, remedy in enumerate(remedies[:top], start=1))
     message = (
         f"out of memory {when}: the program needs {format_bytes(report.device_bytes)} on one device of "
-        f"{'this machine' if report.target.name == 'here' else report.target.name} ({room})\n{_text(report, top)}"
-        + (f"\nremedies, each by itself:\n{listed}" if listed else "")
-        + (f"\n{_live_arrays(report)}" if live else "")
+        f"{'this machine' if report.target.name == 'here' else report.target.name} ({capacity})\n"
+        f"{_report_text(report, top)}"
+        + (f"\nremedies, each by itself:\n{listing}" if listing else "")
+        + (f"\n{_live_arrays(report)}" if is_compiled else "")
     )
-    explained = OutOfMemoryError(message, hint=hint)
-    explained.report, explained.remedies = report, remedies
-    return explained
+    error = OutOfMemoryError(message, hint=hint)
+    error.report, error.remedies = report, remedies
+    return error
 
 
-def _text(report: MemoryReport, top: int) -> str:
+def _report_text(report: MemoryReport, top: int) -> str:
     from rich.console import Console
 
     text = io.StringIO()
@@ -198,16 +201,17 @@ def _text(report: MemoryReport, top: int) -> str:
 
 def _live_arrays(report: MemoryReport) -> str:
     """Return a line on the live arrays of the process, which include arrays outside the program."""
-    of_device = collections.defaultdict[Any, collections.Counter[str]](collections.Counter)
+    bytes_by_device = collections.defaultdict[Any, collections.Counter[str]](collections.Counter)
     for array in jax.live_arrays():
         if array.is_deleted() or on_host(array.sharding):
             continue
         for shard in array.addressable_shards:
-            of_device[shard.device][f"{array.dtype}{list(array.shape)}"] += shard.data.nbytes
-    sizes = max(of_device.values(), key=lambda found: found.total(), default=collections.Counter[str]())
-    listed = ", ".join(f"{shape} {format_bytes(size)}" for shape, size in sizes.most_common(5))
+            bytes_by_device[shard.device][f"{array.dtype}{list(array.shape)}"] += shard.data.nbytes
+    sizes = max(bytes_by_device.values(), key=lambda counter: counter.total(), default=collections.Counter[str]())
+    listing = ", ".join(f"{shape} {format_bytes(size)}" for shape, size in sizes.most_common(5))
     arguments = report.device.argument_bytes
     return (
         f"arrays alive in the process when it failed: {format_bytes(sizes.total())} on the fullest device "
-        f"(the program's arguments are {format_bytes(arguments)} of what it needs)" + (f": {listed}" if listed else "")
+        f"(the program's arguments are {format_bytes(arguments)} of what it needs)"
+        + (f": {listing}" if listing else "")
     )

@@ -27,20 +27,20 @@ from .._analyze import Role, examine
 from .._job import Job
 from .._owners import Owners
 from .._program import Program, compile
-from ._estimates import recomputations, saving, some
+from ._estimates import join_names, recomputations, saving
 from ._finding import Finding
 from ._lint import lint_owners, logits
 
 _LOSS_CHUNKS = 8
-_COMPUTED = ("activations", "cotangents", "recomputed", "workspaces", "temporaries")
+_COMPUTED_ROLES = ("activations", "cotangents", "recomputed", "workspaces", "temporaries")
 """Roles of values that a step computes from its batch."""
 _MOMENTS = re.compile(r"/(mu|nu|nu_max|m1|exp_avg|exp_avg_sq|trace)(/|$)")
 """Paths of the state that `lowtide.optim.low_precision` quantises."""
-_LEAST_SIZE = 4096
+_MIN_QUANTIZED_SIZE = 4096
 """Elements of the smallest leaf that `lowtide.optim.low_precision` quantises."""
-_IN_EIGHT_BITS = 1 - (1 + 4 / 256) / 4
+_EIGHT_BIT_SAVING = 1 - (1 + 4 / 256) / 4
 """Saved share of float32: 8-bit codes take 1 byte, plus a scale of 4 bytes for each block of 256, instead of 4."""
-_SHARE = 0.01
+_MIN_SHARE = 0.01
 """Remedies that save less than this share of the device bytes are not listed."""
 
 
@@ -73,13 +73,13 @@ class Remedy:
         return self.estimated_bytes if self.compiled_bytes is None else self.compiled_bytes
 
     def __str__(self) -> str:
-        least, most = self.range_bytes or (self.estimated_bytes, self.estimated_bytes)
+        low, high = self.range_bytes or (self.estimated_bytes, self.estimated_bytes)
         if self.compiled_bytes is not None:
             figure = f"{format_bytes(self.compiled_bytes)} (compiled)"
-        elif least == most:
-            figure = f"about {format_bytes(most)} (estimated)"
+        elif low == high:
+            figure = f"about {format_bytes(high)} (estimated)"
         else:
-            figure = f"{f'{format_bytes(least)} to' if least else 'up to'} {format_bytes(most)} (estimated)"
+            figure = f"{f'{format_bytes(low)} to' if low else 'up to'} {format_bytes(high)} (estimated)"
         return f"{self.kind}: {self.action}, saves {figure}"
 
 
@@ -153,28 +153,28 @@ def advise(
     report, owners = examine(program, job.roles)
     if owners is None:
         return report, ()
-    found = suggest(report, owners, lint_owners(owners, report, program.jaxpr), call, job.roles, batch)
+    candidates = suggest(report, owners, lint_owners(owners, report, program.jaxpr), call, job.roles, batch)
     if verify:
-        found = tuple(_verified(remedy, report) for remedy in found)
-    return report, ranked(found, report)
+        candidates = tuple(_verify(remedy, report) for remedy in candidates)
+    return report, ranked(candidates, report)
 
 
-def ranked(found: Iterable[Remedy], report: MemoryReport) -> tuple[Remedy, ...]:
-    """Return the remedies that save at least `_SHARE` of the device bytes, the largest saving first."""
-    worth = [remedy for remedy in found if remedy.saving_bytes >= _SHARE * report.device_bytes]
-    return tuple(sorted(worth, key=lambda remedy: -remedy.saving_bytes))
+def ranked(candidates: Iterable[Remedy], report: MemoryReport) -> tuple[Remedy, ...]:
+    """Return the remedies that save at least `_MIN_SHARE` of the device bytes, the largest saving first."""
+    significant = [remedy for remedy in candidates if remedy.saving_bytes >= _MIN_SHARE * report.device_bytes]
+    return tuple(sorted(significant, key=lambda remedy: -remedy.saving_bytes))
 
 
-def _verified(remedy: Remedy, report: MemoryReport) -> Remedy:
+def _verify(remedy: Remedy, report: MemoryReport) -> Remedy:
     if remedy.apply is None:
         return remedy
     try:
-        saved = report.device_bytes - remedy.apply().report().device_bytes
+        saved_bytes = report.device_bytes - remedy.apply().report().device_bytes
     except Exception as error:
         # A step that depends on its batch size or shardings does not compile with others. Then keep the estimate.
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         return dataclasses.replace(remedy, action=f"{remedy.action} (as it is, the step refuses: {reason})", apply=None)
-    return dataclasses.replace(remedy, compiled_bytes=saved)
+    return dataclasses.replace(remedy, compiled_bytes=saved_bytes)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -202,24 +202,19 @@ class _Call:
     def is_jitted(self) -> bool:
         return hasattr(self.fn, "trace") and hasattr(self.fn, "lower")
 
-    def donating(self, also: int, donated: Iterable[int], keywords: Iterable[str]) -> _Call:
+    def with_donation(self, position: int, donated_positions: Iterable[int], keywords: Iterable[str]) -> _Call:
         """Return the call with one more donated argument.
 
-        A jitted function keeps its other donations, and its static keyword arguments are bound.
-
-        Args:
-            also: the position to donate.
-            donated: positions that are already donated.
-            keywords: keyword arguments that are not static.
+        A jitted function keeps its other donations. Its static keyword arguments, those not in `keywords`, are bound.
         """
-        changed = dataclasses.replace(self, donate=tuple(sorted({*donated, also})))
+        call = dataclasses.replace(self, donate=tuple(sorted({*donated_positions, position})))
         if not self.is_jitted:
-            return changed
+            return call
         static = {key: value for key, value in self.kwargs.items() if key not in set(keywords)}
-        rest = {key: value for key, value in self.kwargs.items() if key not in static}
-        return dataclasses.replace(changed, fn=functools.partial(self.fn, **static), kwargs=rest)
+        dynamic = {key: value for key, value in self.kwargs.items() if key not in static}
+        return dataclasses.replace(call, fn=functools.partial(self.fn, **static), kwargs=dynamic)
 
-    def changing(self, argument: int, change: Callable[[Any], Any]) -> _Call:
+    def with_argument(self, argument: int, change: Callable[[Any], Any]) -> _Call:
         args = list(self.args)
         args[argument] = jax.tree.map(change, args[argument])
         return dataclasses.replace(self, args=tuple(args))
@@ -233,23 +228,14 @@ def suggest(
     roles: Mapping[str, Role] | None = None,
     batch: str = "batch",
 ) -> tuple[Remedy, ...]:
-    """Return the remedies for a report, with estimated savings.
-
-    Args:
-        report: the report.
-        owners: the owners behind the report.
-        findings: findings of `lint`.
-        call: the call of the step, to apply remedies; None if the step is not available.
-        roles: the caller's roles.
-        batch: the role of the batch.
-    """
-    found = [*_donations(report, owners, findings, call), *_from_findings(report, findings)]
-    found += _optimizer_state(report, owners)
-    for what, (least, most) in recomputations(report):
-        found.append(Remedy(kind="recompute", action=what, estimated_bytes=least, range_bytes=(least, most)))
-    found += [*_loss(report, owners), *_shards(report, owners, call)]
-    found += _smaller_batch(report, owners, call, roles or {}, batch)
-    return tuple(found)
+    """Return the remedies for a report, with estimated savings; without a `call` of the step none can be applied."""
+    candidates = [*_donations(report, owners, findings, call), *_from_findings(report, findings)]
+    candidates += _optimizer_state(report, owners)
+    for action, (low, high) in recomputations(report):
+        candidates.append(Remedy(kind="recompute", action=action, estimated_bytes=low, range_bytes=(low, high)))
+    candidates += [*_chunked_loss(report, owners), *_sharded_arguments(report, owners, call)]
+    candidates += _smaller_batch(report, owners, call, roles or {}, batch)
+    return tuple(candidates)
 
 
 def _donations(
@@ -262,39 +248,39 @@ def _donations(
             arguments.setdefault(leaf.argument, []).append(leaf)
     for argument, leaves in arguments.items():
         paths = {leaf.path for leaf in leaves}
-        served = {at: value for value, at in owners.replaced.items() if owners.leaves[at].path in paths}
+        results = {index: value for value, index in owners.replaced.items() if owners.leaves[index].path in paths}
         # A donated buffer serves only one output, even if several outputs are computed from the argument.
-        outputs = {owners.path_of(value) for value in served.values()}
-        mine = (b for b in report.buffers if b.role == "outputs" and b.dtype != "" and b.path in outputs)
-        throughout = {id(b) for b in mine if (b.start, b.end) == (0, len(report.moments) - 1)}
-        estimate = saving(report, lambda b, t=throughout: float(id(b) in t))
+        outputs = {owners.path_of(value) for value in results.values()}
+        output_buffers = (b for b in report.buffers if b.role == "outputs" and b.dtype != "" and b.path in outputs)
+        buffer_ids = {id(b) for b in output_buffers if (b.start, b.end) == (0, len(report.moments) - 1)}
+        estimate = saving(report, lambda b, buffer_ids=buffer_ids: float(id(b) in buffer_ids))
         # The saving may be zero: XLA copies a donated argument if the program reads it after writing the result.
         yield Remedy(
             kind="donate",
-            action=f"donate argument {argument!r} ({_roles_of(report, paths)})",
+            action=f"donate argument {argument!r} ({_join_roles(report, paths)})",
             estimated_bytes=estimate,
             range_bytes=(0, estimate),
-            apply=_donation(owners, call, argument),
+            apply=_compile_donated(owners, call, argument),
         )
 
 
-def _donation(owners: Owners, call: _Call | None, argument: int | str) -> Callable[[], Program] | None:
+def _compile_donated(owners: Owners, call: _Call | None, argument: int | str) -> Callable[[], Program] | None:
     if call is None or not isinstance(argument, int):
         return None
-    donated = {leaf.argument for leaf in owners.leaves if leaf.donated and isinstance(leaf.argument, int)}
-    return call.donating(argument, donated, {str(leaf.argument) for leaf in owners.leaves}).compile
+    donated_positions = {leaf.argument for leaf in owners.leaves if leaf.donated and isinstance(leaf.argument, int)}
+    return call.with_donation(argument, donated_positions, {str(leaf.argument) for leaf in owners.leaves}).compile
 
 
 def _from_findings(report: MemoryReport, findings: Sequence[Finding]) -> Iterable[Remedy]:
-    frozen = {f.path for f in findings if f.rule == "optimizer-over-frozen"}
-    if frozen:
+    frozen_paths = {f.path for f in findings if f.rule == "optimizer-over-frozen"}
+    if frozen_paths:
         yield Remedy(
             kind="split-frozen",
-            action=f"build the optimizer over what trains: {some(frozen)} get no gradient",
-            estimated_bytes=saving(report, lambda b: float(b.phase == "argument" and b.path in frozen)),
+            action=f"build the optimizer over what trains: {join_names(frozen_paths)} get no gradient",
+            estimated_bytes=saving(report, lambda b: float(b.phase == "argument" and b.path in frozen_paths)),
         )
-    copied = {f.path for f in findings if f.rule == "residual-copy"}
-    for path in sorted(copied):
+    copied_paths = {f.path for f in findings if f.rule == "residual-copy"}
+    for path in sorted(copied_paths):
         yield Remedy(
             kind="residual-copy",
             action=f"recompute the copy of {path} in the backward pass, or make it once, outside of the loop",
@@ -302,20 +288,20 @@ def _from_findings(report: MemoryReport, findings: Sequence[Finding]) -> Iterabl
         )
     for finding in (f for f in findings if f.rule == "frozen-cast"):
         leaf = next(b for b in report.buffers if b.phase == "argument" and b.path == finding.path)
-        kept = finding.num_bytes / leaf.num_bytes
+        kept_share = finding.num_bytes / leaf.num_bytes
 
-        def share(b: Buffer, path: str = finding.path, kept: float = kept) -> float:
-            return (b.path == path) * ((1 - kept) if b.phase == "argument" else float(b.role == "copies"))
+        def share(b: Buffer, path: str = finding.path, kept_share: float = kept_share) -> float:
+            return (b.path == path) * ((1 - kept_share) if b.phase == "argument" else float(b.role == "copies"))
 
         yield Remedy(
             kind="frozen-cast",
             action=f"pass {finding.path} in {finding.detail.partition('[')[0]}, in which it is used: it does not train",
             estimated_bytes=saving(report, share),
         )
-    unchanged = collections.Counter[str]()
+    unchanged_bytes = collections.Counter[str]()
     for finding in (f for f in findings if f.rule == "returned-unchanged"):
-        unchanged[finding.path] += finding.num_bytes
-    for path, num_bytes in unchanged.items():
+        unchanged_bytes[finding.path] += finding.num_bytes
+    for path, num_bytes in unchanged_bytes.items():
         yield Remedy(
             kind="returned-unchanged",
             action=f"leave {path} out of the result",
@@ -326,42 +312,48 @@ def _from_findings(report: MemoryReport, findings: Sequence[Finding]) -> Iterabl
 def _optimizer_state(report: MemoryReport, owners: Owners) -> Iterable[Remedy]:
     """Yield remedies for optimizer state: leaves that the update replaces and no pass of differentiation reads."""
     flow = owners.dataflow
-    state = {
-        at
-        for at in owners.replaced.values()
-        if not flow.is_differentiated(at) and owners.leaves[at].kept and not owners.leaves[at].on_host
+    state_leaves = {
+        index
+        for index in owners.replaced.values()
+        if not flow.is_differentiated(index) and owners.leaves[index].kept and not owners.leaves[index].on_host
     }
-    if not state or "backward" not in flow.phases.values():
+    if not state_leaves or "backward" not in flow.phases.values():
         return
-    paths = {owners.leaves[at].path for at in state}
-    moments = {path for path in paths if _MOMENTS.search(path)}
+    paths = {owners.leaves[index].path for index in state_leaves}
+    moment_paths = {path for path in paths if _MOMENTS.search(path)}
     # A step that does not donate its state holds it twice: as an argument and as a result.
-    results = {owners.path_of(value): owners.leaves[at].path for value, at in owners.replaced.items() if at in state}
+    results = {
+        owners.path_of(value): owners.leaves[index].path
+        for value, index in owners.replaced.items()
+        if index in state_leaves
+    }
 
     def state_path(b: Buffer) -> str | None:
         return b.path if b.phase == "argument" else results.get(b.path) if b.role == "outputs" else None
 
-    def packed(b: Buffer) -> float:
-        is_wide = state_path(b) in moments and b.dtype == "f32" and math.prod(b.shape) >= _LEAST_SIZE
-        return _IN_EIGHT_BITS * is_wide
+    def packed_share(b: Buffer) -> float:
+        is_wide = state_path(b) in moment_paths and b.dtype == "f32" and math.prod(b.shape) >= _MIN_QUANTIZED_SIZE
+        return _EIGHT_BIT_SAVING * is_wide
 
     yield Remedy(
         kind="low-precision-optimizer",
-        action=f"store {_roles_of(report, moments)} in 8 bits, lowtide.optim.low_precision(tx): {some(moments)}",
-        estimated_bytes=saving(report, packed),
+        action=f"store {_join_roles(report, moment_paths)} in 8 bits, lowtide.optim.low_precision(tx): "
+        f"{join_names(moment_paths)}",
+        estimated_bytes=saving(report, packed_share),
     )
     if report.target.platform == "cpu":
         return  # a CPU has only one memory
-    staging = 2 * max(owners.leaves[at].num_bytes for at in state)  # two leaves on the device while streaming
+    # Two leaves are on the device while streaming.
+    staging = 2 * max(owners.leaves[index].num_bytes for index in state_leaves)
     estimate = saving(report, lambda b: float(state_path(b) in paths)) - staging
     yield Remedy(
         kind="offload-optimizer",
-        action=f"keep {_roles_of(report, paths)} in host memory, streamed leaf by leaf: {some(paths)}",
+        action=f"keep {_join_roles(report, paths)} in host memory, streamed leaf by leaf: {join_names(paths)}",
         estimated_bytes=max(estimate, 0),
     )
 
 
-def _loss(report: MemoryReport, owners: Owners) -> Iterable[Remedy]:
+def _chunked_loss(report: MemoryReport, owners: Owners) -> Iterable[Remedy]:
     widest, is_logits = logits(owners)
     estimate = saving(report, lambda b: (1 - 1 / _LOSS_CHUNKS) * is_logits(b))
     if estimate:
@@ -373,26 +365,28 @@ def _loss(report: MemoryReport, owners: Owners) -> Iterable[Remedy]:
         )
 
 
-def _shards(report: MemoryReport, owners: Owners, call: _Call | None) -> Iterable[Remedy]:
+def _sharded_arguments(report: MemoryReport, owners: Owners, call: _Call | None) -> Iterable[Remedy]:
     arguments: dict[int | str, list[int]] = {}
-    for at, leaf in enumerate(owners.leaves):
+    for index, leaf in enumerate(owners.leaves):
         if leaf.num_replicas > 1:
-            arguments.setdefault(leaf.argument, []).append(at)
+            arguments.setdefault(leaf.argument, []).append(index)
     for argument, positions in arguments.items():
-        paths = {owners.leaves[at].path for at in positions if _is_divisible(owners, at)}
+        paths = {owners.leaves[index].path for index in positions if _is_divisible(owners, index)}
         count = owners.leaves[positions[0]].num_replicas
-        outputs = {owners.path_of(value) for value, at in owners.replaced.items() if owners.leaves[at].path in paths}
+        outputs = {
+            owners.path_of(value) for value, index in owners.replaced.items() if owners.leaves[index].path in paths
+        }
 
-        def part(b: Buffer, p: set[str] = paths, o: set[str] = outputs, share: float = 1 - 1 / count) -> float:
+        def sharded_share(b: Buffer, p: set[str] = paths, o: set[str] = outputs, share: float = 1 - 1 / count) -> float:
             is_argument, is_output = b.phase == "argument" and b.path in p, b.role == "outputs" and b.path in o
             return share * (is_argument or is_output)
 
         yield Remedy(
             kind="shard",
-            action=f"shard argument {argument!r} ({_roles_of(report, paths)}) over the {count} devices that each hold "
-            "it in full",
-            estimated_bytes=saving(report, part),
-            apply=_sharding(call, argument, count),
+            action=f"shard argument {argument!r} ({_join_roles(report, paths)}) over the {count} devices that each "
+            "hold it in full",
+            estimated_bytes=saving(report, sharded_share),
+            apply=_compile_sharded(call, argument, count),
         )
 
 
@@ -402,7 +396,7 @@ def _is_divisible(owners: Owners, leaf: int) -> bool:
     return any(dim and dim % owners.leaves[leaf].num_replicas == 0 for dim in dims)
 
 
-def _sharding(call: _Call | None, argument: int | str, count: int) -> Callable[[], Program] | None:
+def _compile_sharded(call: _Call | None, argument: int | str, count: int) -> Callable[[], Program] | None:
     """Return a function that compiles with an argument sharded over the whole mesh.
 
     Each leaf is sharded along its first axis that the number of devices divides.
@@ -410,31 +404,31 @@ def _sharding(call: _Call | None, argument: int | str, count: int) -> Callable[[
     if call is None or not isinstance(argument, int):
         return None
 
-    def sharded(leaf: Any) -> Any:
+    def shard_leaf(leaf: Any) -> Any:
         sharding = getattr(leaf, "sharding", None)
         if not isinstance(sharding, NamedSharding) or not sharding.is_fully_replicated:
             return leaf
-        axis = next((at for at, dim in enumerate(leaf.shape) if dim and dim % count == 0), None)
+        axis = next((index for index, dim in enumerate(leaf.shape) if dim and dim % count == 0), None)
         if axis is None:
             return leaf
         spec = PartitionSpec(*[None] * axis, sharding.mesh.axis_names)
-        split = NamedSharding(sharding.mesh, spec, memory_kind=sharding.memory_kind)
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=split)
+        new_sharding = NamedSharding(sharding.mesh, spec, memory_kind=sharding.memory_kind)
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=new_sharding)
 
-    return call.changing(argument, sharded).compile
+    return call.with_argument(argument, shard_leaf).compile
 
 
 def _smaller_batch(
     report: MemoryReport, owners: Owners, call: _Call | None, roles: Mapping[str, Role], batch: str
 ) -> Iterable[Remedy]:
-    leaves = [leaf for leaf in owners.leaves if _role(report, leaf) == batch and leaf.kept]
+    leaves = [leaf for leaf in owners.leaves if _role_of_leaf(report, leaf) == batch and leaf.kept]
     graph = owners.dataflow.graph
-    shapes = {at: graph.shape(value).dimensions for value, at in owners.parameters.items()}
-    mine = [shapes[at] for at, leaf in enumerate(owners.leaves) if leaf in leaves and at in shapes]
-    lengths = {dims[0] if dims else 0 for dims in mine}
+    shapes = {index: graph.shape(value).dimensions for value, index in owners.parameters.items()}
+    batch_shapes = [shapes[index] for index, leaf in enumerate(owners.leaves) if leaf in leaves and index in shapes]
+    lengths = {dims[0] if dims else 0 for dims in batch_shapes}
     if len(lengths) != 1 or (length := lengths.pop()) < 2 or length % 2:
         return
-    weights = {tuple(sorted(dims)) for at, dims in shapes.items() if owners.leaves[at] not in leaves}
+    weight_shapes = {tuple(sorted(dims)) for index, dims in shapes.items() if owners.leaves[index] not in leaves}
 
     def scales(buffer: Buffer) -> bool:
         # A computed buffer is assumed to grow with the batch if its size is a multiple of the batch size. Buffers with
@@ -442,18 +436,24 @@ def _smaller_batch(
         if buffer.phase == "argument":
             return buffer.role == batch
         elements = math.prod(buffer.shape)
-        made = buffer.role in _COMPUTED and buffer.phase != "update"
-        return made and elements > 1 and elements % length == 0 and tuple(sorted(buffer.shape)) not in weights
+        is_computed = buffer.role in _COMPUTED_ROLES and buffer.phase != "update"
+        return (
+            is_computed and elements > 1 and elements % length == 0 and tuple(sorted(buffer.shape)) not in weight_shapes
+        )
 
     apply = None
     argument = roles.get(batch)
     if call is not None and isinstance(argument, int):
-        apply = call.changing(argument % len(call.args), _halved).compile
+        apply = call.with_argument(argument % len(call.args), _halve).compile
     action = f"half of the {length} examples"
     if "backward" in owners.dataflow.phases.values():
-        kept = sum(leaf.num_bytes for leaf in leaves) // 2
-        less = f", which keeps the other half ({format_bytes(kept)})" if kept >= _SHARE * report.device_bytes else ""
-        action += f"; for the same values lowtide.accumulate(grad_fn, num_microbatches=2){less}"
+        kept_bytes = sum(leaf.num_bytes for leaf in leaves) // 2
+        note = (
+            f", which keeps the other half ({format_bytes(kept_bytes)})"
+            if kept_bytes >= _MIN_SHARE * report.device_bytes
+            else ""
+        )
+        action += f"; for the same values lowtide.accumulate(grad_fn, num_microbatches=2){note}"
     yield Remedy(
         kind="smaller-batch",
         action=action,
@@ -462,17 +462,17 @@ def _smaller_batch(
     )
 
 
-def _halved(leaf: Any) -> Any:
+def _halve(leaf: Any) -> Any:
     if not getattr(leaf, "shape", ()):
         return leaf
     sharding = getattr(leaf, "sharding", None)
     return jax.ShapeDtypeStruct((leaf.shape[0] // 2, *leaf.shape[1:]), leaf.dtype, sharding=sharding)
 
 
-def _role(report: MemoryReport, leaf: ArgumentLeaf) -> str:
+def _role_of_leaf(report: MemoryReport, leaf: ArgumentLeaf) -> str:
     return next((b.role for b in report.buffers if b.phase == "argument" and b.path == leaf.path), "")
 
 
-def _roles_of(report: MemoryReport, paths: set[str]) -> str:
+def _join_roles(report: MemoryReport, paths: set[str]) -> str:
     roles = {b.role for b in report.buffers if b.phase == "argument" and b.path in paths}
-    return ", ".join(sorted(roles - {"other"})) or some(paths)
+    return ", ".join(sorted(roles - {"other"})) or join_names(paths)
