@@ -82,7 +82,7 @@ def test_the_files_of_experts_without_modules_come_back(tmp_path: Path) -> None:
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "router": ({"target_parameters": [*BOTH, "gate.weight"]}, "names 'gate.weight', which is not an expert parameter"),
-    "bias": ({"target_parameters": ["experts.down_proj_bias"]}, "names 'experts.down_proj_bias', no parameter"),
+    "bias": ({"target_parameters": ["experts.down_proj_bias"]}, "names 'experts.down_proj_bias', which is not"),
     "end of a word": ({"target_parameters": ["up_proj"]}, "names 'up_proj', which is not an expert parameter"),
     "one layer": (
         {"target_parameters": ["model.layers.1.mlp.experts.down_proj", "gate_up_proj"]},

@@ -249,7 +249,7 @@ class TestRefusals:
             lora.add(base(), lora.Config(rank=2, targets="w", layers=[0, 3]), key=KEY)
         with pytest.raises(ConfigError, match="all-linear.*needs a model that declares"):
             lora.add(base(), lora.Config(targets="all-linear"), key=KEY)
-        with pytest.raises(ConfigError, match="key: the initial values are random"):
+        with pytest.raises(ConfigError, match="key is missing: the initial values are random"):
             lora.add(base(), lora.Config(targets="w"))
 
     def test_a_bias_that_the_model_adds_itself(self) -> None:

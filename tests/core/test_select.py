@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from lowtide.adapters import lora
 from lowtide.core import SelectionError, match_names, match_path, select
-from lowtide.core._braces import alternatives
+from lowtide.core._select import alternatives
 
 TREE = {
     "embed": {"weight": 1.0},

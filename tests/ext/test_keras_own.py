@@ -61,12 +61,12 @@ def test_what_a_model_does_itself_is_not_passed_over(name: str, wraps: bool) -> 
     model = built(type("Own", (Plain,), {name: own}))
     bridge = Bridge(model)
     with pytest.raises(
-        ConfigError, match=rf"(?s)Own has a {name} of its own.*hint: write loss_fn.*model.compile\(loss=...\)"
+        ConfigError, match=rf"(?s)Own overrides {name}, .*hint: write loss_fn.*model.compile\(loss=...\)"
     ):
         bridge.loss("mse")
     model = built(Plain)
     setattr(model, name, own)
-    with pytest.raises(ConfigError, match=f"a {name} of its own"):
+    with pytest.raises(ConfigError, match=f"overrides {name}, "):
         Bridge(model).loss("mse")
 
 

@@ -144,14 +144,14 @@ class Setting(nnx.Module):
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("an array", "set anew: last"),
-        ("a variable", "set anew: last"),
-        ("a number", "of another value: count"),
+        ("an array", "added: last"),
+        ("a variable", "added: last"),
+        ("a number", "changed: count"),
         ("removed", "removed: count"),
-        ("a tuple", "of another value: sizes/1"),
-        ("a longer tuple", "set anew: sizes/2"),
-        ("a number in a variable", "of another value: number"),
-        ("a tuple in a variable, shorter", "of another value: pair"),
+        ("a tuple", "changed: sizes/1"),
+        ("a longer tuple", "added: sizes/2"),
+        ("a number in a variable", "changed: number"),
+        ("a tuple in a variable, shorter", "changed: pair"),
     ],
 )
 def test_an_attribute_that_a_call_sets_is_an_error(name: str, said: str) -> None:
@@ -198,7 +198,7 @@ def test_what_is_written_inside_of_a_transform_is_said() -> None:
 def test_an_attribute_that_gets_the_value_of_another_one_is_seen() -> None:
     model = Setting("a number")
     model.other = 1  # what the count becomes
-    with pytest.raises(StructureError, match="of another value: count"):
+    with pytest.raises(StructureError, match="changed: count"):
         fit(model, 1)
 
 

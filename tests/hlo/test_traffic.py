@@ -65,7 +65,7 @@ def test_a_loop_that_the_data_end_is_refused(target: str) -> None:
         (lambda n, x: jax.lax.fori_loop(0, n, lambda i, x: jnp.sin(x), x), counted, shape(8)),
     ]
     for fn, *args in loops:
-        with pytest.raises(StructureError, match=r"how often does the loop(.|\n)*hint:"):
+        with pytest.raises(StructureError, match=r"iterations of the loop(.|\n)*hint:"):
             moved(fn, *args, target=target)
 
 

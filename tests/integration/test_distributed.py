@@ -166,7 +166,7 @@ def test_arguments_that_one_process_refuses_are_an_error_in_the_other(start, tmp
     assert all(codes), logs
     assert "not a callback: expected" in logs[1]
     assert "process 1 failed: ConfigError" in logs[0], logs[0]
-    assert logs[0].count("cannot go on without it") == 1
+    assert logs[0].count("cannot continue without it") == 1
 
 
 @pytest.mark.slow
@@ -223,7 +223,9 @@ def test_processes_that_save_into_other_folders_do_not_begin(start, tmp_path):
     codes, logs = finish(start(tmp_path / "run", tmp_path / "checkpoints", odd="folder", patience=2, **SMALL))
     assert all(codes), logs
     for log in logs:
-        assert "is not one folder for all processes" in log and "hint: give all processes the same folder" in log, log
+        assert (
+            "is not the same folder for all processes" in log and "hint: give all processes the same folder" in log
+        ), log
     assert not list(tmp_path.glob("checkpoints*/.shared-*"))
 
 

@@ -127,7 +127,7 @@ def test_how_far_layers_see_is_data_and_nothing_that_trains() -> None:
     [
         ({"sliding_window": 0}, "sliding_window has to be at least 1"),
         ({"sliding_layers": (True,) * 4, "sliding_window": None}, "need a sliding_window"),
-        ({"sliding_layers": (True,), "sliding_window": 4}, "another number of layers"),
+        ({"sliding_layers": (True,), "sliding_window": 4}, "the number of layer_types differs"),
         ({"rotary_fraction": 0.2}, "the number of rotated dimensions has to be even"),
         ({"rope_scaling": models.RopeScaling(rope_type="longrope", factor=2.0)}, "number of longrope factors"),
     ],

@@ -84,12 +84,12 @@ def _damages(content: bytes) -> dict[str, tuple[bytes, tuple[str, ...]]]:
         "zero": (_patched(content, tensor + 4, "<Q", 0), ("rows of a multiple of",)),
         "wide": (_patched(content, tensor + 4, "<QQ", 2**40, 2**40), ("rows of a multiple of",)),
         "other shape": (_patched(content, tensor + 4, "<QQ", 4, 16), ("the shape of",)),
-        "type": (_patched(content, tensor + 20, "<I", 1000), ("not read", "type 1000")),
-        "Q8_K": (_patched(content, tensor + 20, "<I", 15), ("not read", "Q8_K", "Q8_0")),
+        "type": (_patched(content, tensor + 20, "<I", 1000), ("is not supported", "type 1000")),
+        "Q8_K": (_patched(content, tensor + 20, "<I", 15), ("is not supported", "Q8_K", "Q8_0")),
         "blocks": (_patched(content, tensor + 20, "<I", 8), ("a multiple of 32 in Q8_0",)),
         "offset": (_patched(content, tensor + 24, "<Q", 2**62), ("inside the file",)),
         "odd offset": (_patched(content, tensor + 24, "<Q", 4), ("multiples of 32",)),
-        "beside": (_patched(content, tensor + 24, "<Q", 0), ("inside of another",)),
+        "beside": (_patched(content, tensor + 24, "<Q", 0), ("inside another",)),
         "twice": (content[:norm] + b"blk.0.ffn__norm.weight" + content[norm + 22 :], ("lacks", "attn_norm")),
         "truncated": (content[:-600], ("inside the file",)),
         "no header": (content[:90], ("not a complete GGUF file",)),
@@ -213,7 +213,7 @@ def test_what_is_kept_has_a_limit_in_all(tmp_path: Path) -> None:
             out.write(struct.pack("<Q4s", 2**16, b"%04d" % key))
             out.seek(2**16 - 4, os.SEEK_CUR)
             out.write(struct.pack("<IB", 0, 0))
-    _refused(file, "names of at most 16.00 MiB in all")
+    _refused(file, "names of at most 16.00 MiB in total")
 
 
 def test_truth_values_of_an_array_are_0_or_1(folder: Path, tmp_path: Path) -> None:

@@ -117,7 +117,7 @@ def test_weights_are_divided_and_kept_on_the_host(dense: Path, tmp_path: Path, k
 
 def test_layers_that_are_not_alike_become_arrays(dense: Path, tmp_path: Path) -> None:
     values = quantized_directory(dense, tmp_path / "m", "nf4 nested", skip="layers.1.self_attn.q_proj")
-    with pytest.warns(UserWarning, match=r"layers/attn/q_proj/weight become arrays of 32\.00 KiB, since not all"):
+    with pytest.warns(UserWarning, match=r"layers/attn/q_proj/weight are loaded as arrays of 32\.00 KiB, because"):
         weight = models.load(tmp_path / "m").layers["attn"]["q_proj"]["weight"]
     np.testing.assert_allclose(weight[0], values[Q_PROJ], rtol=0, atol=1e-7)
     np.testing.assert_array_equal(weight[1], models.load(dense).layers["attn"]["q_proj"]["weight"][1])

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from lowtide.core import ModelFileError, _assembling, memory_space
+from lowtide.core import ModelFileError, _placement, memory_space
 from lowtide.models import _tensors
 from lowtide.models._tensors import open_tensors, read_leaf
 
@@ -44,7 +44,7 @@ PLACES = {
 @pytest.mark.parametrize("place", PLACES)
 def test_a_leaf_is_put_together_from_pieces_wherever_it_belongs(stacked, monkeypatch, piece, place):
     values, names, files = stacked
-    for module in (_assembling, _tensors):
+    for module in (_placement, _tensors):
         monkeypatch.setattr(module, "PIECE_BYTES", piece)
     sharding = PLACES[place]()
     with open_tensors(files) as tensors:

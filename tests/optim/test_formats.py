@@ -149,9 +149,9 @@ def test_what_is_stored_again_does_not_change(name: str, is_positive: bool) -> N
 
 
 def test_another_format_is_refused() -> None:
-    with pytest.raises(ConfigError, match="not packed as '8bits'"):
+    with pytest.raises(ConfigError, match="cannot be packed as '8bits'"):
         PackedArray.of(jnp.zeros((4, 4)), "8bits")
-    with pytest.raises(ConfigError, match="a scalar is not packed"):
+    with pytest.raises(ConfigError, match="a scalar cannot be packed"):
         PackedArray.of(jnp.zeros(()), "8bit")
 
 

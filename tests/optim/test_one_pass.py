@@ -168,9 +168,9 @@ def test_updates_are_differentiated_and_mapped(used: list[bool]) -> None:
 
     slope = jax.grad(fn, argnums=1)(x, 1e-2)
     assert used == [True] and float(slope) == pytest.approx(2 * float(fn(x, 1e-2)) / 1e-2, rel=1e-4)
-    with pytest.raises(StructureError, match="a derivative goes through what lt.optim.low_precision stores"):
+    with pytest.raises(StructureError, match="a derivative goes through the quantised state of lt.optim.low_precision"):
         jax.grad(fn)(x, 1e-2)
-    with pytest.raises(StructureError, match="a derivative goes through what lt.optim.low_precision stores"):
+    with pytest.raises(StructureError, match="a derivative goes through the quantised state of lt.optim.low_precision"):
         jax.grad(lambda decay: fn(decay * x, 1e-2))(0.9)
     many = jax.vmap(fn, (0, None))(jnp.stack([x, 2 * x]), 1e-2)
     np.testing.assert_allclose(many, [fn(x, 1e-2), fn(2 * x, 1e-2)], rtol=1e-5)

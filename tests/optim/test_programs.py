@@ -133,16 +133,16 @@ def test_what_parameters_are_called_selects_nothing(tx: Any, parts: set[str], dt
 
 def test_that_a_copy_of_parameters_is_selected_is_said() -> None:
     tx = optax.contrib.schedule_free_adamw(1e-3)
-    with pytest.warns(PlacementWarning, match=r"(?s)z/dec begins as a copy of parameters.*hint: leave it out"):
+    with pytest.warns(PlacementWarning, match=r"(?s)z/dec begins as a copy of parameters.*hint: exclude it"):
         low_precision(tx, match=".*").init(VAE)
-    with pytest.raises(ConfigError, match=r"(?s)average/dec bears no 8bit.*its average.*expected: float32"):
+    with pytest.raises(ConfigError, match=r"(?s)average/dec cannot be stored as 8bit.*its average.*expected: float32"):
         low_precision(lt.train.ema(optax.adam(1e-3), 0.9), match=".*").init(VAE)
 
 
 def test_a_state_on_the_host_is_for_the_update_that_put_it_there() -> None:
     tx = low_precision(optax.adam(1e-2))
     state = lt.offload.optimizer(tx, match=r".*/codes").init(PARAMS)
-    with pytest.raises(PlacementError, match=r"(?s)inner/0/mu/w/codes: the state is in host memory.*hint: lt.off"):
+    with pytest.raises(PlacementError, match=r"(?s)inner/0/mu/w/codes: the state is in host memory.*hint: call lt.off"):
         tx.update(PARAMS, state, PARAMS)
 
 

@@ -296,7 +296,7 @@ def test_twice_blocks_merging_and_training_are_refused(quantized: Any) -> None:
     with pytest.raises(StructureError, match="has no quantised weight"):
         lt.dequantize({"w": jnp.ones(3)})
     for form, block in (("nf4", 7), ("nf4", 64.0), ("int4", "32"), ("int8", False), ("int4", 2**31), ("mxfp4", 64)):
-        with pytest.raises(ConfigError, match=f"block: {block!r} is no size"):
+        with pytest.raises(ConfigError, match=f"block: {block!r} is not a block size"):
             node(form, block=block)
     with pytest.raises(SelectionError, match="codes: a leaf of type uint4 cannot be differentiated"):
         lt.value_and_grad(lambda m, b: loss(m, b)[0], "layers/**")(quantized, BATCH)

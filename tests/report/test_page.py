@@ -329,7 +329,7 @@ def test_a_folded_page_says_so_and_still_adds_up(
     monkeypatch.setattr(_html, "report_payload", lambda report: folded)
     llm.to_html(tmp_path / "report.html")
     browser.open(tmp_path / "report.html")
-    assert "are one row a role, to keep this file small" in browser.at("footer").text
+    assert "are one row per role, to keep this file small" in browser.at("footer").text
     browser.sums()
     assert any(name.startswith("everything smaller than") for name in browser.column("owner"))
     for moment in (0, llm.peak_moment, 4001):

@@ -62,7 +62,7 @@ def test_json_of_a_large_program_stays_small(reports: Any, tmp_path: Path) -> No
         ("[1, 2]", r"not a memory report\n  expected: a key \"schema_version\""),
         ('{"loss": 1}', r"not a memory report"),
         ('{"schema_version": 1}', r"another version[\s\S]*expected: schema_version 2\n  got: 1\nhint: make the report"),
-        ('{"schema_version": 2}', r"damaged or incomplete\n  got: no key 'device'"),
+        ('{"schema_version": 2}', r"damaged or incomplete\n  got: missing key 'device'"),
     ],
 )
 def test_what_is_no_report_is_refused(content: Any, message: str, tmp_path: Path) -> None:
@@ -306,7 +306,7 @@ def test_a_report_without_buffers_is_drawn_by_role(tmp_path: Path) -> None:
     bare.to_html(tmp_path / "page.html")
     page = (tmp_path / "page.html").read_text(encoding="utf-8")
     assert sum(payload_of(page)["buffers"]["bytes"]) == bare.device_bytes + bare.host_bytes
-    assert "this report knows no single buffers" in page
+    assert "this report has no single buffers" in page
 
 
 # --- picture -------------------------------------------------------------------------------------------------------

@@ -60,7 +60,7 @@ def test_unknown_backend_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("", r"name is empty[\s\S]*hint: \"here\""),
+        ("", r"name is empty[\s\S]*hint: use \"here\""),
         ("   ", r"name is empty"),
         ("hree", r"unknown target 'hree'[\s\S]*hint: near misses: here"),
         ("v5l:2x2", r"unknown target 'v5l:2x2'[\s\S]*hint: near misses: .*v5e:2x2"),
@@ -72,8 +72,8 @@ def test_unknown_backend_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
             r"'a100' stands for GPUs with different memory[\s\S]*expected: a100-40 or a100-80\n[\s\S]*hint: write",
         ),
         ("A100:8", r"expected: a100-40:8 or a100-80:8\n"),
-        ("mi300x", r"'mi300x' is a GPU that cannot be compiled for here: JAX has no AMD compiler[\s\S]*\"here\" works"),
-        ("V100:8", r"cannot be compiled for here: CUDA 13 no longer"),
+        ("mi300x", r"cannot compile for the GPU 'mi300x': JAX has no AMD compiler[\s\S]*hint: use \"here\""),
+        ("V100:8", r"cannot compile for the GPU 'V100:8': CUDA 13 no longer"),
         ("cuda", r"does not say which GPU"),
         ("nvidia", r"does not say which GPU"),
         (
@@ -87,11 +87,14 @@ def test_unknown_backend_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         ("---", r"unknown target '---'"),
         ("h100:", r"'h100:' has no valid number of GPUs[\s\S]*expected: h100:N with N up to 8[\s\S]*got: ''"),
         ("h100:0", r"'h100:0' has no valid number of GPUs"),
-        ("h100:2x4", r"'h100:2x4' has no valid number of GPUs[\s\S]*hint: \"h100\" is one GPU, \"h100:8\" one host"),
+        (
+            "h100:2x4",
+            r"'h100:2x4' has no valid number of GPUs[\s\S]*hint: write \"h100\" for one GPU or \"h100:8\" for one host",
+        ),
         ("h100:12", r"'h100:12' has no valid number of GPUs[\s\S]*multiple of 8, below 100000"),
         ("h100:999999999999", r"has no valid number of GPUs"),
-        ("gb200:76", r"'gb200:76' has no valid number of GPUs[\s\S]*a multiple of 4, and beyond 72 of 72"),
-        ("v5e:", r"'v5e:' has no valid topology[\s\S]*hint: \"v5e:1x1\" is one chip"),
+        ("gb200:76", r"'gb200:76' has no valid number of GPUs[\s\S]*a multiple of 4 \(above 72: of 72\)"),
+        ("v5e:", r"'v5e:' has no valid topology[\s\S]*hint: write \"v5e:1x1\""),
         ("v5e:4", r"'v5e:4' has no valid topology"),
         ("v5e:0x1", r"'v5e:0x1' has no valid topology"),
         ("v5e:2x-2", r"has no valid topology"),
@@ -350,7 +353,7 @@ def test_gpu_capacity_follows_the_memory_fraction(monkeypatch: pytest.MonkeyPatc
     assert listed("h100").device_bytes == 84_942_979_072
     assert listed("v5e:1x1").device_bytes == int(15.75 * GIB)
     monkeypatch.setenv("XLA_CLIENT_MEM_FRACTION", "half")
-    with pytest.raises(ConfigError, match=r"XLA_CLIENT_MEM_FRACTION is no memory fraction[\s\S]*got: 'half'"):
+    with pytest.raises(ConfigError, match=r"XLA_CLIENT_MEM_FRACTION is not a memory fraction[\s\S]*got: 'half'"):
         targets()
 
 
@@ -397,8 +400,8 @@ def test_given_memory_of_a_gpu_moves_its_capacity(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize(
     ("figures", "message"),
     [
-        ({"device_byte": 1}, r"no figure 'device_byte'[\s\S]*hint: near misses: device_bytes"),
-        ({"zzz": 1}, r"no figure 'zzz'[\s\S]*hint: the number of devices is part of the name"),
+        ({"device_byte": 1}, r"'device_byte' is not a figure[\s\S]*hint: near misses: device_bytes"),
+        ({"zzz": 1}, r"'zzz' is not a figure[\s\S]*hint: give the number of devices in the name"),
         ({"device_bytes": 0}, r"device_bytes has to be positive[\s\S]*hint: "),
         ({"device_bytes": -1}, r"cannot be negative"),
         ({"hbm_bytes": "many"}, r"'many' is not a size"),
@@ -407,7 +410,7 @@ def test_given_memory_of_a_gpu_moves_its_capacity(monkeypatch: pytest.MonkeyPatc
         ({"hbm_bandwidth": True}, r"hbm_bandwidth has to be a positive rate"),
         ({"hbm_bandwidth": math.inf}, r"hbm_bandwidth has to be a positive rate"),
         ({"host_link_bandwidth": "quick"}, r"'quick' is not a size"),
-        ({"device_bytes": "2 GiB", "reserve_bytes": "2 GiB"}, r"reserve_bytes leaves nothing of 'cpu'[\s\S]*hint: "),
+        ({"device_bytes": "2 GiB", "reserve_bytes": "2 GiB"}, r"reserve_bytes leaves no memory of 'cpu'[\s\S]*hint: "),
         ({"device_bytes": "2 GiB", "hbm_bytes": "1 GiB"}, r"more than its physical memory[\s\S]*at most hbm_bytes"),
     ],
 )

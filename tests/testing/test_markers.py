@@ -53,7 +53,7 @@ def test_a_limit_that_reads_like_the_need(device_memory):
 
 
 def test_arguments_that_nobody_takes(device_memory):
-    with pytest.raises(ValueError, match="neither side is one"):
+    with pytest.raises(ValueError, match="neither side is a function"):
         device_memory.ratio((step, (PARAMS, X)), (step, (PARAMS, X)), roles={"params": 0}, target="cpu")
 
 

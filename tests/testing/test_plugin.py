@@ -147,8 +147,8 @@ def test_bad_markers_and_missing_compilers_are_errors_of_their_tests_alone(run: 
             "*the marker has no argument 'traget'",
             "hint: did you mean 'target'?",
             "*unknown target 'v9'",
-            "*target of the marker is a name or a Target",
-            "*optional of the marker is True or False",
+            "*target of the marker must be a name or a Target",
+            "*optional of the marker must be True or False",
             "*a size cannot be negative",
         ]
     )
@@ -240,10 +240,10 @@ def test_assertions_name_the_owners(run: Any) -> None:
             "* 512.00 KiB  at 2",
             "*Owners that changed most",
             "*should not depend on the number of layers but differs by *",
-            "*sizes have to increase*",
+            "*sizes must be two or more increasing numbers*",
             "*ratio of role 'params' was limited to 1.5 but is 2: 1.00 MiB to 512.00 KiB on cpu",
             "*the second program has no bytes of role 'constants'*",
-            "*on 'cpu' placement in host memory proves nothing",
+            "*a report for 'cpu' does not prove placement in host memory",
             "*test was limited to 600.00 KiB but needs *",
         ]
     )
@@ -346,7 +346,7 @@ def test_snapshots_are_missing_made_unchanged_changed_and_updated(run: Any, fold
     result.assert_outcomes(passed=1, failed=2)
     result.stdout.fnmatch_lines_random(
         [
-            "*memory changed against the snapshot*KiB -> *KiB on the device",
+            "*memory differs from the snapshot*KiB -> *KiB on the device",
             "*Owners that changed most",
             "*+32.00 KiB * batch *",
         ]
@@ -389,7 +389,7 @@ class TestTwice:
     file.write_text("{}")
     result = run(body, "-k", "exact and not b or Twice", "--memory-snapshot-update")
     result.assert_outcomes(failed=2, deselected=2)
-    result.stdout.fnmatch_lines(["*not a memory snapshot that can be read", "*hint: delete it and run pytest *"])
+    result.stdout.fnmatch_lines(["*the memory snapshot cannot be read", "*hint: delete it and run pytest *"])
     result.stdout.fnmatch_lines(["*the test takes two snapshots for cpu, *"])
     assert (folder / "TestTwice.test_same_name.json").exists()
 

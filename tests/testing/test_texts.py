@@ -90,7 +90,7 @@ def test_what_is_no_tolerance_is_refused(text: str) -> None:
 def test_outside_of_a_test_there_are_no_snapshots() -> None:
     meter = DeviceMemory()
     report = meter(lambda x: x * 2, 1.0, target="cpu")
-    with pytest.raises(ConfigError, match="no snapshots outside of a test"):
+    with pytest.raises(ConfigError, match="snapshots exist only inside a test"):
         meter.snapshot(report)
-    with pytest.raises(ConfigError, match="no role is limited"):
+    with pytest.raises(ConfigError, match="sizes is empty"):
         meter.limits(report, {})

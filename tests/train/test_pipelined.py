@@ -478,7 +478,7 @@ def test_what_a_pipeline_cannot_be_made_of_is_refused(case: str) -> None:
 
 def test_batches_that_do_not_divide_are_refused() -> None:
     trainer = pipelined()
-    with pytest.raises(LowtideError, match="cannot be divided among the devices"):
+    with pytest.raises(LowtideError, match="cannot be sharded evenly over the devices"):
         trainer.fit(batches(1, rows=12), num_steps=1, progress=False)
 
 

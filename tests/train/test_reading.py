@@ -9,7 +9,7 @@ import pytest
 from orbax.checkpoint._src.arrays.subchunking import choose_chunk_shape
 
 import lowtide as lt
-from lowtide.core import StateError, _assembling, memory_space
+from lowtide.core import StateError, _placement, memory_space
 from lowtide.train import Checkpoints, _reading, _stored
 
 
@@ -33,7 +33,7 @@ OF_EACH_SIZE = ["float32", "bfloat16", "bool"]
 
 @pytest.fixture
 def small_chunks(monkeypatch):
-    for module, name in ((_assembling, "PIECE_BYTES"), (_stored, "CHUNK_BYTES"), (_reading, "_AHEAD_BYTES")):
+    for module, name in ((_placement, "PIECE_BYTES"), (_stored, "CHUNK_BYTES"), (_reading, "_AHEAD_BYTES")):
         monkeypatch.setattr(module, name, 64)
     monkeypatch.setattr(_stored, "_ROW_BYTES", 48)
     monkeypatch.setattr(_stored, "_LEAST_BYTES", 1)

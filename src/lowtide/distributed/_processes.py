@@ -67,9 +67,9 @@ def of_first(make: Callable[[], Any]) -> Any:
         raise
     finally:
         reply = exchange(topic, message, _WAIT_SECONDS)[0]
-    answer = json.loads(reply) if reply else {"error": f"it did not come within {_WAIT_SECONDS} s"}
+    answer = json.loads(reply) if reply else {"error": f"it did not answer within {_WAIT_SECONDS} s"}
     if "error" in answer:
-        raise StateError(f"the first process failed: {answer['error']}", hint="look at its log")
+        raise StateError(f"the first process failed: {answer['error']}", hint="read its log")
     return answer["made"]
 
 
@@ -90,8 +90,8 @@ def same_in_all(what: str, text: str) -> None:
             raise ConfigError(
                 f"process {index} differs from process {jax.process_index()} in {what}",
                 expected=text,
-                got="nothing in time" if reply is None else reply,
-                hint="start all processes with the same code, arguments and data, over the same folder",
+                got="no answer in time" if reply is None else reply,
+                hint="start all processes with the same code, arguments, data and folder",
             )
 
 
@@ -129,10 +129,10 @@ def refuse_other_folders(processes: Processes, folder: Path) -> None:
         (folder / name).unlink()
     if is_missing:
         raise ConfigError(
-            f"{folder} is not one folder for all processes",
-            expected="a folder that all of them read and write, on a shared file system",
-            got="another one in at least one process",
-            hint="give all processes the same folder; a disk of each machine's own is not shared",
+            f"{folder} is not the same folder for all processes",
+            expected="a folder that all processes read and write, on a shared file system",
+            got="another folder in at least one process",
+            hint="give all processes the same folder; a local disk is not shared",
         )
 
 
@@ -161,9 +161,9 @@ class Processes:
         """Whether this process writes the files that are written once per run."""
         if self.count > 1 and rules is None:
             raise ConfigError(
-                f"there are {self.count} processes, and nothing says how they share the work",
+                f"there are {self.count} processes, but no sharding rules for them",
                 expected="Trainer(..., sharding=ShardingRules(mesh=make_mesh()))",
-                got="sharding=None, with which each process would train a model of its own",
+                got="sharding=None, with which each process would train its own model",
                 hint="pass sharding, or start one process",
             )
         self._is_failing, self._is_watched = False, False
@@ -189,15 +189,15 @@ class Processes:
             self._compare(self._exchange(facts), facts)
 
     def _compare(self, all_facts: list[Any], facts: Mapping[str, Any]) -> None:
-        hint = "start all processes with the same code, arguments and data, over the same folder"
+        hint = "start all processes with the same code, arguments, data and folder"
         process_index = jax.process_index()
         for index, process_facts in enumerate(all_facts):
             if set(process_facts) != set(facts):
                 raise ConfigError(
-                    f"process {index} is elsewhere in the run than process {process_index}",
+                    f"process {index} is at another point of the run than process {process_index}",
                     expected=", ".join(facts),
                     got=", ".join(process_facts),
-                    hint="data that ends earlier in one process does that; " + hint,
+                    hint="check whether the data ends earlier in one process; " + hint,
                 )
             # The others' facts have passed through JSON, which turns tuples into lists.
             for name, value in json.loads(json.dumps(facts, default=_to_json)).items():
@@ -279,10 +279,11 @@ class Processes:
         missing = [index for index, text in enumerate(replies) if text is None]
         if missing:
             raise StateError(
-                f"process {', '.join(map(str, missing))} did not come within {seconds} s",
-                expected=f"all {self.count} processes, to agree on {', '.join(facts)}",
-                got=f"process {', '.join(str(index) for index, text in enumerate(replies) if text is not None)}",
-                hint="look at its log; if it is only slow, raise ShardingRules(timeout_seconds=...)",
+                f"process {', '.join(map(str, missing))} did not answer within {seconds} s",
+                expected=f"answers of all {self.count} processes about {', '.join(facts)}",
+                got="answers of process "
+                f"{', '.join(str(index) for index, text in enumerate(replies) if text is not None)}",
+                hint="read its log; if it is only slow, increase ShardingRules(timeout_seconds=...)",
             )
         return [json.loads(text) for text in replies if text is not None]
 
@@ -365,13 +366,13 @@ class Processes:
                 return
             if message is None:
                 continue
-            sys.stderr.write(f"lowtide: {message}; process {jax.process_index()} cannot go on without it\n")
+            sys.stderr.write(f"lowtide: {message}; process {jax.process_index()} cannot continue without it\n")
             sys.stderr.flush()
             has_finished = finished.wait(_GRACE_SECONDS) or (self._is_failing and finished.wait(_FAILING_SECONDS))
             if not has_finished:
                 # The main thread waits in a collective for the process that failed; nothing can wake it.
                 sys.stderr.write(
-                    "hint: start all processes again; trainer.restore() goes on from the last checkpoint\n"
+                    "hint: start all processes again; trainer.restore() continues from the last checkpoint\n"
                 )
                 sys.stderr.flush()
                 os._exit(1)
@@ -410,4 +411,4 @@ def _first_difference(expected: Any, got: Any) -> tuple[str, Any, Any]:
     for index, (a, b) in enumerate(zip(expected, got, strict=False)):
         if a != b:
             return f"[{index}]", a, b
-    return " (how many)", len(expected), len(got)
+    return " (length)", len(expected), len(got)

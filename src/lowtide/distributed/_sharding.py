@@ -93,10 +93,10 @@ def make_mesh(
     for name, size in sizes.items():
         if not is_count(size, -(2**31)):
             raise ConfigError(
-                f"make_mesh: {name} is a number of devices",
-                expected="an integer of at least 1, or -1 for what is left",
+                f"make_mesh: {name} must be a number of devices",
+                expected="an integer of at least 1, or -1 for all remaining devices",
                 got=repr(size),
-                hint=f"make_mesh({name}=2)",
+                hint=f"pass for instance make_mesh({name}=2)",
             )
     free_axes = [name for name, size in sizes.items() if size == -1]
     product = math.prod(size for size in sizes.values() if size != -1)
@@ -104,10 +104,10 @@ def make_mesh(
         sizes[free_axes[0]] = len(devices) // product
     if any(size < 1 for size in sizes.values()) or math.prod(sizes.values()) != len(devices):
         raise ConfigError(
-            "the axes of the mesh do not multiply to the number of devices",
-            expected=f"{len(devices)}, with at most one axis -1 for the rest",
+            "the sizes of the mesh axes do not multiply to the number of devices",
+            expected=f"a product of {len(devices)}, with at most one axis of size -1",
             got=" × ".join(f"{name} {size}" for name, size in sizes.items()),
-            hint="make_mesh(..., fsdp=-1) takes the rest, devices=jax.devices()[:n] some",
+            hint="pass fsdp=-1 to use all remaining devices, or devices=jax.devices()[:n] to use n devices",
         )
     axis_types = (jax.sharding.AxisType.Auto,) * len(sizes)
     return jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=axis_types, devices=devices)
@@ -155,17 +155,17 @@ class ShardingRules:
                 "the mesh has explicit or manual axes",
                 expected="axes of type Auto, for which XLA chooses how intermediate values are sharded",
                 got=self.mesh.axis_types,
-                hint="lowtide.train.make_mesh makes such a mesh",
+                hint="make the mesh with lowtide.train.make_mesh",
             )
         names = (self.batch_axes,) if isinstance(self.batch_axes, str) else tuple(self.batch_axes)
         batch_axes = names or tuple(name for name in BATCH_AXES if name in axes)
         object.__setattr__(self, "batch_axes", batch_axes)
         if CONTEXT in batch_axes:
             raise ConfigError(
-                f"batch_axes: {CONTEXT!r} divides the tokens of rows, not rows",
+                f"batch_axes: {CONTEXT!r} shards the tokens of rows, not the rows",
                 expected="other axes of the mesh",
                 got=", ".join(batch_axes),
-                hint="leave it out of batch_axes, or name the axis otherwise",
+                hint="leave it out of batch_axes, or rename the axis",
             )
         _check_expression(f"context_leaves {self.context_leaves!r}", self.context_leaves)
         settings = {name: "batch_axes" for name in batch_axes}
@@ -175,14 +175,16 @@ class ShardingRules:
         for name, setting in settings.items():
             if name not in axes:
                 raise ConfigError(
-                    f"{setting}: the mesh has no axis {name!r}", expected=f"one of {', '.join(axes)}", hint="rename it"
+                    f"{setting}: the mesh has no axis {name!r}",
+                    expected=f"one of {', '.join(axes)}",
+                    hint="use an axis of the mesh",
                 )
         if not batch_axes and STAGE not in axes and CONTEXT not in axes:
             raise ConfigError(
-                "it is not known how batches are divided",
+                "the axes that shard batches are unknown",
                 expected='batch_axes, or mesh axes named "data", "fsdp" or "expert"',
                 got=f"a mesh with the axes {', '.join(axes)}",
-                hint=f"ShardingRules(mesh=mesh, batch_axes=({axes[0]!r},))",
+                hint=f"pass ShardingRules(mesh=mesh, batch_axes=({axes[0]!r},))",
             )
 
     # --- leaves ----------------------------------------------------------------------------------------------------
@@ -329,8 +331,8 @@ class ShardingRules:
         parts = sorted({tuple(sorted(rows)) for rows in rows_by_process.values()})
         if sum(map(len, parts)) != count:
             raise ConfigError(
-                "processes share some of their rows, but not all",
-                expected="a mesh in which each process has rows of its own, or the same as another",
+                "processes share some, but not all, of their rows",
+                expected="a mesh in which two processes share all of their rows, or none",
                 got=dict(self.mesh.shape),
                 hint="list the devices of a process one after the other, or use whole batches",
             )
@@ -403,7 +405,7 @@ class ShardingRules:
         parts = [f"{name} {self.mesh.shape[name]}" for name in self.batch_axes if self.mesh.shape[name] > 1]
         parts += [f"{num_microbatches} microbatches"] if (num_microbatches or 1) > 1 else []
         raise DataError(
-            f"batch leaf {path or '(root)'}: its rows cannot be divided among the devices",
+            f"batch leaf {path or '(root)'}: its rows cannot be sharded evenly over the devices",
             expected=f"a multiple of {divisor} ({' × '.join(parts)})",
             got=f"{rows} rows",
             hint="choose another batch size, or drop the remainder",
@@ -446,9 +448,9 @@ class ShardingRules:
         if self.num_context_shards > 1 and not any(self._token_axes(*pair) for pair in leaves.items()):
             raise SelectionError(
                 f"context_leaves {self.context_leaves!r} selects no leaf of the batch with tokens in its second axis",
-                expected=f"a regular expression of paths, some of them to be divided by {CONTEXT}",
+                expected=f"a regular expression for paths of leaves to shard along {CONTEXT}",
                 got=", ".join(f"{path} {list(shape)}" for path, shape in leaves.items()),
-                hint="leave it out where all leaves have tokens there, or make a mesh without context",
+                hint="leave it out if all leaves have tokens there, or make a mesh without context",
             )
 
     def _token_axes(self, path: str, shape: tuple[int, ...]) -> list[str]:
@@ -458,10 +460,10 @@ class ShardingRules:
             return []
         if shape[1] % size:
             raise DataError(
-                f"batch leaf {path or '(root)'}: its tokens cannot be divided among the devices",
+                f"batch leaf {path or '(root)'}: its tokens cannot be sharded evenly over the devices",
                 expected=f"a multiple of {size} ({CONTEXT} {size})",
-                got=f"{shape[1]} tokens a row",
-                hint="pad rows, or choose another length; of leaves without tokens in their second axis say so, "
+                got=f"{shape[1]} tokens per row",
+                hint="pad the rows, or choose another length; if the second axis is not tokens, exclude the leaf: "
                 'ShardingRules(..., context_leaves="tokens|labels")',
             )
         return [CONTEXT]
@@ -471,10 +473,10 @@ class ShardingRules:
             size = math.prod(self.mesh.shape[name] for name in _axis_names((entry,)))
             if dim >= len(shape) or shape[dim] % size:
                 raise StructureError(
-                    f"{path}: the rule {pattern!r} divides what cannot be divided",
+                    f"{path}: the rule {pattern!r} cannot shard a leaf of this shape",
                     expected=f"a shape whose axis {dim} is a multiple of {size}"
                     if size > 1
-                    else f"{dim + 1} axes or more",
+                    else f"at least {dim + 1} axes",
                     got=f"shape {list(shape)} for {spec}",
                     hint="change the rule, or the sizes of the mesh",
                 )
@@ -496,7 +498,7 @@ def _check_expression(description: str, pattern: str) -> None:
         re.compile(pattern)
     except (re.error, TypeError) as error:
         raise ConfigError(
-            f"{description} is no regular expression", got=error, hint='begin it with ".*", not with "*"'
+            f"{description} is not a regular expression", got=error, hint='begin it with ".*", not with "*"'
         ) from error
 
 
@@ -506,10 +508,10 @@ def _check_rule(pattern: str, spec: Any) -> None:
     is_valid = all(entry is None or isinstance(entry, str | tuple) for entry in entries)
     if not is_valid or len(set(_axis_names(entries))) != len(_axis_names(entries)):
         raise ConfigError(
-            f"the sharding rule {pattern!r} says no way to divide a leaf",
+            f"the sharding rule {pattern!r} has an invalid partition spec",
             expected='jax.P of axis names, tuples of them and None, each name once, such as jax.P(None, "fsdp")',
             got=repr(spec),
-            hint="jax.P() puts the whole leaf on every device",
+            hint="use jax.P() to replicate the leaf on every device",
         )
 
 

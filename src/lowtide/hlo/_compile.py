@@ -77,8 +77,8 @@ def compile_program(
     is_jitted = hasattr(fn, "lower")
     if is_jitted and donate_argnums is not None:
         raise ConfigError(
-            "donate_argnums was given for a function that is jitted already",
-            hint="pass the plain function, or leave donate_argnums out: the jitted function's own donation holds",
+            "donate_argnums was given for a function that is already jitted",
+            hint="pass the plain function, or leave out donate_argnums to use the jitted function's donation",
         )
     donate_argnames: Sequence[str] = ()
     if is_jitted and not isinstance(fn, _JIT_TYPE):
@@ -132,7 +132,7 @@ def positions(name: str, argnums: int | Sequence[int] | None, num_args: int) -> 
     for position in requested:
         if not -num_args <= position < num_args:
             raise ConfigError(
-                f"{name} names argument {position}",
+                f"{name} names argument {position}, which does not exist",
                 expected=f"positions of the {num_args} positional arguments",
                 got=position,
                 hint="count from 0",
@@ -154,11 +154,11 @@ def _lower(jitted: Any, args: Sequence[Any], kwargs: Mapping[str, Any], goal: Ta
     except ValueError as error:
         if "memory_space of all inputs passed to" in str(error):
             raise PlacementError(
-                "the function computes with a value in host memory beside one on the device",
+                "the function combines a value in host memory with one in device memory",
                 expected="operands in device memory",
-                got=f"{str(error).splitlines()[0]}; on the host: {_host_paths(args, kwargs)}",
-                hint="move it with lt.offload.to_device inside the function; an optimizer whose state is on the host "
-                "has to be wrapped by lt.offload.optimizer",
+                got=f"{str(error).splitlines()[0]}; in host memory: {_host_paths(args, kwargs)}",
+                hint="move it with lt.offload.to_device inside the function; wrap an optimizer whose state is on the "
+                "host with lt.offload.optimizer",
             ) from error
         if "incompatible devices" not in str(error):
             raise
@@ -171,7 +171,7 @@ def _lower(jitted: Any, args: Sequence[Any], kwargs: Mapping[str, Any], goal: Ta
         if "abstract array" not in str(error):
             raise
         raise StructureError(
-            "an argument is not something a compiled function takes",
+            "an argument has a type that a compiled function does not support",
             expected="arrays, jax.ShapeDtypeStructs or numbers",
             got=str(error).splitlines()[0],
             hint="make the argument static, or leave it out of the tree",
@@ -212,9 +212,9 @@ def _warn_of_crossed_donations(lowered: Any) -> None:
     descriptions = crossed_donations(lowered)
     if descriptions:
         warnings.warn(
-            f"{'; '.join(descriptions[:3])}{'; …' if len(descriptions) > 3 else ''}: JAX pairs them by shape alone\n"
-            "hint: donate what a result replaces, too (gradients for updates, parameters for new parameters), in the "
-            "order of the results; TPU and CPU may abort otherwise",
+            f"{'; '.join(descriptions[:3])}{'; …' if len(descriptions) > 3 else ''}: JAX pairs them only by shape\n"
+            "hint: also donate the arguments that results replace (gradients for updates, parameters for new "
+            "parameters), in the order of the results; otherwise TPU and CPU may abort",
             PlacementWarning,
             stacklevel=4,
         )

@@ -53,7 +53,7 @@ def foreign_jit_error(fn: Any) -> StructureError:
         "cannot name",
         expected="a plain function, or one that jax.jit, equinox.filter_jit or flax.nnx.jit returned",
         got=type(fn).__name__,
-        hint="pass the function below the decorator (often fn.__wrapped__), with donate_argnums where it donates",
+        hint="pass the undecorated function (often fn.__wrapped__), with donate_argnums if it donates",
     )
 
 

@@ -78,15 +78,15 @@ def _target_struct(path: Any, leaf: Any, mapper: _MeshMapper, mesh: Mesh | None,
     except (TypeError, AttributeError) as error:
         if isinstance(leaf, jax.ShapeDtypeStruct) and not all(isinstance(dim, int) for dim in leaf.shape):
             raise StructureError(
-                f"{describe(path)}: a shape whose dimensions are no whole numbers",
-                expected="whole numbers that are not negative",
+                f"{describe(path)}: the dimensions of the shape are not whole numbers",
+                expected="non-negative whole numbers",
                 got=repr(tuple(leaf.shape)),
-                hint="settings on the command line are text where they are no numbers: --set batch=8",
+                hint="pass numbers for settings on the command line, such as --set batch=8; other values are text",
             ) from error
         if not strict:
             return leaf
         raise StructureError(
-            f"{describe(path)}: not something a compiled function takes",
+            f"{describe(path)}: a compiled function does not support its type",
             expected="an array, a jax.ShapeDtypeStruct or a number",
             got=f"{type(leaf).__name__}{f' of dtype {leaf.dtype}' if isinstance(leaf, np.ndarray) else ''}",
             hint="name the argument in static_argnums, or leave it out of the tree",

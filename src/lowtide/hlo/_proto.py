@@ -148,7 +148,9 @@ def read_hlo(path: str | Path) -> Any:
         return _message_class().FromString(Path(path).read_bytes())
     except DecodeError as error:
         raise StructureError(
-            f"{path}: not a program dumped by XLA", got=str(error), hint="report this with the versions of jax and XLA"
+            f"{path}: the file is not a program dumped by XLA",
+            got=str(error),
+            hint="report this with the versions of jax and XLA",
         ) from error
 
 

@@ -155,10 +155,10 @@ class Traffic:
                 if first is not None and last is not None and step:
                     return max(0, -(-(last - first) // step))
         raise StructureError(
-            f"how often does the loop {loop.name} run?",
-            expected="a number that the program says, as of jax.lax.scan and fori_loop",
-            got="a loop that ends when the data say so",
-            hint="its bytes cannot be counted ahead of time",
+            f"the number of iterations of the loop {loop.name} is unknown",
+            expected="a number that the program fixes, as with jax.lax.scan and fori_loop",
+            got="a loop whose end depends on data",
+            hint="use such a loop; the bytes of this loop cannot be counted ahead of time",
         )
 
     def _is_unchanged(self, result: Any, index: int) -> bool:

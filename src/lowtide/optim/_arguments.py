@@ -37,23 +37,23 @@ def parse_patterns(format: Any, match: Any, weights: Any) -> list[tuple[re.Patte
     """
     if weights is not None and weights not in WEIGHTS:
         raise ConfigError(
-            f"weights cannot be kept as {weights!r}",
+            f"weights={weights!r} is not a supported value",
             expected=f"one of {', '.join(WEIGHTS)}, or None",
-            hint='"split" loses least for a byte',
+            hint='use "split", which loses the least precision per byte',
         )
     has_no_format = format is None or (isinstance(format, (str, Mapping)) and not format)
     if has_no_format and weights is None:
         raise ConfigError(
-            "neither a format nor weights: the optimizer would stay as it is",
+            "low_precision has neither a format nor weights, so it would not change the optimizer",
             expected='format="8bit", weights="split" or both',
-            hint="leave format out for 8 bits",
+            hint="leave out format to use 8 bits",
         )
     if match is not None and (has_no_format or isinstance(format, Mapping)):
         raise ConfigError(
-            "match would do nothing",
-            expected="match beside one format",
-            got=f"match={match!r} beside {'weights alone' if has_no_format else 'a mapping, whose expressions select'}",
-            hint="leave match out",
+            "match has no effect",
+            expected="match together with one format",
+            got=f"match={match!r} with {'only weights' if has_no_format else 'a mapping, whose keys select leaves'}",
+            hint="leave out match",
         )
     if isinstance(format, Mapping):
         pairs = list(format.items())
@@ -66,28 +66,28 @@ def check_numbers(least_size: Any, seed: Any) -> None:
     """Raise `ConfigError` for an invalid `least_size` or `seed` of `low_precision`."""
     if not is_count(least_size, 1):
         raise ConfigError(
-            "least_size is no number of elements",
+            "least_size is not a number of elements",
             expected="an integer of at least 1",
             got=repr(least_size),
-            hint=f"leave it out for {LEAST_SIZE}",
+            hint=f"leave it out to use {LEAST_SIZE}",
         )
     if not is_count(seed, _SEEDS.start) or seed not in _SEEDS:
         raise ConfigError(
-            "seed is no seed of random numbers",
-            expected=f"an integer of 32 bits, from {_SEEDS.start} to {_SEEDS.stop - 1}",
+            "seed is not a valid seed of random numbers",
+            expected=f"a 32-bit integer from {_SEEDS.start} to {_SEEDS.stop - 1}",
             got=repr(seed),
-            hint="leave it out for 0",
+            hint="leave it out to use 0",
         )
 
 
 def _compile_pattern(text: Any) -> re.Pattern[str]:
-    hint = 'globs are other: "mu/*" is r".*/mu/.*" here'
+    hint = 'write a regular expression, not a glob: r".*/mu/.*" instead of "mu/*"'
     try:
         pattern = re.compile(text)
     except (re.error, TypeError) as error:
-        raise ConfigError(f"match is no regular expression: {error}", got=text, hint=hint) from error
+        raise ConfigError(f"match is not a regular expression: {error}", got=text, hint=hint) from error
     if not isinstance(pattern.pattern, str):
-        raise ConfigError("match is no regular expression: paths are no bytes", got=text, hint=hint)
+        raise ConfigError("match is a regular expression of bytes, but paths are text", got=text, hint=hint)
     return pattern
 
 
@@ -95,7 +95,9 @@ def _check_format(form: Any) -> str:
     names = (*FORMATS, BFLOAT16)
     if not isinstance(form, str) or form not in names:
         raise ConfigError(
-            f"no format of a state is called {form!r}", expected=f"one of {', '.join(names)}", hint='"8bit" is usual'
+            f"{form!r} is not a format of optimizer state",
+            expected=f"one of {', '.join(names)}",
+            hint='use "8bit", the usual format',
         )
     return form
 
@@ -103,10 +105,10 @@ def _check_format(form: Any) -> str:
 def state_error(expected: str, got: str) -> StructureError:
     """Return the error for a state that another transformation made."""
     return StructureError(
-        "the state is none of this lt.optim.low_precision",
+        "the state does not belong to this lt.optim.low_precision",
         expected=expected,
         got=got,
-        hint="lt.optim.converted makes one of a state in another format, or of the optimizer that is wrapped",
+        hint="convert a state of another format, or of the wrapped optimizer, with lt.optim.converted",
     )
 
 
@@ -121,10 +123,11 @@ def explain(error: Exception, init: Callable[[Tree], Any], grads: Tree, state: A
     hosted = [path for path, leaf in leaves_with_paths(state) if memory_space(leaf) == jax.memory.Space.Host]
     if hosted:
         raise PlacementError(
-            f"{hosted[0]}: the state is in host memory, and this update computes on the device",
+            f"{hosted[0]}: the state is in host memory, but this update computes on the device",
             expected="the update of the transformation that placed it there",
             got=f"{len(hosted)} leaves in host memory",
-            hint='lt.offload.optimizer(low_precision(tx), match=r".*/codes").update, or lt.offload.to_device(state)',
+            hint='call lt.offload.optimizer(low_precision(tx), match=r".*/codes").update, or pass '
+            "lt.offload.to_device(state)",
         ) from error
     try:
         expected = jax.eval_shape(init, grads if params is None else params).inner
@@ -142,10 +145,10 @@ def explain(error: Exception, init: Callable[[Tree], Any], grads: Tree, state: A
             raise state_error(f"{path}: {list(expected_leaves[path].shape)}", str(list(shape))) from error
     if params is not None and jax.tree.structure(grads) != jax.tree.structure(params):
         raise StructureError(
-            "the gradients have not the structure of the parameters",
+            "the gradients do not have the structure of the parameters",
             expected=jax.tree.structure(params),
             got=jax.tree.structure(grads),
-            hint="call update(grads, state, params) with those that init was called with",
+            hint="call update(grads, state, params) with the parameters that init was called with",
         ) from error
 
 

@@ -94,8 +94,8 @@ def _cast_like(template: Any, leaf: Any) -> Any:
 
 def _mismatch_error(expected: Any, got: Any) -> StructureError:
     return StructureError(
-        "the state is of another optimizer, or of other parameters",
+        "the state belongs to another optimizer, or to other parameters",
         expected=expected,
         got=got,
-        hint="converted changes how a state is stored; what it is a state of has to be the same",
+        hint="pass a state of the same optimizer and parameters: converted only changes how a state is stored",
     )

@@ -204,8 +204,8 @@ class _LowPrecision:
             copy_paths = [path for path, *flags in zip(paths, packed, copies, strict=False) if all(flags)]
             if copy_paths:
                 yield (
-                    f"low_precision: {copy_paths[0]} begins as a copy of parameters, which in few bits are other ones\n"
-                    "hint: leave it out of what is matched; the default selects moments alone"
+                    f"low_precision: {copy_paths[0]} begins as a copy of parameters, and quantisation changes it\n"
+                    "hint: exclude it from match; the default selects only moments"
                 )
         for pattern, _ in self.patterns:
             matches = {index for index, name in enumerate(names) if _is_match(pattern, name)}
@@ -213,19 +213,19 @@ class _LowPrecision:
             free -= new_matches
             if not matches:
                 yield (
-                    f"low_precision: nothing of this optimizer's state matches {pattern.pattern}\n"
-                    f"hint: its paths are {', '.join(paths[:8])}"
+                    f"low_precision: {pattern.pattern} matches nothing in this optimizer's state\n"
+                    f"hint: match one of its paths: {', '.join(paths[:8])}"
                 )
             elif not new_matches:
                 yield (
-                    f"low_precision: expressions before it have taken all that {pattern.pattern} matches\n"
-                    "hint: the first that matches holds, so special ones come first"
+                    f"low_precision: earlier expressions match everything that {pattern.pattern} matches\n"
+                    "hint: put specific expressions first, because the first match applies"
                 )
             elif not any(packed[index] for index in new_matches):
                 yield (
-                    f"low_precision: what {pattern.pattern} selects stays as it is: it has fewer than least_size = "
-                    f"{self.least_size} numbers, or no real floating-point ones\n"
-                    "hint: choose a smaller least_size, or leave the format out"
+                    f"low_precision: the leaves that {pattern.pattern} selects stay unchanged: they have fewer than "
+                    f"least_size = {self.least_size} numbers, or are not real floating-point arrays\n"
+                    "hint: choose a smaller least_size, or leave out the format"
                 )
 
     def _init_on_param_devices(self, params: Tree) -> LowPrecisionState:
@@ -248,18 +248,18 @@ class _LowPrecision:
         state = init_filled(self._inner_init, (params, residuals), can_fill)
         if any(map(is_packed, jax.tree.leaves(state, is_leaf=is_packed))):
             raise ConfigError(
-                "the optimizer is wrapped by lt.optim.low_precision already",
-                expected="the optimizer, such as optax.adamw(1e-4)",
-                hint="wrap it once; `format` can be a mapping of regular expressions to formats",
+                "the optimizer is already wrapped by lt.optim.low_precision",
+                expected="an unwrapped optimizer, such as optax.adamw(1e-4)",
+                hint="wrap it once; `format` can map regular expressions to formats",
             )
         paths = [path for path, _ in leaves_with_paths(state)]
         formats = self._leaf_formats(state, params)
         if self._selects(params) and not any(formats):
             raise SelectionError(
-                "low_precision selects nothing of the optimizer's state",
+                "low_precision selects nothing in the optimizer's state",
                 expected=f"a path that matches {' or '.join(pattern.pattern for pattern, _ in self.patterns)}",
                 got=", ".join(paths[:8]) or "a state without arrays",
-                hint="match is a regular expression on such paths",
+                hint="write match as a regular expression for such paths",
             )
         step = jnp.zeros((), jnp.int32)
         leaf_numbers = itertools.count()
@@ -275,9 +275,9 @@ class _LowPrecision:
                 return pack_fill(leaf, form, moment.is_positive, key)
             if memory_space(leaf) == jax.memory.Space.Host:
                 raise ConfigError(
-                    "the optimizer keeps its state in host memory, where nothing can be packed",
+                    "the optimizer keeps its state in host memory, where it cannot be packed",
                     got=path,
-                    hint='wrap the other way: lt.offload.optimizer(low_precision(tx), match=r".*/codes")',
+                    hint='wrap in the other order: lt.offload.optimizer(low_precision(tx), match=r".*/codes")',
                 )
             return pack_array(leaf, form, moment.is_positive, key)
 
@@ -347,17 +347,17 @@ class _LowPrecision:
     def _check_state(self, state: Any, params: Tree) -> None:
         """Raise for the state of another transformation, which would otherwise silently keep its own format."""
         if not isinstance(state, LowPrecisionState):
-            raise state_error("what its init returns, or a checkpoint of that", type(state).__name__)
+            raise state_error("the result of its init, or a checkpoint of it", type(state).__name__)
         if self.weights is not None and params is None:
             raise ConfigError(
                 f'an update with weights="{self.weights}" needs the parameters',
                 expected="tx.update(grads, state, params)",
                 got="no params",
-                hint="pass them as optax.adamw needs them, too",
+                hint="pass the parameters, as for optax.adamw",
             )
         expected = jax.eval_shape(self._init_residuals, params) if self.weights else ()
         if (expected_dtypes := _format_dtypes(expected)) != (dtypes := _format_dtypes(state.rests)):
-            raise state_error(f"beside the weights {expected_dtypes}", dtypes)
+            raise state_error(expected_dtypes, dtypes)
         nodes, _ = jax.tree_util.tree_flatten_with_path(state.inner, is_leaf=is_packed)
         for keys, node in nodes:
             if is_packed(node) and (form := self._format_of(path_str(keys))) not in (node.format, None):
@@ -370,10 +370,10 @@ class _LowPrecision:
         reference = grads if params is None else params
         if jax.tree.structure(reference) != jax.tree.structure(self.shardings):
             raise StructureError(
-                "shardings has not the structure of the parameters",
+                "shardings does not have the structure of the parameters",
                 expected=jax.tree.structure(reference),
                 got=jax.tree.structure(self.shardings),
-                hint="jax.tree.map(lambda p: p.sharding, params), outside of jit",
+                hint="pass jax.tree.map(lambda p: p.sharding, params), computed outside of jit",
             )
         structs = jax.tree.map(
             lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
@@ -499,9 +499,9 @@ def _update_in_blocks(
         shardings = explicit_shardings(args)
     if num_devices(args) > 1 and shardings is None:
         warnings.warn(
-            "low_precision: the update runs as a whole, with float32 temporaries, because it is on a mesh of several "
-            "devices and nobody said how its leaves are sharded\n"
-            "hint: low_precision(tx, shardings=jax.tree.map(lambda p: p.sharding, params))",
+            "low_precision: the update runs as a whole, with float32 temporaries, because its mesh has several devices "
+            "and the shardings of its leaves are unknown\n"
+            "hint: pass low_precision(tx, shardings=jax.tree.map(lambda p: p.sharding, params))",
             PlacementWarning,
             stacklevel=4,
         )
@@ -560,7 +560,7 @@ def _pair_leaves(old: Tree, new: Tree) -> list[tuple[Any, Any]]:
             "an update changes the structure of the optimizer's state",
             expected=structure,
             got=jax.tree.structure(new),
-            hint="lt.optim.low_precision takes transformations whose state keeps its structure",
+            hint="wrap a transformation whose state keeps its structure",
         ) from error
 
 
@@ -571,4 +571,5 @@ def _new_scales(old: Any, new: Any) -> Any:
 
 def _format_dtypes(residuals: Tree) -> str:
     """Return the dtypes of residuals as text, for comparison."""
-    return ", ".join(leaf.dtype.name for leaf in jax.tree.leaves(residuals)) or "nothing"
+    dtypes = ", ".join(leaf.dtype.name for leaf in jax.tree.leaves(residuals))
+    return f"residuals in {dtypes}" if dtypes else "no residuals"

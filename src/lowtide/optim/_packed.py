@@ -71,9 +71,9 @@ class PackedArray:
             ConfigError: for another format, or a scalar.
         """
         if format not in FORMATS:
-            raise ConfigError(f"arrays are not packed as {format!r}", expected=f"one of {', '.join(FORMATS)}")
+            raise ConfigError(f"arrays cannot be packed as {format!r}", expected=f"one of {', '.join(FORMATS)}")
         if not x.ndim:
-            raise ConfigError("a scalar is not packed", expected="an array of one axis at least", got=x.dtype.name)
+            raise ConfigError("a scalar cannot be packed", expected="an array with at least one axis", got=x.dtype.name)
         form, row = FORMATS[format], row_of(x.shape, format)
         scales = scales_of(x, format) if scales is None else scales
         divisors = _expand_scales(jnp.where(scales == 0, 1, scales), form.block, row)
@@ -157,7 +157,7 @@ def scales_of(x: Float[Array, "*axes n"], format: str) -> Float[Array, "*before 
 
 def refuse_derivatives(x: Array) -> Array:
     """Return `x`, and raise where a derivative is taken through it, because packing would lose the derivative."""
-    return no_derivative(x, "what lt.optim.low_precision stores in few bits")
+    return no_derivative(x, "the quantised state of lt.optim.low_precision")
 
 
 def bits_of(format: str) -> int:

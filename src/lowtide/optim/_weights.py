@@ -56,9 +56,9 @@ def require_bfloat16(kind: str, params: Tree) -> None:
     leaves = jax.tree.leaves(params)
     if leaves and not any(map(is_narrow, leaves)):
         raise ConfigError(
-            f'weights="{kind}" is for parameters in bfloat16, and there are none',
+            f'weights="{kind}" needs parameters in bfloat16',
             got=", ".join(sorted({jnp.result_type(leaf).name for leaf in leaves})),
-            hint="cast the parameters to bfloat16, or leave weights out",
+            hint="cast the parameters to bfloat16, or leave out weights",
         )
 
 

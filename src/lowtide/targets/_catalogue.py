@@ -106,7 +106,7 @@ class Chip:
 
     def gpu_target_config(self, hbm_bytes: int) -> str:
         """Return XLA's description of this GPU with a given memory: a `GpuTargetConfigProto` as text."""
-        assert self.capability is not None, f"{self.name} is no GPU"
+        assert self.capability is not None, f"{self.name} is not a GPU"
         major, minor = self.capability.version
         extension = "ACCELERATED_FEATURES" if self.capability.accelerated else "NONE"
         numbers = {

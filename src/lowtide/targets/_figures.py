@@ -24,9 +24,9 @@ def read_figures(values: Mapping[str, object]) -> dict[str, int]:
         if name not in (*SIZES, *RATES):
             matches = difflib.get_close_matches(name, (*SIZES, *RATES), n=2, cutoff=0.5)
             raise ConfigError(
-                f"a target has no figure {name!r} that can be given",
+                f"{name!r} is not a figure of a target",
                 expected=f"{', '.join(SIZES)} (per device, in bytes), {', '.join(RATES)} (per second)",
-                hint=f"near misses: {', '.join(matches)}" if matches else "the number of devices is part of the name",
+                hint=f"near misses: {', '.join(matches)}" if matches else "give the number of devices in the name",
             )
         if value is not None:
             figures[name] = _size(name, value) if name in SIZES else _rate(name, value)
@@ -40,14 +40,14 @@ def check_figures(name: str, device_bytes: int | None, hbm_bytes: int | None, re
             f"device_bytes of {name!r} is more than its physical memory",
             expected=f"at most hbm_bytes = {hbm_bytes} ({format_bytes(hbm_bytes)})",
             got=f"{device_bytes} ({format_bytes(device_bytes)})",
-            hint="give hbm_bytes, too, if the device has more memory than the catalogue knows",
+            hint="also give hbm_bytes if the device has more memory than the catalogue says",
         )
     if device_bytes is not None and reserve_bytes >= device_bytes:
         raise ConfigError(
-            f"reserve_bytes leaves nothing of {name!r}",
+            f"reserve_bytes leaves no memory of {name!r}",
             expected=f"less than device_bytes = {device_bytes} ({format_bytes(device_bytes)})",
             got=f"{reserve_bytes} ({format_bytes(reserve_bytes)})",
-            hint="reserve_bytes is what to keep free on each device",
+            hint="reserve less: reserve_bytes stays free on each device",
         )
 
 
@@ -57,7 +57,7 @@ def _size(name: str, value: object) -> int:
         raise ConfigError(
             f"{name} has to be positive",
             got=repr(value),
-            hint='give bytes, or text such as "14 GiB"; leave out if unknown',
+            hint=f'give bytes, or text such as "14 GiB"; leave {name} out if it is unknown',
         )
     return size
 

@@ -42,7 +42,7 @@ def parse_name(name: str) -> tuple[Chip, str]:
             f"{name!r} has no valid topology",
             expected=f"{chip.name}:AxB or {chip.name}:AxBxC, positive numbers of chips along each axis",
             got=repr(topology),
-            hint=f'"{chip.name}:{chip.smallest}" is one chip, "{chip.name}" means the same',
+            hint=f'write "{chip.name}:{chip.smallest}", or just "{chip.name}", for one chip',
         )
     return chip, topology
 
@@ -74,12 +74,12 @@ def gpu_topology(chip: Chip, num_gpus: int) -> tuple[int, int, int]:
 def _gpu_count_error(name: str, chip: Chip, topology: str) -> TargetError:
     host = chip.gpus_per_host
     domain = host * chip.hosts_per_partition
-    beyond = f", and beyond {domain} of {domain}" if domain > host else ""
+    beyond = f" (above {domain}: of {domain})" if domain > host else ""
     return TargetError(
         f"{name!r} has no valid number of GPUs",
         expected=f"{chip.name}:N with N up to {host} on one host, or a multiple of {host}{beyond}, below 100000",
         got=repr(topology),
-        hint=f'"{chip.name}" is one GPU, "{chip.name}:{host}" one host; meshes give them axes, names do not',
+        hint=f'write "{chip.name}" for one GPU or "{chip.name}:{host}" for one host; axes belong to the mesh',
     )
 
 
@@ -94,7 +94,7 @@ def _valid_names() -> str:
 def _unknown_target_error(name: str, word: str, topology: str) -> TargetError:
     chips = catalogue()
     if not name.strip() or not word:
-        return TargetError("the target's name is empty", expected=_valid_names(), hint='"here" is the hardware at hand')
+        return TargetError("the target's name is empty", expected=_valid_names(), hint='use "here" for this machine')
     gpu = normalize_name(word)
     if gpu in chips.ambiguous:
         choices = [f"{choice}:{topology}" if topology else choice for choice in chips.ambiguous[gpu]]
@@ -107,9 +107,9 @@ def _unknown_target_error(name: str, word: str, topology: str) -> TargetError:
     for pattern, reason in chips.refused:
         if pattern.fullmatch(gpu or word):
             return TargetError(
-                f"{name!r} is a GPU that cannot be compiled for here: {reason}",
+                f"Lowtide cannot compile for the GPU {name!r}: {reason}",
                 expected=_valid_names(),
-                hint='on a machine with that GPU, "here" works',
+                hint='use "here" on a machine with that GPU',
             )
     gpus = {normalize_name(chip): chip for chip in chips.of("gpu")}
     close_gpus = [gpus[key] for key in difflib.get_close_matches(gpu, list(gpus), n=3, cutoff=0.6)]
@@ -117,7 +117,7 @@ def _unknown_target_error(name: str, word: str, topology: str) -> TargetError:
         return TargetError(
             f"{name!r} is a GPU that is not in the catalogue",
             expected=_valid_names(),
-            hint='on a machine with that GPU, "here" works'
+            hint='use "here" on a machine with that GPU'
             + (f"; near misses: {', '.join(close_gpus)}" if close_gpus else ""),
         )
     # A slice name such as v5litepod-4 may count cores or chips, so only the chip is taken from it.

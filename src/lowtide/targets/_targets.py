@@ -183,8 +183,8 @@ def resolve_target(target_or_name: Target | str | None) -> Target:
     name: Any = target_or_name
     if not isinstance(name, str | None):
         raise TargetError(
-            "a target is one name",
-            expected='a name such as "v5e:2x2", a Target, or None for the hardware at hand',
+            "target must be a single name",
+            expected='a name such as "v5e:2x2", a Target, or None for this machine',
             got=repr(target_or_name)[:80],
             hint="call the function once for each target",
         )
@@ -198,7 +198,7 @@ def _here() -> Target:
     platform = jax.default_backend()
     if platform not in get_args(Platform):
         raise TargetError(
-            f"the default backend {platform!r} is not one Lowtide knows",
+            f"Lowtide does not support the default backend {platform!r}",
             expected="cpu, gpu or tpu",
             hint='choose another backend with JAX_PLATFORMS, or another target such as "cpu"',
         )
@@ -290,8 +290,8 @@ def _memory_fraction() -> float:
             if float(text) > 0:
                 return min(float(text), 1.0)  # beyond 1, XLA borrows from the host
         raise ConfigError(
-            f"the environment variable {variable} is no memory fraction",
-            expected="a number above 0, and at most 1",
+            f"the environment variable {variable} is not a memory fraction",
+            expected="a number above 0 and at most 1",
             got=repr(text),
             hint=f"unset {variable}, or set it to the share that JAX may take, such as 0.9",
         )
@@ -304,7 +304,7 @@ def _tpu_devices(name: str, chip_config_name: str | None) -> tuple[Any, ...]:
 
     if importlib.util.find_spec("libtpu") is None:
         raise TargetError(
-            f"{name!r} needs libtpu, which compiles for TPUs without one, and it is not installed",
+            f"{name!r} needs libtpu, which compiles without a TPU, but libtpu is not installed",
             hint='pip install "lowtide[tpu-aot]"',
         )
     try:
@@ -325,14 +325,14 @@ def _gpu_devices(name: str, chip_name: str, num_gpus: int, hbm_bytes: int) -> tu
 
     chip = catalogue().chips[chip_name]
     missing = TargetError(
-        f"{name!r} needs JAX's CUDA plugin, which compiles for GPUs without one, and it is not installed or too old",
+        f"{name!r} needs JAX's CUDA plugin, which compiles without a GPU, but the plugin is not installed or too old",
         hint='pip install "lowtide[gpu-aot]"',
     )
     if all(importlib.util.find_spec(plugin) is None for plugin in ("jax_cuda13_plugin", "jax_cuda12_plugin")):
         raise missing
     if find_ptxas() is None:
         raise TargetError(
-            f"{name!r} needs NVIDIA's assembler ptxas, and there is none on PATH",
+            f"{name!r} needs NVIDIA's assembler ptxas, which is not on PATH",
             hint='pip install "lowtide[gpu-aot]", or put the bin folder of a CUDA toolkit on PATH',
         )
     partitions, hosts, devices = gpu_topology(chip, num_gpus)
@@ -344,7 +344,7 @@ def _gpu_devices(name: str, chip_name: str, num_gpus: int, hbm_bytes: int) -> tu
         raise missing from error
     except Exception as error:  # XLA's first line is the reason
         raise TargetError(
-            f"XLA does not understand the description of {name!r}",
+            f"XLA rejects the description of {name!r}",
             got=(str(error).splitlines() or [type(error).__name__])[0],
-            hint="descriptions are checked with jax 0.10.2: install that version, or report the error",
+            hint="install jax 0.10.2, with which descriptions are checked, or report the error",
         ) from error

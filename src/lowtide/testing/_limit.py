@@ -55,15 +55,15 @@ class Limit:
         sizes = [*args, *([kwargs["size"]] if "size" in kwargs else [])]
         if len(sizes) != 1:
             raise ConfigError(
-                "the marker needs one size", expected='a size such as "12 GiB"', got=sizes or "none", hint=_HINT
+                "the marker needs one size", expected='a size such as "12 GiB"', got=sizes or "no size", hint=_HINT
             )
         num_bytes = parse_bytes(sizes[0])
         optional = kwargs.get("optional", False)
         if not isinstance(optional, bool):
-            raise ConfigError("optional of the marker is True or False", got=repr(optional), hint=_HINT)
+            raise ConfigError("optional of the marker must be True or False", got=repr(optional), hint=_HINT)
         goal = kwargs.get("target")
         if goal is not None and not isinstance(goal, str | Target):
-            raise ConfigError("target of the marker is a name or a Target", got=type(goal).__name__, hint=_HINT)
+            raise ConfigError("target of the marker must be a name or a Target", got=type(goal).__name__, hint=_HINT)
         try:
             # `target` raises for a missing compiler, with a hint how to install it.
             goal = target(goal) if isinstance(goal, str) else goal
@@ -100,5 +100,5 @@ def tolerated_bytes(tolerance: str | int, total: int) -> int:
             f"{tolerance!r} is not a tolerance",
             expected='a size such as "2 MiB", or a share such as "1 %"',
             got=repr(tolerance),
-            hint="leave it out for none",
+            hint="leave it out for no tolerance",
         ) from error

@@ -127,7 +127,7 @@ class DeviceMemory:
         """
         __tracebackhide__ = True
         if not sizes:
-            raise ConfigError("no role is limited", hint='give at least one, such as {"opt_state": "1 GiB"}')
+            raise ConfigError("sizes is empty", hint='limit at least one role, such as {"opt_state": "1 GiB"}')
         failures: list[str] = []
         for role, size in sizes.items():
             try:
@@ -169,7 +169,7 @@ class DeviceMemory:
         all_sizes = tuple(sizes)
         if len(all_sizes) < 2 or any(b <= a for a, b in zip(all_sizes, all_sizes[1:], strict=False)):
             raise ConfigError(
-                "sizes have to increase, two or more of them", got=all_sizes, hint="for instance [2, 4, 8]"
+                "sizes must be two or more increasing numbers", got=all_sizes, hint="pass for instance [2, 4, 8]"
             )
         goal = self._goal(target)
         reports = tuple(self._analyze(Job.make(make, size, target=goal), goal) for size in all_sizes)
@@ -206,9 +206,9 @@ class DeviceMemory:
         __tracebackhide__ = True
         if (args or options) and not (callable(numerator) or callable(denominator)):
             raise ConfigError(
-                "arguments of the ratio are for functions, and neither side is one",
+                "the ratio has arguments, but neither side is a function",
                 got=", ".join([*(type(a).__name__ for a in args), *options]),
-                hint="a job or a report has its own arguments; leave them out",
+                hint="leave out the arguments; a job or a report has its own",
             )
         reports: list[MemoryReport] = []
         for side in (numerator, denominator):
@@ -249,10 +249,9 @@ class DeviceMemory:
         goal = report.target
         if goal.platform == "cpu" or (goal.platform == "gpu" and goal.is_ahead_of_time):
             raise ConfigError(
-                f"on {goal.name!r} placement in host memory proves nothing",
-                expected='a TPU such as "v5e:2x2", or a GPU that is here',
-                got="a compiler without host memory for arguments: the report only moves the bytes that are declared "
-                "for the host",
+                f"a report for {goal.name!r} does not prove placement in host memory",
+                expected='a TPU such as "v5e:2x2", or a GPU of this machine',
+                got="a compiler without host memory for arguments, whose report only shows the declared placement",
                 hint='compile for a TPU: target="v5e:2x2" (pip install "lowtide[tpu-aot]")',
             )
         check_role(report, role)
@@ -294,5 +293,5 @@ class DeviceMemory:
         """
         __tracebackhide__ = True
         if self._snapshots is None:
-            raise ConfigError("there are no snapshots outside of a test", hint="use the fixture device_memory")
+            raise ConfigError("snapshots exist only inside a test", hint="use the fixture device_memory")
         self._snapshots.check(report, name, tolerance)

@@ -65,5 +65,5 @@ def check_role(report: MemoryReport, role: str | None) -> None:
             got=repr(role),
             hint=f"near misses: {', '.join(close)}"
             if close
-            else 'name it: device_memory(fn, ..., roles={"params": 0})',
+            else 'name the role: device_memory(fn, ..., roles={"params": 0})',
         )

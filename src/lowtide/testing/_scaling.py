@@ -103,7 +103,7 @@ class Ratio:
         if not below:
             raise ConfigError(
                 f"the second program has no bytes{f' of role {self.role!r}' if self.role else ''} to compare with",
-                hint="compare another role, or limit the first program by itself",
+                hint="compare another role, or limit the first program separately",
             )
         return role_bytes(self.numerator, self.role) / below
 

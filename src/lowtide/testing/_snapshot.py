@@ -67,7 +67,8 @@ class Snapshots:
         file, key = self.folder / f"{_file_name(self.test, name)}.json", _key(report)
         if (file, key) in self._seen:
             raise ConfigError(
-                f"the test takes two snapshots{f' {name!r}' if name else ''} for {key}", hint="give each a name"
+                f"the test takes two snapshots{f' {name!r}' if name else ''} for {key}",
+                hint="give each snapshot a name",
             )
         self._seen.add((file, key))
         now = _at_peak(report)
@@ -83,12 +84,14 @@ class Snapshots:
         if before is None:
             keys = f"\n  stored: {'; '.join(stored)}" if stored else ""
             raise AssertionError(
-                f"no memory snapshot for {key}\n  file: {file}{keys}\nhint: run pytest {_FLAG}, and commit the file"
+                f"there is no memory snapshot for {key}\n  file: {file}{keys}\n"
+                f"hint: run pytest {_FLAG}, and commit the file"
             )
         if changes:
             raise AssertionError(
-                f"the memory changed against the snapshot for {key}: {'; '.join(changes)}\n  file: {file}\n"
-                f"{difference_text(before, now)}\nhint: if that is meant, run pytest {_FLAG}, and commit the file"
+                f"the memory differs from the snapshot for {key}: {'; '.join(changes)}\n  file: {file}\n"
+                f"{difference_text(before, now)}\n"
+                f"hint: if the change is intended, run pytest {_FLAG}, and commit the file"
             )
 
 
@@ -165,9 +168,7 @@ def _read(file: Path) -> dict[str, MemoryReport]:
 
 
 def _damaged_file_error(file: Path, got: object) -> ReportError:
-    return ReportError(
-        f"{file}: not a memory snapshot that can be read", got=got, hint=f"delete it and run pytest {_FLAG}"
-    )
+    return ReportError(f"{file}: the memory snapshot cannot be read", got=got, hint=f"delete it and run pytest {_FLAG}")
 
 
 def _write(file: Path, reports: dict[str, MemoryReport]) -> None:

@@ -29,8 +29,8 @@ _MAX_TEXT = 2_000
 _TEXTS = ("role", "path", "phase", "scope", "operation", "source", "shape", "dtype")
 _COMMON = ("units.js", "timeline.js", "table.js")
 _DIFF_COLUMNS = 900
-_CHECKS = """<label class="check"><input type="checkbox" id="changed" checked> changed only</label>
-        <label class="check"><input type="checkbox" id="group" checked> group alike</label>"""
+_CHECKS = """<label class="check"><input type="checkbox" id="changed" checked> only changed owners</label>
+        <label class="check"><input type="checkbox" id="group" checked> group equal owners</label>"""
 
 
 def report_page(report: ReportFacts) -> bytes:
@@ -116,7 +116,7 @@ def report_payload(report: ReportFacts, *, limit: int = MAX_PAYLOAD_BYTES) -> tu
         text = _report_json(report, buffers[:num_kept], buffers[num_kept:])
     smallest = format_bytes(buffers[num_kept].num_bytes)
     return text, [
-        f"the {len(buffers) - num_kept:,} buffers of {smallest} and less are one row a role, to keep this file small"
+        f"the {len(buffers) - num_kept:,} buffers of {smallest} or less are one row per role, to keep this file small"
     ]
 
 
@@ -291,7 +291,7 @@ def _footer(notes: Iterable[str], versions: Mapping[str, str | None]) -> str:
 def _missing_buffers_note(report: ReportFacts) -> list[str]:
     if report.buffers or not (report.device_bytes or report.host_bytes):
         return []
-    return ["this report knows no single buffers: every role is drawn as one, alive throughout"]
+    return ["this report has no single buffers: each role is drawn as one buffer that is always alive"]
 
 
 def roles_table(report: ReportFacts) -> str:

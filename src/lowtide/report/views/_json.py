@@ -64,7 +64,7 @@ def read_fields(path: str | Path, *, schema_version: int) -> dict[str, Any]:
     try:
         return _fields(cast("dict[str, Any]", data))
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        got = f"no key {error}" if isinstance(error, KeyError) else error
+        got = f"missing key {error}" if isinstance(error, KeyError) else error
         raise ReportError(f"{path}: the report is damaged or incomplete", got=got, hint=_HINT) from error
 
 

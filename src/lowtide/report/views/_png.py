@@ -86,8 +86,8 @@ def diff_png(difference: DiffFacts) -> bytes:
 def _matplotlib() -> Any:
     if importlib.util.find_spec("matplotlib") is None:
         raise ConfigError(
-            "a picture needs matplotlib, and it is not installed",
-            hint='pip install "lowtide[report]"; to_html and print need nothing more',
+            "a picture needs matplotlib, which is not installed",
+            hint='pip install "lowtide[report]", or use to_html or print, which do not need it',
         )
     import matplotlib
 

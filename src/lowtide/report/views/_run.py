@@ -219,7 +219,7 @@ def _timeline(report: ReportFacts, space: Space) -> str:
         for role in reversed(roles)
     )
     rows = [(100 - tick / y[-1] * 100, f"{tick:.10g} {unit[1]}") for tick in y]
-    plot = _plot(_TITLES[space], shapes, rows, [(0.0, "begin"), (100.0, "end of the program")])
+    plot = _plot(_TITLES[space], shapes, rows, [(0.0, "start"), (100.0, "end of the program")])
     return _card(_TITLES[space], f'{plot}<div class="legend inline keys">{keys}</div>')
 
 
