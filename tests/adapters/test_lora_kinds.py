@@ -230,8 +230,8 @@ class TestRefusals:
             ({"init": "eva"}, "init: 'eva' is unknown"),
             ({"rank_pattern": {"w": 0}}, r"rank_pattern\['w'\]: 0 is not a rank"),
             ({"alpha_pattern": {"w": -1}}, r"alpha_pattern\['w'\]: -1 is not a valid scale"),
-            ({"layers": []}, "does not select any layer"),
-            ({"layers": [-1]}, "does not select any layer"),
+            ({"layers": []}, "is not a list of layer indices"),
+            ({"layers": [-1]}, "is not a list of layer indices"),
             ({"dora": 1}, "dora: 1 is not a boolean"),
         ],
     )

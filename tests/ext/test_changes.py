@@ -41,7 +41,7 @@ def add(model: Any) -> None:
     ("change", "text"),
     [
         (freeze, r"frozen: sequential/first/kernel, sequential/first/bias"),
-        (unfreeze, r"to be trained: sequential/second/kernel, sequential/second/bias"),
+        (unfreeze, r"unfrozen: sequential/second/kernel, sequential/second/bias"),
         (add, r"frozen: sequential/first/kernel; added: .*lora"),
     ],
 )

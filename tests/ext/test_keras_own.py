@@ -86,7 +86,7 @@ def test_its_loss_in_a_function_as_the_hint_says() -> None:
 def test_a_step_of_prediction_is_not_passed_over() -> None:
     model = built(type("Own", (Plain,), {"predict_step": lambda self, *args: None}))
     trainer = lt.Trainer(Bridge(model), lambda m, b: keras.ops.mean(m(b[0]) ** 2), optax.sgd(1e-4))
-    with pytest.raises(ConfigError, match=r"(?s)predict_step of its own.*hint: write fn\(model, batch\)"):
+    with pytest.raises(ConfigError, match=r"(?s)overrides predict_step, .*hint: write fn\(model, batch\)"):
         trainer.predict([X])
     assert trainer.predict([X], lambda model, batch: model(batch)).shape == (8, 1)
 

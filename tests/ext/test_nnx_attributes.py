@@ -213,7 +213,7 @@ def test_places_that_arrays_cannot_be_taken_from_are_refused() -> None:
         fit(model, 1)
     model = Bare()
     model.twice = model.scale
-    with pytest.raises(StructureError, match=r"(?s)scale and twice are one array.*hint: share an nnx.Variable"):
+    with pytest.raises(StructureError, match=r"(?s)scale and twice are the same array.*hint: share an nnx.Variable"):
         Bridge(model)
 
 

@@ -270,7 +270,7 @@ def test_layers_of_different_dtypes_stack_without_losing_digits(model, directory
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"eos_token_id": 99}, r"eos_token_id is no token(.|\n)*0 to 29(.|\n)*99"),
+        ({"eos_token_id": 99}, r"eos_token_id is not a token id(.|\n)*0 to 29(.|\n)*99"),
         ({"eos_token_id": "</s>"}, r"eos_token_id has an unusable value"),
         ({"rope_scaling": "llama3"}, r"rope_scaling has an unusable value(.|\n)*a JSON object(.|\n)*llama3"),
         ({"rope_scaling": {"rope_type": "linear"}}, r"rope_scaling has no factor"),

@@ -229,8 +229,8 @@ DAMAGED: dict[str, tuple[Callable[[Tensors], Any], str]] = {
     "huge": (_state(shape=[2**24, 2**24]), "bytes in one column"),
     "other shape": (_state(shape=[32, 128]), "absmax|the shape of"),
     "block": (_state(blocksize=48), "blocksize"),
-    "block of more": (_state(blocksize=128), "absmax(.|\n)*does not fit"),
-    "offset": (_state(nested_offset=None), "absmax(.|\n)*does not fit"),
+    "block of more": (_state(blocksize=128), "absmax(.|\n)*does not match"),
+    "offset": (_state(nested_offset=None), "absmax(.|\n)*does not match"),
     "nested": (_state(nested_blocksize=128), "nested_blocksize"),
     "dtype": (_state(dtype="int8"), "dtype"),
     "no absmax": (lambda t: t.pop(f"{Q_PROJ}.absmax"), r"absmax' is missing"),
@@ -239,7 +239,7 @@ DAMAGED: dict[str, tuple[Callable[[Tensors], Any], str]] = {
     "no weight": (lambda t: t.pop(Q_PROJ), r"q_proj.weight' is missing"),
     "table": (_table, "for code 3"),
     "more": (lambda t: t.update({f"{Q_PROJ}.zeros": ("U8", np.zeros(3, np.uint8))}), "does not describe"),
-    "cut": (lambda t: t.update({f"{Q_PROJ}.absmax": ("U8", np.zeros(3, np.uint8))}), "64 of U8"),
+    "cut": (lambda t: t.update({f"{Q_PROJ}.absmax": ("U8", np.zeros(3, np.uint8))}), "64 values of U8"),
 }
 
 
@@ -256,8 +256,8 @@ def test_what_does_not_fit_is_refused_by_name(nested: Path, tmp_path: Path, case
 @pytest.mark.parametrize(
     ("kind", "name", "words"),
     [
-        ("int8", "SCB", "64 of F32"),
-        ("rows", "weight_scale", "one, or one for each of 64 rows"),
+        ("int8", "SCB", "64 values of F32"),
+        ("rows", "weight_scale", "one, or one for each of the 64 rows"),
         ("blocks", "weight_scale_inv", r"\(2, 2\) of \(32, 32\)"),
     ],
 )
@@ -271,13 +271,13 @@ def test_scales_of_another_shape_are_refused(dense: Path, tmp_path: Path, kind: 
             tensors[each] = (dtype, np.zeros((64, 64), np.uint8))
     tensors[Q_PROJ.replace("weight", name)] = ("F32", np.ones((3, 1), np.float32))
     write_tensors(tmp_path / "m" / SINGLE, tensors)
-    with pytest.raises(ModelFileError, match=rf"does not fit(.|\n)*{words}(.|\n)*hint:"):
+    with pytest.raises(ModelFileError, match=rf"does not match(.|\n)*{words}(.|\n)*hint:"):
         models.load(tmp_path / "m")
 
 
 @pytest.mark.slow
 def test_a_quantised_directory_is_not_quantised_again_and_saves_as_arrays(nested: Path, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"_proj/weight is quantised already, by bitsandbytes(.|\n)*hint: leave"):
+    with pytest.raises(ConfigError, match=r"_proj/weight is already quantised, by bitsandbytes(.|\n)*hint: leave"):
         models.load(nested, quantize={"outer/**": "int8", "layers/attn/*": "int8"})
     model = models.load(nested)
     more = models.load(nested, quantize={"outer/**": "int8"})  # which bitsandbytes left as they were

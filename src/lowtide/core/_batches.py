@@ -65,10 +65,10 @@ def as_numpy(leaf: Any) -> Any:
         return np.asarray(leaf)
     except (TypeError, RuntimeError, ValueError) as error:
         raise DataError(
-            f"a {type(leaf).__module__}.{type(leaf).__name__} of a batch cannot be made an array of NumPy",
-            expected="arrays of JAX or NumPy, or what NumPy can read",
+            f"a {type(leaf).__module__}.{type(leaf).__name__} of a batch cannot be converted to a NumPy array",
+            expected="arrays of JAX or NumPy, or objects that NumPy can read",
             got=str(error).splitlines()[0] if str(error) else type(error).__name__,
-            hint="of a PyTorch tensor tensor.detach().cpu().float().numpy(), for instance in its loader's collate_fn",
+            hint="convert a PyTorch tensor with tensor.detach().cpu().float().numpy(), for instance in collate_fn",
         ) from error
 
 
@@ -97,16 +97,16 @@ def refuse_objects(batch: Tree) -> None:
         except OverflowError as error:
             raise DataError(
                 f"batch leaf {path or '(root)'} holds integers of more than 32 bits",
-                expected="-2**31 to 2**31 - 1, of unsigned ones 0 to 2**32 - 1",
+                expected="-2**31 to 2**31 - 1, or 0 to 2**32 - 1 for unsigned integers",
                 got=error,
-                hint="JAX would keep their lower bits: take them modulo a table's size, or set jax_enable_x64",
+                hint="take them modulo the table's size, or set jax_enable_x64; JAX would keep only their lower bits",
             ) from None
         if not is_array_like(leaf) or getattr(getattr(leaf, "dtype", None), "kind", "f") in _NON_NUMERIC_KINDS:
             raise DataError(
                 f"batch leaf {path or '(root)'} holds no numbers",
                 expected="an array, or a number",
                 got=f"dtype {leaf.dtype}" if hasattr(leaf, "dtype") else type(leaf).__name__,
-                hint="a dataclass has to be a pytree, jax.tree_util.register_dataclass"
+                hint="make the dataclass a pytree with jax.tree_util.register_dataclass"
                 if dataclasses.is_dataclass(leaf)
                 else "encode strings as tokens, and leave other objects out of the batches",
             )

@@ -15,34 +15,34 @@ def is_count(value: Any, least: int) -> bool:
 
 
 def check_count(
-    problem: str, given: Any, least: int, expected: str, hint: str, error: type[LowtideError] = ConfigError
+    problem: str, value: Any, least: int, expected: str, hint: str, error: type[LowtideError] = ConfigError
 ) -> None:
     """Raise when an argument is not an integer of at least `least`.
 
     Args:
         problem: message of the error.
-        given: the argument.
+        value: the argument.
         least: the smallest valid value.
         expected: description of a valid value.
         hint: the remedy.
         error: class of the error.
     """
-    if not is_count(given, least):
-        raise error(problem, expected=expected, got=repr(given), hint=hint)
+    if not is_count(value, least):
+        raise error(problem, expected=expected, got=repr(value), hint=hint)
 
 
-def check_choice(problem: str, given: Any, choices: Sequence[str], hint: str) -> None:
+def check_choice(problem: str, value: Any, choices: Sequence[str], hint: str) -> None:
     """Raise when an argument is not one of a few words.
 
     Args:
         problem: message of the error.
-        given: the argument.
+        value: the argument.
         choices: the words, at least two.
         hint: the remedy.
 
     Raises:
         ConfigError: with the list of words.
     """
-    if given not in choices:
+    if value not in choices:
         *quoted, last = [f'"{choice}"' for choice in choices]
-        raise ConfigError(problem, expected=f"{', '.join(quoted)} or {last}", got=repr(given), hint=hint)
+        raise ConfigError(problem, expected=f"{', '.join(quoted)} or {last}", got=repr(value), hint=hint)

@@ -165,8 +165,8 @@ def _without_derivative() -> Any:
             return no_derivative(primals[0], description), tangents[0]
         raise StructureError(
             f"a derivative goes through {description}",
-            got="it would be lost there",
-            hint="jax.lax.stop_gradient of the gradients, parameters and decays; or that state in float32",
+            got="a derivative that would be lost",
+            hint="apply jax.lax.stop_gradient to gradients, parameters and decays, or keep that state in float32",
         )
 
     primitive: Any = Primitive("no_derivative")
@@ -222,7 +222,7 @@ def _on_one_device() -> Any:
     def lowered(ctx: Any, *values: Any, alone: Any, among: Any, needed: str, is_tpu: bool) -> Any:
         is_alone = is_tpu and _is_for_one_device(ctx.module_context.axis_context)
         if needed and not is_alone:
-            raise ConfigError(needed, hint="leave it out for what the target has")
+            raise ConfigError(needed, hint="leave it out to use what the target supports")
         return mlir.lower_fun(jaxpr_as_fun(alone if is_alone else among))(ctx, *values)
 
     def derivative(primals: Any, tangents: Any, *, among: Any, **_: Any) -> Any:

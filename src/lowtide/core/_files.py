@@ -1,15 +1,262 @@
-"""Writing files so that they exist either completely or not at all."""
+"""Files: untrusted input is read within limits, and output exists either completely or not at all; no JAX is needed.
+
+Loading a model opens files that strangers wrote. The steps are the same for all of them, and sizes that a file states
+allocate nothing before the last step:
+
+1. `input_file`: a regular file inside of its folder. A link may lead to a file of the same folder. In a snapshot of a
+   Hugging Face cache (``<repository>/snapshots/<revision>``) it may also lead to the blobs of the same repository
+   (``<repository>/blobs``). Any other link is refused, so a folder that was unpacked from an archive only reads files
+   of the archive. The folder itself may be reached through links, since the user chose it.
+2. `read_input`: at most a given number of bytes.
+3. `parse_json`: standard JSON without duplicate names, without non-finite numbers, and with at most `MAX_DEPTH` levels;
+   `parse_json_value` also accepts values other than objects.
+4. `validate`: types and ranges of a pydantic model, strictly: text does not count as a number or a boolean.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import json
+import math
 import os
+import re
 import secrets
+import stat
 import tempfile
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from ._errors import OutputError
+from ._errors import ModelFileError, OutputError
+from ._units import format_bytes
+
+if TYPE_CHECKING:
+    from pydantic import BaseModel
+
+Schema = TypeVar("Schema", bound="BaseModel")
+
+MAX_DEPTH = 64
+"""The most levels of nested arrays and objects; the deepest files of today have about ten."""
+MAX_DIGITS = 40
+"""The most digits of an integer."""
+_PACKAGE_FOLDER = Path(__file__).parents[1].resolve()  # an installer may link the files of a package to its own store
+
+
+def input_file(folder: str | os.PathLike[str], name: str, *, expected: str | None = None, hint: str) -> Path:
+    """Return the path of a file in a folder if it is a regular file that belongs there.
+
+    Args:
+        folder: the folder, as the user named it.
+        name: the file's name, without a folder.
+        expected: what the folder should hold, for the message about a missing file.
+        hint: the remedy for a missing file.
+
+    Returns:
+        The path without links resolved, since messages name what the user sees.
+
+    Raises:
+        ModelFileError: when the name leads to another folder or no file has it; for a link out of the folder (see
+            above); and for a file that is not regular (reading a pipe or a device would never end).
+    """
+    path = Path(folder) / name
+    if not name or name in (".", "..") or "\0" in name or Path(name).name != name or "\\" in name:
+        raise ModelFileError(
+            f"{folder}: {shown(name)} is not the name of a file in this folder",
+            expected="a plain file name",
+            hint="copy the model from its source again; all of its files belong in one folder",
+        )
+    try:
+        real, home = path.resolve(strict=True), Path(folder).resolve(strict=True)
+        mode = real.stat().st_mode
+    except (OSError, ValueError, RuntimeError) as error:  # a loop of links is a RuntimeError before Python 3.13
+        if isinstance(error, NotADirectoryError) and Path(folder).is_file():
+            raise ModelFileError(
+                f"{shortened(folder)} is a file, not a folder",
+                expected=f"a folder with {name}",
+                hint=f"give the folder that holds it: {shortened(Path(folder).parent)}",
+            ) from error
+        is_missing = isinstance(error, FileNotFoundError | NotADirectoryError)
+        raise ModelFileError(
+            f"{shortened(path)}: no such file" if is_missing else f"{shortened(path)}: cannot be read",
+            expected=expected,
+            got=None if is_missing else shortened(error),
+            hint=hint if is_missing else "check the file's name, and the permissions of the file and its folder",
+        ) from error
+    # Links are resolved on both sides, so that a folder that is itself reached through a link passes.
+    if not (
+        home.is_relative_to(_PACKAGE_FOLDER)
+        or any(real.is_relative_to(allowed) for allowed in (home, *_blob_folders(home)))
+    ):
+        raise ModelFileError(
+            f"{path}: the link leads out of the folder",
+            expected="a file of the folder, or a blob of the same repository in a Hugging Face cache",
+            got=str(real),
+            hint="if you trust it, copy the file itself there (cp -L), or give the folder that it leads to",
+        )
+    if not stat.S_ISREG(mode):
+        raise ModelFileError(
+            f"{path}: not a regular file",
+            expected="a regular file",
+            got=_file_kind(mode),
+            hint="write the content to a file; a pipe or a device has no end",
+        )
+    return path
+
+
+def read_input(path: Path, *, most_bytes: int) -> bytes:
+    """Read the content of a file that `input_file` found.
+
+    Args:
+        path: the file.
+        most_bytes: the largest accepted size; a larger file is refused before it is read.
+
+    Raises:
+        ModelFileError: when the file is larger, or cannot be read.
+    """
+    try:
+        with open(path, "rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            # One byte more than allowed, because the file may grow after `fstat`.
+            content = file.read(most_bytes + 1) if size <= most_bytes else b""
+    except OSError as error:
+        raise ModelFileError(
+            f"{path}: cannot be read", got=str(error), hint="check the file's permissions, or copy it again"
+        ) from error
+    if max(size, len(content)) > most_bytes:
+        raise ModelFileError(
+            f"{path}: too large",
+            expected=f"at most {format_bytes(most_bytes)}",
+            got=format_bytes(max(size, len(content))),
+            hint="copy it from its source again; a file of this name is never so large",
+        )
+    return content
+
+
+def parse_json_value(content: bytes, file_name: str) -> Any:
+    """Parse a JSON value of any type, without anything that the JSON standard leaves open.
+
+    Args:
+        content: the bytes of the file.
+        file_name: the file's name, for messages.
+
+    Raises:
+        ModelFileError: when the content is not JSON, repeats a name in one object, or has a non-finite number, half a
+            surrogate pair, or more levels than `MAX_DEPTH`.
+    """
+    try:
+        value = json.loads(
+            content.decode("utf-8"),
+            object_pairs_hook=_check_unique,
+            parse_constant=_parse_number,
+            parse_float=_parse_number,
+            parse_int=_parse_integer,
+        )
+        _check_values(value)
+    except (ValueError, RecursionError) as error:
+        raise ModelFileError(
+            f"{file_name}: not readable as JSON", got=shortened(error), hint="copy the file from its source again"
+        ) from error
+    return value
+
+
+def parse_json(content: bytes, file_name: str) -> dict[str, Any]:
+    """Parse a JSON object with the strictness of `parse_json_value`.
+
+    Args:
+        content: the bytes of the file.
+        file_name: the file's name, for messages.
+
+    Raises:
+        ModelFileError: when the content is not a JSON object, or `parse_json_value` refuses it.
+    """
+    value = parse_json_value(content, file_name)
+    if not isinstance(value, dict):
+        raise ModelFileError(
+            f"{file_name}: not a JSON object", got=type(value).__name__, hint="copy the file from its source again"
+        )
+    return value  # pyright: ignore[reportUnknownVariableType]
+
+
+def validate(schema: type[Schema], raw: Any, file_name: str, *, hint: str) -> Schema:
+    """Return a parsed file as an instance of its schema.
+
+    Args:
+        schema: the pydantic model.
+        raw: the parsed file.
+        file_name: the file's name, for messages.
+        hint: the remedy.
+
+    Raises:
+        ModelFileError: with the names of the first entries that are missing or unusable.
+    """
+    from pydantic import ValidationError  # takes a quarter of a second; `import lowtide` does not need it
+
+    try:
+        return schema.model_validate(raw)
+    except ValidationError as error:
+        line_errors = error.errors(include_url=False, include_context=False)
+        # An entry of a union type has one error per type: report the one whose location is deepest.
+        candidates = [item for item in line_errors[:9] if item["loc"][:1] == line_errors[0]["loc"][:1]]
+        first = max(candidates, key=lambda item: _entry_name(raw, item["loc"]).count("."))
+        name = _entry_name(raw, first["loc"])
+        other_names = sorted({_entry_name(raw, item["loc"]) for item in line_errors[:9] if item not in candidates})
+        remedy = f"also look at {shortened(', '.join(other_names))}; {hint}" if other_names else hint
+        if first["type"] == "missing":
+            *parents, last = first["loc"]  # the missing name itself is not in `raw`
+            name = f"{_entry_name(raw, tuple(parents))}.{last}" if parents else str(last)
+            raise ModelFileError(f"{file_name}: {name} is missing", hint=remedy) from error
+        expected = re.sub(r"a valid dictionary or instance of \w+|a valid dictionary", "a JSON object", first["msg"])
+        raise ModelFileError(
+            f"{file_name}: {name} has an unusable value",
+            expected=expected.removeprefix("Input should be ").removeprefix("Value error, "),
+            got=shown(first["input"]),
+            hint=remedy,
+        ) from error
+
+
+def shown(value: Any) -> str:
+    """Format a value for a message, shortened if it is long."""
+    return shortened(ascii(value) if isinstance(value, str) and not value.isprintable() else _safe_repr(value))
+
+
+def shortened(value: Any, most: int = 200) -> str:
+    """Return text for a message, without unpaired surrogates and at most a few lines long."""
+    text = str(value).encode("utf-8", "backslashreplace").decode("utf-8")
+    return text if len(text) <= most else f"{text[:most]}… ({len(text)} characters)"
+
+
+def gguf_file(path: str | Path) -> Path | None:
+    """Return the GGUF file that a model's path refers to, or None for a Hugging Face directory.
+
+    Args:
+        path: the file itself, or a folder that has one and neither `config.json` nor safetensors.
+
+    Raises:
+        ModelFileError: when the file is missing or not a regular file, and for a folder with several GGUF files.
+
+    Memory:
+        None; the file is not opened.
+    """
+    path = Path(path)
+    if not path.is_dir():
+        is_named = path.suffix.lower() == ".gguf"
+        return input_file(path.parent, path.name, hint="check the path; nothing is downloaded") if is_named else None
+    try:
+        names = sorted(os.listdir(path))
+    except OSError:
+        return None  # the reader of the folder raises the error
+    matches = [name for name in names if name.lower().endswith(".gguf")]
+    if not matches or "config.json" in names or any(name.endswith((".safetensors", ".index.json")) for name in names):
+        return None
+    if len(matches) > 1:
+        raise ModelFileError(
+            f"{path} holds several GGUF files",
+            expected="one GGUF file, or the path of one of them",
+            got=shortened(", ".join(matches)),
+            hint=f"name the file, for instance {path / matches[0]}",
+        )
+    return input_file(path, matches[0], hint="check the folder; nothing is downloaded")
 
 
 def write_files(directory: str | os.PathLike[str], contents: Mapping[str, bytes]) -> None:
@@ -44,7 +291,7 @@ def write_files(directory: str | os.PathLike[str], contents: Mapping[str, bytes]
     except OSError as error:
         raise OutputError(
             f"{folder}: cannot write {', '.join(contents)}",
-            expected="a folder that can be written, with room for the files",
+            expected="a writable folder with enough free space for the files",
             got=f"{type(error).__name__}: {error}",
             hint="choose another folder, or change its permissions",
         ) from error
@@ -71,6 +318,84 @@ def check_writable(directory: Path, problem: str, hint: str) -> None:
             pass
     except OSError as error:
         raise OutputError(f"{directory}: {problem}", got=error.strerror or error, hint=hint) from error
+
+
+def _entry_name(raw: Any, location: tuple[int | str, ...]) -> str:
+    """Name an entry. pydantic's locations also hold the tried type of a union, which is skipped."""
+    parts: list[str] = []
+    for part in location:
+        try:
+            raw = raw[part]
+        except (KeyError, IndexError, TypeError):
+            if part != location[-1] or parts:
+                continue
+        parts.append(shortened(part, 80))
+    return ".".join(parts) or "the file"
+
+
+def _file_kind(mode: int) -> str:
+    """Name the kind of a path that is not a regular file."""
+    kinds = {
+        stat.S_ISDIR: "a folder",
+        stat.S_ISFIFO: "a pipe",
+        stat.S_ISCHR: "a device",
+        stat.S_ISBLK: "a device",
+        stat.S_ISSOCK: "a socket",
+    }
+    return next((name for test, name in kinds.items() if test(mode)), "something else")
+
+
+def _blob_folders(home: Path) -> list[Path]:
+    """Return the folder in which a Hugging Face cache keeps the content of a snapshot's files."""
+    snapshots = [parent for parent in home.parents if parent.name == "snapshots"]
+    return [(snapshots[0].parent / "blobs").resolve()] if snapshots else []
+
+
+def _check_unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    values = dict(pairs)
+    if len(values) < len(pairs):
+        counts = Counter(name for name, _ in pairs)
+        raise ValueError(f"{shown(counts.most_common(1)[0][0])} occurs twice in one object")
+    return values
+
+
+def _parse_number(text: str) -> float:
+    number = float(text)
+    if not math.isfinite(number):
+        raise ValueError(f"{shortened(text, 40)} is not a finite number")
+    return number
+
+
+def _parse_integer(text: str) -> int:
+    if len(text) > MAX_DIGITS:
+        raise ValueError(f"an integer of {len(text)} digits")
+    return int(text)
+
+
+def _check_values(value: Any) -> None:
+    """Walk without recursion, and raise for deep nesting or invalid Unicode, on which later code would fail."""
+    level: list[Any] = [value]
+    for _ in range(MAX_DEPTH):
+        below: list[Any] = []
+        for item in level:
+            if isinstance(item, str):
+                item.encode("utf-8")  # raises for half a surrogate pair
+            elif isinstance(item, dict):
+                below += item.keys()
+                below += item.values()
+            elif isinstance(item, list):
+                below += item
+        if not below:
+            return
+        level = below
+    raise ValueError(f"nested more than {MAX_DEPTH} levels deep")
+
+
+def _safe_repr(value: Any) -> str:
+    try:
+        return repr(value)
+    except (ValueError, RecursionError):  # an integer with more digits than Python writes
+        return type(value).__name__
 
 
 def _sync(folder: Path) -> None:

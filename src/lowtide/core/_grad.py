@@ -94,17 +94,17 @@ def check_differentiable(trainable: Tree) -> None:
                 expected="floating-point leaves",
                 got=dtype,
                 hint=f'leave it out of the selection, for instance with the pattern "!{path}"; '
-                "or, of a module of another library, use its bridge in lowtide.ext",
+                "or, for a module of another library, use its bridge in lowtide.ext",
             )
     is_frozen = lambda node: getattr(type(node), "is_frozen", False) is True  # noqa: E731
     for path, node in leaves_with_paths(trainable, is_leaf=is_frozen):
         if is_frozen(node) and (leaves := leaves_with_paths(node)):
             name = "/".join(part for part in (path, leaves[0][0]) if part)
             raise SelectionError(
-                f"{name}: a leaf of a {type(node).__name__} cannot train",
+                f"{name}: a leaf of a {type(node).__name__} cannot be trained",
                 expected="leaves that have a gradient, such as those of an adapter on this weight",
                 got=f"{name} in the selection",
-                hint=f'leave it out of the selection, for instance with the pattern "!{name}", or lt.dequantize first',
+                hint=f'leave it out of the selection, for instance with the pattern "!{name}", or call lt.dequantize',
             )
 
 
@@ -118,5 +118,5 @@ def _dtype(path: str, leaf: Any) -> Any:
             f"{path}: a leaf of type {kind} cannot be differentiated",
             expected="arrays of JAX or NumPy",
             got=kind,
-            hint="of a PyTorch tensor jnp.asarray(tensor.detach().cpu().numpy())",
+            hint="convert a PyTorch tensor with jnp.asarray(tensor.detach().cpu().numpy())",
         ) from None

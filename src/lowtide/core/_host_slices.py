@@ -22,7 +22,7 @@ import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
 from ._errors import PlacementError
-from ._traced import traced_device
+from ._tracing import traced_device
 
 _NUM_STEPS, _WIDTH = 5, 256
 

@@ -60,7 +60,7 @@ def accumulate(
         >>> float(loss), float(grads["w"])
         (3.0, 1.5)
     """
-    problem, hint = "num_microbatches has to be at least 1", "1 means no accumulation"
+    problem, hint = "num_microbatches has to be at least 1", "use 1 for no accumulation"
     check_count(problem, num_microbatches, 1, "a whole number", hint, StructureError)
 
     @functools.wraps(grad_fn)
@@ -133,7 +133,7 @@ def split_batch(batch: Tree, num_microbatches: int) -> Tree:
         shape = jnp.shape(leaf)
         if not shape or not shape[0] or shape[0] % num_microbatches:
             raise StructureError(
-                f"batch leaf {path_str(path) or '(root)'}: leading axis does not split into microbatches",
+                f"batch leaf {path_str(path) or '(root)'}: the leading axis does not split into microbatches",
                 expected=f"a leading axis that is a multiple of {num_microbatches}",
                 got=f"shape {shape}",
                 hint="change num_microbatches or the batch size"
@@ -166,7 +166,7 @@ def microbatch_weights(weight: Callable[[Tree], Any] | None, batches: Tree, num_
 
 def _refuse_value(value: Any, has_aux: bool) -> NoReturn:
     raise StructureError(
-        "grad_fn returns " + ("no auxiliary values" if has_aux else "auxiliary values beside the loss"),
+        "grad_fn returns " + ("no auxiliary values" if has_aux else "auxiliary values in addition to the loss"),
         expected="((loss, aux), grads)" if has_aux else "(loss, grads)",
         got=f"{type(value).__name__} in place of the loss",
         hint=f"give accumulate and value_and_grad the same has_aux: {not has_aux}",
@@ -177,7 +177,7 @@ def _weight_of(weight: Callable[[Tree], Any], microbatch: Tree) -> Any:
     value = weight(microbatch)
     if not is_array_like(value) or jnp.ndim(value):
         raise StructureError(
-            "the weight of a microbatch is no number",
+            "the weight of a microbatch is not a number",
             expected="a scalar",
             got=f"shape {list(jnp.shape(value))}" if is_array_like(value) else repr(value)[:80],
             hint="sum it: lambda batch: jnp.sum(batch['mask'])",

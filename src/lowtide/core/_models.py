@@ -1,8 +1,11 @@
-"""Protocol by which a trainer borrows a model's arrays, calls the model with other arrays, and returns them.
+"""Protocols that models implement: lending their arrays to a trainer, and naming their modules for other libraries.
 
 A pytree consists of its arrays. A mutable object (a Flax NNX module, a Keras model) holds them. It lends the arrays
 that a step changes to the trainer and keeps placeholders in their place. So the device never holds a second copy. The
-bridges in `lowtide.ext` implement this. Frozen arrays stay in the object.
+bridges in `lowtide.ext` implement this protocol, `ModelObject`. Frozen arrays stay in the object.
+
+A model that reads and writes another library's format implements `ExternalNames`. Adapters then store their tensors
+under the names that this library expects, without depending on the model.
 """
 
 from __future__ import annotations
@@ -59,5 +62,33 @@ class ModelObject(Protocol):
 
         Returns:
             ``(arrays, *args) -> (fn(model, *args), arrays after the call)``, for JAX to trace.
+        """
+        ...
+
+
+@runtime_checkable
+class ExternalNames(Protocol):
+    """A model that maps its modules to their names in another library.
+
+    Optional members:
+
+    - ``table_names``: names of embedding lookups, which the other library implements as another kind of layer.
+    - ``tied_names``: maps a module that is used in a second place to the name of that place.
+    - ``named_as``: returns the model with the names of a given file, for files with several naming schemes.
+    - ``ignored_modules``: modules of the other library that the model lacks.
+    """
+
+    def external_name(self, path: str) -> str:
+        """Return the other library's name of a module.
+
+        Args:
+            path: a module's tree path, such as ``layers/attn/q_proj``.
+
+        Returns:
+            The name, such as ``model.layers.{layer}.self_attn.q_proj``. It contains the text ``{layer}`` in place of
+            the layer's index when the module's leaves are stacked along a leading layer axis.
+
+        Raises:
+            KeyError: when nothing at `path` is a module of the other library.
         """
         ...

@@ -20,12 +20,12 @@ from ._select import Where, select
 _HOLD_ONCE = "hold the array at one path and use it twice in the model, or untie it with jnp.array(leaf, copy=True)"
 
 
-def partition(tree: Tree, where: Where) -> tuple[Tree, Tree]:
+def partition(tree: Tree, selector: Where) -> tuple[Tree, Tree]:
     """Split a tree into the selected leaves and the rest.
 
     Args:
         tree: any pytree (a dictionary, an Equinox module, NNX state, ...).
-        where: glob patterns on tree paths, or a predicate ``(path, leaf) -> bool``.
+        selector: glob patterns on tree paths, or a predicate ``(path, leaf) -> bool``.
 
     Returns:
         ``(selected, unselected)``, both with the structure of `tree` and `None` where the other half holds the leaf.
@@ -41,7 +41,7 @@ def partition(tree: Tree, where: Where) -> tuple[Tree, Tree]:
         >>> partition({"base": 1.0, "lora_a": 2.0}, "lora_*")
         ({'base': None, 'lora_a': 2.0}, {'base': 1.0, 'lora_a': None})
     """
-    mask = select(tree, where)
+    mask = select(tree, selector)
     leaves, treedef = jax.tree.flatten(tree)
     _refuse_split_sharing(tree, mask)
     selected = treedef.unflatten([leaf if chosen else None for leaf, chosen in zip(leaves, mask, strict=True)])
@@ -113,7 +113,7 @@ def refuse_shared(*parts: Tree) -> None:
     for paths in shared_leaves(parts):
         first, second = (path.partition("/")[2] for path in paths[:2])
         raise SelectionError(
-            f"{first} and {second} are the same array and both train",
+            f"{first} and {second} are the same array, and both are trainable",
             expected="one array at each trainable path",
             hint=_HOLD_ONCE,
         )
@@ -132,10 +132,10 @@ def refuse_consumed(*trees: Tree) -> None:
     deleted = [path for path, leaf in leaves if isinstance(leaf, jax.Array) and leaf.is_deleted()]
     if deleted:
         raise StateError(
-            f"{deleted[0]} was consumed: another trainer or a donating function has taken it",
+            f"{deleted[0]} was consumed by another trainer or a donating function",
             expected="arrays that nothing else consumes",
             got=f"{len(deleted)} deleted arrays",
-            hint="take the trainer's own, trainer.model, or give each its copy: jax.tree.map(jnp.array, model)",
+            hint="use the trainer's arrays, trainer.model, or give each trainer a copy: jax.tree.map(jnp.array, model)",
         )
 
 

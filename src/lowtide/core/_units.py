@@ -36,7 +36,9 @@ def parse_bytes(text: str | int) -> int:
     """
     if isinstance(text, int) and not isinstance(text, bool):
         if text < 0:
-            raise ConfigError("a size cannot be negative", got=text, hint='give bytes, or text such as "14 GiB"')
+            raise ConfigError(
+                "a size cannot be negative", got=text, hint='give a number of bytes, or text such as "14 GiB"'
+            )
         return text
     match = _SIZE.fullmatch(str(text))
     unit = match[2].lower() or "b" if match else ""

@@ -322,11 +322,11 @@ def _check_logits(soft_cap: Any, z_loss: Any) -> None:
             "soft_cap has to be greater than 0",
             expected="a number of Python or NumPy",
             got=soft_cap,
-            hint="None leaves logits as they are",
+            hint="use None to leave logits unchanged",
         )
     if not (_is_number(z_loss) and 0 <= float(z_loss) < math.inf):
         raise ConfigError(
-            "z_loss has to be a number of at least 0", got=repr(z_loss), hint="0 adds nothing, 1e-4 is usual"
+            "z_loss has to be a number of at least 0", got=repr(z_loss), hint="use 0 to add nothing; 1e-4 is common"
         )
 
 
@@ -339,43 +339,45 @@ def _check(h: Any, head: Any, labels: Any, chunk_size: Any, reduction: str, igno
     arrays = {"h": h, "labels": labels, **({"head": head} if is_array else {})}
     for name, array in arrays.items():
         if not (hasattr(array, "shape") and hasattr(array, "dtype")):
-            raise StructureError(f"{name} is no array", got=type(array).__name__, hint="jnp.asarray makes one")
+            raise StructureError(
+                f"{name} is not an array", got=type(array).__name__, hint="convert it with jnp.asarray"
+            )
         if name == "h" and not jnp.issubdtype(array.dtype, jnp.floating):
             raise StructureError(
-                "h has to be of a floating-point dtype", got=f"{array.dtype}{list(array.shape)}", hint="cast it"
+                "h has to have a floating-point dtype", got=f"{array.dtype}{list(array.shape)}", hint="cast it"
             )
         if name == "head" and (array.dtype == bool or jnp.issubdtype(array.dtype, jnp.complexfloating)):
             raise StructureError(
-                "head has to be of real numbers", got=f"{array.dtype}{list(array.shape)}", hint="cast it"
+                "head has to hold real numbers", got=f"{array.dtype}{list(array.shape)}", hint="cast it"
             )
     if not isinstance(head, LinearWeight) and (head.shape[1:] != h.shape[-1:] or 0 in head.shape):
         raise StructureError(
-            "activations and head do not fit together",
+            "the shapes of activations and head do not match",
             expected=f"a head of shape [V, {h.shape[-1] if h.shape else 'D'}], V at least 1",
             got=f"h {h.shape}, head {head.shape}",
-            hint="a head is stored as [vocabulary, model]; transpose it if it is the other way round",
+            hint="transpose the head if it is [model, vocabulary]; it is stored as [vocabulary, model]",
         )
     if h.ndim < 2 or h.shape[:-1] != labels.shape or not labels.shape[-1]:
         raise StructureError(
-            "activations and labels do not fit together",
+            "the shapes of activations and labels do not match",
             expected="h of shape [..., T, D] and labels of shape [..., T], T at least 1",
             got=f"h {h.shape}, labels {labels.shape}",
-            hint="labels have one entry for each position of h",
+            hint="pass labels with one entry for each position of h",
         )
     if not jnp.issubdtype(labels.dtype, jnp.integer):
         raise StructureError("labels have to be integers", got=labels.dtype, hint="pass class indices, not one-hot")
     is_index = type(ignore_index) is not bool and isinstance(ignore_index, numbers.Integral)
     if not is_index or not -_MOST_INDEX - 1 <= int(ignore_index) <= _MOST_INDEX:
         raise ConfigError(
-            "ignore_index is an integer",
-            expected="one of 32 bits",
+            "ignore_index has to be an integer",
+            expected="a 32-bit integer",
             got=repr(ignore_index),
-            hint="take one that is no label, where no position is ignored",
+            hint="if no position is ignored, pass an integer that is not a label",
         )
     if (chunk_size is not None and not is_count(chunk_size, 1)) or reduction not in ("mean", "sum"):
         raise ConfigError(
-            "chunked_cross_entropy got an unusable option",
+            "chunked_cross_entropy got an invalid option",
             expected='chunk_size >= 1, reduction "mean" or "sum"',
             got=f"chunk_size={chunk_size}, reduction={reduction!r}",
-            hint="leave chunk_size out for what the vocabulary asks for",
+            hint="leave chunk_size out to choose it by the size of the vocabulary",
         )

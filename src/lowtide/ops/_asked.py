@@ -19,8 +19,8 @@ from ._sight import Scores, Sight
 
 _DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32, jnp.float64)
 _FROM_A_CACHE = (
-    "queries whose first is at `start` among the keys, as with a cache: "
-    "lowtide.ops.attend(q, k, v, Sight(start=start), Scores(scale)); queries that see all keys: causal=False"
+    "if the first query has the index `start` among the keys, as with a cache, call "
+    "lowtide.ops.attend(q, k, v, Sight(start=start), Scores(scale)); if queries see all keys, pass causal=False"
 )
 
 
@@ -37,23 +37,23 @@ def check_arrays(q: Any, k: Any, v: Any) -> None:
     shapes: list[Any] = [tuple(getattr(array, "shape", ())) for array in (q, k, v)]
     if any(len(shape) != 4 for shape in shapes) or 0 in {size for shape in shapes for size in shape[1:]}:
         raise ConfigError(
-            "attention: queries, keys and values have four axes, none of them empty but for the first",
+            "attention: queries, keys and values must have four axes, of which only the first may be empty",
             expected="arrays [batch, tokens, heads, head], heads after tokens",
             got=got,
-            hint="reshape the projections; jnp.swapaxes(x, 1, 2) of what has heads first",
+            hint="reshape the projections; use jnp.swapaxes(x, 1, 2) if heads come before tokens",
         )
     (batch, _, heads, dim), (_, num_keys, groups, _) = shapes[:2]
     if shapes[1] != (batch, num_keys, groups, dim) or shapes[2] != shapes[1] or heads % groups:
         raise ConfigError(
-            "attention: queries, keys and values do not fit",
+            "attention: the shapes of queries, keys and values do not match",
             expected="q [B, T, N, H], k and v [B, S, K, H], and K divides N",
             got=got,
-            hint="key/value heads that queries share are not repeated",
+            hint="do not repeat key/value heads that queries share",
         )
     if not q.dtype == k.dtype == v.dtype or q.dtype not in _DTYPES:
         raise ConfigError(
-            "attention: queries, keys and values are of one floating-point dtype",
-            expected="bfloat16, float16, float32 or float64 three times",
+            "attention: queries, keys and values must have one floating-point dtype",
+            expected="three arrays of bfloat16, float16, float32 or float64",
             got=got,
             hint="cast them: x.astype(q.dtype)",
         )
@@ -63,14 +63,14 @@ def check_causal(causal: Any, window: Any, num_queries: int, num_keys: int) -> N
     """Raise `ConfigError` if the mask arguments of `attention` do not fit; its first query is at the first key."""
     if not isinstance(causal, bool | np.bool_):
         raise ConfigError(
-            "attention: causal is yes or no",
+            "attention: causal must be a bool",
             expected="True or False",
             got=_describe(causal),
-            hint="what differs within a program is two calls, or segment_ids",
+            hint="use two calls, or segment_ids, for masks that differ within a program",
         )
     if causal and num_queries != num_keys:
         raise ConfigError(
-            "attention: causal attention has as many queries as keys",
+            "attention: causal attention needs as many queries as keys",
             expected=f"{num_keys} queries",
             got=num_queries,
             hint=_FROM_A_CACHE,
@@ -78,12 +78,12 @@ def check_causal(causal: Any, window: Any, num_queries: int, num_keys: int) -> N
     if window is not None and not (causal and is_count(window, 1)):
         is_array = isinstance(window, jax.Array)
         raise ConfigError(
-            "attention: a window is of causal attention, and holds the query itself at least",
-            expected="causal=True and window an integer of at least 1",
+            "attention: a window needs causal attention, and must include the query itself",
+            expected="causal=True, and as window an integer of at least 1",
             got=f"causal={causal}, window={_describe(window)}",
-            hint="lowtide.ops.attend(q, k, v, Sight(window=window), Scores(scale)) takes one that a program computes"
+            hint="call lowtide.ops.attend(q, k, v, Sight(window=window), Scores(scale)) for a traced window"
             if is_array
-            else "leave window out for all keys",
+            else "leave window out to use all keys",
         )
 
 
@@ -92,10 +92,10 @@ def check_scale(scale: Any) -> None:
     is_array = isinstance(scale, jax.Array | np.ndarray)
     if not (scale.shape == () if is_array else _is_number(scale)):
         raise ConfigError(
-            "attention: scale is one number",
+            "attention: scale must be one number",
             expected="a number, or an array without axes",
             got=_describe(scale),
-            hint="multiply the queries by what differs between heads, and pass scale=1.0",
+            hint="multiply the queries by scales that differ between heads, and pass scale=1.0",
         )
     if isinstance(scale, jax.Array):
         is_valid = jnp.issubdtype(scale.dtype, jnp.floating)
@@ -105,9 +105,9 @@ def check_scale(scale: Any) -> None:
         is_valid = is_real and math.isfinite(float(scale))
     if not is_valid:
         raise ConfigError(
-            "attention: scale is a finite number, and in a program of a floating-point dtype",
+            "attention: scale must be a finite number, and a traced scale must have a floating-point dtype",
             got=_describe(scale) if isinstance(scale, jax.Array) else repr(scale),
-            hint="leave it out for the usual one, head ** -0.5",
+            hint="leave it out to use head ** -0.5",
         )
 
 
@@ -122,20 +122,20 @@ def _check_sight(q: Array, k: Array, sight: Sight) -> None:
     settings: Any = sight
     if settings.window is not None and not _is_position(settings.window, 1):
         raise ConfigError(
-            "attention: a window holds the query itself at least, and is the same for all rows",
+            "attention: a window must include the query itself, and be the same for all rows",
             expected="an integer of at least 1, or an integer array without axes",
             got=_describe(settings.window),
-            hint="leave window out for all keys; jax.vmap over rows whose windows differ",
+            hint="leave window out to use all keys; use jax.vmap over rows whose windows differ",
         )
     if not _is_position(settings.start, 0):
         raise ConfigError(
-            "attention: start is the place of the first query among the keys, the same for all rows",
+            "attention: start must be the index of the first query among the keys, the same for all rows",
             expected="an integer of at least 0, or an integer array without axes",
             got=_describe(settings.start),
-            hint="jax.vmap over rows that begin at places of their own",
+            hint="use jax.vmap over rows that start at different indices",
         )
     if not isinstance(settings.causal, bool | np.bool_):
-        raise ConfigError("attention: causal is yes or no", got=_describe(settings.causal), hint="True or False")
+        raise ConfigError("attention: causal must be a bool", got=_describe(settings.causal), hint="pass True or False")
     if settings.segments is None:
         return
     segments = settings.segments if isinstance(settings.segments, tuple) else (settings.segments,)
@@ -146,10 +146,10 @@ def _check_sight(q: Array, k: Array, sight: Sight) -> None:
     )
     if not fits or not all(jnp.issubdtype(dtype, jnp.integer) for _, dtype in array_types):
         raise ConfigError(
-            "attention: segment_ids do not fit",
+            "attention: segment_ids have the wrong shape or dtype",
             expected=f"integers of shape {shapes[0]} for queries and {shapes[1]} for keys, in a tuple",
             got=", ".join(map(_describe, segments)),
-            hint="one number for each token: its document in the row",
+            hint="give each token the number of its document in the row",
         )
 
 
@@ -157,17 +157,17 @@ def _check_scores(heads: int, scores: Scores) -> None:
     check_scale(scores.scale)
     if scores.soft_cap is not None and not (_is_number(scores.soft_cap) and 0 < scores.soft_cap < math.inf):
         raise ConfigError(
-            "attention: soft_cap is a positive number of Python or NumPy, known when the program is traced",
+            "attention: soft_cap must be a positive number of Python or NumPy, known when the program is traced",
             got=_describe(scores.soft_cap),
-            hint="leave it out for none",
+            hint="leave it out to apply none",
         )
     shape, dtype = getattr(scores.sinks, "shape", None), getattr(scores.sinks, "dtype", None)
     if scores.sinks is not None and (shape != (heads,) or dtype is None or not jnp.issubdtype(dtype, jnp.floating)):
         raise ConfigError(
-            "attention: sinks are one score for each query head",
+            "attention: sinks must be one score for each query head",
             expected=f"an array [{heads}] of floating-point numbers",
             got=_describe(scores.sinks),
-            hint="leave them out for none",
+            hint="leave them out to use none",
         )
 
 

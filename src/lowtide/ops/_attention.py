@@ -153,24 +153,24 @@ def attend(
     )
     if implementation not in (None, *typing.get_args(Implementation)):
         raise ConfigError(
-            f"attention: no implementation is called {implementation!r}",
+            f"attention: {implementation!r} is not an implementation",
             expected=f"{', '.join(map(repr, typing.get_args(Implementation)))} or None",
-            hint="leave it out for what the target has",
+            hint="leave it out to use the best one for the target",
         )
     if implementation == "cudnn" and (reason := _unsupported_by_cudnn(q.dtype, q.shape[-1], scores)):
         raise ConfigError(
             "attention: cuDNN's kernel cannot compute this",
             expected="half precision on an NVIDIA GPU, heads of 8, 16, ... 128, no soft cap and no sinks",
             got=reason,
-            hint='leave implementation out, or take "blocks"',
+            hint='leave implementation out, or pass "blocks"',
         )
     if implementation == "splash" and (reason := _unsupported_by_splash(q, k, sight, scores)):
         raise ConfigError(
             "attention: the kernel for TPUs cannot compute this",
-            expected="bfloat16 or float32 on a TPU, heads of 64, 128 or 256, tokens in whole blocks of 128, "
-            "and keys in the segments of queries",
+            expected="bfloat16 or float32 on a TPU, heads of 64, 128 or 256, a multiple of 128 tokens, "
+            "and one array of segments for queries and keys",
             got=reason,
-            hint='leave implementation out, or take "blocks"',
+            hint='leave implementation out, or pass "blocks"',
         )
     if not q.shape[0]:
         return q

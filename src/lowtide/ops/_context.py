@@ -114,17 +114,17 @@ def _check(queries: tuple[int, ...], keys: tuple[int, ...], parts: int, tensor: 
     lengths = {queries[1], keys[1]}
     if any(length % parts for length in lengths):
         raise ConfigError(
-            f"attention: {' or '.join(map(str, sorted(lengths)))} tokens cannot be divided along the axis {CONTEXT!r}",
-            expected=f"a multiple of {parts}, the devices along it",
+            f"attention: {' or '.join(map(str, sorted(lengths)))} tokens cannot be sharded along the axis {CONTEXT!r}",
+            expected=f"a multiple of {parts}, the number of devices along it",
             got=max(lengths),
             hint="pad rows to a multiple; generate text outside of such a mesh",
         )
     if queries[2] % (parts * tensor):
         factor = f" × tensor {tensor}" if tensor > 1 else ""
         raise ConfigError(
-            f"attention: {queries[2]} query heads cannot be divided along the axis {CONTEXT!r}",
-            expected=f"a multiple of {parts * tensor} ({CONTEXT} {parts}{factor}): each device attends with some heads",
+            f"attention: {queries[2]} query heads cannot be sharded along the axis {CONTEXT!r}",
+            expected=f"a multiple of {parts * tensor} ({CONTEXT} {parts}{factor}): each device computes some heads",
             got=queries[2],
-            hint=f"make_mesh with a context that divides {queries[2] // math.gcd(queries[2], tensor)}, and fsdp or "
-            "data for the other devices",
+            hint=f"call make_mesh with a context that divides {queries[2] // math.gcd(queries[2], tensor)}, and fsdp "
+            "or data for the other devices",
         )

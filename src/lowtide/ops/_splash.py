@@ -74,10 +74,10 @@ def unsupported_reason(q: Array, k: Array, sight: Sight, scores: Scores) -> str:
         f"{q.dtype}": q.dtype not in (jnp.bfloat16, jnp.float32),
         f"heads of {dim}": dim not in _HEADS,
         f"{length} queries and {num_keys} keys": not _size_of(length, num_keys, sight.window),
-        "a window that layers differ in": isinstance(sight.window, jax.Array),
+        "a window that differs between layers": isinstance(sight.window, jax.Array),
         "a window without causal=True": sight.window is not None and not sight.causal,
-        "queries that begin later": isinstance(sight.start, jax.Array) or sight.start != 0,
-        "other segments of keys than of queries": query_segments is not key_segments,
+        "queries that start after the first key": isinstance(sight.start, jax.Array) or sight.start != 0,
+        "different segments for keys and queries": query_segments is not key_segments,
         "values that differ along an axis of a jax.shard_map": any(varying_axes(jax.typeof(array)) for array in arrays),
     }
     return next((reason for reason, holds in reasons.items() if holds), "")
@@ -199,7 +199,7 @@ def _mesh_axes(mesh: Any, batch: int, heads: int) -> tuple[tuple[str, ...], tupl
 
 def _kernel_or_blocks(kernel: Kernel, kernel_fn: Callable[..., Any], blocks_fn: Callable[..., Any], *args: Any) -> Any:
     needed = (
-        "attention: the kernel for TPUs cannot be divided among the devices of this program"
+        "attention: the kernel for TPUs cannot be sharded over the devices of this program"
         if kernel.is_required
         else ""
     )
@@ -209,9 +209,9 @@ def _kernel_or_blocks(kernel: Kernel, kernel_fn: Callable[..., Any], blocks_fn: 
         message = f"{type(error).__name__}: {error}"
         if kernel.is_required:
             raise ConfigError(
-                "attention: this version of JAX has another kernel for TPUs than Lowtide knows",
+                "attention: Lowtide does not support this JAX version's kernel for TPUs",
                 got=message,
-                hint="leave implementation out: blocks of XLA's operations compute the same",
+                hint="leave implementation out to use blocks of XLA's operations, which compute the same",
             ) from error
         _warn_of_another_kernel(message)
         return blocks_fn(*args)
@@ -220,8 +220,8 @@ def _kernel_or_blocks(kernel: Kernel, kernel_fn: Callable[..., Any], blocks_fn: 
 @functools.cache
 def _warn_of_another_kernel(message: str) -> None:
     warnings.warn(
-        f"attention: JAX {jax.__version__} has another kernel for TPUs than Lowtide knows ({message}); blocks of XLA's "
-        'operations compute the same, slower\nhint: update lowtide, or give attention implementation="blocks"',
+        f"attention: Lowtide does not support JAX {jax.__version__}'s kernel for TPUs ({message}); blocks of XLA's "
+        'operations replace it, which are slower\nhint: update lowtide, or pass implementation="blocks" to attention',
         stacklevel=2,
     )
 

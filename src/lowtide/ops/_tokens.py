@@ -121,9 +121,9 @@ def _capture_tracers(static: _Static, leaves: Sequence[Any], x: Sequence[Array])
     (_, varying) = varied_alike((x[0], captured))
     if any(jax.typeof(varied) != jax.typeof(tracer) for varied, tracer in zip(varying, captured, strict=True)):
         raise ConfigError(
-            "over_tokens: the function closes over what all devices of a jax.shard_map have alike",
+            "over_tokens: the function closes over arrays that are the same on all devices of a jax.shard_map",
             got=", ".join(map(str, map(jax.typeof, captured))),
-            hint="put it into params",
+            hint="pass them in params",
         )
     return (static._replace(closed=closed), captured) if captured else (static, [])
 
@@ -133,29 +133,29 @@ def _check(arrays: Sequence[Any], leaves: Sequence[Any], size: int | None) -> No
     rows, *tokens = (*shapes[0][:2], 0)[:2] if shapes else (0, 0)
     if not rows or tokens == [0] or any(list(shape[1:2]) != tokens or shape[0] not in (1, rows) for shape in shapes):
         raise ConfigError(
-            "over_tokens: x are arrays with rows and tokens as their first two axes",
-            expected="[B, T, ...], or [1, T, ...] after the first, none of them empty",
+            "over_tokens: x must be arrays with rows and tokens as their first two axes",
+            expected="arrays [B, T, ...], or [1, T, ...] after the first one, none of them empty",
             got=", ".join(str(getattr(array, "shape", type(array).__name__)) for array in arrays) or "no array",
-            hint="what has no tokens belongs into params",
+            hint="pass arrays without tokens in params",
         )
     if no_arrays := [leaf for leaf in leaves if not (hasattr(leaf, "shape") or isinstance(leaf, numbers.Number))]:
         raise ConfigError(
-            "over_tokens: params are arrays",
+            "over_tokens: params must be arrays",
             got=repr(no_arrays[0]),
-            hint="bind settings to the function, as functools.partial does",
+            hint="bind settings to the function with functools.partial",
         )
     if size is None:
         return
     if not is_count(size, 1):
         raise ConfigError(
-            "over_tokens: size is a number of tokens",
+            "over_tokens: size must be a number of tokens",
             expected="an integer of at least 1",
             got=repr(size),
-            hint="leave it out for what keeps the target busy",
+            hint="leave it out to choose a size that keeps the target busy",
         )
     if explicit_mesh((leaves, arrays)) is not None:
         raise ConfigError(
-            "over_tokens: there are no tiles on a mesh with explicit axes",
+            "over_tokens: a mesh with explicit axes does not support tiles",
             got=f"size={size}",
             hint="leave size out, or make the mesh with jax.sharding.AxisType.Auto",
         )
@@ -164,17 +164,17 @@ def _check(arrays: Sequence[Any], leaves: Sequence[Any], size: int | None) -> No
 def _check_width(width: Any, share: Any) -> None:
     if not is_count(width, 1):
         raise ConfigError(
-            "over_tokens: width is how many numbers the widest array has of a token",
+            "over_tokens: width must be the number of elements that the widest array has for each token",
             expected="an integer of at least 1",
             got=repr(width),
-            hint="of a gated MLP its intermediate size",
+            hint="pass the intermediate size of a gated MLP",
         )
     if type(share) is bool or not isinstance(share, numbers.Real) or not 0 < float(share) <= 1:
         raise ConfigError(
-            "over_tokens: share is the part of tokens that a weight is multiplied by",
+            "over_tokens: share must be the fraction of the tokens that a weight is multiplied by",
             expected="a number above 0, at most 1",
             got=repr(share),
-            hint="experts that a token is sent to, of all",
+            hint="pass the experts per token divided by the number of experts",
         )
 
 
@@ -187,10 +187,10 @@ def _call_untiled(fn: Callable[[Tree, Tree], Tree], params: Tree, x: Tree, array
 def _check_results(results: Sequence[Any], length: int, num_tokens: int) -> None:
     if any(len(getattr(result, "shape", ())) < 2 or result.shape[1] != length for result in results):
         raise ConfigError(
-            "over_tokens: the function returns arrays of each token by itself",
-            expected=f"[B, {length}, ...]" + f" of a tile of {length} of {num_tokens} tokens" * (length < num_tokens),
+            "over_tokens: the function must return arrays with one entry for each token",
+            expected=f"[B, {length}, ...]" + f" for a tile of {length} of {num_tokens} tokens" * (length < num_tokens),
             got=", ".join(str(getattr(result, "shape", type(result).__name__)) for result in results),
-            hint="add up over tokens outside of it",
+            hint="sum over tokens outside of the function",
         )
 
 

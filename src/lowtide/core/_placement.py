@@ -1,10 +1,7 @@
-"""Assemble arrays on their devices, a bounded piece at a time.
+"""Placement of arrays: their memory spaces, putting them onto shardings, and assembling them piece by piece.
 
-A device's part of an array starts as zeros there and is overwritten in place by pieces. Each piece is read, sent and
-freed before the next one. So the host holds a few pieces in addition to the placed arrays, even if the device is the
-CPU. An array in the host memory of a device is read as a whole, since only its device could write into it.
-
-Known inefficiency: reading waits until the previous piece is sent.
+JAX has two notions of memory. Concrete arrays and shape structs carry a sharding with a memory kind (``device``,
+``pinned_host``, ``unpinned_host``). Tracers carry a `jax.memory.Space` in their type. `memory_space` reads both.
 """
 
 from __future__ import annotations
@@ -12,11 +9,15 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
+
+from ._errors import StructureError
+from ._paths import is_key, key_numbers
 
 PIECE_BYTES = 64 * 1024**2
 """The most bytes that are read or written at once, unless one row of a tensor has more."""
@@ -26,8 +27,90 @@ Reader = Callable[[tuple[slice, ...]], Pieces]
 """Function that reads a part of an array, given by a start and an end along every axis, in pieces that cover it."""
 
 
+def memory_space(leaf: Any) -> jax.memory.Space:  # pyright: ignore[reportInvalidTypeForm]
+    """Return the memory space of one leaf.
+
+    Args:
+        leaf: an array, a tracer, a `jax.ShapeDtypeStruct`, or anything else that a tree may hold.
+
+    Returns:
+        `jax.memory.Space.Host` or `jax.memory.Space.Device`. Leaves without a space (a NumPy array, a number, a shape
+        struct without a sharding) count as device, because JAX puts them there.
+
+    Examples:
+        >>> memory_space(jax.numpy.ones(3)) == jax.memory.Space.Device
+        True
+    """
+    if isinstance(leaf, Tracer):
+        return jax.typeof(leaf).memory_space
+    return jax.memory.Space.Host if on_host(getattr(leaf, "sharding", None)) else jax.memory.Space.Device
+
+
+def on_host(sharding: Any) -> bool:
+    """Return whether a sharding (or None) puts arrays in host memory."""
+    return "host" in (getattr(sharding, "memory_kind", None) or "")
+
+
+def on_device(tree: Any) -> Any:
+    """Move the host-memory leaves of a tree to the device; a derivative with respect to one is a `StructureError`."""
+    return jax.tree.map(
+        lambda leaf: _move_to_device(leaf) if memory_space(leaf) == jax.memory.Space.Host else leaf, tree
+    )
+
+
+@jax.custom_jvp
+def _move_to_device(leaf: Any) -> Any:
+    return jax.device_put(leaf, jax.memory.Space.Device)
+
+
+@_move_to_device.defjvp
+def _refuse_derivative(*_: Any) -> NoReturn:  # pyright: ignore[reportUnusedFunction]
+    raise StructureError(
+        "a parameter in host memory is differentiated, but this function can only read it",
+        expected="parameters on the device",
+        hint="use lt.offload.scan or lt.offload.layerwise_step, which differentiate layers in host memory",
+    )
+
+
+def canonical(leaf: Any) -> np.ndarray:
+    """Convert an array to NumPy, in a dtype that JAX has."""
+    array = np.asarray(leaf)
+    return array.astype(jax.dtypes.canonicalize_dtype(array.dtype), copy=False)
+
+
+def put(leaf: Any, sharding: Any) -> Any:
+    """Put an array on a sharding; each process has the whole array, or the array is sharded already.
+
+    Args:
+        leaf: a JAX array (random keys included) or a NumPy array, whose buffer is not shared.
+        sharding: a sharding over the devices of all processes.
+
+    Memory:
+        The parts of this process's devices; for a NumPy array also a copy during the transfer.
+    """
+    if getattr(leaf, "sharding", None) == sharding:
+        return leaf
+    if jax.process_count() == 1:
+        # On a CPU JAX may share NumPy's buffer, and later writes to it would change the weights: copy.
+        return jax.device_put(np.array(leaf) if isinstance(leaf, np.ndarray) else leaf, sharding)
+    if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
+        return jax.device_put(leaf, sharding)
+    if is_key(leaf):
+        return jax.random.wrap_key_data(put(key_numbers(leaf), sharding), impl=jax.random.key_impl(leaf))
+    array = canonical(leaf)
+    # Not `device_put`: if each process has one device, JAX (to 0.12 at least) would make an array whose shards cannot
+    # be read. The parts are copies: on a CPU JAX may share NumPy's buffers, and the next step consumes trainable
+    # arrays.
+    return jax.make_array_from_callback(array.shape, sharding, lambda index: np.array(array[index]))
+
+
 def assemble(read: Reader, shape: tuple[int, ...], dtype: Any, sharding: jax.sharding.Sharding | None) -> jax.Array:
     """Make an array from pieces, on the devices of its sharding.
+
+    A device's part of the array starts as zeros there and is overwritten in place by pieces. Each piece is read, sent
+    and freed before the next one. So the host holds a few pieces in addition to the placed arrays, even if the device
+    is the CPU. An array in the host memory of a device is read as a whole, since only its device could write into it.
+    Known inefficiency: reading waits until the previous piece is sent.
 
     Args:
         read: returns the pieces of a part, in this dtype.

@@ -1,0 +1,120 @@
+"""Tracing helpers: the target device, an order for parts of a program, varying axes, and closed-over tracers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.core import Tracer
+from jax.extend import core as jex
+
+from ._paths import Tree, is_key
+from ._placement import memory_space
+from ._tiles import most_tile_rows
+
+
+def traced_device() -> Any:
+    """Return a device of the kind that the program is traced for."""
+    # `jax.default_device` names it where it is not the default backend, as in a memory report for a TPU on a machine
+    # with a GPU. Its value is a device, the name of a platform, or None.
+    config: Any = jax.config
+    chosen = config.jax_default_device
+    return chosen if hasattr(chosen, "platform") else jax.devices(chosen)[0]
+
+
+def zero_after(tree: Tree) -> Any:
+    """Make an int32 zero that is known only when every leaf of a tree has been computed.
+
+    Added to an index, it orders two parts of a program that share no data. XLA's own means did not hold at the uses of
+    this function. Copies of host arrays began before an optimization barrier, tiles were computed concurrently in spite
+    of one, and an unchanged loop variable is dropped.
+    """
+    zero = jnp.int32(0)
+    for leaf in jax.tree.leaves(tree):
+        # Slice whole tiles: XLA copies nothing smaller from the host.
+        max_sizes = (*[1] * (leaf.ndim - 2), max(32, most_tile_rows(leaf.dtype)), leaf.size)[-leaf.ndim :]
+        limits = tuple(min(size, limit) for size, limit in zip(leaf.shape, max_sizes, strict=False))
+        corner = jax.lax.slice(leaf, (0,) * leaf.ndim, limits)
+        if memory_space(leaf) == jax.memory.Space.Host:
+            corner = jax.device_put(corner, jax.memory.Space.Device)
+        corner = jax.random.key_data(corner) if is_key(corner) else corner
+        bits = jnp.sum(jnp.real(jnp.ravel(corner)[:1]).astype(jnp.float32))
+        # A population count of 32 bits is at most 32, so `count >> 6` is 0. XLA does not know that, and keeps the
+        # dependency.
+        count = jax.lax.population_count(jax.lax.bitcast_convert_type(bits, jnp.uint32))
+        zero = zero + (count >> 6).astype(jnp.int32)
+    return zero
+
+
+def varying_axes(aval: Any) -> frozenset[str]:
+    """Return the axes of a `jax.shard_map` with ``check_vma`` along which values differ (jax 0.10.2 to 0.12.0)."""
+    return getattr(getattr(aval, "mat", None), "varying", frozenset())
+
+
+def like_type(arrays: Iterable[Any], shape: tuple[int, ...], dtype: Any, fill: float = 0) -> Any:
+    """Make a constant array that a loop can carry, with the varying axes of the arrays that later replace it.
+
+    Args:
+        arrays: the arrays that later values are computed from.
+        shape: shape of the result.
+        dtype: dtype of the result.
+        fill: its value.
+    """
+    # With `check_vma` a loop's carry needs the same varying axes before and after each step; a constant has none.
+    full = jnp.full(shape, fill, dtype)
+    axes = frozenset[str]().union(*(varying_axes(jax.typeof(array)) for array in arrays))
+    return jax.lax.pcast(full, tuple(sorted(axes)), to="varying") if axes else full
+
+
+def varied_alike(tree: Any) -> Any:
+    """Cast all arrays of a tree to vary along every `jax.shard_map` axis that any of them varies along.
+
+    Without it a custom derivative would have to sum the gradients of the others over these axes. JAX does so in the
+    derivative of the cast.
+    """
+    leaves, structure = jax.tree.flatten(tree)
+    axes = frozenset[str]().union(*(varying_axes(jax.typeof(leaf)) for leaf in leaves))
+    missing = [tuple(sorted(axes - varying_axes(jax.typeof(leaf)))) for leaf in leaves]
+    pairs = zip(leaves, missing, strict=True)
+    return structure.unflatten(
+        [jax.lax.pcast(leaf, missing_axes, to="varying") if missing_axes else leaf for leaf, missing_axes in pairs]
+    )
+
+
+class Closed:
+    """A traced function of trees, called with the leaves of its arguments and values for its closed-over tracers.
+
+    Rules of a `jax.custom_vjp` need the tracers as arguments. `jax.closure_convert` makes arguments only of values that
+    may have a gradient. An integer tracer, such as a batch's segment ids, stays inside the function and is no longer
+    valid when the rules run. `jax.closure_convert` also keeps closed-over values alive for the lifetime of the process
+    (jax 0.10.2 to 0.12.0).
+    """
+
+    def __init__(self, fn: Callable[..., Tree], *args: Tree) -> None:
+        self._traced, self.shapes = jax.make_jaxpr(fn, return_shape=True)(*args)
+        # Concrete constants stay inside of the function; only tracers become arguments.
+        self._is_const = [not isinstance(const, Tracer) for const in self._traced.consts]
+
+    @property
+    def tracers(self) -> list[Any]:
+        """Tracers that the function closes over."""
+        return [const for const, is_const in zip(self._traced.consts, self._is_const, strict=True) if not is_const]
+
+    @property
+    def passes(self) -> list[bool]:
+        """Whether each leaf of the result is the argument leaf at the same position, unchanged."""
+        return [out is arg for out, arg in zip(self._traced.jaxpr.outvars, self._traced.jaxpr.invars, strict=False)]
+
+    def __call__(self, leaves: Sequence[Any], tracers: Sequence[Any]) -> list[Any]:
+        """Return the leaves of the result.
+
+        Args:
+            leaves: leaves of the arguments.
+            tracers: values in place of the attribute `tracers`, in its order.
+        """
+        values = iter(tracers)
+        pairs = zip(self._traced.consts, self._is_const, strict=True)
+        consts = [const if is_const else next(values) for const, is_const in pairs]
+        return jex.jaxpr_as_fun(jex.ClosedJaxpr(self._traced.jaxpr, consts))(*leaves)
