@@ -139,7 +139,7 @@ def test_a_loss_that_is_not_finite_is_an_error_and_null_in_json(evaluate, tiny_m
 def test_bad_input(evaluate, tmp_path):
     (tmp_path / "short.txt").write_text(" ")
     cases = {
-        "no text in it": {"data": tmp_path / "short.txt"},
+        "the data has no text": {"data": tmp_path / "short.txt"},
         "no such file or folder": {"data": tmp_path / "none"},
         "--data is empty": {"data": ""},
     }

@@ -176,7 +176,7 @@ def test_an_interrupt_saves_the_steps_that_were_taken(finetune, tmp_path, monkey
 
 def test_float16_is_refused_on_a_cpu_before_anything_is_written(finetune, tmp_path):
     status, _, said = finetune("--compute-dtype", "float16")
-    assert status == 2 and "hint: bfloat16 takes as many bytes" in said
+    assert status == 2 and "hint: use bfloat16, which takes as many bytes" in said
     assert not (tmp_path / "run").exists()
 
 
@@ -243,7 +243,11 @@ def test_groups_of_layers_learn_what_single_ones_do_and_wait_on_the_host(finetun
     )
     assert len(single) == 4
     np.testing.assert_allclose(single, grouped, rtol=1e-5)
-    _error(finetune("--layers-per-remat", "4", out="more"), "a group of more layers than", "expected: from 1 to 2")
+    _error(
+        finetune("--layers-per-remat", "4", out="more"),
+        "layers_per_remat is larger than the number of layers",
+        "expected: from 1 to 2",
+    )
     assert not (tmp_path / "more").exists()
 
 
@@ -388,7 +392,11 @@ def test_a_finished_run_is_left_alone_and_only_more_steps_go_on_with_it(finetune
     for flag, name, was, now in [("--steps", "num_steps", 4, 3), ("--batch-size", "batch_size", 4, 5)]:
         got = finetune("--resume", flag, str(now))
         _error(
-            got, "--resume with another configuration", f"{name} = {was}", f"{name} = {now}", "only --steps may be more"
+            got,
+            "--resume does not match the configuration",
+            f"{name} = {was}",
+            f"{name} = {now}",
+            "only --steps may be larger",
         )
     _error(finetune("--resume", out="never"), "no run to resume")
     status, printed, _ = finetune("--resume", "--steps", "6")

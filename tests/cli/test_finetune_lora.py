@@ -126,7 +126,7 @@ def test_eva_begins_with_the_first_batches(config: Any, tmp_path: Path) -> None:
     assert all(np.array_equal(again[name], whole[name]) for name in whole)
     assert any(not np.array_equal(whole[name], tensors[name]) for name in whole if "lora_A" in name)
     sharding = ShardingRules(mesh=make_mesh(data=1))
-    with pytest.raises(ConfigError, match=r"lora_init: EVA looks at whole batches(.|\n)*--adapter"):
+    with pytest.raises(ConfigError, match=r"lora_init: EVA reads whole batches(.|\n)*--adapter"):
         Finetune(config(lora_init="eva"), tmp_path / "divided", sharding=sharding)
 
 

@@ -54,7 +54,7 @@ def test_inspect_names_what_is_not_computed(tiny_model_dir: str, tmp_path: Path,
     assert status == 1 and "llama.logit_scale" in json.loads(out)["problems"][0]
     (tmp_path / "config.json").write_text((Path(tiny_model_dir) / "config.json").read_text())
     status, out, _ = _run(capfd, "inspect", tmp_path, "--json")
-    assert status == 1 and "odd.gguf: a GGUF file, which is read when it is named itself" in json.loads(out)["problems"]
+    assert status == 1 and "odd.gguf: a GGUF file; to read it, name the file itself" in json.loads(out)["problems"]
 
 
 def test_generate_needs_a_tokenizer_and_says_the_same(file: Path, tiny_model_dir: str, capfd: Any) -> None:

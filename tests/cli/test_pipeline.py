@@ -51,8 +51,11 @@ def test_a_run_in_stages_has_the_losses_of_one_without_and_goes_on_without(
         (["--pipeline", "3"], "--pipeline 3: 8 devices do not divide among 3 stages expected: 1, 2, 4, 8: with"),
         (["--pipeline", "3"], "hint: --pipeline 4"),
         (["--pipeline", "16"], "hint: --pipeline 8"),
-        (["--pipeline", "4", "--full"], "leave --distributed and --pipeline"),
-        (["--pipeline", "4", "--offload", "activations,optimizer"], "devices but activations got: offload = optimizer"),
+        (["--pipeline", "4", "--full"], "leave out --distributed and --pipeline"),
+        (
+            ["--pipeline", "4", "--offload", "activations,optimizer"],
+            "devices except activations got: offload = optimizer",
+        ),
         (["--pipeline", "2", "--batch-size", "3"], "a multiple of 4 (fsdp 4)"),
         (["--pipeline", "2", "--lora-dropout", "0.1"], "lora_dropout: the loss of a pipeline takes no random key"),
         (["--pipeline", "2", "--layers-per-remat", "2"], "layers_per_remat contradicts --pipeline, whose stages keep"),
@@ -70,7 +73,7 @@ def test_stages_that_cannot_be_are_refused_before_anything_is_written(
 def test_activations_of_devices_without_stages_stay_on_them(tmp_path: Path) -> None:
     rules = _distributed._rules({"data": 8}, "data=8")
     with pytest.raises(
-        ConfigError, match=r"(?s)cannot be shared.*got: offload = activations.*hint: .*with --pipeline "
+        ConfigError, match=r"(?s)cannot be sharded.*got: offload = activations.*hint: .*with --pipeline "
     ):
         Finetune(FinetuneConfig(offload=("activations",)), tmp_path / "run", sharding=rules)
 

@@ -67,18 +67,18 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ({}, 2400, ["--num-microbatches 8 (about ", "--offload activations", "--batch-size 5 (", "--seq-len 64 ("]),
         ({}, 3000, ["--batch-size 7 (about 2.79 KiB)", "--seq-len 96 (about 2.54 KiB)"]),
-        ({"remat": False}, 4000, ["enough is --remat (about 3.04 KiB)"]),
-        ({}, 2600, ["enough is --quantize nf4 (about 2.31 KiB)"]),
+        ({"remat": False}, 4000, ["use --remat (about 3.04 KiB)"]),
+        ({}, 2600, ["use --quantize nf4 (about 2.31 KiB)"]),
         (
             {"seq_len": 4096},
             400,
-            ["enough is --batch-size 1 --seq-len 32 --quantize nf4 --quantize-embeddings int8 (about 382 B)"],
+            ["use --batch-size 1 --seq-len 32 --quantize nf4 --quantize-embeddings int8 (about 382 B)"],
         ),
         (
             {},
             350,
             [
-                "enough is --batch-size 1 --seq-len 32 --quantize nf4 --quantize-embeddings int8 --offload optimizer "
+                "use --batch-size 1 --seq-len 32 --quantize nf4 --quantize-embeddings int8 --offload optimizer "
                 "(about 342 B)"
             ],
         ),
@@ -90,7 +90,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> None:
                 "--offload parameters (about 2.31 KiB), --quantize-embeddings int8 (more than 960 B)\n",
             ],
         ),
-        ({"full": True}, 1000, ["take a smaller model, or a device"]),
+        ({"full": True}, 1000, ["use a smaller model, or a device"]),
     ],
 )
 @pytest.mark.usefixtures("counted")
@@ -115,9 +115,9 @@ def test_what_cannot_help_is_not_compiled(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(_budget, "needs", None)
     for settings, budget, said in (
         ({}, 0, r"270 B of.*\n.*at most 0 B\n.*base 250 B, adapters 20 B, before.*--quantize nf4.*--offload optimizer"),
-        ({}, 260, r"hint: take a lower --rank, a smaller model"),
-        ({"method": "ia3"}, 260, r"hint: take a smaller model"),
-        ({"full": True}, 1000, r"optimizer 40 B, before activations and gradients\nhint: take a smaller model"),
+        ({}, 260, r"hint: use a lower --rank, a smaller model"),
+        ({"method": "ia3"}, 260, r"hint: use a smaller model"),
+        ({"full": True}, 1000, r"optimizer 40 B, before activations and gradients\nhint: use a smaller model"),
     ):
         with pytest.raises(OutOfMemoryError, match=rf"(?s)this run needs more than .*{said}"):
             within(FinetuneConfig(**settings), budget, on_try=pytest.fail)

@@ -63,19 +63,21 @@ def test_prompts_beside_a_chat_template_are_said(load, tmp_path):
     template = tmp_path / "chat.jinja"
     template.write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
     (note,) = load(CHATS, chat_template=str(template)).notes
-    assert note == f'prompts are learned as text, without {template}; records with "messages" use it'
+    assert note == f'prompts are read as plain text, without the template {template}; records with "messages" use it'
 
 
 def test_contiguous_windows_are_for_text(load):
     assert load(TEXTS, "data.ndjson", packing="contiguous").report is None
-    with pytest.raises(DataError, match=r"data.jsonl:1: contiguous windows are for plain text(.|\n)*hint:"):
+    with pytest.raises(
+        DataError, match=r"data.jsonl:1: the record has the kind prompt, but plain text is read(.|\n)*hint:"
+    ):
         load(CHATS, packing="contiguous")
 
 
 @pytest.mark.parametrize("name", ["too_long", "loss_on", "columns", "chat_template"])
 def test_settings_of_records_are_refused_where_text_would_ignore_them(load, name):
     value = {"too_long": "drop", "loss_on": "all", "columns": ("text=text",), "chat_template": "x.jinja"}[name]
-    with pytest.raises(ConfigError, match=rf"{name} does nothing for text in contiguous windows(.|\n)*hint: leave --"):
+    with pytest.raises(ConfigError, match=rf"{name} has no effect on text in contiguous windows(.|\n)*hint: leave --"):
         load(TEXTS, "data.txt", **{name: value})
 
 

@@ -57,5 +57,5 @@ def test_a_template_that_writes_the_date_writes_that_of_the_runs_first_day(tiny_
     assert "31 December 1999" in begun.data.report.examples[0][0][0]
     assert begun.data.digest == resumed.data.digest != other.data.digest
     (tmp_path / "run" / "data.json").write_text('{"sha256_of_tokens": "a", "day": "yesterday"}')
-    with pytest.raises(OutputError, match=r"data.json: damaged(.|\n)*hint:"):
+    with pytest.raises(OutputError, match=r"data.json: the file is damaged(.|\n)*hint:"):
         Finetune(config, tmp_path / "run")

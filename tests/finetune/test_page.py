@@ -33,7 +33,7 @@ def test_an_interrupted_run_has_a_page_of_its_files(out):
         "Tokens in batches, with padding",
         "64",
         "rows",
-        "the memory of a step is kept by runs with --report",
+        "only runs with --report keep the memory of a step",
     ):
         assert said in text
     before = text

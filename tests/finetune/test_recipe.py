@@ -74,7 +74,7 @@ def test_epochs_are_steps_of_the_data():
     config = FinetuneConfig(num_epochs=2.5, batch_size=8)
     assert with_steps(config, 30) == FinetuneConfig(num_steps=10, batch_size=8)
     assert with_steps(FinetuneConfig(), None) == FinetuneConfig()
-    with pytest.raises(ConfigError, match=r"does not say how long(.|\n)*hint:.*--steps"):
+    with pytest.raises(ConfigError, match=r"the length of the data is unknown(.|\n)*hint:.*--steps"):
         with_steps(config, None)
 
 
@@ -98,14 +98,17 @@ def test_patience_counts_as_transformers_does():
     [
         ({"num_epochs": 1, "num_steps": 5}, r"num_epochs contradicts num_steps(.|\n)*hint: leave one"),
         ({"warmup_ratio": 0.2, "warmup_steps": 5}, r"warmup_ratio contradicts warmup_steps"),
-        ({"schedule": "constant", "final_rate_fraction": 0.0}, r"final_rate_fraction contradicts schedule.*no end"),
+        (
+            {"schedule": "constant", "final_rate_fraction": 0.0},
+            r"final_rate_fraction contradicts schedule.*no final rate",
+        ),
         ({"decay_fraction": 0.3}, r"decay_fraction contradicts schedule.*cosine has no stable part"),
         ({"full": True, "max_grad_norm": 0, "clip_mode": "layer"}, r"clip_mode contradicts max_grad_norm"),
         ({"early_stopping_threshold": 0.1}, r"without early_stopping_patience(.|\n)*hint:"),
         ({"early_stopping_patience": 0}, r"early_stopping_patience is out of range(.|\n)*at least 1"),
         ({"schedule": "step"}, r"schedule is out of range(.|\n)*inverse_sqrt"),
         ({"adam_beta2": 1.0}, r"adam_beta2 is out of range(.|\n)*less than 1"),
-        ({"lora_r": 8}, r"unknown key 'lora_r'(.|\n)*hint: what other libraries call lora_r is rank here"),
+        ({"lora_r": 8}, r"unknown key 'lora_r'(.|\n)*hint: lora_r is a setting of other libraries; use rank"),
         ({"gradient_accumulation_steps": 8}, r"hint:.*num_microbatches, the parts of a batch"),
         ({"save_total_limit": 8}, r"hint:.*max_to_keep"),
     ],
@@ -127,7 +130,7 @@ def test_a_run_of_epochs_is_resumed_and_given_more_steps(tmp_path):
     config = FinetuneConfig(num_epochs=2)
     write_config(tmp_path, config)
     assert "num_steps" not in read_config(tmp_path / "config.toml")
-    with pytest.raises(ConfigError, match="has not begun"):
+    with pytest.raises(ConfigError, match="has not started"):
         open_run(tmp_path, {"num_steps": 9}, "flags", resume=True)
     check_same_run(tmp_path, with_steps(config, 24), "a")
     assert json.loads((tmp_path / "data.json").read_text())["num_steps"] == 6
@@ -137,7 +140,7 @@ def test_a_run_of_epochs_is_resumed_and_given_more_steps(tmp_path):
     assert (longer.num_epochs, longer.num_steps, longer.schedule_steps) == (None, 9, 6)
     check_same_run(tmp_path, longer, "a")
     for values in ({"num_epochs": 3}, {"num_steps": 5}, {"schedule": "linear"}):
-        with pytest.raises(ConfigError, match="another configuration"):
+        with pytest.raises(ConfigError, match="does not match the configuration"):
             open_run(tmp_path, values, "flags", resume=True)
 
 

@@ -54,7 +54,7 @@ def test_a_folder_is_read_whole_or_not_at_all(tmp_path, monkeypatch):
     (data / "deep" / "deeper" / "around").symlink_to(data)
     assert read_documents(data) == ["first", "second", "third"]
     (data / "z.txt").symlink_to(tmp_path / "gone")
-    with pytest.raises(DataError, match=r"z.txt: a link to nothing(.|\n)*hint:"):
+    with pytest.raises(DataError, match=r"z.txt: the link is broken(.|\n)*hint:"):
         read_documents(data)
     (data / "z.txt").unlink()
     scandir = os.scandir
@@ -91,21 +91,21 @@ def test_unusable_data_is_named(tmp_path):
     with pytest.raises(DataError, match=r"gone.txt: no such file or folder(.|\n)*hint:"):
         read_documents(tmp_path / "gone.txt")
     (tmp_path / "empty.txt").write_text("")
-    with pytest.raises(DataError, match=r"empty.txt: no text in it(.|\n)*hint:"):
+    with pytest.raises(DataError, match=r"empty.txt: the data has no text(.|\n)*hint:"):
         read_documents(tmp_path / "empty.txt")
-    with pytest.raises(DataError, match=r"no text in it(.|\n)*hint:"):
+    with pytest.raises(DataError, match=r"the data has no text(.|\n)*hint:"):
         read_documents(tmp_path)
     (tmp_path / "x.bin").write_bytes(b"\0\1")
     with pytest.raises(DataError, match=r"x.bin: not UTF-8 text(.|\n)*hint:"):
         read_documents(tmp_path / "x.bin")
     (tmp_path / "bad.jsonl").write_text('{"text": "fine"}\n{"text": ')
-    with pytest.raises(DataError, match=r"bad.jsonl:2: not JSON(.|\n)*hint:"):
+    with pytest.raises(DataError, match=r"bad.jsonl:2: not readable as JSON(.|\n)*hint:"):
         read_documents(tmp_path / "bad.jsonl")
     (tmp_path / "bad.jsonl").write_text('{"txt": "fine"}')
-    with pytest.raises(DataError, match=r"bad.jsonl:1: no text(.|\n)*hint:"):
+    with pytest.raises(DataError, match=r"bad.jsonl:1: the record matches no known kind(.|\n)*hint:"):
         read_documents(tmp_path / "bad.jsonl")
     (tmp_path / "bad.jsonl").write_bytes(b'{"text": "caf\xe9"}')
-    with pytest.raises(DataError, match=r"bad.jsonl: not UTF-8(.|\n)*hint:"):
+    with pytest.raises(DataError, match=r"bad.jsonl:1: not readable as JSON(.|\n)*utf-8(.|\n)*hint:"):
         read_documents(tmp_path / "bad.jsonl")
 
 
@@ -141,7 +141,9 @@ _ROW = {"prompt": "why?", "completion": "so."}
 def test_what_is_no_text_is_refused_by_what_it_is(tmp_path, name, content, what, fields):
     path = tmp_path / name
     path.write_bytes(content.encode() if isinstance(content, str) else content)
-    with pytest.raises(DataError, match=rf"{name}: {what}(.|\n)*not read as plain text(.|\n)*hint:") as caught:
+    with pytest.raises(
+        DataError, match=rf"{name}: the file is {what}(.|\n)*not read as plain text(.|\n)*hint:"
+    ) as caught:
         read_documents(path)
     assert (f"fields {fields}\n" in str(caught.value)) == (fields is not None)
     is_elsewhere = name.endswith((".csv", ".CSV", ".tsv", ".json", ".ndjson", ".JSONL"))  # who reads records reads it
@@ -160,7 +162,9 @@ def test_a_folder_of_records_is_refused_by_what_it_holds(tmp_path, files, fields
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text)
-    with pytest.raises(DataError, match=r"a folder of records, which is not read as plain text(.|\n)*hint:") as caught:
+    with pytest.raises(
+        DataError, match=r"the folder has records, which are not read as plain text(.|\n)*hint:"
+    ) as caught:
         read_documents(tmp_path)
     assert (f"fields {fields}\n" in str(caught.value)) == (fields is not None)
 
@@ -187,11 +191,11 @@ def test_a_pipe_is_refused_and_not_waited_for(tmp_path):
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ('{"text": "\\ud800"}', "the text is no Unicode"),
-        ("[" * 10**5, "not JSON"),
-        ('{"prompt": 1, "completion": 2}', r"no text(.|\n)*an object of 'prompt', 'completion'"),
-        ("3", r"no text(.|\n)*got: 3"),
-        ('{"text": ' + "9" * 5000 + "}", "not JSON"),
+        ('{"text": "\\ud800"}', r"not readable as JSON(.|\n)*surrogates"),
+        ("[" * 10**5, "not readable as JSON"),
+        ('{"prompt": 1, "completion": 2}', "prompt has an unusable value"),
+        ("3", r"not a JSON object(.|\n)*got: int"),
+        ('{"text": ' + "9" * 5000 + "}", "not readable as JSON"),
     ],
 )
 def test_a_line_that_is_no_document_is_named(tmp_path, line, message):

@@ -123,7 +123,7 @@ class _TracedProgram:
             if isinstance(value, Weight) and value.is_transposed:
                 raise StructureError(
                     f"{value.path}: the function returns this weight transposed",
-                    expected="the weight as it is, or what is computed with it",
+                    expected="the weight as it is, or a result that is computed with it",
                     got=f"a {type(value.node).__name__}{list(value.node.shape)}",
                     hint="transpose it where it is multiplied, or leave it out of the targets",
                 )
@@ -156,16 +156,16 @@ def _abstract_value(leaf: Any) -> Any:
     if _is_partitioned(leaf):
         raise StructureError(
             f"a {type(leaf).__name__} has no weight, or no factors",
-            expected="both",
+            expected="a weight and its factors",
             got="one half of a partition",
-            hint="put the halves together first: lt.combine(trainable, frozen)",
+            hint="combine the halves first: lt.combine(trainable, frozen)",
         )
     if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
         raise StructureError(
-            "a weight that is no array says nothing of its shape",
-            expected="attributes shape, ndim and dtype, of the weight that it stands for",
+            "a weight is not an array, and has no shape or dtype",
+            expected="attributes shape, ndim and dtype of the weight that it represents",
             got=f"a {type(leaf).__name__}",
-            hint="give its class these attributes",
+            hint="add these attributes to its class",
         )
     shape = tuple(leaf.shape)
     arrays = [part for part in jax.tree.leaves(leaf) if part is not leaf and is_array_like(part) and not is_key(part)]
@@ -198,10 +198,10 @@ def _evaluate_eqn(eqn: Any, operands: list[Any]) -> Sequence[Any]:
         weight = next(value for value in operands if isinstance(value, Weight))
         hint = f'leave it out of the targets, for instance with the pattern "!{weight.path}"'
         if kind is Kind.SHARD_MAP:
-            hint = "put it around: jax.shard_map(lt.adapted(fn), ...)"
+            hint = "put jax.shard_map outside: jax.shard_map(lt.adapted(fn), ...)"
         kind_of_node = "weight" if isinstance(weight.node, Probe) else type(weight.node).__name__
         raise StructureError(
-            f"{weight.path}: the model does more with this weight than to multiply by it",
+            f"{weight.path}: the model does more with this weight than multiply by it",
             expected="products with activations; a weight may be transposed, cast, and taken from a stack of layers",
             got=f"{eqn.primitive.name} of a {kind_of_node}{list(weight.node.shape)}, at {line_of(eqn)}",
             hint=hint,
@@ -308,8 +308,8 @@ def _evaluate_arrays(eqn: Any, jaxpr: Any, values: Sequence[Any]) -> Sequence[An
     for value in results:
         if isinstance(value, Weight):
             raise StructureError(
-                f"{value.path}: the model gives this weight out of a loop or a branch",
-                expected="what is computed with it",
+                f"{value.path}: a loop or a branch of the model returns this weight",
+                expected="a result that is computed with it",
                 got=f"{eqn.primitive.name} at {line_of(eqn)}",
                 hint="use the weight where it is multiplied, or leave it out of the targets",
             )

@@ -175,9 +175,9 @@ def _dot(eqn: Any, operands: list[Any]) -> Sequence[Any] | None:
     if over_rows and not isinstance(node, KernelWeight) and not _supports_rmatmul(node):
         raise StructureError(
             f"{weight.path}: the model multiplies by this weight as [in, out]",
-            expected="a weight [out, in], x Wᵀ: DoRA, (IA)³, VeRA and dropout are of its inputs or outputs",
+            expected="a weight [out, in], x Wᵀ, as DoRA, (IA)³, VeRA and dropout act on its inputs or outputs",
             got=f"a {type(node).__name__}{list(node.shape)}, at {line_of(eqn)}",
-            hint="take plain LoRA without dropout, or store the weight transposed",
+            hint="use plain LoRA without dropout, or store the weight transposed",
         )
     pairs = tuple((axis - num_stack, x_axis) for axis, x_axis in zip(weight_axes, x_axes, strict=True))
     product = _Product(pairs, over_rows, is_right)
@@ -196,7 +196,7 @@ def _multiply(eqn: Any, weight: Weight, index: int, run: Callable[[Any, Any], An
         dtype = functools.reduce(jnp.promote_types, (x.dtype, weight_dtype, out_dtype))
     except jax.dtypes.TypePromotionError as error:
         raise StructureError(
-            f"{weight.path}: the model multiplies by this weight in dtypes that have no wider one",
+            f"{weight.path}: the dtypes of a product with this weight have no common wider dtype",
             expected="activations that are cast to a common dtype",
             got=f"{x.dtype}, {weight_dtype} and {out_dtype}, at {line_of(eqn)}",
             hint="cast the activations before they are multiplied",
@@ -231,8 +231,8 @@ def precision_name(eqn: Any, path: str) -> Any:
     pair: list[Any] = [*precision] if is_tuple else []
     if not is_reduced or not (precision is None or is_preset or (pair and pair[0] == pair[1])):
         raise StructureError(
-            f"{path}: the model multiplies by this weight in a way that factors cannot",
-            expected="one precision or algorithm that jax.default_matmul_precision knows; a result that is reduced",
+            f"{path}: the model multiplies by this weight in a way that factors do not support",
+            expected="one precision or algorithm that jax.default_matmul_precision accepts, and a reduced result",
             got=f"{f'precision={precision}' if is_reduced else f'out_sharding={spec}'}, at {line_of(eqn)}",
             hint=f'change the product, or leave the weight out of the targets with the pattern "!{path}"',
         )
@@ -253,7 +253,7 @@ def _round_base(eqn: Any, path: str, node: Any, dtype: Any) -> Any:
             f"{path}: the model rounds this weight, and multiplies in a wider dtype",
             expected=f"a weight that holds an array of {node.dtype}, or a product in {dtype}",
             got=f"a {type(node).__name__}, at {line_of(eqn)}",
-            hint="cast what it is multiplied with, too",
+            hint="also cast the array that it is multiplied with",
         )
     return dataclasses.replace(node, weight=_round_base(eqn, path, base, dtype))
 

@@ -22,10 +22,10 @@ def compiled_loss(loss: Any, metrics: Any, class_weight: Mapping[int, float] | N
     fn = _resolve_loss(loss)
     if not isinstance(metrics or {}, Mapping):
         raise ConfigError(
-            "metrics have no names",
+            "metrics is not a dictionary",
             expected="a dictionary of names and metrics",
             got=type(metrics).__name__,
-            hint='bridge.loss(loss, {"accuracy": "accuracy"}), for instance',
+            hint='pass for instance bridge.loss(loss, {"accuracy": "accuracy"})',
         )
     means = {name: _resolve_metric(name, metric) for name, metric in (metrics or {}).items()}
     if class_weight is not None:
@@ -75,10 +75,10 @@ def _resolve_loss(loss: Any) -> keras.losses.Loss:
         resolved = None
     if not callable(resolved):
         raise ConfigError(
-            "the loss is none of Keras'",
+            "the loss is not a Keras loss",
             expected="a Keras loss, its name, or a function of labels and outputs, for a model of one output",
             got=repr(loss),
-            hint='bridge.loss("mse"), for instance; for several outputs write loss_fn(model, batch, training)',
+            hint='pass for instance bridge.loss("mse"); for several outputs write loss_fn(model, batch, training)',
         )
     return resolved if isinstance(resolved, keras.losses.Loss) else _Loss(resolved)
 
@@ -95,10 +95,10 @@ def _resolve_metric(name: str, metric: Any) -> Any:
     )
     if is_stateful or not callable(resolved):
         raise ConfigError(
-            f"metric {name!r} is no mean over examples" if is_stateful else f"metric {name!r} is none of Keras'",
+            f"metric {name!r} is not a mean over examples" if is_stateful else f"metric {name!r} is not a Keras metric",
             expected="a function of labels and outputs, the name of a Keras metric, or one that is a mean",
             got=repr(metric),
-            hint="compute it from trainer.predict, in a callback for instance",
+            hint="compute it from trainer.predict, for instance in a callback",
         )
     return (
         resolved if isinstance(resolved, keras.metrics.Metric) else keras.metrics.MeanMetricWrapper(resolved, name=name)
@@ -128,10 +128,10 @@ def _split_batch(batch: Any) -> tuple[Any, Any, Any]:
         keys = f" of {', '.join(map(str, batch))}" if isinstance(batch, Mapping) else ""
         size = f" of {len(batch)}" if isinstance(batch, tuple | list) else ""  # pyright: ignore[reportUnknownArgumentType]
         raise DataError(
-            "a batch is not inputs and labels",
+            "a batch does not consist of inputs and labels",
             expected="(x, y) or (x, y, sample_weight)",
             got=f"a {type(batch).__name__}{keys}{size}",
-            hint="map the batches to tuples; x may be a dictionary. Or write loss_fn(model, batch, training)",
+            hint="map the batches to tuples, in which x may be a dictionary, or write loss_fn(model, batch, training)",
         )
     x, y, sample_weight = (*batch, None)[:3]
     return x, y, sample_weight
@@ -140,7 +140,7 @@ def _split_batch(batch: Any) -> tuple[Any, Any, Any]:
 def _check_single_output(y: Any, outputs: Any) -> None:
     if not hasattr(y, "shape") or not hasattr(outputs, "shape"):
         raise ConfigError(
-            "the bridge's loss needs labels and outputs that are one array each",
+            "the bridge's loss needs one array of labels and one array of outputs",
             expected="a model of one output",
             got=f"{type(y).__name__} and {type(outputs).__name__}",
             hint="write loss_fn(model, batch, training), which adds up the losses of the outputs and sum(model.losses)",

@@ -30,7 +30,7 @@ from ..core import (
     partition,
     products_explained,
 )
-from ._lent import Placeholder, is_key, unwrap_key
+from ._placeholders import Placeholder, is_key, unwrap_key
 
 
 class Bridge:
@@ -80,17 +80,17 @@ class Bridge:
         nnx: Any = sys.modules.get("flax.nnx")  # NNX modules are pytrees, too
         if isinstance(model, type) or (nnx is not None and isinstance(model, nnx.Module)):
             raise ConfigError(
-                "the bridge takes a module of Equinox",
+                "the model is not an Equinox module",
                 expected="an eqx.Module",
                 got=repr(model)[:80] if isinstance(model, type) else f"a {type(model).__name__} of Flax NNX",
-                hint="lowtide.ext.nnx.Bridge takes modules of NNX; a class has to be called",
+                hint="use lowtide.ext.nnx.Bridge for modules of NNX; call a class to get a module",
             )
         if state is None and any(map(_is_state_index, jax.tree.leaves(model, is_leaf=_is_state_index))):
             raise ConfigError(
-                "the module has state, and none is given",
+                "the module has state, but no state is given",
                 expected="Bridge(model, state)",
                 got="Bridge(model)",
-                hint="model, state = eqx.nn.make_with_state(Model)(...)",
+                hint="make both with model, state = eqx.nn.make_with_state(Model)(...)",
             )
         self._has_state = state is not None
         leaves = _leaves_by_name(model, state)
@@ -109,7 +109,7 @@ class Bridge:
         if not trainable:
             raise SelectionError(
                 "the filter selects no array of the module",
-                expected="a filter that is True of arrays, or patterns of their paths",
+                expected="a filter that is True for arrays, or patterns of their paths",
                 got=", ".join(self._arrays) or "a module without arrays",
                 hint="pass Bridge(model, wrt=eqx.is_inexact_array), for instance",
             )
@@ -140,12 +140,12 @@ class Bridge:
         static = {name: leaf for name, leaf in leaves.items() if name in self._static}
         if jax.tree.structure(pair) != self._structure or static != self._static:
             raise StructureError(
-                "the module is not like the one that the trainer was made with",
+                "the module's structure differs from that of the trainer's module",
                 expected="(model, state) of the same structure"
                 if self._has_state
                 else "a module of the same structure",
                 got=type(model).__name__,
-                hint="change arrays alone, with eqx.tree_at; or make a new Trainer",
+                hint="change only arrays, with eqx.tree_at, or make a new Trainer",
             )
         self._arrays = {name: unwrap_key(leaf) for name, leaf in leaves.items() if name not in self._static}
 
@@ -178,7 +178,7 @@ class Bridge:
             if training:
                 raise StructureError(
                     "the loss function does not return the state",
-                    expected="(loss, state) or (loss, metrics, state), the state as it is after the call",
+                    expected="(loss, state) or (loss, metrics, state), with the state after the call",
                     got=f"{len(result)} values" if isinstance(result, tuple) else type(result).__name__,
                     hint="return the state that the layers returned",
                 )
@@ -192,10 +192,10 @@ class Bridge:
         }
         if set(arrays) != self._state_names:
             raise StructureError(
-                "the loss function returns another state than the module's",
+                "the loss function returns a state of another structure",
                 expected=f"{len(self._state_names)} arrays",
                 got=f"{len(arrays)} arrays",
-                hint="put a part back with state.update(substate)",
+                hint="update a part of the state with state.update(substate)",
             )
         return arrays
 
@@ -218,7 +218,7 @@ def _leaves_by_name(model: Any, state: Any) -> dict[str, Any]:
     if len(leaves) != len(pairs):
         raise StructureError(
             "two leaves of the module have the same path",
-            expected="paths that tell the leaves apart",
+            expected="a unique path for each leaf",
             got=", ".join(path for path, _ in pairs),
             hint="use keys of one type in each dictionary, and no field with the name State",
         )

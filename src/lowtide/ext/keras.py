@@ -20,7 +20,7 @@ import keras
 
 from ..core import ConfigError, SelectionError, StructureError, Tree, among
 from ._keras_loss import compiled_loss
-from ._lent import Placeholder, check_placeholders
+from ._placeholders import Placeholder, check_placeholders
 
 
 class Bridge:
@@ -65,17 +65,17 @@ class Bridge:
             )
         if not isinstance(model, keras.Model):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise ConfigError(
-                "the bridge takes a model of Keras",
+                "the model is not a Keras model",
                 expected="a keras.Model",
                 got=repr(model)[:80],
-                hint="Bridge(model)",
+                hint="pass a model: Bridge(model)",
             )
         self.model = model
         """The model."""
         if not model.built or not model.trainable_variables:
             raise SelectionError(
-                "the model has no variables that train",
-                expected="a model that is built, with trainable layers",
+                "the model has no trainable variables",
+                expected="a built model with trainable layers",
                 got=_describe_untrainable(model),
                 hint="call model.build(input_shape), or the model on a batch; set layer.trainable = True",
             )
@@ -86,15 +86,15 @@ class Bridge:
         ]
         if overwritten:
             raise ConfigError(
-                "Keras overwrites variables of the model with their gradient, and an optimizer would spoil them",
+                "Keras overwrites variables of the model with their gradient, and an optimizer would corrupt them",
                 expected="variables that an optimizer trains",
                 got=f"{', '.join(overwritten[:4])} of {len(overwritten)}",
                 hint="train under the policy mixed_bfloat16 and quantize afterwards; or freeze these layers",
             )
         if any(layer.dtype_policy.compute_dtype == "float16" for layer in _layers(model)):
             warnings.warn(
-                "the model computes in float16, and small gradients become zero: its loss is not scaled\n"
-                "hint: the policy mixed_bfloat16 needs no scaling",
+                "the model computes in float16 without loss scaling, so small gradients become zero\n"
+                "hint: use the policy mixed_bfloat16, which needs no scaling",
                 UserWarning,
                 stacklevel=2,
             )
@@ -151,8 +151,8 @@ class Bridge:
         self._check_not_overridden(
             ("compute_loss", "compute_metrics", "train_step", "test_step", "compute_loss_and_updates"),
             "loss_fn(model, batch, training), which may return model.compute_loss(x, y, model(x, training=training)); "
-            "add sum(model.losses) where that does not, and model.compile(loss=...) first where it calls Keras' own, "
-            "which is 0 without",
+            "add sum(model.losses) if that does not, and call model.compile(loss=...) first if it calls Keras' own, "
+            "which is 0 without a compiled loss",
         )
         return compiled_loss(loss, metrics, class_weight)
 
@@ -213,8 +213,8 @@ class Bridge:
         overridden = [name for name in methods if not _is_of_keras(getattr(self.model, name, None))]
         if overridden:
             raise ConfigError(
-                f"{type(self.model).__name__} has a {' and a '.join(overridden)} of its own, which would not be called",
-                expected=f"a model without {'them' if len(overridden) > 1 else 'it'}, or a function that does the same",
+                f"{type(self.model).__name__} overrides {' and '.join(overridden)}, which would not be called",
+                expected="a model without overrides, or a function that does the same",
                 got=", ".join(overridden),
                 hint=f"write {alternative}",
             )
@@ -230,7 +230,7 @@ class Bridge:
                 for key, name in names_by_id.items()
                 if key in current and name in self._trainable and key not in trainable_ids
             ],
-            "to be trained": [
+            "unfrozen": [
                 name for key, name in names_by_id.items() if key in trainable_ids and name not in self._trainable
             ],
             "added": [variable.path for key, variable in current.items() if key not in names_by_id],
@@ -239,7 +239,7 @@ class Bridge:
         if any(changes.values()):
             raise StructureError(
                 "the model has changed since its bridge was made",
-                expected="the variables of then, of which the same train",
+                expected="the same variables, with the same trainable ones",
                 got="; ".join(f"{change}: {', '.join(names[:4])}" for change, names in changes.items() if names),
                 hint="make a new Bridge and a new Trainer after layer.trainable = ... or enable_lora",
             )
@@ -258,7 +258,7 @@ class Bridge:
         policies = {layer.name: layer.dtype_policy.name for layer in layers if layer.dtype_policy.name != "float32"}
         if policies:
             raise ConfigError(
-                "layers of the model have a dtype policy of their own",
+                "layers of the model have their own dtype policy",
                 expected="float32 for all of them, or no compute_dtype",
                 got=", ".join(f"{name}: {policy}" for name, policy in list(policies.items())[:4]),
                 hint="leave compute_dtype out: Keras applies the model's policy",

@@ -21,7 +21,7 @@ import numpy as np
 from flax import nnx
 
 from ..core import SelectionError, StructureError, Tree, among, leaves_with_paths, shared_leaves
-from ._lent import Placeholder, check_placeholders, is_key, unwrap_key
+from ._placeholders import Placeholder, check_placeholders, is_key, unwrap_key
 
 
 class Bridge:
@@ -65,10 +65,10 @@ class Bridge:
     def __init__(self, model: nnx.Module, *, wrt: Any = nnx.Param) -> None:
         if isinstance(model, type):
             raise SelectionError(
-                "the bridge takes a module, and got a class",
-                expected="an object of it",
+                "the model is a class, not a module",
+                expected="an instance of the class",
                 got=repr(model)[:80],
-                hint=f"Bridge({model.__name__}(..., rngs=nnx.Rngs(0)))",
+                hint=f"call the class: Bridge({model.__name__}(..., rngs=nnx.Rngs(0)))",
             )
         self.model = model
         """The module."""
@@ -119,7 +119,7 @@ class Bridge:
             }
             raise StructureError(
                 "the module has changed since its bridge was made",
-                expected="the variables of then",
+                expected="the same variables",
                 got="; ".join(f"{change}: {', '.join(names[:4])}" for change, names in changes.items() if names),
                 hint="make a new Bridge and a new Trainer after layers are added or replaced",
             )
@@ -228,7 +228,7 @@ class _Place:
             self.parent[self.key] = value
         else:
             raise StructureError(
-                f"{self.name}: an array in a {type(self.parent).__name__} cannot be taken out of it",
+                f"{self.name}: an array in a {type(self.parent).__name__} cannot be replaced",
                 expected="an attribute, or an item of a list or dictionary",
                 got=type(self.parent).__name__,
                 hint="put the array into a variable, nnx.Variable(array), or the arrays into an nnx.List",
@@ -328,16 +328,14 @@ def _comparable(value: Any) -> Any:
 def _check_attributes(before: dict[str, Any], after: dict[str, Any]) -> None:
     """Raise if a function changed attributes of the step's module, because the changes would be lost with it."""
     changes = {
-        "set anew": sorted(after.keys() - before.keys()),
+        "added": sorted(after.keys() - before.keys()),
         "removed": sorted(before.keys() - after.keys()),
-        "of another value": sorted(
-            name for name in before.keys() & after.keys() if not _is_same(before[name], after[name])
-        ),
+        "changed": sorted(name for name in before.keys() & after.keys() if not _is_same(before[name], after[name])),
     }
     if any(changes.values()):
         raise StructureError(
-            "a call changes attributes of the module, and that would be lost",
-            expected="values that change in variables which are there when the bridge is made",
+            "a call changes attributes of the module, and the changes would be lost",
+            expected="changing values in variables that exist when the bridge is made",
             got="; ".join(f"{change}: {', '.join(names[:4])}" for change, names in changes.items() if names),
             hint="make it an nnx.Variable(jnp.zeros(...)) in __init__, return it as a metric, or sow an "
             "nnx.Intermediate",
@@ -357,10 +355,10 @@ def _is_same(first: Any, second: Any) -> bool:
 def _check_unshared(places: dict[str, _Place]) -> None:
     for names in shared_leaves({name: place.get() for name, place in places.items()}):
         raise StructureError(
-            f"{names[0]} and {names[1]} are one array",
-            expected="one place for each array, because the trainer takes it out of the module",
+            f"{names[0]} and {names[1]} are the same array",
+            expected="one place for each array, because the trainer borrows it from the module",
             got=f"{len(names)} places",
-            hint="share an nnx.Variable(array), which NNX knows to be one; or copy it with jnp.array(array, copy=True)",
+            hint="share an nnx.Variable(array), which NNX knows as shared; or copy with jnp.array(array, copy=True)",
         )
 
 
@@ -379,7 +377,7 @@ def _warn_of_eval(module: nnx.Module) -> None:
     }
     if modes and all(modes.values()):
         warnings.warn(
-            f"the module is in eval() mode, and would train in it: {', '.join(list(modes)[:4])}; "
+            f"the module would train in eval() mode: {', '.join(list(modes)[:4])}; "
             "call module.train() before its bridge is made",
             stacklevel=3,
         )
@@ -406,9 +404,9 @@ def _record_writes(module: nnx.Module, names: Collection[str]) -> list[Any]:
 def _warn_of_writes(names: Collection[str]) -> None:
     if names:
         warnings.warn(
-            f"a call writes into parameters that train: {', '.join(sorted(names)[:4])}; what it writes is for that "
-            "call alone, and the update starts from the value before it\n"
-            "hint: nothing to do for a norm of the weights, which makes them anew in each call",
+            f"a call writes into trainable parameters: {', '.join(sorted(names)[:4])}; the written value applies only "
+            "to that call, and the update starts from the value before it\n"
+            "hint: ignore this for weight normalisation, which computes the weights again in each call",
             stacklevel=2,
         )
 

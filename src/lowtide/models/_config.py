@@ -48,7 +48,11 @@ class RopeScaling:
             (self.beta_fast >= self.beta_slow > 0, "beta_fast >= beta_slow > 0", (self.beta_fast, self.beta_slow)),
             (self.rope_type != "dynamic" or self.factor >= 1, "factor >= 1", self.factor),
             (self.original_max_position_embeddings > 1, "more than 1 token", self.original_max_position_embeddings),
-            (all(factor > 0 for factor in (*self.short_factor, *self.long_factor)), "factors > 0", "one that is not"),
+            (
+                all(factor > 0 for factor in (*self.short_factor, *self.long_factor)),
+                "factors > 0",
+                "a factor that is not",
+            ),
         ):
             if not is_valid:
                 raise ConfigError(
@@ -84,7 +88,7 @@ class Experts:
                 raise ConfigError(f"{name} has to be at least 1", got=getattr(self, name), hint="check config.json")
         if self.num_experts_per_token > self.num_experts:
             raise ConfigError(
-                "a token cannot choose more experts than there are",
+                "num_experts_per_token is greater than num_experts",
                 got=f"num_experts={self.num_experts}, num_experts_per_token={self.num_experts_per_token}",
                 hint="check config.json",
             )
@@ -174,17 +178,17 @@ class DecoderConfig:
             raise ConfigError(
                 "num_kv_heads has to divide num_heads",
                 got=f"num_heads={self.num_heads}, num_kv_heads={self.num_kv_heads}",
-                hint="each key/value head serves the same number of query heads",
+                hint="check config.json: each key/value head serves the same number of query heads",
             )
         if self.head_dim < 2 or self.head_dim % 2:
             raise ConfigError(
-                "head_dim has to be even", got=self.head_dim, hint="rotary embeddings turn pairs of dimensions"
+                "head_dim has to be even", got=self.head_dim, hint="check config.json: rotary embeddings rotate pairs"
             )
         if not 0 < self.rotary_fraction <= 1 or self.rotary_dim < 2 or self.rotary_dim % 2:
             raise ConfigError(
-                "the rotated part of a head has to be even",
+                "the number of rotated dimensions has to be even",
                 got=f"{self.rotary_dim} of {self.head_dim} dimensions",
-                hint="rotary embeddings turn pairs of dimensions; check partial_rotary_factor",
+                hint="check partial_rotary_factor: rotary embeddings rotate pairs of dimensions",
             )
         self._check_rope()
         self._check_windows()
@@ -214,8 +218,8 @@ class DecoderConfig:
             and scaling.rope_type == "dynamic"
         ):
             raise ConfigError(
-                f"{scaling.rope_type} has no frequencies to stretch",
-                expected="rope_theta above 1, and more than 2 dimensions that are rotated",
+                f"{scaling.rope_type} has no frequencies to scale",
+                expected="rope_theta above 1, and more than 2 rotated dimensions",
                 got=f"{self.rope_theta} and {self.rotary_dim}",
                 hint="check config.json",
             )
@@ -224,7 +228,7 @@ class DecoderConfig:
         sizes = (len(scaling.short_factor), len(scaling.long_factor))
         if sizes != (self.rotary_dim // 2,) * 2:
             raise ConfigError(
-                "longrope has another number of factors than there are frequencies",
+                "the number of longrope factors differs from the number of frequencies",
                 expected=f"{self.rotary_dim // 2} in short_factor and long_factor",
                 got=f"{sizes[0]} and {sizes[1]}",
                 hint="copy config.json again",
@@ -238,7 +242,7 @@ class DecoderConfig:
             return
         if len(layers) != self.num_layers:
             raise ConfigError(
-                "layer_types says another number of layers",
+                "the number of layer_types differs from the number of layers",
                 expected=self.num_layers,
                 got=len(layers),
                 hint="check config.json",

@@ -22,8 +22,8 @@ _LAYER_TYPES = ("full_attention", "sliding_attention")
 _DROPOUTS = ("attention_dropout", "resid_pdrop", "embd_pdrop")
 _MULTIMODAL_FIELDS = ("bos_token_id", "eos_token_id", "tie_word_embeddings", "quantization_config")
 """Fields that models of images and text store outside of their `text_config`."""
-_COPY_HINT = "config.json has the sizes of the model; copy it from the model's source again"
-_WRONG_LOGITS = "computing with another frequency rule would give wrong logits, so nothing was loaded"
+_COPY_HINT = "copy config.json, which has the sizes of the model, from the model's source again"
+_WRONG_LOGITS = "choose another model; another frequency rule would give wrong logits, so nothing was loaded"
 
 
 def config_from_hf(raw: Mapping[str, Any], filename: str) -> DecoderConfig:
@@ -40,20 +40,20 @@ def config_from_hf(raw: Mapping[str, Any], filename: str) -> DecoderConfig:
     if unknown:
         name = next(iter(unknown))
         raise ModelFileError(
-            f"{filename}: {shown(name)} is nothing that Lowtide computes",
+            f"{filename}: {shown(name)} is not supported",
             expected=f"the fields of a {family.architecture}; others have to be null, false or absent",
             got=shortened(", ".join(f"{name}={shown(value)}" for name, value in unknown.items())),
-            hint=f"if {shortened(name, 80)} changes nothing that the model computes, remove it from the file",
+            hint=f"remove {shortened(name, 80)} from the file if it does not change what the model computes",
         )
     for name in _DROPOUTS:
         if getattr(file, name):
             warnings.warn(
-                f"{filename}: {name} {getattr(file, name)} is not applied; training goes on without dropout",
+                f"{filename}: {name} {getattr(file, name)} is not applied; training uses no dropout",
                 stacklevel=3,
             )
     for name in family.stored:
         if getattr(file, name):
-            warnings.warn(f"{filename}: {name} is not applied, as transformers does not apply it", stacklevel=3)
+            warnings.warn(f"{filename}: {name} is not applied, as in transformers", stacklevel=3)
     eos_ids, bos_ids = (
         _token_ids(file, name, filename, is_explicit=name in raw) for name in ("eos_token_id", "bos_token_id")
     )
@@ -124,7 +124,7 @@ def config_to_hf(config: DecoderConfig, dtype: str) -> dict[str, Any]:
             reread = config_from_hf(file, "config.json")
         except ModelFileError as error:
             raise ConfigError(
-                f"no config.json of {family.architecture} says what this model computes: {error.message}",
+                f"a config.json of {family.architecture} cannot express this model: {error.message}",
                 expected=error.expected,
                 got=error.got,
                 hint="change the configuration, or its family",
@@ -132,16 +132,17 @@ def config_to_hf(config: DecoderConfig, dtype: str) -> dict[str, Any]:
     if differences := _differences(config, reread):
         name, (value, got) = next(iter(differences.items()))
         raise ConfigError(
-            f"no config.json of {family.architecture} says {name} = {shown(value)}",
+            f"a config.json of {family.architecture} cannot express {name} = {shown(value)}",
             expected=shown(got),
             got=shortened(", ".join(differences)),
-            hint="the model computes something that its family does not; choose another family to save it as",
+            hint="choose another family to save the model as; this family does not support the setting",
         )
     return file
 
 
 def _differences(config: DecoderConfig, reread: DecoderConfig) -> dict[str, tuple[Any, Any]]:
     """Return the fields in which two configurations compute different results, with both values."""
+
     # Different fields can mean the same computation, so defaults and windows are resolved before the comparison.
     def resolved_fields(decoder: DecoderConfig) -> dict[str, Any]:
         out_bias = decoder.attention_bias if decoder.attention_out_bias is None else decoder.attention_out_bias
@@ -168,7 +169,7 @@ def _find_family(raw: Mapping[str, Any], filename: str) -> tuple[Family, Mapping
         return matches[0], raw
     text_config = raw.get("text_config")
     if multimodal and isinstance(text_config, Mapping):
-        warnings.warn(f"{filename}: a model of images and text; only its text decoder is read", stacklevel=4)
+        warnings.warn(f"{filename}: the model is multimodal; only its text decoder is read", stacklevel=4)
         merged = {name: raw[name] for name in _MULTIMODAL_FIELDS if name in raw} | dict(text_config)  # pyright: ignore
         merged.pop("architectures", None)
         _check_activation(merged, filename, multimodal[0])
@@ -178,7 +179,7 @@ def _find_family(raw: Mapping[str, Any], filename: str) -> tuple[Family, Mapping
     raise ModelFileError(
         f"{filename}: unknown architecture {shortened(', '.join(names))}",
         expected=f"one of {', '.join(ARCHITECTURES)}, with its model_type",
-        hint="Lowtide reads decoders of these families; check that --model names the right folder",
+        hint="check that --model names the right folder; Lowtide reads decoders of these families",
     )
 
 
@@ -187,7 +188,7 @@ def _check_activation(raw: Mapping[str, Any], filename: str, family: Family) -> 
         raise ModelFileError(
             f"{filename}: unknown activation {shown(raw['hidden_act'])}",
             expected="silu",
-            hint=f"the MLP of {family.architecture} is SwiGLU",
+            hint=f"check hidden_act: the MLP of {family.architecture} is SwiGLU",
         )
 
 
@@ -203,7 +204,7 @@ def _split_rope(raw: Mapping[str, Any], family: Family, filename: str) -> dict[s
         extra = {name: value for name, value in rope.items() if name not in _LAYER_TYPES and value is not None}
         if extra.pop("rope_type", "default") != "default" or extra:
             raise ModelFileError(
-                f"{filename}: rope_parameters says more than the kinds of layers",
+                f"{filename}: rope_parameters has keys other than the layer types",
                 expected=" and ".join(_LAYER_TYPES),
                 got=shortened(rope),
                 hint=_WRONG_LOGITS,
@@ -244,7 +245,7 @@ def _rope(file: ConfigFile, family: Family, filename: str) -> RopeEntry:
     for names, (first, second) in pairs.items():
         if first != second:
             raise ModelFileError(
-                f"{filename}: it says two things about {names}",
+                f"{filename}: it has two different values of {names}",
                 got=shortened(f"{first} and {second}"),
                 hint="keep the one that the model was trained with",
             )
@@ -282,7 +283,7 @@ def _rope_scaling(rope: RopeEntry, file: ConfigFile, family: Family, filename: s
     for name in arguments:
         if name in type_fields and name not in _FIELDS_OF_TYPE[rope_type]:
             raise ModelFileError(
-                f"{filename}: rope_scaling has {shown(name)}, which means nothing for {rope_type}",
+                f"{filename}: rope_scaling has {shown(name)}, which {rope_type} does not use",
                 got=shortened(arguments),
                 hint=_WRONG_LOGITS,
             )
@@ -323,7 +324,7 @@ def _token_ids(file: ConfigFile, name: str, filename: str, *, is_explicit: bool)
     for token in ids:
         if token >= file.vocab_size and is_explicit:
             raise ModelFileError(
-                f"{filename}: {name} is no token",
+                f"{filename}: {name} is not a token id",
                 expected=f"0 to {file.vocab_size - 1}",
                 got=token,
                 hint="copy the file from the model's source again",

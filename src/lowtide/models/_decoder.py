@@ -104,10 +104,10 @@ class Decoder:
         """
         if isinstance(self.layers, tuple):
             raise StructureError(
-                "the decoder's layers have arrays of their own",
+                "the decoder's layers are not stacked",
                 expected="stacked layers",
                 got=f"a tuple of {len(self.layers)}",
-                hint="generate alone takes what lowtide.models.unstack returns; keep the stacked decoder for the rest",
+                hint="use the stacked decoder; only generate accepts the result of lowtide.models.unstack",
             )
         choices = Choices(self.attention, self.tile_tokens)
         _check_choices(choices)
@@ -351,16 +351,16 @@ def _check_choices(choices: Choices) -> None:
     implementations, attention = typing.get_args(Implementation), typing.cast(Any, choices.attention)
     if not (attention is None or (isinstance(attention, str) and attention in implementations)):
         raise ConfigError(
-            f"attention={attention!r} of a decoder is no implementation",
+            f"attention={attention!r} of a decoder is not an implementation",
             expected=f"{', '.join(map(repr, implementations))} or None",
-            hint="leave it out for what the target has",
+            hint="leave it out to select it for the target",
         )
     if not (choices.tile_tokens is None or is_count(choices.tile_tokens, 1)):
         raise ConfigError(
-            "tile_tokens of a decoder is no number of tokens",
+            "tile_tokens of a decoder is not a number of tokens",
             expected="an integer of at least 1, or None",
             got=repr(choices.tile_tokens),
-            hint="leave it out for what keeps the target busy",
+            hint="leave it out to select it for the target",
         )
 
 

@@ -45,10 +45,10 @@ def mixture(
         return _mixture_on_device(mlp, x_BTD, experts=experts, activation=activation, has_expert_axis=False)
     if "expert" in axes and experts.num_experts % mesh.shape["expert"]:
         raise ConfigError(
-            "the experts cannot be divided along the axis expert",
+            "the experts cannot be sharded along the axis expert",
             expected=f"a size that divides {experts.num_experts} experts",
             got=mesh.shape["expert"],
-            hint="choose another size of expert in make_mesh, and fsdp for the rest",
+            hint="choose another size of expert in make_mesh, and fsdp for the other devices",
         )
     compute = functools.partial(
         _mixture_on_device, experts=experts, activation=activation, has_expert_axis="expert" in axes

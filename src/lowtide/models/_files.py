@@ -99,7 +99,7 @@ def load(
     for name in (compute_dtype,) if dtype == "auto" else (dtype, compute_dtype):
         if not _is_floating(name):
             raise ConfigError(
-                f"{name!r} is no dtype to compute in", expected="float32, bfloat16, ...", hint="check the dtype"
+                f"{name!r} is not a floating-point dtype", expected="float32, bfloat16, ...", hint="check the dtype"
             )
     directory = Path(directory)
     config, scheme = _read_config(directory)
@@ -148,9 +148,9 @@ def _check_not_quantized(
             and any(isinstance(source, Packed) for source in leaf_plan.sources)
         ):
             raise ConfigError(
-                f"{directory}: {leaf_plan.path} is quantised already, by {scheme.method}",
-                expected="no quantize: it is read as it is",
-                got=f"quantize, to {formats[leaf_plan.path].name}",
+                f"{directory}: {leaf_plan.path} is already quantised, by {scheme.method}",
+                expected="no quantize, because it is read as it is",
+                got=f"quantize to {formats[leaf_plan.path].name}",
                 hint="leave quantize out, or load the unquantised checkpoint",
             )
 
@@ -380,10 +380,10 @@ def save(
     if got != expected:
         wrong = sorted(set(got.items()) ^ set(expected.items()))[0]
         raise ModelFileError(
-            f"{wrong[0]}: the parameters are not those of the model's configuration",
+            f"{wrong[0]}: the parameters do not match the model's configuration",
             got=f"shape {wrong[1]}",
-            hint="make arrays of quantised weights with lt.dequantize, merge adapters with lt.lora.merge, or save them "
-            "alone with lt.lora.save",
+            hint="dequantise weights with lt.dequantize, merge adapters with lt.lora.merge, or save them separately "
+            "with lt.lora.save",
         )
     tensors = [
         Tensor(name, leaf, index, dtype)
@@ -463,7 +463,7 @@ def _weight_files(directory: Path) -> list[Path]:
             directory,
             name,
             expected=f"{SINGLE}, or the shards that {INDEX} lists",
-            hint="Lowtide reads safetensors only; convert pickled weights with transformers' save_pretrained",
+            hint="convert pickled weights with transformers' save_pretrained; Lowtide reads only safetensors",
         )
         for name in names
     ]
@@ -474,11 +474,11 @@ def _check_tensors(tensors: Mapping[str, Stored], config: DecoderConfig, directo
     experts_per_layer = 1 if config.experts is None or config.experts.clamped else config.experts.num_experts
     if config.num_layers * experts_per_layer > len(tensors):
         raise ModelFileError(
-            f"{directory}: config.json asks for tensors that the weights lack",
+            f"{directory}: config.json requires tensors that the weights lack",
             expected=f"weights of {config.num_layers} layers"
             + (f" of {experts_per_layer} experts" if experts_per_layer > 1 else ""),
             got=f"{len(tensors)} tensors",
-            hint="config.json and weights are of different models, or a shard is missing",
+            hint="check that config.json and the weights are of one model, and that no shard is missing",
         )
     expected = {
         name: leaf.shape[len(index) :]
@@ -488,26 +488,26 @@ def _check_tensors(tensors: Mapping[str, Stored], config: DecoderConfig, directo
     missing = [name for name in expected if name not in tensors]
     if missing:
         raise ModelFileError(
-            f"{directory}: config.json asks for tensors that the weights lack",
+            f"{directory}: config.json requires tensors that the weights lack",
             got=f"{len(missing)} of {len(expected)} missing, first {missing[0]}",
-            hint="config.json and weights are of different models, or a shard is missing",
+            hint="check that config.json and the weights are of one model, and that no shard is missing",
         )
     # A tied checkpoint may repeat the embedding as lm_head. Old checkpoints store RoPE's constant frequencies.
     ignored = {_HEAD} if config.tie_embeddings else set[str]()
     for name in sorted(tensors):
         if name not in expected and name not in ignored and not name.endswith("rotary_emb.inv_freq"):
             raise ModelFileError(
-                f"{directory}: the weights hold {shortened(name)}, which config.json has no place for",
-                hint="config.json and weights are of different models",
+                f"{directory}: the weights have {shortened(name)}, which config.json does not describe",
+                hint="check that config.json and the weights are of one model",
             )
     for name, shape in expected.items():
         source = tensors[name]
         if source.shape != shape:
             raise ModelFileError(
-                f"{source.file}: {name} has another shape than config.json says",
+                f"{source.file}: the shape of {name} differs from config.json",
                 expected=shape,
                 got=source.shape,
-                hint="config.json and weights are of different models",
+                hint="check that config.json and the weights are of one model",
             )
         if isinstance(source, Source) and source.dtype not in DTYPES:
             raise ModelFileError(
@@ -529,10 +529,10 @@ def _check_tied_head(tensors: Mapping[str, Stored], config: DecoderConfig) -> No
     ):
         return
     raise ModelFileError(
-        f"{head.file}: {_HEAD} is not the embedding, but config.json says that they are one",
+        f"{head.file}: {_HEAD} is not the embedding, but config.json ties them",
         expected="tie_word_embeddings false, or no head in the file",
         got=f"tie_word_embeddings true, and a head of shape {head.shape}",
-        hint="set tie_word_embeddings to false in config.json if the head was trained by itself",
+        hint="set tie_word_embeddings to false in config.json if the head was trained separately",
     )
 
 

@@ -102,10 +102,10 @@ def generate(
     """
     if prompt.shape[0] < 1 or num_tokens < 0 or temperature < 0:
         raise ConfigError(
-            "nothing to continue",
+            "the prompt, num_tokens or temperature is out of range",
             expected="a prompt of at least one token, num_tokens >= 0, temperature >= 0",
             got=f"{prompt.shape[0]} tokens, num_tokens={num_tokens}, temperature={temperature}",
-            hint="begin with the token of a newline when there is no prompt",
+            hint="use the token of a newline when there is no prompt",
         )
     if num_tokens == 0:
         return prompt
@@ -364,9 +364,9 @@ def check_finite(state: State) -> None:
     """Raise NonFiniteError when a token was sampled from logits that are not finite."""
     if not bool(state.is_finite):
         raise NonFiniteError(
-            "the logits that a token is chosen by are not finite",
+            "the logits of the next token are not finite",
             expected="weights that are finite numbers",
-            hint="a weight is nan or inf, or activations overflow in float16; lowtide inspect says the dtypes",
+            hint="check for nan or inf in the weights, and for overflow in float16; lowtide inspect shows the dtypes",
         )
 
 
@@ -387,21 +387,21 @@ def check_prompts(
 ) -> None:
     for name, value in (("num_tokens", num_tokens), ("num_samples", num_samples), ("batch_size", batch_size)):
         if value < 1:
-            raise ConfigError(f"{name}: too small", expected="at least 1", got=value, hint="ask for one at least")
+            raise ConfigError(f"{name} is too small", expected="at least 1", got=value, hint="pass at least 1")
     size = model.config.vocab_size
     for index, prompt in enumerate(prompts):
         if len(prompt) < 1:
             raise ConfigError(
                 f"prompt {index} is empty",
                 expected="at least one token",
-                hint="begin with the token of a newline when there is no prompt",
+                hint="use the token of a newline when there is no prompt",
             )
         if min(prompt) < 0 or max(prompt) >= size:
             raise ConfigError(
                 f"prompt {index} has a token that is not in the vocabulary",
                 expected=f"ids from 0 to {size - 1}",
                 got=next(token for token in prompt if not 0 <= token < size),
-                hint="the tokenizer is of another model",
+                hint="use the tokenizer of this model",
             )
 
 

@@ -130,6 +130,7 @@ def _dynamic_frequencies(config: DecoderConfig, scaling: RopeScaling, length: Ar
 
 def _yarn_ramp(scaling: RopeScaling, theta: float, dim: int) -> Array:
     """Return the unscaled share of each frequency: 1 for fast rotations, 0 for slow ones."""
+
     # Solves turns = length * theta ** (-2 d / dim) / (2 pi) for d, the index of the frequency.
     def dimension(turns: float) -> float:
         return dim * math.log(scaling.original_max_position_embeddings / (turns * 2 * math.pi)) / (2 * math.log(theta))

@@ -54,10 +54,10 @@ class Sampling:
         for name, (is_valid, expected) in checks.items():
             if not is_valid:
                 raise ConfigError(
-                    f"{name}: out of its range",
+                    f"{name} is out of range",
                     expected=expected,
                     got=getattr(self, name),
-                    hint="temperature 0 takes the most likely token, whatever the other settings",
+                    hint="use temperature 0 for the most likely token, whatever the other settings",
                 )
 
     @property

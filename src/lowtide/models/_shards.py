@@ -137,7 +137,7 @@ def _check_space(directory: Path, num_bytes: int) -> None:
     free = shutil.disk_usage(directory).free
     if num_bytes > free:
         raise OutputError(
-            f"{directory}: too little space for the model, beside what is there",
+            f"{directory}: too little space for the model in addition to the existing files",
             expected=f"{format_bytes(num_bytes)} free",
             got=format_bytes(free),
             hint="choose another folder; an older model in this one stays until the new one is complete",

@@ -119,7 +119,7 @@ def open_tensors(files: Sequence[Path]) -> Generator[dict[str, Source], None, No
             names = handle.keys()
             for name in tensors.keys() & set(names):
                 raise ModelFileError(
-                    f"{file}: {shown(name)} is in another shard, too",
+                    f"{file}: {shown(name)} is also in another shard",
                     got=f"{tensors[name].file.name} and {file.name}",
                     hint="shards of two models are in one folder; download it again",
                 )

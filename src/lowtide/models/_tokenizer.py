@@ -147,7 +147,7 @@ def _add_tokens(tokenizer: Tokenizer, directory: Path) -> None:
         (tokenizer.add_special_tokens if token.special else tokenizer.add_tokens)([token])
         if (id := tokenizer.token_to_id(text)) != ids.get(text, id):
             raise ModelFileError(
-                f"{source} do not fit tokenizer.json",
+                f"{source} do not match tokenizer.json",
                 expected=f"{ids[text]} for {shown(text)}, which tokenizer.json lacks",
                 got=f"{id}, the next free id",
                 hint="copy all files of the tokenizer from one source; "
@@ -181,11 +181,15 @@ def _check_in_subprocess(content: bytes, filename: str) -> None:
             command, input=content, env=environment, capture_output=True, timeout=_MOST_SECONDS, check=False
         )
     except subprocess.TimeoutExpired as error:
-        got = f"it was not read in {_MOST_SECONDS} s"
+        got = f"no result after {_MOST_SECONDS} s"
         raise ModelFileError(f"{filename}: not a tokenizer", got=got, hint=_COPY_HINT) from error
     if process.returncode:
         stderr_lines = process.stderr.decode("utf-8", "replace").strip().splitlines()
-        signal_message = f"reading it ended a process by signal {-process.returncode}" if process.returncode < 0 else ""
+        signal_message = (
+            f"a process that signal {-process.returncode} ended while it read the file"
+            if process.returncode < 0
+            else ""
+        )
         raise ModelFileError(
             f"{filename}: not a tokenizer",
             got=shortened(": ".join(filter(None, [signal_message, *stderr_lines[-1:]]))),

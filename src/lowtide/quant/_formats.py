@@ -78,7 +78,7 @@ def format_named(name: str, block: int | None = None) -> Format:
     Raises:
         ConfigError: for an unknown name, or a block size that the format does not support.
     """
-    check_choice("no format to quantise in", name, tuple(FORMATS), hint="nf4 is that of QLoRA")
+    check_choice(f"{name!r} is not a quantisation format", name, tuple(FORMATS), hint="QLoRA uses nf4")
     form = FORMATS[name]
     if block is None:
         return form
@@ -86,7 +86,7 @@ def format_named(name: str, block: int | None = None) -> Format:
     is_size = is_count(block, least=0) and block % 8 == 0 and block <= LARGEST_BLOCK
     if not is_size or (is_fixed and block != form.block):
         raise ConfigError(
-            f"block: {block!r} is no size of the blocks of {name}",
+            f"block: {block!r} is not a block size of {name}",
             expected=f"{form.block}" if is_fixed else "a multiple of 8 up to 65,536, or 0 for whole rows",
             got=repr(block),
             hint=f"leave it out for {form.block or 'whole rows'}",

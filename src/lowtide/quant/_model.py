@@ -86,10 +86,10 @@ def quantize(tree: Tree, match: str | Sequence[str], format: str = "nf4", *, blo
             continue
         if isinstance(leaf, QuantizedWeight):
             raise StructureError(
-                f"{path}: is quantised already",
+                f"{path}: is already quantised",
                 expected="a floating-point array",
                 got=f"a QuantizedWeight in {leaf.format}",
-                hint="lt.dequantize first, or leave this path out",
+                hint="call lt.dequantize first, or leave this path out",
             )
         if _is_matrix(path, leaf):
             _check_kernel_adapter(path, leaf, kernel_adapters)
@@ -124,7 +124,7 @@ def dequantize(tree: Tree) -> Tree:
         raise StructureError(
             "the tree has no quantised weight",
             expected="at least one QuantizedWeight",
-            hint="quantise with lt.quantize; a dequantised model is one of plain arrays",
+            hint="quantise with lt.quantize; a dequantised model has only plain arrays",
         )
     return jax.tree.map(lambda leaf: _dequantize(leaf) if _is_quantized(leaf) else leaf, tree, is_leaf=_is_quantized)
 
@@ -153,7 +153,7 @@ def _check_kernel_adapter(path: str, leaf: Any, kernel_adapters: dict[str, Any])
     node = kernel_adapters.get(path.removesuffix("/weight") if path != "weight" else "")
     if node is not None and path.endswith("weight"):
         raise StructureError(
-            f"{path}: a kernel or a table whose adapter needs it as an array cannot be quantised",
+            f"{path}: a kernel or an embedding whose adapter needs an array cannot be quantised",
             expected="matrices, with a LoRAWeight or without an adapter",
             got=f"{leaf.dtype}{list(leaf.shape)} in a {type(node).__name__}",
             hint=f'leave it out, for instance with the pattern "!{path}"',
@@ -174,7 +174,9 @@ def _match_paths(paths: list[str], match: Any) -> set[str]:
     chosen -= {path for name in (match_names(names, exclusions) if exclusions else ()) for path in by_name[name]}
     if not chosen:
         raise SelectionError(
-            "the exclusions leave nothing selected", got=repr(patterns), hint="narrow the patterns that start with '!'"
+            "the exclusions leave nothing selected",
+            got=repr(patterns),
+            hint="narrow the patterns that start with '!'",
         )
     return chosen
 
@@ -225,11 +227,11 @@ def matrices(tree: Tree, match: str | Sequence[str]) -> set[str]:
 def _no_matrix_error(named_leaves: list[tuple[str, Any]]) -> StructureError:
     path, leaf = named_leaves[0]
     return StructureError(
-        f"{path}: no weight matrix to quantise"
-        + (f", nor {len(named_leaves) - 1} more" if len(named_leaves) > 1 else ""),
+        f"{path}: is not a weight matrix"
+        + (f", nor are {len(named_leaves) - 1} more" if len(named_leaves) > 1 else ""),
         expected="a floating-point array of shape [out, in], or [num_layers, out, in] below layers/",
         got=f"{leaf.dtype}{list(leaf.shape)}",
-        hint="vectors such as norms and biases are few bytes; match the projections",
+        hint="match only the projections; vectors such as norms and biases are small",
     )
 
 
@@ -298,16 +300,16 @@ def _check_finite(path: str, form: Format, checks: Array) -> None:
     is_finite, stays_finite = np.asarray(checks).tolist()
     if not is_finite:
         raise StructureError(
-            f"{path}: holds a number that is not finite, which would spoil its block",
-            expected="finite numbers",
+            f"{path}: has a value that is not finite, which would corrupt its block",
+            expected="finite values",
             got="nan or inf",
-            hint="the weights are damaged, or a run diverged; load them again",
+            hint="load the weights again: they are damaged, or a run diverged",
         )
     if not stays_finite:
         raise StructureError(
-            f"{path}: holds a number that {form.name} makes infinite",
-            expected="numbers a few percent below the largest that their dtype has",
-            got="one that is rounded to more than that",
+            f"{path}: has a value that {form.name} rounds to infinity",
+            expected="values a few percent below the largest of their dtype",
+            got="a value that is rounded to more than the largest",
             hint="scale the weight down, or leave it out of the pattern",
         )
 

@@ -139,10 +139,10 @@ class QuantizedWeight:
         """
         if self.transposed or self.ndim != 2:
             raise StructureError(
-                "rows are looked up in one matrix",
+                "an embedding lookup needs one matrix",
                 expected="a weight of shape [rows, width]",
                 got=f"shape {list(self.shape)}" + (", transposed" if self.transposed else ""),
-                hint="look up before the weight is transposed, and in one layer of a stack",
+                hint="look up rows before the weight is transposed, and in one layer of a stack",
             )
         ids = jnp.where(ids < 0, ids + self.shape[0], ids)
         return without_explicit_axes(
@@ -171,10 +171,10 @@ class QuantizedWeight:
         """
         if self.ndim > 2:
             raise StructureError(
-                "weight.T of a stacked quantised weight turns its layers, too",
+                "weight.T of a stacked quantised weight also transposes its layer axis",
                 expected="weight.mT, which transposes each layer",
                 got=f"shape {list(self.shape)}",
-                hint="write weight.mT, or narrow the pattern",
+                hint="use weight.mT, or narrow the pattern",
             )
         return self.mT
 

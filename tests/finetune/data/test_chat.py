@@ -198,7 +198,7 @@ def test_calls_that_a_template_leaves_out_are_refused():
     answered = [*chat("a"), _calls("f", "g"), {"role": "tool", "content": "7"}, *chat("a", "b")[1:]]
     first = SHORT.replace("m.content", "(m.tool_calls[0].name if m.tool_calls else m.content)")
     for source, call in ((SHORT, 1), (first, 2), ("{% generation %}{% endgeneration %}" + SHORT, 1)):
-        with pytest.raises(DataError, match=rf"a.jsonl:7(.|\n)*does not write call {call} of tools in message 2"):
+        with pytest.raises(DataError, match=rf"a.jsonl:7(.|\n)*does not write tool call {call} of message 2"):
             _render(source, answered)
     _, turns = _render(first, [*chat("a"), _calls("f"), *answered[2:]])
     assert turns == ["f<|im_end|>\n", "b<|im_end|>\n"]
@@ -260,7 +260,7 @@ BAD = {
 @pytest.mark.slow_after(12)
 @pytest.mark.parametrize("source", BAD)
 def test_a_template_that_does_harm_is_refused(source):
-    with pytest.raises(ModelFileError, match=rf"a chat template that cannot be used(.|\n)*{BAD[source]}(.|\n)*hint:"):
+    with pytest.raises(ModelFileError, match=rf"the chat template cannot be used(.|\n)*{BAD[source]}(.|\n)*hint:"):
         _render(source, chat("a", "b"))
 
 
@@ -268,11 +268,11 @@ def test_a_template_without_an_end_is_ended(monkeypatch):
     loops = "{% for a in range(9999) %}" * 4 + "{% endfor %}" * 4
     renderer = _chat.Renderer(_template(loops))  # to start takes its own time
     monkeypatch.setattr(_chat, "_SECONDS", 0.5)
-    with pytest.raises(ModelFileError, match="a.jsonl:7(.|\n)*did not end in 0.5 s"):
+    with pytest.raises(ModelFileError, match="a.jsonl:7(.|\n)*did not finish within 0.5 s"):
         renderer.render(Example(kind="chat", where="a.jsonl:7", messages=tuple(chat("a", "b"))))
     renderer.close()
     endless = "{% set n = namespace(s='x') %}{% for a in range(99) %}{% set n.s = n.s ~ n.s %}{% endfor %}"
-    with pytest.raises(ModelFileError, match="a chat template that cannot be used"):
+    with pytest.raises(ModelFileError, match="the chat template cannot be used"):
         _render(endless, chat("a", "b"))
 
 

@@ -24,15 +24,15 @@ def test_evaluation_files_and_pages_are_left_out_and_named(tmp_path):
     _files(tmp_path / "validation", part__jsonl=CHAT)
     assert [each.name for each in data_files(tmp_path)] == ["latest.jsonl", "train.jsonl"]
     held_back, others = notes_on(str(tmp_path), None)
-    assert held_back.endswith("which are not read: test.jsonl, validation/part.jsonl")
-    assert others.endswith("because they hold no records: README.md")
+    assert held_back.endswith("name them with --eval-data: test.jsonl, validation/part.jsonl")
+    assert others.endswith("files without records are not read: README.md")
 
 
 def test_training_on_what_is_named_for_evaluation_is_said(tmp_path):
     _files(tmp_path, test__jsonl=CHAT)
     assert data_files(tmp_path) == [tmp_path / "test.jsonl"]
     (note,) = notes_on(str(tmp_path), None)
-    assert "trained on, though their names say evaluation: test.jsonl" in note
+    assert "files named for evaluation are trained on: test.jsonl" in note
     assert notes_on(str(tmp_path), None, is_evaluation=True) == []
 
 
@@ -42,5 +42,5 @@ def test_chats_among_text_are_refused_and_tables_are_named(tmp_path):
     assert note.endswith("read as plain text, braces and commas included: b.csv")
     assert len(read_documents(tmp_path)) == 2
     _files(tmp_path, c__jsonl=CHAT)
-    with pytest.raises(DataError, match="records in it that would be read as text"):
+    with pytest.raises(DataError, match="mixes text with records, which would be read as text"):
         read_documents(tmp_path)

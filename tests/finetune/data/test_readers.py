@@ -100,9 +100,9 @@ def test_several_kinds_at_once_and_one_after_the_other_are_refused(tmp_path):
     file = _lines(tmp_path / "a.jsonl", {"chat": CHAT["messages"], "mine": tools, "text": "x"})
     asked = _error(file, "messages=chat", "tools=mine", "text=text")
     assert "--columns messages=chat,tools=mine" in asked
-    assert ":2: a record of another kind" in _error(_lines(tmp_path / "a.jsonl", {"text": "x"}, CHAT))
+    assert ":2: the record has another kind" in _error(_lines(tmp_path / "a.jsonl", {"text": "x"}, CHAT))
     text = _error(_lines(tmp_path / "a.jsonl", {"question": "x"}))
-    assert "no kind of record" in text
+    assert "the record matches no known kind" in text
     assert "fields 'question'" in text
 
 
@@ -120,7 +120,7 @@ BAD_LINES = {
     '{"messages": [{"role": "user", "content": "x"}, {"role": "asistant", "content": "y"}]}': "hint: write assistant",
     '{"messages": [{"role": "human", "content": "x"}, {"role": "gpt", "content": "y"}]}': "hint: write user",
     '{"instruction": "x", "output": "y", "system": "z"}': "system next to instruction",
-    '{"instruction": "x", "output": "y", "history": [["a", "b"]]}': "history beside instruction",
+    '{"instruction": "x", "output": "y", "history": [["a", "b"]]}': "history is not read with instruction",
     '{"prompt": [{"role": "User", "content": "x"}], "completion": [{"role": "a", "content": "y"}]}': "hint: write user",
     '{"messages": [{"role": "user", "content": 4}]}': "messages.0.content",
     '{"messages": [{"role": "assistant", "content": "x", "weight": 0.5}]}': "a turn has the weight 0.5",
@@ -145,9 +145,9 @@ def test_json_is_a_list_of_objects(tmp_path):
     for content, said in {
         '[{"text": "a"}': "not readable as JSON",
         '{"text": "a"}': "not a list",
-        "[1]": "record 1 is no object",
+        "[1]": "record 1 is not an object",
         '[], "x": []': "not readable as JSON",
-        "": "an empty file",
+        "": "the file is empty",
     }.items():
         file.write_text(content)
         assert said in _error(file)
@@ -162,13 +162,13 @@ def test_json_lines_are_read_whatever_they_are_named(tmp_path):
     assert "not a list" in _error(file)
     for name in ("a.jsonl.gz", "a.xyz", "a"):
         (tmp_path / name).write_text("x")
-        assert "not a file of records" in (said := _error(tmp_path / name)) and ".parquet" in said
+        assert "not a supported file of records" in (said := _error(tmp_path / name)) and ".parquet" in said
 
 
 def test_tables_of_text_have_a_header(tmp_path):
     file = tmp_path / "a.csv"
     file.write_text("prompt;completion\na;b\n")
-    assert "columns seem to be divided by ';'" in _error(file)
+    assert "columns seem to be separated by ';'" in _error(file)
     with open(file, "w", newline="", encoding="utf-8-sig") as out:
         rows = [["prompt", "completion"], ["a,\nb", 'c"d'], ["x" * 200_000, "y"]]
         csv.writer(out).writerows(rows)
@@ -178,10 +178,10 @@ def test_tables_of_text_have_a_header(tmp_path):
     assert list(_read(tmp_path / "b.tsv")[0].messages) == CHAT["messages"]
     for content, said in {
         "text\n": None,
-        "text,text\na,b\n": "no header",
-        "text,b\na\n": "a.csv:2: a row that does not fit",
-        'text\n"a': "not CSV",
-        "a;b\n1;2\n": "no kind of record",
+        "text,text\na,b\n": "the header is missing, or repeats a name",
+        "text,b\na\n": "a.csv:2: the row does not match the header",
+        'text\n"a': "not a CSV file",
+        "a;b\n1;2\n": "the record matches no known kind",
     }.items():
         file.write_text(content)
         assert _read(file) == [] if said is None else said in _error(file)

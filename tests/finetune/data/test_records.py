@@ -118,7 +118,7 @@ def test_what_is_too_long_is_counted(tmp_path, tokenizer):
     assert reports["cut"] == (2, 0, 1)
     assert reports["drop"] == (0, 2, 0)
     assert reports["split"][:2] == (2, 0)
-    with pytest.raises(DataError, match=r"no document is left(.|\n)*--seq-len"):
+    with pytest.raises(DataError, match=r"no document with a token to learn is left(.|\n)*--seq-len"):
         _data(_file(tmp_path, records[:1] * 2), tokenizer, seq_len=16)
 
 
@@ -153,10 +153,10 @@ def test_what_was_not_finished_is_not_taken_for_whole(tmp_path, tokenizer, monke
     (store,) = (home / "data").iterdir()
     with open(store / "tokens.bin", "r+b") as tokens:
         tokens.truncate(8)
-    with pytest.raises(DataError, match="a store that is cut"):
+    with pytest.raises(DataError, match="the store is truncated"):
         _data(file, tokenizer)
     (store / "about.json").unlink()
-    with pytest.raises(DataError, match="a store that is cut"):
+    with pytest.raises(DataError, match="the store is truncated"):
         _data(file, tokenizer)
 
 
@@ -182,7 +182,9 @@ def test_a_cache_that_cannot_be_written_is_named(tmp_path, tokenizer, monkeypatc
 
 def test_chats_without_an_answer_are_not_said_to_be_too_long(tmp_path, tokenizer):
     asked = [{"role": "system", "content": "brief"}, {"role": "user", "content": "ebb?"}]
-    with pytest.raises(DataError, match=r"no answer to learn(.|\n)*role assistant(.|\n)*hint: look at") as caught:
+    with pytest.raises(
+        DataError, match=r"no answer to learn(.|\n)*role assistant(.|\n)*hint: check the roles"
+    ) as caught:
         _data(_file(tmp_path, [{"messages": asked}] * 4), tokenizer)
     assert "raise --seq-len" not in str(caught.value)
     answered = {"messages": [*asked, {"role": "assistant", "content": "flow"}]}
@@ -191,7 +193,7 @@ def test_chats_without_an_answer_are_not_said_to_be_too_long(tmp_path, tokenizer
 
 
 def test_a_name_is_no_list_of_texts(tmp_path, tokenizer):
-    with pytest.raises(DataError, match=r"a text is no list of documents(.|\n)*Path"):
+    with pytest.raises(DataError, match=r"a text is not a list of documents(.|\n)*Path"):
         _data("data.jsonl", tokenizer)
     with pytest.raises(DataError, match=r"gone.jsonl: no such file"):
         _data(tmp_path / "gone.jsonl", tokenizer)

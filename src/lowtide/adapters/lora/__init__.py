@@ -4,6 +4,9 @@ Use it as a namespace: ``lt.lora.Config``, ``lt.lora.add``, ``lt.lora.merge``, `
 """
 
 from ._adapter import TRAINABLE as TRAINABLE
+from ._attach import attach as attach
+from ._attach import split as split
+from ._attach import unmerge as unmerge
 from ._combine import combine as combine
 from ._config import Config as Config
 from ._config import IA3Config as IA3Config
@@ -24,9 +27,6 @@ from ._plus import plus as plus
 from ._report import Report as Report
 from ._report import report as report
 from ._saved import SavedWeight as SavedWeight
-from ._several import attach as attach
-from ._several import split as split
-from ._several import unmerge as unmerge
 from ._vectors import IA3Weight as IA3Weight
 from ._vectors import VeRAWeight as VeRAWeight
 from ._weight import LoRAWeight as LoRAWeight

@@ -19,7 +19,7 @@ from ._sites import check_complete, is_weight
 from ._vectors import VeRAWeight
 from ._weight import LoRAWeight
 
-_ONE_BASE_HINT = "put all adapters onto one base: lt.lora.attach(base, lt.lora.split(model)[0]), or load them onto it"
+_ONE_BASE_HINT = "attach all adapters to one base: lt.lora.attach(base, lt.lora.split(model)[0]), or load them into it"
 
 
 def combine(models: Sequence[Tree], weights: Sequence[float] | None = None) -> Tree:
@@ -80,10 +80,10 @@ def combine(models: Sequence[Tree], weights: Sequence[float] | None = None) -> T
             return make_saved(base, values + sum(scale * (node.lora_saved - values) for node, scale in saved_nodes))
         if kernels or saved_nodes:
             raise StructureError(
-                f"{path}: these adapters are of different kinds, which do not add up",
-                expected="adapters of one weight that are made alike",
+                f"{path}: adapters of different kinds cannot be added",
+                expected="adapters of one kind for each weight",
                 got=" and ".join(sorted({kind_of(node) for node, _ in terms})),
-                hint="add all of them with the same fn and configuration, or merge one by one with lt.lora.merge",
+                hint="create them with the same fn and configuration, or merge them one by one with lt.lora.merge",
             )
         pairs = [_scaled_factors(path, node) for node, _ in terms]
         lora_a = jnp.concatenate([a for a, _ in pairs], axis=-2)
@@ -96,16 +96,16 @@ def combine(models: Sequence[Tree], weights: Sequence[float] | None = None) -> T
     except StructureError:
         raise
     except ValueError as error:
-        raise StructureError("the models are not of one base", got=str(error)[:200], hint=_ONE_BASE_HINT) from error
+        raise StructureError("the models have different bases", got=str(error)[:200], hint=_ONE_BASE_HINT) from error
 
 
 def _check_models(models: Any, weights: Any) -> tuple[list[Tree], list[Any]]:
     if isinstance(models, (str, Mapping)) or not isinstance(models, Iterable):
         raise ConfigError(
-            "adapters are added up from several models",
+            "combine needs several models",
             expected="a list of models",
             got=f"a {type(models).__name__}",
-            hint="lt.lora.combine([one, other])",
+            hint="pass for instance lt.lora.combine([first, second])",
         )
     models = list[Tree](models)
     values = weights if isinstance(weights, Iterable) else ()
@@ -113,10 +113,10 @@ def _check_models(models: Any, weights: Any) -> tuple[list[Tree], list[Any]]:
     is_number = all(is_array_like(weight) and np.ndim(weight) == 0 and not is_key(weight) for weight in factors)
     if not models or len(factors) != len(models) or not is_number:
         raise ConfigError(
-            "adapters and weights do not fit each other",
-            expected="at least one model, and one weight for each, a number",
+            "the models and their weights do not match",
+            expected="at least one model, and one number for each as its weight",
             got=f"{len(models)} adapters, {len(factors)} weights" + ("" if is_number else f": {factors}"),
-            hint="leave the weights out to add the adapters up as they are",
+            hint="leave the weights out to add the adapters unscaled",
         )
     return models, factors
 
@@ -133,9 +133,9 @@ def _check_base(path: str, base: Any, other: Any, *, is_adapted: bool) -> None:
     is_compared = is_adapted or (len(base.shape) > 1 and jnp.issubdtype(base.dtype, jnp.floating)) if is_same else False
     if not is_same or (is_compared and not all(map(_is_equal, jax.tree.leaves(base), jax.tree.leaves(other)))):
         raise StructureError(
-            f"{path}: the models are not of one base",
+            f"{path}: the models have different bases",
             expected=f"the weight of the first model, {kinds[0]}",
-            got="other numbers" if is_same else kinds[1],
+            got="other values" if is_same else kinds[1],
             hint=_ONE_BASE_HINT,
         )
 
@@ -177,10 +177,10 @@ def _combine_kernels(path: str, kernels: Sequence[tuple[LoRAKernel, Any]]) -> Lo
     for node, _ in kernels:
         if (node.num_rows, node.num_columns) != (first.num_rows, first.num_columns):
             raise StructureError(
-                f"{path}: these adapters divide the axes of the kernel in different ways",
+                f"{path}: these adapters split the axes of the kernel in different ways",
                 expected=f"{first.num_rows} axes of rows and {first.num_columns} of columns, as in the first model",
                 got=f"{node.num_rows} and {node.num_columns}, of a kernel {list(node.shape)}",
-                hint="add all of them with the fn that trains, or merge them one by one with lt.lora.merge",
+                hint="create them with the fn that trains, or merge them one by one with lt.lora.merge",
             )
     lora_a = jnp.concatenate([jnp.asarray(node.lora_a) for node, _ in kernels], axis=first.num_stacked)
     lora_b = jnp.concatenate([scale * node.scaling * jnp.asarray(node.lora_b) for node, scale in kernels], axis=-1)
@@ -193,10 +193,10 @@ def _scaled_factors(path: str, node: Any) -> tuple[Any, Any]:
         return node.factors()
     if not isinstance(node, LoRAWeight) or node.lora_magnitude is not None:
         raise StructureError(
-            f"{path}: an adapter of the kind {kind_of(node)} is no sum of a weight and a correction",
+            f"{path}: an adapter of the kind {kind_of(node)} is not a sum of a weight and a correction",
             expected="LoRA, rsLoRA or VeRA",
             got=kind_of(node),
-            hint="merge such a model by itself and unweighted, with lt.lora.merge",
+            hint="merge this model separately and unweighted, with lt.lora.merge",
         )
     scale = node.scaling if node.layer_scale is None else node.scaling * node.layer_scale[:, None, None]
     lora_a, lora_b = node.factors()

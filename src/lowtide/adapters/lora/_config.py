@@ -83,23 +83,23 @@ class Config:
             for pair in pairs:
                 if len(pair) != 2 or not isinstance(pair[0], str) or not pair[0]:
                     raise ConfigError(
-                        f"{field}: {pair!r} is no glob with a value",
+                        f"{field}: {pair!r} is not a glob with a value",
                         expected=f'a mapping such as {{"**/down_proj": {8 if field == "rank_pattern" else 16.0}}}',
                         got=repr(pairs),
-                        hint="keys are globs on the paths of modules, as in targets",
+                        hint="use globs on module paths as keys, as in targets",
                     )
                 check(pair[1], f"{field}[{pair[0]!r}]")
             object.__setattr__(self, field, pairs)
         if self.dora and self.init in WEIGHT_INITS:
             raise ConfigError(
-                f"init: {self.init!r} contradicts dora, whose norms are those of the weight with B A",
+                f"init: {self.init!r} contradicts dora, which needs the norms of the weight plus B A",
                 expected="another init, or dora=False",
                 got="both",
                 hint="leave one of them out",
             )
         if self.init == "orthogonal" and any(rank % 2 for rank in (self.rank, *dict(self.rank_pattern).values())):
             raise ConfigError(
-                'init: "orthogonal" has half the rank for A, and half for B',
+                'init: "orthogonal" uses half of the rank for A, and half for B',
                 expected="even ranks",
                 got=f"rank={self.rank}",
                 hint="make the rank even",
@@ -176,10 +176,10 @@ class VeRAConfig:
         d: Any = self.d_initial
         if isinstance(d, bool) or not isinstance(d, numbers.Real) or not math.isfinite(float(d)) or float(d) == 0:
             raise ConfigError(
-                f"d_initial: {self.d_initial!r} cannot begin a vector",
-                expected="a finite number other than 0, with which nothing would ever train",
+                f"d_initial: {self.d_initial!r} is not a valid initial value",
+                expected="a finite number other than 0 (with 0 the adapter would never train)",
                 got=repr(self.d_initial),
-                hint="its authors advise 0.1 or less",
+                hint="use 0.1 or less, as the authors of VeRA advise",
             )
         _normalize_fields(self, self.targets, self.exclude, self.layers, self.modules_to_save)
         object.__setattr__(self, "rank", int(self.rank))
@@ -193,26 +193,28 @@ def check_rank(rank: Any, name: str) -> None:
     """Check that a value is a valid rank."""
     if not is_count(rank, 1):
         raise ConfigError(
-            f"{name}: {rank!r} is no rank",
+            f"{name}: {rank!r} is not a rank",
             expected="an integer of at least 1",
             got=repr(rank),
-            hint="common ranks are 8, 16 and 64; to train no adapter, do not add one",
+            hint="use for instance 8, 16 or 64; to train no adapter, do not add one",
         )
 
 
 def _check_alpha(alpha: Any, name: str) -> None:
     if isinstance(alpha, bool) or not isinstance(alpha, numbers.Real) or not 0 < float(alpha) < math.inf:
         raise ConfigError(
-            f"{name}: {alpha!r} cannot scale a correction",
+            f"{name}: {alpha!r} is not a valid scale",
             expected="a finite number above 0 (with 0 the adapter would have no effect and no gradient)",
             got=repr(alpha),
-            hint="a common choice is twice the rank",
+            hint="use for instance twice the rank",
         )
 
 
 def _check_flag(name: str, flag: Any) -> None:
     if not isinstance(flag, bool):
-        raise ConfigError(f"{name}: {flag!r} is no truth value", expected="True or False", got=repr(flag), hint="True")
+        raise ConfigError(
+            f"{name}: {flag!r} is not a boolean", expected="True or False", got=repr(flag), hint="pass True or False"
+        )
 
 
 def _normalize_fields(config: Any, targets: Any, exclude: Any, layers: Any, modules_to_save: Any) -> None:
@@ -225,10 +227,10 @@ def _normalize_fields(config: Any, targets: Any, exclude: Any, layers: Any, modu
     indices = tuple(layers) if isinstance(layers, Sequence) and not isinstance(layers, str) else ()
     if not indices or not all(is_count(layer, 0) for layer in indices):
         raise ConfigError(
-            f"layers: {layers!r} names no layers",
-            expected="indices from 0 on, at least one",
+            f"layers: {layers!r} is not a list of layer indices",
+            expected="at least one index, counted from 0",
             got=repr(layers),
-            hint="for instance layers=range(8, 16); None adapts all",
+            hint="pass for instance layers=range(8, 16), or None for all layers",
         )
     object.__setattr__(config, "layers", tuple(sorted({int(layer) for layer in indices})))
 
@@ -238,9 +240,9 @@ def _to_patterns(name: str, value: Any, *, may_be_empty: bool = False) -> Any:
     is_allowed = may_be_empty and patterns == ()
     if not is_allowed and (not patterns or not all(is_pattern(pattern) and pattern for pattern in patterns)):
         raise ConfigError(
-            f"{name}: {value!r} names nothing to adapt",
-            expected="a glob or a compiled regular expression, or several",
+            f"{name}: {value!r} is not a pattern",
+            expected="at least one glob or compiled regular expression",
             got=repr(value),
-            hint='for instance "**/{q,v}_proj", or "**/*_proj" for every projection',
+            hint='pass for instance "**/{q,v}_proj", or "**/*_proj" for every projection',
         )
     return patterns

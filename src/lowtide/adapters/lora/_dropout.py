@@ -58,21 +58,23 @@ def dropout(model: Tree, rate: float, *, key: Array) -> Tree:
     value: Any = rate
     if isinstance(value, bool) or not isinstance(value, numbers.Real) or not 0 <= float(value) < 1:
         raise ConfigError(
-            f"rate: {rate!r} is no part of the inputs",
+            f"rate: {rate!r} is not a dropout rate",
             expected="a number of at least 0 and less than 1",
             got=repr(rate),
-            hint="0.05 is usual",
+            hint="pass for instance 0.05",
         )
     adapted = [site for site in adapted_sites(model) if not isinstance(site.node, SavedWeight)]
     if not adapted:
-        hint = "add one with lt.lora.add; inside of lt.adapted's function there are arrays: call dropout outside of it"
-        raise StructureError("the model has no adapter to drop inputs of", hint=hint)
+        hint = "add one with lt.lora.add; call dropout outside of lt.adapted's function, which gets arrays"
+        raise StructureError("the model has no adapter to apply dropout to", hint=hint)
     nodes: dict[int, Any] = {}
     for site in adapted:
         if isinstance(site.node, (IA3Weight, LoRAKernel)) or site.is_experts:
             kind = "an adapter of experts" if isinstance(site.node, LoRAWeight) else kind_of(site.node)
             hint = "leave the dropout out, or this weight out of the targets"
-            raise StructureError(f"{site.path}: {kind} has no dropout", got=type(site.node).__name__, hint=hint)
+            raise StructureError(
+                f"{site.path}: {kind} does not support dropout", got=type(site.node).__name__, hint=hint
+            )
         site_key = jax.random.fold_in(key, zlib.crc32(site.path.encode()))
         layers = site.weight.shape[:-2]
         keys = jax.random.split(site_key, layers) if layers else site_key

@@ -39,10 +39,10 @@ from ...core import (
 from ._adapter import shard_adapter
 from ._config import Config
 from ._model import add
-from ._pieces import ScaledWeight
 from ._sites import Site, adapted_sites, replace, sites
 from ._tables import is_table
 from ._weight import LoRAWeight
+from ._wrapper import ScaledWeight
 
 _OVERSAMPLING = 8
 """Columns of Ω in addition to twice the rank."""
@@ -99,24 +99,24 @@ def eva(
     """
     if config.init != "peft":
         raise ConfigError(
-            "EVA begins with an A of its own",
+            "EVA computes the initial A, which contradicts init",
             expected='init="peft"',
             got=f"init={config.init!r}",
-            hint="leave it out",
+            hint="leave init out",
         )
     if not is_count(num_passes, 1):
         raise ConfigError(
-            f"num_passes: {num_passes!r} is no number of passes",
+            f"num_passes: {num_passes!r} is not a number of passes",
             expected="at least 1",
             got=repr(num_passes),
-            hint="2 is enough for most inputs",
+            hint="pass 2, which is enough for most inputs",
         )
     added = add(model, config, key=key)
     chosen = _added_sites(model, added)
     check_eva(model, added)
     batch_list = list(batches)
     if not batch_list:
-        raise ConfigError("batches: there is none", expected="at least one", got="0", hint="give what will be trained")
+        raise ConfigError("batches is empty", expected="at least one batch", got="0", hint="pass training batches")
     arrays, static = partition(model, lambda _, leaf: is_array_like(leaf))
 
     def sketch_loss(sketches: dict[int, Array], seeds: dict[int, Array], arrays: Tree, batch: Any) -> Any:
@@ -160,8 +160,8 @@ def check_eva(model: Tree, added: Tree) -> None:
         is_embedding = is_table(model, site)
         if is_embedding or not site.is_matrix:
             raise StructureError(
-                f"{site.path}: EVA takes matrices, and stacks of them",
-                expected="[out, in] or [num_layers, out, in], which activations are multiplied by",
+                f"{site.path}: EVA supports only matrices and stacks of matrices",
+                expected="a weight [out, in] or [num_layers, out, in] that multiplies activations",
                 got="an embedding" if is_embedding else f"shape {list(site.weight.shape)}",
                 hint=f'leave it out of the targets, for instance with the pattern "!{site.module}"',
             )
@@ -192,10 +192,10 @@ class _SketchedWeight(ScaledWeight):
     def __rmatmul__(self, x: Array) -> Array:
         """Refuse x W, because A reads the inputs of x Wᵀ."""
         raise StructureError(
-            f"EVA knows no weights that are multiplied as [in, out], as this one {list(self.shape)} is",
-            expected="products with the transposed weight, of which A reads the inputs",
+            f"EVA does not support a weight {list(self.shape)} that is multiplied as [in, out]",
+            expected="products with the transposed weight, whose inputs A reads",
             got="x @ weight",
-            hint="begin at random with lt.lora.add, or leave it out of the targets",
+            hint="start from random values with lt.lora.add, or leave it out of the targets",
         )
 
 
@@ -239,17 +239,17 @@ def _orthonormal(matrix: Float[Array, "*L in k"]) -> Float[Array, "*L in k"]:
 def _check_sketch(site: Site, sketch: Array) -> None:
     if not jnp.isfinite(sketch).all():
         raise NonFiniteError(
-            f"{site.path}: its inputs are no finite numbers",
+            f"{site.path}: its inputs are not finite",
             got="infinity or NaN",
             hint="look for NaN in the model's weights, or in the batches",
         )
     scale, has_inputs = site.node.layer_scale, jnp.any(sketch != 0, axis=(-2, -1))
     if not (has_inputs if scale is None else has_inputs | (scale == 0)).all():
         raise StructureError(
-            f"{site.path}: the loss of these batches does not depend on what this weight multiplies",
-            expected="inputs to begin with",
+            f"{site.path}: the loss of these batches does not depend on the inputs of this weight",
+            expected="inputs with a gradient",
             got="none",
-            hint="leave it out of the targets, or give batches that it works on",
+            hint="leave it out of the targets, or pass batches that use it",
         )
 
 

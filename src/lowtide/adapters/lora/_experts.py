@@ -26,17 +26,17 @@ def check_experts(site: Site, config: AnyConfig) -> None:
     kinds |= {type(config).__name__: not is_lora, "layers": config.layers is not None}
     if kind := next((name for name, is_used in kinds.items() if is_used), None):
         raise ConfigError(
-            f"{site.path}: experts take LoRA and rsLoRA alone, on all layers",
-            expected="no DoRA, no (IA)³, no VeRA, no init that is a part of the weight, and no choice of layers",
+            f"{site.path}: experts support only LoRA and rsLoRA, on all layers",
+            expected="no DoRA, (IA)³ or VeRA, no init that takes a part of the weight, and no choice of layers",
             got=kind,
             hint=f'leave them out of the targets, for instance with the pattern "!{site.module}"',
         )
     if isinstance(site.weight, LinearWeight):
         raise StructureError(
-            f"{site.path}: experts that are quantised take no adapter",
+            f"{site.path}: quantised experts do not support adapters",
             expected="an array [num_layers, num_experts, out, in]",
             got=type(site.weight).__name__,
-            hint="leave the experts as they are, or out of the targets",
+            hint="do not quantise the experts, or leave them out of the targets",
         )
 
 

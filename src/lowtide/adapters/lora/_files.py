@@ -32,6 +32,7 @@ from ._config import WEIGHT_INITS
 from ._experts import check_expert_file
 from ._kernel import LoRAKernel
 from ._kernel_files import adapted_kernels, kernel_name, kernel_tensors, read_kernel
+from ._modules_to_save import adapter_modules
 from ._names import common_peft_type
 from ._parameters import adapted_parameters, parameter_patterns, parameter_tensors, read_parameter, written_parameters
 from ._peft import (
@@ -56,7 +57,6 @@ from ._tables import base_keys, check_base, check_tables, read_table, stored_tab
 from ._tensors import read_tensor
 from ._vectors import IA3Weight, VeRAWeight
 from ._weight import LoRAWeight
-from ._whole import adapter_modules
 
 
 def save(
@@ -104,7 +104,7 @@ def save(
         raise StructureError(
             "the model has no adapter to save",
             expected="at least one adapter, such as a LoRAWeight",
-            hint="add one with lt.lora.add; a merged model has none left",
+            hint="add one with lt.lora.add; a merged model has no adapter",
         )
     refuse_consumed(model)
     kind = common_peft_type(adapted)
@@ -256,13 +256,15 @@ def load(model: Tree, directory: str | os.PathLike[str]) -> Tree:
             resized = {site.index: read_table(file, path, key, site) for key, site in tables.items() if site}
     except (SafetensorError, OSError) as error:
         raise ModelFileError(
-            f"{path}: truncated or no safetensors file", got=shortened(error), hint="copy or write the adapter again"
+            f"{path}: truncated, or not a safetensors file",
+            got=shortened(error),
+            hint="copy or write the adapter again",
         ) from error
     _check_same_adapters(adapted_sites(base), nodes)
     if len(row_counts := {table.shape[0] for table in resized.values()}) > 1:
         raise ModelFileError(
             f"{path}: its embedding and its head have different numbers of rows",
-            expected="one number of tokens",
+            expected="the same number of rows",
             got=", ".join(map(str, sorted(row_counts))),
             hint="resize both in transformers (resize_token_embeddings), and save the adapter again",
         )
@@ -289,8 +291,8 @@ def _adopt_file_names(model: Tree, keys: set[str], path: Path) -> tuple[Tree, se
         model = model.named_as(keys)
     ignored = {key for key in keys if {*key.split(".")} & {*getattr(model, "ignored_modules", ())}}
     if ignored and ignored != keys:
-        warnings.warn(f"{path}: {len(ignored)} tensors are not read: {_join_names(sorted(ignored)[:1])} sees images",
-                      stacklevel=3)  # fmt: skip
+        first = _join_names(sorted(ignored)[:1])
+        warnings.warn(f"{path}: {len(ignored)} tensors of image modules are ignored, such as {first}", stacklevel=3)
         keys = keys - ignored
     return model, keys
 
@@ -298,8 +300,8 @@ def _adopt_file_names(model: Tree, keys: set[str], path: Path) -> tuple[Tree, se
 def _refuse_duplicate(site: Site, name: str, entries: Mapping[str, Any]) -> None:
     if name in entries:
         raise StructureError(
-            f"{site.path}: another adapted module is called {name!r}, too",
-            hint="rename one of them, or give the model an external_name that tells them apart",
+            f"{site.path}: another adapted module has the name {name!r}, too",
+            hint="rename one of them, or give the model an external_name with distinct names",
         )
 
 
@@ -346,9 +348,9 @@ def _collect_projections(adapted: Sequence[Site]) -> dict[str, np.ndarray]:
             block = projection[: part.shape[1], : part.shape[2]]
             if block.shape != part.shape[1:] or not (part == block[None]).all():
                 raise StructureError(
-                    f"{site.path}: its projections are others than those of {adapted[0].path}",
-                    expected="the same for all weights, from one call of lt.lora.add",
-                    hint="PEFT's VeRA has one pair of projections; merge some of the adapters with lt.lora.merge",
+                    f"{site.path}: its projections differ from those of {adapted[0].path}",
+                    expected="the same projections for all weights, from one call of lt.lora.add",
+                    hint="merge some of the adapters with lt.lora.merge; PEFT's VeRA has one pair of projections",
                 )
     return dict(zip(VERA_TENSORS, (np.ascontiguousarray(projection) for projection in projections), strict=True))
 
@@ -361,7 +363,7 @@ def _host_leaves(site: Site) -> tuple[dict[str, np.ndarray], np.ndarray | None]:
             f"{site.path}: the adapter has shapes but no values",
             expected="arrays",
             got="jax.ShapeDtypeStruct",
-            hint="save the adapter of a model that was run, not of one that was analysed",
+            hint="save the adapter of a model with arrays, not with shapes",
         )
     if "start_a" in leaves:
         factors = zip(("lora_a", "lora_b"), site.node.factors(), strict=True)
@@ -398,10 +400,10 @@ def _check_keys(path: Path, keys: set[str], expected: set[str]) -> None:
         differences = [f"{len(group)} {label}: {_join_names(group)}" for label, group in groups if group]
         description = f"{len(expected)} tensors" + ("" if missing else f", such as {_join_names(sorted(expected)[:1])}")
         raise ModelFileError(
-            f"{path}: its tensors are not those that {CONFIG_FILE} and the model ask for",
+            f"{path}: its tensors do not match {CONFIG_FILE} and the model",
             expected=description if expected else "tensors for at least one module of the model",
             got="; ".join(differences) or "no tensor",
-            hint="load it into the model that it was made for; what else it trains is read by PEFT alone",
+            hint="load it into the model that it was made for; only PEFT reads anything else that it trains",
         )
 
 
@@ -466,17 +468,17 @@ def _subtract_start(path: Path, site: Site, node: LoRAWeight, init: str) -> LoRA
     """Subtract the part that PEFT subtracted from the weight, computed again from the weight."""
     if isinstance(site.weight, LinearWeight):
         raise ModelFileError(
-            f"{path}: what {init} took off {site.path} is not known of a weight in few bits",
+            f"{path}: the part that {init} subtracted from {site.path} is unknown for a quantised weight",
             expected="the base as it was when the adapter was made",
             got=type(site.weight).__name__,
             hint="convert it in PEFT: save_pretrained(..., path_initial_model_for_weight_conversion=...)",
         )
     if node.rank > min(site.weight.shape[-2:]):
         raise ModelFileError(
-            f"{path}: what {init} took off {site.path} cannot be computed",
+            f"{path}: the part that {init} subtracted from {site.path} cannot be computed",
             expected=f"a rank of at most {min(site.weight.shape[-2:])}",
             got=f"rank {node.rank}",
-            hint="load it into a model that it was made for",
+            hint="load it into the model that it was made for",
         )
     if isinstance(site.weight, jax.ShapeDtypeStruct):
         like = {name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
@@ -496,8 +498,8 @@ def _uniform_fields(path: Path, site: Site, names: Sequence[str], config: PeftCo
         flags = {config.is_feedforward(name) for name in names}
         if len(flags) > 1:
             raise ModelFileError(
-                f"{path}: of the layers of {site.path} some are feedforward modules and some are not",
-                expected="all, or none",
+                f"{path}: only some layers of {site.path} are feedforward modules",
+                expected="all layers, or none",
                 got=f"{len(names)} layers of both kinds",
                 hint="name all of them in feedforward_modules, and train the adapter again",
             )
@@ -535,11 +537,11 @@ def _check_same_adapters(existing: Sequence[Site], nodes: Mapping[int, Any]) -> 
     loaded = {index: _describe(node) for index, node in nodes.items()}
     if expected != loaded:
         raise StructureError(
-            f"{existing[0].path}: the model has other adapters than the directory",
+            f"{existing[0].path}: the adapters of the model differ from those of the directory",
             expected="a model without adapters, or with the same ranks on the same modules",
             got=f"{dict(Counter(expected.values()))} in the model, {dict(Counter(loaded.values()))} in the directory "
             "(adapter: number of weights)",
-            hint="load into the base model, or fold the old adapters in first with lt.lora.merge",
+            hint="load into the base model, or merge the old adapters first with lt.lora.merge",
         )
 
 

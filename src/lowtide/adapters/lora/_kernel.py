@@ -23,7 +23,7 @@ import jax.numpy as jnp
 
 from ...core import put
 from .._uses import Use
-from ._pieces import WrappedWeight
+from ._wrapper import WrappedWeight
 
 
 @functools.partial(

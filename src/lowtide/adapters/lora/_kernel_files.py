@@ -29,10 +29,10 @@ def kernel_name(model: Tree, site: Site) -> str:
     """Return the name of a kernel: its path with dots. With `ExternalNames` it raises `StructureError`."""
     if isinstance(model, ExternalNames):
         raise StructureError(
-            f"{site.path}: PEFT's files have no place for the adapter of this kernel",
-            expected="adapters of matrices, of a model that has names in another library",
+            f"{site.path}: PEFT's format cannot store the adapter of this kernel",
+            expected="adapters of matrices, in a model with external names",
             got=f"a {type(site.node).__name__}{list(site.weight.shape)}",
-            hint='fold it in with lt.lora.merge, or store lt.partition(model, "**/lora_*")[0], as checkpoints do',
+            hint='merge it with lt.lora.merge, or store lt.partition(model, "**/lora_*")[0], as checkpoints do',
         )
     return site.module.replace("/", ".")
 
@@ -45,7 +45,7 @@ def kernel_tensors(site: Site, name: str) -> dict[str, np.ndarray]:
             f"{site.path}: the adapter has shapes but no values",
             expected="arrays",
             got="jax.ShapeDtypeStruct",
-            hint="save the adapter of a model that was run, not of one that was analysed",
+            hint="save the adapter of a model with arrays, not with shapes",
         )
     shapes = _shapes(tuple(node.shape), node.rank, node.num_rows, node.num_columns)
     keys = tensor_names(name, LORA)
@@ -69,15 +69,15 @@ def adapted_kernels(model: Tree, config: PeftConfig, keys: set[str]) -> dict[int
             kernels[site.index] = (name, 1, ndim - 1)
     if absent := sorted({*axis_counts} - {name for name, _, _ in kernels.values()}):
         raise ModelFileError(
-            f"{config.source}: {KERNELS} names what the model does not have, or has with fewer axes",
+            f"{config.source}: {KERNELS} names a kernel that the model lacks, or that has fewer axes there",
             expected="kernels of the model",
             got=f"{absent[0]!r}: {axis_counts[absent[0]]}",
             hint="load it into the model that it was made for",
         )
     if kernels and (config.dora or config.file.init_lora_weights in WEIGHT_INITS):
         raise ModelFileError(
-            f"{config.source}: the adapter of a kernel is plain LoRA here",
-            expected="use_dora = false, and first values that are no part of the weight",
+            f"{config.source}: only plain LoRA is supported for a kernel",
+            expected="use_dora = false, and initial values that are not a part of the weight",
             got=f"use_dora={config.dora}, init_lora_weights={config.file.init_lora_weights!r}",
             hint="merge this adapter with PEFT (merge_and_unload), or convert it to plain LoRA there",
         )
@@ -89,10 +89,10 @@ def read_kernel(file: Any, path: Path, site: Site, kernel: tuple[str, int, int],
     name, num_rows, num_columns = kernel
     if not isinstance(site.weight, (jax.Array, np.ndarray, jax.ShapeDtypeStruct)):
         raise ModelFileError(
-            f"{path}: {site.path} has the adapter of a kernel, and is stored in few bits here",
+            f"{path}: {site.path} has a kernel adapter, but is quantised in this model",
             expected="an array of floating-point numbers",
             got=type(site.weight).__name__,
-            hint="leave it out of what is quantised",
+            hint="do not quantise it",
         )
     shape, rank = tuple(site.weight.shape), config.rank_of(name)
     shapes = _shapes(shape, rank, num_rows, num_columns)

@@ -64,14 +64,14 @@ def loftq(
     """
     if not is_count(num_steps, 1):
         raise ConfigError(
-            f"num_steps: {num_steps!r} is no number of steps",
+            f"num_steps: {num_steps!r} is not a number of steps",
             expected="at least 1",
             got=repr(num_steps),
-            hint="1 leaves the quantised weights as they are without adapters",
+            hint="pass 1 to leave the quantised weights as they are without adapters",
         )
     if config.dora or config.init != "peft":
         raise ConfigError(
-            "LoftQ begins with factors of its own, of plain LoRA",
+            "LoftQ computes the initial factors of plain LoRA only",
             expected='dora=False, init="peft"',
             got=f"dora={config.dora}, init={config.init!r}",
             hint="leave both out",
@@ -86,17 +86,17 @@ def loftq(
             continue
         if site.is_experts:
             raise StructureError(
-                f"{site.path}: experts that are quantised take no adapter",
+                f"{site.path}: quantised experts do not support adapters",
                 expected="matrices, or stacks of them",
                 got=f"shape {list(site.weight.shape)}",
                 hint=f'leave them out of the targets, for instance with the pattern "!{site.module}"',
             )
         if isinstance(node.weight, LinearWeight):
             raise StructureError(
-                f"{site.path}: is quantised already, and what that lost is not known",
+                f"{site.path}: is already quantised, and its quantisation error is unknown",
                 expected="an array of floating-point numbers",
                 got=type(node.weight).__name__,
-                hint="give loftq the model as it was before lowtide.quantize",
+                hint="pass the model as it was before lowtide.quantize",
             )
         nodes[site.index] = _init_loftq(node, form.name, block, num_steps)
     return replace(added, nodes)

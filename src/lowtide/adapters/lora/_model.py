@@ -14,18 +14,18 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from ...core import ConfigError, ExternalNames, NonFiniteError, StructureError, Tree
-from .._uses import Use
+from .._adapted import uses as uses_of_weights
+from .._uses import Use, probe
 from ._adapter import Adapter, is_adapter, named_sharding, shard_adapter
 from ._config import AnyConfig, Config, IA3Config
 from ._experts import check_experts
-from ._found import find_uses
 from ._kernel import LoRAKernel, merge_kernel
+from ._modules_to_save import exclude_saved, saved_sites
 from ._saved import SavedWeight, make_saved
 from ._sites import Site, adapted_sites, layer_names, replace, select_sites, sites
 from ._start import init_adapters, select_layers
 from ._tables import check_table, is_table
 from ._vectors import IA3Weight
-from ._whole import exclude_saved, saved_sites
 
 
 def add(
@@ -89,9 +89,11 @@ def add(
     """
     _refuse_library_object(model)
     if key is None and not isinstance(config, IA3Config):
-        raise ConfigError("key: the adapter begins at random", got="None", hint="for instance key=jax.random.key(0)")
+        raise ConfigError(
+            "key is missing: the initial values are random", got="None", hint="pass for instance key=jax.random.key(0)"
+        )
     targets = exclude_saved(model, config, select_sites(model, config.targets, config.exclude))
-    uses = {} if fn is None else find_uses(model, targets, fn, args)
+    uses = {} if fn is None else _find_uses(model, targets, fn, args)
     uses = {site.index: uses[site.index] for site in targets if site.index in uses and not is_table(model, site)}
     kernels = {site.index: uses[site.index] for site in targets if site.index in uses and not _is_matrix(site, uses)}
     for site in targets:
@@ -142,7 +144,7 @@ def merge(model: Tree) -> Tree:
         raise StructureError(
             "the model has no adapter to merge",
             expected="at least one LoRAWeight",
-            hint="add one with lt.lora.add or lt.lora.load; a merged model is merged already",
+            hint="add one with lt.lora.add or lt.lora.load, unless the model is already merged",
         )
     for site in adapted:
         is_supported = site.is_matrix or site.is_experts or isinstance(site.node, (LoRAKernel, SavedWeight))
@@ -150,7 +152,7 @@ def merge(model: Tree) -> Tree:
             raise StructureError(
                 f"{site.path}: cannot merge into a {type(site.weight).__name__}",
                 expected="a floating-point array of shape [out, in] or [num_layers, out, in]",
-                hint="make an array of it first: lt.lora.merge(lt.dequantize(model))",
+                hint="dequantise it first: lt.lora.merge(lt.dequantize(model))",
             )
     by_path = {site.path: site for site in sites(model)}
     nodes: dict[int, Any] = {}
@@ -187,7 +189,7 @@ def disable(model: Tree) -> Tree:
     adapted = adapted_sites(model)
     if not adapted:
         raise StructureError(
-            "the model has no adapter to leave out", expected="at least one", hint="it is the base already"
+            "the model has no adapter to remove", expected="at least one", hint="use the model as the base"
         )
     return replace(model, {site.index: site.weight for site in adapted})
 
@@ -195,9 +197,9 @@ def disable(model: Tree) -> Tree:
 def _check_finite(path: str, weight: Any) -> Any:
     if isinstance(weight, jax.Array) and not isinstance(weight, jax.core.Tracer) and not _is_finite(weight):
         raise NonFiniteError(
-            f"{path}: merged, it has values that are no finite numbers",
+            f"{path}: the merged weight has values that are not finite",
             got="infinity or NaN",
-            hint="the adapter or its base is damaged, its training had diverged, or its values are beyond the dtype",
+            hint="check the adapter and its base: one is damaged, has diverged, or exceeds the range of the dtype",
         )
     return weight
 
@@ -210,11 +212,11 @@ def _is_finite(weight: Array) -> Array:
 def _refuse_library_object(model: Any) -> None:
     """Refuse a Keras or NNX object, whose layers make arrays of their weights; only its arrays take adapters."""
     # A caller with such a model has imported its library, so `sys.modules` has it and nothing is imported here.
-    nnx_hint = "give its arrays, {}, and train with lt.adapted(fn), whose fn merges them into the module; or take "
-    nnx_hint += "nnx.LoRALinear in the layers' place, and lowtide.ext.nnx.Bridge(module, wrt=nnx.LoRAParam)"
+    nnx_hint = "pass its arrays, {}, and train with lt.adapted(fn), whose fn merges them into the module; or use "
+    nnx_hint += "nnx.LoRALinear in place of the layers, and lowtide.ext.nnx.Bridge(module, wrt=nnx.LoRAParam)"
     hints = {
-        ("keras", "Layer"): "give its arrays, {each.path: each.value for each in model.trainable_variables}, and train "
-        "with lt.adapted(fn), whose fn calls model.stateless_call; or take layer.enable_lora(rank), which "
+        ("keras", "Layer"): "pass its arrays, {each.path: each.value for each in model.trainable_variables}, and train "
+        "with lt.adapted(fn), whose fn calls model.stateless_call; or use layer.enable_lora(rank), which "
         "lowtide.ext.keras.Bridge trains",
         ("flax.nnx", "Module"): nnx_hint.format("nnx.to_pure_dict(nnx.state(module))"),
         ("flax.nnx", "State"): nnx_hint.format("nnx.to_pure_dict(state)"),
@@ -223,11 +225,52 @@ def _refuse_library_object(model: Any) -> None:
         cls = getattr(sys.modules.get(library), kind, None)
         if cls is not None and isinstance(model, cls):
             raise ConfigError(
-                f"a {type(model).__name__} takes no adapter of Lowtide: its layers make arrays of their weights",
+                f"a {type(model).__name__} supports no adapter of Lowtide: its layers convert weights to arrays",
                 expected="a pytree of arrays, such as a dictionary or an Equinox module",
                 got=f"{type(model).__module__}.{type(model).__name__}",
                 hint=hint,
             )
+
+
+def _find_uses(model: Tree, targets: Sequence[Site], fn: Callable[..., Any], args: Sequence[Any]) -> dict[int, Use]:
+    """Return how a function uses each target weight, by `Site.index`.
+
+    Targets that already have an adapter, that are not floating-point, or that have fewer than two axes are left out.
+    """
+    probed = [site for site in targets if site.is_floating and site.node is site.weight and len(site.weight.shape) > 1]
+    shapes = {site.index: _abstract_weight(site.weight) for site in probed}
+    use_sets = uses_of_weights(fn, replace(model, {index: probe(shape) for index, shape in shapes.items()}), *args)
+    return {site.index: _common_use(site, site_uses) for site, site_uses in zip(probed, use_sets, strict=True)}
+
+
+def _abstract_weight(weight: Any) -> jax.ShapeDtypeStruct:
+    """Return the shape of a weight, with its sharding in device memory."""
+    sharding = named_sharding(weight)
+    device_sharding = None if sharding is None else sharding.with_memory_kind("device")
+    return jax.ShapeDtypeStruct(weight.shape, weight.dtype, sharding=device_sharding)
+
+
+def _common_use(site: Site, site_uses: set[Use]) -> Use:
+    """Return the common form of all uses of a weight."""
+    groups = {use[:3] for use in site_uses}
+    if len(groups) == 1:
+        common = min(site_uses, key=lambda use: use.is_product)  # the adapter of a table can be multiplied, too
+        return common._replace(over_rows=any(use.over_rows for use in site_uses))
+    shape = list(site.weight.shape)
+    if not groups:
+        raise StructureError(
+            f"{site.path}: the function does not multiply by this weight",
+            expected="a product, a convolution, or an embedding lookup",
+            got=f"a {site.weight.dtype}{shape} that it does not use",
+            hint=f'leave it out of the targets, for instance with the pattern "!{site.path}"',
+        )
+    groupings = ", ".join(f"{list(shape[s : s + m])} by {list(shape[s + m :])}" for s, m, _ in sorted(groups))
+    raise StructureError(
+        f"{site.path}: the function uses this weight in several ways",
+        expected=f"one way to split the axes of {shape} into rows and columns",
+        got=groupings,
+        hint=f'leave it out of the targets, for instance with the pattern "!{site.path}"',
+    )
 
 
 def _is_matrix(site: Site, uses: Mapping[int, Use]) -> bool:
@@ -239,8 +282,8 @@ def _check_target(model: Tree, site: Site, use: Use | None) -> None:
         rank = "" if isinstance(site.node, (IA3Weight, SavedWeight)) else f" of rank {site.node.rank}"
         raise StructureError(
             f"{site.path}: already has an adapter{rank}",
-            expected="a weight without one",
-            hint="fold the old one in with lt.lora.merge, or leave this target out",
+            expected="a weight without an adapter",
+            hint="merge the old adapter with lt.lora.merge, or leave this target out",
         )
     shape = tuple(site.weight.shape)
     is_named = use is None and isinstance(model, ExternalNames)
@@ -249,11 +292,11 @@ def _check_target(model: Tree, site: Site, use: Use | None) -> None:
     is_bias = is_named and "/experts/" in site.path and site.path.endswith("/bias")  # it has three axes
     if use is None and (is_bias or not site.is_matrix):
         raise StructureError(
-            f"{site.path}: no weight matrix to adapt",
+            f"{site.path}: is not a weight matrix that supports adapters",
             expected="a floating-point array of shape [out, in] or [num_layers, out, in]",
             got=f"{site.weight.dtype}{list(shape)}",
             hint=f'narrow the targets, for instance with the pattern "!{site.module}"'
-            + (", or give fn and args, whose program says what it is" if len(shape) > 3 else ""),
+            + (", or pass fn and args, whose program shows how it is used" if len(shape) > 3 else ""),
         )
     if is_named:
         layer_names(model, site)  # refuses a vector of stacked layers, which looks like a matrix [num_layers, dim]
@@ -266,7 +309,7 @@ def _check_orientation(site: Site, use: Use | None, config: AnyConfig) -> None:
             f"{site.path}: the function multiplies by this weight as [in, out]",
             expected="a weight [out, in], x Wᵀ, for DoRA, (IA)³ and VeRA, which scale its inputs or outputs",
             got=f"a {type(config).__name__}{' with dora' * isinstance(config, Config)} for {list(site.weight.shape)}",
-            hint="take plain LoRA, or store the weight transposed",
+            hint="use plain LoRA, or store the weight transposed",
         )
 
 

@@ -8,6 +8,7 @@ from ...core import StructureError, Tree
 from ._adapter import kind_of
 from ._kernel import LoRAKernel
 from ._kernel_files import kernel_name
+from ._modules_to_save import adapter_modules
 from ._parameters import check_scales, expert_parameters, is_adapted, written_parameters
 from ._peft import IA3, LORA, VERA
 from ._saved import SavedWeight
@@ -15,7 +16,6 @@ from ._saved_files import select_saved
 from ._sites import Site, adapted_sites, layer_names
 from ._vectors import IA3Weight, VeRAWeight
 from ._weight import LoRAWeight
-from ._whole import adapter_modules
 
 _PEFT_TYPES = {LoRAWeight: LORA, LoRAKernel: LORA, IA3Weight: IA3, VeRAWeight: VERA}
 
@@ -51,7 +51,7 @@ def common_peft_type(adapted: Sequence[Site]) -> str:
     kinds = {(_PEFT_TYPES[type(site.node)], getattr(site.node, "lora_magnitude", None) is not None) for site in adapted}
     if len(kinds) > 1:
         raise StructureError(
-            "the model has adapters of several kinds, and a directory of PEFT's has one",
+            "the model has adapters of several kinds, but a PEFT directory stores one kind",
             expected="LoRA, DoRA, (IA)³ or VeRA",
             got=" and ".join(sorted({kind_of(site.node) for site in adapted})),
             hint="merge some of them with lt.lora.merge",

@@ -144,10 +144,10 @@ def check_scales(parameter: Parameter) -> None:
     scales = {site.path: site.node.scaling for site in parameter.sites}
     if not math.isclose(min(scales.values()), max(scales.values())):
         raise StructureError(
-            f"{', '.join(scales)}: PEFT reads these adapters as one of {parameter.name}, of one scale",
+            f"{', '.join(scales)}: PEFT reads these adapters as one adapter of {parameter.name}, with one scale",
             expected="the same alpha / rank for all of them",
             got=", ".join(f"{scale:g}" for scale in scales.values()),
-            hint="give them one rank and one alpha, or fold them in with lt.lora.merge",
+            hint="give them one rank and one alpha, or merge them with lt.lora.merge",
         )
 
 
@@ -167,11 +167,11 @@ def adapted_parameters(model: Tree, config: PeftConfig) -> list[Parameter]:
     for entry in entries:
         if not any(_matches_entry(name, entry) for name in all_names):
             raise ModelFileError(
-                f"{config.source}: option 'target_parameters' names {shown(entry)}, no parameter of experts here",
-                expected=shortened(", ".join(layer_names)) or "none: this model has no experts that are one parameter",
+                f"{config.source}: option 'target_parameters' names {shown(entry)}, which is not an expert parameter",
+                expected=shortened(", ".join(layer_names)) or "none: this model has no experts in one parameter",
                 got=shortened(f"target_parameters = {shown(list(entries))}"),
-                hint="load it into the model that it was made for; adapters of other parameters, such as routers, are "
-                "read by PEFT alone: merge it there",
+                hint="load it into the model that it was made for; merge adapters of other parameters, such as "
+                "routers, with PEFT",
             )
     chosen: list[Parameter] = []
     for parameter in parameters:
@@ -180,7 +180,7 @@ def adapted_parameters(model: Tree, config: PeftConfig) -> list[Parameter]:
             continue
         if not all(mask):
             raise ModelFileError(
-                f"{config.source}: option 'target_parameters' names {parameter.name} of some layers and not of others",
+                f"{config.source}: option 'target_parameters' names {parameter.name} of only some layers",
                 expected=f"all {len(mask)} layers, as with {'.'.join(parameter.name.split('.')[-2:])!r}",
                 got=f"{sum(mask)} of {len(mask)}",
                 hint="merge this adapter with PEFT (merge_and_unload)",

@@ -45,7 +45,7 @@ class Matcher:
                 f"{self._source}: a regular expression takes too long on {shown(name)}",
                 expected=f"at most {MOST_SECONDS:g} s for all of them",
                 got=shown(pattern),
-                hint="repetitions inside of repetitions, as in (a+)+, need forever; list the modules by name",
+                hint="list the modules by name, or avoid nested repetitions such as (a+)+",
             ) from error
         if self._time_left is not None:
             self._time_left -= time.monotonic() - start
@@ -56,7 +56,7 @@ class Matcher:
 
         try:
             if _REGEX_ONLY.search(pattern):
-                raise ValueError("a brace that is no count, or a class in [: :]")
+                raise ValueError("a brace that is not a count, or a class in [: :]")
             with warnings.catch_warnings():  # about syntax that a later Python may read differently
                 warnings.simplefilter("ignore")
                 re.compile(pattern)
@@ -64,7 +64,7 @@ class Matcher:
         except (re.error, regex.error, ValueError, OverflowError, RecursionError, MemoryError) as error:
             raise ModelFileError(
                 f"{self._source}: not a LoRA configuration",
-                expected="regular expressions as Python's re has them",
+                expected="regular expressions in the syntax of Python's re",
                 got=f"{shown(pattern)}: {type(error).__name__}: {error}",
                 hint="write the adapter again with PEFT's save_pretrained or with lt.lora.save",
             ) from error

@@ -245,15 +245,14 @@ def read_config(directory: Path) -> PeftConfig:
         raise ModelFileError(
             f"{path}: option 'save_projection' is false: the projections are not in the file",
             expected="save_projection = true, PEFT's default",
-            got="numbers that only one version of PyTorch draws again",
+            got="projections that only one version of PyTorch can draw again",
             hint="load it with PEFT, set save_projection there, and save it again",
         )
     option = {LORA: "lora_dropout", VERA: "vera_dropout"}.get(kind)
     if option is not None and (rate := getattr(file, option)):
         warnings.warn(
-            f"{path}: {option} {rate} is not applied; results are those of PEFT's eval mode, and training goes on "
-            f"without dropout unless lowtide finetune has --lora-dropout {rate}, or a loss function of your own calls "
-            "lt.lora.dropout",
+            f"{path}: {option} {rate} is not applied; results match PEFT's eval mode, and training uses no dropout "
+            f"unless lowtide finetune has --lora-dropout {rate}, or your loss function calls lt.lora.dropout",
             stacklevel=3,
         )
     return config
@@ -267,10 +266,10 @@ def _check_alphas(path: Path, file: Any) -> None:
     for name, alpha in alphas.items():
         if alpha <= 0:
             raise ModelFileError(
-                f"{path}: {name} = {alpha:g} cannot scale a correction",
+                f"{path}: {name} = {alpha:g} is not a valid scale",
                 expected="a number above 0 (with 0 the adapter would have no effect and no gradient)",
                 got=f"{alpha:g}",
-                hint="train it again with an alpha such as twice the rank; what has no adapter is named in "
+                hint="train it again with an alpha such as twice the rank; list modules without an adapter in "
                 "exclude_modules",
             )
 
@@ -310,10 +309,10 @@ def saved_names(chosen: Collection[str], modules: Collection[str]) -> list[str]:
     if {name for name in all_names if _is_saved(names, name)} == selected:
         return names
     raise StructureError(
-        "PEFT's modules_to_save cannot tell these modules from others whose names end likewise",
-        expected="names that end no other module's",
+        "PEFT's modules_to_save cannot distinguish these modules from others whose names have the same end",
+        expected="names that no other module's name ends with",
         got=shortened(", ".join(sorted(chosen))),
-        hint="save the other modules, too, or rename some",
+        hint="also save the other modules, or rename some",
     )
 
 

@@ -50,17 +50,17 @@ def plus(ratio: float) -> optax.GradientTransformation:
     value: Any = ratio
     if isinstance(value, bool) or not isinstance(value, numbers.Real) or not 0 < float(value) < math.inf:
         raise ConfigError(
-            f"ratio: {ratio!r} is no multiple of a learning rate",
+            f"ratio: {ratio!r} is not a multiple of a learning rate",
             expected="a finite number above 0",
             got=repr(ratio),
-            hint="16 is usual",
+            hint="pass for instance 16",
         )
     factor = float(value)
 
     def init(params: Tree) -> optax.EmptyState:
         if not any(_is_factor_b(path) for path, _ in leaves_with_paths(params)):
             raise SelectionError(
-                "LoRA+: nothing that trains is a factor B",
+                "LoRA+: the trainable leaves have no factor B",
                 expected="adapters of LoRA, rsLoRA or DoRA",
                 got=f"{len(leaves_with_paths(params))} leaves",
                 hint='select them with wrt="**/lora_*", or leave lt.lora.plus out',

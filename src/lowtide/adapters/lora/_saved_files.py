@@ -20,11 +20,11 @@ import jax
 import numpy as np
 
 from ...core import ModelFileError, StructureError, Tree
+from ._modules_to_save import ArrayNames, named_arrays, parent, tied_names
 from ._peft import LORA, PeftConfig, saved_names
 from ._saved import SavedWeight, make_saved
 from ._sites import Site, sites
 from ._tensors import read_tensor
-from ._whole import ArrayNames, named_arrays, parent, tied_names
 
 _PREFIX = "base_model.model."
 
@@ -66,10 +66,10 @@ def select_saved(model: Tree, adapted: Collection[str], kind: str) -> _SavedSele
     options: dict[str, Any] = {"bias": _bias_option(names, biases, module_names, adapted)}
     if kind != LORA and options["bias"] != "none":
         raise StructureError(
-            f"biases train beside {kind} adapters, and PEFT's files of that kind have no word for it",
-            expected="modules_to_save, which a bias trains with",
+            f"biases train in addition to {kind} adapters, which PEFT's format cannot express",
+            expected="modules_to_save, which also trains biases",
             got=f"bias = {options['bias']!r}",
-            hint="name the modules of the biases in modules_to_save, or leave bias out; a checkpoint keeps anything",
+            hint="name the modules of the biases in modules_to_save, or leave bias out; a checkpoint stores any choice",
         )
     if any(module in module_names for module in tied_names(model)):
         options["ensure_weight_tying"] = True
@@ -87,10 +87,10 @@ def saved_modules(model: Tree, adapted: Collection[str], kind: str) -> SavedModu
     for index, site in selection.sites.items():
         if isinstance(site.node.lora_saved, jax.ShapeDtypeStruct):
             raise StructureError(
-                f"{site.path}: what trains has shapes but no values",
+                f"{site.path}: the trainable array has a shape but no values",
                 expected="arrays",
                 got="jax.ShapeDtypeStruct",
-                hint="save the adapter of a model that was run, not of one that was analysed",
+                hint="save the adapter of a model with arrays, not with shapes",
             )
         values, array = np.asarray(site.node.lora_saved, np.float32), names[index]
         is_bias = parent(site.path) not in selection.module_paths
@@ -119,7 +119,7 @@ def expected_keys(model: Tree, config: PeftConfig, adapted: Collection[str]) -> 
             continue
         if not all(mask):
             raise ModelFileError(
-                f"{config.source}: of the layers of {by_index[index].path} some train as a whole and some do not",
+                f"{config.source}: only some layers of {by_index[index].path} train as a whole",
                 expected="all layers of a stack, or none",
                 got=f"{sum(mask)} of {len(mask)}",
                 hint="name the module of every layer in modules_to_save, and train the adapter again",
@@ -134,7 +134,7 @@ def expected_keys(model: Tree, config: PeftConfig, adapted: Collection[str]) -> 
             has_both = config.saves(module) and (config.saves(tied) or config.file.ensure_weight_tying)
             if not has_both:
                 raise ModelFileError(
-                    f"{config.source}: option 'modules_to_save' unties {tied} from {module}, which are one array here",
+                    f"{config.source}: option 'modules_to_save' unties {tied} from {module}, but both are one array",
                     expected="ensure_weight_tying = true, with both in the file",
                     got=f"modules_to_save = {config.file.modules_to_save}",
                     hint="train it with ensure_weight_tying=True in PEFT, or merge it there",
@@ -158,7 +158,7 @@ def read_saved_modules(file: Any, path: Path, model: Tree, keys: Mapping[int, li
             tensors[0], read_tensor(file, path, _key(tied, "weight"), layer_shape)
         ):
             raise ModelFileError(
-                f"{path}: {tied} and {names[index].modules[0]} differ, which are one array here",
+                f"{path}: {tied} and {names[index].modules[0]} differ, but both are one array in the model",
                 expected="equal tensors, as PEFT writes with ensure_weight_tying",
                 hint="train it with ensure_weight_tying=True in PEFT, or merge it there",
             )
@@ -177,9 +177,9 @@ def _saved_module_paths(model: Tree, chosen: Mapping[int, Site]) -> set[str]:
         if site.index in arrays and parent(site.path) in modules and "/" in site.path and site.index not in chosen:
             if arrays[site.index].leaf == "bias":
                 raise StructureError(
-                    f"{site.path}: its module trains as a whole but for this leaf, which PEFT's files cannot say",
+                    f"{site.path}: its module trains as a whole except for this leaf, which PEFT cannot express",
                     expected="all leaves of the module, or none",
-                    hint="name the module in modules_to_save, and not its weight",
+                    hint="name the module, not its weight, in modules_to_save",
                 )
     return modules
 
@@ -195,9 +195,9 @@ def _bias_option(names: Mapping[int, ArrayNames], biases: set[str], saved: set[s
     if biases == all_biases - saved:
         return "all"
     raise StructureError(
-        "PEFT's files have no word for the biases that train",
-        expected="those of all modules, or of those with an adapter",
-        got=f"{len(biases)} of {len(all_biases)}",
+        "PEFT's format cannot express this choice of biases",
+        expected="the biases of all modules, or of all modules with an adapter",
+        got=f"{len(biases)} of {len(all_biases)} biases",
         hint='add the adapters with bias="all" or bias="lora_only"',
     )
 
@@ -205,8 +205,8 @@ def _bias_option(names: Mapping[int, ArrayNames], biases: set[str], saved: set[s
 def _refuse_quantized(path: Path, site: Site) -> None:
     if not isinstance(site.weight, (jax.Array, np.ndarray, jax.ShapeDtypeStruct)):
         raise ModelFileError(
-            f"{path}: {site.path} trains as a whole, and is stored in few bits here",
+            f"{path}: {site.path} trains as a whole, but is quantised in this model",
             expected="an array of floating-point numbers",
             got=f"a {type(site.weight).__name__}{list(site.weight.shape)}",
-            hint="leave it out of what is quantised",
+            hint="do not quantise it",
         )

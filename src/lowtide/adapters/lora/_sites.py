@@ -88,7 +88,7 @@ def check_complete(path: str, node: Any, required: Sequence[str]) -> None:
             f"{path}: the adapter has no {' and no '.join(missing)}",
             expected=f"{', '.join(required[:-1])} and {required[-1]}" if required[1:] else required[0],
             got="one half of a partition",
-            hint="put the halves together first: lt.combine(trainable, frozen)",
+            hint="combine the halves first: lt.combine(trainable, frozen)",
         )
 
 
@@ -130,10 +130,10 @@ def _all_linear(model: Tree) -> list[str]:
             paths.append(site.path)
     if not paths:
         raise ConfigError(
-            f'targets: "{ALL_LINEAR}" needs a model that says which of its weights are linear layers',
+            f'targets: "{ALL_LINEAR}" needs a model that declares which weights are linear layers',
             expected="a decoder of Lowtide, or a model with stacked layers and an external_name",
             got=type(model).__name__,
-            hint='name them with globs, for instance "**/*_proj"',
+            hint='select them with globs, for instance "**/*_proj"',
         )
     return paths
 
@@ -171,17 +171,17 @@ def layer_names(model: Tree, site: Site) -> list[str]:
     if site.is_experts:
         if name is None or LAYER not in name or EXPERT not in name:
             raise StructureError(
-                f"{site.path}: other software has no module for each of these experts",
+                f"{site.path}: the external name has no module for each of these experts",
                 expected=f"a name with {LAYER} and {EXPERT}",
                 got=repr(name),
-                hint="fold the adapters in with lt.lora.merge",
+                hint="merge the adapters with lt.lora.merge",
             )
         indices = itertools.product(range(shape[0]), range(shape[1]))
         return [name.replace(LAYER, str(layer)).replace(EXPERT, str(expert)) for layer, expert in indices]
     if name is None:
         raise StructureError(
             f"{site.path}: the model has no external name for {site.module!r}",
-            expected="a module that the model's external_name knows",
+            expected="a module that the model's external_name supports",
             hint="target another module, or extend external_name",
         )
     if (LAYER in name) != (len(shape) == 3):
@@ -189,7 +189,7 @@ def layer_names(model: Tree, site: Site) -> list[str]:
             f"{site.path}: the name {name!r} does not fit a weight of shape {shape}",
             expected=f"{LAYER} in the name exactly when the weight is stacked [num_layers, out, in]",
             got=f"shape {shape}",
-            hint="vectors of stacked layers (norms, biases) are [num_layers, dim] and take no adapter",
+            hint="leave out vectors of stacked layers (norms, biases) [num_layers, dim], which support no adapter",
         )
     return [name.replace(LAYER, str(layer)) for layer in range(shape[0])] if LAYER in name else [name]
 

@@ -24,12 +24,12 @@ from ...core import (
 from .._uses import Use
 from ._config import WEIGHT_INITS, AnyConfig, Config, IA3Config, VeRAConfig
 from ._kernel import init_kernel
-from ._pieces import squared_row_norms
 from ._principal import principal_factors
 from ._sites import Site, sites
 from ._tables import is_table
 from ._vectors import IA3Weight, VeRAWeight
 from ._weight import LoRAWeight
+from ._wrapper import squared_row_norms
 
 _squared_row_norms = jax.jit(squared_row_norms)
 
@@ -43,10 +43,10 @@ def select_layers(chosen: Sequence[Site], layers: Sequence[int] | None) -> list[
     existing = {index for count in counts for index in range(count)} | {_layer_index(site) for site in selected}
     if absent := [layer for layer in layers if layer not in existing]:
         raise ConfigError(
-            f"layers: {absent[0]} is no layer of the targets",
-            expected=f"indices below {min(counts)}" if counts else "indices that paths such as layers/3/q_proj have",
+            f"layers: {absent[0]} is not a layer of the targets",
+            expected=f"indices below {min(counts)}" if counts else "indices in paths such as layers/3/q_proj",
             got=list(layers),
-            hint="layers are counted from 0",
+            hint="count layers from 0",
         )
     return selected
 
@@ -61,10 +61,10 @@ def init_adapters(
         is_plain = is_plain and getattr(config, "init", None) in ("peft", "gaussian")
         if site.index in kernels and (not is_plain or isinstance(site.weight, LinearWeight)):
             raise ConfigError(
-                f"{site.path}: this kernel takes plain LoRA alone, on an array",
-                expected="no DoRA, no (IA)³, no VeRA, random A, all layers, and no quantised weight",
+                f"{site.path}: this kernel supports only plain LoRA, on an array",
+                expected="random A on all layers, and no DoRA, (IA)³, VeRA or quantised weight",
                 got=f"a {type(config).__name__} for a weight {shape}",
-                hint="leave it out of the targets, or add it with a configuration of its own",
+                hint="leave it out of the targets, or add it with a separate configuration",
             )
     if isinstance(config, Config):
         tables = {site.index for site in chosen if is_table(model, site)}
@@ -222,7 +222,7 @@ def _init_ia3(model: Tree, chosen: Sequence[Site], config: IA3Config) -> dict[in
         is_feedforward = bool(feedforward_names.intersection(_site_names(site)))
         if not is_feedforward and f"{site.module}/bias" in paths and not isinstance(model, ExternalNames):
             raise StructureError(
-                f"{site.path}: its output has a bias, which (IA)³ would have to scale, too",
+                f"{site.path}: its output has a bias, which (IA)³ would also have to scale",
                 expected="a model with an external_name that multiplies by lowtide.core.linear(x, weight, bias)",
                 got=type(model).__name__,
                 hint="name the module in feedforward, which scales its input, or leave it out",

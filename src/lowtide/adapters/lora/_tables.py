@@ -17,10 +17,10 @@ import numpy as np
 
 from ...core import ConfigError, LinearWeight, ModelFileError, StructureError, Tree
 from ._config import WEIGHT_INITS, AnyConfig, Config
+from ._modules_to_save import tied_names
 from ._peft import PeftConfig
 from ._sites import Site, external_name
 from ._tensors import check_tensor, read_tensor
-from ._whole import tied_names
 
 _CHUNK_SIZE = 2**22
 """Elements that are compared at once."""
@@ -45,8 +45,8 @@ def check_table(model: Tree, site: Site, config: AnyConfig) -> None:
     if not is_plain:
         kind = type(config).__name__ if not isinstance(config, Config) else "DoRA" if config.dora else config.init
         raise ConfigError(
-            f"{site.path}: an embedding takes LoRA and rsLoRA alone",
-            expected='no DoRA, no (IA)³, no VeRA, and init = "peft" or "gaussian"',
+            f"{site.path}: an embedding supports only LoRA and rsLoRA",
+            expected='no DoRA, (IA)³ or VeRA, and init = "peft" or "gaussian"',
             got=kind,
             hint=f'leave it out of the targets, for instance with the pattern "!{site.module}"',
         )
@@ -54,11 +54,11 @@ def check_table(model: Tree, site: Site, config: AnyConfig) -> None:
         raise StructureError(f"{site.path} {_TIED_MESSAGE}", **_TIED_DETAILS)
 
 
-_TIED_MESSAGE = "is the model's head, too, and an adapter would change both"
+_TIED_MESSAGE = "is also the model's head, and an adapter would change both"
 _TIED_DETAILS = {
-    "expected": "an embedding of its own",
+    "expected": "an embedding that is not tied",
     "got": "tie_word_embeddings = true",
-    "hint": "adapt other weights, or train it as a whole: modules_to_save",
+    "hint": "adapt other weights, or train it as a whole with modules_to_save",
 }
 
 
@@ -68,7 +68,7 @@ def check_tables(path: Path, model: Tree, tables: Sequence[Site], config: PeftCo
         if config.kind != "LORA" or config.dora or config.file.init_lora_weights in WEIGHT_INITS:
             raise ModelFileError(
                 f"{path}: its adapter of the embedding {site.path} cannot be used",
-                expected="LoRA or rank-stabilised LoRA that began at random",
+                expected="LoRA or rank-stabilised LoRA with random initial values",
                 got="DoRA" if config.dora else config.kind if config.kind != "LORA" else config.file.init_lora_weights,
                 hint="merge this adapter with PEFT (merge_and_unload)",
             )
@@ -128,8 +128,8 @@ def check_base(file: Any, path: Path, site: Site, key: str) -> None:
         if not any(np.array_equal(base.astype(dtype), stored.astype(dtype)) for dtype in (base.dtype, stored.dtype)):
             difference = np.abs(base.astype(np.float32) - stored.astype(np.float32)).max()
             raise ModelFileError(
-                f"{path}: its {key} is another weight than {site.path} of the model",
+                f"{path}: its {key} differs from {site.path} of the model",
                 expected="the base that the adapter was trained on",
-                got=f"differences of {float(difference):.3g}, and maybe more, from row {start} on",
-                hint="load it into that base; an embedding that was trained or resized belongs into modules_to_save",
+                got=f"a difference of {float(difference):.3g}, and maybe more, from row {start} on",
+                hint="load it into that base; list an embedding that was trained or resized in modules_to_save",
             )

@@ -19,9 +19,9 @@ def read_tensor(file: Any, path: Path, key: str, shape: tuple[int, ...]) -> np.n
         values = np.asarray(file.get_tensor(key), np.float32)
     if not np.isfinite(values).all():
         raise ModelFileError(
-            f"{path}: tensor {key} has values that are no finite numbers",
+            f"{path}: tensor {key} has values that are not finite",
             got=f"{np.count_nonzero(~np.isfinite(values))} of {values.size}",
-            hint="the file is damaged, or the training that wrote it had diverged",
+            hint="save the adapter again: the file is damaged, or its training diverged",
         )
     return values
 

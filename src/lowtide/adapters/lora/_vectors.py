@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from ...core import linear
-from ._pieces import ScaledWeight, apply_dropout, expand_like
+from ._wrapper import ScaledWeight, apply_dropout, expand_like
 
 
 @functools.partial(

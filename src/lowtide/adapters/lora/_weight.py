@@ -33,7 +33,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from ...core import OWN_NAMES, StructureError, linear, rows, turned_product
-from ._pieces import WrappedWeight, apply_dropout, expand_like, matmul, squared_row_norms, transpose_matrix
+from ._wrapper import WrappedWeight, apply_dropout, expand_like, matmul, squared_row_norms, transpose_matrix
 
 
 @functools.partial(
@@ -168,7 +168,7 @@ class LoRAWeight(WrappedWeight):
         """
         if self.lora_magnitude is not None:
             raise StructureError(
-                "rows of a weight with a magnitude are not looked up",
+                "an embedding lookup does not support DoRA",
                 expected="LoRA without DoRA on an embedding",
                 got=f"DoRA on {list(self.shape)}",
                 hint="leave the embedding out of the targets",
@@ -212,7 +212,7 @@ class LoRAWeight(WrappedWeight):
         """Return m / ‖W + scaling B A‖ for each row, from the norms of W, W Aᵀ and A Aᵀ, which are all thin."""
         if len(self.lora_a.shape) != 2:
             raise StructureError(
-                "a stack of weights with magnitudes is multiplied layer by layer",
+                "a stack of weights with DoRA cannot be multiplied at once",
                 got=f"A of shape {list(self.lora_a.shape)}",
                 hint="multiply inside of jax.lax.scan or jax.vmap over the layers",
             )
@@ -283,10 +283,10 @@ class LoRAWeight(WrappedWeight):
         """
         if self.ndim > 2:
             raise StructureError(
-                "weight.T of a stacked weight with an adapter turns its layers, too",
+                "weight.T of a stacked weight with an adapter also transposes its layer axis",
                 expected="weight.mT, which transposes each layer",
                 got=f"shape {list(self.shape)}",
-                hint="write weight.mT, or narrow the targets",
+                hint="use weight.mT, or narrow the targets",
             )
         return self.mT
 

@@ -40,7 +40,9 @@ _DEFAULTS = {
 def _read_gemma2(file: ConfigFile) -> dict[str, Any]:
     if file.query_pre_attn_scalar is None:
         raise ConfigError(
-            "query_pre_attn_scalar is null", expected="a number", hint="scores have no scale without it; copy it again"
+            "query_pre_attn_scalar is null",
+            expected="a number",
+            hint="copy config.json again, since scores have no scale without it",
         )
     return {
         "attention_scale": file.query_pre_attn_scalar**-0.5,

@@ -21,10 +21,10 @@ def _read(file: ConfigFile) -> dict[str, Any]:
     for name, value in code.items():
         if name != "AutoTokenizer" and not str(value).endswith(_CODE):
             raise ConfigError(
-                "auto_map names code of the model's own",
+                "auto_map names custom code of the model",
                 expected=" and ".join(_CODE),
                 got=shown(value),
-                hint="Lowtide runs no code of a model; if it computes what transformers' Phi3 does, remove auto_map",
+                hint="remove auto_map if its code computes the same as transformers' Phi3; Lowtide does not run it",
             )
     return {}
 

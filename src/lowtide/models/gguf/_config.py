@@ -49,8 +49,8 @@ _ROPE = "rope_freqs.weight"
 _LONG, _SHORT = "rope_factors_long.weight", "rope_factors_short.weight"
 CONSTANTS = (_ROPE, _LONG, _SHORT)
 """Tensors with scaling factors of rotary frequencies."""
-_WRONG_LOGITS = "computing something else would give wrong logits, so nothing was loaded"
-_CONVERT_HINT = "convert the original again, with a recent llama.cpp"
+_WRONG_LOGITS = "choose another model; ignoring the key would give wrong logits, so nothing was loaded"
+_CONVERT_HINT = "convert the original model again with a recent llama.cpp"
 
 
 def config_of(header: Header) -> dict[str, Any]:
@@ -65,12 +65,12 @@ def config_of(header: Header) -> dict[str, Any]:
     heads, hidden = keys.count("attention.head_count"), keys.count("embedding_length")
     embedding = header.places.get("token_embd.weight")
     if embedding is None:
-        raise _error(header, "token_embd.weight", "a tensor, of the embedding", None)
+        raise _error(header, "token_embd.weight", "the tensor of the embedding", None)
     if keys.get("attention.key_length") is None and heads > hidden:
-        raise keys.error("attention.head_count", f"at most {hidden}, the width, without attention.key_length", heads)
+        raise keys.error("attention.head_count", f"at most {hidden} (the width) without attention.key_length", heads)
     head_dim = keys.count("attention.key_length", hidden // heads)
     if (value_dim := keys.count("attention.value_length", head_dim)) != head_dim:
-        raise keys.error("attention.value_length", f"{head_dim}, as keys have", value_dim)
+        raise keys.error("attention.value_length", f"{head_dim}, the length of keys", value_dim)
     raw = {
         "architectures": [class_name],
         "model_type": model_type,
@@ -124,7 +124,7 @@ class _Keys:
         """Return an integer."""
         value = self.get(key, default)
         if type(value) is not int or not (0 if default == 0 else 1) <= value < 2**40:
-            raise self.error(key, "a whole number, the same for all layers", value)
+            raise self.error(key, "an integer, the same for all layers", value)
         return value
 
     def number(self, key: str, default: float | None = None) -> float:
@@ -139,7 +139,7 @@ class _Keys:
         key = f"tokenizer.ggml.{name}_token_id"
         value = self.header.fields.get(key)
         if value is not None and type(value) is not int:
-            raise _error(self.header, key, "a token", value)
+            raise _error(self.header, key, "a token id", value)
         return value
 
     def error(self, key: str, expected: str, got: Any) -> ModelFileError:
@@ -153,7 +153,7 @@ class _Keys:
             is_neutral = value in _NEUTRAL[key] if key in _NEUTRAL else not value
             if name.startswith(self.prefix) and name not in self.read and not is_neutral:
                 raise ModelFileError(
-                    f"{self.header.file}: {shown(name)} is nothing that Lowtide computes for this architecture",
+                    f"{self.header.file}: {shown(name)} is not supported for this architecture",
                     expected=_expected(key),
                     got=shown(value),
                     hint=_WRONG_LOGITS,
@@ -163,25 +163,28 @@ class _Keys:
 def _expected(key: str) -> str:
     if key in _NEUTRAL:
         return f"{' or '.join(str(value) for value in _NEUTRAL[key])}, or no such key"
-    return "keys that are read; others have to be absent, false or zero"
+    return "supported keys; others have to be absent, false or zero"
 
 
 def _architecture(header: Header) -> str:
     fields = header.fields
     for key, valid, hint in (
-        ("general.type", (None, "model"), "give the file of a whole model; adapters are read from PEFT's format"),
-        ("split.count", (None, 0, 1), "put the parts together: llama-gguf-split --merge FIRST_PART OUT"),
+        ("general.type", (None, "model"), "pass the file of a complete model; adapters are read from PEFT's format"),
+        ("split.count", (None, 0, 1), "merge the parts: llama-gguf-split --merge FIRST_PART OUT"),
     ):
         if fields.get(key) not in valid:
             raise ModelFileError(
-                f"{header.file}: no whole model", expected=f"{key} {valid[-1]}", got=shown(fields.get(key)), hint=hint
+                f"{header.file}: not a complete model",
+                expected=f"{key} {valid[-1]}",
+                got=shown(fields.get(key)),
+                hint=hint,
             )
     architecture = fields.get("general.architecture")
     if not isinstance(architecture, str) or architecture not in _FAMILIES:
         raise ModelFileError(
             f"{header.file}: unknown architecture {shown(architecture)}",
             expected=f"general.architecture: one of {', '.join(_FAMILIES)}",
-            hint="load the original's safetensors, if Lowtide knows its family",
+            hint="load the original safetensors, if Lowtide supports the family",
         )
     return architecture
 
@@ -213,7 +216,7 @@ def _layer_types(keys: _Keys, pattern: Any, layers: int) -> list[str]:
     elif isinstance(pattern, list) and all(type(is_sliding) is bool for is_sliding in pattern):  # pyright: ignore
         sliding_layers = pattern  # pyright: ignore[reportUnknownVariableType]
     else:
-        raise keys.error("attention.sliding_window_pattern", "a number, or a truth value for each layer", pattern)
+        raise keys.error("attention.sliding_window_pattern", "a number, or a boolean for each layer", pattern)
     return ["sliding_attention" if is_sliding else "full_attention" for is_sliding in sliding_layers]
 
 
@@ -233,7 +236,7 @@ def _rope(keys: _Keys, raw: Mapping[str, Any]) -> dict[str, Any]:
     places = keys.header.places
     theta, rotary_dim = keys.number("rope.freq_base", 10_000.0), keys.count("rope.dimension_count", raw["head_dim"])
     if theta < 1:
-        raise keys.error("rope.freq_base", "a number from 1 on", theta)
+        raise keys.error("rope.freq_base", "a number of at least 1", theta)
     if rotary_dim % 2:
         raise keys.error("rope.dimension_count", "an even number, since rotations take pairs", rotary_dim)
     config: dict[str, Any] = {"rope_theta": float(theta)}
@@ -244,7 +247,7 @@ def _rope(keys: _Keys, raw: Mapping[str, Any]) -> dict[str, Any]:
     original = keys.count("rope.scaling.original_context_length", 0)
     tables = [name for name in CONSTANTS if name in places]
     if tables and (kind not in ("none", "longrope") or (_ROPE in tables) == (len(tables) > 1)):
-        raise keys.error("rope.scaling.type", f"none, beside {', '.join(tables)}", kind)
+        raise keys.error("rope.scaling.type", f"none, in addition to {', '.join(tables)}", kind)
     scaling: dict[str, Any] | None
     if tables == [_ROPE]:
         scaling = _scaling_from_factors(keys, _read_factors(keys, places[_ROPE], rotary_dim), theta, rotary_dim, kind)
@@ -269,7 +272,7 @@ def _scaling_from_metadata(keys: _Keys, kind: Any, original: int) -> dict[str, A
     factor = keys.number("rope.scaling.factor", 0.0) or keys.number("rope.scale_linear", 1.0)
     attention = keys.number("rope.scaling.attn_factor", 0.0)
     if attention not in (0, 1):
-        raise keys.error("rope.scaling.attn_factor", "1 without factors of frequencies", attention)
+        raise keys.error("rope.scaling.attn_factor", "1 without frequency factors", attention)
     if kind == "none" or (kind == "linear" and factor == 1):
         return None
     if kind == "linear":
@@ -293,7 +296,7 @@ def _read_factors(keys: _Keys, place: Place, rotary_dim: int) -> list[float]:
         )
     values = np.fromfile(keys.header.file, np.float32, place.shape[0], offset=place.start)
     if not np.all((values > 0) & np.isfinite(values)):
-        raise _error(keys.header, place.name, "factors above 0", "one that is not")
+        raise _error(keys.header, place.name, "factors above 0", "a factor that is not")
     return [float(str(value)) for value in values]
 
 
@@ -302,7 +305,7 @@ def _scaling_from_factors(
 ) -> dict[str, Any] | None:
     """Return the Llama 3 scaling rule that produces these factors; otherwise the factors themselves, as longrope."""
     if kind != "none":
-        raise keys.error("rope.scaling.type", f"none, beside {_ROPE}", kind)
+        raise keys.error("rope.scaling.type", f"none, in addition to {_ROPE}", kind)
     stored_factors, max_factor = np.asarray(factors), max(factors)
     if max_factor == 1 == min(factors):
         return None
@@ -320,8 +323,8 @@ def _scaling_from_factors(
 
 def _error(header: Header, name: str, expected: str, got: Any) -> ModelFileError:
     description = (
-        "nothing" if got is None else f"{got.count} values" if isinstance(got, Long) else shortened(shown(got), 80)
+        "no value" if got is None else f"{got.count} values" if isinstance(got, Long) else shortened(shown(got), 80)
     )
     return ModelFileError(
-        f"{header.file}: {shown(name)} is not usable", expected=expected, got=description, hint=_CONVERT_HINT
+        f"{header.file}: {shown(name)} is not valid", expected=expected, got=description, hint=_CONVERT_HINT
     )

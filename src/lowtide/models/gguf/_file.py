@@ -14,7 +14,7 @@ from ._header import Header, Place, read_header
 from ._library import tensor_names
 from ._tensors import GgufTensor
 
-_CONVERT_HINT = "the file is damaged, or of another version of its architecture; convert the original again"
+_CONVERT_HINT = "convert the original again: the file is damaged, or has another version of its architecture"
 _MOST_EXPERTS = 2**18
 """Most experts in all layers together: ten times as many as the largest models have."""
 _LAYER = re.compile(r"(?<=^model\.layers\.)\d+(?=\.)")
@@ -58,7 +58,7 @@ def open_gguf(
     header = read_header(file)
     if layers > len(header.places):  # checked before that many names are generated
         raise ModelFileError(
-            f"{file}: the metadata asks for tensors that the file lacks",
+            f"{file}: the metadata requires tensors that the file lacks",
             expected=f"weights of {layers} layers",
             got=f"{len(header.places)} tensors",
             hint=_CONVERT_HINT,
@@ -79,7 +79,7 @@ def _check_experts(header: Header, places: Iterable[Place], experts: int) -> Non
     for place in places:
         if len(place.shape) != 3 or place.shape[0] != experts:
             raise ModelFileError(
-                f"{header.file}: {shown(place.name)} has another shape than the metadata says",
+                f"{header.file}: the shape of {shown(place.name)} differs from the metadata",
                 expected=f"{experts} matrices, one for each expert",
                 got=place.shape,
                 hint=_CONVERT_HINT,
@@ -102,7 +102,7 @@ def _map_tensors(header: Header, names: Iterable[str], experts: int, heads: Mapp
         place = header.places.get(name or "")
         if place is None:
             raise ModelFileError(
-                f"{header.file}: the metadata asks for tensors that the file lacks",
+                f"{header.file}: the metadata requires tensors that the file lacks",
                 expected=f"{name or 'a tensor'}, for {hf_name}",
                 got=f"{len(header.places)} tensors without it",
                 hint=_CONVERT_HINT,
@@ -123,8 +123,8 @@ def _map_tensors(header: Header, names: Iterable[str], experts: int, heads: Mapp
     for name in header.places:
         if name not in used and name not in CONSTANTS:
             raise ModelFileError(
-                f"{header.file}: it holds {shown(name)}, which its metadata has no place for",
+                f"{header.file}: it has {shown(name)}, which its metadata does not describe",
                 got=shortened(", ".join(sorted(set(header.places) - used - set(CONSTANTS)))),
-                hint="Lowtide would compute without it; load the original's safetensors, if its family is known",
+                hint="load the original safetensors, if Lowtide supports the family; this tensor would be ignored",
             )
     return tensors

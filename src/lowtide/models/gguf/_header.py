@@ -122,26 +122,26 @@ class _Reader:
         for _ in range(keys):
             key = self._name("a key")
             if key in fields:
-                raise _error(self.file, "every key once", f"{shown(key)} twice")
+                raise _error(self.file, "unique keys", f"{shown(key)} twice")
             fields[key] = self._value(key, self._number("I"))
         descriptions = [self._tensor(tensor_kinds) for _ in range(tensors)]
         alignment = fields.get("general.alignment", 32)
         if type(alignment) is not int or not 8 <= alignment <= 2**20 or alignment & (alignment - 1):
-            raise _error(self.file, "general.alignment: a power of two from 8 on", shown(alignment))
+            raise _error(self.file, "general.alignment: a power of two of at least 8", shown(alignment))
         start = -(-self.position // alignment) * alignment
         places: dict[str, Place] = {}
         for name, kind, shape, offset in descriptions:
             if name in places:
-                raise _error(self.file, "every tensor once", f"{shown(name)} twice")
+                raise _error(self.file, "unique tensors", f"{shown(name)} twice")
             num_bytes = math.prod(shape) // kind.block * kind.block_bytes
             if offset % alignment or start + offset + num_bytes > self.size:
                 got = f"{format_bytes(num_bytes)} of {shown(name)} at {offset}, in a file of {format_bytes(self.size)}"
-                raise _error(self.file, f"tensors inside of the file, at multiples of {alignment}", got)
+                raise _error(self.file, f"tensors inside the file, at multiples of {alignment}", got)
             places[name] = Place(name, kind, shape, start + offset, num_bytes)
         end = 0
         for place in sorted(places.values(), key=lambda place: place.start):
             if place.start < end:
-                raise _error(self.file, "tensors beside each other", f"{shown(place.name)} begins inside of another")
+                raise _error(self.file, "tensors that do not overlap", f"{shown(place.name)} begins inside another")
             end = place.start + place.num_bytes
         return Header(self.file, fields, places)
 
@@ -149,7 +149,7 @@ class _Reader:
         magic = self.content[:4]
         if magic != _MAGIC:
             raise ModelFileError(
-                f"{self.file}: no GGUF file", expected=repr(_MAGIC), got=repr(magic), hint="check the file's name"
+                f"{self.file}: not a GGUF file", expected=repr(_MAGIC), got=repr(magic), hint="check the file's name"
             )
         self.position = 4
         version = self._number("I")
@@ -157,10 +157,10 @@ class _Reader:
             # With the bytes swapped, a small version has its low 16 bits at zero.
             is_big = version & 0xFFFF == 0
             raise ModelFileError(
-                f"{self.file}: this GGUF is not read",
+                f"{self.file}: this version of GGUF is not supported",
                 expected="version 2 or 3, little-endian",
                 got="big-endian" if is_big else f"version {version}",
-                hint="convert the original again, with a recent llama.cpp",
+                hint="convert the original model again with a recent llama.cpp",
             )
         tensors, keys = self._number("Q"), self._number("Q")
         remaining = self.size - self.position
@@ -174,7 +174,7 @@ class _Reader:
         if code == "?":  # struct accepts any byte as a boolean
             value = self.content[start]
             if value > 1:
-                raise _error(self.file, "a truth value, 0 or 1", value)
+                raise _error(self.file, "a boolean, 0 or 1", value)
             return bool(value)
         (number,) = struct.unpack_from(layout, self.content, start)
         return _shortest_decimal(number) if code == "f" else number
@@ -186,14 +186,14 @@ class _Reader:
             return Long(count)
         self.numbers_left -= count
         if code == "?" and any(value > 1 for value in self.content[start : self.position]):
-            raise _error(self.file, "truth values, 0 or 1", "others in an array")
+            raise _error(self.file, "booleans, 0 or 1", "other values in an array")
         values = struct.unpack_from(layout, self.content, start)
         return [_shortest_decimal(value) for value in values] if code == "f" else list(values)
 
     def _advance(self, num_bytes: int) -> int:
         start = self.position
         if num_bytes > self.size - start:
-            raise _error(self.file, f"{num_bytes} bytes more at byte {start}", f"a file of {format_bytes(self.size)}")
+            raise _error(self.file, f"{num_bytes} more bytes at byte {start}", f"a file of {format_bytes(self.size)}")
         self.position += num_bytes
         return start
 
@@ -202,7 +202,7 @@ class _Reader:
         if length > _MOST_NAME:
             raise _error(self.file, f"{description} of at most {_MOST_NAME} bytes", f"{length}")
         if length > self.names_left:
-            raise _error(self.file, f"names of at most {format_bytes(_ALL_TEXT)} in all", f"more, with {description}")
+            raise _error(self.file, f"names of at most {format_bytes(_ALL_TEXT)} in total", f"more, with {description}")
         self.names_left -= length
         return self._text(length, description)
 
@@ -224,18 +224,18 @@ class _Reader:
             self.text_left -= length
             return self._text(length, f"the text of {shown(key)}")
         if kind != _ARRAY:
-            raise _error(self.file, "a type of GGUF, 0 to 12", f"{kind}, of {shown(key)}")
+            raise _error(self.file, "a value type of GGUF, 0 to 12", f"{kind}, of {shown(key)}")
         element_kind, count = self._number("I"), self._number("Q")
         if element_kind == _TEXT:
             return self._skip_texts(key, count)
         if element_kind not in _SCALARS:
-            raise _error(self.file, "an array of numbers or of texts", f"type {element_kind}, of {shown(key)}")
+            raise _error(self.file, "an array of numbers or strings", f"type {element_kind}, of {shown(key)}")
         return self._array(_SCALARS[element_kind], count)
 
     def _skip_texts(self, key: str, count: int) -> Long:
         self.texts += count
         if count > (self.size - self.position) // 8 or self.texts > _MOST_TEXTS:
-            raise _error(self.file, f"at most {_MOST_TEXTS} texts, inside of the file", f"{count}, of {shown(key)}")
+            raise _error(self.file, f"at most {_MOST_TEXTS} strings, inside the file", f"{count}, of {shown(key)}")
         for _ in range(count):
             start = self._advance(8)
             self._advance(int.from_bytes(self.content[start : start + 8], "little"))
@@ -251,15 +251,13 @@ class _Reader:
         kind = tensor_kinds.get(number)
         if kind is None or not (kind.name == "F64" or is_dequantized(kind)):
             raise ModelFileError(
-                f"{self.file}: {shown(name)} is of a type that is not read",
+                f"{self.file}: the type of {shown(name)} is not supported",
                 expected=f"one of {', '.join(item.name for item in tensor_kinds.values() if is_dequantized(item))}",
                 got=f"type {number}" if kind is None else kind.name,
                 hint="get the model in another quantisation, such as Q8_0, or update the library gguf",
             )
         if 0 in shape or math.prod(shape) > 2**48 or shape[-1] % kind.block:
-            raise _error(
-                self.file, f"rows of whole blocks of {kind.block} in {kind.name}", f"{shape}, of {shown(name)}"
-            )
+            raise _error(self.file, f"rows of a multiple of {kind.block} in {kind.name}", f"{shape}, of {shown(name)}")
         return name, kind, shape, offset
 
 

@@ -53,11 +53,11 @@ def folded(tensors: Mapping[str, Source], scheme: Scheme, notes: list[str]) -> d
         for name in ignored:
             del remaining[name]
         if ignored:
-            notes.append(
-                f"{len(ignored)} scales of activations are not applied: products are of the stored weights alone"
-            )
+            notes.append(f"{len(ignored)} activation scales are not applied: products use only the stored weights")
     if unsupported := sorted({weight.dtype for weight in packed.values() if weight.form is None}):
-        notes.append(f"weights in {' and '.join(unsupported)} become arrays: there is no product with them yet")
+        notes.append(
+            f"weights in {' and '.join(unsupported)} are loaded as arrays: products with them are not supported yet"
+        )
     return {**remaining, **packed}
 
 
@@ -68,7 +68,7 @@ def _bitsandbytes(tensors: dict[str, Source], scheme: Scheme) -> dict[str, Packe
     for name, source in tensors.items():
         if source.dtype == "U8" and name.endswith(".weight"):
             raise ModelFileError(
-                f"{source.file}: {shown(name)} is quantised, and nothing says how",
+                f"{source.file}: {shown(name)} is quantised, but its quantisation state is missing",
                 expected=f"a tensor {shown(name + _STATE + 'nf4')}",
                 hint=_DOWNLOAD_HINT,
             )
@@ -144,7 +144,7 @@ def _bitsandbytes_int8(tensors: dict[str, Source], scheme: Scheme) -> dict[str, 
         if layout is not None and (
             math.prod(layout.shape) != 1 or int(layout.read(tuple(slice(0, 1) for _ in layout.shape)).item()) != 0
         ):
-            raise _error(layout, "0, rows as they are", "another order, made for one kind of GPU")
+            raise _error(layout, "0, the original order of rows", "another order, for one kind of GPU")
         # 1 / 127, with the digits that bitsandbytes uses.
         grid = Grid(scales, (weight.shape[0], 1), 1, factor=7.874015718698502e-3)
         packed.append(_pack_8bit(f"{module}.weight", weight, scales, grid, scheme))
@@ -171,7 +171,9 @@ def _group_scaled(tensors: dict[str, Source], scheme: Scheme) -> dict[str, Packe
         elif scheme.block is not None and scales.shape == blocks:
             grid = Grid(scales, (out, blocks[1]), rows)
         else:
-            expected = f"one, or one for each of {out} rows" if scheme.block is None else f"{blocks} of {scheme.block}"
+            expected = (
+                f"one, or one for each of the {out} rows" if scheme.block is None else f"{blocks} of {scheme.block}"
+            )
             raise _error(scales, f"scales: {expected}", f"shape {scales.shape}")
         if scales.dtype not in ("F32", "BF16", "F16"):
             raise _error(scales, "F32, BF16 or F16", scales.dtype)
@@ -224,7 +226,7 @@ def _pop_tensor(tensors: dict[str, Source], name: str, related: Source) -> Sourc
     if name not in tensors:
         raise ModelFileError(
             f"{related.file}: {shown(name)} is missing",
-            expected=f"it beside {shown(related.name)}",
+            expected=f"this tensor in addition to {shown(related.name)}",
             hint="a shard is missing, or the file is damaged; download it again",
         )
     return tensors.pop(name)
@@ -232,7 +234,7 @@ def _pop_tensor(tensors: dict[str, Source], name: str, related: Source) -> Sourc
 
 def _check_vector(source: Source, size: int, dtype: str) -> None:
     if math.prod(source.shape) != size or source.dtype != dtype or sum(axis != 1 for axis in source.shape) > 1:
-        raise _error(source, f"{size} of {dtype}", f"{source.dtype} of shape {source.shape}")
+        raise _error(source, f"{size} values of {dtype}", f"{source.dtype} of shape {source.shape}")
 
 
 def _check_matrix(source: Source, dtype: str) -> None:
@@ -252,7 +254,7 @@ def _check_table(source: Source, table: Collection[float] | np.ndarray | None) -
 
 def _error(source: Source, expected: str, got: Any) -> ModelFileError:
     return ModelFileError(
-        f"{source.file}: {shown(source.name)} does not fit what it belongs to",
+        f"{source.file}: {shown(source.name)} does not match the quantised weight",
         expected=expected,
         got=got,
         hint=_DOWNLOAD_HINT,

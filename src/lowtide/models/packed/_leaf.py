@@ -78,7 +78,7 @@ def plan(path: str, sources: Sequence[Stored], shape: tuple[int, ...], dtype: An
         and is_matrix
     ):
         return Plan(path, sources, _quantized_shapes(packed[0], shape, leaf_dtype))
-    reason = "" if not forms else "not all their layers are quantised alike" if is_matrix else "they are experts"
+    reason = "" if not forms else "their layers are quantised differently" if is_matrix else "they are experts"
     return Plan(path, sources, jax.ShapeDtypeStruct(shape, jnp.dtype(leaf_dtype)), reason)
 
 
@@ -90,7 +90,9 @@ def dequantization_notes(plans: Sequence[Plan]) -> list[str]:
         size = format_bytes(
             sum(math.prod(leaf_plan.like.shape) * leaf_plan.like.dtype.itemsize for leaf_plan in affected)
         )
-        notes.append(f"{', '.join(leaf_plan.path for leaf_plan in affected)} become arrays of {size}, since {reason}")
+        notes.append(
+            f"{', '.join(leaf_plan.path for leaf_plan in affected)} are loaded as arrays of {size}, because {reason}"
+        )
     return notes
 
 

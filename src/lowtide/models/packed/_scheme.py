@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 _METHODS = ("bitsandbytes", "compressed-tensors", "fp8", "fbgemm_fp8", "mxfp4")
 _CALIBRATED = ("gptq", "awq", "auto-round", "hqq", "aqlm", "quip", "higgs", "spqr", "vptq", "eetq")
 _SUPPORTED = "bitsandbytes (nf4, fp4, int8), compressed-tensors and fp8 (8 bits), or mxfp4"
-_DENSE_HINT = "load the unquantised checkpoint, and quantise it on the way: lt.models.load(..., quantize='nf4')"
+_DENSE_HINT = "load the unquantised checkpoint, and quantise it while loading: lt.models.load(..., quantize='nf4')"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -56,7 +56,7 @@ def scheme_of(raw: Any, where: str) -> Scheme | None:
         is_calibrated = method in _CALIBRATED
         raise ModelFileError(
             f"{where}: the checkpoint is quantised"
-            + (f" by {shown(method)}" if method else ", and does not say by what"),
+            + (f" by {shown(method)}" if method else ", but does not name the method"),
             expected=f"quant_method {_SUPPORTED}",
             got=f"quantization_config={shown(raw)}",
             hint=("its codes are packed for kernels that Lowtide lacks; " if is_calibrated else "") + _DENSE_HINT,
@@ -122,7 +122,7 @@ def _columns(block: tuple[int, int] | None, method: str, filename: str) -> int |
 
 def _unsupported(filename: str, method: str, expected: str, got: str) -> ModelFileError:
     return ModelFileError(
-        f"{filename}: the checkpoint is quantised by {method} in a way that Lowtide does not read",
+        f"{filename}: the checkpoint is quantised by {method} in a way that is not supported",
         expected=expected,
         got=got,
         hint=_DENSE_HINT,

@@ -193,9 +193,9 @@ class MxExperts:
         exponents = self.scales.read((expert_slice, rows, blocks))[0]
         if np.any(exponents == 255):
             raise ModelFileError(
-                f"{self.scales.file}: {self.scales.name} has a scale that is no number",
+                f"{self.scales.file}: {self.scales.name} has a scale that is NaN",
                 expected="exponents 0 to 254",
-                got="255, at expert " + str(expert),
+                got="255, in expert " + str(expert),
                 hint="the file is damaged; download it again",
             )
         # The first element of a byte is in its low half. Scales are powers of two with bias 127; 255 is NaN.

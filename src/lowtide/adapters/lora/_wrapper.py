@@ -39,7 +39,7 @@ def matmul(node: Any, x: Array) -> Array:
     """Compute ``node @ x`` for a matrix by the node's own ``linear``, in the dtype that W x would have."""
     if len(node.shape) != 2 or x.ndim > 2:
         raise StructureError(
-            f"weight @ x of shapes {list(node.shape)} and {list(x.shape)} with an adapter that scales rows",
+            f"an adapter that scales rows does not support weight @ x of shapes {list(node.shape)} and {list(x.shape)}",
             expected="one matrix [out, in], and a vector or a matrix",
             hint="multiply with lowtide.core.linear(x, weight), or under jax.vmap",
         )

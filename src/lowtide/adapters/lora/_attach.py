@@ -77,35 +77,35 @@ def attach(base: Tree, adapter: Tree) -> Tree:
     if adapted := next((site for site in base_sites if is_adapter(site.node)), None):
         raise StructureError(
             f"{adapted.path}: already has an adapter",
-            expected="a base without any",
+            expected="a base without adapters",
             got=kind_of(adapted.node),
-            hint="take it off with lt.lora.split, or add both up with lt.lora.combine",
+            hint="remove it with lt.lora.split, or add both with lt.lora.combine",
         )
     treedef = jax.tree.structure(base, is_leaf=is_weight)
     try:
         nodes: list[Any] = treedef.flatten_up_to(adapter)
     except (ValueError, TypeError, KeyError) as error:
         raise StructureError(
-            "the adapter is of another model than the base",
+            "the adapter does not belong to this base",
             got=str(error).splitlines()[0][:200],
-            hint="put it onto the model that it was split from, or one of the same configuration",
+            hint="attach it to the model that it was split from, or one of the same configuration",
         ) from error
     if not any(is_adapter(node) for node in nodes):
-        raise StructureError("there is no adapter in the tree", hint="give what lt.lora.split returned first")
+        raise StructureError("the tree has no adapter", hint="pass the first result of lt.lora.split")
     for site, node in zip(base_sites, nodes, strict=True):
         if node is not None and not (is_adapter(node) and _fits(node, tuple(getattr(site.weight, "shape", ())))):
             raise StructureError(
                 f"{site.path}: the adapter does not fit the base",
                 expected=f"an adapter of a weight {list(getattr(site.weight, 'shape', ()))}",
                 got=f"{type(node).__name__} with {[list(leaf.shape) for leaf in jax.tree.leaves(node)]}",
-                hint="put it onto the model that it was split from, or one of the same shapes",
+                hint="attach it to the model that it was split from, or one of the same shapes",
             )
         if isinstance(node, LoRAKernel) and isinstance(site.node, LinearWeight):
             raise StructureError(
-                f"{site.path}: the adapter of a kernel or a table needs its weight as an array",
+                f"{site.path}: the adapter of a kernel or an embedding needs its weight as an array",
                 expected="an array",
                 got=type(site.node).__name__,
-                hint="leave this weight out of what is quantised, or lt.dequantize first",
+                hint="do not quantise this weight, or call lt.dequantize first",
             )
     return treedef.unflatten(
         [
@@ -143,12 +143,12 @@ def unmerge(model: Tree, adapter: Tree) -> Tree:
     attached = attach(model, adapter)
     for site in sites(attached):
         if isinstance(site.node, SavedWeight) or getattr(site.node, "lora_magnitude", None) is not None:
-            description = "what trained whole" if isinstance(site.node, SavedWeight) else "DoRA"
+            description = "an array that trained as a whole" if isinstance(site.node, SavedWeight) else "DoRA"
             raise StructureError(
-                f"{site.path}: {description} cannot be taken off again",
+                f"{site.path}: {description} cannot be unmerged",
                 expected="LoRA, rsLoRA, VeRA or (IA)³",
                 got=kind_of(site.node),
-                hint="keep the base, which merging leaves as it is",
+                hint="keep the base, which merging does not change",
             )
     return merge(jax.tree.map(lambda node: _invert(node) if is_adapter(node) else node, attached, is_leaf=is_weight))
 

@@ -139,10 +139,10 @@ def _bias_sites(model: Tree, config: Config, targets: Sequence[Site]) -> list[Si
     biases = [biases_by_path[path] for path in paths if path in biases_by_path]
     if not biases:
         raise StructureError(
-            f"bias: {config.bias!r} has nothing to train",
-            expected="leaves named bias" + (" beside the targets" if config.bias == "lora_only" else ""),
+            f"bias: {config.bias!r} does not select any bias",
+            expected="leaves named bias" + (" in the modules of the targets" if config.bias == "lora_only" else ""),
             got=f"{len(biases_by_path)} biases in the model",
-            hint='leave bias out, or take bias="all"' if biases_by_path else "leave bias out",
+            hint='leave bias out, or use bias="all"' if biases_by_path else "leave bias out",
         )
     return biases
 
@@ -150,34 +150,34 @@ def _bias_sites(model: Tree, config: Config, targets: Sequence[Site]) -> list[Si
 def _check_trainable(model: Tree, site: Site) -> None:
     if is_adapter(site.node):
         raise StructureError(
-            f"{site.path}: already has an adapter ({kind_of(site.node)}), and cannot train as a whole, too",
+            f"{site.path}: already has an adapter ({kind_of(site.node)}), and cannot also train as a whole",
             expected="a plain array",
-            hint="fold the old one in with lt.lora.merge, or leave it out of modules_to_save",
+            hint="merge the old adapter with lt.lora.merge, or leave it out of modules_to_save",
         )
     if isinstance(site.node, LinearWeight):
         kind = type(site.node).__name__
         raise StructureError(
-            f"{site.path}: a weight in few bits cannot train as a whole",
+            f"{site.path}: a quantised weight cannot train as a whole",
             expected="an array of floating-point numbers",
             got=f"a {kind}{list(site.weight.shape)}",
-            hint="give it an adapter, or leave it out of what is quantised",
+            hint="add an adapter to it, or do not quantise it",
         )
     if not site.is_floating:
         raise StructureError(
-            f"{site.path}: no floating-point numbers, which could train",
+            f"{site.path}: is not a floating-point array, and cannot train",
             expected="an array of floating-point numbers",
             got=f"{site.weight.dtype}{list(site.weight.shape)}",
             hint="leave it out of modules_to_save",
         )
     if isinstance(model, ExternalNames) and array_names(model, site) is None:
         raise StructureError(
-            f"{site.path}: no module of the model's other library holds this leaf",
+            f"{site.path}: the external library has no module with this leaf",
             expected="a linear layer, an embedding or a norm",
-            hint="leave it out of modules_to_save and bias: PEFT's files have no place for it",
+            hint="leave it out of modules_to_save and bias: PEFT's format cannot store it",
         )
     if isinstance(site.node, jax.Array) and space_of(site.node) == jax.memory.Space.Host:
         raise ConfigError(
-            f"{site.path}: trains as a whole, and is in host memory",
+            f"{site.path}: trains as a whole, but is in host memory",
             expected="an array on the device",
-            hint="leave it out of modules_to_save, or out of what is offloaded",
+            hint="leave it out of modules_to_save, or do not offload it",
         )

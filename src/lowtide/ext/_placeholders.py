@@ -21,9 +21,9 @@ class Placeholder:
     def refuse(self, *_: Any, **__: Any) -> NoReturn:
         """Raise StateError for any use."""
         raise StateError(
-            f"{self.path}: a trainer has this array while it trains",
+            f"{self.path}: a trainer has borrowed this array",
             expected="Trainer.model, which gives the arrays back",
-            got="the model object itself, while the trainer takes steps",
+            got="the model object itself, during training",
             hint="in a callback read trainer.model, which gives the arrays back until the next step",
         )
 
@@ -57,8 +57,8 @@ def check_placeholders(values: Mapping[str, Any], paths: Collection[str]) -> Non
     edited = sorted(path for path in paths if not isinstance(values.get(path), Placeholder))
     if edited:
         raise StateError(
-            f"{', '.join(edited[:4])}: changed in the model while a trainer had the arrays",
+            f"{', '.join(edited[:4])}: changed in the model while a trainer had borrowed the arrays",
             expected="changes of trainer.model, which gives the arrays back",
-            got=f"{len(edited)} of {len(paths)} placeholders written over; the trainer's arrays have replaced that",
+            got=f"{len(edited)} of {len(paths)} placeholders overwritten; the trainer's arrays replaced those values",
             hint="in a callback read trainer.model first, and then change it",
         )
