@@ -18,7 +18,7 @@ class _Package(types.ModuleType):
         raise ConfigError(
             "lowtide.finetune is a package, not a function",
             expected="lowtide.finetune.Finetune(config, out), or the command `lowtide finetune`",
-            hint='lt.finetune.Finetune(lt.finetune.FinetuneConfig(model="model", data="chats.jsonl"), Path("run"))',
+            hint='call lt.finetune.Finetune(lt.finetune.FinetuneConfig(model="model", data="chats.jsonl"), "run")',
         )
 
 

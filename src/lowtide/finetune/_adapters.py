@@ -12,7 +12,7 @@ import jax
 
 from .. import models
 from ..adapters import lora
-from ..core import ConfigError, Tree
+from ..core import Tree
 from ._config import FinetuneConfig
 from ._offloaded import inputs_place, loss
 
@@ -93,25 +93,3 @@ def _loss_with_dropout(
 ) -> Any:
     """Compute the loss; in a training step with dropout on the inputs of the adapters."""
     return loss_fn(lora.dropout(model, rate, key=key) if training else model, batch)
-
-
-def refuse_eva(config: FinetuneConfig) -> None:
-    """Raise for EVA with batches sharded over devices or processes, since EVA reads whole batches."""
-    if config.lora_init == "eva":
-        raise ConfigError(
-            "lora_init: EVA looks at whole batches, on one device",
-            expected="another lora_init with --distributed and --pipeline",
-            got=config.lora_init,
-            hint="leave lora_init out, or begin on one device and go on with --adapter",
-        )
-
-
-def refuse_dropout(config: FinetuneConfig) -> None:
-    """Raise for dropout in a pipeline, whose loss takes no random key."""
-    if config.lora_dropout:
-        raise ConfigError(
-            "lora_dropout: the loss of a pipeline takes no random key",
-            expected="lora_dropout = 0 with --pipeline",
-            got=config.lora_dropout,
-            hint="leave lora_dropout or --pipeline out",
-        )

@@ -30,9 +30,9 @@ def tokenizer_folder(base: Path, tokenizer: str | Path | None) -> Path:
         return Path(tokenizer)
     if models.gguf_file(base) is not None and not os.path.lexists(base / "tokenizer.json"):
         raise ModelFileError(
-            f"{base}: the tokenizer inside of a GGUF file is not read",
-            expected="the directory of the original's tokenizer, with tokenizer.json",
-            hint="name it: --tokenizer DIR",
+            f"{base}: the tokenizer inside a GGUF file is not read",
+            expected="the directory of the original model's tokenizer, with tokenizer.json",
+            hint="name it with --tokenizer DIR",
         )
     return base
 

@@ -11,7 +11,7 @@ import jax
 from tokenizers import Tokenizer
 
 from .. import models
-from ..core import ConfigError, ModelFileError, Where
+from ..core import ConfigError, ModelFileError, Selector
 from ..quant import QuantizedWeight
 from ._auxiliary_files import tokenizer_folder
 from ._config import FOUR_BITS, FinetuneConfig
@@ -23,7 +23,7 @@ def open_base(
     tokenizer: str | Path | None = None,
     param_dtype: str = "auto",
     compute_dtype: str = "auto",
-    host: Where | None = None,
+    host: Selector | None = None,
     sharding: Callable[[str, Any], jax.sharding.Sharding] | None = None,
     quantize: str | Mapping[str, str] | None = None,
     attention: str = "auto",
@@ -67,7 +67,7 @@ def open_base(
             f"{folder}: tokenizer.json has more tokens than the model has embeddings",
             expected=f"ids below {model_config.vocab_size}",
             got=f"ids up to {largest}",
-            hint="tokenizer and weights are of different models",
+            hint="use the tokenizer of this model; the two are from different models",
         )
     model = models.load(
         directory, dtype=weights_dtype, compute_dtype=activations_dtype, host=host, sharding=sharding, quantize=quantize
@@ -96,10 +96,10 @@ def refuse_for_model(config: FinetuneConfig, directory: str | Path) -> None:
     num_layers = models.load_config(directory).num_layers
     if config.layers_per_remat > num_layers:
         raise ConfigError(
-            f"layers_per_remat: a group of more layers than {directory} has",
+            f"layers_per_remat is larger than the number of layers of {directory}",
             expected=f"from 1 to {num_layers}",
             got=config.layers_per_remat,
-            hint=f"about the root of their number takes the fewest bytes: {round(num_layers**0.5)}",
+            hint=f"use about the root of the number of layers, which takes the fewest bytes: {round(num_layers**0.5)}",
         )
     method = models.quantization_of(directory)
     if method is None:
@@ -109,7 +109,7 @@ def refuse_for_model(config: FinetuneConfig, directory: str | Path) -> None:
     quantized = [leaf for leaf in leaves if isinstance(leaf, QuantizedWeight)]
     if quantized and config.full:
         raise ConfigError(
-            f"full tunes all parameters, but those of {directory} are quantised, by {method}",
+            f"full tunes all parameters, but those of {directory} are quantised by {method}",
             expected="adapters, or the directory of the unquantised model",
             got="full",
             hint="leave full out to train an adapter (QLoRA)",
@@ -119,7 +119,7 @@ def refuse_for_model(config: FinetuneConfig, directory: str | Path) -> None:
             f"offload of parameters: the weights of {directory} have 4 bits",
             expected="layers on the device: JAX runs no program on 4-bit arrays in host memory",
             got=f"{quantized[0].format}, with parameters on the host",
-            hint="in 4 bits layers take a quarter of bfloat16's bytes: leave parameters out of offload",
+            hint="leave parameters out of offload; in 4 bits, layers take a quarter of bfloat16's bytes",
         )
 
 
@@ -140,9 +140,9 @@ def dtypes(param_dtype: str, compute_dtype: str, platform: str | None = None) ->
     activations_dtype = ("float32" if is_on_cpu else "bfloat16") if compute_dtype == "auto" else compute_dtype
     if is_on_cpu and activations_dtype == "float16":
         raise ConfigError(
-            "compute_dtype is float16, in which a CPU does not multiply",
+            "compute_dtype is float16, but a CPU does not multiply in float16",
             expected="auto, float32 or bfloat16 on a CPU",
             got="float16",
-            hint="bfloat16 takes as many bytes, and has the range of float32",
+            hint="use bfloat16, which takes as many bytes and has the range of float32",
         )
     return weights_dtype, activations_dtype

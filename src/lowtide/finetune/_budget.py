@@ -172,7 +172,7 @@ def _refuse_large_arguments(config: FinetuneConfig, budget: int, counter: _Argum
         expected=f"at most {format_bytes(budget)}",
         got=", ".join(f"{name} {format_bytes(number)}" for name, number in parts.items() if number)
         + f", before activations and gradients{f', with {flags}' if flags else ''}",
-        hint=f"take {rank_hint}a smaller model, or a device with more memory",
+        hint=f"use {rank_hint}a smaller model, or a device with more memory",
     )
 
 
@@ -204,12 +204,12 @@ def _advice(
             num_bytes = try_change(change)
             sufficient = {_flags(change): num_bytes} if num_bytes is not None and num_bytes <= budget else {}
     if sufficient:
-        return "enough is " + ", or ".join(map(_describe, sufficient.items()))
+        return "use " + ", or ".join(map(_describe, sufficient.items()))
     insufficient = [f"{flags} (more than {format_bytes(int(size))})" for flags, size in lower_bounds.items()
             if size < counter.bytes({})]  # fmt: skip
     if sizes or insufficient:
         return "none of these is enough: " + ", ".join([*map(_describe, sizes.items()), *insufficient])
-    return "take a smaller model, or a device with more memory"
+    return "use a smaller model, or a device with more memory"
 
 
 def _largest_that_fits(

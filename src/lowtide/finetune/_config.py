@@ -32,9 +32,9 @@ FOUR_BITS = ("nf4", "int4", "mxfp4")
 _DECAYING_SCHEDULES = ("cosine", "linear", "warmup_stable_decay")
 """Schedules that end at `final_rate_fraction`."""
 _HINTS = {
-    "qlora": "QLoRA is LoRA on a quantised base: leave method out, and give --quantize nf4",
-    "loftq": 'lt.lora.loftq(model, config, "nf4", key=key), and lt.Trainer trains it; without it quantize = "nf4" '
-    "trains an adapter that begins as usual on weights in few bits",
+    "qlora": "leave method out, and set --quantize nf4; QLoRA is LoRA on a quantised base",
+    "loftq": 'call lt.lora.loftq(model, config, "nf4", key=key), and train with lt.Trainer; quantize = "nf4" alone '
+    "trains an adapter with the usual start on quantised weights",
 }
 """Hints for values of other libraries."""
 
@@ -268,7 +268,7 @@ def config_from_dict(values: Mapping[str, Any], where: str) -> FinetuneConfig:
             )
     if values.get("method") == "full":
         if values.get("full") is False:
-            _refuse_both("method", "full", "full = false asks for an adapter")
+            _refuse_both("method", "full", "full = false selects an adapter")
         values = {**{name: value for name, value in values.items() if name != "method"}, "full": True}
     if values.get("full") is True:
         _refuse_with_full([name for name in _ADAPTER_FIELDS if name in values])
@@ -293,10 +293,10 @@ def read_config(path: str | Path) -> dict[str, Any]:
     try:
         return tomllib.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: cannot be read", got=str(error), hint="--config takes a TOML file") from error
+        raise ConfigError(f"{path}: cannot be read", got=str(error), hint="name a TOML file with --config") from error
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(
-            f"{path}: not TOML", got=str(error), hint='lines like: rank = 16, targets = "**/q_proj"'
+            f"{path}: not a TOML file", got=str(error), hint='write lines such as: rank = 16, targets = "**/q_proj"'
         ) from error
 
 
@@ -316,7 +316,7 @@ def config_to_toml(config: FinetuneConfig) -> str:
 def _suggest_setting(name: str, names: list[str]) -> str:
     """Return a hint with the settings that an unknown key may stand for."""
     if (setting := setting_of(name)) is not None:
-        return f"what other libraries call {name} is {setting} here"
+        return f"{name} is a setting of other libraries; use {setting}"
     close = difflib.get_close_matches(name, names, n=3, cutoff=0.5)
     return f"did you mean {' or '.join(close)}?" if close else "see the reference of FinetuneConfig"
 
@@ -348,9 +348,9 @@ def _validate(config: FinetuneConfig) -> None:
         if error_type == "string_too_short":
             raise ConfigError(
                 f"{field} is empty",
-                expected="a path, or nothing for what is embedded",
+                expected="a path, or no value for the embedded default",
                 got='""',
-                hint=f"leave {field} out, or look whether a variable of your script is unset",
+                hint=f"leave {field} out, or check whether a variable of your script is unset",
             ) from None
         if error_type == "predicate_failed":
             raise _out_of_range(field, value, "a name") from None
@@ -372,7 +372,7 @@ def _out_of_range(field: str, value: Any, expected: str) -> ConfigError:
 def _unknown_word(field: str, word: str, words: str, *, is_one: bool) -> ConfigError:
     close = difflib.get_close_matches(word, words.split(", "), n=2, cutoff=0.4)
     suggestion = (
-        f"did you mean {' or '.join(close)}?" if close else f"for instance {flag_of(field)} {words.split(', ')[0]}"
+        f"did you mean {' or '.join(close)}?" if close else f"use for instance {flag_of(field)} {words.split(', ')[0]}"
     )
     return ConfigError(
         f"{field} is out of range" if is_one else f"{field}: unknown word {word!r}",
@@ -388,7 +388,7 @@ def _check_combination(config: FinetuneConfig) -> None:
     _check_recipe(config, {name for name, value in defaults.items() if getattr(config, name) != value})
     changed = [name for name in _ADAPTER_FIELDS if getattr(config, name) != defaults[name]]
     if config.adapter is not None and (conflicts := [name for name in changed if name in _NEW_ADAPTER_FIELDS]):
-        _refuse_both(conflicts[0], "adapter", "the adapter's files say it")
+        _refuse_both(conflicts[0], "adapter", "the adapter's files set it")
     unused = {
         "ia3": ("rank", "alpha", "bias", "lora_init", "lora_dropout", "loraplus_ratio"),
         "vera": ("alpha", "bias", "lora_init", "loraplus_ratio"),
@@ -396,17 +396,17 @@ def _check_combination(config: FinetuneConfig) -> None:
     if conflicts := [name for name in unused if name in changed]:
         _refuse_both(conflicts[0], "method", f"{config.method} has no {conflicts[0]}")
     if config.method == "dora" and config.lora_init in ("pissa", "olora"):
-        _refuse_both("lora_init", "method", f"dora's norms are those of the weight, which {config.lora_init} divides")
+        _refuse_both("lora_init", "method", f"dora takes norms of the whole weight, which {config.lora_init} splits")
     if config.lora_init == "orthogonal" and config.rank % 2:
         raise _out_of_range("rank", config.rank, "an even number, with lora_init = orthogonal")
     if config.full:
         _refuse_with_full(changed)
         if config.param_dtype == "float16":
             raise ConfigError(
-                "param_dtype: with full the parameters are what trains",
-                expected="float32, or bfloat16, which is updated as if it were wider",
+                "param_dtype: full trains the parameters, which cannot be float16",
+                expected="float32, or bfloat16, which gets an 8-bit residual for each weight",
                 got=config.param_dtype,
-                hint='leave param_dtype out; compute_dtype = "float16" computes in half precision all the same',
+                hint='leave param_dtype out; to compute in half precision, set compute_dtype = "float16"',
             )
     else:
         _refuse_full_settings(config)
@@ -417,12 +417,12 @@ def _check_combination(config: FinetuneConfig) -> None:
                 f"{field} = {format_name} and offload of parameters contradict each other",
                 expected="int8 or fp8, or parameters on the device: JAX runs no program on 4-bit arrays in host memory",
                 got=f"{format_name}, with parameters on the host",
-                hint="4 bits are a quarter of bfloat16's bytes: leave parameters out of offload, or take int8",
+                hint="leave parameters out of offload, or use int8; 4 bits take a quarter of bfloat16's bytes",
             )
     remat_users = ["full"] * config.full + [w for w in config.offload or () if w in ("activations", "parameters")]
     if not config.remat and config.tile_tokens is not None:
         raise ConfigError(
-            "tile_tokens is of blocks that are computed again in the backward pass, and remat = false has none",
+            "tile_tokens applies to blocks that the backward pass recomputes, and remat = false recomputes none",
             expected="remat = true",
             got=f"remat = false, tile_tokens = {config.tile_tokens}",
             hint="leave tile_tokens out",
@@ -430,7 +430,7 @@ def _check_combination(config: FinetuneConfig) -> None:
     _check_groups(config)
     if not config.remat and remat_users:
         raise ConfigError(
-            f"remat = false contradicts {remat_users[0]}, which computes each block again in the backward pass",
+            f"remat = false contradicts {remat_users[0]}, which recomputes each block in the backward pass",
             expected="remat = true",
             got="remat = false",
             hint="leave remat out; to keep activations on the device, use neither --full nor --offload for them",
@@ -462,20 +462,20 @@ def _check_recipe(config: FinetuneConfig, changed: set[str]) -> None:
     alternatives = [("num_epochs", "num_steps"), ("warmup_ratio", "warmup_steps")]
     for first, second in alternatives:
         if {first, second} <= changed:
-            _refuse_both(first, second, f"{first} stands in place of {second}")
+            _refuse_both(first, second, f"{first} replaces {second}")
     if config.schedule not in _DECAYING_SCHEDULES and "final_rate_fraction" in changed:
-        _refuse_both("final_rate_fraction", "schedule", f"the schedule {config.schedule} has no end")
+        _refuse_both("final_rate_fraction", "schedule", f"the schedule {config.schedule} has no final rate")
     if config.schedule != "warmup_stable_decay" and "decay_fraction" in changed:
         _refuse_both("decay_fraction", "schedule", f"the schedule {config.schedule} has no stable part")
     if config.early_stopping_patience is None and "early_stopping_threshold" in changed:
         raise ConfigError(
-            "early_stopping_threshold without early_stopping_patience: nothing is stopped early",
-            expected="both, or none",
+            "early_stopping_threshold has no effect without early_stopping_patience",
+            expected="both, or neither",
             got=f"early_stopping_threshold = {config.early_stopping_threshold}",
-            hint="give early_stopping_patience, too: 3 is usual",
+            hint="set early_stopping_patience, too; 3 is usual",
         )
     if config.max_grad_norm == 0 and "clip_mode" in changed:
-        _refuse_both("clip_mode", "max_grad_norm", "max_grad_norm = 0 clips nothing")
+        _refuse_both("clip_mode", "max_grad_norm", "max_grad_norm = 0 disables clipping")
 
 
 def _refuse_both(first: str, second: str, reason: str) -> None:
@@ -491,7 +491,7 @@ def _refuse_full_settings(config: FinetuneConfig) -> None:
     for field, default in (("clip_mode", "exact"), ("save_dtype", "auto")):
         if (value := getattr(config, field)) != default:
             raise ConfigError(
-                f"{field} is for full-parameter tuning",
+                f"{field} applies only to full-parameter tuning",
                 expected=default,
                 got=value,
                 hint=f"leave {field} out, or tune with --full",
@@ -501,7 +501,7 @@ def _refuse_full_settings(config: FinetuneConfig) -> None:
 def _refuse_with_full(names: list[str]) -> None:
     if names:
         raise ConfigError(
-            f"{names[0]} is a setting of adapters, and full tunes all parameters without any",
+            f"{names[0]} is a setting of adapters, and full tunes all parameters without an adapter",
             expected=f"full, or {' and '.join(names)}",
             got="both",
             hint=f"leave out {', '.join(names)}, or full",

@@ -54,7 +54,7 @@ def load_data(
             "seq_len: a batch is too large",
             expected=f"at most {_MOST_BATCH_TOKENS:,} tokens in a batch",
             got=f"{config.batch_size} × {config.seq_len:,}",
-            hint="look at --seq-len and --batch-size",
+            hint="lower --seq-len or --batch-size",
         )
     options: dict[str, Any] = {
         "seq_len": config.seq_len or (lambda longest: with_seq_len(config, context, longest).seq_len),
@@ -110,7 +110,9 @@ def _with_notes(data: TextData, config: FinetuneConfig, template: ChatTemplate |
         share = f"{num_lost:,} of {data.report.num_tokens:,} tokens ({num_lost / data.report.num_tokens:.0%})"
         notes.insert(0, f"{share} are lost: records are longer than {data.seq_len:,} tokens; raise --seq-len")
     if template is not None and data.report is not None and data.report.kind == "prompt":
-        notes.append(f'prompts are learned as text, without {template.where}; records with "messages" use it')
+        notes.append(
+            f'prompts are read as plain text, without the template {template.where}; records with "messages" use it'
+        )
     return dataclasses.replace(data, notes=tuple(notes))
 
 
@@ -163,15 +165,11 @@ def notes_on(data: str | None, columns: tuple[str, ...] | None, *, is_evaluation
         return []
     if record_folder.evaluation_files:
         names = _join_names(folder, record_folder.evaluation_files)
-        notes.append(f"{folder}: files for --eval-data by their names, which are not read: {names}")
+        notes.append(f"{folder}: files named for evaluation are not read; name them with --eval-data: {names}")
     if record_folder.is_evaluation and not is_evaluation:
-        notes.append(
-            f"{folder}: files trained on, though their names say evaluation: {_join_names(folder, record_folder.files)}"
-        )
+        notes.append(f"{folder}: files named for evaluation are trained on: {_join_names(folder, record_folder.files)}")
     if record_folder.other_files:
-        notes.append(
-            f"{folder}: files not read, because they hold no records: {_join_names(folder, record_folder.other_files)}"
-        )
+        notes.append(f"{folder}: files without records are not read: {_join_names(folder, record_folder.other_files)}")
     return notes
 
 
@@ -188,10 +186,10 @@ def _refuse_record_settings(config: FinetuneConfig, *, is_plain: bool) -> None:
     settings |= {"too_long": config.too_long != "cut", "loss_on": config.loss_on != "completion"}
     if ignored := [name for name, value in settings.items() if value]:
         raise ConfigError(
-            f"{ignored[0]} does nothing for text in contiguous windows",
+            f"{ignored[0]} has no effect on text in contiguous windows",
             expected="records, or --packing best-fit or none",
             got=f"{ignored[0]} = {getattr(config, ignored[0])!r}",
-            hint=f"leave {flag_of(ignored[0])} out, or look whether --data is the file that is meant",
+            hint=f"leave {flag_of(ignored[0])} out, or check that --data names the right file",
         )
 
 
@@ -207,5 +205,5 @@ def _texts(data: str | None, columns: tuple[str, ...] | None) -> Mapping[str, st
         return {data: Path(data)} if data and is_large_text(data) else named_documents(data)
     texts = texts_of_records(Path(data or ""), columns)
     if not texts:
-        raise DataError(f"{data}: no text in it", expected="at least one record that is not blank", hint="check --data")
+        raise DataError(f"{data}: the data has no text", expected="at least one record with text", hint="check --data")
     return texts

@@ -86,10 +86,10 @@ def _parse_ids(value: Any, source: Any, vocab_size: int) -> Sequence[int]:
     for end in ends:
         if type(end) is not int or not 0 <= end < vocab_size:
             raise ModelFileError(
-                f"{source}: eos_token_id is no token",
-                expected=f"0 to {vocab_size - 1}",
+                f"{source}: eos_token_id is not a token id",
+                expected=f"an id from 0 to {vocab_size - 1}",
                 got=shown(end),
-                hint="the file is of a model with another vocabulary; copy it from the model's source again",
+                hint="copy the file from the model's source again; it belongs to a model with another vocabulary",
             )
     return ends
 

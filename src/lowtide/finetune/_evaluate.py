@@ -93,7 +93,7 @@ def text_loss(
     for name, value in (("seq_len", seq_len), ("batch_size", batch_size)):
         if value < 1:
             raise ConfigError(
-                f"{name}: too small", expected="at least 1", got=value, hint="check --seq-len, --batch-size"
+                f"{name} is too small", expected="at least 1", got=value, hint="check --seq-len and --batch-size"
             )
     if len(stream) < 2:
         raise DataError(
@@ -147,10 +147,10 @@ def _check_vocabulary(model: models.Decoder, ids: np.ndarray) -> None:
     """Raise DataError for ids beyond the embeddings; a compiled lookup would clamp them without an error."""
     if (largest := int(ids.max())) >= model.config.vocab_size:
         raise DataError(
-            "the data has tokens that the model has not",
+            "the data has tokens that the model has no embedding for",
             expected=f"ids below {model.config.vocab_size}",
             got=f"id {largest}",
-            hint="the tokenizer is of another model",
+            hint="use the tokenizer of this model",
         )
 
 

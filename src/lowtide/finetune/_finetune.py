@@ -39,7 +39,7 @@ from ..memory import Target
 from ..offload import to_device
 from ..pipeline import Pipeline, schedule, value_and_grad
 from ..train import Record, Trainer, analyze_naive
-from ._adapters import add_adapter, add_eva_adapter, make_loss, refuse_dropout, refuse_eva
+from ._adapters import add_adapter, add_eva_adapter, make_loss
 from ._auxiliary_files import copy_config_keys, read_auxiliary_files, tokenizer_folder
 from ._base import formats, open_base, refuse_for_model, training_dtype
 from ._config import FinetuneConfig, config_to_toml
@@ -97,11 +97,7 @@ class Finetune:
         sharding: ShardingRules | None = None,
     ) -> None:
         if sharding is not None:
-            _refuse_host_offload(config, sharding)
-            _refuse_remat_groups(config, sharding)
-            refuse_eva(config)
-        if sharding is not None and STAGE in sharding.mesh.shape:
-            refuse_dropout(config)
+            _refuse_for_sharding(config, is_pipeline=STAGE in sharding.mesh.shape)
         self._processes = Processes(sharding)
         self.out = Path(out)
         self._trackers = trackers(config, self.out, self._with_rate)  # first, so that a missing package raises at once
@@ -326,15 +322,15 @@ class Finetune:
         if (report := data.report) is not None:
             report_rows = {
                 "rows to train on": f"{report.num_rows:,}",
-                "of them no padding": f"{report.utilisation:.1%}",
-                "of that learned": f"{report.loss_share:.1%}",
-                "blank, left out": f"{report.num_blank:,}",
-                "without a token to learn, left out": f"{report.num_without_loss:,}",
-                "too long, left out": f"{report.num_dropped:,}",
-                "too long, cut or split": f"{report.num_cut:,}",
-                "tokens lost": f"{report.num_lost_tokens:,}",
-                "held out, left out": f"{report.num_held_out_left_out:,}",
-                "held out, tokens lost": f"{report.num_held_out_lost_tokens:,}",
+                "non-padding share of the tokens": f"{report.utilisation:.1%}",
+                "learned share of these tokens": f"{report.loss_share:.1%}",
+                "blank records (skipped)": f"{report.num_blank:,}",
+                "parts without a token to learn (skipped)": f"{report.num_without_loss:,}",
+                "documents longer than a row (dropped)": f"{report.num_dropped:,}",
+                "documents longer than a row (cut or split)": f"{report.num_cut:,}",
+                "training tokens lost": f"{report.num_lost_tokens:,}",
+                "held-out documents skipped": f"{report.num_held_out_left_out:,}",
+                "held-out tokens lost": f"{report.num_held_out_lost_tokens:,}",
             }
             rows += list(report_rows.items())
         return {"Data": rows}
@@ -412,29 +408,43 @@ class Finetune:
         return self.tokenizer.decode(prompt.tolist()), decode_after(self.tokenizer, prompt.tolist(), answer)
 
 
-def _refuse_host_offload(config: FinetuneConfig, sharding: ShardingRules) -> None:
-    """Raise for host offload that sharded runs do not support."""
-    is_pipeline = STAGE in sharding.mesh.shape
-    refused = [word for word in config.offload or () if word != "activations" or not is_pipeline]
-    if config.full or refused:
-        raise ConfigError(
-            "what is in host memory cannot be shared among devices yet",
-            expected="adapters, with everything on the devices" + " but activations" * is_pipeline,
-            got="full" if config.full else f"offload = {', '.join(refused)}",
-            hint="leave --distributed and --pipeline, or --full and --offload out"
+def _refuse_for_sharding(config: FinetuneConfig, *, is_pipeline: bool) -> None:
+    """Raise ConfigError for settings that sharded runs, or pipelines, do not support."""
+    words = [word for word in config.offload or () if word != "activations" or not is_pipeline]
+    rows = (
+        (
+            config.full or words,
+            "--full and host offload cannot be sharded over devices yet",
+            "adapters, with everything on the devices" + " except activations" * is_pipeline,
+            "full" if config.full else f"offload = {', '.join(words)}",
+            "leave out --distributed and --pipeline, or --full and --offload"
             + ("" if is_pipeline else "; with --pipeline activations can be offloaded"),
-        )
-
-
-def _refuse_remat_groups(config: FinetuneConfig, sharding: ShardingRules) -> None:
-    """Raise for `layers_per_remat` with pipeline stages."""
-    if STAGE in sharding.mesh.shape and config.layers_per_remat > 1:
-        raise ConfigError(
-            "layers_per_remat contradicts --pipeline, whose stages keep what enters each of their layers",
-            expected="layers_per_remat = 1",
-            got=f"layers_per_remat = {config.layers_per_remat}",
-            hint="leave layers_per_remat out; --offload activations moves those inputs to the host",
-        )
+        ),
+        (
+            is_pipeline and config.layers_per_remat > 1,
+            "layers_per_remat contradicts --pipeline, whose stages keep the input of each layer",
+            "layers_per_remat = 1",
+            f"layers_per_remat = {config.layers_per_remat}",
+            "leave layers_per_remat out; --offload activations moves those inputs to the host",
+        ),
+        (
+            config.lora_init == "eva",
+            "lora_init: EVA reads whole batches, on one device",
+            "another lora_init with --distributed and --pipeline",
+            config.lora_init,
+            "leave lora_init out, or start on one device and continue with --adapter",
+        ),
+        (
+            is_pipeline and config.lora_dropout,
+            "lora_dropout: the loss of a pipeline takes no random key",
+            "lora_dropout = 0 with --pipeline",
+            config.lora_dropout,
+            "leave lora_dropout or --pipeline out",
+        ),
+    )
+    for is_refused, message, expected, got, hint in rows:
+        if is_refused:
+            raise ConfigError(message, expected=expected, got=got, hint=hint)
 
 
 def _pipeline(config: FinetuneConfig, stack: LayerStack, sharding: ShardingRules) -> Pipeline:

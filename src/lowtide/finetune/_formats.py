@@ -21,21 +21,24 @@ RECORD_SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet")
 _MODEL_FILES = ("config.json", "adapter_config.json", "config.toml", "generation_config.json", "tokenizer.json")
 """Files of a model, an adapter or a run."""
 SUPPORTED = (
-    f"text or source, or records ({', '.join(RECORD_SUFFIXES)}); a file, or a folder of text or of one format of "
-    "records"
+    f"a file of text, source code or records ({', '.join(RECORD_SUFFIXES)}), or a folder of text, source code or "
+    "records in one format"
 )
-_EXPECTED_TEXT = "a text file, a folder of text or source, or JSON lines (.jsonl)"
+_EXPECTED_TEXT = "a text file, a folder of text or source code, or JSON lines (.jsonl)"
 _WRITE_JSON_LINES = 'write JSON lines, one object such as {"text": "..."} a line, into a file that ends in .jsonl'
-_ONE_FORMAT = "name one of its files, or a folder of records of one format"
+_ONE_FORMAT = "name one of its files, or a folder of records in one format"
 _UNPACK = "unpack it first"
 
 _FORMAT_BY_SUFFIX = {
     ".csv": ("a table (CSV)", _WRITE_JSON_LINES),
     ".tsv": ("a table (TSV)", _WRITE_JSON_LINES),
     ".json": ("JSON", _WRITE_JSON_LINES),
-    ".jsonl": ("JSON lines", "put all lines into one .jsonl file (cat folder/*.jsonl > data.jsonl), and give that"),
-    ".ndjson": ("JSON lines", "name it .jsonl"),
-    ".jl": ("JSON lines", "name it .jsonl"),
+    ".jsonl": (
+        "JSON lines",
+        "put all lines into one .jsonl file (cat folder/*.jsonl > data.jsonl), and name that file",
+    ),
+    ".ndjson": ("JSON lines", "rename it to .jsonl"),
+    ".jl": ("JSON lines", "rename it to .jsonl"),
     ".parquet": ("a table (Parquet)", _WRITE_JSON_LINES),
     ".arrow": ("a table (Arrow)", _WRITE_JSON_LINES),
     ".feather": ("a table (Arrow)", _WRITE_JSON_LINES),
@@ -43,7 +46,7 @@ _FORMAT_BY_SUFFIX = {
     ".orc": ("a table (ORC)", _WRITE_JSON_LINES),
     ".xlsx": ("a spreadsheet", _WRITE_JSON_LINES),
     ".docx": ("a Word document", "save it as plain text"),
-    ".pdf": ("a PDF document", "take its text out first (pdftotext)"),
+    ".pdf": ("a PDF document", "extract its text first (pdftotext)"),
     ".gz": ("compressed (gzip)", _UNPACK),
     ".zst": ("compressed (Zstandard)", _UNPACK),
     ".bz2": ("compressed (bzip2)", _UNPACK),
@@ -54,7 +57,7 @@ _FORMAT_BY_SUFFIX = {
     ".tgz": ("an archive (tar, gzip)", _UNPACK),
 }
 _FORMAT_BY_MAGIC = (
-    (b"PAR1", (_FORMAT_BY_SUFFIX[".parquet"][0], "name it .parquet")),
+    (b"PAR1", (_FORMAT_BY_SUFFIX[".parquet"][0], "rename it to .parquet")),
     (b"ARROW1", _FORMAT_BY_SUFFIX[".arrow"]),
     (b"Obj\x01", _FORMAT_BY_SUFFIX[".avro"]),
     (b"\x1f\x8b", _FORMAT_BY_SUFFIX[".gz"]),
@@ -81,7 +84,7 @@ def refuse_other_formats(path: Path) -> None:
             f"{path}: not a regular file",
             expected=SUPPORTED,
             got="a pipe" if path.is_fifo() else "a device or a socket",
-            hint="a run reads its data again when it is resumed; write the content into a file",
+            hint="write the content into a file; a resumed run reads its data again",
         )
     head = read_head(path)
     suffix = path.suffix.lower()
@@ -91,14 +94,14 @@ def refuse_other_formats(path: Path) -> None:
     if match is None and path.suffix != ".jsonl":
         match = _FORMAT_BY_SUFFIX.get(suffix)
         if match is None and _is_json_lines(head):
-            match = (_FORMAT_BY_SUFFIX[".jsonl"][0], "name it .jsonl")
+            match = (_FORMAT_BY_SUFFIX[".jsonl"][0], "rename it to .jsonl")
         elif suffix == ".jsonl":
-            match = (_FORMAT_BY_SUFFIX[".jsonl"][0], "name it .jsonl, in small letters")
+            match = (_FORMAT_BY_SUFFIX[".jsonl"][0], "rename it to .jsonl, in lower case")
     if match is not None:
         description, hint = match
         fields = first_fields(head, suffix)
         raise DataError(
-            f"{path}: {description}, which is not read as plain text",
+            f"{path}: the file is {description}, which is not read as plain text",
             expected=_EXPECTED_TEXT if suffix in RECORD_SUFFIXES and not is_binary(head) else SUPPORTED,
             got=f"fields {shortened(', '.join(map(str, fields)), 300)}" if fields else None,
             hint=hint,
@@ -122,9 +125,9 @@ def refuse_folder_of_records(folder: Path, files: Sequence[Path]) -> None:
     description, hint = _FORMAT_BY_SUFFIX[suffix]
     fields = first_fields(read_head(first), suffix) if suffix in _TEXT_SUFFIXES else []
     raise DataError(
-        f"{folder}: a folder of records, which is not read as plain text",
+        f"{folder}: the folder has records, which are not read as plain text",
         expected=SUPPORTED,
-        got=f"{format_bytes(num_bytes)} of {format_bytes(sum(sizes.values()))} in {len(records)} such files; "
+        got=f"{format_bytes(num_bytes)} of {format_bytes(sum(sizes.values()))} in {len(records)} files of records; "
         f"{first.name} is {description}" + (f", fields {shortened(', '.join(fields), 300)}" if fields else ""),
         hint=hint if len({file.suffix.lower() for file in records}) == 1 else _ONE_FORMAT,
     )
@@ -137,11 +140,11 @@ def _refuse_records_among_text(folder: Path, records: Sequence[Path], num_files:
         fields = first_fields(read_head(file), suffix) if suffix in _TEXT_SUFFIXES else []
         if any(kind <= {*fields} for kind in RECORD_FIELDS):
             raise DataError(
-                f"{folder}: text, with records in it that would be read as text, too",
-                expected="a folder of text or source, or of records that are half of its bytes or more",
+                f"{folder}: the folder mixes text with records, which would be read as text, too",
+                expected="a folder of text or source code, or one with records in at least half of its bytes",
                 got=f"{len(records)} files of tables or JSON among {num_files}; {file.relative_to(folder)} has fields "
                 f"{shortened(', '.join(fields), 300)}",
-                hint=f"name that file: --data {file}; or move it elsewhere, to tune on the text alone",
+                hint=f"name that file: --data {file}; or move it away, to train on the text alone",
             )
 
 

@@ -101,19 +101,19 @@ def inspect(path: str | Path) -> Inspection:
         file = input_file(path.parent, path.name, hint=_COPY_HINT)
         if path.suffix != ".safetensors":
             raise ModelFileError(
-                f"{path}: no file that can be inspected",
+                f"{path}: the file cannot be inspected",
                 expected="a .safetensors or .gguf file, or a folder of a model, an adapter or a run",
                 got=path.suffix or "a name without a suffix",
-                hint=f"for all of a model, name its folder: {path.parent}",
+                hint=f"to inspect a whole model, name its folder: {path.parent}",
             )
         tensors = _read_headers([file])
         return Inspection(
             kind="weights", path=str(path), facts=_weight_facts([file], tensors), problems=_dtype_problems(tensors)
         )
     raise ModelFileError(
-        f"{path}: nothing that can be inspected" if os.path.lexists(path) else f"{path}: no such file or folder",
+        f"{path}: the path cannot be inspected" if os.path.lexists(path) else f"{path}: no such file or folder",
         expected="a folder with config.json, adapter_config.json or config.toml; a .gguf or .safetensors file; or data",
-        hint="name the folder of the model, of the adapter or of the run; of data, a file or a folder of one format",
+        hint="name the folder of the model, the adapter or the run; for data, a file or a folder of one format",
     )
 
 
@@ -147,7 +147,7 @@ def _inspect_model(folder: Path) -> Inspection:
     files = _find_weight_files(folder)
     if files and not any(os.path.lexists(folder / name) for name in (_SINGLE_FILE, _INDEX_FILE)):
         names = shortened(", ".join(file.name for file in files))
-        problems.append(f"neither {_SINGLE_FILE} nor {_INDEX_FILE}, without which shards are not read: {names}")
+        problems.append(f"without {_SINGLE_FILE} or {_INDEX_FILE}, shards are not read: {names}")
     problems += _format_problems(
         [entry for entry in _list_entries(folder) if entry.suffix.lower() in {*_PICKLE_SUFFIXES, *_OTHER_SUFFIXES}],
         files,
@@ -160,7 +160,7 @@ def _inspect_model(folder: Path) -> Inspection:
         problems += _dtype_problems(tensors)
     tied = {_HEAD} & tensors.keys() if is_tied and "model.embed_tokens.weight" in tensors else set[str]()
     if tied:
-        notes.append(f"config.json ties the head to the embedding, and {_HEAD} is stored: one that differs is refused")
+        notes.append(f"config.json ties the head to the embedding, but {_HEAD} is stored: a different head is refused")
     facts |= _weight_facts(files, {name: tensor for name, tensor in tensors.items() if name not in tied}, experts)
     facts["tensors"] = num_tensors - len(tied)
     if expected_parameters is not None and not files:
@@ -168,7 +168,7 @@ def _inspect_model(folder: Path) -> Inspection:
         facts.pop("active_parameters", None)
         facts["parameters"] = expected_parameters
     elif expected_parameters is not None and facts["parameters"] != expected_parameters:
-        got = f"{facts['parameters']:,} parameters in the weights, {expected_parameters:,} that config.json asks for"
+        got = f"{facts['parameters']:,} parameters in the weights, {expected_parameters:,} in config.json"
         problems.append(f"weights and config.json are of different models: {got}")
     facts |= _tokenizer_facts(folder, problems, notes, facts.get("vocabulary"))
     return Inspection(kind="model", path=str(folder), facts=facts, problems=tuple(problems), notes=tuple(notes))
@@ -201,7 +201,7 @@ def _inspect_gguf(path: Path, file: Path) -> Inspection:
     if path.is_dir() and os.path.lexists(path / "tokenizer.json"):
         facts |= _tokenizer_facts(path, problems, notes, facts.get("vocabulary"))
     else:
-        facts["tokenizer"] = "that in the file is not read; name the original's with --tokenizer"
+        facts["tokenizer"] = "not read from the file; name that of the original model with --tokenizer"
     return Inspection(kind="model", path=str(path), facts=facts, problems=tuple(problems), notes=tuple(notes))
 
 
@@ -330,9 +330,9 @@ def _find_weight_files(folder: Path) -> list[Path]:
         ]
     weight_map = _read_json(folder, index_file).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):  # pyright: ignore[reportUnknownVariableType, reportUnknownMemberType]
-        raise ModelFileError(f"{folder / index_file}: weight_map is no table of names", hint=_COPY_HINT)
+        raise ModelFileError(f"{folder / index_file}: weight_map is not a table of names", hint=_COPY_HINT)
     names: set[str] = {*weight_map.values()}  # pyright: ignore[reportUnknownArgumentType, reportUnknownMemberType]
-    return [input_file(folder, name, hint="a shard is missing; copy it, too") for name in sorted(names)]
+    return [input_file(folder, name, hint="copy the missing shard, too") for name in sorted(names)]
 
 
 def _read_headers(files: Sequence[Path]) -> dict[str, tuple[str, tuple[int, ...]]]:
@@ -350,7 +350,7 @@ def _read_headers(files: Sequence[Path]) -> dict[str, tuple[str, tuple[int, ...]
             raise ModelFileError(
                 f"{path}: not a complete safetensors file",
                 got=f"{shortened(error)} ({format_bytes(path.stat().st_size)} on disk)",
-                hint="the file is truncated or damaged; copy it again",
+                hint="copy it again; the file is truncated or damaged",
             ) from error
     return tensors
 
@@ -392,16 +392,18 @@ def _tokenizer_facts(folder: Path, problems: list[str], notes: list[str], vocabu
             facts["tokenizer"] = f"{kind or 'unknown'}, {tokenizer.get_vocab_size():,} tokens"
             largest = max(tokenizer.get_vocab(with_added_tokens=False).values(), default=0)
             if vocabulary is not None and largest >= vocabulary:
-                problems.append(f"tokenizer.json has ids up to {largest:,}, and the model {vocabulary:,} embeddings")
+                problems.append(
+                    f"tokenizer.json has ids up to {largest:,}, but the model has {vocabulary:,} embeddings"
+                )
             elif vocabulary is not None:
                 added = tokenizer.get_vocab()
                 if without_embedding := sorted(name for name, number in added.items() if number >= vocabulary):
-                    note = f"tokenizer.json adds tokens that none of the {vocabulary:,} embeddings is of"
-                    notes.append(f"{note}, and that are refused in a text: {shortened(', '.join(without_embedding))}")
+                    note = f"tokenizer.json adds tokens beyond the {vocabulary:,} embeddings"
+                    notes.append(f"{note}, which are refused in a text: {shortened(', '.join(without_embedding))}")
         except ModelFileError as error:
             problems.append(_message(error))
     else:
-        problems.append("tokenizer.json is missing: text cannot be read; transformers' AutoTokenizer writes it")
+        problems.append("tokenizer.json is missing, so text cannot be tokenised; transformers' AutoTokenizer writes it")
     if os.path.lexists(folder / "tokenizer_config.json") and not facts["chat_template"]:
         facts["chat_template"] = bool(_read_json(folder, "tokenizer_config.json").get("chat_template"))
     if facts["chat_template"]:
@@ -418,7 +420,8 @@ def _tokenizer_facts(folder: Path, problems: list[str], notes: list[str], vocabu
 def _dtype_problems(tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> tuple[str, ...]:
     counts = Counter(dtype for dtype, _ in tensors.values() if dtype not in _BITS)
     return tuple(
-        f"{number} tensors of dtype {dtype}: not floating-point, or quantised" for dtype, number in counts.items()
+        f"{number} tensors have dtype {dtype}, which is quantised or not floating-point"
+        for dtype, number in counts.items()
     )
 
 
@@ -430,7 +433,7 @@ def _format_problems(paths: Sequence[Path], safetensors_files: Sequence[Path] = 
         **dict.fromkeys(_PICKLE_SUFFIXES, "pickled weights, which can run code"),
         **dict.fromkeys(_OTHER_SUFFIXES, "another format"),
     }
-    gguf_description = "a GGUF file, which is read when it is named itself"
+    gguf_description = "a GGUF file; to read it, name the file itself"
     gguf_files = [path for path in paths if path.suffix.lower() == ".gguf"]
     problems = [
         f"{path.name}: {descriptions[path.suffix.lower()]}; Lowtide reads safetensors"
@@ -438,7 +441,7 @@ def _format_problems(paths: Sequence[Path], safetensors_files: Sequence[Path] = 
         if path not in gguf_files
     ]
     return (*problems, *(f"{path.name}: {gguf_description}" for path in gguf_files)) or (
-        "no weights: no .safetensors file is there",
+        "weights are missing: there is no .safetensors file",
     )
 
 

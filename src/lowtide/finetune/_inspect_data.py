@@ -85,14 +85,14 @@ def inspect_data(config: FinetuneConfig) -> Inspection:
         encoder.close()
     facts: dict[str, Any] = {
         "records": dict(kinds),
-        "tokens": {"in all": sum(lengths), "learned": num_learned},
+        "tokens": {"total": sum(lengths), "learned": num_learned},
         **{name: counts[name] for name in ("blank", "duplicates", "empty turns")},
         "columns not read": dict(unread) or None,
         "chat template": template.where if template is not None and {"chat", "alpaca"} & kinds.keys() else None,
     }
     notes = list(notes_on(config.data, config.columns))
     if counts["duplicates"]:
-        notes.append(f"{counts['duplicates']:,} records are copies of others, and are learned again")
+        notes.append(f"{counts['duplicates']:,} records are duplicates, and are learned again")
     if counts["empty turns"]:
         notes.append(f"turns without text: {counts['empty turns']:,}")
     problems: list[str] = []
@@ -105,7 +105,7 @@ def inspect_data(config: FinetuneConfig) -> Inspection:
         if facts["without a token to learn"] == len(lengths):
             problems.append("no record has a token to learn within a row, so a run refuses this data")
     if not lengths:
-        problems.append("no record that is not blank")
+        problems.append("no record has text")
     results: dict[str, Any] = {"facts": facts, "problems": tuple(problems), "notes": tuple(notes)}
     return Inspection(kind="data", path=str(config.data), **results)
 
@@ -117,14 +117,14 @@ def _length_facts(
     seq_len = with_seq_len(config, context, int(lengths.max())).seq_len
     total, long_lengths = int(lengths.sum()), lengths[lengths > seq_len]
     num_lost = int((long_lengths - seq_len).sum())
-    percentiles = {"median": 50, "95 % have at most": 95, "longest": 100}
+    percentiles = {"median": 50, "95th percentile": 95, "longest": 100}
     facts = {
         "tokens of a record": {name: int(np.percentile(lengths, share)) for name, share in percentiles.items()},
         "longer than a row": {f"of {seq_len:,} tokens": len(long_lengths), "tokens lost": num_lost},
         "without a token to learn": int((starts >= seq_len).sum()),
     }
     note = (
-        f"{num_lost:,} of {total:,} tokens of {len(long_lengths):,} records are lost at --seq-len {seq_len}; raise it"
+        f"{num_lost:,} of {total:,} tokens, in {len(long_lengths):,} records, are lost at --seq-len {seq_len}; raise it"
     )
     return facts, [note] if num_lost > 0.02 * total else []
 

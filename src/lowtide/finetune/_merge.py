@@ -63,7 +63,9 @@ def write_merged(
     """
     base, out = Path(directory) if directory is not None else models.base_path(), Path(out)
     if not adapters:
-        raise ConfigError("no adapter to merge", expected="at least one directory", hint="name one with --adapter")
+        raise ConfigError(
+            "there is no adapter to merge", expected="at least one directory", hint="name one with --adapter"
+        )
     refuse_full_folder(out)
     tokenizer_dir = tokenizer_folder(base, tokenizer)
     tokenizer_file = input_file(tokenizer_dir, "tokenizer.json", hint="save the tokenizer in the fast format")
@@ -154,9 +156,9 @@ tags:
 - merged
 ---
 
-# {name}, with adapters folded in
+# {name}, with merged adapters
 
-{count:,} parameters in {dtype}, of the family {merged.config.family}. Made from {name} by folding these adapters
+{count:,} parameters in {dtype}, of the family {merged.config.family}. Made from {name} by merging these adapters
 into its weights, in float32, rounded once:
 
 {chr(10).join(rows)}

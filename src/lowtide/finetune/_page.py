@@ -56,7 +56,9 @@ def write_report(out: str | Path) -> Path:
     """
     out = Path(out)
     if not (out / CONFIG).is_file():
-        raise OutputError(f"{out}: no run to report on", expected=f"{out / CONFIG}", hint="name the folder of a run")
+        raise OutputError(
+            f"{out}: the folder has no run to report on", expected=f"{out / CONFIG}", hint="name the folder of a run"
+        )
     config = config_from_dict(read_config(out / CONFIG), str(out / CONFIG))
     records, notes = read_records(out / METRICS), list[str]()
     parts, memory = _read_parts(out / PARTS, notes), _read_memory(out / REPORT, notes)
@@ -116,7 +118,7 @@ def _facts(
     if losses:
         verdict = f"Held-out loss {losses[0][1]:.4f} → {losses[-1][1]:.4f} in {progress}"
         step, best = min(losses, key=lambda point: point[1])
-        facts.append(("Least held-out loss", f"{best:.4f} at step {step:,}"))
+        facts.append(("Lowest held-out loss", f"{best:.4f} at step {step:,}"))
     times = [value for record in records if (value := _value(record, "seconds"))]
     if times:
         tokens = config.batch_size * config.seq_len
@@ -161,7 +163,7 @@ def _read_parts(path: Path, notes: list[str]) -> Mapping[str, Any]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        notes.append("samples are kept by runs with --report")
+        notes.append("only runs with --report keep samples")
         return {}
     except (OSError, ValueError) as error:
         notes.append(f"{path.name} cannot be read: {error}")
@@ -171,7 +173,7 @@ def _read_parts(path: Path, notes: list[str]) -> Mapping[str, Any]:
 
 def _read_memory(path: Path, notes: list[str]) -> MemoryReport | None:
     if not path.is_file():
-        notes.append("the memory of a step is kept by runs with --report")
+        notes.append("only runs with --report keep the memory of a step")
         return None
     try:
         return MemoryReport.from_json(path)

@@ -26,10 +26,10 @@ def with_steps(config: FinetuneConfig, num_sequences: int | None) -> FinetuneCon
         return config
     if num_sequences is None:
         raise ConfigError(
-            "num_epochs: the data does not say how long it is",
+            "num_epochs: the length of the data is unknown",
             expected="num_steps",
             got=f"num_epochs = {config.num_epochs}",
-            hint="give --steps in place of --num-epochs",
+            hint="use --steps instead of --num-epochs",
         )
     num_steps = max(1, math.ceil(config.num_epochs * num_sequences / config.batch_size))
     return dataclasses.replace(config, num_epochs=None, num_steps=num_steps)

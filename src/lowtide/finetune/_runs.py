@@ -70,7 +70,9 @@ def _open_run(out: Path, values: Mapping[str, Any], source: str, *, resume: bool
     if resume:
         if not _read_folder(out, lambda: (out / CONFIG).is_file()):
             raise OutputError(
-                f"{out}: no run to resume", expected=f"{out / CONFIG}", hint="start the run without --resume"
+                f"{out}: the folder has no run to resume",
+                expected=f"{out / CONFIG}",
+                hint="start the run without --resume",
             )
         saved = read_config(out / CONFIG)
         config = config_from_dict(saved, str(out / CONFIG))
@@ -104,8 +106,8 @@ def _epochs_to_steps(out: Path, config: FinetuneConfig) -> FinetuneConfig:
     num_steps = json.loads((out / DATA).read_text()).get("num_steps") if (out / DATA).is_file() else None
     if not is_count(num_steps, 1):
         raise ConfigError(
-            f"{out}: a run of {config.num_epochs} epochs has not begun, so it cannot be given more steps",
-            hint="leave --steps out, or start another --out",
+            f"{out}: the run of {config.num_epochs} epochs has not started, so its steps cannot be raised",
+            hint="leave --steps out, or start a run in another --out",
         )
     return dataclasses.replace(config, num_epochs=None, num_steps=num_steps)
 
@@ -138,15 +140,15 @@ def check_same_run(out: Path, config: FinetuneConfig, digest: str, day: str | No
     changed = [name for name in sorted(old_settings.keys() & settings.keys()) if old_settings[name] != settings[name]]
     if changed:
         raise ConfigError(
-            f"{out / CONFIG} was changed since the run began",
+            f"{out / CONFIG} was changed since the run started",
             expected=", ".join(f"{name} = {old_settings[name]!r}" for name in changed),
             got=", ".join(f"{name} = {settings[name]!r}" for name in changed),
-            hint="put it back, or start another --out; more steps are asked for with --resume --steps",
+            hint="restore it, or start a run in another --out; for more steps use --resume --steps",
         )
     if old_digest != digest:
         raise ConfigError(
-            f"{out}: the data or the tokenizer changed since this run began",
-            hint="resume needs the same data, or its losses would not be those of one run; start another --out",
+            f"{out}: the data or the tokenizer changed since this run started",
+            hint="restore both, so that the losses are those of one run, or start a run in another --out",
         )
 
 
@@ -161,9 +163,9 @@ def check_checkpoint(out: Path, config: FinetuneConfig, resumed_at: int | None) 
     has_saved = last_step > 2 * config.checkpoint_every or (out / MEMORY).is_file()
     if resumed_at is None and has_saved:
         raise OutputError(
-            f"{out / CHECKPOINTS}: no checkpoint in it",
+            f"{out / CHECKPOINTS}: the folder has no checkpoint",
             expected=f"a checkpoint of a run that has recorded {last_step} steps",
-            hint="put the folder back, or start again with another --out; nothing was changed",
+            hint="restore the folder, or start again with another --out; nothing was changed",
         )
 
 
@@ -224,11 +226,11 @@ def _refuse_other_config(
     }
     if differing:
         raise ConfigError(
-            f"{out}: --resume with another configuration",
+            f"{out}: --resume does not match the configuration of this run",
             expected=", ".join(f"{name} = {old!r}" for name, (old, _) in differing.items()),
             got=", ".join(f"{name} = {new!r}" for name, (_, new) in differing.items()),
-            hint=f"leave them out to continue as {out / CONFIG} says, where what changes bytes but no losses may be "
-            "edited, or start another run with another --out; only --steps may be more",
+            hint=f"leave them out to continue with {out / CONFIG}, where you may edit settings that change bytes but "
+            "no losses, or start a run in another --out; only --steps may be larger",
         )
 
 
@@ -261,4 +263,6 @@ def _read_start(path: Path) -> tuple[str, dict[str, Any], str | None]:
             datetime.date.fromisoformat(day)
         return values["sha256_of_tokens"], dict(values.get("settings", {})), day
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise OutputError(f"{path}: damaged", got=str(error), hint="restore it, or start another --out") from error
+        raise OutputError(
+            f"{path}: the file is damaged", got=str(error), hint="restore it, or start a run in another --out"
+        ) from error

@@ -96,13 +96,13 @@ def named_documents(path: str | Path | None) -> dict[str, str]:
         return dict(sorted(topics.items()))
     if not str(path):
         raise DataError(
-            "the path of the data is empty", hint="name a file or a folder; Path('.') is the one you are in"
+            "the path of the data is empty", hint="name a file or a folder; Path('.') is the current folder"
         )
     path = Path(path)
     try:
         path.stat()
     except (FileNotFoundError, NotADirectoryError):
-        hint = f"--data takes a file of text or of records ({', '.join(RECORD_SUFFIXES)}), or a folder of them"
+        hint = f"name a file of text or of records ({', '.join(RECORD_SUFFIXES)}), or a folder of them"
         raise DataError(f"{path}: no such file or folder", hint=hint) from None
     except OSError as error:
         raise unreadable(path, error) from error
@@ -116,7 +116,7 @@ def named_documents(path: str | Path | None) -> dict[str, str]:
     documents = {name: text for name, text in documents.items() if text.strip()}
     if not documents:
         raise DataError(
-            f"{path}: no text in it", expected="at least one document that is not blank", hint="check --data"
+            f"{path}: the data has no text", expected="at least one document with text", hint="check --data"
         )
     return documents
 
@@ -129,7 +129,7 @@ def texts_of_records(path: Path, columns: tuple[str, ...] | None = None) -> dict
     for example in read_records(path, parse_columns(columns)):
         if example is not None and example.kind != "text":
             raise DataError(
-                f"{example.where}: a record of the kind {example.kind}, where plain text is read",
+                f"{example.where}: the record has the kind {example.kind}, but plain text is read here",
                 expected='records with "text"',
                 hint="leave --packing out, or choose best-fit or none",
             )
@@ -177,7 +177,7 @@ def text_data(
 
     if (isinstance(seq_len, int) and seq_len < 1) or batch_size < 1 or not 0 < held_out_fraction < 1:
         raise ConfigError(
-            "sequence length, batch size or held-out fraction out of range",
+            "sequence length, batch size or held-out fraction is out of range",
             expected="seq_len >= 1, batch_size >= 1, 0 < held_out_fraction < 1",
             got=f"seq_len={seq_len}, batch_size={batch_size}, held_out_fraction={held_out_fraction}",
             hint="check --seq-len and --batch-size",
@@ -310,7 +310,7 @@ def _read_text(path: Path) -> str:
 
 
 def _not_text_error(path: Path) -> DataError:
-    hint = "convert it (iconv -f LATIN1 -t UTF-8), or give a folder or a .jsonl file"
+    hint = "convert it (iconv -f LATIN1 -t UTF-8), or name a folder or a .jsonl file"
     return DataError(f"{path}: not UTF-8 text", expected=SUPPORTED, hint=hint)
 
 

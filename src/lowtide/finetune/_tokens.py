@@ -52,7 +52,7 @@ def encode(tokenizer: Tokenizer, texts: Sequence[str], *, special: bool = True, 
         raise ModelFileError(
             "the tokenizer cannot encode the data",
             got=shortened(error),
-            hint="tokenizer.json lacks characters that the data has, or is damaged",
+            hint="copy tokenizer.json again; it lacks characters of the data, or is damaged",
         ) from error
 
 
@@ -73,10 +73,10 @@ def refuse_unknown_id(token_id: int, largest: int) -> None:
     """Raise ModelFileError when the largest id in the data, `token_id`, is beyond the vocabulary."""
     if token_id > largest:
         raise ModelFileError(
-            "the tokenizer gives tokens that are not in its vocabulary",
+            "the tokenizer returns tokens that are not in its vocabulary",
             expected=f"ids up to {largest}",
             got=f"id {token_id}",
-            hint="the post_processor of tokenizer.json names other ids than its vocabulary; copy the file again",
+            hint="copy tokenizer.json again; its post_processor names ids that its vocabulary lacks",
         )
 
 
@@ -87,10 +87,10 @@ def name_documents(documents: Sequence[str] | Mapping[str, Any]) -> dict[str, An
     """
     if isinstance(documents, str):
         raise DataError(
-            "a text is no list of documents",
+            "a text is not a list of documents",
             expected="texts, or texts by name",
             got=shown(documents),
-            hint="give [text], or of a file of records Path(name)",
+            hint="pass [text], or Path(name) for a file of records",
         )
     if isinstance(documents, Mapping):
         return dict(documents)
@@ -115,8 +115,8 @@ def check_ids(
         return
     token_id = next(int(token) for token in ids if token >= vocab_size)
     raise DataError(
-        f"{where}: a token that the model has no embedding for",
+        f"{where}: the model has no embedding for a token",
         expected=f"ids below {vocab_size}",
         got=f"{shown(tokenizer.id_to_token(token_id))}, id {token_id}",
-        hint="take it out of the text: the tokenizer knows it, and the weights do not",
+        hint="remove it from the text; the tokenizer has this token, but the weights do not",
     )

@@ -30,7 +30,7 @@ def files_below(folder: Path) -> list[Path]:
         folders[:] = [name for name in sorted(folders) if name in paths and not _is_visited(paths[name], root, visited)]
         for name in names:
             if name in paths and paths[name].is_symlink() and not paths[name].exists():
-                raise DataError(f"{paths[name]}: a link to nothing", hint="delete it, or put back what it links to")
+                raise DataError(f"{paths[name]}: the link is broken", hint="delete it, or restore its target")
             if name in paths and paths[name].is_file():
                 files.append(paths[name])
     return sorted(files)
@@ -51,5 +51,5 @@ def unreadable(path: Path, error: OSError) -> DataError:
     return DataError(
         f"{path}: cannot be read",
         got=error.strerror or error,
-        hint="check the permissions; what cannot be read is not left out, since the data would be another one",
+        hint="check the permissions; unreadable files are not skipped, since that would change the data",
     )

@@ -44,8 +44,8 @@ def find_split(folder: Path) -> Path | None:
     name = "train" if "train" in safe_names else safe_names[0] if len(safe_names) == 1 == len(names) else None
     if name is None or not (folder / name / _STATE).is_file():
         raise DataError(
-            f"{folder}: a DatasetDict without a split to take",
-            expected="a split named train, or one split",
+            f"{folder}: the DatasetDict has no split that can be selected",
+            expected="a split named train, or a single split",
             got=shortened(", ".join(map(shown, names)), 300) or "no splits",
             hint=f"name the folder of a split, for instance {folder}/{safe_names[0] if safe_names else 'train'}",
         )
@@ -62,7 +62,7 @@ def read_saved(folder: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
     index_keys = [name for name, value in state.items() if name.startswith("_indices") and value]
     if index_keys:
         raise DataError(
-            f"{folder}: {index_keys[0]} in {_STATE}: a selection of rows that is saved beside the rows",
+            f"{folder}: {_STATE} has {index_keys[0]}, a selection of rows that is saved separately",
             hint="save it again: dataset.flatten_indices().save_to_disk(...)",
         )
     files = state.get("_data_files")
@@ -73,7 +73,7 @@ def read_saved(folder: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
     number = 0
     for name in names:
         try:
-            path = input_file(folder, str(name), hint="the folder is not whole; copy it again")
+            path = input_file(folder, str(name), hint="copy it again; the folder is incomplete")
         except ModelFileError as error:
             raise DataError(error.message, expected=error.expected, got=error.got, hint=error.hint) from error
         with _convert_errors(path), pa.memory_map(str(path)) as source:
@@ -112,13 +112,13 @@ def _convert_errors(path: Path) -> Generator[None]:
         yield
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
         raise DataError(
-            f"{path}: not readable as a table", got=shortened(error), hint="it is cut or damaged; copy it again"
+            f"{path}: cannot be read as a table", got=shortened(error), hint="copy it again; it is truncated or damaged"
         ) from error
 
 
 def _read_json(folder: Path, name: str) -> dict[str, Any]:
     try:
-        path = input_file(folder, name, hint="the folder is not whole; copy it again")
+        path = input_file(folder, name, hint="copy it again; the folder is incomplete")
         return parse_json(read_input(path, most_bytes=_MOST_STATE_BYTES), str(path))
     except ModelFileError as error:
         raise DataError(error.message, expected=error.expected, got=error.got, hint=error.hint) from error
@@ -130,6 +130,6 @@ def _pyarrow(path: Path) -> Any:
         return importlib.import_module("pyarrow")
     except ImportError as error:
         raise ConfigError(
-            f"{path}: a table, which pyarrow reads, and pyarrow is not installed",
+            f"{path}: tables are read by pyarrow, which is not installed",
             hint="pip install 'lowtide[data]', or write JSON lines",
         ) from error

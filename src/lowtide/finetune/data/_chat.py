@@ -90,7 +90,7 @@ def load_chat_template(directory: str | Path, file: str | Path | None = None) ->
         return None
     if not isinstance(source, str) or len(source) > _MOST_BYTES:
         raise ModelFileError(
-            f"{location} is no template",
+            f"{location} is not a template",
             expected="a text in Jinja, or a list of objects with name and template",
             got=shown(source),
             hint="copy the file again, or name a template: --chat-template FILE",
@@ -178,7 +178,7 @@ class Renderer:
             raise DataError(
                 f"{location}: the chat template refuses this conversation",
                 got=shortened(error_message),
-                hint=f"look at its messages, their roles and their order; the template is {self._template.where}",
+                hint=f"check its messages, their roles and their order; the template is {self._template.where}",
             )
         return answer
 
@@ -200,9 +200,9 @@ class Renderer:
             return spans
         if len(spans) != len(turns):
             raise DataError(
-                f"{example.where}: the chat template does not say what of it is the turn with a weight of 0",
+                f"{example.where}: the chat template does not show which part is the turn with a weight of 0",
                 expected=f"{{% generation %}} once for each of the assistant's {len(turns)} turns",
-                got=f"{len(spans)} times, by {self._template.where}",
+                got=f"{len(spans)} times in {self._template.where}",
                 hint="name a template that marks each turn once: --chat-template FILE",
             )
         return [span for number, span in zip(turns, sorted(spans), strict=True) if number not in zero_weight]
@@ -217,9 +217,9 @@ class Renderer:
     def _unclear_error(self, location: str, subject: str, misplaced: int | None = None) -> DataError:
         details = "" if misplaced is None else f", which leaves message {misplaced + 1} out or moves it"
         return DataError(
-            f"{location}: the chat template does not say where {subject} begins and ends",
+            f"{location}: the chat template does not show where {subject} begins and ends",
             expected="a template with {% generation %} around the assistant's turns, or one that renders the beginning "
-            "of a conversation as it does within the whole",
+            "of a conversation as in the whole conversation",
             got=f"{self._template.where}{details}",
             hint="name a template that marks them (--chat-template FILE), or learn all tokens (--loss-on all)",
         )
@@ -246,15 +246,15 @@ class Renderer:
             timer.cancel()
         if not line.endswith(b"\n"):
             raise self._template_error(
-                f"it did not end in {_SECONDS:g} s" if timed_out.is_set() else "its process ended"
+                f"it did not finish within {_SECONDS:g} s" if timed_out.is_set() else "its process ended"
             )
         return json.loads(line)
 
     def _template_error(self, reason: str) -> ModelFileError:
         return ModelFileError(
-            f"{self._template.where}: a chat template that cannot be used",
+            f"{self._template.where}: the chat template cannot be used",
             got=shortened(reason),
-            hint="shorten a very large conversation; else copy the file again, or name another: --chat-template FILE",
+            hint="shorten a very large conversation, copy the file again, or name another: --chat-template FILE",
         )
 
 
@@ -315,7 +315,7 @@ def _default_template(templates: list[Any], location: str) -> Any:
     if "default" not in by_name and len(by_name) != 1:
         raise ModelFileError(
             f"{location} has several templates and none is named default",
-            got=shortened(", ".join(map(shown, by_name)), 300) or "none with a name",
-            hint="put the one that is meant into a file, and name it: --chat-template FILE",
+            got=shortened(", ".join(map(shown, by_name)), 300) or "no named template",
+            hint="write the right one into a file, and name it: --chat-template FILE",
         )
     return by_name.get("default", next(iter(by_name.values())))

@@ -93,15 +93,15 @@ class Encoder:
             return text, None if is_all_learned else [(len(prompt), len(text))]
         if self._template is None:
             raise DataError(
-                f"{example.where}: messages, and the model has no chat template",
+                f"{example.where}: the record has messages, but the model has no chat template",
                 expected="chat_template.jinja, or chat_template in tokenizer_config.json",
                 hint="copy it from the model's source, or name a template: --chat-template FILE",
             )
         if is_all_learned and any(message.get("weight") == 0 for message in example.messages):
             raise DataError(
-                f"{example.where}: a turn has the weight 0, and all tokens are to be learned",
+                f"{example.where}: a turn has the weight 0, but --loss-on all learns all tokens",
                 expected="turns without weight, or --loss-on completion",
-                hint="leave --loss-on out, or take the weight out of the record",
+                hint="leave --loss-on out, or remove the weight from the record",
             )
         if self._renderer is None:
             self._renderer = Renderer(self._template)

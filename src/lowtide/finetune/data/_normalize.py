@@ -132,7 +132,7 @@ def _normalize_turn(turn: Mapping[str, Any], location: str) -> dict[str, Any]:
                 f"{location}: a turn has {name} = {shown(value)}",
                 expected="true or false, 1 or 0",
                 got=shown(value),
-                hint=f"{name} says whether a turn is learned; remove it, or write weight: 0",
+                hint=f"remove {name}, which says whether a turn is learned, or write weight: 0",
             )
         if bool(value) is excluding_value:
             fields["weight"] = 0
@@ -147,7 +147,7 @@ def _normalize_turn(turn: Mapping[str, Any], location: str) -> dict[str, Any]:
                 f"{location}: the function_call of a turn cannot be read",
                 expected="an object with name and arguments, in a turn without tool_calls",
                 got=shown(call),
-                hint="write tool_calls",
+                hint="write tool_calls instead",
             )
         fields["tool_calls"] = [{"type": "function", "function": call}]
     if fields.get("role") == "function":

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ...core import DataError, ModelFileError, format_bytes, parse_json, shortened, shown
+from .._walk import unreadable
 from ._arrow import find_split, read_parquet, read_saved
 from ._folders import RecordFolder, record_folder
 from ._schema import Example, parse_list, parse_record
@@ -60,7 +61,7 @@ def read_records(path: Path, columns: Mapping[str, str]) -> Iterator[Example | N
             kind = kind or example.kind
             if example.kind != kind:
                 raise DataError(
-                    f"{location}: a record of another kind than those before",
+                    f"{location}: the record has another kind than those before it",
                     expected=kind,
                     got=example.kind,
                     hint="train on one kind at a time: name a file, or a folder of one kind",
@@ -96,21 +97,20 @@ def _read_raw(path: Path) -> RawRecords:
     for file in data_files(path):
         if file.suffix.lower() not in _READERS:
             raise DataError(
-                f"{file}: not a file of records that is read",
+                f"{file}: not a supported file of records",
                 expected=f"one of {', '.join(_READERS)}, or a folder of one of them",
                 got=shown(file.suffix) if file.suffix else "a name without a suffix",
-                hint="unpack what is compressed; convert the rest, such as to JSON lines (.jsonl)",
+                hint="unpack compressed files; convert others, for instance to JSON lines (.jsonl)",
             )
         try:
             if not file.stat().st_size:
-                raise DataError(f"{file}: an empty file", hint="check --data")
+                raise DataError(f"{file}: the file is empty", hint="check --data")
             yield from _READERS[file.suffix.lower()](file)
         except UnicodeDecodeError as error:
             hint = "convert it (iconv -f LATIN1 -t UTF-8)"
             raise DataError(f"{file}: not UTF-8 text", got=shortened(error), hint=hint) from error
         except OSError as error:
-            got = error.strerror or str(error)
-            raise DataError(f"{file}: cannot be read", got=got, hint="check the permissions") from error
+            raise unreadable(file, error) from error
 
 
 def _read_lines(path: Path) -> RawRecords:
@@ -121,7 +121,7 @@ def _read_lines(path: Path) -> RawRecords:
             location = f"{path}:{number}"
             if len(line) > _MOST_LINE_BYTES:
                 got = f"more than {format_bytes(_MOST_LINE_BYTES)}"
-                raise DataError(f"{location}: a line too long", got=got, hint="write one JSON object a line")
+                raise DataError(f"{location}: the line is too long", got=got, hint="write one JSON object a line")
             line = line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line
             if line.strip():
                 yield location, _parse_object(line, location)
@@ -131,7 +131,7 @@ def _parse_object(line: bytes, location: str) -> dict[str, Any]:
     try:
         return parse_json(line, location)
     except ModelFileError as error:
-        raise DataError(error.message, got=error.got, hint="one JSON object a line, as its standard has it") from error
+        raise DataError(error.message, got=error.got, hint="write one standard JSON object a line") from error
 
 
 def _read_json(path: Path) -> RawRecords:
@@ -141,7 +141,7 @@ def _read_json(path: Path) -> RawRecords:
     size = path.stat().st_size
     if size > _MOST_JSON_BYTES:
         raise DataError(
-            f"{path}: too large for a JSON list, which is read as a whole",
+            f"{path}: the file is too large for a JSON list, which is read as a whole",
             expected=f"at most {format_bytes(_MOST_JSON_BYTES)}",
             got=format_bytes(size),
             hint="write JSON lines (.jsonl): jq -c '.[]' data.json > data.jsonl",
@@ -149,7 +149,7 @@ def _read_json(path: Path) -> RawRecords:
     for number, record in enumerate(parse_list(path.read_bytes().removeprefix(b"\xef\xbb\xbf"), str(path)), 1):
         if not isinstance(record, dict):
             hint = "write a list of objects"
-            raise DataError(f"{path}: record {number} is no object", got=shown(record), hint=hint)
+            raise DataError(f"{path}: record {number} is not an object", got=shown(record), hint=hint)
         yield f"{path}: record {number}", record
 
 
@@ -175,24 +175,27 @@ def _read_csv(path: Path) -> RawRecords:
         try:
             names = next(rows, [])
             if not names or len(set(names)) < len(names):
-                got = shortened(", ".join(map(shown, names)), 300) or "nothing"
-                hint = "the first line names the columns, each once"
-                raise DataError(f"{path}: no header", expected="a first line of different names", got=got, hint=hint)
+                raise DataError(
+                    f"{path}: the header is missing, or repeats a name",
+                    expected="a first line of distinct names",
+                    got=shortened(", ".join(map(shown, names)), 300) or "nothing",
+                    hint="name each column once in the first line",
+                )
             for row in rows:
                 location = f"{path}:{rows.line_num}"
                 if not row:
                     continue
                 if len(row) != len(names):
                     raise DataError(
-                        f"{location}: a row that does not fit the header",
+                        f"{location}: the row does not match the header",
                         expected=f"{len(names)} fields",
                         got=f"{len(row)} fields",
-                        hint="put fields with commas or line breaks in quotes; the mark is a comma, of .tsv a tab",
+                        hint="quote fields with commas or line breaks; the delimiter is a comma, or a tab for .tsv",
                     )
                 yield location, dict(zip(names, row, strict=True))
         except csv.Error as error:
-            hint = "a quote is not closed, or the file is cut"
-            raise DataError(f"{path}:{rows.line_num}: not CSV", got=shortened(error), hint=hint) from error
+            hint = "close every quote, or copy the file again if it is truncated"
+            raise DataError(f"{path}:{rows.line_num}: not a CSV file", got=shortened(error), hint=hint) from error
 
 
 _READERS: dict[str, Callable[[Path], RawRecords]] = {

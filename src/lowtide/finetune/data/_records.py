@@ -204,7 +204,7 @@ def record_data(
     train, held_out = _split_documents(store, eval_store, held_out_fraction, seed)
     pack = _Packer(seq_len=seq_len, packing=packing, too_long=too_long)
     train, rows, counts = pack(store, train, "data: ")
-    eval_pieces, eval_rows, eval_counts = pack(eval_store, held_out, "what is held out for evaluation: ")
+    eval_pieces, eval_rows, eval_counts = pack(eval_store, held_out, "held-out data: ")
     row_source = RowSource(store, train, rows, seq_len)
     dataset = grain.MapDataset.source(row_source).seed(seed).shuffle().repeat().batch(batch_size)  # pyright: ignore
     settings = f"{store.digest} {eval_store.digest} {seq_len} {seed} {held_out_fraction} {packing} {too_long}"
@@ -320,10 +320,10 @@ class _Packer:
             ).any():
                 raise _no_answer_error(store, documents, source)
             raise DataError(
-                f"{source}no document is left that has a token to learn",
+                f"{source}no document with a token to learn is left",
                 expected=f"documents whose completion begins within --seq-len {self.seq_len}",
                 got=f"{len(documents)} documents, {pieces.num_cut} cut and {pieces.num_dropped} dropped as too long",
-                hint="raise --seq-len, or give more data; --loss-on all learns the prompts, too",
+                hint="raise --seq-len, give more data, or learn the prompts, too, with --loss-on all",
             )
         rows = one_row_each(len(useful)) if self.packing == "none" else best_fit(useful_pieces.length, self.seq_len)
         counts = {
@@ -338,14 +338,14 @@ class _Packer:
 
 def _no_answer_error(store: Store, documents: np.ndarray, source: str) -> DataError:
     expectations = {
-        "chat": 'turns of the role assistant, with content and no "weight": 0; those that the template marks, if any',
+        "chat": 'turns of the role assistant with content, without "weight": 0, and inside the marks of the template',
         "text": "documents of more than one token",
     }
     return DataError(
-        f"{source}no answer to learn in it",
+        f"{source}there is no answer to learn",
         expected=expectations.get(store.kind, "completions or outputs that are not empty"),
         got=f"{len(documents):,} documents of the kind {store.kind}, none with a token to learn",
-        hint="look at the roles of the records, and at the template's marks; --loss-on all learns all that is read",
+        hint="check the roles of the records and the template's marks, or learn all tokens with --loss-on all",
     )
 
 
@@ -366,9 +366,9 @@ def _split_documents(store: Store, eval_store: Store, fraction: float, seed: int
         return order, np.arange(len(eval_store.lengths))
     if count < 2:
         raise DataError(
-            "the data has one document, too few to train on one and hold one out",
+            "the data has one document, too few to train on one and hold out another",
             expected="at least two documents",
-            hint="give more data, or a file of its own for evaluation: --eval-data",
+            hint="give more data, or a separate file for evaluation: --eval-data",
         )
     num_held_out = min(count - 1, max(1, round(count * fraction)))
     return order[:-num_held_out], order[-num_held_out:]

@@ -239,7 +239,7 @@ def _check_tool_calls(render: Any, messages: list[Any]) -> None:
         marked_message = _mark_calls(message, lambda j, i=i: f"\ue000{nonce}!{i},{j};")
         if marked_message is not message:
             calls = range(len(message["tool_calls"]))
-            descriptions |= {f"\ue000{nonce}!{i},{j};": f"call {j + 1} of tools in message {i + 1}" for j in calls}
+            descriptions |= {f"\ue000{nonce}!{i},{j};": f"tool call {j + 1} of message {i + 1}" for j in calls}
         conversation.append(marked_message)
     if not descriptions:
         return
@@ -300,7 +300,7 @@ def _compile(source: str, special: dict[str, str], day: str | None) -> tuple[Any
 
     class Environment(ImmutableSandboxedEnvironment):
         def unsafe_undefined(self, obj: Any, attribute: str) -> Any:
-            raise SecurityError(f"the template asks for {attribute!r} of a {type(obj).__name__}")
+            raise SecurityError(f"the template accesses {attribute!r} of a {type(obj).__name__}")
 
     class Generation(Extension):
         """The ``{% generation %}`` tag, which writes marks around its text.

@@ -47,8 +47,8 @@ _TOOL_CALL_SPEAKERS = ("function_call", "tool_call")
 _SHAREGPT_ROLES = ("human", "gpt", "chatgpt")
 _KNOWN_ROLES = ("assistant", "user", "system", "tool")
 _CHAT = '{"messages": [{"role": "user", "content": "..."}, ...]}'
-_HINT = f'one object a record, such as {{"text": "..."}} or {_CHAT}'
-_CHAT_HINT = f"one object a record, such as {_CHAT}"
+_HINT = f'write one object a record, such as {{"text": "..."}} or {_CHAT}'
+_CHAT_HINT = f"write one object a record, such as {_CHAT}"
 
 
 class _StrictModel(BaseModel):
@@ -139,10 +139,10 @@ def parse_columns(words: tuple[str, ...] | None) -> dict[str, str]:
         field, separator, column = word.partition("=")
         if not separator or field not in FIELDS or not column or field in column_of:
             raise ConfigError(
-                f"columns: {shown(word)} does not say which column a field is in",
+                f"columns: {shown(word)} does not map a field to a column",
                 expected=f"field=column, each field once, of {', '.join(FIELDS)}",
                 got=shown(word),
-                hint="for instance --columns messages=chat, or --columns prompt=question,completion=answer",
+                hint="write for instance --columns messages=chat, or --columns prompt=question,completion=answer",
             )
         column_of[field] = column
     return column_of
@@ -219,7 +219,7 @@ def _check_speakers(record: Mapping[str, Any], location: str) -> None:
         raise DataError(
             f"{location}: conversations has turns with a role",
             expected="from and value in each turn; or messages, with role and content",
-            hint=f"say that these are messages: --columns messages=conversations{extra_columns}",
+            hint=f"read them as messages: --columns messages=conversations{extra_columns}",
         )
 
 
@@ -227,9 +227,9 @@ def _kind_of(raw: Mapping[str, Any], location: str, columns: Mapping[str, str]) 
     missing = [column for column in columns.values() if column not in raw]
     if missing:
         raise DataError(
-            f"{location}: no field {shown(missing[0])}, which --columns names",
+            f"{location}: the record has no field {shown(missing[0])}, which --columns names",
             got=f"fields {_list_fields(raw)}",
-            hint="name a column that is there",
+            hint="name a column of the record",
         )
     record = {field: raw[column] for field, column in columns.items()} if columns else dict(raw)
     kinds = [kind for kind, fields in _KINDS.items() if all(field in record for field in fields)]
@@ -242,21 +242,21 @@ def _kind_of(raw: Mapping[str, Any], location: str, columns: Mapping[str, str]) 
             *(name for name in _OPTIONAL_FIELDS.get(kinds[0], ("tools",)) if name in record),
         ]
         raise DataError(
-            f"{location}: several kinds of record at once: {'; '.join(fields)}",
+            f"{location}: the record matches several kinds: {'; '.join(fields)}",
             expected="one kind",
             got=f"fields {_list_fields(raw)}",
-            hint=f"say which one is meant: --columns {','.join(f'{name}={columns.get(name, name)}' for name in names)}",
+            hint=f"select one of them: --columns {','.join(f'{name}={columns.get(name, name)}' for name in names)}",
         )
     delimiter = next(
         (delimiter for delimiter in (";", "\t", "|") if len(raw) == 1 and delimiter in next(iter(raw))), None
     )
     raise DataError(
-        f"{location}: no kind of record that is known",
+        f"{location}: the record matches no known kind",
         expected="text; prompt and completion; instruction and output; messages; or conversations",
         got=f"fields {_list_fields(raw)}",
         hint="name the columns, for instance --columns messages=chat or --columns prompt=question,completion=answer"
         if delimiter is None
-        else f"columns seem to be divided by {shown(delimiter)}: write the file with commas, or as .tsv with tabs",
+        else f"write the file with commas, or as .tsv with tabs; columns seem to be separated by {shown(delimiter)}",
     )
 
 
@@ -285,10 +285,10 @@ def parse_list(content: bytes, where: str) -> list[Any]:
 def _remedy(content: bytes) -> str:
     """Return a hint on how to repair a list that is not JSON."""
     if re.match(rb"\s*\[\s*(\{\s*)?'", content):
-        return "this is Python's notation: write it with json.dumps, not with str"
+        return "write it with json.dumps, not with str; this is Python's notation"
     if re.search(rb",\s*[\]}]\s*$", content):
         return "remove the comma before the closing bracket"
-    return "write the file again; it is cut or damaged"
+    return "write the file again; it is truncated or damaged"
 
 
 def _prompt_example(record: Mapping[str, Any], location: str, tools: Any) -> Example:
@@ -325,10 +325,10 @@ def _weight_field(turn: Mapping[str, Any]) -> dict[str, Any]:
 def _parse_calls(value: str, location: str) -> list[dict[str, Any]]:
     """Parse the tool calls of a turn: a JSON object with name and arguments, or a list of them."""
     text = value.strip().encode("utf-8", "surrogatepass")
-    calls = parse_list(text if text.startswith(b"[") else b"[" + text + b"]", f"{location}: a call of a tool")
+    calls = parse_list(text if text.startswith(b"[") else b"[" + text + b"]", f"{location}: a tool call")
     if not calls or not all(isinstance(call, dict) and "name" in call for call in calls):
         raise DataError(
-            f"{location}: a call of a tool that cannot be read",
+            f"{location}: the tool call cannot be read",
             expected='{"name": "...", "arguments": {...}}, or a list of such objects',
             got=shown(value),
             hint="write messages, with tool_calls in the assistant's turns",
@@ -343,9 +343,9 @@ def _check_weights(turns: Any, location: str) -> None:
         if weight is not None and (isinstance(weight, bool) or weight not in (0, 1)):
             raise DataError(
                 f"{location}: a turn has the weight {shown(weight)}",
-                expected="0, which is read and not learned, or 1, as if there were none",
+                expected="0, which is read and not learned, or 1, the default",
                 got=shown(weight),
-                hint="turns are learned or not; give others no weight",
+                hint="remove the weight, or write 0 or 1; a turn is learned or not",
             )
 
 
@@ -354,8 +354,8 @@ def _check_unread(record: Mapping[str, Any], location: str) -> None:
     fields = [field for field in ("instruction", "input", "output") if field in record]
     if not _is_blank(record.get("history")):
         raise DataError(
-            f"{location}: history beside instruction and output, which is not read",
-            expected="messages, which have earlier turns",
+            f"{location}: history is not read with instruction and output",
+            expected="messages, which include earlier turns",
             got=shown(record["history"]),
             hint="write the record as messages, or leave history out: "
             f"--columns {','.join(f'{field}={field}' for field in fields)}",
@@ -379,8 +379,8 @@ def _check_roles(turns: Any, location: str) -> None:
         )
         if close:
             raise DataError(
-                f"{location}: a role {shown(role)}",
-                expected=f"one of {', '.join(_KNOWN_ROLES)}, or what the chat template knows besides",
+                f"{location}: unknown role {shown(role)}",
+                expected=f"one of {', '.join(_KNOWN_ROLES)}, or another role of the chat template",
                 got=shown(role),
                 hint=f"write {close[0]}",
             )
@@ -395,9 +395,9 @@ def _check_unicode(record: Mapping[str, Any], location: str) -> None:
         json.dumps(record, ensure_ascii=False, default=str).encode("utf-8")
     except UnicodeEncodeError as error:
         raise DataError(
-            f"{location}: the text is no Unicode",
+            f"{location}: the text is not valid Unicode",
             got=str(error),
-            hint="half of a surrogate pair (\\ud800 to \\udfff) is no character; write the file again",
+            hint="write the file again; half of a surrogate pair (\\ud800 to \\udfff) is not a character",
         ) from error
 
 

@@ -197,7 +197,7 @@ def _write(
             os.fsync(file.fileno())
     if not end:
         raise DataError(
-            f"{source if is_path else 'text'}: {f'all {count} records are blank' if count else 'no records in it'}",
+            f"{source if is_path else 'text'}: {f'all {count} records are blank' if count else 'there are no records'}",
             expected="at least one record with text",
             hint="check --data and --columns",
         )
@@ -238,8 +238,8 @@ def _open(folder: Path) -> Store:
 
 
 def _truncated_error(folder: Path, error: Exception | None = None) -> DataError:
-    hint = "delete this folder; it is written again"
-    return DataError(f"{folder}: a store that is cut", got=error and shortened(error), hint=hint)
+    hint = "delete this folder; the next run writes it again"
+    return DataError(f"{folder}: the store is truncated", got=error and shortened(error), hint=hint)
 
 
 def _file_digest(path: Path) -> bytes:
