@@ -57,6 +57,7 @@ INTERNAL = (
     "targets",
     "distributed",
     "advice",
+    "checkpoint",
     "layerwise",
     "schedules",
     "split",

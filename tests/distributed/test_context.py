@@ -18,7 +18,7 @@ from jax import P
 from jax.sharding import AxisType
 
 import lowtide as lt
-from lowtide.core import ConfigError, DataError, SelectionError, dividing, map_with_paths
+from lowtide.core import ConfigError, DataError, SelectionError, activation_sharding, map_with_paths
 from lowtide.losses import _cross_entropy
 from lowtide.models import DecoderConfig, Experts
 from lowtide.ops import _blocks, _pairs, _tokens, attention
@@ -85,7 +85,7 @@ def packed(num_rows: int = 4, length: int = LENGTH) -> dict[str, np.ndarray]:
 def divided(rules: ShardingRules) -> contextlib.AbstractContextManager[None]:
     """As the trainer traces a step."""
     mesh: Any = rules.mesh.abstract_mesh
-    return dividing(dataclasses.replace(rules, mesh=mesh).constrain, mesh)
+    return activation_sharding(dataclasses.replace(rules, mesh=mesh).constrain, mesh)
 
 
 def gradients(wrt: str, remat: bool) -> Any:
@@ -272,7 +272,7 @@ def test_mistakes_have_errors_of_their_own() -> None:
         jax.jit(attention)(*(jnp.ones((1, 16, 12, 4)),) * 3)
     schedule = lt.pipeline.schedule("1f1b", num_stages=2, num_microbatches=2)
     staged = ShardingRules(mesh=make_mesh(stage=2, context=4))
-    with pytest.raises(ConfigError, match=r"(?s)pipeline cannot divide the tokens.*stage 2 × .*context 4.*hint:"):
+    with pytest.raises(ConfigError, match=r"(?s)pipeline cannot shard the tokens.*stage 2 × .*context 4.*hint:"):
         lt.Trainer(decoder(), None, optax.sgd(0.1), sharding=staged, pipeline=schedule)
     step = lt.offload.layerwise_step(decoder().stack, optax.sgd(0.1))
     with pytest.raises(ConfigError, match=r"(?s)layerwise step cannot shard the tokens.*'context': 8.*hint:"):

@@ -297,7 +297,7 @@ def test_what_is_no_rule_is_refused(rule):
 
 
 def test_the_copy_on_the_host_holds_each_part_once():
-    from lowtide.train._recovery import HostSnapshot
+    from lowtide.train.checkpoint._snapshots import HostSnapshot
 
     rules = ShardingRules(mesh=make_mesh(data=8, fsdp=1))
     snapshot = HostSnapshot({"w": jax.device_put(jnp.ones((64, 64)), rules.replicated())})

@@ -144,7 +144,7 @@ def test_an_interrupt_while_arrays_are_lent_leaves_the_model_whole(kind: str, mo
 
 @pytest.mark.parametrize("kind", ["keras", "nnx"])
 def test_a_checkpoint_that_cannot_be_read_leaves_the_model_whole(kind: str, tmp_path: Any, monkeypatch: Any) -> None:
-    from lowtide.train._checkpoint import Checkpoints
+    from lowtide.train.checkpoint import Checkpoints
 
     model, _, kernel = made(kind)
     first = _again(kind, model, checkpoint_dir=tmp_path)

@@ -18,9 +18,9 @@ import pytest
 
 import lowtide as lt
 from lowtide.core import LowtideError, StateError, StructureError
-from lowtide.train import _checksums
+from lowtide.train.checkpoint import _storage
 
-SUMS = _checksums.FILE
+SUMS = _storage.CHECKSUMS
 
 
 def loss_fn(model, x):
@@ -197,32 +197,30 @@ def test_what_is_damaged_costs_a_trainer_nothing_that_it_holds(saved, tmp_path):
 
 
 def test_large_files_are_read_in_parts_and_shared_by_processes(tmp_path, monkeypatch):
-    monkeypatch.setattr(_checksums, "_BUFFER_BYTES", 10)
+    monkeypatch.setattr(_storage, "_BUFFER_BYTES", 10)
     for number in range(4):
         (tmp_path / f"{number}").write_bytes(bytes(range(95)))
-    _checksums.write_checksums(tmp_path)
+    _storage.write_checksums(tmp_path)
     (tmp_path / "2").write_bytes(bytes(range(94)) + b"!")
-    assert [_checksums.find_damage(tmp_path, part, 4) is None for part in range(4)] == [True, True, False, True]
+    assert [_storage.find_damage(tmp_path, part, 4) is None for part in range(4)] == [True, True, False, True]
     (tmp_path / "3").write_bytes(b"")
-    assert all(
-        pathlib.Path(tmp_path, "3").name in (_checksums.find_damage(tmp_path, part, 4) or "") for part in range(2)
-    )
+    assert all(pathlib.Path(tmp_path, "3").name in (_storage.find_damage(tmp_path, part, 4) or "") for part in range(2))
 
 
 def test_a_file_that_its_disk_gives_no_more_is_damage_and_one_that_may_not_be_read_is_not(tmp_path, monkeypatch):
     (tmp_path / "a").write_bytes(b"abc")
-    _checksums.write_checksums(tmp_path)
+    _storage.write_checksums(tmp_path)
     for number, expected in [(errno.EIO, "can no longer be read from its disk"), (errno.EACCES, None)]:
 
         def fail(paths, number=number):
             raise OSError(number, os.strerror(number))
 
-        monkeypatch.setattr(_checksums, "_compute_checksums", fail)
+        monkeypatch.setattr(_storage, "_compute_checksums", fail)
         if expected:
-            assert expected in str(_checksums.find_damage(tmp_path))
+            assert expected in str(_storage.find_damage(tmp_path))
         else:
             with pytest.raises(PermissionError):
-                _checksums.find_damage(tmp_path)
+                _storage.find_damage(tmp_path)
 
 
 @pytest.mark.parametrize(

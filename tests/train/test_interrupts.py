@@ -17,8 +17,9 @@ import pytest
 
 import lowtide as lt
 from lowtide.core import ConfigError, StateError
-from lowtide.train import Callback, EarlyStopping, ReduceOnPlateau, _checksums
+from lowtide.train import Callback, EarlyStopping, ReduceOnPlateau
 from lowtide.train._signals import SigtermMonitor
+from lowtide.train.checkpoint import _storage
 
 
 def trainer(tx: Any = None, **options: Any) -> lt.Trainer:
@@ -96,7 +97,7 @@ def test_a_signal_while_a_step_is_sent_leaves_the_position_after_its_batch(tmp_p
 def test_an_interrupt_of_a_save_loses_no_checkpoint(when: str, tmp_path: Any, monkeypatch: Any) -> None:
     import orbax.checkpoint as ocp
 
-    begin, write, is_let_go = ocp.AsyncCheckpointer.save, _checksums.write_checksums, threading.Event()
+    begin, write, is_let_go = ocp.AsyncCheckpointer.save, _storage.write_checksums, threading.Event()
     ours, is_waiting = trainer(checkpoint_dir=tmp_path), when == "it waits for the one before"
 
     def slow(folder: Any) -> None:
@@ -120,7 +121,7 @@ def test_an_interrupt_of_a_save_loses_no_checkpoint(when: str, tmp_path: Any, mo
         if is_waiting:
             threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT)).start()
 
-    monkeypatch.setattr(_checksums, "write_checksums", slow)
+    monkeypatch.setattr(_storage, "write_checksums", slow)
     monkeypatch.setattr(ocp.AsyncCheckpointer, "save", half)
     before = signal.signal(signal.SIGINT, come)
     try:

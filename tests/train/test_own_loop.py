@@ -15,7 +15,7 @@ import pytest
 import lowtide as lt
 from lowtide.core import LowtideError, NonFiniteError, StateError, StructureError
 from lowtide.train import Callback, Event
-from lowtide.train._session import Session
+from lowtide.train._loop import Session
 
 DATA = [np.float32(value) for value in (1, 2, 4, 8)]
 

@@ -428,7 +428,7 @@ WRONG: dict[str, tuple[Any, Options, str]] = {
     "layerwise": (decoder, {"tx": layerwise_step(decoder().stack, optax.sgd(0.1))}, "with a layerwise step"),
     "no stack": (own, {}, "a schedule needs a model with a stack"),
     "no layers": (lambda: {"w": jnp.ones(2)}, {"pipeline": own_pipeline()}, "made of outer and layers"),
-    "other mesh": (decoder, {"sharding": ShardingRules(mesh=make_mesh(stage=2))}, "for another mesh"),
+    "other mesh": (decoder, {"sharding": ShardingRules(mesh=make_mesh(stage=2))}, "for another number of devices"),
     "no axis": (decoder, {"sharding": ShardingRules(mesh=make_mesh())}, "the mesh has no axis 'stage'"),
     "two meshes": (
         own,
@@ -511,7 +511,7 @@ def test_a_leaf_that_is_no_array_is_named() -> None:
     model = own()
     model["outer"]["activation"] = jnp.tanh
     trainer = Trainer(model, None, sgd(), pipeline=own_pipeline())
-    with pytest.raises(StructureError, match="outer/activation: is no array"):
+    with pytest.raises(StructureError, match="outer/activation is not an array"):
         trainer.fit(keyed(), num_steps=1, progress=False)
 
 

@@ -68,7 +68,7 @@ def test_remedies_are_listed_for_activations():
         return jnp.mean(x**2)
 
     error = trainer(deep).shortage(jax.ShapeDtypeStruct((4096, WIDTH), jnp.float32), "in a test")
-    assert "remedies, each by itself:\n  1. " in str(error) and error.remedies
+    assert "remedies, each applied separately:\n  1. " in str(error) and error.remedies
 
 
 @pytest.mark.parametrize("budget", [0, -1, "0 MiB"])

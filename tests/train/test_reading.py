@@ -10,7 +10,8 @@ from orbax.checkpoint._src.arrays.subchunking import choose_chunk_shape
 
 import lowtide as lt
 from lowtide.core import StateError, _placement, memory_space
-from lowtide.train import Checkpoints, _reading, _stored
+from lowtide.train import Checkpoints
+from lowtide.train.checkpoint import _storage
 
 
 def _sharding(*axes, memory_kind=None):
@@ -33,11 +34,11 @@ OF_EACH_SIZE = ["float32", "bfloat16", "bool"]
 
 @pytest.fixture
 def small_chunks(monkeypatch):
-    for module, name in ((_placement, "PIECE_BYTES"), (_stored, "CHUNK_BYTES"), (_reading, "_AHEAD_BYTES")):
+    for module, name in ((_placement, "PIECE_BYTES"), (_storage, "CHUNK_BYTES"), (_storage, "_AHEAD_BYTES")):
         monkeypatch.setattr(module, name, 64)
-    monkeypatch.setattr(_stored, "_ROW_BYTES", 48)
-    monkeypatch.setattr(_stored, "_LEAST_BYTES", 1)
-    monkeypatch.setattr(_reading, "_JOINED_BYTES", 64)
+    monkeypatch.setattr(_storage, "_ROW_BYTES", 48)
+    monkeypatch.setattr(_storage, "_LEAST_BYTES", 1)
+    monkeypatch.setattr(_storage, "_JOINED_BYTES", 64)
 
 
 def _state(dtypes=DTYPES):
@@ -76,14 +77,14 @@ def test_no_chunk_and_no_row_is_larger_than_promised(tmp_path, monkeypatch):
     ours = Checkpoints(tmp_path, like=state)
     ours.save(1, state, {})
     ours.wait()
-    sizes, chunks = [], _reading._chunks
+    sizes, chunks = [], _storage._chunks
 
     def watched(stored, index):
         for start, values in chunks(stored, index):
             sizes.append(values.nbytes)
             yield start, values
 
-    monkeypatch.setattr(_reading, "_chunks", watched)
+    monkeypatch.setattr(_storage, "_chunks", watched)
     found = ours.restore(1, state)
     assert max(sizes) <= 64 and sum(sizes) == sum(leaf.nbytes for leaf in state.values())
     assert all((found[name] == state[name]).all() for name in state)
@@ -93,7 +94,7 @@ def test_what_orbax_wrote_as_it_likes_is_read(tmp_path):
     values = jax.tree.map(jnp.asarray, _state())
     with ocp.StandardCheckpointer() as checkpointer:
         checkpointer.save(tmp_path / "there", values)
-    found = _reading.read_leaves(tmp_path / "there", values)
+    found = _storage.read_leaves(tmp_path / "there", values)
     assert all((np.asarray(found[name]) == np.asarray(values[name])).all() for name in values)
 
 
@@ -102,7 +103,7 @@ def test_another_shape_or_dtype_is_refused_before_anything_is_allocated(tmp_path
         checkpointer.save(tmp_path / "there", {"w": jnp.ones((4, 4))})
     for like in (jax.ShapeDtypeStruct((10**9, 10**9), "float32"), jax.ShapeDtypeStruct((4, 4), "int32")):
         with pytest.raises(ValueError, match=r"w is float32\[4, 4\], not"):
-            _reading.read_leaves(tmp_path / "there", {"w": like})
+            _storage.read_leaves(tmp_path / "there", {"w": like})
 
 
 def _trainer(folder):
@@ -114,7 +115,7 @@ def _trainer(folder):
 
 def test_a_state_that_is_too_large_to_copy_is_written_before_training_goes_on(tmp_path, monkeypatch):
     """As on a GPU, on which Orbax would copy what is left while the next step consumes it."""
-    monkeypatch.setattr(_stored, "_copied_bytes", lambda leaf: 2**30)
+    monkeypatch.setattr(_storage, "_copied_bytes", lambda leaf: 2**30)
     waited, finish = [], Checkpoints._finish
     monkeypatch.setattr(Checkpoints, "_finish", lambda self: (waited.append(1), finish(self)))
     data = [{"x": jnp.ones((2, 8))} for _ in range(6)]
@@ -131,20 +132,20 @@ def test_a_state_that_is_too_large_to_copy_is_written_before_training_goes_on(tm
 
 
 def test_a_prime_length_is_not_divided_into_ones_and_small_chunks_are_read_together(tmp_path, monkeypatch):
-    monkeypatch.setattr(_stored, "CHUNK_BYTES", 8192)
+    monkeypatch.setattr(_storage, "CHUNK_BYTES", 8192)
     for name, value in (("_AHEAD_BYTES", 12288), ("_JOINED_BYTES", 4096)):
-        monkeypatch.setattr(_reading, name, value)
-    chunks = _reading._chunks
+        monkeypatch.setattr(_storage, name, value)
+    chunks = _storage._chunks
     state = {"vector": jnp.arange(2.0 * 4099), "table": jnp.arange(8 * 4099.0).reshape(4099, 8)}
-    monkeypatch.setattr(_stored, "_LEAST_BYTES", 32)  # what a row of the table has
+    monkeypatch.setattr(_storage, "_LEAST_BYTES", 32)  # what a row of the table has
     ours = Checkpoints(tmp_path, like=state)
     ours.save(1, state, {})
     ours.wait()
-    assert _stored.chunking(state["vector"])["chunk_byte_size"] == 4 * 8192
-    assert _stored.chunking(state["table"])["chunk_byte_size"] == 8192
+    assert _storage.chunking(state["vector"])["chunk_byte_size"] == 4 * 8192
+    assert _storage.chunking(state["table"])["chunk_byte_size"] == 8192
     pieces = []
     monkeypatch.setattr(
-        _reading, "_chunks", lambda *part: ((pieces.append(x.shape) or (start, x)) for start, x in chunks(*part))
+        _storage, "_chunks", lambda *part: ((pieces.append(x.shape) or (start, x)) for start, x in chunks(*part))
     )
     found = ours.restore(1, state)
     assert all((found[name] == state[name]).all() for name in state)
@@ -158,9 +159,9 @@ def test_the_chunks_are_those_that_orbax_makes(shape, is_divided):
     axes = (0,) if is_divided and shape else ()
     for limit in (4, 64, 400, 4000, 10**6):
         chunk = choose_chunk_shape(shape, shape, leaf.dtype, limit, shard_axes=axes)
-        assert _stored._chunk_bytes(leaf, limit, bool(axes)) == 4 * np.prod(chunk, dtype=int)
+        assert _storage._chunk_bytes(leaf, limit, bool(axes)) == 4 * np.prod(chunk, dtype=int)
 
 
 def test_leaves_without_elements_and_scalars_cost_nothing() -> None:
     state = {"none": jnp.zeros((4, 0)), "other": jnp.zeros((0, 4)), "one": jnp.float32(1)}
-    assert _stored.checkpoint_bytes(state) == _stored.CheckpointBytes(saving=8, restoring=8, is_copied=True)
+    assert _storage.checkpoint_bytes(state) == _storage.CheckpointBytes(saving=8, restoring=8, is_copied=True)

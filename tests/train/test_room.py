@@ -78,7 +78,7 @@ def test_less_waits_where_the_device_is_too_small_for_the_default() -> None:
     np.testing.assert_allclose(losses(less), expected, rtol=1e-6)
     console = Console(file=io.StringIO(), width=120)
     console.print(less.stages)
-    assert "limit of what waits" in console.file.getvalue()  # type: ignore[attr-defined]
+    assert "limit of waiting memory" in console.file.getvalue()  # type: ignore[attr-defined]
 
 
 @pytest.mark.slow
@@ -121,7 +121,7 @@ def test_stages_that_leave_nothing_have_one_schedule() -> None:
     device_bytes = trainer(stack=linear, wrt="outer").preflight(BATCH).device_bytes
     with pytest.raises(OutOfMemoryError, match="before its first step"):
         trainer(stack=linear, wrt="outer", budget=int(0.98 * device_bytes)).preflight(BATCH)
-    with pytest.raises(ScheduleError, match="memory_limit is less than what waits"):
+    with pytest.raises(ScheduleError, match="memory_limit is less than the waiting memory"):
         trainer(stack=linear, wrt="outer", memory_limit=1000).preflight(BATCH)
 
 

@@ -12,8 +12,8 @@ import pytest
 import lowtide as lt
 from lowtide.train._data import DataCursor
 from lowtide.train._events import Event
-from lowtide.train._finite import NonFinitePolicy
-from lowtide.train._session import Session
+from lowtide.train._loop import Session
+from lowtide.train._nan_policy import NonFinitePolicy
 
 DATA = [np.float32(value) for value in (1, 2, 4, 8)]
 

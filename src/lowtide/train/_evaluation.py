@@ -11,7 +11,7 @@ import numpy as np
 
 from ..core import ConfigError, DataError, ModelObject, StructureError, Tree, combine
 from ..distributed import Processes, ShardingRules
-from ._compiled import CompiledStep
+from ._compilation import CompiledStep
 from ._data import refuse_arrays
 from ._step import TrainingStep, scalar_weight, weighted
 

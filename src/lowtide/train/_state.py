@@ -31,10 +31,9 @@ from ..core import (
     shared_leaves,
 )
 from ..distributed import ShardingRules
-from ._ema import find_average
-from ._models import describe
+from ._optimizer import find_average
 from ._signals import delay_signals
-from ._step import UPDATE_HINT, TrainingStep, TrainState
+from ._step import UPDATE_HINT, TrainingStep, TrainState, describe
 
 _MAX_STEP = 2**31 - 1
 """Largest int32, the dtype of the step in the state."""

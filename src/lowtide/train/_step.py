@@ -1,8 +1,8 @@
 """Training steps: a pure step function, its initial state, and the model that the state belongs to.
 
 The trainer uses steps only through `TrainingStep`, so a run, its checkpoints and its reports work with every kind of
-step. `WholeStep` differentiates the model as a whole. `LayerStep` wraps a `lowtide.offload.layerwise_step`. Pipelines
-have their step in `_pipelined`.
+step. `WholeStep` differentiates the model as a whole, in mixed precision if asked to. `LayerStep` wraps a
+`lowtide.offload.layerwise_step`. Pipelines have their step in `_pipeline_step`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import copy
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NoReturn, Protocol
 
 import jax
@@ -22,23 +22,21 @@ from jax.core import Tracer
 from ..core import (
     ConfigError,
     ModelObject,
+    Selector,
     StructureError,
     Tree,
-    Where,
     accumulate,
+    activation_sharding,
     check_differentiable,
     combine,
-    dividing,
     leaves_with_paths,
     partition,
+    products_explained,
     split_static,
 )
 from ..offload import LayerwiseState, LayerwiseStep, state_shardings
 from ..optim import with_shardings
-from ._ema import with_inner
-from ._models import Pytree, accepted_keywords, outer_and_layers, parse_loss, with_outer_and_layers
-from ._precision import Precision
-from ._rates import learning_rate_metric
+from ._optimizer import learning_rate_metric, with_inner
 
 LossFn = Callable[..., Any]
 
@@ -50,6 +48,9 @@ STEP_ARGUMENTS = ("trainable", "optimizer", "mutable", "step", "frozen", "batch"
 UPDATE_HINT = "change the object that `Trainer.model` returns"
 DONATED = (0, 1, 2, 3)
 """Positions of the arguments that a step consumes and returns."""
+_KEYWORDS = ("key", "training")
+_RESERVED = frozenset({"step", "loss", "grad_norm", "learning_rate", "seconds"})
+"""Names of values that the trainer itself writes into records."""
 
 
 @functools.partial(
@@ -166,11 +167,11 @@ class WholeStep:
         model: Tree,
         loss_fn: LossFn,
         tx: optax.GradientTransformation,
-        wrt: Where,
+        wrt: Selector,
         num_microbatches: int,
         weight: Callable[[Tree], Any] | None,
         *,
-        mutable: Where | None = None,
+        mutable: Selector | None = None,
         seed: int = 0,
         compute_dtype: Any = None,
         shard: Callable[[Tree], Tree] = lambda arrays: arrays,
@@ -182,7 +183,7 @@ class WholeStep:
         self._num_microbatches, self._seed = num_microbatches, seed
         self._shard, self._mesh = shard, mesh
         self._weight = scalar_weight(weight or (lambda batch: 1))
-        self._precision = Precision(compute_dtype, self.source, mutable)
+        self._precision = _Precision(compute_dtype, self.source, mutable)
         self._constrained: Callable[[Tree], Tree] = getattr(self.source, "constrained", lambda trainable: trainable)
         self._gradients = gradients or self._compute_gradients
         self._is_guarded = False
@@ -295,7 +296,7 @@ class WholeStep:
         """Return the loss, the metrics, and the model's arrays after the call."""
         kwargs = accepted_keywords(self._loss_fn, key=key, training=training)
         fn = functools.partial(self._loss_fn, **kwargs) if kwargs else self._loss_fn
-        with dividing(self._shard, self._mesh):
+        with activation_sharding(self._shard, self._mesh):
             result, after = self._precision.bind(fn, training=training)(arrays, batch)
         is_declared = self._mutable is not None and isinstance(self.source, Pytree)
         loss, metrics, after = parse_loss(result, after, has_mutable=is_declared, is_training=training)
@@ -306,7 +307,7 @@ class WholeStep:
         run = self._precision.bind(functools.partial(fn, **accepted_keywords(fn, training=False)), training=False)
 
         def bound(arrays: Tree, *args: Any) -> Any:
-            with dividing(self._shard, self._mesh):
+            with activation_sharding(self._shard, self._mesh):
                 return self._precision.widen(run(arrays, *args)[0])
 
         return bound
@@ -444,3 +445,233 @@ def scalar_weight(weight: Callable[[Tree], Any]) -> Callable[[Tree], Any]:
         return jnp.asarray(value, jnp.float32)
 
     return run
+
+
+# --- models and loss functions: arrays of a pytree, arguments and results of a loss ----------------------------------
+
+
+class Pytree:
+    """A pytree with the interface of a `ModelObject`; only the leaves without numbers are kept."""
+
+    wrt: Selector = "**"
+    mutable: Selector | None = None
+
+    def __init__(self, model: Tree) -> None:
+        self._static = split_static(model)[1]
+
+    def rebuild(self, *parts: Tree) -> Tree:
+        """Rebuild the model from trees of its arrays."""
+        return combine(*parts, self._static)
+
+    def bind(self, fn: Callable[..., Any], *, training: bool) -> Callable[..., tuple[Any, Tree]]:
+        """Bind a function to arrays; see `ModelObject`. A call does not change a pytree."""
+
+        def run(arrays: Tree, *args: Any) -> tuple[Any, Tree]:
+            model = combine(arrays, self._static)
+            with products_explained(model):
+                return fn(model, *args), arrays
+
+        return run
+
+
+def outer_and_layers(model: Any, feature: str) -> tuple[Tree, Tree]:
+    """Return ``outer`` and ``layers`` of a dictionary with only these keys, or of a dataclass with these fields.
+
+    `StructureError` is raised for any other model; its message names `feature`.
+    """
+    fields = {"outer", "layers"}
+    if isinstance(model, Mapping) and set(model) == fields:
+        return model["outer"], model["layers"]
+    if dataclasses.is_dataclass(model) and fields <= {field.name for field in dataclasses.fields(model)}:
+        dataclass_model: Any = model
+        return dataclass_model.outer, dataclass_model.layers
+    raise StructureError(
+        f"{feature} needs a model that is made of outer and layers",
+        expected='{"outer": ..., "layers": ...}, or a dataclass with these fields',
+        got=type(model).__name__,
+        hint="put the stacked parameters under layers and all others under outer",
+    )
+
+
+def with_outer_and_layers(model: Any, outer: Tree, layers: Tree) -> Any:
+    """Return the model with other values of ``outer`` and ``layers``."""
+    if isinstance(model, Mapping):
+        return {**model, "outer": outer, "layers": layers}
+    return dataclasses.replace(model, outer=outer, layers=layers)
+
+
+def accepted_keywords(fn: Callable[..., Any], **values: Any) -> dict[str, Any]:
+    """Return those of ``key`` and ``training`` that a function takes by name."""
+    try:
+        parameters = inspect.signature(fn).parameters
+    except (TypeError, ValueError):  # a builtin
+        return {}
+    bound: set[str] = set(fn.keywords) if isinstance(fn, functools.partial) else set()
+    return {name: values[name] for name in _KEYWORDS if name in {*parameters} - bound and name in values}
+
+
+def parse_loss(result: Any, arrays: Tree, *, has_mutable: bool, is_training: bool = True) -> tuple[Any, Tree, Tree]:
+    """Return the three values of a loss function: a scalar, metrics, and the model's arrays after the call.
+
+    `result` is ``loss``, ``(loss, metrics)`` or, for a pytree with mutable leaves, ``(loss, metrics, model)``, which is
+    required in training. `StructureError` is raised for any other result. `ModelObject.bind` returns `arrays`.
+    """
+    parts = result if isinstance(result, tuple) else (result, {})
+    if len(parts) == 3 and not has_mutable:
+        raise StructureError(
+            "the loss function returns a model, but no leaf of it is declared mutable",
+            expected="(loss, metrics)",
+            got="3 values",
+            hint='Trainer(..., mutable="**/stats") names the leaves that the model changes itself',
+        )
+    if len(parts) == 3:
+        parts, arrays = parts[:2], split_static(parts[2])[0]
+    elif has_mutable and is_training:
+        raise StructureError(
+            "the loss function does not return the model, although some of its leaves are mutable",
+            expected="(loss, metrics, model), with the model after the call",
+            got=f"{len(parts)} values" if isinstance(result, tuple) else type(result).__name__,
+            hint="return the model with its new batch statistics, or leave `mutable` out",
+        )
+    if len(parts) != 2 or not isinstance(parts[1], dict) or not _is_loss(parts[0]):
+        raise StructureError(
+            "the loss function returns neither a loss nor a loss and metrics",
+            expected="a floating-point scalar, or a tuple (scalar, {name: scalar})",
+            got=jax.tree.map(describe, result, is_leaf=lambda x: x is None),
+            hint="average the losses of the examples with jnp.mean; return {} for no metrics",
+        )
+    metrics: dict[Any, Any] = parts[1]
+    for name, value in metrics.items():
+        shape = getattr(value, "shape", () if isinstance(value, int | float) else None)
+        if not isinstance(name, str):
+            raise StructureError(
+                f"the name of metric {name!r} is not text",
+                expected="text",
+                got=type(name).__name__,
+                hint=f'"metric_{name}"',
+            )
+        if name in _RESERVED or name.startswith("eval_"):
+            raise StructureError(
+                f"metric {name!r} has a name that is reserved for the trainer's own values",
+                expected=f"another name than {', '.join(sorted(_RESERVED))} and eval_...",
+                got=repr(name),
+                hint="rename it",
+            )
+        is_real = shape is not None and not jnp.issubdtype(jnp.result_type(value), jnp.complexfloating)
+        if shape != () or not is_real:
+            raise StructureError(
+                f"metric {name!r} cannot be recorded",
+                expected="a scalar",
+                got=type(value).__name__
+                if shape is None
+                else describe(value)
+                if shape == ()
+                else f"shape {list(shape)}",
+                hint="average the values of the examples with jnp.mean",
+            )
+    return parts[0], parts[1], arrays
+
+
+def _is_loss(value: Any) -> bool:
+    is_number = isinstance(value, float) or hasattr(value, "dtype")
+    return is_number and jnp.shape(value) == () and jnp.issubdtype(jnp.result_type(value), jnp.floating)
+
+
+def describe(leaf: Any) -> str:
+    """Return the dtype and shape of an array as text, or the name of another leaf's type."""
+    return f"{leaf.dtype}{list(leaf.shape)}" if hasattr(leaf, "dtype") else type(leaf).__name__
+
+
+# --- mixed precision -------------------------------------------------------------------------------------------------
+# The model computes in bfloat16, and trainable leaves keep their dtype. The casts are part of the differentiated
+# function, so gradients have the dtype of the trainable leaves. `mutable` leaves are never cast, because state in half
+# precision would lose small changes. bfloat16 has the range of float32 and needs no loss scaling. float16 would need
+# it, and is refused.
+#
+# Layers may cast on their own, and then the bridges help. The Keras bridge has ``autocast(dtype)``, a context for
+# tracing the model, and nothing is cast here. The NNX bridge has ``lowered(model, dtype)``, which sets the dtype of the
+# layers of the model that is passed to a function.
+#
+# Known inefficiency: frozen float32 leaves are cast in every step. A frozen base is better stored in bfloat16.
+#
+# References: Micikevicius et al., "Mixed Precision Training", 2018; Kalamkar et al., "A Study of BFLOAT16 for Deep
+# Learning Training", 2019.
+
+
+class _Precision:
+    """The dtype in which functions of a model compute: bfloat16, or None for the dtypes of the arrays.
+
+    `mutable` leaves are not cast. `ConfigError` is raised for another dtype, or a model that has its own policy.
+    """
+
+    def __init__(self, compute_dtype: Any, source: Any, mutable: Selector | None) -> None:
+        self._source, self._mutable = source, mutable
+        self._dtype = None if compute_dtype is None else _check_dtype(compute_dtype)
+        self._autocast: Any = None
+        if self._dtype is not None and hasattr(source, "autocast"):
+            self._autocast = functools.partial(source.autocast, self._dtype.name)
+            with self._autocast():  # raises now rather than in the first step
+                pass
+
+    def bind(self, fn: Callable[..., Any], *, training: bool) -> Callable[..., tuple[Any, Tree]]:
+        """Bind a function as `ModelObject.bind` does; it gets the model and its arguments in the compute dtype."""
+        if self._dtype is None:
+            return self._source.bind(fn, training=training)
+
+        def on_lowered_model(model: Any, *args: Any) -> Any:
+            return fn(self._source.lowered(model, self._dtype), *args)
+
+        run = self._source.bind(on_lowered_model if hasattr(self._source, "lowered") else fn, training=training)
+
+        def with_autocast(arrays: Tree, *args: Any) -> tuple[Any, Tree]:
+            with self._autocast():
+                return run(arrays, *args)
+
+        def on_lowered_arrays(arrays: Tree, *args: Any) -> tuple[Any, Tree]:
+            if self._mutable is None:
+                return run(self._lower(arrays), *self._lower(args))
+            mutable, other_leaves = partition(arrays, self._mutable)
+            return run(combine(mutable, self._lower(other_leaves)), *self._lower(args))
+
+        return on_lowered_arrays if self._autocast is None else with_autocast
+
+    def widen(self, results: Tree) -> Tree:
+        """Convert half-precision results of a function to float32."""
+        if self._dtype is None:
+            return results
+        return jax.tree.map(lambda x: x.astype(jnp.float32) if _bits(x) == 16 else x, results)
+
+    def _lower(self, tree: Tree) -> Tree:
+        return jax.tree.map(lambda x: x.astype(self._dtype) if _bits(x) > 16 else x, tree)
+
+
+def refuse_precision(compute_dtype: Any) -> None:
+    """Raise when a compute dtype is passed together with a layerwise step."""
+    if compute_dtype is not None:
+        raise ConfigError(
+            "compute_dtype cannot be combined with a layerwise step",
+            expected="a layerwise step whose blocks cast their weights",
+            got=f"compute_dtype={compute_dtype!r} and a layerwise step",
+            hint="cast in the stack's functions, as lt.models.load(..., compute_dtype=...) does",
+        )
+
+
+def _bits(leaf: Any) -> int:
+    """Return the bits of a floating-point array's dtype; 0 for any other leaf."""
+    dtype = getattr(leaf, "dtype", None)
+    return jnp.finfo(dtype).bits if dtype is not None and jnp.issubdtype(dtype, jnp.floating) else 0
+
+
+def _check_dtype(compute_dtype: Any) -> Any:
+    try:
+        dtype = jnp.dtype(compute_dtype)
+    except TypeError:
+        dtype = None
+    if dtype != jnp.bfloat16:
+        raise ConfigError(
+            "compute_dtype has to be bfloat16, which trains without loss scaling",
+            expected='"bfloat16", or None for the dtypes of the arrays',
+            got=repr(compute_dtype) if dtype is None else dtype.name,
+            hint='compute_dtype="bfloat16" has the range of float32',
+        )
+    return dtype

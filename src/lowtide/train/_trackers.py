@@ -1,4 +1,4 @@
-"""Experiment trackers as one callback: TensorBoard, Weights & Biases, Trackio.
+"""Callbacks that write records: to a file of JSON lines, to TensorBoard, Weights & Biases or Trackio.
 
 A tracker only displays a run, so its exceptions during training become warnings. Weights & Biases identifies a run by
 an id, Trackio by its name. Both are stored in the run's folder, where a resumed run reads them.
@@ -6,20 +6,165 @@ an id, Trackio by its name. Both are stored in the run's folder, where a resumed
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib
 import json
+import math
+import os
 import secrets
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Mapping
 from pathlib import Path
 from typing import Any
 
 from ..core import ConfigError, OutputError, check_choice, write_files
-from ._callbacks import Callback, TensorBoard, TrainerView
+from ._callbacks import Callback, TrainerView
 from ._events import Record, user_stacklevel
 
 _PACKAGES = {"tensorboard": "tensorboardX", "wandb": "wandb", "trackio": "trackio"}
+
+
+@contextlib.contextmanager
+def _writing(path: Path, kind: str) -> Generator[None]:
+    """Raise `OutputError` with the path when a file cannot be written."""
+    try:
+        yield
+    except OSError as error:
+        raise OutputError(
+            f"{path}: cannot be written", got=error.strerror or error, hint=f"choose another {kind}"
+        ) from error
+
+
+class JsonlLogger(Callback):
+    """Write every record as a line of JSON; numbers that are not finite become null, because JSON has none.
+
+    Args:
+        path: the file. The first process appends the lines to it.
+
+    Raises:
+        OutputError: when it cannot be written.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self._is_writing = False
+
+    def on_train_begin(self, trainer: TrainerView) -> None:
+        """Make the folder, and raise now rather than at the first record if the file cannot be written."""
+        if trainer.processes.is_first:
+            with contextlib.suppress(OSError):
+                self.path.parent.mkdir(parents=True, exist_ok=True)
+        self._write(trainer, "")
+
+    def on_record(self, trainer: TrainerView, record: Record) -> None:
+        """Append a record."""
+        values = {name: value if math.isfinite(value) else None for name, value in record.items()}
+        self._write(trainer, json.dumps(values) + "\n")
+
+    def state(self) -> None:
+        """Flush the file to disk, so that it survives a power cut; called before every checkpoint."""
+        if self._is_writing:
+            with _writing(self.path, "path"), self.path.open("a", encoding="utf-8") as file:
+                os.fsync(file.fileno())
+
+    def _write(self, trainer: TrainerView, line: str) -> None:
+        self._is_writing = trainer.processes.is_first
+        if self._is_writing:
+            with _writing(self.path, "path"), self.path.open("a", encoding="utf-8") as file:
+                file.write(line)
+
+
+class Scalars(Callback):
+    """Pass every value of the records to a writer: TensorBoard's, or anything with ``add_scalar(name, value, step)``.
+
+    Args:
+        writer: for example a ``SummaryWriter(folder)`` of tensorboardX or of torch.utils.tensorboard; or a run of
+            Weights & Biases, whose ``log(values, step=)`` is called.
+
+    Raises:
+        ConfigError: for a writer with neither method.
+    """
+
+    def __init__(self, writer: Any) -> None:
+        if not (hasattr(writer, "add_scalar") or hasattr(writer, "log")):
+            raise ConfigError(
+                "the writer cannot write scalars",
+                expected="add_scalar(name, value, step), or log(values, step=step)",
+                got=type(writer).__name__,
+                hint="pass tensorboardX.SummaryWriter(folder), or wandb.init(...)",
+            )
+        self.writer = writer
+
+    def on_record(self, trainer: TrainerView, record: Record) -> None:
+        """Write the values of a record."""
+        if not trainer.processes.is_first:
+            return
+        values = {name: value for name, value in record.items() if name != "step"}
+        if not hasattr(self.writer, "add_scalar"):
+            self.writer.log(values, step=record["step"])
+            return
+        for name, value in values.items():
+            self.writer.add_scalar(name, value, record["step"])
+
+    def on_train_end(self, trainer: TrainerView) -> None:
+        """Flush the writer."""
+        if hasattr(self.writer, "flush"):
+            self.writer.flush()
+
+    def on_exception(self, trainer: TrainerView, error: BaseException) -> None:
+        """Flush the writer."""
+        self.on_train_end(trainer)
+
+
+class TensorBoard(Callback):
+    """Write every value of the records for TensorBoard, with tensorboardX.
+
+    A resumed run writes into the same folder, and TensorBoard then hides the old values of steps that are repeated.
+    The last values before a process is killed may be missing; those of `JsonlLogger` are not. `Scalars` supports other
+    writers.
+
+    Args:
+        directory: folder of the event files.
+
+    Raises:
+        ConfigError: when a run begins and tensorboardX is not installed.
+    """
+
+    def __init__(self, directory: str | Path) -> None:
+        self.directory = Path(directory)
+        self._scalars: Scalars | None = None
+
+    def on_train_begin(self, trainer: TrainerView) -> None:
+        """Open an event file, in the first process."""
+        if not trainer.processes.is_first:
+            return
+        try:
+            from tensorboardX import SummaryWriter
+        except ImportError as error:
+            raise ConfigError("TensorBoard needs tensorboardX", hint='pip install "lowtide[tensorboard]"') from error
+
+        step = trainer.step
+        # Files that are opened in the same second would have the same name without a suffix.
+        purge_step, suffix = (step + 1, f".{step}") if step else (None, "")
+        with _writing(self.directory, "folder"):
+            writer = SummaryWriter(str(self.directory), purge_step=purge_step, filename_suffix=suffix)
+        self._scalars = Scalars(writer)
+
+    def on_record(self, trainer: TrainerView, record: Record) -> None:
+        """Write the values of a record."""
+        if self._scalars is not None:
+            self._scalars.on_record(trainer, record)
+
+    def on_train_end(self, trainer: TrainerView) -> None:
+        """Close the file."""
+        if self._scalars is not None:
+            self._scalars.writer.close()
+            self._scalars = None
+
+    def on_exception(self, trainer: TrainerView, error: BaseException) -> None:
+        """Close the file and keep its values."""
+        self.on_train_end(trainer)
 
 
 @dataclasses.dataclass(frozen=True)

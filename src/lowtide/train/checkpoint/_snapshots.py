@@ -17,11 +17,11 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from ..core import ConfigError, StateError, Tree, is_key, key_numbers
-from ..distributed import Processes, fingerprint
-from ._checkpoint import Checkpoints
-from ._state import TrainStateStore
-from ._step import TrainState
+from ...core import ConfigError, StateError, Tree, is_key, key_numbers
+from ...distributed import Processes, fingerprint
+from .._state import TrainStateStore
+from .._step import TrainState
+from ._manager import Checkpoints
 
 _RANDOM = ("jax_default_prng_impl", "jax_threefry_partitionable")
 """JAX settings that decide which random numbers a seed gives."""

@@ -1,12 +1,6 @@
 """Checkpoints of the trainable state, written by Orbax: asynchronous and atomic, with only a few kept.
 
-Orbax renames a checkpoint when it is complete. The next run deletes incomplete ones of a killed run at its first save,
-not before, so that a process may read while another run writes. A checkpoint that replaces another of its step is
-complete under its own name before it takes the old one's place. An old checkpoint is renamed before it is deleted, so a
-kill never leaves half of it under the name of a complete one. Signals wait while a save is started, and interrupt only
-the wait for the save before: an interrupt elsewhere would make Orbax lose track of its writes.
-
-The state is stored as one flat dictionary from tree path to array (`_stored`), so a checkpoint does not depend on
+The state is stored as one flat dictionary from tree path to array (`_storage`), so a checkpoint does not depend on
 Python classes. It never contains frozen leaves.
 """
 
@@ -16,35 +10,48 @@ import concurrent.futures
 import contextlib
 import json
 import logging
+import math
 import os
+import re
 import shutil
+import threading
 import warnings
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 
-from ..core import ConfigError, OutputError, StateError, StructureError, Tree
-from ..distributed import SHARED, in_any, of_first
-from ..memory import is_out_of_memory
-from ._checksums import FILE as CHECKSUMS
-from ._checksums import checksummed_folder, find_damage, has_checksums
-from ._events import user_stacklevel
-from ._folders import Deletion, check_folder, refuse_foreign, resolve_folder
-from ._reading import read_leaves
-from ._retention import FILE, Retention
-from ._signals import delay_signals
-from ._stored import (
+from ...core import (
+    ConfigError,
+    OutputError,
+    StateError,
+    StructureError,
+    Tree,
+    check_choice,
+    check_count,
+    check_writable,
+    write_files,
+)
+from ...distributed import SHARED, in_any, of_first
+from ...memory import is_out_of_memory
+from .._events import user_stacklevel
+from .._signals import delay_signals
+from ._storage import (
+    CHECKSUMS,
     CHUNK_BYTES,
     Rearrangement,
     check_base,
     check_leaves,
     check_random,
     checkpoint_bytes,
+    checksummed_folder,
     chunking,
     concurrent_bytes,
+    find_damage,
     flatten_state,
+    has_checksums,
+    read_leaves,
     unflatten_state,
     warn_of_random,
 )
@@ -74,8 +81,15 @@ _DELETED = f"{_OLD}checkpoints"
 """Folder to which Orbax moves checkpoints that are too old."""
 _VERIFY_SECONDS = 24 * 3600
 """Time that processes wait for one another to read files; a process that dies is detected in another way."""
+_EVALUATIONS = "evaluations.json"
+"""File with the results of evaluations."""
 
 
+# Orbax renames a checkpoint when it is complete. The next run deletes incomplete ones of a killed run at its first
+# save, not before, so that a process may read while another run writes. A checkpoint that replaces another of its step
+# is complete under its own name before it takes the old one's place. An old checkpoint is renamed before it is deleted,
+# so a kill never leaves half of it under the name of a complete one. Signals wait while a save is started, and
+# interrupt only the wait for the save before: an interrupt elsewhere would make Orbax lose track of its writes.
 class Checkpoints:
     """Numbered checkpoints in one folder.
 
@@ -106,14 +120,14 @@ class Checkpoints:
         self._ocp = ocp
         self._limit_bytes = None if like is None else concurrent_bytes(like)
         self._is_copied = like is None or checkpoint_bytes(like).is_copied
-        self.directory = resolve_folder(directory)
+        self.directory = _resolve_folder(directory)
         if not os.path.isdir(self.directory):  # an existing folder may be read-only
-            check_folder(self.directory)
-        refuse_foreign(self.directory, (_NOTES, CHECKSUMS))
+            _check_folder(self.directory)
+        _refuse_foreign(self.directory, (_NOTES, CHECKSUMS))
         of_first(self._complete_swaps)
-        self._retention = Retention(self.directory, max_to_keep, best, best_mode)
+        self._retention = _Retention(self.directory, max_to_keep, best, best_mode)
         self._has_saved = False
-        self._deletion = Deletion(self.directory / _DELETED)
+        self._deletion = _Deletion(self.directory / _DELETED)
         self._folder_class = checksummed_folder(ocp, self.directory)
         options = ocp.CheckpointManagerOptions(
             preservation_policy=self._retention,
@@ -141,8 +155,8 @@ class Checkpoints:
         Raises:
             OutputError: for a folder that is not writable.
         """
-        check_folder(self.directory)
-        refuse_foreign(self.directory, (_NOTES, CHECKSUMS))
+        _check_folder(self.directory)
+        _refuse_foreign(self.directory, (_NOTES, CHECKSUMS))
         self.wait()
         self._manager.reload()
         return self.latest_step()
@@ -310,7 +324,7 @@ class Checkpoints:
             for path in self.directory.iterdir():
                 if self._ocp.utils.TMP_DIR_SUFFIX in path.name or path.name.startswith((_NEW, _OLD)):
                     shutil.rmtree(path)
-                elif path.name.startswith((f".{FILE}.", SHARED)):
+                elif path.name.startswith((f".{_EVALUATIONS}.", SHARED)):
                     path.unlink()
 
     def _delete_old(self) -> None:
@@ -538,3 +552,153 @@ class Checkpoints:
             self._finish()
         self._delete_old()
         self._deletion.end()
+
+
+# --- which checkpoints are kept --------------------------------------------------------------------------------------
+# The newest, and the best of those that were evaluated. The results of evaluations are in one small file next to the
+# checkpoints, so that a checkpoint may also be evaluated after it was written. A result is written before its
+# checkpoint. So a checkpoint never lacks its result, and a result without a checkpoint is ignored.
+
+
+class _Retention:
+    """Orbax's policy for the checkpoints to keep: the `max_to_keep` newest, and the one with the best value `best`."""
+
+    def __init__(self, directory: Path, max_to_keep: int, best: str | None, best_mode: str) -> None:
+        check_choice("unknown best_mode", best_mode, ("min", "max"), '"min" is for losses')
+        check_count("no checkpoint would be kept", max_to_keep, 1, "max_to_keep >= 1", "max_to_keep=2")
+        self.best, self._sign = best, 1 if best_mode == "min" else -1
+        self._directory, self._max_to_keep = directory, max_to_keep
+        self._evaluations: dict[int, dict[str, float]] = {}
+        self._changed_step: int | None = None
+        """Step at which weights were changed since they were evaluated or restored."""
+        if best is not None and (directory / _EVALUATIONS).is_file():
+            self._evaluations = _read_evaluations(directory / _EVALUATIONS)
+
+    def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> list[bool]:
+        """Return for each checkpoint, oldest first, whether it is kept; Orbax's ``PreservationPolicy``."""
+        steps = [checkpoint.step for checkpoint in checkpoints]
+        steps_to_keep = {*steps[-self._max_to_keep :], self.best_step(steps)}
+        return [step in steps_to_keep for step in steps]
+
+    def best_step(self, steps: Iterable[int]) -> int | None:
+        """Return the best of these steps (the first of equal ones), or None when none was evaluated."""
+        evaluated_steps = sorted(step for step in steps if math.isfinite(self._value(step)))
+        return min(evaluated_steps, key=self._value) if evaluated_steps else None
+
+    def add_evaluation(self, step: int, record: Mapping[str, float], steps: Iterable[int]) -> bool:
+        """Store the result of an evaluation, and return whether it is the best so far.
+
+        `steps` are the steps of the existing checkpoints. `ConfigError` is raised when the record lacks the value
+        `best`.
+        """
+        names = [name for name in record if name != "step"]
+        if self.best not in names:
+            raise ConfigError(
+                f"best={self.best!r} is not a value of the evaluation",
+                expected=f"one of {', '.join(names)}",
+                got=repr(self.best),
+                hint="return it among the loss function's metrics, or choose another value",
+            )
+        other_steps = [number for number in steps if number != step]
+        self._evaluations = {number: values for number, values in self._evaluations.items() if number in other_steps}
+        self._evaluations[step] = {name: record[name] for name in names if math.isfinite(record[name])}
+        self._changed_step = None
+        self._write()
+        return self.best_step([*other_steps, step]) == step
+
+    def mark_changed(self, step: int | None) -> None:
+        """Record that weights were changed at a step; None means that they are those of a checkpoint again."""
+        self._changed_step = step
+
+    def forget_if_changed(self, step: int) -> None:
+        """Drop the result of weights that were changed since; call it before the checkpoint of a step is written."""
+        if self._changed_step == step and self._evaluations.pop(step, None) is not None:
+            self._write()
+
+    def _write(self) -> None:
+        if jax.process_index() == 0:
+            write_files(self._directory, {_EVALUATIONS: (json.dumps(self._evaluations) + "\n").encode()})
+
+    def _value(self, step: int) -> float:
+        """Return a rank of a step: lower is better, and infinity means unknown."""
+        return self._sign * self._evaluations.get(step, {}).get(self.best or "", math.inf)
+
+
+def _read_evaluations(path: Path) -> dict[int, dict[str, float]]:
+    try:
+        return {int(step): dict(values) for step, values in json.loads(path.read_text(encoding="utf-8")).items()}
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        warnings.warn(
+            f"{path} is damaged, so the best checkpoint is not known: {error}\n"
+            "hint: the next evaluation writes it again",
+            UserWarning,
+            stacklevel=4,
+        )
+        return {}
+
+
+# --- folders: validation, and deletion in the background -------------------------------------------------------------
+
+
+def _resolve_folder(directory: str | Path) -> Path:
+    """Return the absolute path of a folder; raise `ConfigError` for the address of a bucket."""
+    if re.match(r"[A-Za-z][\w+.-]+:/", str(directory)):
+        raise ConfigError(
+            "checkpoint_dir is a URL, but checkpoints are written to folders",
+            expected="a path",
+            got=repr(str(directory)),
+            hint="mount the bucket (gcsfuse, mountpoint-s3), and pass the path of the mount",
+        )
+    return Path(directory).expanduser().resolve()
+
+
+def _check_folder(directory: Path) -> None:
+    """Raise now, rather than at the first checkpoint, if a folder is not writable."""
+    check_writable(directory, "no checkpoint can be written there", "choose a checkpoint_dir that you may write to")
+
+
+def _refuse_foreign(directory: Path, marks: Sequence[str]) -> None:
+    """Raise for folders that would be taken for checkpoints, and so be renamed as damaged or deleted as old.
+
+    Each checkpoint of this package has at least one of the entries that `marks` names.
+    """
+    for path in sorted(directory.iterdir()) if directory.is_dir() else ():
+        if path.name.isdigit() and path.is_dir() and not any((path / name).exists() for name in marks):
+            raise OutputError(
+                f"{path}: this folder has the name of a checkpoint, but Lowtide did not write it",
+                expected="a folder that holds only checkpoints of lt.Trainer",
+                got=", ".join(sorted(entry.name for entry in path.iterdir())[:4]) or "an empty folder",
+                hint="choose another checkpoint_dir, or rename that folder",
+            )
+
+
+class _Deletion:
+    """Deletes what a folder holds at `begin`, and the folder once it is empty; in a thread, as it may take long."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._paths: list[Path] = []
+        self._thread: threading.Thread | None = None
+
+    def begin(self) -> None:
+        """Start to delete, if the folder exists."""
+        if self._folder.is_dir():
+            self._paths = list(self._folder.iterdir())
+            self._thread = threading.Thread(target=lambda: [shutil.rmtree(path, True) for path in self._paths])
+            self._thread.start()
+
+    def end(self) -> None:
+        """Wait for the deletion, and warn of contents that could not be deleted."""
+        if self._thread is None:
+            return
+        self._thread.join()
+        self._thread = None
+        with contextlib.suppress(OSError):
+            self._folder.rmdir()
+        if remaining := sorted(path.name for path in self._paths if path.exists()):
+            warnings.warn(
+                f"{self._folder}: old checkpoints cannot be deleted: {', '.join(remaining)}\n"
+                "hint: check who may write there, or has these files open; otherwise the disk fills up",
+                UserWarning,
+                stacklevel=4,
+            )

@@ -1,7 +1,8 @@
-"""An exponential moving average of the trainable leaves, kept by the optimizer.
+"""What a trainer keeps or reads in an optimizer's state: a running average of the weights, and learning rates.
 
 The average is part of the optimizer's state. So it is saved, sharded, offloaded (``match=r".*/average/.*"``) and rolled
-back with that state, and needs bytes only for trainable leaves.
+back with that state, and needs bytes only for trainable leaves. The learning rates are those that
+`optax.inject_hyperparams` keeps there.
 """
 
 from __future__ import annotations
@@ -99,3 +100,18 @@ def _is_ema(node: Any) -> bool:
 
 def _widen(leaf: Any) -> Any:
     return jnp.array(leaf, jnp.promote_types(leaf.dtype, jnp.float32), copy=True)
+
+
+def find_learning_rates(opt_state: Tree, field_name: str = "hyperparams") -> list[tuple[Any, Any]]:
+    """Return the paths and values of the learning rates in an optimizer's state.
+
+    A moment of a parameter that is named ``learning_rate`` is not among them.
+    """
+    matches = optax.tree.get_all_with_path(opt_state, "learning_rate")
+    return [(path, value) for path, value in matches if len(path) > 1 and getattr(path[-2], "name", None) == field_name]
+
+
+def learning_rate_metric(opt_state: Tree) -> dict[str, Any]:
+    """Return the metric ``learning_rate`` for an optimizer's state, or {} where it has none or several."""
+    matches = find_learning_rates(opt_state)
+    return {"learning_rate": matches[0][1]} if len(matches) == 1 and matches[0][1].ndim == 0 else {}

@@ -1,7 +1,8 @@
-"""The compiled step: it places batches, reports its bytes before it runs, and takes one step per call.
+"""Compiled steps: they place batches, report their bytes before they run, and take one step per call.
 
 After compilation, the program is checked to reuse every donated buffer, so that exactly one copy of the state is on the
 device. A program that needs more memory than the device has is refused. Each shape of a batch has its own program.
+`analyze_step` and `analyze_naive` compile a step from shapes, before anything is allocated.
 """
 
 from __future__ import annotations
@@ -11,22 +12,30 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import optax
 
 from ..core import (
     ConfigError,
     OutOfMemoryError,
+    Selector,
     Tree,
+    accumulate,
     argument_shapes,
     as_arguments,
     as_numpy,
     combine,
     is_count,
+    memory_space,
     numbers,
     parse_bytes,
+    partition,
+    split_static,
 )
 from ..core._compat import called
 from ..distributed import Processes, ShardingRules, abstract
 from ..memory import (
+    Job,
     MemoryReport,
     Target,
     analyze,
@@ -36,12 +45,22 @@ from ..memory import (
     is_out_of_memory,
     shortage,
 )
+from ..offload import state_shardings
 from ..pipeline import StageReport
-from ._pipelined import PipelineStep
-from ._room import Trial, choose_schedule
+from ._pipeline_step import PipelineStep, Trial, choose_schedule
 from ._signals import delay_signals
 from ._state import TrainStateStore
-from ._step import DONATED, STEP_ARGUMENTS, TrainingStep, TrainState, flat_step, multi_device_sharding
+from ._step import (
+    DONATED,
+    STEP_ARGUMENTS,
+    LossFn,
+    TrainingStep,
+    TrainState,
+    WholeStep,
+    flat_step,
+    multi_device_sharding,
+    parse_loss,
+)
 
 _ROLES = {name: position for position, name in enumerate(STEP_ARGUMENTS)}
 
@@ -49,8 +68,7 @@ _ROLES = {name: position for position, name in enumerate(STEP_ARGUMENTS)}
 class CompiledStep:
     """The step of a trainer, compiled for the shapes of its batches.
 
-    `store` holds the arrays that the step consumes and reads. `budget` returns the bytes that a step may use on a
-    device, or None for all bytes of the device.
+    `store` holds the arrays that the step consumes and reads.
     """
 
     def __init__(
@@ -60,14 +78,20 @@ class CompiledStep:
         sharding: ShardingRules | None,
         processes: Processes,
         num_microbatches: int,
-        budget: Callable[[], int | None],
+        budget_bytes: int | None,
     ) -> None:
         self._step, self._store, self._sharding, self._processes = step, store, sharding, processes
-        self._num_microbatches, self._budget = num_microbatches, budget
+        self._num_microbatches = num_microbatches
+        self.budget_bytes = budget_bytes
+        """Bytes that a step may use on a device; None for all bytes of the device."""
         self.stages: StageReport | None = None
         """Report on what each rank of a pipeline holds; available after `preflight`."""
         self._programs: dict[Any, Trial] = {}
         self._reports: dict[int, MemoryReport] = {}
+
+    def set_budget(self, budget_bytes: int | None) -> None:
+        """Set the bytes that a step may use on a device."""
+        self.budget_bytes = budget_bytes
 
     @property
     def step_fn(self) -> Callable[..., tuple[Tree, Tree, Tree, Any, Tree]]:
@@ -119,14 +143,14 @@ class CompiledStep:
 
     def _free_bytes(self, report: MemoryReport) -> int | None:
         """Return the bytes that a device has left next to a step; negative where the step is too large."""
-        usable = report.target.device_bytes if (budget := self._budget()) is None else budget
+        usable = report.target.device_bytes if self.budget_bytes is None else self.budget_bytes
         return None if usable is None else usable - report.device_bytes
 
     def shortage(self, batch: Tree, when: str) -> OutOfMemoryError:
         """Return the error that lists the owners of the step's bytes."""
         batch = self._shapes(batch)
         program = compile(self._jitted(self._step_for(batch)), *self._arguments(batch))
-        return shortage(program, when=when, roles=_ROLES, budget_bytes=self._budget(), hint=self._step.remedies)
+        return shortage(program, when=when, roles=_ROLES, budget_bytes=self.budget_bytes, hint=self._step.remedies)
 
     def run(self, batch: Tree, on_dispatch: Callable[[Tree], None] = lambda metrics: None) -> Tree:
         """Take one step, and return the metrics, on the device; raise `StateError` inside of `averaged`.
@@ -203,7 +227,7 @@ class CompiledStep:
     def _key(self, batch: Tree) -> Any:
         """Return the cache key of a program: shapes of batches, and the budget where a schedule is chosen by it."""
         leaves, structure = jax.tree.flatten(batch)
-        budget = self._budget() if self._can_reschedule else None
+        budget = self.budget_bytes if self._can_reschedule else None
         return structure, budget, *[(leaf.shape, leaf.dtype, multi_device_sharding(leaf)) for leaf in leaves]
 
     def _shapes(self, batch: Tree) -> Tree:
@@ -255,3 +279,149 @@ def parse_budget(budget: int | str | None) -> int | None:
             "budget is not a positive number of bytes", got=budget, hint='budget="14 GiB", or None for the whole device'
         )
     return num_bytes
+
+
+# --- steps compiled from shapes: the trainer's, and a naive one ------------------------------------------------------
+# The naive step differentiates and optimises the whole model, with frozen weights behind `jax.lax.stop_gradient`. It is
+# a baseline for comparison, and never runs.
+
+
+def step_job(
+    model: Tree,
+    loss_fn: LossFn,
+    tx: optax.GradientTransformation,
+    wrt: Selector,
+    batch: Tree,
+    *,
+    num_microbatches: int = 1,
+    weight: Callable[[Tree], Any] | None = None,
+) -> Job:
+    """Return the step that `Trainer` would run, with the shapes of its arguments.
+
+    Args:
+        model: the model, or its shapes (`jax.eval_shape` of its constructor).
+        loss_fn: ``loss_fn(model, batch) -> (loss, metrics)``.
+        tx: the optimizer.
+        wrt: selects the trainable leaves.
+        batch: a batch, or shapes of one.
+        num_microbatches: number of parts of the batch, as in `Trainer`.
+        weight: weight of a microbatch, as in `Trainer`.
+
+    Returns:
+        The job, with the roles ``trainable``, ``optimizer``, ``mutable``, ``step``, ``frozen`` and ``batch``.
+
+    Memory:
+        None: arrays are replaced by their shapes.
+    """
+    step = WholeStep(model, loss_fn, tx, wrt, num_microbatches, weight)
+    trainable, mutable, frozen = step.split(jax.tree.map(_placed_shape, split_static(model)[0]))
+    opt_state = _state_shapes(tx, trainable)
+    count = jax.ShapeDtypeStruct((), jnp.int32)
+    return Job(
+        fn=flat_step(step),
+        args=(trainable, opt_state, mutable, count, frozen, jax.tree.map(_shape, batch)),
+        roles={name: position for position, name in enumerate(STEP_ARGUMENTS)},
+        donate_argnums=DONATED,
+    )
+
+
+def analyze_step(
+    model: Tree,
+    loss_fn: LossFn,
+    tx: optax.GradientTransformation,
+    wrt: Selector,
+    batch: Tree,
+    *,
+    target: Target | str | None = None,
+    **options: Any,
+) -> MemoryReport:
+    """Compile the step that `Trainer` would run, and report its bytes.
+
+    Args:
+        model: as in `step_job`.
+        loss_fn: as in `step_job`.
+        tx: as in `step_job`.
+        wrt: as in `step_job`.
+        batch: as in `step_job`.
+        target: the hardware to compile for; None for the hardware at hand.
+        **options: ``num_microbatches`` and ``weight``, as in `step_job`.
+
+    Returns:
+        The report, with the roles of `step_job`.
+
+    Memory:
+        None on the target: arrays are replaced by their shapes.
+    """
+    return step_job(model, loss_fn, tx, wrt, batch, **options).analyze(target)
+
+
+def analyze_naive(
+    model: Tree,
+    loss_fn: LossFn,
+    tx: optax.GradientTransformation,
+    wrt: Selector,
+    batch: Tree,
+    *,
+    num_microbatches: int = 1,
+    weight: Callable[[Tree], Any] | None = None,
+    target: Target | str | None = None,
+) -> MemoryReport:
+    """Return the compiled bytes of a training step that differentiates and optimises the whole model.
+
+    Args:
+        model: the model, or its shapes.
+        loss_fn: ``loss_fn(model, batch) -> (loss, metrics)``.
+        tx: the optimizer.
+        wrt: selects the trainable leaves; all others are put behind `jax.lax.stop_gradient`.
+        batch: a batch, or shapes of one.
+        num_microbatches: number of parts of the batch, as in `Trainer`.
+        weight: weight of a microbatch, as in `Trainer`.
+        target: the hardware to compile for; None for the hardware at hand.
+
+    Returns:
+        The report, with the roles ``trainable``, ``optimizer``, ``frozen`` and ``batch``.
+
+    Memory:
+        None: arrays are replaced by their shapes.
+    """
+    arrays, static = split_static(model)
+    trainable, frozen = partition(jax.tree.map(_shape, arrays), wrt)
+    opt_state = _state_shapes(tx, combine(trainable, frozen))
+
+    def step(trainable: Tree, opt_state: Tree, frozen: Tree, batch: Tree) -> tuple[Any, ...]:
+        def loss(halves: tuple[Tree, Tree], batch: Tree) -> Any:
+            full_model = combine(halves[0], jax.tree.map(jax.lax.stop_gradient, halves[1]), static)
+            return parse_loss(loss_fn(full_model, batch), halves, has_mutable=False)[:2]
+
+        grad_fn = accumulate(jax.value_and_grad(loss, has_aux=True), num_microbatches, weight=weight, has_aux=True)
+        (value, _), grads = grad_fn((trainable, frozen), batch)
+        params, full_grads = combine(trainable, frozen), combine(*grads)
+        updates, opt_state = tx.update(full_grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state, value
+
+    arguments = (trainable, opt_state, frozen, jax.tree.map(_shape, batch))
+    roles = {"trainable": 0, "optimizer": 1, "frozen": 2, "batch": 3}
+    return analyze(step, *arguments, target=target, roles=roles, donate_argnums=(0, 1, 2))
+
+
+def _shape(leaf: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=multi_device_sharding(leaf))
+
+
+def _placed_shape(leaf: Any) -> jax.ShapeDtypeStruct:
+    """Return the shape of a leaf of the trainer's step; a leaf in host memory stays there."""
+    is_hosted = memory_space(leaf) == jax.memory.Space.Host
+    return jax.ShapeDtypeStruct(
+        leaf.shape, leaf.dtype, sharding=leaf.sharding if is_hosted else multi_device_sharding(leaf)
+    )
+
+
+def _state_shapes(tx: optax.GradientTransformation, params: Tree) -> Tree:
+    """Return shapes of an optimizer's state, in host memory where `lowtide.offload.optimizer` keeps it."""
+    shapes = jax.eval_shape(tx.init, params)
+    default_sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    placed = jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding or default_sharding), params
+    )
+    places = state_shardings(tx, placed)
+    return jax.tree.map(lambda s, place: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=place), shapes, places)

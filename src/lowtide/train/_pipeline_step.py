@@ -1,4 +1,4 @@
-"""A training step whose gradients come from a pipeline.
+"""A training step whose gradients come from a pipeline, and the choice of its schedule for the memory left.
 
 The state holds layers in the order of ranks (`Pipeline.arrange`), so that no step moves weights between devices. The
 model that the user sees has its own order. Apart from the gradients, the step is a `WholeStep`.
@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -19,9 +20,11 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from ..core import (
     ConfigError,
     LayerStack,
+    ScheduleError,
+    Selector,
     StructureError,
     Tree,
-    Where,
+    format_bytes,
     leaves_with_paths,
     num_layers,
     on_host,
@@ -32,10 +35,22 @@ from ..core import (
 from ..distributed import STAGE, ShardingRules, make_mesh
 from ..memory import MemoryReport
 from ..pipeline import Pipeline, Schedule, StageReport, value_and_grad
-from ._models import accepted_keywords, outer_and_layers, parse_loss, with_outer_and_layers
-from ._step import Gradients, TrainState, WholeStep
+from ._step import (
+    Gradients,
+    TrainingStep,
+    TrainState,
+    WholeStep,
+    accepted_keywords,
+    outer_and_layers,
+    parse_loss,
+    with_outer_and_layers,
+)
 
 _FEATURE = "a pipeline"
+_MAX_ATTEMPTS = 3
+"""Number of attempts with less memory: each program needs a different amount while a pass runs."""
+_MAX_TIME_SHARE = 0.99
+"""A schedule that needs more memory must take less than this share of the time: another compilation takes minutes."""
 
 
 class PipelineStep:
@@ -191,7 +206,7 @@ def make_pipeline(
     pipeline: Schedule | Pipeline,
     sharding: ShardingRules | None,
     *,
-    wrt: Where | None,
+    wrt: Selector | None,
     weight: Callable[[Tree], Any] | None,
 ) -> tuple[Pipeline, ShardingRules]:
     """Return the pipeline of a trainer, and the sharding rules of its arrays; the arguments are those of `Trainer`.
@@ -283,3 +298,79 @@ def _merge_arguments(pipeline: Pipeline, **arguments: tuple[Any, Any]) -> dict[s
             )
         merged[name] = pipeline_value if value is None else value
     return merged
+
+
+# --- the schedule for the memory left on the device ------------------------------------------------------------------
+# An ``"auto"`` schedule without given costs or limit may keep more or less memory between passes than by default. Only
+# the compiled step shows how much memory is left. So the step is compiled, a new schedule is made for the memory left,
+# and the step with that schedule is compiled again.
+
+
+class Trial(NamedTuple):
+    """A compiled step."""
+
+    step: TrainingStep
+    program: Any
+    """The result of the compilation: the compiled program, or the error of a step that does not fit."""
+    report: MemoryReport | None
+    """Memory report of the program; None where it was not requested."""
+    free_bytes: int | None
+    """Bytes left on a device, negative where the step is too large, None where unknown. The same in all processes of a
+    run."""
+
+
+def choose_schedule(step: PipelineStep, build: Callable[[PipelineStep], Trial], arrays: Tree, batch: Tree) -> Trial:
+    """Return a trial of the step itself, or of one with another schedule that fits the device's memory better.
+
+    If `step` does not fit, the other one keeps less between passes (the smallest one, if several do not fit). If memory
+    is left, the other one ends sooner. `arrays` are the model's arrays, arranged for the pipeline, or their shapes.
+    """
+    best = default = build(step)
+    if default.free_bytes is None:
+        return default
+    default_report = step.report(arrays, batch, None)
+    if default.free_bytes >= 0:
+        larger = _reschedule(default, default.free_bytes, arrays, batch)
+        if larger is None or larger[1].time_over_ideal > _MAX_TIME_SHARE * default_report.time_over_ideal:
+            return default
+        return default if ((trial := build(larger[0])).free_bytes or 0) < 0 else trial
+    for _ in range(_MAX_ATTEMPTS):
+        # If a schedule cannot save all missing bytes, it may save a part: the memory that running passes need shrinks,
+        # too.
+        options = (_reschedule(best, int(part * (best.free_bytes or 0)), arrays, batch) for part in (1, 0.5, 0.25))
+        smaller = next((option for option in options if option is not None), None)
+        if smaller is None or ((trial := build(smaller[0])).free_bytes or 0) <= (best.free_bytes or 0):
+            break
+        best = trial
+        if (best.free_bytes or 0) >= 0:
+            _warn_slower(default_report, smaller[1])
+            break
+    return best
+
+
+def _reschedule(trial: Trial, extra_bytes: int, arrays: Tree, batch: Tree) -> tuple[PipelineStep, StageReport] | None:
+    """Return a step that keeps at most `extra_bytes` more between passes (fewer where it is negative), or None."""
+    assert isinstance(trial.step, PipelineStep)
+    counted, compiled = (trial.step.report(arrays, batch, memory).waiting_bytes for memory in (None, trial.report))
+    # A schedule counts arrays as whole even where the compiler shards them, so the limit is scaled to that count.
+    limit = int((compiled + extra_bytes) * counted / compiled) if compiled else 0
+    if limit < 1:
+        return None
+    limited_step = trial.step.within(limit)
+    try:
+        return limited_step, limited_step.report(arrays, batch, None)
+    except ScheduleError:
+        return None
+
+
+def _warn_slower(before: StageReport, after: StageReport) -> None:
+    """Warn about a step that saves memory and takes longer."""
+    if after.time_over_ideal > before.time_over_ideal / _MAX_TIME_SHARE:
+        warnings.warn(
+            f"the pipeline keeps {format_bytes(after.waiting_bytes)} between passes instead of "
+            f"{format_bytes(before.waiting_bytes)}, for which the device has too little memory: it takes "
+            f"{after.time_over_ideal:.2f} times the ideal time instead of {before.time_over_ideal:.2f}\n"
+            "hint: use smaller microbatches, more stages, remat=True or inputs='host' of lt.pipeline.value_and_grad",
+            UserWarning,
+            stacklevel=2,
+        )

@@ -19,8 +19,8 @@ import jax.numpy as jnp
 
 from ..core import NonFiniteError, Tree, leaves_with_paths, on_host
 from ._events import note_failure
-from ._recovery import Snapshots
 from ._state import TrainStateStore
+from .checkpoint import Snapshots
 
 OnNan = Literal["abort", "skip", "roll_back", "ignore"]
 _MAX_ROLLBACKS, _MAX_SKIPS = 3, 100
