@@ -94,7 +94,7 @@ def test_a_file_may_be_called_like_a_module_that_is_loaded(lowtide: Any, folder:
         (["nowhere/train.py:make_step"], "there is no such file"),
         (["train.py:mak_step"], "near misses: make_step"),
         (["train.py:NUMBER"], "train.py:NUMBER is not a function"),
-        (["train.py:nothing"], "what train.py:nothing returns is no job"),
+        (["train.py:nothing"], "the return value of train.py:nothing is not a job"),
         (["train.py:one"], "got: a tuple of 1: function"),
         (["train.py:not_callable"], "expected: a function"),
         (["train.py:typo"], "did you mean 'args'?"),

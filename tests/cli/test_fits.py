@@ -89,7 +89,7 @@ def test_users_code_that_fails_is_shown(lowtide: Any) -> None:
         (["train.py:make_step", "--largest", "batch", "--target", "cpu"], "the capacity of 'cpu' is unknown"),
         (["train.py:make_step", "--largest", "bath", "--budget", "1 GiB"], "did you mean 'batch'?"),
         (["train.py:make_step", "--largest", "batch", "--set", "batch=3"], "--largest batch is set, too"),
-        (["train.py:make_step", "--largest", "batch", "--target=cpu", "--budget=1 B"], "does not fit even at 2"),
+        (["train.py:make_step", "--largest", "batch", "--target=cpu", "--budget=1 B"], "does not fit, even at size 2"),
     ],
 )
 def test_mistakes_in_arguments_are_errors_without_tracebacks(arguments: Any, message: str, lowtide: Any) -> None:

@@ -53,9 +53,9 @@ def test_files_are_written_and_read(tmp_path: Path, lowtide: Any) -> None:
         (["none.csv", "--stages", "4"], "--stages is said by none.csv"),
         (["zb-v", "--stages", "4", "--microbatches", "4", "--draw", "x.gif"], "unknown kind of picture"),
         (["zb-v", "--stages", "4", "--microbatches", "4", "--costs", "a"], "--costs a: no costs"),
-        (["zb-v", "--stages", "4", "--microbatches", "4", "--costs", "1,0,1"], "input is no cost"),
+        (["zb-v", "--stages", "4", "--microbatches", "4", "--costs", "1,0,1"], "input is not a cost"),
         (["zb-v", "--stages", "5", "--microbatches", "4"], "a multiple of 2"),
-        (["gpipe", "--stages", "2", "--microbatches", "8", "--memory-limit", "3"], "keeps more than its memory_limit"),
+        (["gpipe", "--stages", "2", "--microbatches", "8", "--memory-limit", "3"], "needs more than its memory_limit"),
     ],
 )
 def test_what_is_wrong_is_said(arguments: list[str], message: str, lowtide: Any) -> None:

@@ -119,7 +119,7 @@ def test_what_is_not_separable_warns_once_with_paths_and_operation() -> None:
         jax.jit(lambda *args: wrapped.update(*args))(start, state, start)
     (warning,) = caught
     assert str(warning.message) == (
-        "optimizer state 0/mu/v, 0/nu/v: updated leaf by leaf instead of block by block, because of the operation "
+        "optimizer state 0/mu/v, 0/nu/v is updated leaf by leaf instead of block by block, because of the operation "
         'rev\nhint: choose mode="leaf" to accept it, an optimizer that works element by element, or a narrower '
         "match"
     )
@@ -142,7 +142,7 @@ def test_shapes_that_cannot_be_sliced_on_the_host_say_so(shape: tuple[int, ...])
         state_shardings(wrapped, leaf),
     )
     with pytest.warns(
-        PlacementWarning, match=r"0/mu, 0/nu: (.|\n)*its shape cannot be cut into whole tiles(.|\n)*hint:"
+        PlacementWarning, match=r"0/mu, 0/nu is (.|\n)*its shape cannot be cut into whole tiles(.|\n)*hint:"
     ):
         jax.jit(wrapped.update).trace(leaf, state, leaf)
 
@@ -271,7 +271,7 @@ def test_making_the_state_needs_one_leaf_on_the_device(tpu_device: Any) -> None:
 def test_a_device_without_host_memory_warns_and_updates_block_by_block() -> None:
     adam, leaves = optax.adam(1e-3), {"w": jax.ShapeDtypeStruct((2048, 2048), jnp.float32)}
     state = to_host(jax.eval_shape(adam.init, leaves), "0/{mu,nu}/**")
-    with pytest.warns(PlacementWarning, match=r"has no host memory(.|\n)*hint: lowtide.memory.analyze counts it"):
+    with pytest.warns(PlacementWarning, match=r"has no host memory(.|\n)*hint: use lowtide.memory.analyze"):
         report = memory.analyze(
             optimizer(adam, chunk_bytes=4 * MIB).update, leaves, state, target="h100", donate_argnums=(0, 1)
         )
@@ -393,7 +393,7 @@ def test_shardings_that_nobody_gave_gather_nothing(kind: str) -> None:
 
 
 def test_a_pattern_that_selects_nothing_lists_paths() -> None:
-    with pytest.raises(SelectionError, match=r"selects no leaf(.|\n)*0/count, 0/mu/w, 0/nu/w(.|\n)*hint: r\"\.\*\""):
+    with pytest.raises(SelectionError, match=r"selects no leaf(.|\n)*0/count, 0/mu/w, 0/nu/w(.|\n)*hint: use r\"\.\*"):
         optimizer(optax.adam(1e-3), "mu").init(params(w=(8, 128)))
 
 
@@ -411,7 +411,7 @@ def test_state_on_the_device_is_refused(jit: bool) -> None:
     [
         ({"mode": "chunked"}, r"unknown mode(.|\n)*streamed, leaf, whole(.|\n)*hint:"),
         ({"chunk_bytes": 0}, r"chunk_bytes has to be at least 1(.|\n)*hint:"),
-        ({"match": "*/mu"}, r"no regular expression(.|\n)*hint: globs"),
+        ({"match": "*/mu"}, r"not a regular expression(.|\n)*hint: write"),
     ],
 )
 def test_arguments_that_cannot_be_used(options: dict[str, Any], text: str) -> None:
@@ -422,7 +422,7 @@ def test_arguments_that_cannot_be_used(options: dict[str, Any], text: str) -> No
 def test_shardings_of_another_structure_are_refused() -> None:
     start = params(w=(8, 128))
     wrapped = optimizer(optax.adam(1e-3), shardings={"v": start["w"].sharding})
-    with pytest.raises(StructureError, match=r"not the structure of the parameters(.|\n)*hint: jax\.tree\.map"):
+    with pytest.raises(StructureError, match=r"the structure of the parameters(.|\n)*hint: pass jax\.tree\.map"):
         wrapped.update(start, wrapped.init(start), start)
 
 
@@ -433,7 +433,7 @@ def test_state_shardings_need_shardings() -> None:
 
 @pytest.mark.parametrize("tx", [None, "adam"])
 def test_what_is_no_transformation_is_refused(tx: Any) -> None:
-    with pytest.raises(ConfigError, match=r"(?s)no gradient transformation.*hint: optax.adamw"):
+    with pytest.raises(ConfigError, match=r"(?s)not a gradient transformation.*hint: pass for instance optax.adamw"):
         optimizer(tx)
 
 
@@ -447,7 +447,7 @@ def test_effects_that_streaming_leaves_out_are_said() -> None:
     )
     start = params(w=(56, 128))
     with pytest.warns(
-        PlacementWarning, match=r"(?s)effects, which a streamed update leaves out.*hint: jax.debug.print"
+        PlacementWarning, match=r"(?s)effects, which a streamed update leaves out.*hint: call jax.debug.print"
     ):
         tx.update(start, tx.init(start), start)
 
@@ -455,12 +455,12 @@ def test_effects_that_streaming_leaves_out_are_said() -> None:
 def test_sharded_parameters_without_shardings_are_said() -> None:
     mesh = jax.make_mesh((2,), ("fsdp",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:2])
     start = jax.device_put(params(w=(16, 128)), NamedSharding(mesh, P("fsdp", None)))
-    with pytest.warns(PlacementWarning, match=r"(?s)w is sharded, and the optimizer was not told.*hint: .*shardings="):
+    with pytest.warns(PlacementWarning, match=r"(?s)w is sharded, but the optimizer has no.*hint: .*shardings="):
         optimizer(optax.adam(1e-2)).init(start)
 
 
 def test_an_optimizer_is_wrapped_once() -> None:
-    with pytest.raises(ConfigError, match=r"(?s)wrapped by lt.offload.optimizer already.*hint: wrap it once"):
+    with pytest.raises(ConfigError, match=r"(?s)already wrapped by lt.offload.optimizer.*hint: wrap it once"):
         optimizer(optimizer(optax.adam(1e-2)))
 
 
@@ -476,7 +476,7 @@ def test_what_calls_the_optimizer_in_a_branch_is_refused(around: Any, jit: bool)
             return tx.update(grads, state, start)
         return jax.lax.cond(True, lambda: tx.update(grads, state, start), lambda: (grads, state))
 
-    with pytest.raises(StructureError, match=r"(?s)in a branch of jax.lax.cond.*hint: lt.offload.optimizer\(optax"):
+    with pytest.raises(StructureError, match=r"(?s)in a branch of jax.lax.cond.*hint: use lt.offload.optimizer\(optax"):
         (jax.jit(update) if jit else update)(start, tx.init(start))
 
 

@@ -165,10 +165,10 @@ def test_match_paths_matches_whole_paths() -> None:
 @pytest.mark.parametrize(
     ("match", "kind", "error", "text", "hint"),
     [
-        (".*/momentum/.*", "pinned_host", SelectionError, "'.*/momentum/.*' matches nothing", "separated by '/'"),
+        (".*/momentum/.*", "pinned_host", SelectionError, "'.*/momentum/.*' matches nothing", "segments by '/'"),
         ("mu", "pinned_host", SelectionError, "3 paths: 0/count, 0/mu/w, 0/nu/w", "did you mean '.*(mu).*'?"),
-        ("(mu", "pinned_host", SelectionError, "'(mu' is no regular expression", "paths look like: 0/count"),
-        (".*", "host", ConfigError, "unknown memory kind 'host'", '"pinned_host" is the host memory'),
+        ("(mu", "pinned_host", SelectionError, "'(mu' is not a regular expression", "paths look like: 0/count"),
+        (".*", "host", ConfigError, "unknown memory kind 'host'", 'use "pinned_host", the host memory'),
     ],
 )
 def test_bad_matches_and_kinds_are_refused(match: str, kind: str, error: Any, text: str, hint: str) -> None:
@@ -192,5 +192,5 @@ def test_devices_without_host_memory_warn() -> None:
     pytest.importorskip("jax_cuda13_plugin")
     device = target("h100").devices()[0]
     shape = jax.ShapeDtypeStruct((4,), jnp.float32, sharding=SingleDeviceSharding(device))
-    with pytest.warns(PlacementWarning, match=r"know no memory 'pinned_host'(.|\n)*hint: "):
+    with pytest.warns(PlacementWarning, match=r"have no memory 'pinned_host'(.|\n)*hint: "):
         to_host({"w": shape})

@@ -208,7 +208,7 @@ def test_no_gradient_is_written_for_layers_that_do_not_train(tpu_device: jax.Dev
 @pytest.mark.slow
 @pytest.mark.gpu_aot
 def test_a_device_without_host_memory_warns_and_compiles() -> None:
-    with pytest.warns(PlacementWarning, match=r"has no host memory(.|\n)*hint: lowtide.memory.analyze counts them"):
+    with pytest.warns(PlacementWarning, match=r"has no host memory(.|\n)*hint: use lowtide.memory.analyze"):
         report = on_v5e(2, target="h100")
     assert report.host_by_role["layers"] == 2 * LAYER_BYTES
 
@@ -253,7 +253,7 @@ def test_other_errors_of_the_body_pass_unchanged() -> None:
 
 def test_an_unknown_place_is_refused() -> None:
     xs, x, _ = arguments()
-    with pytest.raises(ConfigError, match="unknown place 'disk'(.|\n)*hint: inputs="):
+    with pytest.raises(ConfigError, match="unknown memory 'disk'(.|\n)*hint: pass inputs="):
         scan(body, x, to_host(xs), inputs="disk")  # pyright: ignore[reportArgumentType]
 
 

@@ -163,7 +163,7 @@ def test_state_that_grows_is_read_as_it_was() -> None:
 
 
 def test_results_of_another_structure_are_refused() -> None:
-    with pytest.raises(StructureError, match=r"not the structure of what it replaces(.|\n)*hint:"):
+    with pytest.raises(StructureError, match=r"not have the structure of the trees that it replaces(.|\n)*hint:"):
         plan(lambda w: (w, w), (on_host(16, 128),), lambda w: w, chunk_bytes=CHUNK)
 
 

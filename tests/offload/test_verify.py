@@ -66,7 +66,7 @@ def test_axlearn_s_guard_is_caught(tpu_device: jax.Device, bare: bool) -> None:
         PlacementWarning, match=r"(?s)result\['mu'\], in device memory, overwrites a donated.*hint: donate"
     ):
         made = program(axlearn_step)
-    with pytest.raises(PlacementError, match="placements did not happen") as raised:
+    with pytest.raises(PlacementError, match="placements are wrong") as raised:
         verify(made.compiled if bare else made, EXPECTED, outputs=OUTPUTS)
     text = str(raised.value)
     assert "output mu: expected on the host, got on the device (4.00 MiB)" in text
@@ -181,9 +181,9 @@ def test_shards_that_are_gathered_are_caught() -> None:
 
 @pytest.mark.parametrize("given", [jax.jit(step), 3])
 def test_what_is_not_compiled_is_refused(given: Any) -> None:
-    with pytest.raises(ConfigError, match=r"(?s)verify reads compiled programs.*hint: .*compile"):
+    with pytest.raises(ConfigError, match=r"(?s)verify needs a compiled program.*hint: .*compile"):
         verify(given, EXPECTED)
-    with pytest.raises(ConfigError, match=r"(?s)what is expected has no memories.*hint:"):
+    with pytest.raises(ConfigError, match=r"(?s)expected does not map paths to memories.*hint:"):
         verify(program(goal="cpu"), ["0/**"])  # pyright: ignore
 
 
@@ -193,12 +193,12 @@ def test_a_compile_only_gpu_is_checked_by_what_was_declared() -> None:
     found = verify(made, EXPECTED, outputs=OUTPUTS)
     assert found.host_paths == ("0/mu", "0/nu")
     assert found.notes == (
-        "compile-only GPUs keep no memory kinds: arguments were checked as declared, outputs not at all",
+        "compile-only GPUs keep no memory kinds: arguments were checked as declared, outputs were not",
     )
     with pytest.raises(PlacementError, match="argument 0/mu: expected on the host, got on the device"):
         verify(program(axlearn_step, goal="h100", place=False), EXPECTED)
     with pytest.raises(
-        PlacementError, match=r"does not tell which arguments are on the host(.|\n)*hint: compile it with"
+        PlacementError, match=r"does not show which arguments are on the host(.|\n)*hint: compile it with"
     ):
         verify(made.compiled, EXPECTED)
 
@@ -229,5 +229,5 @@ def test_patterns_that_match_nothing_are_refused() -> None:
     compiled = program(goal="cpu")
     with pytest.raises(SelectionError, match="pattern '2/mu' matches nothing(.|\n)*hint: "):
         verify(compiled, {"2/mu": "host"})
-    with pytest.raises(ConfigError, match="0/mu: unknown memory 'hbm'(.|\n)*hint: every kind of host memory"):
+    with pytest.raises(ConfigError, match="0/mu: unknown memory 'hbm'(.|\n)*hint: use \"host\" for every kind"):
         verify(compiled, {"0/mu": "hbm"})  # pyright: ignore[reportArgumentType]

@@ -20,7 +20,7 @@ PARAMS = {"w": jnp.ones((24, 200)), "b": jnp.zeros((1, 200))}
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"tx": None}, r"(?s)the optimizer is no gradient transformation.*hint: optax.adamw"),
+        ({"tx": None}, r"(?s)the optimizer is not a gradient transformation.*hint: pass for instance optax.adamw"),
         ({"format": "3bit"}, r"(?s)'3bit' is not a format of optimizer state.*one of 8bit, .*bfloat16.*hint"),
         ({"match": "("}, r"(?s)match is not a regular expression.*hint: write a regular expression"),
         ({"format": {7: "8bit"}}, r"(?s)match is not a regular expression.*hint: write a regular expression"),
@@ -41,8 +41,8 @@ PARAMS = {"w": jnp.ones((24, 200)), "b": jnp.zeros((1, 200))}
         ({"seed": 2**40}, r"(?s)seed is not a valid seed of random numbers.*from -2147483648 to 4294967295"),
         ({"match": b".*"}, r"(?s)match is a regular expression of bytes, but paths are text"),
         ({"format": np.array(["8bit", "fp8"])}, r"array.* is not a format of optimizer state"),
-        ({"shardings": {"w": "x"}}, r"(?s)shardings: w is no sharding on a mesh.*got: 'x'"),
-        ({"shardings": {"w": jax.P("x")}}, r"(?s)shardings: w is no sharding on a mesh.*hint: jax.tree.map"),
+        ({"shardings": {"w": "x"}}, r"(?s)shardings: w is not a sharding on a mesh.*got: 'x'"),
+        ({"shardings": {"w": jax.P("x")}}, r"(?s)shardings: w is not a sharding on a mesh.*hint: pass jax.tree.map"),
         ({"least_size": 0}, r"(?s)least_size is not a number of elements.*hint: leave it out to use 4096"),
     ],
 )

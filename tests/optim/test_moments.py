@@ -14,7 +14,7 @@ from optax import contrib
 from lowtide.core import ConfigError
 from lowtide.memory.advice import _remedies
 from lowtide.optim import PackedArray, low_precision
-from lowtide.optim._moments import MOMENTS
+from lowtide.optim._selection import MOMENTS
 
 PARAMS = {"w": jnp.ones((64, 128))}
 

@@ -141,7 +141,7 @@ def test_kernels_beside_another_axis(remat: bool, dividing: Any, is_column: bool
     ("shape", "dividing", "in_last", "refused"),
     [
         ((2, 2, 1), ("fsdp", "tensor"), False, None),
-        ((2, 2, 1), ("fsdp",), False, r"blocks: pallas_call at tests/pipeline/test_blocks.*how tensor divide"),
+        ((2, 2, 1), ("fsdp",), False, r"blocks: pallas_call at tests/pipeline/test_blocks.*over tensor"),
         ((2, 1, 1), (), False, r"blocks: pallas_call at tests.*hint: wrap.*axis_names=\{'fsdp', 'tensor'\}"),
         ((2, 2, 1), (), True, "last: pallas_call at tests"),
     ],
@@ -188,7 +188,7 @@ def test_a_branch_is_taken_by_all_devices_of_a_collective_in_it() -> None:
     """With types, the gradient of a weight that is alike on all devices is added up inside of the branch."""
     up = 0.3 * parameters(2)[1]["up"]
     layers, x = {"a": up[..., :WIDTH], "b": up[..., WIDTH:]}, normal(2, 8, WIDTH)
-    with pytest.raises(StructureError, match=r"(?s)blocks: cond at tests.*along fsdp for itself.*hint: decide.*pcast"):
+    with pytest.raises(StructureError, match=r"(?s)blocks: cond at tests.*separately.*along fsdp.*hint: decide.*pcast"):
         jax.jit(pipeline_of(deciding(False, True))).lower({}, layers, x)
     jax.jit(pipeline_of(deciding(False, False))).lower({}, layers, x)  # added up outside
     found = jax.jit(pipeline_of(deciding(True, True)))({}, layers, x)
@@ -200,7 +200,7 @@ def test_a_branch_is_taken_by_all_devices_of_a_collective_in_it() -> None:
 def test_a_collective_along_the_axis_of_the_pipeline_is_refused(run: str) -> None:
     pipeline = pipeline_of(lambda w, h, x: jnp.tanh(h @ w) + jax.lax.psum(h, "stage"), 1)
     layers = parameters(2)[1]["up"][..., :WIDTH]
-    with pytest.raises(StructureError, match=r"(?s)blocks: psum.* along 'stage' at tests.*hint: what stages tell"):
+    with pytest.raises(StructureError, match=r"(?s)blocks: psum.* along 'stage' at tests.*hint: pass values"):
         jax.jit(getattr(pipeline, run)).lower({}, layers, jnp.ones((8, WIDTH)))
 
 

@@ -411,14 +411,14 @@ def test_layers_and_batches_that_do_not_fit_are_named() -> None:
     outer, layers = parameters(5)
     batch = make_batch()
     with pytest.raises(
-        ConfigError, match=r"(?s)layers_per_stage is not of this model.*add up to 5.*add up to 6.*hint:"
+        ConfigError, match=r"(?s)layers_per_stage does not fit the model.*add up to 5.*add up to 6.*hint:"
     ):
         pipeline_of("1f1b", 2, layers_per_stage=[3, 3])(outer, layers, batch)
     alone = pipeline_of("1f1b", 2, mesh=mesh_of(2, 1))
     with pytest.raises(StructureError, match=r"(?s)labels.*does not split into microbatches.*multiple of 6.*hint:"):
         alone(outer, layers, {name: leaf if name == "key" else leaf[:11] for name, leaf in batch.items()})
     with pytest.raises(
-        StructureError, match=r"(?s)labels and tokens have different numbers.*24 in all.*got: 12.*hint:"
+        StructureError, match=r"(?s)labels and tokens have different numbers.*24 rows in all leaves.*got: 12.*hint:"
     ):
         alone(outer, layers, {**batch, "tokens": batch["tokens"][:12]})
     with pytest.raises(StructureError, match=r"(?s)leading axis does not split.*got: shape \(0, 3\).*hint:"):
@@ -486,7 +486,7 @@ def test_an_evaluation_needs_the_memory_of_a_microbatch() -> None:
 def test_rows_that_differ_or_are_none_are_not_evaluated() -> None:
     pipeline, _, layers = evaluated(False)
     x = jnp.ones((7, 5, WIDTH))
-    with pytest.raises(StructureError, match=r"(?s)have different numbers of rows.*13 in all.*got: 7.*hint:"):
+    with pytest.raises(StructureError, match=r"(?s)different numbers of rows.*13 rows in all.*got: 7.*hint:"):
         pipeline.evaluate({}, layers, {"x": x, "w": jnp.ones(13)})
     with pytest.raises(StructureError, match=r"(?s)does not split.*got: shape \(0,.*hint:"):
         pipeline.evaluate({}, layers, {"x": x[:0]})

@@ -209,18 +209,18 @@ def test_what_waits_keeps_within_the_limit_in_every_slot(remat: bool) -> None:
     assert [report.waiting_bytes <= size for report, size in zip(found, sizes, strict=True)] == [True] * 4
     assert [report.limit_bytes for report in found] == sizes
     assert found[0].time_over_ideal <= found[-1].time_over_ideal
-    with pytest.raises(ScheduleError, match=r"(?s)memory_limit is less than what waits.*about \d.* B.*hint: raise"):
+    with pytest.raises(ScheduleError, match=r"(?s)less than the waiting memory.*about \d.* B.*hint: raise"):
         tiny("auto", **of, memory_limit=usual // 10)
 
 
 @pytest.mark.parametrize(
     ("name", "said", "words"),
     [
-        ("gpipe", "1 GiB", "gpipe is made already"),
-        ("auto", 0, "memory_limit leaves nothing"),
+        ("gpipe", "1 GiB", "gpipe, which is already made"),
+        ("auto", 0, "memory_limit is less than 1 byte"),
         ("auto", "1 byte", "is not a size"),
         *(
-            ("auto", one, r"(?s)memory_limit is no size.*a whole number of bytes, or text.*hint: memory_limit=")
+            ("auto", one, r"(?s)memory_limit is not a size.*a whole number of bytes, or text.*hint: pass memory_limit=")
             for one in (1.5, 2.0, float("nan"), True)
         ),
     ],

@@ -106,12 +106,12 @@ def test_passes_of_one_tick_follow_one_another_while_results_are_sent() -> None:
         ("FWI", ((0, 2, 1),), "cannot run 0I0 in tick 1"),
         ("FIW", ((0, 0, 0),), "cannot run 0I0 in tick 0"),
         ("FIW", ((0, 1, 0),), "cannot run 0W0 in tick 0"),
-        ("FIW", ((0, -1, 1),), "ticks are no numbers from 0 on"),
-        ("FIW", ((0.0, 1.5, 2),), "ticks are no numbers from 0 on"),
-        ("FIW", (("0", "1", "2"),), "ticks are no numbers from 0 on"),
-        ("FIW", ((0, 1, 10**9),), "in each of which some rank does something"),
-        ("FIW", ((0, 1),), "ticks are not those of the orders"),
-        ("FIW", ((0, 1, 1), (0,)), "ticks are not those of the orders"),
+        ("FIW", ((0, -1, 1),), "ticks are not consecutive numbers from 0"),
+        ("FIW", ((0.0, 1.5, 2),), "ticks are not consecutive numbers from 0"),
+        ("FIW", (("0", "1", "2"),), "ticks are not consecutive numbers from 0"),
+        ("FIW", ((0, 1, 10**9),), "ticks are not consecutive numbers from 0"),
+        ("FIW", ((0, 1),), "ticks do not match the orders"),
+        ("FIW", ((0, 1, 1), (0,)), "ticks do not match the orders"),
     ],
 )
 def test_ticks_in_which_passes_cannot_run_are_refused(order: str, ticks: Any, words: str) -> None:

@@ -223,13 +223,13 @@ def test_a_weight_pass_that_is_empty_for_good_reasons_raises_none(wrt: str) -> N
 
 
 WHOLE = {
-    "kernel": (lambda w, x: fused(x, w), "pallas_call", 0.9, "a kernel each"),
+    "kernel": (lambda w, x: fused(x, w), "pallas_call", 0.9, "separate kernels"),
     "while": (lambda w, x: jnp.tanh(searched(x, w)), "while", 0.8, "lax.scan"),
-    "callback": (lambda w, x: jnp.tanh(called(x, w)), "pure_callback", None, "a kernel each"),
+    "callback": (lambda w, x: jnp.tanh(called(x, w)), "pure_callback", None, "separate kernels"),
     "effect of a gradient": (lambda w, x: jnp.tanh(loud(x, w)), "debug_callback", 0.4, "that the pipeline returns"),
     "branch with an effect": (in_branch(loud), "cond", 0.8, r"move its effect \(.*\) out of it"),
-    "kernel in a branch": (in_branch(fused), "pallas_call", 0.7, "a kernel each"),
-    "kernel on devices": (mapped(fused), "pallas_call", 0.7, "a kernel each"),
+    "kernel in a branch": (in_branch(fused), "pallas_call", 0.7, "separate kernels"),
+    "kernel on devices": (mapped(fused), "pallas_call", 0.7, "separate kernels"),
     "jit with shardings": (
         lambda w, x: jax.jit(
             lambda w, x: jnp.tanh(x @ w), in_shardings=(jax.NamedSharding(mesh_of(1, 1), PartitionSpec()),) * 2
@@ -270,6 +270,6 @@ def test_the_report_of_a_pipeline_says_it_where_the_schedule_would_gain(name: st
     console.print(report)
     text = console.export_text()
     assert re.search(r"blocks of a stage +1\.63 k +\S+ k +0 +1,3", text)
-    assert ("not split: pallas_call at tests" in text and "hint: give" in text) == (name == "zb-h1")
+    assert ("not split: pallas_call at tests" in text and "hint: use" in text) == (name == "zb-h1")
     plain = json.loads(json.dumps(report.to_dict()))
     assert plain["flops"]["blocks"]["unsplit"][0]["name"] == "pallas_call"

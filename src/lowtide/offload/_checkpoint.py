@@ -125,27 +125,27 @@ def _claims(**arguments: Any) -> tuple[_Claim, ...]:
         patterns: tuple[Any, ...] = (selection,) if isinstance(selection, str) else tuple(selection)
         if not all(isinstance(pattern, str) for pattern in patterns):
             raise ConfigError(
-                f"{argument}: a value is chosen by its name",
+                f"{argument} does not select values by name",
                 expected="a list of names, or one regular expression",
                 got=repr(selection),
-                hint=f'for instance {argument}=["attn_out"]',
+                hint=f'pass for instance {argument}=["attn_out"]',
             )
         if isinstance(selection, str):
             try:
                 re.compile(selection)
             except re.error as error:
                 raise ConfigError(
-                    f"{argument}: not a regular expression",
+                    f"{argument} is not a regular expression",
                     got=f"{selection!r}: {error}",
                     hint=f"for exact names pass a list: {argument}=[{selection!r}]",
                 ) from error
         claims.append(_Claim(argument, patterns, isinstance(selection, str)))
     if not claims:
         raise ConfigError(
-            "nothing says what to keep",
+            "no argument selects values to keep",
             expected="save=, offload= or recompute=",
             got="none of them",
-            hint="to compute everything again, use jax.checkpoint(fn)",
+            hint="use jax.checkpoint(fn) to recompute everything",
         )
     _refuse_two_claims([(claim.argument, name) for claim in claims if not claim.is_regex for name in claim.patterns])
     return tuple(claims)
@@ -156,10 +156,10 @@ def _refuse_two_claims(claimed: Sequence[tuple[str, str]]) -> None:
     for argument, name in claimed:
         if claimants.setdefault(name, argument) != argument:
             raise ConfigError(
-                f"two arguments claim the value {name!r}",
+                f"two arguments select the value {name!r}",
                 expected="each name in one of save, offload, recompute",
                 got=f"{claimants[name]} and {argument}",
-                hint="a value that no argument mentions is recomputed",
+                hint="remove it from one of them; a value that no argument selects is recomputed",
             )
 
 
@@ -193,20 +193,20 @@ def _match_names(
         names = sorted({*visible, *hidden})
         raise SelectionError(
             f"{claim.argument}: {pattern!r} matches no named value of {fn_name}",
-            expected="names as checkpoint_name gave them",
+            expected="names that checkpoint_name gave",
             got=f"{len(names)} names: {', '.join(names[:8])}{', …' if len(names) > 8 else ''}" if names else "no name",
             hint=_near_misses(pattern, names),
         )
     if hidden_matches and claim.argument != "recompute":
         value = hidden[hidden_matches[0]]
-        message = f"{claim.argument}: {value.name!r} in {fn_name} is {value.hidden}; JAX asks no policy about it"
+        message = f"{claim.argument}: {value.name!r} in {fn_name} is {value.hidden}; checkpoint policies do not see it"
         hint = (
             "use the value that checkpoint_name returned"
             if value.hidden.startswith("dead")
             else "name a residual in the rule's forward function, or name the function's result (lowtide.offload.tag)"
         )
         if not visible_matches:
-            raise PlacementError(message, expected="a value that JAX's checkpointing sees", got=pattern, hint=hint)
+            raise PlacementError(message, expected="a value that checkpoint policies see", got=pattern, hint=hint)
         warnings.warn(f"{message}\nhint: {hint}", PlacementWarning, stacklevel=4)
     return visible_matches
 
@@ -220,14 +220,14 @@ def _near_misses(pattern: str, names: Sequence[str]) -> str:
     close += [name for name in names if pattern in name and name not in close]
     if close:
         return f"near misses: {', '.join(close[:5])}"
-    return "lowtide.offload.names(fn, *args) lists the names; lowtide.offload.tag(fn) gives more"
+    return "list the names with lowtide.offload.names(fn, *args), or add names with lowtide.offload.tag(fn)"
 
 
 def _refuse_host_values(values: Sequence[NamedValue], fn_name: str) -> None:
     for value in values:
         if value.aval.memory_space == jax.memory.Space.Host:
             raise PlacementError(
-                f"offload: {value.name!r} in {fn_name} is on the host already",
+                f"offload: {value.name!r} in {fn_name} is already on the host",
                 expected="a value in device memory",
                 got=value.aval.str_short(),
                 hint="leave it out: a value on the host costs no device memory until the backward pass",

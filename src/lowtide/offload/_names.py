@@ -58,7 +58,7 @@ class Names:
 
     def __str__(self) -> str:
         if not self.rows:
-            return "no value has a name; hint: lt.offload.tag(fn) names those of matrix products and attention"
+            return "no value has a name; hint: lt.offload.tag(fn) names the results of matrix products and attention"
         table = [("name", "values", "bytes", "FLOPs to recompute", "")]
         for row in self.rows:
             values = f"{row.count} x {row.dtype}{list(row.shape)}"

@@ -44,7 +44,7 @@ from ._platforms import DEVICE, HOST, put
 from ._streaming import large_on_host, refuse_other_structure, stream
 
 _MODES = ("streamed", "leaf", "whole")
-_UNKNOWN_SHARDINGS = "it is on a mesh of several devices and nobody said how its leaves are sharded"
+_UNKNOWN_SHARDINGS = "it is on a mesh of several devices and shardings= is missing"
 
 
 def optimizer(
@@ -113,18 +113,22 @@ def optimizer(
     """
     check_transformation(tx)
     if mode not in _MODES:
-        raise ConfigError("unknown mode", expected=f"one of {', '.join(_MODES)}", got=mode, hint='use "streamed"')
+        raise ConfigError(
+            f"unknown mode {mode!r}", expected=f"one of {', '.join(_MODES)}", got=mode, hint='use "streamed"'
+        )
     if is_offloaded(tx):
         raise ConfigError(
-            "the optimizer is wrapped by lt.offload.optimizer already",
-            expected="the optimizer, such as optax.adamw(1e-4)",
+            "the optimizer is already wrapped by lt.offload.optimizer",
+            expected="an unwrapped optimizer, such as optax.adamw(1e-4)",
             hint="wrap it once; `match` can select several parts of its state: r'.*/(mu|nu|ema)/.*'",
         )
     try:
         pattern = re.compile(match)
     except (re.error, TypeError) as error:
         raise ConfigError(
-            f"match is no regular expression: {error}", got=match, hint='globs are other: "mu/*" is r".*/mu/.*" here'
+            f"match is not a regular expression: {error}",
+            got=match,
+            hint='write r".*/mu/.*" instead of the glob "mu/*"',
         ) from error
     check_shardings(shardings)
     offloaded = _OffloadedTransformation(
@@ -159,10 +163,10 @@ def check_shardings(shardings: Tree) -> None:
         is_whole = isinstance(leaf, jax.sharding.Sharding) and leaf.is_fully_replicated
         if not (is_whole or isinstance(leaf, jax.sharding.NamedSharding)):
             raise ConfigError(
-                f"shardings: {path or 'the tree'} is no sharding on a mesh",
-                expected="jax.sharding.NamedSharding",
+                f"shardings: {path or 'the tree'} is not a sharding on a mesh",
+                expected="a jax.sharding.NamedSharding",
                 got=repr(leaf),
-                hint="jax.tree.map(lambda p: p.sharding, params), outside of jit",
+                hint="pass jax.tree.map(lambda p: p.sharding, params), computed outside of jit",
             )
 
 
@@ -182,10 +186,10 @@ def check_transformation(tx: Any) -> None:
     """
     if not (callable(getattr(tx, "init", None)) and callable(getattr(tx, "update", None))):
         raise ConfigError(
-            "the optimizer is no gradient transformation",
+            "the optimizer is not a gradient transformation",
             expected="an optax.GradientTransformation",
             got=repr(tx),
-            hint="optax.adamw(1e-4) makes one",
+            hint="pass for instance optax.adamw(1e-4)",
         )
 
 
@@ -276,13 +280,13 @@ class _OffloadedTransformation:
             remedy = 'choose mode="leaf", or stack the leaves and call update once, without vmap'
         elif any(varying_axes(jax.typeof(leaf)) for leaf in leaves):
             transform, remedy = (
-                "jax.shard_map, which checks how values vary",
+                "jax.shard_map with check_vma=True",
                 'pass check_vma=False, or choose mode="whole"',
             )
         if transform:
             raise StructureError(
                 f"the optimizer's update is called under {transform}",
-                expected="loops over blocks of arrays in host memory, which JAX cannot transform",
+                expected="no transformation, because JAX cannot transform loops over blocks in host memory",
                 got=f'mode="{self.mode}"',
                 hint=remedy,
             )
@@ -303,7 +307,7 @@ class _OffloadedTransformation:
                 f"match {self.pattern.pattern!r} selects no leaf of the optimizer's state",
                 expected="a regular expression for whole paths",
                 got=f"{len(paths)} leaves: {', '.join(paths[:6])}{', …' if len(paths) > 6 else ''}",
-                hint='r".*" selects everything; a transformation without state needs no offloading',
+                hint='use r".*" to select everything; a transformation without state needs no offloading',
             )
         return selected
 
@@ -324,7 +328,7 @@ class _OffloadedTransformation:
         if not has_host_memory:
             warnings.warn(
                 "optimizer: this compile-only device has no host memory, so the state is an argument on the device\n"
-                "hint: lowtide.memory.analyze counts it for the host where it was placed there",
+                "hint: use lowtide.memory.analyze, which counts it as host memory if it was placed there",
                 PlacementWarning,
                 stacklevel=3,
             )
@@ -356,8 +360,8 @@ class _OffloadedTransformation:
             sharding = None if isinstance(leaf, Tracer) else getattr(leaf, "sharding", None)
             if self.shardings is None and sharding is not None and not sharding.is_fully_replicated:
                 warnings.warn(
-                    f"{path} is sharded, and the optimizer was not told: it is updated leaf by leaf\n"
-                    "hint: lt.offload.optimizer(..., shardings=jax.tree.map(lambda p: p.sharding, params))",
+                    f"{path} is sharded, but the optimizer has no shardings, so it is updated leaf by leaf\n"
+                    "hint: call lt.offload.optimizer(..., shardings=jax.tree.map(lambda p: p.sharding, params))",
                     PlacementWarning,
                     stacklevel=3,
                 )
@@ -373,7 +377,7 @@ class _OffloadedTransformation:
         if reason == _UNKNOWN_SHARDINGS:
             remedy = 'pass shardings=jax.tree.map(lambda p: p.sharding, params), or choose mode="leaf" to accept it'
         warnings.warn(
-            f"optimizer state {listed}: updated leaf by leaf instead of block by block, because {reason}\n"
+            f"optimizer state {listed} is updated leaf by leaf instead of block by block, because {reason}\n"
             f"hint: {remedy}",
             PlacementWarning,
             stacklevel=2,
@@ -386,9 +390,9 @@ def _refuse_branch() -> None:
         raise StructureError(
             "the optimizer's update is called in a branch of jax.lax.cond",
             expected="lt.offload.optimizer around the outermost transformation",
-            got="another one around it, such as optax.MultiSteps or optax.apply_if_finite, or a branch of your own",
-            hint="lt.offload.optimizer(optax.MultiSteps(tx, every_k_schedule=4).gradient_transformation()); its state "
-            "is streamed, too, with match=r'.*/(mu|nu|acc_grads)/.*'",
+            got="another transformation around it, such as optax.MultiSteps or apply_if_finite, or your own branch",
+            hint="use lt.offload.optimizer(optax.MultiSteps(tx, every_k_schedule=4).gradient_transformation()), and "
+            "match=r'.*/(mu|nu|acc_grads)/.*' to stream its state, too",
         )
 
 
@@ -476,7 +480,7 @@ def state_shardings(tx: optax.GradientTransformation, params: Tree) -> Tree:
                 f"parameter {path} has no sharding",
                 expected="an array, or a jax.ShapeDtypeStruct with sharding=",
                 got=f"{type(leaf).__name__} {getattr(leaf, 'dtype', '')}{list(getattr(leaf, 'shape', ()))}",
-                hint="call state_shardings outside of jit, give structs shardings, and make jax arrays of NumPy's",
+                hint="call state_shardings outside of jit, give structs shardings, and convert NumPy to JAX arrays",
             )
     find_sharding = _sharding_finder(jax.tree.map(lambda leaf: leaf.sharding, params), params)
     # Only a jaxpr keeps memory spaces; `jax.eval_shape` drops them.
@@ -502,10 +506,10 @@ def _sharding_finder(shardings: Tree, params: Tree) -> Any:
         flat = structure.flatten_up_to(shardings)
     except ValueError as error:
         raise StructureError(
-            "shardings has not the structure of the parameters",
+            "shardings does not have the structure of the parameters",
             expected=structure,
             got=jax.tree.structure(shardings),
-            hint="jax.tree.map(lambda p: p.sharding, params), outside of jit",
+            hint="pass jax.tree.map(lambda p: p.sharding, params), computed outside of jit",
         ) from error
     shardings_by_path = {path: (leaf.shape, s) for (path, leaf), s in zip(leaves_with_paths(params), flat, strict=True)}
 

@@ -25,7 +25,7 @@ from ..core import (
     PlacementWarning,
     SelectionError,
     Tree,
-    Where,
+    Selector,
     leaves_with_paths,
     on_host,
     select,
@@ -34,7 +34,7 @@ from ..core import (
 MEMORY_KINDS = ("device", "pinned_host", "unpinned_host")
 
 
-def to_host(tree: Tree, where: Where = "**") -> Tree:
+def to_host(tree: Tree, where: Selector = "**") -> Tree:
     """Move leaves to the memory of the machine that holds their device.
 
     Args:
@@ -63,7 +63,7 @@ def to_host(tree: Tree, where: Where = "**") -> Tree:
     return _move(tree, where, "pinned_host")
 
 
-def to_device(tree: Tree, where: Where = "**") -> Tree:
+def to_device(tree: Tree, where: Selector = "**") -> Tree:
     """Move leaves to device memory: the inverse of `to_host`, with the same arguments.
 
     Args:
@@ -89,7 +89,7 @@ def to_device(tree: Tree, where: Where = "**") -> Tree:
     return _move(tree, where, "device")
 
 
-def _move(tree: Tree, selector: Where, kind: str) -> Tree:
+def _move(tree: Tree, selector: Selector, kind: str) -> Tree:
     is_selected = select(tree, selector)
     leaves, treedef = jax.tree.flatten(tree)
     return treedef.unflatten(
@@ -144,7 +144,7 @@ def memory_kinds(tree: Tree, match: str, kind: str = "pinned_host", *, mesh: Mes
             f"unknown memory kind {kind!r}",
             expected=" or ".join(MEMORY_KINDS),
             got=repr(kind),
-            hint='"pinned_host" is the host memory that a device can read by itself',
+            hint='use "pinned_host", the host memory that a device can read directly',
         )
     is_match = match_paths(tree, match, is_leaf=_is_placement)
     leaves, treedef = jax.tree.flatten(tree, is_leaf=_is_placement)
@@ -166,7 +166,7 @@ def match_paths(tree: Tree, match: str, is_leaf: Callable[[Any], bool] | None = 
         is_match = [re.fullmatch(match, path) is not None for path in paths]
     except re.error as error:
         raise SelectionError(
-            f"{match!r} is no regular expression",
+            f"{match!r} is not a regular expression",
             expected="a regular expression for whole tree paths",
             got=str(error),
             hint=f"paths look like: {sample}",
@@ -174,9 +174,7 @@ def match_paths(tree: Tree, match: str, is_leaf: Callable[[Any], bool] | None = 
     if not any(is_match):
         partial_matches = [path for path in paths if re.search(match, path)]
         remedy = (
-            f"did you mean {f'.*({match}).*'!r}?"
-            if partial_matches
-            else "segments are separated by '/', as in '.*/mu/.*'"
+            f"did you mean {f'.*({match}).*'!r}?" if partial_matches else "separate segments by '/', as in '.*/mu/.*'"
         )
         raise SelectionError(
             f"the regular expression {match!r} matches nothing",
@@ -210,8 +208,8 @@ def _with_memory_kind(sharding: Sharding, kind: str) -> Sharding:
     result = sharding.with_memory_kind(kind)
     if kind != "device" and not on_host(result):
         warnings.warn(
-            f"{sharding}: its devices know no memory {kind!r}, so the leaf counts for the device\n"
-            "hint: devices that only compile know none on GPUs; place arrays of the CPU, and let "
+            f"{sharding}: its devices have no memory {kind!r}, so the leaf counts as device memory\n"
+            "hint: for a compile-only GPU, which has no memory kinds, place arrays on the CPU, and let "
             "lowtide.memory.compile move them to the target",
             PlacementWarning,
             stacklevel=4,

@@ -149,10 +149,10 @@ def warn_of_tall_tiles(leaves: Iterable[tuple[str, Any]]) -> None:
     if tall_leaves:
         listed = ", ".join(tall_leaves[:4]) + (f", … ({len(tall_leaves) - 4} more)" if len(tall_leaves) > 4 else "")
         warnings.warn(
-            f"{listed}: not streamed from a TPU's host, because arguments of 8 and 4 bits get tiles of 32 and 64 rows, "
-            "of which the compiler takes no slices there: all of such an array is on the device\n"
-            f"hint: set {LOW_TILES} in the environment before JAX starts, where no large matrices of 8 bits are on the "
-            "device, which take more room then",
+            f"{listed}: not streamed from a TPU's host, because 8-bit and 4-bit arguments get tiles of 32 and 64 rows, "
+            "which the compiler cannot slice there: the whole array is on the device\n"
+            f"hint: set {LOW_TILES} in the environment before JAX starts, unless large 8-bit matrices are on the "
+            "device, which then take more memory",
             PlacementWarning,
             stacklevel=3,
         )

@@ -29,7 +29,7 @@ import jax
 import jax.numpy as jnp
 
 from ..core import (
-    Closed,
+    closure_convert,
     PlacementError,
     PlacementWarning,
     StructureError,
@@ -93,10 +93,10 @@ def scan(
         JAX's tutorial "Memories and host offloading", which streams parameters without a custom gradient rule.
     """
     check_choice(
-        f"unknown place {inputs!r} for a layer's inputs",
+        f"unknown memory {inputs!r} for the inputs of layers",
         inputs,
         ("device", "host"),
-        'inputs="host" keeps what enters each layer in host memory until the backward pass',
+        'pass inputs="host" to keep them in host memory until the backward pass',
     )
     length = num_layers(xs)
     _check_on_host(xs)
@@ -104,9 +104,11 @@ def scan(
     xs = jax.tree.map(lambda leaf: put(leaf, DEVICE) if jnp.ndim(leaf) == 1 else leaf, xs)
     init = jax.tree.map(lambda leaf: leaf if hasattr(leaf, "dtype") else jnp.asarray(leaf), init)
     if not length:
-        raise StructureError("scan has no layers", expected="at least one", got="0", hint="jax.lax.scan takes none")
+        raise StructureError(
+            "scan has no layers", expected="at least one", got="0", hint="use jax.lax.scan, which accepts 0 layers"
+        )
     try:
-        closed = Closed(body, init, jax.tree.map(entry_shape, xs))
+        closed = closure_convert(body, init, jax.tree.map(entry_shape, xs))
     except ValueError as error:
         if "memory_space of all inputs passed to" not in str(error):
             raise
@@ -114,7 +116,7 @@ def scan(
         raise PlacementError(
             f"{paths[0] if paths else 'a captured value'}: the body of scan computes with a value in host memory",
             expected="operands in device memory",
-            got=f"{str(error).splitlines()[0]}; on the host: {', '.join(paths[:8]) or 'what the function closes over'}"
+            got=f"{str(error).splitlines()[0]}; on the host: {', '.join(paths[:8]) or 'a captured value'}"
             + (f", … ({len(paths) - 8} more)" if len(paths) > 8 else ""),
             hint="move it with lt.offload.to_device inside the jitted function",
         ) from error
@@ -135,7 +137,7 @@ def _check_on_host(xs: Tree) -> None:
     if not default_device().addressable_memories():
         warnings.warn(
             "scan: this compile-only device has no host memory, so the layers are arguments on the device\n"
-            "hint: lowtide.memory.analyze counts them for the host where they were placed there",
+            "hint: use lowtide.memory.analyze, which counts them as host memory if they were placed there",
             PlacementWarning,
             stacklevel=3,
         )

@@ -181,10 +181,10 @@ def refuse_other_structure(got: Any, expected: Any) -> None:
     """Raise if an update's result has another structure than the trees that it replaces."""
     if expected != got:
         raise StructureError(
-            "the result of an update has not the structure of what it replaces",
+            "the result of an update does not have the structure of the trees that it replaces",
             expected=expected,
             got=got,
-            hint="update(grads, state, params) has to return trees like grads and state",
+            hint="return trees like grads and state from update(grads, state, params)",
         )
 
 
@@ -240,7 +240,8 @@ def stream(
     if program.effects:
         warnings.warn(
             f"the update has effects, which a streamed update leaves out: {', '.join(program.effects)}\n"
-            'hint: jax.debug.print belongs outside of the optimizer; lt.offload.optimizer(mode="whole") keeps effects',
+            'hint: call jax.debug.print outside of the optimizer, or use lt.offload.optimizer(mode="whole"), which '
+            "keeps effects",
             PlacementWarning,
             stacklevel=3,
         )
@@ -302,9 +303,9 @@ def stream(
 def _warn(paths: list[str], reason: str) -> None:
     listed = ", ".join(paths[:4]) + (f", … ({len(paths) - 4} more)" if len(paths) > 4 else "")
     warnings.warn(
-        f"{listed}: updated as a whole on the device instead of block by block, because {reason}\n"
-        "hint: the leaves of one such group are on the device together while it is updated; an optimizer that works "
-        "element by element, such as optax.adamw, needs a few blocks only",
+        f"{listed} is updated as a whole on the device instead of block by block, because {reason}\n"
+        "hint: choose an optimizer that works element by element, such as optax.adamw, and needs only a few blocks; "
+        "otherwise the leaves of one such group are on the device together while it is updated",
         PlacementWarning,
         stacklevel=2,
     )
@@ -359,7 +360,7 @@ def _check_entries(program: Program, targets: Sequence[tuple[str, Any]]) -> None
                 f"{name}: an update changes the shape or dtype of a stacked leaf",
                 expected=f"{leaf.dtype}{list(leaf.shape)}",
                 got=f"{aval.dtype}{list(aval.shape)}",
-                hint="choose an optimizer whose state keeps its dtype, or store parameters in that of their updates",
+                hint="choose an optimizer whose state keeps its dtype, or store parameters in the dtype of the updates",
             )
 
 
@@ -445,7 +446,7 @@ class _Loop:
         if num_bytes > self.chunk_bytes and not cut and self.on_whole:
             self.on_whole(
                 self.reason
-                or "its shape cannot be cut into whole tiles of 8 x 128, as TPUs need and all backends keep to"
+                or "its shape cannot be cut into whole tiles of 8 x 128, which TPUs need and all backends use"
             )
         if cut is None:
             return self._run(loop_inputs, buffers, after, (), 1, lambda i: ((), 0), prefix)

@@ -40,7 +40,7 @@ Origin = tuple[str, ...] | None
 
 _PRODUCTS = {
     "dot_general": "dot",
-    "turned_product": "dot",
+    "transposed_product": "dot",
     "conv_general_dilated": "conv",
     "ragged_dot": "dot",
     "ragged_dot_general": "dot",
@@ -91,7 +91,7 @@ def tag(fn: Callable[..., Any]) -> Callable[..., Any]:
         jaxpr = namer.jaxpr(traced.closed.jaxpr, origins, ())
         if not namer.has_names:
             raise SelectionError(
-                f"{getattr(fn, '__qualname__', type(fn).__name__)!r} computes nothing that tag could name",
+                f"{getattr(fn, '__qualname__', type(fn).__name__)!r} computes nothing that tag can name",
                 expected="a matrix product, a convolution or attention, outside of while loops",
                 got=f"{len(jaxpr.eqns)} other operations",
                 hint="name values in the function with jax.ad_checkpoint.checkpoint_name",

@@ -21,9 +21,9 @@ HIDING: Mapping[Kind | None, str] = {
     Kind.CUSTOM_VJP: "inside a function with a custom_vjp",
     Kind.CUSTOM_JVP: "inside a function with a custom_jvp",
     Kind.WHILE: "inside a while loop, which reverse-mode differentiation does not enter",
-    Kind.CHOICE: "inside of what a kernel may compute instead",
+    Kind.CHOICE: "inside the code that may replace a kernel",
     Kind.KERNEL: "inside a Pallas kernel",
-    Kind.OPAQUE: "inside a function with rules of its own for recomputation",
+    Kind.OPAQUE: "inside a function with its own recomputation rules",
 }
 """Operations into which the policy of a `jax.checkpoint` cannot see."""
 
@@ -84,7 +84,7 @@ def named_values(jaxpr: Any) -> Iterator[NamedValue]:
     read = variables_read(jaxpr)
     for eqn, hidden in walk(jaxpr, "", lambda eqn, _, hidden: hidden or HIDING.get(kind_of(eqn), "")):
         if is_name(eqn):
-            unread = "" if eqn.outvars[0] in read else "dead code: what checkpoint_name returned is not used"
+            unread = "" if eqn.outvars[0] in read else "dead code: the result of checkpoint_name is not used"
             yield NamedValue(eqn.params["name"], eqn.outvars[0].aval, hidden or unread)
 
 

@@ -142,7 +142,7 @@ def verify(
     is_declared = is_compile_only and platform == "gpu"
     if is_declared:
         arguments, outputs = _with_declared_spaces(arguments, program, expected), None
-        notes.append("compile-only GPUs keep no memory kinds: arguments were checked as declared, outputs not at all")
+        notes.append("compile-only GPUs keep no memory kinds: arguments were checked as declared, outputs were not")
         sizes.update({"device_bytes": program.report().device_bytes} if program is not None else {})
     problems = _find_misplaced(arguments, expected, "argument") + _find_misplaced(results, outputs or {}, "output")
     host_arguments = [leaf for leaf in arguments if leaf.space == "host" and leaf.is_used]
@@ -177,8 +177,8 @@ def verify(
     notes += [f"{leaf.path}: not read by the program" for leaf in arguments if not leaf.is_used]
     if problems:
         raise PlacementError(
-            problems[0] if len(problems) == 1 else f"{len(problems)} placements did not happen",
-            expected="every leaf in the memory it was meant for, copied to the device by the program that reads it",
+            problems[0] if len(problems) == 1 else f"{len(problems)} placements are wrong",
+            expected="every leaf in the intended memory, copied to the device by the program that reads it",
             got="\n    ".join(
                 ["", *problems[:12], *([f"… ({len(problems) - 12} more)"] if len(problems) > 12 else [])]
             ),
@@ -191,17 +191,17 @@ def verify(
 def _check_arguments(compiled: Any, expected: Any) -> None:
     if not (isinstance(compiled, Program) or hasattr(compiled, "input_formats")):
         raise ConfigError(
-            "verify reads compiled programs",
+            "verify needs a compiled program",
             expected="a jax.stages.Compiled or a lowtide.memory.Program",
             got=type(compiled).__name__,
-            hint="jax.jit(fn).lower(*args).compile(), or lt.memory.compile(fn, *args, target=...)",
+            hint="pass jax.jit(fn).lower(*args).compile(), or lt.memory.compile(fn, *args, target=...)",
         )
     if not isinstance(expected, Mapping):
         raise ConfigError(
-            "what is expected has no memories",
+            "expected does not map paths to memories",
             expected='a dictionary such as {"1/**": "host"}',
             got=repr(expected),
-            hint="its keys are globs on argument paths",
+            hint="use globs on argument paths as keys",
         )
 
 
@@ -269,8 +269,8 @@ def _with_declared_spaces(
 ) -> list[_Leaf]:
     if program is None and "host" in expected.values():
         raise PlacementError(
-            "a program for a compile-only GPU does not tell which arguments are on the host",
-            expected="a lowtide.memory.Program, which remembers what was declared",
+            "a program for a compile-only GPU does not show which arguments are on the host",
+            expected="a lowtide.memory.Program, which has the declared memory kinds",
             got="a jax.stages.Compiled; JAX dropped the memory kinds of its arguments",
             hint='compile it with lowtide.memory.compile(fn, *args, target="h100"), or verify it for a TPU or on a GPU',
         )
@@ -298,7 +298,7 @@ def _expected_spaces(leaves: Sequence[_Leaf], expected: Mapping[str, Space]) -> 
     spaces: dict[str, Space] = {}
     for pattern, space in expected.items():
         problem = f"{pattern}: unknown memory {space!r}"
-        check_choice(problem, space, ("host", "device"), 'every kind of host memory counts as "host"')
+        check_choice(problem, space, ("host", "device"), 'use "host" for every kind of host memory')
         spaces.update(dict.fromkeys(match_names([leaf.path for leaf in leaves], pattern), space))
     return spaces
 
@@ -387,7 +387,7 @@ def _find_gathered(host_arguments: Sequence[_Leaf], text: str) -> list[str]:
     shards = {leaf.shard for leaf in host_arguments}
     return [
         f"{leaf.path}: its shards of {list(leaf.shard)} are gathered to {list(leaf.shape)} on every host; "
-        "lt.offload.optimizer needs shardings=, other slices have to run along an axis that is not sharded"
+        "pass shardings= to lt.offload.optimizer, and cut other slices along an axis that is not sharded"
         for leaf in host_arguments
         if leaf.shape != leaf.shard and leaf.shape in shapes - shards
     ]

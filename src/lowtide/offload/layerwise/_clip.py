@@ -42,14 +42,14 @@ class Clip:
                 "max_norm is out of range",
                 expected="a finite number above 0",
                 got=repr(value),
-                hint="1.0 is customary; clip=None does not clip",
+                hint="use for instance 1.0, or clip=None for no clipping",
             )
         if self.mode not in get_args(ClipMode):
             raise ConfigError(
-                "unknown way to clip",
+                f"unknown clip mode {self.mode!r}",
                 expected=" or ".join(map(repr, get_args(ClipMode))),
                 got=repr(self.mode),
-                hint='"exact" equals optax.clip_by_global_norm',
+                hint='use "exact", which equals optax.clip_by_global_norm',
             )
 
     def factor(self, norm: Any) -> Any:

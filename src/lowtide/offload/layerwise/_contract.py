@@ -18,10 +18,10 @@ def refuse_metrics(metrics: Tree) -> None:
         raise StructureError(
             f"last returns a metric named {', '.join(sorted(taken))}, which the step reports itself"
             if taken
-            else "the metrics of last have no names",
-            expected="a dictionary of scalars by other names than loss and grad_norm",
+            else "the metrics of last are not a dictionary",
+            expected="a dictionary of scalars with names other than loss and grad_norm",
             got=", ".join(metrics) if taken else type(metrics).__name__,
-            hint="rename it",
+            hint="rename it" if taken else "return a dictionary of metrics",
         )
 
 
@@ -47,11 +47,11 @@ def refuse_explicit_axes(**trees: Tree) -> None:
     for path, leaf in leaves_with_paths(trees):
         if explicit := jax.typeof(leaf).sharding.mesh.explicit_axes:
             raise ConfigError(
-                f"{path}: its mesh has explicit axes, which a layerwise step cannot take",
+                f"{path}: its mesh has explicit axes, which a layerwise step does not support",
                 expected="axes of type jax.sharding.AxisType.Auto",
                 got=f"explicit {', '.join(map(str, explicit))}",
-                hint="jax.make_mesh makes axes explicit unless it is told: pass "
-                "axis_types=(jax.sharding.AxisType.Auto,) * number of axes",
+                hint="pass axis_types=(jax.sharding.AxisType.Auto,) * number of axes to jax.make_mesh, whose "
+                "default is explicit",
             )
 
 
@@ -60,9 +60,9 @@ def refuse_unmatched(running: Sequence[str], outer: Tree) -> None:
     paths = [path for path, _ in leaves_with_paths(outer)]
     if running and not any(match_path(path, pattern) for path in paths for pattern in running):
         raise SelectionError(
-            f"LayerStack.running names no outer leaf: {', '.join(map(repr, running))}",
+            f"LayerStack.running matches no outer leaf: {', '.join(map(repr, running))}",
             expected=f"a pattern for one of {', '.join(paths[:8]) or 'no leaves'}",
-            hint="it is for matrices that last multiplies by, such as lm_head/weight; () is for none",
+            hint="name matrices that last multiplies by, such as lm_head/weight, or pass ()",
         )
 
 
@@ -74,10 +74,10 @@ def check_running(jaxpr: Any, paths: list[str]) -> None:
     for path, var in zip(paths, jaxpr.invars, strict=False):
         if _uses(jaxpr, var) != 1:
             raise StructureError(
-                f"outer/{path}: last does not use it exactly once, so its gradient cannot continue a running total",
+                f"outer/{path}: last does not use it exactly once, so its gradient cannot be added to a running total",
                 expected="one use, in lowtide.core.linear or chunked_cross_entropy, outside of loops",
                 got="no use" if not _uses(jaxpr, var) else "several uses, or one inside a loop or another operation",
-                hint="take its pattern out of LayerStack.running; its gradient is then added up like any other",
+                hint="remove its pattern from LayerStack.running; its gradient is then summed like any other",
             )
 
 

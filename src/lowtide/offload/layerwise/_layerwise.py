@@ -31,7 +31,7 @@ from ...core import (
     PlacementError,
     StructureError,
     Tree,
-    Where,
+    Selector,
     check_count,
     check_differentiable,
     combine,
@@ -63,7 +63,7 @@ def layerwise_step(
     stack: LayerStack,
     tx: optax.GradientTransformation,
     *,
-    wrt: Where = "**",
+    wrt: Selector = "**",
     place: Mapping[str, str] | None = None,
     clip: Clip | None = None,
     num_microbatches: int = 1,
@@ -139,10 +139,10 @@ def layerwise_step(
     value = place or {}
     if not isinstance(value, Mapping):
         raise ConfigError(
-            "place is no mapping",
+            "place is not a mapping",
             expected=f"a dictionary with keys {', '.join(PLACES)}",
             got=repr(value),
-            hint='place={"layers": "host"}',
+            hint='pass place={"layers": "host"}',
         )
     places = {**PLACES, **value}
     for name, memory in places.items():
@@ -151,29 +151,32 @@ def layerwise_step(
                 f"unknown placement {name!r}: {memory!r}",
                 expected=f'"host" or "device" for {", ".join(PLACES)}',
                 got=f"{name!r}: {memory!r}",
-                hint=f"the default is {PLACES}",
+                hint=f"leave it out for the default, {PLACES}",
             )
     problem = "num_microbatches has to be at least 1"
     check_count(problem, num_microbatches, 1, "a whole number", "leave it out for the default")
     if on_nan not in get_args(OnNan):
         raise ConfigError(
-            "unknown way to meet gradients that are not finite",
+            f"unknown action {on_nan!r} for gradients that are not finite",
             expected=" or ".join(map(repr, get_args(OnNan))),
             got=repr(on_nan),
-            hint='"skip" leaves their updates out; lt.Trainer knows more ways',
+            hint='use "skip" to leave their updates out; lt.Trainer has more actions',
         )
     value = clip
     if value is not None and not isinstance(value, Clip):
         raise ConfigError(
-            "clip is no Clip", expected="a lowtide.offload.Clip", got=repr(value), hint="clip=Clip(max_norm=1.0)"
+            "clip is not a Clip",
+            expected="a lowtide.offload.Clip",
+            got=repr(value),
+            hint="pass clip=Clip(max_norm=1.0)",
         )
     check_transformation(tx)
     if is_offloaded(tx):
         raise ConfigError(
-            "the optimizer is wrapped by lt.offload.optimizer, which a layerwise step does itself",
-            expected="the optimizer, such as optax.adamw(1e-4)",
+            "the optimizer is wrapped by lt.offload.optimizer, but a layerwise step offloads its state itself",
+            expected="an unwrapped optimizer, such as optax.adamw(1e-4)",
             got="lt.offload.optimizer(...)",
-            hint='pass what is wrapped; place={"opt_state": "host"}, the default, keeps its state on the host',
+            hint='pass the inner optimizer; place={"opt_state": "host"}, the default, keeps its state on the host',
         )
     return LayerwiseStep(
         stack=stack,
@@ -196,7 +199,7 @@ class LayerwiseStep:
     """The model."""
     tx: optax.GradientTransformation
     """The optimizer."""
-    wrt: Where
+    wrt: Selector
     """Selects the leaves that train."""
     place: Mapping[str, str]
     """Memory of each part."""
@@ -237,7 +240,7 @@ class LayerwiseStep:
                 "the stack has no layers",
                 expected="at least one",
                 got="0",
-                hint="lt.value_and_grad and an optimizer train what has no layers",
+                hint="use lt.value_and_grad and an optimizer for a model without layers",
             )
         refuse_equal_paths(outer)
         refuse_explicit_axes(outer=outer, layers=layers)
@@ -248,10 +251,10 @@ class LayerwiseStep:
         check_differentiable(trainable)
         if not jax.tree.leaves(trainable["layers"]):
             raise StructureError(
-                "no stacked leaf trains",
+                "no stacked leaf is selected for training",
                 expected="at least one selected leaf below 'layers'",
                 got=", ".join(path for path, _ in leaves_with_paths(trainable)),
-                hint="without gradients in the layers lowtide.value_and_grad needs no layerwise step",
+                hint="use lowtide.value_and_grad if the layers need no gradients",
             )
         trainable, frozen = (place_parameters(tree, self.place) for tree in (trainable, frozen))
         refuse_coupled(scope_optimizer(self.tx, "layers"), jax.tree.map(entry_shape, trainable["layers"]))
@@ -341,10 +344,10 @@ class LayerwiseStep:
             for path, leaf in leaves_with_paths(tree):
                 if can_move_to_host(leaf, is_stacked=is_stacked) and memory_space(leaf) != expected_space:
                     raise PlacementError(
-                        f"{name}/{path.partition('/')[2]}: not in the memory where the step was told it is",
+                        f"{name}/{path.partition('/')[2]} is not in the memory that place= sets",
                         expected=f"{self.place[name]} memory",
                         got="device memory" if expected_space == HOST else "host memory",
-                        hint="take the state from step.init, or put a restored one back with lt.offload.to_host",
+                        hint="take the state from step.init, or move a restored state back with lt.offload.to_host",
                     )
 
 
@@ -352,8 +355,8 @@ def _refuse_other_state(state: Any, frozen: Any) -> None:
     """Raise when the arguments of a step are not those that its `init` returned."""
     if not isinstance(state, LayerwiseState) or not isinstance(frozen, Mapping) or set(frozen) != {"outer", "layers"}:
         raise StructureError(
-            "the arguments are not a layerwise step's",
+            "the arguments are not those of a layerwise step",
             expected="step(state, frozen, batch)",
             got=f"step({type(state).__name__}, {type(frozen).__name__}, ...)",
-            hint="state, frozen = step.init(outer, layers)",
+            hint="make both with state, frozen = step.init(outer, layers)",
         )

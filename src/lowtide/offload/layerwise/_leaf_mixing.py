@@ -32,7 +32,7 @@ def refuse_coupled(tx: optax.GradientTransformation, params: Tree) -> None:
     for path, leaf in leaves_with_paths(state):
         if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
             raise StructureError(
-                f"the optimizer draws random numbers: its state {path} is a key",
+                f"the optimizer draws random numbers: its state {path} is a random key",
                 expected="an optimizer without randomness, such as optax.adamw",
                 got=f"{leaf.dtype}, which would draw the same numbers for every layer",
                 hint="wrap it with lt.offload.optimizer, which updates all layers at once",
@@ -58,10 +58,10 @@ def refuse_coupled(tx: optax.GradientTransformation, params: Tree) -> None:
         if other_leaves := sorted(leaf_sources - {index, _LOSS}):
             got, hint = _describe_cause(_LOSS in leaf_sources, {eqn.primitive.name for eqn in equations(closed)})
             raise StructureError(
-                f"the optimizer updates {paths[index]} by the gradient of {paths[other_leaves[0]]}, too",
-                expected="an optimizer that treats leaves one by one, such as optax.adamw",
+                f"the update of {paths[index]} also depends on the gradient of {paths[other_leaves[0]]}",
+                expected="an optimizer that updates each leaf separately, such as optax.adamw",
                 got=got,
-                hint=f"{hint}; lt.offload.optimizer takes every other one",
+                hint=f"{hint}; or use lt.offload.optimizer, which takes any optimizer",
             )
 
 
@@ -72,17 +72,17 @@ def _describe_cause(reads_loss: bool, names: set[str]) -> tuple[str, str]:
     """Describe, with examples from Optax, what mixes leaves, and the remedy."""
     if "is_finite" in names:
         return (
-            "one that looks at all gradients before it updates, such as optax.apply_if_finite",
-            'take it off and pass on_nan="skip" to layerwise_step',
+            "one that checks all gradients before its update, such as optax.apply_if_finite",
+            'remove it and pass on_nan="skip" to layerwise_step',
         )
     if reads_loss:
         return (
-            "one whose step size follows from the loss and the norm of all gradients, such as optax.polyak_sgd",
-            "there is no such step size before the last gradient: choose a schedule",
+            "one whose step size depends on the loss and the norm of all gradients, such as optax.polyak_sgd",
+            "choose a schedule, because this step size is unknown before the last gradient",
         )
     return (
-        "one that mixes them, such as a chain with optax.clip_by_global_norm, or one that estimates its own step size",
-        "take clipping out of the chain and pass clip=lt.offload.Clip(max_norm=...) to layerwise_step",
+        "one that mixes leaves, such as a chain with optax.clip_by_global_norm, or estimates its own step size",
+        "remove clipping from the chain and pass clip=lt.offload.Clip(max_norm=...) to layerwise_step",
     )
 
 
@@ -111,8 +111,8 @@ def refuse_unusable(tx: optax.GradientTransformation, params: Tree) -> tuple[Any
             "the optimizer cannot be called with gradients, state and parameters of one layer, and the loss",
             expected="init(params) and update(grads, state, params, value=loss)",
             got=str(error),
-            hint="one that evaluates the loss by itself (a line search), or has masks and labels as trees instead of "
-            "functions, cannot run inside the backward pass; lt.offload.optimizer takes any",
+            hint="use lt.offload.optimizer for an optimizer that evaluates the loss itself (a line search), or has "
+            "masks or labels as trees instead of functions: it cannot run inside the backward pass",
         ) from error
 
 

@@ -225,10 +225,10 @@ class StackPasses:
             if RunningGradient.__name__ not in str(error):
                 raise
             raise StructureError(
-                f"last computes otherwise with a leaf that LayerStack.running names: {', '.join(paths)}",
+                f"last uses a leaf of LayerStack.running in another operation: {', '.join(paths)}",
                 expected="lowtide.core.linear or lowtide.losses.chunked_cross_entropy",
                 got=str(error),
-                hint="take its pattern out of LayerStack.running; its gradient is then added up like any other",
+                hint="remove its pattern from LayerStack.running; its gradient is then summed like any other",
             ) from error
         check_running(closed.jaxpr, paths)
 

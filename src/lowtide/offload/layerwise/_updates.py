@@ -86,7 +86,7 @@ def update_layer(
                 "an update changes the shape or dtype of the state of a layer",
                 expected=f"{stacked.dtype}{list(stacked.shape[1:])}",
                 got=f"{new.dtype}{list(new.shape)}",
-                hint="choose an optimizer whose state keeps its dtype, or store parameters in that of their updates",
+                hint="choose an optimizer whose state keeps its dtype, or store parameters in the dtype of the updates",
             )
         written = write(stacked, new, at)
         at = index_after(i, written)  # new parameters depend on the old state, so the state is overwritten after them

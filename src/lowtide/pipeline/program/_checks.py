@@ -27,36 +27,36 @@ def refuse_other_mesh(schedule: Schedule, mesh: Mesh, axis: str, batch_axes: Seq
             f"the mesh has no axis {axis!r}",
             expected=" or ".join(map(repr, mesh.shape)),
             got=repr(axis),
-            hint=f'axis="{next(iter(mesh.shape), "stage")}", or another mesh',
+            hint=f'pass axis="{next(iter(mesh.shape), "stage")}", or another mesh',
         )
     if mesh.shape[axis] != schedule.num_ranks:
         raise ConfigError(
-            f"{schedule.name}: the schedule is for another mesh",
+            f"{schedule.name}: the schedule is for another number of devices",
             expected=f"{schedule.num_ranks} devices along {axis!r}",
             got=mesh.shape[axis],
-            hint="num_stages of a schedule is ranks times stages a rank",
+            hint="set num_stages of the schedule to ranks times stages per rank",
         )
     if mesh.shape.get(CONTEXT, 1) > 1:
         raise ConfigError(
-            f"a pipeline cannot divide the tokens of rows along an axis {CONTEXT!r} yet",
-            expected="other axes beside its own, such as fsdp and tensor",
+            f"a pipeline cannot shard the tokens of a row along an axis {CONTEXT!r} yet",
+            expected="other axes in addition to its own, such as fsdp and tensor",
             got=" × ".join(f"{name} {size}" for name, size in mesh.shape.items()),
-            hint=f"no pipeline for long rows: make_mesh({CONTEXT}=..., fsdp=...); or no axis {CONTEXT!r}",
+            hint=f"for long rows use make_mesh({CONTEXT}=..., fsdp=...) without a pipeline; else drop axis {CONTEXT!r}",
         )
     if any(kind is not AxisType.Auto for kind in mesh.axis_types):
         raise ConfigError(
             "the mesh has explicit or manual axes",
-            expected="axes along which the compiler divides arrays by itself (AxisType.Auto)",
+            expected="axes along which the compiler shards arrays automatically (AxisType.Auto)",
             got=", ".join(map(str, mesh.axis_types)),
-            hint="lowtide.train.make_mesh(stage=...), or jax.sharding.Mesh(mesh.devices, mesh.axis_names)",
+            hint="use lowtide.train.make_mesh(stage=...), or jax.sharding.Mesh(mesh.devices, mesh.axis_names)",
         )
     for index, batch_axis in enumerate(batch_axes or ()):
         if batch_axis not in mesh.shape or batch_axis == axis or batch_axis in list(batch_axes or ())[:index]:
             raise ConfigError(
-                f"batch_axes: rows cannot be divided along {batch_axis!r}",
+                f"batch_axes: rows cannot be sharded along {batch_axis!r}",
                 expected=" or ".join(repr(candidate) for candidate in mesh.shape if candidate != axis) or "no axis",
                 got=", ".join(map(repr, batch_axes or ())),
-                hint=f"leave it out to divide them along {', '.join(BATCH_AXES[:-1])} and {BATCH_AXES[-1]}",
+                hint=f"leave it out to shard rows along {', '.join(BATCH_AXES[:-1])} and {BATCH_AXES[-1]}",
             )
 
 
@@ -66,31 +66,34 @@ def refuse_unused_limit(schedule: Schedule, memory_limit: int | None) -> None:
         return
     if memory_limit < 1:
         raise ConfigError(
-            "memory_limit leaves nothing", expected="bytes", got=memory_limit, hint='memory_limit="4 GiB", or None'
+            "memory_limit is less than 1 byte",
+            expected="a positive number of bytes",
+            got=memory_limit,
+            hint='pass memory_limit="4 GiB", or None',
         )
     if schedule.remake is None or schedule.remake.memory_limit is not None:
         raise ConfigError(
-            f"memory_limit chooses among schedules, and {schedule.name} is made already",
+            f"memory_limit cannot change {schedule.name}, which is already made",
             expected='lt.pipeline.schedule("auto", ...) without costs and without a memory_limit of its own',
             got=repr(schedule),
-            hint="say either: lt.pipeline.schedule(..., memory_limit=) counts in what a stage keeps of one microbatch",
+            hint="pass it here or to lt.pipeline.schedule, where its unit is one microbatch's residuals in a stage",
         )
 
 
 def refuse_other_inputs(inputs: str, remat: Any) -> None:
     """Raise for an unknown memory of block inputs, or for inputs on the host without recomputation."""
     check_choice(
-        f"unknown place {inputs!r} for what enters each block",
+        f"unknown memory {inputs!r} for the inputs of blocks",
         inputs,
         ("device", "host"),
-        'inputs="host" keeps it in host memory until the backward pass',
+        'pass inputs="host" to keep them in host memory until the backward pass',
     )
     if inputs == "host" and remat is False:
         raise ConfigError(
-            'inputs="host" contradicts remat=False, by which all that blocks compute waits on the device',
+            'inputs="host" contradicts remat=False, which keeps all residuals of blocks on the device',
             expected="blocks that are recomputed from their inputs",
             got="remat=False",
-            hint="remat=True, or a policy of jax.checkpoint; of that what it saves stays on the device",
+            hint="pass remat=True, or a policy of jax.checkpoint; values that it saves stay on the device",
         )
 
 
@@ -98,17 +101,17 @@ def refuse_other_stages(schedule: Schedule, layers_per_stage: Sequence[int] | No
     """Raise for stages that one program cannot run."""
     if layers_per_stage is not None and len(layers_per_stage) != schedule.num_stages:
         raise ConfigError(
-            "layers_per_stage is not of this schedule",
+            "layers_per_stage does not fit the schedule",
             expected=f"{schedule.num_stages} numbers",
             got=f"{len(layers_per_stage)}",
-            hint="leave it out to divide the layers as evenly as can be",
+            hint="leave it out to distribute the layers as evenly as possible",
         )
     if len({len(schedule.stages_of(rank)) for rank in range(schedule.num_ranks)}) > 1:
         raise ConfigError(
             f"{schedule.name}: ranks have different numbers of stages",
-            expected=f"{schedule.stages_per_rank} each",
+            expected=f"{schedule.stages_per_rank} on each rank",
             got=", ".join(str(len(schedule.stages_of(rank))) for rank in range(schedule.num_ranks)),
-            hint="one program gives every rank room for as many layers; a stage may have none: layers_per_stage",
+            hint="give every rank the same number of stages; with layers_per_stage a stage may have 0 layers",
         )
     tables(schedule, [1] * schedule.num_stages)  # raises for consecutive stages on ranks that are not neighbours
 
@@ -122,12 +125,12 @@ def refuse_undivided_calls(name: str, jaxpr: Any, platform: str) -> None:
         return
     call_name, location, auto_axes = match
     raise StructureError(
-        f"{name}: {call_name}{location and f' at {location}'} in a pipeline whose mesh has other axes",
-        expected=f"a mesh of the pipeline's axis alone, or a call that is told how {', '.join(auto_axes)} divide",
-        got="a call whose arrays the compiler divides",
-        hint="wrap the call where it stands: jax.shard_map(call, in_specs=P(), out_specs=P(), "
-        f"axis_names={{{', '.join(map(repr, axes))}}})(x), with P({auto_axes[0]!r}) for rows that are divided; of one "
-        "with a custom_vjp, the function that has it",
+        f"{name}: {call_name}{location and f' at {location}'} cannot run in a pipeline whose mesh has other axes",
+        expected=f"a mesh with only the pipeline's axis, or a call in a jax.shard_map over {', '.join(auto_axes)}",
+        got="a call whose arrays the compiler shards",
+        hint="wrap the call: jax.shard_map(call, in_specs=P(), out_specs=P(), "
+        f"axis_names={{{', '.join(map(repr, axes))}}})(x), with P({auto_axes[0]!r}) for sharded rows; for a call with "
+        "a custom_vjp, wrap the function that has it",
     )
 
 
@@ -153,19 +156,19 @@ def refuse_collectives(name: str, jaxpr: Any, axis: str) -> None:
                 raise _spec_error(axis, location, f"one of {', '.join(map(str, specs))}")
         if axis in _collective_axes(eqn):
             raise StructureError(
-                f"{name}: {collective} along {axis!r}{location and f' at {location}'}, the axis of the pipeline",
+                f"{name}: {collective} runs along {axis!r}{location and f' at {location}'}, the axis of the pipeline",
                 expected="collectives along other axes of the mesh",
-                got="one for which ranks would wait that do something else, or nothing, in the same tick",
-                hint="what stages tell each other is a leaf of h; sums over layers are one that blocks add to",
+                got="a collective that would wait for ranks that run other passes, or none, in the same tick",
+                hint="pass values between stages as leaves of h; for a sum over layers, let blocks add to a leaf of h",
             )
     for operation, axes, location in _divergent_branches(jaxpr):
         raise StructureError(
-            f"{name}: {operation}{location and f' at {location}'} is decided by each device along {', '.join(axes)} "
-            "for itself, and holds collectives along it",
-            expected="a decision that devices which wait for each other have in common",
-            got="a predicate that varies along the axis of a collective inside of it, or of its gradient",
-            hint=f"decide for all, as by jax.lax.psum(score, {axes[0]!r}) > 0; or give it weights that all devices "
-            f"have alike as jax.lax.pcast(w, {axes[0]!r}, to='varying'), whose gradients are added up outside",
+            f"{name}: {operation}{location and f' at {location}'} is decided separately by each device "
+            f"along {', '.join(axes)}, and contains collectives along it",
+            expected="one decision for all devices that wait for each other",
+            got="a predicate that varies along the axis of a collective inside of it, or inside of its gradient",
+            hint=f"decide for all devices, for instance by jax.lax.psum(score, {axes[0]!r}) > 0; or pass replicated "
+            f"weights as jax.lax.pcast(w, {axes[0]!r}, to='varying'), whose gradients are summed outside",
         )
 
 
@@ -176,14 +179,14 @@ def translate_error(error: Exception, mesh: Any, axis: str) -> StructureError | 
     """
     text = str(error)
     other_axes = [name for name in mesh.axis_names if name != axis]
-    available = ", ".join(map(repr, other_axes)) or "there is none"
+    available = ", ".join(map(repr, other_axes)) or "none"
     unbound = re.search(r"unbound axis name: (\w+)", text) if isinstance(error, NameError) else None
     if unbound and unbound[1] in other_axes:
         return StructureError(
             f"a function of the stack has a collective along {unbound[1]!r} outside of a shard_map over it",
-            expected="jax.shard_map around it: along axes beside the pipeline's the compiler divides arrays by itself",
+            expected="jax.shard_map around it, because the compiler shards arrays along all axes but the pipeline's",
             got=text,
-            hint=f"jax.shard_map(part, in_specs=..., out_specs=..., axis_names={{{unbound[1]!r}}})(h, weights)",
+            hint=f"call jax.shard_map(part, in_specs=..., out_specs=..., axis_names={{{unbound[1]!r}}})(h, weights)",
         )
     axis_match = re.search(r"refers to '(\w+)'", text) or re.search(r"axis_names=frozenset\(\{(.*?)\}\) to be", text)
     is_shard_map_error = isinstance(error, ValueError) and "shard_map" in text
@@ -194,19 +197,19 @@ def translate_error(error: Exception, mesh: Any, axis: str) -> StructureError | 
     if missing:
         return StructureError(
             f"a function of the stack names an axis that the mesh does not have: {', '.join(missing)}",
-            expected=f"axes of the mesh beside {axis!r}: {available}",
+            expected=f"axes of the mesh other than {axis!r}: {available}",
             got=text.splitlines()[0],
-            hint=f"make_mesh({axis}=..., {missing[0]}=...), or another name in the function"
+            hint=f"use make_mesh({axis}=..., {missing[0]}=...), or another name in the function"
             if missing[0] in ("data", "fsdp", "expert", "tensor")
-            else "name an axis of the mesh, or add it: jax.sharding.Mesh(devices, axis_names)",
+            else "name an axis of the mesh, or add the axis: jax.sharding.Mesh(devices, axis_names)",
         )
     if isinstance(error, ValueError) and "should match the mesh passed to shard_map" in text:
         return StructureError(
-            "a function of the stack gives jax.shard_map a mesh of its own",
-            expected=f"none: it is traced where the pipeline has divided {axis!r}, and takes that mesh",
+            "a function of the stack passes its own mesh to jax.shard_map",
+            expected=f"no mesh: the pipeline traces the function in a shard_map over {axis!r}, whose mesh it uses",
             got=text,
             hint="leave mesh= out: jax.shard_map(part, in_specs=..., out_specs=..., axis_names=...); without a "
-            "pipeline run it under jax.set_mesh(mesh)",
+            "pipeline, call the function under jax.set_mesh(mesh)",
         )
     if isinstance(error, TypeError) and re.search(rf"V:[^}}]*\b{re.escape(axis)}\b", text):
         return _spec_error(axis, "", text.splitlines()[0])
@@ -215,10 +218,10 @@ def translate_error(error: Exception, mesh: Any, axis: str) -> StructureError | 
 
 def _spec_error(axis: str, location: str, got: str) -> StructureError:
     return StructureError(
-        f"a jax.shard_map{location and f' at {location}'} divides something along {axis!r}, the axis of the pipeline",
-        expected="in_specs and out_specs of other axes of the mesh",
+        f"a jax.shard_map{location and f' at {location}'} shards an array along {axis!r}, the axis of the pipeline",
+        expected="in_specs and out_specs with other axes of the mesh",
         got=got,
-        hint=f"leave {axis!r} out of them: a block is given what its own stage has",
+        hint=f"leave {axis!r} out of them: a block receives only the arrays of its own stage",
     )
 
 
@@ -270,8 +273,8 @@ def warn_of_deadlock(mesh: Mesh, axis: str) -> None:
     is_exposed = mesh.size > mesh.shape[axis] > 1 and mesh.devices.flat[0].platform == "cpu"
     if is_exposed and _PROGRAM_ORDER_FLAG not in os.environ.get("XLA_FLAGS", ""):
         warnings.warn(
-            f"collectives of a pipeline along {axis!r} and of the mesh's other axes may wait for one another on a CPU, "
-            f"until XLA aborts the process\nhint: XLA_FLAGS=--{_PROGRAM_ORDER_FLAG}=false, set before JAX starts",
+            f"collectives of a pipeline along {axis!r} and along other axes of the mesh may deadlock on a CPU, "
+            f"until XLA aborts the process\nhint: set XLA_FLAGS=--{_PROGRAM_ORDER_FLAG}=false before JAX starts",
             stacklevel=3,
         )
 
@@ -307,43 +310,43 @@ def refuse_wrong_types(
     checks = [
         (
             isinstance(schedule, Schedule),
-            ("schedule is no schedule", "a lowtide.pipeline.Schedule", schedule),
-            'lt.pipeline.schedule("zb-h1", num_stages=4, num_microbatches=16)',
+            ("schedule is not a Schedule", "a lowtide.pipeline.Schedule", schedule),
+            'make one with lt.pipeline.schedule("zb-h1", num_stages=4, num_microbatches=16)',
         ),
         (
             isinstance(mesh, Mesh),
-            ("mesh is no mesh of devices", "a jax.sharding.Mesh", mesh),
-            "lowtide.train.make_mesh(stage=4)",
+            ("mesh is not a mesh of devices", "a jax.sharding.Mesh", mesh),
+            "make one with lowtide.train.make_mesh(stage=4)",
         ),
         (
             isinstance(axis, str),
-            ("axis is no name", "the name of one axis of the mesh", axis),
-            'axis="stage"',
+            ("axis is not a name", "the name of one axis of the mesh", axis),
+            'pass axis="stage"',
         ),
         (
             weight is None or callable(weight),
-            ("weight is no function", "a function of a microbatch, or None", weight),
-            'weight=lambda batch: jnp.sum(batch["labels"] >= 0)',
+            ("weight is not a function", "a function of a microbatch, or None", weight),
+            'pass weight=lambda batch: jnp.sum(batch["labels"] >= 0)',
         ),
         (
             isinstance(remat, bool) or callable(remat),
-            ("remat is no policy", "a boolean or a policy of jax.checkpoint", remat),
-            "remat=jax.checkpoint_policies.dots_saveable",
+            ("remat is neither a boolean nor a policy", "a boolean or a policy of jax.checkpoint", remat),
+            "pass remat=jax.checkpoint_policies.dots_saveable",
         ),
         (
             layers_per_stage is None or is_numbers(layers_per_stage),
-            ("layers_per_stage is no list of numbers", "a number of layers for every stage", layers_per_stage),
-            "leave it out to divide the layers as evenly as can be",
+            ("layers_per_stage is not a list of numbers", "a number of layers for every stage", layers_per_stage),
+            "leave it out to distribute the layers as evenly as possible",
         ),
         (
             batch_axes is None or is_names(batch_axes),
-            ("batch_axes is no list of names", "names of axes", batch_axes),
-            f"batch_axes=[{batch_axes!r}]" if isinstance(batch_axes, str) else 'batch_axes=["fsdp"]',
+            ("batch_axes is not a list of names", "names of axes", batch_axes),
+            f"pass batch_axes=[{batch_axes!r}]" if isinstance(batch_axes, str) else 'pass batch_axes=["fsdp"]',
         ),
         (
             memory_limit is None or isinstance(memory_limit, str) or is_count(memory_limit, 0),
-            ("memory_limit is no size", "a whole number of bytes, or text", memory_limit),
-            'memory_limit="4 GiB", or None',
+            ("memory_limit is not a size", "a whole number of bytes, or text", memory_limit),
+            'pass memory_limit="4 GiB", or None',
         ),
     ]
     for is_right, (message, expected, got), hint in checks:

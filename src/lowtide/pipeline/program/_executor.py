@@ -368,7 +368,7 @@ class _Run(_Forward):
         )
         self.costs = self._costs()
         self.schedule, schedule_tables = self._fit_schedule()
-        assert self.schedule.placement == self.program.schedule.placement, "layers are where they are"
+        assert self.schedule.placement == self.program.schedule.placement, "fitting keeps the placement"
         return schedule_tables
 
     def _fit_schedule(self) -> tuple[Schedule, Tables]:
@@ -414,10 +414,10 @@ class _Run(_Forward):
         if fitting:
             return min(fitting, key=lambda entry: entry[:2])[2:]
         raise ScheduleError(
-            "memory_limit is less than what waits in any schedule that was found",
-            expected=f"about {format_bytes(min(sizes))}, of all devices of a rank" if sizes else "more",
+            "memory_limit is less than the waiting memory of every schedule that was tried",
+            expected=f"about {format_bytes(min(sizes))} for all devices of a rank" if sizes else "a larger limit",
             got=format_bytes(limit),
-            hint='raise it, or have smaller microbatches, more stages, remat=True or inputs="host"',
+            hint='raise it, or use smaller microbatches, more stages, remat=True or inputs="host"',
         )
 
     def _max_residual_memory(self) -> float:

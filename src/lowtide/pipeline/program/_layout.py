@@ -116,7 +116,10 @@ def layout(schedule: Schedule, num_layers: int, layers_per_stage: Sequence[int] 
     """Divide layers into stages, as given or as evenly as possible; `ConfigError` if numbers do not match the model."""
     if not num_layers:
         raise ConfigError(
-            "a pipeline of no layers", expected="at least one layer", got=0, hint="run first and last alone"
+            "the pipeline has no layers",
+            expected="at least one layer",
+            got=0,
+            hint="call first and last without a pipeline",
         )
     if layers_per_stage is None:
         layers_per_even_stage, num_surplus = divmod(num_layers, schedule.num_stages)
@@ -128,10 +131,10 @@ def layout(schedule: Schedule, num_layers: int, layers_per_stage: Sequence[int] 
     lengths = tuple(layers_per_stage)
     if len(lengths) != schedule.num_stages or min(lengths) < 0 or sum(lengths) != num_layers:
         raise ConfigError(
-            "layers_per_stage is not of this model and schedule",
+            "layers_per_stage does not fit the model and the schedule",
             expected=f"{schedule.num_stages} numbers of at least 0 that add up to {num_layers}",
             got=f"{list(lengths)}, which add up to {sum(lengths)}",
-            hint="leave it out to divide the layers as evenly as can be",
+            hint="leave it out to distribute the layers as evenly as possible",
         )
     return Layout(schedule, lengths)
 

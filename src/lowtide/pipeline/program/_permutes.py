@@ -108,7 +108,7 @@ def _gather_operations(eqn: Any, shard_map_params: Any) -> list[Any]:
 def _inline(closed: Any, eqn: Any) -> list[Any]:
     """Return the operations of a jaxpr with one input and output, renamed to the variables of an operation."""
     inner = opened(closed)
-    assert not inner.constvars, "nothing is held apart"
+    assert not inner.constvars, "the jaxpr has no constants"
     names = {inner.invars[0]: eqn.invars[0], inner.outvars[0]: eqn.outvars[0]}
 
     def rename(var: Any) -> Any:

@@ -22,7 +22,7 @@ from ...core import (
     LowtideError,
     StructureError,
     Tree,
-    Where,
+    Selector,
     check_differentiable,
     combine,
     fractions,
@@ -55,7 +55,7 @@ def value_and_grad(
     *,
     mesh: Mesh,
     axis: str = "stage",
-    wrt: Where = "**",
+    wrt: Selector = "**",
     weight: Callable[[Tree], Any] | None = None,
     remat: bool | Callable[..., bool] = False,
     layers_per_stage: Sequence[int] | None = None,
@@ -153,7 +153,7 @@ class Pipeline:
     """The devices."""
     axis: str
     """The pipeline's axis."""
-    wrt: Where
+    wrt: Selector
     """Selects the leaves that have gradients."""
     weight: Callable[[Tree], Any] | None
     """Weight of a microbatch."""
@@ -336,7 +336,7 @@ class Pipeline:
         for path, leaf in leaves_with_paths(batch):
             if self._num_parts > 1 and jnp.ndim(leaf) and leaf.shape[0] % num_parts:
                 raise StructureError(
-                    f"batch leaf {path or '(root)'}: its rows cannot be divided along {', '.join(self.batch_axes)}",
+                    f"batch leaf {path or '(root)'}: its rows cannot be sharded along {', '.join(self.batch_axes)}",
                     expected=f"a multiple of {num_parts} ({self.schedule.num_microbatches} microbatches × "
                     f"{self._num_parts} parts)",
                     got=f"{leaf.shape[0]} rows",
@@ -363,10 +363,10 @@ class Pipeline:
         layer_layout = self.layout(num_layers(layers))
         if self.arranged and self.layers_per_stage is None and not layer_layout.is_even:
             raise ConfigError(
-                "stages are uneven, and of arranged layers nobody sees which rows are padding",
-                expected=f"a number of layers that {self.schedule.num_stages} stages divide, or layers_per_stage",
+                "stages are uneven, and arranged layers do not show which rows are padding",
+                expected=f"a number of layers that is a multiple of {self.schedule.num_stages}, or layers_per_stage",
                 got=f"{layer_layout.num_layers} layers",
-                hint=f"value_and_grad(..., arranged=True, layers_per_stage={list(layer_layout.layers_per_stage)})",
+                hint=f"call value_and_grad(..., arranged=True, layers_per_stage={list(layer_layout.layers_per_stage)})",
             )
         return layer_layout.arrange(layers, self.mesh, self.axis)
 
@@ -385,10 +385,10 @@ class Pipeline:
         for path, leaf in leaves_with_paths(outer):
             if not hasattr(leaf, "shape"):
                 raise StructureError(
-                    f"outer/{path}: is no array",
-                    expected="arrays alone",
+                    f"outer/{path} is not an array",
+                    expected="only arrays",
                     got=type(leaf).__name__,
-                    hint="let the functions of the stack read it from elsewhere",
+                    hint="remove it, and let the functions of the stack read it as a captured variable",
                 )
         rows, lengths = num_layers(layers), self.layers_per_stage if self.arranged else None
         # Every row of arranged layers is a layer, unless stages are uneven; then `layers_per_stage` is given.
@@ -480,10 +480,10 @@ def _refuse_differentiation(results: Tree) -> Tree:
 
     def refuse(_: Any, __: Any) -> Any:
         raise StructureError(
-            "JAX cannot differentiate a pipeline backwards: it has its own gradients",
+            "JAX cannot differentiate a pipeline in reverse mode: it computes its own gradients",
             expected="(loss, metrics), (outer_grads, layer_grads) = pipeline(outer, layers, batch)",
-            got="a gradient of what it or its evaluation returns (jax.grad, jax.vjp)",
-            hint="use the gradients that it returns; jax.lax.stop_gradient(loss) where none is wanted",
+            got="a gradient of its result, or of its evaluation's result (jax.grad, jax.vjp)",
+            hint="use the gradients that it returns, or jax.lax.stop_gradient(loss) where you need no gradient",
         )
 
     @identity.defjvp
@@ -503,9 +503,9 @@ def _refuse_different_rows(batch: Tree) -> None:
         (num_rows, name), (other_num_rows, other_name), *_ = rows.items()
         raise StructureError(
             f"batch leaves {name} and {other_name} have different numbers of rows",
-            expected=f"{num_rows} in all",
-            got=f"{other_num_rows} of {other_name}",
-            hint="every leaf needs a row for each example, also what is alike in all of them",
+            expected=f"{num_rows} rows in all leaves",
+            got=f"{other_num_rows} rows in {other_name}",
+            hint="give every leaf a row for each example, even if all rows are equal",
         )
 
 
@@ -516,7 +516,7 @@ def _refuse_other_rows(layers: Tree, layer_layout: Layout) -> None:
                 "layers are not in the order of ranks",
                 expected=f"{layer_layout.num_rows} rows",
                 got=f"{leaf.shape[0]}" if leaf.shape else "a scalar",
-                hint="layers = pipeline.arrange(layers)",
+                hint="arrange them: layers = pipeline.arrange(layers)",
             )
 
 

@@ -32,10 +32,10 @@ def recomputing(block: Block, remat: bool | Callable[..., bool], *, inputs_on_ho
         check_host_slices()
         if not any(map(_can_wait_on_host, jax.tree.leaves(h))):
             raise StructureError(
-                'inputs="host": nothing that enters a block can wait there',
-                expected="a floating-point array of at least two axes in h",
+                'inputs="host": no input of a block can be kept in host memory',
+                expected="a floating-point array with at least two axes in h",
                 got=str(jax.tree.map(lambda leaf: f"{leaf.dtype}{list(leaf.shape)}", h)),
-                hint='inputs="device"',
+                hint='pass inputs="device"',
             )
         h = jax.tree.map(lambda leaf: checkpoint_name(leaf, _INPUT_NAME) if _can_wait_on_host(leaf) else leaf, h)
         return block(layer, h, batch)

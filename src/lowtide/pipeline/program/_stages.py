@@ -139,10 +139,10 @@ class StageReport:
                 str(index), _format_ranges(rank.stages), _format_ranges(rank.layers), *map(format_bytes, sizes)
             )
         reserved = (self.weight_bytes, self.gradient_bytes, self.waiting_bytes)
-        table.add_row("room", "", "", *map(format_bytes, reserved))
+        table.add_row("reserved", "", "", *map(format_bytes, reserved))
         table.add_section()
-        rows = {"made of weights once": self.hoisted_bytes, "of what waits, on the host": self.host_bytes}
-        rows["limit of what waits"] = self.limit_bytes or 0
+        rows = {"computed once from weights": self.hoisted_bytes, "waiting, on the host": self.host_bytes}
+        rows["limit of waiting memory"] = self.limit_bytes or 0
         if self.memory is not None and self.other_bytes is not None:
             rows["everything else (compiled)"] = self.other_bytes
             rows["one device (compiled)"] = self.memory.device_bytes
@@ -153,11 +153,11 @@ class StageReport:
         if empty:
             table.add_row("ranks without a layer", "", "", "", "", _format_ranges(empty))
         table.add_row("time over the ideal", "", "", "", "", f"{self.time_over_ideal:.2f}")
-        table.add_row("of a scan that is differentiated", "", "", "", "", f"{self.scan_over_ideal:.2f}")
+        table.add_row("same for a differentiated scan", "", "", "", "", f"{self.scan_over_ideal:.2f}")
         if self.num_padding_rows:
             # The gradients of padding rows are zero, but their weights are copies.
             table.caption = (
-                f"{self.num_padding_rows} rows of padding: optimizers with norms of whole leaves (LAMB) count them"
+                f"{self.num_padding_rows} rows of padding: optimizers that use norms of whole leaves (LAMB) count them"
             )
             table.caption_justify = "left"
         return table
@@ -260,7 +260,7 @@ def _format_count(count: int) -> str:
 def _describe(operation: Unsplit) -> str:
     share = "" if operation.share is None else f" ({operation.share:.0%} of the backward pass)"
     location = f" at {operation.where}" if operation.where else ""
-    return f"{operation.name}{location}{share} gives gradients of weights in I\nhint: {operation.hint}"
+    return f"{operation.name}{location}{share} computes weight gradients in I\nhint: {operation.hint}"
 
 
 def _has_shard(memory: MemoryReport | None, shape: tuple[int, ...], dtype: Any, num_parts: int) -> bool:

@@ -62,10 +62,10 @@ def parse_actions(text: str) -> list[Action]:
     match = _ACTION.fullmatch(text)
     if match is None:
         raise ConfigError(
-            f"{text!r} is no action of a pipeline",
+            f"{text!r} is not an action of a pipeline",
             expected="a stage, one of F, I, W and B, and a microbatch",
             got=text,
-            hint="2F0 is the forward pass of stage 2 on microbatch 0",
+            hint="write for instance 2F0, the forward pass of stage 2 on microbatch 0",
         )
     stage, kind, microbatch = match.groups()
     return [Action(int(stage), Kind(_KIND_LETTERS.get(kind, kind)), int(microbatch))]

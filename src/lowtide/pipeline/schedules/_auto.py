@@ -70,10 +70,10 @@ def best(
     if finalists:
         return min(finalists, key=lambda rating: rating[:2])[2]
     raise ScheduleError(
-        "no schedule keeps within the memory_limit",
+        "no schedule stays within the memory_limit",
         expected="a limit of at least one microbatch's residuals on each rank",
         got=", ".join(f"{limit:g}" for limit in limits),
-        hint="raise memory_limit, or have more stages",
+        hint="raise memory_limit, or use more stages",
     )
 
 
@@ -139,7 +139,7 @@ class _Greedy:
         """Return the actions of all ranks, in the order in which they are decided."""
         orders = self.scheduler.run(self._choose, self._count)
         if sum(map(len, orders)) < 3 * self.num_microbatches * len(self.placement):
-            raise ScheduleError("a greedy schedule stands still within its memory", hint="raise memory_limit")
+            raise ScheduleError("a greedy schedule cannot continue within its memory", hint="raise memory_limit")
         return orders
 
     def _choose(self, rank: int) -> Action | None:

@@ -50,10 +50,10 @@ class Costs:
             for cost in value if isinstance(value, Sequence) else [value]:
                 if not (isinstance(cost, int | float) and (cost > 0 if is_time else cost >= 0) and cost < float("inf")):
                     raise ConfigError(
-                        f"{field.name} is no cost",
+                        f"{field.name} is not a cost",
                         expected="numbers above 0" if is_time else "numbers of at least 0",
                         got=repr(cost),
-                        hint="units are free: Costs(forward=1.0, input=1.1, weight=0.9)",
+                        hint="use any unit: Costs(forward=1.0, input=1.1, weight=0.9)",
                     )
 
     def refuse_other(self, num_stages: int) -> None:
@@ -62,10 +62,10 @@ class Costs:
             value: Any = getattr(self, field.name)
             if isinstance(value, Sequence) and len(value) != num_stages:
                 raise ConfigError(
-                    f"{field.name} is not of these stages",
+                    f"{field.name} does not fit the number of stages",
                     expected=f"one number, or {num_stages}",
                     got=f"{len(value)} numbers",
-                    hint="stages are parts of the model, of which a rank may have several",
+                    hint="give one number per stage; a rank may have several stages",
                 )
 
     def of(self, action: Action) -> float:

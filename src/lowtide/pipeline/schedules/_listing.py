@@ -109,9 +109,9 @@ def place_weights(
     if blocked:
         rank = next((rank for rank in blocked if limits[rank] < math.inf), blocked[0])
         raise ScheduleError(
-            f"rank {rank} cannot go on within its memory",
+            f"rank {rank} cannot continue within its memory",
             expected=f"a limit that lets it run {remaining[rank][0]}",
             got=f"{scheduler.memory[rank]:g} of {limits[rank]:g} in use",
-            hint="raise the limit, or choose auto, or a schedule that keeps less, such as v-half or v-min",
+            hint="raise the limit, or choose auto, or a schedule that needs less memory, such as v-half or v-min",
         )
     return complete_orders

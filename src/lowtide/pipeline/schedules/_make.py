@@ -70,23 +70,23 @@ def schedule(
             got=repr(name),
             hint=f"near misses: {', '.join(close_matches)}"
             if close_matches
-            else "lowtide.pipeline.SCHEDULES has the names",
+            else "choose a name from lowtide.pipeline.SCHEDULES",
         )
     costs_value: Any = costs
     if not (costs_value is None or isinstance(costs_value, Costs)):
         raise ConfigError(
-            "costs are no costs",
-            expected="lowtide.pipeline.Costs",
+            "costs is not a Costs",
+            expected="a lowtide.pipeline.Costs",
             got=repr(costs_value),
-            hint="Costs(forward=1, input=1.2)",
+            hint="pass costs=Costs(forward=1, input=1.2)",
         )
     limit: Any = memory_limit
     if isinstance(limit, (str, bytes)):
         raise ConfigError(
-            "memory_limit is text, and a schedule knows no bytes",
-            expected="a number in the unit of Costs.weight_residuals, or a list of numbers, one a rank",
+            "memory_limit is text, but a schedule does not count bytes",
+            expected="a number in the unit of Costs.weight_residuals, or a list with one number per rank",
             got=repr(limit),
-            hint="bytes belong in lowtide.pipeline.value_and_grad(memory_limit=...), which measures the stages",
+            hint="pass bytes to lowtide.pipeline.value_and_grad(memory_limit=...), which measures the stages",
         )
     recipe = NAMED.get(name, _AUTO)
     chunks = _chunks(name, recipe, num_stages, num_microbatches, stages_per_rank)
@@ -280,7 +280,7 @@ def _chunks(name: str, recipe: Recipe, num_stages: int, num_microbatches: int, s
     for field, value in (("num_stages", num_stages), ("num_microbatches", num_microbatches)):
         if not is_count(value, 1):
             raise ConfigError(
-                f"{field} has to be an integer of at least 1", expected="an int", got=repr(value), hint=f"{field}=4"
+                f"{field} has to be an integer of at least 1", expected="an int", got=repr(value), hint=f"set {field}=4"
             )
     chunks = stages_per_rank
     if chunks is None:
@@ -288,10 +288,10 @@ def _chunks(name: str, recipe: Recipe, num_stages: int, num_microbatches: int, s
     is_allowed = is_count(chunks, 1) and (not recipe.chunks or chunks in recipe.chunks)
     if not is_allowed:
         raise ConfigError(
-            f"{name} cannot have {chunks} stages a rank",
+            f"{name} cannot have {chunks} stages per rank",
             expected=" or ".join(map(str, recipe.chunks)) if recipe.chunks else "1 or more",
             got=repr(stages_per_rank),
-            hint="interleaved, interleaved-zb, looped-bfs and auto take any number of stages a rank",
+            hint="choose interleaved, interleaved-zb, looped-bfs or auto, which take any number of stages per rank",
         )
     # V-schedules and interleaved ones are cut from schedules with at least two microbatches per rank.
     if num_stages * max(num_microbatches, 2 * num_stages // chunks) > _MAX_PASSES:
@@ -299,15 +299,15 @@ def _chunks(name: str, recipe: Recipe, num_stages: int, num_microbatches: int, s
             f"{name}: {num_stages} stages and {num_microbatches} microbatches are more than one schedule can hold",
             expected=f"at most {_MAX_PASSES:,} passes of microbatches through stages",
             got=f"{num_stages * num_microbatches:,}",
-            hint="have fewer, larger microbatches, and add up the gradients of several batches (optax.MultiSteps): "
-            "from about eight microbatches a rank the bubble is small",
+            hint="use fewer, larger microbatches, and add up the gradients of several batches (optax.MultiSteps): "
+            "from about eight microbatches per rank the bubble is small",
         )
     if num_stages % chunks:
         raise ConfigError(
-            f"{name} has {chunks} stages a rank, which do not divide the number of stages",
+            f"num_stages is not a multiple of the {chunks} stages per rank of {name}",
             expected=f"a multiple of {chunks}",
             got=num_stages,
-            hint="num_stages counts all parts of the model, not ranks",
+            hint="count all parts of the model in num_stages, not ranks",
         )
     return chunks
 
@@ -328,10 +328,10 @@ def _limits(
         # This check refuses NaN, too.
         if len(limits) != num_ranks or not all(isinstance(value, Real) and float(value) > 0 for value in limits):
             raise ConfigError(
-                "memory_limit is no limit for each rank",
-                expected=f"a number above 0, or a list of {num_ranks} numbers, one a rank",
+                "memory_limit does not set a limit for each rank",
+                expected=f"a number above 0, or a list of {num_ranks} numbers, one per rank",
                 got=repr(memory_limit),
-                hint="in the unit of Costs.weight_residuals",
+                hint="give limits in the unit of Costs.weight_residuals",
             )
         return limits
     if recipe.limit is None:
@@ -343,10 +343,10 @@ def _refuse_excess_memory(result: Schedule, costs: Costs, limits: Sequence[float
     for rank, (peak, limit) in enumerate(zip(simulate(result, costs).peaks, limits, strict=True)):
         if peak > limit * (1 + 1e-9):
             raise ScheduleError(
-                f"{result.name}: rank {rank} keeps more than its memory_limit",
+                f"{result.name}: rank {rank} needs more than its memory_limit",
                 expected=f"at most {limit:g}",
                 got=f"{peak:g}",
-                hint="v-half and v-min keep less; or raise memory_limit",
+                hint="choose v-half or v-min, which need less, or raise memory_limit",
             )
 
 

@@ -149,10 +149,10 @@ class _Packer:
         if not any(row):
             blocked = next(rank for rank, order in enumerate(self.remaining) if order)
             raise ScheduleError(
-                f"rank {blocked} cannot go on within its memory",
+                f"rank {blocked} cannot continue within its memory",
                 expected=f"a limit that lets it run {self.remaining[blocked][0]}",
                 got=f"{self.memory[blocked]:g} of {self.limits[blocked]:g} in use",
-                hint="raise the limit, or choose a schedule that keeps less, such as v-half or v-min",
+                hint="raise the limit, or choose a schedule that needs less memory, such as v-half or v-min",
             )
         for rank, cell in enumerate(row):
             for action in cell:

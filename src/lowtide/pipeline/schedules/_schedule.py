@@ -147,7 +147,7 @@ class Schedule:
             raise ConfigError(
                 f"{path}: cannot be read",
                 got=str(error),
-                hint="a table of comma-separated actions, a row for each rank",
+                hint="write a table of comma-separated actions, with a row for each rank",
             ) from error
         return cls.of_rows(rows, name=name or path.stem)
 
@@ -183,13 +183,17 @@ class Schedule:
         )
         ranks = {action.stage: rank for rank, order in enumerate(orders) for action in order}
         if not ranks:
-            raise ScheduleError(f"{name}: no action", expected="a row of actions for each rank", hint="0F0 0B0")
+            raise ScheduleError(
+                f"{name}: the schedule has no actions",
+                expected="a row of actions for each rank",
+                hint="write for instance 0F0 0B0",
+            )
         if sorted(ranks) != list(range(len(ranks))):
             raise ScheduleError(
                 f"{name}: not every stage has a rank",
                 expected=f"stages 0 to {max(ranks)}",
                 got=", ".join(map(str, sorted(ranks))),
-                hint="stages are counted from 0",
+                hint="count stages from 0",
             )
         num_microbatches = 1 + max(action.microbatch for order in orders for action in order)
         placement = tuple(ranks[stage] for stage in range(len(ranks)))
@@ -293,7 +297,7 @@ def validate(schedule: Schedule) -> None:
     Raises `ScheduleError` with the rank and the action.
     """
     if schedule.num_microbatches < 1 or not schedule.placement:
-        raise ScheduleError(f"{schedule.name}: nothing to do", expected="at least one stage and one microbatch")
+        raise ScheduleError(f"{schedule.name}: the schedule is empty", expected="at least one stage and one microbatch")
     _refuse_wrong_actions(schedule)
     if schedule.ticks is not None:
         _refuse_wrong_ticks(schedule, schedule.ticks)
@@ -315,12 +319,12 @@ def validate(schedule: Schedule) -> None:
             if (kind, stage, action.microbatch) not in ends
         ]
         raise ScheduleError(
-            f"{schedule.name}: rank {rank} waits for ever before {action}",
+            f"{schedule.name}: rank {rank} waits forever before {action}",
             expected=f"{missing[0]} before it",
             got="; ".join(
                 f"rank {waiting_rank} waits before {waiting_action}" for waiting_rank, waiting_action in waiting.items()
             ),
-            hint="change the order so that what an action needs does not wait for it",
+            hint="change the order so that no action runs before one that it needs",
         )
 
 
@@ -329,19 +333,19 @@ def _refuse_wrong_ticks(schedule: Schedule, ticks: tuple[tuple[int, ...], ...]) 
     fits = [len(order) == len(numbers) for order, numbers in zip(schedule.orders, ticks, strict=False)]
     if len(ticks) != len(schedule.orders) or not all(fits):
         raise ScheduleError(
-            f"{schedule.name}: ticks are not those of the orders",
-            expected="for each rank a tick for each action",
+            f"{schedule.name}: ticks do not match the orders",
+            expected="one tick for each action of each rank",
             got=f"{sum(map(len, ticks))} ticks for {sum(map(len, schedule.orders))} actions",
-            hint="ticks=None runs each action in one of its own",
+            hint="pass ticks=None to run each action in its own tick",
         )
     used_ticks = {tick for numbers in ticks for tick in numbers}
     invalid: Any = next((tick for tick in used_ticks if not is_count(tick, 0)), None)
     if invalid is not None or used_ticks != set(range(len(used_ticks))):
         raise ScheduleError(
-            f"{schedule.name}: ticks are no numbers from 0 on, in each of which some rank does something",
+            f"{schedule.name}: ticks are not consecutive numbers from 0",
             expected=f"0 to {len(used_ticks) - 1}",
             got=repr(invalid) if invalid is not None else f"up to {max(used_ticks)}",
-            hint="count the ticks without those in which nobody does anything",
+            hint="count only ticks in which at least one rank runs an action",
         )
     begins: Ends = {}
     for order, numbers in zip(schedule.orders, ticks, strict=True):
@@ -365,10 +369,10 @@ def _refuse_wrong_ticks(schedule: Schedule, ticks: tuple[tuple[int, ...], ...]) 
             if is_early or earliest > tick:
                 raise ScheduleError(
                     f"{schedule.name}: rank {rank} cannot run {action} in tick {tick}",
-                    expected=f"a tick from {int(earliest)} on" if earliest > tick else "after what it does before",
+                    expected=f"a tick from {int(earliest)} on" if earliest > tick else "after the previous action",
                     got=f"tick {tick}",
-                    hint="in a tick a rank runs at most an input, a weight and a forward pass, in that order, on what "
-                    "others gave in earlier ticks",
+                    hint="run at most an input, a weight and a forward pass in a tick, in that order, on results of "
+                    "earlier ticks",
                 )
 
 
@@ -380,13 +384,13 @@ def _refuse_wrong_actions(schedule: Schedule) -> None:
             if not (0 <= action.stage < schedule.num_stages and 0 <= action.microbatch < schedule.num_microbatches):
                 expected = f"stages below {schedule.num_stages} and microbatches below {schedule.num_microbatches}"
             elif schedule.placement[action.stage] != rank:
-                expected = f"stage {action.stage} on rank {schedule.placement[action.stage]} alone"
+                expected = f"stage {action.stage} only on rank {schedule.placement[action.stage]}"
             if expected is not None:
                 raise ScheduleError(
-                    f"{schedule.name}: rank {rank} does {action}",
+                    f"{schedule.name}: rank {rank} cannot run {action}",
                     expected=expected,
                     got=str(action),
-                    hint="every stage has one rank",
+                    hint="place each stage on one rank",
                 )
             kinds_by_pass.setdefault((action.stage, action.microbatch), []).append(action.kind)
     whole, split = sorted("FB"), sorted("FIW")
@@ -395,8 +399,8 @@ def _refuse_wrong_actions(schedule: Schedule) -> None:
             kinds = sorted(kinds_by_pass.get((stage, microbatch), []))
             if kinds not in (whole, split):
                 raise ScheduleError(
-                    f"{schedule.name}: stage {stage}, microbatch {microbatch}",
+                    f"{schedule.name}: the passes of stage {stage}, microbatch {microbatch} are missing or repeated",
                     expected="F once, and B once or I and W once",
                     got=" ".join(kinds) or "nothing",
-                    hint="every microbatch passes every stage once each way",
+                    hint="run each microbatch once forward and once backward through each stage",
                 )

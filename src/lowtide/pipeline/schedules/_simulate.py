@@ -91,7 +91,7 @@ def simulate(schedule: Schedule, costs: Costs | None = None, *, lockstep: bool =
             "only schedules can be simulated",
             expected="a lowtide.pipeline.Schedule",
             got=repr(value),
-            hint='simulate(schedule("1f1b", num_stages=4, num_microbatches=8))',
+            hint='call simulate(schedule("1f1b", num_stages=4, num_microbatches=8))',
         )
     costs = costs or Costs()
     costs.refuse_other(schedule.num_stages)

@@ -217,8 +217,8 @@ def _refuse_distant_ranks(schedule: Schedule) -> None:
     for stage, (rank, next_rank) in enumerate(zip(schedule.placement, schedule.placement[1:], strict=False)):
         if (rank - next_rank) % num_ranks not in (0, 1, num_ranks - 1):
             raise ScheduleError(
-                f"{schedule.name}: stages {stage} and {stage + 1} are on ranks that are no neighbours",
+                f"{schedule.name}: stages {stage} and {stage + 1} are on ranks that are not neighbours",
                 expected=f"stage {stage + 1} on rank {rank}, {(rank + 1) % num_ranks} or {(rank - 1) % num_ranks}",
                 got=f"rank {next_rank}",
-                hint="one program sends activations to the next and the previous rank alone; renumber the ranks",
+                hint="renumber the ranks: the program sends activations only to the next and the previous rank",
             )

@@ -110,7 +110,7 @@ def _draw_actions(axes: Any, simulation: Timeline) -> None:
     how = "asynchronous" if simulation.num_ticks is None else f"in lockstep, {simulation.num_ticks} ticks"
     axes.set_title(
         f"{schedule.name}: {schedule.num_stages} stages, {schedule.num_microbatches} microbatches, {how}: "
-        f"{simulation.makespan:g}, of which {simulation.bubble:g} bubble",
+        f"time {simulation.makespan:g}, bubble {simulation.bubble:g}",
         loc="left",
         fontsize=12,
         color=_INK,
@@ -128,7 +128,7 @@ def _draw_memory(axes: Any, simulation: Timeline) -> None:
         times, values = simulation.memory(rank)
         shade = 0.25 + 0.6 * rank / max(num_ranks - 1, 1)
         axes.step(times, values, where="post", color=str(1 - shade), linewidth=1.4, label=f"rank {rank}")
-    axes.set_ylabel("kept", color=_QUIET)
+    axes.set_ylabel("memory", color=_QUIET)
     axes.set_xlabel("time", color=_QUIET)
     axes.set_ylim(bottom=0)
     axes.set_xlim(0, simulation.makespan)
@@ -161,7 +161,7 @@ def trace(simulation: Timeline) -> str:
             )
         times_of, values = simulation.memory(rank)
         events += [
-            {"name": f"kept by rank {rank}", "ph": "C", "pid": 0, "ts": 1e3 * time, "args": {"kept": value}}
+            {"name": f"memory of rank {rank}", "ph": "C", "pid": 0, "ts": 1e3 * time, "args": {"kept": value}}
             for time, value in zip(times_of, values, strict=True)
         ]
     return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"})

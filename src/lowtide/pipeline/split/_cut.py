@@ -262,7 +262,7 @@ class _Cut:
         coordinates = (starts.astype(np.int32), ends.astype(np.int32))  # SciPy 1.14 accepts only 32-bit indices
         network = coo_array((self._scale(capacities), coordinates), shape=(self.size, self.size)).tocsr()
         flow = maximum_flow(network, 0, 1)
-        assert flow.flow_value < _INFINITE_CAPACITY, "an operation without any pass that it could be in"
+        assert flow.flow_value < _INFINITE_CAPACITY, "an operation fits into no pass"
         residual_network = network - flow.flow
         residual_network.eliminate_zeros()
         # Vertices reachable from the source are the smallest source side of all minimum cuts. So each node gets its

@@ -262,7 +262,7 @@ class _Reader:
 
 _HEAVY = {
     "dot_general",
-    "turned_product",
+    "transposed_product",
     "ragged_dot_general",
     "conv_general_dilated",
     "custom_call",

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ...core import StructureError, Tree, Where, check_differentiable, combine, leaves_with_paths, partition
+from ...core import StructureError, Tree, Selector, check_differentiable, combine, leaves_with_paths, partition
 from ...jaxprs import make_jaxpr
 from ._cut import Pass, Sink, Source, assign
 from ._graph import Value, graph, hoist_loop_invariants
@@ -41,7 +41,7 @@ class StageSplit:
 
     stage: Callable[..., Any]
     """``stage(weights, x, *extras) -> y``."""
-    wrt: Where
+    wrt: Selector
     """Selects the weights that have gradients."""
     has_aux: bool
     """Whether the stage returns ``(y, aux)``."""
@@ -66,7 +66,7 @@ class StageSplit:
         return trace_split(self.stage, trainable, frozen, x, *extras, has_aux=self.has_aux)
 
 
-def split_backward(stage: Callable[..., Any], *, wrt: Where = "**", has_aux: bool = False) -> StageSplit:
+def split_backward(stage: Callable[..., Any], *, wrt: Selector = "**", has_aux: bool = False) -> StageSplit:
     """Split the backward pass of a stage into its input part and its weight part.
 
     Args:
@@ -307,10 +307,10 @@ def trace_split(
     dy_indices = [i for i, leaf in enumerate(dy_shape) if jnp.issubdtype(leaf.dtype, jnp.inexact)]
     if not dy_indices:
         raise StructureError(
-            "the stage returns nothing that has a gradient",
+            "the stage returns no array that has a gradient",
             expected="at least one floating-point array",
             got=", ".join(f"{path}: {leaf.dtype}" for path, leaf in leaves_with_paths(y_shape)) or "no array",
-            hint="stage(weights, x, *extras) -> y; with has_aux=True, -> (y, aux)",
+            hint="write stage(weights, x, *extras) -> y; with has_aux=True, -> (y, aux)",
         )
     passes = _forward_and_backward(stage, has_aux, (is_trainable, is_inexact, dy_indices), x_tree)
     dy = [dy_shape[i] for i in dy_indices]

@@ -104,17 +104,17 @@ def _early_effects(plan: Plan, reach: Reach, sinks: Sequence[Sink]) -> list[tupl
         products = [op for op in products if op is not effect and Source.COTANGENT in reach.ancestors([op])]
         if products:
             needed |= set(products)
-            hint = "it reads gradients of weights, which cannot wait then: look at those that the pipeline returns"
+            hint = "inspect the weight gradients that the pipeline returns: those that it reads cannot be delayed"
             flops = sum(op.flops * run_counts[op] for op in products)
             entries.append((effect.eqn.primitive.name, source_line(effect.eqn), hint, flops))
     return entries
 
 
-_KERNEL = "give the gradients of input and weights by a kernel each, in the backward function of its custom_vjp"
+_KERNEL = "use separate kernels for the gradients of input and weights, in the backward function of its custom_vjp"
 _HINTS = {
-    "while": "take lax.scan, or lax.fori_loop with known bounds: of those each carry is seen by itself",
-    "jit": "take shardings away from jax.jit inside of a block; lax.with_sharding_constraint says the same",
-    "device_put": "put the arrays one by one",
+    "while": "use lax.scan, or lax.fori_loop with known bounds: their carries are split one by one",
+    "jit": "remove shardings from jax.jit inside of a block, and use lax.with_sharding_constraint instead",
+    "device_put": "call jax.device_put for one array at a time",
 }
 
 
@@ -122,5 +122,5 @@ def _hint(eqn: Any) -> str:
     name = eqn.primitive.name
     if name in ("cond", "shard_map"):
         effects = ", ".join(sorted({type(effect).__name__.removesuffix("Effect") for effect in eqn.effects}))
-        return f"move its effect ({effects}) out of it: a branch without effects is split"
+        return f"move its effect ({effects}) out of it: without an effect it is split"
     return _HINTS.get(name, _KERNEL)
