@@ -27,12 +27,12 @@ import numpy as np
 
 import lowtide as lt
 from lowtide.core import leaves_with_paths
-from lowtide.models import Llama, LlamaConfig, RopeScaling, init
+from lowtide.models import Decoder, DecoderConfig, RopeScaling, init
 
 Tree = Any
 SCALING = RopeScaling(rope_type="llama3", factor=8.0, original_max_position_embeddings=8192)
 # meta-llama/Llama-3.2-1B and meta-llama/Llama-3.1-8B, config.json
-LLAMA_1B = LlamaConfig(
+LLAMA_1B = DecoderConfig(
     vocab_size=128256,
     hidden_size=2048,
     intermediate_size=8192,
@@ -51,20 +51,20 @@ SAMPLES = 4096
 """Numbers of each sampled entry that are compared."""
 
 
-def toy() -> LlamaConfig:
+def toy() -> DecoderConfig:
     """Return the decoder of a rehearsal, and make the CPU compile with few optimisations."""
     jax.config.update("jax_disable_most_optimizations", True)
     sizes = {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 128, "head_dim": 16}
     return dataclasses.replace(LLAMA_1B, **sizes, num_layers=3, num_heads=4, num_kv_heads=2)
 
 
-def num_parameters(config: LlamaConfig) -> int:
+def num_parameters(config: DecoderConfig) -> int:
     """Return the number of parameters of a decoder; a tied head counts once."""
     model = jax.eval_shape(lambda: init(config, key=jax.random.key(0)))
     return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(model))
 
 
-def decoder(config: LlamaConfig, *, seed: int = 0, dtype: Any = "float32", on_host: str | None = None) -> Llama:
+def decoder(config: DecoderConfig, *, seed: int = 0, dtype: Any = "float32", on_host: str | None = None) -> Decoder:
     """Return a decoder with random weights that computes in bfloat16; leaves that match `on_host` are on the host."""
     model = jax.eval_shape(lambda: init(config, key=jax.random.key(0), compute_dtype=jnp.bfloat16))
     paths = [path for path, _ in leaves_with_paths(model)]
@@ -79,7 +79,7 @@ def decoder(config: LlamaConfig, *, seed: int = 0, dtype: Any = "float32", on_ho
     return treedef.unflatten(made)
 
 
-def _drawn(path: str, shape: tuple[int, ...], config: LlamaConfig, seed: int, dtype: Any) -> np.ndarray:
+def _drawn(path: str, shape: tuple[int, ...], config: DecoderConfig, seed: int, dtype: Any) -> np.ndarray:
     """Draw normal values with the scale of `lowtide.models.init`; norms are one."""
     if "norm" in path:
         return np.ones(shape, dtype)
@@ -97,7 +97,7 @@ def _drawn(path: str, shape: tuple[int, ...], config: LlamaConfig, seed: int, dt
     return values.reshape(shape)
 
 
-def batch_of(config: LlamaConfig, rows: int, length: int, *, seed: int = 0) -> Tree:
+def batch_of(config: DecoderConfig, rows: int, length: int, *, seed: int = 0) -> Tree:
     """Return random tokens on the device. The label of a position is the next token; the last position has no label."""
     tokens = np.random.default_rng(seed).integers(0, config.vocab_size, (rows, length), np.int32)
     labels = np.concatenate([tokens[:, 1:], np.full((rows, 1), -100, np.int32)], 1)

@@ -308,10 +308,10 @@ def lora(config: Any, rows: int, length: int) -> dict[str, Any]:
 
 def lora_8b() -> dict[str, Any]:
     """Return a LoRA step on Llama 8B shapes: Lowtide's decoder, bfloat16 base, 1 x 2048 tokens, layers recomputed."""
-    from lowtide.models import LlamaConfig
+    from lowtide.models import DecoderConfig
 
     vocabulary, hidden, intermediate, head, length, layers = sized(128256, 4096, 14336, 128, 2048, 32)
-    config = LlamaConfig(
+    config = DecoderConfig(
         vocab_size=vocabulary,
         hidden_size=hidden,
         intermediate_size=intermediate,

@@ -32,7 +32,7 @@ from _decoders import LLAMA_8B, SAMPLES, compiled, memory_may_run_out, scratch
 from _gpu import main, peak_bytes, timed
 
 import lowtide as lt
-from lowtide.ops import attention
+from lowtide.ops import AttentionMask, attention
 
 PART = "attention"
 IMPLEMENTATIONS = ("cudnn", "blocks")
@@ -112,15 +112,15 @@ def drawn(shape: Shape, seed: int, num_heads: int, head_dim: int) -> Any:
     return jax.block_until_ready(made)
 
 
-def passes(shape: Shape, implementation: str) -> dict[str, Callable[..., Any]]:
+def passes(shape: Shape, implementation: Any) -> dict[str, Callable[..., Any]]:
     """Return the forward pass, and the forward pass with its gradients."""
-    options: dict[str, Any] = {"causal": True, "window": shape.window, "implementation": implementation}
 
     def forward(q: Any, k: Any, v: Any) -> Any:
         segments = None
         if shape.document:
             segments = jnp.broadcast_to(jnp.arange(shape.seq_len) // shape.document, q.shape[:2])
-        return attention(q, k, v, segment_ids=segments, **options)
+        mask = AttentionMask(segment_ids=segments, window=shape.window)
+        return attention(q, k, v, mask=mask, implementation=implementation)
 
     def both(q: Any, k: Any, v: Any, out_grad: Any) -> Any:
         out, vjp = jax.vjp(forward, q, k, v)

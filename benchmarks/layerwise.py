@@ -35,13 +35,13 @@ from rich.table import Table
 
 import lowtide as lt
 from lowtide.core import format_bytes
-from lowtide.models import LlamaConfig, init
+from lowtide.models import DecoderConfig, init
 from lowtide.offload import Clip, layerwise_step
 
 Tree = Any
 HOST = {"layers": "host", "outer": "host", "opt_state": "host", "inputs": "host"}
 DEVICE = dict.fromkeys(HOST, "device")
-LLAMA_8B = LlamaConfig(
+LLAMA_8B = DecoderConfig(
     vocab_size=128256,
     hidden_size=4096,
     intermediate_size=14336,
@@ -170,7 +170,7 @@ def value_rows() -> list[dict[str, Any]]:
     }
     data = [{name: jnp.asarray(rng.normal(size=(32, width)), jnp.float32) for name in ("x", "y")} for _ in range(20)]
     llama = init(
-        LlamaConfig(
+        DecoderConfig(
             vocab_size=96,
             hidden_size=32,
             intermediate_size=64,
@@ -270,7 +270,7 @@ def train_plain(stack: Any, params: Tree, batches: Any, mode: str | None, max_no
 
 
 def llama_report(
-    config: LlamaConfig, place: dict[str, str], *, num_microbatches: int, target: str = "v5e", shard: int = 1
+    config: DecoderConfig, place: dict[str, str], *, num_microbatches: int, target: str = "v5e", shard: int = 1
 ) -> Any:
     """Return the memory report of full-parameter AdamW, 4,096 tokens per microbatch."""
     model = jax.eval_shape(

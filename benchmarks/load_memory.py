@@ -78,7 +78,7 @@ class Peak:
 def shapes_of(gigabytes: float) -> Any:
     """Return the shapes of a model of about this size."""
     layers = max(1, round(gigabytes * 1e9 / (4 * 4096 * 4096 + 3 * 4096 * 11008) / 2))
-    config = lt.models.LlamaConfig(
+    config = lt.models.DecoderConfig(
         vocab_size=32000,
         hidden_size=4096,
         intermediate_size=11008,

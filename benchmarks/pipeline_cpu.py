@@ -33,7 +33,7 @@ from rich.table import Table
 
 import lowtide as lt
 
-CONFIG = lt.models.LlamaConfig(
+CONFIG = lt.models.DecoderConfig(
     vocab_size=512, hidden_size=256, intermediate_size=768, num_layers=8, num_heads=8, num_kv_heads=4, head_dim=32
 )
 LENGTH = 128

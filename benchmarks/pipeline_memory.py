@@ -45,7 +45,7 @@ from lowtide.pipeline.program import _executor as executor
 
 Tree = Any
 RANKS, ROWS, LENGTH = 4, 2, 512
-CONFIG = models.LlamaConfig(
+CONFIG = models.DecoderConfig(
     vocab_size=1024,
     hidden_size=512,
     intermediate_size=1536,
@@ -55,7 +55,7 @@ CONFIG = models.LlamaConfig(
     head_dim=64,
     tie_embeddings=False,
 )
-LLAMA_3_8B = models.LlamaConfig(
+LLAMA_3_8B = models.DecoderConfig(
     vocab_size=128256,
     hidden_size=4096,
     intermediate_size=14336,
@@ -145,7 +145,7 @@ def scanned(num_microbatches: int, mesh: Mesh, *, remat: bool) -> tuple[Callable
 
 
 @functools.cache
-def model() -> models.Llama:
+def model() -> models.Decoder:
     """Return the shapes of the decoder."""
     return jax.eval_shape(lambda: models.init(CONFIG, key=jax.random.key(0), compute_dtype=jnp.bfloat16))
 

@@ -31,7 +31,7 @@ from _common import ROOT, header, write
 from _decoders import LLAMA_8B
 
 import lowtide as lt
-from lowtide.models import LlamaConfig, init, loss
+from lowtide.models import DecoderConfig, init, loss
 from lowtide.train import analyze_step
 
 GIB = 2**30
@@ -47,7 +47,7 @@ CASES: dict[str, tuple[lt.lora.Config, int]] = {
 LENGTH = 2048
 
 
-def shapes(config: LlamaConfig, base: str, adapters: lt.lora.Config, rows: int) -> tuple[Any, dict[str, Any]]:
+def shapes(config: DecoderConfig, base: str, adapters: lt.lora.Config, rows: int) -> tuple[Any, dict[str, Any]]:
     """Return the model and a batch, as shapes."""
     make = partial(init, config, dtype=jnp.bfloat16, compute_dtype=jnp.bfloat16)
     model = jax.eval_shape(make, key=jax.random.key(0))

@@ -30,7 +30,7 @@ from _gpu import main, peak_bytes, timed
 from trainer_overhead import SMALL, Task, batches, model, paired, summarise
 
 import lowtide as lt
-from lowtide.models import LlamaConfig
+from lowtide.models import DecoderConfig
 
 WRT = "**/lora_*"
 
@@ -39,16 +39,16 @@ def _loss(model: Any, batch: Any) -> Any:
     return lt.models.loss(model, batch, remat=True)[0]
 
 
-def _sizes(rehearsal: bool) -> tuple[LlamaConfig, int, int]:
+def _sizes(rehearsal: bool) -> tuple[DecoderConfig, int, int]:
     return (toy(), 2, 64) if rehearsal else (LLAMA_1B, 8, 2048)
 
 
-def _model(config: LlamaConfig) -> Any:
+def _model(config: DecoderConfig) -> Any:
     base = decoder(config, dtype="bfloat16")
     return lt.lora.add(base, lt.lora.Config(rank=16, targets="layers/**/*_proj"), key=jax.random.key(1))
 
 
-def _batches(config: LlamaConfig, rows: int, length: int, count: int) -> list[Any]:
+def _batches(config: DecoderConfig, rows: int, length: int, count: int) -> list[Any]:
     drawn = np.random.default_rng(0).integers(0, config.vocab_size, (count, rows, length + 1), np.int32)
     return [{"tokens": tokens[:, :-1], "labels": tokens[:, 1:]} for tokens in drawn]
 

@@ -29,7 +29,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 import lowtide as lt
 from lowtide.finetune import TextData, text_data
-from lowtide.models import LlamaConfig, init, load, loss, save
+from lowtide.models import DecoderConfig, init, load, loss, save
 from lowtide.train import Trainer
 
 END = "<|endoftext|>"
@@ -63,8 +63,8 @@ def train_tokenizer(documents: list[str], path: Path) -> Tokenizer:
     return tokenizer
 
 
-def model_config() -> LlamaConfig:
-    return LlamaConfig(
+def model_config() -> DecoderConfig:
+    return DecoderConfig(
         vocab_size=VOCAB_SIZE,
         hidden_size=192,
         intermediate_size=512,

@@ -245,7 +245,7 @@ def tiny_model_dir(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A Hugging Face directory of a random Llama of a few thousand parameters, with a tokenizer."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-    from lowtide.models import LlamaConfig, init, save
+    from lowtide.models import DecoderConfig, init, save
 
     directory = tmp_path_factory.mktemp("tiny")
     tokenizer = Tokenizer(models.BPE())
@@ -259,7 +259,7 @@ def tiny_model_dir(tmp_path_factory: pytest.TempPathFactory) -> str:
     )
     tokenizer.train_from_iterator(["the tide goes out and the tide comes in"] * 4, trainer)
     tokenizer.save(str(directory / "tokenizer.json"))
-    config = LlamaConfig(
+    config = DecoderConfig(
         vocab_size=300,
         hidden_size=16,
         intermediate_size=32,

@@ -133,7 +133,7 @@ def test_an_algorithm_holds(preset: Any) -> None:
     model = of_kind("LoRA", several_products)
     closed = jax.make_jaxpr(lt.adapted(fn))(model, X)
     asked = None if preset == PRESETS.DEFAULT else preset
-    products = [eqn for eqn in equations(closed) if eqn.primitive.name in ("dot_general", "turned_product")]
+    products = [eqn for eqn in equations(closed) if eqn.primitive.name in ("dot_general", "transposed_product")]
     assert [eqn.params.get("precision") for eqn in products] == [asked] * 3
 
 

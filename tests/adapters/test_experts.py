@@ -18,7 +18,14 @@ from safetensors.numpy import load_file, save_file
 
 import lowtide as lt
 from lowtide import models
-from lowtide.core import ConfigError, ModelFileError, StructureError, dividing, leaves_with_paths, map_with_paths
+from lowtide.core import (
+    ConfigError,
+    ModelFileError,
+    StructureError,
+    activation_sharding,
+    leaves_with_paths,
+    map_with_paths,
+)
 from lowtide.models._experts import mixture
 from lowtide.models._grouped import grouped_linear
 from lowtide.train import ShardingRules, make_mesh
@@ -91,7 +98,7 @@ def test_experts_on_many_devices_are_those_of_one() -> None:
     x = jax.random.normal(KEY, (8, 1, 32))
 
     def loss(mlp: Any, x: Any, mesh: Any = None) -> Any:
-        with dividing(lambda h: h, mesh or make_mesh(devices=jax.devices()[:1])):
+        with activation_sharding(lambda h: h, mesh or make_mesh(devices=jax.devices()[:1])):
             return jnp.sum(jnp.sin(mixture(mlp, x, experts, jax.nn.silu)[0]))
 
     want = jax.jit(lt.value_and_grad(loss, "**/lora_*"))(mlp, x)

@@ -21,7 +21,7 @@ KEY = jax.random.key(0)
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Decoder:
-    """A tree that knows its modules' names elsewhere, as `lowtide.models.Llama` does."""
+    """A tree that knows its modules' names elsewhere, as `lowtide.models.Decoder` does."""
 
     outer: dict
     layers: dict

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is d
 KEY = jax.random.key(0)
 TOKENS = np.random.default_rng(0).integers(0, 64, (2, 7))
 INPUTS = {width: np.random.default_rng(1).normal(size=(5, width)).astype(np.float32) for width in (16, 24)}
-CONFIG = models.LlamaConfig(
+CONFIG = models.DecoderConfig(
     vocab_size=64, hidden_size=16, intermediate_size=24, num_layers=3, num_heads=4, num_kv_heads=2, head_dim=4
 )
 

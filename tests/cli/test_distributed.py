@@ -8,11 +8,11 @@ from lowtide.cli import main
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        (["--coordinator", "a:1"], "processes are only joined by --distributed"),
+        (["--coordinator", "a:1"], "the flags of several processes need --distributed"),
         (["--distributed", "--process-id", "0"], "--coordinator, --num-processes is missing"),
-        (["--distributed", "fsdp"], "--distributed: 'fsdp' is no axis of a mesh"),
-        (["--distributed", "model=2"], "hint: --distributed fsdp=4,tensor=2"),
-        (["--distributed", "context=2,context=4"], "--distributed: 'context=4' is no axis of a mesh"),
+        (["--distributed", "fsdp"], "--distributed: 'fsdp' is not a mesh axis"),
+        (["--distributed", "model=2"], "hint: use, for instance, --distributed fsdp=4,tensor=2"),
+        (["--distributed", "context=2,context=4"], "--distributed: 'context=4' is not a mesh axis"),
     ],
 )
 def test_flags_that_make_no_sense_are_errors(flags, said, tmp_path, capfd):

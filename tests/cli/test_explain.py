@@ -28,9 +28,9 @@ def test_it_prints_the_report_and_writes_its_views(lowtide: Any, folder: Path) -
     assert (folder / "report.png").read_bytes().startswith(b"\x89PNG")
     assert "<html" in (folder / "report.html").read_text()
     assert printed.count("wrote ") == 3
-    assert re.search(r"What would make it smaller\n  [a-z-]+: .*, saves about .* \(estimated\)", printed)
+    assert re.search(r"Changes that would save memory\n  [a-z-]+: .*, saves about .* \(estimated\)", printed)
     _, printed, _ = lowtide("explain", "train.py:make_step", "--target", "cpu", "--no-remedies")
-    assert "What would make it smaller" not in printed
+    assert "Changes that would save memory" not in printed
 
 
 def test_it_says_what_analyze_says(lowtide: Any, folder: Path) -> None:

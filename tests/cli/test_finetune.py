@@ -403,7 +403,7 @@ def test_a_finished_run_is_left_alone_and_only_more_steps_go_on_with_it(finetune
     assert (
         status == 0
         and "4 of 6 done" in printed
-        and "from step 4 on the learning rate stays" in " ".join(printed.split())
+        and "from step 4 on, the learning rate stays" in " ".join(printed.split())
     )
     records = [record for record in _records(tmp_path / "run") if "loss" in record]
     assert [record["step"] for record in records] == [1, 2, 3, 4, 5, 6]
@@ -510,7 +510,7 @@ def test_resume_needs_a_folder(capsys):
 def test_an_empty_offload_is_no_offload_and_none_is_a_word(finetune, capfd):
     with pytest.raises(SystemExit):
         finetune("--offload", "")
-    assert "no word; `none` stands for none of them" in capfd.readouterr().err
+    assert "the value is empty; write `none`" in capfd.readouterr().err
     assert _words("none") == () and _words("optimizer, activations") == ("optimizer", "activations")
 
 

@@ -19,9 +19,9 @@ from lowtide.train import LossLines
 @pytest.mark.parametrize(
     ("words", "hint"),
     [
-        ("train --model x", "hint: lowtide finetune"),
-        ("chat", "hint: lowtide generate --chat"),
-        ("eval", "hint: lowtide evaluate"),
+        ("train --model x", "hint: use lowtide finetune"),
+        ("chat", "hint: use lowtide generate --chat"),
+        ("eval", "hint: use lowtide evaluate"),
         ("finetune --learning_rate 1e-4", "hint: the flag is --learning-rate"),
         ("finetune --load-in-4bit", "--load-in-4bit is --quantize nf4 here"),
     ],

@@ -24,7 +24,7 @@ def test_a_row_a_target_and_a_failing_one_does_not_stop_the_others(lowtide: Any,
     assert re.search(r"v5e:2x2 .* 15.75 GiB +yes +15.75 GiB", printed)
     assert re.search(r"v9 +failed +\[LT008\] unknown target 'v9'", printed)
     assert re.search(r"cpu .* unknown", printed)
-    assert "give one with --budget" in printed
+    assert "set a limit with --budget" in printed
     assert "hint: near misses" in errors
     rows = {row["target"]: row for row in json.loads((folder / "t.json").read_text())["rows"]}
     assert rows["v5e:2x2"]["fits"] is True
@@ -83,12 +83,12 @@ def test_users_code_that_fails_is_shown(lowtide: Any) -> None:
     [
         (["nowhere.py:f"], "there is no such file"),
         (["train.py:make_step", "--budget", "much"], "'much' is not a size"),
-        (["train.py:make_step", "--sizes", "2,4"], "--sizes is for --largest"),
-        (["train.py:make_step", "--multiple-of", "2"], "--multiple-of is for --largest"),
+        (["train.py:make_step", "--sizes", "2,4"], "--sizes needs --largest"),
+        (["train.py:make_step", "--multiple-of", "2"], "--multiple-of needs --largest"),
         (["train.py:make_step", "--largest", "batch", "--sizes", "2,b"], "--sizes needs whole numbers"),
         (["train.py:make_step", "--largest", "batch", "--target", "cpu"], "the capacity of 'cpu' is unknown"),
         (["train.py:make_step", "--largest", "bath", "--budget", "1 GiB"], "did you mean 'batch'?"),
-        (["train.py:make_step", "--largest", "batch", "--set", "batch=3"], "--largest batch is set, too"),
+        (["train.py:make_step", "--largest", "batch", "--set", "batch=3"], "batch is set, but --largest searches its value"),
         (["train.py:make_step", "--largest", "batch", "--target=cpu", "--budget=1 B"], "does not fit, even at size 2"),
     ],
 )

@@ -138,11 +138,11 @@ def test_an_interrupt_keeps_what_was_written(generate, tmp_path, monkeypatch):
         (["--prompt", "x", "--adapter", "a", "--adapter", "a"], "given twice"),
         (["--prompt", "x", "--adapter", "none"], "no such file"),
         (["--prompt", "x", "--top-p", "0"], "top_p is out of range"),
-        (["--prompt", "x", "--output", "a.txt"], "is no .jsonl file"),
+        (["--prompt", "x", "--output", "a.txt"], "is not a .jsonl file"),
         (["--prompt", "x", "--output", "none/a.jsonl"], "cannot be written"),
         (["--prompts", "none.txt"], "cannot be read"),
-        (["--prompts", "none.csv"], "unknown kind of file"),
-        (["--chat", "--num-samples", "2"], "--chat is one conversation"),
+        (["--prompts", "none.csv"], "unknown file type"),
+        (["--chat", "--num-samples", "2"], "--chat supports only one conversation"),
     ],
 )
 def test_bad_arguments(generate, flags, message, tmp_path, monkeypatch):
@@ -155,14 +155,14 @@ def test_bad_arguments(generate, flags, message, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", "no prompt in it"),
+        ("", "contains no prompt"),
         ("{", "not JSON"),
         ("[1]", "no prompt"),
         ('{"text": "a"}', "no prompt"),
         ('{"prompt": "a", "messages": []}', "no prompt"),
         ('{"messages": [{"role": "user"}]}', "no prompt"),
         ('{"messages": [{"role": "system"}, {"role": "user", "content": "a"}]}', "no prompt"),
-        ('{"prompt": "a", "tools": [{"name": "f"}]}', 'but "tools" beside "messages"'),
+        ('{"prompt": "a", "tools": [{"name": "f"}]}', 'except "tools" next to "messages"'),
         ('{"messages": [{"role": "user", "content": 4}]}', "messages.0.content"),
         ('{"messages": [{"role": "user", "content": "a"}], "tools": {}}', "tools has an unusable value"),
     ],
@@ -221,7 +221,7 @@ def test_messages_are_rendered_by_the_models_template(generate, chat_dir, tiny_m
     assert status == 2 and "no chat template" in said
     named = ["--chat-template", chat_dir / "chat_template.jinja", *flags, tmp_path / "named.jsonl"]
     status, _, said = generate("--prompts", tmp_path / "m.jsonl", *named)
-    assert status == 0 and "is continued as it is" not in said
+    assert status == 0 and "without its chat template" not in said
     assert _records(tmp_path / "named.jsonl") == rendered
 
 
@@ -267,7 +267,7 @@ def test_who_gives_text_to_a_model_of_chats_is_told(generate, chat_dir, monkeypa
     for model, is_told in ((chat_dir, True), (None, False)):
         named = {"model": model} if model else {}
         status, _, said = generate("--prompt", "the tide", "--max-new-tokens", 1, **named)
-        assert status == 0 and ("is continued as it is" in said) == is_told
+        assert status == 0 and ("without its chat template" in said) == is_told
 
 
 def test_a_text_ends_an_answer_and_is_no_part_of_it(generate, tmp_path):

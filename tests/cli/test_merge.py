@@ -60,7 +60,7 @@ def test_a_merged_directory_has_what_the_adapter_computes_and_all_files(merge, a
     out = tmp_path / "out"
     out.mkdir()  # an empty folder is as good as none
     status, said = merge("--adapter", one, "--max-shard-size", "8 KiB", model=model)
-    assert status == 0 and "1 merged into" in said
+    assert status == 0 and "merged 1 adapter into" in said
     got = models.logits(models.load(out), TOKENS)
     np.testing.assert_allclose(got, models.logits(lora.load(base, one), TOKENS), atol=1e-5)
     shards = sorted(path.name for path in out.glob("*.safetensors"))

@@ -48,9 +48,9 @@ def test_a_run_in_stages_has_the_losses_of_one_without_and_goes_on_without(
     ("flags", "said"),
     [
         (["--pipeline", "0"], "--pipeline is out of range"),
-        (["--pipeline", "3"], "--pipeline 3: 8 devices do not divide among 3 stages expected: 1, 2, 4, 8: with"),
-        (["--pipeline", "3"], "hint: --pipeline 4"),
-        (["--pipeline", "16"], "hint: --pipeline 8"),
+        (["--pipeline", "3"], "--pipeline 3: 8 devices cannot be split into 3 stages expected: 1, 2, 4, 8: the"),
+        (["--pipeline", "3"], "hint: use --pipeline 4"),
+        (["--pipeline", "16"], "hint: use --pipeline 8"),
         (["--pipeline", "4", "--full"], "leave out --distributed and --pipeline"),
         (
             ["--pipeline", "4", "--offload", "activations,optimizer"],
@@ -81,10 +81,10 @@ def test_activations_of_devices_without_stages_stay_on_them(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("stages", "distributed", "said"),
     [
-        (4, "fsdp=4", r"--pipeline 4: 8 devices .* beside --distributed fsdp=4.*multiplies to 8.*hint: --pipeline 2"),
-        (4, "tensor=4", r"expected: 1, 2: .*divides 8.*hint: --pipeline 2"),
-        (2, "fsdp=3", r"--distributed fsdp=3: 8 devices cannot be.*got: fsdp 3 × stage 2.*hint: --distributed alone"),
-        (None, "data=-1,fsdp=-1", r"at most one of them -1.*got: data -1 × fsdp -1"),
+        (4, "fsdp=4", r"--pipeline 4: 8 devices .* with --distributed fsdp=4.*is 8.*hint: use --pipeline 2"),
+        (4, "tensor=4", r"expected: 1, 2: .*divides 8.*hint: use --pipeline 2"),
+        (2, "fsdp=3", r"--distributed fsdp=3: the mesh does not match 8 devices.*got: fsdp 3 × stage 2.*hint: use --distributed without"),
+        (None, "data=-1,fsdp=-1", r"at most one size is -1.*got: data -1 × fsdp -1"),
         (None, "tensor=0", r"--distributed tensor=0"),
     ],
 )

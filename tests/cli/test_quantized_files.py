@@ -27,7 +27,7 @@ TEXT = "the tide goes out and the tide comes in\n" * 200
 def nested(tiny_model_dir: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("models")
     sizes: dict[str, Any] = {"vocab_size": 300, "hidden_size": 64, "intermediate_size": 128, "num_layers": 2}
-    config = models.LlamaConfig(**sizes, num_heads=4, num_kv_heads=2, head_dim=16)
+    config = models.DecoderConfig(**sizes, num_heads=4, num_kv_heads=2, head_dim=16)
     tokenizer = f"{tiny_model_dir}/tokenizer.json"
     models.save(models.init(config, key=jax.random.key(0)), folder / "dense", tokenizer=tokenizer)
     quantized_directory(folder / "dense", folder / "nested", "nf4 nested")
@@ -117,4 +117,4 @@ def test_an_adapter_trains_on_the_weights_as_they_are_and_merges_into_arrays(
     assert isinstance(merged.layers["attn"]["q_proj"]["weight"], jax.Array)
     tokens, logits = jnp.arange(12)[None], jax.jit(models.logits)
     np.testing.assert_allclose(logits(merged, tokens), logits(adapted, tokens), rtol=0, atol=1e-5)
-    assert re.search("1 merged into", printed)
+    assert re.search("merged 1 adapter into", printed)

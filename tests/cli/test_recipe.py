@@ -67,9 +67,9 @@ def test_a_run_stops_early_and_writes_the_best(finetune: Any, tmp_path: Path, mo
     flags = "--num-epochs 1 --early-stopping-patience 2 --load-best-at-end --checkpoint-every 100 --schedule constant"
     flags += " --warmup-steps 0"
     status, printed = finetune(*flags.split())
-    assert status == 0 and "What is written is step 2" in printed, printed
+    assert status == 0 and "The run writes the weights of step 2" in printed, printed
     num_steps = json.loads((tmp_path / "run" / "data.json").read_text())["num_steps"]
-    assert f"Stopped early, at step 6 of {num_steps}:" in printed and "→ 3.0000 nats" in printed
+    assert f"Stopped early at step 6 of {num_steps}:" in printed and "→ 3.0000 nats" in printed
     assert max(record["step"] for record in records(tmp_path)) == 6
     kept = {int(path.name) for path in (tmp_path / "run" / "checkpoints").iterdir() if path.name.isdigit()}
     assert 2 in kept and 6 in kept
@@ -141,7 +141,7 @@ def test_a_run_has_a_page_also_when_it_is_interrupted_and_later(
     assert status == 0 and "4 of 4 steps" in text and "Memory of a step, on the device" in text
     assert "tokens held out" in text
     status, printed = finetune("--report-only", "--resume")
-    assert status == 2 and "--report-only trains nothing" in printed
+    assert status == 2 and "--report-only does not train" in printed
 
 
 def test_flags_of_other_libraries_are_answered_with_ours(capsys: pytest.CaptureFixture[str]) -> None:
@@ -149,8 +149,8 @@ def test_flags_of_other_libraries_are_answered_with_ours(capsys: pytest.CaptureF
         main(["finetune", "--lora-r", "8", "--no-such-thing", "--per_device_train_batch_size=4"])
     said = capsys.readouterr().err
     assert stop.value.code == 2 and "--lora-r 8 --no-such-thing" in said
-    assert "hint: what other libraries call --lora-r is rank here" in said
-    assert "hint: what other libraries call --per_device_train_batch_size is batch_size here" in said
+    assert "hint: --lora-r of other libraries is rank here" in said
+    assert "hint: --per_device_train_batch_size of other libraries is batch_size here" in said
 
 
 def test_a_page_needs_the_folder_of_a_run(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

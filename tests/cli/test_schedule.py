@@ -18,7 +18,7 @@ def test_figures_are_those_of_the_simulation(lowtide: Any) -> None:
     said = json.loads(printed)
     costs = Costs(forward=1, input=1.5, weight=0.5, communication=0.25)
     made = schedule("1f1b", num_stages=4, num_microbatches=8, costs=costs)
-    for how, lockstep in (("by themselves", False), ("in lockstep", True)):
+    for how, lockstep in (("asynchronous", False), ("in lockstep", True)):
         found = simulate(made, costs, lockstep=lockstep)
         assert said[how]["makespan"] == found.makespan and said[how]["bubble"] == found.bubble
         assert said[how]["peaks"] == list(found.peaks) == [4, 3, 2, 1]
@@ -40,7 +40,7 @@ def test_files_are_written_and_read(tmp_path: Path, lowtide: Any) -> None:
     assert Schedule.from_csv(table).orders == made.orders
     assert len(json.loads(trace.read_text())["traceEvents"]) > sum(map(len, made.orders))
     status, printed, _ = lowtide("schedule", str(table), "--json")
-    assert status == 0 and json.loads(printed)["by themselves"]["num_microbatches"] == 6
+    assert status == 0 and json.loads(printed)["asynchronous"]["num_microbatches"] == 6
 
 
 @pytest.mark.parametrize(
@@ -50,9 +50,9 @@ def test_files_are_written_and_read(tmp_path: Path, lowtide: Any) -> None:
         (["zb-h1", "--microbatches", "8"], "--stages is missing"),
         (["zb-h1", "--stages", "4"], "--microbatches is missing"),
         (["none.csv"], "none.csv: cannot be read"),
-        (["none.csv", "--stages", "4"], "--stages is said by none.csv"),
-        (["zb-v", "--stages", "4", "--microbatches", "4", "--draw", "x.gif"], "unknown kind of picture"),
-        (["zb-v", "--stages", "4", "--microbatches", "4", "--costs", "a"], "--costs a: no costs"),
+        (["none.csv", "--stages", "4"], "none.csv already defines --stages"),
+        (["zb-v", "--stages", "4", "--microbatches", "4", "--draw", "x.gif"], "unknown picture format"),
+        (["zb-v", "--stages", "4", "--microbatches", "4", "--costs", "a"], "--costs a: not a list of costs"),
         (["zb-v", "--stages", "4", "--microbatches", "4", "--costs", "1,0,1"], "input is not a cost"),
         (["zb-v", "--stages", "5", "--microbatches", "4"], "a multiple of 2"),
         (["gpipe", "--stages", "2", "--microbatches", "8", "--memory-limit", "3"], "needs more than its memory_limit"),

@@ -12,7 +12,7 @@ from lowtide import memory
 def test_every_target_is_a_row_and_every_figure_has_an_origin(lowtide: Any) -> None:
     status, printed, _ = lowtide("targets", "--here")
     assert status == 0
-    table, _, origins = printed.partition("Where the figures come from")
+    table, _, origins = printed.partition("Sources of the figures")
     for goal in memory.targets():
         assert re.search(rf"^{goal.name} +{goal.num_devices} ", table, flags=re.MULTILINE)
     assert "…" not in table

@@ -21,7 +21,7 @@ import lowtide as lt
 from lowtide.core import ConfigError, DataError, SelectionError, activation_sharding, map_with_paths
 from lowtide.losses import _cross_entropy
 from lowtide.models import DecoderConfig, Experts
-from lowtide.ops import _blocks, _pairs, _tokens, attention
+from lowtide.ops import AttentionMask, _blocks, _pairs, _tiled_map, attention
 from lowtide.train import ShardingRules, array_data, make_mesh
 
 LENGTH, VOCABULARY = 176, 61  # of which no part is as large as a weight's axis
@@ -51,7 +51,7 @@ def small_pieces(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Several blocks, tiles and chunks of what a device has."""
     monkeypatch.setattr(_pairs, "LEAST_ROWS", 1)
     monkeypatch.setattr(_blocks, "block_size", lambda *_: 48)
-    monkeypatch.setattr(_tokens, "tile_size", lambda *_: 30)
+    monkeypatch.setattr(_tiled_map, "tile_size", lambda *_: 30)
     monkeypatch.setattr(_cross_entropy, "_MOST_CHUNK", 40)
     yield
 
@@ -185,12 +185,12 @@ def test_rows_that_cannot_be_divided_are_on_every_device_with_their_tokens_divid
 @pytest.mark.parametrize(
     ("heads", "groups", "tensor", "told", "kind"),
     [
-        (8, 8, 1, {"window": 9}, "Auto"),
-        (4, 1, 1, {"causal": False}, "Explicit"),
+        (8, 8, 1, {"mask": AttentionMask(window=9)}, "Auto"),
+        (4, 1, 1, {"mask": AttentionMask(causal=False)}, "Explicit"),
         (12, 6, 1, {"soft_cap": 2.0}, "Auto"),  # neither divides the other
         (8, 1, 2, {"sinks": np.linspace(-1, 1, 8, dtype=np.float32)}, "Explicit"),
-        (24, 3, 2, {"segment_ids": packed(2, 40)["segment_ids"]}, "Auto"),
-        (24, 3, 2, {"segment_ids": packed(2, 40)["segment_ids"]}, "Explicit"),
+        (24, 3, 2, {"mask": AttentionMask(segment_ids=packed(2, 40)["segment_ids"])}, "Auto"),
+        (24, 3, 2, {"mask": AttentionMask(segment_ids=packed(2, 40)["segment_ids"])}, "Explicit"),
     ],
 )
 def test_attention_of_ones_own_exchanges_tokens_for_heads(

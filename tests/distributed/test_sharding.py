@@ -92,7 +92,7 @@ def test_batches_that_cannot_be_divided_are_errors():
 
 
 def config():
-    return lt.models.LlamaConfig(
+    return lt.models.DecoderConfig(
         vocab_size=64,
         hidden_size=32,
         intermediate_size=64,
@@ -328,7 +328,7 @@ def test_keys_in_the_state_survive_a_checkpoint(tmp_path):
 def test_activations_between_layers_are_divided_where_weights_are():
     """Else XLA gathers activations, and every device computes all rows."""
     sizes = {"hidden_size": 128, "intermediate_size": 256, "num_layers": 2, "num_heads": 4, "num_kv_heads": 4}
-    model = lt.models.init(lt.models.LlamaConfig(vocab_size=256, head_dim=32, **sizes), key=jax.random.key(0))
+    model = lt.models.init(lt.models.DecoderConfig(vocab_size=256, head_dim=32, **sizes), key=jax.random.key(0))
     tokens = np.zeros((32, 64), np.int32)
 
     def temporaries(**axes):

@@ -142,7 +142,7 @@ def test_the_command_refuses_from_config_json_alone(
     args += ["--batch-size", "1", "--rank", "2", "--quantize", "int8"]
     for budget, status, said in (
         ("3 parsecs", 2, "'3 parsecs' is not a size"),
-        ("0 GiB", 2, "--budget leaves a run no memory"),
+        ("0 GiB", 2, "--budget leaves no memory for a run"),
         ("1 GiB", 2, "tokenizer.json"),  # it fits, so the rest of the model is looked for
         ("100 B", 2, "this run needs more than "),
         ("320 B", 2, "this run needs about "),

@@ -94,7 +94,7 @@ def stack_loss(model, batch):
 
 def decoder(key):
     """Return a decoder, and batches of tokens."""
-    config = lt.models.LlamaConfig(
+    config = lt.models.DecoderConfig(
         vocab_size=64,
         hidden_size=32,
         intermediate_size=64,

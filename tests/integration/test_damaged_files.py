@@ -24,7 +24,7 @@ import pytest
 from lowtide import lora
 from lowtide.core import LowtideError, read_input
 from lowtide.finetune import read_documents
-from lowtide.models import Llama, LlamaConfig, init, load, load_tokenizer, save
+from lowtide.models import Decoder, DecoderConfig, init, load, load_tokenizer, save
 
 CONFIG, INDEX, TOKENIZER = "config.json", "model.safetensors.index.json", "tokenizer.json"
 SHARD, ADAPTER, WEIGHTS = "model-00001-of-00002.safetensors", "adapter_config.json", "adapter_model.safetensors"
@@ -78,7 +78,7 @@ FIELDS += ["target_parameters"]
 def good(tmp_path_factory, tiny_model_dir):
     folder = tmp_path_factory.mktemp("good")
     sizes = {"vocab_size": 300, "hidden_size": 8, "intermediate_size": 8, "num_layers": 2}
-    config = LlamaConfig(**sizes, num_heads=2, num_kv_heads=1, head_dim=4, eos_token_id=(1, 2))
+    config = DecoderConfig(**sizes, num_heads=2, num_kv_heads=1, head_dim=4, eos_token_id=(1, 2))
     model = init(config, key=jax.random.key(0))
     save(model, folder, max_shard_bytes=16_000, tokenizer=f"{tiny_model_dir}/tokenizer.json")
     assert (folder / SHARD).exists()
@@ -176,7 +176,7 @@ def try_file(name, folder, model):
         assert all(np.isfinite(leaf).all() for leaf in leaves)
     else:
         loaded = load(folder)
-        assert isinstance(loaded, Llama)
+        assert isinstance(loaded, Decoder)
         numbers = [value for value in vars(loaded.config).values() if isinstance(value, int | float)]
         assert all(math.isfinite(value) and 0 <= value < 1e16 for value in numbers)
 

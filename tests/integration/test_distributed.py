@@ -255,13 +255,13 @@ def test_the_command_tunes_adapters_on_two_processes_and_goes_on_with_one(fork, 
     assert main(["finetune", "--out", str(tmp_path / "alone"), *flags]) == 0
     codes, logs = finetune(fork, tmp_path / "both", *flags, "--distributed", "fsdp=4,tensor=2", count=2, devices=4)
     assert codes == [0, 0], logs
-    assert "8 of 2 processes: data 1, fsdp 4, tensor 2" in logs[0] and "held-out loss" not in logs[1]
+    assert "8 in 2 processes: data 1, fsdp 4, tensor 2" in logs[0] and "held-out loss" not in logs[1]
     np.testing.assert_allclose(losses(tmp_path / "both"), losses(tmp_path / "alone"), rtol=0, atol=1e-5)
     for name in ("adapter_model.safetensors", "adapter_config.json"):
         assert (tmp_path / "both" / "adapter" / name).is_file()
     codes, logs = finetune(fork, tmp_path / "both", "--resume", "--distributed")
     assert codes == [0], logs
-    assert "3 of 3 done" in logs[0] and "8 of 1 process: data 1, fsdp 8, tensor 1" in logs[0]
+    assert "3 of 3 done" in logs[0] and "8 in 1 process: data 1, fsdp 8, tensor 1" in logs[0]
     codes, logs = finetune(fork, tmp_path / "both", *flags, "--distributed", count=2, devices=4)
     assert codes == [2, 2], logs
     assert "the folder is not empty" in logs[0] and "the first process failed: " in logs[1]

@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 
 import lowtide as lt
-from lowtide.ops import _attention, _tokens
+from lowtide.ops import _attention, _tiled_map
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
@@ -92,7 +92,7 @@ def test_rungs_train_the_same_in_their_own_ways(monkeypatch: pytest.MonkeyPatch)
     model = dataclasses.replace(lt.models.init(config, key=jax.random.key(0)), tile_tokens=96)
     batch = batch_of(config, 2, 80)
     batch["labels"] = batch["labels"].at[:, 70:].set(-100)
-    functions = {"attend_in_blocks": _attention, "attend_with_scores": _attention, "_over_tiles": _tokens}
+    functions = {"attend_in_blocks": _attention, "attend_with_scores": _attention, "_over_tiles": _tiled_map}
     spies = {name: mock.Mock(wraps=getattr(module, name)) for name, module in functions.items()}
     for name, module in functions.items():
         monkeypatch.setattr(module, name, spies[name])

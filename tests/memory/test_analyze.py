@@ -359,7 +359,7 @@ def test_several_targets_and_roles_that_are_no_mapping_are_named() -> None:
     with pytest.raises(TargetError, match=r"target must be a single name(.|\n)*hint: call the function once for each"):
         analyze(lambda x: x, shape(3), target=["cpu", "v5e"])  # pyright: ignore
     for roles in (("params",), "params"):
-        with pytest.raises(ConfigError, match=r"roles is no mapping(.|\n)*hint: name the position"):
+        with pytest.raises(ConfigError, match=r"roles must be a mapping(.|\n)*hint: name the position"):
             analyze(lambda x: x, shape(3), target="cpu", roles=roles)  # pyright: ignore
 
 
@@ -369,4 +369,4 @@ def test_constants_of_a_tpu_program_are_counted_as_code() -> None:
     constant = np.random.default_rng(0).normal(size=(1024, 2048)).astype(np.float32)
     report = analyze(lambda x: x @ constant, shape(8, 1024), target="v5e:1x1")
     assert report.device.code_bytes >= 1024 * 2048 * 2  # in bfloat16, as the product reads it
-    assert any("are counted as code" in note for note in report.notes)
+    assert any("counted as code" in note for note in report.notes)

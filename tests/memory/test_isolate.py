@@ -71,7 +71,7 @@ def test_errors_come_back() -> None:
 
 def test_what_cannot_travel_is_named() -> None:
     lock = threading.Lock()
-    with pytest.raises(StructureError, match=r"cannot be sent to a process of its own[\s\S]*hint"):
+    with pytest.raises(StructureError, match=r"cannot be sent to a separate process[\s\S]*hint"):
         analyze(lambda x: x + lock.locked(), shape(3), isolate=True)
 
 

@@ -214,8 +214,8 @@ def test_a_tpu_s_refusal_to_compile_is_explained(tmp_path: Path) -> None:
     assert error.report.peak_by_role["activations"] >= 12 * GIB
     assert {"donate", "recompute", "smaller-batch"} <= {remedy.kind for remedy in error.remedies}
     text = str(error)
-    assert text.startswith("[LT010] out of memory while it was compiled")
-    assert "params/layers" in text and "remedies, each by itself:\n  1. " in text and "hint: " in text
+    assert text.startswith("[LT010] out of memory during compilation")
+    assert "params/layers" in text and "remedies, each applied separately:\n  1. " in text and "hint: " in text
     assert (tmp_path / "oom.html").read_text().startswith("<!doctype html>")
 
 
@@ -258,7 +258,7 @@ def test_an_explanation_that_fails_never_hides_the_error(monkeypatch: pytest.Mon
     monkeypatch.setattr(_oom, "read_dump", lambda folder: None)
     with pytest.raises(Exception, match="RESOURCE_EXHAUSTED") as caught, explain_oom():
         jax.jit(lambda x: jnp.outer(x, x) + 1)(jnp.ones(2**20)).block_until_ready()
-    assert "explaining it failed: LookupError" in caught.value.__notes__[0]
+    assert "the explanation failed: LookupError" in caught.value.__notes__[0]
 
 
 def test_the_block_leaves_jax_as_it_was() -> None:
@@ -303,7 +303,7 @@ def test_a_step_that_refuses_a_remedy_keeps_the_estimate() -> None:
     (halved,) = [r for r in remedies(step, w, x, roles={"batch": 1}) if r.kind == "smaller-batch"]
     assert halved.compiled_bytes is None
     assert halved.estimated_bytes > 0
-    assert "the step refuses: cannot reshape" in halved.action
+    assert "compilation failed: cannot reshape" in halved.action
 
 
 def test_a_jitted_step_is_donated_with_all_that_it_was_jitted_with() -> None:

@@ -151,7 +151,7 @@ def test_a_small_curve_is_looked_at_twice() -> None:
     assert found.predicted_bytes == pytest.approx(found.report.device_bytes, rel=0.002)
     out = io.StringIO()
     found.print(Console(file=out, width=200))
-    assert "0.0 % off at the answer" in out.getvalue()
+    assert "0.0 % at the answer" in out.getvalue()
 
 
 def test_an_equinox_module_without_functions_is_no_array_either() -> None:

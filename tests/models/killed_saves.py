@@ -15,7 +15,7 @@ import jax
 import numpy as np
 
 from lowtide.core import ModelFileError
-from lowtide.models import LlamaConfig, _shards, init, load, save
+from lowtide.models import DecoderConfig, _shards, init, load, save
 
 LAYOUTS = {"single": 2**30, "sharded": 1500}
 """The most bytes of a file."""
@@ -25,7 +25,7 @@ LAYOUTS = {"single": 2**30, "sharded": 1500}
 def model(value, rope_theta):
     """Return a model whose weights all have one value."""
     sizes = {"vocab_size": 30, "hidden_size": 8, "intermediate_size": 12, "num_layers": 2}
-    config = LlamaConfig(**sizes, num_heads=2, num_kv_heads=1, head_dim=4, rope_theta=rope_theta)
+    config = DecoderConfig(**sizes, num_heads=2, num_kv_heads=1, head_dim=4, rope_theta=rope_theta)
     shapes = jax.eval_shape(lambda: init(config, key=jax.random.key(0)))
     return jax.tree.map(lambda leaf: np.full(leaf.shape, value, np.float32), shapes)
 

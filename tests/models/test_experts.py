@@ -16,7 +16,7 @@ from jax import P
 
 import lowtide as lt
 from lowtide import models
-from lowtide.core import ConfigError, dividing, map_with_paths
+from lowtide.core import ConfigError, activation_sharding, map_with_paths
 from lowtide.models import _grouped, _grouped_slab
 from lowtide.models._experts import mixture
 from lowtide.models._grouped import grouped_linear
@@ -143,7 +143,7 @@ def test_a_mixture_equals_a_dense_reference_on_one_device_and_on_many(
         mesh = make_mesh(**axes, devices=jax.devices()[: int(np.prod([1, *axes.values()]))])
 
         def ours(mlp: Any, x: Any, mesh: Any = mesh) -> Any:
-            with dividing(lambda h: h, mesh):
+            with activation_sharding(lambda h: h, mesh):
                 return jnp.sum(mixture(mlp, x, experts, jax.nn.silu)[0] * probe)
 
         rules = ShardingRules(mesh=mesh, rules={r"experts/.*": P("expert")} if "expert" in axes else {})
@@ -159,7 +159,7 @@ def test_rows_that_cannot_be_divided_are_computed_everywhere_and_experts_that_ca
     mlp, x = _mlp("mixtral"), drawn(5, 3, 4, 32)
 
     def ours(mlp: Any, x: Any) -> Any:
-        with dividing(lambda h: h, make_mesh(expert=4, fsdp=1, devices=jax.devices()[:4])):
+        with activation_sharding(lambda h: h, make_mesh(expert=4, fsdp=1, devices=jax.devices()[:4])):
             return mixture(mlp, x, experts, jax.nn.silu)[0]
 
     want = jax.jit(lambda mlp, x: _dense(mlp, x, KINDS["mixtral"].experts))(mlp, x)

@@ -11,9 +11,9 @@ from safetensors.numpy import load_file, save_file
 
 from lowtide import lora
 from lowtide.core import ConfigError, ModelFileError, OutputError
-from lowtide.models import LlamaConfig, RopeScaling, init, load, load_config, load_tokenizer, save
+from lowtide.models import DecoderConfig, RopeScaling, init, load, load_config, load_tokenizer, save
 
-CONFIG = LlamaConfig(
+CONFIG = DecoderConfig(
     vocab_size=30,
     hidden_size=8,
     intermediate_size=12,

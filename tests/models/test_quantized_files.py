@@ -36,7 +36,7 @@ IGNORED = pytest.mark.filterwarnings("ignore:.*activation scales", "ignore:.*loa
 @pytest.fixture(scope="module")
 def dense(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("dense") / "model"
-    models.save(models.init(models.LlamaConfig(**SIZES, **HEADS), key=jax.random.key(0)), folder)
+    models.save(models.init(models.DecoderConfig(**SIZES, **HEADS), key=jax.random.key(0)), folder)
     return folder
 
 

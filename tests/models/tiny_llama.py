@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from lowtide.core import map_with_paths
-from lowtide.models import LlamaConfig, init, logits, loss
+from lowtide.models import DecoderConfig, init, logits, loss
 
-CONFIG = LlamaConfig(
+CONFIG = DecoderConfig(
     vocab_size=50,
     hidden_size=16,
     intermediate_size=24,

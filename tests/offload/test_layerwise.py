@@ -14,10 +14,10 @@ import pytest
 
 import lowtide as lt
 from lowtide.core import ConfigError, LayerStack, PlacementError, SelectionError, StructureError
-from lowtide.models import LlamaConfig, init
+from lowtide.models import DecoderConfig, init
 from lowtide.offload import Clip, layerwise_step
 
-CONFIG = LlamaConfig(
+CONFIG = DecoderConfig(
     vocab_size=48, hidden_size=16, intermediate_size=24, num_layers=3, num_heads=4, num_kv_heads=2, head_dim=4
 )
 HOST = {"layers": "host", "outer": "host", "opt_state": "host", "inputs": "host"}

@@ -15,10 +15,10 @@ from jax.ad_checkpoint import checkpoint_name
 
 from lowtide.core import SelectionError
 from lowtide.memory import compile
-from lowtide.models import Llama, LlamaConfig, init
+from lowtide.models import Decoder, DecoderConfig, init
 from lowtide.offload import checkpoint, names, tag
 
-CONFIG = LlamaConfig(
+CONFIG = DecoderConfig(
     vocab_size=64, hidden_size=16, intermediate_size=32, num_layers=3, num_heads=4, num_kv_heads=2, head_dim=4
 )
 LLAMA_NAMES = [
@@ -34,13 +34,13 @@ def names_of(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> list[str]:
 
 
 @functools.cache
-def model(dtype: Any = jnp.float32) -> tuple[Llama, dict[str, jax.Array]]:
+def model(dtype: Any = jnp.float32) -> tuple[Decoder, dict[str, jax.Array]]:
     tokens = jnp.arange(16).reshape(2, 8)
     made = jax.jit(functools.partial(init, CONFIG, compute_dtype=dtype))(key=jax.random.key(0))
     return made, {"tokens": tokens, "labels": tokens + 1}
 
 
-def with_block(llama: Llama, change: Callable[..., Any]) -> Callable[..., jax.Array]:
+def with_block(llama: Decoder, change: Callable[..., Any]) -> Callable[..., jax.Array]:
     stack = dataclasses.replace(llama.stack, block=change(llama.stack.block))
     return lambda layers, batch: stack.apply(llama.outer, layers, batch)[0]
 
@@ -253,7 +253,7 @@ def test_one_name_of_a_llama_block_goes_to_the_host_of_a_tpu() -> None:
     llama = jax.eval_shape(lambda: init(config, key=jax.random.key(0), compute_dtype=jnp.bfloat16))
     tokens = jax.ShapeDtypeStruct((1, 128), jnp.int32)
 
-    def loss(llama: Llama, batch: Any) -> jax.Array:
+    def loss(llama: Decoder, batch: Any) -> jax.Array:
         change = functools.partial(checkpoint, offload=["mlp/gate_proj"], prevent_cse=False)
         return with_block(llama, lambda block: change(tag(block)))(llama.layers, batch)
 

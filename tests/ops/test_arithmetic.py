@@ -14,10 +14,10 @@ import pytest
 import lowtide as lt
 from lowtide.core import _compat
 from lowtide.jaxprs import jaxpr_flops
-from lowtide.models import LlamaConfig, init, loss
+from lowtide.models import DecoderConfig, init, loss
 from lowtide.ops import _splash
 
-CONFIG = LlamaConfig(
+CONFIG = DecoderConfig(
     vocab_size=32000,
     hidden_size=2048,
     intermediate_size=8192,
@@ -30,7 +30,7 @@ CONFIG = LlamaConfig(
 WIDTH = CONFIG.num_heads * CONFIG.head_dim
 
 
-def step_flops(config: LlamaConfig, length: int, target: str, *, remat: bool) -> float:
+def step_flops(config: DecoderConfig, length: int, target: str, *, remat: bool) -> float:
     """Of a LoRA step over one row, traced for a target."""
 
     def make() -> Any:
@@ -43,7 +43,7 @@ def step_flops(config: LlamaConfig, length: int, target: str, *, remat: bool) ->
         return jaxpr_flops(jax.make_jaxpr(step)(jax.eval_shape(make), batch))
 
 
-def arithmetic(config: LlamaConfig, length: int, *, remat: bool) -> float:
+def arithmetic(config: DecoderConfig, length: int, *, remat: bool) -> float:
     """Products of activations with frozen weights and their transposes, of the pairs that see each other, and logits.
 
     Of a pair's two products in the forward pass the backward pass computes one again, and four are of gradients.

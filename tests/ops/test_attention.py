@@ -12,6 +12,7 @@ import pytest
 
 import lowtide as lt
 from lowtide.core import ConfigError
+from lowtide.ops import AttentionMask
 
 SEGMENTS = np.repeat([[1, 2, 3, 0], [1, 1, 1, 1]], [7, 9, 20, 4], axis=1)
 KINDS: dict[str, dict[str, Any]] = {
@@ -27,8 +28,17 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
+MASK_FIELDS = ("causal", "segment_ids", "window", "start")
+
+
 def drawn(seed: int, *shape: int) -> np.ndarray:
     return np.random.default_rng(seed).normal(size=shape)
+
+
+def attention(q: Any, k: Any, v: Any, **options: Any) -> Any:
+    """Call `lowtide.ops.attention` with the fields of its mask among the keyword arguments."""
+    fields = {name: options.pop(name) for name in MASK_FIELDS if name in options}
+    return lt.ops.attention(q, k, v, mask=AttentionMask(**fields), **options)
 
 
 def reference(q: Any, k: Any, v: Any, **options: Any) -> np.ndarray:
@@ -60,7 +70,7 @@ def test_every_kind_equals_a_dense_reference(kind: str, groups: int) -> None:
     q, k, v = drawn(0, 2, 40, 4, 8), drawn(1, 2, 40, groups, 8), drawn(2, 2, 40, groups, 8)
     want = reference(q, k, v, **KINDS[kind])
     for dtype, most in ((jnp.float32, 2e-6), (jnp.bfloat16, 3e-2), (jnp.float16, 4e-3)):
-        got = lt.ops.attention(*(jnp.asarray(each, dtype) for each in (q, k, v)), **KINDS[kind])
+        got = attention(*(jnp.asarray(each, dtype) for each in (q, k, v)), **KINDS[kind])
         assert got.dtype == dtype
         np.testing.assert_allclose(np.asarray(got, np.float64), want, rtol=0, atol=most)
 
@@ -72,7 +82,7 @@ def test_long_rows_and_their_gradients_equal_those_of_all_scores(kind: str) -> N
     if "segment_ids" in options:
         options["segment_ids"] = np.repeat(SEGMENTS, 15, axis=1)
     q, k, v, probe = (jnp.asarray(drawn(at, 2, 600, 2, 8), jnp.float32) for at in range(4))
-    np.testing.assert_allclose(lt.ops.attention(q, k, v, **options), reference(q, k, v, **options), rtol=0, atol=1e-5)
+    np.testing.assert_allclose(attention(q, k, v, **options), reference(q, k, v, **options), rtol=0, atol=1e-5)
 
     def dense(q: Any, k: Any, v: Any) -> Any:
         scores = jnp.einsum("btnh,bsnh->bnts", q, k) * 8**-0.5
@@ -84,7 +94,7 @@ def test_long_rows_and_their_gradients_equal_those_of_all_scores(kind: str) -> N
             seen = seen & (segments[:, None, :, None] == segments[:, None, None, :])
         return jnp.sum(jnp.einsum("bnts,bsnh->btnh", jax.nn.softmax(jnp.where(seen, scores, -1e30)), v) * probe)
 
-    ours = jax.jit(jax.grad(lambda *of: jnp.sum(lt.ops.attention(*of, **options) * probe), (0, 1, 2)))(q, k, v)
+    ours = jax.jit(jax.grad(lambda *of: jnp.sum(attention(*of, **options) * probe), (0, 1, 2)))(q, k, v)
     for one, other in zip(ours, jax.jit(jax.grad(dense, (0, 1, 2)))(q, k, v), strict=True):
         np.testing.assert_allclose(one, other, rtol=0, atol=2e-5)
 
@@ -95,9 +105,9 @@ def test_queries_of_another_length_see_their_own_segment_and_such_as_see_nothing
     segments = np.array([[1, 1, 2, 2, 9]]), np.repeat([[1, 2]], [4, 8], axis=1)
     arrays = [jnp.asarray(each, jnp.float32) for each in (q, k, v)]
     options: dict[str, Any] = {"causal": False, "segment_ids": segments}
-    got = lt.ops.attention(*arrays, **options)
+    got = attention(*arrays, **options)
     np.testing.assert_allclose(got[:, :4], reference(q, k, v, **options)[:, :4], rtol=0, atol=2e-6)
-    grads = jax.grad(lambda *of: jnp.sum(lt.ops.attention(*of, **options)[:, :4] ** 2), (0, 1, 2))(*arrays)
+    grads = jax.grad(lambda *of: jnp.sum(attention(*of, **options)[:, :4] ** 2), (0, 1, 2))(*arrays)
     assert all(np.isfinite(each).all() for each in (got, *grads))
 
 
@@ -116,16 +126,23 @@ def ones(*shape: int, dtype: Any = jnp.float32) -> Any:
         (
             ((2, 4, 2, 8), (2, 5, 2, 8), (2, 5, 2, 8)),
             {},
-            r"as many queries as keys(.|\n)*attend\(q, k, v, Sight\(start",
+            r"as many queries as keys(.|\n)*mask=AttentionMask\(start=start\)",
         ),
         (None, {"window": 0}, r"window(.|\n)*an integer of at least 1"),
         (None, {"window": 2.5}, r"window(.|\n)*an integer of at least 1"),
         (None, {"soft_cap": float("inf")}, r"soft_cap must be a positive number"),
         (None, {"scale": np.ones(2)}, r"scale must be one number\n(.|\n)*float64\[2\]"),
         (None, {"scale": "0.5"}, r"scale must be one number"),
-        (None, {"window": 2, "causal": False}, r"window needs causal attention"),
+        (None, {"window": np.array([1, 2])}, r"window must include the query itself(.|\n)*int64\[2\](.|\n)*jax.vmap"),
+        (None, {"window": jnp.array([1, 2])}, r"window must include the query itself"),
+        (None, {"window": jnp.float32(2)}, r"window must include the query itself"),
+        (None, {"start": 30.0}, r"start must be the index of the first query"),
+        (None, {"start": jnp.array([3, 1])}, r"start must be the index of the first query(.|\n)*jax.vmap"),
+        (None, {"start": -1}, r"start must be the index of the first query"),
         (None, {"soft_cap": 0.0}, r"soft_cap must be a positive number"),
+        (None, {"scale": jnp.ones(2)}, r"scale must be one number"),
         (None, {"sinks": np.ones(3)}, r"one score for each query head"),
+        (None, {"sinks": jnp.ones(())}, r"one score for each query head"),
         (None, {"sinks": [1.0, 2.0]}, r"one score for each query head\n(.|\n)*list"),
         (None, {"sinks": np.ones(4, np.int32)}, r"one score for each query head\n(.|\n)*int32"),
         (None, {"soft_cap": "2"}, r"soft_cap must be a positive number"),
@@ -138,12 +155,14 @@ def ones(*shape: int, dtype: Any = jnp.float32) -> Any:
         (None, {"soft_cap": True}, r"soft_cap must be a positive number"),
         (None, {"soft_cap": jnp.float32(2)}, r"soft_cap must be a positive number of Python(.|\n)*float32\[\]"),
         (None, {"causal": "no"}, r"causal must be a bool\n(.|\n)*'no'"),
+        (None, {"causal": 1}, r"causal must be a bool"),
         (None, {"causal": None}, r"causal must be a bool"),
         (None, {"causal": jnp.bool_(True)}, r"causal must be a bool\n(.|\n)*bool\[\]"),
-        (None, {"window": jnp.int32(2)}, r"an integer of at least 1\n(.|\n)*attend\(q, k, v, Sight\(window=window\)"),
         (None, {"segment_ids": [np.ones((2, 4), np.int32)] * 2}, r"segment_ids have the wrong(.|\n)*list"),
         (None, {"segment_ids": np.ones((2, 5), np.int32)}, r"segment_ids have the wrong"),
         (None, {"segment_ids": np.ones((2, 4), np.float32)}, r"segment_ids have the wrong"),
+        (None, {"segment_ids": (np.ones((2, 4), np.int32), np.ones((2, 3), np.int32))}, r"segment_ids have the wrong"),
+        (None, {"segment_ids": (np.ones((2, 4), np.int32),)}, r"segment_ids have the wrong"),
         (None, {"segment_ids": [1, 1, 2, 2]}, r"segment_ids have the wrong"),
         (None, {"implementation": "flash"}, r"'flash' is not an implementation"),
         (None, {"implementation": "cudnn"}, r"cuDNN's kernel cannot compute this\n(.|\n)*got: a device of kind cpu"),
@@ -152,36 +171,18 @@ def ones(*shape: int, dtype: Any = jnp.float32) -> Any:
 def test_bad_input(shapes: Any, options: Any, message: str) -> None:
     arrays = [ones(*shape) for shape in shapes or [(2, 4, 2, 8)] * 3]
     with pytest.raises(ConfigError, match=message) as refused:
-        lt.ops.attention(*arrays, **options)
+        attention(*arrays, **options)
     assert "\nhint: " in str(refused.value)
 
 
-@pytest.mark.parametrize(
-    ("sight", "scores", "message"),
-    [
-        ({"window": np.array([1, 2])}, {}, r"window must include the query itself(.|\n)*int64\[2\](.|\n)*jax.vmap"),
-        ({"window": jnp.array([1, 2])}, {}, r"window must include the query itself"),
-        ({"window": 0}, {}, r"window must include the query itself"),
-        ({"window": jnp.float32(2)}, {}, r"window must include the query itself"),
-        ({"start": 30.0}, {}, r"start must be the index of the first query"),
-        ({"start": jnp.array([3, 1])}, {}, r"start must be the index of the first query(.|\n)*jax.vmap"),
-        ({"start": -1}, {}, r"start must be the index of the first query"),
-        ({"causal": 1}, {}, r"causal must be a bool"),
-        ({"segments": jnp.ones((2, 4), jnp.int32)}, {}, r"segment_ids have the wrong"),
-        ({"segments": (jnp.ones((2, 4), jnp.int32), jnp.ones((2, 3), jnp.int32))}, {}, r"segment_ids have the wrong"),
-        ({}, {"soft_cap": 0.0}, r"soft_cap must be a positive number"),
-        ({}, {"scale": jnp.ones(2)}, r"scale must be one number"),
-        ({}, {"scale": np.nan}, r"scale must be a finite number"),
-        ({}, {"sinks": jnp.ones(())}, r"one score for each query head"),
-        ({}, {"sinks": jnp.ones(3)}, r"one score for each query head"),
-    ],
-)
-def test_bad_input_of_what_a_program_computes(sight: Any, scores: Any, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        lt.ops.attend(*[ones(2, 4, 2, 8)] * 3, lt.ops.Sight(**sight), lt.ops.Scores(**{"scale": 0.3, **scores}))
+def test_a_mask_of_another_type_is_refused() -> None:
+    x = ones(2, 4, 2, 8)
+    for mask in (None, True, jnp.ones((4, 4), bool)):
+        with pytest.raises(ConfigError, match=r"mask must be a lowtide.ops.AttentionMask(.|\n)*hint:"):
+            lt.ops.attention(x, x, x, mask=mask)  # pyright: ignore[reportArgumentType]
 
 
-def test_what_is_no_array_or_does_not_fit_is_refused_by_both() -> None:
+def test_what_is_no_array_or_does_not_fit_is_refused() -> None:
     x = ones(2, 4, 4, 8)
     for arrays, message in [
         (([1], [2], [3]), r"four axes(.|\n)*list \[1\]"),
@@ -191,8 +192,6 @@ def test_what_is_no_array_or_does_not_fit_is_refused_by_both() -> None:
     ]:
         with pytest.raises(ConfigError, match=message):
             lt.ops.attention(*arrays)
-        with pytest.raises(ConfigError, match=message):
-            lt.ops.attend(*arrays, lt.ops.Sight(), lt.ops.Scores(0.3))
 
 
 @pytest.mark.slow
@@ -200,26 +199,33 @@ def test_what_means_the_same_computes_the_same() -> None:
     q, k, v = (jnp.asarray(drawn(seed, 2, 70, 2, 8), jnp.float32) for seed in range(3))
     shared = np.repeat([[1, 2]], [30, 40], axis=1)
 
-    def attended(sight: Any, scores: Any = lt.ops.Scores(0.3)) -> Any:  # noqa: B008
-        return lt.ops.attend(q, k, v, lt.ops.Sight(**sight), scores)
+    def attended(**options: Any) -> Any:
+        return attention(q, k, v, **{"scale": 0.3, **options})
 
-    want = attended({"window": 5, "segments": (np.repeat(shared, 2, 0),) * 2})
+    want = attended(window=5, segment_ids=(np.repeat(shared, 2, 0),) * 2)
     for window in (np.int64(5), np.array(5), jnp.int32(5)):
-        np.testing.assert_allclose(attended({"window": window, "segments": (shared, shared)}), want, atol=1e-6)
+        for segment_ids in (shared, (shared, shared)):
+            np.testing.assert_allclose(attended(window=window, segment_ids=segment_ids), want, atol=1e-6)
     for scale in (np.array(0.3), jnp.float32(0.3)):
-        np.testing.assert_allclose(attended({"start": np.array(0)}, lt.ops.Scores(scale)), attended({}), atol=1e-6)
-    np.testing.assert_array_equal(
-        lt.ops.attention(q, k, v, scale=np.asarray(jnp.bfloat16(1))), attended({}, lt.ops.Scores(1))
-    )
+        for start in (0, np.array(0)):
+            np.testing.assert_allclose(attended(start=start, scale=scale), attended(), atol=1e-6)
+    np.testing.assert_array_equal(attended(scale=np.asarray(jnp.bfloat16(1))), attended(scale=1))
+    np.testing.assert_array_equal(attended(scale=8**-0.5), attended(scale=None))
     assert lt.ops.attention(q[:0], k[:0], v[:0]).shape == (0, 70, 2, 8)
+
+
+def test_queries_at_the_start_of_a_longer_cache_see_its_first_keys() -> None:
+    q, k, v = (jnp.asarray(drawn(seed, 1, length, 2, 8), jnp.float32) for seed, length in enumerate((3, 12, 12)))
+    got = attention(q, k, v, start=0)
+    np.testing.assert_allclose(got, attention(q, k[:, :3], v[:, :3]), rtol=0, atol=2e-6)
 
 
 def test_sizes_may_be_unknown_when_a_program_is_exported() -> None:
     new, cached = jax.export.symbolic_shape("t, s", constraints=["s >= t", "t >= 1"])
 
     def step(q: Any, k: Any) -> Any:
-        sight = lt.ops.Sight(start=k.shape[1] - q.shape[1])  # pyright: ignore[reportArgumentType]
-        return lt.ops.attend(q, k, k, sight, lt.ops.Scores(0.3), "xla")
+        mask = AttentionMask(start=k.shape[1] - q.shape[1])  # pyright: ignore[reportArgumentType]
+        return lt.ops.attention(q, k, k, mask=mask, scale=0.3, implementation="xla")
 
     shapes = [jax.ShapeDtypeStruct((1, length, 2, 8), jnp.float32) for length in (new, cached)]
     exported = jax.export.export(jax.jit(step))(*shapes)
@@ -231,7 +237,7 @@ def test_rows_of_a_cache_that_begin_at_places_of_their_own_are_mapped() -> None:
     q, k, v = (jnp.asarray(drawn(seed, 2, length, 2, 8), jnp.float32) for seed, length in enumerate((3, 12, 12)))
 
     def one(q: Any, k: Any, v: Any, start: Any, window: Any) -> Any:
-        return lt.ops.attend(q[None], k[None], v[None], lt.ops.Sight(window, None, start), lt.ops.Scores(8**-0.5))[0]
+        return attention(q[None], k[None], v[None], window=window, start=start)[0]
 
     got = jax.vmap(one)(q, k, v, jnp.array([2, 9]), jnp.array([2, 5]))
     for row, (start, window) in enumerate([(2, 2), (9, 5)]):
@@ -252,7 +258,7 @@ def test_dtypes_that_differ_or_are_no_numbers_of_attention() -> None:
 def test_float64_is_computed_in_float64(options: dict[str, Any]) -> None:
     with jax.enable_x64(True):
         q, k, v = (jnp.asarray(np.random.default_rng(i).normal(size=(1, 70, 2, 8))) for i in range(3))
-        outs = [lt.ops.attention(q, k, v, implementation=name, **options) for name in ("xla", "blocks")]  # pyright: ignore
+        outs = [attention(q, k, v, implementation=name, **options) for name in ("xla", "blocks")]
         assert outs[0].dtype == jnp.float64
         np.testing.assert_allclose(*outs, rtol=1e-12, atol=1e-13)
 
@@ -280,8 +286,7 @@ def test_small_cotangents_of_half_precision_are_kept() -> None:
 @pytest.mark.slow
 def test_a_window_that_is_not_causal_is_the_same_to_all() -> None:
     q, k, v = (jnp.asarray(np.random.default_rng(i).normal(size=(1, 70, 2, 8)), jnp.float32) for i in range(3))
-    sight, scores = lt.ops.Sight(window=3, causal=False), lt.ops.Scores(0.3)
-    outs = [lt.ops.attend(q, k, v, sight, scores, name) for name in ("xla", "blocks")]  # pyright: ignore
+    outs = [attention(q, k, v, window=3, causal=False, implementation=name) for name in ("xla", "blocks")]
     np.testing.assert_allclose(*outs, rtol=1e-5, atol=1e-6)
 
 

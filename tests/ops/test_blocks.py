@@ -14,12 +14,13 @@ from jax import P
 from jax.sharding import AxisType
 
 from lowtide.jaxprs import equations, jaxpr_flops
-from lowtide.ops import Scores, Sight, _blocks, _pairs
+from lowtide.ops import AttentionMask, _blocks, _pairs
+from lowtide.ops._options import ScoreOptions
 from tests.ops.all_scores import SINKS, drawn, loss_of, of_all_scores
 
 LENGTH = 40
 SEGMENTS = np.repeat([[1, 2, 3, 0], [1, 1, 1, 1]], [7, 9, 20, 4], axis=1).astype(np.int32)
-PLAIN = Scores(0.3)
+PLAIN = ScoreOptions(0.3)
 KINDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "causal": ({}, {}),
     "all keys": ({"causal": False}, {}),
@@ -86,8 +87,8 @@ def test_double_precision_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_blocks, "block_size", lambda *_: 16)
     with jax.enable_x64(True):
         q, k, v = arrays(dtype=np.float64)
-        out = _blocks.attend_in_blocks(q, k, v, Sight(), PLAIN)
-        np.testing.assert_allclose(out, of_all_scores(q, k, v, Sight(), PLAIN), rtol=0, atol=1e-14)
+        out = _blocks.attend_in_blocks(q, k, v, AttentionMask(), PLAIN)
+        np.testing.assert_allclose(out, of_all_scores(q, k, v, AttentionMask(), PLAIN), rtol=0, atol=1e-14)
 
 
 @pytest.mark.slow_after(1)
@@ -96,21 +97,21 @@ def test_queries_that_begin_later(start: int, monkeypatch: pytest.MonkeyPatch) -
     """As with a cache of keys, whose first query is a number of the running program."""
     monkeypatch.setattr(_blocks, "block_size", lambda *_: 8)
     q, k, v = arrays()
-    run = jax.jit(lambda start: _blocks.attend_in_blocks(q[:, :15], k, v, Sight(window=12, start=start), PLAIN))
-    want = of_all_scores(q[:, :15], k, v, Sight(window=12, start=start), PLAIN)
+    run = jax.jit(lambda start: _blocks.attend_in_blocks(q[:, :15], k, v, AttentionMask(window=12, start=start), PLAIN))
+    want = of_all_scores(q[:, :15], k, v, AttentionMask(window=12, start=start), PLAIN)
     np.testing.assert_allclose(run(start), want, rtol=0, atol=2e-6)
 
 
-def block_flops(sight: Sight, length: int, size: int, monkeypatch: pytest.MonkeyPatch) -> tuple[int, int]:
+def block_flops(mask: AttentionMask, length: int, size: int, monkeypatch: pytest.MonkeyPatch) -> tuple[int, int]:
     """FLOPs of a forward and of a backward pass of one head with 64 numbers, and how many blocks there are."""
     monkeypatch.setattr(_blocks, "block_size", lambda *_: size)
     x = jax.ShapeDtypeStruct((1, length, 1, 64), jnp.float32)
 
     def loss(q: Any, k: Any, v: Any) -> Any:
-        return jnp.sum(_blocks.attend_in_blocks(q, k, v, sight, PLAIN))
+        return jnp.sum(_blocks.attend_in_blocks(q, k, v, mask, PLAIN))
 
     flops = jaxpr_flops(jax.make_jaxpr(jax.grad(loss, (0, 1, 2)))(x, x, x))
-    pairs = _pairs.pairs_of(_pairs.Config(sight.causal, sight.window, 1.0, None, size), NO_DATA, length, length)
+    pairs = _pairs.pairs_of(_pairs.Config(mask.causal, mask.window, 1.0, None, size), NO_DATA, length, length)
     return flops, len(pairs.row_P)
 
 
@@ -121,13 +122,13 @@ def test_half_of_the_scores_are_never_made_and_a_window_has_its_own_alone(monkey
     flops = functools.partial(block_flops, size=128, monkeypatch=monkeypatch)
     products = 7 * 2 * 64  # two products forward, five backward
     for length in (2048, 4096):
-        causal, _ = flops(Sight(), length)
+        causal, _ = flops(AttentionMask(), length)
         assert causal <= 1.15 * products * length * length / 2 * 1.1
-        every, _ = flops(Sight(causal=False), length)
+        every, _ = flops(AttentionMask(causal=False), length)
         assert causal < 0.55 * every
-    windows = [flops(Sight(window=window), 4096)[0] for window in (256, 512, 1024)]
+    windows = [flops(AttentionMask(window=window), 4096)[0] for window in (256, 512, 1024)]
     assert 1.5 < windows[1] / windows[0] < 2 and 1.5 < windows[2] / windows[1] < 2
-    assert flops(Sight(window=256), 8192)[0] / windows[0] == pytest.approx(2, rel=0.05)
+    assert flops(AttentionMask(window=256), 8192)[0] / windows[0] == pytest.approx(2, rel=0.05)
 
 
 def test_blocks_that_nobody_sees_are_passed_by_when_the_program_runs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -151,7 +152,7 @@ def test_policies_keep_the_result_and_the_sums_of_exponentials(monkeypatch: pyte
     q, k, v = arrays()
 
     def block(q: Any, k: Any, v: Any) -> Any:
-        return jnp.sum(_blocks.attend_in_blocks(jnp.sin(q), k, v, Sight(), PLAIN) ** 2)
+        return jnp.sum(_blocks.attend_in_blocks(jnp.sin(q), k, v, AttentionMask(), PLAIN) ** 2)
 
     def num_loops(policy: Any) -> int:
         fn = jax.checkpoint(block, policy=policy)
@@ -169,10 +170,10 @@ def test_transformations_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
     """Gradients of gradients, `vmap` over examples, and devices that divide rows by hand."""
     monkeypatch.setattr(_blocks, "block_size", lambda *_: 16)
     q, k, v = arrays()
-    sight = Sight(segments=(jnp.asarray(SEGMENTS), jnp.asarray(SEGMENTS)))
+    mask = AttentionMask(segment_ids=jnp.asarray(SEGMENTS))
 
     def of(attend: Any) -> Any:
-        return lambda q: jnp.sum(attend(q, k, v, sight, PLAIN) ** 2)
+        return lambda q: jnp.sum(attend(q, k, v, mask, PLAIN) ** 2)
 
     def curvature(attend: Any) -> list[Any]:
         gradient, probe = jax.grad(of(attend)), jnp.cos(q)
@@ -187,16 +188,16 @@ def test_transformations_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
         np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-4)
 
     def single(q: Any, k: Any, v: Any, segments: Any) -> Any:
-        own = Sight(segments=(segments[None], segments[None]))
+        own = AttentionMask(segment_ids=segments[None])
         return _blocks.attend_in_blocks(q[None], k[None], v[None], own, PLAIN)[0]
 
-    want = _blocks.attend_in_blocks(q, k, v, sight, PLAIN)
+    want = _blocks.attend_in_blocks(q, k, v, mask, PLAIN)
     mapped = jax.jit(jax.vmap(single))(q, k, v, jnp.asarray(SEGMENTS))
     np.testing.assert_allclose(mapped, want, rtol=0, atol=1e-6)
     mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
 
     def by_hand(q: Any, k: Any, v: Any, segments: Any) -> Any:
-        out = _blocks.attend_in_blocks(q, k, v, Sight(segments=(segments, segments)), PLAIN)
+        out = _blocks.attend_in_blocks(q, k, v, AttentionMask(segment_ids=segments), PLAIN)
         return jax.lax.psum(jnp.sum(out**2), "data")
 
     divided = jax.shard_map(by_hand, mesh=mesh, in_specs=P("data"), out_specs=P())
@@ -214,7 +215,7 @@ def test_devices_that_rows_and_heads_are_divided_among(kind: str, monkeypatch: p
     given = [jax.device_put(each, place) for each in (q, k, v)]
 
     def loss(q: Any, k: Any, v: Any) -> Any:
-        return jnp.sum(_blocks.attend_in_blocks(q, k, v, Sight(), PLAIN) ** 2)
+        return jnp.sum(_blocks.attend_in_blocks(q, k, v, AttentionMask(), PLAIN) ** 2)
 
     run = jax.jit(jax.grad(loss, (0, 1, 2)))
     for one, other in zip(run(*given), run(q, k, v), strict=True):

@@ -16,11 +16,12 @@ from jax import P
 from jax.sharding import AxisType, Mesh
 
 import lowtide as lt
-from lowtide.core import ConfigError, dividing
+from lowtide.core import ConfigError, activation_sharding
 from lowtide.core._compat import tpu_topology_devices
 from lowtide.jaxprs import Kind, equations, jaxpr_flops, kind_of
-from lowtide.models import LlamaConfig, init, loss
-from lowtide.ops import Scores, Sight, _splash
+from lowtide.models import DecoderConfig, init, loss
+from lowtide.ops import AttentionMask, _splash
+from lowtide.ops._options import ScoreOptions
 from tests.ops.all_scores import SINKS, drawn, loss_of, of_all_scores
 
 LENGTH = 256
@@ -117,7 +118,7 @@ def test_a_program_for_one_tpu_has_the_kernel_where_it_fits() -> None:
     assert num_kernels(GRADIENT(attend)) == num_kernels(GRADIENT(mapped)) == 2  # forward, and all gradients in one
     assert num_kernels(GRADIENT(attend), length=8192) == 3
     assert num_kernels(attend, dim=128, dtype=jnp.float32) == num_kernels(attend, dim=256) == 1
-    assert num_kernels(functools.partial(attend, window=100, soft_cap=20.0)) == 1
+    assert num_kernels(functools.partial(attend, mask=AttentionMask(window=100), soft_cap=20.0)) == 1
     assert num_kernels(attend, length=896) == num_kernels(attend, length=2000) == num_kernels(attend, dim=96) == 0
     assert num_kernels(attend, dtype=jnp.float16) == 0
     assert num_kernels(functools.partial(attend, implementation="splash"), length=896) == 1
@@ -157,7 +158,7 @@ def test_among_devices_the_kernel_is_where_a_mesh_says_who_has_what() -> None:
     assert num_kernels(GRADIENT(attend), place) == 0  # XLA divides blocks
 
     def trained(*args: Any) -> Any:
-        with dividing(lambda h: h, mesh):
+        with activation_sharding(lambda h: h, mesh):
             return GRADIENT(attend)(*args)
 
     assert num_kernels(trained, place) == 2
@@ -186,8 +187,9 @@ def test_devices_that_divide_tokens_have_the_kernel_between_exchanges() -> None:
     mesh = mesh_of("fsdp", "context")
 
     def trained(*args: Any) -> Any:
-        with dividing(lambda h: h, mesh):
-            return GRADIENT(functools.partial(attend, segment_ids=jnp.zeros((4, 1024), int)))(*args)
+        with activation_sharding(lambda h: h, mesh):
+            mask = AttentionMask(segment_ids=jnp.zeros((4, 1024), int))
+            return GRADIENT(functools.partial(attend, mask=mask))(*args)
 
     assert num_kernels(trained, jax.NamedSharding(mesh, P("fsdp", "context"))) == 2
 
@@ -197,7 +199,7 @@ def test_gradients_of_sinks_are_added_up_over_rows_of_all_devices() -> None:
     mesh = mesh_of("data", "tensor")
 
     def of_sinks(q: Any, k: Any, v: Any) -> Any:
-        with dividing(lambda h: h, mesh):
+        with activation_sharding(lambda h: h, mesh):
             return jax.grad(lambda sinks: attend(q, k, v, sinks=sinks))(jnp.ones(8))
 
     text = lowered(of_sinks, jax.NamedSharding(mesh, P("data", None, "tensor"))).as_text()
@@ -210,11 +212,12 @@ def test_one_that_is_asked_for_by_name_is_there_or_refused() -> None:
     place = jax.NamedSharding(mesh_of("data", "tensor"), P("data"))
     with pytest.raises(ConfigError, match=r"cannot be sharded over the devices(.|\n)*hint:"):
         num_kernels(named, place)
+    ids: Any = np.ones((4, 1024), int)
     cases: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
         ("float16", {"dtype": jnp.float16}, {}),
         ("heads of 96", {"dim": 96}, {}),
         ("2000 queries and 2000 keys", {"length": 2000}, {}),
-        ("different segments for keys", {}, {"segment_ids": (np.ones((4, 1024), int), np.ones((4, 1024), int))}),
+        ("different segments for keys", {}, {"mask": AttentionMask(segment_ids=(ids, ids.copy()))}),
     ]
     for why, given, options in cases:
         with pytest.raises(ConfigError, match=rf"kernel for TPUs cannot compute this\n(.|\n)*got: {why}(.|\n)*hint:"):
@@ -224,11 +227,11 @@ def test_one_that_is_asked_for_by_name_is_there_or_refused() -> None:
 
 
 def test_what_only_models_say_is_left_to_blocks() -> None:
-    q, plain = jnp.ones((1, 1024, 2, 64)), Scores(1.0)
-    assert _splash.unsupported_reason(q, q, Sight(window=100), plain) == ""
-    assert "differs between layers" in _splash.unsupported_reason(q, q, Sight(window=jnp.int32(9)), plain)
-    assert "start after" in _splash.unsupported_reason(q, q, Sight(start=jnp.int32(0)), plain)
-    assert "without causal" in _splash.unsupported_reason(q, q, Sight(window=9, causal=False), plain)
+    q, plain = jnp.ones((1, 1024, 2, 64)), ScoreOptions(1.0)
+    assert _splash.unsupported_reason(q, q, AttentionMask(window=100), plain) == ""
+    assert "differs between layers" in _splash.unsupported_reason(q, q, AttentionMask(window=jnp.int32(9)), plain)
+    assert "start after" in _splash.unsupported_reason(q, q, AttentionMask(start=jnp.int32(0)), plain)
+    assert "without causal" in _splash.unsupported_reason(q, q, AttentionMask(window=9, causal=False), plain)
 
 
 @pytest.fixture
@@ -274,7 +277,7 @@ def test_arithmetic_counts_once_and_whole_programs_for_other_targets_have_no_ker
 @pytest.mark.tpu_aot
 def test_a_step_of_adapters_has_the_kernel() -> None:
     sizes = {"vocab_size": 256, "hidden_size": 512, "intermediate_size": 512, "num_layers": 2}
-    config = LlamaConfig(**sizes, num_heads=8, num_kv_heads=4, head_dim=64)
+    config = DecoderConfig(**sizes, num_heads=8, num_kv_heads=4, head_dim=64)
     base = jax.eval_shape(lambda key: init(config, key=key, dtype=jnp.bfloat16, compute_dtype=jnp.bfloat16), KEY)
     model = lt.lora.add(base, lt.lora.Config(rank=4, targets="layers/**/*_proj"), key=KEY)
     names = ("tokens", "labels", "segment_ids", "positions")

@@ -16,7 +16,7 @@ import lowtide as lt
 from lowtide.core import SelectionError
 from lowtide.memory import compile
 from lowtide.memory import target as chips
-from lowtide.models import LlamaConfig, init, loss
+from lowtide.models import DecoderConfig, init, loss
 from lowtide.optim import LowPrecisionState, PackedArray, converted, low_precision
 from lowtide.train import ShardingRules, make_mesh
 
@@ -134,7 +134,7 @@ def test_a_whole_step_has_seven_bytes_a_parameter_and_a_layerwise_one_five(targe
 @pytest.mark.slow
 @pytest.mark.gpu_aot
 def test_a_step_of_a_decoder_has_seven_bytes_a_parameter_on_a_gpu() -> None:
-    config = LlamaConfig(
+    config = DecoderConfig(
         vocab_size=16384,
         hidden_size=1024,
         intermediate_size=4096,

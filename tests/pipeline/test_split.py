@@ -16,7 +16,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from lowtide.core import SelectionError, StructureError
 from lowtide.jaxprs._versions import make_jaxpr
-from lowtide.models import LlamaConfig, init
+from lowtide.models import DecoderConfig, init
 from lowtide.pipeline import split_backward
 
 
@@ -396,7 +396,7 @@ def test_frozen_weights_have_no_gradient() -> None:
 def test_a_decoder_is_split_with_its_loops_over_queries(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lowtide.ops._attention._LEAST_IN_BLOCKS", 1)
     monkeypatch.setattr("lowtide.ops._blocks.block_size", lambda *_: 2)
-    config = LlamaConfig(
+    config = DecoderConfig(
         vocab_size=32, hidden_size=16, intermediate_size=32, num_layers=2, num_heads=2, num_kv_heads=1, head_dim=8
     )
     model = init(config, key=jax.random.key(0))

@@ -21,7 +21,7 @@ from lowtide.core import ConfigError, LayerStack, ScheduleError
 from lowtide.memory import MemoryReport, analyze, target
 from lowtide.pipeline import SCHEDULES, Costs, Pipeline, StageReport, schedule, simulate, value_and_grad
 
-SMALL = models.LlamaConfig(
+SMALL = models.DecoderConfig(
     vocab_size=1024,
     hidden_size=512,
     intermediate_size=1536,
@@ -34,7 +34,7 @@ SMALL = models.LlamaConfig(
 
 
 def compiled(
-    config: models.LlamaConfig, name: str, topology: str, *, num_ranks: int, length: int, remat: bool
+    config: models.DecoderConfig, name: str, topology: str, *, num_ranks: int, length: int, remat: bool
 ) -> tuple[Pipeline, Any, StageReport, MemoryReport]:
     """A decoder's pipeline, its arguments, its report, and that of its program on a topology."""
     devices = np.array(target(topology).devices()).reshape(num_ranks, -1)

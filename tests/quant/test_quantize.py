@@ -13,13 +13,13 @@ import pytest
 
 import lowtide as lt
 from lowtide.core import ConfigError, ModelFileError, SelectionError, StructureError, linear, rows, tree_bytes
-from lowtide.models import LlamaConfig, init, logits, loss
+from lowtide.models import DecoderConfig, init, logits, loss
 from lowtide.quant._formats import E2M1_VALUES, NF4_VALUES
 
 FORMATS = ("nf4", "int8", "int4", "fp8", "mxfp4")
 BITS = {"nf4": 4 + 8 / 64 + 32 / (64 * 256), "int8": 8 + 32 / 1024, "int4": 4.5, "fp8": 8 + 32 / 1024, "mxfp4": 4.25}
 WEIGHT = np.random.default_rng(0).normal(size=(24, 100)).astype(np.float32)
-CONFIG = LlamaConfig(
+CONFIG = DecoderConfig(
     vocab_size=96, hidden_size=64, intermediate_size=96, num_layers=3, num_heads=4, num_kv_heads=2, head_dim=16
 )
 TOKENS = jnp.asarray(np.random.default_rng(1).integers(0, 96, (2, 12)))

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from lowtide.memory import MemoryReport, SpaceBytes, Target
-from lowtide.report._buffers import DERIVED_ROLES, Buffer, live_bytes, sum_by_role
+from lowtide.report._facts import DERIVED_ROLES, Buffer, live_bytes, sum_by_role
 
 ITEM_BYTES = {"bf16": 2, "f32": 4, "s32": 4, "u8": 1, "": 1}
 SCOPES = {

@@ -11,7 +11,7 @@ import pytest
 
 from lowtide.core import OutputError
 from lowtide.memory import MemoryDiff, MemoryReport, SpaceBytes, diff
-from lowtide.report._buffers import Buffer
+from lowtide.report._facts import Buffer
 
 
 def assert_adds_up(difference: MemoryDiff) -> None:

@@ -20,8 +20,8 @@ from rich.console import Console
 
 from lowtide.core import ConfigError, OutputError, ReportError, format_bytes
 from lowtide.memory import MemoryReport, SpaceBytes, Target, analyze, diff
-from lowtide.report._buffers import DERIVED_ROLES, Buffer
-from lowtide.report.views._groups import common_label
+from lowtide.report._facts import DERIVED_ROLES, Buffer
+from lowtide.report.views._content import common_label, fit_text
 from lowtide.report.views._png import byte_ticks
 from lowtide.report.views._roles import (
     _DERIVED_STYLES,
@@ -31,7 +31,6 @@ from lowtide.report.views._roles import (
     stacking_order,
     styles,
 )
-from lowtide.report.views._verdict import fit_text
 
 # --- JSON ----------------------------------------------------------------------------------------------------------
 

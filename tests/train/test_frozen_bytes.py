@@ -11,11 +11,11 @@ import pytest
 import lowtide as lt
 from lowtide.core import tree_bytes
 from lowtide.finetune import Finetune, FinetuneConfig
-from lowtide.models import LlamaConfig, init, loss
+from lowtide.models import DecoderConfig, init, loss
 from lowtide.train import Trainer, analyze_naive, analyze_step
 
 # Wide and short, so that the frozen tree (23 MiB in bfloat16) is far larger than all activations.
-CONFIG = LlamaConfig(
+CONFIG = DecoderConfig(
     vocab_size=1024,
     hidden_size=512,
     intermediate_size=2048,

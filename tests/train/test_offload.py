@@ -17,7 +17,7 @@ from lowtide.core import ConfigError, NonFiniteError, StructureError, leaves_wit
 from lowtide.finetune import Finetune, FinetuneConfig, _offloaded
 from lowtide.finetune._job import num_targets as _num_targets
 from lowtide.finetune._offloaded import full_step, inputs_place, is_hosted, loss, optimizer
-from lowtide.models import LlamaConfig
+from lowtide.models import DecoderConfig
 from lowtide.offload import Clip, layerwise_step
 from lowtide.optim import PackedArray, low_precision
 from lowtide.train import Trainer, analyze_naive
@@ -264,7 +264,7 @@ def test_a_model_on_the_host_is_saved_as_one_on_the_device(tiny_model_dir, tmp_p
 
 # --- bytes ---------------------------------------------------------------------------------------------------------
 
-CONFIG = LlamaConfig(
+CONFIG = DecoderConfig(
     vocab_size=512, hidden_size=256, intermediate_size=1024, num_layers=8, num_heads=2, num_kv_heads=2, head_dim=128
 )
 BATCH = {name: jax.ShapeDtypeStruct((4, 128), jnp.int32) for name in ("tokens", "labels")}

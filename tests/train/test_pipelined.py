@@ -29,8 +29,8 @@ ROWS, LENGTH = 16, 6
 Options = dict[str, Any]
 
 
-def decoder(num_layers: int = 8, *, tied: bool = True) -> models.Llama:
-    config = models.LlamaConfig(
+def decoder(num_layers: int = 8, *, tied: bool = True) -> models.Decoder:
+    config = models.DecoderConfig(
         vocab_size=32,
         hidden_size=16,
         intermediate_size=32,

@@ -22,11 +22,11 @@ from ._errors import SelectionError
 from ._linear import products_explained
 from ._partition import combine, partition, refuse_shared
 from ._paths import Tree, is_array_like, leaves_with_paths
-from ._select import Where
+from ._select import Selector
 
 
 def value_and_grad(
-    fn: Callable[..., Any], wrt: Where = "**", *, has_aux: bool = False
+    fn: Callable[..., Any], wrt: Selector = "**", *, has_aux: bool = False
 ) -> Callable[..., tuple[Any, Tree]]:
     """Differentiate `fn` like `jax.value_and_grad`, but only with respect to the selected leaves.
 

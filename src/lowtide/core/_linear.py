@@ -3,8 +3,8 @@
 Models multiply through these functions. An adapter or a quantised weight is a pytree node in the place of the array,
 with its own product (`LinearWeight`). So models do not depend on adapters, and a factored weight is never materialised.
 
-Two special products follow: `turned_product` has a gradient that is faster on a CPU, and `RunningGradient` accumulates
-the gradient of a weight in place.
+Two special products follow: `transposed_product` has a gradient that is faster on a CPU, and `RunningGradient`
+accumulates the gradient of a weight in place.
 """
 
 from __future__ import annotations
@@ -152,7 +152,7 @@ def products_explained(model: Tree) -> Generator[None]:
         raise
 
 
-def turned_product(x: Array, factor: Array) -> Array:
+def transposed_product(x: Array, factor: Array) -> Array:
     """Compute x Fᵀ of one dtype, with a gradient that is faster on a CPU; [..., T, rank], [out, rank] to [..., T, out].
 
     JAX computes the gradient of a product's second operand as cotangent times first operand, [out, T] by [T, rank]. A
@@ -167,11 +167,11 @@ def turned_product(x: Array, factor: Array) -> Array:
         return _product(x, factor)
     if explicit_mesh((x, factor)) is not None or any(varying_axes(jax.typeof(array)) for array in (x, factor)):
         return _product(x, factor)
-    return _transposed_product().bind(x, factor)
+    return _transposed_product_primitive().bind(x, factor)
 
 
 @functools.cache
-def _transposed_product() -> Any:
+def _transposed_product_primitive() -> Any:
     def transpose_x(dy: Array, x: Any, factor: Array) -> Array:
         return jax.lax.dot_general(dy, factor, (((dy.ndim - 1,), (0,)), ((), ())))
 
@@ -179,7 +179,7 @@ def _transposed_product() -> Any:
         rows = tuple(range(dy.ndim - 1))
         return jnp.swapaxes(jax.lax.dot_general(x, dy, ((rows, rows), ((), ()))), 0, 1)
 
-    return bilinear("turned_product", _product, transpose_x, transpose_factor)
+    return bilinear("transposed_product", _product, transpose_x, transpose_factor)
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["weight", "total", "active"], meta_fields=[])

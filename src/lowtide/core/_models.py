@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import Any, Protocol, runtime_checkable
 
 from ._paths import Tree
-from ._select import Where
+from ._select import Selector
 
 
 @runtime_checkable
@@ -32,9 +32,9 @@ class ModelObject(Protocol):
 
     model: Any
     """The user's object."""
-    wrt: Where
+    wrt: Selector
     """Leaves that train by default."""
-    mutable: Where | None
+    mutable: Selector | None
     """Other leaves that a call may change, such as batch statistics and counters of random numbers; None for none."""
 
     def arrays(self) -> Tree:

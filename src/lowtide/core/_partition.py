@@ -15,12 +15,12 @@ import numpy as np
 
 from ._errors import SelectionError, StateError, StructureError
 from ._paths import Tree, is_array_like, leaves_with_paths, path_str
-from ._select import Where, select
+from ._select import Selector, select
 
 _HOLD_ONCE = "hold the array at one path and use it twice in the model, or untie it with jnp.array(leaf, copy=True)"
 
 
-def partition(tree: Tree, selector: Where) -> tuple[Tree, Tree]:
+def partition(tree: Tree, selector: Selector) -> tuple[Tree, Tree]:
     """Split a tree into the selected leaves and the rest.
 
     Args:

@@ -19,7 +19,7 @@ from ._paths import Tree, is_array_like, leaves_with_paths
 
 Pattern = str | re.Pattern[str]
 """A glob, or a compiled regular expression that matches a path from start to end."""
-Where = Pattern | Sequence[Pattern] | Callable[[str, Any], bool]
+Selector = Pattern | Sequence[Pattern] | Callable[[str, Any], bool]
 """A pattern, a sequence of patterns, or a predicate ``(path, leaf) -> bool``."""
 
 _TOKENS = re.compile(r"\\.|\$?\{|[,}]", re.DOTALL)
@@ -52,12 +52,12 @@ def among(paths: Container[str]) -> Callable[[str, Any], bool]:
         paths: the paths to select.
 
     Returns:
-        The predicate, for any argument of type `Where`.
+        The predicate, for any argument of type `Selector`.
     """
     return lambda path, leaf: path in paths
 
 
-def select(tree: Tree, selector: Where) -> list[bool]:
+def select(tree: Tree, selector: Selector) -> list[bool]:
     """Return for every leaf, in flattening order, whether `selector` selects it.
 
     Args:

@@ -25,48 +25,48 @@ BATCH_AXES = ("expert", "data", "fsdp")
 a block that `jax.shard_map` maps over experts alone finds its rows sharded the same way and moves none."""
 CONTEXT = "context"
 """Mesh axis along which the tokens of each row are sharded, where the mesh has it."""
-_divide: contextvars.ContextVar[Callable[[Any], Any]] = contextvars.ContextVar("divide", default=lambda h: h)
+_constrain: contextvars.ContextVar[Callable[[Any], Any]] = contextvars.ContextVar("constrain", default=lambda h: h)
 _mesh: contextvars.ContextVar[Any] = contextvars.ContextVar("mesh", default=None)
 
 
 @contextlib.contextmanager
-def dividing(divide: Callable[[Any], Any], mesh: Any = None) -> Generator[None]:
-    """Constrain, inside the ``with`` block, how devices share the activations between layers of a traced stack.
+def activation_sharding(constrain: Callable[[Any], Any], mesh: Any = None) -> Generator[None]:
+    """Constrain, inside the ``with`` block, the sharding of the activations between layers of a traced stack.
 
     If weights are sharded and activations have no constraint, XLA may gather the activations instead of one layer's
     weights. Every device then computes all rows.
 
     Args:
-        divide: a function that returns activations with a sharding constraint.
-        mesh: mesh of the devices, for blocks that shard their work themselves (`divided_mesh`).
+        constrain: a function that returns activations with a sharding constraint.
+        mesh: mesh of the devices, for blocks that shard their work themselves (`traced_mesh`).
     """
-    tokens = _divide.set(divide), _mesh.set(mesh)
+    tokens = _constrain.set(constrain), _mesh.set(mesh)
     try:
         yield
     finally:
-        _divide.reset(tokens[0])
+        _constrain.reset(tokens[0])
         _mesh.reset(tokens[1])
 
 
 def activation_constraint() -> Callable[[Any], Any]:
-    """Return the function of `dividing` that constrains activations; the identity outside of its ``with`` block."""
-    return _divide.get()
+    """Return the function that `activation_sharding` got; the identity outside of its ``with`` block."""
+    return _constrain.get()
 
 
-def divided_mesh() -> Any:
+def traced_mesh() -> Any:
     """Return the mesh that a block is traced for: that of `jax.set_mesh` or a pipeline, else a trainer's, else None."""
     current = jax.sharding.get_abstract_mesh()
     return _mesh.get() if current.empty else current
 
 
-def divided_along(axis: str) -> int:
-    """Return how many devices of `divided_mesh` shard the traced arrays along an axis that the compiler partitions.
+def num_shards_along(axis: str) -> int:
+    """Return the number of shards of traced arrays along an axis of `traced_mesh` that the compiler partitions.
 
     Args:
         axis: name of the mesh axis. The result is 1 if the mesh lacks it, and inside of a `jax.shard_map` over it,
             where arrays are local to one device.
     """
-    mesh = divided_mesh()
+    mesh = traced_mesh()
     return 1 if mesh is None or axis in getattr(mesh, "manual_axes", ()) else mesh.shape.get(axis, 1)
 
 
@@ -78,7 +78,7 @@ def token_parts(length: int, arrays: Tree) -> int:
         arrays: arrays to compute with. If their types carry explicit shardings, the result is 1 and they stay as they
             are.
     """
-    size = divided_along(CONTEXT)
+    size = num_shards_along(CONTEXT)
     return 1 if size == 1 or length % size or explicit_mesh(arrays) is not None else size
 
 
@@ -98,7 +98,7 @@ def on_own_tokens(
     mapped = jax.jit(
         jax.shard_map(
             fn,
-            mesh=divided_mesh(),
+            mesh=traced_mesh(),
             in_specs=(jax.P(), _token_spec(axis)),
             out_specs=_token_spec(out_axis),
             axis_names={CONTEXT},
@@ -132,7 +132,7 @@ def without_explicit_axes(fn: Callable[..., Any], shardings: Callable[[Any], Any
     return jax.sharding.auto_axes(fn, axes=mesh.explicit_axes, out_sharding=shardings(mesh))(*args)
 
 
-def rows_place(mesh: Any, ids: Any, table: Any) -> Any:
+def lookup_sharding(mesh: Any, ids: Any, table: Any) -> Any:
     """Return the sharding of looked-up rows: as the ids, and within a row as the table if that axis is unused."""
     ids_spec = jax.typeof(ids).sharding.spec
     columns = (*jax.typeof(table).sharding.spec, None, None)[1]
@@ -147,6 +147,6 @@ def axis_names(axis: Any) -> tuple[Any, ...]:
     return () if axis is None else axis if isinstance(axis, tuple) else (axis,)
 
 
-def kept(tree: Any) -> Any:
+def shardings_of(tree: Any) -> Any:
     """Return the shardings of the leaves, from their types."""
     return jax.tree.map(lambda leaf: jax.typeof(leaf).sharding, tree)

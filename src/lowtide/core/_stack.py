@@ -27,7 +27,7 @@ from ._partition import combine
 from ._paths import Tree, leaves_with_paths
 from ._placement import on_device
 from ._sharding import activation_constraint
-from ._tracing import Closed
+from ._tracing import closure_convert
 
 First = Callable[[Tree, Tree], Any]
 Block = Callable[[Tree, Any, Tree], Any]
@@ -129,12 +129,12 @@ class LayerStack:
             # time.
             block = jax.checkpoint(recomputed(block) if remat is True else block, policy=policy, prevent_cse=False)
 
-        divide = activation_constraint()
+        constrain = activation_constraint()
 
         def body(h: Any, layer: Tree) -> tuple[Any, None]:
-            return divide(block(on_device(layer), h, batch)), None
+            return constrain(block(on_device(layer), h, batch)), None
 
-        h = divide(self.first(on_device(outer), batch))
+        h = constrain(self.first(on_device(outer), batch))
         with _explain_mismatch(self.block, h, layers, batch):
             return jax.lax.scan(body, h, layers)[0]
 
@@ -201,12 +201,12 @@ def hidden_in_groups(
         ConfigError: for a `layers_per_remat` outside of 1 to `num_layers`.
     """
     _check_layers_per_remat(layers_per_remat, True, num_layers(layers))
-    divide, block = activation_constraint(), recomputed(stack.block)
+    constrain, block = activation_constraint(), recomputed(stack.block)
 
     def body(h: Any, layer: Tree) -> Any:
-        return divide(block(layer, h, batch))
+        return constrain(block(layer, h, batch))
 
-    h = divide(stack.first(outer, batch))
+    h = constrain(stack.first(outer, batch))
     with _explain_mismatch(stack.block, h, layers, batch):
         return _scan_in_groups(body, h, layers, layers_per_remat, moves)
 
@@ -404,13 +404,13 @@ def _scan_in_groups(body: Callable[[Tree, Tree], Tree], init: Tree, xs: Tree, si
     group's input to where it is kept, and back. The backward pass holds ceil(num_layers / size) inputs there, `size`
     activations and one layer's residuals on the device. Activations that layers do not change are kept once.
     """
-    closed = Closed(body, init, _take(xs, 0))
+    closed = closure_convert(body, init, _take(xs, 0))
     if _types(closed.shapes) != _types(init):
         # `scan` raises a message that names the misfit. It accepts a Python number in `init` whose dtype is only weak:
         # the number then becomes an array of the dtype that the layers return.
         after = jax.eval_shape(lambda init: jax.lax.scan(lambda h, x: (body(h, x), None), init, xs)[0], init)
         init = jax.tree.map(lambda leaf, like: jnp.asarray(leaf, like.dtype), init, after)
-        closed = Closed(body, init, _take(xs, 0))
+        closed = closure_convert(body, init, _take(xs, 0))
     leaves, structure = jax.tree.flatten(init)
     passes, tracers = closed.passes, closed.tracers
     fixed = [leaf for leaf, is_fixed in zip(leaves, passes, strict=True) if is_fixed]

@@ -68,8 +68,8 @@ def like_type(arrays: Iterable[Any], shape: tuple[int, ...], dtype: Any, fill: f
     return jax.lax.pcast(full, tuple(sorted(axes)), to="varying") if axes else full
 
 
-def varied_alike(tree: Any) -> Any:
-    """Cast all arrays of a tree to vary along every `jax.shard_map` axis that any of them varies along.
+def uniformly_varying(tree: Any) -> Any:
+    """Cast all arrays of a tree to vary along the same axes of a `jax.shard_map`: the union of their varying axes.
 
     Without it a custom derivative would have to sum the gradients of the others over these axes. JAX does so in the
     derivative of the cast.
@@ -83,19 +83,44 @@ def varied_alike(tree: Any) -> Any:
     )
 
 
-class Closed:
-    """A traced function of trees, called with the leaves of its arguments and values for its closed-over tracers.
+def closure_convert(fn: Callable[..., Tree], *args: Tree) -> ConvertedClosure:
+    """Trace a function of trees, and make arguments of the tracers that it closes over.
 
     Rules of a `jax.custom_vjp` need the tracers as arguments. `jax.closure_convert` makes arguments only of values that
     may have a gradient. An integer tracer, such as a batch's segment ids, stays inside the function and is no longer
     valid when the rules run. `jax.closure_convert` also keeps closed-over values alive for the lifetime of the process
     (jax 0.10.2 to 0.12.0).
-    """
 
-    def __init__(self, fn: Callable[..., Tree], *args: Tree) -> None:
-        self._traced, self.shapes = jax.make_jaxpr(fn, return_shape=True)(*args)
+    Args:
+        fn: a function of trees of arrays, which returns a tree of arrays.
+        args: its arguments, or trees of their shapes and dtypes.
+
+    Returns:
+        The traced function, which is called with leaves.
+
+    Memory:
+        The result references the concrete arrays that `fn` closes over, and the tracers.
+
+    Examples:
+        >>> def scale_three(y):
+        ...     converted = closure_convert(lambda x: x * y, jnp.float32(1))
+        ...     return converted([jnp.float32(3)], converted.tracers)[0]
+        >>> jax.jit(scale_three)(jnp.float32(2)).item()
+        6.0
+    """
+    traced, shapes = jax.make_jaxpr(fn, return_shape=True)(*args)
+    return ConvertedClosure(traced, shapes)
+
+
+class ConvertedClosure:
+    """A traced function of trees, called with the leaves of its arguments and values for its closed-over tracers."""
+
+    def __init__(self, traced: Any, shapes: Tree) -> None:
+        self._traced = traced
+        self.shapes = shapes
+        """Tree of the result, with shapes and dtypes in place of arrays."""
         # Concrete constants stay inside of the function; only tracers become arguments.
-        self._is_const = [not isinstance(const, Tracer) for const in self._traced.consts]
+        self._is_const = [not isinstance(const, Tracer) for const in traced.consts]
 
     @property
     def tracers(self) -> list[Any]:

@@ -60,7 +60,7 @@ def eqn_flops(eqn: Any) -> int:
         (contracted, _), _ = eqn.params["dimension_numbers"]
         lhs = eqn.invars[0].aval.shape
         return 2 * _size(out) * math.prod(lhs[dim] for dim in contracted)
-    if primitive == "turned_product":
+    if primitive == "transposed_product":
         return 2 * _size(out) * eqn.invars[1].aval.shape[-1]
     if primitive == "conv_general_dilated":
         features = eqn.params["dimension_numbers"].rhs_spec[0]  # axis of the output features; its size may be 0

@@ -37,7 +37,7 @@ from ..core import (
     linear,
     on_own_tokens,
     token_parts,
-    varied_alike,
+    uniformly_varying,
 )
 
 _Carry = Any
@@ -121,7 +121,7 @@ def chunked_cross_entropy(
         total: Array = _running_cross_entropy(options, h, head, labels)  # pyright: ignore[reportAssignmentType]
     else:
         leaves, treedef = jax.tree.flatten(head)
-        h, leaves, labels = varied_alike((h, leaves, labels))
+        h, leaves, labels = uniformly_varying((h, leaves, labels))
         static = treedef, _Options(chunk, ignore_index, soft_cap, float(z_loss))
 
         def local_sum(leaves: Any, tokens: Any) -> Array:
@@ -171,7 +171,7 @@ def _forward(static: tuple[Any, _Options], h: Any, leaves: tuple[Any, ...], labe
     zeros = jax.tree.map(lambda leaf: like_type(args, leaf.shape, jnp.promote_types(leaf.dtype, jnp.float32)), trained)
     carry = (
         like_type(args, (), jnp.float32),
-        varied_alike((jnp.zeros_like(h), *args))[0] if is_h_perturbed else None,
+        uniformly_varying((jnp.zeros_like(h), *args))[0] if is_h_perturbed else None,
         zeros,
     )
     total, dh, dleaves = _over_chunks(labels.shape[-1], options.chunk, body, carry)

@@ -20,16 +20,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from ..core import ConfigError, traced_device
 from ..core._compat import has_cudnn
-from ._asked import check, check_arrays, check_causal, normalize_segments
 from ._blocks import attend_in_blocks
+from ._checks import check_arrays, check_mask, check_scores
 from ._context import over_context
-from ._divided import wide_dtype
+from ._options import CAUSAL, AttentionMask, Implementation, ScoreOptions
 from ._scores import attend_with_scores
-from ._sight import Implementation, Scores, Sight
+from ._sizes import wide_dtype
 from ._splash import LEAST_TOKENS, attend_with_splash, unsupported_reason
 
 _HALF_DTYPES = (jnp.bfloat16, jnp.float16)
@@ -44,12 +44,10 @@ def attention(
     k: Float[Array, "B S K H"],
     v: Float[Array, "B S K H"],
     *,
-    causal: bool = True,
-    segment_ids: Int[Array, "B T"] | tuple[Int[Array, "B T"], Int[Array, "B S"]] | None = None,
-    window: int | None = None,
+    mask: AttentionMask = CAUSAL,
+    scale: float | Float[Array, ""] | None = None,
     soft_cap: float | None = None,
     sinks: Float[Array, "N"] | None = None,
-    scale: float | None = None,
     implementation: Implementation | None = None,
 ) -> Float[Array, "B T N H"]:
     """Compute attention with the implementation selected for the target device.
@@ -64,17 +62,14 @@ def attention(
     kernels would read from memory; `jax.nn.dot_product_attention` takes such arrays.
 
     Args:
-        q: queries.
-        k: keys.
-        v: values.
-        causal: whether a query sees no key after it; T then has to equal S. Queries of a decoder with a cache need
-            `attend`.
-        segment_ids: document numbers of a packed row: a query sees only keys with its own number. Either two arrays for
-            queries and keys, or one array for both if T is S; [1, T] if all rows share them.
-        window: number of keys that a causal query sees, its own included; None means all before it.
-        soft_cap: soft cap: scores become ``soft_cap * tanh(scores / soft_cap)`` before masking.
-        sinks: for each query head the score of a sink, a key without a value.
-        scale: factor of the scores; None means ``H ** -0.5``.
+        q: queries [B, T, N, H]; in a decoder with a cache, those of the new tokens.
+        k: keys [B, S, K, H]; in a decoder with a cache, also those of earlier tokens.
+        v: values [B, S, K, H].
+        mask: which keys a query sees. By default it is causal: a query sees its own key and those before it, and T has
+            to equal S.
+        scale: factor of the scores; None means ``H ** -0.5``. It may be traced, and learned.
+        soft_cap: soft cap: scores become ``soft_cap * tanh(scores / soft_cap)`` before masking; None means no cap.
+        sinks: for each query head the score of a sink, a key without a value [N]; None means no sinks.
         implementation: ``"cudnn"`` or ``"splash"`` (JAX's kernel for TPUs); ``"blocks"`` of XLA's operations; or
             ``"xla"`` with all scores at once. Only ``"xla"`` has forward-mode derivatives (`jax.jvp`, `jax.linearize`,
             `jax.hessian`); JAX refuses them for the others. None selects one. On a GPU it is cuDNN's kernel where that
@@ -85,12 +80,14 @@ def attention(
             `jax.shard_map` (``check_vma=False``). Else they share blocks.
 
     Returns:
-        Attention output, same shape and dtype as `q`. A query that sees nothing gets finite numbers and finite
+        Attention output [B, T, N, H], same dtype as `q`. A query that sees nothing gets finite numbers and finite
         gradients: its row is padding, and nothing reads its result.
 
     Raises:
-        ConfigError: for shapes or dtypes that do not fit; a window below 1; an implementation that cannot compute this
-            here; or an axis ``context`` that does not divide tokens or query heads.
+        ConfigError: for shapes or dtypes that do not fit; a window below 1; causal attention whose numbers of queries
+            and keys differ, if the mask has no `start`; an implementation that cannot compute this here; or an axis
+            ``context`` that does not divide tokens or query heads. Values that the program computes are not checked:
+            with a traced window of 0 a query sees nothing.
 
     Memory:
         cuDNN: [B, N, T] of the forward pass; with segments a mask [B, 1, T, T]. Blocks: float32 scores of one block of
@@ -101,56 +98,39 @@ def attention(
 
     Examples:
         >>> q = jnp.ones((1, 4, 2, 8))
-        >>> attention(q, q[:, :, :1], q[:, :, :1], window=2, segment_ids=jnp.array([[0, 0, 1, 1]])).shape
+        >>> mask = AttentionMask(window=2, segment_ids=jnp.array([[0, 0, 1, 1]]))
+        >>> attention(q, q[:, :, :1], q[:, :, :1], mask=mask, soft_cap=30.0).shape
         (1, 4, 2, 8)
+        >>> new, cached = jnp.ones((1, 2, 4, 8)), jnp.ones((1, 16, 4, 8))
+        >>> attention(new, cached, cached, mask=AttentionMask(start=jnp.int32(5))).shape
+        (1, 2, 4, 8)
 
     References:
         Dao, "FlashAttention-2" (arXiv:2307.08691), for what the kernels compute; Xiao et al., "Efficient Streaming
         Language Models with Attention Sinks" (arXiv:2309.17453).
     """
     check_arrays(q, k, v)
-    check_causal(causal, window, q.shape[1], k.shape[1])
-    sight = Sight(causal=causal, window=window, segments=normalize_segments(segment_ids))
-    scores = Scores(q.shape[-1] ** -0.5 if scale is None else scale, soft_cap, sinks)
-    return attend(q, k, v, sight, scores, implementation)
-
-
-def attend(
-    q: Array, k: Array, v: Array, sight: Sight, scores: Scores, implementation: Implementation | None = None
-) -> Array:
-    """Compute attention like `attention`, with windows and a first query that may be known only at run time.
-
-    Args:
-        q: queries [B, T, N, H]; in a decoder with a cache, those of the new tokens.
-        k: keys [B, S, K, H].
-        v: values [B, S, K, H].
-        sight: which keys a query sees. The window, and the index of the first query among the keys, may be traced
-            integers without axes, the same for all rows; use `jax.vmap` over rows if they differ. Without causality a
-            window only excludes keys that are too far before a query.
-        scores: how scores are computed.
-        implementation: as in `attention`.
-
-    Raises:
-        ConfigError: as `attention` does. Values that the program computes are not checked: with a window of 0 a query
-            sees nothing.
-
-    Examples:
-        >>> q, cached = jnp.ones((1, 2, 4, 8)), jnp.ones((1, 16, 4, 8))
-        >>> attend(q, cached, cached, Sight(start=jnp.int32(5)), Scores(8**-0.5)).shape
-        (1, 2, 4, 8)
-    """
-    check(q, k, v, sight, scores)
-    scale: Any = scores.scale
-    soft_cap = None if scores.soft_cap is None else float(scores.soft_cap)
-    if isinstance(scale, jax.Array):  # it may be traced or learned, so it goes into the queries
-        q, scale = (q.astype(wide_dtype(q.dtype)) * scale).astype(q.dtype), 1.0
-    scores = dataclasses.replace(scores, scale=float(scale), soft_cap=soft_cap)
-    sight = dataclasses.replace(
-        sight,
-        window=_to_python_int(sight.window),
-        start=_to_python_int(sight.start),
-        segments=_broadcast_segments(q.shape[0], sight),
+    check_mask(q, k, mask)
+    factor: Any = q.shape[-1] ** -0.5 if scale is None else scale
+    check_scores(q.shape[2], factor, soft_cap, sinks)
+    if isinstance(factor, jax.Array):  # it may be traced or learned, so it goes into the queries
+        q, factor = (q.astype(wide_dtype(q.dtype)) * factor).astype(q.dtype), 1.0
+    scores = ScoreOptions(float(factor), None if soft_cap is None else float(soft_cap), sinks)
+    mask = dataclasses.replace(
+        mask,
+        window=_to_python_int(mask.window),
+        start=_to_python_int(mask.first_query),
+        segment_ids=_broadcast_segments(q.shape[0], mask.segments),
     )
+    _check_implementation(implementation, q, k, mask, scores)
+    if not q.shape[0]:
+        return q
+    return over_context(functools.partial(_dispatch, implementation), q, k, v, mask, scores)
+
+
+def _check_implementation(
+    implementation: Implementation | None, q: Array, k: Array, mask: AttentionMask, scores: ScoreOptions
+) -> None:
     if implementation not in (None, *typing.get_args(Implementation)):
         raise ConfigError(
             f"attention: {implementation!r} is not an implementation",
@@ -164,7 +144,7 @@ def attend(
             got=reason,
             hint='leave implementation out, or pass "blocks"',
         )
-    if implementation == "splash" and (reason := _unsupported_by_splash(q, k, sight, scores)):
+    if implementation == "splash" and (reason := _unsupported_by_splash(q, k, mask, scores)):
         raise ConfigError(
             "attention: the kernel for TPUs cannot compute this",
             expected="bfloat16 or float32 on a TPU, heads of 64, 128 or 256, a multiple of 128 tokens, "
@@ -172,9 +152,6 @@ def attend(
             got=reason,
             hint='leave implementation out, or pass "blocks"',
         )
-    if not q.shape[0]:
-        return q
-    return over_context(functools.partial(_dispatch, implementation), q, k, v, sight, scores)
 
 
 def _to_python_int(value: Any) -> Any:
@@ -182,25 +159,25 @@ def _to_python_int(value: Any) -> Any:
     return int(value) if isinstance(value, np.ndarray | np.integer) else value
 
 
-def _broadcast_segments(rows: int, sight: Sight) -> tuple[Array, Array] | None:
+def _broadcast_segments(rows: int, segments: tuple[Array, Array] | None) -> tuple[Array, Array] | None:
     """Return the segments of each row, broadcast if all rows share those of one."""
-    if sight.segments is None or rows == 1 or all(ids.shape[0] == rows for ids in sight.segments):
-        return sight.segments
-    queries, keys = (jnp.broadcast_to(ids, (rows, ids.shape[1])) for ids in sight.segments)
-    return (queries, queries) if sight.segments[0] is sight.segments[1] else (queries, keys)
+    if segments is None or rows == 1 or all(ids.shape[0] == rows for ids in segments):
+        return segments
+    queries, keys = (jnp.broadcast_to(ids, (rows, ids.shape[1])) for ids in segments)
+    return (queries, queries) if segments[0] is segments[1] else (queries, keys)
 
 
 def _dispatch(
-    implementation: Implementation | None, q: Array, k: Array, v: Array, sight: Sight, scores: Scores
+    implementation: Implementation | None, q: Array, k: Array, v: Array, mask: AttentionMask, scores: ScoreOptions
 ) -> Array:
     is_required = implementation is not None
     if implementation is None:
-        implementation = _best(q, k, sight, scores)
+        implementation = _best(q, k, mask, scores)
     if implementation == "splash":
-        return attend_with_splash(q, k, v, sight, scores, is_required=is_required)
+        return attend_with_splash(q, k, v, mask, scores, is_required=is_required)
     if implementation == "blocks":
-        return attend_in_blocks(q, k, v, sight, scores)
-    return attend_with_scores(q, k, v, sight, scores, implementation)
+        return attend_in_blocks(q, k, v, mask, scores)
+    return attend_with_scores(q, k, v, mask, scores, implementation)
 
 
 def attention_implementation(
@@ -210,7 +187,7 @@ def attention_implementation(
     soft_cap: float | None = None,
     has_sinks: bool = False,
     num_tokens: int | None = None,
-    sight: Sight | None = None,
+    mask: AttentionMask = CAUSAL,
 ) -> Implementation:
     """Return the implementation of attention on the device that a program is traced for.
 
@@ -220,7 +197,7 @@ def attention_implementation(
         soft_cap: as in `attention`.
         has_sinks: whether there are sinks.
         num_tokens: T; None means enough for a kernel.
-        sight: which keys a query sees; None means its own and those before it.
+        mask: as in `attention`.
 
     Returns:
         Its name. In a program for several devices, blocks replace the kernel for TPUs if no mesh is known.
@@ -229,31 +206,31 @@ def attention_implementation(
         >>> attention_implementation(jnp.float32, 64)
         'blocks'
     """
-    scores = Scores(1.0, soft_cap, jnp.zeros(1) if has_sinks else None)
+    scores = ScoreOptions(1.0, soft_cap, jnp.zeros(1) if has_sinks else None)
     x: Any = jax.ShapeDtypeStruct((1, num_tokens or LEAST_TOKENS, 1, head_dim), dtype)
-    return _best(x, x, sight or Sight(), scores)
+    return _best(x, x, mask, scores)
 
 
-def _best(q: Array, k: Array, sight: Sight, scores: Scores) -> Implementation:
+def _best(q: Array, k: Array, mask: AttentionMask, scores: ScoreOptions) -> Implementation:
     """Return the target's kernel if it can compute this, else blocks or all scores."""
-    is_masked = not sight.is_static and q.shape[1] >= _LEAST_MASK_IN_BLOCKS
+    is_masked = not mask.is_static and q.shape[1] >= _LEAST_MASK_IN_BLOCKS
     if not is_masked and not _unsupported_by_cudnn(q.dtype, q.shape[-1], scores):
         return "cudnn"
     is_long = min(q.shape[1], k.shape[1]) >= LEAST_TOKENS
-    if is_long and not _unsupported_by_splash(q, k, sight, scores):
+    if is_long and not _unsupported_by_splash(q, k, mask, scores):
         return "splash"
     return "xla" if q.shape[1] < _LEAST_IN_BLOCKS else "blocks"
 
 
-def _unsupported_by_splash(q: Array, k: Array, sight: Sight, scores: Scores) -> str:
+def _unsupported_by_splash(q: Array, k: Array, mask: AttentionMask, scores: ScoreOptions) -> str:
     """Return why the kernel for TPUs cannot compute this; empty if it can."""
     device = traced_device()
     if device.platform != "tpu":
         return f"a device of kind {getattr(device, 'device_kind', device.platform)}"
-    return unsupported_reason(q, k, sight, scores)
+    return unsupported_reason(q, k, mask, scores)
 
 
-def _unsupported_by_cudnn(dtype: Any, head_dim: int, scores: Scores) -> str:
+def _unsupported_by_cudnn(dtype: Any, head_dim: int, scores: ScoreOptions) -> str:
     """Return why cuDNN's kernel cannot compute this; empty if it can."""
     device = traced_device()
     capability = re.fullmatch(r"(\d+)\.\d+", str(getattr(device, "compute_capability", "")))

@@ -33,10 +33,10 @@ from jax import P
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array
 
-from ..core import kept, like_type, traced_device, varied_alike, without_explicit_axes
-from ._divided import local_sizes, wide_dtype
+from ..core import like_type, shardings_of, traced_device, uniformly_varying, without_explicit_axes
+from ._options import AttentionMask, ScoreOptions
 from ._pairs import LEAST_ROWS, Config, Pair, RuntimeMask, block_mask, loop_inputs, pairs_of
-from ._sight import Scores, Sight
+from ._sizes import local_sizes, wide_dtype
 
 # Bytes of one float32 block of scores on one device: what keeps a GPU's or a TPU's matrix units busy, and what a CPU's
 # cache nearly holds.
@@ -53,10 +53,10 @@ class _Carry(NamedTuple):
     out_BKMH: Array
 
 
-def attend_in_blocks(q_BTNH: Array, k_BSKH: Array, v_BSKH: Array, sight: Sight, scores: Scores) -> Array:
+def attend_in_blocks(q_BTNH: Array, k_BSKH: Array, v_BSKH: Array, mask: AttentionMask, scores: ScoreOptions) -> Array:
     """Compute attention; shapes [B, T, N, H], [B, S, K, H] twice, to [B, T, N, H]."""
-    window, start = sight.window, sight.start
-    query_segments, key_segments = sight.segments or (None, None)
+    window, start = mask.window, mask.first_query
+    query_segments, key_segments = mask.segments or (None, None)
     runtime_mask = RuntimeMask(
         window if isinstance(window, jax.Array) else None,
         jnp.asarray(start) if isinstance(start, jax.Array) or start else None,
@@ -65,8 +65,8 @@ def attend_in_blocks(q_BTNH: Array, k_BSKH: Array, v_BSKH: Array, sight: Sight, 
     )
     static_window = None if isinstance(window, jax.Array) else window
     size = block_size(q_BTNH.shape, k_BSKH.shape[1])
-    config = Config(sight.causal, static_window, scores.scale, scores.soft_cap, size)
-    return _attend(config, *varied_alike((q_BTNH, k_BSKH, v_BSKH, scores.sinks, runtime_mask)))
+    config = Config(mask.causal, static_window, scores.scale, scores.soft_cap, size)
+    return _attend(config, *uniformly_varying((q_BTNH, k_BSKH, v_BSKH, scores.sinks, runtime_mask)))
 
 
 def block_size(shape: Sequence[int], num_keys: int) -> int:
@@ -144,7 +144,7 @@ def _attend_forward(
 
 def _attend_backward(config: Config, residuals: Any, dout: Array) -> Any:
     return *without_explicit_axes(
-        functools.partial(gradients, config), lambda _: kept(residuals[:4]), residuals, dout
+        functools.partial(gradients, config), lambda _: shardings_of(residuals[:4]), residuals, dout
     ), None
 
 
@@ -161,7 +161,7 @@ def _results(
 
 def result_shardings(q_BTNH: Array) -> tuple[Any, Any]:
     """Return the shardings of the results of `forward` if queries are on a mesh with explicit axes."""
-    sharding = kept(q_BTNH)
+    sharding = shardings_of(q_BTNH)
     batch, length, heads, _ = sharding.spec
     return sharding, jax.NamedSharding(sharding.mesh, P(batch, heads, length))
 

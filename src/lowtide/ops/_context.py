@@ -31,38 +31,42 @@ from ..core import (
     BATCH_AXES,
     CONTEXT,
     ConfigError,
-    divided_along,
-    divided_mesh,
-    kept,
+    num_shards_along,
+    shardings_of,
+    traced_mesh,
     without_explicit_axes,
 )
-from ._sight import Scores, Sight
+from ._options import AttentionMask, ScoreOptions
 
-Attend = Callable[[Array, Array, Array, Sight, Scores], Array]
+Attend = Callable[[Array, Array, Array, AttentionMask, ScoreOptions], Array]
 
 
-def over_context(attend: Attend, q_BTNH: Array, k_BSKH: Array, v_BSKH: Array, sight: Sight, scores: Scores) -> Array:
+def over_context(
+    attend: Attend, q_BTNH: Array, k_BSKH: Array, v_BSKH: Array, mask: AttentionMask, scores: ScoreOptions
+) -> Array:
     """Compute attention where tokens may be sharded along ``context``; without that axis, call `attend`.
 
     `attend` computes attention of whole rows. `ConfigError` is raised when the axis does not divide tokens or heads.
     """
-    if divided_along(CONTEXT) == 1:
-        return attend(q_BTNH, k_BSKH, v_BSKH, sight, scores)
+    if num_shards_along(CONTEXT) == 1:
+        return attend(q_BTNH, k_BSKH, v_BSKH, mask, scores)
     arrays = {
-        "window": sight.window if isinstance(sight.window, jax.Array) else None,
-        "start": sight.start if isinstance(sight.start, jax.Array) else None,
-        "segments": _drop_shared_segments(sight.segments),
+        "window": mask.window if isinstance(mask.window, jax.Array) else None,
+        "start": mask.first_query if isinstance(mask.first_query, jax.Array) else None,
+        "segment_ids": _drop_shared_segments(mask.segments),
         "sinks": scores.sinks,
     }
 
     def run(q: Array, k: Array, v: Array, arrays: Any) -> Array:
-        return _attend_exchanged(attend, q, k, v, arrays, sight, scores)
+        return _attend_exchanged(attend, q, k, v, arrays, mask, scores)
 
-    return without_explicit_axes(run, lambda _: kept(q_BTNH), q_BTNH, k_BSKH, v_BSKH, arrays)
+    return without_explicit_axes(run, lambda _: shardings_of(q_BTNH), q_BTNH, k_BSKH, v_BSKH, arrays)
 
 
-def _attend_exchanged(attend: Attend, q: Array, k: Array, v: Array, arrays: Any, sight: Sight, scores: Scores) -> Array:
-    mesh, parts, tensor = divided_mesh(), divided_along(CONTEXT), divided_along("tensor")
+def _attend_exchanged(
+    attend: Attend, q: Array, k: Array, v: Array, arrays: Any, mask: AttentionMask, scores: ScoreOptions
+) -> Array:
+    mesh, parts, tensor = traced_mesh(), num_shards_along(CONTEXT), num_shards_along("tensor")
     _check(q.shape, k.shape, parts, tensor)
     k, v = (_repeat_heads(array, tensor) for array in (k, v))
     # All axes, also those of one device: the compiler cannot partition a kernel along any of them.
@@ -73,7 +77,7 @@ def _attend_exchanged(attend: Attend, q: Array, k: Array, v: Array, arrays: Any,
     heads = ("tensor",) if "tensor" in free_axes else ()
     tokens = P(batch, CONTEXT, heads)
     # Sinks are sharded like the heads after the exchange.
-    specs = {"window": P(), "start": P(), "segments": P(batch), "sinks": P((*heads, CONTEXT))}
+    specs = {"window": P(), "start": P(), "segment_ids": P(batch), "sinks": P((*heads, CONTEXT))}
 
     def attend_local(q: Array, k: Array, v: Array, arrays: Any) -> Array:
         q, k, v = (
@@ -81,10 +85,10 @@ def _attend_exchanged(attend: Attend, q: Array, k: Array, v: Array, arrays: Any,
             for array in (q, _repeat_heads(k, parts), _repeat_heads(v, parts))
         )
         replacements = {name: array for name, array in arrays.items() if array is not None}
-        if "segments" in replacements:
-            replacements["segments"] = replacements["segments"][0], replacements["segments"][-1]
+        if "segment_ids" in replacements:
+            replacements["segment_ids"] = replacements["segment_ids"][0], replacements["segment_ids"][-1]
         sinks = {name: replacements.pop(name) for name in ("sinks",) if name in replacements}
-        out = attend(q, k, v, dataclasses.replace(sight, **replacements), dataclasses.replace(scores, **sinks))
+        out = attend(q, k, v, dataclasses.replace(mask, **replacements), dataclasses.replace(scores, **sinks))
         return jax.lax.all_to_all(out, CONTEXT, split_axis=1, concat_axis=2, tiled=True)
 
     mapped = jax.shard_map(

@@ -13,37 +13,42 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from ._divided import wide_dtype
-from ._sight import Scores, Sight
+from ._options import AttentionMask, ScoreOptions
+from ._sizes import wide_dtype
 
 
 def attend_with_scores(
-    q_BTNH: Array, k_BSKH: Array, v_BSKH: Array, sight: Sight, scores: Scores, implementation: Literal["cudnn", "xla"]
+    q_BTNH: Array,
+    k_BSKH: Array,
+    v_BSKH: Array,
+    mask: AttentionMask,
+    scores: ScoreOptions,
+    implementation: Literal["cudnn", "xla"],
 ) -> Array:
     """Compute attention; shapes [B, T, N, H], [B, S, K, H] twice, to [B, T, N, H]."""
     length, num_keys = q_BTNH.shape[1], k_BSKH.shape[1]
     # JAX's own XLA implementation computes float64 in float32, and has no float16 on a CPU.
     is_supported = scores.is_plain and (implementation == "cudnn" or q_BTNH.dtype in (jnp.bfloat16, jnp.float32))
-    if is_supported and sight.is_static and sight.start == 0 and (sight.causal or not sight.window):
-        window: Any = sight.window
+    if is_supported and mask.is_static and mask.first_query == 0 and (mask.causal or not mask.window):
+        window: Any = mask.window
         return jax.nn.dot_product_attention(
             q_BTNH,
             k_BSKH,
             v_BSKH,
-            is_causal=sight.causal,
+            is_causal=mask.causal,
             scale=scores.scale,
             local_window_size=None if window is None or window >= length else (window - 1, 0),
             implementation=implementation,
         )
-    mask = sight.mask(length, num_keys)
+    is_seen = mask.to_array(length, num_keys)
     if not is_supported:
-        return _attend_by_scores(q_BTNH, k_BSKH, v_BSKH, mask, scores)
+        return _attend_by_scores(q_BTNH, k_BSKH, v_BSKH, is_seen, scores)
     return jax.nn.dot_product_attention(
-        q_BTNH, k_BSKH, v_BSKH, mask=mask, scale=scores.scale, implementation=implementation
+        q_BTNH, k_BSKH, v_BSKH, mask=is_seen, scale=scores.scale, implementation=implementation
     )
 
 
-def _attend_by_scores(q_BTNH: Array, k_BSKH: Array, v_BSKH: Array, mask: Array, scores: Scores) -> Array:
+def _attend_by_scores(q_BTNH: Array, k_BSKH: Array, v_BSKH: Array, is_seen: Array, scores: ScoreOptions) -> Array:
     batch, length, heads, dim = q_BTNH.shape
     # Queries that share keys are rows of one product, and heads come before rows: a CPU multiplies these without a
     # copy.
@@ -57,7 +62,7 @@ def _attend_by_scores(q_BTNH: Array, k_BSKH: Array, v_BSKH: Array, mask: Array, 
     if scores.soft_cap is not None:
         s_BKGTS = scores.soft_cap * jnp.tanh(s_BKGTS / scores.soft_cap)
     # The lowest finite number, not -inf: the softmax of a row that sees nothing would be NaN.
-    s_BKGTS = jnp.where(mask[:, :, None], s_BKGTS, jnp.finfo(wide).min)
+    s_BKGTS = jnp.where(is_seen[:, :, None], s_BKGTS, jnp.finfo(wide).min)
     p_BKGTS = _softmax(s_BKGTS, scores.sinks).astype(v_BSKH.dtype)
     out_BKMH = jnp.einsum("bkms,bksh->bkmh", p_BKGTS.reshape(s_BKMS.shape), v_BKSH)
     return out_BKMH.reshape(*groups, dim).transpose(0, 3, 1, 2, 4).reshape(batch, length, heads, dim)

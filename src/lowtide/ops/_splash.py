@@ -33,11 +33,11 @@ from jax import P
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array
 
-from ..core import BATCH_AXES, ConfigError, divided_mesh, kept, varying_axes, without_explicit_axes
+from ..core import BATCH_AXES, ConfigError, shardings_of, traced_mesh, varying_axes, without_explicit_axes
 from ..core._compat import on_one_device, splash_backward, splash_forward
 from . import _blocks
+from ._options import AttentionMask, ScoreOptions
 from ._pairs import Config, RuntimeMask
-from ._sight import Scores, Sight
 
 LEAST_TOKENS = 1024
 """Shorter rows are not worth the seconds that the kernel takes to compile."""
@@ -65,18 +65,18 @@ class Kernel(NamedTuple):
     """Whether XLA's operations emulate the kernel."""
 
 
-def unsupported_reason(q: Array, k: Array, sight: Sight, scores: Scores) -> str:
+def unsupported_reason(q: Array, k: Array, mask: AttentionMask, scores: ScoreOptions) -> str:
     """Return why the kernel cannot compute this on a TPU; empty if it can."""
-    query_segments, key_segments = sight.segments or (None, None)
+    query_segments, key_segments = mask.segments or (None, None)
     length, num_keys, dim = q.shape[1], k.shape[1], q.shape[-1]
-    arrays = [array for array in jax.tree.leaves((q, k, sight.segments, scores.sinks)) if isinstance(array, jax.Array)]
+    arrays = [array for array in jax.tree.leaves((q, k, mask.segments, scores.sinks)) if isinstance(array, jax.Array)]
     reasons = {
         f"{q.dtype}": q.dtype not in (jnp.bfloat16, jnp.float32),
         f"heads of {dim}": dim not in _HEADS,
-        f"{length} queries and {num_keys} keys": not _size_of(length, num_keys, sight.window),
-        "a window that differs between layers": isinstance(sight.window, jax.Array),
-        "a window without causal=True": sight.window is not None and not sight.causal,
-        "queries that start after the first key": isinstance(sight.start, jax.Array) or sight.start != 0,
+        f"{length} queries and {num_keys} keys": not _size_of(length, num_keys, mask.window),
+        "a window that differs between layers": isinstance(mask.window, jax.Array),
+        "a window without causal=True": mask.window is not None and not mask.causal,
+        "queries that start after the first key": isinstance(mask.first_query, jax.Array) or mask.first_query != 0,
         "different segments for keys and queries": query_segments is not key_segments,
         "values that differ along an axis of a jax.shard_map": any(varying_axes(jax.typeof(array)) for array in arrays),
     }
@@ -93,21 +93,21 @@ def _size_of(length: int, num_keys: int, window: int | Array | None) -> int:
 
 
 def attend_with_splash(
-    q_BTNH: Array, k_BSKH: Array, v_BSKH: Array, sight: Sight, scores: Scores, *, is_required: bool = False
+    q_BTNH: Array, k_BSKH: Array, v_BSKH: Array, mask: AttentionMask, scores: ScoreOptions, *, is_required: bool = False
 ) -> Array:
     """Compute attention, [B, T, N, H] and [B, S, K, H] twice to [B, T, N, H]; `unsupported_reason` has the limits."""
     num_keys = k_BSKH.shape[1]
-    size = _size_of(q_BTNH.shape[1], num_keys, sight.window)
+    size = _size_of(q_BTNH.shape[1], num_keys, mask.window)
     kernel = Kernel(size, num_keys // size <= _MOST_FUSED, is_required)
-    return attend_by(kernel, q_BTNH, k_BSKH, v_BSKH, sight, scores)
+    return attend_by(kernel, q_BTNH, k_BSKH, v_BSKH, mask, scores)
 
 
-def attend_by(kernel: Kernel, q: Array, k: Array, v: Array, sight: Sight, scores: Scores) -> Array:
+def attend_by(kernel: Kernel, q: Array, k: Array, v: Array, mask: AttentionMask, scores: ScoreOptions) -> Array:
     """Compute attention with a kernel of given sizes."""
-    runtime_mask = RuntimeMask(None, None, *(sight.segments or (None, None)))
+    runtime_mask = RuntimeMask(None, None, *(mask.segments or (None, None)))
     # A window of all keys hides none from a causal query.
-    window: Any = None if isinstance(sight.window, int) and sight.window >= k.shape[1] else sight.window
-    config = Config(sight.causal, window, 1.0, scores.soft_cap, _blocks.block_size(q.shape, k.shape[1]))
+    window: Any = None if isinstance(mask.window, int) and mask.window >= k.shape[1] else mask.window
+    config = Config(mask.causal, window, 1.0, scores.soft_cap, _blocks.block_size(q.shape, k.shape[1]))
     q = (q.astype(jnp.float32) * scores.scale).astype(q.dtype)
     return _attend((kernel, config), q, k, v, scores.sinks, runtime_mask)
 
@@ -134,7 +134,7 @@ def _attend_backward(static: tuple[Kernel, Config], residuals: Any, dout: Array)
         kernel_fn, blocks_fn = functools.partial(_gradients, static), functools.partial(_blocks.gradients, config)
         return _shard_over_mesh(kernel, kernel_fn, blocks_fn, residuals, dout)
 
-    return *without_explicit_axes(gradients, lambda _: kept(residuals[:4]), residuals, dout), None
+    return *without_explicit_axes(gradients, lambda _: shardings_of(residuals[:4]), residuals, dout), None
 
 
 _attend.defvjp(_attend_forward, _attend_backward)
@@ -159,7 +159,7 @@ def _shard_over_mesh(kernel: Kernel, kernel_fn: Callable[..., Any], blocks_fn: C
         return kernel_fn(*args)
     compute = functools.partial(_kernel_or_blocks, kernel, kernel_fn, blocks_fn)
     arrays = jax.tree.leaves(args)
-    mesh = divided_mesh()
+    mesh = traced_mesh()
     batch, heads = arrays[0].shape[0], math.gcd(arrays[0].shape[2], arrays[1].shape[2])
     axes = _mesh_axes(mesh, batch, heads)
     if axes is None:

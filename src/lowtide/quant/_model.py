@@ -20,16 +20,15 @@ from ..core import (
     Tree,
     axis_names,
     explicit_mesh,
-    kept,
     leaves_with_paths,
     match_names,
     put,
+    shardings_of,
     side_of,
     without_explicit_axes,
 )
-from ._encode import assemble_node, encode
 from ._formats import Format, format_named
-from ._weight import QuantizedWeight, largest_values
+from ._weight import QuantizedWeight, assemble_node, encode, largest_values
 
 
 def quantize(tree: Tree, match: str | Sequence[str], format: str = "nf4", *, block: int | None = None) -> Tree:
@@ -320,7 +319,9 @@ def _encode_array(form: Format, dtype: Any, weight: Array) -> QuantizedWeight:
         return assemble_node(rows.codes, rows.scales, form, dtype)
 
     def leaf_shardings(_: Any) -> Any:
-        return placed(jax.eval_shape(encode_node, jax.ShapeDtypeStruct(weight.shape, weight.dtype)), kept(weight))
+        return placed(
+            jax.eval_shape(encode_node, jax.ShapeDtypeStruct(weight.shape, weight.dtype)), shardings_of(weight)
+        )
 
     return without_explicit_axes(encode_node, leaf_shardings, weight)
 
@@ -366,7 +367,7 @@ def _write_matrix(stack: Any, matrix: Any, index: tuple[Any, ...]) -> Any:
     def write_leaves(stack: Any, matrix: Any) -> Any:
         return jax.tree.map(write, stack, matrix)
 
-    return without_explicit_axes(write_leaves, lambda _: kept(stack), stack, matrix)
+    return without_explicit_axes(write_leaves, lambda _: shardings_of(stack), stack, matrix)
 
 
 def _dequantize(node: QuantizedWeight) -> Any:

@@ -1,4 +1,4 @@
-"""The node that replaces a weight: codes, scales, and products with them.
+"""The node that replaces a weight: codes, scales, products with them, and the choice of codes.
 
 Shapes: L layers; ``out`` and ``in`` are the weight's. Every leaf has the same leading axes as the weight, so a stacked
 node is sliced, streamed and sharded like the array it replaced.
@@ -18,15 +18,19 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Int
 
-from ..core import StructureError, kept, rows_place, without_explicit_axes
-from ._double import dequantize_row_scales, dequantize_scales
-from ._formats import FORMATS
+from ..core import StructureError, lookup_sharding, shardings_of, without_explicit_axes
+from ._double import dequantize_row_scales, dequantize_scales, overflow_factor, quantize_scales
+from ._formats import FORMATS, Format
+
+_MIN_NORMAL = 2.0**-126
+_E8M0_NAN = 255
 
 
 @functools.partial(
@@ -107,7 +111,7 @@ class QuantizedWeight:
             values = _values(node.codes, node.format) * _repeat_scales(_scales(node), node.block, node.codes.shape[-1])
             return values.astype(node.dtype if dtype is None else dtype)
 
-        values = without_explicit_axes(dequantize, lambda _: kept(self.codes), self)
+        values = without_explicit_axes(dequantize, lambda _: shardings_of(self.codes), self)
         return jnp.swapaxes(values, -1, -2) if self.transposed else values
 
     def linear(self, x: Float[Array, "*batch in"]) -> Float[Array, "*batch out"]:
@@ -146,7 +150,7 @@ class QuantizedWeight:
             )
         ids = jnp.where(ids < 0, ids + self.shape[0], ids)
         return without_explicit_axes(
-            _take_rows, lambda mesh: rows_place(mesh, ids, self.codes), _stop_gradient(self), ids
+            _take_rows, lambda mesh: lookup_sharding(mesh, ids, self.codes), _stop_gradient(self), ids
         )
 
     def __matmul__(self, x: Float[Array, "*batch_in n"] | Float[Array, " in"]) -> Array:
@@ -182,7 +186,7 @@ class QuantizedWeight:
 def _scales(node: QuantizedWeight) -> Float[Array, "*stack out blocks"]:
     if node.nested_scales is not None:
         return dequantize_scales(node.scales, node.nested_scales, node.offset)
-    return scales_as_float32(node.scales, node.format)
+    return _scales_as_float32(node.scales, node.format)
 
 
 def _repeat_scales(scales: Array, block: int, width: int) -> Array:
@@ -204,7 +208,7 @@ def _product(x: Array, node: QuantizedWeight, side: str) -> Array:
     return jnp.matmul(weight, x) if side == "left" else jnp.matmul(x, weight)
 
 
-def scales_as_float32(scales: Array, form: str) -> Float[Array, "*any"]:
+def _scales_as_float32(scales: Array, form: str) -> Float[Array, "*any"]:
     """Return scales without double quantisation as float32."""
     if FORMATS[form].scales == jnp.uint8:  # E8M0: 255 means NaN, and its shifted bits are an infinity
         powers = jax.lax.bitcast_convert_type(scales.astype(jnp.int32) << 23, jnp.float32)
@@ -218,7 +222,7 @@ def _take_rows(node: QuantizedWeight, ids: Array) -> Array:
     if node.nested_scales is not None:
         scales = dequantize_row_scales(scales, node.nested_scales, node.offset, ids)
     else:
-        scales = scales_as_float32(scales, node.format)
+        scales = _scales_as_float32(scales, node.format)
     values = _values(codes, node.format) * _repeat_scales(scales, node.block, codes.shape[-1])
     # NaN for an index out of range, as `jnp.take` gives.
     is_in_range = (ids >= 0) & (ids < node.shape[0])
@@ -249,3 +253,72 @@ def _select_values(codes: Int[Array, "*any"], table: tuple[float, ...]) -> Float
         choices = [jnp.where(is_set, odd, even) for even, odd in zip(choices[::2], choices[1::2], strict=True)]
         bit *= 2
     return choices[0].astype(jnp.float32)
+
+
+class _Codes(NamedTuple):
+    """Quantised rows of a weight, before double quantisation of the scales."""
+
+    codes: Array
+    """[..., out, in]."""
+    scales: Array
+    """[..., out, blocks]."""
+
+
+def encode(weight: Float[Array, "*stack out in"], form: Format) -> _Codes:
+    """Quantise rows, each independently of the others, so that a weight may come in parts.
+
+    A block with a number that is not finite gets NaN as its scale.
+    """
+    weight = weight.astype(jnp.float32)
+    *leading, width = weight.shape
+    block = min(form.block or width, width)
+    num_blocks = -(-width // block)
+    padded = jnp.pad(weight, ((0, 0),) * len(leading) + ((0, num_blocks * block - width),))
+    blocks = padded.reshape(*leading, num_blocks, block)
+    absmax = jnp.max(jnp.abs(blocks), axis=-1)
+    is_finite = jnp.all(jnp.isfinite(blocks), axis=-1)  # a maximum may ignore NaN, as XLA's does on a CPU
+    if form.scales == jnp.uint8:
+        # The exponent comes from the bits, because a computed logarithm of a power of two may be too small. The largest
+        # number of a block is then 4 to 8 times the scale, and the largest code stands for 6.
+        exponents = (jax.lax.bitcast_convert_type(absmax, jnp.int32) >> 23) - 2
+        scales = jnp.where(is_finite, jnp.clip(exponents, 1, 254), _E8M0_NAN).astype(jnp.uint8)
+        divisor = _scales_as_float32(scales, form.name)
+    else:
+        scales = jnp.where(is_finite, absmax / form.largest, jnp.nan).astype(form.scales)
+        divisor = scales.astype(jnp.float32)
+    if form.name == "nf4":  # multiplied by the inverse as in bitsandbytes: near a border between codes it matters
+        factor = overflow_factor(divisor)
+        inverse = 1 / (jnp.maximum(divisor, _MIN_NORMAL) * factor)
+        scaled = jnp.clip(blocks * factor[..., None] * inverse[..., None], -1, 1)
+    else:
+        scaled = blocks / jnp.where(divisor > 0, divisor, 1)[..., None]
+    codes = _round_to_codes(scaled, form).reshape(*leading, num_blocks * block)[..., :width]
+    return _Codes(codes, scales)
+
+
+def _round_to_codes(scaled: Array, form: Format) -> Array:
+    if form.table:
+        code_of = {value: code for code, value in reversed([*enumerate(form.table)])}  # the first of two zeros
+        values = sorted(code_of)
+        index = jnp.zeros(scaled.shape, jnp.int32)
+        for low, high in zip(values, values[1:], strict=False):
+            midpoint = (np.float32(low) + np.float32(high)) / np.float32(2)
+            index += (scaled > midpoint).astype(jnp.int32)
+        codes = jnp.asarray([code_of[value] for value in values], jnp.int32)[index]
+        return codes.astype(jnp.uint8).astype(form.codes)
+    if form.name == "fp8":
+        clipped = jnp.clip(scaled, -form.largest, form.largest)
+        return jax.lax.bitcast_convert_type(clipped.astype(jnp.float8_e4m3fn), jnp.uint8)
+    return jnp.clip(jnp.round(scaled), -form.largest, form.largest).astype(jnp.int8).astype(form.codes)
+
+
+def assemble_node(codes: Any, scales: Any, form: Format, dtype: Any) -> QuantizedWeight:
+    """Make the node of whole matrices from codes [..., out, in] and scales [..., out, blocks].
+
+    `dtype` is that of the weight. The scales are quantised again where the format has double quantisation.
+    """
+    name = jnp.dtype(dtype).name
+    if not form.double:
+        return QuantizedWeight(codes, scales, None, None, form.name, form.block, name)
+    scale_codes, nested_scales, offset = quantize_scales(scales)
+    return QuantizedWeight(codes, scale_codes, nested_scales, offset, form.name, form.block, name)

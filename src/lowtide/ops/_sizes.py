@@ -6,7 +6,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from ..core import BATCH_AXES, divided_along
+from ..core import BATCH_AXES, num_shards_along
 
 
 def wide_dtype(dtype: Any) -> Any:
@@ -17,8 +17,8 @@ def wide_dtype(dtype: Any) -> Any:
 def local_sizes(batch: int, heads: int) -> tuple[int, int]:
     """Return how many of all rows and heads one device has, if a mesh that shards them is known."""
     for name in BATCH_AXES:
-        batch = _local_size(batch, divided_along(name))
-    return batch, _local_size(heads, divided_along("tensor"))
+        batch = _local_size(batch, num_shards_along(name))
+    return batch, _local_size(heads, num_shards_along("tensor"))
 
 
 def _local_size(total: int, num_parts: int) -> int:

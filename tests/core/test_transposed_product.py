@@ -11,7 +11,7 @@ import pytest
 from jax import P
 from jax.sharding import AxisType
 
-from lowtide.core import linear, turned_product
+from lowtide.core import linear, transposed_product
 from lowtide.jaxprs import jaxpr_flops
 
 
@@ -27,9 +27,9 @@ def drawn(*shapes: tuple[int, ...]) -> list[Any]:
 @pytest.mark.parametrize("leading", [(), (5,), (2, 5)])
 def test_values_and_derivatives_are_those_of_the_product(leading: tuple[int, ...]) -> None:
     x, factor, dx, dfactor = drawn((*leading, 3), (7, 3), (*leading, 3), (7, 3))
-    np.testing.assert_allclose(turned_product(x, factor), plain(x, factor), rtol=1e-6)
+    np.testing.assert_allclose(transposed_product(x, factor), plain(x, factor), rtol=1e-6)
     for one, other in zip(
-        jax.jvp(turned_product, (x, factor), (dx, dfactor)), jax.jvp(plain, (x, factor), (dx, dfactor)), strict=True
+        jax.jvp(transposed_product, (x, factor), (dx, dfactor)), jax.jvp(plain, (x, factor), (dx, dfactor)), strict=True
     ):
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
 
@@ -42,7 +42,7 @@ def test_values_and_derivatives_are_those_of_the_product(leading: tuple[int, ...
 
     jax.tree.map(
         lambda one, other: np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5),
-        curvature(turned_product),
+        curvature(transposed_product),
         curvature(plain),
     )
 
@@ -51,7 +51,7 @@ def test_values_and_derivatives_are_those_of_the_product(leading: tuple[int, ...
 def test_it_is_mapped(axes: Any) -> None:
     x, factor = drawn((4, 4, 3) if axes[0] is not None else (4, 3), (4, 7, 3) if axes[1] is not None else (7, 3))
     np.testing.assert_allclose(
-        jax.vmap(turned_product, axes)(x, factor), jax.vmap(plain, axes)(x, factor), rtol=1e-5, atol=1e-6
+        jax.vmap(transposed_product, axes)(x, factor), jax.vmap(plain, axes)(x, factor), rtol=1e-5, atol=1e-6
     )
 
 
@@ -63,9 +63,9 @@ def test_devices_divide_it_as_they_do_any_product() -> None:
             jax.device_put(x, jax.NamedSharding(mesh, P("a"))),
             jax.device_put(factor, jax.NamedSharding(mesh, P("b"))),
         )
-        np.testing.assert_allclose(jax.jit(turned_product)(*placed), plain(x, factor), rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(jax.jit(transposed_product)(*placed), plain(x, factor), rtol=1e-5, atol=1e-6)
     mesh = jax.make_mesh((2,), ("a",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
-    by_hand = jax.shard_map(turned_product, mesh=mesh, in_specs=(P("a"), P()), out_specs=P("a"))
+    by_hand = jax.shard_map(transposed_product, mesh=mesh, in_specs=(P("a"), P()), out_specs=P("a"))
     np.testing.assert_allclose(by_hand(x, factor), plain(x, factor), rtol=1e-5, atol=1e-6)
 
 
@@ -80,8 +80,8 @@ def test_the_wide_operand_is_not_stored_anew() -> None:
         dots = [eqn for eqn in closed.eqns if eqn.primitive.name == "dot_general"]
         return sum(eqn.invars[0].aval.shape[-1] == 96 for eqn in dots if eqn.invars[0].aval.shape[0] == 64)
 
-    assert wide_first(plain) == 1 and wide_first(turned_product) == 0
-    assert jaxpr_flops(jax.make_jaxpr(turned_product)(x, factor)) == 2 * 64 * 96 * 4
+    assert wide_first(plain) == 1 and wide_first(transposed_product) == 0
+    assert jaxpr_flops(jax.make_jaxpr(transposed_product)(x, factor)) == 2 * 64 * 96 * 4
 
 
 def test_products_with_integers_are_what_they_are_without_a_cast() -> None:

@@ -15,20 +15,9 @@ import numpy as np
 from jaxtyping import Array
 
 from ..core import ConfigError, is_count
-from ._sight import Scores, Sight
+from ._options import AttentionMask
 
 _DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32, jnp.float64)
-_FROM_A_CACHE = (
-    "if the first query has the index `start` among the keys, as with a cache, call "
-    "lowtide.ops.attend(q, k, v, Sight(start=start), Scores(scale)); if queries see all keys, pass causal=False"
-)
-
-
-def check(q: Array, k: Array, v: Array, sight: Sight, scores: Scores) -> None:
-    """Raise `ConfigError` if no implementation can compute attention of these arguments."""
-    check_arrays(q, k, v)
-    _check_sight(q, k, sight)
-    _check_scores(q.shape[2], scores)
 
 
 def check_arrays(q: Any, k: Any, v: Any) -> None:
@@ -59,35 +48,91 @@ def check_arrays(q: Any, k: Any, v: Any) -> None:
         )
 
 
-def check_causal(causal: Any, window: Any, num_queries: int, num_keys: int) -> None:
-    """Raise `ConfigError` if the mask arguments of `attention` do not fit; its first query is at the first key."""
-    if not isinstance(causal, bool | np.bool_):
+def check_mask(q: Array, k: Array, mask: AttentionMask) -> None:
+    """Raise `ConfigError` if a mask has invalid settings, or does not fit queries and keys."""
+    settings: Any = mask
+    if not isinstance(settings, AttentionMask):
+        raise ConfigError(
+            "attention: mask must be a lowtide.ops.AttentionMask",
+            expected="AttentionMask(causal=..., segment_ids=..., window=..., start=...)",
+            got=_describe(settings),
+            hint="leave mask out for causal attention, or pass AttentionMask(causal=False) to use all keys; "
+            "jax.nn.dot_product_attention takes arrays of booleans",
+        )
+    _check_positions(mask, q.shape[1], k.shape[1])
+    _check_segments(mask, q.shape[:2], k.shape[:2])
+
+
+def _check_positions(mask: Any, num_queries: int, num_keys: int) -> None:
+    if not isinstance(mask.causal, bool | np.bool_):
         raise ConfigError(
             "attention: causal must be a bool",
             expected="True or False",
-            got=_describe(causal),
+            got=_describe(mask.causal),
             hint="use two calls, or segment_ids, for masks that differ within a program",
         )
-    if causal and num_queries != num_keys:
+    if mask.window is not None and not _is_position(mask.window, 1):
         raise ConfigError(
-            "attention: causal attention needs as many queries as keys",
+            "attention: a window must include the query itself, and be the same for all rows",
+            expected="an integer of at least 1, or an integer array without axes",
+            got=_describe(mask.window),
+            hint="leave window out to use all keys; use jax.vmap over rows whose windows differ",
+        )
+    if mask.start is not None and not _is_position(mask.start, 0):
+        raise ConfigError(
+            "attention: start must be the index of the first query among the keys, the same for all rows",
+            expected="an integer of at least 0, or an integer array without axes",
+            got=_describe(mask.start),
+            hint="use jax.vmap over rows that start at different indices",
+        )
+    if mask.causal and mask.start is None and num_queries != num_keys:
+        raise ConfigError(
+            "attention: causal attention without a start needs as many queries as keys",
             expected=f"{num_keys} queries",
             got=num_queries,
-            hint=_FROM_A_CACHE,
+            hint="if the first query has the index `start` among the keys, as with a cache, pass "
+            "mask=AttentionMask(start=start); if queries see all keys, pass mask=AttentionMask(causal=False)",
         )
-    if window is not None and not (causal and is_count(window, 1)):
-        is_array = isinstance(window, jax.Array)
+
+
+def _check_segments(mask: Any, query_shape: tuple[int, ...], key_shape: tuple[int, ...]) -> None:
+    if mask.segment_ids is None:
+        return
+    segments, shapes = mask.segments, (query_shape, key_shape)
+    array_types: list[Any] = [(getattr(array, "shape", None), getattr(array, "dtype", None)) for array in segments]
+    fits = len(segments) == 2 and all(
+        shape in (expected, (1, expected[1])) for (shape, _), expected in zip(array_types, shapes, strict=True)
+    )
+    if not fits or not all(jnp.issubdtype(dtype, jnp.integer) for _, dtype in array_types):
         raise ConfigError(
-            "attention: a window needs causal attention, and must include the query itself",
-            expected="causal=True, and as window an integer of at least 1",
-            got=f"causal={causal}, window={_describe(window)}",
-            hint="call lowtide.ops.attend(q, k, v, Sight(window=window), Scores(scale)) for a traced window"
-            if is_array
-            else "leave window out to use all keys",
+            "attention: segment_ids have the wrong shape or dtype",
+            expected=f"integers of shape {query_shape} for queries and {key_shape} for keys: one array for both, "
+            "or a tuple of two",
+            got=", ".join(map(_describe, segments)),
+            hint="give each token the number of its document in the row",
         )
 
 
-def check_scale(scale: Any) -> None:
+def check_scores(heads: int, scale: Any, soft_cap: Any, sinks: Any) -> None:
+    """Raise `ConfigError` if scale, soft cap or sinks are invalid."""
+    _check_scale(scale)
+    if soft_cap is not None and not (_is_number(soft_cap) and 0 < soft_cap < math.inf):
+        raise ConfigError(
+            "attention: soft_cap must be a positive number of Python or NumPy, known when the program is traced",
+            got=_describe(soft_cap),
+            hint="leave it out to apply none",
+        )
+    shape, dtype = getattr(sinks, "shape", None), getattr(sinks, "dtype", None)
+    if sinks is not None and (shape != (heads,) or dtype is None or not jnp.issubdtype(dtype, jnp.floating)):
+        raise ConfigError(
+            "attention: sinks must be one score for each query head",
+            expected=f"an array [{heads}] of floating-point numbers",
+            got=_describe(sinks),
+            hint="leave them out to use none",
+        )
+
+
+def _check_scale(scale: Any) -> None:
     """Raise `ConfigError` unless the scale is a number of Python or NumPy, or a traced one, which may be learned."""
     is_array = isinstance(scale, jax.Array | np.ndarray)
     if not (scale.shape == () if is_array else _is_number(scale)):
@@ -108,66 +153,6 @@ def check_scale(scale: Any) -> None:
             "attention: scale must be a finite number, and a traced scale must have a floating-point dtype",
             got=_describe(scale) if isinstance(scale, jax.Array) else repr(scale),
             hint="leave it out to use head ** -0.5",
-        )
-
-
-def normalize_segments(segment_ids: Any) -> Any:
-    """Return the segments of queries and of keys, from one array for both or from two."""
-    if segment_ids is None or isinstance(segment_ids, tuple):
-        return segment_ids
-    return segment_ids, segment_ids
-
-
-def _check_sight(q: Array, k: Array, sight: Sight) -> None:
-    settings: Any = sight
-    if settings.window is not None and not _is_position(settings.window, 1):
-        raise ConfigError(
-            "attention: a window must include the query itself, and be the same for all rows",
-            expected="an integer of at least 1, or an integer array without axes",
-            got=_describe(settings.window),
-            hint="leave window out to use all keys; use jax.vmap over rows whose windows differ",
-        )
-    if not _is_position(settings.start, 0):
-        raise ConfigError(
-            "attention: start must be the index of the first query among the keys, the same for all rows",
-            expected="an integer of at least 0, or an integer array without axes",
-            got=_describe(settings.start),
-            hint="use jax.vmap over rows that start at different indices",
-        )
-    if not isinstance(settings.causal, bool | np.bool_):
-        raise ConfigError("attention: causal must be a bool", got=_describe(settings.causal), hint="pass True or False")
-    if settings.segments is None:
-        return
-    segments = settings.segments if isinstance(settings.segments, tuple) else (settings.segments,)
-    array_types: list[Any] = [(getattr(array, "shape", None), getattr(array, "dtype", None)) for array in segments]
-    shapes = [q.shape[:2], k.shape[:2]]
-    fits = len(segments) == 2 and all(
-        shape in (expected, (1, expected[1])) for (shape, _), expected in zip(array_types, shapes, strict=True)
-    )
-    if not fits or not all(jnp.issubdtype(dtype, jnp.integer) for _, dtype in array_types):
-        raise ConfigError(
-            "attention: segment_ids have the wrong shape or dtype",
-            expected=f"integers of shape {shapes[0]} for queries and {shapes[1]} for keys, in a tuple",
-            got=", ".join(map(_describe, segments)),
-            hint="give each token the number of its document in the row",
-        )
-
-
-def _check_scores(heads: int, scores: Scores) -> None:
-    check_scale(scores.scale)
-    if scores.soft_cap is not None and not (_is_number(scores.soft_cap) and 0 < scores.soft_cap < math.inf):
-        raise ConfigError(
-            "attention: soft_cap must be a positive number of Python or NumPy, known when the program is traced",
-            got=_describe(scores.soft_cap),
-            hint="leave it out to apply none",
-        )
-    shape, dtype = getattr(scores.sinks, "shape", None), getattr(scores.sinks, "dtype", None)
-    if scores.sinks is not None and (shape != (heads,) or dtype is None or not jnp.issubdtype(dtype, jnp.floating)):
-        raise ConfigError(
-            "attention: sinks must be one score for each query head",
-            expected=f"an array [{heads}] of floating-point numbers",
-            got=_describe(scores.sinks),
-            hint="leave them out to use none",
         )
 
 

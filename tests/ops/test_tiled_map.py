@@ -19,7 +19,7 @@ import lowtide as lt
 from lowtide import models
 from lowtide.core import ConfigError, is_recomputed, recomputed
 from lowtide.jaxprs import equations
-from lowtide.ops import _tokens, over_tokens
+from lowtide.ops import _tiled_map, tiled_map
 
 WIDTH = 6
 
@@ -27,7 +27,7 @@ WIDTH = 6
 @pytest.fixture(autouse=True)
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Tiles of five tokens, whatever they save."""
-    monkeypatch.setattr(_tokens, "tile_size", lambda shape, *_: min(shape[1], 5))
+    monkeypatch.setattr(_tiled_map, "tile_size", lambda shape, *_: min(shape[1], 5))
     yield
 
 
@@ -59,7 +59,7 @@ def loss(run: Any, reads: str = "both") -> Any:
 
 
 def tiled(params: Any, x: Any) -> Any:
-    return over_tokens(mlp, params, x, width=WIDTH)
+    return tiled_map(mlp, params, x, width=WIDTH)
 
 
 @pytest.mark.slow_after(6)
@@ -97,7 +97,7 @@ def test_random_keys_are_others_for_each_tile() -> None:
     def noise(params: Any, x: Any) -> Any:
         return x + jax.random.normal(params["key"], x.shape[1:2])[None, :, None]
 
-    drawn_by = over_tokens(noise, {"key": jax.random.key(0)}, jnp.zeros((1, 20, 1)), width=1)[0, :, 0]
+    drawn_by = tiled_map(noise, {"key": jax.random.key(0)}, jnp.zeros((1, 20, 1)), width=1)[0, :, 0]
     tiles = np.asarray(drawn_by).reshape(4, 5)
     assert len(np.unique(tiles)) == 20
 
@@ -109,12 +109,12 @@ def test_weights_in_few_bits_are_made_arrays_once_for_a_loop() -> None:
         return lt.core.linear(x, params["w"])
 
     x = drawn(4, 1, 200, 64)
-    run = jax.jit(lambda w, x: over_tokens(fn, {"w": w}, x, width=64))
+    run = jax.jit(lambda w, x: tiled_map(fn, {"w": w}, x, width=64))
     np.testing.assert_allclose(run(weight, x), fn({"w": weight}, x), rtol=1e-5, atol=1e-5)
     grad = jax.jit(jax.grad(lambda x: jnp.sum(run(weight, x) ** 2)))(x)
     wanted = jax.grad(lambda x: jnp.sum(fn({"w": weight}, x) ** 2))(x)
     np.testing.assert_allclose(grad, wanted, rtol=1e-4, atol=1e-4)
-    closed = jax.make_jaxpr(lambda w, x: over_tokens(fn, {"w": w}, x, width=64))(weight, x)
+    closed = jax.make_jaxpr(lambda w, x: tiled_map(fn, {"w": w}, x, width=64))(weight, x)
     loops = [eqn for eqn in equations(closed) if eqn.primitive.name == "scan"]
     assert loops and not any(var.aval.dtype == jnp.int8 for loop in loops for var in loop.invars)
 
@@ -150,8 +150,8 @@ def test_sizes_follow_the_chip_and_what_they_save(monkeypatch: pytest.MonkeyPatc
     def size(platform: str, kind: str, shape: tuple[int, ...], params: Any, share: float = 1) -> int:
         device = types.SimpleNamespace(platform=platform, device_kind=kind)
         with pytest.MonkeyPatch.context() as patched:
-            patched.setattr(_tokens, "traced_device", lambda: device)
-            return _tokens.tile_size(shape, 2 * 14336, params, share)
+            patched.setattr(_tiled_map, "traced_device", lambda: device)
+            return _tiled_map.tile_size(shape, 2 * 14336, params, share)
 
     dense = [jax.ShapeDtypeStruct((14336, 4096), jnp.bfloat16)] * 3
     quantized = jax.eval_shape(lambda: [lt.quantize({"w": jnp.zeros((14336, 4096))}, "w", "nf4")["w"]] * 3)
@@ -180,7 +180,7 @@ def test_decoders_of_every_kind_have_the_gradients_of_all_tokens_at_once(
     batch = {"tokens": jnp.asarray(tokens[:, :-1]), "labels": jnp.asarray(tokens[:, 1:])}
     batch["segment_ids"] = jnp.asarray(np.repeat([[1, 2, 0], [1, 1, 2]], [9, 11, 4], axis=1))
     traced: list[bool] = []
-    monkeypatch.setattr(_tokens, "_over_tiles", _seen(traced, _tokens._over_tiles))
+    monkeypatch.setattr(_tiled_map, "_over_tiles", _seen(traced, _tiled_map._over_tiles))
 
     def gradients(remat: bool) -> Any:
         def run(leaves: Any) -> Any:
@@ -200,7 +200,7 @@ def test_decoders_of_every_kind_have_the_gradients_of_all_tokens_at_once(
 def test_a_decoder_has_the_tiles_and_the_attention_that_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     sizes: dict[str, Any] = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 32, "num_layers": 2}
-    config = models.LlamaConfig(**sizes, num_heads=2, num_kv_heads=1, head_dim=8)
+    config = models.DecoderConfig(**sizes, num_heads=2, num_kv_heads=1, head_dim=8)
     model = models.init(config, key=jax.random.key(0))
     batch = {name: jnp.ones((2, 96), jnp.int32) for name in ("tokens", "labels")}
     step = jax.value_and_grad(lambda model, batch: models.loss(model, batch, remat=True)[0])
@@ -238,7 +238,7 @@ def test_functions_may_close_over_what_a_program_computes(length: int) -> None:
             return hidden @ params["down"] + 0 * jax.random.normal(key, ())
 
         params = {"down": PARAMS["down"], "key": jax.random.key(0)}
-        return jnp.sum(over_tokens(fn, params, (h,), width=WIDTH, size=size) ** 2)
+        return jnp.sum(tiled_map(fn, params, (h,), width=WIDTH, size=size) ** 2)
 
     args = wide, jnp.float32(0.7), h, jnp.arange(WIDTH) % 3 > 0
     want = jax.value_and_grad(loss, (0, 1, 2))(*args, 10**6)
@@ -262,25 +262,25 @@ def test_sizes_and_arrays_that_are_none_are_refused() -> None:
     h, positions = given(12)
     for size in (0, -5, 2.5, True, "3"):
         with pytest.raises(ConfigError, match=rf"size must be a number(.|\n)*{size!r}(.|\n)*hint:"):
-            over_tokens(mlp, PARAMS, (h, positions), width=WIDTH, size=size)  # pyright: ignore[reportArgumentType]
+            tiled_map(mlp, PARAMS, (h, positions), width=WIDTH, size=size)  # pyright: ignore[reportArgumentType]
     for size in (None, 4):  # whether there are tiles or not
         for fn in (lambda _, x: jnp.mean(x[0], axis=1), lambda _, x: jnp.mean(x[0], 1, keepdims=True), lambda _, x: 1):
             with pytest.raises(ConfigError, match=r"one entry for each token(.|\n)*hint:"):
-                over_tokens(fn, {}, (h,), width=WIDTH, size=size)
+                tiled_map(fn, {}, (h,), width=WIDTH, size=size)
     for options in ({"width": 0}, {"width": None}, {"share": 0}, {"share": "a"}, {"share": -1}, {"share": True}):
         name, value = next(iter(options.items()))
-        with pytest.raises(ConfigError, match=rf"over_tokens: {name} must be (.|\n)*{value!r}(.|\n)*hint:"):
-            over_tokens(mlp, PARAMS, (h, positions), **{"width": WIDTH, **options})
+        with pytest.raises(ConfigError, match=rf"tiled_map: {name} must be (.|\n)*{value!r}(.|\n)*hint:"):
+            tiled_map(mlp, PARAMS, (h, positions), **{"width": WIDTH, **options})
     with pytest.raises(ConfigError, match=r"params must be arrays\n(.|\n)*'gelu'(.|\n)*functools.partial"):
-        over_tokens(mlp, {**PARAMS, "activation": "gelu"}, (h, positions), width=WIDTH)
+        tiled_map(mlp, {**PARAMS, "activation": "gelu"}, (h, positions), width=WIDTH)
     for x in ((), (jnp.ones(3),), (h, jnp.ones(12)), (h, jnp.ones((2, 13))), (h, jnp.ones((3, 12))), (h[:0],)):
         with pytest.raises(ConfigError, match=r"rows and tokens(.|\n)*hint:"):
-            over_tokens(mlp, PARAMS, x, width=WIDTH)
+            tiled_map(mlp, PARAMS, x, width=WIDTH)
     mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Explicit,), devices=jax.devices()[:2])
     with jax.set_mesh(mesh):
         args = jax.device_put((h, positions), jax.NamedSharding(mesh, P()))
         with pytest.raises(ConfigError, match=r"explicit axes(.|\n)*hint:"):
-            over_tokens(mlp, jax.device_put(PARAMS, jax.NamedSharding(mesh, P())), args, width=WIDTH, size=4)
+            tiled_map(mlp, jax.device_put(PARAMS, jax.NamedSharding(mesh, P())), args, width=WIDTH, size=4)
 
 
 def _seen(traced: list[bool], fn: Any) -> Any:

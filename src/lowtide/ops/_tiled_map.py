@@ -26,10 +26,11 @@ from jaxtyping import Array
 
 from ..core import (
     CONTEXT,
-    Closed,
     ConfigError,
+    ConvertedClosure,
     LinearWeight,
     Tree,
+    closure_convert,
     explicit_mesh,
     is_count,
     is_key,
@@ -37,12 +38,12 @@ from ..core import (
     on_own_tokens,
     token_parts,
     traced_device,
-    varied_alike,
+    uniformly_varying,
     zero_after,
 )
 from ..core._compat import laid_out_on_tpus
 from ..targets import busy_rows
-from ._divided import local_sizes, wide_dtype
+from ._sizes import local_sizes, wide_dtype
 
 _ROWS = {"cpu": 256, "gpu": 8192}
 """The fewest rows of a tile: a GPU's hundred processors share a product's result, and fewer would leave some idle."""
@@ -55,7 +56,7 @@ _NUM_WIDE = 4
 """Number of arrays of the full width that live at once: two of a gated MLP, and their cotangents."""
 
 
-def over_tokens(
+def tiled_map(
     fn: Callable[[Tree, Tree], Tree], params: Tree, x: Tree, *, width: int, share: float = 1, size: int | None = None
 ) -> Tree:
     """Compute ``fn(params, x)`` tile by tile, if that saves bytes.
@@ -86,6 +87,13 @@ def over_tokens(
     Memory:
         With several tiles the backward pass keeps `params` and `x`. Arrays of the full width are those of one tile,
         which has at least as many tokens as keep a chip's products busy.
+
+    Examples:
+        >>> def mlp(params, x):
+        ...     return jax.nn.silu(x @ params["up"]) @ params["down"]
+        >>> params = {"up": jnp.ones((8, 32)), "down": jnp.ones((32, 8))}
+        >>> tiled_map(mlp, params, jnp.ones((2, 6, 8)), width=32, size=4).shape
+        (2, 6, 8)
     """
     (leaves, treedef), (arrays, structure) = jax.tree.flatten(params), jax.tree.flatten(x)
     _check(arrays, leaves, size)
@@ -96,7 +104,7 @@ def over_tokens(
 
         def map_local(params: Tree, x: Tree) -> Tree:
             params = _fold_in_keys(params, jax.lax.axis_index(CONTEXT))
-            return over_tokens(fn, params, x, width=width, share=share, size=size)
+            return tiled_map(fn, params, x, width=width, share=share, size=size)
 
         return on_own_tokens(map_local, params, x)
     if size is None:
@@ -105,7 +113,7 @@ def over_tokens(
         tile = max(1, size // local_sizes(arrays[0].shape[0], 1)[0])
     if tile >= arrays[0].shape[1]:
         return _call_untiled(fn, params, x, arrays)
-    leaves, arrays = varied_alike((tuple(leaves), tuple(arrays)))
+    leaves, arrays = uniformly_varying((tuple(leaves), tuple(arrays)))
     static, captured = _capture_tracers(_Static(fn, treedef, structure, tile), leaves, arrays)
     return _over_tiles(static, (*leaves, *captured), arrays)
 
@@ -113,15 +121,16 @@ def over_tokens(
 def _capture_tracers(static: _Static, leaves: Sequence[Any], x: Sequence[Array]) -> tuple[_Static, list[Any]]:
     """Make leaves of the tracers that the function closes over, whose derivatives JAX would not find otherwise."""
     dense_weights = jax.eval_shape(lambda leaves, x: _dequantize_weights(static, leaves, x), list(leaves), list(x))
-    closed, captured = dict[int, tuple[Closed, int]](), list[Any]()
+    closed, captured = dict[int, tuple[ConvertedClosure, int]](), list[Any]()
     for size in {static.size, x[0].shape[1] % static.size} - {0}:
         tile = jax.eval_shape(lambda x, size=size: _slice(x, 0, size), list(x))
-        closed[size] = Closed(static, list(leaves), dense_weights, jnp.int32(0), tile), len(leaves) + len(captured)
-        captured += closed[size][0].tracers
-    (_, varying) = varied_alike((x[0], captured))
+        converted = closure_convert(static, list(leaves), dense_weights, jnp.int32(0), tile)
+        closed[size] = converted, len(leaves) + len(captured)
+        captured += converted.tracers
+    (_, varying) = uniformly_varying((x[0], captured))
     if any(jax.typeof(varied) != jax.typeof(tracer) for varied, tracer in zip(varying, captured, strict=True)):
         raise ConfigError(
-            "over_tokens: the function closes over arrays that are the same on all devices of a jax.shard_map",
+            "tiled_map: the function closes over arrays that are the same on all devices of a jax.shard_map",
             got=", ".join(map(str, map(jax.typeof, captured))),
             hint="pass them in params",
         )
@@ -133,14 +142,14 @@ def _check(arrays: Sequence[Any], leaves: Sequence[Any], size: int | None) -> No
     rows, *tokens = (*shapes[0][:2], 0)[:2] if shapes else (0, 0)
     if not rows or tokens == [0] or any(list(shape[1:2]) != tokens or shape[0] not in (1, rows) for shape in shapes):
         raise ConfigError(
-            "over_tokens: x must be arrays with rows and tokens as their first two axes",
+            "tiled_map: x must be arrays with rows and tokens as their first two axes",
             expected="arrays [B, T, ...], or [1, T, ...] after the first one, none of them empty",
             got=", ".join(str(getattr(array, "shape", type(array).__name__)) for array in arrays) or "no array",
             hint="pass arrays without tokens in params",
         )
     if no_arrays := [leaf for leaf in leaves if not (hasattr(leaf, "shape") or isinstance(leaf, numbers.Number))]:
         raise ConfigError(
-            "over_tokens: params must be arrays",
+            "tiled_map: params must be arrays",
             got=repr(no_arrays[0]),
             hint="bind settings to the function with functools.partial",
         )
@@ -148,14 +157,14 @@ def _check(arrays: Sequence[Any], leaves: Sequence[Any], size: int | None) -> No
         return
     if not is_count(size, 1):
         raise ConfigError(
-            "over_tokens: size must be a number of tokens",
+            "tiled_map: size must be a number of tokens",
             expected="an integer of at least 1",
             got=repr(size),
             hint="leave it out to choose a size that keeps the target busy",
         )
     if explicit_mesh((leaves, arrays)) is not None:
         raise ConfigError(
-            "over_tokens: a mesh with explicit axes does not support tiles",
+            "tiled_map: a mesh with explicit axes does not support tiles",
             got=f"size={size}",
             hint="leave size out, or make the mesh with jax.sharding.AxisType.Auto",
         )
@@ -164,14 +173,14 @@ def _check(arrays: Sequence[Any], leaves: Sequence[Any], size: int | None) -> No
 def _check_width(width: Any, share: Any) -> None:
     if not is_count(width, 1):
         raise ConfigError(
-            "over_tokens: width must be the number of elements that the widest array has for each token",
+            "tiled_map: width must be the number of elements that the widest array has for each token",
             expected="an integer of at least 1",
             got=repr(width),
             hint="pass the intermediate size of a gated MLP",
         )
     if type(share) is bool or not isinstance(share, numbers.Real) or not 0 < float(share) <= 1:
         raise ConfigError(
-            "over_tokens: share must be the fraction of the tokens that a weight is multiplied by",
+            "tiled_map: share must be the fraction of the tokens that a weight is multiplied by",
             expected="a number above 0, at most 1",
             got=repr(share),
             hint="pass the experts per token divided by the number of experts",
@@ -187,7 +196,7 @@ def _call_untiled(fn: Callable[[Tree, Tree], Tree], params: Tree, x: Tree, array
 def _check_results(results: Sequence[Any], length: int, num_tokens: int) -> None:
     if any(len(getattr(result, "shape", ())) < 2 or result.shape[1] != length for result in results):
         raise ConfigError(
-            "over_tokens: the function must return arrays with one entry for each token",
+            "tiled_map: the function must return arrays with one entry for each token",
             expected=f"[B, {length}, ...]" + f" for a tile of {length} of {num_tokens} tokens" * (length < num_tokens),
             got=", ".join(str(getattr(result, "shape", type(result).__name__)) for result in results),
             hint="sum over tokens outside of the function",
@@ -230,7 +239,7 @@ class _Static(NamedTuple):
     x: Any
     """Structure of the tokens."""
     size: int
-    closed: Mapping[int, tuple[Closed, int]] = {}
+    closed: Mapping[int, tuple[ConvertedClosure, int]] = {}
     """By tokens per tile, the traced function if it closes over tracers, and the position of these among the leaves."""
 
     @property
