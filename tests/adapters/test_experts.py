@@ -26,8 +26,7 @@ from lowtide.core import (
     leaves_with_paths,
     map_with_paths,
 )
-from lowtide.models._experts import mixture
-from lowtide.models._grouped import grouped_linear
+from lowtide.models._experts import grouped_linear, mixture
 from lowtide.train import ShardingRules, make_mesh
 from tests.models.kinds import KINDS
 

@@ -21,7 +21,7 @@ from lowtide.cli._config_flags import _words, flag_settings, register
 from lowtide.cli._finetune import _choose_tiles, _shortages
 from lowtide.core import LOW_TILES
 from lowtide.finetune import FinetuneConfig, config_from_dict, flag_of, read_config
-from lowtide.finetune import _finetune as finetune_job
+from lowtide.finetune import _run as finetune_job
 from lowtide.memory import MemoryReport, SpaceBytes
 from lowtide.train._data import DataCursor
 

@@ -20,7 +20,7 @@ from lowtide.cli import main
 from lowtide.core import ConfigError, SelectionError, StructureError
 from lowtide.distributed import ShardingRules, make_mesh
 from lowtide.finetune import Finetune, FinetuneConfig
-from lowtide.finetune._adapters import add_adapter
+from lowtide.finetune._job import add_adapter
 from tests.models.kinds import KINDS
 
 PLAIN: dict[str, Any] = {"seq_len": 8, "batch_size": 4, "rank": 2, "sample_tokens": 0, "num_steps": 4}

@@ -12,7 +12,7 @@ from safetensors.numpy import load_file, save_file
 from lowtide import lora, models
 from lowtide.cli import _generate as command
 from lowtide.cli import main
-from lowtide.models import _generate as generation
+from lowtide.models import _generation as generation
 
 
 @pytest.fixture
@@ -237,8 +237,8 @@ def test_tools_and_turns_that_call_them_are_rendered(generate, chat_dir, tmp_pat
     answered = {"role": "tool", "content": [{"type": "text", "text": "at 9"}]}
     records = [{"messages": [asked], "tools": tools}, {"messages": [asked, called, answered]}]
     (tmp_path / "p.jsonl").write_text("\n".join(map(json.dumps, records)))
-    seen, whole = [], command.messages_to_ids
-    monkeypatch.setattr(command, "messages_to_ids", lambda *given: seen.append(whole(*given)) or seen[-1])
+    seen, whole = [], command._messages_to_ids
+    monkeypatch.setattr(command, "_messages_to_ids", lambda *given: seen.append(whole(*given)) or seen[-1])
     flags = ["--prompts", tmp_path / "p.jsonl", "--max-new-tokens", 1]
     assert generate(*flags, "--output", tmp_path / "o.jsonl", model=chat_dir)[0] == 0
     del called["content"]  # a null is read as a field that is not there
@@ -288,8 +288,8 @@ def test_a_system_prompt_goes_before_conversations_without_one(generate, chat_di
     asked = {"role": "user", "content": "when?"}
     records = [{"messages": [asked]}, {"messages": [{"role": "system", "content": "own"}, asked]}]
     (tmp_path / "p.jsonl").write_text("\n".join(map(json.dumps, records)))
-    seen, whole = [], command.messages_to_ids
-    monkeypatch.setattr(command, "messages_to_ids", lambda *given: seen.append(given[2]) or whole(*given))
+    seen, whole = [], command._messages_to_ids
+    monkeypatch.setattr(command, "_messages_to_ids", lambda *given: seen.append(given[2]) or whole(*given))
     flags = ["--prompts", tmp_path / "p.jsonl", "--max-new-tokens", 1, "--system", "be brief"]
     assert generate(*flags, "--output", tmp_path / "o.jsonl", model=chat_dir)[0] == 0
     assert [messages[0]["content"] for messages in seen[0].values()] == ["be brief", "own"]
@@ -312,8 +312,8 @@ def test_variables_of_the_template_are_given(generate, chat_dir, tmp_path, monke
         "{% for m in messages %}{{ m.content }}{% endfor %}{% if not think %}(no thought){% endif %}{{ depth + 1 }}"
     )
     (tmp_path / "p.jsonl").write_text(json.dumps({"messages": [{"role": "user", "content": "when?"}]}))
-    seen, whole = [], command.messages_to_ids
-    monkeypatch.setattr(command, "messages_to_ids", lambda *given: seen.append(whole(*given)) or seen[-1])
+    seen, whole = [], command._messages_to_ids
+    monkeypatch.setattr(command, "_messages_to_ids", lambda *given: seen.append(whole(*given)) or seen[-1])
     flags = ["--prompts", tmp_path / "p.jsonl", "--max-new-tokens", 1, "--template-arg"]
     assert generate(*flags, "think=false", "--template-arg", "depth=2", model=chat_dir)[0] == 0
     assert models.load_tokenizer(chat_dir).decode(seen[0][0]) == "when?(no thought)3"

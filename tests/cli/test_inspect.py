@@ -13,7 +13,7 @@ from safetensors.numpy import load_file, save_file
 from lowtide import lora, models
 from lowtide.cli import main
 from lowtide.finetune import FinetuneConfig
-from lowtide.finetune._runs import write_config
+from lowtide.finetune._run_folder import write_config
 from lowtide.models import DecoderConfig, Experts
 from tests.models.kinds import KINDS
 

@@ -83,7 +83,7 @@ def test_activations_of_devices_without_stages_stay_on_them(tmp_path: Path) -> N
     [
         (4, "fsdp=4", r"--pipeline 4: 8 devices .* with --distributed fsdp=4.*is 8.*hint: use --pipeline 2"),
         (4, "tensor=4", r"expected: 1, 2: .*divides 8.*hint: use --pipeline 2"),
-        (2, "fsdp=3", r"--distributed fsdp=3: the mesh does not match 8 devices.*got: fsdp 3 × stage 2.*hint: use --distributed without"),
+        (2, "fsdp=3", r"--distributed fsdp=3: the mesh does not match 8.*got: fsdp 3 × stage 2.*use --distributed"),
         (None, "data=-1,fsdp=-1", r"at most one size is -1.*got: data -1 × fsdp -1"),
         (None, "tensor=0", r"--distributed tensor=0"),
     ],

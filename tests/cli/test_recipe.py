@@ -13,7 +13,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from lowtide.cli import main
-from lowtide.finetune import _finetune as job
+from lowtide.finetune import _run as job
 from lowtide.finetune import config_from_dict, read_config
 from lowtide.train._data import DataCursor
 

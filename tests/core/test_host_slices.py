@@ -17,7 +17,7 @@ from jax.sharding import SingleDeviceSharding
 
 import lowtide as lt
 from lowtide.core import PlacementError, _host_slices
-from lowtide.pipeline.program._recomputing import recomputing
+from lowtide.pipeline.program._executor import recomputing
 
 OUTER, LAYERS, X = {}, {"w": jnp.ones((3, 256, 256))}, jnp.ones((8, 256))
 

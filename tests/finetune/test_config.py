@@ -11,8 +11,8 @@ import pytest
 import lowtide as lt
 from lowtide.core import ConfigError, OutputError
 from lowtide.finetune import FinetuneConfig, config_from_dict, config_to_toml, open_run, read_config
-from lowtide.finetune._recipe import learning_rate
-from lowtide.finetune._runs import MetricsFile, check_checkpoint, check_same_run, read_records, write_config
+from lowtide.finetune._job import learning_rate
+from lowtide.finetune._run_folder import MetricsFile, check_checkpoint, check_same_run, read_records, write_config
 from lowtide.train import Callback, JsonlLogger
 
 

@@ -6,7 +6,7 @@ from tokenizers import Tokenizer
 
 from lowtide.core import ConfigError, DataError
 from lowtide.finetune import FinetuneConfig, config_from_dict, config_to_toml
-from lowtide.finetune._data import load_data
+from lowtide.finetune.data._load import load_data
 
 CHATS = [{"prompt": f"ask {i}", "completion": f" answer {i}"} for i in range(12)]
 TEXTS = [{"text": f"the tide goes out {i} " * 4} for i in range(12)]

@@ -7,8 +7,8 @@ import pytest
 
 from lowtide import models
 from lowtide.finetune import config_from_dict, load_end_tokens
-from lowtide.finetune._data import load_data
-from lowtide.finetune._end_tokens import with_end_tokens
+from lowtide.finetune._base import with_end_tokens
+from lowtide.finetune.data._load import load_data
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role + '\n' + m.content }}<|im_end|>{{ '\n' }}{% endfor %}"

@@ -5,8 +5,8 @@ import pytest
 
 from lowtide.core import OutputError
 from lowtide.finetune import FinetuneConfig, write_report
-from lowtide.finetune._page import PARTS, REPORT, save_report_inputs
-from lowtide.finetune._runs import METRICS, write_config
+from lowtide.finetune._report import PARTS, REPORT, save_report_inputs
+from lowtide.finetune._run_folder import METRICS, write_config
 
 
 @pytest.fixture

@@ -9,10 +9,9 @@ import pytest
 
 from lowtide.core import ConfigError
 from lowtide.finetune import FinetuneConfig, config_from_dict, config_to_toml, open_run, read_config, setting_of
-from lowtide.finetune._offloaded import optimizer
-from lowtide.finetune._recipe import adamw, learning_rate, stopping_callbacks, with_seq_len, with_steps
-from lowtide.finetune._runs import check_same_run, write_config
-from lowtide.finetune._synonyms import _SYNONYMS
+from lowtide.finetune._config import _SYNONYMS, with_seq_len, with_steps
+from lowtide.finetune._job import adamw, learning_rate, optimizer, stopping_callbacks
+from lowtide.finetune._run_folder import check_same_run, write_config
 
 
 def rates(num_steps=100, **settings):

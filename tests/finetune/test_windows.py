@@ -11,9 +11,9 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from lowtide.core import DataError
-from lowtide.finetune import FinetuneConfig, _text, _windows, text_data
-from lowtide.finetune._data import load_data
-from lowtide.finetune._tokens import encode
+from lowtide.finetune import FinetuneConfig, encode, text_data
+from lowtide.finetune.data import _encode, _text
+from lowtide.finetune.data._load import load_data
 
 WORDS = [
     "the",
@@ -69,10 +69,10 @@ def test_windows_give_the_tokens_of_the_whole(kind: str, monkeypatch: pytest.Mon
     for start in ("", "<s>"):  # no second BOS
         whole = encode(tokenizer, [start + text], offsets=True)[0]
         with monkeypatch.context() as small:
-            small.setattr(_windows, "_WINDOW", 900)
-            small.setattr(_windows, "_OVERLAP", 300)
+            small.setattr(_encode, "_WINDOW", 900)
+            small.setattr(_encode, "_OVERLAP", 300)
             ours = encode(tokenizer, [start + text, "short"], offsets=True)
-        assert isinstance(ours[0], _windows.LongEncoding) and ours[1].ids == tokenizer.encode("short").ids
+        assert isinstance(ours[0], _encode.LongEncoding) and ours[1].ids == tokenizer.encode("short").ids
         assert ours[0].ids.tolist() == whole.ids
         inner = slice(1, -1)
         assert ours[0].offsets[inner].tolist() == [list(offset) for offset in whole.offsets[inner]]
@@ -80,10 +80,10 @@ def test_windows_give_the_tokens_of_the_whole(kind: str, monkeypatch: pytest.Mon
 
 def test_windows_that_never_agree_are_encoded_together(monkeypatch: pytest.MonkeyPatch) -> None:
     tokenizer = made("byte-level")
-    monkeypatch.setattr(_windows, "_WINDOW", 64)
-    monkeypatch.setattr(_windows, "_OVERLAP", 8)  # fewer tokens than a run
+    monkeypatch.setattr(_encode, "_WINDOW", 64)
+    monkeypatch.setattr(_encode, "_OVERLAP", 8)  # fewer tokens than a run
     text = text_of(60)
-    ours = _windows.encode_long(tokenizer, text, special=False)
+    ours = _encode._encode_long(tokenizer, text, special=False)
     assert ours.ids.tolist() == tokenizer.encode(text, add_special_tokens=False).ids
 
 
@@ -92,7 +92,7 @@ def test_a_long_document_is_data_like_any_other(monkeypatch: pytest.MonkeyPatch)
     documents = {"long": text_of(2000), "short": text_of(40, 2)}
     options: dict[str, Any] = {"seq_len": 16, "batch_size": 2, "seed": 0, "end_token": 1, "vocab_size": 600}
     whole = text_data(documents, tokenizer, **options)
-    monkeypatch.setattr(_windows, "_WINDOW", 900)
+    monkeypatch.setattr(_encode, "_WINDOW", 900)
     windowed = text_data(documents, tokenizer, **options)
     assert windowed.digest == whole.digest
     assert np.array_equal(windowed.train[3]["tokens"], whole.train[3]["tokens"])
@@ -105,7 +105,7 @@ def test_a_large_file_is_read_in_pieces_to_the_same_batches(tmp_path: Path, monk
     whole = load_data(config, tmp_path, tokenizer, end_token=2)
     monkeypatch.setattr(_text, "_MOST_AT_ONCE", 1000)
     monkeypatch.setattr(_text, "_MOST_IN_MEMORY", 500)
-    monkeypatch.setattr(_windows, "_WINDOW", 900)
+    monkeypatch.setattr(_encode, "_WINDOW", 900)
     pieces = load_data(config, tmp_path, tokenizer, end_token=2)
     assert pieces.digest == whole.digest and pieces.num_train_tokens == whole.num_train_tokens
     assert len(pieces.held_out) == len(whole.held_out) > 2

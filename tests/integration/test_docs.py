@@ -191,4 +191,4 @@ def test_a_page_runs(tmp_path):
     name = "guides/data.md"
     run = tool.run_page(name, PAGES[name], tmp_path, {"XLA_FLAGS": os.environ["QUICK_CPU_FLAGS"]})
     assert tool.with_outputs(PAGES[name], run.outputs) == PAGES[name]
-    assert "lowtide.finetune.data._packing" in run.imports
+    assert "lowtide.finetune.data._pack" in run.imports

@@ -17,7 +17,7 @@ from rich.console import Console
 
 from lowtide.core import ConfigError, TargetError
 from lowtide.memory import ByteFit, Extrapolation, Job, SizePoint, extrapolate, target
-from lowtide.memory.advice._extrapolate import _Search, fit_bytes
+from lowtide.memory.advice._extrapolation import _Search, fit_bytes
 
 
 def shape(*dims: int) -> jax.ShapeDtypeStruct:

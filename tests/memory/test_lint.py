@@ -17,7 +17,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from lowtide.core import ConfigError
 from lowtide.losses import chunked_cross_entropy
 from lowtide.memory import Finding, analyze, compile, lint
-from lowtide.memory._analyze import examine
+from lowtide.memory._analysis import examine
 from lowtide.memory.advice._finding import RULES
 from lowtide.memory.advice._lint import lint_owners
 

@@ -12,8 +12,8 @@ import pytest
 from lowtide.hlo._graph import Graph
 from lowtide.hlo._heap import segments
 from lowtide.memory import Buffer, Program, compile
-from lowtide.memory._analyze import examine
-from lowtide.memory._passes import Passes
+from lowtide.memory._analysis import examine
+from lowtide.memory._dataflow import Passes
 
 LAYERS, WIDTH, ROWS = 8, 2048, 8192
 """So large that a TPU does not hold what the layers keep in its on-chip memory."""

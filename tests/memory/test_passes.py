@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import pytest
 
 from lowtide.memory import MemoryReport, compile
-from lowtide.memory._passes import Passes
+from lowtide.memory._dataflow import Passes
 
 DIM, ROWS = 128, 64
 

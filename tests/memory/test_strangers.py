@@ -15,7 +15,7 @@ from rich.console import Console
 from lowtide.core import StructureError, tree_bytes
 from lowtide.losses import chunked_cross_entropy
 from lowtide.memory import analyze, compile, extrapolate, remedies
-from lowtide.memory.advice._extrapolate import fit_bytes
+from lowtide.memory.advice._extrapolation import fit_bytes
 
 LAYERS, DIM, ROWS = 6, 64, 512
 

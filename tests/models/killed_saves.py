@@ -15,7 +15,7 @@ import jax
 import numpy as np
 
 from lowtide.core import ModelFileError
-from lowtide.models import DecoderConfig, _shards, init, load, save
+from lowtide.models import DecoderConfig, _safetensors, init, load, save
 
 LAYOUTS = {"single": 2**30, "sharded": 1500}
 """The most bytes of a file."""
@@ -45,8 +45,8 @@ def killed_at(point, folder, new, max_shard_bytes):
         return call
 
     os.replace, os.fsync, Path.unlink = counted(os.replace), counted(os.fsync), counted(Path.unlink)
-    pieces = _shards.pieces
-    _shards.pieces = lambda *args: map(counted(lambda cut: cut), pieces(*args))
+    pieces = _safetensors.pieces
+    _safetensors.pieces = lambda *args: map(counted(lambda cut: cut), pieces(*args))
     save(new, folder, max_shard_bytes=max_shard_bytes)
     os._exit(0)
 

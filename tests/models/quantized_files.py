@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from safetensors.numpy import load_file
 
-from lowtide.models._shards import SINGLE
+from lowtide.models._safetensors import SINGLE
 from lowtide.quant import dynamic_map
 from lowtide.quant._formats import NF4_VALUES
 

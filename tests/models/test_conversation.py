@@ -10,7 +10,7 @@ import pytest
 
 from lowtide import models
 from lowtide.core import ConfigError, NonFiniteError
-from lowtide.models import Sampling, _conversation
+from lowtide.models import Sampling, _generation
 
 KEY = jax.random.key(3)
 
@@ -28,7 +28,7 @@ def turns(rng: np.random.Generator, sizes: list[int]) -> list[list[int]]:
 def test_a_turn_gets_the_tokens_of_a_fresh_start(
     model: Any, sampling: Sampling, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_conversation, "_FEWEST_COLUMNS", 64)
+    monkeypatch.setattr(_generation, "_FEWEST_COLUMNS", 64)
     conversation, text = models.Conversation(model), list[int]()
     for turn in turns(np.random.default_rng(0), [9, 30, 1, 70]):  # the last ones need a longer cache
         text += turn
@@ -43,13 +43,13 @@ def test_a_turn_gets_the_tokens_of_a_fresh_start(
 def test_what_is_read_already_is_not_read_again_and_nothing_is_compiled(
     model: Any, monkeypatch: pytest.MonkeyPatch, compilations: Any
 ) -> None:
-    sizes, read = list[int](), _conversation._read_chunk
+    sizes, read = list[int](), _generation._read_chunk
 
     def counted(*args: Any) -> Any:
         sizes.append(args[1].shape[1])
         return read(*args)
 
-    monkeypatch.setattr(_conversation, "_read_chunk", counted)
+    monkeypatch.setattr(_generation, "_read_chunk", counted)
     conversation = models.Conversation(model)
     text = list(range(1, 75))
     answer = conversation.stream(text, 6, key=KEY, end_tokens=[299])

@@ -17,9 +17,8 @@ from jax import P
 import lowtide as lt
 from lowtide import models
 from lowtide.core import ConfigError, activation_sharding, map_with_paths
-from lowtide.models import _grouped, _grouped_slab
-from lowtide.models._experts import mixture
-from lowtide.models._grouped import grouped_linear
+from lowtide.models import _experts
+from lowtide.models._experts import grouped_linear, mixture
 from lowtide.train import ShardingRules, make_mesh
 
 from .kinds import KINDS
@@ -54,8 +53,8 @@ SIZES = [
 def test_grouped_products_and_their_gradients_equal_dense_ones(
     num_rows: int, sizes: tuple[int, ...], transposed: bool, platform: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_grouped, "traced_device", lambda: SimpleNamespace(platform=platform))
-    monkeypatch.setattr(_grouped_slab, "_COPIED_BYTES", 8 * 6 * 9 * 4)  # so that tiles take several steps
+    monkeypatch.setattr(_experts, "traced_device", lambda: SimpleNamespace(platform=platform))
+    monkeypatch.setattr(_experts, "_COPIED_BYTES", 8 * 6 * 9 * 4)  # so that tiles take several steps
     count = len(sizes)
     shapes = ((num_rows, 6), (count, 6, 9) if transposed else (count, 9, 6), (num_rows, 9))
     x, weight, probe = (drawn(seed, *shape) for seed, shape in enumerate(shapes))
@@ -83,7 +82,7 @@ def test_grouped_products_and_their_gradients_equal_dense_ones(
 
 @pytest.mark.parametrize("platform", ["cpu", "gpu"])
 def test_what_is_not_finite_stays_with_its_expert(platform: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_grouped, "traced_device", lambda: SimpleNamespace(platform=platform))
+    monkeypatch.setattr(_experts, "traced_device", lambda: SimpleNamespace(platform=platform))
     x, weight, probe = (drawn(seed, *shape) for seed, shape in enumerate(((50, 6), (3, 9, 6), (50, 9))))
     probe = probe.at[20].set(jnp.inf).at[48].set(jnp.nan)  # a row of the second expert, and one of none
 

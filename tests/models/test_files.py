@@ -206,7 +206,7 @@ def test_weights_that_may_not_be_read_are_named(directory, monkeypatch):
     def refuse(file, **options):
         raise PermissionError(13, "Permission denied", str(file))
 
-    monkeypatch.setattr("lowtide.models._tensors.safe_open", refuse)
+    monkeypatch.setattr("lowtide.models._safetensors.safe_open", refuse)
     with pytest.raises(ModelFileError, match=r"safetensors: cannot be read(.|\n)*Permission denied(.|\n)*hint:"):
         load(directory)
 

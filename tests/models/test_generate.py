@@ -10,10 +10,9 @@ import pytest
 import lowtide as lt
 from lowtide import lora, models
 from lowtide.core import ConfigError, NonFiniteError, StructureError
-from lowtide.models import DecoderConfig, Experts, RopeScaling, Sampling, _unstack
-from lowtide.models import _generate as generation
-from lowtide.models._cache import empty_cache, prefill, step
-from lowtide.models._sampling import choose, knobs_of
+from lowtide.models import DecoderConfig, Experts, RopeScaling, Sampling, _decoder
+from lowtide.models import _generation as generation
+from lowtide.models._generation import choose, empty_cache, knobs_of, prefill, step
 
 SIZES = {
     "vocab_size": 61,
@@ -87,13 +86,13 @@ def test_a_text_that_outgrows_its_frequencies_continues_as_without_a_cache(kind,
         jax.debug.callback(lambda *each: seen.append([np.array(x) for x in each]), state.lengths, logits, ordered=True)
         return append(state, logits, *rest)
 
-    append = generation.append
-    monkeypatch.setattr(generation, "append", watched)
-    for program in (generation._start, generation.advance):
+    append = generation._append
+    monkeypatch.setattr(generation, "_append", watched)
+    for program in (generation._start, generation._advance):
         program.clear_cache()
     greedy = {"key": jax.random.key(0), "sampling": Sampling(temperature=0)}
     found = [each.tokens for each in models.generate_batch(used, prompts, 10, **greedy)]
-    for program in (generation._start, generation.advance):
+    for program in (generation._start, generation._advance):
         program.clear_cache()
     assert len(seen) == 10
     for row, (prompt, tokens) in enumerate(zip(prompts, found, strict=True)):
@@ -183,7 +182,7 @@ def test_donated_layers_are_gone_by_way_of_the_host_where_a_device_is_full(full,
         def none_is_left(leaf):
             raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory")
 
-        monkeypatch.setattr(_unstack, "_split_stack", none_is_left)
+        monkeypatch.setattr(_decoder, "_split_stack", none_is_left)
         with pytest.raises(jax.errors.JaxRuntimeError):
             models.unstack(model)
     apart = models.unstack(model, donate=True)

@@ -179,7 +179,7 @@ def test_experts_are_counted_before_they_are_named(
         with pytest.raises(ModelFileError, match=f"(?s){words}"):
             with open_gguf(file, layers=layers, experts=experts, heads={}, names=never):
                 pass
-    monkeypatch.setattr("lowtide.models.gguf._file._MOST_EXPERTS", 7)
+    monkeypatch.setattr("lowtide.models.gguf._tensors._MOST_EXPERTS", 7)
     with pytest.raises(ModelFileError, match=r"(?s)too many experts.*2 layers of 4"):
         with open_gguf(file, layers=2, experts=4, heads={}, names=never):
             pass

@@ -19,7 +19,7 @@ from safetensors import safe_open
 import lowtide as lt
 from lowtide import models
 from lowtide.core import ConfigError, LowtideError, ModelFileError, leaves_with_paths
-from lowtide.models._shards import SINGLE
+from lowtide.models._safetensors import SINGLE
 from lowtide.train import make_mesh
 
 from .kinds import KINDS

@@ -13,8 +13,8 @@ import pytest
 from safetensors.numpy import load_file
 
 from lowtide.core import ModelFileError, OutputError
-from lowtide.models import _tensors, load, save
-from lowtide.models._shards import Tensor, write_model
+from lowtide.models import _safetensors, load, save
+from lowtide.models._safetensors import Tensor, write_model
 
 
 @pytest.mark.processes
@@ -70,7 +70,7 @@ def test_a_failed_save_leaves_the_old_model_and_nothing_else(tiny_model_dir, tmp
 
 @pytest.mark.parametrize("kind", ["numpy", "one device", "sharded", "host"])
 def test_pieces_are_of_any_array(tmp_path, monkeypatch, kind):
-    monkeypatch.setattr(_tensors, "PIECE_BYTES", 100)
+    monkeypatch.setattr(_safetensors, "PIECE_BYTES", 100)
     values = np.arange(2 * 3 * 16 * 8, dtype=np.float32).reshape(2, 3, 16, 8)
     mesh = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
     spec = jax.sharding.PartitionSpec(None, None, "x")

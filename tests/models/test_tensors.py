@@ -8,8 +8,8 @@ import pytest
 from safetensors.numpy import save_file
 
 from lowtide.core import ModelFileError, _placement, memory_space
-from lowtide.models import _tensors
-from lowtide.models._tensors import open_tensors, read_leaf
+from lowtide.models import _safetensors
+from lowtide.models._safetensors import open_tensors, read_leaf
 
 MESH = jax.make_mesh((2, 4), ("a", "b"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
 
@@ -44,7 +44,7 @@ PLACES = {
 @pytest.mark.parametrize("place", PLACES)
 def test_a_leaf_is_put_together_from_pieces_wherever_it_belongs(stacked, monkeypatch, piece, place):
     values, names, files = stacked
-    for module in (_placement, _tensors):
+    for module in (_placement, _safetensors):
         monkeypatch.setattr(module, "PIECE_BYTES", piece)
     sharding = PLACES[place]()
     with open_tensors(files) as tensors:
@@ -59,15 +59,15 @@ def test_a_leaf_is_put_together_from_pieces_wherever_it_belongs(stacked, monkeyp
 
 def test_no_piece_is_larger_than_promised(stacked, monkeypatch):
     values, names, files = stacked
-    monkeypatch.setattr(_tensors, "PIECE_BYTES", 40)
-    read, sizes = _tensors.Source.read, []
+    monkeypatch.setattr(_safetensors, "PIECE_BYTES", 40)
+    read, sizes = _safetensors.Source.read, []
 
     def watched(source, index):
         found = read(source, index)
         sizes.append(found.nbytes)
         return found
 
-    monkeypatch.setattr(_tensors.Source, "read", watched)
+    monkeypatch.setattr(_safetensors.Source, "read", watched)
     with open_tensors(files) as tensors:
         read_leaf([tensors[name] for name in names], values.shape, jnp.float32, None)
     assert max(sizes) <= 40

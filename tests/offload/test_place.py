@@ -14,7 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceShardin
 from lowtide.core import ConfigError, PlacementWarning, SelectionError, leaves_with_paths, memory_space
 from lowtide.memory import analyze, compile, target
 from lowtide.offload import memory_kinds, to_device, to_host, verify
-from lowtide.offload._place import match_paths
+from lowtide.offload._host_memory import match_paths
 
 HOST, DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
 

@@ -14,9 +14,9 @@ import pytest
 import lowtide as lt
 from lowtide import models
 from lowtide.core import ConfigError, NonFiniteError, StructureError, leaves_with_paths, tree_bytes
-from lowtide.finetune import Finetune, FinetuneConfig, _offloaded
+from lowtide.finetune import Finetune, FinetuneConfig, _job
+from lowtide.finetune._job import full_step, inputs_place, is_hosted, loss, optimizer
 from lowtide.finetune._job import num_targets as _num_targets
-from lowtide.finetune._offloaded import full_step, inputs_place, is_hosted, loss, optimizer
 from lowtide.models import DecoderConfig
 from lowtide.offload import Clip, layerwise_step
 from lowtide.optim import PackedArray, low_precision
@@ -93,7 +93,7 @@ def test_adapters_learn_the_same_wherever_the_bytes_are(finetune, shared, settin
 
 @pytest.mark.slow
 def test_full_tuning_in_five_bytes_learns_nearly_what_float32_does(finetune, monkeypatch):
-    monkeypatch.setattr(_offloaded, "low_precision", partial(low_precision, least_size=64))
+    monkeypatch.setattr(_job, "low_precision", partial(low_precision, least_size=64))
     plain, job = _fit(finetune("wide", full=True)), finetune(full=True, state_dtype="8bit", param_dtype="bfloat16")
     state = job.trainer.state.opt_state["layers"]
     assert {leaf.codes.dtype.name for leaf in jax.tree.leaves(state, is_leaf=_is_packed) if _is_packed(leaf)} == {
@@ -149,7 +149,7 @@ def test_full_tuning_learns_what_plain_adamw_learns(finetune, shared, compilatio
 )
 def test_a_restored_state_is_where_it_was_and_goes_on_bit_for_bit(finetune, tmp_path, settings, monkeypatch):
     # Most leaves of the small model have fewer numbers than `low_precision` packs.
-    monkeypatch.setattr(_offloaded, "low_precision", partial(low_precision, least_size=64))
+    monkeypatch.setattr(_job, "low_precision", partial(low_precision, least_size=64))
     whole = finetune("whole", **settings)
     losses = _fit(whole, 2)
     whole.trainer.checkpoints.wait()

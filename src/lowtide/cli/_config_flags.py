@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ..finetune import FinetuneConfig, flag_of
-from ._model_path import model_path
+from ._arguments import model_path
 
 _GLOBS = ("targets", "modules_to_save")
 _METAVARS = {int: "N", float: "X", str: "NAME"}
@@ -37,7 +37,9 @@ class _SingleValue(argparse.Action):
 
 
 def register(
-    parser: argparse.ArgumentParser, text: str = "Each is a key of the TOML file, too.", excluded: Sequence[str] = ()
+    parser: argparse.ArgumentParser,
+    text: str = "Each setting is also a key of the TOML file.",
+    excluded: Sequence[str] = (),
 ) -> None:
     """Add a flag for each field that is not excluded. A flag that is not given has the value None."""
     group = parser.add_argument_group("settings", text)
@@ -77,7 +79,7 @@ def flag_settings(args: argparse.Namespace) -> dict[str, Any]:
 def _words(text: str) -> tuple[str, ...]:
     words = tuple(word.strip() for word in text.split(",") if word.strip())
     if not words:  # an empty value comes from an unset shell variable, and would turn the default of --full off
-        raise argparse.ArgumentTypeError("no word; `none` stands for none of them")
+        raise argparse.ArgumentTypeError("the value is empty; write `none` to select none")
     return () if words == ("none",) else words
 
 

@@ -52,7 +52,7 @@ def missing_end_warning(report: Any, tokens: Any) -> str | None:
     if report is not None and report.template and tokens.is_turn_open:
         return (
             f"{report.template} writes no end token after an answer, so the model does not learn to stop\n"
-            "hint: name a template that closes each turn with one: --chat-template FILE"
+            "hint: name a template that ends each turn with an end token: --chat-template FILE"
         )
     if report is not None and not report.template and tokens.text is None:
         return (
@@ -64,13 +64,13 @@ def missing_end_warning(report: Any, tokens: Any) -> str | None:
 
 def evaluation_notes(report: Any, seq_len: int) -> Iterator[str]:
     """Yield notes about records of a `DataReport` that evaluation leaves out, or splits at `seq_len` tokens."""
-    drop_counts = {"blank": report.num_blank, "without a token that counts": report.num_without_loss}
+    drop_counts = {"blank": report.num_blank, "without a counted token": report.num_without_loss}
     if drop_text := ", ".join(f"{count:,} {reason}" for reason, count in drop_counts.items() if count):
-        yield f"of {report.num_documents + report.num_blank:,} records or their parts some are left out: {drop_text}"
+        yield f"some of {report.num_documents + report.num_blank:,} records or parts are left out: {drop_text}"
     if report.num_cut:
         yield (
-            f"{report.num_cut:,} records are longer than {seq_len:,} tokens, and evaluated in parts: the first token "
-            "of a part does not count, and nothing before it is seen"
+            f"{report.num_cut:,} records are longer than {seq_len:,} tokens and are evaluated in parts: the first "
+            "token of a part does not count, and a part does not see the parts before it"
         )
 
 

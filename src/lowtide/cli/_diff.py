@@ -7,8 +7,7 @@ from typing import Any
 
 from rich.console import Console
 
-from ._explain import add_view_arguments, write_views
-from ._load import check_outputs
+from ._output import add_view_arguments, check_outputs, write_views
 
 
 def register(commands: Any) -> None:

@@ -15,25 +15,25 @@ _HEARTBEAT_SECONDS = 30
 def register(parser: argparse.ArgumentParser) -> None:
     """Add the flags to the parser."""
     group = parser.add_argument_group(
-        "many devices", "Processes find each other under Slurm, Open MPI and on Cloud TPU, or by the flags."
+        "several devices", "Processes find each other under Slurm, Open MPI and on Cloud TPU; otherwise use the flags."
     )
     group.add_argument(
         "--distributed",
         nargs="?",
         const="",
         metavar="MESH",
-        help="share the work among all devices of all processes: fsdp over all of them, or e.g. data=2,fsdp=4,tensor=2",
+        help="use all devices of all processes: fsdp over all of them, or a mesh such as data=2,fsdp=4,tensor=2",
     )
     group.add_argument(
         "--pipeline",
         type=int,
         metavar="N",
-        help="divide the layers into N stages on devices of their own, through which microbatches flow: as many as "
-        "--num-microbatches, by default as a batch has rows for; fsdp takes the devices that stages leave",
+        help="split the layers into N pipeline stages on separate devices; microbatches: --num-microbatches (default: "
+        "as many as the rows of a batch allow); fsdp uses the remaining devices",
     )
-    group.add_argument("--coordinator", metavar="HOST:PORT", help="where the first process listens")
-    group.add_argument("--num-processes", type=int, metavar="N", help="how many processes there are")
-    group.add_argument("--process-id", type=int, metavar="I", help="which of them this is, from 0")
+    group.add_argument("--coordinator", metavar="HOST:PORT", help="address of the first process")
+    group.add_argument("--num-processes", type=int, metavar="N", help="number of processes")
+    group.add_argument("--process-id", type=int, metavar="I", help="index of this process, from 0")
 
 
 def start(args: argparse.Namespace) -> Any:
@@ -44,16 +44,21 @@ def start(args: argparse.Namespace) -> Any:
     flags = {"--coordinator": args.coordinator, "--num-processes": args.num_processes, "--process-id": args.process_id}
     missing = [name for name, value in flags.items() if value is None]
     if args.pipeline is not None and args.pipeline < 1:
-        raise ConfigError("--pipeline is out of range", expected="at least 1", got=args.pipeline, hint="--pipeline 4")
+        raise ConfigError(
+            "--pipeline is out of range",
+            expected="at least 1",
+            got=args.pipeline,
+            hint="use, for instance, --pipeline 4",
+        )
     if args.distributed is None:
         if len(missing) < len(flags):
-            raise ConfigError("processes are only joined by --distributed", hint="add --distributed")
+            raise ConfigError("the flags of several processes need --distributed", hint="add --distributed")
         return None if args.pipeline is None else _rules({"stage": args.pipeline}, "")
     sizes = _sizes(args.distributed) | ({} if args.pipeline is None else {"stage": args.pipeline})
     if missing and len(missing) < len(flags):
         raise ConfigError(
             f"{', '.join(missing)} is missing",
-            expected=f"{', '.join(flags)} together, or none of them under a scheduler that JAX knows",
+            expected=f"{', '.join(flags)} together, or none of them under a scheduler that JAX supports",
             hint="give all three",
         )
     import jax
@@ -69,7 +74,9 @@ def start(args: argparse.Namespace) -> Any:
     except ValueError as error:
         if not missing:
             raise ConfigError(
-                "the processes cannot be joined", got=error, hint="check --coordinator, --num-processes, --process-id"
+                "the processes cannot be connected",
+                got=error,
+                hint="check --coordinator, --num-processes, --process-id",
             ) from error
         # JAX found no scheduler: continue as one process with all devices of this machine. The printed plan shows this.
     return _rules(sizes, args.distributed)
@@ -103,19 +110,19 @@ def _check_mesh(sizes: dict[str, Any], distributed: str, count: int) -> None:
         return
     flag = f"--distributed {distributed}"
     if valid_stages and "stage" in sizes:
-        suffix = f" beside {flag}" if distributed else ""
+        suffix = f" with {flag}" if distributed else ""
         raise ConfigError(
-            f"--pipeline {stages}: {count} devices do not divide among {stages} stages{suffix}",
-            expected=f"{', '.join(map(str, valid_stages))}: with the axes of --distributed it "
-            f"{'divides' if has_free_axis else 'multiplies to'} {count}",
+            f"--pipeline {stages}: {count} devices cannot be split into {stages} stages{suffix}",
+            expected=f"{', '.join(map(str, valid_stages))}: the product with the axes of --distributed "
+            f"{'divides' if has_free_axis else 'is'} {count}",
             got=stages,
-            hint=f"--pipeline {min(valid_stages, key=lambda n: (abs(n - stages), -n))}",
+            hint=f"use --pipeline {min(valid_stages, key=lambda n: (abs(n - stages), -n))}",
         )
     raise ConfigError(
-        f"{flag}: {count} devices cannot be divided like this",
-        expected=f"sizes that multiply to {count}, at most one of them -1 for the rest",
+        f"{flag}: the mesh does not match {count} devices",
+        expected=f"sizes whose product is {count}; at most one size is -1 and takes the remaining devices",
         got=" × ".join(f"{name} {size}" for name, size in sizes.items()),
-        hint="--distributed alone divides along fsdp, over all devices",
+        hint="use --distributed without a mesh, which shards along fsdp over all devices",
     )
 
 
@@ -127,7 +134,7 @@ def describe(sharding: Any) -> dict[str, str]:
 
     count = jax.process_count()
     shape = ", ".join(f"{name} {size}" for name, size in sharding.mesh.shape.items())
-    return {"devices": f"{sharding.mesh.size} of {count} process{'es' if count > 1 else ''}: {shape}"}
+    return {"devices": f"{sharding.mesh.size} in {count} process{'es' if count > 1 else ''}: {shape}"}
 
 
 def _sizes(text: str) -> dict[str, Any]:
@@ -137,9 +144,9 @@ def _sizes(text: str) -> dict[str, Any]:
         is_known = name in ("data", "fsdp", "context", "tensor") and name not in sizes
         if not is_known or not (size == "-1" or (size.isascii() and size.isdigit())):
             raise ConfigError(
-                f"--distributed: {part!r} is no axis of a mesh",
-                expected="data=N, fsdp=N, context=N, tensor=N, each once, with commas between; an N of -1: the rest",
-                hint="--distributed fsdp=4,tensor=2",
+                f"--distributed: {part!r} is not a mesh axis",
+                expected="data=N, fsdp=N, context=N, tensor=N, each once, separated by commas; -1: all other devices",
+                hint="use, for instance, --distributed fsdp=4,tensor=2",
             )
         sizes[name] = int(size)
     return sizes

@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ..core import ConfigError, NonFiniteError
-from ._answers import (
+from ._arguments import (
     add_model_arguments,
     add_template_argument,
     chat_template,
@@ -24,12 +24,11 @@ from ._answers import (
     check_model_arguments,
     end_tokens,
     open_named,
+    positive,
     with_each,
 )
-from ._console import errors, wide_console
 from ._data_report import evaluation_notes
-from ._explain import positive
-from ._load import check_outputs, write_text
+from ._output import check_outputs, errors, wide_console, write_text
 
 
 def register(commands: Any) -> None:
@@ -37,26 +36,32 @@ def register(commands: Any) -> None:
     parser: argparse.ArgumentParser = commands.add_parser(
         "evaluate",
         help="measure the loss of a model on text",
-        description="Measure loss (nats a token) and perplexity of a model on text, of each of several adapters on one "
-        "base. Of text every token but the first counts, of records completions and what the assistant says.",
+        description="Measure loss (nats per token) and perplexity of a model on text, with each of several adapters on "
+        "one base. In text, every token except the first counts; in records, completions and assistant messages.",
     )
     add_model_arguments(parser)
     add_template_argument(parser)
     parser.add_argument(
-        "--data", required=True, metavar="PATH", help="text, a folder of it, or records as finetune takes them"
+        "--data", required=True, metavar="PATH", help="text, a folder of text, or records as for finetune"
     )
     parser.add_argument(
-        "--columns", metavar="WORDS", help="which columns of records are meant, as of finetune: messages=chat"
+        "--columns", metavar="WORDS", help="columns of the records, as for finetune, such as messages=chat"
     )
     parser.add_argument(
         "--loss-on",
         choices=("completion", "all"),
-        help="what of records counts: what the assistant says, completions and outputs, or all (default: completion)",
+        help="counted tokens of records: completion (assistant messages, completions, outputs), or all (default: "
+        "completion)",
     )
     parser.add_argument(
-        "--seq-len", type=positive, metavar="N", help="tokens in a row (default: 1024, or the model's context if less)"
+        "--seq-len",
+        type=positive,
+        metavar="N",
+        help="tokens in a row (default: 1024, or the model's context if shorter)",
     )
-    parser.add_argument("--batch-size", type=positive, default=8, metavar="N", help="rows at once (default: 8)")
+    parser.add_argument(
+        "--batch-size", type=positive, default=8, metavar="N", help="rows evaluated at once (default: 8)"
+    )
     parser.add_argument("--json", metavar="FILE", help="write the results as JSON (default: not written)")
     parser.set_defaults(run=run)
 
@@ -66,7 +71,7 @@ def run(args: argparse.Namespace) -> int:
     check_model_arguments(args)
     check_outputs(args.json)
     if not args.data:
-        raise ConfigError("--data is empty", hint="look whether a variable of your script is unset")
+        raise ConfigError("--data is empty", hint="check whether a variable of your script is unset")
     from ..finetune import is_read_as_records, named_documents, notes_on
 
     console = errors()
@@ -78,7 +83,7 @@ def run(args: argparse.Namespace) -> int:
         ("--loss-on", args.loss_on),
     ):
         if is_text and value is not None and Path(args.data).exists():
-            raise ConfigError(f"{flag} is for records, and {args.data} is plain text", hint=f"leave {flag} out")
+            raise ConfigError(f"{flag} is for records, but {args.data} is plain text", hint=f"leave {flag} out")
     # Text is read before the model, so that a wrong path fails before a large model is loaded.
     documents = named_documents(args.data) if is_text else None
     for note in notes_on(args.data, _columns(args), is_evaluation=True):
@@ -118,8 +123,9 @@ def run(args: argparse.Namespace) -> int:
     if non_finite := [row["adapter"] or "the model" for row in rows if not math.isfinite(row["loss"])]:
         raise NonFiniteError(
             f"the loss of {', '.join(non_finite)} is not finite",
-            expected="weights that are finite numbers",
-            hint="a weight is nan or inf, or --compute-dtype float16 overflows; lowtide inspect says the dtypes",
+            expected="finite weights",
+            hint="check for nan or inf in the weights, and for overflow with --compute-dtype float16; lowtide inspect "
+            "shows the dtypes",
         )
     return 0
 

@@ -28,7 +28,7 @@ from . import _config_flags, _data_report, _distributed
 
 _CLIP_TEXTS = {
     "exact": "clipped by the exact norm of all gradients",
-    "previous": "clipped by the norm of the step before",
+    "previous": "clipped by the norm of the previous step",
     "layer": "each layer clipped by its own norm",
 }
 
@@ -37,26 +37,26 @@ def register(commands: Any) -> None:
     """Add the command to the parser."""
     parser: argparse.ArgumentParser = commands.add_parser(
         "finetune",
-        help="tune a language model, with LoRA or all of it",
-        description="Tune a language model with LoRA: gradients and optimizer state only for the adapters. With --full "
-        "tune all parameters, each layer updated inside the backward pass and kept on the host. Writes a PEFT adapter "
-        "(or the model), metrics and the bytes of every role. The settings are also keys of a TOML file.",
+        help="tune a language model, with LoRA or in full",
+        description="Tune a language model with LoRA: only the adapters have gradients and optimizer state. --full "
+        "tunes all parameters, with each layer updated inside the backward pass and kept on the host. The run writes a "
+        "PEFT adapter (or the model), metrics and the bytes of every role. The settings are also keys of a TOML file.",
     )
-    parser.add_argument("--config", metavar="FILE", help="TOML file of settings; flags win over it")
-    parser.add_argument("--out", metavar="DIR", help="folder of the run (default: a new one below runs/)")
+    parser.add_argument("--config", metavar="FILE", help="TOML file of settings; flags override it")
+    parser.add_argument("--out", metavar="DIR", help="folder of the run (default: a new folder in runs/)")
     parser.add_argument("--resume", action="store_true", help="continue the run in --out")
     parser.add_argument(
         "--compare",
         action="store_true",
-        help="at the end compile the step that people write first, too, and show its bytes beside those of the run",
+        help="also compile the naive step at the end, and show its bytes next to those of the run",
     )
     parser.add_argument(
-        "--report-only", action="store_true", help="make report.html of the run in --out from its files, and do no more"
+        "--report-only", action="store_true", help="only write report.html of the run in --out, from its files"
     )
     parser.add_argument(
         "--budget",
         metavar="SIZE",
-        help='refuse a run that needs more of the device, such as "16 GiB", before anything is loaded (default: off)',
+        help='reject a run that needs more device memory, such as "16 GiB", before anything is loaded (default: off)',
     )
     _config_flags.register(parser)
     _distributed.register(parser)
@@ -78,7 +78,9 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError("--resume needs --out", hint="name the folder of the run to continue")
     for flag in ("config", "out"):
         if getattr(args, flag) == "":  # an unset shell variable, which must not select the default
-            raise ConfigError(f"--{flag} is empty", hint=f"leave --{flag} out, or look whether a variable is unset")
+            raise ConfigError(
+                f"--{flag} is empty", hint=f"leave --{flag} out, or check whether a variable of your script is unset"
+            )
     values = read_config(args.config) if args.config else {}
     values |= _config_flags.flag_settings(args)
     # Must precede `_distributed.start` and `jax.process_index`: they start JAX's backends, and libtpu reads its flags
@@ -88,7 +90,7 @@ def run(args: argparse.Namespace) -> int:
     is_first = jax.process_index() == 0
     console = Console(highlight=False, quiet=not is_first)
     if args.out is None and jax.process_count() > 1:
-        raise ConfigError("several processes need --out", hint="name one folder that all of them see")
+        raise ConfigError("several processes need --out", hint="name one folder that all processes can access")
     out = Path(args.out or f"runs/finetune-{time.strftime('%Y%m%d-%H%M%S')}")
     config = open_run(out, values, args.config or "the command line", resume=args.resume)
     interrupted = _remember_interrupts()
@@ -152,11 +154,11 @@ def _finetune(
     num_steps = job.config.num_steps  # derived from the number of epochs when the data is read
     if config.early_stopping_patience is not None and job.trainer.step < num_steps:
         console.print(
-            f"Stopped early, at step {job.trainer.step:,} of {num_steps:,}: the held-out loss did not fall in "
+            f"Stopped early at step {job.trainer.step:,} of {num_steps:,}: the held-out loss did not decrease in "
             f"{config.early_stopping_patience} evaluations."
         )
     if (best := job.load_best()) is not None:
-        console.print(f"What is written is step {best}, whose held-out loss is the least.")
+        console.print(f"The run writes the weights of step {best}, which has the lowest held-out loss.")
     job.finish(table)
     samples: dict[str, Any] = {}
     if job.samples:
@@ -169,7 +171,7 @@ def _finetune(
     # Last, so that nothing of it occupies memory during training, and the files of the run are already written.
     if compare:
         with _progress(console) as progress:
-            progress.add_task("compiling the naive step, to compare", total=None)
+            progress.add_task("compiling the naive step for comparison", total=None)
             table = job.compare(table)
         job.write_memory(table)
     _print_bytes(console, config, table)
@@ -205,10 +207,10 @@ def _budget(text: str | None) -> int | None:
     size = None if text is None else parse_bytes(text)
     if size is not None and size < 1:
         raise ConfigError(
-            "--budget leaves a run no memory",
+            "--budget leaves no memory for a run",
             expected="a size above 0",
             got=repr(text),
-            hint='for instance --budget "16 GiB"; leave it out for no limit',
+            hint='use, for instance, --budget "16 GiB", or leave it out for no limit',
         )
     return size
 
@@ -218,10 +220,10 @@ def _print_budget(console: Console, config: Any, budget: int, sharding: Any) -> 
 
     if sharding is not None:
         raise ConfigError(
-            "--budget counts the bytes of a run on one device",
+            "--budget supports only runs on one device",
             expected="one device",
-            got="work that is shared among devices",
-            hint="leave --budget out; the plan that is printed says what each device needs",
+            got="a run on several devices",
+            hint="leave --budget out; the printed plan states the bytes of each device",
         )
     with _progress(console) as progress:
         task = progress.add_task("estimating the bytes of a step", total=None)
@@ -249,7 +251,7 @@ def _report_only(args: argparse.Namespace) -> int:
     if not args.out:
         raise ConfigError("--report-only needs --out", hint="name the folder of the run")
     if args.resume or args.compare:
-        raise ConfigError("--report-only trains nothing", hint="leave --resume and --compare out")
+        raise ConfigError("--report-only does not train", hint="leave --resume and --compare out")
     Console(highlight=False).print(f"The page of the run is {write_report(args.out)}", soft_wrap=True)
     return 0
 
@@ -307,7 +309,7 @@ def _print_plan(console: Console, job: Any, table: Any) -> None:
     rows = {
         "model": f"{config.model or 'embedded base'}: {base.config.num_layers} layers of {base.config.hidden_size}, "
         f"{format_bytes(table.frozen_bytes or table.trainable_bytes)} {'trainable' if config.full else 'frozen'}, "
-        f"computing in {base.compute_dtype}",
+        f"computed in {base.compute_dtype}",
         "data": f"{config.data or 'the Python language reference'}: {data.num_documents:,} documents, "
         f"{data.num_train_tokens:,} tokens to train on, {data.num_held_out_tokens:,} held out",
         **_data_report.describe(data.report, config),
@@ -336,8 +338,8 @@ def _print_plan(console: Console, job: Any, table: Any) -> None:
     _data_report.print_examples(console, data.report)
     if config.seq_len > base.config.max_position_embeddings:
         console.print(
-            f"[bold yellow]warning[/] --seq-len {config.seq_len} is longer than the "
-            f"{base.config.max_position_embeddings} positions the model was made for"
+            f"[bold yellow]warning[/] --seq-len {config.seq_len} is longer than the model's "
+            f"{base.config.max_position_embeddings} positions"
         )
     for problem in _shortages(config, table.ours, _offload_words(job.trainer)):
         console.print(f"[bold yellow]warning[/] {problem}")
@@ -355,13 +357,13 @@ def _attention(base: Any, config: Any) -> str:
     """Return the name of the attention implementation that the run uses."""
     import jax.numpy as jnp
 
-    from ..ops import Sight, attention_implementation
+    from ..ops import AttentionMask, attention_implementation
 
     model_config, ids = base.config, jnp.zeros((1, 1), jnp.int32)
     # Traced if the layers differ.
     windows = jnp.int32(1) if isinstance(model_config.windows, tuple) else model_config.windows
     options: dict[str, Any] = {"soft_cap": model_config.attention_soft_cap, "has_sinks": model_config.attention_sinks}
-    options["sight"] = Sight(window=windows, segments=(ids, ids) if config.is_packed else None)
+    options["mask"] = AttentionMask(window=windows, segment_ids=ids if config.is_packed else None)
     implementation = attention_implementation(
         base.compute_dtype, model_config.head_dim, num_tokens=config.seq_len, **options
     )
@@ -373,16 +375,14 @@ def _pipeline_lines(stages: Any) -> dict[str, str]:
     if stages is None:
         return {}
     sizes = f"{len(stages.ranks)} stages, {stages.num_microbatches} microbatches"
-    time_text = f"{stages.time_over_ideal:.2f} of the time without waiting, by FLOPs"
-    return {"pipeline": f"{sizes}: {time_text} (a scan that is differentiated: {stages.scan_over_ideal:.2f})"}
+    time_text = f"{stages.time_over_ideal:.2f} times the time without waiting, by FLOPs"
+    return {"pipeline": f"{sizes}: {time_text} (a differentiated scan: {stages.scan_over_ideal:.2f})"}
 
 
 def _tuning_lines(config: Any, table: Any, *, experts: bool = False) -> dict[str, str]:
     """Return the lines of the plan that say what trains and what is on the host."""
     if config.full:
-        lines = {
-            "tuning": f"all parameters, a layer at a time inside the backward pass, {_CLIP_TEXTS[config.clip_mode]}"
-        }
+        lines = {"tuning": f"all parameters, layer by layer inside the backward pass, {_CLIP_TEXTS[config.clip_mode]}"}
     else:
         size = format_bytes(table.trainable_bytes)
         frozen = ", experts frozen" if experts else ""
@@ -403,14 +403,14 @@ def _final_rate(config: Any) -> str:
     steps = config.schedule_steps or config.num_steps
     if steps >= config.num_steps or config.schedule in ("constant", "inverse_sqrt"):
         return ""
-    return f"; from step {steps} on the learning rate stays at {config.final_rate_fraction:g} of its peak"
+    return f"; from step {steps} on, the learning rate stays at {config.final_rate_fraction:g} of its peak"
 
 
 def _host_text(report: Any) -> str:
     if not report.host_bytes:
         return ""
     usable = report.target.host_bytes
-    usable_text = "" if usable is None else f", {format_bytes(usable)} there"
+    usable_text = "" if usable is None else f", {format_bytes(usable)} usable"
     return f", {format_bytes(report.host_bytes)} on the host (pinned{usable_text})"
 
 
@@ -430,13 +430,14 @@ def _shortages(config: Any, report: Any, words: Sequence[str] = _OFFLOAD_WORDS) 
     if report.margin_bytes is not None and report.margin_bytes < 0:
         other_words = [word for word in words if word not in (config.offload or ())]
         messages.append(
-            "this does not fit: lower --batch-size or --seq-len, raise num_microbatches"
-            + (f", or --offload {','.join(other_words)}" if other_words and not config.full else "")
+            "the step does not fit: lower --batch-size or --seq-len, raise --num-microbatches"
+            + (f", or use --offload {','.join(other_words)}" if other_words and not config.full else "")
         )
     if report.host_bytes and report.host_margin_bytes is not None and report.host_margin_bytes < 0:
         messages.append(
-            f"this does not fit the host: {format_bytes(report.host_bytes)} of {format_bytes(report.target.host_bytes)}"
-            " a device; leave out a word of --offload, or take a machine with more memory"
+            f"the step does not fit the host: {format_bytes(report.host_bytes)} of "
+            f"{format_bytes(report.target.host_bytes)} for each device; remove a word from --offload, or use a machine "
+            "with more memory"
         )
     return messages
 
@@ -447,8 +448,8 @@ def _host_memory(base: Any, state: Any) -> str:
 
     model, copies = models.host_bytes(base), train.checkpoint_bytes(state)
     return (
-        f"at most {format_bytes(model.loading)} to load, beside the model; beside the state "
-        f"{format_bytes(copies.saving)} for a checkpoint, {format_bytes(copies.restoring)} to restore one"
+        f"at most {format_bytes(model.loading)} to load, in addition to the model; {format_bytes(copies.saving)} to "
+        f"save a checkpoint and {format_bytes(copies.restoring)} to restore one, in addition to the state"
     )
 
 
@@ -500,7 +501,7 @@ def _print_bytes(console: Console, config: Any, table: Any) -> None:
         )
         add(names.get(label, label), None if naive is None else naive_bytes, our_bytes, host_bytes)
     view.add_section()
-    gradient_label = "gradients alive at a time (counted)" if config.full else "gradient tree (counted)"
+    gradient_label = "gradients held at once (counted)" if config.full else "gradient tree (counted)"
     add(gradient_label, table.naive_gradient_bytes, table.gradient_bytes, 0)
     console.print(view)
 

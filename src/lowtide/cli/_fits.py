@@ -1,24 +1,30 @@
-"""``lowtide fits``: whether a step fits, for each target."""
+"""``lowtide fits``: whether a step fits, for each target; with ``--largest``, the largest value that fits."""
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
 import json
+import os
+import re
+import subprocess
+import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+import tomli_w
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from ..core import ConfigError, format_bytes, parse_bytes
-from ._children import job_arguments, measure_targets, run_child
-from ._explain import positive
-from ._largest import run_largest
-from ._load import add_job_arguments, check_outputs, job_settings, parse_job, write_text
+from ._arguments import positive
+from ._load import add_job_arguments, job_settings, load, parse_job, read_settings, user_code
+from ._output import check_outputs, print_error, spinner, write_text
+
+_RowT = TypeVar("_RowT")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -59,18 +65,18 @@ def register(commands: Any) -> None:
     """Add the command to the parser."""
     parser: argparse.ArgumentParser = commands.add_parser(
         "fits",
-        help="say on which targets a step fits, or how large it may get",
-        description="Compile what a function of yours returns for several targets, one after another in processes of "
-        "their own, and say where it fits. With --largest, find the largest value of a parameter that fits. Exit "
-        "status: 0; 1 when it does not fit somewhere, or your code fails; 2 for a mistake in the arguments.",
+        help="show which targets a step fits, or how large it may get",
+        description="Compile the step that your function returns for several targets, one after another in separate "
+        "processes, and show where it fits. With --largest, find the largest value of a parameter that fits. Exit "
+        "status: 0; 1 when it does not fit a target, or your code fails; 2 for a mistake in the arguments.",
     )
     add_job_arguments(parser)
     parser.add_argument(
-        "--budget", metavar="SIZE", help='bytes it may take of a device, such as "14 GiB" (default: what is usable)'
+        "--budget", metavar="SIZE", help='limit in bytes on one device, such as "14 GiB" (default: the usable bytes)'
     )
     parser.add_argument("--json", metavar="FILE", help="write the table as JSON (default: not written)")
     parser.add_argument(
-        "--largest", metavar="KEY", help="find the largest KEY=N that fits, KEY a parameter of NAME (default: off)"
+        "--largest", metavar="KEY", help="find the largest value that fits for KEY, a parameter of NAME (default: off)"
     )
     parser.add_argument("--sizes", metavar="N,N,...", help="with --largest: values to compile first (default: 2,3,4)")
     parser.add_argument(
@@ -90,12 +96,12 @@ def run(args: argparse.Namespace) -> int:
     budget = None if args.budget is None else parse_bytes(args.budget)
     names = list(dict.fromkeys(args.target or ["here"]))
     if args.largest is not None:
-        return run_largest(console, args, settings, names, budget)
+        return _run_largest(console, args, settings, names, budget)
     for flag in ("sizes", "maximum", "multiple_of"):
         if getattr(args, flag) is not None:
             flag = flag.replace("_", "-")
-            raise ConfigError(f"--{flag} is for --largest", hint="name the parameter to enlarge with --largest KEY")
-    rows, are_mistakes = measure_targets(
+            raise ConfigError(f"--{flag} needs --largest", hint="name the parameter to enlarge with --largest KEY")
+    rows, are_mistakes = _measure_targets(
         names,
         f"compiling {args.job} for",
         lambda name: _measure(args, settings, name, budget),
@@ -104,7 +110,7 @@ def run(args: argparse.Namespace) -> int:
     if any(row.error is None for row in rows):
         console.print(_table(rows, budget))
         if any(row.fits is None and row.error is None for row in rows):
-            console.print(Text("note: a capacity is unknown; give one with --budget", style="dim"))
+            console.print(Text("note: a capacity is unknown; set a limit with --budget", style="dim"))
     if args.json:
         write_text(console, args.json, json.dumps(_data(rows), indent=2) + "\n")
     return 2 if are_mistakes else int(any(row.fits is False or row.error for row in rows))
@@ -115,8 +121,8 @@ def _measure(args: argparse.Namespace, settings: Mapping[str, Any], name: str, b
 
     with tempfile.TemporaryDirectory(prefix="lowtide-") as folder:
         report_file, seconds_file = (f"{folder}/{file}" for file in ("report.json", "seconds"))
-        arguments = ["explain", "--no-remedies", *job_arguments(args, settings, folder), "--target", name]
-        run_child([*arguments, "--json", report_file, "--seconds", seconds_file])
+        arguments = ["explain", "--no-remedies", *_job_arguments(args, settings, folder), "--target", name]
+        _run_child([*arguments, "--json", report_file, "--seconds", seconds_file])
         report = memory.MemoryReport.from_json(report_file)
         seconds = float(Path(seconds_file).read_text())
     return Row(
@@ -145,9 +151,9 @@ def _table(rows: Sequence[Row], budget: int | None) -> Table:
     table.add_column("fits", no_wrap=True)
     table.add_column("margin", justify="right", no_wrap=True)
     has_host = any(row.host_bytes for row in rows)
-    for name in ("host", "of host") if has_host else ():
+    for name in ("host", "host usable") if has_host else ():
         table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("compiled in")
+    table.add_column("compile time")
     for row in rows:
         if row.error is not None:
             empty = [""] * (3 if has_host else 1)
@@ -175,3 +181,186 @@ def _size(num_bytes: int | None) -> str:
 def _margin(num_bytes: int | None) -> str:
     """Format the remaining bytes, or the excess. Sizes carry no sign, so that they can be passed back to --budget."""
     return f"{format_bytes(-num_bytes)} over" if num_bytes is not None and num_bytes < 0 else _size(num_bytes)
+
+
+# --- the largest value -----------------------------------------------------------------------------------------------
+
+
+def _run_largest(
+    console: Console, args: argparse.Namespace, settings: Mapping[str, Any], names: Sequence[str], budget: int | None
+) -> int:
+    """Run ``fits --largest`` and return the exit status; if there are several targets, each runs in a separate process.
+
+    A `budget` of None stands for each target's own limit.
+    """
+    sizes = _read_sizes(args.sizes)
+    if len(names) == 1:
+        result = _extrapolate(args, settings, names[0], sizes, budget)
+        result.print(console)
+        if args.json:
+            _write_rows(console, args.json, [result.to_dict()])
+        return 0
+    rows, are_mistakes = _measure_targets(
+        names,
+        f"finding the largest {args.largest} of {args.job} on",
+        lambda name: _in_child(args, settings, name),
+        lambda name, error: {"target": name, "error": error},
+    )
+    console.print(_largest_table(args.largest, rows))
+    if args.json:
+        _write_rows(console, args.json, rows)
+    return 2 if are_mistakes else int(any("error" in row for row in rows))
+
+
+def _read_sizes(text: str | None) -> tuple[int, ...] | None:
+    if text is None:
+        return None
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isascii() and part.isdigit() for part in parts):
+        raise ConfigError("--sizes needs whole numbers", got=repr(text), hint="use, for instance, --sizes 2,4,8")
+    return tuple(map(int, parts))
+
+
+def _extrapolate(
+    args: argparse.Namespace, settings: Mapping[str, Any], name: str, sizes: Sequence[int] | None, budget: int | None
+) -> Any:
+    from .. import memory
+
+    path, function = parse_job(args.job)
+    job_name = f"{path.name}:{function}" if function else path.name
+    options: dict[str, Any] = {"sizes": sizes, "maximum": args.maximum, "multiple_of": args.multiple_of}
+    if args.largest in settings or any(pair.partition("=")[0].strip() == args.largest for pair in args.set):
+        raise ConfigError(
+            f"{args.largest} is set, but --largest searches its value", hint=f"leave out the value of {args.largest}"
+        )
+    with load(path, function, settings) as maker:
+        keywords = read_settings(args.set, maker, job_name, variable=args.largest)
+        target = memory.target(name)
+
+        # `extrapolate` calls `make` within the `with` block below, which binds `clock`.
+        def make(size: int) -> Any:
+            clock.set_text(f"compiling {job_name} with {args.largest}={size} for {target.name}")
+            return memory.Job.make(maker, target=target, what=job_name, **keywords, **{args.largest: size})
+
+        with spinner(f"compiling {job_name} for {target.name}") as clock, user_code(path):
+            return memory.extrapolate(
+                make,
+                target=target,
+                limit=budget,
+                variable=args.largest,
+                **{key: value for key, value in options.items() if value is not None},
+            )
+
+
+def _in_child(args: argparse.Namespace, settings: Mapping[str, Any], name: str) -> dict[str, Any]:
+    arguments = ["--target", name, "--largest", args.largest]
+    for flag in ("budget", "sizes", "maximum", "multiple_of"):
+        if getattr(args, flag) is not None:
+            arguments += [f"--{flag.replace('_', '-')}", str(getattr(args, flag))]
+    with tempfile.TemporaryDirectory(prefix="lowtide-") as folder:
+        file = Path(folder) / "rows.json"
+        _run_child(["fits", *_job_arguments(args, settings, folder), *arguments, "--json", str(file)])
+        return json.loads(file.read_text(encoding="utf-8"))["rows"][0]
+
+
+def _write_rows(console: Console, file: str, rows: Sequence[dict[str, Any]]) -> None:
+    write_text(console, file, json.dumps({"figures": "compiled", "rows": rows}, indent=2) + "\n")
+
+
+def _largest_table(variable: str, rows: Sequence[dict[str, Any]]) -> Table:
+    title = f"Largest {variable} that fits (compiled)"
+    table = Table(title=title, title_justify="left", box=None, pad_edge=False)
+    table.add_column("target", no_wrap=True)
+    for column in (variable, "device", "limit", "next size", "programs"):
+        table.add_column(column, justify="right", no_wrap=True)
+    table.add_column("")
+    for row in rows:
+        if "error" in row:
+            table.add_row(Text(row["target"]), Text("failed", style="red"), *[""] * 4, Text(row["error"]))
+            continue
+        following = row["next"]
+        table.add_row(
+            Text(row["target"]),
+            f"{row['answer']:,}",
+            format_bytes(row["device_bytes"]),
+            format_bytes(row["limit_bytes"]),
+            "at the maximum" if following is None else format_bytes(following["device_bytes"]),
+            str(len(row["points"])),
+        )
+    return table
+
+
+# --- subprocesses ----------------------------------------------------------------------------------------------------
+
+
+class _ChildError(Exception):
+    """A failed command: `text` is the error that it printed, `status` its exit status."""
+
+    def __init__(self, text: str, status: int) -> None:
+        super().__init__(text)
+        self.text, self.status = text, status
+
+    @property
+    def line(self) -> str:
+        """The error as one line."""
+        lines = [line.strip() for line in self.text.splitlines() if line.strip()]
+        coded = [line for line in lines if line.startswith("[LT")]
+        return (coded or lines[-1:] or [f"exit status {self.status}"])[0]
+
+
+def _run_child(arguments: Sequence[str]) -> None:
+    """Run ``lowtide`` in a subprocess and capture its output; raise `_ChildError` when it fails."""
+    # PYTHONIOENCODING makes the child write UTF-8 in every locale, because this process decodes UTF-8.
+    process = subprocess.run(
+        [sys.executable, "-m", "lowtide", *arguments],
+        capture_output=True,
+        encoding="utf-8",
+        errors="replace",
+        env={**os.environ, "PYTHONIOENCODING": "utf-8"},
+        check=False,
+    )
+    if process.returncode == 0:
+        return
+    if process.returncode < 0:
+        text = f"signal {-process.returncode} killed the compiling process; the host may have run out of memory"
+        raise _ChildError(text, process.returncode)
+    # The user's code may also print lines that begin with "error". After that word, Lowtide's
+    # own errors have a code or name the user's file.
+    match = re.search(r"^error ((?:\[LT|in the code of ).*)", process.stderr, flags=re.MULTILINE | re.DOTALL)
+    raise _ChildError(match[1].rstrip() if match else process.stderr.rstrip()[-2000:], process.returncode)
+
+
+def _job_arguments(args: argparse.Namespace, settings: Mapping[str, Any], folder: str) -> list[str]:
+    """Return the arguments with which another process runs the same job.
+
+    The `settings` of a model's folder, from `job_settings`, are written to a TOML file in `folder`.
+    """
+    set_flags = [part for pair in args.set for part in ("--set", pair)]
+    if not settings:
+        return [args.job, *set_flags]
+    file = Path(folder, "settings.toml")
+    file.write_text(tomli_w.dumps(settings), encoding="utf-8")
+    return [args.job, *set_flags, "--config", str(file)]
+
+
+def _measure_targets(
+    names: Sequence[str], action: str, measure: Callable[[str], _RowT], make_failed_row: Callable[[str, str], _RowT]
+) -> tuple[list[_RowT], bool]:
+    """Measure targets one after the other with `_run_child`, and print each distinct error once.
+
+    `action` begins a sentence that ends with a target's name. `make_failed_row` takes the name of a failed target and
+    the error as one line. Returns the rows, and whether every target failed because of a mistake in the arguments.
+    """
+    rows: list[_RowT] = []
+    failures: list[_ChildError] = []
+    for number, name in enumerate(names, start=1):
+        with spinner(f"{action} {name} ({number} of {len(names)})"):
+            try:
+                rows.append(measure(name))
+            except _ChildError as error:
+                failures.append(error)
+                rows.append(make_failed_row(name, error.line))
+    # Targets often fail with the same error; print each distinct error once.
+    for text in dict.fromkeys(failure.text for failure in failures):
+        print_error(text)
+    return rows, len(failures) == len(rows) and all(failure.status == 2 for failure in failures)

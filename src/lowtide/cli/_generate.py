@@ -7,7 +7,7 @@ import contextlib
 import json
 import sys
 import time
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
@@ -16,8 +16,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.text import Text
 
-from ..core import ConfigError, DataError, OutputError, format_bytes, shortened
-from ._answers import (
+from ..core import ConfigError, DataError, ModelFileError, OutputError, format_bytes, shortened
+from ._arguments import (
     add_model_arguments,
     add_template_argument,
     chat_template,
@@ -25,11 +25,10 @@ from ._answers import (
     check_model_arguments,
     end_tokens,
     open_named,
+    positive,
     with_each,
 )
-from ._chat import messages_to_ids
-from ._console import errors
-from ._explain import positive
+from ._output import errors
 
 _MAX_PROMPTS_BYTES = 1024**3
 
@@ -38,9 +37,9 @@ def register(commands: Any) -> None:
     """Add the command to the parser."""
     parser: argparse.ArgumentParser = commands.add_parser(
         "generate",
-        help="let a model continue prompts",
-        description="Continue prompts with a model of Hugging Face's layout, several at once, and with each of several "
-        "adapters on one base. A single answer is printed as it comes.",
+        help="continue prompts with a model",
+        description="Continue prompts with a model in Hugging Face's layout, several prompts at once, and with each of "
+        "several adapters on one base. A single answer is printed while it is generated.",
     )
     add_model_arguments(parser)
     add_template_argument(parser)
@@ -49,38 +48,56 @@ def register(commands: Any) -> None:
     source.add_argument(
         "--prompts",
         metavar="FILE",
-        help='a prompt a line of a .txt file, or an object a line of a .jsonl file with "prompt" or "messages" (and '
-        '"tools")',
+        help='.txt file with one prompt per line, or .jsonl file with one object per line that has "prompt" or '
+        '"messages" (and "tools")',
     )
-    source.add_argument("--chat", action="store_true", help="talk, by the model's chat template; an empty line ends it")
+    source.add_argument(
+        "--chat", action="store_true", help="chat, with the model's chat template; an empty line ends it"
+    )
     parser.add_argument(
-        "--system", metavar="TEXT", help="system prompt of conversations that have none (default: the template's)"
+        "--system", metavar="TEXT", help="system prompt of conversations without one (default: the template's)"
     )
     parser.add_argument(
         "--stop",
         action="append",
         default=[],
         metavar="TEXT",
-        help="text that ends an answer and is not part of it; again for another (default: none)",
+        help="text that ends an answer and is not part of it; may be repeated (default: none)",
     )
     parser.add_argument(
-        "--max-new-tokens", type=positive, default=128, metavar="N", help="most tokens of an answer (default: 128)"
+        "--max-new-tokens", type=positive, default=128, metavar="N", help="maximum tokens of an answer (default: 128)"
     )
     parser.add_argument(
-        "--temperature", type=float, default=0.8, help="divides the logits; 0: the most likely token (default: 0.8)"
-    )
-    parser.add_argument("--top-p", type=float, default=1.0, help="of the most likely tokens, so much (default: 1.0)")
-    parser.add_argument("--top-k", type=int, default=0, help="only so many of the most likely (default: 0, all)")
-    parser.add_argument("--min-p", type=float, default=0.0, help="least share of the most likely's (default: 0.0)")
-    parser.add_argument(
-        "--repetition-penalty", type=float, default=1.0, help="makes tokens so far less likely (default: 1.0)"
+        "--temperature", type=float, default=0.8, help="divisor of the logits; 0: the most likely token (default: 0.8)"
     )
     parser.add_argument(
-        "--num-samples", type=positive, default=1, metavar="N", help="answers to each prompt (default: 1)"
+        "--top-p", type=float, default=1.0, help="total probability of the most likely tokens to keep (default: 1.0)"
     )
-    parser.add_argument("--batch-size", type=positive, default=8, metavar="N", help="answers at once (default: 8)")
-    parser.add_argument("--seed", type=int, default=0, help="of the samples (default: 0)")
-    parser.add_argument("--output", metavar="FILE", help="write an object a line to a new .jsonl file (default: print)")
+    parser.add_argument(
+        "--top-k", type=int, default=0, help="number of the most likely tokens to keep (default: 0, all)"
+    )
+    parser.add_argument(
+        "--min-p",
+        type=float,
+        default=0.0,
+        help="minimum probability, relative to the most likely token (default: 0.0)",
+    )
+    parser.add_argument(
+        "--repetition-penalty",
+        type=float,
+        default=1.0,
+        help="factor that makes earlier tokens less likely (default: 1.0)",
+    )
+    parser.add_argument(
+        "--num-samples", type=positive, default=1, metavar="N", help="answers for each prompt (default: 1)"
+    )
+    parser.add_argument(
+        "--batch-size", type=positive, default=8, metavar="N", help="answers generated at once (default: 8)"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="random seed of the samples (default: 0)")
+    parser.add_argument(
+        "--output", metavar="FILE", help="new .jsonl file for the answers, one object per line (default: print)"
+    )
     parser.set_defaults(run=run)
 
 
@@ -89,10 +106,12 @@ def run(args: argparse.Namespace) -> int:
     check_model_arguments(args)
     if args.chat and (args.output or args.num_samples > 1 or len(args.adapter) > 1):
         raise ConfigError(
-            "--chat is one conversation", hint="leave out --output, --num-samples and all adapters but one"
+            "--chat supports only one conversation", hint="leave out --output, --num-samples and all adapters but one"
         )
     if "" in args.stop:
-        raise ConfigError("--stop is empty", hint="leave --stop out, or look whether a variable is unset")
+        raise ConfigError(
+            "--stop is empty", hint="leave --stop out, or check whether a variable of your script is unset"
+        )
     # Prompts are read, and the output file is opened, before the model: mistakes in them should not cost its loading
     # time.
     prompts_by_label = {} if args.chat else _read_prompts(args)
@@ -269,7 +288,7 @@ def _chat(args: argparse.Namespace, base: Any, tokenizer: Any, sampling: Any) ->
     conversation = Conversation(model)
     while text := _read_input():
         messages.append({"role": "user", "content": text})
-        (ids,) = messages_to_ids(args, tokenizer, {"the conversation": messages})
+        (ids,) = _messages_to_ids(args, tokenizer, {"the conversation": messages})
         check_ids(ids, tokenizer, base.config.vocab_size, "the conversation")
         answer = _stream(args, conversation.stream, tokenizer, sampling, ids, ends, errors(), [])
         messages.append({"role": "assistant", "content": answer})
@@ -295,11 +314,11 @@ def _encode_prompts(
     chats = {name: prompt["messages"] for name, prompt in prompts.items() if "messages" in prompt}
     for flag, value in (("--system", args.system), ("--template-arg", args.template_arg)):
         if value and not chats:
-            raise ConfigError(f"{flag} is for conversations", hint='take --chat, or "messages" in a .jsonl file')
+            raise ConfigError(f"{flag} is for conversations", hint='use --chat, or "messages" in a .jsonl file')
     for name, messages in chats.items():
         chats[name] = messages if messages[0]["role"] == "system" else [*_system_messages(args), *messages]
     tools = {name: prompts[name]["tools"] for name in chats if "tools" in prompts[name]}
-    chat_ids = iter(messages_to_ids(args, tokenizer, chats, tools) if chats else [])
+    chat_ids = iter(_messages_to_ids(args, tokenizer, chats, tools) if chats else [])
     ids: list[list[int]] = []
     for name, prompt in prompts.items():
         ids.append(next(chat_ids) if name in chats else _encode_prompt(base, tokenizer, prompt["prompt"]))
@@ -320,6 +339,31 @@ def _encode_prompt(base: Any, tokenizer: Any, prompt: str) -> list[int]:
     return ids
 
 
+def _messages_to_ids(
+    args: argparse.Namespace,
+    tokenizer: Any,
+    conversations: Mapping[str, Sequence[Mapping[str, Any]]],
+    tools: Mapping[str, Any] | None = None,
+) -> list[list[int]]:
+    """Render conversations up to the start of the next answer, and tokenise them.
+
+    `conversations` and `tools` are keyed by label, which error messages quote; not every conversation has tools. Raises
+    `ModelFileError` when the model has no usable chat template, and `DataError` when it rejects a conversation.
+    """
+    from ..finetune.data import chat_prompts
+
+    template = chat_template(args)
+    if template is None:
+        raise ModelFileError(
+            f"{args.tokenizer or args.model or 'the embedded model'} has no chat template",
+            expected="chat_template.jinja, or chat_template in tokenizer_config.json",
+            hint='use a plain prompt (--prompt TEXT, or "prompt" in the file), or a template: --chat-template FILE',
+        )
+    texts = chat_prompts(template, conversations, tools)
+    # The template writes the special tokens, so the tokenizer must not add them again.
+    return [tokenizer.encode(text, add_special_tokens=False).ids for text in texts]
+
+
 def _print_plan(console: Console, args: argparse.Namespace, base: Any, ids: list[list[int]]) -> None:
     from ..models import cache_bytes
 
@@ -327,11 +371,11 @@ def _print_plan(console: Console, args: argparse.Namespace, base: Any, ids: list
     rows = min(args.batch_size, len(ids) * args.num_samples)
     size = format_bytes(cache_bytes(base.config, rows, longest, base.compute_dtype))
     count = f"{len(ids):,} prompt" + ("" if len(ids) == 1 else "s")
-    console.print(f"{count}, {rows} at once; keys and values take {size}", style="dim")
+    console.print(f"{count}, {rows} at once; the cache of keys and values takes {size}", style="dim")
     if longest > base.config.max_position_embeddings:
         console.print(
-            f"[bold yellow]warning[/] prompt and answer may have {longest:,} tokens, more than the "
-            f"{base.config.max_position_embeddings:,} positions that the model was made for"
+            f"[bold yellow]warning[/] prompt and answer may have {longest:,} tokens, more than the model's "
+            f"{base.config.max_position_embeddings:,} positions"
         )
 
 
@@ -341,8 +385,8 @@ def _warn_of_plain_text(console: Console, args: argparse.Namespace, prompts: lis
         return
     if chat_template(args) is not None:
         console.print(
-            "[bold yellow]warning[/] a prompt is continued as it is, without the model's chat template; for an answer "
-            'take --chat, or "messages" in a .jsonl file'
+            "[bold yellow]warning[/] the model continues the prompt without its chat template; for an answer, use "
+            '--chat, or "messages" in a .jsonl file'
         )
 
 
@@ -352,17 +396,19 @@ def _read_prompts(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
         return {"--prompt": {"prompt": args.prompt}}
     path = Path(args.prompts)
     if path.suffix not in (".txt", ".jsonl"):
-        raise DataError(f"{path}: unknown kind of file", expected="a .txt or .jsonl file", hint="rename or convert it")
+        raise DataError(f"{path}: unknown file type", expected="a .txt or .jsonl file", hint="rename or convert it")
     try:
         content = path.read_bytes() if path.stat().st_size <= _MAX_PROMPTS_BYTES else None
         lines = None if content is None else content.decode("utf-8").removeprefix("\ufeff").split("\n")
     except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"{path}: cannot be read", got=str(error), hint="give a UTF-8 file that is yours") from error
+        raise DataError(
+            f"{path}: cannot be read", got=str(error), hint="name a UTF-8 file that you may read"
+        ) from error
     if lines is None:
         raise DataError(f"{path}: too large", expected=format_bytes(_MAX_PROMPTS_BYTES), hint="split the file")
     lines = [(number, line.rstrip("\r")) for number, line in enumerate(lines, 1) if line.strip()]
     if not lines:
-        raise DataError(f"{path}: no prompt in it", expected="a prompt a line", hint="check --prompts")
+        raise DataError(f"{path} contains no prompt", expected="one prompt per line", hint="check --prompts")
     if path.suffix == ".txt":
         return {f"{path}:{number}": {"prompt": line} for number, line in lines}
     return {f"{path}:{number}": _parse_prompt(f"{path}:{number}", line) for number, line in lines}
@@ -372,7 +418,7 @@ def _parse_prompt(label: str, line: str) -> dict[str, Any]:
     try:
         record = json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise DataError(f"{label}: not JSON", got=shortened(error), hint="one JSON object a line") from error
+        raise DataError(f"{label}: not JSON", got=shortened(error), hint="write one JSON object per line") from error
     fields = record if isinstance(record, dict) else {}
     prompt, messages = fields.get("prompt"), fields.get("messages")
     if isinstance(prompt, str) and messages is None and fields.get("tools") is None:
@@ -380,10 +426,10 @@ def _parse_prompt(label: str, line: str) -> dict[str, Any]:
     if prompt is None and messages and (chat := _parse_chat(fields, label)):
         return chat
     raise DataError(
-        f"{label}: no prompt",
+        f"{label} has no prompt",
         expected='an object with "prompt", a text, or "messages", a list of objects with "role" and "content"',
         got=shortened(line),
-        hint='one object a line; other fields than these are not read, but "tools" beside "messages"',
+        hint='write one object per line; other fields are not read, except "tools" next to "messages"',
     )
 
 
@@ -406,16 +452,18 @@ def _open_output(name: str | None) -> Generator[TextIO | None]:
         yield None
         return
     if not name.endswith(".jsonl"):
-        raise ConfigError(f"--output {name!r} is no .jsonl file", hint="the answers are JSON, an object a line")
+        raise ConfigError(
+            f"--output {name!r} is not a .jsonl file", hint="name a .jsonl file; answers are JSON, one per line"
+        )
     path = Path(name)
     try:
         # A JSON prompt may contain a lone surrogate, which UTF-8 cannot encode; it must not end the run.
         file = open(path, "x", encoding="utf-8", errors="backslashreplace")
     except FileExistsError as error:
-        raise OutputError(f"{path} is there already", hint="name a new file, or delete that one") from error
+        raise OutputError(f"{path} already exists", hint="name a new file, or delete that one") from error
     except OSError as error:
         raise OutputError(
-            f"{path}: cannot be written", got=str(error), hint="name a file in a folder of yours"
+            f"{path}: cannot be written", got=str(error), hint="name a file in a folder that you may write to"
         ) from error
     with file:
         try:

@@ -12,29 +12,30 @@ from rich.table import Table
 from rich.text import Text
 
 from ..core import ConfigError, format_bytes
-from ._explain import positive
-from ._model_path import model_path
+from ._arguments import model_path, positive
 
 
 def register(commands: Any) -> None:
     """Add the command to the parser."""
     parser: argparse.ArgumentParser = commands.add_parser(
         "inspect",
-        help="say what a model, an adapter, a run or data holds",
-        description="Say what a model's directory, an adapter's, a file of safetensors or GGUF, a run or its "
-        "checkpoints hold: family, parameters, dtypes, bytes, context, tokenizer, and what of it Lowtide cannot "
-        "handle. Weights are not read. Of data, say what a run would read, learn, cut and leave out. Exit status: 0; 1 "
-        "when something cannot be handled; 2 when nothing is there or a file is damaged.",
+        help="show the contents of a model, an adapter, a run or data",
+        description="Show the contents of a model's folder, an adapter's folder, a safetensors or GGUF file, a run or "
+        "its checkpoints: family, parameters, dtypes, bytes, context, tokenizer, and what Lowtide cannot handle. "
+        "Weights are not read. For data, show what a run would read, learn, cut and leave out. Exit status: 0; 1 when "
+        "something cannot be handled; 2 when the path does not exist or a file is damaged.",
     )
-    parser.add_argument("path", metavar="DIR|FILE", help="what to look at")
+    parser.add_argument("path", metavar="DIR|FILE", help="folder or file to inspect")
     for flag, metavar, text in (
-        ("model", "DIR", "of data, the model whose tokenizer and chat template count (default: the embedded model)"),
-        ("tokenizer", "DIR", "of data, the folder of its tokenizer (default: the model's)"),
-        ("chat-template", "FILE", "of data, the chat template (default: the model's)"),
-        ("columns", "WORDS", "of data, which columns are meant: messages=chat"),
+        ("model", "DIR", "for data: model whose tokenizer and chat template are used (default: the embedded model)"),
+        ("tokenizer", "DIR", "for data: folder of the tokenizer (default: the model's)"),
+        ("chat-template", "FILE", "for data: chat template (default: the model's)"),
+        ("columns", "WORDS", "for data: columns of the records, such as messages=chat"),
     ):
         parser.add_argument(f"--{flag}", metavar=metavar, help=text)
-    parser.add_argument("--seq-len", type=positive, metavar="N", help="of data, tokens in a row (default: as finetune)")
+    parser.add_argument(
+        "--seq-len", type=positive, metavar="N", help="for data: tokens in a row (default: as finetune)"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON (default: a table)")
     parser.set_defaults(run=run)
 
@@ -42,7 +43,7 @@ def register(commands: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     """Run the command and return the exit status."""
     if not args.path:
-        raise ConfigError("the path is empty", hint="name a folder or a file; . is the folder you are in")
+        raise ConfigError("the path is empty", hint="name a folder or a file; . is the current folder")
     from ..finetune import inspect, is_data
 
     if is_data(args.path):
@@ -57,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
         names = ("model", "tokenizer", "chat_template", "columns", "seq_len")
         if unused := [f"--{name.replace('_', '-')}" for name in names if getattr(args, name) is not None]:
             raise ConfigError(
-                f"{unused[0]} is for data, and {args.path} is no file of data, nor a folder of records",
+                f"{unused[0]} is for data, but {args.path} is neither a data file nor a folder of records",
                 hint=f"leave {', '.join(unused)} out, or name the data",
             )
         inspection = inspect(model_path(args.path))

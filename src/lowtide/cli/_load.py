@@ -13,23 +13,18 @@ import difflib
 import functools
 import importlib.util
 import inspect
-import os
 import sys
 import sysconfig
-import time
 import traceback
 from collections.abc import Callable, Generator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from rich.console import Console
-from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
-
-from ..core import ConfigError, LowtideError, OutputError, gguf_file
+from ..core import ConfigError, LowtideError, gguf_file
 from ..finetune import read_config
 from . import _config_flags
-from ._model_path import model_path
+from ._arguments import model_path
 
 # JAX attaches these exceptions as causes to carry its own tracebacks. They say nothing more about the user's code.
 _JAX_CAUSES = ("JaxStackTraceBeforeTransformation", "SimplifiedTraceback", "UnfilteredStackTrace")
@@ -45,24 +40,24 @@ def add_job_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "job",
         metavar="FILE.py:NAME|DIR",
-        help="a function in a file that returns (fn, args), (fn, args, roles) or a dict of these (when it has a "
-        "parameter `target`, it gets the target); or a model's folder with config.json, or its GGUF file: the "
-        "step that `lowtide finetune` would take with the settings below",
+        help="a function in a file that returns (fn, args), (fn, args, roles) or a dict of these (its parameter "
+        "`target`, if any, receives the target); or a model's folder with config.json, or its GGUF file, for the step "
+        "of `lowtide finetune` with the settings below",
     )
     parser.add_argument(
         "--target",
         action="append",
         metavar="NAME",
-        help="what to compile for, such as v5e:2x2, h100:8 or cpu; may be repeated (default: here)",
+        help="hardware to compile for, such as v5e:2x2, h100:8 or cpu; may be repeated (default: here)",
     )
     parser.add_argument(
         "--set",
         action="append",
         default=[],
         metavar="KEY=VALUE",
-        help="keyword argument for NAME, a Python literal or else text; may be repeated (default: none)",
+        help="keyword argument for NAME: a Python literal, otherwise text; may be repeated (default: none)",
     )
-    parser.add_argument("--config", metavar="FILE", help="with DIR: TOML file of settings; flags win over it")
+    parser.add_argument("--config", metavar="FILE", help="with DIR: TOML file of settings; flags override it")
     _config_flags.register(parser, "With DIR, the settings of `lowtide finetune`.", excluded=("model",))
 
 
@@ -74,7 +69,7 @@ def job_settings(args: argparse.Namespace, name: str) -> dict[str, Any]:
     settings = (read_config(args.config) if args.config else {}) | _config_flags.flag_settings(args)
     if settings and name:
         raise ConfigError(
-            f"settings of `lowtide finetune` are for a model's folder, and {args.job} is a function",
+            f"settings of `lowtide finetune` are for a model's folder, but {args.job} is a function",
             expected="a folder with config.json",
             got=", ".join(settings),
             hint="give parameters of your function with --set KEY=VALUE",
@@ -100,8 +95,8 @@ def parse_job(text: str) -> tuple[Path, str]:
         raise ConfigError(
             f"{text!r} does not name a function in a file",
             expected="FILE.py:NAME, or a model's folder with config.json",
-            got="a folder without config.json" if Path(text).is_dir() else f"{text!r}, and no such folder is there",
-            hint="for instance train.py:make_step, or models/llama",
+            got="a folder without config.json" if Path(text).is_dir() else f"{text!r}, which is not a folder",
+            hint="use, for instance, train.py:make_step or models/llama",
         )
     path = Path(file)
     if path.is_dir():
@@ -144,7 +139,7 @@ def load(path: Path, name: str, settings: Mapping[str, Any] = MappingProxyType({
             matches = difflib.get_close_matches(name, [key for key in vars(module) if not key.startswith("__")], n=3)
             raise ConfigError(
                 f"{path.name} has no {name!r}",
-                expected=f"one of its functions: {', '.join(functions) or 'it has none'}",
+                expected=f"one of its functions: {', '.join(functions) or 'none'}",
                 got=repr(name),
                 hint=f"near misses: {', '.join(matches)}" if matches else "name a function of the file",
             )
@@ -154,7 +149,7 @@ def load(path: Path, name: str, settings: Mapping[str, Any] = MappingProxyType({
                 f"{path.name}:{name} is not a function",
                 expected="a function that returns the step and its arguments",
                 got=type(maker).__name__,
-                hint=f"def {name}(): return (step, args, roles)",
+                hint=f"write def {name}(): return (step, args, roles)",
             )
         yield maker
     finally:
@@ -227,7 +222,7 @@ def read_settings(
         key, separator, text = pair.partition("=")
         key = key.strip()
         if not separator or not key.isidentifier():
-            raise ConfigError("--set needs KEY=VALUE", got=repr(pair), hint="for instance --set batch=8")
+            raise ConfigError("--set needs KEY=VALUE", got=repr(pair), hint="use, for instance, --set batch=8")
         if key in values:
             raise ConfigError(f"--set {key} is given twice", got=repr(pair), hint="give it once")
         try:
@@ -253,56 +248,12 @@ def _check_settings(values: dict[str, Any], maker: Callable[..., Any], name: str
             hint = "name the target with --target" if key == "target" else None
             raise ConfigError(
                 f"{name} has no parameter {key!r} to set",
-                expected=", ".join(settable) or "it takes none",
+                expected=", ".join(settable) or "no parameter",
                 got=key,
-                hint=hint or (f"did you mean {matches[0]!r}?" if matches else "set a parameter that it has"),
+                hint=hint or (f"did you mean {matches[0]!r}?" if matches else "set one of its parameters"),
             )
     missing = [k for k in settable if parameters[k].default is kinds.empty and k not in values and k != variable]
     if missing:
-        raise ConfigError(f"{name} needs a value for {', '.join(missing)}", hint=f"for instance --set {missing[0]}=8")
-
-
-def check_outputs(*files: str | None) -> None:
-    """Raise `ConfigError` for output files that cannot be written or are given twice, before minutes of compilation."""
-    outputs = set[Path]()
-    for file in filter(None, files):
-        path = Path(file)
-        if path.is_dir() or not os.access(path.absolute().parent, os.W_OK | os.X_OK):
-            raise ConfigError(f"{file}: cannot be written", hint="give a file in an existing folder")
-        is_device = path.exists() and not path.is_file()
-        if path.resolve() in outputs and not is_device:
-            raise ConfigError(f"{file}: two outputs cannot share a file", hint="give each a file of its own")
-        outputs.add(path.resolve())
-
-
-def write_text(console: Console, file: str, text: str) -> None:
-    """Write a file, and print its path; raise `OutputError` when it cannot be written."""
-    try:
-        Path(file).write_text(text, encoding="utf-8")
-    except OSError as error:
-        got = f"{type(error).__name__}: {error}"
-        raise OutputError(f"{file}: cannot be written", got=got, hint="give a file in an existing folder") from error
-    console.print(f"wrote {file}", markup=False, soft_wrap=True)
-
-
-class Clock:
-    """The seconds that a block took, and a function that updates the displayed text."""
-
-    def __init__(self, set_text: Callable[[str], None]) -> None:
-        self.seconds = 0.0
-        self.set_text = set_text
-
-
-@contextlib.contextmanager
-def spinner(text: str) -> Generator[Clock]:
-    """Show a text and the elapsed time on a terminal; show nothing elsewhere."""
-    console = Console(stderr=True, highlight=False)
-    columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn())
-    start = time.perf_counter()
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-        task = progress.add_task(text, total=None)
-        clock = Clock(lambda description: progress.update(task, description=description))
-        try:
-            yield clock
-        finally:
-            clock.seconds = time.perf_counter() - start
+        raise ConfigError(
+            f"{name} needs a value for {', '.join(missing)}", hint=f"use, for instance, --set {missing[0]}=8"
+        )

@@ -15,8 +15,8 @@ from collections.abc import Sequence
 from .. import __version__
 from ..core import LowtideError, shortened
 from . import _diff, _evaluate, _explain, _finetune, _fits, _generate, _inspect, _merge, _schedule, _targets
-from ._console import errors, print_error
 from ._load import UserCodeError
+from ._output import errors, print_error
 
 _FOREIGN_COMMANDS = {
     **dict.fromkeys(("train", "tune", "fine-tune", "sft"), "finetune"),
@@ -44,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         module.register(commands)
     words = sys.argv[1:] if argv is None else [*argv]
     if words and words[0] in _FOREIGN_COMMANDS:
-        parser.error(f"there is no command {words[0]!r}\nhint: lowtide {_FOREIGN_COMMANDS[words[0]]}")
+        parser.error(f"there is no command {words[0]!r}\nhint: use lowtide {_FOREIGN_COMMANDS[words[0]]}")
     # Unknown flags are collected and not rejected by argparse, so that the error can contain hints.
     args, unknown = parser.parse_known_args(words)
     if unknown:
@@ -82,7 +82,7 @@ def _path_problem(error: OSError | ValueError) -> str | None:
     """Describe a path that the operating system rejects; return None for other errors."""
     if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
         return f"{shortened(error.filename)}: {error.strerror}"
-    return "a path has a NUL character in it" if str(error) == "embedded null byte" else None
+    return "a path contains a NUL character" if str(error) == "embedded null byte" else None
 
 
 def _hints(args: argparse.Namespace, unknown: Sequence[str]) -> list[str]:
@@ -96,7 +96,7 @@ def _hints(args: argparse.Namespace, unknown: Sequence[str]) -> list[str]:
         if flag.lstrip("-").replace("-", "_") in FinetuneConfig.__dataclass_fields__:
             hints.append(f"hint: the flag is {flag_of(flag.lstrip('-').replace('-', '_'))}")
         elif (name := setting_of(flag)) is not None:
-            hints.append(f"hint: what other libraries call {flag} is {name} here")
+            hints.append(f"hint: {flag} of other libraries is {name} here")
     return hints
 
 

@@ -9,34 +9,39 @@ from typing import Any
 from rich.console import Console
 
 from ..core import ConfigError, format_bytes, parse_bytes
-from ._answers import DTYPES
-from ._model_path import model_path
+from ._arguments import DTYPES, model_path
 
 
 def register(commands: Any) -> None:
     """Add the command to the parser."""
     parser: argparse.ArgumentParser = commands.add_parser(
         "merge",
-        help="fold adapters into their model, and write all of it",
-        description="Fold one or several adapters into the weights of their base, in float32 and rounded once, and "
-        "write a directory of Hugging Face's layout: sharded weights, tokenizer, chat template and a model card.",
+        help="merge adapters into their model, and write the model",
+        description="Merge one or several adapters into the weights of their base, in float32 and rounded once, and "
+        "write a folder in Hugging Face's layout: sharded weights, tokenizer, chat template and a model card.",
     )
     parser.add_argument(
-        "--model", metavar="DIR", help="the base's directory, or its GGUF file (default: the embedded model)"
+        "--model", metavar="DIR", help="folder of the base, or its GGUF file (default: the embedded model)"
     )
     parser.add_argument("--tokenizer", metavar="DIR", help="folder of the base's tokenizer (default: the base's)")
     parser.add_argument(
-        "--adapter", action="append", required=True, metavar="DIR", help="PEFT adapter; again for another, added to it"
+        "--adapter",
+        action="append",
+        required=True,
+        metavar="DIR",
+        help="PEFT adapter; repeat for several, which are added",
     )
     parser.add_argument(
         "--weight", action="append", type=_factor, metavar="W", help="factor of each adapter, in order (default: 1)"
     )
-    parser.add_argument("--out", required=True, metavar="DIR", help="folder to make; it may not have anything in it")
+    parser.add_argument("--out", required=True, metavar="DIR", help="new or empty folder for the merged model")
     parser.add_argument("--dtype", choices=DTYPES[1:], help="dtype of the weights (default: that of the base)")
     parser.add_argument(
         "--chat-template", metavar="FILE", help="chat template to write (default: that of the base, if it has one)"
     )
-    parser.add_argument("--max-shard-size", default="5 GB", metavar="SIZE", help="most bytes of a file (default: 5 GB)")
+    parser.add_argument(
+        "--max-shard-size", default="5 GB", metavar="SIZE", help="maximum size of a file (default: 5 GB)"
+    )
     parser.set_defaults(run=run)
 
 
@@ -51,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
         ("chat-template", [args.chat_template]),
     ):
         if "" in values:
-            raise ConfigError(f"--{flag} is empty", hint="look whether a variable of your script is unset")
+            raise ConfigError(f"--{flag} is empty", hint="check whether a variable of your script is unset")
     max_shard_bytes = parse_bytes(args.max_shard_size)
     args.model = model_path(args.model)
     with console.status("merging"):
@@ -69,7 +74,11 @@ def run(args: argparse.Namespace) -> int:
             tokenizer=args.tokenizer,
         )
     size = format_bytes(tree_bytes(model))
-    console.print(f"{len(args.adapter)} merged into {args.out}, {size}", markup=False, soft_wrap=True)
+    console.print(
+        f"merged {len(args.adapter)} adapter{'s' * (len(args.adapter) > 1)} into {args.out}, {size}",
+        markup=False,
+        soft_wrap=True,
+    )
     return 0
 
 
@@ -79,5 +88,5 @@ def _factor(text: str) -> float:
     except ValueError:
         value = math.nan
     if not math.isfinite(value):
-        raise argparse.ArgumentTypeError(f"{text!r} is no finite number")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a finite number")
     return value

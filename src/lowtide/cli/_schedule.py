@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ..core import ConfigError
-from ._console import wide_console
+from ._output import wide_console
 
 _WIDTH = 120
 """Width in characters of output to a file or a pipe."""
@@ -25,38 +25,41 @@ def register(commands: Any) -> None:
     parser: argparse.ArgumentParser = commands.add_parser(
         "schedule",
         help="simulate and draw a pipeline schedule",
-        description="Simulate a pipeline schedule without a device: time, bubble, and what each rank keeps, on ranks "
-        "that run by themselves and on ranks in lockstep, as in one compiled program.",
+        description="Simulate a pipeline schedule without a device: time, bubble and memory of each rank, for "
+        "asynchronous ranks and for ranks in lockstep, as in one compiled program.",
     )
     parser.add_argument(
         "name",
         metavar="NAME",
         nargs="?",
         default="auto",
-        help="of a schedule, such as 1f1b, zb-h1 or v-min, or a CSV file, as PyTorch writes them (default: auto, the "
-        "best for these costs)",
+        help="name of a schedule, such as 1f1b, zb-h1 or v-min, or a CSV file of PyTorch (default: auto, the best for "
+        "these costs)",
     )
-    parser.add_argument("--stages", type=int, metavar="S", help="parts of the model")
-    parser.add_argument("--microbatches", type=int, metavar="M", help="parts of a batch")
+    parser.add_argument("--stages", type=int, metavar="S", help="number of stages of the model")
+    parser.add_argument("--microbatches", type=int, metavar="M", help="number of microbatches of a batch")
     parser.add_argument(
-        "--stages-per-rank", type=int, metavar="V", help="parts that a rank has (default: 1, or 2 where it needs more)"
+        "--stages-per-rank",
+        type=int,
+        metavar="V",
+        help="stages on each rank (default: 1, or 2 if the schedule needs it)",
     )
     parser.add_argument(
         "--costs",
         metavar="F,I,W[,C]",
-        help="time of a stage's forward, input and weight pass, and of sending a result (default: 1,1,1,0)",
+        help="time of a stage's forward, input and weight pass, and of a transfer (default: 1,1,1,0)",
     )
     parser.add_argument(
-        "--memory-limit", type=float, metavar="N", help="how many stages' residuals of a microbatch a rank may keep"
+        "--memory-limit", type=float, metavar="N", help="limit of a rank, in residuals of one stage for one microbatch"
     )
     parser.add_argument(
         "--lockstep",
         action=argparse.BooleanOptionalAction,
-        help="draw ranks in lockstep, and have auto choose for them; or both by themselves (default: draw them by "
-        "themselves, choose in lockstep, as value_and_grad runs them)",
+        help="draw ranks in lockstep (or asynchronous ranks), and let auto choose for them (default: draw asynchronous "
+        "ranks, choose for lockstep, as value_and_grad runs them)",
     )
     parser.add_argument("--draw", metavar="FILE", help="write a picture (.png, .svg) or a Chrome trace (.json)")
-    parser.add_argument("--csv", metavar="FILE", help="write the table of actions, as PyTorch reads it")
+    parser.add_argument("--csv", metavar="FILE", help="write the table of actions in PyTorch's format")
     parser.add_argument(
         "--json", action="store_true", help="print the figures as JSON (default: a table and a drawing)"
     )
@@ -70,15 +73,15 @@ def run(args: argparse.Namespace) -> int:
     suffix = None if args.draw is None else Path(args.draw).suffix
     if suffix is not None and suffix not in _PICTURES:
         raise ConfigError(
-            f"--draw {args.draw}: unknown kind of picture",
+            f"--draw {args.draw}: unknown picture format",
             expected=f"a name that ends in {', '.join(_PICTURES)}",
-            got=suffix or "no ending",
-            hint="--draw schedule.png",
+            got=suffix or "no suffix",
+            hint="use, for instance, --draw schedule.png",
         )
     costs = _costs(args.costs)
     schedule = _make_schedule(args, costs)
-    simulations = {"by themselves": simulate(schedule, costs), "in lockstep": simulate(schedule, costs, lockstep=True)}
-    simulation = simulations["in lockstep" if args.lockstep else "by themselves"]
+    simulations = {"asynchronous": simulate(schedule, costs), "in lockstep": simulate(schedule, costs, lockstep=True)}
+    simulation = simulations["in lockstep" if args.lockstep else "asynchronous"]
     if args.csv is not None:
         schedule.to_csv(args.csv)
     if suffix is not None:
@@ -86,7 +89,7 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         figures: dict[str, Any] = {mode: _figures(result) for mode, result in simulations.items()}
         scan = {"makespan": scan_makespan(schedule, simulation.costs), "peaks": _scan_peaks(simulation)}
-        sys.stdout.write(json.dumps({**figures, "a scan, differentiated": scan}, indent=2) + "\n")
+        sys.stdout.write(json.dumps({**figures, "differentiated scan": scan}, indent=2) + "\n")
         return 0
     console = wide_console(_WIDTH)
     console.print(_table(simulations, scan_makespan(schedule, simulation.costs)))
@@ -105,13 +108,13 @@ def _make_schedule(args: argparse.Namespace, costs: Any) -> Any:
         rank_flags = {"--stages-per-rank": args.stages_per_rank, "--memory-limit": args.memory_limit}
         for flag, value in {**model_flags, **rank_flags}.items():
             if value is not None:
-                raise ConfigError(f"{flag} is said by {args.name}", hint=f"leave {flag} out")
+                raise ConfigError(f"{args.name} already defines {flag}", hint=f"leave {flag} out")
         return Schedule.from_csv(args.name)
     if args.name in SCHEDULES:  # otherwise the name is wrong, and `schedule` reports it
         for flag, value in model_flags.items():
             if value is None:
                 raise ConfigError(
-                    f"{flag} is missing", hint=f"lowtide schedule {args.name} --stages 4 --microbatches 8"
+                    f"{flag} is missing", hint=f"run lowtide schedule {args.name} --stages 4 --microbatches 8"
                 )
     # Without the flag, `auto` chooses for lockstep, because that is how `value_and_grad` runs a schedule.
     return schedule(
@@ -134,7 +137,10 @@ def _costs(text: str | None) -> Any:
         numbers = [0.0]
     if len(numbers) not in (0, 3, 4):
         raise ConfigError(
-            f"--costs {text}: no costs", expected="F,I,W or F,I,W,C as numbers", got=text, hint="--costs 1,1.1,0.9"
+            f"--costs {text}: not a list of costs",
+            expected="F,I,W or F,I,W,C as numbers",
+            got=text,
+            hint="use --costs 1,1.1,0.9",
         )
     return Costs(**dict(zip(("forward", "input", "weight", "communication"), numbers, strict=False)))
 
@@ -158,7 +164,7 @@ def _table(simulations: dict[str, Any], scan: float) -> Table:
     )
     table = Table(title=title, title_justify="left", box=None, pad_edge=False, header_style="dim")
     table.add_column("ranks")
-    for name in ("time", "over the ideal", "bubble", "in a row of batches", "computing", "kept at most, by rank"):
+    for name in ("time", "time / ideal", "bubble", "steady bubble", "utilization", "peak by rank"):
         table.add_column(name, justify="right")
 
     def format_peaks(peaks: Sequence[float]) -> str:
@@ -180,5 +186,5 @@ def _table(simulations: dict[str, Any], scan: float) -> Table:
     simulation = simulations["in lockstep"]
     bubble, share = scan - max(simulation.busy), sum(simulation.busy) / (len(simulation.busy) * scan)
     figures = (f"{scan:g}", f"{scan / max(simulation.busy):.2f}", f"{bubble:g}", f"{bubble:g}", f"{100 * share:.1f} %")
-    table.add_row("a scan, differentiated", *figures, format_peaks(_scan_peaks(simulation)), style="dim")
+    table.add_row("differentiated scan", *figures, format_peaks(_scan_peaks(simulation)), style="dim")
     return table

@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ..core import format_bytes
-from ._console import wide_console
+from ._output import wide_console
 
 _COLUMNS = {
     "usable": "device_bytes",
@@ -31,12 +31,12 @@ def register(commands: Any) -> None:
     """Add the command to the parser."""
     parser: argparse.ArgumentParser = commands.add_parser(
         "targets",
-        help="list the hardware that can be compiled for",
-        description="List the catalogue of targets, per JAX device, and where each figure comes from. The compilers "
+        help="list the hardware that Lowtide compiles for",
+        description="List the catalogue of targets, per JAX device, with the source of each figure. The compilers "
         "need not be installed.",
     )
     parser.add_argument("--json", action="store_true", help="print the catalogue as JSON (default: a table)")
-    parser.add_argument("--here", action="store_true", help="ask JAX for this machine and its CPU, too")
+    parser.add_argument("--here", action="store_true", help="also ask JAX for this machine and its CPU")
     parser.set_defaults(run=run)
 
 
@@ -57,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
     for title in ("devices", *columns):
         table.add_column(title, justify="right", no_wrap=True)
     if is_wide:
-        table.add_column("machine of the host memory", no_wrap=True)
+        table.add_column("host machine", no_wrap=True)
     for target in catalogue:
         marks = _marks(target, origins)
         cells = [_figure(field, getattr(target, field), marks) for field in columns.values()]
@@ -65,8 +65,8 @@ def run(args: argparse.Namespace) -> int:
         table.add_row(Text(target.name), str(target.num_devices), *cells, *machine)
     console.print(table)
     if not is_wide:
-        console.print(f"more columns from a width of {_WIDTH} on", style="dim")
-    console.print("\nWhere the figures come from", style="bold")
+        console.print(f"a terminal that is {_WIDTH} characters wide shows more columns", style="dim")
+    console.print("\nSources of the figures", style="bold")
     for origin, number in origins.items():
         console.print(Text(f"{number:>3}  {origin}", style="dim"), soft_wrap=True)
     return 0

@@ -15,7 +15,7 @@ from typing import Any, cast
 from ..core import ConfigError
 from ..report import MemoryReport
 from ..targets import Target, resolve_target
-from ._analyze import Role, analyze
+from ._analysis import Role, analyze
 
 _FORMS = (
     "(fn, args), (fn, args, roles), or a dict with the keys fn, args, kwargs, roles, donate_argnums, static_argnums"
@@ -81,7 +81,7 @@ class Job:
             names: tuple[str, ...] = ("fn", "args", "roles")
             fields = dict(zip(names, cast("Sequence[Any]", value), strict=False))
         else:
-            raise ConfigError(f"{what} is no job", expected=_FORMS, got=_describe(value), hint=_HINT)
+            raise ConfigError(f"{what} is not a job", expected=_FORMS, got=_describe(value), hint=_HINT)
         return cls(**_check_fields(fields, what))
 
     @classmethod
@@ -117,7 +117,7 @@ class Job:
             )
         if takes_target(maker):
             settings["target"] = resolve_target(target)
-        return cls.of(maker(*values, **settings), f"what {what} returns")
+        return cls.of(maker(*values, **settings), f"the return value of {what}")
 
     def analyze(self, target: Target | str | None = None) -> MemoryReport:
         """Compile the function for a target and report its bytes.
@@ -156,7 +156,7 @@ def takes_target(maker: Callable[..., Any]) -> bool:
 def _check_fields(fields: dict[str, Any], description: str) -> dict[str, Any]:
     def kind_error(name: str, expected: str) -> ConfigError:
         return ConfigError(
-            f"{name} of {description} is of the wrong kind", expected=expected, got=_describe(fields[name]), hint=_HINT
+            f"{name} of {description} has the wrong type", expected=expected, got=_describe(fields[name]), hint=_HINT
         )
 
     if not callable(fields["fn"]):
@@ -170,9 +170,9 @@ def _check_fields(fields: dict[str, Any], description: str) -> dict[str, Any]:
     reserved = {"target", "roles", "donate_argnums", "static_argnums"} & set(fields.get("kwargs", {}))
     if reserved:
         raise ConfigError(
-            f"kwargs of {description} has names that lowtide.memory.analyze takes itself",
+            f"kwargs of {description} contains parameter names of lowtide.memory.analyze",
             got=", ".join(sorted(reserved)),
-            hint="wrap the function in one that takes the argument under another name",
+            hint="wrap the function, and give the argument another name",
         )
     return {**fields, "args": tuple(fields.get("args", ()))}
 

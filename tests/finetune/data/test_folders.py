@@ -8,7 +8,7 @@ import pytest
 
 from lowtide.core import DataError
 from lowtide.finetune import notes_on, read_documents
-from lowtide.finetune.data._readers import data_files
+from lowtide.finetune.data._read import data_files
 
 CHAT = json.dumps({"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]}) + "\n"
 

@@ -4,9 +4,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lowtide.finetune.data import best_fit
-from lowtide.finetune.data._packing import cut_documents, one_row_each
-from lowtide.finetune.data._records import IGNORE, RowSource
-from lowtide.finetune.data._store import Store
+from lowtide.finetune.data._encode import Store
+from lowtide.finetune.data._pack import IGNORE, RowSource, cut_documents, one_row_each
 
 SEQ_LEN = 16
 LENGTHS = st.lists(st.integers(1, 40), min_size=1, max_size=60)

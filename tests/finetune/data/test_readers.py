@@ -5,8 +5,9 @@ import os
 import pytest
 
 from lowtide.core import ConfigError, DataError
-from lowtide.finetune import _formats
-from lowtide.finetune.data import _readers, is_records, parse_columns, read_records
+from lowtide.finetune.data import is_records, parse_columns, read_records
+from lowtide.finetune.data._formats import RECORD_SUFFIXES
+from lowtide.finetune.data._read import _READERS
 
 CHAT = {"messages": [{"role": "user", "content": "ebb?"}, {"role": "assistant", "content": "flow"}]}
 RECORDS = {
@@ -204,7 +205,7 @@ def test_a_folder_of_shards_is_read_in_order(tmp_path):
 
 
 def test_messages_name_what_is_read():
-    assert set(_formats.RECORD_SUFFIXES) == set(_readers._READERS)
+    assert set(RECORD_SUFFIXES) == set(_READERS)
 
 
 def test_a_pipe_is_not_read(tmp_path):

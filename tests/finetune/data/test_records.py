@@ -9,7 +9,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from lowtide.core import DataError, OutputError
-from lowtide.finetune.data import ChatTemplate, _store, record_data
+from lowtide.finetune.data import ChatTemplate, _encode, record_data
 
 from .templates import CHATML, SPECIAL, chat, plain
 
@@ -125,7 +125,7 @@ def test_what_is_too_long_is_counted(tmp_path, tokenizer):
 def test_tokens_are_made_once_and_a_batch_is_the_same_again(tmp_path, tokenizer, monkeypatch):
     file = _file(tmp_path, [{"text": f"the tide {i}"} for i in range(20)])
     one = _data(file, tokenizer, seq_len=16)
-    monkeypatch.setattr(_store, "read_records", None)
+    monkeypatch.setattr(_encode, "read_records", None)
     two = _data(file, tokenizer, seq_len=16)
     assert one.digest == two.digest
     for step in (0, 3, 17):
@@ -138,7 +138,7 @@ def test_what_was_not_finished_is_not_taken_for_whole(tmp_path, tokenizer, monke
     file = _file(tmp_path, [{"text": f"the tide {i}"} for i in range(20)])
     home = tmp_path / "cache"
     monkeypatch.setenv("LOWTIDE_CACHE", str(home))
-    monkeypatch.setattr(_store, "_publish", _killed)
+    monkeypatch.setattr(_encode, "_publish", _killed)
     with pytest.raises(KeyboardInterrupt):
         _data(file, tokenizer)
     assert os.listdir(home / "data") == []

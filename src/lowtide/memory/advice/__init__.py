@@ -1,9 +1,9 @@
 """Advice on memory: lint findings, remedies, explained out-of-memory errors, and the largest size that fits."""
 
-from ._extrapolate import ByteFit as ByteFit
-from ._extrapolate import Extrapolation as Extrapolation
-from ._extrapolate import SizePoint as SizePoint
-from ._extrapolate import extrapolate as extrapolate
+from ._extrapolation import ByteFit as ByteFit
+from ._extrapolation import Extrapolation as Extrapolation
+from ._extrapolation import SizePoint as SizePoint
+from ._extrapolation import extrapolate as extrapolate
 from ._finding import Finding as Finding
 from ._lint import lint as lint
 from ._oom import explain_oom as explain_oom

@@ -8,27 +8,27 @@ from ...core import format_bytes
 from ...hlo import ArgumentLeaf
 
 RULES = {
-    "undonated-state": "an argument that the step replaces is not donated, so that two copies of it live",
+    "undonated-state": "the step replaces an argument that is not donated, so two copies of it exist",
     "donation-not-used": "a donated buffer is not reused for any output",
-    "rebuilt-state": "a loop makes the new value of a donated argument beside the old one",
+    "rebuilt-state": "a loop writes the new value of a donated argument to a second buffer",
     "returned-unchanged": "an output is a copy of an argument",
-    "checkpoint-name-unmatched": "a checkpoint policy asks for a name that no checkpoint_name gives",
-    "offload-moved-nothing": "something is to be offloaded, and nothing is in host memory",
-    "optimizer-over-frozen": "optimizer state or an accumulator of a leaf that gets no gradient",
-    "norm-over-frozen": "the gradient of a leaf that does not train is computed for a norm",
+    "checkpoint-name-unmatched": "a checkpoint policy contains a name that no checkpoint_name defines",
+    "offload-moved-nothing": "the step offloads values, but host memory holds none",
+    "optimizer-over-frozen": "a leaf without a gradient has optimizer state or an accumulator",
+    "norm-over-frozen": "the gradient of a frozen leaf is computed for a norm",
     "residual-copy": "a copy of an argument is kept for the backward pass",
-    "dequantized-residual": "a frozen weight in few bits is kept as floats for the backward pass",
-    "frozen-cast": "an argument that does not train is held twice: as it is, and in the lower precision it is used in",
-    "adapter-multiplied-out": "a low-rank correction is added to its weight, so that a second copy of the weight lives",
+    "dequantized-residual": "a quantised frozen weight is kept as floats for the backward pass",
+    "frozen-cast": "a frozen argument is held twice: in its own dtype, and in the lower precision that the step uses",
+    "adapter-multiplied-out": "a low-rank correction is added to its weight, so a second copy of the weight exists",
     "large-constant": "the function closes over a large array, which becomes part of the program",
-    "checkpoint-name-unused": "no checkpoint policy asks for a name, though a policy asks for others, or "
+    "checkpoint-name-unused": "no checkpoint policy contains a name, although a policy contains others, or "
     "jax.checkpoint recomputes its value",
     "duplicated-average": "two states of the step are updated in the same way from the same values",
-    "copied-in-loop": "a loop writes a part of an array that it carries, and copies all of it before",
-    "stacked-gradients": "the gradients of many microbatches or examples are held at once, to be added up",
-    "checkpoint-undone": "jax.checkpoint saves nothing: the compiler keeps it all the same, or recomputes all at once",
+    "copied-in-loop": "a loop copies a whole carried array before it writes a part of it",
+    "stacked-gradients": "the gradients of many microbatches or examples are held at once before they are summed",
+    "checkpoint-undone": "jax.checkpoint saves no memory: the compiler keeps the values, or recomputes all at once",
     "whole-logits": "the logits of all tokens are held at once",
-    "replicated": "a large argument is on every device of the mesh in full",
+    "replicated": "every device of the mesh holds all of a large argument",
     "padded": "a large buffer is mostly padding",
 }
 """Rules and their meaning."""
@@ -40,7 +40,7 @@ class Finding:
 
     Examples:
         >>> print(Finding(rule="undonated-state", path="0/w", num_bytes=2**20, remedy="donate argument 0"))
-        undonated-state: 0/w, 1.00 MiB: an argument that the step replaces is not donated, so that two copies of it live
+        undonated-state: 0/w, 1.00 MiB: the step replaces an argument that is not donated, so two copies of it exist
           hint: donate argument 0
     """
 

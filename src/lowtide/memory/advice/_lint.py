@@ -13,17 +13,24 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from ...core import format_bytes, leaf_bytes, parse_bytes
-from ...hlo import ArgumentLeaf, CompiledProgram, Graph, Value, compile_program, reachable
+from ...hlo import ArgumentLeaf, CompiledProgram, Edge, Graph, Value, compile_program, reachable
 from ...report import Buffer, MemoryReport
 from ...targets import Target
-from .._analyze import Role, examine
+from .._analysis import Role, examine
 from .._owners import Owners
-from ._copies import dequantized_residuals, residual_copies
 from ._finding import Finding, leaf_finding
-from ._loops import copied_in_loops
-from ._traced import constants, dtypes, duplicated_averages, multiplied_out, unmatched_names, unused_names, with_runs
+from ._jaxpr_rules import (
+    constants,
+    dtypes,
+    duplicated_averages,
+    multiplied_out,
+    unmatched_names,
+    unused_names,
+    with_runs,
+)
 
 _PRODUCTS = {"convolution", "custom-call", "dot"}
+_PARTIAL_WRITES = ("dynamic-update-slice", "scatter")
 _MIN_LOGITS_SHARE = 0.01
 """Smallest share of the device bytes for a finding about logits."""
 
@@ -95,7 +102,7 @@ def lint_owners(owners: Owners, report: MemoryReport, jaxpr: Any = None) -> list
     return [f for f in findings if f.rule != "rebuilt-state" or f.path not in copied_paths]
 
 
-# --- arguments and outputs -----------------------------------------------------------------------------------------
+# --- arguments and outputs -------------------------------------------------------------------------------------------
 
 
 def _undonated_state(owners: Owners, report: MemoryReport) -> Iterator[Finding]:
@@ -153,8 +160,9 @@ def _rebuilt_state(owners: Owners, report: MemoryReport) -> Iterator[Finding]:
             path=donated_leaves[path].path,
             num_bytes=num_bytes,
             detail=f"returned as {path or 'the result'}",
-            remedy="keep an array for each layer and loop over them in Python, so that each is updated in place; or "
-            "carry it through the loop and write slices (jax.lax.dynamic_update_slice), where that keeps its layout",
+            remedy="keep one array for each layer and loop over the layers in Python, which updates each array in "
+            "place; or carry the array through the loop and write slices (jax.lax.dynamic_update_slice), where that "
+            "keeps its layout",
         )
 
 
@@ -168,7 +176,7 @@ def _returned_unchanged(owners: Owners, report: MemoryReport) -> Iterator[Findin
             "returned-unchanged",
             owners.leaves[index],
             detail=f"returned as {owners.path_of(output) or 'the result'}",
-            remedy="leave it out of the result: what does not change is the caller's already",
+            remedy="leave it out of the result: the caller already has it",
         )
 
 
@@ -195,7 +203,7 @@ def _is_model_output(owners: Owners, output: Value, leaf: int) -> bool:
     return any(is_mixed and flow.copy_of(value) == leaf for value, is_mixed in reachable([(output, False)], sources))
 
 
-# --- frozen leaves -------------------------------------------------------------------------------------------------
+# --- frozen leaves ---------------------------------------------------------------------------------------------------
 
 
 def _optimizer_over_frozen(owners: Owners, report: MemoryReport) -> Iterator[Finding]:
@@ -214,8 +222,9 @@ def _optimizer_over_frozen(owners: Owners, report: MemoryReport) -> Iterator[Fin
         yield leaf_finding(
             "optimizer-over-frozen",
             owners.leaves[index],
-            detail="no gradient reaches it",
-            remedy="build the optimizer over what trains: tx.init(trainable) after lowtide.partition(params, wrt)",
+            detail="it has no gradient",
+            remedy="initialise the optimizer with trainable leaves only: tx.init(trainable) after "
+            "lowtide.partition(params, wrt)",
         )
 
 
@@ -265,7 +274,7 @@ def _norms_over_frozen(owners: Owners, report: MemoryReport) -> Iterator[Finding
         norms.update({_sorted_dims(graph, value) for value in cotangents})
     for dims, count in norms.items():
         for leaf in frozen_leaves.get(dims, [])[: max(count - len(unmatched_leaves.get(dims, ())), 0)]:
-            yield leaf_finding("norm-over-frozen", leaf, remedy="take the norm over the gradients of what trains only")
+            yield leaf_finding("norm-over-frozen", leaf, remedy="take the norm over the gradients of trainable leaves")
 
 
 def _dimensions(owners: Owners) -> dict[int, tuple[int, ...]]:
@@ -279,7 +288,168 @@ def _sorted_dims(graph: Graph, value: Value) -> tuple[int, ...]:
     return tuple(sorted(dim for dim in graph.shape(value).dimensions if dim != 1))
 
 
-# --- what is held at once ------------------------------------------------------------------------------------------
+# --- copies of arguments for the backward pass -----------------------------------------------------------------------
+
+
+def _residual_copies(owners: Owners, report: MemoryReport) -> Iterator[Finding]:
+    """Find copies of arguments that are kept for the backward pass, and casts of whole frozen arguments."""
+    flow = owners.dataflow
+    copies_by_name = {b.operation: b for b in report.buffers if b.role == "copies"}
+    largest: dict[int, Buffer] = {}
+    for value in flow.phases:
+        index, buffer = flow.copy_of(value), copies_by_name.get(flow.graph.name(value))
+        if index is None or buffer is None or flow.phase(value) != "forward" or not flow.is_read_backward(value):
+            continue
+        # The compiler makes copies of equal type and size for another layout; a user cannot avoid them.
+        if buffer.path != owners.leaves[index].path or _is_layout_copy(owners, value, index):
+            continue
+        if index not in largest or buffer.num_bytes > largest[index].num_bytes:
+            largest[index] = buffer
+    for index, buffer in largest.items():
+        leaf = owners.leaves[index]
+        detail = f"{buffer.dtype}{list(buffer.shape)} from {buffer.source or buffer.scope}"
+        if _is_cast_of_frozen(owners, buffer, index):
+            yield Finding(
+                rule="frozen-cast",
+                path=leaf.path,
+                num_bytes=buffer.num_bytes,
+                detail=f"{detail}, in addition to {format_bytes(leaf.num_bytes)}",
+                # Neither a barrier nor jax.checkpoint keeps a compiler from casting all layers before the loop.
+                remedy=f"pass it in {buffer.dtype}, since it is frozen",
+            )
+        elif buffer.source:  # without a source line the compiler made it, such as the bfloat16 inputs of TPU products
+            yield Finding(
+                rule="residual-copy",
+                path=leaf.path,
+                num_bytes=buffer.num_bytes,
+                detail=detail,
+                remedy="recompute it with jax.checkpoint around the cast or gather and the product that reads it; or "
+                "compute it once, outside the loop",
+            )
+
+
+def _dequantized_residuals(owners: Owners, report: MemoryReport) -> Iterator[Finding]:
+    """Find frozen weights that the forward pass dequantises and keeps as floats for the backward pass."""
+    flow = owners.dataflow
+    float_buffers = {b.operation: b for b in report.buffers if b.role == "activations" and b.source}
+    for value in flow.phases:
+        buffer = float_buffers.get(flow.graph.name(value))
+        if buffer is None or flow.phase(value) != "forward" or not flow.graph.is_floating(value):
+            continue
+        ancestors = reachable([value], lambda node: [source for source, _ in flow.sources(node)])
+        arguments = {owners.parameters[node]: node for node in ancestors if node in owners.parameters}
+        if not arguments or arguments.keys() & set(owners.replaced.values()):
+            continue
+        size, graph = flow.graph.num_elements(value), flow.graph
+        integers = {index: graph.num_elements(node) for index, node in arguments.items() if not graph.is_floating(node)}
+        narrow = {index for index, node in arguments.items() if graph.item_type(node)[1] <= 8}
+        # Codes are integers of at most 8 bits, one for each weight, or 4-bit codes packed in pairs.
+        codes = [index for index, count in integers.items() if index in narrow and size in (count, 2 * count)]
+        has_scales = len(arguments) > 1  # scales may be integers, too
+        if codes and has_scales:
+            leaf = owners.leaves[codes[0]]
+            detail = f"{buffer.dtype}{list(buffer.shape)} from {buffer.source}"
+            yield Finding(
+                rule="dequantized-residual",
+                path=leaf.path,
+                num_bytes=buffer.num_bytes,
+                detail=f"{detail}, in addition to {format_bytes(leaf.num_bytes)}",
+                remedy="dequantise it again for each product, with jax.checkpoint around dequantisation and product, "
+                "as the weights of lowtide.quantize do",
+            )
+
+
+def _is_cast_of_frozen(owners: Owners, copy: Buffer, leaf: int) -> bool:
+    """Return whether a copy holds a whole frozen leaf, which no output replaces, in fewer bytes."""
+    is_whole = math.prod(copy.shape) == owners.dataflow.graph.num_elements(owners.parameter_of[leaf])
+    is_narrower = copy.num_bytes < owners.leaves[leaf].num_bytes
+    is_frozen = owners.dataflow.is_differentiated(leaf) and leaf not in owners.replaced.values()
+    return is_whole and is_narrower and is_frozen
+
+
+def _is_layout_copy(owners: Owners, value: Value, leaf: int) -> bool:
+    graph = owners.dataflow.graph
+    parameter = owners.parameter_of[leaf]
+    is_same_type = graph.shape(value).element_type == graph.shape(parameter).element_type
+    return is_same_type and graph.num_elements(value) <= graph.num_elements(parameter)
+
+
+# --- copies in loops -------------------------------------------------------------------------------------------------
+
+
+# A loop writes slices into its carry in place, unless an operation may read the old values after the write. Then XLA
+# first copies the whole array, in every iteration. The source code does not show this copy.
+def _copied_in_loops(owners: Owners, report: MemoryReport) -> Iterator[Finding]:
+    """Yield a finding for every carried array of a loop that is copied as a whole and then partly written."""
+    graph = owners.dataflow.graph
+    buffers_by_name = {buffer.operation: buffer for buffer in report.buffers}
+    for instruction in graph.instructions.values():
+        if instruction.opcode != "while":
+            continue
+        root = graph.computations[instruction.proto.called_computation_ids[0]].root_id
+        for value in graph.results(root):
+            copies = [
+                buffer for copy in _carried_copies(graph, value) if (buffer := buffers_by_name.get(graph.name(copy)))
+            ]
+            if copies:
+                leaf = owners.dataflow.copy_of((instruction.proto.operand_ids[0], value[1]))
+                yield _loop_copy_finding(copies, copies[0].label if leaf is None else owners.leaves[leaf].path)
+
+
+def _carried_copies(graph: Graph, value: Value) -> list[Value]:
+    """Find the copies of a carried array within an iteration, if the iteration also writes a part of it.
+
+    The search goes back from the returned value to the parameter of the loop's body, over aliases, copies and partial
+    writes only. Any other source means that the array is computed anew.
+    """
+    copies: list[Value] = []
+    is_partial = False
+    body = graph.instructions[value[0]].computation
+    visited, frontier = {value}, [value]
+    while frontier:  # several paths may lead back to the parameter, one for each branch of a conditional
+        value = frontier.pop()
+        instruction = graph.instructions[value[0]]
+        if instruction.opcode == "parameter" and instruction.computation == body:
+            continue
+        if instruction.opcode in (*_PARTIAL_WRITES, "copy"):
+            is_partial = is_partial or instruction.opcode != "copy"
+            copies += [value] if instruction.opcode == "copy" else []
+            sources: list[Value] = [(instruction.proto.operand_ids[0], ())]
+        else:
+            sources = [source for source, edge in graph.sources(value) if edge == Edge.ALIAS]
+        if instruction.opcode == "while":  # for an inner loop continue at its initial value; it is checked separately
+            sources = sources[:1]
+        if not sources:
+            return []
+        frontier += [source for source in sources if source not in visited]
+        visited.update(sources)
+    return _largest_branch(graph, copies) if is_partial else []
+
+
+def _largest_branch(graph: Graph, copies: list[Value]) -> list[Value]:
+    """Keep only the copies of the branch with the most copies, since only one branch of a conditional runs."""
+    groups: dict[tuple[bool, int | None], dict[int, list[Value]]] = {}
+    for copy in copies:
+        computation, caller = graph.instructions[copy[0]].computation, graph.caller(copy[0])
+        is_branch = caller is not None and graph.instructions[caller].opcode == "conditional"
+        key = (is_branch, caller if is_branch else computation)
+        groups.setdefault(key, {}).setdefault(computation, []).append(copy)
+    return [copy for branches in groups.values() for copy in max(branches.values(), key=len)]
+
+
+def _loop_copy_finding(copies: list[Buffer], path: str) -> Finding:
+    first = copies[0]
+    return Finding(
+        rule="copied-in-loop",
+        path=path,
+        num_bytes=sum(copy.num_bytes for copy in copies),
+        detail=f"{first.dtype}{list(first.shape)}, {first.source or 'unknown line'}",
+        remedy="make the write depend on all reads of the old values: compute the new values from the values "
+        "read, or write one array after the other; do not carry arrays that are only read",
+    )
+
+
+# --- what is held at once --------------------------------------------------------------------------------------------
 
 
 def _stacked_gradients(owners: Owners, report: MemoryReport) -> Iterator[Finding]:
@@ -306,8 +476,8 @@ def _stacked_gradients(owners: Owners, report: MemoryReport) -> Iterator[Finding
             num_bytes=sum(buffer.num_bytes for buffer in buffers) - gradient_bytes,
             detail=f"{'' if len(buffers) == 1 else f'{len(buffers)} × '}{first.dtype}{list(first.shape)} from "
             f"{first.source or first.scope}",
-            remedy="add each one to a total: lowtide.accumulate(grad_fn, num_microbatches=...), or a scan that carries "
-            "the sum, and clips each one before",
+            remedy="add each gradient to a sum: lowtide.accumulate(grad_fn, num_microbatches=...), or a scan that "
+            "clips each gradient and carries the sum",
         )
 
 
@@ -328,9 +498,9 @@ def _undone_checkpoints(owners: Owners, report: MemoryReport) -> Iterator[Findin
             rule="checkpoint-undone",
             path=location,
             num_bytes=sum(buffer.num_bytes for buffer in buffers),
-            detail=f"{len(buffers)} × {buffers[0].dtype}{list(buffers[0].shape)} and the like",
-            remedy="put the layers into jax.lax.scan, with jax.checkpoint around its body; outside of loops the "
-            "compiler for CPUs (before JAX 0.12) does not keep the layers apart, those for TPUs and GPUs do",
+            detail=f"{len(buffers)} × {buffers[0].dtype}{list(buffers[0].shape)} and similar",
+            remedy="put the layers into jax.lax.scan, with jax.checkpoint around its body; outside loops, the "
+            "compilers for TPUs and GPUs keep the layers apart, and the CPU compiler before JAX 0.12 does not",
         )
 
 
@@ -385,12 +555,12 @@ def _whole_logits(owners: Owners, report: MemoryReport) -> Iterator[Finding]:
             path=buffers[0].label,
             num_bytes=total,
             detail=f"{len(buffers)} × {buffers[0].dtype}{list(buffers[0].shape)}, "
-            f"{buffers[0].source or 'no line known'}",
+            f"{buffers[0].source or 'unknown line'}",
             remedy=f"compute the loss in chunks of tokens: lowtide.losses.chunked_cross_entropy ({columns} columns)",
         )
 
 
-# --- names, host, mesh ---------------------------------------------------------------------------------------------
+# --- names, host, mesh -----------------------------------------------------------------------------------------------
 
 
 def _unused_offload(program: CompiledProgram, report: MemoryReport) -> Iterator[Finding]:
@@ -406,8 +576,8 @@ def _unused_offload(program: CompiledProgram, report: MemoryReport) -> Iterator[
             rule="offload-moved-nothing",
             path="device_put to host memory",
             num_bytes=offloaded_bytes,
-            detail="the compiled program holds nothing in host memory",
-            remedy="check the names of the offload policy, and that the values are read again after it",
+            detail="the compiled program uses no host memory",
+            remedy="check the names in the offload policy, and check that the values are read again later",
         )
 
 
@@ -430,7 +600,7 @@ def _padded_buffers(report: MemoryReport) -> Iterator[Finding]:
                 path=buffer.label,
                 num_bytes=buffer.padding_bytes,
                 detail=f"{buffer.dtype}{list(buffer.shape)} takes {format_bytes(buffer.num_bytes)}",
-                remedy="move the axis of few elements away from the last two, or merge it with its neighbour",
+                remedy="move the short axis away from the last two, or merge it with its neighbour",
             )
 
 
@@ -441,10 +611,10 @@ _OWNER_RULES = (
     _returned_unchanged,
     _optimizer_over_frozen,
     _norms_over_frozen,
-    residual_copies,
-    dequantized_residuals,
+    _residual_copies,
+    _dequantized_residuals,
     _stacked_gradients,
-    copied_in_loops,
+    _copied_in_loops,
     _undone_checkpoints,
     _whole_logits,
     _replicated,

@@ -22,12 +22,12 @@ from ...core._compat import Compilation, watch_compilations
 from ...hlo import CompiledProgram, is_out_of_memory, read_dump
 from ...report import MemoryReport
 from ...targets import Target, resolve_target
-from .._analyze import examine, examine_dump
+from .._analysis import examine, examine_dump
 from .._owners import Owners
 from ._lint import lint_owners
 from ._remedies import Remedy, ranked, suggest
 
-_HINT = "lowtide.memory.remedies(step, *args) compiles the remedies that only change how the step is called"
+_HINT = "call lowtide.memory.remedies(step, *args), which compiles remedies that only change the call of the step"
 
 
 @contextlib.contextmanager
@@ -90,7 +90,7 @@ def _explain(
         compilation = _failed_compilation(error, compilations)
         if compilation is None:
             error.add_note(
-                "lowtide: no program was compiled inside explain_oom(), so nothing is known about this one; "
+                "lowtide: no program was compiled inside explain_oom(), so the failed program is unknown; "
                 "put the block around the first call of the step"
             )
             return None
@@ -104,10 +104,10 @@ def _explain(
         if html is not None:
             report.to_html(html)
         return _out_of_memory_error(
-            "while it ran" if is_compiled else "while it was compiled", report, remedies, top, is_compiled=is_compiled
+            "at run time" if is_compiled else "during compilation", report, remedies, top, is_compiled=is_compiled
         )
     except Exception as failure:  # an error in the explanation must not hide the user's error
-        error.add_note(f"lowtide: explaining it failed: {type(failure).__name__}: {failure}")
+        error.add_note(f"lowtide: the explanation failed: {type(failure).__name__}: {failure}")
         return None
 
 
@@ -183,7 +183,7 @@ def _out_of_memory_error(
         f"out of memory {when}: the program needs {format_bytes(report.device_bytes)} on one device of "
         f"{'this machine' if report.target.name == 'here' else report.target.name} ({capacity})\n"
         f"{_report_text(report, top)}"
-        + (f"\nremedies, each by itself:\n{listing}" if listing else "")
+        + (f"\nremedies, each applied separately:\n{listing}" if listing else "")
         + (f"\n{_live_arrays(report)}" if is_compiled else "")
     )
     error = OutOfMemoryError(message, hint=hint)
@@ -211,7 +211,6 @@ def _live_arrays(report: MemoryReport) -> str:
     listing = ", ".join(f"{shape} {format_bytes(size)}" for shape, size in sizes.most_common(5))
     arguments = report.device.argument_bytes
     return (
-        f"arrays alive in the process when it failed: {format_bytes(sizes.total())} on the fullest device "
-        f"(the program's arguments are {format_bytes(arguments)} of what it needs)"
-        + (f": {listing}" if listing else "")
+        f"live arrays of the process at the failure: {format_bytes(sizes.total())} on the fullest device "
+        f"(the program needs {format_bytes(arguments)} for its arguments)" + (f": {listing}" if listing else "")
     )

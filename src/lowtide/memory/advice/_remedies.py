@@ -21,13 +21,11 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from ...core import format_bytes
 from ...hlo import ArgumentLeaf
-from ...report import Buffer, MemoryReport
+from ...report import Buffer, MemoryReport, live_bytes
 from ...targets import Target
-from .._analyze import Role, examine
+from .._analysis import Program, Role, compile, examine
 from .._job import Job
 from .._owners import Owners
-from .._program import Program, compile
-from ._estimates import join_names, recomputations, saving
 from ._finding import Finding
 from ._lint import lint_owners, logits
 
@@ -173,7 +171,7 @@ def _verify(remedy: Remedy, report: MemoryReport) -> Remedy:
     except Exception as error:
         # A step that depends on its batch size or shardings does not compile with others. Then keep the estimate.
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        return dataclasses.replace(remedy, action=f"{remedy.action} (as it is, the step refuses: {reason})", apply=None)
+        return dataclasses.replace(remedy, action=f"{remedy.action} (compilation failed: {reason})", apply=None)
     return dataclasses.replace(remedy, compiled_bytes=saved_bytes)
 
 
@@ -231,7 +229,7 @@ def suggest(
     """Return the remedies for a report, with estimated savings; without a `call` of the step none can be applied."""
     candidates = [*_donations(report, owners, findings, call), *_from_findings(report, findings)]
     candidates += _optimizer_state(report, owners)
-    for action, (low, high) in recomputations(report):
+    for action, (low, high) in _recomputations(report):
         candidates.append(Remedy(kind="recompute", action=action, estimated_bytes=low, range_bytes=(low, high)))
     candidates += [*_chunked_loss(report, owners), *_sharded_arguments(report, owners, call)]
     candidates += _smaller_batch(report, owners, call, roles or {}, batch)
@@ -253,7 +251,7 @@ def _donations(
         outputs = {owners.path_of(value) for value in results.values()}
         output_buffers = (b for b in report.buffers if b.role == "outputs" and b.dtype != "" and b.path in outputs)
         buffer_ids = {id(b) for b in output_buffers if (b.start, b.end) == (0, len(report.moments) - 1)}
-        estimate = saving(report, lambda b, buffer_ids=buffer_ids: float(id(b) in buffer_ids))
+        estimate = _saving(report, lambda b, buffer_ids=buffer_ids: float(id(b) in buffer_ids))
         # The saving may be zero: XLA copies a donated argument if the program reads it after writing the result.
         yield Remedy(
             kind="donate",
@@ -276,15 +274,15 @@ def _from_findings(report: MemoryReport, findings: Sequence[Finding]) -> Iterabl
     if frozen_paths:
         yield Remedy(
             kind="split-frozen",
-            action=f"build the optimizer over what trains: {join_names(frozen_paths)} get no gradient",
-            estimated_bytes=saving(report, lambda b: float(b.phase == "argument" and b.path in frozen_paths)),
+            action=f"initialise the optimizer with trainable leaves only: {_join_names(frozen_paths)} get no gradient",
+            estimated_bytes=_saving(report, lambda b: float(b.phase == "argument" and b.path in frozen_paths)),
         )
     copied_paths = {f.path for f in findings if f.rule == "residual-copy"}
     for path in sorted(copied_paths):
         yield Remedy(
             kind="residual-copy",
-            action=f"recompute the copy of {path} in the backward pass, or make it once, outside of the loop",
-            estimated_bytes=saving(report, lambda b, p=path: float(b.role == "copies" and b.path == p)),
+            action=f"recompute the copy of {path} in the backward pass, or compute it once, outside the loop",
+            estimated_bytes=_saving(report, lambda b, p=path: float(b.role == "copies" and b.path == p)),
         )
     for finding in (f for f in findings if f.rule == "frozen-cast"):
         leaf = next(b for b in report.buffers if b.phase == "argument" and b.path == finding.path)
@@ -295,8 +293,8 @@ def _from_findings(report: MemoryReport, findings: Sequence[Finding]) -> Iterabl
 
         yield Remedy(
             kind="frozen-cast",
-            action=f"pass {finding.path} in {finding.detail.partition('[')[0]}, in which it is used: it does not train",
-            estimated_bytes=saving(report, share),
+            action=f"pass {finding.path} in {finding.detail.partition('[')[0]}, as the step uses it: it is frozen",
+            estimated_bytes=_saving(report, share),
         )
     unchanged_bytes = collections.Counter[str]()
     for finding in (f for f in findings if f.rule == "returned-unchanged"):
@@ -337,30 +335,30 @@ def _optimizer_state(report: MemoryReport, owners: Owners) -> Iterable[Remedy]:
 
     yield Remedy(
         kind="low-precision-optimizer",
-        action=f"store {_join_roles(report, moment_paths)} in 8 bits, lowtide.optim.low_precision(tx): "
-        f"{join_names(moment_paths)}",
-        estimated_bytes=saving(report, packed_share),
+        action=f"store {_join_roles(report, moment_paths)} in 8 bits with lowtide.optim.low_precision(tx): "
+        f"{_join_names(moment_paths)}",
+        estimated_bytes=_saving(report, packed_share),
     )
     if report.target.platform == "cpu":
         return  # a CPU has only one memory
     # Two leaves are on the device while streaming.
     staging = 2 * max(owners.leaves[index].num_bytes for index in state_leaves)
-    estimate = saving(report, lambda b: float(state_path(b) in paths)) - staging
+    estimate = _saving(report, lambda b: float(state_path(b) in paths)) - staging
     yield Remedy(
         kind="offload-optimizer",
-        action=f"keep {_join_roles(report, paths)} in host memory, streamed leaf by leaf: {join_names(paths)}",
+        action=f"keep {_join_roles(report, paths)} in host memory, streamed leaf by leaf: {_join_names(paths)}",
         estimated_bytes=max(estimate, 0),
     )
 
 
 def _chunked_loss(report: MemoryReport, owners: Owners) -> Iterable[Remedy]:
     widest, is_logits = logits(owners)
-    estimate = saving(report, lambda b: (1 - 1 / _LOSS_CHUNKS) * is_logits(b))
+    estimate = _saving(report, lambda b: (1 - 1 / _LOSS_CHUNKS) * is_logits(b))
     if estimate:
         yield Remedy(
             kind="chunk-loss",
-            action=f"compute the loss in {_LOSS_CHUNKS} chunks of tokens, so that no array of {widest} columns for all "
-            "of them lives: lowtide.losses.chunked_cross_entropy",
+            action=f"compute the loss in {_LOSS_CHUNKS} chunks of tokens with lowtide.losses.chunked_cross_entropy, so "
+            f"that no array holds {widest} columns for all tokens",
             estimated_bytes=estimate,
         )
 
@@ -384,8 +382,8 @@ def _sharded_arguments(report: MemoryReport, owners: Owners, call: _Call | None)
         yield Remedy(
             kind="shard",
             action=f"shard argument {argument!r} ({_join_roles(report, paths)}) over the {count} devices that each "
-            "hold it in full",
-            estimated_bytes=saving(report, sharded_share),
+            "hold all of it",
+            estimated_bytes=_saving(report, sharded_share),
             apply=_compile_sharded(call, argument, count),
         )
 
@@ -445,19 +443,19 @@ def _smaller_batch(
     argument = roles.get(batch)
     if call is not None and isinstance(argument, int):
         apply = call.with_argument(argument % len(call.args), _halve).compile
-    action = f"half of the {length} examples"
+    action = f"use half of the {length} examples"
     if "backward" in owners.dataflow.phases.values():
         kept_bytes = sum(leaf.num_bytes for leaf in leaves) // 2
         note = (
-            f", which keeps the other half ({format_bytes(kept_bytes)})"
+            f" but keeps the other half ({format_bytes(kept_bytes)})"
             if kept_bytes >= _MIN_SHARE * report.device_bytes
             else ""
         )
-        action += f"; for the same values lowtide.accumulate(grad_fn, num_microbatches=2){note}"
+        action += f"; lowtide.accumulate(grad_fn, num_microbatches=2) gives the same values{note}"
     yield Remedy(
         kind="smaller-batch",
         action=action,
-        estimated_bytes=saving(report, lambda b: 0.5 * scales(b)),
+        estimated_bytes=_saving(report, lambda b: 0.5 * scales(b)),
         apply=apply,
     )
 
@@ -475,4 +473,107 @@ def _role_of_leaf(report: MemoryReport, leaf: ArgumentLeaf) -> str:
 
 def _join_roles(report: MemoryReport, paths: set[str]) -> str:
     roles = {b.role for b in report.buffers if b.phase == "argument" and b.path in paths}
-    return ", ".join(sorted(roles - {"other"})) or join_names(paths)
+    return ", ".join(sorted(roles - {"other"})) or _join_names(paths)
+
+
+# --- estimates -------------------------------------------------------------------------------------------------------
+
+
+def _saving(report: MemoryReport, share: Callable[[Buffer], float]) -> int:
+    """Return the decrease of the device's peak in bytes when each buffer loses a share (0 to 1) of its bytes."""
+    device_buffers = [b for b in report.buffers if b.space == "device"]
+    reduced_buffers = [dataclasses.replace(b, num_bytes=round(b.num_bytes * (1 - share(b)))) for b in device_buffers]
+    moments = len(report.moments)
+    return max(live_bytes(device_buffers, moments)) - max(live_bytes(reduced_buffers, moments))
+
+
+def _recomputations(report: MemoryReport) -> Iterable[tuple[str, tuple[int, int]]]:
+    """Yield an action for each function whose values could be recomputed, and the range of device bytes that it saves.
+
+    The upper end is everything that the function keeps for the backward pass. The lower end is less by the memory that
+    recomputation needs.
+    """
+    groups: dict[str, list[Buffer]] = {}
+    for buffer in report.peak:
+        if _is_residual(buffer, report):
+            groups.setdefault(_source_function(buffer), []).append(buffer)
+    recomputed_functions = {_source_function(buffer) for buffer in report.buffers if buffer.phase == "recompute"}
+    for function, buffers in sorted(groups.items(), key=lambda item: -sum(b.num_bytes for b in item[1]))[:5]:
+        shapes = _join_names(f"{b.dtype}{list(b.shape)}" for b in buffers)
+        advice = "put jax.checkpoint around it, or name the values with checkpoint_name and offload them"
+        if report.target.platform == "cpu" and not any(map(_is_in_loop, buffers)):
+            if not _are_layers(buffers):
+                continue
+            advice = (
+                "put the layers into jax.lax.scan, with jax.checkpoint around its body (outside a loop, the CPU "
+                "compiler before JAX 0.12 merges recomputation with the forward pass, or does all of it at once)"
+            )
+        # Count all buffers of the function, not only those at the peak: before it, the same arrays are other buffers.
+        saved_bytes = _saving(
+            report, lambda b, function=function: float(_is_residual(b, report) and _source_function(b) == function)
+        )
+        recompute_bytes = _recomputation_bytes(buffers, function in recomputed_functions)
+        yield (
+            f"recompute the residuals of {function} ({shapes}): {advice}",
+            (max(saved_bytes - recompute_bytes, 0), saved_bytes),
+        )
+
+
+def _is_residual(buffer: Buffer, report: MemoryReport) -> bool:
+    """Return whether a buffer is kept for the backward pass; on a CPU also recomputed values outside loops.
+
+    The CPU compiler may run such recomputation all at once, so that its values are live at the same time.
+    """
+    is_at_once = report.target.platform == "cpu" and not _is_in_loop(buffer)
+    return buffer.role == "activations" or (buffer.role == "recomputed" and is_at_once)
+
+
+def _recomputation_bytes(buffers: Sequence[Buffer], is_recomputed: bool) -> int:
+    """Return the bytes that recomputation itself needs: the function's inputs, and the largest array of one layer.
+
+    The inputs are assumed to be the smallest array that is kept in each layer, such as the input of a block. If the
+    function is already recomputed and keeps one array, the inputs are that array.
+    """
+    groups = _group_buffers(buffers)
+    if len(groups) < 2 and not is_recomputed:
+        return 0
+    layer_counts = [(group[0].shape[:1] or (1,))[0] if key is group[0] else len(group) for key, group in groups.items()]
+    sizes = [sum(buffer.num_bytes for buffer in group) for group in groups.values()]
+    floating_sizes = [
+        size for size, group in zip(sizes, groups.values(), strict=True) if group[0].dtype[:1] in ("f", "b", "c")
+    ]
+    return min(floating_sizes, default=0) + max(
+        size // max(count, 1) for size, count in zip(sizes, layer_counts, strict=True)
+    )
+
+
+def _group_buffers(buffers: Sequence[Buffer]) -> dict[object, list[Buffer]]:
+    """Group the buffers that a function keeps: a loop's stack is a group, and unrolled layers of one kind are one."""
+    groups: dict[object, list[Buffer]] = {}
+    for buffer in buffers:
+        is_stack = buffer.operation.startswith(("while", "parameter"))
+        groups.setdefault(buffer if is_stack else (buffer.scope, buffer.source, buffer.shape), []).append(buffer)
+    return groups
+
+
+def _are_layers(buffers: Sequence[Buffer]) -> bool:
+    """Return whether most kept bytes are of arrays that occur three times or more with one line and shape."""
+    repeated_bytes = [b.num_bytes for group in _group_buffers(buffers).values() if len(group) > 2 for b in group]
+    return 2 * sum(repeated_bytes) >= sum(b.num_bytes for b in buffers)
+
+
+def _is_in_loop(buffer: Buffer) -> bool:
+    is_random = buffer.dtype.startswith("u")  # random bits, which XLA makes in separate loops
+    return not is_random and ("while/body" in buffer.scope or buffer.operation.startswith(("while", "parameter")))
+
+
+def _source_function(buffer: Buffer) -> str:
+    """Return the file and function of a buffer's source line, ``train.py (block)``; without a line, its scope."""
+    return re.sub(r":\d+ \(", " (", buffer.source) or buffer.scope
+
+
+def _join_names(names: Iterable[str], limit: int = 3) -> str:
+    """Join the first distinct names in sorted order, with the number of the others."""
+    unique_names = list(dict.fromkeys(sorted(names)))
+    suffix = f" and {len(unique_names) - limit} more" if len(unique_names) > limit else ""
+    return ", ".join(unique_names[:limit]) + suffix

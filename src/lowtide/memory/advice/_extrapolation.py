@@ -164,10 +164,10 @@ class Extrapolation:
         text = f"predicted bytes: {' + '.join(terms).replace('+ -', '- ') or format_bytes(0)}"
         if self.fit.residual is None:
             return f"{text} (two sizes: the fit was not checked)"
-        verdict = "" if self.fit.is_good else ": a poor fit, the search relied on compiling"
+        verdict = "" if self.fit.is_good else ", a poor fit: the search relied on compilation"
         error = abs(self.predicted_bytes - self.report.device_bytes) / self.report.device_bytes
-        held_out = f"{100 * self.fit.residual:.1f} % of the growth off at the size that was held out"
-        return f"{text} ({held_out}{verdict}; {100 * error:.1f} % off at the answer)"
+        held_out = f"{100 * self.fit.residual:.1f} % of the growth at the held-out size"
+        return f"{text} (error: {held_out}{verdict}; {100 * error:.1f} % at the answer)"
 
     def __repr__(self) -> str:
         fits = f"{self.variable} {self.answer:,} fits {self.target.name}: {format_bytes(self.report.device_bytes)} of "
@@ -176,7 +176,7 @@ class Extrapolation:
             return f"{fits}{limit}; it is the maximum"
         point = self.following
         excess = point.device_bytes - self.limit_bytes
-        reason = f", {format_bytes(excess)} too much" if excess > 0 else ", and its host memory does not fit"
+        reason = f", {format_bytes(excess)} too much" if excess > 0 else ", and its host bytes do not fit"
         return f"{fits}{limit}; {point.size:,} needs {format_bytes(point.device_bytes)}{reason}"
 
 
@@ -228,7 +228,7 @@ def extrapolate(
     if limit_bytes is None:
         raise ConfigError(
             f"the capacity of {resolved_target.name!r} is unknown",
-            hint='give the bytes that it may take: limit="14 GiB" (--budget on the command line)',
+            hint='set the limit: limit="14 GiB" (--budget on the command line)',
         )
     search = _Search(
         make, resolved_target, limit_bytes, multiple_of, None if maximum is None else maximum // multiple_of
@@ -254,7 +254,7 @@ def _check_sizes(sizes: Sequence[int], maximum: int | None, multiple_of: int) ->
         raise ConfigError("multiple_of has to be positive", got=multiple_of)
     if maximum is not None and maximum < multiple_of:
         raise ConfigError(
-            "maximum is below the smallest size", expected=f"at least {multiple_of} (multiple_of)", got=maximum
+            "maximum is below the smallest size", expected=f"at least multiple_of, {multiple_of}", got=maximum
         )
     values = tuple(sizes)
     if len(values) < 2 or values[0] < 1 or any(b <= a for a, b in zip(values, values[1:], strict=False)):
@@ -262,7 +262,7 @@ def _check_sizes(sizes: Sequence[int], maximum: int | None, multiple_of: int) ->
             "sizes have to increase",
             expected="two or more positive whole numbers, the smallest first",
             got=", ".join(map(str, values)) or "none",
-            hint="for instance (2, 3, 4)",
+            hint="use, for instance, (2, 3, 4)",
         )
     return values
 
@@ -321,11 +321,11 @@ class _Search:
         smallest = self.points[sizes[0]]
         if not smallest.fits:
             raise ConfigError(
-                f"it does not fit even at {sizes[0]}",
+                f"the program does not fit, even at size {sizes[0]}",
                 expected=f"at most {format_bytes(self.limit_bytes)} on one device of {self.target.name}",
                 got=format_bytes(smallest.device_bytes)
                 + (f", and {format_bytes(smallest.host_bytes)} on the host" if smallest.host_bytes else ""),
-                hint="begin with smaller sizes (sizes=(1, 2, 3), or --sizes 1,2,3), or choose a larger target",
+                hint="start with smaller sizes (sizes=(1, 2, 3) or --sizes 1,2,3), or choose a larger target",
             )
         fits = self._fits_by_space()
         largest = sizes[-1]
@@ -398,12 +398,12 @@ class _Search:
             step = min(max(step, min_step), self.farthest_step if high is None else high - 1)
             if self.maximum_step is None and low == self.farthest_step:
                 raise self._unbounded_error()
-            assert not self._is_measured(step), f"size {step * self.multiple_of} looked at twice"
+            assert not self._is_measured(step), f"size {step * self.multiple_of} measured twice"
             if high is not None and low == 0 and high == 1:
                 raise ConfigError(
                     f"no multiple of {self.multiple_of} fits {format_bytes(self.limit_bytes)}",
                     got=f"{format_bytes(self.points[min(failed)].device_bytes)} at {min(failed)}" if failed else None,
-                    hint="lower multiple_of",
+                    hint="use a smaller multiple_of",
                 )
             size = step * self.multiple_of
             if self.measure(size, fit.predict(size)):
@@ -445,9 +445,9 @@ class _Search:
         points = self._sorted_points()
         shown_points = [*points[:4], *points[4:][-1:]]
         return ConfigError(
-            "the bytes do not grow with the size, as far as the sizes that were compiled show",
+            "the bytes do not grow with the size in the compiled programs",
             got=", ".join(f"{format_bytes(p.device_bytes)} at {p.size}" for p in shown_points),
-            hint="give a maximum, or sizes that lie farther apart",
+            hint="set a maximum, or use sizes that are farther apart",
         )
 
     def _next_step(self, low: int, high: int | None, num_probes: int) -> int:

@@ -25,8 +25,8 @@ def unmatched_names(jaxpr: Any) -> Iterator[Finding]:
             rule="checkpoint-name-unmatched",
             path=name,
             num_bytes=sum(unmatched_tags.values()),
-            detail=f"names that are given and not asked for: {listing}",
-            remedy="spell the name as in jax.ad_checkpoint.checkpoint_name, or remove it from the policy",
+            detail=f"names outside all policies: {listing}",
+            remedy="write the name as in jax.ad_checkpoint.checkpoint_name, or remove it from the policy",
         )
 
 
@@ -49,9 +49,9 @@ def unused_names(jaxpr: Any) -> Iterator[Finding]:
             rule="checkpoint-name-unused",
             path=", ".join(sorted(unused_tags)),
             num_bytes=sum(tags[tag] for tag in unused_tags),
-            detail=f"names that policies ask for: {', '.join(sorted(saved_names)) or 'none'}; "
-            "the others are recomputed",
-            remedy="name it in the policy to keep or offload it, or leave it: recomputing costs time, no bytes",
+            detail=f"names in policies: {', '.join(sorted(saved_names)) or 'none'}; "
+            "values of other names are recomputed",
+            remedy="add it to the policy to keep or offload it, or leave it: recomputation costs time, not memory",
         )
 
 
@@ -101,7 +101,7 @@ def constants(jaxpr: Any) -> Iterator[Finding]:
             rule="large-constant",
             path=f"{array.dtype}{list(array.shape)}",
             num_bytes=leaf_bytes(array),
-            remedy="pass it as an argument: the program holds a copy of its own, and so does every compile",
+            remedy="pass it as an argument: the program holds its own copy, and so does every compilation",
         )
 
 
@@ -173,8 +173,8 @@ def multiplied_out(jaxpr: Any, owners: Owners) -> Iterator[Finding]:
             path=owners.leaves[index].path,
             num_bytes=leaf_bytes(eqn.outvars[0].aval),
             detail=f"{eqn.outvars[0].aval.str_short()} at {source_line(eqn) or 'an unknown line'}",
-            remedy="multiply by one factor after the other, x W + (x A) B: lowtide.lora.add puts an adapter in the "
-            "weight's place, and lowtide.adapted computes any function with it",
+            remedy="multiply by one factor after the other, x W + (x A) B: lowtide.lora.add replaces the weight with "
+            "an adapter, and lowtide.adapted computes any function with it",
         )
 
 
@@ -202,8 +202,8 @@ def duplicated_averages(jaxpr: Any, owners: Owners) -> Iterator[Finding]:
             yield leaf_finding(
                 "duplicated-average",
                 owners.leaves[index],
-                detail=f"as {owners.leaves[first_index].path}",
-                remedy="keep one of the two, if they begin with the same values",
+                detail=f"same update as {owners.leaves[first_index].path}",
+                remedy="keep one of the two if both start with the same values",
             )
 
 

@@ -1,14 +1,14 @@
-"""Report the bytes of a compiled program without running it.
+"""Compile functions for a target, and report their bytes without running them.
 
 `_owners` assigns an owner to each buffer. This module compiles, adds XLA's totals, moves arguments and outputs that are
-declared in host memory, and builds the `MemoryReport`.
+declared in host memory, adds the copies with which a GPU reads them, and builds the `MemoryReport`.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -20,6 +20,10 @@ from ..hlo import (
     HOST_COLOR,
     ArgumentLeaf,
     CompiledProgram,
+    Edge,
+    Graph,
+    Traffic,
+    Value,
     aliased,
     aliased_in,
     argument_leaves,
@@ -30,18 +34,104 @@ from ..hlo import (
     output_paths,
     positions,
 )
-from ..report import DERIVED_ROLES, Buffer, MemoryReport, Space, SpaceBytes
+from ..report import DERIVED_ROLES, Buffer, MemoryReport, Space, SpaceBytes, live_bytes
 from ..targets import Target, resolve_target
-from ._host_copies import with_host_copies
-from ._isolate import run_isolated
+from ._isolation import run_isolated
 from ._owners import Owners, find_owners
 
 Role = int | str | Sequence[int | str]
 """Arguments of a role: a position, a keyword, or several of these."""
-
 _NOTABLE_BYTES = 2**20
 """Constants outside the figures get a note from this size on."""
 _RESERVED = ("other", *DERIVED_ROLES)
+_SLICES = ("dynamic-slice", "slice", "gather")
+_PARTIAL_WRITES = ("dynamic-update-slice", "scatter")
+_HOST_NOTES = {
+    "cpu": "this compiler has one memory space: arguments and outputs declared in host memory count as host bytes",
+    "gpu": "compile-only GPUs have no host memory for arguments: arguments and outputs declared there count as host "
+    "bytes, and the device copies through which a real GPU reads them are an upper bound",
+    "tpu": "arguments and outputs declared in host memory count as host bytes",
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Program(CompiledProgram):
+    """A function compiled for a target; made by `compile`.
+
+    Examples:
+        >>> import jax.numpy as jnp
+        >>> program = compile(lambda w, x: x @ w, jnp.ones((4, 4)), jnp.ones((2, 4)))
+        >>> program.report(roles={"params": 0}).by_role["params"]
+        64
+    """
+
+    @property
+    def bytes_accessed(self) -> int:
+        """Bytes that a call moves to and from a device's memory; a loop body counts once per iteration.
+
+        The operands and results of each kernel count once. Divided by the chip's bandwidth, this is a lower bound on
+        the time of the program under any schedule.
+
+        Raises:
+            StructureError: for a loop whose number of iterations depends on data.
+        """
+        return Traffic(self.hlo.module).total()
+
+    def report(self, roles: Mapping[str, Role] | None = None) -> MemoryReport:
+        """Report the bytes of the program and their owners.
+
+        Args:
+            roles: role names and their arguments, as in `lowtide.memory.analyze`.
+
+        Returns:
+            The report, even for a program that does not fit.
+        """
+        return examine(self, roles)[0]
+
+
+def compile(
+    fn: Callable[..., Any],
+    *args: Any,
+    target: Target | str | None = None,
+    donate_argnums: int | Sequence[int] | None = None,
+    static_argnums: int | Sequence[int] | None = None,
+    **kwargs: Any,
+) -> Program:
+    """Compile a function for present or absent hardware.
+
+    Args:
+        fn: a function, or the result of `jax.jit` (its donation and static arguments apply).
+        *args: its arguments: arrays, `jax.ShapeDtypeStruct`s, or trees of them. Only shape, dtype, sharding and memory
+            kind are read. In an argument that contains functions (an Equinox module), everything except arrays is
+            constant, as in `equinox.filter_jit`. Arrays on a mesh are moved to a mesh of the same axes over the
+            target's devices.
+        target: a `Target`, a name for `lowtide.memory.target`, or None for the hardware at hand.
+        donate_argnums: as in `jax.jit`; not for a function that is already jitted.
+        static_argnums: as in `jax.jit`. For a jitted function with static positional arguments, repeat its value.
+        **kwargs: keyword arguments of `fn`, except those with the name of a parameter above.
+
+    Returns:
+        The program. A program that does not fit a TPU is also returned: its `report()` gives the bytes, and its
+        `compiled` raises the compiler's error.
+
+    Raises:
+        TargetError: when the target is unknown, or too small for an argument's mesh.
+        StructureError: for an argument that a compiled function does not take, with its path.
+        ConfigError: for `donate_argnums` or `static_argnums` that do not fit the arguments.
+        PlacementError: when the function computes with values in host memory, with their paths.
+        Exception: any other exception of the compiler, unchanged.
+
+    Warns:
+        PlacementWarning: when JAX aliases a donated argument on the host to a result on the device, or the reverse.
+
+    Memory:
+        Nothing is allocated on the target. This process keeps the compiler's memory; `analyze` can compile in a
+        separate process.
+    """
+    program = compile_program(
+        fn, args, kwargs, target=target, donate_argnums=donate_argnums, static_argnums=static_argnums
+    )
+    return Program(**{field.name: getattr(program, field.name) for field in dataclasses.fields(program)})
 
 
 def analyze(
@@ -130,7 +220,7 @@ def analyze_compiled(
     _check_platform(compiled, resolved_target)
     if compiled.memory_analysis() is None:
         raise TargetError(
-            f"the compiler for {resolved_target.name!r} reports no memory",
+            f"the compiler for {resolved_target.name!r} does not report memory",
             hint='analyze for another target, such as "v5e:2x2"',
         )
     num_static = len(static_argnums) if isinstance(static_argnums, Sequence) else int(static_argnums is not None)
@@ -257,7 +347,7 @@ def _examine(
     owners = None
     notes = (_HOST_NOTES[target.platform],) if placement.leaves or placement.outputs else ()
     if target.platform == "gpu" and target.is_ahead_of_time and not has_cudnn():
-        notes = (*notes, "compiled without cuDNN, which is not installed: a GPU with it may use other kernels")
+        notes = (*notes, "compiled without cuDNN, which is not installed: a GPU with cuDNN may use other kernels")
     if hlo is not None:
         # Not `out_info`, which JAX cannot compute for programs with ordered effects.
         numbers = jax.tree.unflatten(stages.out_tree, range(stages.out_tree.num_leaves))
@@ -284,7 +374,7 @@ def _report(
     buffers = tuple(placement.apply(buffer, figures.leaves) for buffer in buffers)
     peak_moment = owners.peak_moment if owners else 0
     if owners and target.platform == "gpu" and placement.leaves:
-        device, buffers, peak_moment = with_host_copies(owners, device, buffers, placement.leaves)
+        device, buffers, peak_moment = _with_host_copies(owners, device, buffers, placement.leaves)
     host_flags = [leaf.on_host or index in placement.leaves for index, leaf in enumerate(figures.leaves)]
     rows = list(zip(figures.leaves, leaf_roles, host_flags, strict=True))
     return MemoryReport(
@@ -301,6 +391,41 @@ def _report(
     )
 
 
+def _coarse_buffers(figures: _Figures, roles: Sequence[str]) -> tuple[Buffer, ...]:
+    """Return buffers for a program without a dump: arguments by leaf, everything else as XLA's totals."""
+    buffers: list[Buffer] = []
+    spaces: list[tuple[Space, SpaceBytes]] = [("device", figures.device), ("host", figures.host)]
+    for space, total in spaces:
+        space_buffers = [
+            Buffer(space=space, role=role, path=leaf.path, num_bytes=leaf.num_bytes, start=0, end=0)
+            for leaf, role in zip(figures.leaves, roles, strict=True)
+            if leaf.kept and leaf.on_host == (space == "host")
+        ]
+        derived = _derived_bytes(total, sum(buffer.num_bytes for buffer in space_buffers))
+        space_buffers += [
+            Buffer(space=space, role=role, phase="", num_bytes=size, start=0, end=0) for role, size in derived.items()
+        ]
+        buffers += [buffer for buffer in space_buffers if buffer.num_bytes]
+    return tuple(buffers)
+
+
+def _by_role(space: SpaceBytes, names: Sequence[str], leaves: Sequence[tuple[ArgumentLeaf, str]]) -> dict[str, int]:
+    roles = dict.fromkeys(names, 0)
+    for leaf, role in leaves:
+        roles[role] += leaf.num_bytes
+    return {**roles, **_derived_bytes(space, sum(roles.values()))}
+
+
+def _derived_bytes(space: SpaceBytes, leaf_bytes: int) -> dict[str, int]:
+    """Return bytes by role for everything except argument leaves, whose bytes are given."""
+    return {
+        "unattributed": space.argument_bytes - leaf_bytes,
+        "outputs": space.output_bytes - space.alias_bytes,
+        "temporaries": space.temp_bytes,
+        "code": space.code_bytes,
+    }
+
+
 def _uncounted_notes(owners: Owners, target: Target) -> tuple[str, ...]:
     """Return a note on constants in no buffer: the TPU compiler counts them as code, others do not count them."""
     total = sum(buffer.num_bytes for buffer in owners.uncounted)
@@ -309,10 +434,10 @@ def _uncounted_notes(owners: Owners, target: Target) -> tuple[str, ...]:
     largest = max(owners.uncounted, key=lambda buffer: buffer.num_bytes)
     array = f"{largest.dtype}[{','.join(map(str, largest.shape))}]"
     location = f" used at {largest.source}" if largest.source else ""
-    accounting = "are counted as code" if target.platform == "tpu" else "are in none of this compiler's figures"
+    accounting = "counted as code" if target.platform == "tpu" else "not counted by this compiler"
     return (
         f"{format_bytes(total)} of constants that the function closes over are part of the program and {accounting} "
-        f"(the largest: {array}{location}); as arguments they would have an owner",
+        f"(the largest: {array}{location}); arguments would have an owner",
     )
 
 
@@ -324,8 +449,11 @@ def _check_platform(compiled: Any, target: Target) -> None:
             f"the program was not compiled for target {target.name!r}",
             expected=target.platform,
             got=", ".join(sorted(platforms)),
-            hint="name the target it was compiled for",
+            hint="pass the target of the compilation",
         )
+
+
+# --- roles and paths of arguments ------------------------------------------------------------------------------------
 
 
 def _roles_by_argument(
@@ -339,8 +467,8 @@ def _roles_by_argument(
     untyped_roles: Any = roles
     if not isinstance(untyped_roles, Mapping):
         raise ConfigError(
-            "roles is no mapping",
-            expected='names of roles with arguments, such as {"params": 0, "batch": 1}',
+            "roles must be a mapping",
+            expected='a mapping from role names to arguments, such as {"params": 0, "batch": 1}',
             got=repr(roles)[:80],
             hint="name the position or the keyword of each argument",
         )
@@ -354,7 +482,7 @@ def _roles_by_argument(
                     expected=f"one of the positions {sorted(dynamic)}"
                     + (f" or keywords {sorted(keywords)}" if keywords else ""),
                     got=repr(argument),
-                    hint="count positions from 0, as the function is called",
+                    hint="count positions from 0, in the order of the call",
                 )
             if keys[argument] in owners:
                 raise ConfigError(
@@ -392,12 +520,7 @@ def _with_head(path: str, head: str) -> str:
     return f"{head}{slash}{tail}"
 
 
-_HOST_NOTES = {
-    "cpu": "this compiler has one memory space: arguments and outputs declared in host memory were moved to the host",
-    "gpu": "compile-only GPUs know no host memory for arguments: arguments and outputs declared there were moved to "
-    "the host, and the copies that a real GPU makes on the device to read them are counted from above",
-    "tpu": "arguments and outputs declared in host memory were moved to the host",
-}
+# --- host memory -----------------------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
@@ -452,36 +575,145 @@ def _space_bytes(figures: _Figures, placement: _HostPlacement) -> tuple[SpaceByt
     return with_placement(figures.device, -1), with_placement(figures.host, 1)
 
 
-def _coarse_buffers(figures: _Figures, roles: Sequence[str]) -> tuple[Buffer, ...]:
-    """Return buffers for a program without a dump: arguments by leaf, everything else as XLA's totals."""
-    buffers: list[Buffer] = []
-    spaces: list[tuple[Space, SpaceBytes]] = [("device", figures.device), ("host", figures.host)]
-    for space, total in spaces:
-        space_buffers = [
-            Buffer(space=space, role=role, path=leaf.path, num_bytes=leaf.num_bytes, start=0, end=0)
-            for leaf, role in zip(figures.leaves, roles, strict=True)
-            if leaf.kept and leaf.on_host == (space == "host")
-        ]
-        derived = _derived_bytes(total, sum(buffer.num_bytes for buffer in space_buffers))
-        space_buffers += [
-            Buffer(space=space, role=role, phase="", num_bytes=size, start=0, end=0) for role, size in derived.items()
-        ]
-        buffers += [buffer for buffer in space_buffers if buffer.num_bytes]
-    return tuple(buffers)
+# A compile-only GPU has no host memory, so its program reads host arguments in place. A real GPU copies them to the
+# device:
+# - an array that is read as a whole, from the start of the program to its last read, or until the result that
+#   overwrites it is made (XLA starts its copies there, as on a TPU);
+# - an array that is read as a whole in a loop, for the length of the loop's body;
+# - a slice, for the operation or the loop body that reads it.
+# These times are an upper bound: a real schedule may start a copy later.
+def _with_host_copies(
+    owners: Owners, device: SpaceBytes, buffers: tuple[Buffer, ...], leaves: Collection[int]
+) -> tuple[SpaceBytes, tuple[Buffer, ...], int]:
+    """Add the copies of host arguments to a program's figures.
+
+    `device` and `buffers` are without arguments and outputs on the host; `leaves` are indices of the argument leaves on
+    the host. Returns the device bytes, the buffers, and the position of the peak, all including the copies.
+    """
+    device_buffers = [buffer for buffer in buffers if buffer.space == "device"]
+    bytes_before = live_bytes(device_buffers, len(owners.moments))
+    copies = list(_HostCopies(owners).buffers(leaves))
+    bytes_after = live_bytes([*device_buffers, *copies], len(owners.moments))
+    peak = max(range(len(bytes_after)), key=bytes_after.__getitem__)
+    added_bytes = bytes_after[peak] - bytes_before[owners.peak_moment]
+    # Fragmentation exists only at the peak in the timeline, so it moves to the new peak.
+    moved_buffers = [
+        dataclasses.replace(b, start=peak, end=peak) if b.role == "fragmentation" and b.space == "device" else b
+        for b in buffers
+    ]
+    return dataclasses.replace(device, temp_bytes=device.temp_bytes + added_bytes), (*moved_buffers, *copies), peak
 
 
-def _by_role(space: SpaceBytes, names: Sequence[str], leaves: Sequence[tuple[ArgumentLeaf, str]]) -> dict[str, int]:
-    roles = dict.fromkeys(names, 0)
-    for leaf, role in leaves:
-        roles[role] += leaf.num_bytes
-    return {**roles, **_derived_bytes(space, sum(roles.values()))}
+class _HostCopies:
+    """The copies of arguments, found by following their memory through the program."""
+
+    def __init__(self, owners: Owners) -> None:
+        self.owners, self.graph = owners, owners.dataflow.graph
+
+    def buffers(self, leaves: Collection[int]) -> Iterator[Buffer]:
+        for index in leaves:
+            if index not in self.owners.parameter_of:
+                continue
+            parameter = self.owners.parameter_of[index]
+            full_reads, slice_reads = self._read_ranges(index, parameter)
+            leaf = self.owners.leaves[index]
+            for (start, end), num_bytes in {**slice_reads, **dict.fromkeys(full_reads, leaf.num_bytes)}.items():
+                yield Buffer(
+                    space="device",
+                    role="copies",
+                    path=leaf.path,
+                    phase="argument",
+                    operation="copy from host memory",
+                    shape=tuple(self.graph.shape(parameter).dimensions) if (start, end) in full_reads else (),
+                    dtype=self.graph.item_type(parameter)[0] if (start, end) in full_reads else "",
+                    num_bytes=num_bytes,
+                    start=start,
+                    end=end,
+                )
+
+    def _read_ranges(self, leaf: int, parameter: Value) -> tuple[set[tuple[int, int]], dict[tuple[int, int], int]]:
+        """Return the ranges in which the leaf is read as a whole, and those of its slices with the largest's bytes."""
+        full_reads = dict[int, tuple[int, int]]()
+        slice_reads = dict[tuple[int, int], int]()
+        aliases, frontier = {parameter}, [parameter]
+        while frontier:
+            value = frontier.pop()
+            for reader, edge in self.owners.dataflow.users.get(value, ()):
+                # Aliases, bitcasts and in-place writes are still the argument's memory, so follow them. Any other user
+                # reads the memory, and needs a copy on the device.
+                instruction = self.graph.instructions[reader[0]]
+                is_write = instruction.opcode in _PARTIAL_WRITES and instruction.proto.operand_ids[0] == value[0]
+                if edge == Edge.ALIAS or is_write or instruction.opcode == "bitcast":
+                    if reader not in aliases:
+                        aliases.add(reader)
+                        frontier.append(reader)
+                    if not is_write:
+                        continue
+                scheduled_id = _scheduled_instruction(self.graph, reader[0])
+                if scheduled_id is None:
+                    continue
+                computation = self.graph.instructions[scheduled_id].computation
+                read_range = self._live_range(scheduled_id)
+                if is_write or instruction.opcode in _SLICES:
+                    part = (_update_operand(instruction.proto), ()) if is_write else reader
+                    num_bytes = self.graph.num_elements(part) * self.graph.item_type(part)[1] // 8
+                    slice_reads[read_range] = max(slice_reads.get(read_range, 0), num_bytes)
+                else:
+                    first, last = full_reads.get(computation, read_range)
+                    full_reads[computation] = min(first, read_range[0]), max(last, read_range[1])
+        if (entry := full_reads.get(self.graph.entry.id)) is not None:
+            full_reads[self.graph.entry.id] = 0, max(entry[1], self._overwrite_position(leaf, aliases))
+        full_ranges = set(full_reads.values())
+        slice_ranges = {
+            span: num_bytes
+            for span, num_bytes in slice_reads.items()
+            if not any(start <= span[0] and span[1] <= end for start, end in full_ranges)
+        }
+        return full_ranges, slice_ranges
+
+    def _overwrite_position(self, leaf: int, aliases: set[Value]) -> int:
+        """Return the position at which the result that replaces the leaf is made; 0 without one."""
+        results = (
+            value
+            for value, argument_leaf in self.owners.replaced.items()
+            if argument_leaf == leaf and value in self.owners.in_place
+        )
+        return max((_definition_position(self.graph, value) for value in results if value not in aliases), default=0)
+
+    def _live_range(self, instr_id: int) -> tuple[int, int]:
+        """Return the range of an instruction: all of the loop body around it, or its own position outside loops."""
+        positions = self.graph.positions
+        computation = self.graph.computations[self.graph.instructions[instr_id].computation]
+        if computation.id == self.graph.entry.id:
+            return positions[instr_id]
+        body_positions = [positions[i.id] for i in computation.instructions if i.id in positions]
+        return min(first for first, _ in body_positions), max(last for _, last in body_positions)
 
 
-def _derived_bytes(space: SpaceBytes, leaf_bytes: int) -> dict[str, int]:
-    """Return bytes by role for everything except argument leaves, whose bytes are given."""
-    return {
-        "unattributed": space.argument_bytes - leaf_bytes,
-        "outputs": space.output_bytes - space.alias_bytes,
-        "temporaries": space.temp_bytes,
-        "code": space.code_bytes,
-    }
+def _update_operand(proto: Any) -> int:
+    """Return the operand that is written into the first one; a scatter's operands are n targets, indices, n updates."""
+    return proto.operand_ids[(len(proto.operand_ids) + 1) // 2 if proto.opcode == "scatter" else 1]
+
+
+def _definition_position(graph: Graph, value: Value) -> int:
+    """Return the position at which a value is made, following its aliases."""
+    visited = {value}
+    while True:
+        instr_id = _scheduled_instruction(graph, value[0])
+        aliases = [source for source, edge in graph.sources(value) if edge == Edge.ALIAS and source not in visited]
+        if instr_id is not None and graph.instructions[instr_id].opcode == "fusion":
+            return graph.positions[instr_id][0]
+        if not aliases:
+            return graph.positions[instr_id][0] if instr_id is not None else 0
+        value = aliases[0]
+        visited.add(value)
+
+
+def _scheduled_instruction(graph: Graph, instr_id: int) -> int | None:
+    """Return the scheduled instruction that runs an instruction, such as the fusion around it; None without one."""
+    while instr_id not in graph.positions:
+        caller = graph.caller(instr_id)
+        if caller is None:
+            return None
+        instr_id = caller
+    return instr_id

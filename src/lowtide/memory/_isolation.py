@@ -43,21 +43,21 @@ def run_isolated(
         payload = pickle.dumps(_configuration()) + _pickle((analyze, fn, shapes, call, target), target)
     except (TypeError, pickle.PicklingError, AttributeError, ValueError) as error:
         raise StructureError(
-            "the function or its arguments cannot be sent to a process of its own",
+            "the function or its arguments cannot be sent to a separate process",
             got=str(error).splitlines()[0],
-            hint="leave isolate out, or define the function and what it closes over so that cloudpickle takes them",
+            hint="leave isolate out, or make the function and the values it closes over picklable with cloudpickle",
         ) from error
     with tempfile.TemporaryDirectory(prefix="lowtide-") as folder:
         source, result = Path(folder) / "call.pkl", Path(folder) / "result.pkl"
         source.write_bytes(payload)
-        command = [sys.executable, "-m", "lowtide.memory._isolate", str(source), str(result)]
+        command = [sys.executable, "-m", "lowtide.memory._isolation", str(source), str(result)]
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join([*filter(None, sys.path)])}
         child = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
         if not result.exists():
             raise TargetError(
                 f"the process that compiled for {target.name!r} ended without a report (status {child.returncode})",
                 got=(child.stderr or child.stdout).strip()[-2000:] or None,
-                hint="compile in this process: leave isolate out",
+                hint="leave isolate out, to compile in this process",
             )
         outcome = pickle.loads(result.read_bytes())
     if isinstance(outcome, BaseException):

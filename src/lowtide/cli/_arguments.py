@@ -1,36 +1,72 @@
-"""Shared code of the commands that use a model: flags, loading the model, and iterating over its adapters."""
+"""Arguments that several commands share: models, adapters, chat templates, positive numbers."""
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import importlib.util
 import json
+import os
+import re
 from collections.abc import Iterator, Sequence
-from typing import Any
+from pathlib import Path
+from typing import Any, overload
 
 from rich.console import Console
 
-from ..core import ConfigError
-from ._model_path import model_path
+from ..core import ConfigError, ModelFileError
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 FORMATS = ("nf4", "int4", "mxfp4", "int8", "fp8")
+_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
+
+
+def positive(text: str) -> int:
+    """Parse an argument that is a positive whole number."""
+    value = int(text) if text.isascii() and text.isdigit() else 0
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive whole number")
+    return value
+
+
+@overload
+def model_path(name: str) -> str: ...
+@overload
+def model_path(name: None) -> None: ...
+def model_path(name: str | None) -> str | None:
+    """Return a path unchanged; for a name such as ``Qwen/Qwen3-8B``, return its newest snapshot in the local cache.
+
+    Nothing is downloaded: `ModelFileError` when the name is neither an existing path nor a cached model.
+    """
+    if name is None or os.path.lexists(name) or _NAME.fullmatch(name) is None:
+        return name
+    if importlib.util.find_spec("huggingface_hub") is not None:  # tokenizers depends on it but does not import it
+        from huggingface_hub import try_to_load_from_cache
+
+        config_path = try_to_load_from_cache(name, "config.json")
+        if isinstance(config_path, str):
+            return str(Path(config_path).parent)
+    raise ModelFileError(
+        f"{name} is neither a folder nor a model in the local Hugging Face cache",
+        expected="a folder with config.json, or a downloaded model",
+        hint=f"download it: hf download {name}",
+    )
 
 
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags that name a model and its adapters."""
     parser.add_argument(
-        "--model", metavar="DIR", help="Hugging Face directory, or a GGUF file (default: the embedded model)"
+        "--model", metavar="DIR", help="Hugging Face folder, or a GGUF file (default: the embedded model)"
     )
     parser.add_argument(
-        "--tokenizer", metavar="DIR", help="folder of its tokenizer and chat template (default: the model's)"
+        "--tokenizer", metavar="DIR", help="folder of the tokenizer and chat template (default: the model's)"
     )
     parser.add_argument(
         "--adapter",
         action="append",
         default=[],
         metavar="DIR",
-        help="PEFT adapter; again for another, which is used on the same base after it (default: none)",
+        help="PEFT adapter; repeat for several, which are used one after the other on the same base (default: none)",
     )
     for name, description in (("param", "parameters"), ("compute", "activations")):
         parser.add_argument(
@@ -43,21 +79,19 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(
             f"--{name}",
             choices=FORMATS,
-            help=f"format of few bits for {description} (default: as stored)",
+            help=f"quantisation format of {description} (default: as stored)",
         )
 
 
 def add_template_argument(parser: argparse.ArgumentParser) -> None:
     """Add the flags of the chat template. A model tuned with a custom template needs the same template again."""
-    parser.add_argument(
-        "--chat-template", metavar="FILE", help="chat template to take instead of the model's (default: the model's)"
-    )
+    parser.add_argument("--chat-template", metavar="FILE", help="file with a chat template (default: the model's)")
     parser.add_argument(
         "--template-arg",
         action="append",
         default=[],
         metavar="KEY=VALUE",
-        help="variable of the chat template, JSON or else text, such as enable_thinking=false; again for another "
+        help="variable of the chat template: JSON, otherwise text, such as enable_thinking=false; may be repeated "
         "(default: none)",
     )
 
@@ -72,7 +106,7 @@ def chat_template(args: argparse.Namespace) -> Any:
         name, separator, text = pair.partition("=")
         if not separator or not name.isidentifier():
             raise ConfigError(
-                "--template-arg needs KEY=VALUE", got=repr(pair), hint="for instance enable_thinking=false"
+                "--template-arg needs KEY=VALUE", got=repr(pair), hint="use, for instance, enable_thinking=false"
             )
         try:
             arguments[name] = json.loads(text)
@@ -95,7 +129,9 @@ def check_model_arguments(args: argparse.Namespace) -> None:
     )
     for flag, values in flag_values:
         if "" in values:
-            raise ConfigError(f"--{flag} is empty", hint=f"leave --{flag} out, or look whether a variable is unset")
+            raise ConfigError(
+                f"--{flag} is empty", hint=f"leave --{flag} out, or check whether a variable of your script is unset"
+            )
     args.model = model_path(args.model)
     if duplicates := {name for name in args.adapter if args.adapter.count(name) > 1}:
         raise ConfigError(f"--adapter {min(duplicates)} is given twice", hint="name each adapter once")
