@@ -1,35 +1,33 @@
 """Decoder models of many families: configs, checkpoints, tokenizers, chat templates and generation."""
 
 from ..core import gguf_file as gguf_file
-from ._cache import cache_bytes as cache_bytes
 from ._config import DecoderConfig as DecoderConfig
 from ._config import Experts as Experts
-from ._config import LlamaConfig as LlamaConfig
 from ._config import RopeScaling as RopeScaling
-from ._conversation import Conversation as Conversation
 from ._decoder import Decoder as Decoder
-from ._decoder import Llama as Llama
 from ._decoder import init as init
 from ._decoder import logits as logits
 from ._decoder import loss as loss
+from ._decoder import unstack as unstack
+from ._files import HostBytes as HostBytes
 from ._files import StoredWeight as StoredWeight
 from ._files import base_path as base_path
+from ._files import host_bytes as host_bytes
 from ._files import load as load
 from ._files import load_config as load_config
 from ._files import load_shapes as load_shapes
 from ._files import quantization_of as quantization_of
 from ._files import save as save
 from ._files import stored_weights as stored_weights
-from ._generate import Completion as Completion
-from ._generate import generate as generate
-from ._generate import generate_batch as generate_batch
-from ._generate import stream as stream
-from ._host_bytes import HostBytes as HostBytes
-from ._host_bytes import host_bytes as host_bytes
-from ._sampling import Sampling as Sampling
+from ._generation import Completion as Completion
+from ._generation import Conversation as Conversation
+from ._generation import Sampling as Sampling
+from ._generation import cache_bytes as cache_bytes
+from ._generation import generate as generate
+from ._generation import generate_batch as generate_batch
+from ._generation import stream as stream
 from ._tokenizer import load_special_tokens as load_special_tokens
 from ._tokenizer import load_tokenizer as load_tokenizer
-from ._unstack import unstack as unstack
 
 __all__ = [
     "Completion",
@@ -38,8 +36,6 @@ __all__ = [
     "DecoderConfig",
     "Experts",
     "HostBytes",
-    "Llama",
-    "LlamaConfig",
     "RopeScaling",
     "Sampling",
     "StoredWeight",

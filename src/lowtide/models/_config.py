@@ -251,7 +251,3 @@ class DecoderConfig:
             raise ConfigError(
                 "layers with sliding attention need a sliding_window", got="none", hint="check config.json"
             )
-
-
-LlamaConfig = DecoderConfig
-"""Former name of `DecoderConfig`."""

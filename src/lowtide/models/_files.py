@@ -2,13 +2,15 @@
 
 A directory has `config.json` and weights in `model.safetensors`, or in shards that `model.safetensors.index.json`
 lists. All names and shapes in the headers are checked against the config before any weight is read. So a wrong
-directory fails at once, with the name of the tensor. `_tensors` reads weights in pieces, and `_shards` writes them.
+directory fails at once, with the name of the tensor. `_safetensors` reads and writes weights in pieces.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
+import math
 import os
 import warnings
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
@@ -20,12 +22,16 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..core import (
+    PIECE_BYTES,
     ConfigError,
     ModelFileError,
     OutputError,
-    Where,
+    Selector,
+    Tree,
+    format_bytes,
     gguf_file,
     input_file,
+    is_staged,
     leaves_with_paths,
     parse_json,
     path_str,
@@ -40,12 +46,24 @@ from ..quant import quantize as quantize_leaves
 from ._config import DecoderConfig
 from ._config_file import config_from_hf, config_to_hf, quantization_from_hf
 from ._decoder import Decoder, init, parameter_shapes, with_windows, without_windows
-from ._shards import CONFIG, INDEX, SINGLE, Tensor, write_model
-from ._tensors import DTYPES, Source, open_tensors, pieces, read_leaf
+from ._safetensors import (
+    CONFIG,
+    DTYPES,
+    INDEX,
+    SINGLE,
+    Readable,
+    Source,
+    Tensor,
+    open_tensors,
+    pieces,
+    read_leaf,
+    stored_dtype,
+    write_model,
+)
 from .families import family_of
 from .families._family import IMAGE_MODULES
 from .gguf import gguf_model, open_gguf
-from .packed import Packed, Plan, Scheme, Stored, dequantization_notes, folded, plan
+from .packed import Packed, Scheme, Stored, group_tensors
 
 _MOST_CONFIG_BYTES, _MOST_INDEX_BYTES = 16 * 1024**2, 256 * 1024**2
 _HEAD = "lm_head.weight"
@@ -57,7 +75,7 @@ def load(
     *,
     dtype: Any = "auto",
     compute_dtype: Any = "float32",
-    host: Where | None = None,
+    host: Selector | None = None,
     sharding: Callable[[str, Any], jax.sharding.Sharding] | None = None,
     quantize: str | Mapping[str, str] | None = None,
 ) -> Decoder:
@@ -124,7 +142,7 @@ def load(
     return Decoder(params["outer"], with_windows(params["layers"], config), config, jnp.dtype(compute_dtype).name)
 
 
-def _formats(plans: Sequence[Plan], treedef: Any, quantize: str | Mapping[str, str] | None) -> dict[str, Format]:
+def _formats(plans: Sequence[_LeafPlan], treedef: Any, quantize: str | Mapping[str, str] | None) -> dict[str, Format]:
     """Return the format of each weight to quantise, by path; the first glob that matches applies."""
     shapes = treedef.unflatten(
         [jax.ShapeDtypeStruct(leaf_plan.like.shape, leaf_plan.like.dtype) for leaf_plan in plans]
@@ -138,7 +156,7 @@ def _formats(plans: Sequence[Plan], treedef: Any, quantize: str | Mapping[str, s
 
 
 def _check_not_quantized(
-    directory: Path, plans: Sequence[Plan], formats: Mapping[str, Format], scheme: Scheme | None
+    directory: Path, plans: Sequence[_LeafPlan], formats: Mapping[str, Format], scheme: Scheme | None
 ) -> None:
     """Raise for weights that are quantised already; weights that the software left unquantised may be quantised."""
     for leaf_plan in plans:
@@ -254,13 +272,13 @@ def _open_weights(
         # The tied tensor may have the head's name.
         if config.tie_embeddings and embedding not in weights and _HEAD in weights:
             weights = {embedding if name == _HEAD else name: source for name, source in weights.items()}
-        yield weights if scheme is None else folded(weights, scheme, notes)
+        yield weights if scheme is None else group_tensors(weights, scheme, notes)
 
 
 @contextlib.contextmanager
 def _open_plans(
     directory: Path, config: DecoderConfig, scheme: Scheme | None, dtype: Any
-) -> Generator[tuple[list[Plan], Any, list[str]], None, None]:
+) -> Generator[tuple[list[_LeafPlan], Any, list[str]], None, None]:
     """Yield the plan for reading each leaf, while the files are open; all names and shapes are checked before."""
     notes: list[str] = []
     with _open_weights(directory, config, scheme, notes) as tensors:
@@ -270,15 +288,15 @@ def _open_plans(
         embedding = tensors[_embedding(config)]
         default_dtype = DTYPES.get(embedding.dtype, "bfloat16")
         leaf_dtype = None if dtype == "auto" else jnp.dtype(dtype)
-        plans: list[Plan] = []
+        plans: list[_LeafPlan] = []
         for path, leaf in leaves:
             # The layers of a stack may be stored in different dtypes; the stack's dtype loses no digits of any.
             sources = [tensors[name] for name in _names_of_leaf(path, config).values()]
-            plans.append(plan(path_str(path), sources, leaf.shape, leaf_dtype, default_dtype))
-        yield plans, treedef, [*notes, *dequantization_notes(plans)]
+            plans.append(_plan_leaf(path_str(path), sources, leaf.shape, leaf_dtype, default_dtype))
+        yield plans, treedef, [*notes, *_dequantization_notes(plans)]
 
 
-def _select_hosted(shapes: Any, host: Where | None) -> list[bool]:
+def _select_hosted(shapes: Any, host: Selector | None) -> list[bool]:
     """Return whether each weight belongs in host memory; a quantised weight is selected as a whole."""
     leaves = jax.tree.leaves(shapes, is_leaf=_is_quantized)
     if host is None:
@@ -295,7 +313,7 @@ def _is_quantized(leaf: Any) -> bool:
 
 
 def _read_quantized(
-    leaf_plan: Plan, like: jax.ShapeDtypeStruct, form: Format, place: jax.sharding.Sharding | None
+    leaf_plan: _LeafPlan, like: jax.ShapeDtypeStruct, form: Format, place: jax.sharding.Sharding | None
 ) -> QuantizedWeight:
     """Read and quantise one leaf, a matrix at a time."""
     stack_shape = like.shape[:-2]
@@ -400,6 +418,53 @@ def save(
                 f"{tokenizer}: the tokenizer cannot be copied", got=error.strerror or error, hint="check the path"
             ) from error
     write_model(directory, tensors, files, max_shard_bytes=max_shard_bytes)
+
+
+_COPIES = 5
+"""Most copies of a piece in host memory: as the safetensors library copied it, as an array, after the cast, and as it
+is sent. One more piece covers what JAX allocates when it first runs. Quantised weights are read in pieces, too; their
+4-bit codes take a byte each there. `tests/models/test_load_memory.py` measures these bounds."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class HostBytes:
+    """Most bytes of host memory that a process needs in addition to the model itself, where that is on the host."""
+
+    loading: int
+    """Bytes while `lowtide.models.load` reads the model."""
+    saving: int
+    """Bytes while `lowtide.models.save` writes the model."""
+
+
+def host_bytes(model: Tree) -> HostBytes:
+    """Predict the host memory of this process for loading and saving a model, in addition to the model.
+
+    File pages that the operating system caches are not counted, because it reclaims them on demand.
+
+    Args:
+        model: the model or its shapes: leaves with a shape, a dtype and, where it matters, a sharding (arrays or
+            `jax.ShapeDtypeStruct`s).
+
+    Returns:
+        Bounds in bytes.
+
+    Memory:
+        None.
+
+    Examples:
+        >>> host_bytes({"w": jax.ShapeDtypeStruct((80, 4096, 4096), jnp.bfloat16)}).loading // 2**20
+        320
+    """
+    largest = staged = 0
+    for leaf in jax.tree.leaves(model):
+        sharding = getattr(leaf, "sharding", None)
+        shape = leaf.shape if sharding is None else sharding.shard_shape(leaf.shape)
+        size = math.prod(shape) * jnp.dtype(leaf.dtype).itemsize
+        largest = max(largest, size)
+        if sharding is not None and is_staged(sharding):
+            staged = max(staged, size)
+    pieces = _COPIES * min(PIECE_BYTES, largest)
+    return HostBytes(loading=staged + pieces, saving=pieces)
 
 
 def _host_memory() -> jax.sharding.Sharding:
@@ -551,3 +616,98 @@ def _is_floating(name: Any) -> bool:
 
 def _read_json(path: Path, most_bytes: int) -> dict[str, Any]:
     return parse_json(read_input(path, most_bytes=most_bytes), str(path))
+
+
+@dataclasses.dataclass(frozen=True)
+class _LeafPlan:
+    """How to read a leaf, as decided from the headers."""
+
+    path: str
+    sources: Sequence[Stored]
+    like: Any
+    """Shape and dtype of the leaf: one `jax.ShapeDtypeStruct`, or a `QuantizedWeight` of them."""
+    why: str = ""
+    """Reason why quantised weights become an array; empty otherwise."""
+
+    def read(self, place: jax.sharding.Sharding | None) -> Any:
+        """Read the leaf into placed arrays.
+
+        Args:
+            place: sharding of the weight, or None for JAX's default device.
+
+        Memory:
+            As in `read_leaf`; the parts of a `QuantizedWeight` are read one after another.
+        """
+        if not isinstance(self.like, QuantizedWeight):
+            return read_leaf(self.sources, self.like.shape, self.like.dtype, place)
+        packed = [source for source in self.sources if isinstance(source, Packed)]
+        if place is None or isinstance(place, jax.sharding.NamedSharding):
+            places = placed(self.like, place)
+        else:
+            places = jax.tree.map(lambda _: place, self.like)
+        shapes, treedef = jax.tree.flatten(self.like)
+        shardings = [None] * len(shapes) if places is None else treedef.flatten_up_to(places)
+        leaves: list[Any] = []
+        for index, (leaf, leaf_sharding) in enumerate(zip(shapes, shardings, strict=True)):
+            parts: list[Readable] = [weight.parts[index] for weight in packed]
+            leaves.append(read_leaf(parts, leaf.shape, leaf.dtype, leaf_sharding))
+        return treedef.unflatten(leaves)
+
+
+def _plan_leaf(path: str, sources: Sequence[Stored], shape: tuple[int, ...], dtype: Any, otherwise: Any) -> _LeafPlan:
+    """Decide how to read a leaf.
+
+    Args:
+        path: path of the leaf.
+        sources: stored weights of the leaf, in the order of its stack.
+        shape: shape of the leaf.
+        dtype: dtype of the leaf; None for the stored dtype, or the dtype before quantisation.
+        otherwise: dtype for quantised weights whose file does not record the dtype before quantisation.
+    """
+    leaf_dtype = dtype
+    if dtype is None:
+        leaf_dtype = stored_dtype(
+            DTYPES[weight.dtype] if isinstance(weight, Source) else weight.weight_dtype or jnp.dtype(otherwise).name
+            for weight in sources
+        )
+    packed = [weight for weight in sources if isinstance(weight, Packed)]
+    forms = {(weight.form, len(weight.parts)) for weight in packed if weight.form is not None}
+    is_matrix = "experts" not in path.split("/")
+    if (
+        len(packed) == len(sources)
+        and len(forms) == 1
+        and all(weight.form is not None for weight in packed)
+        and is_matrix
+    ):
+        return _LeafPlan(path, sources, _quantized_shapes(packed[0], shape, leaf_dtype))
+    reason = "" if not forms else "their layers are quantised differently" if is_matrix else "they are experts"
+    return _LeafPlan(path, sources, jax.ShapeDtypeStruct(shape, jnp.dtype(leaf_dtype)), reason)
+
+
+def _dequantization_notes(plans: Sequence[_LeafPlan]) -> list[str]:
+    """Return messages on quantised weights that become arrays although a node could hold each alone, with reasons."""
+    notes: list[str] = []
+    for reason in dict.fromkeys(leaf_plan.why for leaf_plan in plans if leaf_plan.why):
+        affected = [leaf_plan for leaf_plan in plans if leaf_plan.why == reason]
+        size = format_bytes(
+            sum(math.prod(leaf_plan.like.shape) * leaf_plan.like.dtype.itemsize for leaf_plan in affected)
+        )
+        notes.append(
+            f"{', '.join(leaf_plan.path for leaf_plan in affected)} are loaded as arrays of {size}, because {reason}"
+        )
+    return notes
+
+
+def _quantized_shapes(weight: Packed, shape: tuple[int, ...], dtype: Any) -> QuantizedWeight:
+    """Return the `QuantizedWeight` of a stack of weights, with shapes as leaves."""
+    assert weight.form is not None
+    stack = shape[:-2]
+    is_double = len(weight.parts) == 4
+    dtypes = (weight.form.codes, jnp.uint8 if is_double else weight.form.scales, jnp.float32, jnp.float32)
+    leaves = [
+        jax.ShapeDtypeStruct((*stack, *part.shape), jnp.dtype(part_dtype))
+        for part, part_dtype in zip(weight.parts, dtypes, strict=False)
+    ]
+    nested, offset = (leaves[2], leaves[3]) if is_double else (None, None)
+    name = jnp.dtype(dtype).name
+    return QuantizedWeight(leaves[0], leaves[1], nested, offset, weight.form.name, weight.form.block, name)

@@ -4,7 +4,7 @@ Each family is a table, `Family`, in a separate file; `FAMILIES` lists them.
 """
 
 from ._family import Family as Family
-from ._known import FAMILIES as FAMILIES
-from ._known import family_of as family_of
+from ._registry import FAMILIES as FAMILIES
+from ._registry import family_of as family_of
 
 __all__ = ["FAMILIES", "Family", "family_of"]

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .._config import DecoderConfig
+    from .._config import DecoderConfig, Experts
     from .._schema import ConfigFile
 
 COMMON: Mapping[str, str] = {
@@ -122,3 +122,14 @@ def layer_types(config: DecoderConfig) -> list[str]:
     """Return the attention type of each layer as `config.json` names it."""
     sliding_layers = config.sliding_layers or (config.sliding_window is not None,) * config.num_layers
     return ["sliding_attention" if is_sliding else "full_attention" for is_sliding in sliding_layers]
+
+
+def router_loss(file: ConfigFile) -> float:
+    """Return the coefficient of the load-balancing loss, which ``output_router_logits`` switches on."""
+    return (file.router_aux_loss_coef or 0.0) if file.output_router_logits else 0.0
+
+
+def write_router_loss(experts: Experts) -> dict[str, Any]:
+    """Return the fields of `config.json` for the load-balancing loss."""
+    coef = experts.router_loss_coef
+    return {"output_router_logits": coef > 0, **({"router_aux_loss_coef": coef} if coef else {})}

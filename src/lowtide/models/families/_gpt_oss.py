@@ -5,8 +5,15 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from .._config import Experts
-from ._family import Family, expert_parameters, layer_types, names, sliding_by_type
-from ._qwen import router_loss, write_router_loss
+from ._family import (
+    Family,
+    expert_parameters,
+    layer_types,
+    names,
+    router_loss,
+    sliding_by_type,
+    write_router_loss,
+)
 
 if TYPE_CHECKING:
     from .._config import DecoderConfig

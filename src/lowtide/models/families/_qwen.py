@@ -10,7 +10,15 @@ import dataclasses
 from typing import TYPE_CHECKING, Any
 
 from .._config import Experts
-from ._family import Family, expert_parameters, layer_types, names, sliding_by_type
+from ._family import (
+    Family,
+    expert_parameters,
+    layer_types,
+    names,
+    router_loss,
+    sliding_by_type,
+    write_router_loss,
+)
 
 if TYPE_CHECKING:
     from .._config import DecoderConfig
@@ -76,17 +84,6 @@ def _read_experts(file: ConfigFile) -> dict[str, Any]:
             router_loss_coef=router_loss(file),
         ),
     }
-
-
-def router_loss(file: ConfigFile) -> float:
-    """Return the coefficient of the load-balancing loss, which ``output_router_logits`` switches on."""
-    return (file.router_aux_loss_coef or 0.0) if file.output_router_logits else 0.0
-
-
-def write_router_loss(experts: Experts) -> dict[str, Any]:
-    """Return the fields of `config.json` for the load-balancing loss."""
-    coef = experts.router_loss_coef
-    return {"output_router_logits": coef > 0, **({"router_aux_loss_coef": coef} if coef else {})}
 
 
 def _write_experts(config: DecoderConfig) -> dict[str, Any]:

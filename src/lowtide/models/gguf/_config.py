@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from ...core import ModelFileError, shortened, shown
-from ._header import Header, Long, Place
+from ._header import Header, Long, Place, read_header
 
 _FAMILIES: Mapping[str, tuple[str, str]] = {
     "llama": ("llama", "LlamaForCausalLM"),
@@ -51,6 +52,19 @@ CONSTANTS = (_ROPE, _LONG, _SHORT)
 """Tensors with scaling factors of rotary frequencies."""
 _WRONG_LOGITS = "choose another model; ignoring the key would give wrong logits, so nothing was loaded"
 _CONVERT_HINT = "convert the original model again with a recent llama.cpp"
+
+
+def gguf_model(file: Path) -> dict[str, Any]:
+    """Return the metadata of the file as the contents of a `config.json`.
+
+    Args:
+        file: result of `core.gguf_file`.
+
+    Raises:
+        ModelFileError: for a damaged file or an unsupported model.
+        ConfigError: when the library `gguf` is not installed.
+    """
+    return config_of(read_header(file))
 
 
 def config_of(header: Header) -> dict[str, Any]:

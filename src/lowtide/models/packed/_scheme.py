@@ -10,7 +10,7 @@ from ...core import ModelFileError, shortened, shown, validate
 from ...quant import Format, format_named
 
 if TYPE_CHECKING:
-    from ._schema import QuantizationFile
+    from .._schema import QuantizationFile
 
 _METHODS = ("bitsandbytes", "compressed-tensors", "fp8", "fbgemm_fp8", "mxfp4")
 _CALIBRATED = ("gptq", "awq", "auto-round", "hqq", "aqlm", "quip", "higgs", "spqr", "vptq", "eetq")
@@ -45,7 +45,7 @@ def scheme_of(raw: Any, where: str) -> Scheme | None:
     """
     if raw is None or raw == {}:
         return None
-    from ._schema import QuantizationFile
+    from .._schema import QuantizationFile
 
     entry = raw if isinstance(raw, Mapping) else {"quantization_config": raw}  # pyright: ignore[reportUnknownVariableType]
     file = validate(QuantizationFile, entry, f"{where}: quantization_config", hint="copy config.json again")

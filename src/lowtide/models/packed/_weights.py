@@ -1,17 +1,26 @@
-"""A quantised weight of a file, read as the parts of a `QuantizedWeight` or as a dequantised array."""
+"""Quantised weights of a directory: which tensors belong to each, and how a weight is read.
+
+A weight is read as the parts of a `QuantizedWeight` in Lowtide's layout, or as a dequantised array. Views of tensors
+have the shapes of these parts. They are read in pieces of bounded size: each implements `Readable`, like a tensor of a
+file. Grouping reads no weights, only tensors that describe the storage: JSON, tables and layout flags of bitsandbytes.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import math
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
-from ...quant import Format, dynamic_map
-from .._tensors import Readable, Source, pieces
+from ...core import ModelFileError, parse_json, shown, validate
+from ...quant import Format, dynamic_map, format_named
+from .._safetensors import Readable, Source, pieces
 from ..gguf import GgufTensor
-from ._views import MxExperts
+from ._scheme import Scheme
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -84,3 +93,433 @@ def _read_scales(weight: Packed, rows: slice, columns: slice) -> np.ndarray:
 
 Stored = Source | Packed | GgufTensor
 """A weight in a file: a plain tensor, a quantised weight, or a tensor of a GGUF file."""
+
+
+_DOWNLOAD_HINT = "the file is damaged, or of another version of the software that wrote it; download it again"
+_STATE = ".quant_state.bitsandbytes__"
+_MOST_STATE_BYTES = 4096
+_FP4_MAGNITUDES = (0.0, 0.0625 / 12, 8 / 12, 1.0, 4 / 12, 6 / 12, 2 / 12, 3 / 12)
+_FP4 = (*_FP4_MAGNITUDES, *(-value for value in _FP4_MAGNITUDES))
+_ACTIVATION_SCALES = (".input_scale", ".output_scale", ".activation_scale", ".input_scale_ub", ".k_scale", ".v_scale")
+_IGNORED_SUFFIXES = (*_ACTIVATION_SCALES, ".q_scale", ".input_global_scale")
+
+
+def group_tensors(tensors: Mapping[str, Source], scheme: Scheme, notes: list[str]) -> dict[str, Stored]:
+    """Group the tensors of each quantised weight.
+
+    Args:
+        tensors: tensors of the directory, by name.
+        scheme: the quantisation scheme in `config.json`.
+        notes: list to which messages for the user are appended.
+
+    Returns:
+        All weights by name, quantised and unquantised.
+
+    Raises:
+        ModelFileError: for a tensor that is missing, or that does not match its weight.
+    """
+    groupers: dict[str, Callable[[dict[str, Source], Scheme], dict[str, Packed]]] = {
+        "bitsandbytes": _bitsandbytes if scheme.form is None or scheme.form.name == "nf4" else _bitsandbytes_int8,
+        "mxfp4": _mxfp4,
+    }
+    remaining = dict(tensors)
+    packed = groupers.get(scheme.method, _group_scaled)(remaining, scheme)
+    if scheme.method not in groupers:
+        ignored = [name for name in remaining if name.endswith(_IGNORED_SUFFIXES)]
+        for name in ignored:
+            del remaining[name]
+        if ignored:
+            notes.append(f"{len(ignored)} activation scales are not applied: products use only the stored weights")
+    if unsupported := sorted({weight.dtype for weight in packed.values() if weight.form is None}):
+        notes.append(
+            f"weights in {' and '.join(unsupported)} are loaded as arrays: products with them are not supported yet"
+        )
+    return {**remaining, **packed}
+
+
+def _bitsandbytes(tensors: dict[str, Source], scheme: Scheme) -> dict[str, Packed]:
+    del scheme
+    states = [name for name in tensors if _STATE in name]
+    packed = {name: _pack_4bit(name.partition(_STATE)[0], name, tensors) for name in states}
+    for name, source in tensors.items():
+        if source.dtype == "U8" and name.endswith(".weight"):
+            raise ModelFileError(
+                f"{source.file}: {shown(name)} is quantised, but its quantisation state is missing",
+                expected=f"a tensor {shown(name + _STATE + 'nf4')}",
+                hint=_DOWNLOAD_HINT,
+            )
+    return {weight.name: weight for weight in packed.values()}
+
+
+def _pack_4bit(name: str, state_name: str, tensors: dict[str, Source]) -> Packed:
+    from .._schema import QuantState
+
+    raw = tensors.pop(state_name)
+    if raw.dtype != "U8" or len(raw.shape) != 1 or not 0 < raw.shape[0] <= _MOST_STATE_BYTES:
+        raise _error(raw, f"JSON of at most {_MOST_STATE_BYTES} bytes", f"{raw.dtype} of shape {raw.shape}")
+    source_name = f"{raw.file}: {shown(state_name)}"
+    state = validate(
+        QuantState,
+        parse_json(raw.read((slice(0, raw.shape[0]),)).tobytes(), source_name),
+        source_name,
+        hint=_DOWNLOAD_HINT,
+    )
+    out, inner = state.shape
+    weight = _pop_tensor(tensors, name, raw)
+    count = -(-out * inner // state.blocksize)
+    axes = [size for size in weight.shape if size != 1]
+    if len(axes) > 1 or weight.dtype not in ("U8", "BF16", "F16", "F32") or 2 * weight.num_bytes != out * inner:
+        raise _error(weight, f"{out * inner / 2:g} bytes in one column, for shape {state.shape}", weight.shape)
+    # Codes are decoded with Lowtide's tables, so a file with another table would give wrong weights.
+    _check_table(_pop_tensor(tensors, f"{name}.quant_map", raw), _FP4 if state.quant_type == "fp4" else None)
+    absmax = _pop_tensor(tensors, f"{name}.absmax", raw)
+    is_nested = state.nested_offset is not None
+    _check_vector(absmax, count, "U8" if is_nested else "F32")
+    nested = None
+    if is_nested:
+        nested = _pop_tensor(tensors, f"{name}.nested_absmax", raw)
+        _check_vector(nested, -(-count // 256), "F32")
+        _check_table(_pop_tensor(tensors, f"{name}.nested_quant_map", raw), dynamic_map())
+    # `QuantizedWeight` has blocks within a row, but blocks of bitsandbytes may continue into the next row. Then shorter
+    # blocks, whose length divides both, repeat the scale of the block that they come from (`_Spread`).
+    block = math.gcd(inner, state.blocksize)
+    if block < 8:
+        raise _error(weight, "rows of a multiple of 8 weights", f"{inner}, in blocks of {state.blocksize}")
+    is_even, shape = block == state.blocksize, (out, inner // block)
+    codes = _Rows(weight, (out, inner), jnp.uint4)
+    if not is_even:
+        offset = state.nested_offset or 0.0
+        parts = (codes, _Spread(absmax, shape, state.blocksize, block, nested, offset, dynamic_map()))
+    elif nested is None:
+        parts = (codes, _Rows(absmax, shape, np.float32))
+    else:
+        nested_parts = (_Vector(nested, (-(-count // 256),), np.float32), _Number(state.nested_offset or 0.0))
+        parts = (codes, _Rows(absmax, shape, np.uint8), *nested_parts)
+    return Packed(
+        name=name,
+        file=weight.file,
+        shape=(out, inner),
+        dtype=state.quant_type.upper(),
+        num_bytes=sum(tensor.num_bytes for tensor in (weight, absmax, nested) if tensor is not None),
+        weight_dtype=state.dtype,
+        form=format_named("nf4", block) if state.quant_type == "nf4" else None,
+        block=block,
+        parts=parts,
+        table=_FP4 if state.quant_type == "fp4" else format_named("nf4").table,
+    )
+
+
+def _bitsandbytes_int8(tensors: dict[str, Source], scheme: Scheme) -> dict[str, Packed]:
+    packed: list[Packed] = []
+    for name in [name for name in tensors if name.endswith(".SCB")]:
+        module, scales = name.removesuffix(".SCB"), tensors.pop(name)
+        weight = _pop_tensor(tensors, f"{module}.weight", scales)
+        _check_matrix(weight, "I8")
+        _check_vector(scales, weight.shape[0], "F32")
+        layout = tensors.pop(f"{module}.weight_format", None)
+        if layout is not None and (
+            math.prod(layout.shape) != 1 or int(layout.read(tuple(slice(0, 1) for _ in layout.shape)).item()) != 0
+        ):
+            raise _error(layout, "0, the original order of rows", "another order, for one kind of GPU")
+        # 1 / 127, with the digits that bitsandbytes uses.
+        grid = _Grid(scales, (weight.shape[0], 1), 1, factor=7.874015718698502e-3)
+        packed.append(_pack_8bit(f"{module}.weight", weight, scales, grid, scheme))
+    return {weight.name: weight for weight in packed}
+
+
+def _group_scaled(tensors: dict[str, Source], scheme: Scheme) -> dict[str, Packed]:
+    """Group 8-bit weights with their scales: one per matrix, per row or per block."""
+    assert scheme.form is not None
+    is_inverse = scheme.method == "fp8" and any(name.endswith(".weight_scale_inv") for name in tensors)
+    suffix = ".weight_scale_inv" if is_inverse else ".weight_scale"  # despite the name, both multiply the weights
+    packed: list[Packed] = []
+    for name in [name for name in tensors if name.endswith(suffix)]:
+        scales = tensors.pop(name)
+        weight = _pop_tensor(tensors, name.removesuffix(suffix) + ".weight", scales)
+        _check_matrix(weight, "F8_E4M3" if scheme.form.name == "fp8" else "I8")
+        out, inner = weight.shape
+        rows, columns = scheme.block or (out, inner)
+        blocks = (-(-out // rows), -(-inner // columns))
+        if scheme.block is None and math.prod(scales.shape) == 1 and len(scales.shape) <= 2:
+            grid = _Grid(scales, (out, 1), out)
+        elif scheme.block is None and scales.shape in ((out,), (out, 1)):
+            grid = _Grid(scales, (out, 1), 1)
+        elif scheme.block is not None and scales.shape == blocks:
+            grid = _Grid(scales, (out, blocks[1]), rows)
+        else:
+            expected = (
+                f"one, or one for each of the {out} rows" if scheme.block is None else f"{blocks} of {scheme.block}"
+            )
+            raise _error(scales, f"scales: {expected}", f"shape {scales.shape}")
+        if scales.dtype not in ("F32", "BF16", "F16"):
+            raise _error(scales, "F32, BF16 or F16", scales.dtype)
+        packed.append(_pack_8bit(name.removesuffix(suffix) + ".weight", weight, scales, grid, scheme))
+    return {weight.name: weight for weight in packed}
+
+
+def _pack_8bit(name: str, weight: Source, scales: Source, grid: _Grid, scheme: Scheme) -> Packed:
+    assert scheme.form is not None
+    return Packed(
+        name=name,
+        file=weight.file,
+        shape=weight.shape,
+        dtype=scheme.form.name.upper(),
+        num_bytes=weight.num_bytes + scales.num_bytes,
+        weight_dtype=None,
+        form=scheme.form,
+        block=scheme.form.block,
+        parts=(weight, grid),
+    )
+
+
+def _mxfp4(tensors: dict[str, Source], scheme: Scheme) -> dict[str, Packed]:
+    del scheme
+    packed: list[Packed] = []
+    for name in [name for name in tensors if name.endswith("_blocks")]:
+        blocks = tensors.pop(name)
+        weight_name = name.removesuffix("_blocks")
+        scales = _pop_tensor(tensors, f"{weight_name}_scales", blocks)
+        if len(blocks.shape) != 4 or blocks.shape[-1] != 16 or blocks.dtype != "U8":
+            raise _error(blocks, "U8 of shape [experts, out, blocks, 16]", f"{blocks.dtype} of shape {blocks.shape}")
+        if scales.shape != blocks.shape[:-1] or scales.dtype != "U8":
+            raise _error(scales, f"U8 of shape {blocks.shape[:-1]}", f"{scales.dtype} of shape {scales.shape}")
+        experts = MxExperts(blocks, scales, np.asarray(format_named("mxfp4").table, np.float32))
+        packed.append(
+            Packed(
+                name=weight_name,
+                file=blocks.file,
+                shape=experts.shape,
+                dtype="MXFP4",
+                num_bytes=blocks.num_bytes + scales.num_bytes,
+                weight_dtype="bfloat16",
+                experts=experts,
+            )
+        )
+    return {weight.name: weight for weight in packed}
+
+
+def _pop_tensor(tensors: dict[str, Source], name: str, related: Source) -> Source:
+    if name not in tensors:
+        raise ModelFileError(
+            f"{related.file}: {shown(name)} is missing",
+            expected=f"this tensor in addition to {shown(related.name)}",
+            hint="a shard is missing, or the file is damaged; download it again",
+        )
+    return tensors.pop(name)
+
+
+def _check_vector(source: Source, size: int, dtype: str) -> None:
+    if math.prod(source.shape) != size or source.dtype != dtype or sum(axis != 1 for axis in source.shape) > 1:
+        raise _error(source, f"{size} values of {dtype}", f"{source.dtype} of shape {source.shape}")
+
+
+def _check_matrix(source: Source, dtype: str) -> None:
+    if len(source.shape) != 2 or source.dtype != dtype or 0 in source.shape:
+        raise _error(source, f"a matrix of {dtype}", f"{source.dtype} of shape {source.shape}")
+
+
+def _check_table(source: Source, table: Collection[float] | np.ndarray | None) -> None:
+    """Check that a code table in the file equals Lowtide's."""
+    expected = np.asarray(format_named("nf4").table if table is None else table, np.float32)
+    _check_vector(source, expected.size, "F32")
+    values = source.read(tuple(slice(0, size) for size in source.shape)).reshape(-1)
+    if not np.allclose(values, expected, rtol=0, atol=1e-6):
+        code = int(np.argmax(~(np.abs(values - expected) <= 1e-6)))
+        raise _error(source, f"{expected[code]:.7g} for code {code}", f"{values[code]:.7g}: another data type")
+
+
+def _error(source: Source, expected: str, got: Any) -> ModelFileError:
+    return ModelFileError(
+        f"{source.file}: {shown(source.name)} does not match the quantised weight",
+        expected=expected,
+        got=got,
+        hint=_DOWNLOAD_HINT,
+    )
+
+
+def _elements(source: Source, start: int, stop: int, dtype: Any) -> np.ndarray:
+    """Read consecutive elements of a tensor that is a vector, a column, a row or a number.
+
+    The bytes are reinterpreted as `dtype`, in which `start` and `stop` count. A byte holds two 4-bit elements, the high
+    half first.
+    """
+    element_dtype = np.dtype(dtype)
+    is_half = element_dtype == jnp.uint4
+    # The file may store elements in a wider dtype, such as 4-bit codes in bfloat16: find the range of bytes, then read
+    # the stored elements that cover it.
+    low, high = (
+        (start // 2, -(-stop // 2)) if is_half else (start * element_dtype.itemsize, stop * element_dtype.itemsize)
+    )
+    size = source.itemsize
+    first, last = low // size, -(-high // size)
+    if math.prod(source.shape) == 1 or not source.shape:
+        values = source.read(tuple(slice(0, 1) for _ in source.shape))
+    else:
+        values = source.read(tuple(slice(first, last) if axis > 1 else slice(0, 1) for axis in source.shape))
+    raw = np.ascontiguousarray(values).reshape(-1).view(np.uint8)[low - first * size : high - first * size]
+    if not is_half:
+        return raw.view(element_dtype)
+    halves = np.empty((raw.size, 2), np.uint8)
+    np.right_shift(raw, 4, out=halves[:, 0])
+    np.bitwise_and(raw, 15, out=halves[:, 1])
+    return halves.reshape(-1)[start % 2 : start % 2 + stop - start].view(element_dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Rows:
+    """A matrix that a file stores row by row."""
+
+    source: Source
+    shape: tuple[int, ...]
+    dtype: Any
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes per element; 4-bit elements take a byte on the host."""
+        return np.dtype(self.dtype).itemsize
+
+    def read(self, index: tuple[slice, ...]) -> np.ndarray:
+        """Copy a part into memory; whole rows are read in pieces and then cut."""
+        rows, columns = index
+        width = self.shape[1]
+        row_pieces = list(pieces((rows.stop - rows.start, width), self.itemsize))
+        if len(row_pieces) == 1 and columns.stop - columns.start == width:  # needs no second copy
+            values = _elements(self.source, width * rows.start, width * rows.stop, self.dtype)
+            return values.reshape(-1, width)
+        out = np.empty((rows.stop - rows.start, columns.stop - columns.start), self.dtype)
+        for piece, _ in row_pieces:
+            first, last = (width * (rows.start + row) for row in (piece.start, piece.stop))
+            values = _elements(self.source, first, last, self.dtype)
+            out[piece] = values.reshape(-1, width)[:, columns]
+        return out
+
+
+@dataclasses.dataclass(frozen=True)
+class _Vector:
+    """A vector of a file, unchanged."""
+
+    source: Source
+    shape: tuple[int, ...]
+    dtype: Any
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes per element."""
+        return np.dtype(self.dtype).itemsize
+
+    def read(self, index: tuple[slice, ...]) -> np.ndarray:
+        """Copy a part into memory."""
+        return _elements(self.source, index[0].start, index[0].stop, self.dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Number:
+    """A number from a JSON file, as a scalar array."""
+
+    value: float
+    shape: tuple[int, ...] = ()
+    itemsize: int = 4
+
+    def read(self, index: tuple[slice, ...]) -> np.ndarray:
+        """Return the number."""
+        del index
+        return np.asarray(self.value, np.float32)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Grid:
+    """Scales [out, blocks] of which the file stores one for several rows."""
+
+    source: Source
+    shape: tuple[int, ...]
+    rows: int
+    """Number of rows that share a scale; all rows if the matrix has only one."""
+    factor: float = 1.0
+    itemsize: int = 8
+
+    def read(self, index: tuple[slice, ...]) -> np.ndarray:
+        """Copy a part into memory, with each scale repeated for its rows."""
+        rows, columns = index
+        first, last = rows.start // self.rows, -(-rows.stop // self.rows)
+        if len(self.source.shape) == 2:
+            stored = self.source.read((slice(first, last), columns))
+        else:
+            source_index = tuple(slice(first, last) for _ in self.source.shape)
+            stored = self.source.read(source_index).reshape(-1, 1)
+        scales = stored.astype(np.float32) * np.float32(self.factor)
+        return scales[np.arange(rows.start, rows.stop) // self.rows - first]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Spread:
+    """Scales of blocks that continue from row to row, repeated for shorter blocks that do not."""
+
+    absmax: Source
+    shape: tuple[int, ...]
+    block: int
+    """Number of weights that share a scale in the file."""
+    short: int
+    """Number of weights per shorter block."""
+    nested: Source | None
+    offset: float
+    table: Any
+    """Values of the codes of scales."""
+    itemsize: int = 32
+
+    def read(self, index: tuple[slice, ...]) -> np.ndarray:
+        """Compute a part of the scales in float32."""
+        rows, columns = (np.arange(axis.start, axis.stop) for axis in index)
+        # Index of the file's block that contains each shorter block, in the order of the flat matrix.
+        block_index = (rows[:, None] * self.shape[1] + columns[None]) * self.short // self.block
+        start, stop = int(block_index.min()), int(block_index.max()) + 1
+        if self.nested is None:
+            return _elements(self.absmax, start, stop, np.float32)[block_index - start]
+        codes = _elements(self.absmax, start, stop, np.uint8)
+        low = start // 256
+        nested_scales = _elements(self.nested, low, (stop - 1) // 256 + 1, np.float32)
+        scales = self.table[codes] * nested_scales[np.arange(start, stop) // 256 - low] + np.float32(self.offset)
+        return scales[block_index - start]
+
+
+@dataclasses.dataclass(frozen=True)
+class MxExperts:
+    """Experts in MXFP4: [experts, out, blocks, 16] and [experts, out, blocks] in the file, [experts, in, out] here."""
+
+    blocks: Source
+    scales: Source
+    values: Any
+    itemsize: int = 2
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the experts' weights in the decoder."""
+        experts, out, num_blocks, _ = self.blocks.shape
+        return (experts, num_blocks * 32, out)
+
+    def read(self, index: tuple[slice, ...]) -> np.ndarray:
+        """Dequantise a part to bfloat16, which represents every value exactly."""
+        experts, inner, outer = index
+        low, high = inner.start // 32, -(-inner.stop // 32)
+        weights = np.empty([axis.stop - axis.start for axis in index], jnp.bfloat16)
+        for expert in range(experts.start, experts.stop):
+            for piece, _ in pieces((outer.stop - outer.start, 32 * (high - low)), 16):
+                rows = slice(outer.start + piece.start, outer.start + piece.stop)
+                part = self._decode(expert, rows, slice(low, high))[:, inner.start - 32 * low : inner.stop - 32 * low]
+                weights[expert - experts.start, :, piece] = part.T
+        return weights
+
+    def _decode(self, expert: int, rows: slice, blocks: slice) -> np.ndarray:
+        expert_slice = slice(expert, expert + 1)
+        raw = self.blocks.read((expert_slice, rows, blocks, slice(0, 16)))[0]
+        exponents = self.scales.read((expert_slice, rows, blocks))[0]
+        if np.any(exponents == 255):
+            raise ModelFileError(
+                f"{self.scales.file}: {self.scales.name} has a scale that is NaN",
+                expected="exponents 0 to 254",
+                got="255, in expert " + str(expert),
+                hint="the file is damaged; download it again",
+            )
+        # The first element of a byte is in its low half. Scales are powers of two with bias 127; 255 is NaN.
+        codes = np.stack([raw & 15, raw >> 4], axis=-1).reshape(*raw.shape[:2], 32)
+        values = np.ldexp(self.values[codes], exponents[..., None].astype(np.int32) - 127)
+        return values.reshape(len(values), -1).astype(jnp.bfloat16)

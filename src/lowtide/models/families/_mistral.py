@@ -1,19 +1,26 @@
-"""Mixtral: Mistral with a mixture of experts that replaces each MLP."""
+"""Mistral, which is Llama with a sliding window, and Mixtral, in which a mixture of experts replaces each MLP."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
 from .._config import Experts
-from ._family import Family, expert_parameters, names
-from ._qwen import router_loss, write_router_loss
+from ._family import Family, expert_parameters, names, router_loss, write_router_loss
 
 if TYPE_CHECKING:
     from .._config import DecoderConfig
     from .._schema import ConfigFile
 
+MISTRAL = Family(
+    model_type="mistral",
+    architecture="MistralForCausalLM",
+    names=names(),
+    fields={"sliding_window": "sliding_window"},
+    defaults={"rms_norm_eps": 1e-6, "sliding_window": 4096, "num_key_value_heads": 8, "max_position_embeddings": 2**17},
+)
 
-def _read(file: ConfigFile) -> dict[str, Any]:
+
+def _read_experts(file: ConfigFile) -> dict[str, Any]:
     return {
         "experts": Experts(
             num_experts=file.num_local_experts or 8,
@@ -24,7 +31,7 @@ def _read(file: ConfigFile) -> dict[str, Any]:
     }
 
 
-def _write(config: DecoderConfig) -> dict[str, Any]:
+def _write_experts(config: DecoderConfig) -> dict[str, Any]:
     experts = config.experts
     assert experts is not None
     return {
@@ -56,6 +63,6 @@ MIXTRAL = Family(
     rope_theta=1e6,
     also=("num_local_experts", "num_experts_per_tok", "output_router_logits", "router_aux_loss_coef"),
     neutral={"router_jitter_noise": (0.0,)},
-    read=_read,
-    write=_write,
+    read=_read_experts,
+    write=_write_experts,
 )

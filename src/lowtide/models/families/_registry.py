@@ -8,8 +8,8 @@ from ...core import ConfigError
 from ._family import Family
 from ._gemma import GEMMA2, GEMMA3
 from ._gpt_oss import GPT_OSS
-from ._llama import LLAMA, MISTRAL
-from ._mixtral import MIXTRAL
+from ._llama import LLAMA
+from ._mistral import MISTRAL, MIXTRAL
 from ._olmo import OLMO2
 from ._phi import PHI3
 from ._qwen import QWEN2, QWEN3, QWEN3_MOE

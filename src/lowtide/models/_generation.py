@@ -1,0 +1,860 @@
+"""Text generation: batches of prompts of different lengths, conversations, sampling, and the KV cache.
+
+One compiled program processes prompts and another takes steps until all rows end. To reuse them, lengths are rounded up
+to a few sizes, and values that vary between calls are traced. A token is sampled with the random key of its row and
+position, so it depends neither on the other rows nor on the padding.
+
+Shapes: B rows, P columns of prompts, S columns in all, T new tokens, E end tokens, D model, K key/value heads, H head,
+V vocabulary, L layers.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int
+
+from ..core import ConfigError, NonFiniteError, Tree
+from ..ops import AttentionMask
+from ._config import DecoderConfig
+from ._decoder import Decoder, activations, head_logits, layer_forward, stack_of
+from ._rope import frequencies_change
+
+_STEPS_PER_CALL = 32  # steps per call of the compiled loop; Python handles signals between calls
+
+
+@dataclasses.dataclass(frozen=True)
+class Completion:
+    """Generated continuation of a prompt."""
+
+    prompt: int
+    """Index of the prompt."""
+    sample: int
+    """Index among the samples of this prompt."""
+    tokens: tuple[int, ...]
+    """New tokens, without the end token."""
+    is_ended: bool
+    """Whether an end token stopped the generation, and not the limit."""
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["cache", "tokens", "lengths", "counts", "is_done", "is_finite", "seen", "keys"],
+    meta_fields=[],
+)
+@dataclasses.dataclass(frozen=True)
+class _State:
+    """State of a batch during generation."""
+
+    cache: _Cache
+    tokens: Int[Array, "B S"]
+    """Tokens, valid up to and including the cache's next column."""
+    lengths: Int[Array, "B"]
+    """Number of tokens of a row so far, including its prompt; also the position of the next token."""
+    counts: Int[Array, "B"]
+    """Number of new tokens of a row."""
+    is_done: Array
+    is_finite: Array
+    """Whether all logits that tokens were sampled from are finite."""
+    seen: Array | None
+    """Which tokens a row contains, [B, V]; None without a repetition penalty."""
+    keys: Array
+
+
+def generate(
+    model: Decoder,
+    prompt: Int[Array, "P"],
+    num_tokens: int,
+    *,
+    key: Array,
+    temperature: float = 0.8,
+    hidden: Callable[[Decoder, Tree], Array] | None = None,
+) -> Int[Array, "P+num_tokens"]:
+    """Continue one prompt by a number of tokens; `generate_batch` takes several prompts and more settings.
+
+    Args:
+        model: the decoder, with or without adapters.
+        prompt: token ids, shape [P], at least one.
+        num_tokens: number of tokens to append.
+        key: a JAX random key.
+        temperature: divides the logits; 0 takes the most likely token.
+        hidden: ``hidden(model, batch)`` returns the activations [B, T, D] of the last block, for a model whose layers
+            are not all on the device. It must be the same function object in each call. It processes all tokens again
+            for each new one. None: a KV cache is used.
+
+    Returns:
+        The prompt followed by the new tokens.
+
+    Raises:
+        ConfigError: for an empty prompt, a negative length or temperature, or, without `hidden`, tokens that are not
+            in the vocabulary.
+        NonFiniteError: without `hidden`, when logits are not finite.
+
+    Memory:
+        A cache of one row (`cache_bytes`), logits of one position, and one layer's activations of the prompt. With
+        `hidden` no cache, and activations of P + num_tokens positions.
+    """
+    if prompt.shape[0] < 1 or num_tokens < 0 or temperature < 0:
+        raise ConfigError(
+            "the prompt, num_tokens or temperature is out of range",
+            expected="a prompt of at least one token, num_tokens >= 0, temperature >= 0",
+            got=f"{prompt.shape[0]} tokens, num_tokens={num_tokens}, temperature={temperature}",
+            hint="use the token of a newline when there is no prompt",
+        )
+    if num_tokens == 0:
+        return prompt
+    if hidden is not None:
+        padded = jnp.concatenate([prompt, jnp.zeros((num_tokens,), prompt.dtype)])
+        return _run_uncached(hidden, model, padded, jnp.int32(prompt.shape[0]), key, jnp.float32(temperature))
+    rows = [[int(token) for token in np.asarray(prompt)]]
+    _check_prompts(model, rows, num_tokens, 1, 1)
+    *_, (state, first_column) = _batch(model, rows, num_tokens, key[None], Sampling(temperature=temperature), ())
+    new_tokens = jax.lax.dynamic_slice_in_dim(state.tokens[0], first_column, num_tokens)
+    return jnp.concatenate([prompt, new_tokens.astype(prompt.dtype)])
+
+
+def generate_batch(
+    model: Decoder,
+    prompts: Sequence[Sequence[int]],
+    num_tokens: int,
+    *,
+    key: Array,
+    sampling: Sampling | None = None,
+    end_tokens: Iterable[int] = (),
+    num_samples: int = 1,
+    batch_size: int = 8,
+) -> Iterator[Completion]:
+    """Continue several prompts in batches.
+
+    Args:
+        model: the decoder, with or without adapters, all of it on the device.
+        prompts: token ids of each prompt, at least one.
+        num_tokens: maximum number of new tokens.
+        key: a JAX random key. With the same key, a prompt at the same index gets the same samples in any batch.
+        sampling: sampling settings; None: `Sampling()`.
+        end_tokens: tokens that end an answer.
+        num_samples: answers per prompt.
+        batch_size: number of rows at once; a row is one sample of a prompt.
+
+    Returns:
+        An iterator of completions in the order of prompts and their samples, as each batch finishes.
+
+    Raises:
+        ConfigError: for an empty prompt, tokens that are not in the vocabulary, or a number below 1.
+        NonFiniteError: from the iterator, when logits are not finite.
+
+    Memory:
+        The keys and values of a batch (`cache_bytes`), with prompt and answer rounded up by at most a quarter; logits
+        [B, V] in float32; and one layer's activations of the longest prompt. Nothing grows with the number of prompts.
+        A GPU copies a layer's weights at each step, unless the model is unstacked (`unstack`). The rotary scaling types
+        `longrope` and `dynamic` need activations, keys and values of all columns a second time. The reason is that
+        texts beyond the length of pretraining are recomputed: with `longrope` once, with `dynamic` for each token.
+
+    Examples:
+        >>> from lowtide.models import DecoderConfig, init
+        >>> config = DecoderConfig(vocab_size=32, hidden_size=8, intermediate_size=16, num_layers=1, num_heads=2,
+        ...                        num_kv_heads=1, head_dim=4)
+        >>> model = init(config, key=jax.random.key(0))
+        >>> [len(c.tokens) for c in generate_batch(model, [[1, 2, 3], [4]], 5, key=jax.random.key(1))]
+        [5, 5]
+    """
+    sampling = Sampling() if sampling is None else sampling
+    _check_prompts(model, prompts, num_tokens, num_samples, batch_size)
+    ends = tuple(end_tokens)
+    rows = [(index, sample) for index in range(len(prompts)) for sample in range(num_samples)]
+    return _completions(model, prompts, num_tokens, key, sampling, ends, rows, batch_size)
+
+
+def stream(
+    model: Decoder,
+    prompt: Sequence[int],
+    num_tokens: int,
+    *,
+    key: Array,
+    sampling: Sampling | None = None,
+    end_tokens: Iterable[int] = (),
+) -> Iterator[int]:
+    """Continue one prompt and yield each token as soon as it is sampled.
+
+    Args:
+        model: the decoder, with or without adapters, all of it on the device.
+        prompt: token ids, at least one.
+        num_tokens: maximum number of new tokens.
+        key: a JAX random key; with the same key `generate_batch` gives its first prompt the same tokens.
+        sampling: sampling settings; None: `Sampling()`.
+        end_tokens: tokens that end the answer; they are not yielded.
+
+    Returns:
+        An iterator of token ids.
+
+    Raises:
+        ConfigError: as in `generate_batch`.
+        NonFiniteError: as in `generate_batch`.
+
+    Memory:
+        As in `generate_batch`, with one row.
+    """
+    sampling = Sampling() if sampling is None else sampling
+    _check_prompts(model, [prompt], num_tokens, 1, 1)
+    return _tokens(model, prompt, num_tokens, key, sampling, tuple(end_tokens))
+
+
+def _tokens(
+    model: Decoder, prompt: Sequence[int], num_tokens: int, key: Array, sampling: Sampling, ends: tuple[int, ...]
+) -> Iterator[int]:
+    keys = _row_keys(key, [(0, 0)])
+    for count, (state, first_column) in enumerate(
+        _batch(model, [prompt], num_tokens, keys, sampling, ends, steps_per_call=1)
+    ):
+        if state.counts[0] <= count:
+            return
+        yield int(state.tokens[0, first_column + count])
+
+
+def _completions(
+    model: Decoder,
+    prompts: Sequence[Sequence[int]],
+    num_tokens: int,
+    key: Array,
+    sampling: Sampling,
+    ends: tuple[int, ...],
+    rows: list[tuple[int, int]],
+    batch_size: int,
+) -> Iterator[Completion]:
+    size = min(batch_size, len(rows))
+    for start in range(0, len(rows), size):
+        batch_rows = rows[start : start + size]
+        # The last batch is padded to the size of the others, so that no further program is compiled.
+        keys = _row_keys(key, [*batch_rows, *[(0, 0)] * (size - len(batch_rows))])
+        batch_prompts: list[Sequence[int]] = [prompts[index] for index, _ in batch_rows]
+        *_, (state, first_column) = _batch(model, batch_prompts, num_tokens, keys, sampling, ends)
+        tokens, counts = np.asarray(state.tokens), np.asarray(state.counts)
+        for row, (index, sample) in enumerate(batch_rows):
+            count = int(counts[row])
+            new_tokens = tuple(int(token) for token in tokens[row, first_column : first_column + count])
+            yield Completion(index, sample, new_tokens, bool(state.is_done[row]) and count < num_tokens)
+
+
+def _batch(
+    model: Decoder,
+    prompts: Sequence[Sequence[int]],
+    num_tokens: int,
+    keys_B: Array,
+    sampling: Sampling,
+    ends: tuple[int, ...],
+    steps_per_call: int = _STEPS_PER_CALL,
+) -> Iterator[tuple[_State, int]]:
+    """Continue a batch; yield its state every `steps_per_call` steps, with the column of the first new token.
+
+    With fewer prompts than keys, the other rows are padding. `_advance` donates a state when the next one is requested.
+    """
+    width = _round_up(max(map(len, prompts)))
+    size = _round_up(width + num_tokens)
+    tokens_BS = np.zeros((len(keys_B), size), np.int32)
+    segments_BS = np.zeros((len(keys_B), size), np.int32)
+    for row, prompt in enumerate(prompts):
+        tokens_BS[row, width - len(prompt) : width] = prompt
+        segments_BS[row, width - len(prompt) :] = 1
+    switches, knobs = knobs_of(sampling)
+    ends_E = _padded_ends(ends)
+    limit = width + num_tokens
+    state = _start(model, jnp.asarray(tokens_BS), jnp.asarray(segments_BS), keys_B, ends_E, knobs, switches, width)
+    column = width + 1
+    while True:
+        _check_finite(state)
+        yield state, width
+        if column >= limit or bool(jnp.all(state.is_done)):
+            return
+        column = min(column + steps_per_call, limit)
+        state = _advance(model, state, ends_E, knobs, jnp.int32(column), switches)
+
+
+@functools.partial(jax.jit, static_argnames=("switches", "width"))
+def _start(
+    model: Decoder,
+    tokens_BS: Array,
+    segments_BS: Array,
+    keys_B: Array,
+    ends_E: Array,
+    knobs: _Knobs,
+    switches: _SamplingSwitches,
+    width: int,
+) -> _State:
+    segments_BP = segments_BS[:, :width]
+    lengths_B = jnp.sum(segments_BP, axis=1)
+    # Prompts are padded on the left: positions begin at 0 at a row's first token, wherever that is.
+    positions_BP = jnp.maximum(jnp.cumsum(segments_BP, axis=1) - 1, 0)
+    logits_BV, cache = prefill(model, tokens_BS[:, :width], positions_BP, empty_cache(model, segments_BS))
+    seen_BV = None
+    if switches.penalises:
+        rows_B1 = jnp.arange(len(tokens_BS))[:, None]
+        seen_BV = jnp.zeros(logits_BV.shape, jnp.int32).at[rows_B1, tokens_BS[:, :width]].max(segments_BP) > 0
+    # Rows without a prompt only fill the batch; they count as done from the start.
+    zeros_B, is_padding_B = jnp.zeros_like(lengths_B), lengths_B == 0
+    state = _State(cache, tokens_BS, lengths_B, zeros_B, is_padding_B, jnp.bool_(True), seen_BV, keys_B)
+    return _append(state, logits_BV, ends_E, switches, knobs)
+
+
+@functools.partial(jax.jit, static_argnames="switches", donate_argnames="state")
+def _advance(
+    model: Decoder, state: _State, ends_E: Array, knobs: _Knobs, until: Array, switches: _SamplingSwitches
+) -> _State:
+    """Take steps up to a column, or until all rows have ended."""
+
+    def is_running(state: _State) -> Array:
+        return (state.cache.column + 1 < until) & ~jnp.all(state.is_done) & state.is_finite
+
+    def take_step(state: _State) -> _State:
+        last_B1 = jax.lax.dynamic_slice_in_dim(state.tokens, state.cache.column, 1, axis=1)
+        logits_BV, cache = step(model, last_B1, state.lengths[:, None] - 1, _recompute_if_stale(model, state))
+        return _append(dataclasses.replace(state, cache=cache), logits_BV, ends_E, switches, knobs)
+
+    return jax.lax.while_loop(is_running, take_step, state)
+
+
+def _recompute_if_stale(model: Decoder, state: _State) -> _Cache:
+    """Return the cache, recomputed for rows whose newest token changes the rotary frequencies of earlier tokens."""
+    changed_B = frequencies_change(model.config, state.lengths)
+    if changed_B is None:
+        return state.cache
+    # Ended rows need no valid cache, so their growth must not trigger the costly recomputation.
+    changed_B = changed_B & ~state.is_done
+
+    def recompute(cache: _Cache) -> _Cache:
+        return _recompute_rows(model, state.tokens, cache, state.lengths, changed_B)
+
+    return jax.lax.cond(jnp.any(changed_B), recompute, lambda cache: cache, state.cache)
+
+
+def _append(state: _State, logits_BV: Array, ends_E: Array, switches: _SamplingSwitches, knobs: _Knobs) -> _State:
+    """Sample the token of the cache's next column."""
+    keys_B = jax.vmap(jax.random.fold_in)(state.keys, state.lengths)
+    new_B = choose(logits_BV, keys_B, state.seen, switches, knobs)
+    is_finite_B = jnp.all(jnp.isfinite(logits_BV), axis=1)
+    is_done = state.is_done | jnp.any(new_B[:, None] == ends_E[None], axis=1)
+    # Rows that have ended take part in further steps with token 0; their counts stay, and their logits do not matter.
+    new_B = jnp.where(is_done, 0, new_B)
+    seen_BV = state.seen
+    if seen_BV is not None:
+        seen_BV = seen_BV.at[jnp.arange(len(new_B)), new_B].max(~is_done)
+    return dataclasses.replace(
+        state,
+        tokens=jax.lax.dynamic_update_slice_in_dim(state.tokens, new_B[:, None], state.cache.column, axis=1),
+        lengths=state.lengths + 1,
+        counts=state.counts + (~is_done).astype(state.counts.dtype),
+        is_done=is_done,
+        is_finite=state.is_finite & jnp.all(is_finite_B | state.is_done),
+        seen=seen_BV,
+    )
+
+
+def _row_keys(key: Array, rows: Sequence[tuple[int, int]]) -> Array:
+    """Return a random key for each row, which is a pair of a prompt and a sample."""
+    prompts, samples = (jnp.asarray(column, jnp.uint32) for column in zip(*rows, strict=True))
+    return jax.vmap(lambda index, sample: jax.random.fold_in(jax.random.fold_in(key, index), sample))(prompts, samples)
+
+
+def _check_finite(state: _State) -> None:
+    """Raise NonFiniteError when a token was sampled from logits that are not finite."""
+    if not bool(state.is_finite):
+        raise NonFiniteError(
+            "the logits of the next token are not finite",
+            expected="weights that are finite numbers",
+            hint="check for nan or inf in the weights, and for overflow in float16; lowtide inspect shows the dtypes",
+        )
+
+
+def _padded_ends(ends: Sequence[int]) -> Int[Array, "E"]:
+    """Return the end tokens, padded to a multiple of 8 with -1, so that few lengths are compiled."""
+    return jnp.asarray([*ends, *[-1] * (-len(ends) % 8)] or [-1] * 8, jnp.int32)
+
+
+def _round_up(length: int) -> int:
+    """Round a length up, above 16 by at most a quarter, so that few lengths are compiled."""
+    # A length of n bits is at least 2 ** (n - 1), and the unit is 2 ** (n - 3): rounding adds less than a quarter.
+    unit = max(16, 1 << max(length.bit_length() - 3, 0))
+    return -(-length // unit) * unit
+
+
+def _check_prompts(
+    model: Decoder, prompts: Sequence[Sequence[int]], num_tokens: int, num_samples: int, batch_size: int
+) -> None:
+    for name, value in (("num_tokens", num_tokens), ("num_samples", num_samples), ("batch_size", batch_size)):
+        if value < 1:
+            raise ConfigError(f"{name} is too small", expected="at least 1", got=value, hint="pass at least 1")
+    size = model.config.vocab_size
+    for index, prompt in enumerate(prompts):
+        if len(prompt) < 1:
+            raise ConfigError(
+                f"prompt {index} is empty",
+                expected="at least one token",
+                hint="use the token of a newline when there is no prompt",
+            )
+        if min(prompt) < 0 or max(prompt) >= size:
+            raise ConfigError(
+                f"prompt {index} has a token that is not in the vocabulary",
+                expected=f"ids from 0 to {size - 1}",
+                got=next(token for token in prompt if not 0 <= token < size),
+                hint="use the tokenizer of this model",
+            )
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _run_uncached(hidden: Any, model: Decoder, padded: Array, start: Array, key: Array, temperature: Array) -> Array:
+    def step(i: Any, tokens: Array) -> Array:
+        # Columns without a token repeat the last position, so `document_lengths` does not count them.
+        positions = jnp.minimum(jnp.arange(tokens.shape[0]), i - 1)
+        h_BTD = activations(hidden(model, {"tokens": tokens[None], "positions": positions[None]}))
+        last_V = head_logits(model, jax.lax.dynamic_slice_in_dim(h_BTD, i - 1, 1, axis=1))[0, 0]
+        noise = jax.random.gumbel(jax.random.fold_in(key, i), last_V.shape)
+        sampled = jnp.argmax(last_V + temperature * noise)
+        return tokens.at[i].set(sampled.astype(tokens.dtype))
+
+    return jax.lax.fori_loop(start, padded.shape[0], step, padded)
+
+
+# A conversation processes text in chunks of a few sizes, into a cache whose length is a power of two. So later turns
+# reuse the programs of the first one until the cache has to grow.
+_CHUNKS = (512, 64, 8, 1)
+"""Sizes of chunks, each with a compiled program; every length is a sum of them."""
+_FEWEST_COLUMNS = 1024
+
+
+class Conversation:
+    """Answers of one model to a growing text. This object is mutated: it holds the cache.
+
+    Args:
+        model: the decoder, with or without adapters, all of it on the device.
+
+    Memory:
+        The keys and values of one row (`cache_bytes`); the number of tokens is a power of two, at least 1,024.
+
+    Examples:
+        >>> from lowtide.models import DecoderConfig, init
+        >>> config = DecoderConfig(vocab_size=32, hidden_size=8, intermediate_size=16, num_layers=1, num_heads=2,
+        ...                        num_kv_heads=1, head_dim=4)
+        >>> conversation = Conversation(init(config, key=jax.random.key(0)))
+        >>> answer = list(conversation.stream([1, 2, 3], 4, key=jax.random.key(1)))
+        >>> len(answer), len(list(conversation.stream([1, 2, 3, *answer, 5], 4, key=jax.random.key(2))))
+        (4, 4)
+    """
+
+    def __init__(self, model: Decoder) -> None:
+        self._model = model
+        self._cache: _Cache | None = None
+        self._cached_tokens: list[int] = []
+        """Tokens whose keys and values are in the cache."""
+
+    def stream(
+        self,
+        prompt: Sequence[int],
+        num_tokens: int,
+        *,
+        key: Array,
+        sampling: Sampling | None = None,
+        end_tokens: Iterable[int] = (),
+    ) -> Iterator[int]:
+        """Continue a text and yield each token as soon as it is sampled, like `lowtide.models.stream`.
+
+        Args:
+            prompt: token ids of the whole text. The prefix in common with the previous text is not processed again.
+            num_tokens: maximum number of new tokens.
+            key: a JAX random key.
+            sampling: sampling settings; None: `Sampling()`.
+            end_tokens: tokens that end the answer; they are not yielded.
+
+        Returns:
+            An iterator of token ids.
+
+        Raises:
+            ConfigError: for an empty prompt, tokens that are not in the vocabulary, or a number below 1.
+            NonFiniteError: from the iterator, when logits are not finite.
+        """
+        sampling = Sampling() if sampling is None else sampling
+        _check_prompts(self._model, [prompt], num_tokens, 1, 1)
+        if frequencies_change(self._model.config, jnp.ones((1,), jnp.int32)) is not None:
+            # A longer text may change the rotary frequencies of all tokens, which would invalidate the cache.
+            return stream(self._model, prompt, num_tokens, key=key, sampling=sampling, end_tokens=end_tokens)
+        return self._tokens(list(prompt), num_tokens, key, sampling, tuple(end_tokens))
+
+    def _tokens(
+        self, prompt: list[int], num_tokens: int, key: Array, sampling: Sampling, ends: tuple[int, ...]
+    ) -> Iterator[int]:
+        switches, knobs = knobs_of(sampling)
+        ends_E = _padded_ends(ends)
+        cache, logits_BV = self._prefill(prompt, num_tokens)
+        state = _sample_first(
+            cache, logits_BV, self._padded_tokens(prompt, cache), _row_keys(key, [(0, 0)]), ends_E, switches, knobs
+        )
+        text = list(prompt)
+        try:
+            for count in range(num_tokens):
+                _check_finite(state)
+                if state.counts[0] <= count:
+                    return
+                text.append(int(state.tokens[0, len(prompt) + count]))
+                yield text[-1]
+                if count + 1 < num_tokens:
+                    until = jnp.int32(len(prompt) + count + 2)
+                    state = _advance(self._model, state, ends_E, knobs, until, switches)
+        finally:  # also when the caller closes the iterator early
+            self._cache, self._cached_tokens = state.cache, text[: int(state.cache.column)]
+
+    def _prefill(self, prompt: list[int], num_tokens: int) -> tuple[_Cache, Array]:
+        """Process a text into the cache, except for the prefix that is already in it."""
+        num_columns = max(_FEWEST_COLUMNS, 1 << (len(prompt) + num_tokens).bit_length())
+        # The cache is donated below: if processing fails, none is left, and the next call starts with an empty one.
+        cache, self._cache = self._cache, None
+        # The last token is always processed, because its logits are needed.
+        num_cached = min(len(os.path.commonprefix([self._cached_tokens, prompt])), len(prompt) - 1)
+        if cache is None or cache.segments.shape[1] < num_columns:
+            cache, num_cached = empty_cache(self._model, jnp.ones((1, num_columns), jnp.int32)), 0
+        cache, logits_BV = dataclasses.replace(cache, column=jnp.int32(num_cached)), None
+        while num_cached < len(prompt):
+            size = next(size for size in _CHUNKS if size <= len(prompt) - num_cached)
+            tokens_BT = np.asarray([prompt[num_cached : num_cached + size]], np.int32)
+            positions_BT = np.arange(num_cached, num_cached + size, dtype=np.int32)[None]
+            logits_BV, cache = _read_chunk(self._model, tokens_BT, positions_BT, cache)
+            num_cached += size
+        assert logits_BV is not None
+        return cache, logits_BV
+
+    def _padded_tokens(self, prompt: list[int], cache: _Cache) -> np.ndarray[Any, Any]:
+        tokens_BS = np.zeros(cache.segments.shape, np.int32)
+        tokens_BS[0, : len(prompt)] = prompt
+        return tokens_BS
+
+
+@functools.partial(jax.jit, donate_argnames="cache")
+def _read_chunk(model: Decoder, tokens_BT: Array, positions_BT: Array, cache: _Cache) -> tuple[Array, _Cache]:
+    return step(model, tokens_BT, positions_BT, cache)
+
+
+@functools.partial(jax.jit, static_argnames="switches", donate_argnames="cache")
+def _sample_first(
+    cache: _Cache,
+    logits_BV: Array,
+    tokens_BS: Array,
+    keys_B: Array,
+    ends_E: Array,
+    switches: _SamplingSwitches,
+    knobs: _Knobs,
+) -> _State:
+    """Sample the first token of an answer."""
+    seen_BV = None
+    if switches.penalises:
+        is_text_BS = jnp.arange(tokens_BS.shape[1])[None] < cache.column
+        seen_BV = jnp.zeros(logits_BV.shape, jnp.int32).at[jnp.zeros_like(tokens_BS), tokens_BS].max(is_text_BS) > 0
+    zeros_B = jnp.zeros((1,), jnp.int32)
+    state = _State(
+        cache, tokens_BS, zeros_B + cache.column, zeros_B, jnp.zeros((1,), bool), jnp.bool_(True), seen_BV, keys_B
+    )
+    return _append(state, logits_BV, ends_E, switches, knobs)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """Settings for sampling the next token, applied as in transformers: penalty, temperature, top-k, top-p, min-p.
+
+    Raises:
+        ConfigError: for a value out of range.
+
+    Examples:
+        >>> Sampling(temperature=0).is_greedy
+        True
+
+    References:
+        Holtzman et al., "The Curious Case of Neural Text Degeneration" (arXiv:1904.09751), for top-p.
+        Nguyen et al., "Turning Up the Heat: Min-p Sampling" (arXiv:2407.01082).
+        Keskar et al., "CTRL" (arXiv:1909.05858), for the repetition penalty.
+    """
+
+    temperature: float = 1.0
+    """Divides the logits; 0 selects the most likely token."""
+    top_k: int = 0
+    """Keep only this number of most likely tokens; 0: all."""
+    top_p: float = 1.0
+    """Keep the most likely tokens up to this cumulative probability, including the token that reaches it."""
+    min_p: float = 0.0
+    """Keep tokens with at least this fraction of the most likely token's probability."""
+    repetition_penalty: float = 1.0
+    """Divides positive logits, and multiplies negative ones, of tokens in the prompt or in the answer so far."""
+
+    def __post_init__(self) -> None:
+        checks = {
+            "temperature": (0 <= self.temperature < math.inf, "a finite number >= 0"),
+            "top_k": (self.top_k >= 0, "an integer >= 0, 0 for all tokens"),
+            "top_p": (0 < self.top_p <= 1, "a number above 0, at most 1"),
+            "min_p": (0 <= self.min_p <= 1, "a number from 0 to 1"),
+            "repetition_penalty": (0 < self.repetition_penalty < math.inf, "a finite number above 0"),
+        }
+        for name, (is_valid, expected) in checks.items():
+            if not is_valid:
+                raise ConfigError(
+                    f"{name} is out of range",
+                    expected=expected,
+                    got=getattr(self, name),
+                    hint="use temperature 0 for the most likely token, whatever the other settings",
+                )
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether the most likely token is always chosen."""
+        return self.temperature == 0
+
+
+class _Knobs(NamedTuple):
+    """Values of a `Sampling` as arrays, so that other values need no recompilation."""
+
+    temperature: Array
+    top_k: Array
+    top_p: Array
+    min_p: Array
+    repetition_penalty: Array
+
+
+class _SamplingSwitches(NamedTuple):
+    """Static switches of the program: sorting a vocabulary costs more than one layer of a small model."""
+
+    filters: bool
+    """Whether top-k, top-p or min-p is in use."""
+    penalises: bool
+    """Whether the repetition penalty is in use."""
+
+
+def knobs_of(sampling: Sampling) -> tuple[_SamplingSwitches, _Knobs]:
+    """Split a `Sampling` into static switches and traced values."""
+    settings = sampling
+    filters = not settings.is_greedy and (settings.top_k > 0 or settings.top_p < 1 or settings.min_p > 0)
+    knobs = _Knobs(*(jnp.float32(getattr(settings, name)) for name in _Knobs._fields))
+    return _SamplingSwitches(filters, settings.repetition_penalty != 1), knobs._replace(top_k=jnp.int32(settings.top_k))
+
+
+def choose(
+    logits_BV: Float[Array, "B V"],
+    keys_B: Array,
+    seen_BV: Bool[Array, "B V"] | None,
+    switches: _SamplingSwitches,
+    knobs: _Knobs,
+) -> Int[Array, "B"]:
+    """Choose a token for each row with the row's random key."""
+    if seen_BV is not None:
+        penalty = knobs.repetition_penalty
+        logits_BV = jnp.where(seen_BV, jnp.where(logits_BV < 0, logits_BV * penalty, logits_BV / penalty), logits_BV)
+    if switches.filters:
+        logits_BV = _filter_logits(logits_BV, knobs)
+    # Gumbel-max: argmax(logits / T + g) samples from softmax(logits / T). Multiplied by T it also covers T = 0, greedy.
+    noise_BV = jax.vmap(lambda key: jax.random.gumbel(key, logits_BV.shape[1:]))(keys_B)
+    return jnp.argmax(logits_BV + knobs.temperature * noise_BV, axis=-1).astype(jnp.int32)
+
+
+def _filter_logits(logits_BV: Array, knobs: _Knobs) -> Array:
+    """Set the logits of excluded tokens to minus infinity."""
+    size = logits_BV.shape[-1]
+    sorted_BV = -jnp.sort(-logits_BV, axis=-1)
+    rank_V = jnp.arange(size)[None]
+    top_k = jnp.where(knobs.top_k > 0, knobs.top_k, size)
+    scaled_BV = jnp.where(rank_V < top_k, sorted_BV, -jnp.inf) / knobs.temperature
+    probs_BV = jax.nn.softmax(scaled_BV, axis=-1)
+    cumulative_BV = jnp.cumsum(probs_BV, axis=-1) - probs_BV
+    mask_BV = (rank_V < top_k) & (cumulative_BV < knobs.top_p) & (probs_BV >= knobs.min_p * probs_BV[:, :1])
+    mask_BV = mask_BV | (rank_V == 0)  # whatever rounding does, the most likely token stays
+    threshold_B1 = jnp.min(jnp.where(mask_BV, sorted_BV, jnp.inf), axis=-1, keepdims=True)
+    return jnp.where(logits_BV >= threshold_B1, logits_BV, -jnp.inf)
+
+
+# The KV cache: a new token costs the work of one token. A scan over the layers carries two stacked arrays, the keys and
+# values of all layers. XLA updates them in place: a step writes one column and copies nothing. After `unstack` they are
+# tuples and the loop over layers is unrolled. Prompts of different lengths end in the same column: shorter ones are
+# padded on the left with segment 0 in place of 1, which no token attends to. A layer with a sliding window holds as
+# many columns as the others.
+# With the rotary scaling types `dynamic` and `longrope`, one more token may change the frequencies of all earlier
+# tokens. This changes their keys, and the values of every layer beyond the first. `_recompute_rows` recomputes both:
+# with `longrope` once, when a row grows beyond the length of pretraining; with `dynamic` at each token from there on.
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=["keys", "values", "segments", "column"], meta_fields=[]
+)
+@dataclasses.dataclass(frozen=True)
+class _Cache:
+    """Keys and values of the tokens so far; a pytree."""
+
+    keys: Float[Array, "L B S K H"] | tuple[Float[Array, "B S K H"], ...]
+    """Keys of all layers: stacked, or a tuple where the layers are a tuple."""
+    values: Float[Array, "L B S K H"] | tuple[Float[Array, "B S K H"], ...]
+    segments: Int[Array, "B S"]
+    """0 where a row is padded, 1 elsewhere, also in columns that are not yet written."""
+    column: Int[Array, ""]
+    """Next column to write."""
+
+
+def cache_bytes(config: DecoderConfig, num_rows: int, length: int, compute_dtype: Any = "float32") -> int:
+    """Count the bytes of the keys and values of a cache.
+
+    Args:
+        config: the model's sizes.
+        num_rows: number of sequences that are generated at once: prompts times samples.
+        length: tokens per sequence, including the prompt.
+        compute_dtype: dtype of the cached keys and values.
+
+    Returns:
+        ``2 * L * B * S * K * H`` times the bytes per element.
+
+    Examples:
+        >>> cache_bytes(DecoderConfig(vocab_size=8, hidden_size=8, intermediate_size=8, num_layers=2, num_heads=2,
+        ...                           num_kv_heads=1, head_dim=4), num_rows=3, length=10)
+        1920
+    """
+    num_elements = 2 * config.num_layers * num_rows * length * config.num_kv_heads * config.head_dim
+    return num_elements * jnp.dtype(compute_dtype).itemsize
+
+
+def empty_cache(model: Decoder, segments_BS: Int[Array, "B S"]) -> _Cache:
+    """Create an empty cache with as many columns as there are segments."""
+    config = model.config
+    shape = (*segments_BS.shape, config.num_kv_heads, config.head_dim)
+    if isinstance(model.layers, tuple):
+        keys, values = (tuple(jnp.zeros(shape, model.compute_dtype) for _ in model.layers) for _ in range(2))
+    else:
+        keys, values = (jnp.zeros((config.num_layers, *shape), model.compute_dtype) for _ in range(2))
+    return _Cache(keys, values, segments_BS, jnp.int32(0))
+
+
+def prefill(
+    model: Decoder, tokens_BT: Int[Array, "B T"], positions_BT: Int[Array, "B T"], cache: _Cache
+) -> tuple[Float[Array, "B V"], _Cache]:
+    """Process prompts into an empty cache and return the float32 logits of the next tokens.
+
+    The tokens attend only to each other, so scores have shape [T, T] and not [T, S].
+    """
+    segments_BT = cache.segments[:, : tokens_BT.shape[1]]
+    mask = AttentionMask(segment_ids=segments_BT)
+    return _forward(model, tokens_BT, positions_BT, cache, mask, lambda new, cached: new)
+
+
+def step(
+    model: Decoder, tokens_B1: Int[Array, "B 1"], positions_B1: Int[Array, "B 1"], cache: _Cache
+) -> tuple[Float[Array, "B V"], _Cache]:
+    """Append one token to each row and return the logits of the next tokens, in float32."""
+    query_segments = jax.lax.dynamic_slice_in_dim(cache.segments, cache.column, tokens_B1.shape[1], axis=1)
+    mask = AttentionMask(segment_ids=(query_segments, cache.segments), start=cache.column)
+    return _forward(model, tokens_B1, positions_B1, cache, mask, lambda new, cached: cached)
+
+
+def _recompute_rows(
+    model: Decoder, tokens_BS: Int[Array, "B S"], cache: _Cache, lengths_B: Array, mask_B: Array
+) -> _Cache:
+    """Recompute keys and values of the rows in `mask_B`, with the frequencies of their present lengths.
+
+    `lengths_B` include the token of the cache's next column. Later columns get values that `step` overwrites.
+    """
+    # Columns not yet written repeat the last position, so `document_lengths` does not count them.
+    positions_BS = jnp.clip(jnp.cumsum(cache.segments, axis=1) - 1, 0, jnp.maximum(lengths_B - 1, 0)[:, None])
+    rewound_cache = dataclasses.replace(cache, column=jnp.int32(0))
+    mask = AttentionMask(segment_ids=cache.segments)
+    _, keys, values = _apply_layers(model, tokens_BS, positions_BS, rewound_cache, mask, lambda new, cached: new)
+    axes = (0, 2, 3, 4) if not isinstance(keys, tuple) else (1, 2, 3)
+
+    def merge_rows(new: Array, old: Array) -> Array:
+        return jnp.where(jnp.expand_dims(mask_B, axes), new, old)
+
+    # All rows are computed in one program, and rows that did not change keep their old entries.
+    keys, values = jax.tree.map(merge_rows, (keys, values), (cache.keys, cache.values))
+    return dataclasses.replace(cache, keys=keys, values=values)
+
+
+def _forward(
+    model: Decoder,
+    tokens_BT: Array,
+    positions_BT: Array,
+    cache: _Cache,
+    mask: AttentionMask,
+    select_kv: Callable[[Array, Array], Array],
+) -> tuple[Array, _Cache]:
+    h_BTD, keys, values = _apply_layers(model, tokens_BT, positions_BT, cache, mask, select_kv)
+    logits_BV = head_logits(model, h_BTD[:, -1:])[:, 0]
+    return logits_BV, _Cache(keys, values, cache.segments, cache.column + tokens_BT.shape[1])
+
+
+def _apply_layers(
+    model: Decoder,
+    tokens_BT: Array,
+    positions_BT: Array,
+    cache: _Cache,
+    mask: AttentionMask,
+    select_kv: Callable[[Array, Array], Array],
+) -> tuple[Array, Any, Any]:
+    """Apply embedding and layers; return activations, and keys and values that include the new tokens."""
+    stack = stack_of(model.config, model.compute_dtype)
+    h_BTD = activations(stack.first(model.outer, {"tokens": tokens_BT}))
+    # `select_kv` chooses what the tokens attend to: the new keys and values (prefill), or the whole cache (step).
+    apply_layers = _unroll_layers if isinstance(model.layers, tuple) else _scan_layers
+    return apply_layers(model, h_BTD, positions_BT, cache, mask, select_kv)
+
+
+def _scan_layers(
+    model: Decoder,
+    h_BTD: Array,
+    positions_BT: Array,
+    cache: _Cache,
+    mask: AttentionMask,
+    select_kv: Callable[[Array, Array], Array],
+) -> tuple[Array, Any, Any]:
+    def body(carry: tuple[Array, Array, Array], inputs: tuple[Array, Any]) -> tuple[tuple[Array, Array, Array], None]:
+        h_BTD, keys, values = carry
+        index, layer = inputs
+        written: list[Array] = []
+
+        def store(*new: Array) -> tuple[Array, Array]:
+            selected: list[Array] = []
+            for operand, update in zip((keys, values), new, strict=True):
+                start_indices = (index, zero, cache.column, zero, zero)
+                written.append(jax.lax.dynamic_update_slice(operand, update[None].astype(operand.dtype), start_indices))
+                layer_cache = jax.lax.dynamic_index_in_dim(written[-1], index, keepdims=False)
+                selected.append(select_kv(update, layer_cache).astype(update.dtype))
+            return selected[0], selected[1]
+
+        h_BTD, _, _ = layer_forward(layer, h_BTD, positions_BT, mask, model.config, store)
+        return (h_BTD, written[0], written[1]), None
+
+    # Indices stay int32, like `cache.column`, also with `jax_enable_x64`: `dynamic_update_slice` takes one dtype.
+    zero, indices = np.int32(0), jnp.arange(model.config.num_layers, dtype=jnp.int32)
+    # Keys and values are in the carry, which XLA updates in place; as scan outputs they would be new arrays.
+    carry: Any = (h_BTD, cache.keys, cache.values)
+    return jax.lax.scan(body, carry, (indices, model.layers))[0]
+
+
+def _unroll_layers(
+    model: Decoder,
+    h_BTD: Array,
+    positions_BT: Array,
+    cache: _Cache,
+    mask: AttentionMask,
+    select_kv: Callable[[Array, Array], Array],
+) -> tuple[Array, Any, Any]:
+    stored: list[tuple[Array, Array]] = []
+    zero = np.int32(0)
+
+    def store(*new: Array) -> tuple[Array, Array]:
+        written, selected = list[Array](), list[Array]()
+        for cached, update in zip((cache.keys, cache.values), new, strict=True):
+            layer_cache = cached[len(stored)]
+            start_indices = (zero, cache.column, zero, zero)
+            written.append(jax.lax.dynamic_update_slice(layer_cache, update.astype(layer_cache.dtype), start_indices))
+            selected.append(select_kv(update, written[-1]).astype(update.dtype))
+        stored.append((written[0], written[1]))
+        return selected[0], selected[1]
+
+    for layer in model.layers:
+        h_BTD, _, _ = layer_forward(layer, h_BTD, positions_BT, mask, model.config, store)
+    keys, values = zip(*stored, strict=True)
+    return h_BTD, keys, values
