@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import optax
 
 import lowtide as lt
-from lowtide.finetune._offloaded import loss as offloaded_loss
+from lowtide.finetune._job import loss as offloaded_loss
 from lowtide.models import logits, loss
 
 Tree = Any

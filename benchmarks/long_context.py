@@ -50,7 +50,7 @@ from _ladder import RUNGS, Rung
 
 import lowtide as lt
 from lowtide.core import format_bytes
-from lowtide.finetune._offloaded import loss as offloaded_loss
+from lowtide.finetune._job import loss as offloaded_loss
 from lowtide.jaxprs import jaxpr_flops
 from lowtide.models import init
 from lowtide.train import analyze_step

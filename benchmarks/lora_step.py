@@ -33,7 +33,7 @@ from rich.table import Table
 
 import lowtide as lt
 from lowtide.core import format_bytes
-from lowtide.finetune._offloaded import loss as offloaded_loss
+from lowtide.finetune._job import loss as offloaded_loss
 from lowtide.models import init, loss
 from lowtide.train import analyze_naive, analyze_step
 

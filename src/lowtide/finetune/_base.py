@@ -1,9 +1,16 @@
-"""Load a base model and its tokenizer, and check that they fit each other and the settings."""
+"""The base model of a run: its weights, tokenizer and end tokens, and the files that go with the weights.
+
+`save` functions of `lowtide.models` write weights and the sizes in config.json. This module copies the other files of
+the base: tokenizer, chat template, generation settings, and the other keys of its config.json, such as token ids.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+import json
+import os
+import warnings
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +18,32 @@ import jax
 from tokenizers import Tokenizer
 
 from .. import models
-from ..core import ConfigError, ModelFileError, Selector
+from ..core import (
+    ConfigError,
+    DataError,
+    ModelFileError,
+    Selector,
+    input_file,
+    parse_json,
+    read_input,
+    shown,
+    write_files,
+)
 from ..quant import QuantizedWeight
-from ._auxiliary_files import tokenizer_folder
 from ._config import FOUR_BITS, FinetuneConfig
+from .data import ChatTemplate, chat_turn, load_chat_template
+from .data._encode import encode
+
+_COPIED_FILES = (
+    *("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja"),
+    *("chat_template.json", "generation_config.json", "vocab.json", "vocab.txt", "merges.txt", "tokenizer.model"),
+)
+_SKIPPED_KEYS = {"rope_parameters", "dtype", "quantization_config", "text_config", "vision_config"}
+"""Keys of the base's config.json that are not copied: the written file states them in another form, or they describe
+parts that are not written (quantisation, the vision tower)."""
+_MOST_BYTES = 256 * 1024**2
+_GENERATION_CONFIG = "generation_config.json"
+_ANSWER = "Spring tide"
 
 
 def open_base(
@@ -73,6 +102,11 @@ def open_base(
         directory, dtype=weights_dtype, compute_dtype=activations_dtype, host=host, sharding=sharding, quantize=quantize
     )
     return with_implementation(model, attention, tile_tokens), loaded_tokenizer
+
+
+def directory_of(config: FinetuneConfig) -> Path:
+    """Return the model's folder; without `model`, the folder of the embedded model."""
+    return Path(config.model) if config.model is not None else models.base_path()
 
 
 def with_implementation(model: models.Decoder, attention: str, tile_tokens: int | None) -> models.Decoder:
@@ -146,3 +180,167 @@ def dtypes(param_dtype: str, compute_dtype: str, platform: str | None = None) ->
             hint="use bfloat16, which takes as many bytes and has the range of float32",
         )
     return weights_dtype, activations_dtype
+
+
+# --- files that go with the weights ----------------------------------------------------------------------------------
+
+
+def tokenizer_folder(base: Path, tokenizer: str | Path | None) -> Path:
+    """Return the folder of a model's tokenizer and chat template; a GGUF file without one raises ModelFileError."""
+    if tokenizer is not None:
+        return Path(tokenizer)
+    if models.gguf_file(base) is not None and not os.path.lexists(base / "tokenizer.json"):
+        raise ModelFileError(
+            f"{base}: the tokenizer inside a GGUF file is not read",
+            expected="the directory of the original model's tokenizer, with tokenizer.json",
+            hint="name it with --tokenizer DIR",
+        )
+    return base
+
+
+def read_auxiliary_files(base: Path, chat_template: str | Path | None = None) -> dict[str, bytes]:
+    """Read the files of a base that are copied to every model made from it, by name.
+
+    The file `chat_template`, if given, replaces the base's `chat_template.jinja`.
+    """
+    files = {name: read_file(base, name) for name in _COPIED_FILES if os.path.lexists(base / name)}
+    if chat_template is not None:
+        files["chat_template.jinja"] = read_file(Path(chat_template).parent, Path(chat_template).name)
+    return files
+
+
+def copy_config_keys(base: Path, out: Path, config: models.DecoderConfig) -> None:
+    """Copy further keys of the base's config.json, such as token ids, into the config.json in `out`.
+
+    Keys that the saved file states in another form are not copied. If the merged file describes a different model than
+    `config`, nothing is copied. A GGUF base has no further keys.
+    """
+    name = "config.json"
+    if models.gguf_file(base) is not None:
+        return
+    saved, original = (parse_json(read_file(folder, name), str(folder / name)) for folder in (out, base))
+    text = original.get("text_config")
+    extra = {
+        key: value for key, value in (text if isinstance(text, dict) else original).items() if key not in _SKIPPED_KEYS
+    }
+    write_files(out, {name: (json.dumps({**extra, **saved}, indent=2) + "\n").encode()})
+    # A copied key may change what the written keys mean. So load the merged file, and compare the configurations.
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            is_same = models.load_config(out) == config
+        except ModelFileError:
+            is_same = False
+    if not is_same:
+        write_files(out, {name: (json.dumps(saved, indent=2) + "\n").encode()})
+
+
+def read_file(folder: Path, name: str) -> bytes:
+    """Read one file of a directory."""
+    return read_input(input_file(folder, name, hint="copy it again"), most_bytes=_MOST_BYTES)
+
+
+# --- tokens at which an answer ends ----------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EndTokens:
+    """Ids of the tokens that end a generated text.
+
+    A base model's config.json names the end of a document (``<|endoftext|>``). Chats end their turns with another token
+    (``<|im_end|>``), and a model tuned on chats writes only that one. So answers end at all tokens that config.json,
+    generation_config.json and the tokenizer name. They also end at the token that closes an assistant's turn in the
+    chat template.
+    """
+
+    answer: tuple[int, ...]
+    """All end tokens, those of config.json first."""
+    text: int | None
+    """Token appended to learned documents and completions: from config.json, else from the tokenizer."""
+    turn: int | None
+    """Token that closes an assistant's turn in the chat template; None without a template or such a token."""
+    is_turn_open: bool
+    """Whether the chat template writes no added token after an answer."""
+
+
+def load_end_tokens(
+    config: models.DecoderConfig,
+    tokenizer: Tokenizer,
+    directory: str | Path | None,
+    *,
+    tokenizer_dir: str | Path | None = None,
+    chat_template: str | Path | None = None,
+) -> EndTokens:
+    """Collect the tokens that end an answer.
+
+    Args:
+        config: the model's configuration.
+        tokenizer: the model's tokenizer.
+        directory: the model's directory, or a GGUF file; None: the embedded model.
+        tokenizer_dir: the folder of its tokenizer, if it is a different one.
+        chat_template: a file to use instead of the model's template.
+
+    Raises:
+        ModelFileError: for an end token outside the vocabulary, with the name of the file, and for unusable files.
+    """
+    folders = [Path(folder) for folder in (directory, tokenizer_dir) if folder is not None]
+    sources: list[tuple[Any, Any]] = [(directory or "the embedded model", config.eos_token_id)]
+    for folder in folders:
+        if os.path.lexists(folder / _GENERATION_CONFIG):
+            path = input_file(folder, _GENERATION_CONFIG, hint="copy it from the model's source again")
+            sources.append((path, parse_json(read_input(path, most_bytes=1024**2), str(path)).get("eos_token_id")))
+    ends = [end for source, value in sources for end in _parse_ids(value, source, config.vocab_size)]
+    template_folder = (folders or [models.base_path()])[-1]
+    tokenizer_end = tokenizer.token_to_id(models.load_special_tokens(template_folder).get("eos_token", ""))
+    try:
+        template = load_chat_template(template_folder, chat_template)
+        turn, is_turn_open = (None, False) if template is None else _turn_end(template, tokenizer)
+    except (DataError, ModelFileError):  # plain text needs no template; rendering a chat raises this error again
+        turn, is_turn_open = None, False
+    # The tokenizer may have tokens that the model has no embedding for.
+    tokenizer_end, turn = (None if end is None or end >= config.vocab_size else end for end in (tokenizer_end, turn))
+    text = tokenizer_end if config.eos_token_id is None else ends[0]
+    answer = [*ends, *(end for end in (tokenizer_end, turn) if end is not None)]
+    return EndTokens(answer=tuple(dict.fromkeys(answer)), text=text, turn=turn, is_turn_open=is_turn_open)
+
+
+def _parse_ids(value: Any, source: Any, vocab_size: int) -> Sequence[int]:
+    ends: list[Any] = [*value] if isinstance(value, tuple | list) else [] if value is None else [value]
+    for end in ends:
+        if type(end) is not int or not 0 <= end < vocab_size:
+            raise ModelFileError(
+                f"{source}: eos_token_id is not a token id",
+                expected=f"an id from 0 to {vocab_size - 1}",
+                got=shown(end),
+                hint="copy the file from the model's source again; it belongs to a model with another vocabulary",
+            )
+    return ends
+
+
+def _turn_end(template: ChatTemplate, tokenizer: Tokenizer) -> tuple[int | None, bool]:
+    """Return the first added token after an answer, and whether the template writes an answer without one."""
+    text = chat_turn(template, _ANSWER)
+    begin = text.rfind(_ANSWER)
+    if begin < 0:
+        return None, False
+    begin += len(_ANSWER)
+    encoding = encode(tokenizer, [text], special=False, offsets=True)[0]
+    added = tokenizer.get_added_tokens_decoder()
+    tokens = zip(encoding.ids, encoding.offsets, strict=True)
+    end = next((id for id, (start, _) in tokens if start >= begin and id in added), None)
+    return end, end is None
+
+
+def with_end_tokens(files: Mapping[str, bytes], ends: EndTokens, config: models.DecoderConfig) -> dict[str, bytes]:
+    """Write all end tokens into the generation_config.json of a model's files, contents by name.
+
+    The `generate` of transformers stops at the tokens of this file. If it names none, those of `config` count.
+    """
+    settings = parse_json(files[_GENERATION_CONFIG], _GENERATION_CONFIG) if _GENERATION_CONFIG in files else {}
+    stop_ids = settings.get("eos_token_id", config.eos_token_id)
+    if set(ends.answer) <= set(stop_ids if isinstance(stop_ids, list | tuple) else [stop_ids]):
+        return dict(files)
+    if config.bos_token_id is not None:
+        settings.setdefault("bos_token_id", config.bos_token_id)
+    settings["eos_token_id"] = ends.answer[0] if len(ends.answer) == 1 else list(ends.answer)
+    return {**files, _GENERATION_CONFIG: (json.dumps(settings, indent=2) + "\n").encode()}

@@ -16,12 +16,9 @@ import jax
 from .. import models
 from ..core import LowtideError, OutOfMemoryError, Tree, format_bytes, partition, tree_bytes
 from ..memory import MemoryReport, Target
-from ._adapters import add_adapter
-from ._base import refuse_for_model
-from ._config import FinetuneConfig, flag_of
-from ._job import WRT, base_shapes, config_job, directory_of, num_targets
-from ._offloaded import full_step, optimizer
-from ._recipe import learning_rate, with_seq_len
+from ._base import directory_of, refuse_for_model
+from ._config import FinetuneConfig, flag_of, with_seq_len
+from ._job import WRT, add_adapter, base_shapes, config_job, full_step, learning_rate, num_targets, optimizer
 
 _LEAST_LENGTH = 32
 _ACTIVATIONS = "activations and gradients"

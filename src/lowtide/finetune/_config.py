@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import functools
+import math
 import tomllib
 import typing
 from collections.abc import Mapping
@@ -19,7 +20,6 @@ import tomli_w
 from annotated_types import Ge, Gt, Le, Lt, MinLen, Predicate
 
 from ..core import ConfigError, shown
-from ._synonyms import setting_of
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
@@ -37,6 +37,8 @@ _HINTS = {
     "trains an adapter with the usual start on quantised weights",
 }
 """Hints for values of other libraries."""
+_MOST_TOKENS, _EMBEDDED_TOKENS, _ROUND_TOKENS = 2048, 128, 64
+"""Default sequence lengths: the largest, that of the embedded model, and the multiple that lengths round up to."""
 
 
 def _is_name(text: str) -> bool:
@@ -313,12 +315,34 @@ def config_to_toml(config: FinetuneConfig) -> str:
     return tomli_w.dumps({k: v for k, v in dataclasses.asdict(config).items() if v is not None and k not in omitted})
 
 
-def _suggest_setting(name: str, names: list[str]) -> str:
-    """Return a hint with the settings that an unknown key may stand for."""
-    if (setting := setting_of(name)) is not None:
-        return f"{name} is a setting of other libraries; use {setting}"
-    close = difflib.get_close_matches(name, names, n=3, cutoff=0.5)
-    return f"did you mean {' or '.join(close)}?" if close else "see the reference of FinetuneConfig"
+def with_steps(config: FinetuneConfig, num_sequences: int | None) -> FinetuneConfig:
+    """Convert `num_epochs` to `num_steps`; data of unknown length (`num_sequences` is None) raises ConfigError."""
+    if config.num_epochs is None:
+        return config
+    if num_sequences is None:
+        raise ConfigError(
+            "num_epochs: the length of the data is unknown",
+            expected="num_steps",
+            got=f"num_epochs = {config.num_epochs}",
+            hint="use --steps instead of --num-epochs",
+        )
+    num_steps = max(1, math.ceil(config.num_epochs * num_sequences / config.batch_size))
+    return dataclasses.replace(config, num_epochs=None, num_steps=num_steps)
+
+
+def with_seq_len(config: FinetuneConfig, context: int, longest: int | None = None) -> FinetuneConfig:
+    """Choose the sequence length if the configuration sets none.
+
+    `context` is the model's number of positions, and `longest` the tokens of the longest record, if known.
+    """
+    if config.seq_len:
+        return config
+    max_len = min(_MOST_TOKENS, context) if config.model is not None else _EMBEDDED_TOKENS
+    needed_len = max_len if longest is None else max(1, math.ceil(longest / _ROUND_TOKENS)) * _ROUND_TOKENS
+    return dataclasses.replace(config, seq_len=min(max_len, needed_len))
+
+
+# --- checks ----------------------------------------------------------------------------------------------------------
 
 
 @functools.cache
@@ -506,3 +530,96 @@ def _refuse_with_full(names: list[str]) -> None:
             got="both",
             hint=f"leave out {', '.join(names)}, or full",
         )
+
+
+# --- names of settings in other libraries ----------------------------------------------------------------------------
+
+
+_SYNONYMS = {
+    "model": "model_name model_name_or_path pretrained_model_name_or_path base_model checkpoint_dir",
+    "tokenizer": "tokenizer_name tokenizer_name_or_path",
+    "data": "dataset dataset_name dataset_path train_file train_data",
+    "full": "full_finetuning finetuning_type",
+    "num_steps": "steps max_steps max_steps_per_epoch total_steps iterations num_iterations iters",
+    "num_epochs": "epochs num_train_epochs epoch",
+    "rank": "r lora_r lora_rank lora_dim",
+    "alpha": "lora_alpha lora_scale",
+    "lora_dropout": "dropout lora_drop adapter_dropout",
+    "loraplus_ratio": "loraplus_lr_ratio loraplus lora_plus",
+    "lora_init": "init_lora_weights",
+    "modules_to_save": "additional_target lora_modules_to_save",
+    "bias": "lora_bias train_bias",
+    "targets": "target_modules lora_target_modules lora_attn_modules lora_target target_parameters",
+    "batch_size": "per_device_train_batch_size train_batch_size micro_batch_size per_device_batch_size",
+    "seq_len": "max_seq_length max_seq_len max_length model_max_length sequence_len sequence_length cutoff_len "
+    "block_size context_length",
+    "learning_rate": "lr max_lr peak_lr",
+    "schedule": "lr_scheduler lr_scheduler_type lr_schedule scheduler",
+    "final_rate_fraction": "min_lr min_lr_rate min_lr_ratio min_learning_rate lr_scheduler_kwargs cosine_min_lr_ratio",
+    "decay_fraction": "num_decay_steps decay_steps lr_decay_steps decay_ratio",
+    "schedule_steps": "lr_decay_iters num_training_steps",
+    "warmup_steps": "num_warmup_steps warmup warmup_iters lr_warmup_steps",
+    "warmup_ratio": "warmup_fraction",
+    "max_grad_norm": "clip_grad_norm gradient_clipping grad_clip gradient_clip_val max_norm clip",
+    "adam_beta1": "betas adam_betas beta1",
+    "adam_beta2": "beta2",
+    "adam_epsilon": "eps epsilon adam_eps",
+    "weight_decay": "wd",
+    "param_dtype": "torch_dtype dtype model_dtype",
+    "state_dtype": "optim_bits optimizer_state_dtype adamw_8bit use_8bit_optimizer",
+    "compute_dtype": "bf16 fp16 mixed_precision",
+    "remat": "gradient_checkpointing activation_checkpointing enable_activation_checkpointing "
+    "use_gradient_checkpointing",
+    "layers_per_remat": "recompute_num_layers checkpoint_num_layers",
+    "attention": "attn_implementation attn_impl flash_attention use_flash_attention",
+    "tile_tokens": "tiled_mlp tiled_mlp_num_shards",
+    "offload": "enable_activation_offloading optimizer_in_bwd cpu_offload offload_optimizer",
+    "eval_every": "eval_steps eval_interval run_val_every_n_steps evaluation_strategy eval_strategy val_check_interval",
+    "held_out_fraction": "val_set_size test_size validation_split val_fraction",
+    "checkpoint_every": "save_steps save_interval save_every_n_steps save_strategy save_every",
+    "max_to_keep": "save_total_limit keep_last_n_checkpoints num_checkpoints",
+    "load_best_at_end": "load_best_model_at_end",
+    "early_stopping_patience": "early_stopping patience",
+    "seed": "random_state data_seed random_seed",
+    "track": "report_to metric_logger logging_backend log_with tracker use_wandb",
+    "project": "wandb_project project_name trackio_project",
+    "run_name": "wandb_name wandb_run_name experiment_name",
+}
+"""Names of our settings in other libraries: PEFT, transformers and TRL, torchtune, Unsloth, Axolotl.
+
+These names serve hints only. They are not aliases, because the settings differ in more than the name.
+"""
+_SETTING_OF_SYNONYM = {name: setting for setting, names in _SYNONYMS.items() for name in names.split()}
+_REMARKS = {
+    "load_in_4bit": "--quantize nf4",
+    "load_in_8bit": "--quantize int8",
+    "use_qlora": "--quantize nf4",
+    "gradient_accumulation_steps": "num_microbatches, the parts of a batch; batch_size counts all parts together",
+    "gradient_accumulation": "num_microbatches, the parts of a batch; batch_size counts all parts together",
+    "grad_accum_steps": "num_microbatches, the parts of a batch; batch_size counts all parts together",
+    "accumulate_grad_batches": "num_microbatches, the parts of a batch; batch_size counts all parts together",
+    "output_dir": "--out, the folder of the run",
+    "out_dir": "--out, the folder of the run",
+    "resume_from_checkpoint": "--resume, with the --out of the run",
+}
+
+
+def setting_of(name: str) -> str | None:
+    """Return our name for a well-known setting of another library.
+
+    Args:
+        name: a key or a flag, with or without its dashes.
+
+    Returns:
+        Our name, with a remark where the meaning differs; None for an unknown name.
+    """
+    key = name.lstrip("-").partition("=")[0].replace("-", "_").lower()
+    return _REMARKS.get(key) or _SETTING_OF_SYNONYM.get(key)
+
+
+def _suggest_setting(name: str, names: list[str]) -> str:
+    """Return a hint with the settings that an unknown key may stand for."""
+    if (setting := setting_of(name)) is not None:
+        return f"{name} is a setting of other libraries; use {setting}"
+    close = difflib.get_close_matches(name, names, n=3, cutoff=0.5)
+    return f"did you mean {' or '.join(close)}?" if close else "see the reference of FinetuneConfig"

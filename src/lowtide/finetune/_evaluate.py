@@ -18,8 +18,9 @@ from tokenizers import Tokenizer
 
 from .. import models
 from ..core import ConfigError, DataError, Tree
-from ._text import IGNORE, tokenise
-from ._tokens import name_documents
+from .data._encode import name_documents
+from .data._pack import IGNORE
+from .data._text import tokenise
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -1,22 +1,27 @@
-"""Inspect a model's or adapter's directory, a weights file, or a run, without reading a weight.
+"""Inspect a model's or adapter's directory, a weights file, a run, or data, without reading a weight.
 
 Names, shapes and dtypes come from the files' headers. Content that Lowtide cannot handle is listed as a problem, not
-raised; a damaged file is an error. `_inspect_data` does the same for data.
+raised; a damaged file is an error. Headers are read without JAX. Data is read as a run would read it.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import math
 import os
 import re
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from ..core import LowtideError, ModelFileError, format_bytes, gguf_file, input_file, parse_json, read_input, shortened
+from ._config import FinetuneConfig, read_config, with_seq_len
 
 _COPY_HINT = "copy the file from its source again"
 _BITS = {"F64": 64, "F32": 32, "F16": 16, "BF16": 16}
@@ -34,6 +39,8 @@ _GROUPS = (
     ("attention", re.compile(r"\.(self_attn|attention)\.")),
     ("MLP", re.compile(r"\.mlp\.")),
 )
+_BATCH_RECORDS = 256
+"""Number of records that are tokenised together."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -115,6 +122,98 @@ def inspect(path: str | Path) -> Inspection:
         expected="a folder with config.json, adapter_config.json or config.toml; a .gguf or .safetensors file; or data",
         hint="name the folder of the model, the adapter or the run; for data, a file or a folder of one format",
     )
+
+
+def inspect_data(config: FinetuneConfig) -> Inspection:
+    """Read and tokenise all data of a run, and report how the run would use it.
+
+    Args:
+        config: the settings; `data` is required. `model`, `tokenizer`, `chat_template`, `columns`, `loss_on` and
+            `seq_len` have the same effect as in a run.
+
+    Returns:
+        Counts of records, tokens, columns, duplicates, empty turns, and records longer than a row.
+
+    Raises:
+        DataError: for data that a run would refuse.
+        ModelFileError: for an unusable tokenizer or chat template.
+
+    Memory:
+        Holds one batch of records at a time; plain text as a whole.
+    """
+    from .. import models
+    from ._base import directory_of, load_end_tokens, tokenizer_folder
+    from .data import Example, load_chat_template, parse_columns, read_records
+    from .data._encode import Encoder
+    from .data._load import is_read_as_records, notes_on
+    from .data._text import named_documents
+
+    assert config.data is not None
+    directory = directory_of(config)
+    model_config, folder = models.load_config(directory), tokenizer_folder(directory, config.tokenizer)
+    tokenizer, template = models.load_tokenizer(folder), load_chat_template(folder, config.chat_template)
+    ends = load_end_tokens(
+        model_config, tokenizer, directory, tokenizer_dir=config.tokenizer, chat_template=config.chat_template
+    )
+    columns = parse_columns(config.columns)
+    examples: Iterator[Example | None]
+    is_plain = not is_read_as_records(config.data, config.columns)
+    if not is_plain:
+        examples = read_records(Path(config.data), columns)
+    else:
+        texts = named_documents(config.data)
+        examples = (Example(kind="text", where=location, text=text) for location, text in texts.items())
+    encoder = Encoder(
+        tokenizer, template, end_token=ends.text, loss_on=config.loss_on, vocab_size=model_config.vocab_size
+    )
+    counts, unread, digests = Counter[str](), Counter[str](), set[bytes]()
+    kinds, lengths, starts, num_learned = Counter[str](), list[int](), list[float](), 0
+    try:
+        while batch := list(islice(examples, _BATCH_RECORDS)):
+            records = [example for example in batch if example is not None]
+            counts["blank"] += len(batch) - len(records)
+            for example in records:
+                kinds[example.kind] += 1
+                unread.update([*example.unread, *encoder.unread_in(example)])
+                counts["empty turns"] += sum(_is_empty(message) for message in example.messages)
+                content = (example.text, example.prompt, example.more, example.messages, example.tools)
+                digest = hashlib.sha256(repr(content).encode("utf-8", "surrogatepass")).digest()
+                counts["duplicates"] += digest in digests
+                digests.add(digest)
+            for ids, mask in encoder.encode(records) if records else ():
+                lengths.append(len(ids))
+                num_learned += int(mask.sum())
+                starts.append(int(np.argmax(mask)) if mask.any() else np.inf)  # first learned token
+    finally:
+        encoder.close()
+    facts: dict[str, Any] = {
+        "records": dict(kinds),
+        "tokens": {"total": sum(lengths), "learned": num_learned},
+        **{name: counts[name] for name in ("blank", "duplicates", "empty turns")},
+        "columns not read": dict(unread) or None,
+        "chat template": template.where if template is not None and {"chat", "alpaca"} & kinds.keys() else None,
+    }
+    notes = list(notes_on(config.data, config.columns))
+    if counts["duplicates"]:
+        notes.append(f"{counts['duplicates']:,} records are duplicates, and are learned again")
+    if counts["empty turns"]:
+        notes.append(f"turns without text: {counts['empty turns']:,}")
+    problems: list[str] = []
+    if lengths and not is_plain:  # windows over plain text lose no tokens
+        length_facts, length_notes = _length_facts(
+            config, model_config.max_position_embeddings, np.asarray(lengths), np.asarray(starts)
+        )
+        facts |= length_facts
+        notes += length_notes
+        if facts["without a token to learn"] == len(lengths):
+            problems.append("no record has a token to learn within a row, so a run refuses this data")
+    if not lengths:
+        problems.append("no record has text")
+    results: dict[str, Any] = {"facts": facts, "problems": tuple(problems), "notes": tuple(notes)}
+    return Inspection(kind="data", path=str(config.data), **results)
+
+
+# --- models, adapters and runs ---------------------------------------------------------------------------------------
 
 
 def _inspect_model(folder: Path) -> Inspection:
@@ -294,8 +393,7 @@ def _inspect_adapter(folder: Path) -> Inspection:
 
 
 def _inspect_run(folder: Path) -> Inspection:
-    from ._config import read_config
-    from ._runs import ADAPTER, CHECKPOINTS, METRICS, MODEL, read_records
+    from ._run_folder import ADAPTER, CHECKPOINTS, METRICS, MODEL, read_records
 
     facts: dict[str, Any] = {"settings": read_config(folder / "config.toml")}
     if (folder / METRICS).is_file():
@@ -463,3 +561,29 @@ def _list_entries(folder: Path) -> list[Path]:
 
 def _first_item(value: Any) -> Any:
     return value[0] if isinstance(value, list) and value else value  # pyright: ignore[reportUnknownVariableType]
+
+
+# --- data ------------------------------------------------------------------------------------------------------------
+
+
+def _length_facts(
+    config: FinetuneConfig, context: int, lengths: np.ndarray[Any, Any], starts: np.ndarray[Any, Any]
+) -> tuple[dict[str, Any], list[str]]:
+    """Return statistics of record lengths and of lost tokens, and a note if more than 2 % are lost."""
+    seq_len = with_seq_len(config, context, int(lengths.max())).seq_len
+    total, long_lengths = int(lengths.sum()), lengths[lengths > seq_len]
+    num_lost = int((long_lengths - seq_len).sum())
+    percentiles = {"median": 50, "95th percentile": 95, "longest": 100}
+    facts = {
+        "tokens of a record": {name: int(np.percentile(lengths, share)) for name, share in percentiles.items()},
+        "longer than a row": {f"of {seq_len:,} tokens": len(long_lengths), "tokens lost": num_lost},
+        "without a token to learn": int((starts >= seq_len).sum()),
+    }
+    note = (
+        f"{num_lost:,} of {total:,} tokens, in {len(long_lengths):,} records, are lost at --seq-len {seq_len}; raise it"
+    )
+    return facts, [note] if num_lost > 0.02 * total else []
+
+
+def _is_empty(message: dict[str, Any]) -> bool:
+    return not (message.get("content") or "").strip() and not message.get("tool_calls")

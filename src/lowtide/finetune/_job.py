@@ -1,31 +1,42 @@
-"""The training step of a run, built from `config.json` and the settings without any weight, for any target.
+"""The parts of a run from its settings: adapter, loss, optimizer, learning rate and step, for any target.
 
-`lowtide fits`, `lowtide explain` and ``--budget`` compile this step. It uses the same functions as the run.
+`lowtide fits`, `lowtide explain` and ``--budget`` compile the step of `config_job`, which is built from `config.json`
+without any weight. It uses the same functions as the run. The words of ``FinetuneConfig.offload`` become arguments of
+`lowtide.offload`: the leaves to load onto the host, the wrapper of the optimizer, the place of residuals, and the
+layerwise step of ``full``.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
+import warnings
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+import optax
+from jax.ad_checkpoint import checkpoint_name
 
-from .. import models, quant, train
-from ..core import Tree
+from .. import models, offload, quant, train
+from ..adapters import lora
+from ..core import LayerStack, Tree, hidden_in_groups, memory_space, recomputed
 from ..memory import Job, Target
-from ..offload import to_host
+from ..optim import low_precision
 from ..targets import resolve_target
-from ._adapters import add_adapter, make_loss
-from ._base import dtypes, formats, refuse_for_model, training_dtype, with_implementation
-from ._config import FinetuneConfig, config_from_dict
-from ._offloaded import full_step, is_hosted, optimizer
-from ._recipe import learning_rate, with_seq_len
-from ._text import IGNORE
+from ..train import Callback, EarlyStopping, Record, Tracker
+from ._base import directory_of, dtypes, formats, refuse_for_model, training_dtype, with_implementation
+from ._config import FinetuneConfig, config_from_dict, with_seq_len
+from .data._pack import IGNORE
 
 WRT = "**/lora_*"
 """Glob of the trainable leaves of a model with adapters."""
+_NUM_EVA_BATCHES = 8
+"""Number of training batches that EVA reads."""
+_INPUT = "block_input"
 
 
 def step_job(model: str | Path, *, target: Target | str | None = None, **settings: Any) -> Job:
@@ -94,14 +105,317 @@ def base_shapes(config: FinetuneConfig, target: Target | str | None = None) -> m
     for glob, format_name in (formats(config) or {}).items():
         base = quant.quantize(base, glob, format_name)
     select_hosted = is_hosted(config)
-    return base if select_hosted is None else to_host(base, select_hosted)
-
-
-def directory_of(config: FinetuneConfig) -> Path:
-    """Return the model's folder; without `model`, the folder of the embedded model."""
-    return Path(config.model) if config.model is not None else models.base_path()
+    return base if select_hosted is None else offload.to_host(base, select_hosted)
 
 
 def num_targets(batch: Tree) -> Any:
     """Count the tokens that have a label; this count is the weight of a microbatch."""
     return jnp.sum(batch["labels"] != IGNORE)
+
+
+# --- adapter ---------------------------------------------------------------------------------------------------------
+
+
+def add_adapter(base: models.Decoder, config: FinetuneConfig) -> models.Decoder:
+    """Add the configured adapter to a model, or load `config.adapter`.
+
+    With EVA the factors are random here, and `add_eva_adapter` initialises them from data. A target that EVA cannot
+    initialise raises StructureError before any data is read.
+    """
+    if config.adapter is not None:
+        with warnings.catch_warnings():
+            if config.lora_dropout:  # the warning tells the user to set a dropout, and here it is set
+                warnings.filterwarnings("ignore", r".*_dropout .* is not applied")
+            return lora.load(base, config.adapter)
+    key = jax.random.key(config.seed)
+    shared_kwargs: dict[str, Any] = {"modules_to_save": config.modules_to_save or ()}
+    if config.method == "ia3":
+        # (IA)³ scales the inputs of `down_proj` and the outputs of all other targets. A `feedforward` pattern that
+        # matches no target is an error. So first find the targets, then pass the paths of those that are `down_proj`.
+        without_feedforward = lora.IA3Config(targets=config.targets, feedforward=())
+        paths = [match.path for match in lora.report(lora.add(base, without_feedforward)).matched]
+        feedforward = tuple(path for path in paths if path.endswith("/down_proj/weight"))
+        return lora.add(base, lora.IA3Config(targets=config.targets, feedforward=feedforward, **shared_kwargs))
+    if config.method == "vera":
+        return lora.add(base, lora.VeRAConfig(rank=config.rank, targets=config.targets, **shared_kwargs), key=key)
+    model = lora.add(base, _lora_config(config), key=key)
+    if config.lora_init == "eva":
+        lora.check_eva(base, model)
+    return model
+
+
+def add_eva_adapter(base: models.Decoder, config: FinetuneConfig, batches: Any) -> models.Decoder:
+    """Add the adapter of `add_adapter`, initialised by EVA from the first training batches.
+
+    `batches` are indexed by step. Each batch is read microbatch by microbatch, as in a step.
+    """
+    num_rows = config.batch_size // config.num_microbatches
+    microbatches = [
+        {name: leaf[index * num_rows : (index + 1) * num_rows] for name, leaf in batches[step].items()}
+        for step in range(_NUM_EVA_BATCHES)
+        for index in range(config.num_microbatches)
+    ]
+    key = jax.random.key(config.seed)
+    loss_fn = _plain_loss(dataclasses.replace(config, layers_per_remat=1))  # EVA runs no backward pass
+    return lora.eva(base, _lora_config(config), loss_fn, microbatches, key=key, has_aux=True)
+
+
+def _lora_config(config: FinetuneConfig) -> lora.Config:
+    return lora.Config(
+        rank=config.rank,
+        alpha=config.alpha,
+        targets=config.targets,
+        bias=config.bias,
+        init="peft" if config.lora_init == "eva" else config.lora_init,
+        modules_to_save=config.modules_to_save or (),
+        rslora=config.method == "rslora",
+        dora=config.method == "dora",
+    )
+
+
+# --- loss ------------------------------------------------------------------------------------------------------------
+
+
+def make_loss(config: FinetuneConfig) -> Callable[..., Any]:
+    """Return the loss function of a run's steps; with dropout it also takes a random key."""
+    loss_fn = _plain_loss(config)
+    return partial(_loss_with_dropout, loss_fn, config.lora_dropout) if config.lora_dropout else loss_fn
+
+
+def _plain_loss(config: FinetuneConfig) -> Callable[..., Any]:
+    groups = config.layers_per_remat
+    return partial(loss, remat=config.remat, layers_per_remat=groups, inputs=inputs_place(config))
+
+
+def _loss_with_dropout(
+    loss_fn: Callable[..., Any], rate: float, model: Tree, batch: Tree, *, key: Any, training: bool
+) -> Any:
+    """Compute the loss; in a training step with dropout on the inputs of the adapters."""
+    return loss_fn(lora.dropout(model, rate, key=key) if training else model, batch)
+
+
+def loss(
+    model: models.Decoder, batch: Tree, *, remat: bool = True, layers_per_remat: int = 1, inputs: str = "device"
+) -> tuple[Any, Tree]:
+    """Compute `lowtide.models.loss` for a model whose leaves may be in host memory.
+
+    Layers on the host are streamed one at a time and always recomputed, each from its own kept input. So the device
+    holds two layers, and the activations of one. Outer leaves on the host move as a whole. With ``inputs="host"`` the
+    kept inputs of blocks are on the host until the backward pass.
+    """
+    outer = _on_device(model.outer)
+    if inputs == "host" and not _on_host(model.layers) and layers_per_remat == 1:
+        return _offload_inputs(model.stack).apply(outer, model.layers, batch)
+    h = _hidden(model, outer, batch, remat=remat, layers_per_remat=layers_per_remat, inputs=inputs)
+    return model.stack.last(outer, h, batch)
+
+
+def hidden(model: models.Decoder, batch: Tree) -> Any:
+    """Compute the last block's output [B, T, D] for a model whose leaves may be in host memory.
+
+    Text is sampled without a cache, so a model whose layers are on the host is streamed once for each token. To
+    evaluate and to sample, the whole embedding and head of a fully tuned model move to the device.
+    """
+    return _hidden(model, _on_device(model.outer), batch, remat=False, inputs="device")
+
+
+def _hidden(
+    model: models.Decoder, outer: Tree, batch: Tree, *, remat: bool, layers_per_remat: int = 1, inputs: Any
+) -> Any:
+    stack = model.stack
+    if not _on_host(model.layers):
+        if inputs == "host":
+            moves = _to_host, offload.to_device
+            return hidden_in_groups(stack, outer, model.layers, batch, layers_per_remat, moves)
+        return stack.hidden(outer, model.layers, batch, remat=remat, layers_per_remat=layers_per_remat)
+
+    def body(h: Any, layer: Tree) -> tuple[Any, None]:
+        return recomputed(stack.block)(layer, h, batch), None
+
+    return offload.scan(body, stack.first(outer, batch), model.layers, inputs=inputs)[0]
+
+
+def _offload_inputs(stack: LayerStack) -> LayerStack:
+    """Return the stack with blocks that offload their input to the host and recompute everything else."""
+
+    def block(layer: Tree, h: Any, batch: Tree) -> Any:
+        return recomputed(stack.block)(layer, checkpoint_name(h, _INPUT), batch)
+
+    # The stack scans over its blocks. XLA does not merge recomputation with the forward pass across two loops, so the
+    # barriers of `prevent_cse` would have no use.
+    return dataclasses.replace(stack, block=offload.checkpoint(block, offload=[_INPUT], prevent_cse=False))
+
+
+def _to_host(h: Tree) -> Tree:
+    """Move the inputs of a group of blocks to the host, except integers and vectors.
+
+    A TPU cannot slice a single half-precision vector in host memory.
+    """
+    return offload.to_host(h, lambda path, leaf: leaf.ndim > 1 and jnp.issubdtype(leaf.dtype, jnp.inexact))
+
+
+def _on_host(tree: Tree) -> bool:
+    return any(memory_space(leaf) == jax.memory.Space.Host for leaf in jax.tree.leaves(tree))
+
+
+def _on_device(tree: Tree) -> Tree:
+    return offload.to_device(tree) if _on_host(tree) else tree
+
+
+# --- memory spaces ---------------------------------------------------------------------------------------------------
+
+
+def is_hosted(config: FinetuneConfig) -> Callable[[str, Any], bool] | None:
+    """Return a predicate for `lowtide.models.load` that selects the leaves for host memory, or None for no leaf."""
+    memories = _places(config) if config.full else {"layers": "host"} if "parameters" in (config.offload or ()) else {}
+    # Vectors stay on the device: they are small, and a TPU cannot slice a single half-precision row in host memory.
+    # Leaves of `layers` have one more axis than a weight, the layer, so a stacked vector has two.
+    min_ndim = {name: 3 if name == "layers" else 2 for name in ("layers", "outer") if memories.get(name) == "host"}
+    return (lambda path, leaf: leaf.ndim >= min_ndim.get(path.partition("/")[0], math.inf)) if min_ndim else None
+
+
+def is_weight(path: str, leaf: Any) -> bool:
+    """Return whether a leaf is a parameter; integer leaves, such as the attention window of each layer, are data."""
+    return jnp.issubdtype(leaf.dtype, jnp.inexact)
+
+
+def _places(config: FinetuneConfig) -> dict[str, str]:
+    """Return the `place` argument of `lowtide.offload.layerwise_step` for ``full``."""
+    words = config.offload
+    on_host = {
+        "layers": words is None or "parameters" in words,
+        "outer": words is not None and "parameters" in words,
+        "opt_state": words is None or "optimizer" in words,
+        "inputs": words is None or "activations" in words,
+    }
+    return {name: "host" if is_on_host else "device" for name, is_on_host in on_host.items()}
+
+
+def inputs_place(config: FinetuneConfig) -> Literal["device", "host"]:
+    """Return the memory that holds the input of each block until the backward pass of adapters."""
+    return "host" if "activations" in (config.offload or ()) else "device"
+
+
+# --- optimizer -------------------------------------------------------------------------------------------------------
+
+
+def optimizer(config: FinetuneConfig, schedule: optax.Schedule) -> optax.GradientTransformation:
+    """Build AdamW with clipping, with the moments in the configured memory and dtype."""
+    clip = optax.clip_by_global_norm(config.max_grad_norm) if config.max_grad_norm else optax.identity()
+    loraplus = [lora.plus(config.loraplus_ratio)] if config.loraplus_ratio != 1 else []
+    tx = _with_state_format(config, optax.chain(clip, adamw(config, schedule), *loraplus))
+    return offload.optimizer(tx) if "optimizer" in (config.offload or ()) else tx
+
+
+def _with_state_format(config: FinetuneConfig, tx: optax.GradientTransformation) -> optax.GradientTransformation:
+    """Store an optimizer's state in `state_dtype`; bfloat16 parameters of `full` also get 8-bit residuals."""
+    state_format = None if config.state_dtype == "float32" else config.state_dtype
+    weights = "split" if config.full and config.param_dtype == "bfloat16" else None
+    return tx if state_format is weights is None else low_precision(tx, state_format, weights=weights)
+
+
+def full_step(
+    config: FinetuneConfig, stack: LayerStack, schedule: optax.Schedule, weight: Callable[[Tree], Any]
+) -> offload.LayerwiseStep:
+    """Build the step that applies AdamW to every parameter inside the backward pass."""
+    mode: Any = config.clip_mode
+    return offload.layerwise_step(
+        stack,
+        _with_state_format(config, adamw(config, schedule)),
+        wrt=is_weight,
+        place=_places(config),
+        clip=offload.Clip(max_norm=config.max_grad_norm, mode=mode) if config.max_grad_norm else None,
+        num_microbatches=config.num_microbatches,
+        weight=weight,
+    )
+
+
+def adamw(config: FinetuneConfig, schedule: optax.Schedule) -> optax.GradientTransformation:
+    """Build AdamW from the settings, without clipping."""
+    return optax.adamw(
+        schedule,
+        b1=config.adam_beta1,
+        b2=config.adam_beta2,
+        eps=config.adam_epsilon,
+        weight_decay=config.weight_decay,
+    )
+
+
+def learning_rate(config: FinetuneConfig) -> optax.Schedule:
+    """Build the learning-rate schedule: a linear warm-up, then the shape that `schedule` names.
+
+    A warm-up of n steps begins at 1 / (n + 1) of the peak, since a first step with rate 0 would do nothing.
+    """
+    peak = _peak_rate(config)
+    num_steps = config.schedule_steps or config.num_steps
+    warmup_steps = round(config.warmup_ratio * num_steps) if config.warmup_steps is None else config.warmup_steps
+    warmup = min(warmup_steps, num_steps - 1)
+    main_schedule = _AFTER_WARMUP[config.schedule](config, peak, warmup, max(num_steps - warmup, 1))
+    if warmup == 0:
+        return main_schedule
+    warmup_schedule = optax.linear_schedule(peak / (warmup + 1), peak, warmup)
+    return optax.join_schedules([warmup_schedule, main_schedule], [warmup])
+
+
+def _peak_rate(config: FinetuneConfig) -> float:
+    """Return the configured or default peak learning rate."""
+    default, embedded = (1e-5, 1e-3) if config.full else (2e-4, 5e-3)
+    return config.learning_rate or (default if config.model is not None else embedded)
+
+
+def _cosine(config: FinetuneConfig, peak: float, warmup: int, num_steps: int) -> optax.Schedule:
+    return optax.cosine_decay_schedule(peak, num_steps, alpha=config.final_rate_fraction)
+
+
+def _linear(config: FinetuneConfig, peak: float, warmup: int, num_steps: int) -> optax.Schedule:
+    return optax.linear_schedule(peak, peak * config.final_rate_fraction, num_steps)
+
+
+def _constant(config: FinetuneConfig, peak: float, warmup: int, num_steps: int) -> optax.Schedule:
+    return optax.constant_schedule(peak)
+
+
+def _inverse_sqrt(config: FinetuneConfig, peak: float, warmup: int, num_steps: int) -> optax.Schedule:
+    # `step` counts from the end of the warm-up, so in steps s of the run this is peak * sqrt(warmup / s).
+    shift = max(warmup, 1)
+    return lambda step: peak * (shift / (shift + step)) ** 0.5
+
+
+def _stable(config: FinetuneConfig, peak: float, warmup: int, num_steps: int) -> optax.Schedule:
+    # `decay_fraction` refers to all steps of the schedule, including the warm-up.
+    decay_steps = min(num_steps, max(1, round(config.decay_fraction * (num_steps + warmup))))
+    decay_schedule = optax.linear_schedule(peak, peak * config.final_rate_fraction, decay_steps)
+    return optax.join_schedules([optax.constant_schedule(peak), decay_schedule], [num_steps - decay_steps])
+
+
+_AFTER_WARMUP: dict[str, Callable[[FinetuneConfig, float, int, int], optax.Schedule]] = {
+    "cosine": _cosine,
+    "linear": _linear,
+    "constant": _constant,
+    "inverse_sqrt": _inverse_sqrt,
+    "warmup_stable_decay": _stable,
+}
+
+
+# --- callbacks -------------------------------------------------------------------------------------------------------
+
+
+def stopping_callbacks(config: FinetuneConfig) -> list[Callback]:
+    """Build the callbacks that may end a run before its last step."""
+    if config.early_stopping_patience is None:
+        return []
+    # `EarlyStopping` stops at the evaluation after `patience` ones without improvement; our setting counts it, too.
+    patience = config.early_stopping_patience - 1
+    return [EarlyStopping("eval_loss", patience=patience, min_delta=config.early_stopping_threshold)]
+
+
+def trackers(config: FinetuneConfig, out: Path, values: Callable[[Record], Mapping[str, float]]) -> list[Callback]:
+    """Build the callbacks that send records to trackers; they raise if a tracker's package is missing.
+
+    `values` selects the values of a record to send.
+    """
+    settings = {name: value for name, value in dataclasses.asdict(config).items() if value is not None}
+    return [
+        Tracker(library, out, project=config.project, name=config.run_name, config=settings, values=values)
+        for library in dict.fromkeys(config.track or ())
+    ]

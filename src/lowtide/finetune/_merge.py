@@ -22,8 +22,14 @@ from .. import models
 from ..adapters import lora
 from ..core import ConfigError, OutputError, input_file, parse_json, write_files
 from ..quant import QuantizedWeight, dequantize
-from ._auxiliary_files import copy_config_keys, read_auxiliary_files, read_file, tokenizer_folder
-from ._end_tokens import load_end_tokens, with_end_tokens
+from ._base import (
+    copy_config_keys,
+    load_end_tokens,
+    read_auxiliary_files,
+    read_file,
+    tokenizer_folder,
+    with_end_tokens,
+)
 
 
 def write_merged(
@@ -66,7 +72,7 @@ def write_merged(
         raise ConfigError(
             "there is no adapter to merge", expected="at least one directory", hint="name one with --adapter"
         )
-    refuse_full_folder(out)
+    _refuse_full_folder(out)
     tokenizer_dir = tokenizer_folder(base, tokenizer)
     tokenizer_file = input_file(tokenizer_dir, "tokenizer.json", hint="save the tokenizer in the fast format")
     files = read_auxiliary_files(tokenizer_dir, chat_template)
@@ -104,7 +110,7 @@ def _weight_leaves(model: models.Decoder) -> list[Any]:
     return jax.tree.leaves(model, is_leaf=lambda leaf: isinstance(leaf, QuantizedWeight))
 
 
-def refuse_full_folder(out: Path) -> None:
+def _refuse_full_folder(out: Path) -> None:
     """Raise OutputError when a folder is not empty or cannot be read, or when a file has its name."""
     try:
         is_free = not os.path.lexists(out) or (out.is_dir() and not out.is_symlink() and not any(out.iterdir()))

@@ -1,4 +1,4 @@
-"""Training records: file formats, kinds of records, chat templates, tokenisation and packing."""
+"""Training data: files of text and records, chat templates, tokenisation and packing."""
 
 import lazy_loader
 

@@ -22,7 +22,7 @@ from typing import Any
 
 from ...core import DataError, ModelFileError, input_file, parse_json, read_input, shortened, shown
 from ...models import load_special_tokens
-from ._schema import Example
+from ._normalize import Example
 
 _CONFIG, _TEMPLATE = "tokenizer_config.json", "chat_template.jinja"
 _MOST_BYTES, _MOST_CONFIG_BYTES = 1024**2, 64 * 1024**2

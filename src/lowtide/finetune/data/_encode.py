@@ -1,24 +1,292 @@
-"""Tokenise records, and mark the tokens that are learned."""
+"""Tokenise text and records with any `tokenizers` tokenizer, in memory or into files.
+
+A tokenizer.json comes from a third party, so its failures and ids are checked here. A long text is encoded in
+overlapping windows, and an `Encoder` marks the tokens of a record that are learned. A `Store` has tokenised records in
+files, so that data larger than memory is read once and then memory-mapped.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+import dataclasses
+import datetime
+import hashlib
+import io
+import json
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, TextIO
 
 import numpy as np
 from tokenizers import Tokenizer
 
-from ...core import DataError
-from .._tokens import check_ids, encode, largest_id, refuse_unknown_id
+from ...core import DataError, ModelFileError, OutputError, shortened, shown
 from ._chat import ChatTemplate, Renderer, Spans
-from ._schema import Example
+from ._normalize import Example
+from ._read import data_files, read_records
 
+_CONTEXT = 16
+"""Number of prompt tokens decoded together with a continuation."""
+_WINDOW = 2**19
+"""Characters of a window."""
+_OVERLAP = 2**11
+"""Characters that two windows share."""
+_RUN = 24
+"""Number of consecutive tokens on which two windows have to agree."""
 _ALPACA_FORMAT = (
     "Below is an instruction that describes a task{}. Write a response that appropriately completes the request.\n\n"
     "### Instruction:\n{}\n\n{}### Response:\n"
 )
 _TURN_FIELDS = {"role", "content", "weight", "tool_calls"}
 """Fields of a turn that are read or refused, whether or not the template mentions them."""
+_VERSION = 5
+_BATCH_RECORDS = 256
+_MOST_UNREAD = 100
+_ABANDONED_SECONDS = 86_400
+Source = Path | Sequence[str] | Mapping[str, str]
+_TOKENS, _LEARNED, _ENDS, _METADATA = "tokens.bin", "learned.bin", "ends.bin", "about.json"
+
+
+def encode(tokenizer: Tokenizer, texts: Sequence[str], *, special: bool = True, offsets: bool = False) -> list[Any]:
+    """Tokenise texts. A text that begins with BOS gets no second BOS.
+
+    Args:
+        tokenizer: a tokenizer of the `tokenizers` library.
+        texts: texts to tokenise.
+        special: whether the tokenizer adds its special tokens.
+        offsets: whether encodings have the character range of each token, which takes longer.
+
+    Returns:
+        An encoding for each text, with `ids` and `offsets`. A text of more than a million characters is encoded in
+        windows.
+
+    Raises:
+        ModelFileError: when the tokenizer fails.
+    """
+    try:
+        encode_batch = tokenizer.encode_batch if offsets else tokenizer.encode_batch_fast
+        short = iter(encode_batch([text for text in texts if not _is_long(text)], add_special_tokens=special))
+        encodings = [
+            _encode_long(tokenizer, text, special=special) if _is_long(text) else next(short) for text in texts
+        ]
+        # The special tokens of an empty text begin with BOS, if the tokenizer adds BOS. A text that starts with the
+        # characters of BOS then has two of them, and the first is removed.
+        added = tokenizer.encode("").ids if special else []
+        for encoding in encodings if added else ():
+            if not isinstance(encoding, LongEncoding) and encoding.ids[:2] == [added[0]] * 2:
+                encoding.truncate(len(encoding) - 1, direction="left")
+        return encodings
+    # The library raises bare Exception, and a Rust panic arrives as PanicException, a subclass of BaseException only.
+    except BaseException as error:
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        raise ModelFileError(
+            "the tokenizer cannot encode the data",
+            got=shortened(error),
+            hint="copy tokenizer.json again; it lacks characters of the data, or is damaged",
+        ) from error
+
+
+def decode_after(tokenizer: Tokenizer, prompt: Sequence[int], ids: Sequence[int]) -> str:
+    """Return the text that tokens add to a prompt; decoded alone they may lose a leading space."""
+    # Decode both texts and compare, since a decoder may write a token in another way at the start of a text.
+    prompt = list(prompt[-_CONTEXT:])
+    before, whole = (tokenizer.decode(tokens) for tokens in (prompt, [*prompt, *ids]))
+    return whole[len(before) :] if whole.startswith(before) else tokenizer.decode(list(ids))
+
+
+def largest_id(tokenizer: Tokenizer, end_token: int | None) -> int:
+    """Return the largest id among a tokenizer's vocabulary and the end token."""
+    return max(*tokenizer.get_vocab().values(), -1, -1 if end_token is None else end_token)
+
+
+def refuse_unknown_id(token_id: int, largest: int) -> None:
+    """Raise ModelFileError when the largest id in the data, `token_id`, is beyond the vocabulary."""
+    if token_id > largest:
+        raise ModelFileError(
+            "the tokenizer returns tokens that are not in its vocabulary",
+            expected=f"ids up to {largest}",
+            got=f"id {token_id}",
+            hint="copy tokenizer.json again; its post_processor names ids that its vocabulary lacks",
+        )
+
+
+def name_documents(documents: Sequence[str] | Mapping[str, Any]) -> dict[str, Any]:
+    """Return texts by name; a sequence of texts gets numbered names.
+
+    A single string raises DataError, since its characters would count as texts.
+    """
+    if isinstance(documents, str):
+        raise DataError(
+            "a text is not a list of documents",
+            expected="texts, or texts by name",
+            got=shown(documents),
+            hint="pass [text], or Path(name) for a file of records",
+        )
+    if isinstance(documents, Mapping):
+        return dict(documents)
+    return {f"document {number}": text for number, text in enumerate(documents, 1)}
+
+
+def check_ids(
+    ids: Sequence[int] | np.ndarray[Any, Any], tokenizer: Tokenizer, vocab_size: int | None, where: str
+) -> None:
+    """Refuse tokens that a model has no embedding for, such as some added tokens of published models.
+
+    Args:
+        ids: token ids of one text.
+        tokenizer: the model's tokenizer, for the text of a token.
+        vocab_size: number of the model's embeddings; None: nothing is refused.
+        where: name of the text, for the message.
+
+    Raises:
+        DataError: for such a token, with its text and id.
+    """
+    if vocab_size is None or np.max(ids, initial=0) < vocab_size:
+        return
+    token_id = next(int(token) for token in ids if token >= vocab_size)
+    raise DataError(
+        f"{where}: the model has no embedding for a token",
+        expected=f"ids below {vocab_size}",
+        got=f"{shown(tokenizer.id_to_token(token_id))}, id {token_id}",
+        hint="remove it from the text; the tokenizer has this token, but the weights do not",
+    )
+
+
+# --- long texts ------------------------------------------------------------------------------------------------------
+
+# The `tokenizers` library takes about 150 bytes for each byte of a text that it encodes at once. So a long text is
+# encoded in overlapping windows, and two windows are joined where they agree on a run of tokens. Subword tokenizers
+# (BPE, Unigram, WordPiece) depend only on nearby characters. So after a common run, all tokens equal those of the whole
+# text. Windows without a common run are encoded together.
+
+
+class LongEncoding(NamedTuple):
+    """Token ids of a text, and the first and end character of each token."""
+
+    ids: np.ndarray[Any, Any]
+    """int32 [N]."""
+    offsets: np.ndarray[Any, Any]
+    """int64 [N, 2]."""
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+
+def _is_long(text: str) -> bool:
+    """Return whether a text is encoded in windows: it has more than twice a window's characters."""
+    return len(text) > 2 * _WINDOW
+
+
+def _encode_long(tokenizer: Tokenizer, text: str, *, special: bool) -> LongEncoding:
+    """Tokenise a text in windows; the tokens equal those of one call for the whole text.
+
+    It takes about 150 bytes for each character of a window, and 40 bytes for each token.
+    """
+    parts = list(encode_pieces(tokenizer, io.StringIO(text), special=special))
+    return LongEncoding(*(np.concatenate([part[field] for part in parts]) for field in range(2)))
+
+
+def encode_pieces(tokenizer: Tokenizer, file: TextIO, *, special: bool) -> Iterator[LongEncoding]:
+    """Tokenise a file in windows, and yield the tokens piece by piece, in order.
+
+    The file is read once from start to end. It takes about 150 bytes for each character of a window.
+    """
+    text = _Buffer(file)
+    before, after = _special_ids(tokenizer) if special else ([], [])
+    begin, end = 0, _WINDOW
+    window = _encode_window(tokenizer, text, begin, end)
+    if before and window.ids[:1].tolist() == before[:1]:  # a text that begins with BOS gets no second one
+        before = before[1:]
+    yield _special_encoding(before)
+    while not text.ends_at(end):
+        start, stop = max(end - _OVERLAP, begin + 1), end + _WINDOW
+        following = _encode_window(tokenizer, text, start, stop)
+        cut = _common_cut(window, following)
+        if cut is None:  # encode both windows together, and search the next overlap for a common run
+            window, end = _encode_window(tokenizer, text, begin, stop), stop
+            continue
+        # Tokens before the cut come from the first window, the others from the second. This drops the last tokens of
+        # the first window and the first tokens of the second, which lack context on one side.
+        yield LongEncoding(window.ids[: cut[0]], window.offsets[: cut[0]])
+        window = LongEncoding(following.ids[cut[1] :], following.offsets[cut[1] :])
+        begin, end = int(window.offsets[0, 0]), stop
+        text.drop(begin)
+    yield window
+    yield _special_encoding(after)
+
+
+class _Buffer:
+    """Loaded part of a text file. This object is mutated: it reads more text, and drops text that is done."""
+
+    def __init__(self, file: TextIO) -> None:
+        self._file, self._text, self._begin = file, "", 0
+
+    def __getitem__(self, characters: slice) -> str:
+        num_missing = characters.stop - self._begin - len(self._text)
+        if num_missing > 0:
+            self._text += self._file.read(num_missing)
+        return self._text[characters.start - self._begin : characters.stop - self._begin]
+
+    def ends_at(self, end: int) -> bool:
+        """Return whether the text has no character at or after this position."""
+        return not self[end : end + 1]
+
+    def drop(self, begin: int) -> None:
+        """Drop the text before this position."""
+        self._text, self._begin = self._text[begin - self._begin :], begin
+
+
+def _special_encoding(ids: list[int]) -> LongEncoding:
+    return LongEncoding(np.asarray(ids, np.int32), np.zeros((len(ids), 2), np.int64))
+
+
+def _encode_window(tokenizer: Tokenizer, text: _Buffer, start: int, stop: int) -> LongEncoding:
+    encoding = tokenizer.encode(text[start:stop], add_special_tokens=False)
+    offsets = np.asarray(encoding.offsets, np.int64).reshape(-1, 2) + start
+    return LongEncoding(np.asarray(encoding.ids, np.int32), offsets)
+
+
+def _common_cut(first: LongEncoding, second: LongEncoding) -> tuple[int, int] | None:
+    """Return the indices of one token in both windows, in the middle of a common run; None without such a run.
+
+    A token is common if its id and its characters are equal in both windows.
+    """
+    if not len(second):
+        return None
+    tail = int(np.searchsorted(first.offsets[:, 0], second.offsets[0, 0]))
+    positions = {(*offset, id): index for index, (id, offset) in enumerate(_token_list(second, len(first) - tail))}
+    run, previous = 0, -1
+    for index, (id, offset) in enumerate(_token_list(LongEncoding(first.ids[tail:], first.offsets[tail:])), tail):
+        match = positions.get((*offset, id))
+        is_next = match is not None and (run == 0 or match == previous + 1)
+        run, previous = (run + 1 if is_next else int(match is not None)), -1 if match is None else match
+        # The previous token has to end where this one begins. Byte-level tokens can be parts of one character: they
+        # have equal offsets, and a window that began between them would split the character.
+        if run >= _RUN and first.offsets[index - _RUN // 2, 0] >= first.offsets[index - _RUN // 2 - 1, 1]:
+            return index - _RUN // 2, previous - _RUN // 2
+    return None
+
+
+def _token_list(encoding: LongEncoding, num_tokens: int | None = None) -> list[tuple[int, tuple[int, int]]]:
+    """Return ids and offsets as Python integers, which are faster to compare one by one than NumPy scalars."""
+    offsets = encoding.offsets[:num_tokens].tolist()
+    return [(id, (start, end)) for id, (start, end) in zip(encoding.ids[:num_tokens].tolist(), offsets, strict=True)]
+
+
+def _special_ids(tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
+    """Return the special tokens that a tokenizer adds before and after a text."""
+    encoding = tokenizer.encode("a", add_special_tokens=True)
+    text = [index for index, is_special in enumerate(encoding.special_tokens_mask) if not is_special]
+    if not text:
+        return list(encoding.ids), []
+    return encoding.ids[: text[0]], encoding.ids[text[-1] + 1 :]
+
+
+# --- records ---------------------------------------------------------------------------------------------------------
 
 
 class Encoder:
@@ -137,3 +405,222 @@ def _alpaca_prompt(example: Example) -> str:
     return _ALPACA_FORMAT.format(
         ", paired with an input that provides further context" if has_input else "", example.prompt, input_text
     )
+
+
+# --- store -----------------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Store:
+    """Tokens of all documents, one after the other.
+
+    The name of a store's folder is a digest of the data files, the tokenizer, the template and the settings. The store
+    is written under a temporary name and renamed when it is complete, so a killed run leaves no broken store. Stores
+    are in ``LOWTIDE_CACHE``, or ``~/.cache/lowtide``, below ``data``. You can delete them at any time except during a
+    run.
+    """
+
+    tokens: np.ndarray
+    """Token ids, int32 [N], memory-mapped."""
+    learned: np.ndarray
+    """1 for learned tokens, uint8 [N], memory-mapped."""
+    offsets: np.ndarray
+    """Index of the first token of each document, then N, int64 [D + 1]."""
+    kind: str
+    """Kind of the records, as in `Example`."""
+    num_blank: int
+    """Number of records without text."""
+    digest: str
+    """SHA-256 of `tokens` and `learned`."""
+    unread: tuple[str, ...] = ()
+    """Columns of the records that are not read, in sorted order."""
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """Tokens of each document."""
+        return np.diff(self.offsets)
+
+
+def open_store(
+    source: Source,
+    tokenizer: Tokenizer,
+    template: ChatTemplate | None,
+    *,
+    columns: Mapping[str, str],
+    end_token: int | None,
+    loss_on: str,
+    vocab_size: int | None = None,
+    on_progress: Callable[[int, int], None] | None = None,
+) -> Store:
+    """Tokenise records into files, or open the files of an earlier call.
+
+    A template that writes the date and has no day gets today as its day, since a store must not depend on the time of
+    day. The total is unknown, so `on_progress` gets the number of finished records twice. The host holds 256 records
+    with their tokens, and 8 bytes a document; the files take 5 bytes a token.
+    """
+    settings: dict[str, Any] = {"columns": dict(columns), "end": end_token, "loss_on": loss_on, "version": _VERSION}
+    if template is not None and template.writes_date and template.day is None:
+        template = dataclasses.replace(template, day=datetime.date.today().isoformat())
+    if vocab_size is not None and largest_id(tokenizer, end_token) >= vocab_size:
+        settings["vocab_size"] = vocab_size  # a store written without this check may contain refused tokens
+    template_key = None if template is None else [template.source, template.special]
+    if template is not None and template_key is not None and template.writes_date:
+        template_key.append(template.day or "")
+    # The name covers every input of the tokenisation, so that a changed input leads to another store.
+    hasher = hashlib.sha256(tokenizer.to_str().encode())
+    hasher.update(json.dumps([settings, template_key], sort_keys=True).encode())
+    for piece in _digests(source):
+        hasher.update(piece)
+    cache_folder = _cache_folder()
+    folder = cache_folder / hasher.hexdigest()
+    if not folder.is_dir():
+        encoder = Encoder(tokenizer, template, end_token=end_token, loss_on=loss_on, vocab_size=vocab_size)
+        unfinished = _new_folder(cache_folder)
+        try:
+            _write_store(unfinished, source, columns, encoder, on_progress)
+            _publish(unfinished, folder)
+        except OSError as error:
+            raise _unwritable_error(cache_folder, error) from error
+        finally:
+            encoder.close()
+            shutil.rmtree(unfinished, ignore_errors=True)
+    return _map_store(folder)
+
+
+def _digests(source: Source) -> Iterator[bytes]:
+    """Yield digests of the source's files or texts."""
+    if isinstance(source, Path):
+        for file in data_files(source):
+            yield file.name.encode() + b"\0" + _file_digest(file)
+    else:
+        yield from (hashlib.sha256(text.encode()).digest() for text in name_documents(source).values())
+
+
+def _new_folder(cache_folder: Path) -> Path:
+    try:
+        cache_folder.mkdir(parents=True, exist_ok=True)
+        _remove_abandoned(cache_folder)
+        return Path(tempfile.mkdtemp(prefix="unfinished-", dir=cache_folder))
+    except OSError as error:
+        raise _unwritable_error(cache_folder, error) from error
+
+
+def _remove_abandoned(cache_folder: Path) -> None:
+    """Remove unfinished folders without a write for a day, which killed runs left."""
+    for folder in cache_folder.glob("unfinished-*"):
+        try:
+            times = [file.stat().st_mtime for file in (folder, *folder.iterdir())]
+        except OSError:  # another process has renamed or removed it, or it belongs to another user
+            continue
+        if time.time() - max(times) > _ABANDONED_SECONDS:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _unwritable_error(cache_folder: Path, error: OSError) -> OutputError:
+    return OutputError(
+        f"{cache_folder}: tokenised data cannot be written here",
+        got=error.strerror or str(error),
+        hint="name another folder in the variable LOWTIDE_CACHE",
+    )
+
+
+def _cache_folder() -> Path:
+    path = os.environ.get("LOWTIDE_CACHE")
+    return (Path(path).expanduser() if path else Path.home() / ".cache" / "lowtide") / "data"
+
+
+def _write_store(
+    folder: Path,
+    source: Source,
+    columns: Mapping[str, str],
+    encoder: Encoder,
+    on_progress: Callable[[int, int], None] | None,
+) -> None:
+    is_path = isinstance(source, Path)
+    records = read_records(source, columns) if is_path else _text_examples(source)
+    digest = hashlib.sha256()
+    kind, num_blank, count, end = "", 0, 0, 0
+    batch: list[Example] = []
+    unread: set[str] = set()
+    with (
+        open(folder / _TOKENS, "wb") as tokens,
+        open(folder / _LEARNED, "wb") as learned,
+        open(folder / _ENDS, "wb") as ends,
+    ):
+
+        def flush() -> None:
+            nonlocal end
+            for ids, mask in encoder.encode(batch):
+                end += len(ids)
+                for file, content in ((tokens, ids.tobytes()), (learned, mask.tobytes())):
+                    file.write(content)
+                    digest.update(content)
+                ends.write(np.int64(end).tobytes())
+            batch.clear()
+            if on_progress is not None:
+                on_progress(count, count)
+
+        for example in records:
+            count += 1
+            if example is None:
+                num_blank += 1
+                continue
+            kind = example.kind
+            unread.update(example.unread, encoder.unread_in(example))
+            batch.append(example)
+            if len(batch) == _BATCH_RECORDS:
+                flush()
+        flush()
+        for file in (tokens, learned, ends):
+            file.flush()
+            os.fsync(file.fileno())
+    if not end:
+        raise DataError(
+            f"{source if is_path else 'text'}: {f'all {count} records are blank' if count else 'there are no records'}",
+            expected="at least one record with text",
+            hint="check --data and --columns",
+        )
+    metadata: dict[str, Any] = {"kind": kind, "num_blank": num_blank, "digest": digest.hexdigest(), "num_tokens": end}
+    metadata["unread"] = sorted(unread)[:_MOST_UNREAD]
+    (folder / _METADATA).write_text(json.dumps(metadata))
+
+
+def _text_examples(texts: Sequence[str] | Mapping[str, str]) -> Iterator[Example]:
+    return (Example(kind="text", where=name, text=text) for name, text in name_documents(texts).items())
+
+
+def _publish(unfinished: Path, folder: Path) -> None:
+    try:
+        unfinished.rename(folder)
+    except OSError:
+        if not folder.is_dir():  # otherwise another process has written the same store in the meantime
+            raise
+
+
+def _map_store(folder: Path) -> Store:
+    try:
+        metadata: dict[str, Any] = json.loads((folder / _METADATA).read_text())
+        tokens = np.memmap(folder / _TOKENS, np.int32, "r")
+        learned = np.memmap(folder / _LEARNED, np.uint8, "r")
+        ends = np.fromfile(folder / _ENDS, np.int64)
+        is_whole = len(tokens) == len(learned) == ends[-1] == metadata["num_tokens"]
+        unread = tuple(map(str, metadata["unread"]))
+        kind, blank, digest = metadata["kind"], metadata["num_blank"], metadata["digest"]
+    except (OSError, ValueError, LookupError) as error:
+        raise _truncated_error(folder, error) from error
+    if not is_whole:
+        raise _truncated_error(folder)
+    offsets = np.concatenate([np.zeros(1, np.int64), ends])
+    return Store(
+        tokens=tokens, learned=learned, offsets=offsets, kind=kind, num_blank=blank, digest=digest, unread=unread
+    )
+
+
+def _truncated_error(folder: Path, error: Exception | None = None) -> DataError:
+    hint = "delete this folder; the next run writes it again"
+    return DataError(f"{folder}: the store is truncated", got=error and shortened(error), hint=hint)
+
+
+def _file_digest(path: Path) -> bytes:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").digest()

@@ -1,19 +1,54 @@
-"""Rewrite fields that other trainers read into the fields that chat templates read.
+"""Turn raw records into `Example`s: the fields of a record determine its kind, and pydantic checks their types.
 
-Records come from many tools, and an ignored field changes what a model learns. Some fields have one meaning: a system
-prompt next to messages, flags that exclude a turn from the loss, OpenAI's older function calls, and tool-call arguments
-as JSON text. They are rewritten. Rejected answers and images are refused.
-
-Sources: OpenAI's function calling, TRL's KTO records, and the turn flags of Axolotl and ms-swift.
+The result has one of four kinds: ``text``, ``prompt`` (a prompt and its completion), ``chat`` (messages) and ``alpaca``
+(an instruction, with or without input, and its output). ShareGPT's ``conversations`` become messages. A prompt and a
+completion that are lists of messages become one chat, whose turns before the completion have no loss. Turns with a
+``weight`` of 0, a field of OpenAI's records, have no loss either. Fields that other trainers read are rewritten or
+refused (`_normalize_record`).
 """
 
 from __future__ import annotations
 
+import dataclasses
+import difflib
+import json
+import re
 from collections.abc import Mapping
 from typing import Any
 
-from ...core import DataError, ModelFileError, parse_json, shown
+from pydantic import BaseModel, ConfigDict, Field
 
+from ...core import ConfigError, DataError, ModelFileError, parse_json, parse_json_value, shortened, shown, validate
+
+_KINDS = {
+    "messages": ("messages",),
+    "conversations": ("conversations",),
+    "prompt": ("prompt", "completion"),
+    "alpaca": ("instruction", "output"),
+    "text": ("text",),
+}
+"""Required fields of each kind."""
+_OPTIONAL_FIELDS = {"alpaca": ("input",), "text": ()}
+"""Optional fields of a kind; the optional field of other kinds is tools."""
+_FIELDS = (*dict.fromkeys(field for fields in _KINDS.values() for field in fields), "input", "tools", "system")
+_ROLES = {
+    "human": "user",
+    "user": "user",
+    "gpt": "assistant",
+    "assistant": "assistant",
+    "chatgpt": "assistant",
+    "model": "assistant",
+    "system": "system",
+    "tool": "tool",
+    "observation": "tool",
+}
+_TOOL_CALL_SPEAKERS = ("function_call", "tool_call")
+"""Speakers whose turns are tool calls of the assistant, as LLaMA-Factory writes them."""
+_SHAREGPT_ROLES = ("human", "gpt", "chatgpt")
+_KNOWN_ROLES = ("assistant", "user", "system", "tool")
+_CHAT = '{"messages": [{"role": "user", "content": "..."}, ...]}'
+_HINT = f'write one object a record, such as {{"text": "..."}} or {_CHAT}'
+_CHAT_HINT = f"write one object a record, such as {_CHAT}"
 _SYSTEM_FIELDS = ("system", "system_prompt")
 _FLAGS = {"train": False, "trainable": False, "loss": False, "loss_mask": False, "masked": True}
 """Flags of a turn, each with the value that excludes the turn from the loss."""
@@ -24,15 +59,380 @@ _FIELD_NAMES = {"alpaca": "instruction and output", "prompt": "prompt and comple
 _LIST_FIELDS = ("messages", "conversations", "prompt", "completion")
 
 
-def extra_fields(kind: str) -> tuple[str, ...]:
-    """Return the additional fields that `normalize_record` reads for a kind of record."""
+class _StrictModel(BaseModel):
+    model_config = ConfigDict(strict=True, extra="ignore")
+
+
+class _Turn(_StrictModel):
+    model_config = ConfigDict(strict=True, extra="allow")  # templates read more: tool_calls, name, reasoning_content
+    role: str = Field(min_length=1)
+    content: str | None = None
+
+
+class _ShareGPTTurn(_StrictModel):
+    speaker: str = Field(alias="from")
+    value: str = ""  # may be absent: `_normalize_record` drops null fields, and the content of a message may be null
+
+
+class _Messages(_StrictModel):
+    messages: list[_Turn] = Field(min_length=1)
+    tools: list[dict[str, Any]] | None = None
+
+
+class _Conversations(_StrictModel):
+    conversations: list[_ShareGPTTurn] = Field(min_length=1)
+    tools: list[dict[str, Any]] | None = None
+
+
+class _Prompt(_StrictModel):
+    prompt: str | list[_Turn]
+    completion: str | list[_Turn]
+    tools: list[dict[str, Any]] | None = None
+
+
+class _Alpaca(_StrictModel):
+    instruction: str
+    input: str | None = None
+    output: str
+
+
+class _Text(_StrictModel):
+    text: str
+
+
+_SCHEMAS: dict[str, type[BaseModel]] = {
+    "messages": _Messages,
+    "conversations": _Conversations,
+    "prompt": _Prompt,
+    "alpaca": _Alpaca,
+    "text": _Text,
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Example:
+    """A checked record."""
+
+    kind: str
+    """One of ``text``, ``prompt``, ``alpaca`` and ``chat``."""
+    where: str
+    """File and line or row, for errors."""
+    text: str = ""
+    """The text, the completion of a prompt, or the output of an Alpaca record."""
+    prompt: str = ""
+    """The prompt, or the instruction of an Alpaca record."""
+    more: str = ""
+    """The input of an Alpaca record."""
+    messages: tuple[dict[str, Any], ...] = ()
+    """The messages of a chat."""
+    tools: list[dict[str, Any]] | None = None
+    """The variable ``tools`` of a chat's template."""
+    first: int = 0
+    """Index of the first message of a chat that may have a loss."""
+    unread: tuple[str, ...] = ()
+    """Columns of the record that are not read."""
+
+
+def parse_columns(words: tuple[str, ...] | None) -> dict[str, str]:
+    """Parse ``field=column`` words, which map the fields of a record to columns of the data.
+
+    Args:
+        words: words such as ``("messages=chat",)``.
+
+    Raises:
+        ConfigError: for a word without ``=``, an unknown field, or a repeated field.
+    """
+    column_of: dict[str, str] = {}
+    for word in words or ():
+        field, separator, column = word.partition("=")
+        if not separator or field not in _FIELDS or not column or field in column_of:
+            raise ConfigError(
+                f"columns: {shown(word)} does not map a field to a column",
+                expected=f"field=column, each field once, of {', '.join(_FIELDS)}",
+                got=shown(word),
+                hint="write for instance --columns messages=chat, or --columns prompt=question,completion=answer",
+            )
+        column_of[field] = column
+    return column_of
+
+
+def parse_record(raw: Mapping[str, Any], where: str, columns: Mapping[str, str]) -> Example | None:
+    """Determine the kind of a record and check it.
+
+    Args:
+        raw: the fields.
+        where: file and line or row.
+        columns: field to column, from `parse_columns`; if not empty, other fields are not read.
+
+    Returns:
+        The record; None for a blank one, in which the part to learn is missing or white space.
+
+    Raises:
+        DataError: when fields are missing, several kinds fit, or a value has another type.
+    """
+    kind, record = _kind_of(raw, where, columns)
+    fields_used = {*columns.values()} or {*_KINDS[kind], *_OPTIONAL_FIELDS.get(kind, ("tools",)), *_extra_fields(kind)}
+    unread = tuple(name for name in raw if name not in fields_used or _is_other_label(name, raw[name]))
+    example = _parse_example(kind, record, where)
+    return example and dataclasses.replace(example, unread=unread)
+
+
+# --- kinds and checks ------------------------------------------------------------------------------------------------
+
+
+def _parse_example(kind: str, record: dict[str, Any], location: str) -> Example | None:
+    """Check a record of a known kind, and return it; None for a blank one."""
+    if kind == "conversations":
+        _check_speakers({**record, **_parse_text_lists(record, location)}, location)
+    record = _normalize_record(kind, {**record, **_parse_text_lists(record, location)}, location)
+    if any(_is_blank(record[name]) for name in _KINDS[kind][-1:]):
+        return None
+    try:
+        validate(_SCHEMAS[kind], record, location, hint=_CHAT_HINT if kind == "messages" else _HINT)
+    except ModelFileError as error:
+        raise DataError(error.message, expected=error.expected, got=error.got, hint=error.hint) from error
+    _check_unicode(record, location)
+    for name in ("messages", "prompt", "completion", "conversations"):
+        _check_weights(record.get(name), location)
+    for name in ("messages", "prompt", "completion"):
+        _check_roles(record.get(name), location)
+    if kind == "text":
+        return Example(kind="text", where=location, text=record["text"])
+    if kind == "alpaca":
+        _check_unread(record, location)
+        input_text = record.get("input") or ""
+        return Example(
+            kind="alpaca", where=location, prompt=record["instruction"], more=input_text, text=record["output"]
+        )
+    tools = record.get("tools")
+    if kind == "messages":
+        return Example(kind="chat", where=location, messages=tuple(record["messages"]), tools=tools)
+    if kind == "conversations":
+        turns = tuple(_message_of_turn(turn, location) for turn in record["conversations"])
+        return Example(kind="chat", where=location, messages=turns, tools=tools)
+    return _prompt_example(record, location, tools)
+
+
+def _is_other_label(name: str, value: Any) -> bool:
+    """Return whether a field named label is not true or false, such as the number of a class.
+
+    A label of true or false is KTO's verdict on the answer, which `_normalize_record` reads.
+    """
+    return name == "label" and str(value).lower() not in ("true", "false")
+
+
+def _check_speakers(record: Mapping[str, Any], location: str) -> None:
+    """Raise for a field named conversations whose turns are messages with a role."""
+    turns = record["conversations"]
+    if isinstance(turns, list) and any(isinstance(turn, Mapping) and "role" in turn for turn in turns):
+        fields = {"tools": "tools", "system": "system", "system_prompt": "system"}
+        extra_columns = "".join(f",{field}={name}" for name, field in fields.items() if record.get(name))
+        raise DataError(
+            f"{location}: conversations has turns with a role",
+            expected="from and value in each turn; or messages, with role and content",
+            hint=f"read them as messages: --columns messages=conversations{extra_columns}",
+        )
+
+
+def _kind_of(raw: Mapping[str, Any], location: str, columns: Mapping[str, str]) -> tuple[str, dict[str, Any]]:
+    missing = [column for column in columns.values() if column not in raw]
+    if missing:
+        raise DataError(
+            f"{location}: the record has no field {shown(missing[0])}, which --columns names",
+            got=f"fields {_list_fields(raw)}",
+            hint="name a column of the record",
+        )
+    record = {field: raw[column] for field, column in columns.items()} if columns else dict(raw)
+    kinds = [kind for kind, fields in _KINDS.items() if all(field in record for field in fields)]
+    if len(kinds) == 1:
+        return kinds[0], record
+    if kinds:
+        fields = [" and ".join(_KINDS[kind]) for kind in kinds]
+        names = [
+            *_KINDS[kinds[0]],
+            *(name for name in _OPTIONAL_FIELDS.get(kinds[0], ("tools",)) if name in record),
+        ]
+        raise DataError(
+            f"{location}: the record matches several kinds: {'; '.join(fields)}",
+            expected="one kind",
+            got=f"fields {_list_fields(raw)}",
+            hint=f"select one of them: --columns {','.join(f'{name}={columns.get(name, name)}' for name in names)}",
+        )
+    delimiter = next(
+        (delimiter for delimiter in (";", "\t", "|") if len(raw) == 1 and delimiter in next(iter(raw))), None
+    )
+    raise DataError(
+        f"{location}: the record matches no known kind",
+        expected="text; prompt and completion; instruction and output; messages; or conversations",
+        got=f"fields {_list_fields(raw)}",
+        hint="name the columns, for instance --columns messages=chat or --columns prompt=question,completion=answer"
+        if delimiter is None
+        else f"write the file with commas, or as .tsv with tabs; columns seem to be separated by {shown(delimiter)}",
+    )
+
+
+def _parse_text_lists(record: Mapping[str, Any], location: str) -> dict[str, Any]:
+    """Parse lists that a table stores as JSON text."""
+    parsed: dict[str, Any] = {}
+    for name in ("messages", "conversations", "tools", "functions"):
+        value = record.get(name)
+        if isinstance(value, str) and value.strip():
+            parsed[name] = parse_list(value.encode("utf-8", "surrogatepass"), f"{location}: {name}")
+    return parsed
+
+
+def parse_list(content: bytes, where: str) -> list[Any]:
+    """Parse a JSON list with the strictness of `parse_json_value`; anything else raises DataError."""
+    try:
+        value = parse_json_value(content, where)
+    except ModelFileError as error:
+        raise DataError(error.message, got=error.got, hint=_remedy(content)) from error
+    if not isinstance(value, list):
+        hint = "write a list of objects, or one object a line in a .jsonl file"
+        raise DataError(f"{where}: not a list", expected="a JSON list", hint=hint)
+    return value  # pyright: ignore[reportUnknownVariableType]
+
+
+def _remedy(content: bytes) -> str:
+    """Return a hint on how to repair a list that is not JSON."""
+    if re.match(rb"\s*\[\s*(\{\s*)?'", content):
+        return "write it with json.dumps, not with str; this is Python's notation"
+    if re.search(rb",\s*[\]}]\s*$", content):
+        return "remove the comma before the closing bracket"
+    return "write the file again; it is truncated or damaged"
+
+
+def _prompt_example(record: Mapping[str, Any], location: str, tools: Any) -> Example:
+    prompt, completion = record["prompt"], record["completion"]
+    if isinstance(prompt, str) and isinstance(completion, str):
+        return Example(kind="prompt", where=location, prompt=prompt, text=completion)
+    if isinstance(prompt, str) or isinstance(completion, str):
+        raise DataError(
+            f"{location}: one of prompt and completion is text, the other a list of messages",
+            expected="both text, or both messages",
+            hint="write both as messages, or both as text",
+        )
+    return Example(kind="chat", where=location, messages=(*prompt, *completion), tools=tools, first=len(prompt))
+
+
+def _message_of_turn(turn: Mapping[str, Any], location: str) -> dict[str, Any]:
+    """Convert a turn of ShareGPT to a message."""
+    if turn["from"] in _TOOL_CALL_SPEAKERS:
+        return {"role": "assistant", "tool_calls": _parse_calls(turn.get("value", ""), location), **_weight_field(turn)}
+    role = _ROLES.get(turn["from"])
+    if role is None:
+        raise DataError(
+            f"{location}: conversations has an unknown speaker {shown(turn['from'])}",
+            expected=f"one of {', '.join((*_ROLES, *_TOOL_CALL_SPEAKERS))}",
+            hint="rename it, or write messages with role and content",
+        )
+    return {"role": role, "content": turn.get("value", ""), **_weight_field(turn)}
+
+
+def _weight_field(turn: Mapping[str, Any]) -> dict[str, Any]:
+    return {"weight": turn["weight"]} if "weight" in turn else {}
+
+
+def _parse_calls(value: str, location: str) -> list[dict[str, Any]]:
+    """Parse the tool calls of a turn: a JSON object with name and arguments, or a list of them."""
+    text = value.strip().encode("utf-8", "surrogatepass")
+    calls = parse_list(text if text.startswith(b"[") else b"[" + text + b"]", f"{location}: a tool call")
+    if not calls or not all(isinstance(call, dict) and "name" in call for call in calls):
+        raise DataError(
+            f"{location}: the tool call cannot be read",
+            expected='{"name": "...", "arguments": {...}}, or a list of such objects',
+            got=shown(value),
+            hint="write messages, with tool_calls in the assistant's turns",
+        )
+    return [{"type": "function", "function": call} for call in calls]
+
+
+def _check_weights(turns: Any, location: str) -> None:
+    """Refuse a weight other than 0 and 1, which would have no effect."""
+    for turn in turns if isinstance(turns, list) else ():
+        weight = turn.get("weight")
+        if weight is not None and (isinstance(weight, bool) or weight not in (0, 1)):
+            raise DataError(
+                f"{location}: a turn has the weight {shown(weight)}",
+                expected="0, which is read and not learned, or 1, the default",
+                got=shown(weight),
+                hint="remove the weight, or write 0 or 1; a turn is learned or not",
+            )
+
+
+def _check_unread(record: Mapping[str, Any], location: str) -> None:
+    """Refuse a history in addition to Alpaca's fields, since the answer may depend on it and it is not read."""
+    fields = [field for field in ("instruction", "input", "output") if field in record]
+    if not _is_blank(record.get("history")):
+        raise DataError(
+            f"{location}: history is not read with instruction and output",
+            expected="messages, which include earlier turns",
+            got=shown(record["history"]),
+            hint="write the record as messages, or leave history out: "
+            f"--columns {','.join(f'{field}={field}' for field in fields)}",
+        )
+
+
+def _check_roles(turns: Any, location: str) -> None:
+    """Refuse a misspelt role or a role of ShareGPT: a template would write it, but the turn would not be learned.
+
+    Other roles, such as ``developer`` or ``ipython``, are passed to the template.
+    """
+    for turn in turns if isinstance(turns, list) else ():
+        role = turn["role"]
+        if role in _KNOWN_ROLES:
+            continue
+        name = role.strip().lower()
+        close = (
+            [_ROLES[name]]
+            if name in _SHAREGPT_ROLES
+            else difflib.get_close_matches(name, _KNOWN_ROLES, n=1, cutoff=0.8)
+        )
+        if close:
+            raise DataError(
+                f"{location}: unknown role {shown(role)}",
+                expected=f"one of {', '.join(_KNOWN_ROLES)}, or another role of the chat template",
+                got=shown(role),
+                hint=f"write {close[0]}",
+            )
+
+
+def _is_blank(value: Any) -> bool:
+    return value is None or value == [] or (isinstance(value, str) and not value.strip())
+
+
+def _check_unicode(record: Mapping[str, Any], location: str) -> None:
+    try:
+        json.dumps(record, ensure_ascii=False, default=str).encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise DataError(
+            f"{location}: the text is not valid Unicode",
+            got=str(error),
+            hint="write the file again; half of a surrogate pair (\\ud800 to \\udfff) is not a character",
+        ) from error
+
+
+def _list_fields(raw: Mapping[str, Any]) -> str:
+    return shortened(", ".join(map(shown, raw)), 300) if raw else "none"
+
+
+# --- fields of other trainers ----------------------------------------------------------------------------------------
+
+
+def _extra_fields(kind: str) -> tuple[str, ...]:
+    """Return the additional fields that `_normalize_record` reads for a kind of record."""
     return () if kind == "text" else (*_SYSTEM_FIELDS, "functions", "label", *_MEDIA_FIELDS)
 
 
-def normalize_record(kind: str, record: Mapping[str, Any], location: str) -> dict[str, Any]:
+def _normalize_record(kind: str, record: Mapping[str, Any], location: str) -> dict[str, Any]:
     """Rewrite the unchecked fields of a record into those that chat templates read.
 
-    `kind` is a key of `_schema._KINDS`. The result has no `extra_fields`, and its turns have no null fields. A rejected
+    Records come from many tools, and an ignored field changes what a model learns. Some fields have one meaning: a
+    system prompt next to messages, flags that exclude a turn from the loss, OpenAI's older function calls, and
+    tool-call arguments as JSON text. They are rewritten. Rejected answers and images are refused. Sources: OpenAI's
+    function calling, TRL's KTO records, and the turn flags of Axolotl and ms-swift.
+
+    `kind` is a key of `_KINDS`. The result has no `_extra_fields`, and its turns have no null fields. A rejected
     answer, images, two different system prompts, and a flag, function or tool-call argument of another type raise
     DataError.
     """
@@ -46,7 +446,7 @@ def normalize_record(kind: str, record: Mapping[str, Any], location: str) -> dic
             hint="remove such records: training on them would teach what was rejected",
         )
     _refuse_media(kind, record, location)
-    fields = {name: value for name, value in record.items() if name not in extra_fields(kind)}
+    fields = {name: value for name, value in record.items() if name not in _extra_fields(kind)}
     for name in _LIST_FIELDS:
         if isinstance(turns := fields.get(name), list):
             fields[name] = [_normalize_turn(turn, location) if isinstance(turn, Mapping) else turn for turn in turns]

@@ -1,10 +1,12 @@
-"""Write the page of a run, `report.html`, from the files in its folder: at its end, after an interrupt, or later.
+"""Reports of a run: the memory table of its step, and the page `report.html`.
 
-The page is independent of the objective: it draws the ``loss`` and ``eval_loss`` of the records, whatever they are.
+The page is written from the files in the run's folder: at its end, after an interrupt, or later. It is independent of
+the objective: it draws the ``loss`` and ``eval_loss`` of the records, whatever they are.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import statistics
@@ -12,14 +14,74 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
+import jax
+
 from ..core import LowtideError, OutputError, format_bytes, write_files
 from ..report import Chart, MemoryReport, RunFacts, run_page, versions
 from ._config import FinetuneConfig, config_from_dict, flag_of, read_config
-from ._runs import CONFIG, DATA, METRICS, read_records
+from ._run_folder import CONFIG, DATA, METRICS, read_records
 
 PAGE, PARTS, REPORT = "report.html", "report.json", "memory-report.json"
+_Record = Mapping[str, Any]
 
-Record = Mapping[str, Any]
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MemoryTable:
+    """Bytes of a fine-tuning step; all figures are compiled or counted from shapes."""
+
+    ours: MemoryReport
+    """Report of the step that runs."""
+    trainable_bytes: int
+    """Adapters, or the whole model with `full`, without padding."""
+    frozen_bytes: int
+    """The base of the adapters, without padding."""
+    gradient_bytes: int
+    """Gradients of our step that are live at the same time: of all adapters; with `full`, of one layer or the largest
+    outer leaf, plus a tied embedding."""
+    optimizer_bytes: int
+    """Optimizer state."""
+    naive_gradient_bytes: int | None = None
+    """Gradient tree of the naive step; None without a comparison."""
+    naive: MemoryReport | None = None
+    """Report of AdamW over the whole model, all on the device, with frozen leaves behind stop_gradient.
+
+    None when it does not compile for lack of memory, or without a comparison.
+    """
+
+    @property
+    def is_compared(self) -> bool:
+        """Whether the table has figures of the naive step."""
+        return self.naive_gradient_bytes is not None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the content of `memory.json`; keys that begin with ``naive_`` are present only with a comparison."""
+        counts = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.type == "int"}
+        naive = {
+            "naive_gradient_bytes": self.naive_gradient_bytes,
+            "naive_device_bytes": None if self.naive is None else self.naive.device_bytes,
+            "naive_by_role": None if self.naive is None else dict(self.naive.by_role),
+        }
+        return {
+            "target": self.ours.target.name,
+            **counts,
+            "device_bytes": self.ours.device_bytes,
+            "host_bytes": self.ours.host_bytes,
+            "by_role": dict(self.ours.by_role),
+            "host_by_role": dict(self.ours.host_by_role),
+            **(naive if self.is_compared else {}),
+            "measured_peak_bytes": measured_peak_bytes(),
+            "chip": self.ours.target.chip,
+            "versions": versions(),
+        }
+
+
+def measured_peak_bytes() -> int | None:
+    """Return the peak bytes of JAX's allocator on the first device so far; None where it keeps no count (CPU)."""
+    stats = jax.local_devices()[0].memory_stats()
+    return None if not stats else stats.get("peak_bytes_in_use")
+
+
+# --- page ------------------------------------------------------------------------------------------------------------
 
 
 def save_report_inputs(
@@ -78,7 +140,7 @@ def write_report(out: str | Path) -> Path:
     return out / PAGE
 
 
-def _charts(config: FinetuneConfig, records: Sequence[Record]) -> list[Chart]:
+def _charts(config: FinetuneConfig, records: Sequence[_Record]) -> list[Chart]:
     tokens = config.batch_size * config.seq_len
 
     def curve(name: str) -> list[tuple[float, float | None]]:
@@ -107,7 +169,7 @@ def _clip_peaks(points: list[tuple[float, float | None]]) -> tuple[list[tuple[fl
 
 
 def _facts(
-    config: FinetuneConfig, records: Sequence[Record], num_steps: int | None, memory: MemoryReport | None
+    config: FinetuneConfig, records: Sequence[_Record], num_steps: int | None, memory: MemoryReport | None
 ) -> tuple[str, list[tuple[str, str]]]:
     last_step = max((record["step"] for record in records), default=0)
     progress = f"{last_step:,} of {num_steps:,} steps" if num_steps is not None else f"{last_step:,} steps"
@@ -144,7 +206,7 @@ def _duration(seconds: float) -> str:
     return f"{hours}:{minutes:02}:{remainder:02}" if hours or minutes else f"{seconds:.1f} s"
 
 
-def _value(record: Record, name: str) -> float | None:
+def _value(record: _Record, name: str) -> float | None:
     value = record.get(name)
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return None

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ..core import DataError, format_bytes, shortened, shown
+from ...core import DataError, format_bytes, shortened, shown
 
 _HEAD_BYTES = 1024**2
 RECORD_SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet")
@@ -224,7 +224,7 @@ def is_data(path: str | Path) -> bool:
     """Return whether a path is data rather than a model, an adapter or a run."""
     path = Path(path)
     if path.is_dir():
-        from .data import is_records
+        from ._read import is_records
 
         return not any((path / name).exists() for name in _MODEL_FILES) and is_records(path)
     return path.suffix.lower() in (*RECORD_SUFFIXES, ".txt", ".md") and path.name not in _MODEL_FILES

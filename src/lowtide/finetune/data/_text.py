@@ -12,21 +12,18 @@ import hashlib
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from tokenizers import Tokenizer
 
-from ..core import ConfigError, DataError
+from ...core import ConfigError, DataError
+from ._encode import LongEncoding, check_ids, encode, encode_pieces, largest_id, name_documents, refuse_unknown_id
 from ._formats import RECORD_SUFFIXES, SUPPORTED, refuse_folder_of_records, refuse_other_formats
-from ._tokens import check_ids, encode, largest_id, name_documents, refuse_unknown_id
-from ._walk import files_below, unreadable
-from ._windows import LongEncoding, encode_pieces
+from ._normalize import parse_columns
+from ._pack import IGNORE, DataReport
+from ._read import files_below, read_records, unreadable
 
-if TYPE_CHECKING:
-    from .data import DataReport
-
-IGNORE = -100
 _BATCH_TEXTS = 256
 _MOST_AT_ONCE = 32 * 1024**2
 """Bytes of the largest text file that is read as a whole; larger files are tokenised in windows."""
@@ -123,8 +120,6 @@ def named_documents(path: str | Path | None) -> dict[str, str]:
 
 def texts_of_records(path: Path, columns: tuple[str, ...] | None = None) -> dict[str, str]:
     """Read records of plain text, by file and line; records of another kind raise DataError."""
-    from .data import parse_columns, read_records
-
     texts: dict[str, str] = {}
     for example in read_records(path, parse_columns(columns)):
         if example is not None and example.kind != "text":

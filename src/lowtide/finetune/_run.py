@@ -39,17 +39,37 @@ from ..memory import Target
 from ..offload import to_device
 from ..pipeline import Pipeline, schedule, value_and_grad
 from ..train import Record, Trainer, analyze_naive
-from ._adapters import add_adapter, add_eva_adapter, make_loss
-from ._auxiliary_files import copy_config_keys, read_auxiliary_files, tokenizer_folder
-from ._base import formats, open_base, refuse_for_model, training_dtype
-from ._config import FinetuneConfig, config_to_toml
-from ._data import load_data
-from ._end_tokens import load_end_tokens, with_end_tokens
-from ._job import WRT, directory_of, num_targets
-from ._offloaded import full_step, hidden, inputs_place, is_hosted, is_weight, optimizer
-from ._page import save_report_inputs, write_report
-from ._recipe import learning_rate, stopping_callbacks, trackers, with_steps
-from ._runs import (
+from ._base import (
+    copy_config_keys,
+    directory_of,
+    formats,
+    load_end_tokens,
+    open_base,
+    read_auxiliary_files,
+    refuse_for_model,
+    tokenizer_folder,
+    training_dtype,
+    with_end_tokens,
+)
+from ._config import FinetuneConfig, config_to_toml, with_steps
+from ._job import (
+    WRT,
+    add_adapter,
+    add_eva_adapter,
+    full_step,
+    hidden,
+    inputs_place,
+    is_hosted,
+    is_weight,
+    learning_rate,
+    make_loss,
+    num_targets,
+    optimizer,
+    stopping_callbacks,
+    trackers,
+)
+from ._report import MemoryTable, save_report_inputs, write_report
+from ._run_folder import (
     ADAPTER,
     CHECKPOINTS,
     MEMORY,
@@ -62,9 +82,9 @@ from ._runs import (
     start_day,
     write_config,
 )
-from ._table import MemoryTable
-from ._text import IGNORE
-from ._tokens import decode_after
+from .data._encode import decode_after
+from .data._load import load_data
+from .data._pack import IGNORE
 
 _PROMPT_TOKENS = 24
 """Tokens of the prompt for a sample from plain text."""

@@ -1,6 +1,6 @@
 """Training data of a run: plain text in windows, or records packed into rows, depending on the configuration.
 
-`_text` makes windows and `data/` packs records; this module selects one of them and collects notes for the user.
+`_text` makes windows and `_pack` packs records; this module selects one of them and collects notes for the user.
 """
 
 from __future__ import annotations
@@ -8,19 +8,17 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tokenizers import Tokenizer
 
-from ..core import ConfigError, DataError, shown
-from ._config import FinetuneConfig, flag_of
+from ...core import ConfigError, DataError, shown
+from .._config import FinetuneConfig, flag_of, with_seq_len
+from ._chat import ChatTemplate, load_chat_template
 from ._formats import RECORD_FIELDS, files_read_as_text, first_fields, is_binary, read_head
-from ._recipe import with_seq_len
+from ._pack import record_data
+from ._read import files_below, folder_of_records, is_records
 from ._text import TextData, is_large_text, named_documents, text_data, texts_of_records
-from ._walk import files_below
-
-if TYPE_CHECKING:
-    from .data import ChatTemplate
 
 _MOST_NAMES = 6
 _MOST_LOST = 0.02
@@ -71,8 +69,6 @@ def load_data(
         documents = _texts(config.data, config.columns)
         eval_documents = None if config.eval_data is None else _texts(config.eval_data, config.columns)
         return _with_notes(text_data(documents, tokenizer, eval_documents=eval_documents, **options), config)
-    from .data import load_chat_template, record_data
-
     template = load_chat_template(directory, config.chat_template)
     records = record_data(
         named_documents(config.data) if is_plain else Path(config.data or ""),
@@ -125,8 +121,6 @@ def is_read_as_records(data: str | None, columns: tuple[str, ...] | None) -> boo
     """
     if not data:
         return False
-    from .data import is_records
-
     path = Path(data)
     if not is_records(path):
         return False
@@ -154,8 +148,6 @@ def notes_on(data: str | None, columns: tuple[str, ...] | None, *, is_evaluation
     """
     if not data or not Path(data).is_dir():
         return []
-    from .data._readers import folder_of_records
-
     folder, notes = Path(data), list[str]()
     if not is_read_as_records(data, columns):
         if tables := files_read_as_text(files_below(folder)):
