@@ -1,9 +1,13 @@
 """Host offload of activations, parameters and optimizer state, and optimizer updates inside the backward pass."""
 
 from ._checkpoint import checkpoint as checkpoint
+from ._host_memory import memory_kinds as memory_kinds
+from ._host_memory import to_device as to_device
+from ._host_memory import to_host as to_host
 from ._names import Name as Name
 from ._names import Names as Names
 from ._names import names as names
+from ._names import tag as tag
 from ._optimizer import check_shardings as check_shardings
 from ._optimizer import check_transformation as check_transformation
 from ._optimizer import explicit_shardings as explicit_shardings
@@ -11,16 +15,12 @@ from ._optimizer import num_devices as num_devices
 from ._optimizer import optimizer as optimizer
 from ._optimizer import state_shardings as state_shardings
 from ._optimizer import without_explicit_axes as without_explicit_axes
-from ._place import memory_kinds as memory_kinds
-from ._place import to_device as to_device
-from ._place import to_host as to_host
 from ._scan import scan as scan
 from ._streaming import is_part as is_part
 from ._streaming import is_taken_apart as is_taken_apart
 from ._streaming import plan as plan
 from ._streaming import stream as stream
 from ._streaming import traced_program as traced_program
-from ._tag import tag as tag
 from ._verify import Placement as Placement
 from ._verify import verify as verify
 from .layerwise import Clip as Clip

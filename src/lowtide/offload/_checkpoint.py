@@ -30,7 +30,7 @@ from jax.extend.core import jaxpr_as_fun
 
 from ..core import ConfigError, PlacementError, PlacementWarning, SelectionError, check_host_slices
 from ..core._compat import classic_remat
-from ._trace import NamedValue, Traced, has_custom_rule, named_values, names_under_differentiation, trace
+from ._names import NamedValue, Traced, has_custom_rule, named_values, names_under_differentiation, trace
 
 NameSelection = str | Sequence[str]
 """Exact names, or one regular expression that has to match whole names."""

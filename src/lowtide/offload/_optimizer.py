@@ -39,8 +39,7 @@ from ..core import (
 )
 from ..core._compat import inside_branch, transformation
 from ..jaxprs import make_jaxpr
-from ._place import default_device
-from ._platforms import DEVICE, HOST, put
+from ._host_memory import DEVICE, HOST, default_device, put
 from ._streaming import large_on_host, refuse_other_structure, stream
 
 _MODES = ("streamed", "leaf", "whole")

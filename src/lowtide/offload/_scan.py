@@ -29,20 +29,19 @@ import jax
 import jax.numpy as jnp
 
 from ..core import (
-    closure_convert,
     PlacementError,
     PlacementWarning,
     StructureError,
     Tree,
     check_choice,
     check_host_slices,
+    closure_convert,
     combine,
     leaves_with_paths,
     memory_space,
     num_layers,
 )
-from ._place import default_device
-from ._platforms import DEVICE, HOST, entry_shape, put, warn_of_tall_tiles
+from ._host_memory import DEVICE, HOST, default_device, entry_shape, put, warn_of_tall_tiles
 
 
 def scan(

@@ -1,18 +1,7 @@
 """Find the separable parts of an update: each row of the results needs only the same row of the arguments.
 
-The update is traced once and read as a list of equations, with calls inlined. Every value gets one of three kinds:
-
-- *rows*: its leading `rows` axes are those of some input leaves. Elementwise operations keep all axes; a reduction or
-  transposition keeps the axes before the first one that it changes; and so on. Leaves that meet in an operation form a
-  group.
-- *constant over rows*: a broadcast scalar, which can belong to every group.
-- *free*: every other value that depends on no host leaf, such as a step counter or the global norm of the gradients. It
-  is computed once, before the groups.
-
-If a value depends on a host leaf but lost its rows, its group can only run whole. Sums and extremes over the rows are
-an exception (the norm in LAMB's trust ratio, the global norm of gradients that `optax.MultiSteps` accumulated). They
-can be folded block by block in a separate pass and are free afterwards. A `cond` on host leaves becomes a selection, so
-that its branches are analysed, too.
+The update is traced once and read as a list of equations, with calls inlined. Every value is *rows*, *constant over
+rows* or *free*. Leaves that meet in an operation form a group. Each group is then updated in blocks of rows.
 
 Limits: operations without a rule below count as losing all rows, which is safe but may be too strict. `while` and
 `scan` are not analysed.
@@ -29,7 +18,20 @@ import jax
 import jax.numpy as jnp
 
 from ..jaxprs import Kind, bodies, called, equations, fold, kind_of, make_jaxpr
-from ._folds import FOLDS
+
+# Kinds of values:
+#
+# - *rows*: its leading `rows` axes are those of some input leaves. Elementwise operations keep all axes; a reduction or
+#   transposition keeps the axes before the first one that it changes; and so on. Leaves that meet in an operation form
+#   a group.
+# - *constant over rows*: a broadcast scalar, which can belong to every group.
+# - *free*: every other value that depends on no host leaf, such as a step counter or the global norm of the gradients.
+#   It is computed once, before the groups.
+#
+# If a value depends on a host leaf but lost its rows, its group can only run whole. Sums and extremes over the rows are
+# an exception (the norm in LAMB's trust ratio, the global norm of gradients that `optax.MultiSteps` accumulated). They
+# can be folded block by block in a separate pass and are free afterwards. A `cond` on host leaves becomes a selection,
+# so that its branches are analysed, too.
 
 _ELEMENTWISE = frozenset(
     """abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e bitcast_convert_type cbrt ceil
@@ -87,6 +89,15 @@ _SHAPE_PARAMS = {
     "slice": "limit_indices",
 }
 
+
+_FOLDS: Mapping[str, Callable[[Any, Any], Any]] = {
+    "reduce_sum": jax.lax.add,
+    "reduce_max": jax.lax.max,
+    "reduce_min": jax.lax.min,
+    "reduce_and": jax.lax.bitwise_and,
+    "reduce_or": jax.lax.bitwise_or,
+}
+"""JAX's reduction primitives, with the operation that combines the results of two blocks."""
 
 # The result of a fold stays on the device. It may have at most 1/8 of the elements of its operand.
 _MIN_FOLD_REDUCTION = 8
@@ -371,7 +382,7 @@ class _Flow:
 
     def _num_foldable_axes(self, equation: Equation) -> int:
         """Return the number of leading axes along which an operation can be computed in blocks and combined."""
-        if equation.primitive.name not in FOLDS or len(equation.inputs) != 1:
+        if equation.primitive.name not in _FOLDS or len(equation.inputs) != 1:
             return 0
         (operand,), avals = equation.inputs, self.program.avals
         axes = _num_common(sorted(equation.params["axes"]), range(self.program.rank(operand)))
@@ -419,3 +430,27 @@ class _Flow:
             blocked_by=None if rows else next((e.primitive.name for e in row_losing), "a scalar"),
             folds=tuple(folds),
         )
+
+
+# Reductions over rows that are computed block by block.
+
+
+def initial_value(primitive: Any, aval: Any) -> Any:
+    """Return the initial value of a fold in `_FOLDS`; sums of narrow floats are in float32, as XLA computes them."""
+    name, dtype = primitive.name, aval.dtype
+    if name == "reduce_sum":
+        is_float = jnp.issubdtype(dtype, jnp.floating)
+        return jnp.zeros(aval.shape, jnp.promote_types(dtype, jnp.float32) if is_float else dtype)
+    if dtype == jnp.bool_:
+        return jnp.full(aval.shape, name in ("reduce_and", "reduce_min"))
+    if name in ("reduce_and", "reduce_or"):
+        return jnp.full(aval.shape, -1 if name == "reduce_and" else 0).astype(dtype)
+    if jnp.issubdtype(dtype, jnp.floating):
+        return jnp.full(aval.shape, -jnp.inf if name == "reduce_max" else jnp.inf, dtype)
+    limits = jnp.iinfo(dtype)
+    return jnp.full(aval.shape, limits.min if name == "reduce_max" else limits.max, dtype)
+
+
+def fold_block(primitive: Any, params: Mapping[str, Any], block: Any, total: Any) -> Any:
+    """Reduce one block and combine it with the total."""
+    return _FOLDS[primitive.name](total, primitive.bind(block, **params).astype(total.dtype))

@@ -37,11 +37,10 @@ from ..core import (
     memory_space,
     most_tile_rows,
 )
-from ._folds import fold_block, initial_value
-from ._platforms import DEVICE, HOST, cut_block, index_after, is_tall, put, warn_of_tall_tiles
-from ._platforms import read as read_entry
-from ._platforms import write as write_entry
-from ._separable import Group, Program, separate, trace
+from ._host_memory import DEVICE, HOST, cut_block, index_after, is_tall, put, warn_of_tall_tiles
+from ._host_memory import read as read_entry
+from ._host_memory import write as write_entry
+from ._separable import Group, Program, fold_block, initial_value, separate, trace
 
 # Host leaves of at most 1/64 of a block are moved whole, before the groups, as long as they have at most half a block
 # together. Loops over them would save nothing. Also, values that depend on them alone (Adafactor's row and column

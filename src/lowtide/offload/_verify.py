@@ -4,11 +4,6 @@ A lost placement raises no error: the program computes the same values and needs
 AXLearn's `offload_optimizer` moves nothing under `jit`, because tracers have no `sharding`. A dropped memory kind and a
 donation that no output uses look the same. So this module reads the executable: memory kinds of arguments and outputs,
 XLA's byte totals per memory, aliases, and copies between the memories.
-
-Limits. A CPU has one memory, so memory kinds are checked there, but bytes and copies are not. Compile-only GPUs keep no
-memory kind of an argument; there the declared kind is checked, which only a `lowtide.memory.Program` has. Copies are
-counted in XLA's dump. For a bare `jax.stages.Compiled` they are counted in its text, which some TPU programs cannot
-print.
 """
 
 from __future__ import annotations
@@ -33,7 +28,11 @@ from ..core import (
     path_str,
 )
 from ..memory import Program, crossed_donations, undonated
-from ._text import gradients, host_shapes
+
+# Limits. A CPU has one memory, so memory kinds are checked there, but bytes and copies are not. Compile-only GPUs keep
+# no memory kind of an argument; there the declared kind is checked, which only a `lowtide.memory.Program` has. Copies
+# are counted in XLA's dump. For a bare `jax.stages.Compiled` they are counted in its text, which some TPU programs
+# cannot print.
 
 Space = Literal["host", "device"]
 
@@ -45,6 +44,12 @@ _COPY_IN_TEXT = re.compile(
 _ENTRY_ARRAY = re.compile(r"\w+\[[\d,]*\](?:\{[^}]*\})?")
 _ALIAS = re.compile(r"\{ ?(\d*) ?\}: \((\d+), \{\}")
 _ARRAY_IN_TEXT = re.compile(r"\w+\[\d[\d,]*\]\{[^}]*\}")
+_ARRAY_DIMS = re.compile(r"\w+\[([\d,]+)\]\{[^}]*\}")
+_HOST = f"S({_HOST_SPACE})"
+_INSTRUCTION = re.compile(r"^ *(ROOT )?%?([\w.\-]+) = (.*)$")
+_OPERAND = re.compile(r"%([\w.\-]+)")
+_SCOPE = re.compile(r'op_name="([^"]*)"')
+_MAX_HOPS = 64
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -364,7 +369,7 @@ def _find_duplicated(host_arguments: Sequence[_Leaf], results: Sequence[_Leaf], 
     """Describe host arguments that a host result of the same shape, not a gradient, replaces without donation."""
     if not text:
         return []
-    gradient_positions = gradients(text)
+    gradient_positions = _gradients(text)
     host_results = [
         leaf for position, leaf in enumerate(results) if leaf.space == "host" and position not in gradient_positions
     ]
@@ -383,7 +388,7 @@ def _find_duplicated(host_arguments: Sequence[_Leaf], results: Sequence[_Leaf], 
 
 def _find_gathered(host_arguments: Sequence[_Leaf], text: str) -> list[str]:
     """Describe sharded host arguments that the program gathers from all devices in order to slice them."""
-    shapes = host_shapes(text)
+    shapes = _host_shapes(text)
     shards = {leaf.shard for leaf in host_arguments}
     return [
         f"{leaf.path}: its shards of {list(leaf.shard)} are gathered to {list(leaf.shape)} on every host; "
@@ -452,3 +457,46 @@ def _arrays(shape: Any) -> Iterator[Any]:
             yield from _arrays(part)
     elif shape.dimensions:
         yield shape
+
+
+# Donation and byte totals do not distinguish a new optimizer state from gradients of host parameters: both are host
+# results with the shapes of host arguments. The scope of the operation that computes a result does. JAX writes
+# ``transpose`` into the scopes of a backward pass.
+
+
+def _host_shapes(text: str) -> set[tuple[int, ...]]:
+    """Return the shapes of all arrays in host memory in a program's text (`jax.stages.Compiled.as_text`)."""
+    return {
+        tuple(map(int, match[1].split(",")))
+        for line in text.splitlines()
+        if _HOST in line
+        for match in _ARRAY_DIMS.finditer(line)
+        if _HOST in match[0]
+    }
+
+
+def _gradients(text: str) -> set[int]:
+    """Return the positions of the results that the backward pass computes and nothing changes afterwards."""
+    entry = text.partition("\nENTRY ")[2].partition("\n}")[0]
+    lines = {match[2]: match for match in map(_INSTRUCTION.match, entry.splitlines()) if match}
+    root = next((match for match in lines.values() if match[1]), None)
+    if root is None:
+        return set()
+    results = _operands(root[3]) if re.search(r"\btuple\(", root[3]) else [root[2]]
+    return {index for index, name in enumerate(results) if "transpose(" in _scope(name, lines)}
+
+
+def _operands(line: str) -> list[str]:
+    return _OPERAND.findall("%" + line.partition("(%")[2].partition(")")[0])
+
+
+def _scope(name: str, lines: dict[str, re.Match[str]]) -> str:
+    """Return the scope of the operation that computes a value; copies and tuple elements take that of their operand."""
+    for _ in range(_MAX_HOPS):
+        if name not in lines:
+            return ""
+        scope, operands = _SCOPE.search(lines[name][3]), _operands(lines[name][3])
+        if scope or not operands:
+            return scope[1] if scope else ""
+        name = operands[0]
+    return ""

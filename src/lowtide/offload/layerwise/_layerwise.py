@@ -29,9 +29,9 @@ from ...core import (
     ConfigError,
     LayerStack,
     PlacementError,
+    Selector,
     StructureError,
     Tree,
-    Selector,
     check_count,
     check_differentiable,
     combine,
@@ -44,15 +44,12 @@ from ...core import (
     products_explained,
     split_batch,
 )
+from .._host_memory import HOST, SPACES, default_device, entry_shape
 from .._optimizer import check_chunk, check_transformation, is_offloaded
-from .._place import default_device
-from .._platforms import HOST, SPACES, entry_shape
-from ._clip import Clip
-from ._contract import refuse_equal_paths, refuse_explicit_axes, refuse_unmatched
-from ._leaf_mixing import refuse_coupled, refuse_unusable
+from ._checks import refuse_coupled, refuse_equal_paths, refuse_explicit_axes, refuse_unmatched, refuse_unusable
 from ._passes import StackPasses
 from ._state import LayerwiseState, can_move_to_host, initial_state, place_parameters, scope_optimizer, select_paths
-from ._step import Step
+from ._step import Clip, Step
 
 PLACES = {"layers": "host", "outer": "device", "opt_state": "host", "inputs": "host"}
 """Default places of `layerwise_step`."""

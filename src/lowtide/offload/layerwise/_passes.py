@@ -39,8 +39,8 @@ from ...core import (
     recomputed,
 )
 from ...jaxprs import make_jaxpr
-from .._platforms import DEVICE, entry_shape, fetch, index_after, read, warn_of_tall_tiles, write, zero_buffer
-from ._contract import check_running
+from .._host_memory import DEVICE, entry_shape, fetch, index_after, read, warn_of_tall_tiles, write, zero_buffer
+from ._checks import check_running
 
 Carry = Any
 Consume = Callable[[Carry, Any, Tree, Tree], Carry]

@@ -12,9 +12,8 @@ import jax.numpy as jnp
 import optax
 
 from ...core import LowtideError, Tree, leaf_bytes, leaves_with_paths, num_layers, on_host
+from .._host_memory import DEVICE, SPACES, put, read, to_device, to_host, write, zero_buffer
 from .._optimizer import replicated, state_shardings
-from .._place import to_device, to_host
-from .._platforms import DEVICE, SPACES, put, read, write, zero_buffer
 from .._streaming import part_of_parameters
 
 

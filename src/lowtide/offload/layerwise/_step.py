@@ -1,22 +1,78 @@
-"""One layerwise step over one batch: forward, backward for the norm of exact clipping, and backward with updates."""
+"""One layerwise step over one batch: forward, backward for the norm of exact clipping, and backward with updates.
+
+The global norm is known only when the last gradient has been computed. An update inside the backward pass has already
+happened by then. `Clip` lists the alternatives and their costs.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
+import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
+import optax
 
-from ...core import StructureError, Tree, combine, leaves_with_paths, zero_after
+from ...core import (
+    ConfigError,
+    StructureError,
+    Tree,
+    combine,
+    leaves_with_paths,
+    memory_space,
+    traced_device,
+    zero_after,
+)
 from ...jaxprs import variables_read
-from .._platforms import DEVICE, entry_shape, put
-from ._clip import Clip, square_norm
-from ._contract import refuse_metrics
+from .._host_memory import DEVICE, HOST, entry_shape, index_after, put, read, write
+from .._streaming import Entry, stream
+from ._checks import refuse_metrics
 from ._passes import StackPasses
 from ._state import LayerwiseState, scope_optimizer, select_paths
-from ._updates import update, update_layer
+
+ClipMode = Literal["exact", "previous", "layer"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Clip:
+    """Scale gradients down to a norm, as `optax.clip_by_global_norm` does.
+
+    Examples:
+        >>> Clip(max_norm=1.0)
+        Clip(max_norm=1.0, mode='exact')
+    """
+
+    max_norm: float
+    """Largest norm that is not scaled down."""
+    mode: ClipMode = "exact"
+    """``"exact"``: the norm of all gradients of this step, from a second forward and backward pass. It costs twice the
+    arithmetic and 1.3 times the host traffic of weights and optimizer state. ``"previous"``: the factor for the norm of
+    the previous step; the first step is not clipped; no extra cost. ``"layer"``: each layer, and each outer leaf, by
+    its norm; no extra cost."""
+
+    def __post_init__(self) -> None:
+        value: Any = self.max_norm
+        if not isinstance(value, int | float) or not 0 < value < math.inf:
+            raise ConfigError(
+                "max_norm is out of range",
+                expected="a finite number above 0",
+                got=repr(value),
+                hint="use for instance 1.0, or clip=None for no clipping",
+            )
+        if self.mode not in get_args(ClipMode):
+            raise ConfigError(
+                f"unknown clip mode {self.mode!r}",
+                expected=" or ".join(map(repr, get_args(ClipMode))),
+                got=repr(self.mode),
+                hint='use "exact", which equals optax.clip_by_global_norm',
+            )
+
+    def factor(self, norm: Any) -> Any:
+        """Return the factor for gradients of this norm: 1, or the factor that reduces the norm to `max_norm`."""
+        return jnp.where(norm < self.max_norm, 1.0, self.max_norm / norm)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -42,15 +98,15 @@ class Step:
         inputs, boundary, layers = self.passes.forward(self._select_outer(first), self.state.layers, self.state.step)
         _, _, grads_last, boundary = self.passes.last(self._select_outer(last), boundary)
         shared = self._store_shared(grads_last, first & last)
-        squares = square_norm(_without_paths(grads_last, first))
+        squares = _square_norm(_without_paths(grads_last, first))
 
         def consume(squares: Any, i: Any, layer: Tree, grads: Tree) -> Any:
-            return squares + square_norm(grads)
+            return squares + _square_norm(grads)
 
         after = zero_after(squares)
         squares, boundary = self.passes.backward(lambda _: layers, inputs, boundary, consume, squares, after)
         grads = _add_shared(self._first_gradients(first, boundary), shared)
-        return jnp.sqrt(squares + square_norm(grads)), layers
+        return jnp.sqrt(squares + _square_norm(grads)), layers
 
     def update(self, factor: Any, is_finite: Any = True) -> tuple[LayerwiseState, dict[str, Any]]:
         """Compute the new state and the metrics.
@@ -65,15 +121,15 @@ class Step:
         # Leaves that only `last` reads are updated before the blocks. Leaves that `first` reads, too, wait for its
         # gradient at the end of the backward pass.
         head = _without_paths(grads_last, first)
-        squares = square_norm(head)
+        squares = _square_norm(head)
         outer, outer_opt = self._update_outer(head, factor, loss, self._guard(squares, loss, is_finite))
 
         def consume(carry: Any, i: Any, layer: Tree, grads: Tree) -> Any:
             layers, opt, squares = carry
-            layer_factor, squares = self._factor(grads, factor), squares + square_norm(grads)
+            layer_factor, squares = self._factor(grads, factor), squares + _square_norm(grads)
             options = {"guard": self._guard(squares, loss, is_finite), **self._options}
             tx = scope_optimizer(self.tx, "layers")
-            layers, opt = update_layer(tx, grads, layer, layers, opt, i, loss, layer_factor, **options)
+            layers, opt = _update_layer(tx, grads, layer, layers, opt, i, loss, layer_factor, **options)
             return layers, opt, squares
 
         # The dependency frees the gradients of the head before the first block runs backward.
@@ -82,7 +138,7 @@ class Step:
         carry, boundary = self.passes.backward(lambda carry: carry[0], inputs, boundary, consume, carry, after)
         layers, layers_opt, squares = carry
         grads = _add_shared(self._first_gradients(first, boundary), shared)
-        squares = squares + square_norm(grads)
+        squares = squares + _square_norm(grads)
         guard = self._guard(squares, loss, is_finite)
         remaining, remaining_opt = self._update_outer(grads, factor, loss, guard)
         norm = jnp.sqrt(squares)
@@ -130,7 +186,7 @@ class Step:
 
     def _factor(self, grads: Tree, factor: Any) -> Any:
         if self.clip is not None and self.clip.mode == "layer":
-            return self.clip.factor(jnp.sqrt(square_norm(grads)))
+            return self.clip.factor(jnp.sqrt(_square_norm(grads)))
         return factor
 
     @property
@@ -151,7 +207,7 @@ class Step:
             grad, old_leaf = select_paths(grads, {path}), select_paths(self.state.outer, {path})
             leaf_factor, opt = self._factor(grad, factor), self.state.outer_opt[path]
             options = {"guard": guard, **self._options}
-            new_leaf, states[path] = update(
+            new_leaf, states[path] = _update(
                 scope_optimizer(self.tx, "outer"), grad, old_leaf, opt, loss, leaf_factor, **options
             )
             outer = combine(outer, new_leaf)
@@ -182,3 +238,104 @@ def _find_paths_read_by(fn: Callable[..., Any], outer: Tree, *other_args: Tree) 
     used_variables = variables_read(jaxpr)
     paths = [path for path, _ in leaves_with_paths(outer)]
     return frozenset(path for path, var in zip(paths, jaxpr.invars, strict=False) if var in used_variables)
+
+
+def _square_norm(tree: Tree) -> Any:
+    """Return the sum of the squares of all leaves, in float32, or in float64 with `jax_enable_x64`."""
+
+    def square(leaf: Any) -> Any:
+        size = jnp.abs(leaf)
+        return jnp.sum(jnp.square(size.astype(jnp.promote_types(size.dtype, jnp.float32))))
+
+    return sum((square(leaf).astype(float) for leaf in jax.tree.leaves(tree)), jnp.zeros((), float))
+
+
+def _scale(tree: Tree, factor: Any) -> Tree:
+    """Multiply all leaves by a scalar, in their dtypes."""
+    return jax.tree.map(lambda leaf: leaf * factor.astype(leaf.dtype), tree)
+
+
+# Updates of one layer of a stack, or of one outer leaf, in the memory that holds them.
+
+
+def _update(
+    tx: Any,
+    grads: Tree,
+    params: Tree,
+    opt: Tree,
+    loss: Any,
+    factor: Any,
+    *,
+    into: Tree = None,
+    guard: Any = None,
+    **options: Any,
+) -> tuple[Tree, Tree]:
+    """Update parameters and state in place, in host or device memory, one block of rows at a time.
+
+    Gradients are on the device. `into` are arrays that the new parameters overwrite, if not `params`. `guard` is
+    whether to update at all, a boolean scalar; None for always. `options` are those of `stream`.
+    """
+
+    def apply(grads: Tree, opt: Tree, params: Tree, into: Tree, loss: Any, factor: Any, guard: Any) -> Any:
+        updates, new_state = tx.update(grads if factor is None else _scale(grads, factor), opt, params, value=loss)
+        result = optax.apply_updates(params, updates), new_state
+        return (
+            result if guard is None else jax.tree.map(functools.partial(_select_by_guard, guard), result, (params, opt))
+        )
+
+    def replaces(grads: Tree, opt: Tree, params: Tree, into: Tree, loss: Any, factor: Any, guard: Any) -> Any:
+        return params if into is None else into, opt
+
+    num_grads = len(jax.tree.leaves(grads))
+    declared = [num_grads + index for index, leaf in enumerate(jax.tree.leaves(opt)) if _is_8_bit(leaf)]
+    args = grads, opt, params, into, jnp.asarray(loss), factor, guard
+    return stream(apply, args, replaces, declared=declared, **options)
+
+
+def _is_8_bit(leaf: Any) -> bool:
+    """Return whether a state leaf has 8-bit elements; it is streamed, so only a block of it exists in float32."""
+    return leaf.ndim > 1 and leaf.dtype.itemsize == 1
+
+
+def _select_by_guard(guard: Any, new: Any, old: Any) -> Any:
+    """Choose the new or the old value; values whose shape or dtype changed are refused elsewhere, with their name."""
+    return jnp.where(guard, new, old) if (new.shape, new.dtype) == (old.shape, old.dtype) else new
+
+
+def _update_layer(
+    tx: Any, grads: Tree, layer: Tree, layers: Tree, opt: Tree, i: Any, loss: Any, factor: Any, **options: Any
+) -> tuple[Tree, Tree]:
+    """Update layer i of a stack; return the stacked parameters and state, with layer i replaced in place.
+
+    `grads` and `layer` belong to layer i and are on the device. `layers` and `opt` are stacked. `options` are those of
+    `stream`.
+    """
+    is_narrow = any(map(_is_8_bit, jax.tree.leaves(opt)))
+    # On a GPU the parameters are updated in place, too. On a TPU XLA would keep a copy of all layers for later reads
+    # (compiled).
+    is_all_narrow = is_narrow and traced_device().platform == "gpu"
+
+    def entry(leaf: Any, is_in_place: bool) -> Any:
+        return Entry(leaf, i) if memory_space(leaf) == HOST or (is_in_place and leaf.ndim > 2) else read(leaf, i)
+
+    at = i
+
+    def write_back(stacked: Any, new: Any) -> Any:
+        nonlocal at
+        if new.shape == stacked.shape:
+            return new
+        if (new.shape, new.dtype) != (stacked.shape[1:], stacked.dtype):
+            raise StructureError(
+                "an update changes the shape or dtype of the state of a layer",
+                expected=f"{stacked.dtype}{list(stacked.shape[1:])}",
+                got=f"{new.dtype}{list(new.shape)}",
+                hint="choose an optimizer whose state keeps its dtype, or store parameters in the dtype of the updates",
+            )
+        written = write(stacked, new, at)
+        at = index_after(i, written)  # new parameters depend on the old state, so the state is overwritten after them
+        return written
+
+    into = jax.tree.map(functools.partial(entry, is_in_place=is_all_narrow), layers)
+    state = jax.tree.map(functools.partial(entry, is_in_place=is_narrow), opt)
+    new, new_state = _update(tx, grads, layer, state, loss, factor, into=into, **options)
+    return jax.tree.map(write_back, layers, new), jax.tree.map(write_back, opt, new_state)

@@ -1,19 +1,16 @@
-"""Checks of a pipeline's arguments and of the traced functions of its stack, with errors that state the remedy."""
+"""Checks of the arguments of a pipeline, with errors that state the remedy."""
 
 from __future__ import annotations
 
 import os
-import re
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh
 
 from ...core import BATCH_AXES, CONTEXT, ConfigError, LayerStack, StructureError, check_choice, is_count
-from ...jaxprs import Kind, bodies, equations, kind_of, source_line, walk
 from ..schedules import Schedule, tables
 
 _PROGRAM_ORDER_FLAG = "xla_cpu_enable_concurrency_optimized_scheduler"
@@ -114,158 +111,6 @@ def refuse_other_stages(schedule: Schedule, layers_per_stage: Sequence[int] | No
             hint="give every rank the same number of stages; with layers_per_stage a stage may have 0 layers",
         )
     tables(schedule, [1] * schedule.num_stages)  # raises for consecutive stages on ranks that are not neighbours
-
-
-def refuse_undivided_calls(name: str, jaxpr: Any, platform: str) -> None:
-    """Raise for calls that JAX cannot lower on a mesh with automatic axes; JAX's error has no source line."""
-    mesh = jax.sharding.get_abstract_mesh()
-    axes = [axis for axis, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind is AxisType.Auto]
-    match = next(_undivided_calls(jaxpr, axes, platform), None)
-    if match is None:
-        return
-    call_name, location, auto_axes = match
-    raise StructureError(
-        f"{name}: {call_name}{location and f' at {location}'} cannot run in a pipeline whose mesh has other axes",
-        expected=f"a mesh with only the pipeline's axis, or a call in a jax.shard_map over {', '.join(auto_axes)}",
-        got="a call whose arrays the compiler shards",
-        hint="wrap the call: jax.shard_map(call, in_specs=P(), out_specs=P(), "
-        f"axis_names={{{', '.join(map(repr, axes))}}})(x), with P({auto_axes[0]!r}) for sharded rows; for a call with "
-        "a custom_vjp, wrap the function that has it",
-    )
-
-
-_COLLECTIVES = {
-    *("psum", "psum_invariant", "psum_start", "psum_invariant_start", "unreduced_psum", "unreduced_psum_start"),
-    *("pmax", "pmin", "ppermute", "ppermute_start", "psend", "precv", "pbroadcast", "pbroadcast_start", "pgather"),
-    *("all_gather", "all_gather_start", "all_gather_invariant", "all_gather_reduced", "all_gather_reduced_start"),
-    *("reduce_scatter", "reduce_scatter_start", "unreduced_reduce_scatter", "all_to_all", "all_to_all_start"),
-    "ragged_all_to_all",
-}
-
-
-def refuse_collectives(name: str, jaxpr: Any, axis: str) -> None:
-    """Raise for collectives along the pipeline's axis, or that some devices do not reach: others would wait forever.
-
-    `name` is the name of the function of the stack.
-    """
-    for eqn, location in _with_source_lines(jaxpr):
-        collective = eqn.primitive.name
-        if kind_of(eqn) is Kind.SHARD_MAP:
-            specs = (*eqn.params["in_specs"], *eqn.params["out_specs"])
-            if any(axis in (entry if isinstance(entry, tuple) else (entry,)) for spec in specs for entry in spec):
-                raise _spec_error(axis, location, f"one of {', '.join(map(str, specs))}")
-        if axis in _collective_axes(eqn):
-            raise StructureError(
-                f"{name}: {collective} runs along {axis!r}{location and f' at {location}'}, the axis of the pipeline",
-                expected="collectives along other axes of the mesh",
-                got="a collective that would wait for ranks that run other passes, or none, in the same tick",
-                hint="pass values between stages as leaves of h; for a sum over layers, let blocks add to a leaf of h",
-            )
-    for operation, axes, location in _divergent_branches(jaxpr):
-        raise StructureError(
-            f"{name}: {operation}{location and f' at {location}'} is decided separately by each device "
-            f"along {', '.join(axes)}, and contains collectives along it",
-            expected="one decision for all devices that wait for each other",
-            got="a predicate that varies along the axis of a collective inside of it, or inside of its gradient",
-            hint=f"decide for all devices, for instance by jax.lax.psum(score, {axes[0]!r}) > 0; or pass replicated "
-            f"weights as jax.lax.pcast(w, {axes[0]!r}, to='varying'), whose gradients are summed outside",
-        )
-
-
-def translate_error(error: Exception, mesh: Any, axis: str) -> StructureError | None:
-    """Translate JAX's error about a `shard_map` or a collective in a function of the stack; None if not recognised.
-
-    JAX's messages are recognised by their wording in 0.10.2 and 0.12.0.
-    """
-    text = str(error)
-    other_axes = [name for name in mesh.axis_names if name != axis]
-    available = ", ".join(map(repr, other_axes)) or "none"
-    unbound = re.search(r"unbound axis name: (\w+)", text) if isinstance(error, NameError) else None
-    if unbound and unbound[1] in other_axes:
-        return StructureError(
-            f"a function of the stack has a collective along {unbound[1]!r} outside of a shard_map over it",
-            expected="jax.shard_map around it, because the compiler shards arrays along all axes but the pipeline's",
-            got=text,
-            hint=f"call jax.shard_map(part, in_specs=..., out_specs=..., axis_names={{{unbound[1]!r}}})(h, weights)",
-        )
-    axis_match = re.search(r"refers to '(\w+)'", text) or re.search(r"axis_names=frozenset\(\{(.*?)\}\) to be", text)
-    is_shard_map_error = isinstance(error, ValueError) and "shard_map" in text
-    names = [unbound[1]] if unbound else re.findall(r"\w+", axis_match[1]) if axis_match and is_shard_map_error else []
-    if axis in names:
-        return _spec_error(axis, "", text.splitlines()[0])
-    missing = [name for name in names if name not in other_axes]
-    if missing:
-        return StructureError(
-            f"a function of the stack names an axis that the mesh does not have: {', '.join(missing)}",
-            expected=f"axes of the mesh other than {axis!r}: {available}",
-            got=text.splitlines()[0],
-            hint=f"use make_mesh({axis}=..., {missing[0]}=...), or another name in the function"
-            if missing[0] in ("data", "fsdp", "expert", "tensor")
-            else "name an axis of the mesh, or add the axis: jax.sharding.Mesh(devices, axis_names)",
-        )
-    if isinstance(error, ValueError) and "should match the mesh passed to shard_map" in text:
-        return StructureError(
-            "a function of the stack passes its own mesh to jax.shard_map",
-            expected=f"no mesh: the pipeline traces the function in a shard_map over {axis!r}, whose mesh it uses",
-            got=text,
-            hint="leave mesh= out: jax.shard_map(part, in_specs=..., out_specs=..., axis_names=...); without a "
-            "pipeline, call the function under jax.set_mesh(mesh)",
-        )
-    if isinstance(error, TypeError) and re.search(rf"V:[^}}]*\b{re.escape(axis)}\b", text):
-        return _spec_error(axis, "", text.splitlines()[0])
-    return None
-
-
-def _spec_error(axis: str, location: str, got: str) -> StructureError:
-    return StructureError(
-        f"a jax.shard_map{location and f' at {location}'} shards an array along {axis!r}, the axis of the pipeline",
-        expected="in_specs and out_specs with other axes of the mesh",
-        got=got,
-        hint=f"leave {axis!r} out of them: a block receives only the arrays of its own stage",
-    )
-
-
-def _with_source_lines(jaxpr: Any) -> Iterator[tuple[Any, str]]:
-    """Yield all operations with their source lines; one without a line gets that of the enclosing operation."""
-    for eqn, enclosing_line in walk(jaxpr, "", lambda eqn, _, enclosing_line: source_line(eqn) or enclosing_line):
-        yield eqn, source_line(eqn) or enclosing_line
-
-
-def _collective_axes(eqn: Any) -> tuple[Any, ...]:
-    """Return the axes of a collective; empty for other operations."""
-    if eqn.primitive.name not in _COLLECTIVES:
-        return ()
-    axes = eqn.params.get("axes", eqn.params.get("axis_name", ()))
-    return axes if isinstance(axes, tuple) else (axes,)
-
-
-def _divergent_branches(jaxpr: Any) -> Iterator[tuple[str, list[str], str]]:
-    """Yield branches and loops whose predicate varies along an axis of a collective inside them."""
-    for eqn, location in _with_source_lines(jaxpr):
-        kind = kind_of(eqn)
-        if kind in (Kind.BRANCH, Kind.WHILE):
-            predicate = eqn.invars[0] if kind is Kind.BRANCH else eqn.params["cond_jaxpr"].jaxpr.outvars[0]
-            varying = predicate.aval.manual_axis_type.varying
-            axes = {axis for body in bodies(eqn) for inner in equations(body.jaxpr) for axis in _collective_axes(inner)}
-            if varying & axes:
-                yield eqn.primitive.name, sorted(varying & axes), location
-
-
-def _undivided_calls(jaxpr: Any, axes: Sequence[str], platform: str) -> Iterator[tuple[str, str, Sequence[str]]]:
-    """Yield calls of foreign code, their lines, and the automatic axes of the mesh around them."""
-
-    def enter(eqn: Any, _: Any, context: tuple[Sequence[str], str]) -> tuple[Sequence[str], str]:
-        axes, location = context
-        manual_axes = eqn.params["newly_manual_axes"] if kind_of(eqn) is Kind.SHARD_MAP else ()
-        is_kernel_body = kind_of(eqn) is Kind.KERNEL
-        remaining_axes = () if is_kernel_body else [axis for axis in axes if axis not in manual_axes]
-        return remaining_axes, source_line(eqn) or location
-
-    for eqn, (remaining_axes, context) in walk(jaxpr, (axes, ""), enter):
-        is_kernel = kind_of(eqn) is Kind.KERNEL and platform == "tpu" and not eqn.params["interpret"]
-        if remaining_axes and (is_kernel or eqn.primitive.name == "pure_callback"):
-            call_name = "pallas_call" if is_kernel else "jax.pure_callback"
-            yield call_name, source_line(eqn) or context, remaining_axes
 
 
 def warn_of_deadlock(mesh: Mesh, axis: str) -> None:

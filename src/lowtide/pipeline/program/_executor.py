@@ -1,16 +1,8 @@
 """The SPMD program of a pipeline: loss and gradients, with memory that does not grow with the number of microbatches.
 
 The program is a `shard_map` over one axis of a mesh. Every rank runs a table of ticks; a tick has at most an input, a
-weight and a forward pass. A pass is a loop of zero or one iterations, so that it changes buffers and gradient totals in
-place. A `switch` would return them, and its branches copy the values that they pass through (JAX issues 38145, 16661).
-JAX differentiates only the stages, never the ticks (JAX issue 40823). No pass communicates along the pipeline's axis.
-
-Between passes only the values that the split keeps exist, in as many slots as the schedule needs at a time. Gradients
-are added to one total for each weight. The last function runs forward and backward in the input pass of the last stage,
-so logits are never kept. Losses are summed as they are computed.
-
-Known inefficiency: if only products read a float32 activation, a TPU keeps a bfloat16 copy of the whole buffer while a
-pass runs. Activations in bfloat16, the compute dtype of decoders, have no such copy.
+weight and a forward pass. Between passes only the values that the split keeps exist, in as many slots as the schedule
+needs at a time. Gradients are added to one total for each weight.
 
 Legend: R ranks, V stages per rank, K layers of the longest stage, M microbatches, T ticks.
 """
@@ -25,17 +17,49 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
-from ...core import LayerStack, ScheduleError, StackShapes, Tree, combine, format_bytes
+from ...core import (
+    OWN_NAMES,
+    LayerStack,
+    ScheduleError,
+    StackShapes,
+    StructureError,
+    Tree,
+    check_host_slices,
+    combine,
+    format_bytes,
+    recomputed,
+)
 from ...jaxprs import jaxpr_flops, make_jaxpr
-from ..schedules import Costs, Schedule, Tables, simulate, tables
-from ..split import Pass, PassFlops, Rows, TracedSplit, at, put, shape_of, trace_split
-from ._checks import refuse_collectives, refuse_undivided_calls
-from ._inplace import InPlacePasses, empty_buffer
+from ..schedules import Costs, Schedule, Tables, Waiting, simulate, tables
+from ..split import (
+    Buffers,
+    Environment,
+    Pass,
+    PassFlops,
+    Rows,
+    Slot,
+    TracedSplit,
+    Value,
+    at,
+    put,
+    shape_of,
+    trace_split,
+)
+from ._collectives import refuse_collectives, refuse_undivided_calls, without_permutes, wrap_without_permutes
 from ._layout import Layout
-from ._permutes import without_permutes, wrap_without_permutes
-from ._recomputing import recomputing
+
+# A pass is a loop of zero or one iterations, so that it changes buffers and gradient totals in place. A `switch` would
+# return them, and its branches copy the values that they pass through (JAX issues 38145, 16661). JAX differentiates
+# only the stages, never the ticks (JAX issue 40823). No pass communicates along the pipeline's axis.
+#
+# The last function runs forward and backward in the input pass of the last stage, so logits are never kept. Losses are
+# summed as they are computed.
+#
+# Known inefficiency: if only products read a float32 activation, a TPU keeps a bfloat16 copy of the whole buffer while
+# a pass runs. Activations in bfloat16, the compute dtype of decoders, have no such copy.
 
 State = dict[str, Any]
 Arrivals = dict[str, list[Any]]
@@ -354,10 +378,10 @@ class _Run(_Forward):
 
     def _tables(self) -> Tables:
         splits = self.program.splits(self.shapes.h)
-        self.parts: dict[str, InPlacePasses] = {}
+        self.parts: dict[str, _InPlacePasses] = {}
         for part, name in (("first", "outer"), ("blocks", "layers")):
             num_totals = len(jax.tree.leaves(self.weights.trainable[name]))
-            self.parts[part] = InPlacePasses(part, splits[part], [f"{name}/{i}" for i in range(num_totals)])
+            self.parts[part] = _InPlacePasses(part, splits[part], [f"{name}/{i}" for i in range(num_totals)])
         self.hoisted: dict[str, Any] = {"first": splits["first"].hoist(self.weights.outer)}
         chunk_values = [
             splits["blocks"].hoist(self.weights.of(chunk)) for chunk in range(self.program.schedule.stages_per_rank)
@@ -475,7 +499,7 @@ class _Run(_Forward):
         for part in self.parts.values():
             for residual in part.residuals:
                 if residual.buffer not in buffers:
-                    buffers[residual.buffer] = empty_buffer(residual, self.tables.num_slots[residual.buffer])
+                    buffers[residual.buffer] = _empty_buffer(residual, self.tables.num_slots[residual.buffer])
         for name in ("outer", "layers"):
             for i, leaf in enumerate(jax.tree.leaves(self.weights.trainable[name])):
                 buffers[f"{name}/{i}"] = _zero_total(leaf)
@@ -622,3 +646,208 @@ def _false_like(leaf: Any) -> Any:
 def _replace_leaves(tree: Tree, replacements: Tree) -> Tree:
     """Replace leaves of a tree by the others that are not None."""
     return jax.tree.map(lambda old, new: old if new is None else new, tree, replacements)
+
+
+# Passes on buffers. `TracedSplit` passes values between passes as arrays. Between the ticks of a program they are in
+# buffers, where a loop over layers writes and reads its rows directly. So a residual is never in memory twice. Values
+# of one shape that a pass leaves share a buffer.
+
+
+@dataclasses.dataclass(frozen=True)
+class _Residual:
+    """A value that a pass leaves for a later pass."""
+
+    value: Value
+    producer: Pass
+    last_reader: Pass
+    """The pass that reads it last."""
+    shape: jax.ShapeDtypeStruct
+    num_rows: int
+    """Number of rows that a loop writes one by one; 1 for a value that is written whole."""
+    is_on_host: bool
+    """Whether it is offloaded to the host."""
+    buffer: str
+    """Buffer that it shares with all values of this shape that the pass leaves."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Size for one microbatch, over all devices of a rank."""
+        return math.prod(self.shape.shape) * self.shape.dtype.itemsize
+
+
+class _InPlacePasses:
+    """The passes of one part of the model. `totals` are the buffers to which the gradients of its weights are added."""
+
+    def __init__(self, name: str, split: TracedSplit, totals: Sequence[str]) -> None:
+        self.name, self.split, self.totals = name, split, totals
+        self.residuals = [
+            _residual(split, value, *producer_and_reader)
+            for producer_and_reader, values in split.kept.items()
+            for value in values
+            if producer_and_reader[0] > 0
+        ]
+
+    def column(self, index: int) -> str:
+        """Return the table column with the slots of a residual."""
+        return f"{self.name}/{index}"
+
+    def saved_values(self) -> list[Waiting]:
+        """List the values that occupy slots of buffers."""
+        return [
+            Waiting(self.column(i), self.name, residual.producer.name[0], residual.last_reader.name[0], residual.buffer)
+            for i, residual in enumerate(self.residuals)
+        ]
+
+    def saved_bytes(self, producer: Pass, last_reader: Pass) -> int:
+        """Return the bytes that one pass of a microbatch leaves and another pass frees.
+
+        Bytes on the host count, too. If a schedule ignored them, they would grow with the number of microbatches.
+        """
+        return sum(
+            residual.num_bytes
+            for residual in self.residuals
+            if (residual.producer, residual.last_reader) == (producer, last_reader)
+        )
+
+    def forward(
+        self, buffers: Buffers, cell: dict[str, Any], weights: Tree, hoisted: Any, x: Tree, *extras: Tree
+    ) -> tuple[Tree, Buffers]:
+        """Run the forward pass; return the stage's result and the buffers."""
+        env = self.split.env(weights, hoisted, extras)
+        env.update(zip(self.split.arguments.x_values, self.split.arguments.x_arrays(x), strict=True))
+        buffers = self._run(Pass.FORWARD, env, buffers, cell, 0)
+        return self.split.results(env, buffers), buffers
+
+    def input(
+        self,
+        buffers: Buffers,
+        cell: dict[str, Any],
+        first_row: Any,
+        weights: Tree,
+        hoisted: Any,
+        dy: Tree,
+        *extras: Tree,
+    ) -> tuple[Tree, Buffers]:
+        """Run the input pass; return the gradient of the input and the buffers.
+
+        `cell` has table entries by column. `first_row` is the first row of the stage in the totals.
+        """
+        env = self.split.env(weights, hoisted, extras)
+        env.update(zip(self.split.arguments.dy_values, self.split.arguments.dy_arrays(dy), strict=True))
+        buffers = self._run(Pass.INPUT, env, buffers, cell, first_row)
+        return self.split.dx(env, buffers), buffers
+
+    def weight(
+        self, buffers: Buffers, cell: dict[str, Any], first_row: Any, weights: Tree, hoisted: Any, *extras: Tree
+    ) -> Buffers:
+        """Run the weight pass; return the buffers. The arguments are those of `input`."""
+        return self._run(Pass.WEIGHT, self.split.env(weights, hoisted, extras), buffers, cell, first_row)
+
+    def _run(self, pass_: Pass, env: Environment, buffers: Buffers, cell: dict[str, Any], first_row: Any) -> Buffers:
+        buffers = dict(buffers)
+        slots = {
+            residual.value: Slot(residual.buffer, cell[self.column(i)] * residual.num_rows)
+            for i, residual in enumerate(self.residuals)
+        }
+        env.update(
+            (residual.value, slots[residual.value])
+            for residual in self.residuals
+            if residual.producer < pass_ <= residual.last_reader
+        )
+        saved_slots = {
+            residual.value: slots[residual.value] for residual in self.residuals if residual.producer is pass_
+        }
+        gradients = self.split.gradients(pass_)
+        totals = {
+            atom: Slot(self.totals[i], first_row) for i, atom in gradients if self.split.plan.can_accumulate_rows(atom)
+        }
+        self.split.plan.run(pass_, env, buffers, saved_slots, totals)
+        for i, atom in gradients:
+            if not (isinstance(atom, Value) and atom in totals):
+                gradient = jnp.asarray(self.split.plan.read(atom, env, buffers))
+                buffers[self.totals[i]] = _add_gradient(buffers[self.totals[i]], first_row, gradient)
+        return buffers
+
+
+def _residual(split: TracedSplit, value: Value, producer: Pass, last_reader: Pass) -> _Residual:
+    shape = shape_of(value)
+    is_stacked = split.plan.is_stacked(value)
+    # If a loop reads some rows of a buffer and writes others, the compiler copies the buffer. So the buffer's name
+    # contains the pass that writes it, and later passes only read it.
+    is_on_host = value.aval.memory_space == jax.memory.Space.Host
+    kind = f"{producer.name.lower()}/{'host/' * is_on_host}{'rows' if is_stacked else 'one'}"
+    name = f"{kind}/{shape.dtype}/{'x'.join(map(str, shape.shape))}"
+    return _Residual(value, producer, last_reader, shape, shape.shape[0] if is_stacked else 1, is_on_host, name)
+
+
+def _empty_buffer(residual: _Residual, num_slots: int) -> Any:
+    """Make a buffer with `num_slots` slots in the memory space of its residual."""
+    dims = (num_slots, *residual.shape.shape)
+    if "rows/" in residual.buffer:
+        dims = (num_slots * residual.num_rows, *residual.shape.shape[1:])
+    if not residual.is_on_host:
+        return jnp.zeros(dims, residual.shape.dtype)
+    # The buffer is made row by row, so it is never whole on the device.
+    row = jnp.zeros(dims[1:], residual.shape.dtype)
+    return lax.scan(lambda _, __: (None, jax.device_put(row, jax.memory.Space.Host)), None, length=dims[0])[1]
+
+
+def _add_gradient(total: Any, first_row: Any, gradient: Any) -> Any:
+    if total.shape == gradient.shape:
+        return total + gradient.astype(total.dtype)
+    current = lax.dynamic_slice_in_dim(total, first_row, gradient.shape[0])
+    return lax.dynamic_update_slice_in_dim(total, current + gradient.astype(total.dtype), first_row, 0)
+
+
+_Block = Callable[[Tree, Any, Tree], Any]
+_INPUT_NAME = f"{OWN_NAMES}block_input"
+
+
+def recomputing(block: _Block, remat: bool | Callable[..., bool], *, inputs_on_host: bool) -> _Block:
+    """Make a block that recomputes in its backward pass, as `remat` selects (see `LayerStack.hidden`).
+
+    Raises while tracing: `StructureError` if no part of the input can be kept on the host, `PlacementError` for a GPU
+    whose XLA reads host memory in the wrong order.
+    """
+    if remat is False:
+        return block
+    policy = None if remat is True else remat
+    block = recomputed(block) if remat is True else block
+    if not inputs_on_host:
+        return jax.checkpoint(block, policy=policy, prevent_cse=False)
+
+    def named_block(layer: Tree, h: Any, batch: Tree) -> Any:
+        check_host_slices()
+        if not any(map(_can_wait_on_host, jax.tree.leaves(h))):
+            raise StructureError(
+                'inputs="host": no input of a block can be kept in host memory',
+                expected="a floating-point array with at least two axes in h",
+                got=str(jax.tree.map(lambda leaf: f"{leaf.dtype}{list(leaf.shape)}", h)),
+                hint='pass inputs="device"',
+            )
+        h = jax.tree.map(lambda leaf: checkpoint_name(leaf, _INPUT_NAME) if _can_wait_on_host(leaf) else leaf, h)
+        return block(layer, h, batch)
+
+    return jax.checkpoint(named_block, policy=_offload_policy(policy), prevent_cse=False)
+
+
+def _can_wait_on_host(leaf: Any) -> bool:
+    """Return whether it is an array of rows. A TPU cannot slice a single half-precision vector from host memory."""
+    return leaf.ndim > 1 and jnp.issubdtype(leaf.dtype, jnp.inexact)
+
+
+def _offload_policy(policy: Callable[..., Any] | None) -> Callable[..., Any]:
+    """Return a policy that offloads a block's input to the host and delegates everything else to `policy`."""
+    offload_input = jax.checkpoint_policies.save_and_offload_only_these_names(
+        names_which_can_be_saved=[],
+        names_which_can_be_offloaded=[_INPUT_NAME],
+        offload_src="device",
+        offload_dst="pinned_host",
+    )
+
+    def decide(primitive: Any, *args: Any, **params: Any) -> Any:
+        if policy is None or params.get("name") == _INPUT_NAME:
+            return offload_input(primitive, *args, **params)
+        return policy(primitive, *args, **params)
+
+    return decide

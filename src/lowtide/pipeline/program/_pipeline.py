@@ -20,9 +20,9 @@ from ...core import (
     ConfigError,
     LayerStack,
     LowtideError,
+    Selector,
     StructureError,
     Tree,
-    Selector,
     check_differentiable,
     combine,
     fractions,
@@ -41,9 +41,9 @@ from ._checks import (
     refuse_other_stages,
     refuse_unused_limit,
     refuse_wrong_types,
-    translate_error,
     warn_of_deadlock,
 )
+from ._collectives import translate_error
 from ._executor import Program, ResidentArrays
 from ._layout import Layout, layout
 from ._stages import StageReport, stage_report

@@ -1,17 +1,17 @@
 """Pipeline schedules as data: make, validate, simulate and draw them. This package needs no JAX."""
 
 from ._actions import Action as Action
+from ._actions import Costs as Costs
 from ._actions import Kind as Kind
-from ._costs import Costs as Costs
-from ._make import SCHEDULES as SCHEDULES
-from ._make import schedule as schedule
 from ._schedule import Schedule as Schedule
-from ._simulate import Simulation as Simulation
-from ._simulate import scan_makespan as scan_makespan
-from ._simulate import simulate as simulate
-from ._tables import Tables as Tables
-from ._tables import Waiting as Waiting
-from ._tables import tables as tables
+from ._search import SCHEDULES as SCHEDULES
+from ._search import schedule as schedule
+from ._simulation import Simulation as Simulation
+from ._simulation import scan_makespan as scan_makespan
+from ._simulation import simulate as simulate
+from ._ticks import Tables as Tables
+from ._ticks import Waiting as Waiting
+from ._ticks import tables as tables
 from ._ticks import ticks as ticks
 
 __all__ = [

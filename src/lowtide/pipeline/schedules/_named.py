@@ -1,17 +1,7 @@
-"""The named schedules: orders of forward and input passes. `_listing` inserts the weight passes.
+"""The named schedules: orders of forward and input passes. `_weight_passes` inserts the weight passes.
 
 Legend: R ranks, V stages per rank (chunks), M microbatches. Stages are placed in a loop (stage s on rank s mod R). With
 two chunks they can be placed in a V: down the ranks and up again, so the last stage is on the rank of the first stage.
-
-If the pattern of a schedule does not fit M, the order for a larger number is made and the surplus microbatches are
-removed. Removing microbatches cannot cause a deadlock: the remaining passes depend only on passes of the same
-microbatch.
-
-References:
-    GPipe: Huang et al. 2019. 1F1B: Narayanan et al. 2019 (PipeDream-flush). Interleaved: Narayanan et al. 2021.
-    Looped BFS: Lamy-Poirier 2023. ZB-H1, ZB-H2, interleaved zero bubble, ZB-V: Qi et al. 2024 ("Zero Bubble Pipeline
-    Parallelism"). V-Half, V-Min: Qi et al. 2024 ("Pipeline Parallelism with Controllable Memory"). DualPipeV: DeepSeek
-    2025, after "Cut-in-half" of Sea AI Lab.
 """
 
 from __future__ import annotations
@@ -22,17 +12,29 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 
 from ._actions import Action, Kind
-from ._squeeze import Slots, squeeze
+from ._schedule import prerequisites, result_key
+
+# If the pattern of a schedule does not fit M, the order for a larger number is made and the surplus microbatches are
+# removed. Removing microbatches cannot cause a deadlock: the remaining passes depend only on passes of the same
+# microbatch.
+#
+# References:
+#     GPipe: Huang et al. 2019. 1F1B: Narayanan et al. 2019 (PipeDream-flush). Interleaved: Narayanan et al. 2021.
+#     Looped BFS: Lamy-Poirier 2023. ZB-H1, ZB-H2, interleaved zero bubble, ZB-V: Qi et al. 2024 ("Zero Bubble Pipeline
+#     Parallelism"). V-Half, V-Min: Qi et al. 2024 ("Pipeline Parallelism with Controllable Memory"). DualPipeV:
+#     DeepSeek 2025, after "Cut-in-half" of Sea AI Lab.
 
 _F, _I, _B, _W = Kind.FORWARD, Kind.INPUT, Kind.BACKWARD, Kind.WEIGHT
-Orders = list[list[Action]]
+_Orders = list[list[Action]]
+_Slots = dict[Action, int]
+"""Slots in which a rank runs its passes; no two passes share a slot."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Recipe:
     """Recipe of a named schedule."""
 
-    orders: Callable[[int, int, int], Iterator[Orders]]
+    orders: Callable[[int, int, int], Iterator[_Orders]]
     """``orders(R, V, M)``: the candidate orders."""
     is_open: bool
     """Whether weight passes still have to be inserted."""
@@ -58,7 +60,7 @@ def _alternate(forwards: Sequence[Action], inputs: Sequence[Action], num_ahead: 
     return order
 
 
-def _breadth_first(num_ranks: int, chunks: int, num_microbatches: int) -> Orders:
+def _breadth_first(num_ranks: int, chunks: int, num_microbatches: int) -> _Orders:
     chunk_order = range(chunks)
     return [
         [Action(c * num_ranks + rank, _F, m) for c in chunk_order for m in range(num_microbatches)]
@@ -67,16 +69,16 @@ def _breadth_first(num_ranks: int, chunks: int, num_microbatches: int) -> Orders
     ]
 
 
-def _interleaved(num_ahead: Callable[[int, int, int], int], kind: Kind) -> Callable[[int, int, int], Orders]:
+def _interleaved(num_ahead: Callable[[int, int, int], int], kind: Kind) -> Callable[[int, int, int], _Orders]:
     """Make orders in groups of R microbatches: a group passes all chunks of a rank before the next group does.
 
     ``num_ahead(R, V, rank)`` is the number of forward passes before forward and backward passes alternate. `kind` is
     the kind of the backward passes. With one chunk the result is the order of 1F1B.
     """
 
-    def orders(num_ranks: int, chunks: int, num_microbatches: int) -> Orders:
+    def orders(num_ranks: int, chunks: int, num_microbatches: int) -> _Orders:
         groups = range(0, num_microbatches, num_ranks)
-        rank_orders: Orders = []
+        rank_orders: _Orders = []
         for rank in range(num_ranks):
 
             def passes(kind: Kind, order: Sequence[int], rank: int = rank) -> Iterator[Action]:
@@ -105,7 +107,7 @@ class _VRank:
                 self.counts.update([(counted, chunk) for counted in ((_I, _W) if kind is _B else (kind,))])
 
 
-def _zb_v(num_ranks: int, _: int, num_microbatches: int) -> Orders:
+def _zb_v(num_ranks: int, _: int, num_microbatches: int) -> _Orders:
     num_microbatches, rank_orders = max(num_microbatches, 2 * num_ranks), []
     # Warm-up, steady state (the line with four passes) and drain of ZB-V. The repeat counts need M >= 2 R.
     for rank in range(num_ranks):
@@ -121,7 +123,7 @@ def _zb_v(num_ranks: int, _: int, num_microbatches: int) -> Orders:
     return rank_orders
 
 
-def _dualpipe_v(num_ranks: int, _: int, num_microbatches: int) -> Orders:
+def _dualpipe_v(num_ranks: int, _: int, num_microbatches: int) -> _Orders:
     """Make the orders of DualPipeV with weight passes; backward passes in the middle are whole, to overlap with F."""
     num_microbatches, rank_orders = max(num_microbatches, 2 * num_ranks), []
     for rank in range(num_ranks):
@@ -145,7 +147,7 @@ def _dualpipe_v(num_ranks: int, _: int, num_microbatches: int) -> Orders:
     return rank_orders
 
 
-def _blocks(*hops: tuple[int, int, int, int]) -> Callable[[int, int, int], Iterator[Orders]]:
+def _blocks(*hops: tuple[int, int, int, int]) -> Callable[[int, int, int], Iterator[_Orders]]:
     """Make a V in which each microbatch follows the previous one after six units, in one pattern: plain and squeezed.
 
     Each of `hops` holds the units between the passes of neighbouring ranks, for F0, F1, I1 and I0. Their sum sets the
@@ -153,7 +155,7 @@ def _blocks(*hops: tuple[int, int, int, int]) -> Callable[[int, int, int], Itera
     third.
     """
 
-    def orders(num_ranks: int, _: int, num_microbatches: int) -> Iterator[Orders]:
+    def orders(num_ranks: int, _: int, num_microbatches: int) -> Iterator[_Orders]:
         # The residuals of a rank's two chunks live about sum(hops) * (R - 1) units in total. Each chunk holds half of a
         # microbatch's residuals, and a microbatch starts every 6 units. So a rank holds about sum(hops) * R / 12
         # microbatches.
@@ -163,7 +165,7 @@ def _blocks(*hops: tuple[int, int, int, int]) -> Callable[[int, int, int], Itera
                     _periodic_slots(rank, num_ranks, offsets[rank], num_microbatches) for rank in range(num_ranks)
                 ]
                 yield (
-                    squeeze(rank_slots)
+                    _squeeze(rank_slots)
                     if is_squeezed
                     else [sorted(slots, key=slots.__getitem__) for slots in rank_slots]
                 )
@@ -171,7 +173,7 @@ def _blocks(*hops: tuple[int, int, int, int]) -> Callable[[int, int, int], Itera
     return orders
 
 
-def _periodic_slots(rank: int, num_ranks: int, starts: tuple[int, ...], num_microbatches: int) -> Slots:
+def _periodic_slots(rank: int, num_ranks: int, starts: tuple[int, ...], num_microbatches: int) -> _Slots:
     """Return the slots in which a rank runs its passes of all microbatches."""
     stages = rank, 2 * num_ranks - 1 - rank
     passes = zip(((0, _F), (1, _F), (1, _I), (0, _I)), starts, strict=True)
@@ -211,8 +213,84 @@ def _offsets(
             yield offsets
 
 
-def _single_candidate(orders: Callable[[int, int, int], Orders]) -> Callable[[int, int, int], Iterator[Orders]]:
+def _single_candidate(orders: Callable[[int, int, int], _Orders]) -> Callable[[int, int, int], Iterator[_Orders]]:
     return lambda *sizes: iter([orders(*sizes)])
+
+
+def _squeeze(ranks: Sequence[_Slots]) -> list[list[Action]]:
+    """Move passes outside the steady part of a periodic schedule to earlier slots; return the order on every rank.
+
+    `ranks` holds the slots of forward and input passes for each rank. The first rank has the first stage. The result
+    has no weight passes.
+    """
+    # In a V where all microbatches follow one pattern, the middle is tight but slots stay free while the pipeline fills
+    # and drains. A pass may move there as soon as its inputs exist, if the peak memory of its rank does not rise. The
+    # idea is from Qi et al., "Pipeline Parallelism with Controllable Memory", 2024. All passes take one slot here. Real
+    # costs are considered later, when the weight passes are placed.
+    first = ranks[0]
+    # The steady part lasts from the first input pass of stage 0 to its last forward pass.
+    steady = (
+        first[Action(0, Kind.INPUT, 0)],
+        max(slot for action, slot in first.items() if action.stage == 0 and action.kind is Kind.FORWARD),
+    )
+    full = [_add_weights(slots) for slots in ranks]
+    _move_earlier(full, lambda slot: not steady[0] <= slot <= steady[1])
+    # The weight passes fill the remaining slots, so they need not block other passes.
+    orders = [{action: slot for action, slot in slots.items() if action.kind is not Kind.WEIGHT} for slots in full]
+    _move_earlier(orders, lambda slot: slot > steady[1])
+    return [sorted(slots, key=slots.__getitem__) for slots in orders]
+
+
+def _add_weights(slots: _Slots) -> _Slots:
+    """Add each weight pass in the next free slot after its input pass."""
+    result, taken, free = dict(slots), set(slots.values()), 0
+    for slot, action in sorted((slot, action) for action, slot in slots.items() if action.kind is Kind.INPUT):
+        free = max(free, slot) + 1
+        while free in taken:
+            free += 1
+        result[action._replace(kind=Kind.WEIGHT)] = free
+    return result
+
+
+def _move_earlier(rank_slots: Sequence[_Slots], may_move: Callable[[int], bool]) -> None:
+    """Move passes to the earliest free slots after their inputs, if there is memory for their residuals.
+
+    Changes `rank_slots` in place. ``may_move(slot)`` returns whether the pass in a slot may move.
+    """
+    num_stages = 1 + max(action.stage for slots in rank_slots for action in slots)
+    counts = [_residual_counts(slots) for slots in rank_slots]
+    peaks = [max(rank_counts) for rank_counts in counts]
+    taken = [set(slots.values()) for slots in rank_slots]
+    slots_by_result = {result_key(action): current for slots in rank_slots for action, current in slots.items()}
+    for current, rank, action in sorted(
+        (current, rank, action) for rank, slots in enumerate(rank_slots) for action, current in slots.items()
+    ):
+        if not may_move(current):
+            continue
+        stage, kind, microbatch = action
+        input_slots = [
+            slots_by_result[needed_kind, needed_stage, microbatch]
+            for needed_kind, needed_stage in prerequisites(action, num_stages)
+        ]
+        input_slots.append(slots_by_result.get((kind, stage, microbatch - 1), -1))  # microbatches keep their order
+        change = _RESIDUAL_CHANGES.get(kind, 0)
+        for slot in range(max(input_slots) + 1, current):
+            if slot not in taken[rank] and (change <= 0 or max(counts[rank][slot:current]) + change <= peaks[rank]):
+                taken[rank].remove(current)
+                taken[rank].add(slot)
+                counts[rank][slot:current] = [count + change for count in counts[rank][slot:current]]
+                rank_slots[rank][action] = slots_by_result[result_key(action)] = slot
+                break
+
+
+_RESIDUAL_CHANGES = {Kind.FORWARD: 1, Kind.WEIGHT: -1}
+"""Change of the number of residuals that a rank holds after a pass."""
+
+
+def _residual_counts(slots: _Slots) -> list[int]:
+    """Return the number of passes whose residuals a rank holds, after every slot."""
+    changes = {slot: _RESIDUAL_CHANGES.get(action.kind, 0) for action, slot in slots.items()}
+    return list(itertools.accumulate(changes.get(slot, 0) for slot in range(max(changes) + 1)))
 
 
 NAMED: dict[str, Recipe] = {

@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from ...core import ConfigError, ScheduleError, is_count, write_files
-from ._actions import Action, Kind, parse_actions
-from ._costs import Costs
+from ._actions import Action, Costs, Kind, parse_actions
 
 Order = tuple[Action, ...]
 Ends = dict[tuple[Kind, int, int], float]

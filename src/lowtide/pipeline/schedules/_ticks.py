@@ -1,23 +1,26 @@
-"""Ticks: which passes all ranks of one lockstep program run together.
+"""Ticks: which passes all ranks of one lockstep program run together, and the tables that such a program reads.
 
 In a tick a rank runs at most one pass of each kind: first an input pass, then a weight pass, then a forward pass. This
 order frees memory before it takes memory. A tick lasts as long as its slowest rank. The result of a forward pass is
 sent while the backward passes of the next tick run. The result of an input pass is sent while the later passes of its
 tick run.
-
-A schedule without explicit ticks has one action in each tick: a rank runs its next action in the first tick after the
-ticks of its inputs.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import heapq
+import itertools
 import math
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from ._actions import Action, Kind
-from ._costs import Costs
-from ._schedule import Ends, Schedule, ready_time, result_key, sends_result
+import numpy as np
+
+from ...core import ScheduleError
+from ._actions import Action, Costs, Kind
+from ._schedule import Ends, Schedule, reader_of, ready_time, result_key, sends_result
 
 Cell = tuple[Action, ...]
 """Actions of a rank in a tick, in the order in which it runs them."""
@@ -25,6 +28,9 @@ Cell = tuple[Action, ...]
 
 def ticks(schedule: Schedule, *, forward_only: bool = False) -> list[tuple[Cell, ...]]:
     """Make the table of a lockstep program: the actions of each rank in each tick.
+
+    A schedule without explicit ticks has one action in each tick: a rank runs its next action in the first tick after
+    the ticks of its inputs.
 
     Args:
         schedule: the schedule to run.
@@ -101,3 +107,212 @@ def receiving_ranks(row: Sequence[Cell], placement: Sequence[int]) -> set[int]:
         for action in cell
         if action.kind is Kind.FORWARD and sends_result(action, placement)
     }
+
+
+# Two kinds of values wait in slots of buffers: an activation or cotangent that another rank sent, and a value that a
+# pass leaves to a later pass. Each occupies a slot from the tick in which it arrives to the tick that reads it last.
+
+KINDS = ("F", "I", "W")
+"""The passes of a row in order: the forward pass of a tick, then the backward passes of the next tick.
+
+So each pass reads values from earlier passes of its row or from earlier rows. It needs no value that a later pass of
+its row overwrites. I and W of a whole backward pass are in one row, for one microbatch."""
+_PASS_COLUMNS = ("runs", "chunk", "microbatch", "is_first", "is_last", "num_layers", "message")
+"""Columns of each pass: whether it runs, on which chunk and microbatch, and the slot of the message that it reads."""
+_ARRIVAL_COLUMNS = ("from_left", "from_right", "from_here")
+"""Slots for results that arrive from the left or right neighbour or from this rank (-1: none)."""
+_PASS_STARTS = {"F": 0, "I": 2, "W": 4}
+"""Start of each pass in a row of eight moments. The result of the row's forward pass arrives at moment 1 if it stays on
+its rank, and at moment 6 on another rank. Results of the input passes of the previous row arrive at moment 1."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Waiting:
+    """A value that one pass leaves to another pass of the same stage and microbatch."""
+
+    column: str
+    """Table column that holds its slot."""
+    part: str
+    """``first``: only stage 0 has it; ``blocks``: every stage has it."""
+    made: str
+    """The pass that produces it: F or I."""
+    read: str
+    """The pass that reads it last: I or W."""
+    buffer: str
+    """Buffer that holds it, together with other values of its shape."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Tables:
+    """A schedule in the form that one program runs."""
+
+    columns: tuple[str, ...]
+    """Column names ``pass/field``. The fields say whether and on what the pass runs, and which message it reads. Others
+    are the slots of arriving messages of its kind and of each waiting value."""
+    rows: np.ndarray
+    """Table entries by row, rank and column, int32 of shape [T, R, C]."""
+    num_messages: int
+    """Number of slots of the buffer for messages between ranks."""
+    num_slots: dict[str, int]
+    """Number of slots of each buffer for values that passes leave."""
+    used: dict[str, tuple[int, ...]]
+    """Number of slots that each rank uses, for each of these buffers and for ``messages``."""
+
+    def comes(self, kind: str, name: str) -> bool:
+        """Return whether any message of this pass kind arrives from this source."""
+        return bool((self.rows[:, :, self.columns.index(f"{kind}/{name}")] >= 0).any())
+
+
+def tables(
+    schedule: Schedule,
+    layers_per_stage: Sequence[int],
+    waiting: Sequence[Waiting] = (),
+    *,
+    forward_only: bool = False,
+) -> Tables:
+    """Make the tables of a schedule.
+
+    Args:
+        schedule: the schedule to run.
+        layers_per_stage: number of layers of every stage.
+        waiting: values that passes leave to later passes.
+        forward_only: whether to leave out the backward passes, as an evaluation does.
+
+    Returns:
+        The tables.
+
+    Raises:
+        ScheduleError: when consecutive stages are on ranks that are not neighbours.
+    """
+    _refuse_distant_ranks(schedule)
+    table = ticks(schedule, forward_only=forward_only)
+    pass_rows = _pass_rows(table)
+    chunks = {stage: i for rank in range(schedule.num_ranks) for i, stage in enumerate(schedule.stages_of(rank))}
+    messages, num_message_slots = _assign_slots(_message_lifetimes(schedule, pass_rows))
+    slots, counts = _saved_value_slots(schedule, pass_rows, waiting)
+    names = (*_PASS_COLUMNS, *_ARRIVAL_COLUMNS, *(saved_value.column for saved_value in waiting))
+    columns = {f"{kind}/{name}": i for i, (kind, name) in enumerate(itertools.product(KINDS, names))}
+    rows = np.zeros((1 + max(pass_rows.values()), schedule.num_ranks, len(columns)), np.int32)
+    rows[:, :, [i for name, i in columns.items() if name.partition("/")[2] in _ARRIVAL_COLUMNS]] = -1
+    for (stage, kind, microbatch), row in pass_rows.items():
+        rank = schedule.placement[stage]
+        cell = {
+            "runs": 1,
+            "chunk": chunks[stage],
+            "microbatch": microbatch,
+            "is_first": stage == 0,
+            "is_last": stage == schedule.num_stages - 1,
+            "num_layers": layers_per_stage[stage],
+            "message": messages.get((stage, kind, microbatch), 0),
+            **{saved_value.column: slots.get((stage, saved_value.column, microbatch), 0) for saved_value in waiting},
+        }
+        for name, value in cell.items():
+            rows[row, rank, columns[f"{kind}/{name}"]] = value
+        reader = _reader_key(schedule, Action(stage, Kind(kind), microbatch))
+        if reader in messages:
+            destination = schedule.placement[reader[0]]
+            # With two ranks, each is both the left and the right neighbour of the other; the message counts as from the
+            # left.
+            side = 2 if destination == rank else 0 if destination == (rank + 1) % schedule.num_ranks else 1
+            rows[row + (kind == "I"), destination, columns[f"{kind}/{_ARRIVAL_COLUMNS[side]}"]] = messages[reader]
+    counts["messages"] = num_message_slots
+    used = {name: tuple(count[rank] for rank in range(schedule.num_ranks)) for name, count in counts.items()}
+    num_slots = {name: max(rank_counts) for name, rank_counts in used.items()}
+    num_messages = max(num_slots.pop("messages"), 1)  # a single stage receives no messages
+    return Tables(tuple(columns), rows, num_messages, num_slots, used)
+
+
+_Key = tuple[int, str, int]
+"""A stage, a pass or a column, and a microbatch."""
+
+
+class _Lifetime(NamedTuple):
+    """Half-open interval of moments in which a value occupies a slot on a rank."""
+
+    begin: int
+    end: int
+    rank: int
+    key: _Key
+
+
+def _pass_rows(table: Iterable[tuple[Cell, ...]]) -> dict[_Key, int]:
+    """Return the row of every pass; a whole backward pass counts as I and W."""
+    return {
+        (action.stage, kind, action.microbatch): tick - (kind != "F")
+        for tick, row in enumerate(table)
+        for cell in row
+        for action in cell
+        for kind in ("IW" if action.kind is Kind.BACKWARD else action.kind.value)
+    }
+
+
+def _assign_slots(lifetimes: Iterable[_Lifetime]) -> tuple[dict[_Key, int], Counter[int]]:
+    """Assign a slot to each interval, separately on each rank, and count the slots of each rank.
+
+    Slots are assigned like registers, by colouring intervals. For intervals this needs no more slots than values that
+    are alive at the same time.
+    """
+    slots: dict[_Key, int] = {}
+    free: dict[int, list[int]] = {}
+    busy: dict[int, list[tuple[int, int]]] = {}
+    counts: Counter[int] = Counter()
+    # In order of start, an interval takes the lowest slot that is free. A slot is free again when its interval ends.
+    for begin, end, rank, key in sorted(lifetimes):
+        available, taken = free.setdefault(rank, []), busy.setdefault(rank, [])
+        while taken and taken[0][0] <= begin:
+            heapq.heappush(available, heapq.heappop(taken)[1])
+        if not available:
+            heapq.heappush(available, counts[rank])
+            counts[rank] += 1
+        slots[key] = heapq.heappop(available)
+        heapq.heappush(taken, (end, slots[key]))
+    return slots, counts
+
+
+def _message_lifetimes(schedule: Schedule, pass_rows: dict[_Key, int]) -> Iterable[_Lifetime]:
+    """Yield the interval of each message, from the moment in which it arrives."""
+    for (stage, kind, microbatch), row in pass_rows.items():
+        reader = _reader_key(schedule, Action(stage, Kind(kind), microbatch))
+        if reader in pass_rows:
+            rank = schedule.placement[reader[0]]
+            is_local = rank == schedule.placement[stage]
+            begin = 8 * (row + 1) + 1 if kind == "I" else 8 * row + (1 if is_local else 6)
+            yield _Lifetime(begin, 8 * pass_rows[reader] + _PASS_STARTS[reader[1]] + 1, rank, reader)
+
+
+def _saved_value_slots(
+    schedule: Schedule, pass_rows: dict[_Key, int], waiting: Sequence[Waiting]
+) -> tuple[dict[_Key, int], dict[str, Counter[int]]]:
+    stages = {"first": (0,), "blocks": range(schedule.num_stages)}
+    lifetimes: dict[str, list[_Lifetime]] = {}
+    for saved_value in waiting:
+        for (stage, kind, microbatch), row in pass_rows.items():
+            if kind == saved_value.made and stage in stages[saved_value.part]:
+                begin = 8 * row + _PASS_STARTS[kind]
+                end = 8 * pass_rows[stage, saved_value.read, microbatch] + _PASS_STARTS[saved_value.read] + 1
+                lifetime = _Lifetime(begin, end, schedule.placement[stage], (stage, saved_value.column, microbatch))
+                lifetimes.setdefault(saved_value.buffer, []).append(lifetime)
+    all_slots: dict[_Key, int] = {}
+    counts: dict[str, Counter[int]] = {}
+    for buffer, buffer_lifetimes in lifetimes.items():
+        slots, counts[buffer] = _assign_slots(buffer_lifetimes)
+        all_slots.update(slots)
+    return all_slots, counts
+
+
+def _reader_key(schedule: Schedule, action: Action) -> _Key:
+    """Return the pass that reads an action's result: stage, kind (empty if no pass reads it) and microbatch."""
+    kind, stage = reader_of(action, schedule.num_stages) or ("", action.stage)
+    return stage, kind, action.microbatch
+
+
+def _refuse_distant_ranks(schedule: Schedule) -> None:
+    num_ranks = schedule.num_ranks
+    for stage, (rank, next_rank) in enumerate(zip(schedule.placement, schedule.placement[1:], strict=False)):
+        if (rank - next_rank) % num_ranks not in (0, 1, num_ranks - 1):
+            raise ScheduleError(
+                f"{schedule.name}: stages {stage} and {stage + 1} are on ranks that are not neighbours",
+                expected=f"stage {stage + 1} on rank {rank}, {(rank + 1) % num_ranks} or {(rank - 1) % num_ranks}",
+                got=f"rank {next_rank}",
+                hint="renumber the ranks: the program sends activations only to the next and the previous rank",
+            )

@@ -9,13 +9,13 @@ from ._replay import Slot as Slot
 from ._replay import at as at
 from ._replay import put as put
 from ._replay import shape_of as shape_of
+from ._split import PassFlops as PassFlops
 from ._split import Residuals as Residuals
 from ._split import StageSplit as StageSplit
 from ._split import TracedSplit as TracedSplit
+from ._split import Unsplit as Unsplit
 from ._split import split_backward as split_backward
 from ._split import trace_split as trace_split
-from ._work import PassFlops as PassFlops
-from ._work import Unsplit as Unsplit
 
 __all__ = [
     "Buffers",

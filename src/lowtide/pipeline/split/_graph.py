@@ -74,7 +74,7 @@ class Op:
     is_heavy: bool = False
     """Whether it is too expensive to run twice, or to be moved for a few bytes."""
     eqn: Any = None
-    """Its equation; None for an operation that `_inner` made."""
+    """Its equation; None for an operation that `_nested` made."""
     flops: int = 0
     """FLOPs of one iteration of the innermost loop that contains it."""
 

@@ -1,4 +1,9 @@
-"""Make a schedule from its name, for any number of stages and microbatches, costs and memory limits."""
+"""Search for a schedule by its name, for any number of stages and microbatches, costs and memory limits.
+
+A named schedule is the best of the candidates of its recipe. ``auto`` compares named, packed and greedy schedules. Its
+result is no worse than any named schedule with as many stages per rank. It is not always optimal: an optimum needs an
+integer program (Qi et al., "Zero Bubble Pipeline Parallelism", 2024).
+"""
 
 from __future__ import annotations
 
@@ -7,20 +12,18 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from difflib import get_close_matches
 from functools import partial
 from numbers import Real
 from typing import Any
 
 from ...core import ConfigError, ScheduleError, is_count
-from ._auto import ScheduleMaker, best, greedy_orders
-from ._costs import Costs
-from ._listing import place_weights
+from ._actions import Action, Costs, Kind
 from ._named import NAMED, Recipe, place_stages
-from ._packing import WeightPolicy, pack_ticks
-from ._schedule import Schedule
-from ._simulate import simulate
+from ._schedule import Order, Schedule
+from ._simulation import simulate
+from ._weight_passes import ListScheduler, WeightPolicy, pack_ticks, place_weights
 
 
 def schedule(
@@ -160,7 +163,7 @@ class _AutoSearch:
             for name, recipe in NAMED.items()
             if chunks in recipe.chunks or (not recipe.chunks and chunks > 1)
         }
-        candidates: list[ScheduleMaker] = [partial(make, name=name) for name in recipes]
+        candidates: list[_ScheduleMaker] = [partial(make, name=name) for name in recipes]
         candidates += [
             partial(pack, name=name, in_pairs=in_pairs, weight_policy=weight_policy)
             for name, recipe in recipes.items()
@@ -168,10 +171,10 @@ class _AutoSearch:
             if recipe.is_open
         ]
         if not self.lockstep or memory_limit is not None:  # a limit may rule out all named ones
-            candidates += greedy_orders(num_ranks, self.chunks, costs, limits)
+            candidates += _greedy_orders(num_ranks, self.chunks, costs, limits)
         num_microbatches = self.num_microbatches
         num_trials = _num_trial_microbatches(num_microbatches, num_ranks)
-        result = best(
+        result = _find_best(
             candidates, num_microbatches, num_trials, costs, limits, lockstep=self.lockstep, placement=placement
         )
         return dataclasses.replace(result, name="auto")
@@ -353,3 +356,158 @@ def _refuse_excess_memory(result: Schedule, costs: Costs, limits: Sequence[float
 _AUTO = Recipe(orders=lambda *_: iter(()), is_open=True, chunks=(), limit=lambda num_ranks, _: 2 * num_ranks - 1)
 SCHEDULES = (*NAMED, "auto")
 """The names that `schedule` takes."""
+
+
+# Candidates for ``auto``. Packed candidates are named schedules in ticks of several passes. Greedy candidates are tried
+# for asynchronous ranks. They are also tried under a memory limit, because named schedules need a fixed amount of
+# memory.
+_ScheduleMaker = Callable[[int], Schedule]
+"""Makes a schedule for a given number of microbatches."""
+
+
+def _find_best(
+    candidates: Iterable[_ScheduleMaker],
+    num_microbatches: int,
+    num_trial_microbatches: int,
+    costs: Costs,
+    limits: Sequence[float],
+    *,
+    lockstep: bool,
+    placement: tuple[int, ...] | None = None,
+) -> Schedule:
+    """Return the candidate that ends first within the limits; of equal ones, the candidate that holds least memory.
+
+    Candidates are ranked with `num_trial_microbatches`. `limits` is the memory of each rank. `placement` is the
+    required rank of each stage; None allows any. Raises `ScheduleError` when no candidate is within the limits.
+    """
+
+    def within(maker: _ScheduleMaker, count: int) -> tuple[float, float, Schedule] | None:
+        try:
+            candidate = maker(count)
+        except ScheduleError:
+            return None
+        if placement is not None and candidate.placement != placement:
+            return None
+        run = simulate(candidate, costs, lockstep=lockstep)
+        if any(peak > limit * (1 + 1e-9) for peak, limit in zip(run.peaks, limits, strict=True)):
+            return None
+        return round(run.makespan, 9), max(run.peaks), candidate  # sums in another order differ by rounding
+
+    makers = list(candidates)
+    rated = [
+        (*rating, i) for i, maker in enumerate(makers) if (rating := within(maker, num_trial_microbatches)) is not None
+    ]
+    rated.sort(key=lambda entry: (entry[:2], entry[3]))
+    if num_trial_microbatches == num_microbatches and rated:
+        return rated[0][2]
+    # With few microbatches, the start and the end weigh more than the middle. So the four best candidates that fit are
+    # compared with all microbatches.
+    fitting = (rating for _, _, _, i in rated if (rating := within(makers[i], num_microbatches)) is not None)
+    finalists = list(itertools.islice(fitting, 4))
+    if finalists:
+        return min(finalists, key=lambda rating: rating[:2])[2]
+    raise ScheduleError(
+        "no schedule stays within the memory_limit",
+        expected="a limit of at least one microbatch's residuals on each rank",
+        got=", ".join(f"{limit:g}" for limit in limits),
+        hint="raise memory_limit, or use more stages",
+    )
+
+
+def _greedy_orders(num_ranks: int, chunks: int, costs: Costs, limits: Sequence[float]) -> Iterator[_ScheduleMaker]:
+    """Yield makers of greedy schedules, which differ in the number of microbatches that a rank may have started."""
+    for is_v in (False, True)[: 2 if chunks > 1 else 1]:
+        placement = place_stages(num_ranks, chunks, is_v=is_v)
+        microbatch_memory = costs.by_rank(placement)
+        # `max_started` is the number of microbatches that a rank may have started. None: a rank starts a microbatch
+        # only if all its passes on this rank fit into memory, so a limit of one microbatch cannot block it.
+        for max_started in (
+            num_ranks,
+            num_ranks + 1,
+            3 * num_ranks // 2,
+            2 * num_ranks - 1,
+            2 * num_ranks,
+            math.inf,
+            None,
+        ):
+            max_microbatches = max_started or math.inf
+            caps = [
+                min(limit, max_microbatches * memory if memory else math.inf)
+                for limit, memory in zip(limits, microbatch_memory, strict=True)
+            ]
+            reserved = microbatch_memory if max_started is None else None
+
+            def make(
+                num_microbatches: int,
+                placement: tuple[int, ...] = placement,
+                caps: Sequence[float] = caps,
+                reserved: Sequence[float] | None = reserved,
+            ) -> Schedule:
+                orders = _Greedy(placement, num_microbatches, costs, caps, reserved).run()
+                return Schedule(name="auto", num_microbatches=num_microbatches, placement=placement, orders=orders)
+
+            yield make
+
+
+class _Greedy:
+    """Greedy choice of the next action on every rank: list scheduling without a given order of F and I.
+
+    A rank runs the first action that it can: an input pass, which the previous rank waits for; then a forward pass, if
+    memory allows. It runs a weight pass where it would wait otherwise.
+
+    `reserved` is the memory of one microbatch on each rank, reserved before the microbatch starts there. None: each
+    forward pass reserves its own memory.
+    """
+
+    def __init__(
+        self,
+        placement: Sequence[int],
+        num_microbatches: int,
+        costs: Costs,
+        limits: Sequence[float],
+        reserved: Sequence[float] | None,
+    ) -> None:
+        self.placement, self.num_microbatches, self.costs, self.limits = placement, num_microbatches, costs, limits
+        self.reserved = reserved
+        self.stages = [[s for s, owner in enumerate(placement) if owner == rank] for rank in range(len(limits))]
+        self.next_microbatch = {
+            (kind, stage): 0 for kind in (Kind.FORWARD, Kind.INPUT) for stage in range(len(placement))
+        }
+        self.scheduler = ListScheduler(len(limits), placement, costs, self._change)
+
+    def run(self) -> tuple[Order, ...]:
+        """Return the actions of all ranks, in the order in which they are decided."""
+        orders = self.scheduler.run(self._choose, self._count)
+        if sum(map(len, orders)) < 3 * self.num_microbatches * len(self.placement):
+            raise ScheduleError("a greedy schedule cannot continue within its memory", hint="raise memory_limit")
+        return orders
+
+    def _choose(self, rank: int) -> Action | None:
+        return min(self._candidates(rank), default=(0.0, 0, None))[-1]
+
+    def _count(self, _: int, action: Action) -> None:
+        self.next_microbatch[action.kind, action.stage] += 1
+
+    def _change(self, action: Action) -> float:
+        """Return the memory that an action allocates; negative if the action frees memory."""
+        if self.reserved is None or action.kind is not Kind.FORWARD:
+            return self.costs.kept(action)
+        rank = self.placement[action.stage]
+        return self.reserved[rank] if action.stage == self.stages[rank][0] else 0.0
+
+    def _candidates(self, rank: int) -> Iterator[tuple[float, int, Action]]:
+        """Yield the possible next actions: start time, urgency (lower is more urgent), and the action."""
+        for stage in self.stages[rank]:
+            for kind in (Kind.INPUT, Kind.FORWARD):
+                action = Action(stage, kind, self.next_microbatch[kind, stage])
+                if action.microbatch == self.num_microbatches:
+                    continue
+                if (
+                    kind is Kind.FORWARD
+                    and self.scheduler.memory[rank] + self._change(action) > self.limits[rank] + 1e-9
+                ):
+                    continue
+                # Input passes come first, the earliest stage before later ones. Of forward passes, the latest stage
+                # comes first.
+                urgency = stage if kind is Kind.INPUT else 2 * len(self.placement) - stage
+                yield max(self.scheduler.ready_time(action), self.scheduler.times[rank]), urgency, action

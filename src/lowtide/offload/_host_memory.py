@@ -1,0 +1,400 @@
+"""Host memory: move leaves of a tree there or back, and make, read and write arrays in it on TPUs, GPUs and CPUs.
+
+JAX has a memory kind in every concrete sharding and a memory space in every traced type. This module sets both, so one
+call works for a loaded checkpoint, a traced function and an ahead-of-time compile.
+"""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
+
+from ..core import (
+    LOW_TILES,
+    ConfigError,
+    PlacementWarning,
+    SelectionError,
+    Selector,
+    Tree,
+    check_host_slices,
+    has_tall_tiles,
+    is_key,
+    is_row_major,
+    leaves_with_paths,
+    memory_space,
+    on_host,
+    select,
+    slice_step,
+    traced_device,
+    zero_after,
+)
+from ..core._compat import row_major
+
+# Limits. A program can reach only ``pinned_host``, so `to_host` has no other kind. A shape with a
+# `jax.sharding.SingleDeviceSharding` loses its memory kind when JAX traces it (jax 0.10.2), so it gets a mesh of that
+# one device. Compile-only GPUs have no host memory: a shape placed there stays on the device, with a warning.
+
+_MEMORY_KINDS = ("device", "pinned_host", "unpinned_host")
+
+
+def to_host(tree: Tree, where: Selector = "**") -> Tree:
+    """Move leaves to the memory of the machine that holds their device.
+
+    Args:
+        tree: any pytree. Arrays (including NumPy's) and tracers are moved. A `jax.ShapeDtypeStruct` gets a sharding in
+            host memory, on JAX's default device if it has none. Other leaves stay unchanged.
+        where: selects the leaves: globs on tree paths or a predicate, as in `lowtide.core.select`.
+
+    Returns:
+        The tree; arrays keep their devices and sharding, with the memory kind ``pinned_host``.
+
+    Raises:
+        SelectionError: when `where` selects nothing.
+
+    Memory:
+        One host copy of every leaf that moves. The device copy lives until the caller drops or donates it.
+
+    Examples:
+        >>> import jax.numpy as jnp
+        >>> moved = to_host({"layers": jnp.ones((2, 3)), "head": jnp.ones(3)}, "layers")
+        >>> moved["layers"].sharding.memory_kind, moved["head"].sharding.memory_kind
+        ('pinned_host', 'device')
+
+    References:
+        JAX's tutorial "Memories and host offloading".
+    """
+    return _move(tree, where, "pinned_host")
+
+
+def to_device(tree: Tree, where: Selector = "**") -> Tree:
+    """Move leaves to device memory: the inverse of `to_host`, with the same arguments.
+
+    Args:
+        tree: any pytree, as in `to_host`.
+        where: selects the leaves, as in `to_host`.
+
+    Returns:
+        The tree, with the selected arrays in the memory kind ``device``.
+
+    Raises:
+        SelectionError: when `where` selects nothing.
+
+    Memory:
+        One device copy of every leaf that moves. Inside a jitted function the compiler decides how long it lives. It
+        copies all leaves of a tree at once (`lowtide.offload.scan` moves one layer at a time).
+
+    Examples:
+        >>> import jax.numpy as jnp
+        >>> double = jax.jit(lambda w: to_device(w) * 2)
+        >>> double(to_host(jnp.ones(3))).sharding.memory_kind
+        'device'
+    """
+    return _move(tree, where, "device")
+
+
+def _move(tree: Tree, selector: Selector, kind: str) -> Tree:
+    is_selected = select(tree, selector)
+    leaves, treedef = jax.tree.flatten(tree)
+    return treedef.unflatten(
+        _move_leaf(leaf, kind) if is_chosen else leaf for leaf, is_chosen in zip(leaves, is_selected, strict=True)
+    )
+
+
+def _move_leaf(leaf: Any, kind: str) -> Any:
+    if isinstance(leaf, Tracer):
+        # A tracer has no memory kind, only a memory space in its type.
+        return jax.device_put(leaf, jax.memory.Space.Device if kind == "device" else jax.memory.Space.Host)
+    if isinstance(leaf, (jax.Array, np.ndarray, np.generic)):
+        return jax.device_put(leaf, _with_memory_kind(_sharding_of(leaf, None), kind))
+    if isinstance(leaf, jax.ShapeDtypeStruct):
+        sharding = _with_memory_kind(_sharding_of(leaf, None), kind)
+        # JAX drops the memory kind of a SingleDeviceSharding when it traces the shape (jax 0.10.2).
+        if kind != "device" and isinstance(sharding, SingleDeviceSharding):
+            mesh = Mesh(np.array(list(sharding.device_set), dtype=object), ("device",))
+            sharding = NamedSharding(mesh, PartitionSpec(), memory_kind=sharding.memory_kind)
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding, weak_type=leaf.weak_type)
+    return leaf
+
+
+def memory_kinds(tree: Tree, match: str, kind: str = "pinned_host", *, mesh: Mesh | None = None) -> Tree:
+    """Return shardings for `in_shardings` and `out_shardings` of `jax.jit`, with memory kinds by path.
+
+    Args:
+        tree: a pytree of arrays, `jax.ShapeDtypeStruct`s, shardings, or (with `mesh`) `PartitionSpec`s.
+        match: a regular expression for whole tree paths, such as ``.*/(mu|nu)/.*``.
+        kind: memory kind of the leaves that it matches: ``pinned_host``, ``unpinned_host`` or ``device``.
+        mesh: mesh of `PartitionSpec`s, and of leaves without a sharding, which are replicated on it. Without a mesh
+            such leaves go to JAX's default device.
+
+    Returns:
+        A tree with the sharding of each leaf, in `kind` where the path matches, else in ``device``.
+
+    Raises:
+        SelectionError: when no path matches, or `match` is not a regular expression.
+        ConfigError: for an unknown `kind`, or `PartitionSpec`s without a mesh.
+
+    Memory:
+        None: shardings hold no data.
+
+    Examples:
+        >>> import jax.numpy as jnp
+        >>> kinds = memory_kinds({"adam": {"mu": jnp.ones(3), "count": jnp.zeros(())}}, ".*/(mu|nu)")
+        >>> kinds["adam"]["mu"].memory_kind, kinds["adam"]["count"].memory_kind
+        ('pinned_host', 'device')
+    """
+    if kind not in _MEMORY_KINDS:
+        raise ConfigError(
+            f"unknown memory kind {kind!r}",
+            expected=" or ".join(_MEMORY_KINDS),
+            got=repr(kind),
+            hint='use "pinned_host", the host memory that a device can read directly',
+        )
+    is_match = match_paths(tree, match, is_leaf=_is_placement)
+    leaves, treedef = jax.tree.flatten(tree, is_leaf=_is_placement)
+    shardings = [_sharding_of(leaf, mesh) for leaf in leaves]
+    return treedef.unflatten(
+        _with_memory_kind(s, kind if is_matching else "device")
+        for s, is_matching in zip(shardings, is_match, strict=True)
+    )
+
+
+def match_paths(tree: Tree, match: str, is_leaf: Callable[[Any], bool] | None = None) -> list[bool]:
+    """Return for every leaf, in flattening order, whether a regular expression matches its whole path.
+
+    Paths look like ``0/mu/layers/w``. Raises `SelectionError` when it matches none, or is not a regular expression.
+    """
+    paths = [path for path, _ in leaves_with_paths(tree, is_leaf=is_leaf)]
+    sample = ", ".join(paths[:6]) + (f", … ({len(paths) - 6} more)" if len(paths) > 6 else "")
+    try:
+        is_match = [re.fullmatch(match, path) is not None for path in paths]
+    except re.error as error:
+        raise SelectionError(
+            f"{match!r} is not a regular expression",
+            expected="a regular expression for whole tree paths",
+            got=str(error),
+            hint=f"paths look like: {sample}",
+        ) from error
+    if not any(is_match):
+        partial_matches = [path for path in paths if re.search(match, path)]
+        remedy = (
+            f"did you mean {f'.*({match}).*'!r}?" if partial_matches else "separate segments by '/', as in '.*/mu/.*'"
+        )
+        raise SelectionError(
+            f"the regular expression {match!r} matches nothing",
+            expected="a regular expression for whole tree paths",
+            got=f"{len(paths)} paths: {sample}",
+            hint=remedy,
+        )
+    return is_match
+
+
+def _is_placement(leaf: Any) -> bool:
+    return isinstance(leaf, (PartitionSpec, Sharding))
+
+
+def _sharding_of(leaf: Any, mesh: Mesh | None) -> Sharding:
+    if isinstance(leaf, Sharding):
+        return leaf
+    if isinstance(leaf, PartitionSpec):
+        if mesh is None:
+            raise ConfigError(
+                "a tree of PartitionSpecs needs a mesh", got=repr(leaf), hint="pass memory_kinds(..., mesh=mesh)"
+            )
+        return NamedSharding(mesh, leaf)
+    sharding = getattr(leaf, "sharding", None)
+    if isinstance(sharding, Sharding):
+        return sharding
+    return SingleDeviceSharding(default_device()) if mesh is None else NamedSharding(mesh, PartitionSpec())
+
+
+def _with_memory_kind(sharding: Sharding, kind: str) -> Sharding:
+    result = sharding.with_memory_kind(kind)
+    if kind != "device" and not on_host(result):
+        warnings.warn(
+            f"{sharding}: its devices have no memory {kind!r}, so the leaf counts as device memory\n"
+            "hint: for a compile-only GPU, which has no memory kinds, place arrays on the CPU, and let "
+            "lowtide.memory.compile move them to the target",
+            PlacementWarning,
+            stacklevel=4,
+        )
+    return result
+
+
+def default_device() -> Any:
+    """Return JAX's default device; while a function is traced for another target, a device of that target."""
+    device: Any = jax.config.jax_default_device  # pyright: ignore[reportAttributeAccessIssue]
+    return device if hasattr(device, "platform") else jax.devices(device)[0]
+
+
+# What each platform needs for entries of arrays in host memory. A slice is cut in the memory that holds the array, and
+# only the slice moves. In the other order, the whole array would move. Inside a loop that carries the array, XLA writes
+# the slice in place, in host and in device memory.
+#
+# | platform | needs | function |
+# |---|---|---|
+# | TPU | row-major slices: for others XLA changes the layout of the whole host array (libtpu 0.0.51) | `_move_entry` |
+# | TPU | tiles of 8 rows: 8- and 4-bit arguments with other tiles are copied whole (libtpu 0.0.51) | `is_tall` |
+# | TPU | reads with a data dependency: XLA would copy whole arrays when the program starts | `fetch`, `zero_after` |
+# | GPU | an XLA that slices host memory at the given index (jaxlib 0.11.1) | `check_host_slices` |
+# | GPU | zeros that are moved whole: broadcasting a scalar on the host would run there | `zero_buffer` |
+# | CPU | writes that depend on the reads before them: else each iteration copies the array | `index_after` |
+#
+# Platform-specific forms are chosen here by `jax.lax.platform_dependent`, so callers need no cases.
+
+HOST, DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
+SPACES = {"host": HOST, "device": DEVICE}
+"""Memory spaces by the words of a user's arguments."""
+
+
+def read(tree: Tree, index: Any) -> Tree:
+    """Read one entry of every leaf's leading axis to the device, without that axis; only the entry moves."""
+
+    def read_leaf(leaf: Any) -> Any:
+        # Slice first, in the memory of the array, so that only the slice moves.
+        return jnp.reshape(_move_entry(jax.lax.dynamic_slice_in_dim(leaf, index, 1), leaf, DEVICE), leaf.shape[1:])
+
+    return jax.tree.map(read_leaf, tree)
+
+
+def write(tree: Tree, values: Tree, index: Any) -> Tree:
+    """Replace one entry of every leaf's leading axis; every leaf stays in its memory.
+
+    The new values are on the device and have the dtypes of `tree`.
+    """
+
+    def write_leaf(leaf: Any, value: Any) -> Any:
+        entry = _move_entry(jnp.expand_dims(value, 0), leaf, memory_space(leaf))
+        return jax.lax.dynamic_update_slice_in_dim(leaf, entry, index, 0)
+
+    return jax.tree.map(write_leaf, tree, values)
+
+
+def _move_entry(entry: Any, leaf: Any, space: Any) -> Any:
+    """Move an entry from or to a leaf; on the device it has the row-major layout of the host array."""
+    if HOST in (memory_space(leaf), space):
+        check_host_slices()
+    if memory_space(leaf) == DEVICE or not is_row_major(leaf.shape, leaf.dtype):
+        return _put_leaf(entry, space)
+    return row_major(_put_leaf(entry, space)) if space == DEVICE else _put_leaf(row_major(entry), space)
+
+
+def entry_shape(leaf: Any) -> jax.ShapeDtypeStruct:
+    """Return the shape of one entry of a leaf's leading axis."""
+    return jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype)
+
+
+def zero_buffer(like: Tree, leading: tuple[int, ...], space: Any) -> Tree:
+    """Make zeros with more leading axes for every leaf of `like`, in a memory space, to write entries into.
+
+    XLA allocates the zeros directly on the host. Broadcasting a scalar on the host works on a TPU too, but a GPU
+    program would compute it on the host. Random keys stay on the device.
+    """
+
+    def make_leaf(leaf: Any) -> Any:
+        zeros = jnp.zeros((*leading, *leaf.shape), leaf.dtype)
+        return zeros if is_key(leaf) else _put_leaf(zeros, space)
+
+    return jax.tree.map(make_leaf, like)
+
+
+def put(tree: Tree, space: Any) -> Tree:
+    """Move all leaves to one memory space; leaves that are already there stay unchanged."""
+    return jax.tree.map(lambda leaf: _put_leaf(leaf, space), tree)
+
+
+def fetch(tree: Tree, after: Tree) -> Tree:
+    """Move all leaves to the device; host leaves move only after `after` is computed.
+
+    XLA starts to copy whole arrays from the host when the program starts, and keeps the copies. So matrices are copied
+    in blocks of rows, in a loop that depends on `after`.
+    """
+    first_block = zero_after(after)
+
+    def fetch_leaf(leaf: Any) -> Any:
+        rows = next(
+            (n for n in (4096, 2048, 1024, 512, 256, 128, 64, 32, 16, 8) if leaf.shape and not leaf.shape[0] % n), 0
+        )
+        if memory_space(leaf) == DEVICE or leaf.ndim < 2 or not rows or not is_row_major(leaf.shape, leaf.dtype):
+            return _put_leaf(leaf, DEVICE)
+
+        check_host_slices()
+
+        def copy(i: Any, result: Any) -> Any:
+            block = jax.lax.dynamic_slice_in_dim(leaf, i * rows, rows)
+            return jax.lax.dynamic_update_slice_in_dim(result, row_major(_put_leaf(block, DEVICE)), i * rows, 0)
+
+        return jax.lax.fori_loop(first_block, leaf.shape[0] // rows, copy, jnp.zeros(leaf.shape, leaf.dtype))
+
+    return jax.tree.map(fetch_leaf, tree)
+
+
+def index_after(index: Any, dependencies: Tree) -> Any:
+    """Make an index that on a CPU depends on every leaf of a tree.
+
+    XLA for CPUs copies an array that a loop carries in each iteration. It avoids the copy only if the writes depend on
+    the reads of old values. For TPUs and GPUs XLA finds such an order without help.
+    """
+    wait = jax.lax.platform_dependent(dependencies, cpu=zero_after, default=lambda _: jnp.int32(0))
+    return index + wait
+
+
+def is_tall(leaf: Any) -> bool:
+    """Return whether a leaf is in a TPU's host memory, in tiles that its compiler cannot slice."""
+    is_tpu = traced_device().platform == "tpu"
+    return is_tpu and memory_space(leaf) == HOST and has_tall_tiles(leaf.shape, leaf.dtype)
+
+
+def warn_of_tall_tiles(leaves: Iterable[tuple[str, Any]]) -> None:
+    """Warn of leaves in a TPU's host memory that cannot be streamed because of their tiles; `leaves` have paths."""
+    tall_leaves = [f"{path}: {leaf.dtype}{list(leaf.shape)}" for path, leaf in leaves if is_tall(leaf)]
+    if tall_leaves:
+        listed = ", ".join(tall_leaves[:4]) + (f", … ({len(tall_leaves) - 4} more)" if len(tall_leaves) > 4 else "")
+        warnings.warn(
+            f"{listed}: not streamed from a TPU's host, because 8-bit and 4-bit arguments get tiles of 32 and 64 rows, "
+            "which the compiler cannot slice there: the whole array is on the device\n"
+            f"hint: set {LOW_TILES} in the environment before JAX starts, unless large 8-bit matrices are on the "
+            "device, which then take more memory",
+            PlacementWarning,
+            stacklevel=3,
+        )
+
+
+def _put_leaf(leaf: Any, space: Any) -> Any:
+    return leaf if memory_space(leaf) == space else jax.device_put(leaf, space)
+
+
+def cut_block(
+    prefix: Sequence[int], ndim: int, num_bytes: int, chunk_bytes: int, *, device_rows: int | None = None
+) -> tuple[int, int] | None:
+    """Choose the axis that a block cuts and its size along it; None if the rows form one block or cannot be cut.
+
+    `prefix` holds the sizes of the leading axes that may be cut; a block has one row along axes before the cut. Along
+    the last two axes, blocks are multiples of a TPU's tiles; eight long rows are one tile. `device_rows` are the rows
+    of the largest tile if all arrays are on the device.
+    """
+    if num_bytes <= chunk_bytes or not prefix:
+        return None
+    tiles = [slice_step(ndim, axis) for axis in range(len(prefix))]
+    axis, row_bytes = 0, num_bytes / prefix[0]
+    # Move the cut to the next axis while one row exceeds a block, but keep the last axis whole.
+    while row_bytes > chunk_bytes and axis + 1 < min(len(prefix), ndim - 1) and not prefix[axis + 1] % tiles[axis + 1]:
+        axis += 1
+        row_bytes /= prefix[axis]
+    length, tile = prefix[axis], tiles[axis]
+    if device_rows is not None and ndim - axis == 2 and length > device_rows:
+        tile = device_rows
+    elif length % tile:
+        return None
+    target_size = min(max(int(chunk_bytes / row_bytes) // tile * tile, tile), length)
+    if target_size == length and not axis:
+        return None
+    # A divisor of the axis saves the second loop over remaining rows. Sizes down to half the wanted one are tried.
+    return axis, next((size for size in range(target_size, target_size // 2, -tile) if length % size == 0), target_size)
