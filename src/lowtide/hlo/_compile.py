@@ -10,20 +10,35 @@ bypassed, because a cached program dumps nothing.
 from __future__ import annotations
 
 import dataclasses
+import functools
+import math
+import sys
 import tempfile
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from ..core import ConfigError, PlacementError, PlacementWarning, StructureError, leaves_with_paths, on_host
-from ..core._compat import argument_names, without_compilation_cache
+from ..core import (
+    ConfigError,
+    PlacementError,
+    PlacementWarning,
+    StructureError,
+    TargetError,
+    Tree,
+    combine,
+    leaves_with_paths,
+    on_host,
+    path_str,
+)
+from ..core._compat import argument_names, jit_options, without_compilation_cache
 from ..jaxprs import plain
 from ..targets import Target, resolve_target
-from ._foreign import close_over_constants, foreign_jit_error, unwrap
-from ._placement import place_arguments
+from ._executable import argument_of
 from ._proto import read_hlo
 
 _JIT_TYPE = type(jax.jit(lambda: None))
@@ -82,7 +97,7 @@ def compile_program(
         )
     donate_argnames: Sequence[str] = ()
     if is_jitted and not isinstance(fn, _JIT_TYPE):
-        fn, args, kwargs, donate_argnums, donate_argnames, inferred = unwrap(fn, args, kwargs)
+        fn, args, kwargs, donate_argnums, donate_argnames, inferred = _unwrap(fn, args, kwargs)
         static_argnums, is_jitted = inferred if static_argnums is None else static_argnums, False
     static = positions("static_argnums", static_argnums, len(args))
     donated = positions("donate_argnums", donate_argnums, len(args))
@@ -91,9 +106,9 @@ def compile_program(
     if is_jitted:
         jitted: Any = fn
     else:
-        inner, dynamic = close_over_constants(fn, *dynamic, only_modules=True)
+        inner, dynamic = _close_over_constants(fn, *dynamic, only_modules=True)
         jitted = jax.jit(inner, static_argnums=static, donate_argnums=donated, donate_argnames=donate_argnames or None)
-    (placed, keywords), host_paths = place_arguments(dynamic, goal, strict=not is_jitted)
+    (placed, keywords), host_paths = _place_arguments(dynamic, goal, strict=not is_jitted)
     positional = tuple(
         arg if index in static else new for index, (arg, new) in enumerate(zip(args, placed, strict=True))
     )
@@ -147,7 +162,7 @@ def _lower(jitted: Any, args: Sequence[Any], kwargs: Mapping[str, Any], goal: Ta
         with jax.default_device(goal.devices()[0]):
             traced = jitted.trace(*args, **kwargs)
             if not hasattr(traced, "jaxpr"):
-                raise foreign_jit_error(jitted)
+                raise _foreign_jit_error(jitted)
             platform = "cuda" if goal.platform == "gpu" else goal.platform
             lowered = traced.lower(lowering_platforms=(platform,)) if goal.is_ahead_of_time else traced.lower()
         return traced, lowered
@@ -261,3 +276,235 @@ def is_out_of_memory(error: BaseException) -> bool:
     """Return whether an error of JAX says that a program or an array does not fit."""
     text = str(error)
     return "RESOURCE_EXHAUSTED" in text or "CompileTimeHbmOom" in text or "Out of memory" in text
+
+
+# --- functions in other libraries' jit wrappers ----------------------------------------------------------------------
+
+# `equinox.filter_jit` and `flax.nnx.jit` wrap `jax.jit` around a function of flat arrays, whose arguments have no names
+# that a user knows. So the function inside of the wrapper is compiled again, with the wrapper's donation. Checked with
+# Equinox 0.13.8 and Flax 0.12.8.
+
+
+class _PlainCall(NamedTuple):
+    """A plain function of arrays, its arguments, and how to compile it."""
+
+    fn: Callable[..., Any]
+    args: Sequence[Any]
+    kwargs: Mapping[str, Any]
+    donate_argnums: Sequence[int]
+    donate_argnames: Sequence[str] = ()
+    static_argnums: Sequence[int] = ()
+
+
+def _unwrap(fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> _PlainCall:
+    """Return the function inside of the wrapper of `equinox.filter_jit` or `flax.nnx.jit`, and its arguments.
+
+    Its arguments and results hold only arrays. Raises `StructureError` for a wrapper of another library.
+    """
+    library = type(fn).__module__.partition(".")[0]
+    if library == "equinox" and hasattr(fn, "donate_first"):
+        donated = [index for index in range(len(args)) if (fn.donate_rest if index else fn.donate_first)]
+        inner, (positional, named) = _close_over_constants(fn.__wrapped__, args, kwargs, only_modules=False)
+        return _PlainCall(inner, positional, named, donated, [*named] if fn.donate_rest else [])
+    if library == "flax" and hasattr(fn, "jitted_fn"):
+        inner, states = _split_modules(fn.__wrapped__, args)
+        return _PlainCall(inner, states, kwargs, *jit_options(fn.jitted_fn))
+    raise _foreign_jit_error(fn)
+
+
+def _foreign_jit_error(fn: Any) -> StructureError:
+    """Return the error for a jit wrapper that Lowtide cannot remove."""
+    return StructureError(
+        f"the function is wrapped by {type(fn).__module__.partition('.')[0]}'s own jit, whose arguments Lowtide "
+        "cannot name",
+        expected="a plain function, or one that jax.jit, equinox.filter_jit or flax.nnx.jit returned",
+        got=type(fn).__name__,
+        hint="pass the undecorated function (often fn.__wrapped__), with donate_argnums if it donates",
+    )
+
+
+def _close_over_constants(
+    fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], *, only_modules: bool
+) -> tuple[Callable[..., Any], tuple[tuple[Any, ...], dict[str, Any]]]:
+    """Make a function of arrays only, as `equinox.filter_jit` does: all other leaves become its constants.
+
+    `jax.jit` refuses an argument that holds a function (a module's activation), and traces a dropout's switch. With
+    `only_modules`, only arguments with a function or an Equinox module lose their non-array leaves. The returned
+    function returns only arrays; the returned arguments have None in place of constants.
+    """
+
+    def is_constant(leaf: Any) -> bool:
+        return not (hasattr(leaf, "shape") and hasattr(leaf, "dtype"))
+
+    def is_module(node: Any) -> bool:
+        return any(f"{kind.__module__}.".startswith("equinox.") for kind in type(node).__mro__)
+
+    def split(argument: Any) -> tuple[Any, Any]:
+        leaves = jax.tree.leaves(argument, is_leaf=is_module)
+        if only_modules and not any(is_module(leaf) or (callable(leaf) and is_constant(leaf)) for leaf in leaves):
+            return None, argument
+        return (
+            jax.tree.map(lambda leaf: leaf if is_constant(leaf) else None, argument),
+            jax.tree.map(lambda leaf: None if is_constant(leaf) else leaf, argument),
+        )
+
+    pairs, named = [split(arg) for arg in args], {key: split(arg) for key, arg in kwargs.items()}
+    constants = tuple(constant for constant, _ in pairs), {key: constant for key, (constant, _) in named.items()}
+    arrays = tuple(array for _, array in pairs), {key: array for key, (_, array) in named.items()}
+    if not jax.tree.leaves(constants):
+        return fn, arrays
+
+    def merge(arg: Any, constant: Any) -> Any:
+        return combine(arg, constant) if jax.tree.leaves(constant) else arg
+
+    @functools.wraps(fn)
+    def bound(*args: Any, **kwargs: Any) -> Any:
+        result = fn(
+            *map(merge, args, constants[0]), **{key: merge(arg, constants[1][key]) for key, arg in kwargs.items()}
+        )
+        # A step that returns the updated module also returns the module's functions.
+        return jax.tree.map(lambda leaf: None if is_constant(leaf) else leaf, result)
+
+    return bound, arrays
+
+
+def _split_modules(fn: Callable[..., Any], args: Sequence[Any]) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """Make a function of the states of NNX modules that returns its result and the variables that it changed."""
+    nnx: Any = sys.modules["flax.nnx"]
+
+    def has_module(tree: Any) -> bool:
+        leaves = jax.tree.leaves(tree, is_leaf=lambda node: isinstance(node, nnx.Pytree | nnx.Variable))
+        return any(isinstance(leaf, nnx.Pytree | nnx.Variable) for leaf in leaves)
+
+    def split(trees: Sequence[Any]) -> tuple[list[Any], tuple[Any, ...]]:
+        with nnx.split_context() as context:
+            parts = [context.split(tree) if has_module(tree) else (None, tree) for tree in trees]
+        return [definition for definition, _ in parts], tuple(nnx.as_pure(state) for _, state in parts)
+
+    definitions, states = split(args)
+
+    @functools.wraps(fn)
+    def bound(*states: Any, **kwargs: Any) -> Tree:
+        with nnx.merge_context() as context:
+            pairs = zip(definitions, states, strict=True)
+            values = [state if definition is None else context.merge(definition, state) for definition, state in pairs]
+        before = {id(leaf) for leaf in jax.tree.leaves(states)}
+        result = fn(*values, **kwargs)
+        modules = [value for value, definition in zip(values, definitions, strict=True) if definition is not None]
+        _, (after, returned) = split([modules, result])
+        # `nnx.jit` returns the other variables unchanged, which takes no bytes.
+        return returned, jax.tree.map(lambda leaf: None if id(leaf) in before else leaf, after)
+
+    return bound, states
+
+
+# --- arguments on the target -----------------------------------------------------------------------------------------
+
+# Shapes on the target's devices replace arrays on other devices. The rules are those of `jit` with the real arguments.
+# A leaf on one device goes to the target's first device. A leaf on a mesh goes to a mesh of the same axes over the
+# target's devices. If some leaf is on a mesh, an uncommitted leaf stays unplaced, so that the compiler may shard it as
+# `jit` lets it. Host memory stays host memory.
+
+
+def _place_arguments(arguments: Any, goal: Target, *, strict: bool) -> tuple[Any, frozenset[str]]:
+    """Replace every array of a tree by a `jax.ShapeDtypeStruct` on the target; also return the paths in host memory.
+
+    The first two path segments are a group (positional or keyword) and an argument. A leaf that `jit` would refuse is
+    an error if `strict`; otherwise it stays, because it may be static. Structs have no host memory if the target's
+    compile-only devices have none. Raises `TargetError` when a mesh has more devices than the target.
+    """
+    leaves, treedef = jax.tree_util.tree_flatten_with_path(arguments)
+    mapper = _MeshMapper(goal)
+    meshes = [mapper.mesh(leaf, path) for path, leaf in leaves if _mesh_size(_sharding(leaf)) > 1]
+    placed = [_target_struct(path, leaf, mapper, meshes[0] if meshes else None, strict) for path, leaf in leaves]
+    host_paths = frozenset(path_str(path[1:]) for path, leaf in leaves if on_host(_sharding(leaf)))
+    return treedef.unflatten(placed), host_paths
+
+
+class _MeshMapper:
+    """Meshes over the target's devices, one for each distinct mesh of the arguments."""
+
+    def __init__(self, goal: Target) -> None:
+        self.goal, self.devices = goal, goal.devices()
+        self._meshes: dict[Any, Mesh] = {}
+
+    def mesh(self, leaf: Any, path: Any) -> Mesh:
+        mesh = leaf.sharding.mesh
+        if mesh not in self._meshes:
+            self._meshes[mesh] = self._rebuild(mesh, path)
+        return self._meshes[mesh]
+
+    def _rebuild(self, mesh: Any, path: Any) -> Mesh:
+        # A mesh of the target's own devices keeps the user's order of devices.
+        if isinstance(mesh, Mesh) and set(mesh.devices.flat) <= set(self.devices):
+            return mesh
+        sizes = tuple(mesh.axis_sizes)
+        if math.prod(sizes) > len(self.devices):
+            raise TargetError(
+                f"{_describe(path)}: its mesh needs more devices than target {self.goal.name!r} has",
+                expected=f"at most {len(self.devices)} devices",
+                got=f"{math.prod(sizes)} ({dict(zip(mesh.axis_names, sizes, strict=True))})",
+                hint="choose a larger topology, or a smaller mesh",
+            )
+        grid = np.array(self.devices[: math.prod(sizes)], dtype=object).reshape(sizes)
+        return Mesh(grid, mesh.axis_names, axis_types=mesh.axis_types)
+
+
+def _describe(path: Any) -> str:
+    """Describe a leaf's place in a call: ``argument 0 at params/w``, ``argument 'batch'``."""
+    argument, inner = argument_of(path), path_str(path[2:])
+    return f"argument {argument!r} at {inner}" if inner else f"argument {argument!r}"
+
+
+def _target_struct(path: Any, leaf: Any, mapper: _MeshMapper, mesh: Mesh | None, strict: bool) -> Any:
+    if isinstance(leaf, (bool, int, float, complex)) and not isinstance(leaf, np.generic):
+        return leaf
+    try:
+        aval = jax.typeof(leaf)
+        shape, dtype = aval.shape, aval.dtype
+    except (TypeError, AttributeError) as error:
+        if isinstance(leaf, jax.ShapeDtypeStruct) and not all(isinstance(dim, int) for dim in leaf.shape):
+            raise StructureError(
+                f"{_describe(path)}: the dimensions of the shape are not whole numbers",
+                expected="non-negative whole numbers",
+                got=repr(tuple(leaf.shape)),
+                hint="pass numbers for settings on the command line, such as --set batch=8; other values are text",
+            ) from error
+        if not strict:
+            return leaf
+        raise StructureError(
+            f"{_describe(path)}: a compiled function does not support its type",
+            expected="an array, a jax.ShapeDtypeStruct or a number",
+            got=f"{type(leaf).__name__}{f' of dtype {leaf.dtype}' if isinstance(leaf, np.ndarray) else ''}",
+            hint="name the argument in static_argnums, or leave it out of the tree",
+        ) from error
+    sharding = _target_sharding(path, leaf, mapper, mesh)
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding, weak_type=getattr(aval, "weak_type", False))
+
+
+def _target_sharding(path: Any, leaf: Any, mapper: _MeshMapper, mesh: Mesh | None) -> Any:
+    sharding = _sharding(leaf)
+    kind = sharding.memory_kind if on_host(sharding) else None
+    if isinstance(sharding, NamedSharding):
+        return NamedSharding(mapper.mesh(leaf, path), sharding.spec, memory_kind=kind)
+    if sharding is not None and len(sharding.device_set) > 1:
+        raise StructureError(
+            f"{_describe(path)}: a {type(sharding).__name__} cannot be moved to another target",
+            expected="a NamedSharding",
+            hint="shard it with jax.sharding.NamedSharding(mesh, PartitionSpec(...))",
+        )
+    if kind is not None:
+        # The type of a traced shape carries a sharding's memory space only when there is a mesh (jax 0.10.2).
+        target_mesh = Mesh(np.array(mapper.devices[:1], dtype=object), ("device",)) if mesh is None else mesh
+        return NamedSharding(target_mesh, PartitionSpec(), memory_kind=kind)
+    if mesh is None or (sharding is not None and getattr(leaf, "committed", True)):
+        return SingleDeviceSharding(mapper.devices[0])
+    return None
+
+
+def _sharding(leaf: Any) -> Any:
+    return getattr(leaf, "sharding", None) if isinstance(leaf, (jax.Array, jax.ShapeDtypeStruct)) else None
+
+
+def _mesh_size(sharding: Any) -> int:
+    return sharding.mesh.size if isinstance(sharding, NamedSharding) else 1

@@ -15,7 +15,7 @@ import functools
 import itertools
 import re
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -26,12 +26,15 @@ from jaxtyping import Array, Int
 
 from ..core import (
     ConfigError,
+    LowtideError,
+    PlacementError,
     PlacementWarning,
     SelectionError,
     StructureError,
     Tree,
     explicit_mesh,
     is_array_like,
+    is_count,
     leaves_with_paths,
     map_with_paths,
     memory_space,
@@ -51,12 +54,15 @@ from ..offload import (
     stream,
     without_explicit_axes,
 )
-from ._arguments import LEAST_SIZE, check_numbers, explain, parse_patterns, state_error
-from ._beginning import Filled, as_array, find_copies, init_filled, pack_array, pack_fill
-from ._moments import check_bits, moments, optimizer_paths
+from ._initial_state import Filled, as_array, find_copies, init_filled, pack_array, pack_fill
 from ._one_pass import UpdateInputs, has_triton, in_one_pass
 from ._packed import PackedArray, is_packed, refuse_derivatives, scales_of
-from ._weights import init_residuals, is_narrow, narrow_updates, require_bfloat16, widen
+from ._selection import check_bits, moments, optimizer_paths, parse_patterns
+from ._weights import convert_residuals, init_residuals, is_narrow, narrow_updates, require_bfloat16, widen
+
+LEAST_SIZE = 4096
+"""Leaves with fewer elements stay in their dtype, as in bitsandbytes."""
+_SEEDS = range(-(2**31), 2**32)
 
 _BLOCK_BYTES = 2**25
 
@@ -148,7 +154,7 @@ def low_precision(
     """
     check_transformation(tx)
     patterns = parse_patterns(format, match, weights)
-    check_numbers(least_size, seed)
+    _check_numbers(least_size, seed)
     check_shardings(shardings)
     is_default = match is None and not isinstance(format, Mapping)
     transformation = _LowPrecision(
@@ -169,6 +175,24 @@ def with_shardings(tx: optax.GradientTransformation, shardings: Tree) -> optax.G
         return tx
     transformation = dataclasses.replace(transformation, shardings=shardings)
     return optax.GradientTransformationExtraArgs(transformation.init, transformation.update)
+
+
+def _check_numbers(least_size: Any, seed: Any) -> None:
+    """Raise `ConfigError` for an invalid `least_size` or `seed` of `low_precision`."""
+    if not is_count(least_size, 1):
+        raise ConfigError(
+            "least_size is not a number of elements",
+            expected="an integer of at least 1",
+            got=repr(least_size),
+            hint=f"leave it out to use {LEAST_SIZE}",
+        )
+    if not is_count(seed, _SEEDS.start) or seed not in _SEEDS:
+        raise ConfigError(
+            "seed is not a valid seed of random numbers",
+            expected=f"a 32-bit integer from {_SEEDS.start} to {_SEEDS.stop - 1}",
+            got=repr(seed),
+            hint="leave it out to use 0",
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -317,7 +341,7 @@ class _LowPrecision:
         try:
             return _update_in_blocks(self._update_whole, updates, state, params, extra, self._argument_shardings)
         except (AttributeError, TypeError, ValueError) as error:
-            explain(error, self._init, updates, state, params)
+            _explain(error, self._init, updates, state, params)
             raise
 
     def _restore_nodes(self, state: Any, params: Tree) -> Any:
@@ -347,7 +371,7 @@ class _LowPrecision:
     def _check_state(self, state: Any, params: Tree) -> None:
         """Raise for the state of another transformation, which would otherwise silently keep its own format."""
         if not isinstance(state, LowPrecisionState):
-            raise state_error("the result of its init, or a checkpoint of it", type(state).__name__)
+            raise _state_error("the result of its init, or a checkpoint of it", type(state).__name__)
         if self.weights is not None and params is None:
             raise ConfigError(
                 f'an update with weights="{self.weights}" needs the parameters',
@@ -357,11 +381,11 @@ class _LowPrecision:
             )
         expected = jax.eval_shape(self._init_residuals, params) if self.weights else ()
         if (expected_dtypes := _format_dtypes(expected)) != (dtypes := _format_dtypes(state.rests)):
-            raise state_error(expected_dtypes, dtypes)
+            raise _state_error(expected_dtypes, dtypes)
         nodes, _ = jax.tree_util.tree_flatten_with_path(state.inner, is_leaf=is_packed)
         for keys, node in nodes:
             if is_packed(node) and (form := self._format_of(path_str(keys))) not in (node.format, None):
-                raise state_error(f"{path_str(keys)} in {form}", node.format)
+                raise _state_error(f"{path_str(keys)} in {form}", node.format)
 
     def _argument_shardings(self, grads: Tree, state: Any, params: Tree, arrays: Mapping[int, Any]) -> Any:
         """Return the shardings of the update's arguments, or None without `shardings`."""
@@ -573,3 +597,147 @@ def _format_dtypes(residuals: Tree) -> str:
     """Return the dtypes of residuals as text, for comparison."""
     dtypes = ", ".join(leaf.dtype.name for leaf in jax.tree.leaves(residuals))
     return f"residuals in {dtypes}" if dtypes else "no residuals"
+
+
+def _state_error(expected: str, got: str) -> StructureError:
+    """Return the error for a state that another transformation made."""
+    return StructureError(
+        "the state does not belong to this lt.optim.low_precision",
+        expected=expected,
+        got=got,
+        hint="convert a state of another format, or of the wrapped optimizer, with lt.optim.converted",
+    )
+
+
+def _explain(error: Exception, init: Callable[[Tree], Any], grads: Tree, state: Any, params: Tree) -> None:
+    """Raise an error that explains a failed update, if its arguments are the cause.
+
+    `PlacementError`: the state is in host memory. `StructureError`: the state is of other parameters or of another
+    transformation, or the gradients are not like the parameters. `params` may be None.
+    """
+    if isinstance(error, LowtideError):
+        return
+    hosted = [path for path, leaf in leaves_with_paths(state) if memory_space(leaf) == jax.memory.Space.Host]
+    if hosted:
+        raise PlacementError(
+            f"{hosted[0]}: the state is in host memory, but this update computes on the device",
+            expected="the update of the transformation that placed it there",
+            got=f"{len(hosted)} leaves in host memory",
+            hint='call lt.offload.optimizer(low_precision(tx), match=r".*/codes").update, or pass '
+            "lt.offload.to_device(state)",
+        ) from error
+    try:
+        expected = jax.eval_shape(init, grads if params is None else params).inner
+    except Exception:  # init does not accept the arguments, either, so the expected state is unknown
+        return
+    # A leaf may be packed in one and dense in the other: states made with another least_size are valid.
+    state_leaves, expected_leaves = (
+        dict(leaves_with_paths(tree, is_leaf=is_packed)) for tree in (state.inner, expected)
+    )
+    if state_leaves.keys() != expected_leaves.keys():
+        raise _state_error(_join_paths(expected_leaves), _join_paths(state_leaves)) from error
+    for path, leaf in state_leaves.items():
+        shape = leaf.shape if is_packed(leaf) else jnp.shape(leaf)
+        if tuple(shape) != tuple(expected_leaves[path].shape):
+            raise _state_error(f"{path}: {list(expected_leaves[path].shape)}", str(list(shape))) from error
+    if params is not None and jax.tree.structure(grads) != jax.tree.structure(params):
+        raise StructureError(
+            "the gradients do not have the structure of the parameters",
+            expected=jax.tree.structure(params),
+            got=jax.tree.structure(grads),
+            hint="call update(grads, state, params) with the parameters that init was called with",
+        ) from error
+
+
+def _join_paths(paths: Iterable[str]) -> str:
+    paths = list(paths)
+    return ", ".join(paths[:6]) + (f", … ({len(paths) - 6} more)" if len(paths) > 6 else "")
+
+
+# --- conversion between formats --------------------------------------------------------------------------------------
+
+
+def converted(state: Tree, tx: optax.GradientTransformation, params: Tree) -> Tree:
+    """Convert an optimizer's state to the format of another transformation.
+
+    Args:
+        state: a state of `low_precision` around an optimizer, or of that optimizer alone. It may be nested in the
+            states of other transformations.
+        tx: the transformation that continues the run: `low_precision` around the same optimizer, or that optimizer
+            alone.
+        params: the current parameters.
+
+    Returns:
+        A state of `tx`. Residuals of bfloat16 weights are kept where both the old and the new state have them.
+
+    Raises:
+        StructureError: when the states are not of the same optimizer.
+
+    Memory:
+        Both states, and the new state in float32; under `jax.jit`, one leaf at a time in float32.
+
+    Examples:
+        >>> from lowtide.optim import low_precision
+        >>> params = {"w": jnp.ones((64, 64))}
+        >>> plain = optax.adam(1e-3)
+        >>> state = converted(plain.init(params), low_precision(plain, "4bit"), params)
+        >>> state.inner[0].mu["w"].format
+        '4bit'
+    """
+    check_transformation(tx)
+    old_states = iter([node for node in jax.tree.leaves(state, is_leaf=_is_stored) if _is_stored(node)])
+    # The old state as the optimizer alone would hold it: the structure is then the same with and without packed leaves.
+    dense = jax.tree.map(lambda node: _dense_inner(node) if _is_stored(node) else node, state, is_leaf=_is_stored)
+    templates, structure = jax.tree.flatten(jax.eval_shape(tx.init, params), is_leaf=_is_stored)
+
+    def convert_node(template: Any, value: Any) -> Any:
+        if not _is_stored(template):
+            return _cast_like(template, value)
+        old = next(old_states, LowPrecisionState(jnp.zeros((), jnp.int32), ()))
+        step = old.step
+        key = jax.random.bits(jax.random.fold_in(jax.random.key(0), step), dtype=jnp.uint32)
+        inner_templates, inner_structure = jax.tree.flatten(template.inner, is_leaf=is_packed)
+        pairs = zip(inner_templates, inner_structure.flatten_up_to(value), strict=True)
+        leaves = [
+            _pack_like(struct, leaf, key) if is_packed(struct) else _cast_like(struct, leaf) for struct, leaf in pairs
+        ]
+        residuals = convert_residuals(params, old.rests, template.rests) if template.has_rests else ()
+        return LowPrecisionState(jnp.asarray(step, jnp.int32), inner_structure.unflatten(leaves), residuals)
+
+    try:
+        return structure.unflatten(map(convert_node, templates, structure.flatten_up_to(dense)))
+    except ValueError as error:
+        raise _mismatch_error(structure, jax.tree.structure(dense)) from error
+
+
+def _dense(node: Any) -> Any:
+    return node.dense() if is_packed(node) else node
+
+
+def _is_stored(node: Any) -> bool:
+    return isinstance(node, LowPrecisionState)
+
+
+def _dense_inner(node: LowPrecisionState) -> Tree:
+    return jax.tree.map(_dense, node.inner, is_leaf=is_packed)
+
+
+def _pack_like(template: PackedArray, leaf: Any, key: Any) -> PackedArray:
+    if template.shape != getattr(leaf, "shape", None):
+        raise _mismatch_error(template.shape, getattr(leaf, "shape", type(leaf).__name__))
+    return PackedArray.stored(jnp.asarray(leaf, template.dtype), template.format, key, is_positive=template.is_positive)
+
+
+def _cast_like(template: Any, leaf: Any) -> Any:
+    if jnp.shape(leaf) != template.shape:
+        raise _mismatch_error(template.shape, jnp.shape(leaf))
+    return leaf if leaf.dtype == template.dtype else jnp.asarray(leaf, template.dtype)
+
+
+def _mismatch_error(expected: Any, got: Any) -> StructureError:
+    return StructureError(
+        "the state belongs to another optimizer, or to other parameters",
+        expected=expected,
+        got=got,
+        hint="pass a state of the same optimizer and parameters: converted only changes how a state is stored",
+    )

@@ -1,17 +1,17 @@
 """Memory reports as plain data, their differences, and their views; this package needs no JAX."""
 
-from ._buffers import DERIVED_ROLES as DERIVED_ROLES
-from ._buffers import Buffer as Buffer
-from ._buffers import Space as Space
-from ._buffers import live_bytes as live_bytes
-from ._diff import MemoryDiff as MemoryDiff
-from ._diff import diff as diff
+from ._facts import DERIVED_ROLES as DERIVED_ROLES
+from ._facts import Buffer as Buffer
 from ._facts import DiffRow as DiffRow
+from ._facts import Space as Space
 from ._facts import SpaceBytes as SpaceBytes
+from ._facts import live_bytes as live_bytes
 from ._facts import versions as versions
+from ._report import MemoryDiff as MemoryDiff
 from ._report import MemoryReport as MemoryReport
-from ._run_facts import Chart as Chart
-from ._run_facts import RunFacts as RunFacts
+from ._report import diff as diff
+from .views._run import Chart as Chart
+from .views._run import RunFacts as RunFacts
 from .views._run import run_page as run_page
 
 __all__ = [

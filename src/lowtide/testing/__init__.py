@@ -5,8 +5,8 @@ No other package imports it.
 
 from ._limit import Limit as Limit
 from ._memory import DeviceMemory as DeviceMemory
-from ._scaling import Ratio as Ratio
-from ._scaling import Slope as Slope
+from ._memory import Ratio as Ratio
+from ._memory import Slope as Slope
 from ._snapshot import Snapshots as Snapshots
 
 __all__ = ["DeviceMemory", "Limit", "Ratio", "Slope", "Snapshots"]

@@ -17,8 +17,7 @@ from typing import Any
 
 from ..core import ConfigError, ReportError, format_bytes, write_files
 from ..memory import MemoryReport, diff
-from ._limit import tolerated_bytes
-from ._owners import difference_text
+from ._limit import difference_text, tolerated_bytes
 
 FORMAT = 1
 """Version of the file format."""

@@ -40,8 +40,10 @@ class TrainerView(Protocol):
     """Records so far."""
     processes: Processes
     """The other processes of the run."""
-    budget_bytes: int | None
-    """Bytes that a step may use on a device; None for all bytes of the device."""
+    @property
+    def budget_bytes(self) -> int | None:
+        """Bytes that a step may use on a device; None for all bytes of the device."""
+        ...
 
     @property
     def step(self) -> int:

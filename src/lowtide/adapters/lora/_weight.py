@@ -32,7 +32,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
-from ...core import OWN_NAMES, StructureError, linear, rows, turned_product
+from ...core import OWN_NAMES, StructureError, linear, rows, transposed_product
 from ._wrapper import WrappedWeight, apply_dropout, expand_like, matmul, squared_row_norms, transpose_matrix
 
 
@@ -146,9 +146,9 @@ class LoRAWeight(WrappedWeight):
         low_rank = checkpoint_name(linear(x, lora_a), f"{OWN_NAMES}lora_low")
         low_rank = low_rank * self._layer_scaling(low_rank)
         # On a CPU, the gradient of B is cheaper as the transpose of (x Aᵀ)ᵀ dy than as dyᵀ (x Aᵀ): see
-        # `core.turned_product`.
+        # `core.transposed_product`.
         if getattr(lora_b, "dtype", None) == low_rank.dtype and lora_b.ndim == 2:
-            return turned_product(low_rank, lora_b)
+            return transposed_product(low_rank, lora_b)
         return linear(low_rank, lora_b)
 
     def rows(self, ids: Int[Array, "*ids"]) -> Float[Array, "*ids in"]:

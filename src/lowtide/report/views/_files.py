@@ -1,12 +1,24 @@
-"""Write one file of a view, whole or not at all; pipes and devices are written to directly."""
+"""Files of reports: JSON with one line per buffer, strict reading, and writing of a whole file or none.
+
+The reader refuses anything that it does not support. A report is evidence: an incomplete one, or one whose keys changed
+their meaning, would be quoted without notice.
+"""
 
 from __future__ import annotations
 
+import dataclasses
+import json
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any, cast, get_args
 
-from ...core import OutputError, write_files
+from ...core import OutputError, ReportError, write_files
+from ...targets import Target
+from .._facts import Space, SpaceBytes, from_rows
 
-_HINT = "give a file in an existing folder that you may write to"
+_LONG_LISTS = ("buffers", "moments", "rows")
+_READ_HINT = "give a file that MemoryReport.to_json wrote"
+_WRITE_HINT = "give a file in an existing folder that you may write to"
 
 
 def write_view(path: str | Path, content: bytes) -> None:
@@ -18,13 +30,13 @@ def write_view(path: str | Path, content: bytes) -> None:
         return
     file = file.resolve() if file.is_symlink() else file  # the link stays, as with a shell's redirection
     if not file.parent.is_dir():
-        raise OutputError(message, got=f"{file.parent} is not a folder", hint=_HINT)
+        raise OutputError(message, got=f"{file.parent} is not a folder", hint=_WRITE_HINT)
     if file.is_dir():
-        raise OutputError(message, got="a folder of that name", hint=_HINT)
+        raise OutputError(message, got="a folder of that name", hint=_WRITE_HINT)
     try:
         write_files(file.parent, {file.name: content})
     except OutputError as error:
-        raise OutputError(message, got=error.got, hint=_HINT) from error
+        raise OutputError(message, got=error.got, hint=_WRITE_HINT) from error
 
 
 def _write_through(file: Path, content: bytes, message: str) -> None:
@@ -33,4 +45,89 @@ def _write_through(file: Path, content: bytes, message: str) -> None:
         with open(file, "wb") as device:
             device.write(content)
     except OSError as error:
-        raise OutputError(message, got=f"{type(error).__name__}: {error}", hint=_HINT) from error
+        raise OutputError(message, got=f"{type(error).__name__}: {error}", hint=_WRITE_HINT) from error
+
+
+def dump_json(data: Mapping[str, Any], *, indent: str = "") -> str:
+    """Return JSON with one line per key and per element of long lists; `indent` is that of the closing brace."""
+    inner = f"{indent}  "
+    parts: list[str] = []
+    for key, value in data.items():
+        if key in _LONG_LISTS and value:
+            text = f"[\n{inner}  " + f",\n{inner}  ".join(_compact(item) for item in value) + f"\n{inner}]"
+        elif isinstance(value, Mapping) and any(name in value for name in _LONG_LISTS):
+            text = dump_json(cast("Mapping[str, Any]", value), indent=inner)
+        else:
+            text = _compact(value)
+        parts.append(f"{inner}{json.dumps(key)}: {text}")
+    return "{\n" + ",\n".join(parts) + f"\n{indent}}}"
+
+
+def _compact(value: Any) -> str:
+    return json.dumps(value, separators=(",", ":"))
+
+
+def read_fields(path: str | Path, *, schema_version: int) -> dict[str, Any]:
+    """Read the arguments of `MemoryReport` from a file that `MemoryReport.to_json` wrote.
+
+    Raises `ReportError` when the file is missing, is not a report, or has another `schema_version`.
+    """
+    try:
+        data = json.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ReportError(f"{path}: the report cannot be read", got=error.strerror or error, hint=_READ_HINT) from error
+    except ValueError as error:  # not UTF-8, or not JSON
+        raise ReportError(f"{path}: the file is not JSON", got=error, hint=_READ_HINT) from error
+    version = data.get("schema_version") if isinstance(data, dict) else None
+    if version is None:
+        raise ReportError(
+            f"{path}: the file is not a memory report", expected='a key "schema_version"', hint=_READ_HINT
+        )
+    if version != schema_version:
+        raise ReportError(
+            f"{path}: the report has another version of the format",
+            expected=f"schema_version {schema_version}",
+            got=version,
+            hint="make the report again with this version of Lowtide, or read it with the version that wrote it",
+        )
+    try:
+        return _fields(cast("dict[str, Any]", data))
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        got = f"missing key {error}" if isinstance(error, KeyError) else error
+        raise ReportError(f"{path}: the report is damaged or incomplete", got=got, hint=_READ_HINT) from error
+
+
+def _fields(data: dict[str, Any]) -> dict[str, Any]:
+
+    spaces: dict[str, SpaceBytes] = {}
+    for name in get_args(Space):
+        parts = dict(data[name])
+        total = parts.pop("total_bytes")
+        spaces[name] = SpaceBytes(**parts)
+        # The total is derived from the parts, so a difference means that the file was edited or damaged.
+        if spaces[name].total_bytes != total:
+            raise ValueError(f"the parts of {name} add up to {spaces[name].total_bytes}, not {total}")
+    buffers = from_rows(data["buffers"])
+    moments = tuple(data["moments"])
+    peaks = {name: data[name] for name in ("peak_moment", "host_peak_moment")}
+    if any(not 0 <= b.start <= b.end < len(moments) for b in buffers) or any(
+        not 0 <= peak < len(moments) for peak in peaks.values()
+    ):
+        raise ValueError(f"a position lies outside of the {len(moments)} moments")
+    return {
+        "target": _target(data["target"]),
+        **spaces,
+        **{name: data[name] for name in ("by_role", "host_by_role", "versions")},
+        "buffers": buffers,
+        "moments": moments,
+        **peaks,
+        "notes": tuple(data["notes"]),
+    }
+
+
+def _target(data: dict[str, Any]) -> Target:
+    unknown = set(data) - {field.name for field in dataclasses.fields(Target)}
+    if unknown:
+        raise ValueError(f"the target has unknown fields: {', '.join(sorted(unknown))}")
+    fields: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in data.items()}
+    return Target(**fields)

@@ -15,13 +15,22 @@ from importlib import resources
 from typing import Any
 
 from ...core import format_bytes
-from .._buffers import Buffer, Space, sum_by_role
-from .._facts import DiffFacts, ReportFacts, signed, space_total
-from ._groups import group_buffers
+from .._facts import SPACES, Buffer, DiffFacts, ReportFacts, Space, signed, space_total, sum_by_role
+from ._content import (
+    at_peak,
+    columns,
+    drawn_buffers,
+    fit_text,
+    group_buffers,
+    peak_moment,
+    peak_text,
+    percent,
+    role_order,
+    role_series,
+    shorten,
+    total_series,
+)
 from ._roles import styles
-from ._series import SPACES, at_peak, columns, drawn_buffers, peak_moment, role_order, role_series, total_series
-from ._terminal import percent, shorten
-from ._verdict import fit_text, peak_text
 
 MAX_PAYLOAD_BYTES = 8_000_000
 """Largest payload of a page; above it, the smallest buffers are folded."""

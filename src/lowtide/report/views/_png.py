@@ -14,11 +14,21 @@ import numpy as np
 
 from ...core import ConfigError, format_bytes
 from .._facts import DiffFacts, ReportFacts, signed
-from ._groups import group_buffers, group_rows
+from ._content import (
+    at_peak,
+    columns,
+    drawn_buffers,
+    fit_text,
+    group_buffers,
+    group_rows,
+    peak_text,
+    role_order,
+    role_series,
+    shorten,
+    total_series,
+    with_source,
+)
 from ._roles import Style, styles
-from ._series import at_peak, columns, drawn_buffers, role_order, role_series, total_series
-from ._terminal import shorten, with_source
-from ._verdict import fit_text, peak_text
 
 _INK, _MUTED, _GRID = "#1a1d21", "#5b6470", "#e3e6ea"
 _HATCH = {"": None, "/": "//", "\\": "\\\\", "x": "xx"}

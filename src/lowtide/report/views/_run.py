@@ -1,11 +1,12 @@
-"""A training run as one HTML file that needs no network and no script.
+"""A training run as one HTML file that needs no network and no script, and the data of that page.
 
-Curves are SVG, stretched to the available width. Their marks are lines with a fixed width, and labels are HTML with a
-fixed size. Text from data is escaped.
+The data is independent of the trainer. Curves are SVG, stretched to the available width. Their marks are lines with a
+fixed width, and labels are HTML with a fixed size. Text from data is escaped.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import html
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -14,12 +15,44 @@ from itertools import pairwise
 import numpy as np
 
 from ...core import format_bytes
-from .._buffers import Space
-from .._facts import SPACES, ReportFacts
-from .._run_facts import Chart, Points, RunFacts
+from .._facts import SPACES, ReportFacts, Space
+from ._content import columns, drawn_buffers, peak_moment, role_order, role_series, total_series
 from ._html import asset, definitions, fill, roles_table
 from ._roles import styles
-from ._series import columns, drawn_buffers, peak_moment, role_order, role_series, total_series
+
+Points = Sequence[tuple[float, float | None]]
+"""A curve: steps and their values; None is a gap."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Chart:
+    """Curves that share their axes."""
+
+    title: str
+    """The quantity, with its unit."""
+    curves: Mapping[str, Points]
+    """The curves by name, at most three."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RunFacts:
+    """The contents of a training run's page."""
+
+    name: str
+    """Name of the run."""
+    verdict: str
+    """The result in one sentence."""
+    facts: Sequence[tuple[str, str]]
+    """The most important figures: names and values."""
+    charts: Sequence[Chart]
+    """Charts over the steps; a chart without values shows a note."""
+    samples: Mapping[str, tuple[str, str]]
+    """Texts by title: a prompt and its continuation."""
+    tables: Mapping[str, Sequence[tuple[str, str]]]
+    """Tables by title, rows of name and value."""
+    notes: Sequence[str] = ()
+    """Lines at the end of the page."""
+
 
 _MAX_POINTS = 400
 """Columns of a curve. With more points, each column has their mean, and a band from the smallest to the largest."""

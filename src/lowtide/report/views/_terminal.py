@@ -10,18 +10,31 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from ...core import format_bytes
-from .._buffers import Space, sum_by_role
-from .._facts import DiffFacts, DiffRow, ReportFacts, signed
-from ._groups import Group, group_buffers, group_rows
+from .._facts import SPACES, DiffFacts, DiffRow, ReportFacts, Space, signed, sum_by_role
+from ._content import (
+    SOURCE_WIDTH,
+    Group,
+    at_peak,
+    columns,
+    drawn_buffers,
+    fit_text,
+    group_buffers,
+    group_rows,
+    peak_moment,
+    peak_text,
+    percent,
+    role_series,
+    short_source,
+    shorten,
+    total_series,
+    with_source,
+)
 from ._roles import styles
-from ._series import SPACES, at_peak, columns, drawn_buffers, peak_moment, role_series, total_series
-from ._verdict import fit_text, peak_text
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
-
 
 _BLOCKS = " ▁▂▃▄▅▆▇█"
 _MAX_WIDTH = 200
@@ -164,7 +177,6 @@ def _print_sparkline(out: Console, report: ReportFacts, space: Space, width: int
 
 _SOURCE_MIN_WIDTH = 130
 """Smallest width with a column for sources; below it, sources follow the owners that have no path."""
-_SOURCE_WIDTH = 32
 _BYTES_WIDTH = 11
 """Width of the longest size below 1024 TiB: ``1023.99 MiB``."""
 _COLUMNS = (
@@ -172,7 +184,7 @@ _COLUMNS = (
     _Column("phase", lambda g: g.buffers[0].phase, 9, min_width=100),
     _Column("owner", lambda g: g.text, 0),
     _Column("array", lambda g: g.array, 24, min_width=96),
-    _Column("source", lambda g: g.source, _SOURCE_WIDTH, min_width=_SOURCE_MIN_WIDTH),
+    _Column("source", lambda g: g.source, SOURCE_WIDTH, min_width=_SOURCE_MIN_WIDTH),
 )
 
 
@@ -180,7 +192,7 @@ def _owners(groups: Sequence[Group], total: int, width: int, top: int) -> Table:
     shown = [column for column in _COLUMNS if width >= column.min_width]
     texts = {c.name: [c.text(g) for g in groups[:top]] for c in shown}
     if "source" in texts:
-        texts["source"] = [short_source(text, _SOURCE_WIDTH) for text in texts["source"]]
+        texts["source"] = [short_source(text, SOURCE_WIDTH) for text in texts["source"]]
     # An empty column is left out, and a column is no wider than its longest text.
     widths = {c.name: min(c.width, max([len(c.name), *map(len, texts[c.name])])) for c in shown if c.width}
     widths = {name: size for name, size in widths.items() if any(texts[name])}
@@ -204,25 +216,6 @@ def _owners(groups: Sequence[Group], total: int, width: int, top: int) -> Table:
         empty_cells = [""] * [column.name for column in shown].index("owner")
         table.add_row(format_bytes(size), percent(size, total), *empty_cells, f"{len(remaining):,} more", style="dim")
     return table
-
-
-def with_source(text: str, group: Group, width: int) -> str:
-    """Return the text of an owner; without a path, add the source line, which is more informative than the scope."""
-    if group.buffers[0].path or not group.source:
-        return text
-    location_width = len(group.source.partition(" (")[0].rpartition("/")[2])
-    source = short_source(group.source, min(width, max(location_width, min(_SOURCE_WIDTH, width - 11))))
-    text_width = width - len(source) - 3
-    return f"{shorten(text, text_width)} · {source}" if text_width >= 8 else source
-
-
-def short_source(source: str, width: int) -> str:
-    """Shorten ``pkg/train.py:41 (loss_fn)`` to a width: drop first the folders, then the function."""
-    location, separator, function = source.partition(" (")
-    name = location.rpartition("/")[2]
-    last = function.removesuffix(")").rpartition(".")[2]
-    candidates = (source, f"{name}{separator}{function}", f"{name} ({last})" if last else name, name)
-    return next((form for form in candidates if len(form) <= width), name[-width:])
 
 
 def _diff_roles(difference: DiffFacts, space: Space) -> Table:
@@ -297,20 +290,3 @@ def _print_notes(out: Console, notes: Sequence[str]) -> None:
         _print_blank(out)
     for note in notes:
         out.print(_text(f"note: {note}", "dim"))
-
-
-def percent(part: int, total: int) -> str:
-    """Format a share with one decimal: ``12.5 %``; ``<0.1 %`` for a small one."""
-    share = 100 * part / total if total else 0.0
-    return "<0.1 %" if part > 0 and share < 0.05 else f"{share:.1f} %"
-
-
-def shorten(text: str, width: int) -> str:
-    """Shorten a text to a width by leaving out its middle."""
-    text = " ".join(text.split())
-    if len(text) <= width:
-        return text
-    if width < 6:
-        return text[:width]
-    tail = (width - 1) * 2 // 3
-    return f"{text[: width - 1 - tail]}…{text[-tail:]}"

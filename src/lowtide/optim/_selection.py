@@ -1,14 +1,21 @@
-"""Knowledge about the states of Optax's optimizers: names of moments, their signs, and the rounding they tolerate."""
+"""The leaves of an optimizer's state that `low_precision` packs, and their formats.
+
+Regular expressions select leaves by path. The tables hold what is known about the states of Optax's optimizers: names
+of moments, their signs, and the rounding they tolerate.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
 
 from ..core import ConfigError, Tree, leaves_with_paths, path_str
-from ._packed import bits_of
+from ._formats import FORMATS
+from ._packed import BFLOAT16, bits_of
+from ._weights import WEIGHTS
 
 MOMENTS = r".*/(mu|nu|nu_max|m1|exp_avg|exp_avg_sq|trace)/.*"
 """Regular expression on `optimizer_paths` of a state. Optax also has moments named ``m`` and ``v``, but elsewhere these
@@ -57,6 +64,61 @@ class Moment(NamedTuple):
     """Fewest bits per number that the optimizer tolerates."""
     reason: str = ""
     """Why it needs that many bits, for an error message."""
+
+
+def parse_patterns(format: Any, match: Any, weights: Any) -> list[tuple[re.Pattern[str], str]]:
+    """Return pairs of a regular expression on the paths of a state and the format of the leaves that it matches.
+
+    The arguments are those of `low_precision`. Raises `ConfigError` for an unknown format, an invalid regular
+    expression, or arguments that have no effect.
+    """
+    if weights is not None and weights not in WEIGHTS:
+        raise ConfigError(
+            f"weights={weights!r} is not a supported value",
+            expected=f"one of {', '.join(WEIGHTS)}, or None",
+            hint='use "split", which loses the least precision per byte',
+        )
+    has_no_format = format is None or (isinstance(format, (str, Mapping)) and not format)
+    if has_no_format and weights is None:
+        raise ConfigError(
+            "low_precision has neither a format nor weights, so it would not change the optimizer",
+            expected='format="8bit", weights="split" or both',
+            hint="leave out format to use 8 bits",
+        )
+    if match is not None and (has_no_format or isinstance(format, Mapping)):
+        raise ConfigError(
+            "match has no effect",
+            expected="match together with one format",
+            got=f"match={match!r} with {'only weights' if has_no_format else 'a mapping, whose keys select leaves'}",
+            hint="leave out match",
+        )
+    if isinstance(format, Mapping):
+        pairs = list(format.items())
+    else:
+        pairs = [] if has_no_format else [(MOMENTS if match is None else match, format)]
+    return [(_compile_pattern(expression), _check_format(form)) for expression, form in pairs]
+
+
+def _compile_pattern(text: Any) -> re.Pattern[str]:
+    hint = 'write a regular expression, not a glob: r".*/mu/.*" instead of "mu/*"'
+    try:
+        pattern = re.compile(text)
+    except (re.error, TypeError) as error:
+        raise ConfigError(f"match is not a regular expression: {error}", got=text, hint=hint) from error
+    if not isinstance(pattern.pattern, str):
+        raise ConfigError("match is a regular expression of bytes, but paths are text", got=text, hint=hint)
+    return pattern
+
+
+def _check_format(form: Any) -> str:
+    names = (*FORMATS, BFLOAT16)
+    if not isinstance(form, str) or form not in names:
+        raise ConfigError(
+            f"{form!r} is not a format of optimizer state",
+            expected=f"one of {', '.join(names)}",
+            hint='use "8bit", the usual format',
+        )
+    return form
 
 
 def moments(state: Tree) -> list[Moment]:

@@ -1,0 +1,270 @@
+"""The content that views share: sentences, groups of buffers, and bytes per role over the program.
+
+Buffers whose names differ only in numbers form one group: ``32 × layers/*/mlp/up``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Iterable, Mapping, Sequence
+
+import numpy as np
+
+from ...core import format_bytes
+from .._facts import SPACES, Buffer, DiffRow, ReportFacts, Space
+from ._roles import stacking_order
+
+SOURCE_WIDTH = 32
+"""Most characters of a source line that is shown with its owner."""
+_NUMBER = re.compile(r"\d+")
+_LAST_NUMBER = re.compile(r"[._-]?\d+$")
+
+
+def fit_text(report: ReportFacts) -> str:
+    """Return one sentence about the fit: ``fits: 10.88 GiB of 95.73 GiB, 84.85 GiB free``."""
+    margin, host = report.host_margin_bytes, ""
+    if report.host_bytes and margin is not None and margin < 0:
+        machine = f" of a {report.target.machine}" if report.target.machine else ""
+        assert report.target.host_bytes is not None, "a margin has a capacity"
+        share = f"{format_bytes(report.host_bytes)} of {format_bytes(report.target.host_bytes)}"
+        host = f"; the host's share{machine} is too small: {share}, {format_bytes(-margin)} too much"
+    return _device_text(report) + host
+
+
+def _device_text(report: ReportFacts) -> str:
+    target, total, margin = report.target, format_bytes(report.device_bytes), report.margin_bytes
+    if target.device_bytes is None or margin is None:
+        return f"{total}; the capacity is unknown" if report.fits is None else f"does not fit: {total} on the device"
+    reserve = f", {format_bytes(target.reserve_bytes)} in reserve" if target.reserve_bytes else ""
+    usage = f"{total} of {format_bytes(target.device_bytes)}"
+    if report.fits:
+        return f"fits: {usage}{reserve}, {format_bytes(margin)} free"
+    excess = f", {format_bytes(-margin)} too much" if margin < 0 else " on the device"
+    return f"does not fit: {usage}{reserve}{excess}"
+
+
+def peak_text(report: ReportFacts, space: Space) -> str:
+    """Return the position of the peak: ``moment 3,120 of 6,000, fusion.7``."""
+    moment = peak_moment(report, space)
+    name = report.moments[moment]
+    return f"moment {moment + 1:,} of {len(report.moments):,}" + (f", {name}" if name else "")
+
+
+def summary(report: ReportFacts) -> str:
+    """Summarise a report in one or two lines."""
+    capacity_bytes = report.target.device_bytes
+    capacity = "" if capacity_bytes is None else f" of {format_bytes(capacity_bytes)}"
+    verdict = {True: ", fits", False: ", does not fit", None: ""}[report.fits]
+    host = f", {format_bytes(report.host_bytes)} on the host" if report.host_bytes else ""
+    lines = [f"MemoryReport: {format_bytes(report.device_bytes)}{capacity} on {report.target.name}{verdict}{host}"]
+    if report.buffers:
+        roles = list(report.peak_by_role.items())
+        largest = ", ".join(f"{role} {format_bytes(size)}" for role, size in roles[:4])
+        suffix = f", {len(roles) - 4} more" if len(roles) > 4 else ""
+        lines.append(f"  {len(report.buffers):,} buffers; at the peak {largest}{suffix}")
+    return "\n".join(lines)
+
+
+def peak_moment(report: ReportFacts, space: Space) -> int:
+    """Return the position at which most bytes of a space are alive."""
+    return report.peak_moment if space == "device" else report.host_peak_moment
+
+
+def drawn_buffers(report: ReportFacts, space: Space) -> tuple[Buffer, ...]:
+    """List the buffers of a space; for a report without buffers, one per role that is alive throughout."""
+    space_buffers = tuple(b for b in report.buffers if b.space == space)
+    if space_buffers:
+        return space_buffers
+    roles = report.by_role if space == "device" else report.host_by_role
+    last = len(report.moments) - 1
+    return tuple(
+        Buffer(space=space, role=role, phase="", num_bytes=size, start=0, end=last)
+        for role, size in roles.items()
+        if size
+    )
+
+
+def role_order(*reports: ReportFacts) -> list[str]:
+    """Return every role that is drawn, from the bottom of a stack to its top; arguments in the caller's order."""
+    names = [role for report in reports for roles in (report.by_role, report.host_by_role) for role in roles]
+    used_roles = [b.role for report in reports for space in SPACES for b in drawn_buffers(report, space)]
+    return [role for role in stacking_order([*names, *used_roles]) if role in set(used_roles)]
+
+
+def at_peak(report: ReportFacts, space: Space) -> tuple[Buffer, ...]:
+    """List the buffers of a space at its peak, largest first; the bytes add up to the space's total."""
+    peak = peak_moment(report, space)
+    alive = [b for b in drawn_buffers(report, space) if b.alive_at(peak)]
+    return tuple(sorted(alive, key=lambda b: -b.num_bytes))
+
+
+def role_series(buffers: Sequence[Buffer], num_moments: int) -> dict[str, np.ndarray]:
+    """Return the int64 bytes per role at every position of a program, with fragmentation as a separate role.
+
+    `buffers` are those of one space.
+    """
+    steps: dict[str, np.ndarray] = {}
+    for buffer in buffers:
+        step = steps.setdefault(buffer.role, np.zeros(num_moments + 1, np.int64))
+        step[buffer.start] += buffer.num_bytes
+        step[buffer.end + 1] -= buffer.num_bytes
+    return {role: np.cumsum(step)[:-1] for role, step in steps.items()}
+
+
+def total_series(series: Mapping[str, np.ndarray], num_moments: int) -> np.ndarray:
+    """Add up the series that `role_series` returns."""
+    return sum(series.values(), np.zeros(num_moments, np.int64))
+
+
+def columns(totals: np.ndarray, num_columns: int) -> np.ndarray:
+    """Return the positions to draw in `num_columns`, ascending: of each range the position with most bytes."""
+    count = min(len(totals), max(1, num_columns))
+    edges = np.linspace(0, len(totals), count + 1).astype(int)
+    return np.array([low + int(np.argmax(totals[low:high])) for low, high in zip(edges[:-1], edges[1:], strict=True)])
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Group:
+    """One or more buffers of one role, phase, shape and pattern of names."""
+
+    buffers: tuple[Buffer, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all buffers."""
+        return sum(b.num_bytes for b in self.buffers)
+
+    @property
+    def label(self) -> str:
+        """Common name of the buffers, with ``*`` for the numbers that differ."""
+        return common_label(sorted({b.label for b in self.buffers}))
+
+    @property
+    def text(self) -> str:
+        """`label`, with the number of buffers."""
+        if len(self.buffers) > 1 and not any(map(str.isalnum, self.label)):  # only numbers: arguments 2, 3
+            return ", ".join(sorted({b.label for b in self.buffers}))
+        return f"{len(self.buffers)} × {self.label}" if len(self.buffers) > 1 else self.label
+
+    @property
+    def array(self) -> str:
+        """Type and shape of one buffer, as XLA writes them: ``bf16[4096,4096]``; empty if it is not an array."""
+        buffer = self.buffers[0]
+        return f"{buffer.dtype}[{','.join(map(str, buffer.shape))}]" if buffer.dtype else ""
+
+    @property
+    def source(self) -> str:
+        """The source line, if all buffers have the same."""
+        sources = {b.source for b in self.buffers}
+        return next(iter(sources)) if len(sources) == 1 else ""
+
+
+def common_label(labels: Sequence[str]) -> str:
+    """Return the common form of labels that differ only in numbers, with ``*`` for the numbers that differ."""
+    texts = _NUMBER.split(labels[0])
+    numbers = list(zip(*(_NUMBER.findall(label) for label in labels), strict=False))
+    middle = [column[0] if len(set(column)) == 1 else "*" for column in numbers]
+    return "".join(text + number for text, number in zip(texts, [*middle, ""], strict=False))
+
+
+def group_buffers(buffers: Iterable[Buffer]) -> list[Group]:
+    """Group equal buffers of numbered layers, largest group first.
+
+    A group has buffers of the same role, phase, shape, type and size whose names (path, else scope, else operation)
+    differ only in numbers.
+    """
+    groups: dict[tuple[object, ...], list[Buffer]] = {}
+    for b in buffers:
+        # Numbers become "#" in the key, so that layers/0/w and layers/1/w are one group.
+        key = (b.space, b.role, b.phase, b.shape, b.dtype, b.num_bytes, _NUMBER.sub("#", b.label))
+        groups.setdefault(key, []).append(b)
+    return sorted((Group(buffers=tuple(group)) for group in groups.values()), key=lambda g: (-g.num_bytes, g.label))
+
+
+def owner_name(buffer: Buffer) -> str:
+    """Return a name that two compilations share: the path, else the scope, else the operation without its number."""
+    return buffer.path or buffer.scope or _LAST_NUMBER.sub("", buffer.operation) or buffer.role
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RowGroup:
+    """One or more rows of a difference with the same role and type, whose owners differ only in numbers."""
+
+    rows: tuple[DiffRow, ...]
+
+    @property
+    def owner(self) -> str:
+        """Common name of the owners."""
+        return common_label(sorted({row.owner for row in self.rows}))
+
+    @property
+    def count(self) -> int:
+        """Number of buffers, on the side that has more."""
+        return max(sum(row.before_count for row in self.rows), sum(row.after_count for row in self.rows))
+
+    @property
+    def before_bytes(self) -> int:
+        """Bytes before."""
+        return sum(row.before_bytes for row in self.rows)
+
+    @property
+    def after_bytes(self) -> int:
+        """Bytes after."""
+        return sum(row.after_bytes for row in self.rows)
+
+    @property
+    def delta_bytes(self) -> int:
+        """Bytes after minus bytes before."""
+        return self.after_bytes - self.before_bytes
+
+    @property
+    def text(self) -> str:
+        """`owner`, with the number of buffers."""
+        return f"{self.count} × {self.owner}" if self.count > 1 else self.owner
+
+
+def group_rows(rows: Iterable[DiffRow]) -> list[RowGroup]:
+    """Group rows of numbered layers that changed in the same way, largest change first."""
+    rows_by_key: dict[tuple[object, ...], list[DiffRow]] = {}
+    for row in rows:
+        key = (row.space, row.role, row.dtype, row.before_bytes, row.after_bytes, _NUMBER.sub("#", row.owner))
+        rows_by_key.setdefault(key, []).append(row)
+    groups = (RowGroup(rows=tuple(group)) for group in rows_by_key.values())
+    return sorted(groups, key=lambda g: (-abs(g.delta_bytes), g.owner))
+
+
+def with_source(text: str, group: Group, width: int) -> str:
+    """Return the text of an owner; without a path, add the source line, which is more informative than the scope."""
+    if group.buffers[0].path or not group.source:
+        return text
+    location_width = len(group.source.partition(" (")[0].rpartition("/")[2])
+    source = short_source(group.source, min(width, max(location_width, min(SOURCE_WIDTH, width - 11))))
+    text_width = width - len(source) - 3
+    return f"{shorten(text, text_width)} · {source}" if text_width >= 8 else source
+
+
+def short_source(source: str, width: int) -> str:
+    """Shorten ``pkg/train.py:41 (loss_fn)`` to a width: drop first the folders, then the function."""
+    location, separator, function = source.partition(" (")
+    name = location.rpartition("/")[2]
+    last = function.removesuffix(")").rpartition(".")[2]
+    candidates = (source, f"{name}{separator}{function}", f"{name} ({last})" if last else name, name)
+    return next((form for form in candidates if len(form) <= width), name[-width:])
+
+
+def shorten(text: str, width: int) -> str:
+    """Shorten a text to a width by leaving out its middle."""
+    text = " ".join(text.split())
+    if len(text) <= width:
+        return text
+    if width < 6:
+        return text[:width]
+    tail = (width - 1) * 2 // 3
+    return f"{text[: width - 1 - tail]}…{text[-tail:]}"
+
+
+def percent(part: int, total: int) -> str:
+    """Format a share with one decimal: ``12.5 %``; ``<0.1 %`` for a small one."""
+    share = 100 * part / total if total else 0.0
+    return "<0.1 %" if part > 0 and share < 0.05 else f"{share:.1f} %"
