@@ -2,9 +2,8 @@
 
     python benchmarks/overview.py [--output docs/images/overview.png]
 
-Left and middle: tokens per second and peak memory of LoRA and QLoRA, measured for PEFT and Lowtide by `sft_peft.py` and
-`qlora_peft.py`. Right: bytes of one LoRA step, compiled for plain JAX and Lowtide by `lora_step.py`. Nothing is measured
-here.
+Left and middle: tokens per second and peak memory of LoRA and QLoRA, measured for PEFT and Lowtide by `sft_peft.py`
+and `qlora_peft.py`. Right: bytes of one LoRA step, compiled for plain JAX and Lowtide by `lora_step.py`.
 """
 
 from __future__ import annotations
@@ -68,9 +67,12 @@ def draw(path: Path) -> None:
         return {label: (pair[0] / 2**30, pair[1] / 2**30) for label, pair in pairs.items()}
 
     figure, axes = plt.subplots(1, 3, figsize=(11, 3.8), layout="constrained")
-    draw_pairs(axes[0], measured("tokens_per_second"), "PEFT", "{:,.0f}", "Tokens per second, H200\n(measured, higher is better)")
-    draw_pairs(axes[1], gib(measured("peak_bytes")), "PEFT", "{:.1f} GiB", "Peak memory, H200\n(measured, lower is better)")
-    draw_pairs(axes[2], gib(compiled()), "AdamW + stop_gradient", "{:.1f} GiB", "Bytes of a step, TPU v5p\n(compiled, lower is better)")
+    title = "Tokens per second, H200\n(measured, higher is better)"
+    draw_pairs(axes[0], measured("tokens_per_second"), "PEFT", "{:,.0f}", title)
+    title = "Peak memory, H200\n(measured, lower is better)"
+    draw_pairs(axes[1], gib(measured("peak_bytes")), "PEFT", "{:.1f} GiB", title)
+    title = "Bytes of a step, TPU v5p\n(compiled, lower is better)"
+    draw_pairs(axes[2], gib(compiled()), "AdamW + stop_gradient", "{:.1f} GiB", title)
     figure.savefig(path, dpi=150)
 
 

@@ -40,6 +40,7 @@ class TrainerView(Protocol):
     """Records so far."""
     processes: Processes
     """The other processes of the run."""
+
     @property
     def budget_bytes(self) -> int | None:
         """Bytes that a step may use on a device; None for all bytes of the device."""
