@@ -341,7 +341,7 @@ class TestBadFiles:
     @pytest.mark.slow_after(3)
     @pytest.mark.parametrize("name", ["target_modules", "exclude_modules", "rank_pattern", "alpha_pattern"])
     def test_a_regular_expression_that_needs_forever_is_given_up(self, directory, name, monkeypatch):
-        monkeypatch.setattr("lowtide.adapters.lora._patterns.MOST_SECONDS", 0.2)
+        monkeypatch.setattr("lowtide.adapters.lora._peft.MOST_SECONDS", 0.2)
         endless = r"(([a-z]|[a-z._0-9])+)+[!?]"
         edit_config(directory, **{name: {endless: 2} if name.endswith("pattern") else endless})
         self.refuse(directory, r"adapter_config.json: a regular expression takes too long")

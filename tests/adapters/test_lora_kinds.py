@@ -251,6 +251,8 @@ class TestRefusals:
             lora.add(base(), lora.Config(targets="all-linear"), key=KEY)
         with pytest.raises(ConfigError, match="key is missing: the initial values are random"):
             lora.add(base(), lora.Config(targets="w"))
+        with pytest.raises(ConfigError, match=r"a dict is not a configuration of an adapter(.|\n)*hint: "):
+            lora.add(base(), {"rank": 2}, key=KEY)
 
     def test_a_bias_that_the_model_adds_itself(self) -> None:
         model = {"a": {"weight": jnp.ones((4, 4)), "bias": jnp.ones(4)}}

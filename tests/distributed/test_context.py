@@ -21,7 +21,7 @@ import lowtide as lt
 from lowtide.core import ConfigError, DataError, SelectionError, activation_sharding, map_with_paths
 from lowtide.losses import _cross_entropy
 from lowtide.models import DecoderConfig, Experts
-from lowtide.ops import AttentionMask, _blocks, _pairs, _tiled_map, attention
+from lowtide.ops import AttentionMask, _blocks, _tiled_map, attention
 from lowtide.train import ShardingRules, array_data, make_mesh
 
 LENGTH, VOCABULARY = 176, 61  # of which no part is as large as a weight's axis
@@ -49,7 +49,7 @@ EXPERTS = Experts(num_experts=4, num_experts_per_token=2, intermediate_size=12, 
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Several blocks, tiles and chunks of what a device has."""
-    monkeypatch.setattr(_pairs, "LEAST_ROWS", 1)
+    monkeypatch.setattr(_blocks, "_LEAST_ROWS", 1)
     monkeypatch.setattr(_blocks, "block_size", lambda *_: 48)
     monkeypatch.setattr(_tiled_map, "tile_size", lambda *_: 30)
     monkeypatch.setattr(_cross_entropy, "_MOST_CHUNK", 40)

@@ -222,7 +222,7 @@ def outcome(seed, good, folder):
 
 
 def run(good, folder, seeds, monkeypatch):
-    monkeypatch.setattr("lowtide.adapters.lora._patterns.MOST_SECONDS", 0.5)
+    monkeypatch.setattr("lowtide.adapters.lora._peft.MOST_SECONDS", 0.5)
     shutil.copytree(good[0], folder, dirs_exist_ok=True)
     found = Counter(outcome(seed, good, folder) for seed in seeds)
     for (name, what), count in sorted(found.items()):

@@ -14,7 +14,7 @@ from jax import P
 from jax.sharding import AxisType
 
 from lowtide.jaxprs import equations, jaxpr_flops
-from lowtide.ops import AttentionMask, _blocks, _pairs
+from lowtide.ops import AttentionMask, _blocks
 from lowtide.ops._options import ScoreOptions
 from tests.ops.all_scores import SINKS, drawn, loss_of, of_all_scores
 
@@ -46,7 +46,7 @@ CASES = [
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(_pairs, "LEAST_ROWS", 1)
+    monkeypatch.setattr(_blocks, "_LEAST_ROWS", 1)
     yield
 
 
@@ -111,11 +111,11 @@ def block_flops(mask: AttentionMask, length: int, size: int, monkeypatch: pytest
         return jnp.sum(_blocks.attend_in_blocks(q, k, v, mask, PLAIN))
 
     flops = jaxpr_flops(jax.make_jaxpr(jax.grad(loss, (0, 1, 2)))(x, x, x))
-    pairs = _pairs.pairs_of(_pairs.Config(mask.causal, mask.window, 1.0, None, size), NO_DATA, length, length)
+    pairs = _blocks._pairs_of(_blocks.Config(mask.causal, mask.window, 1.0, None, size), NO_DATA, length, length)
     return flops, len(pairs.row_P)
 
 
-NO_DATA = _pairs.RuntimeMask(None, None, None, None)
+NO_DATA = _blocks.RuntimeMask(None, None, None, None)
 
 
 def test_half_of_the_scores_are_never_made_and_a_window_has_its_own_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -133,14 +133,14 @@ def test_half_of_the_scores_are_never_made_and_a_window_has_its_own_alone(monkey
 
 def test_blocks_that_nobody_sees_are_passed_by_when_the_program_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_blocks, "block_size", lambda *_: 8)
-    kind = _pairs.Config(True, None, 1.0, None, 8)
+    kind = _blocks.Config(True, None, 1.0, None, 8)
     documents = jnp.asarray(np.repeat(np.arange(5), 8)[None])
 
     def needed(**known: Any) -> np.ndarray:
-        seen = _pairs.RuntimeMask(**{**NO_DATA._asdict(), **known})
-        return np.asarray(_pairs.needed_pairs(kind, seen, _pairs.pairs_of(kind, seen, 40, 40)))
+        seen = _blocks.RuntimeMask(**{**NO_DATA._asdict(), **known})
+        return np.asarray(_blocks._needed_pairs(kind, seen, _blocks._pairs_of(kind, seen, 40, 40)))
 
-    assert _pairs.needed_pairs(kind, NO_DATA, _pairs.pairs_of(kind, NO_DATA, 40, 40)) is None
+    assert _blocks._needed_pairs(kind, NO_DATA, _blocks._pairs_of(kind, NO_DATA, 40, 40)) is None
     assert needed(query_segments=documents, key_segments=documents).sum() == 5  # of 15: each document's own
     assert needed(window=jnp.int32(1)).sum() == 5 and needed(window=jnp.int32(2)).sum() == 9
     assert needed(window=jnp.int32(1000)).sum() == 15
@@ -230,4 +230,4 @@ def test_how_large_blocks_are(monkeypatch: pytest.MonkeyPatch) -> None:
     assert _blocks.block_size((64, 4096, 64, 64), 4096) == 128  # fewer would leave nothing to multiply
     assert _blocks.block_size((1, 2**17, 1, 64), 2**17) == 1024
     assert _blocks.block_size((1, 5, 1, 64), 5) == 5
-    assert [_pairs.even_size(length, 512) for length in (1100, 1024, 100)] == [384, 512, 100]
+    assert [_blocks._even_size(length, 512) for length in (1100, 1024, 100)] == [384, 512, 100]

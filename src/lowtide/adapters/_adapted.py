@@ -1,32 +1,34 @@
-"""Evaluate any function with weights that are not arrays: weights with adapters, and quantised weights.
+"""Evaluate any function with weights that are not arrays: weights with adapters, quantised weights, and probes.
 
 A node in place of a weight multiplies itself (`core.LinearWeight`), through `core.linear` or Python's ``@``. Most
 programs use neither: Flax and Keras call `jax.lax.dot_general`, others `jnp.einsum`. So the function is traced with
-arrays in place of the nodes. Its program is then evaluated with the nodes, one operation at a time. A product with a
-weight calls the node's own product. An operation that only moves a weight (a transposition, a cast, a slice of a stack,
-a constant of a loop) moves the node. Any other operation is refused with the source line that does it. W + BA is never
-materialised.
-
-Alternatives that were considered (docs/internals/adapters.md): Quax, which was made for this, replaces operations while
-the function is traced, with a custom tracer that uses private parts of JAX. Qwix intercepts the layers of Flax by name.
-A jaxpr has the same form, whichever library wrote the model.
-
-Known inefficiency: the function is traced twice. Inner `jax.jit`s that hold a weight are inlined.
+arrays in place of the nodes, and its program is evaluated with the nodes, one operation at a time. A `Probe` records
+how the function uses a weight, so that each weight gets a suitable adapter before anything runs.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
 from ..core import LinearWeight, StructureError, is_array_like, is_key, leaves_with_paths
 from ..jaxprs import Kind, bodies, fold, kind_of, make_jaxpr, runner, scan_counts
-from ._products import RULES, KernelWeight, Weight, line_of, num_stacked
-from ._uses import Probe, Use, record_use
+from ._products import RULES, KernelWeight, Weight, is_row_gather, is_row_slice, line_of, num_stacked, precision_name
+
+# A product with a weight calls the node's own product. An operation that only moves a weight (a transposition, a cast,
+# a slice of a stack, a constant of a loop) moves the node. Any other operation is refused with the source line that
+# does it. W + BA is never materialised.
+#
+# Alternatives that were considered (docs/internals/adapters.md): Quax, which was made for this, replaces operations
+# while the function is traced, with a custom tracer that uses private parts of JAX. Qwix intercepts the layers of Flax
+# by name. A jaxpr has the same form, whichever library wrote the model.
+#
+# Known inefficiency: the function is traced twice. Inner `jax.jit`s that hold a weight are inlined.
 
 
 def adapted(fn: Callable[..., Any]) -> Callable[..., Any]:
@@ -76,6 +78,66 @@ def adapted(fn: Callable[..., Any]) -> Callable[..., Any]:
         return traced.result(_evaluate(traced.program, traced.inputs))
 
     return wrapped
+
+
+class Use(NamedTuple):
+    """One way in which a weight is used: its axes are [*stack, *m, *n], and the operation sums over m or over n."""
+
+    num_stacked: int
+    num_rows: int
+    """Number of axes of m."""
+    num_columns: int
+    """Number of axes of n."""
+    is_product: bool
+    """Whether the operation is a product; otherwise it is a convolution or a table lookup."""
+    over_rows: bool
+    """Whether the operation sums over m, or takes rows along m."""
+
+    @property
+    def is_matrix(self) -> bool:
+        """Whether the weight is multiplied as one matrix, or as a stack of matrices."""
+        return self.is_product and self.num_rows == self.num_columns == 1
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["weight"], meta_fields=["num_axes", "uses"])
+@dataclasses.dataclass(frozen=True)
+class Probe:
+    """An array that records the operations that use it."""
+
+    weight: Any
+    num_axes: int
+    """Number of axes of the whole weight (static); leading axes may have been sliced off since."""
+    uses: _UseSet
+    """Uses recorded so far (static)."""
+
+    @property
+    def ndim(self) -> int:
+        """Number of axes of the weight."""
+        return self.weight.ndim
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the weight."""
+        return self.weight.shape
+
+    @property
+    def dtype(self) -> Any:
+        """Dtype of the weight."""
+        return self.weight.dtype
+
+
+class _UseSet(set[Use]):
+    """A set that is compared and hashed by identity, so that all copies of a probe share one."""
+
+    __hash__ = object.__hash__  # pyright: ignore[reportAssignmentType, reportUnannotatedClassAttribute]
+
+    def __eq__(self, other: object) -> bool:
+        return self is other
+
+
+def probe(leaf: Any) -> Probe:
+    """Make a probe for a weight, from its array or its shape."""
+    return Probe(leaf, len(leaf.shape), _UseSet())
 
 
 def uses(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> list[set[Use]]:
@@ -190,7 +252,7 @@ def _evaluate_eqn(eqn: Any, operands: list[Any]) -> Sequence[Any]:
         return runner(eqn)(*operands)
     kind = kind_of(eqn)
     probes = [i for i, value in enumerate(operands) if isinstance(value, Weight) and isinstance(value.node, Probe)]
-    if kind is None and len(probes) == 1 and (outputs := record_use(eqn, operands, probes[0])) is not None:
+    if kind is None and len(probes) == 1 and (outputs := _record_use(eqn, operands, probes[0])) is not None:
         return outputs
     rule = RULES.get(eqn.primitive.name) if kind is None else _NESTED.get(kind)
     results = None if rule is None else rule(eqn, operands)
@@ -325,3 +387,73 @@ _NESTED: dict[Kind, Callable[[Any, list[Any]], Sequence[Any] | None]] = {
 }
 """Rules for operations that hold programs. Products with a custom derivative (`jax.custom_vjp`, `jax.custom_jvp`) are
 refused, because the node's product has another derivative."""
+
+
+# Uses of weights.
+
+
+def _record_use(eqn: Any, operands: Sequence[Any], index: int) -> Sequence[Any] | None:
+    """Record a use of the probe ``operands[index]`` and compute the operation.
+
+    The probe comes as a `Weight`. The result is None where the operation is not a use of a weight.
+    """
+    recognize = _RECOGNIZERS.get(eqn.primitive.name)
+    weight = operands[index]
+    node: Probe = weight.node
+    usage = None if recognize is None else recognize(eqn, node, index)
+    if usage is None or (weight.is_transposed and (usage.num_rows, usage.num_columns) != (1, 1)):
+        return None
+    if "precision" in eqn.params:
+        precision_name(eqn, weight.path)
+    num_stacked = usage.num_stacked + node.num_axes - node.ndim
+    node.uses.add(usage._replace(num_stacked=num_stacked, over_rows=usage.over_rows != weight.is_transposed))
+    array = node.weight.mT if weight.is_transposed else node.weight
+    array = array.astype(eqn.invars[index].aval.dtype)  # a cast leaves the node as it is
+    return runner(eqn)(*(array if i == index else value for i, value in enumerate(operands)))
+
+
+def _product_use(eqn: Any, node: Probe, index: int) -> Use | None:
+    contracted, batch_axes = eqn.params["dimension_numbers"]
+    axes, stack_axes = sorted(contracted[index]), batch_axes[index]
+    if stack_axes != tuple(range(len(stack_axes))):
+        return None
+    # Contracted axes directly after the stack are m, and those at the end are n.
+    num_stack, num_axes = len(stack_axes), node.ndim - len(stack_axes)
+    if num_axes > len(axes) and axes == list(range(num_stack, num_stack + len(axes))):
+        return Use(num_stack, len(axes), num_axes - len(axes), True, True)
+    if num_axes > len(axes) and axes == list(range(node.ndim - len(axes), node.ndim)):
+        return Use(num_stack, num_axes - len(axes), len(axes), True, False)
+    # The contracted axis is the second-last, and axes before it are free: a stack whose matrices all multiply the same
+    # array.
+    is_matrix = len(axes) == 1 and axes[0] >= node.ndim - 2 > 0
+    return Use(node.ndim - 2, 1, 1, True, axes[0] == node.ndim - 2) if is_matrix else None
+
+
+def _convolution_use(eqn: Any, node: Probe, index: int) -> Use | None:
+    channel, last = eqn.params["dimension_numbers"].rhs_spec[0], node.ndim - 1
+    is_grouped = eqn.params["feature_group_count"] != 1 or eqn.params["batch_group_count"] != 1
+    if index != 1 or is_grouped or channel not in (0, last):
+        return None
+    return Use(0, 1, last, False, False) if channel == 0 else Use(0, last, 1, False, True)
+
+
+def _gather_use(eqn: Any, node: Probe, index: int) -> Use | None:
+    return (
+        Use(0, 1, node.ndim - 1, False, True)
+        if index == 0 and node.ndim > 1 and is_row_gather(eqn, node.shape)
+        else None
+    )
+
+
+def _row_slice_use(eqn: Any, node: Probe, index: int) -> Use | None:
+    is_table = index == 0 and node.ndim == node.num_axes == 2 and is_row_slice(eqn, node.shape)
+    return Use(0, 1, 1, False, True) if is_table else None
+
+
+_RECOGNIZERS = {
+    "dot_general": _product_use,
+    "conv_general_dilated": _convolution_use,
+    "gather": _gather_use,
+    "dynamic_slice": _row_slice_use,
+}
+"""Functions that recognise a use of a weight, by primitive name. Other operations move the weight, or are refused."""

@@ -1,22 +1,31 @@
-"""Checks of adapters for the experts of an MoE: a pair of factors for each expert of each layer.
+"""LoRA for the experts of an MoE, a pair of factors for each expert of each layer, and their form in PEFT's files.
 
 The node is `LoRAWeight` with one more leading axis for the experts: W [L, E, out, in], A [L, E, r, in], B
 [L, E, out, r]. Activation rows come sorted by their expert. The grouped product multiplies them by the factors as it
 does by the weights, so W + B A is not materialised for any expert. Experts that are stored as [in, out] read with B and
 write with A, as other matrices of that layout do.
-
-Other kinds are refused. DoRA would compute the norms of every expert in every product. No source defines (IA)³'s
-vectors or VeRA's projections for experts. As in PEFT, there is no dropout.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
-from ...core import ConfigError, LinearWeight, ModelFileError, StructureError
-from ._config import WEIGHT_INITS, AnyConfig, Config
-from ._peft import PeftConfig
-from ._sites import Site
+import jax.numpy as jnp
+import numpy as np
+
+from ...core import ConfigError, LinearWeight, ModelFileError, StructureError, Tree, shortened, shown
+from ._kinds import AnyConfig
+from ._lora import Config, LoRAWeight
+from ._node import shard_adapter
+from ._peft import PREFIX, WEIGHT_INITS, AdapterKind, PeftConfig, host_leaves, read_tensor
+from ._sites import EXPERT, LAYER, Site, external_name, sites
+
+# Other kinds are refused. DoRA would compute the norms of every expert in every product. No source defines (IA)³'s
+# vectors or VeRA's projections for experts. As in PEFT, there is no dropout.
 
 
 def check_experts(site: Site, config: AnyConfig) -> None:
@@ -42,7 +51,7 @@ def check_experts(site: Site, config: AnyConfig) -> None:
 
 def check_expert_file(path: Path, site: Site, config: PeftConfig, num_adapted: int, num_expected: int) -> None:
     """Check that a file's adapters of experts are LoRA of all experts of all layers, on weights that take adapters."""
-    kind = config.kind if config.kind != "LORA" else "DoRA" if config.dora else "LoRA"
+    kind = config.kind.peft_type if not config.is_lora else "DoRA" if config.dora else "LoRA"
     if config.file.init_lora_weights in WEIGHT_INITS:
         kind = str(config.file.init_lora_weights)
     if kind != "LoRA" or num_adapted != num_expected or isinstance(site.weight, LinearWeight):
@@ -52,3 +61,226 @@ def check_expert_file(path: Path, site: Site, config: PeftConfig, num_adapted: i
             got=f"{kind} of {num_adapted}, on a {type(site.weight).__name__}",
             hint="merge this adapter with the software that made it",
         )
+
+
+# Experts that are one parameter in PEFT's files, `target_parameters`. Such a parameter holds all experts of a layer, as
+# [E, out, in] or [E, in, out]. Often it holds two of our weights, one after the other along the outputs:
+# ``gate_up_proj`` is gate and up. PEFT wraps its module ``m`` once for each of its parameters that has an adapter, the
+# first one innermost. With two, the tensors of the first are ``m.base_layer.lora_A.weight`` and those of the second
+# ``m.lora_A.weight``. A is [E r, in], expert by expert. B is [out, r E]: for each of the r columns, those of all
+# experts side by side (`ParamWrapper` of PEFT 0.21). An entry matches a parameter whose name it equals, or ends after a
+# dot. Patterns for ranks and alphas match that name, too. `layers_to_transform` and `exclude_modules` apply to modules
+# only.
+#
+# The adapter of a parameter becomes one adapter for each of its weights, with the same A and a part of the rows of B.
+# The values are exact, but there are two copies of A, which train separately.
+#
+# Where older versions of Transformers have modules for experts, adapters are written for those. PEFT joins them into
+# one adapter of the parameter: for gate and up, with the sum of their ranks. It derives that sum from the common rank
+# and alpha only, and ignores rank-stabilised scales. `parameter_patterns` adds explicit entries, which PEFT reads
+# first.
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Parameter:
+    """A parameter that holds all experts of a layer, and the weights here that it corresponds to."""
+
+    name: str
+    """Its name in other software, with ``{layer}``."""
+    sites: tuple[Site, ...]
+    """Sites of its weights, whose outputs it holds one after the other."""
+    is_transposed: bool
+    """Whether experts are stored as [in, out], there and here."""
+    wrappers: int = 0
+    """Number of wrappers of other parameters around its own."""
+
+    @property
+    def names(self) -> list[str]:
+        """Its names, one per layer."""
+        return [self.name.replace(LAYER, str(layer)) for layer in range(self.sites[0].weight.shape[0])]
+
+    @property
+    def keys(self) -> list[tuple[str, str]]:
+        """The file's names of A and B, one pair per layer."""
+        prefix = "base_layer." * self.wrappers
+        modules = [name.rpartition(".")[0] for name in self.names]
+        return [(f"{PREFIX}{m}.{prefix}lora_A.weight", f"{PREFIX}{m}.{prefix}lora_B.weight") for m in modules]
+
+    def sizes(self) -> tuple[int, int, list[int]]:
+        """Return the number of experts, the width of their inputs, and the width of the outputs of each weight."""
+        shapes = [site.weight.shape[:1:-1] if self.is_transposed else site.weight.shape[2:] for site in self.sites]
+        return self.sites[0].weight.shape[1], shapes[0][1], [out for out, _ in shapes]
+
+
+def expert_parameters(model: Tree) -> list[Parameter]:
+    """List the experts that are one parameter elsewhere, from the model's ``expert_parameters``, in its order."""
+    module_lists: Mapping[str, Sequence[str]] = getattr(model, "expert_parameters", {})
+    if not module_lists:
+        return []
+    by_module = {site.module: site for site in sites(model) if site.is_experts}
+    parameters: list[Parameter] = []
+    for name, modules in module_lists.items():
+        if all(module in by_module for module in modules):
+            parameter_sites = tuple(by_module[module] for module in modules)
+            has_modules = EXPERT in (external_name(model, parameter_sites[0]) or "")
+            parameters.append(Parameter(name=name, sites=parameter_sites, is_transposed=not has_modules))
+    return parameters
+
+
+def _set_wrappers(chosen: Sequence[Parameter]) -> list[Parameter]:
+    """Set the number of wrappers around each parameter: one for each later parameter of the same module."""
+    modules = [parameter.name.rpartition(".")[0] for parameter in chosen]
+    return [
+        dataclasses.replace(parameter, wrappers=modules[index + 1 :].count(modules[index]))
+        for index, parameter in enumerate(chosen)
+    ]
+
+
+def written_parameters(model: Tree) -> list[Parameter]:
+    """List the adapted parameters that are written as `target_parameters`: their experts are not modules elsewhere."""
+    return _set_wrappers([item for item in expert_parameters(model) if item.is_transposed and is_adapted(item)])
+
+
+def parameter_entries(
+    model: Tree, kind: AdapterKind
+) -> tuple[dict[str, dict[str, Any]], dict[str, np.ndarray], set[int]]:
+    """Return configuration entries, tensors and site indices of experts that are written as one parameter."""
+    entries: dict[str, dict[str, Any]] = {}
+    tensors: dict[str, np.ndarray] = {}
+    indices: set[int] = set()
+    for parameter in written_parameters(model):
+        (site,) = parameter.sites
+        leaves, _ = host_leaves(site)
+        entries |= dict.fromkeys(parameter.names, kind.entry(site.node, 1.0))
+        tensors |= _parameter_tensors(parameter, leaves["lora_a"], leaves["lora_b"])
+        indices.add(site.index)
+    return entries, tensors, indices
+
+
+def _parameter_tensors(parameter: Parameter, lora_a: np.ndarray, lora_b: np.ndarray) -> dict[str, np.ndarray]:
+    """Return the adapter's tensors of a parameter that is one weight here, by the file's names.
+
+    A is [L, E, r, in] and B is [L, E, out, r]; for transposed experts [L, E, r, out] and [L, E, in, r].
+    """
+    if parameter.is_transposed:
+        lora_a, lora_b = lora_b.swapaxes(-1, -2), lora_a.swapaxes(-1, -2)
+    tensors: dict[str, np.ndarray] = {}
+    for (key_a, key_b), a, b in zip(parameter.keys, lora_a, lora_b, strict=True):
+        tensors[key_a] = np.ascontiguousarray(a.reshape(-1, a.shape[-1]))
+        tensors[key_b] = np.ascontiguousarray(b.transpose(1, 2, 0).reshape(b.shape[1], -1))
+    return tensors
+
+
+def parameter_patterns(model: Tree, config: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return ``rank_pattern`` and ``alpha_pattern`` with entries for parameters that PEFT makes of experts' modules.
+
+    `config` holds the contents of `adapter_config.json` for modules. New entries come first, and only where PEFT would
+    derive another rank or alpha. The result is empty for kinds other than LoRA.
+    """
+    if "rank_pattern" not in config:
+        return {}
+    ranks: dict[str, Any] = {}
+    alphas: dict[str, Any] = {}
+    for parameter in expert_parameters(model):
+        if parameter.is_transposed or not is_adapted(parameter):
+            continue
+        check_scales(parameter)
+        nodes: list[Any] = [site.node for site in parameter.sites]
+        rank, num_weights = sum(node.rank for node in nodes), len(nodes)
+        alpha = round(nodes[0].scaling * (math.sqrt(rank) if config["use_rslora"] else rank), 12)
+        # PEFT multiplies the common rank and alpha by the number of weights. Where that is right, no entry is needed.
+        if (rank, alpha) != (config["r"] * num_weights, config["lora_alpha"] * num_weights):
+            entry = ".".join(parameter.name.split(".")[-2:])
+            ranks[entry], alphas[entry] = rank, alpha
+    return {
+        "rank_pattern": {**ranks, **config["rank_pattern"]},
+        "alpha_pattern": {**alphas, **config["alpha_pattern"]},
+    }
+
+
+def check_scales(parameter: Parameter) -> None:
+    """Check that adapters which PEFT joins into one have the same scale."""
+    scales = {site.path: site.node.scaling for site in parameter.sites}
+    if not math.isclose(min(scales.values()), max(scales.values())):
+        raise StructureError(
+            f"{', '.join(scales)}: PEFT reads these adapters as one adapter of {parameter.name}, with one scale",
+            expected="the same alpha / rank for all of them",
+            got=", ".join(f"{scale:g}" for scale in scales.values()),
+            hint="give them one rank and one alpha, or merge them with lt.lora.merge",
+        )
+
+
+def is_adapted(parameter: Parameter) -> bool:
+    """Return whether all weights of a parameter have an adapter."""
+    return all(isinstance(site.node, LoRAWeight) for site in parameter.sites)
+
+
+def adapted_parameters(model: Tree, config: PeftConfig) -> list[Parameter]:
+    """Return the parameters that a directory adapts: in all layers, with experts that do not also train as a whole."""
+    entries = config.target_parameters
+    if not entries:
+        return []
+    parameters = expert_parameters(model)
+    layer_names = {parameter.name: parameter.names for parameter in parameters}
+    all_names = [name for names in layer_names.values() for name in names]
+    for entry in entries:
+        if not any(_matches_entry(name, entry) for name in all_names):
+            raise ModelFileError(
+                f"{config.source}: option 'target_parameters' names {shown(entry)}, which is not an expert parameter",
+                expected=shortened(", ".join(layer_names)) or "none: this model has no experts in one parameter",
+                got=shortened(f"target_parameters = {shown(list(entries))}"),
+                hint="load it into the model that it was made for; merge adapters of other parameters, such as "
+                "routers, with PEFT",
+            )
+    chosen: list[Parameter] = []
+    for parameter in parameters:
+        mask = [any(_matches_entry(name, entry) for entry in entries) for name in layer_names[parameter.name]]
+        if not any(mask):
+            continue
+        if not all(mask):
+            raise ModelFileError(
+                f"{config.source}: option 'target_parameters' names {parameter.name} of only some layers",
+                expected=f"all {len(mask)} layers, as with {'.'.join(parameter.name.split('.')[-2:])!r}",
+                got=f"{sum(mask)} of {len(mask)}",
+                hint="merge this adapter with PEFT (merge_and_unload)",
+            )
+        if any(config.saves(name.rpartition(".")[0]) for name in layer_names[parameter.name]):
+            raise ModelFileError(
+                f"{config.source}: option 'modules_to_save' names the experts that target_parameters adapts",
+                expected="experts with an adapter, or experts that train as a whole",
+                got=f"{parameter.name} in both",
+                hint="merge this adapter with PEFT (merge_and_unload)",
+            )
+        chosen.append(parameter)
+    return _set_wrappers(chosen)
+
+
+def read_parameter(file: Any, path: Path, parameter: Parameter, config: PeftConfig) -> dict[int, LoRAWeight]:
+    """Read the nodes of a parameter's weights, by `Site.index`; all layers must have one rank and one alpha."""
+    num_experts, inner, outs = parameter.sizes()
+    names = parameter.names
+    for site in parameter.sites:
+        check_expert_file(path, site, config, num_experts * len(names), num_experts * len(names))
+    rank, alpha = config.scale_of(names, parameter.sites[0].path)
+    layers_a: list[np.ndarray] = []
+    layers_b: list[np.ndarray] = []
+    for key_a, key_b in parameter.keys:
+        # PEFT's layouts: A [E r, in], expert by expert; B [out, r E], where the index of the expert varies fastest.
+        lora_a = read_tensor(file, path, key_a, (num_experts * rank, inner))
+        lora_b = read_tensor(file, path, key_b, (sum(outs), rank * num_experts))
+        layers_a.append(lora_a.reshape(num_experts, rank, inner))
+        layers_b.append(lora_b.reshape(sum(outs), rank, num_experts).transpose(2, 0, 1))
+    lora_a, lora_b = np.stack(layers_a), np.stack(layers_b)  # [L, E, r, in], [L, E, out, r]
+    nodes: dict[int, LoRAWeight] = {}
+    ends = np.cumsum([0, *outs])
+    for site, start, end in zip(parameter.sites, ends[:-1], ends[1:], strict=True):
+        a, b = lora_a, lora_b[:, :, start:end]
+        if parameter.is_transposed:  # here B reads the inputs, and A writes the outputs
+            a, b = b.swapaxes(-1, -2), a.swapaxes(-1, -2)
+        scale_fields: dict[str, Any] = {"alpha": alpha, "rslora": bool(config.file.use_rslora)}
+        nodes[site.index] = shard_adapter(LoRAWeight(site.weight, jnp.array(a), jnp.array(b), **scale_fields))
+    return nodes
+
+
+def _matches_entry(name: str, entry: str) -> bool:
+    return name == entry or name.endswith(f".{entry}")

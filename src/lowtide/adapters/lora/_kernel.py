@@ -1,29 +1,35 @@
-"""The node for a weight that is not a matrix: kernels of attention and convolutions, and embedding tables.
+"""LoRA for a weight that is not a matrix: kernels of attention and convolutions, and embedding tables.
 
 A kernel W[m..., n...] has two groups of axes, and a product sums over one of them. Its correction is B A with
 B[m..., r] and A[r, n...]. The operation on W over one group is done with that group's factor. The result, which is r
 wide, is multiplied by the other factor. So a convolution becomes one with r channels and a product over channels, as in
-PEFT. A table lookup takes rows of B and multiplies them by A.
-
-Stack axes come before both groups, in all leaves. Products reach the node only through `lowtide.adapted`.
-
-Source: Hu et al. (arXiv:2106.09685), section 4.1, for matrices; for convolutions PEFT's `lora.Conv2d`.
+PEFT. A table lookup takes rows of B and multiplies them by A. Stack axes come before both groups, in all leaves.
+Products reach the node only through `lowtide.adapted`.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, ClassVar
 
 import jax
 import jax.core
 import jax.numpy as jnp
+import numpy as np
 
-from ...core import put
-from .._uses import Use
-from ._wrapper import WrappedWeight
+from ...core import ExternalNames, ModelFileError, StructureError, Tree
+from .._adapted import Use
+from ._node import AdapterWeight, shard_leaf
+from ._peft import LORA, LORA_TENSORS, WEIGHT_INITS, PeftConfig, read_tensor, tensor_keys
+from ._sites import Site, sites
+
+KERNELS = "lowtide_kernels"
+"""Our own key of the configuration, which PEFT ignores."""
+
+# Source: Hu et al. (arXiv:2106.09685), section 4.1, for matrices; for convolutions PEFT's `lora.Conv2d`.
 
 
 @functools.partial(
@@ -32,7 +38,7 @@ from ._wrapper import WrappedWeight
     meta_fields=["alpha", "num_rows", "num_columns"],
 )
 @dataclasses.dataclass(frozen=True)
-class LoRAKernel(WrappedWeight):
+class LoRAKernel(AdapterWeight):
     """A weight of two groups of axes with a low-rank adapter; a pytree node for `lowtide.adapted`.
 
     The paths of its leaves are ``<path>/weight``, ``<path>/lora_a`` and ``<path>/lora_b``.
@@ -42,6 +48,10 @@ class LoRAKernel(WrappedWeight):
         >>> node.rank, node.shape
         (2, (3, 3, 4, 8))
     """
+
+    NAME: ClassVar[str] = "LoRA of a kernel"
+    PEFT_TYPE: ClassVar[str | None] = LORA
+    REQUIRED_LEAVES: ClassVar[tuple[str, ...]] = ("weight", "lora_a", "lora_b")
 
     weight: Any
     """The base weight, [*stack, *m, *n]."""
@@ -125,6 +135,10 @@ class LoRAKernel(WrappedWeight):
         free_axes = range(delta.ndim - num_free, delta.ndim)
         return run(self.weight.astype(dtype)) + jnp.moveaxis(delta, tuple(free_axes), tuple(range(at, at + num_free)))
 
+    def inverted(self) -> LoRAKernel:
+        """Return the adapter whose merge undoes that of this one."""
+        return dataclasses.replace(self, lora_b=-self.lora_b)
+
 
 def init_kernel(weight: Any, use: Use, rank: int, alpha: float, draw: Callable[[tuple[int, ...]], Any]) -> LoRAKernel:
     """Make a fresh adapter with A drawn and B zero; both are abstract when the weight is."""
@@ -134,10 +148,10 @@ def init_kernel(weight: Any, use: Use, rank: int, alpha: float, draw: Callable[[
         lora_a, lora_b = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in (shape_a, shape_b))
     else:
         lora_a, lora_b = draw(shape_a), jnp.zeros(shape_b, jnp.float32)
-    return make_kernel(weight, lora_a, lora_b, alpha, use.num_rows, use.num_columns)
+    return _make_kernel(weight, lora_a, lora_b, alpha, use.num_rows, use.num_columns)
 
 
-def make_kernel(weight: Any, lora_a: Any, lora_b: Any, alpha: float, num_rows: int, num_columns: int) -> LoRAKernel:
+def _make_kernel(weight: Any, lora_a: Any, lora_b: Any, alpha: float, num_rows: int, num_columns: int) -> LoRAKernel:
     """Make a node of a kernel and its factors, which are sharded like the kernel along the axes they share."""
     shape = tuple(weight.shape)
     split = len(shape) - num_columns
@@ -147,16 +161,10 @@ def make_kernel(weight: Any, lora_a: Any, lora_b: Any, alpha: float, num_rows: i
         spec = (*sharding.spec, *(None,) * (len(shape) - len(sharding.spec)))
         spec_a, spec_b = (*spec[:num_stack], None, *spec[split:]), (*spec[:split], None)
         lora_a, lora_b = (
-            _shard_leaf(leaf, jax.sharding.NamedSharding(sharding.mesh, jax.P(*axes)))
+            shard_leaf(leaf, jax.sharding.NamedSharding(sharding.mesh, jax.P(*axes)))
             for leaf, axes in ((lora_a, spec_a), (lora_b, spec_b))
         )
     return LoRAKernel(weight, lora_a, lora_b, alpha, num_rows, num_columns)
-
-
-def _shard_leaf(leaf: Any, sharding: jax.sharding.NamedSharding) -> Any:
-    if isinstance(leaf, jax.ShapeDtypeStruct):
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
-    return put(leaf, sharding)
 
 
 def merge_kernel(node: LoRAKernel) -> Any:
@@ -177,3 +185,105 @@ def _merge_arrays(weight: Any, lora_a: Any, lora_b: Any, scaling: float, num_sta
         product = jax.vmap(product)
     delta = product(lora_b.astype(jnp.float32), lora_a.astype(jnp.float32))
     return (weight.astype(jnp.float32) + scaling * delta).astype(weight.dtype)
+
+
+# In files, a module ``m`` has the tensors ``base_model.model.m.lora_A.weight`` and ``….lora_B.weight``. For a kernel in
+# PyTorch's order, [out, in, *window], they are those of PEFT's convolutions, [r, in, *window] and [out, r, 1, ...]. For
+# all other kernels they are `LoRAKernel.lora_a` and `LoRAKernel.lora_b`, which no other library reads. The shape of a
+# kernel does not determine how many of its axes are rows and columns. The key `KERNELS` of the configuration records
+# it. A directory without that key was written by PEFT, and its kernels are convolutions.
+
+
+def kernel_name(model: Tree, site: Site) -> str:
+    """Return the name of a kernel: its path with dots. With `ExternalNames` it raises `StructureError`."""
+    if isinstance(model, ExternalNames):
+        raise StructureError(
+            f"{site.path}: PEFT's format cannot store the adapter of this kernel",
+            expected="adapters of matrices, in a model with external names",
+            got=f"a {type(site.node).__name__}{list(site.weight.shape)}",
+            hint='merge it with lt.lora.merge, or store lt.partition(model, "**/lora_*")[0], as checkpoints do',
+        )
+    return site.module.replace("/", ".")
+
+
+def kernel_entry(node: LoRAKernel) -> dict[str, Any]:
+    """Return the entries of `adapter_config.json` for a kernel."""
+    return {"rank": node.rank, "alpha": node.alpha, "rslora": None, "dora": False}
+
+
+def kernel_tensors(site: Site, name: str) -> dict[str, np.ndarray]:
+    """Return the tensors of a kernel's adapter, by the file's names."""
+    node = site.node
+    if isinstance(node.lora_a, jax.ShapeDtypeStruct):
+        raise StructureError(
+            f"{site.path}: the adapter has shapes but no values",
+            expected="arrays",
+            got="jax.ShapeDtypeStruct",
+            hint="save the adapter of a model with arrays, not with shapes",
+        )
+    shapes = _shapes(tuple(node.shape), node.rank, node.num_rows, node.num_columns)
+    keys = tensor_keys(name, LORA_TENSORS)
+    tensors = {leaf: np.asarray(getattr(node, leaf), np.float32).reshape(shapes[leaf]) for leaf in shapes}
+    return {keys[leaf]: np.ascontiguousarray(values) for leaf, values in tensors.items()}
+
+
+def adapted_kernels(model: Tree, config: PeftConfig, keys: set[str]) -> dict[int, tuple[str, int, int]]:
+    """Return the kernels that a directory adapts: by `Site.index` the name, and the numbers of row and column axes."""
+    axis_counts: Mapping[str, Any] = (config.file.lowtide_kernels or {}) if config.is_lora else {}
+    kernels: dict[int, tuple[str, int, int]] = {}
+    for site in () if isinstance(model, ExternalNames) or not config.is_lora else sites(model):
+        if not site.is_floating or len(site.weight.shape) < 2:
+            continue
+        name, ndim = site.module.replace("/", "."), len(site.weight.shape)
+        if name in axis_counts and sum(axis_counts[name]) <= ndim:
+            kernels[site.index] = (name, *axis_counts[name])
+        elif (
+            name not in axis_counts
+            and ndim > 2
+            and config.targets(name)
+            and tensor_keys(name, LORA_TENSORS)["lora_a"] in keys
+        ):
+            kernels[site.index] = (name, 1, ndim - 1)
+    if absent := sorted({*axis_counts} - {name for name, _, _ in kernels.values()}):
+        raise ModelFileError(
+            f"{config.source}: {KERNELS} names a kernel that the model lacks, or that has fewer axes there",
+            expected="kernels of the model",
+            got=f"{absent[0]!r}: {axis_counts[absent[0]]}",
+            hint="load it into the model that it was made for",
+        )
+    if kernels and (config.dora or config.file.init_lora_weights in WEIGHT_INITS):
+        raise ModelFileError(
+            f"{config.source}: only plain LoRA is supported for a kernel",
+            expected="use_dora = false, and initial values that are not a part of the weight",
+            got=f"use_dora={config.dora}, init_lora_weights={config.file.init_lora_weights!r}",
+            hint="merge this adapter with PEFT (merge_and_unload), or convert it to plain LoRA there",
+        )
+    return kernels
+
+
+def read_kernel(file: Any, path: Path, site: Site, kernel: tuple[str, int, int], config: PeftConfig) -> LoRAKernel:
+    """Read the node of a kernel that `adapted_kernels` found."""
+    name, num_rows, num_columns = kernel
+    if not isinstance(site.weight, (jax.Array, np.ndarray, jax.ShapeDtypeStruct)):
+        raise ModelFileError(
+            f"{path}: {site.path} has a kernel adapter, but is quantised in this model",
+            expected="an array of floating-point numbers",
+            got=type(site.weight).__name__,
+            hint="do not quantise it",
+        )
+    shape, rank = tuple(site.weight.shape), config.rank_of(name)
+    shapes = _shapes(shape, rank, num_rows, num_columns)
+    keys = tensor_keys(name, LORA_TENSORS)
+    tensors = {leaf: read_tensor(file, path, keys[leaf], shapes[leaf]) for leaf in shapes}
+    split = len(shape) - num_columns
+    lora_a, lora_b = jnp.asarray(tensors["lora_a"]), jnp.asarray(tensors["lora_b"].reshape(*shape[:split], rank))
+    alpha = config.alpha_of(name) * (rank**0.5 if config.file.use_rslora else 1)
+    return _make_kernel(site.weight, lora_a, lora_b, alpha, num_rows, num_columns)
+
+
+def _shapes(shape: tuple[int, ...], rank: int, num_rows: int, num_columns: int) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of the tensors; in PEFT's form of a convolution, B ends with axes of length 1."""
+    split = len(shape) - num_columns
+    stack = split - num_rows
+    ones = (1,) * (num_columns - 1) if stack == 0 and num_rows == 1 else ()
+    return {"lora_a": (*shape[:stack], rank, *shape[split:]), "lora_b": (*shape[:split], rank, *ones)}

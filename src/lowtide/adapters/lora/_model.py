@@ -1,9 +1,12 @@
-"""Add adapters to a model, and merge them into its weights."""
+"""Models with adapters: add adapters, merge or remove them, apply dropout, and report what they cost."""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import numbers
 import sys
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -13,19 +16,28 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from ...core import ConfigError, ExternalNames, NonFiniteError, StructureError, Tree
+from ...core import (
+    ConfigError,
+    ExternalNames,
+    LinearWeight,
+    NonFiniteError,
+    StructureError,
+    Tree,
+    format_bytes,
+    leaf_bytes,
+    leaves_with_paths,
+    match_path,
+)
+from .._adapted import Use, probe
 from .._adapted import uses as uses_of_weights
-from .._uses import Use, probe
-from ._adapter import Adapter, is_adapter, named_sharding, shard_adapter
-from ._config import AnyConfig, Config, IA3Config
+from ._embeddings import check_table
 from ._experts import check_experts
 from ._kernel import LoRAKernel, merge_kernel
-from ._modules_to_save import exclude_saved, saved_sites
-from ._saved import SavedWeight, make_saved
-from ._sites import Site, adapted_sites, layer_names, replace, select_sites, sites
-from ._start import init_adapters, select_layers
-from ._tables import check_table, is_table
-from ._vectors import IA3Weight
+from ._kinds import AnyConfig, kind_of_config
+from ._lora import Config, LoRAWeight
+from ._node import TRAINABLE, is_adapter, named_sharding, shard_adapter
+from ._saved import SavedWeight, exclude_saved, make_saved, saved_sites
+from ._sites import Site, adapted_sites, is_table, layer_names, replace, select_layers, select_sites, sites
 
 
 def add(
@@ -88,7 +100,8 @@ def add(
         Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models" (arXiv:2106.09685).
     """
     _refuse_library_object(model)
-    if key is None and not isinstance(config, IA3Config):
+    kind = kind_of_config(config)
+    if key is None and kind.needs_key:
         raise ConfigError(
             "key is missing: the initial values are random", got="None", hint="pass for instance key=jax.random.key(0)"
         )
@@ -107,7 +120,8 @@ def add(
         _check_target(model, site, uses.get(site.index))
         _check_orientation(site, uses.get(site.index), config)
     extra_sites = saved_sites(model, config, targets)
-    nodes = init_adapters(model, targets, config, key, kernels)
+    _check_kernels(targets, config, kernels)
+    nodes = kind.init(model, targets, config, key, kernels)
     nodes = {index: shard_adapter(node) for index, node in nodes.items()}
     return replace(model, nodes | {site.index: make_saved(site.weight) for site in extra_sites})
 
@@ -160,7 +174,7 @@ def merge(model: Tree) -> Tree:
     for site in sorted(adapted, key=lambda site: not isinstance(site.node, SavedWeight)):
         nodes[site.index] = _check_finite(site.path, _merge_node(site.node))
         bias = by_path.get(f"{site.module}/bias")
-        if isinstance(site.node, IA3Weight) and bias is not None and not isinstance(bias.node, jax.ShapeDtypeStruct):
+        if bias is not None and not isinstance(bias.node, jax.ShapeDtypeStruct):
             nodes[bias.index] = site.node.folded_bias(nodes.get(bias.index, bias.node))
     return replace(model, nodes)
 
@@ -194,19 +208,157 @@ def disable(model: Tree) -> Tree:
     return replace(model, {site.index: site.weight for site in adapted})
 
 
-def _check_finite(path: str, weight: Any) -> Any:
-    if isinstance(weight, jax.Array) and not isinstance(weight, jax.core.Tracer) and not _is_finite(weight):
-        raise NonFiniteError(
-            f"{path}: the merged weight has values that are not finite",
-            got="infinity or NaN",
-            hint="check the adapter and its base: one is damaged, has diverged, or exceeds the range of the dtype",
+def dropout(model: Tree, rate: float, *, key: Array) -> Tree:
+    """Return the model for one training step, with dropout on the inputs of the corrections.
+
+    Call it in a loss function, with a new key for every step. `lowtide.Trainer` passes such a key to a loss function
+    that takes ``key``, and the same key when a run is resumed: ``def loss(model, batch, *, key, training)``. The keys
+    are leaves of the nodes, one per layer. So they are right under `jax.lax.scan`, and a block that is recomputed in
+    the backward pass draws the same numbers. Without this call a model has no dropout. With `lowtide.adapted`, call it
+    outside the function, which sees arrays: ``lt.adapted(fn)(lt.lora.dropout(model, 0.1, key=key), batch)``.
+
+    Each product draws one mask of the shape of its inputs. So all examples of a `jax.vmap` have the same mask, and so
+    have all steps of a scan over time. For different masks, call it inside, with a key for each: ``jax.vmap(lambda x,
+    key: fn(lt.lora.dropout(model, 0.1, key=key), x))(x, jax.random.split(key,
+    len(x)))``, and in a scan with ``jax.random.fold_in(key, step)``.
+
+    Args:
+        model: a model with LoRA, DoRA or VeRA adapters.
+        rate: the fraction of each correction's inputs that is set to zero, at least 0 and less than 1.
+        key: a JAX random key.
+
+    Returns:
+        The model, its adapters with a `dropout_key`.
+
+    Raises:
+        ConfigError: for a rate out of range.
+        StructureError: when there is no adapter, or one of (IA)³, which has no correction, of a kernel or of experts.
+
+    Memory:
+        The backward pass keeps the inputs of each correction, after dropout, in addition to those of the weight.
+
+    Examples:
+        >>> import jax.numpy as jnp
+        >>> from lowtide.adapters.lora import Config, add
+        >>> model = add({"w": jnp.ones((4, 4))}, Config(rank=2, targets="w"), key=jax.random.key(0))
+        >>> dropout(model, 0.1, key=jax.random.key(1))["w"].dropout
+        0.1
+    """
+    value: Any = rate
+    if isinstance(value, bool) or not isinstance(value, numbers.Real) or not 0 <= float(value) < 1:
+        raise ConfigError(
+            f"rate: {rate!r} is not a dropout rate",
+            expected="a number of at least 0 and less than 1",
+            got=repr(rate),
+            hint="pass for instance 0.05",
         )
-    return weight
+    adapted = [site for site in adapted_sites(model) if not isinstance(site.node, SavedWeight)]
+    if not adapted:
+        hint = "add one with lt.lora.add; call dropout outside of lt.adapted's function, which gets arrays"
+        raise StructureError("the model has no adapter to apply dropout to", hint=hint)
+    nodes: dict[int, Any] = {}
+    for site in adapted:
+        if not hasattr(site.node, "dropout_key") or site.is_experts:
+            kind = "an adapter of experts" if isinstance(site.node, LoRAWeight) else site.node.kind
+            hint = "leave the dropout out, or this weight out of the targets"
+            raise StructureError(
+                f"{site.path}: {kind} does not support dropout", got=type(site.node).__name__, hint=hint
+            )
+        site_key = jax.random.fold_in(key, zlib.crc32(site.path.encode()))
+        layers = site.weight.shape[:-2]
+        keys = jax.random.split(site_key, layers) if layers else site_key
+        nodes[site.index] = dataclasses.replace(site.node, dropout_key=keys, dropout=float(value))
+    return replace(model, nodes if value else {})
 
 
-@jax.jit
-def _is_finite(weight: Array) -> Array:
-    return jnp.isfinite(weight).all()
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Matched:
+    """One weight with an adapter."""
+
+    path: str
+    """Tree path of the weight."""
+    kind: str
+    """Such as "LoRA" or "DoRA"."""
+    rank: int | None
+    """Rank of the adapter; None for (IA)³, and for an array that trains as a whole."""
+    shape: tuple[int, ...]
+    """Shape of the weight."""
+    num_parameters: int
+    """Number of trainable parameters, in all layers."""
+    trainable_bytes: int
+    """Bytes of the trainable parameters."""
+    frozen_bytes: int
+    """Bytes of other leaves of the adapter, which do not train; the weight is not included."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Report:
+    """All weights of a model that have an adapter."""
+
+    matched: tuple[Matched, ...]
+    """One entry per weight, in the order of the tree."""
+
+    @property
+    def num_parameters(self) -> int:
+        """Number of trainable parameters."""
+        return sum(row.num_parameters for row in self.matched)
+
+    @property
+    def trainable_bytes(self) -> int:
+        """Bytes of the trainable parameters."""
+        return sum(row.trainable_bytes for row in self.matched)
+
+    def __str__(self) -> str:
+        rows = [
+            f"{row.path}: {row.kind}{'' if row.rank is None else f' of rank {row.rank}'} on {list(row.shape)}, "
+            f"{row.num_parameters:,} parameters, {format_bytes(row.trainable_bytes)}"
+            for row in self.matched
+        ]
+        total = f"{len(rows)} weights, {self.num_parameters:,} parameters, {format_bytes(self.trainable_bytes)}"
+        return "\n".join([*rows, total])
+
+
+def report(model: Tree) -> Report:
+    """Report which weights of a model have an adapter, and what the adapters cost.
+
+    Args:
+        model: a model, with or without adapters; shapes are enough.
+
+    Returns:
+        The weights with adapters, with parameters and bytes; its text is a table.
+
+    Memory:
+        None.
+
+    Examples:
+        >>> import jax
+        >>> import jax.numpy as jnp
+        >>> from lowtide.adapters.lora import Config, add
+        >>> model = add({"w": jnp.ones((4, 4))}, Config(rank=2, targets="w"), key=jax.random.key(0))
+        >>> print(report(model))
+        w: LoRA of rank 2 on [4, 4], 16 parameters, 64 B
+        1 weights, 16 parameters, 64 B
+    """
+    rows: list[Matched] = []
+    for site in adapted_sites(model):
+        leaves = [(path, leaf) for path, leaf in leaves_with_paths(site.node) if path.split("/")[0] != "weight"]
+        trainable = [leaf for path, leaf in leaves if match_path(path, TRAINABLE)]
+        size = sum(leaf_bytes(leaf) for leaf in trainable)
+        rows.append(
+            Matched(
+                path=site.path,
+                kind=site.node.kind,
+                rank=site.node.rank,
+                shape=tuple(site.weight.shape),
+                num_parameters=sum(int(np.prod(leaf.shape)) for leaf in trainable),
+                trainable_bytes=size,
+                frozen_bytes=sum(leaf_bytes(leaf) for _, leaf in leaves) - size,
+            )
+        )
+    return Report(matched=tuple(rows))
+
+
+# Checks of `add`.
 
 
 def _refuse_library_object(model: Any) -> None:
@@ -279,7 +431,7 @@ def _is_matrix(site: Site, uses: Mapping[int, Use]) -> bool:
 
 def _check_target(model: Tree, site: Site, use: Use | None) -> None:
     if is_adapter(site.node):
-        rank = "" if isinstance(site.node, (IA3Weight, SavedWeight)) else f" of rank {site.node.rank}"
+        rank = "" if site.node.rank is None else f" of rank {site.node.rank}"
         raise StructureError(
             f"{site.path}: already has an adapter{rank}",
             expected="a weight without an adapter",
@@ -313,7 +465,25 @@ def _check_orientation(site: Site, use: Use | None, config: AnyConfig) -> None:
         )
 
 
-def _merge_node(node: Adapter) -> Any:
+def _check_kernels(chosen: Sequence[Site], config: AnyConfig, kernels: Mapping[int, Use]) -> None:
+    """Check that a configuration supports weights that are not matrices, if there are any."""
+    for site in chosen if kernels else ():
+        shape = list(site.weight.shape)
+        is_plain = isinstance(config, Config) and not config.dora and config.layers is None
+        is_plain = is_plain and getattr(config, "init", None) in ("peft", "gaussian")
+        if site.index in kernels and (not is_plain or isinstance(site.weight, LinearWeight)):
+            raise ConfigError(
+                f"{site.path}: this kernel supports only plain LoRA, on an array",
+                expected="random A on all layers, and no DoRA, (IA)³, VeRA or quantised weight",
+                got=f"a {type(config).__name__} for a weight {shape}",
+                hint="leave it out of the targets, or add it with a separate configuration",
+            )
+
+
+# Merging, one matrix at a time.
+
+
+def _merge_node(node: Any) -> Any:
     if isinstance(node, LoRAKernel):
         return merge_kernel(node)
     if isinstance(node.weight, jax.ShapeDtypeStruct):
@@ -330,6 +500,21 @@ def _merge_node(node: Adapter) -> Any:
         for index in np.ndindex(weight.shape[:-2]):
             merged = _fold_layer(merged, index, node)
     return merged if sharding is None else jax.device_put(merged, sharding)
+
+
+def _check_finite(path: str, weight: Any) -> Any:
+    if isinstance(weight, jax.Array) and not isinstance(weight, jax.core.Tracer) and not _is_finite(weight):
+        raise NonFiniteError(
+            f"{path}: the merged weight has values that are not finite",
+            got="infinity or NaN",
+            hint="check the adapter and its base: one is damaged, has diverged, or exceeds the range of the dtype",
+        )
+    return weight
+
+
+@jax.jit
+def _is_finite(weight: Array) -> Array:
+    return jnp.isfinite(weight).all()
 
 
 @jax.jit

@@ -1,4 +1,4 @@
-"""PEFT's adapter format: the options of its configuration, and the names of its tensors.
+"""PEFT's adapter format: the options of its configuration, the names of its tensors, and the protocol of a kind.
 
 An adapter is a directory with `adapter_config.json` and `adapter_model.safetensors`. A module ``m`` has the tensors
 ``base_model.model.m.lora_A.weight`` [r, in] and ``base_model.model.m.lora_B.weight`` [out, r]. Module names in the
@@ -10,63 +10,131 @@ entry of a list equals a name, or ends it after a dot. A text is a regular expre
 from __future__ import annotations
 
 import dataclasses
-import math
 import re
+import time
 import warnings
-from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, Protocol
 
-from ...core import ModelFileError, StructureError, input_file, parse_json, read_input, shortened, shown, validate
-from ._config import BIASES, WEIGHT_INITS
-from ._patterns import Matcher
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array
+
+from ...core import ModelFileError, StructureError, Tree, shortened, shown
+from .._adapted import Use
+from ._sites import Site
 
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
-_MAX_CONFIG_BYTES = 16 * 1024**2
+PREFIX = "base_model.model."
+"""Beginning of the names of tensors, before the name of the module."""
+LORA = "LORA"
+"""PEFT's name of LoRA, the kind of files that state none."""
+LORA_TENSORS = {"lora_a": "lora_A.weight", "lora_b": "lora_B.weight"}
+"""Ends of the names of LoRA's tensors, by leaf."""
+BIASES = ("none", "lora_only", "all")
+"""Values of LoRA's option `bias`: which biases train as a whole."""
+WEIGHT_INITS = ("pissa", "olora")
+"""Values of `Config.init` whose first factors are a part of the weight."""
+MOST_SECONDS = 10.0
+"""Limit for all matches of one configuration together."""
 
-KERNELS = "lowtide_kernels"
-"""Our own key of the configuration, which PEFT ignores."""
-LORA, IA3, VERA = "LORA", "IA3", "VERA"
-
-# Options that have no effect on the values a loaded adapter computes.
-_IGNORED_OPTIONS = frozenset(
-    "auto_mapping base_model_name_or_path corda_config d_initial eva_config inference_mode init_ia3_weights "
-    "init_weights loftq_config lora_ga_config megatron_core peft_version projection_prng_key qalora_group_size "
-    "revision runtime_config task_type".split()
-)
-_COMMON_OPTIONS = (
-    "ensure_weight_tying exclude_modules layers_pattern layers_to_transform modules_to_save peft_type target_modules"
-)
-_OPTIONS_BY_KIND = {
-    LORA: "alpha_pattern bias init_lora_weights lora_alpha lora_dropout r rank_pattern use_dora "
-    "target_parameters use_rslora lowtide_kernels",
-    IA3: "feedforward_modules",
-    VERA: "bias r save_projection vera_dropout",
-}
-# Initialisations that leave the base weights unchanged, and those whose subtracted part can be computed from the base
-# weights. The others (PiSSA with random projections, CorDA, LoftQ, LoRA-GA) change the base in ways that no file
-# records.
-_SUPPORTED_INITS = (None, True, False, "gaussian", "eva", "orthogonal", *WEIGHT_INITS)
+_REGEX_ONLY = re.compile(r"\[\[:|(?<!\\)\{(?!\d*,?\d*\})")
+"""POSIX classes and fuzzy matches of `regex`. `re` takes them as plain characters, which no module's name has."""
+_DTYPES = ("F64", "F32", "F16", "BF16")
 
 
-VERA_TENSORS = ("base_model.vera_A", "base_model.vera_B")
-"""The projections of VeRA, which all modules share."""
+class AdapterKind(Protocol):
+    """A kind of adapter: how its configuration makes nodes, and how PEFT's files hold them.
 
+    Each kind is one module with a configuration, a node (`AdapterWeight`) and a class of this protocol. `_kinds.py`
+    lists its instance.
+    """
 
-def tensor_names(module: str, kind: str, *, dora: bool = False, table: bool = False) -> dict[str, str]:
-    """Return the file's names of the leaves of a module's node, by leaf; those of a table are transposed there."""
-    leaves = {
-        LORA: {"lora_a": "lora_A.weight", "lora_b": "lora_B.weight"},
-        IA3: {"lora_scale": "ia3_l"},
-        VERA: {"lora_lambda_d": "vera_lambda_d", "lora_lambda_b": "vera_lambda_b"},
-    }[kind]
-    if kind == LORA and table:
-        leaves = {"lora_a": "lora_embedding_B", "lora_b": "lora_embedding_A"}
-    if dora:
-        leaves = {**leaves, "lora_magnitude": "lora_magnitude_vector"}
-    return {leaf: f"base_model.model.{module}.{name}" for leaf, name in leaves.items()}
+    name: ClassVar[str]
+    """Name of the kind, as its authors write it."""
+    peft_type: ClassVar[str]
+    """PEFT's name of the kind."""
+    config_type: ClassVar[type[Any]]
+    """The class of its configurations."""
+    needs_key: ClassVar[bool] = True
+    """Whether its initial values are random."""
+    options: ClassVar[str]
+    """Options of its files that are read, in addition to those of all kinds."""
+    biases: ClassVar[tuple[str, ...]] = ("none",)
+    """Supported values of the option `bias`."""
+    dropout_option: ClassVar[str | None] = None
+    """The option of its files that is the rate of dropout."""
+    shared_tensors: ClassVar[tuple[str, ...]] = ()
+    """Names of tensors that all modules of a file share."""
+
+    def init(
+        self, model: Tree, chosen: Sequence[Site], config: Any, key: Array | None, kernels: Mapping[int, Use]
+    ) -> dict[int, Any]:
+        """Make the node of every site, by its index; `kernels` holds the uses of the weights that are not matrices."""
+        ...
+
+    def schema(self) -> type[Any]:
+        """Return the schema of `adapter_config.json`, from `_schema.py`, which is imported only here."""
+        ...
+
+    def check_file(self, path: Path, file: Any) -> None:
+        """Check values of options that the schema does not check."""
+        return
+
+    def patterns(self, file: Any) -> list[str]:
+        """Return the regular expressions of a file, in addition to those of all kinds."""
+        return []
+
+    def tensor_ends(self, *, dora: bool = False, table: bool = False) -> dict[str, str]:
+        """Return the ends of the file's names of a node's leaves, by leaf; those of a table are transposed there."""
+        ...
+
+    def entry(self, node: Any, scale: float) -> dict[str, Any]:
+        """Return the values for `describe` of one layer of a node, whose correction has an additional scale."""
+        ...
+
+    def describe(
+        self,
+        common: dict[str, Any],
+        adapted: Mapping[str, Mapping[str, Any]],
+        modules: Sequence[str],
+        saved_options: Mapping[str, Any],
+        parameters: Collection[str],
+    ) -> dict[str, Any]:
+        """Add the options of this kind to those of all kinds; arguments as of the function `describe`."""
+        ...
+
+    def layer_ranks(self, site: Site, leaves: Mapping[str, np.ndarray]) -> list[int] | None:
+        """Return how many components each layer of a stack has without padding; None if it has no padding."""
+        return None
+
+    def to_file(self, values: np.ndarray, node: Any) -> np.ndarray:
+        """Give a leaf of one layer the shape that it has in files."""
+        return values
+
+    def write_shared(self, adapted: Sequence[Site]) -> dict[str, np.ndarray]:
+        """Return the shared tensors, by the file's names."""
+        return {}
+
+    def read_shared(self, file: Any, path: Path, config: PeftConfig) -> Any:
+        """Read the shared tensors, for `read`."""
+        return None
+
+    def read(
+        self,
+        file: Any,
+        path: Path,
+        site: Site,
+        names: Sequence[str],
+        mask: Sequence[bool],
+        config: PeftConfig,
+        shared: Any,
+    ) -> Any:
+        """Read the node of a weight; layers that the mask leaves out get zeros, and a scale of zero."""
+        ...
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -75,8 +143,8 @@ class PeftConfig:
 
     file: Any
     """The file's contents, in the schema of its kind."""
-    kind: str = LORA
-    """PEFT's name of the kind of adapter."""
+    kind: AdapterKind
+    """The kind of adapter."""
     matcher: Matcher
     """Matcher of the file's patterns."""
     source: str
@@ -87,19 +155,21 @@ class PeftConfig:
     def check_patterns(self) -> None:
         """Raise for an invalid regular expression, whether or not a module is matched against it."""
         texts = [text for text in (self.file.target_modules, self.file.exclude_modules) if isinstance(text, str)]
-        if self.kind == IA3 and isinstance(self.file.feedforward_modules, str):
-            texts.append(self.file.feedforward_modules)
-        ends = [*(self.file.rank_pattern or ()), *(self.file.alpha_pattern or ())] if self.kind == LORA else []
-        for pattern in (*texts, *map(_suffix_pattern, ends)):
+        for pattern in (*texts, *self.kind.patterns(self.file)):
             self.matcher.matches(pattern, "")
+
+    @property
+    def is_lora(self) -> bool:
+        """Whether the kind is LoRA, of which rsLoRA and DoRA are variants."""
+        return self.kind.peft_type == LORA
 
     def rank_of(self, module: str) -> int:
         """Return the rank of a module."""
-        return _value_by_pattern(self.file.rank_pattern, module, self.matcher, self.file.r)
+        return value_by_pattern(self.file.rank_pattern, module, self.matcher, self.file.r)
 
     def alpha_of(self, module: str) -> float:
         """Return the alpha of a module."""
-        return float(_value_by_pattern(self.file.alpha_pattern, module, self.matcher, self.file.lora_alpha))
+        return float(value_by_pattern(self.file.alpha_pattern, module, self.matcher, self.file.lora_alpha))
 
     def scale_of(self, names: Sequence[str], path: str) -> tuple[int, float]:
         """Return the one rank and alpha of a stack, from the names of its layers and its path here."""
@@ -116,24 +186,17 @@ class PeftConfig:
     @property
     def target_parameters(self) -> list[str]:
         """Names of parameters that have an adapter."""
-        return list(self.file.target_parameters or ()) if self.kind == LORA else []
-
-    def is_feedforward(self, module: str) -> bool:
-        """Return whether (IA)³ scales a module's inputs."""
-        names = self.file.feedforward_modules
-        if isinstance(names, str):
-            return self.matcher.matches(names, module)
-        return any(module.endswith(name) for name in names or ())
+        return list(self.file.target_parameters or ()) if self.is_lora else []
 
     @property
     def dora(self) -> bool:
         """Whether the adapter has magnitudes."""
-        return self.kind == LORA and bool(self.file.use_dora)
+        return self.is_lora and bool(self.file.use_dora)
 
     @property
     def tensors(self) -> Any:
-        """`tensor_names` for this configuration, as a function of the module's name."""
-        return lambda module: tensor_names(module, self.kind, dora=self.dora, table=module in self.tables)
+        """The file's names of the leaves of a module's node, by leaf, as a function of the module's name."""
+        return lambda module: tensor_keys(module, self.kind.tensor_ends(dora=self.dora, table=module in self.tables))
 
     def targets(self, module: str) -> bool:
         """Return whether a module has an adapter; True when the file does not say."""
@@ -146,11 +209,11 @@ class PeftConfig:
 
     def saves(self, module: str) -> bool:
         """Return whether a module trains as a whole."""
-        return _is_saved(self.file.modules_to_save or (), module)
+        return is_saved(self.file.modules_to_save or (), module)
 
     def trains_bias(self, module: str, is_adapted: bool) -> bool:
         """Return whether the bias of a module trains."""
-        option = self.file.bias if self.kind == LORA else "none"
+        option = self.file.bias if self.is_lora else "none"
         return option == "all" or (option == "lora_only" and is_adapted)
 
     def _has_layer(self, module: str) -> bool:
@@ -164,10 +227,15 @@ class PeftConfig:
         return index is not None and index in ([layers] if isinstance(layers, int) else layers)
 
 
+def tensor_keys(module: str, ends: Mapping[str, str]) -> dict[str, str]:
+    """Return the file's names of the leaves of a module's node, by leaf."""
+    return {leaf: f"{PREFIX}{module}.{end}" for leaf, end in ends.items()}
+
+
 def describe(
     adapted: Mapping[str, Mapping[str, Any]],
     modules: Sequence[str],
-    kind: str,
+    kind: AdapterKind,
     *,
     base_model_name_or_path: str | None,
     task_type: str | None,
@@ -186,137 +254,18 @@ def describe(
         "fan_in_fan_out": False,
         "inference_mode": True,
         "modules_to_save": None,
-        "peft_type": kind,
+        "peft_type": kind.peft_type,
         "revision": None,
-        "target_modules": _target_modules([name for name in adapted if name not in parameters], modules),
+        "target_modules": target_modules([name for name in adapted if name not in parameters], modules),
         "task_type": task_type,
     }
-    if kind == IA3:
-        scaled = [name for name, node in adapted.items() if node["feedforward"]]
-        options = {name: value for name, value in saved_options.items() if name != "bias"}
-        return {**common, **options, "feedforward_modules": _target_modules(scaled, modules) if scaled else []}
-    common = {**common, "bias": "none", "layers_pattern": None, "layers_to_transform": None, **saved_options}
-    first = next(iter(adapted.values()))
-    if kind == VERA:
-        return {**common, "r": first["rank"], "projection_prng_key": 0, "save_projection": True, "vera_dropout": 0.0}
-    kinds = {node["rslora"] for node in adapted.values()} - {None}
-    rslora = kinds == {True}
-    # `use_rslora` holds for the whole file. Where nodes of both kinds occur, alphas are converted to give the same
-    # scale.
-    alphas = {name: _convert_alpha(node, rslora) for name, node in adapted.items()}
-    rank, rank_pattern = _default_and_pattern({name: node["rank"] for name, node in adapted.items()})
-    alpha, alpha_pattern = _default_and_pattern({name: _int_if_whole(alpha) for name, alpha in alphas.items()})
-    return {
-        **common,
-        "alpha_pattern": alpha_pattern,
-        "init_lora_weights": True,
-        "lora_alpha": alpha,
-        "lora_dropout": 0.0,
-        "r": rank,
-        "rank_pattern": rank_pattern,
-        "target_parameters": sorted({".".join(name.split(".")[-2:]) for name in parameters}) or None,
-        "use_dora": first["dora"],
-        "use_rslora": rslora,
-    }
+    return kind.describe(common, adapted, modules, saved_options, parameters)
 
 
-def read_config(directory: Path) -> PeftConfig:
-    """Read and check `adapter_config.json`; an unsupported option that would change the result is an error."""
-    from ._schema import AdapterFile, IA3File, VeraFile
-
-    path = input_file(
-        directory,
-        CONFIG_FILE,
-        expected=f"a directory with {CONFIG_FILE} and {WEIGHTS_FILE}",
-        hint="give the directory that PEFT's save_pretrained or lt.lora.save wrote",
-    )
-    raw = parse_json(read_input(path, most_bytes=_MAX_CONFIG_BYTES), str(path))
-    kind = _refuse_unsupported(path, raw)
-    schema = {LORA: AdapterFile, IA3: IA3File, VERA: VeraFile}[kind]
-    names = {LORA: "LoRA", IA3: "(IA)³", VERA: "VeRA"}
-    file: Any = validate(
-        schema, raw, f"{path}: not a {names[kind]} configuration", hint="write it again with PEFT or with lt.lora.save"
-    )
-    config = PeftConfig(file=file, kind=kind, matcher=Matcher(str(path)), source=str(path))
-    config.check_patterns()
-    if kind == LORA:
-        _check_alphas(path, file)
-    if kind == VERA and not file.save_projection:
-        raise ModelFileError(
-            f"{path}: option 'save_projection' is false: the projections are not in the file",
-            expected="save_projection = true, PEFT's default",
-            got="projections that only one version of PyTorch can draw again",
-            hint="load it with PEFT, set save_projection there, and save it again",
-        )
-    option = {LORA: "lora_dropout", VERA: "vera_dropout"}.get(kind)
-    if option is not None and (rate := getattr(file, option)):
-        warnings.warn(
-            f"{path}: {option} {rate} is not applied; results match PEFT's eval mode, and training uses no dropout "
-            f"unless lowtide finetune has --lora-dropout {rate}, or your loss function calls lt.lora.dropout",
-            stacklevel=3,
-        )
-    return config
+# Names and patterns of modules.
 
 
-def _check_alphas(path: Path, file: Any) -> None:
-    """Refuse, as `Config` does, an alpha of zero or less: the adapter would train nothing, or be subtracted."""
-    alphas = {"lora_alpha": file.lora_alpha} | {
-        f"alpha_pattern[{shown(name)}]": alpha for name, alpha in (file.alpha_pattern or {}).items()
-    }
-    for name, alpha in alphas.items():
-        if alpha <= 0:
-            raise ModelFileError(
-                f"{path}: {name} = {alpha:g} is not a valid scale",
-                expected="a number above 0 (with 0 the adapter would have no effect and no gradient)",
-                got=f"{alpha:g}",
-                hint="train it again with an alpha such as twice the rank; list modules without an adapter in "
-                "exclude_modules",
-            )
-
-
-def _refuse_unsupported(path: Path, raw: Mapping[str, Any]) -> str:
-    """Return the kind of adapter; refuse every option, known or not, that is on and would change the result."""
-    kind: Any = raw.get("peft_type", LORA)
-    unsupported: dict[str, Any] = {}
-    if not isinstance(kind, str) or kind not in _OPTIONS_BY_KIND:
-        unsupported, kind = {"peft_type": kind}, LORA
-    if raw.get("bias", "none") not in (BIASES if kind == LORA else ("none",)):
-        unsupported["bias"] = raw["bias"]
-    is_weight_init = raw.get("init_lora_weights") in WEIGHT_INITS
-    if raw.get("init_lora_weights") not in _SUPPORTED_INITS or (is_weight_init and raw.get("use_dora")):
-        unsupported["init_lora_weights"] = raw["init_lora_weights"]
-    known_options = {*_IGNORED_OPTIONS, *_COMMON_OPTIONS.split(), *_OPTIONS_BY_KIND[kind].split()}
-    unsupported |= {name: value for name, value in raw.items() if value and name not in known_options}
-    if unsupported:
-        raise ModelFileError(
-            f"{path}: option {shown(next(iter(unsupported)))} is not supported",
-            expected="a LoRA, rank-stabilised LoRA, DoRA, (IA)³ or VeRA adapter",
-            got=shortened(", ".join(f"{name}={shown(value)}" for name, value in unsupported.items())),
-            hint="merge this adapter with PEFT (merge_and_unload), or convert it to plain LoRA there",
-        )
-    return kind
-
-
-def saved_names(chosen: Collection[str], modules: Collection[str]) -> list[str]:
-    """Return entries of `modules_to_save` for the chosen modules and no other; none exist if one name ends another."""
-    selected, all_names = {*chosen}, {*chosen, *modules}
-    # Prefer the last segment; use the full name where that segment also ends other modules.
-    segments = {name: name.rpartition(".")[2] for name in chosen}
-    is_exact = {
-        end: all(name in selected for name in all_names if _is_saved([end], name)) for end in {*segments.values()}
-    }
-    names = sorted({end if is_exact[end] else name for name, end in segments.items()})
-    if {name for name in all_names if _is_saved(names, name)} == selected:
-        return names
-    raise StructureError(
-        "PEFT's modules_to_save cannot distinguish these modules from others whose names have the same end",
-        expected="names that no other module's name ends with",
-        got=shortened(", ".join(sorted(chosen))),
-        hint="also save the other modules, or rename some",
-    )
-
-
-def _is_saved(names: Sequence[str], module: str) -> bool:
+def is_saved(names: Sequence[str], module: str) -> bool:
     """Return whether the name of a module, or of one of its parents, ends with one of these."""
     parts = module.split(".")
     return any(".".join(parts[: end + 1]).endswith(tuple(names)) for end in range(len(parts)))
@@ -328,30 +277,19 @@ def _matches(patterns: str | Sequence[str], module: str, matcher: Matcher) -> bo
     return any(module == name or module.endswith(f".{name}") for name in patterns)
 
 
-def _value_by_pattern(patterns: Mapping[str, Any] | None, module: str, matcher: Matcher, default: Any) -> Any:
+def value_by_pattern(patterns: Mapping[str, Any] | None, module: str, matcher: Matcher, default: Any) -> Any:
     """Return the value of the first pattern that matches a module, or the default."""
     patterns = patterns or {}
-    key = next((key for key in patterns if matcher.matches(_suffix_pattern(key), module, is_full=False)), module)
+    key = next((key for key in patterns if matcher.matches(suffix_pattern(key), module, is_full=False)), module)
     return patterns.get(key, default)
 
 
-def _convert_alpha(node: Mapping[str, Any], rslora: bool) -> float:
-    """Return the alpha that gives a node's scale in a file whose `use_rslora` is `rslora`."""
-    root = math.sqrt(node["rank"])
-    if rslora and not node["rslora"]:
-        return round(node["alpha"] / root, 12)
-    return node["alpha"] * (root if node["rslora"] and not rslora else 1)
-
-
-def _suffix_pattern(key: str) -> str:
+def suffix_pattern(key: str) -> str:
+    """Return the regular expression for names that end with a key of `rank_pattern` or `alpha_pattern`."""
     return rf"(.*\.)?({key})$"
 
 
-def _int_if_whole(number: float) -> float:
-    return int(number) if float(number).is_integer() else number
-
-
-def _short_names(chosen: Sequence[str], modules: Sequence[str]) -> list[str]:
+def short_names(chosen: Sequence[str], modules: Sequence[str]) -> list[str]:
     """Return names that stand for `chosen` among `modules`: the last segment if all that share it are chosen."""
     selected = set(chosen)
     segments = {name: name.rpartition(".")[2] for name in {*chosen, *modules}}
@@ -359,24 +297,129 @@ def _short_names(chosen: Sequence[str], modules: Sequence[str]) -> list[str]:
     return sorted({name if segments[name] in ambiguous else segments[name] for name in chosen})
 
 
-def _target_modules(adapted: Sequence[str], modules: Sequence[str]) -> list[str] | str:
-    names, matcher = _short_names(adapted, modules), Matcher(CONFIG_FILE, is_trusted=True)
+def target_modules(adapted: Sequence[str], modules: Sequence[str]) -> list[str] | str:
+    """Return the value of `target_modules` that selects these modules and no other."""
+    names, matcher = short_names(adapted, modules), Matcher(CONFIG_FILE, is_trusted=True)
     if {name for name in (*adapted, *modules) if _matches(names, name, matcher)} == set(adapted):
         return names
     # One full name ends another: only a regular expression can separate them.
     return "|".join(re.escape(name) for name in sorted(adapted))
 
 
-def _default_and_pattern(values: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """Return the most common value, and a pattern for the modules that differ, longest names first."""
-    default = Counter(values.values()).most_common(1)[0][0]
-    pattern: dict[str, Any] = {}
-    for value in dict.fromkeys(values.values()):
-        if value != default:
-            names = _short_names([name for name in values if values[name] == value], list(values))
-            pattern |= dict.fromkeys(names, value)
-    pattern = {name: pattern[name] for name in sorted(pattern, key=lambda name: (-len(name), name))}
-    matcher = Matcher(CONFIG_FILE, is_trusted=True)
-    if all(_value_by_pattern(pattern, name, matcher, default) == value for name, value in values.items()):
-        return default, pattern
-    return default, {name: values[name] for name in sorted(values, key=lambda name: (-len(name), name))}
+# Regular expressions of a file are matched with the rules of Python's `re` and a time limit. `re` has no time limit:
+# ``(a+)+$`` takes years on a name of forty letters, and no signal interrupts it. The `regex` package has the same rules
+# (its version 0 behaviour) and a timeout. A pattern that only one of the two accepts is refused.
+
+
+class Matcher:
+    """Matches the patterns of one file, named `source` in messages; `matches` reduces the time that is left.
+
+    No time limit applies with `is_trusted`, where Lowtide wrote the patterns itself.
+    """
+
+    def __init__(self, source: str, *, is_trusted: bool = False) -> None:
+        self._source, self._time_left = source, None if is_trusted else MOST_SECONDS
+        self._compiled: dict[str, Any] = {}
+
+    def matches(self, pattern: str, name: str, *, is_full: bool = True) -> bool:
+        """Return whether a pattern matches a whole name, or with ``is_full=False`` its beginning."""
+        start = time.monotonic()
+        if pattern not in self._compiled:
+            self._compiled[pattern] = self._compile(pattern)
+        compiled = self._compiled[pattern]
+        try:
+            timeout = None if self._time_left is None else max(self._time_left - (time.monotonic() - start), 1e-3)
+            match = (compiled.fullmatch if is_full else compiled.match)(name, timeout=timeout)
+        except TimeoutError as error:
+            raise ModelFileError(
+                f"{self._source}: a regular expression takes too long on {shown(name)}",
+                expected=f"at most {MOST_SECONDS:g} s for all of them",
+                got=shown(pattern),
+                hint="list the modules by name, or avoid nested repetitions such as (a+)+",
+            ) from error
+        if self._time_left is not None:
+            self._time_left -= time.monotonic() - start
+        return match is not None
+
+    def _compile(self, pattern: str) -> Any:
+        import regex
+
+        try:
+            if _REGEX_ONLY.search(pattern):
+                raise ValueError("a brace that is not a count, or a class in [: :]")
+            with warnings.catch_warnings():  # about syntax that a later Python may read differently
+                warnings.simplefilter("ignore")
+                re.compile(pattern)
+                return regex.compile(pattern, flags=regex.VERSION0)
+        except (re.error, regex.error, ValueError, OverflowError, RecursionError, MemoryError) as error:
+            raise ModelFileError(
+                f"{self._source}: not a LoRA configuration",
+                expected="regular expressions in the syntax of Python's re",
+                got=f"{shown(pattern)}: {type(error).__name__}: {error}",
+                hint="write the adapter again with PEFT's save_pretrained or with lt.lora.save",
+            ) from error
+
+
+# Tensors of a file, checked against the model and the configuration.
+
+
+def read_tensor(file: Any, path: Path, key: str, shape: tuple[int, ...]) -> np.ndarray:
+    """Read a tensor of this shape and finite values from an open safetensors file, in float32."""
+    check_tensor(file, path, key, shape)
+    with np.errstate(over="ignore"):  # a float64 value may overflow to infinity
+        values = np.asarray(file.get_tensor(key), np.float32)
+    if not np.isfinite(values).all():
+        raise ModelFileError(
+            f"{path}: tensor {key} has values that are not finite",
+            got=f"{np.count_nonzero(~np.isfinite(values))} of {values.size}",
+            hint="save the adapter again: the file is damaged, or its training diverged",
+        )
+    return values
+
+
+def check_tensor(file: Any, path: Path, key: str, shape: tuple[int, ...]) -> None:
+    """Check without reading values that a tensor has this shape and a floating-point dtype."""
+    tensor = file.get_slice(key)
+    if tuple(tensor.get_shape()) != shape or tensor.get_dtype() not in _DTYPES:
+        raise ModelFileError(
+            f"{path}: tensor {key} does not fit",
+            expected=f"a floating-point tensor of shape {list(shape)}",
+            got=f"{tensor.get_dtype()}{list(tensor.get_shape())}",
+            hint="load it into the model that it was made for, with the configuration it was saved with",
+        )
+
+
+def read_layers(
+    file: Any, path: Path, names: Sequence[str], config: PeftConfig, leaf: str, shape: tuple[int, ...]
+) -> dict[str, np.ndarray]:
+    """Read a leaf of several modules, by name."""
+    return {name: read_tensor(file, path, config.tensors(name)[leaf], shape) for name in names}
+
+
+def stack_layers(site: Site, names: Sequence[str], tensors: Mapping[str, np.ndarray], shape: tuple[int, ...]) -> Any:
+    """Join a leaf of all layers, from tensors by the layer's name; a layer without a tensor gets zeros."""
+    layer_values = [tensors[name] if name in tensors else np.zeros(shape, np.float32) for name in names]
+    stack = np.stack(layer_values) if len(site.weight.shape) > 2 else layer_values[0]
+    return jnp.asarray(stack.reshape(*site.weight.shape[:2], *stack.shape[1:]) if site.is_experts else stack)
+
+
+def mask_scale(mask: Sequence[bool]) -> Array | None:
+    """Return the ``layer_scale`` of a node: 1 for layers with an adapter, and 0 for the others; None for all."""
+    return None if all(mask) else jnp.asarray(mask, jnp.float32)
+
+
+def host_leaves(site: Site) -> tuple[dict[str, np.ndarray], np.ndarray | None]:
+    """Return an adapter's leaves by name, and the scales of its layers."""
+    leaves = {name: getattr(site.node, name) for name in site.node.AXES if getattr(site.node, name) is not None}
+    if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves.values()):
+        raise StructureError(
+            f"{site.path}: the adapter has shapes but no values",
+            expected="arrays",
+            got="jax.ShapeDtypeStruct",
+            hint="save the adapter of a model with arrays, not with shapes",
+        )
+    if "start_a" in leaves:
+        factors = zip(("lora_a", "lora_b"), site.node.factors(), strict=True)
+        leaves = {name: leaf for name, leaf in leaves.items() if not name.startswith("start_")} | dict(factors)
+    arrays = {name: np.asarray(leaf, np.float32) for name, leaf in leaves.items()}
+    return arrays, arrays.get("layer_scale")

@@ -1,14 +1,15 @@
-"""Places of weights in a tree: their names here and in other software, their selection, and their replacement."""
+"""Places of weights in a tree: names here and in other software, selection by a configuration, and replacement."""
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array
 
 from ...core import (
     ConfigError,
@@ -18,14 +19,15 @@ from ...core import (
     SelectionError,
     StructureError,
     Tree,
+    is_count,
     is_pattern,
     leaves_with_paths,
     match_names,
 )
-from ._adapter import REQUIRED_LEAVES, is_adapter
-from ._config import ALL_LINEAR
+from ._node import is_adapter
 
 LAYER, EXPERT = "{layer}", "{expert}"
+_ALL_LINEAR = "all-linear"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -43,6 +45,11 @@ class Site:
     def module(self) -> str:
         """Path of the module that holds the weight; the weight's own path when it is not named ``weight``."""
         return self.path.removesuffix("/weight")
+
+    @property
+    def names(self) -> tuple[str, str]:
+        """The names that patterns match: those of the module and of the weight."""
+        return self.module, self.path
 
     @property
     def weight(self) -> Any:
@@ -76,7 +83,7 @@ def adapted_sites(model: Tree) -> list[Site]:
     """Return the sites that have an adapter; a missing leaf, as in one half of a partition, is an error."""
     adapted = [site for site in sites(model) if is_adapter(site.node)]
     for site in adapted:
-        check_complete(site.path, site.node, REQUIRED_LEAVES[type(site.node)])
+        check_complete(site.path, site.node, site.node.REQUIRED_LEAVES)
     return adapted
 
 
@@ -89,6 +96,66 @@ def check_complete(path: str, node: Any, required: Sequence[str]) -> None:
             expected=f"{', '.join(required[:-1])} and {required[-1]}" if required[1:] else required[0],
             got="one half of a partition",
             hint="combine the halves first: lt.combine(trainable, frozen)",
+        )
+
+
+def is_weight(node: Any) -> bool:
+    """Return whether a node stands for one weight.
+
+    A `LinearWeight` must also have a shape and a dtype, because a user's module may have a field named ``linear``.
+    """
+    return is_adapter(node) or (isinstance(node, LinearWeight) and hasattr(node, "shape") and hasattr(node, "dtype"))
+
+
+def replace(model: Tree, nodes: Mapping[int, Any]) -> Tree:
+    """Replace the nodes at some sites of the model, keyed by `Site.index`."""
+    leaves, treedef = jax.tree.flatten(model, is_leaf=is_weight)
+    return treedef.unflatten([nodes.get(index, leaf) for index, leaf in enumerate(leaves)])
+
+
+# Selection by a configuration.
+
+
+def normalize_fields(config: Any, targets: Any, exclude: Any, layers: Any, modules_to_save: Any) -> None:
+    """Check the fields that all configurations have, and make them hashable."""
+    object.__setattr__(config, "modules_to_save", to_patterns("modules_to_save", modules_to_save, may_be_empty=True))
+    object.__setattr__(config, "targets", to_patterns("targets", targets))
+    object.__setattr__(config, "exclude", to_patterns("exclude", exclude, may_be_empty=True))
+    if layers is None:
+        return
+    indices = tuple(layers) if isinstance(layers, Sequence) and not isinstance(layers, str) else ()
+    if not indices or not all(is_count(layer, 0) for layer in indices):
+        raise ConfigError(
+            f"layers: {layers!r} is not a list of layer indices",
+            expected="at least one index, counted from 0",
+            got=repr(layers),
+            hint="pass for instance layers=range(8, 16), or None for all layers",
+        )
+    object.__setattr__(config, "layers", tuple(sorted({int(layer) for layer in indices})))
+
+
+def to_patterns(name: str, value: Any, *, may_be_empty: bool = False) -> Any:
+    """Check one pattern or several, and return a text or a tuple."""
+    patterns: Any = value if isinstance(value, str) else tuple(value) if isinstance(value, Iterable) else (value,)
+    is_allowed = may_be_empty and patterns == ()
+    if not is_allowed and (not patterns or not all(is_pattern(pattern) and pattern for pattern in patterns)):
+        raise ConfigError(
+            f"{name}: {value!r} is not a pattern",
+            expected="at least one glob or compiled regular expression",
+            got=repr(value),
+            hint='pass for instance "**/{q,v}_proj", or "**/*_proj" for every projection',
+        )
+    return patterns
+
+
+def check_rank(rank: Any, name: str) -> None:
+    """Check that a value is a valid rank."""
+    if not is_count(rank, 1):
+        raise ConfigError(
+            f"{name}: {rank!r} is not a rank",
+            expected="an integer of at least 1",
+            got=repr(rank),
+            hint="use for instance 8, 16 or 64; to train no adapter, do not add one",
         )
 
 
@@ -105,7 +172,7 @@ def select_sites(
     names = sorted(by_name, key=lambda name: not any(name == site.module != site.path for site in by_name[name]))
     selection: Any = targets
     selected_patterns: list[Any] = [selection] if is_pattern(selection) else [*selection]
-    patterns = [pattern for pattern in selected_patterns if pattern != ALL_LINEAR]
+    patterns = [pattern for pattern in selected_patterns if pattern != _ALL_LINEAR]
     if len(patterns) < len(selected_patterns):
         patterns = [*_all_linear(model), *patterns]
     chosen = {site.index: site for name in match_names(names, patterns) for site in by_name[name]}
@@ -130,7 +197,7 @@ def _all_linear(model: Tree) -> list[str]:
             paths.append(site.path)
     if not paths:
         raise ConfigError(
-            f'targets: "{ALL_LINEAR}" needs a model that declares which weights are linear layers',
+            f'targets: "{_ALL_LINEAR}" needs a model that declares which weights are linear layers',
             expected="a decoder of Lowtide, or a model with stacked layers and an external_name",
             got=type(model).__name__,
             hint='select them with globs, for instance "**/*_proj"',
@@ -138,10 +205,43 @@ def _all_linear(model: Tree) -> list[str]:
     return paths
 
 
-def replace(model: Tree, nodes: Mapping[int, Any]) -> Tree:
-    """Replace the nodes at some sites of the model, keyed by `Site.index`."""
-    leaves, treedef = jax.tree.flatten(model, is_leaf=is_weight)
-    return treedef.unflatten([nodes.get(index, leaf) for index, leaf in enumerate(leaves)])
+def select_layers(chosen: Sequence[Site], layers: Sequence[int] | None) -> list[Site]:
+    """Leave out sites of other layers where layers are not stacked, and check that all layers exist."""
+    if layers is None:
+        return list(chosen)
+    selected = [site for site in chosen if len(site.weight.shape) == 3 or _layer_index(site) in layers]
+    counts = [site.weight.shape[0] for site in chosen if len(site.weight.shape) == 3]
+    existing = {index for count in counts for index in range(count)} | {_layer_index(site) for site in selected}
+    if absent := [layer for layer in layers if layer not in existing]:
+        raise ConfigError(
+            f"layers: {absent[0]} is not a layer of the targets",
+            expected=f"indices below {min(counts)}" if counts else "indices in paths such as layers/3/q_proj",
+            got=list(layers),
+            hint="count layers from 0",
+        )
+    return selected
+
+
+def _layer_index(site: Site) -> int | None:
+    """Return the first number in a path, which is the index of a layer."""
+    return next((int(part) for part in site.path.split("/") if part.isdecimal()), None)
+
+
+def layer_scale(site: Site, layers: Sequence[int] | None) -> Any:
+    """Make the leaf that is 1 for chosen layers of a stack and 0 for the others; None where all have an adapter."""
+    if layers is None or len(site.weight.shape) != 3:
+        return None
+    return make_leaf(site, (), lambda shape: jnp.asarray([float(i in layers) for i in range(shape[0])], jnp.float32))
+
+
+def make_leaf(site: Site, shape: tuple[int, ...], make: Callable[[tuple[int, ...]], Array]) -> Any:
+    """Make an array with the weight's leading axes in front, or only its shape where the weight is a shape."""
+    full_shape = (*site.weight.shape[:-2], *shape)
+    is_abstract = isinstance(jax.tree.leaves(site.weight)[0], jax.ShapeDtypeStruct)
+    return jax.ShapeDtypeStruct(full_shape, jnp.float32) if is_abstract else make(full_shape)
+
+
+# Names in other software.
 
 
 def external_name(model: Tree, site: Site) -> str | None:
@@ -194,9 +294,17 @@ def layer_names(model: Tree, site: Site) -> list[str]:
     return [name.replace(LAYER, str(layer)) for layer in range(shape[0])] if LAYER in name else [name]
 
 
-def is_weight(node: Any) -> bool:
-    """Return whether a node stands for one weight.
+def tied_names(model: Tree) -> Mapping[str, str]:
+    """Return the modules that a model uses in a second place, with the external name of that place."""
+    return getattr(model, "tied_names", {})
 
-    A `LinearWeight` must also have a shape and a dtype, because a user's module may have a field named ``linear``.
-    """
-    return is_adapter(node) or (isinstance(node, LinearWeight) and hasattr(node, "shape") and hasattr(node, "dtype"))
+
+def table_names(model: Tree) -> frozenset[str]:
+    """Return the external names of the modules whose rows a model looks up; empty if it has no ``table_names``."""
+    return frozenset(getattr(model, "table_names", ()))
+
+
+def is_table(model: Tree, site: Site) -> bool:
+    """Return whether a weight is a table whose rows the model looks up."""
+    names = table_names(model)
+    return bool(names) and external_name(model, site) in names

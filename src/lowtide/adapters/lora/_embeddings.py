@@ -1,4 +1,4 @@
-"""Adapters of embeddings: tables whose rows are looked up.
+"""LoRA for embeddings, tables whose rows are looked up, and the tables in PEFT's files.
 
 The node is `LoRAWeight`, as for a matrix: W [V, D], A [r, D], B [V, r]. A row is the row of W plus the row of B times
 A. PEFT calls Bᵀ ``lora_embedding_A`` [r, V] and Aᵀ ``lora_embedding_B`` [D, r]. If PEFT adapts an embedding or a head,
@@ -16,25 +16,20 @@ import jax.core
 import numpy as np
 
 from ...core import ConfigError, LinearWeight, ModelFileError, StructureError, Tree
-from ._config import WEIGHT_INITS, AnyConfig, Config
-from ._modules_to_save import tied_names
-from ._peft import PeftConfig
-from ._sites import Site, external_name
-from ._tensors import check_tensor, read_tensor
+from ._kinds import AnyConfig
+from ._lora import Config
+from ._peft import PREFIX, WEIGHT_INITS, PeftConfig, check_tensor, read_tensor
+from ._sites import Site, external_name, is_table, tied_names
 
 _CHUNK_SIZE = 2**22
 """Elements that are compared at once."""
 
-
-def table_names(model: Tree) -> frozenset[str]:
-    """Return the external names of the modules whose rows a model looks up; empty if it has no ``table_names``."""
-    return frozenset(getattr(model, "table_names", ()))
-
-
-def is_table(model: Tree, site: Site) -> bool:
-    """Return whether a weight is a table whose rows the model looks up."""
-    names = table_names(model)
-    return bool(names) and external_name(model, site) in names
+_TIED_MESSAGE = "is also the model's head, and an adapter would change both"
+_TIED_DETAILS = {
+    "expected": "an embedding that is not tied",
+    "got": "tie_word_embeddings = true",
+    "hint": "adapt other weights, or train it as a whole with modules_to_save",
+}
 
 
 def check_table(model: Tree, site: Site, config: AnyConfig) -> None:
@@ -54,22 +49,18 @@ def check_table(model: Tree, site: Site, config: AnyConfig) -> None:
         raise StructureError(f"{site.path} {_TIED_MESSAGE}", **_TIED_DETAILS)
 
 
-_TIED_MESSAGE = "is also the model's head, and an adapter would change both"
-_TIED_DETAILS = {
-    "expected": "an embedding that is not tied",
-    "got": "tie_word_embeddings = true",
-    "hint": "adapt other weights, or train it as a whole with modules_to_save",
-}
-
-
 def check_tables(path: Path, model: Tree, tables: Sequence[Site], config: PeftConfig) -> None:
     """Check that embeddings have their own arrays, and that a file's adapters of them are LoRA that began at random."""
     for site in tables:
-        if config.kind != "LORA" or config.dora or config.file.init_lora_weights in WEIGHT_INITS:
+        if not config.is_lora or config.dora or config.file.init_lora_weights in WEIGHT_INITS:
             raise ModelFileError(
                 f"{path}: its adapter of the embedding {site.path} cannot be used",
                 expected="LoRA or rank-stabilised LoRA with random initial values",
-                got="DoRA" if config.dora else config.kind if config.kind != "LORA" else config.file.init_lora_weights,
+                got="DoRA"
+                if config.dora
+                else config.file.init_lora_weights
+                if config.is_lora
+                else config.kind.peft_type,
                 hint="merge this adapter with PEFT (merge_and_unload)",
             )
         if external_name(model, site) in tied_names(model):
@@ -78,7 +69,7 @@ def check_tables(path: Path, model: Tree, tables: Sequence[Site], config: PeftCo
 
 def base_keys(modules: Collection[str], keys: Collection[str]) -> dict[str, str]:
     """Return the tensors of a file that are frozen weights of adapted modules, with the modules' names."""
-    names_by_key = {f"base_model.model.{name}.base_layer.weight": name for name in modules}
+    names_by_key = {f"{PREFIX}{name}.base_layer.weight": name for name in modules}
     return {key: name for key, name in names_by_key.items() if key in keys}
 
 
@@ -91,7 +82,7 @@ def stored_tables(model: Tree, tables: Mapping[str, Site], keys: Collection[str]
     if not hasattr(model, "with_vocabulary"):
         return {}
     tied_sites = {tied: None for module, tied in tied_names(model).items() if module in tables}
-    by_key = {f"base_model.model.{name}.weight": site for name, site in {**tables, **tied_sites}.items()}
+    by_key = {f"{PREFIX}{name}.weight": site for name, site in {**tables, **tied_sites}.items()}
     return {key: site for key, site in by_key.items() if key in keys and (site is None or len(site.weight.shape) == 2)}
 
 

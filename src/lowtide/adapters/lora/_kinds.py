@@ -1,0 +1,123 @@
+"""The kinds of adapters, and the choice of a kind by a configuration, by nodes, and by a file of PEFT."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ...core import (
+    ConfigError,
+    ModelFileError,
+    StructureError,
+    input_file,
+    parse_json,
+    read_input,
+    shortened,
+    shown,
+    validate,
+)
+from ._ia3 import IA3_KIND, IA3Config
+from ._lora import LORA_KIND, Config
+from ._peft import CONFIG_FILE, LORA, WEIGHT_INITS, WEIGHTS_FILE, AdapterKind, Matcher, PeftConfig
+from ._sites import Site
+from ._vera import VERA_KIND, VeRAConfig
+
+AnyConfig = Config | IA3Config | VeRAConfig
+KINDS: tuple[AdapterKind, ...] = (LORA_KIND, IA3_KIND, VERA_KIND)
+_KINDS_BY_PEFT_TYPE = {kind.peft_type: kind for kind in KINDS}
+
+_MAX_CONFIG_BYTES = 16 * 1024**2
+# Options that have no effect on the values a loaded adapter computes.
+_IGNORED_OPTIONS = frozenset(
+    "auto_mapping base_model_name_or_path corda_config d_initial eva_config inference_mode init_ia3_weights "
+    "init_weights loftq_config lora_ga_config megatron_core peft_version projection_prng_key qalora_group_size "
+    "revision runtime_config task_type".split()
+)
+_COMMON_OPTIONS = (
+    "ensure_weight_tying exclude_modules layers_pattern layers_to_transform modules_to_save peft_type target_modules"
+)
+# Initialisations that leave the base weights unchanged, and those whose subtracted part can be computed from the base
+# weights. The others (PiSSA with random projections, CorDA, LoftQ, LoRA-GA) change the base in ways that no file
+# records.
+_SUPPORTED_INITS = (None, True, False, "gaussian", "eva", "orthogonal", *WEIGHT_INITS)
+
+
+def kind_of_config(config: AnyConfig) -> AdapterKind:
+    """Return the kind that a configuration is of."""
+    kind = next((kind for kind in KINDS if isinstance(config, kind.config_type)), None)
+    if kind is None:
+        raise ConfigError(
+            f"config: a {type(config).__name__} is not a configuration of an adapter",
+            expected=", ".join(kind.config_type.__name__ for kind in KINDS),
+            got=repr(config),
+            hint="pass for instance lt.lora.Config(rank=16)",
+        )
+    return kind
+
+
+def common_kind(adapted: Sequence[Site]) -> AdapterKind:
+    """Return the kind that all adapters have."""
+    kinds = {(site.node.PEFT_TYPE, getattr(site.node, "lora_magnitude", None) is not None) for site in adapted}
+    if len(kinds) > 1:
+        raise StructureError(
+            "the model has adapters of several kinds, but a PEFT directory stores one kind",
+            expected="LoRA, DoRA, (IA)³ or VeRA",
+            got=" and ".join(sorted({site.node.kind for site in adapted})),
+            hint="merge some of them with lt.lora.merge",
+        )
+    return _KINDS_BY_PEFT_TYPE[next(iter(kinds))[0]]
+
+
+def read_config(directory: Path) -> PeftConfig:
+    """Read and check `adapter_config.json`; an unsupported option that would change the result is an error."""
+    path = input_file(
+        directory,
+        CONFIG_FILE,
+        expected=f"a directory with {CONFIG_FILE} and {WEIGHTS_FILE}",
+        hint="give the directory that PEFT's save_pretrained or lt.lora.save wrote",
+    )
+    raw = parse_json(read_input(path, most_bytes=_MAX_CONFIG_BYTES), str(path))
+    kind = _refuse_unsupported(path, raw)
+    file: Any = validate(
+        kind.schema(),
+        raw,
+        f"{path}: not a {kind.name} configuration",
+        hint="write it again with PEFT or with lt.lora.save",
+    )
+    config = PeftConfig(file=file, kind=kind, matcher=Matcher(str(path)), source=str(path))
+    config.check_patterns()
+    kind.check_file(path, file)
+    option = kind.dropout_option
+    if option is not None and (rate := getattr(file, option)):
+        warnings.warn(
+            f"{path}: {option} {rate} is not applied; results match PEFT's eval mode, and training uses no dropout "
+            f"unless lowtide finetune has --lora-dropout {rate}, or your loss function calls lt.lora.dropout",
+            stacklevel=3,
+        )
+    return config
+
+
+def _refuse_unsupported(path: Path, raw: Mapping[str, Any]) -> AdapterKind:
+    """Return the kind of adapter; refuse every option, known or not, that is on and would change the result."""
+    peft_type: Any = raw.get("peft_type", LORA)
+    unsupported: dict[str, Any] = {}
+    if not isinstance(peft_type, str) or peft_type not in _KINDS_BY_PEFT_TYPE:
+        unsupported, peft_type = {"peft_type": peft_type}, LORA
+    kind = _KINDS_BY_PEFT_TYPE[peft_type]
+    if raw.get("bias", "none") not in kind.biases:
+        unsupported["bias"] = raw["bias"]
+    is_weight_init = raw.get("init_lora_weights") in WEIGHT_INITS
+    if raw.get("init_lora_weights") not in _SUPPORTED_INITS or (is_weight_init and raw.get("use_dora")):
+        unsupported["init_lora_weights"] = raw["init_lora_weights"]
+    known_options = {*_IGNORED_OPTIONS, *_COMMON_OPTIONS.split(), *kind.options.split()}
+    unsupported |= {name: value for name, value in raw.items() if value and name not in known_options}
+    if unsupported:
+        raise ModelFileError(
+            f"{path}: option {shown(next(iter(unsupported)))} is not supported",
+            expected="a LoRA, rank-stabilised LoRA, DoRA, (IA)³ or VeRA adapter",
+            got=shortened(", ".join(f"{name}={shown(value)}" for name, value in unsupported.items())),
+            hint="merge this adapter with PEFT (merge_and_unload), or convert it to plain LoRA there",
+        )
+    return kind

@@ -1,0 +1,304 @@
+"""VeRA, two vectors that scale between frozen random projections: configuration, node, and PEFT's files.
+
+Source: Kopiczko et al., "VeRA: Vector-based Random Matrix Adaptation" (arXiv:2310.11454). Known inefficiency: the
+projections are the same for all modules, but a stacked node holds them once per layer. The reason is that
+`jax.lax.scan` passes only slices of leaves to a layer. They are frozen, so they cost no gradient and no optimizer
+state.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import math
+import numbers
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+
+from ...core import ConfigError, ModelFileError, Pattern, StructureError, Tree, linear
+from .._adapted import Use
+from ._node import AdapterWeight, ScaledWeight, apply_dropout, expand_like
+from ._peft import AdapterKind, PeftConfig, host_leaves, mask_scale, read_layers, read_tensor, stack_layers
+from ._sites import Site, check_rank, layer_scale, make_leaf, normalize_fields
+
+_PROJECTIONS = ("base_model.vera_A", "base_model.vera_B")
+"""Tensors of the projections, which all modules share."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class VeRAConfig:
+    """A VeRA configuration: random projections that all targets share, and two trainable vectors per target.
+
+    Raises:
+        ConfigError: for a rank below 1, a `d_initial` that is zero or not finite, or invalid patterns or layers.
+
+    Examples:
+        >>> VeRAConfig(rank=64).d_initial
+        0.1
+    """
+
+    rank: int = 256
+    """Inner dimension of the projections."""
+    d_initial: float = 0.1
+    """Initial value of the vector of the inner dimension; the other vector begins as zero."""
+    targets: Pattern | Sequence[Pattern] = "**/{q,v}_proj"
+    """Patterns, as in `Config.targets`."""
+    exclude: Pattern | Sequence[Pattern] = ()
+    """Patterns, as in `Config.exclude`."""
+    layers: Sequence[int] | None = None
+    """Indices of layers, as in `Config.layers`."""
+    modules_to_save: Pattern | Sequence[Pattern] = ()
+    """Patterns, as in `Config.modules_to_save`."""
+
+    def __post_init__(self) -> None:
+        """Check the fields, and turn lists into tuples."""
+        check_rank(self.rank, "rank")
+        d: Any = self.d_initial
+        if isinstance(d, bool) or not isinstance(d, numbers.Real) or not math.isfinite(float(d)) or float(d) == 0:
+            raise ConfigError(
+                f"d_initial: {self.d_initial!r} is not a valid initial value",
+                expected="a finite number other than 0 (with 0 the adapter would never train)",
+                got=repr(self.d_initial),
+                hint="use 0.1 or less, as the authors of VeRA advise",
+            )
+        normalize_fields(self, self.targets, self.exclude, self.layers, self.modules_to_save)
+        object.__setattr__(self, "rank", int(self.rank))
+        object.__setattr__(self, "d_initial", float(d))
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["weight", "vera_a", "vera_b", "lora_lambda_d", "lora_lambda_b", "layer_scale", "dropout_key"],
+    meta_fields=["dropout"],
+)
+@dataclasses.dataclass(frozen=True)
+class VeRAWeight(ScaledWeight, AdapterWeight):
+    """A weight with frozen random projections A and B, and two trainable vectors: W + diag(b) B diag(d) A.
+
+    Examples:
+        >>> a, b = jnp.ones((1, 3)), jnp.ones((4, 1))
+        >>> node = VeRAWeight(jnp.zeros((4, 3)), a, b, jnp.full((1,), 0.1), jnp.zeros((4,)))
+        >>> node.linear(jnp.ones((2, 3))).shape
+        (2, 4)
+    """
+
+    NAME: ClassVar[str] = "VeRA"
+    PEFT_TYPE: ClassVar[str | None] = "VERA"
+    REQUIRED_LEAVES: ClassVar[tuple[str, ...]] = ("weight", "vera_a", "vera_b", "lora_lambda_d", "lora_lambda_b")
+    AXES: ClassVar[dict[str, tuple[str, ...]]] = {
+        "vera_a": ("rank", "in"),
+        "vera_b": ("out", "rank"),
+        "lora_lambda_d": ("rank",),
+        "lora_lambda_b": ("out",),
+        "layer_scale": (),
+    }
+    """The axes of each leaf that follow the layer axes."""
+
+    weight: Any
+    """The base weight, [out, in] or stacked [L, out, in]: an array, or another `lowtide.core.LinearWeight`."""
+    vera_a: Any
+    """The projection that reads the input, [r, in] or [L, r, in], frozen."""
+    vera_b: Any
+    """The projection that writes the output, [out, r] or [L, out, r], frozen."""
+    lora_lambda_d: Any
+    """The vector d that scales the inner dimension, [r] or [L, r], float32."""
+    lora_lambda_b: Any
+    """The vector b that scales the correction, [out] or [L, out], float32; zeros at first."""
+    layer_scale: Any = None
+    """In a stack, 1 for layers with an adapter and 0 for those without, [L], which does not train. None: all have
+    one."""
+    dropout_key: Any = None
+    """With dropout, a random key from `lowtide.lora.dropout` (in a stack, one per layer); otherwise None."""
+    dropout: float = 0.0
+    """Fraction of the correction's inputs that is set to zero (static)."""
+
+    __array_ufunc__ = None
+
+    @property
+    def rank(self) -> int:
+        """The inner dimension."""
+        return int(self.vera_a.shape[-2])
+
+    def linear(self, x: Float[Array, "*batch in"]) -> Float[Array, "*batch out"]:
+        """Compute x Wᵀ + b * (d * (x Aᵀ)) Bᵀ, in the dtype of `x`.
+
+        Args:
+            x: activations, shape [..., in].
+
+        Returns:
+            Shape [..., out].
+
+        Memory:
+            In addition to the result, activations of width r, and those of width out before b scales them, which the
+            backward pass keeps; nothing of shape [out, in].
+        """
+        dropped_x = x if self.dropout_key is None else apply_dropout(x, self.dropout_key, self.dropout)
+        low_rank = linear(dropped_x, self.vera_a)
+        correction = linear(low_rank * expand_like(self.lora_lambda_d, low_rank), self.vera_b)
+        scale = self.lora_lambda_b if self.layer_scale is None else self.lora_lambda_b * self.layer_scale
+        return linear(x, self.weight) + correction * expand_like(scale, correction)
+
+    def factors(self) -> tuple[Array, Array]:
+        """Return diag(d) A and diag(b) B, whose product is the correction; also of a stack."""
+        scale = self.lora_lambda_b
+        if self.layer_scale is not None:
+            scale = scale * jnp.expand_dims(self.layer_scale, tuple(range(self.layer_scale.ndim, scale.ndim)))
+        return self.vera_a * self.lora_lambda_d[..., None], self.vera_b * scale[..., None]
+
+    def scaled_factors(self) -> tuple[Any, Any] | None:
+        """Return A and B, with all scales of their product included."""
+        return self.factors()
+
+    def inverted(self) -> VeRAWeight:
+        """Return the adapter whose merge undoes that of this one."""
+        return dataclasses.replace(self, lora_lambda_b=-self.lora_lambda_b)
+
+    def folded(self) -> Float[Array, "out in"]:
+        """Return the matrix that `linear` multiplies by, computed in float32; only for merging, on one matrix."""
+        a, b = (factor.astype(jnp.float32) for factor in self.factors())
+        return self.weight.astype(jnp.float32) + jnp.matmul(b, a, precision=jax.lax.Precision.HIGHEST)
+
+
+def _init_vera(chosen: Sequence[Site], config: VeRAConfig, key: Any) -> dict[int, Any]:
+    # One pair of projections of the largest size serves all sites, as in PEFT.
+    max_out, max_in = (max(site.weight.shape[axis] for site in chosen) for axis in (-2, -1))
+
+    def projection(fold: int, shape: tuple[int, int]) -> Array:
+        bound = (6.0 / shape[-1]) ** 0.5  # kaiming_uniform_, PEFT's choice
+        return jax.random.uniform(jax.random.fold_in(key, fold), shape, jnp.float32, -bound, bound)
+
+    whole_a, whole_b = projection(0, (config.rank, max_in)), projection(1, (max_out, config.rank))
+    return {site.index: _make_node(site, whole_a, whole_b, config) for site in chosen}
+
+
+def _make_node(site: Site, whole_a: Array, whole_b: Array, config: VeRAConfig) -> VeRAWeight:
+    """Make the node of a site from the shared projections, of which it takes the first rows and columns."""
+    out, inner = site.weight.shape[-2:]
+    a = make_leaf(site, (config.rank, inner), lambda shape: jnp.broadcast_to(whole_a[:, :inner], shape))
+    b = make_leaf(site, (out, config.rank), lambda shape: jnp.broadcast_to(whole_b[:out], shape))
+    d = make_leaf(site, (config.rank,), lambda shape: jnp.full(shape, config.d_initial, jnp.float32))
+    zeros = make_leaf(site, (out,), lambda shape: jnp.zeros(shape, jnp.float32))
+    return VeRAWeight(site.weight, a, b, d, zeros, layer_scale(site, config.layers))
+
+
+class _VeRA(AdapterKind):
+    name = VeRAWeight.NAME
+    peft_type = "VERA"
+    config_type = VeRAConfig
+    options = "bias r save_projection vera_dropout"
+    dropout_option = "vera_dropout"
+    shared_tensors = _PROJECTIONS
+
+    def init(
+        self, model: Tree, chosen: Sequence[Site], config: Any, key: Array | None, kernels: Mapping[int, Use]
+    ) -> dict[int, Any]:
+        return _init_vera(chosen, config, key)
+
+    def schema(self) -> type[Any]:
+        from ._schema import VeraFile
+
+        return VeraFile
+
+    def check_file(self, path: Path, file: Any) -> None:
+        if not file.save_projection:
+            raise ModelFileError(
+                f"{path}: option 'save_projection' is false: the projections are not in the file",
+                expected="save_projection = true, PEFT's default",
+                got="projections that only one version of PyTorch can draw again",
+                hint="load it with PEFT, set save_projection there, and save it again",
+            )
+
+    def tensor_ends(self, *, dora: bool = False, table: bool = False) -> dict[str, str]:
+        return {"lora_lambda_d": "vera_lambda_d", "lora_lambda_b": "vera_lambda_b"}
+
+    def entry(self, node: Any, scale: float) -> dict[str, Any]:
+        return {"rank": node.rank}
+
+    def describe(
+        self,
+        common: dict[str, Any],
+        adapted: Mapping[str, Mapping[str, Any]],
+        modules: Sequence[str],
+        saved_options: Mapping[str, Any],
+        parameters: Collection[str],
+    ) -> dict[str, Any]:
+        common = {**common, "bias": "none", "layers_pattern": None, "layers_to_transform": None, **saved_options}
+        first = next(iter(adapted.values()))
+        return {**common, "r": first["rank"], "projection_prng_key": 0, "save_projection": True, "vera_dropout": 0.0}
+
+    def write_shared(self, adapted: Sequence[Site]) -> dict[str, np.ndarray]:
+        return _collect_projections(adapted)
+
+    def read_shared(self, file: Any, path: Path, config: PeftConfig) -> list[np.ndarray]:
+        return _read_projections(file, path, config)
+
+    def read(
+        self,
+        file: Any,
+        path: Path,
+        site: Site,
+        names: Sequence[str],
+        mask: Sequence[bool],
+        config: PeftConfig,
+        shared: Any,
+    ) -> VeRAWeight:
+        adapted_names = list(itertools.compress(names, mask))
+        out, inner = site.weight.shape[-2:]
+        leaves: dict[str, Any] = {}
+        for leaf, shape in (("lora_lambda_d", (config.file.r,)), ("lora_lambda_b", (out,))):
+            tensors = read_layers(file, path, adapted_names, config, leaf, shape)
+            leaves[leaf] = stack_layers(site, names, tensors, shape)
+        full_a, full_b = shared
+        _check_projections(path, site, shared)
+        layers = site.weight.shape[:-2]
+        leaves["vera_a"] = jnp.broadcast_to(jnp.asarray(full_a[:, :inner]), (*layers, full_a.shape[0], inner))
+        leaves["vera_b"] = jnp.broadcast_to(jnp.asarray(full_b[:out]), (*layers, out, full_b.shape[1]))
+        return VeRAWeight(site.weight, **leaves, layer_scale=mask_scale(mask))
+
+
+VERA_KIND = _VeRA()
+
+
+def _collect_projections(adapted: Sequence[Site]) -> dict[str, np.ndarray]:
+    """Return the shared projections, of which every VeRA node has the first rows and columns."""
+    trees = [host_leaves(site)[0] for site in adapted]
+    parts = [[leaves[name].reshape(-1, *leaves[name].shape[-2:]) for leaves in trees] for name in ("vera_a", "vera_b")]
+    projections = [max(site_parts, key=lambda part: part.size // len(part))[0] for site_parts in parts]
+    for projection, site_parts in zip(projections, parts, strict=True):
+        for site, part in zip(adapted, site_parts, strict=True):
+            block = projection[: part.shape[1], : part.shape[2]]
+            if block.shape != part.shape[1:] or not (part == block[None]).all():
+                raise StructureError(
+                    f"{site.path}: its projections differ from those of {adapted[0].path}",
+                    expected="the same projections for all weights, from one call of lt.lora.add",
+                    hint="merge some of the adapters with lt.lora.merge; PEFT's VeRA has one pair of projections",
+                )
+    return dict(zip(_PROJECTIONS, (np.ascontiguousarray(projection) for projection in projections), strict=True))
+
+
+def _read_projections(file: Any, path: Path, config: PeftConfig) -> list[np.ndarray]:
+    projections: list[np.ndarray] = []
+    for key, axis in zip(_PROJECTIONS, (0, 1), strict=True):
+        shape = tuple(file.get_slice(key).get_shape())
+        expected_shape = [*shape] if len(shape) == 2 else [1, 1]
+        expected_shape[axis] = config.file.r
+        projections.append(read_tensor(file, path, key, tuple(expected_shape)))
+    return projections
+
+
+def _check_projections(path: Path, site: Site, projections: Sequence[np.ndarray]) -> None:
+    out, inner = site.weight.shape[-2:]
+    if projections[0].shape[1] < inner or projections[1].shape[0] < out:
+        raise ModelFileError(
+            f"{path}: the projections are too small for {site.path}",
+            expected=f"at least {inner} columns of {_PROJECTIONS[0]} and {out} rows of {_PROJECTIONS[1]}",
+            got=f"{list(projections[0].shape)} and {list(projections[1].shape)}",
+            hint="load it into the model that it was made for",
+        )
