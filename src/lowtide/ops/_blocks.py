@@ -10,8 +10,8 @@ are named ``attn_out`` and ``attn_lse`` for policies of `jax.checkpoint`. If blo
 begins earlier. Blocks are visited from the last to the first, so the block before it overwrites the rows that both
 have.
 
-Shapes: B batch, T queries, S keys, C rows and D columns of a block, N query heads, K key/value heads, G = N / K,
-M = G C, H head, W = N H, X = K H.
+Shapes: B batch, T queries, S keys, C rows and D columns of a block, P pairs of a block of queries and a block of keys,
+N query heads, K key/value heads, G = N / K, M = G C, H head, W = N H, X = K H.
 
 Deviations and limits: a loop over blocks is slower than a kernel that keeps scores on the chip. There are no
 forward-mode derivatives (`jax.custom_vjp`); derivatives of gradients work.
@@ -35,7 +35,6 @@ from jaxtyping import Array
 
 from ..core import like_type, shardings_of, traced_device, uniformly_varying, without_explicit_axes
 from ._options import AttentionMask, ScoreOptions
-from ._pairs import LEAST_ROWS, Config, Pair, RuntimeMask, block_mask, loop_inputs, pairs_of
 from ._sizes import local_sizes, wide_dtype
 
 # Bytes of one float32 block of scores on one device: what keeps a GPU's or a TPU's matrix units busy, and what a CPU's
@@ -43,6 +42,29 @@ from ._sizes import local_sizes, wide_dtype
 _SCORE_BYTES = {"cpu": 2**23}
 _MOST_SCORE_BYTES = 2**26
 _MOST_ROWS = 1024
+
+_LEAST_ROWS = 128
+"""The fewest rows of a block; with fewer a chip's matrix units are not busy."""
+
+
+class Config(NamedTuple):
+    """Settings of attention that are known when the program is traced."""
+
+    causal: bool
+    window: int | None
+    scale: float
+    soft_cap: float | None
+    size: int
+    """The most rows and columns of a block."""
+
+
+class RuntimeMask(NamedTuple):
+    """Parts of the mask that only the running program knows, each or None."""
+
+    window: Array | None
+    start: Array | None
+    query_segments: Array | None
+    key_segments: Array | None
 
 
 class _Carry(NamedTuple):
@@ -74,7 +96,7 @@ def block_size(shape: Sequence[int], num_keys: int) -> int:
     batch, length, heads, _ = shape
     batch, heads = local_sizes(batch, heads)
     max_elements = _SCORE_BYTES.get(traced_device().platform, _MOST_SCORE_BYTES) // (4 * batch * heads)
-    size = LEAST_ROWS
+    size = _LEAST_ROWS
     while size < _MOST_ROWS and 4 * size * size <= max_elements:
         size *= 2
     return min(size, max(length, num_keys))
@@ -172,7 +194,7 @@ def forward(
     """Return the result, and the logarithm of each row's sum of exponentials, [B, N, T]."""
     batch, length, heads, dim = q_BTNH.shape
     num_keys, groups = k_BSKH.shape[1:3]
-    pairs = pairs_of(config, runtime_mask, length, num_keys)
+    pairs = _pairs_of(config, runtime_mask, length, num_keys)
     wide = wide_dtype(q_BTNH.dtype)
     low = float(jnp.finfo(wide).min)
     zeros = functools.partial(like_type, [q_BTNH, k_BSKH, v_BSKH, *jax.tree.leaves((sinks_N, runtime_mask))])
@@ -183,12 +205,12 @@ def forward(
         zeros((batch, groups, num_rows, dim), wide),
     )
     k_BSX, v_BSX = merge_heads(k_BSKH), merge_heads(v_BSKH)
-    blocks, q_BTW = loop_inputs(config, runtime_mask, pairs, merge_heads(q_BTNH))
+    blocks, q_BTW = _loop_inputs(config, runtime_mask, pairs, merge_heads(q_BTNH))
     sinks_BKM = None
     if sinks_N is not None:
         sinks_BKM = jnp.repeat(sinks_N.astype(wide).reshape(1, groups, -1), pairs.rows, axis=2)
 
-    def body(state: Any, pair: Pair) -> Any:
+    def body(state: Any, pair: _Pair) -> Any:
         carry, out_BTW, lse_BNT = state
         # The first pair of a block of queries starts from an empty state.
         carry = jax.tree.map(lambda new, old: jnp.where(pair.is_first, new, old), empty, carry)
@@ -196,7 +218,7 @@ def forward(
         def add(carry: _Carry) -> _Carry:
             q_BKMH = _slice_queries(q_BTW, pair.row, pairs.rows, groups, dim)
             k_BKDH, v_BKDH = (_slice_keys(x, pair.column, pairs.columns, groups) for x in (k_BSX, v_BSX))
-            mask = block_mask(config, runtime_mask, pairs, pair, num_keys)
+            mask = _block_mask(config, runtime_mask, pairs, pair, num_keys)
             s_BKMD = _apply_mask(mask, _compute_scores(config, q_BKMH, k_BKDH), low)
             highest_BKM = jnp.maximum(carry.highest_BKM, jnp.max(s_BKMD, axis=-1))
             p_BKMD = _apply_mask(mask, jnp.exp(s_BKMD - highest_BKM[..., None]), 0)
@@ -231,16 +253,16 @@ def gradients(config: Config, residuals: Any, dout_BTNH: Array) -> Any:
     q_BTNH, k_BSKH, v_BSKH, sinks_N, runtime_mask, out_BTNH, lse_BNT = residuals
     batch, length, heads, dim = q_BTNH.shape
     num_keys, groups = k_BSKH.shape[1:3]
-    pairs, wide = pairs_of(config, runtime_mask, length, num_keys), lse_BNT.dtype
+    pairs, wide = _pairs_of(config, runtime_mask, length, num_keys), lse_BNT.dtype
     product = functools.partial(jnp.einsum, preferred_element_type=wide)
     zeros = functools.partial(like_type, [q_BTNH, k_BSKH, v_BSKH, dout_BTNH, *jax.tree.leaves((sinks_N, runtime_mask))])
     k_BSX, v_BSX, dout_BTW = merge_heads(k_BSKH), merge_heads(v_BSKH), merge_heads(dout_BTNH)
     delta_BNT = row_dots(dout_BTNH, out_BTNH, pairs.rows)
-    blocks, q_BTW = loop_inputs(config, runtime_mask, pairs, merge_heads(q_BTNH))
+    blocks, q_BTW = _loop_inputs(config, runtime_mask, pairs, merge_heads(q_BTNH))
     low = float(jnp.finfo(wide).min)
     zero_BKDH = zeros((batch, groups, pairs.columns, dim), wide)
 
-    def body(state: Any, pair: Pair) -> Any:
+    def body(state: Any, pair: _Pair) -> Any:
         (q_BKMH, dq_BKMH), dq_BTW, dk_BSX, dv_BSX = state
         # `dq_BTW` starts as the queries. A block of them is read at its first pair, before gradients overwrite it.
         loaded_BKMH = _slice_queries(dq_BTW, pair.row, pairs.rows, groups, dim)
@@ -253,7 +275,7 @@ def gradients(config: Config, residuals: Any, dout_BTNH: Array) -> Any:
             dout_BKMH = _slice_queries(dout_BTW, pair.row, pairs.rows, groups, dim)
             lse_BKM, delta_BKM = (_slice_row_values(x, pair.row, pairs.rows, groups) for x in (lse_BNT, delta_BNT))
             k_BKDH, v_BKDH = (_slice_keys(x, pair.column, pairs.columns, groups) for x in (k_BSX, v_BSX))
-            mask = block_mask(config, runtime_mask, pairs, pair, num_keys)
+            mask = _block_mask(config, runtime_mask, pairs, pair, num_keys)
             if length % pairs.rows:  # rows that two blocks have count once
                 mask = mask & is_own_C[None, None, None, :, None]
             s_BKMD = _compute_scores(config, q_BKMH, k_BKDH)
@@ -316,3 +338,122 @@ def sink_gradient(sinks_N: Array | None, lse_BNT: Array, delta_BNT: Array) -> Ar
     # A sink is a key whose value is 0, so its score has the gradient p (0 - delta), where p is its softmax share.
     shares_BNT = jnp.exp(sinks_N.astype(lse_BNT.dtype)[None, :, None] - lse_BNT)
     return -jnp.sum(shares_BNT * delta_BNT, axis=(0, 2)).astype(sinks_N.dtype)
+
+
+# --- pairs of a block of queries and a block of keys -----------------------------------------------------------------
+
+
+class _Pairs(NamedTuple):
+    """Pairs of a block of queries and a block of keys that it may see, the last queries first."""
+
+    rows: int
+    columns: int
+    row_P: np.ndarray
+    """The first query of each pair."""
+    own_row_P: np.ndarray
+    """The first query of each pair that is not in the block before, too."""
+    column_P: np.ndarray
+    own_column_P: np.ndarray
+    is_first_P: np.ndarray
+    """Whether it is the first pair of its block of queries."""
+
+
+class _Pair(NamedTuple):
+    """One pair, as the loop gets it."""
+
+    row: Array
+    own_row: Array
+    column: Array
+    own_column: Array
+    is_first: Array
+    is_needed: Array | None
+
+
+def _pairs_of(config: Config, runtime_mask: RuntimeMask, num_queries: int, num_keys: int) -> _Pairs:
+    """List the pairs that the traced program may need."""
+    rows, columns = _even_size(num_queries, config.size), _even_size(num_keys, config.size)
+    entries: list[tuple[int, int, int, int, bool]] = []
+    for own_row in reversed(range(0, num_queries, rows)):
+        # The last block is moved back so that it ends with the row.
+        row, is_first = min(own_row, num_queries - rows), True
+        for own_column in range(0, num_keys, columns):
+            last_row, last_column = row + rows - 1, min(own_column + columns, num_keys) - 1
+            is_later = config.causal and runtime_mask.start is None and own_column > last_row
+            is_passed = (
+                config.window is not None and runtime_mask.start is None and own_row - last_column >= config.window
+            )
+            if is_later or is_passed:
+                continue
+            entries.append((row, own_row, min(own_column, num_keys - columns), own_column, is_first))
+            is_first = False
+        if is_first:  # queries that see no key still need one pair, which writes their zeros
+            entries.append((row, own_row, 0, 0, True))
+    row, own_row, column, own_column, first = (np.asarray(values) for values in zip(*entries, strict=True))
+    return _Pairs(rows, columns, row, own_row, column, own_column, first)
+
+
+def _even_size(length: int, limit: int) -> int:
+    """Return the size of the fewest blocks that cover a row, as even as multiples of `_LEAST_ROWS` allow."""
+    count = -(-length // limit)
+    even = -(-length // count)
+    return min(limit, -(-even // _LEAST_ROWS) * _LEAST_ROWS) if length > limit else length
+
+
+def _needed_pairs(config: Config, runtime_mask: RuntimeMask, pairs: _Pairs) -> Array | None:
+    """Return which pairs the running program needs, booleans [P]; None if it needs all of them."""
+    if all(field is None for field in runtime_mask):
+        return None
+    start = 0 if runtime_mask.start is None else runtime_mask.start
+    row_P, column_P = jnp.asarray(pairs.row_P) + start, jnp.asarray(pairs.column_P)
+    needed_P = jnp.ones(row_P.shape, bool)
+    if config.causal:
+        needed_P &= column_P <= row_P + pairs.rows - 1
+    window = config.window if runtime_mask.window is None else runtime_mask.window
+    if window is not None:
+        needed_P &= row_P - (column_P + pairs.columns - 1) < window
+    if runtime_mask.query_segments is not None and runtime_mask.key_segments is not None:
+        min_query_BP, max_query_BP = _segment_ranges(runtime_mask.query_segments, pairs.row_P, pairs.rows)
+        min_key_BP, max_key_BP = _segment_ranges(runtime_mask.key_segments, pairs.column_P, pairs.columns)
+        # Ranges of segment numbers that do not overlap hold no equal pair; those that overlap may.
+        needed_P &= jnp.any((min_query_BP <= max_key_BP) & (min_key_BP <= max_query_BP), axis=0)
+    return needed_P
+
+
+def _segment_ranges(segments_BT: Array, starts_P: np.ndarray, size: int) -> tuple[Array, Array]:
+    """Return the lowest and highest segment number of each pair's block, both [B, P]."""
+    starts, inverse = np.unique(starts_P, return_inverse=True)
+    blocks = [jax.lax.slice_in_dim(segments_BT, start, start + size, axis=1) for start in starts.tolist()]
+    low, high = (jnp.stack([reduce(block, axis=1) for block in blocks], axis=1) for reduce in (jnp.min, jnp.max))
+    return low[:, inverse], high[:, inverse]
+
+
+def _block_mask(config: Config, runtime_mask: RuntimeMask, pairs: _Pairs, pair: _Pair, num_keys: int) -> Array:
+    """Return which keys of a block each query of a block sees, booleans [B or 1, 1, 1, C, D]."""
+    rows_C, columns_D = pair.row + jnp.arange(pairs.rows), pair.column + jnp.arange(pairs.columns)
+    is_seen = jnp.ones((pairs.rows, pairs.columns), bool)
+    if num_keys % pairs.columns:
+        # The last block of keys overlaps the one before it, and the keys that both have count once.
+        is_seen &= (columns_D >= pair.own_column)[None]
+    distance_CD = (rows_C if runtime_mask.start is None else rows_C + runtime_mask.start)[:, None] - columns_D[None]
+    if config.causal:
+        is_seen &= distance_CD >= 0
+    window = config.window if runtime_mask.window is None else runtime_mask.window
+    if window is not None:
+        is_seen &= distance_CD < window
+    is_seen = is_seen[None, None, None]
+    if runtime_mask.query_segments is not None and runtime_mask.key_segments is not None:
+        query_segments = jax.lax.dynamic_slice_in_dim(runtime_mask.query_segments, pair.row, pairs.rows, axis=1)
+        key_segments = jax.lax.dynamic_slice_in_dim(runtime_mask.key_segments, pair.column, pairs.columns, axis=1)
+        is_seen = is_seen & (query_segments[:, :, None] == key_segments[:, None])[:, None, None]
+    return is_seen
+
+
+def _loop_inputs(config: Config, runtime_mask: RuntimeMask, pairs: _Pairs, q: Array) -> tuple[_Pair, Array]:
+    """Return the pairs in the form of a loop's inputs, and the queries, which may have any shape."""
+    arrays = (pairs.row_P, pairs.own_row_P, pairs.column_P, pairs.own_column_P)
+    row, own_row, column, own_column = (jnp.asarray(array, jnp.int32) for array in arrays)
+    first = jnp.asarray(pairs.is_first_P)
+    blocks = _Pair(row, own_row, column, own_column, first, _needed_pairs(config, runtime_mask, pairs))
+    # Without the barrier masks depend on constants only, and a loop over layers keeps those of all pairs for its
+    # backward pass.
+    return jax.lax.optimization_barrier((blocks, q))

@@ -1,19 +1,28 @@
-"""Settings of attention: which keys a query sees, how scores are computed, and the names of implementations.
+"""Settings of attention, and their checks: which keys a query sees, how scores are computed, names of implementations.
 
-Shapes: B batch, T queries, S keys, N query heads.
+The errors name the array, mask or score that does not fit.
+
+Shapes: B batch, T queries, S keys, N query heads, K key/value heads, H head.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
+import numbers
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Int
+
+from ..core import ConfigError, is_count
 
 Implementation = Literal["cudnn", "splash", "blocks", "xla"]
 """Name of an implementation of attention."""
+
+_DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32, jnp.float64)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -90,3 +99,158 @@ class ScoreOptions:
     def is_plain(self) -> bool:
         """Whether `jax.nn.dot_product_attention` can compute these scores."""
         return self.soft_cap is None and self.sinks is None
+
+
+def check_arrays(q: Any, k: Any, v: Any) -> None:
+    """Raise `ConfigError` if queries, keys and values do not fit each other."""
+    got = ", ".join(map(_describe, (q, k, v)))
+    shapes: list[Any] = [tuple(getattr(array, "shape", ())) for array in (q, k, v)]
+    if any(len(shape) != 4 for shape in shapes) or 0 in {size for shape in shapes for size in shape[1:]}:
+        raise ConfigError(
+            "attention: queries, keys and values must have four axes, of which only the first may be empty",
+            expected="arrays [batch, tokens, heads, head], heads after tokens",
+            got=got,
+            hint="reshape the projections; use jnp.swapaxes(x, 1, 2) if heads come before tokens",
+        )
+    (batch, _, heads, dim), (_, num_keys, groups, _) = shapes[:2]
+    if shapes[1] != (batch, num_keys, groups, dim) or shapes[2] != shapes[1] or heads % groups:
+        raise ConfigError(
+            "attention: the shapes of queries, keys and values do not match",
+            expected="q [B, T, N, H], k and v [B, S, K, H], and K divides N",
+            got=got,
+            hint="do not repeat key/value heads that queries share",
+        )
+    if not q.dtype == k.dtype == v.dtype or q.dtype not in _DTYPES:
+        raise ConfigError(
+            "attention: queries, keys and values must have one floating-point dtype",
+            expected="three arrays of bfloat16, float16, float32 or float64",
+            got=got,
+            hint="cast them: x.astype(q.dtype)",
+        )
+
+
+def check_mask(q: Array, k: Array, mask: AttentionMask) -> None:
+    """Raise `ConfigError` if a mask has invalid settings, or does not fit queries and keys."""
+    settings: Any = mask
+    if not isinstance(settings, AttentionMask):
+        raise ConfigError(
+            "attention: mask must be a lowtide.ops.AttentionMask",
+            expected="AttentionMask(causal=..., segment_ids=..., window=..., start=...)",
+            got=_describe(settings),
+            hint="leave mask out for causal attention, or pass AttentionMask(causal=False) to use all keys; "
+            "jax.nn.dot_product_attention takes arrays of booleans",
+        )
+    _check_positions(mask, q.shape[1], k.shape[1])
+    _check_segments(mask, q.shape[:2], k.shape[:2])
+
+
+def _check_positions(mask: Any, num_queries: int, num_keys: int) -> None:
+    if not isinstance(mask.causal, bool | np.bool_):
+        raise ConfigError(
+            "attention: causal must be a bool",
+            expected="True or False",
+            got=_describe(mask.causal),
+            hint="use two calls, or segment_ids, for masks that differ within a program",
+        )
+    if mask.window is not None and not _is_position(mask.window, 1):
+        raise ConfigError(
+            "attention: a window must include the query itself, and be the same for all rows",
+            expected="an integer of at least 1, or an integer array without axes",
+            got=_describe(mask.window),
+            hint="leave window out to use all keys; use jax.vmap over rows whose windows differ",
+        )
+    if mask.start is not None and not _is_position(mask.start, 0):
+        raise ConfigError(
+            "attention: start must be the index of the first query among the keys, the same for all rows",
+            expected="an integer of at least 0, or an integer array without axes",
+            got=_describe(mask.start),
+            hint="use jax.vmap over rows that start at different indices",
+        )
+    if mask.causal and mask.start is None and num_queries != num_keys:
+        raise ConfigError(
+            "attention: causal attention without a start needs as many queries as keys",
+            expected=f"{num_keys} queries",
+            got=num_queries,
+            hint="if the first query has the index `start` among the keys, as with a cache, pass "
+            "mask=AttentionMask(start=start); if queries see all keys, pass mask=AttentionMask(causal=False)",
+        )
+
+
+def _check_segments(mask: Any, query_shape: tuple[int, ...], key_shape: tuple[int, ...]) -> None:
+    if mask.segment_ids is None:
+        return
+    segments, shapes = mask.segments, (query_shape, key_shape)
+    array_types: list[Any] = [(getattr(array, "shape", None), getattr(array, "dtype", None)) for array in segments]
+    fits = len(segments) == 2 and all(
+        shape in (expected, (1, expected[1])) for (shape, _), expected in zip(array_types, shapes, strict=True)
+    )
+    if not fits or not all(jnp.issubdtype(dtype, jnp.integer) for _, dtype in array_types):
+        raise ConfigError(
+            "attention: segment_ids have the wrong shape or dtype",
+            expected=f"integers of shape {query_shape} for queries and {key_shape} for keys: one array for both, "
+            "or a tuple of two",
+            got=", ".join(map(_describe, segments)),
+            hint="give each token the number of its document in the row",
+        )
+
+
+def check_scores(heads: int, scale: Any, soft_cap: Any, sinks: Any) -> None:
+    """Raise `ConfigError` if scale, soft cap or sinks are invalid."""
+    _check_scale(scale)
+    if soft_cap is not None and not (_is_number(soft_cap) and 0 < soft_cap < math.inf):
+        raise ConfigError(
+            "attention: soft_cap must be a positive number of Python or NumPy, known when the program is traced",
+            got=_describe(soft_cap),
+            hint="leave it out to apply none",
+        )
+    shape, dtype = getattr(sinks, "shape", None), getattr(sinks, "dtype", None)
+    if sinks is not None and (shape != (heads,) or dtype is None or not jnp.issubdtype(dtype, jnp.floating)):
+        raise ConfigError(
+            "attention: sinks must be one score for each query head",
+            expected=f"an array [{heads}] of floating-point numbers",
+            got=_describe(sinks),
+            hint="leave them out to use none",
+        )
+
+
+def _check_scale(scale: Any) -> None:
+    """Raise `ConfigError` unless the scale is a number of Python or NumPy, or a traced one, which may be learned."""
+    is_array = isinstance(scale, jax.Array | np.ndarray)
+    if not (scale.shape == () if is_array else _is_number(scale)):
+        raise ConfigError(
+            "attention: scale must be one number",
+            expected="a number, or an array without axes",
+            got=_describe(scale),
+            hint="multiply the queries by scales that differ between heads, and pass scale=1.0",
+        )
+    if isinstance(scale, jax.Array):
+        is_valid = jnp.issubdtype(scale.dtype, jnp.floating)
+    else:
+        dtype = np.asarray(scale).dtype
+        is_real = jnp.issubdtype(dtype, jnp.floating) or jnp.issubdtype(dtype, jnp.integer)
+        is_valid = is_real and math.isfinite(float(scale))
+    if not is_valid:
+        raise ConfigError(
+            "attention: scale must be a finite number, and a traced scale must have a floating-point dtype",
+            got=_describe(scale) if isinstance(scale, jax.Array) else repr(scale),
+            hint="leave it out to use head ** -0.5",
+        )
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) is not bool and isinstance(value, numbers.Real)
+
+
+def _is_position(value: Any, least: int) -> bool:
+    """Return whether a value is an integer of at least `least`, a traced integer, or a symbolic dimension."""
+    if hasattr(value, "shape") and hasattr(value, "dtype"):
+        is_integer = value.shape == () and jnp.issubdtype(value.dtype, jnp.integer)
+        return is_integer and (isinstance(value, jax.Array) or int(value) >= least)
+    return is_count(value, least) or jax.export.is_symbolic_dim(value)
+
+
+def _describe(value: Any) -> str:
+    """Format an array by its dtype and shape, and any other value by its repr."""
+    if hasattr(value, "shape") and hasattr(value, "dtype"):
+        return f"{value.dtype}{list(value.shape)}"
+    return f"{type(value).__name__} {value!r}" if isinstance(value, list | tuple | dict) else repr(value)

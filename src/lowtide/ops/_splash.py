@@ -36,8 +36,8 @@ from jaxtyping import Array
 from ..core import BATCH_AXES, ConfigError, shardings_of, traced_mesh, varying_axes, without_explicit_axes
 from ..core._compat import on_one_device, splash_backward, splash_forward
 from . import _blocks
+from ._blocks import Config, RuntimeMask
 from ._options import AttentionMask, ScoreOptions
-from ._pairs import Config, RuntimeMask
 
 LEAST_TOKENS = 1024
 """Shorter rows are not worth the seconds that the kernel takes to compile."""
