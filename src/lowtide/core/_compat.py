@@ -155,29 +155,30 @@ def no_derivative(x: Any, description: str) -> Any:
 
     The `StructureError` says ``a derivative goes through {description}``.
     """
-    return _without_derivative().bind(x, description=description)
+    return _without_derivative().bind(x, subject=description)
 
 
 @functools.cache
 def _without_derivative() -> Any:
-    def differentiated(primals: Any, tangents: Any, description: str) -> Any:
+    def differentiated(primals: Any, tangents: Any, subject: str) -> Any:
         if type(tangents[0]) is ad.Zero:
-            return no_derivative(primals[0], description), tangents[0]
+            return no_derivative(primals[0], subject), tangents[0]
         raise StructureError(
-            f"a derivative goes through {description}",
+            f"a derivative goes through {subject}",
             got="a derivative that would be lost",
             hint="apply jax.lax.stop_gradient to gradients, parameters and decays, or keep that state in float32",
         )
 
     primitive: Any = Primitive("no_derivative")
-    primitive.def_impl(lambda x, description: x)
-    primitive.def_abstract_eval(lambda x, description: x)
+    primitive.def_impl(lambda x, subject: x)
+    primitive.def_abstract_eval(lambda x, subject: x)
     ad.primitive_jvps[primitive] = differentiated
-    batching.primitive_batchers[primitive] = lambda values, axes, description: (
-        no_derivative(values[0], description),
+    batching.primitive_batchers[primitive] = lambda values, axes, subject: (
+        no_derivative(values[0], subject),
         axes[0],
     )
-    mlir.register_lowering(primitive, lambda ctx, x, description: [x])
+    # The parameter cannot be called `description`: `mlir.lower_per_platform` has an argument of that name.
+    mlir.register_lowering(primitive, lambda ctx, x, subject: [x])
     return primitive
 
 
