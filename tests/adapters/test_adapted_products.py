@@ -331,7 +331,7 @@ def test_a_node_that_says_no_shape_is_refused() -> None:
         def linear(self, x: Any) -> Any:
             return x
 
-    with pytest.raises(StructureError, match=r"is not an array, and has no shape\n.*\n.*a Nothing"):
+    with pytest.raises(StructureError, match=r"is not an array, and has no shape or dtype\n.*\n.*a Nothing"):
         lt.adapted(several_products)({"w": Nothing()}, X)
 
 

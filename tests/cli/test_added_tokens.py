@@ -55,7 +55,7 @@ def _write(path, *lines):
 def test_a_model_with_such_a_token_is_used_where_no_text_has_it(lowtide, model_dir, tmp_path):
     status, said = lowtide("inspect", model_dir)
     assert status == 0 and "301 tokens" in said
-    assert "none of the 300 embeddings" in said and "<image>" in said and "cannot be handled" not in said
+    assert "adds tokens beyond the 300 embeddings" in said and "<image>" in said and "cannot be handled" not in said
     data = _write(tmp_path / "a.txt", FITS)
     flags = ["--out", tmp_path / "run", "--steps", 1, "--rank", 2, "--seq-len", 8, "--batch-size", 2]
     assert lowtide("finetune", "--data", data, *flags, "--sample-tokens", 0)[0] == 0
@@ -115,5 +115,5 @@ def test_ids_are_checked_where_a_vocabulary_is_said(model_dir):
     tokenizer = models.load_tokenizer(model_dir)
     check_ids([], tokenizer, 300, "here")
     check_ids([300], tokenizer, None, "here")
-    with pytest.raises(DataError, match=r"here: a token(.|\n)*id 300(.|\n)*hint:"):
+    with pytest.raises(DataError, match=r"here: the model has no embedding for a token(.|\n)*id 300(.|\n)*hint:"):
         check_ids(np.asarray([3, 300]).tolist(), tokenizer, 300, "here")

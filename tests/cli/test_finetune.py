@@ -193,9 +193,9 @@ def test_a_host_that_is_too_small_is_named():
     assert "does not fit the host: 2.00 GiB of 1.00 GiB" in said
     small = dataclasses.replace(report, device=SpaceBytes(temp_bytes=1024**4), host=SpaceBytes())
     (said,) = _shortages(FinetuneConfig(offload=("optimizer",)), small)
-    assert said.endswith("or --offload parameters,activations")
+    assert said.endswith("or use --offload parameters,activations")
     (said,) = _shortages(FinetuneConfig(), small, ("activations",))  # of a pipeline
-    assert said.endswith("or --offload activations")
+    assert said.endswith("or use --offload activations")
 
 
 @pytest.mark.parametrize(
@@ -296,7 +296,7 @@ def test_broken_models_are_named(finetune, tmp_path, tiny_model_dir, file, conte
 def test_a_model_that_is_not_here_is_not_a_tokenizer_problem(finetune):
     _error(
         finetune(model="meta-llama/Llama-3.2-1B"),
-        "Llama-3.2-1B: no such folder",
+        "Llama-3.2-1B is neither a folder nor a model in the local Hugging Face cache",
         "hint: download it: hf download meta-llama/Llama-3.2-1B",
     )
 
@@ -339,7 +339,7 @@ def test_a_tokenizer_of_another_model_is_named(finetune, tmp_path, tiny_model_di
 
 def test_empty_and_short_data_are_named(finetune, tmp_path):
     (tmp_path / "empty.txt").write_text("\n")
-    _error(finetune(data=tmp_path / "empty.txt"), "empty.txt: no text in it")
+    _error(finetune(data=tmp_path / "empty.txt"), "empty.txt: the data has no text")
     (tmp_path / "short.txt").write_text("tide")
     short = finetune("--rank", "2", "--seq-len", "500", data=tmp_path / "short.txt")
     _error(short, "too few for one training and one held-out")

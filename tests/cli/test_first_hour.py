@@ -23,7 +23,7 @@ from lowtide.train import LossLines
         ("chat", "hint: use lowtide generate --chat"),
         ("eval", "hint: use lowtide evaluate"),
         ("finetune --learning_rate 1e-4", "hint: the flag is --learning-rate"),
-        ("finetune --load-in-4bit", "--load-in-4bit is --quantize nf4 here"),
+        ("finetune --load-in-4bit", "hint: --load-in-4bit of other libraries is --quantize nf4 here"),
     ],
 )
 def test_words_of_other_tools_get_a_hint(words: str, hint: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -80,4 +80,4 @@ def test_text_that_is_no_size_is_named(text: str) -> None:
 def test_a_negative_size_is_refused() -> None:
     with pytest.raises(ConfigError, match="a size cannot be negative") as error:
         parse_bytes(-1)
-    assert "hint: give bytes" in str(error.value)
+    assert "hint: give a number of bytes" in str(error.value)

@@ -102,7 +102,7 @@ def test_what_does_not_grow_needs_a_maximum() -> None:
     def flat(n: int) -> Any:
         return jnp.negative, (shape(256),)
 
-    with pytest.raises(ConfigError, match=r"do not grow with the size[\s\S]*2.00 KiB at 2[\s\S]*hint: give a maximum"):
+    with pytest.raises(ConfigError, match=r"do not grow with the size[\s\S]*2.00 KiB at 2[\s\S]*hint: set a maximum"):
         extrapolate(flat, limit="1 MiB", target="cpu")
     assert extrapolate(flat, limit="1 MiB", target="cpu", maximum=12).answer == 12
 

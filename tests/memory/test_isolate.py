@@ -79,7 +79,9 @@ def test_a_child_that_dies_is_reported() -> None:
     def crash(x: Any) -> Any:
         os._exit(7)
 
-    with pytest.raises(TargetError, match=r"ended without a report \(status 7\)[\s\S]*hint: compile in this process"):
+    with pytest.raises(
+        TargetError, match=r"ended without a report \(status 7\)[\s\S]*hint: leave isolate out, to compile"
+    ):
         analyze(crash, shape(3), target=target("cpu"), isolate=True)
 
 

@@ -42,7 +42,7 @@ def sgd(w: Any, x: Any) -> Any:
 
 def test_an_undonated_state_of_64_mib() -> None:
     findings = lint(sgd, shape(4096, 4096), shape(256, 4096), target="cpu")
-    assert found(findings, "undonated-state") == {"0": 64 * MIB}
+    assert found(findings, "undonated-state") == {"w": 64 * MIB}
     assert "hint: donate argument 0" in str(findings[0])
     assert lint(sgd, shape(4096, 4096), shape(256, 4096), target="cpu", donate_argnums=0) == ()
 
@@ -80,7 +80,7 @@ def test_adam_over_frozen_leaves(name: str, clip: bool) -> None:
     adam = optax.adam(1e-3)
     step, args = adam_over_everything(optax.chain(optax.clip_by_global_norm(1.0), adam) if clip else adam)
     findings = found(lint(step, *args, target=name, donate_argnums=(0, 1)), "optimizer-over-frozen")
-    prefix = "1/1/0" if clip else "1/0"
+    prefix = "opt_state/1/0" if clip else "opt_state/0"
     assert findings == {f"{prefix}/mu/base": 16 * MIB, f"{prefix}/nu/base": 16 * MIB}
 
 
@@ -156,7 +156,7 @@ def test_a_weight_cast_stashed_per_microbatch(name: str) -> None:
     findings = found(lint(jax.grad(loss), *arguments, target=name), "residual-copy")
     # XLA's CPU compiler keeps half-precision stacks in float32, until JAX 0.11.
     items = (2, 4) if name == "cpu" else (2,)
-    assert findings["0"] in [8 * 2048 * 2048 * item for item in items]
+    assert findings["weights"] in [8 * 2048 * 2048 * item for item in items]
 
 
 @pytest.mark.slow
@@ -178,7 +178,7 @@ def test_a_frozen_leaf_that_is_returned(name: str) -> None:
         shape(8, 4096),
         target=name,
     )
-    assert found(findings, "returned-unchanged") == {"0/base": 64 * MIB}
+    assert found(findings, "returned-unchanged") == {"p/base": 64 * MIB}
 
 
 @pytest.mark.parametrize("name", SLOW_ON_TPU)
@@ -189,7 +189,7 @@ def test_a_norm_over_the_whole_tree(name: str) -> None:
 
     arguments = (shape(2048, 256), shape(2048, 2048), shape(128, 2048))
     findings = lint(step, *arguments, target=name, donate_argnums=0)
-    assert found(findings, "norm-over-frozen") == {"1": 16 * MIB}
+    assert found(findings, "norm-over-frozen") == {"base": 16 * MIB}
 
 
 @pytest.mark.slow_after(1)
@@ -197,7 +197,7 @@ def test_a_norm_over_the_whole_tree(name: str) -> None:
 @pytest.mark.parametrize("name", TARGETS)
 def test_a_donation_that_no_output_uses(name: str) -> None:
     findings = lint(lambda a, b: jnp.sum(a @ b), shape(2048, 2048), shape(2048, 2048), target=name, donate_argnums=0)
-    assert found(findings, "donation-not-used") == {"0": 16 * MIB}
+    assert found(findings, "donation-not-used") == {"a": 16 * MIB}
 
 
 @pytest.mark.tpu_aot
@@ -219,19 +219,19 @@ def test_large_replicated_arguments() -> None:
     mesh = Mesh(np.array(jax.devices()[:4]), ("data",))
     whole, split = NamedSharding(mesh, PartitionSpec()), NamedSharding(mesh, PartitionSpec("data"))
     findings = lint(lambda w, x: jnp.sum(x @ w), shape(2048, 2048, sharding=whole), shape(1024, 2048, sharding=split))
-    assert found(findings, "replicated") == {"0": 16 * MIB}
+    assert found(findings, "replicated") == {"w": 16 * MIB}
     assert "on 4 devices" in findings[0].detail
 
 
 @pytest.mark.tpu_aot
 def test_padding() -> None:
     findings = lint(lambda x: jnp.tanh(x), shape(3, 5), target="v5e", min_bytes=1000)
-    assert found(findings, "padded") == {"0": 4 * 128 * 4 - 60, "tanh": 4 * 128 * 4 - 60}
+    assert found(findings, "padded") == {"x": 4 * 128 * 4 - 60, "tanh": 4 * 128 * 4 - 60}
 
 
 def test_small_findings_are_left_out_on_request() -> None:
     assert lint(sgd, shape(64, 64), shape(8, 64)) == ()
-    assert found(lint(sgd, shape(64, 64), shape(8, 64), min_bytes=0), "undonated-state") == {"0": 64 * 64 * 4}
+    assert found(lint(sgd, shape(64, 64), shape(8, 64), min_bytes=0), "undonated-state") == {"w": 64 * 64 * 4}
     with pytest.raises(ConfigError, match="'soon' is not a size"):
         lint(sgd, shape(64, 64), shape(8, 64), min_bytes="soon")
 
@@ -283,7 +283,7 @@ def test_a_state_that_is_prefetched_in_slices_is_undonated_all_the_same() -> Non
 
 def test_outputs_that_could_share_one_argument_are_one_finding() -> None:
     findings = lint(lambda x: (x * 2, x * 3), shape(1024, 1024))
-    assert [(f.rule, f.path) for f in findings] == [("undonated-state", "0")]
+    assert [(f.rule, f.path) for f in findings] == [("undonated-state", "x")]
 
 
 def test_clipping_what_trains_is_clean_beside_a_batch_of_the_same_shape() -> None:
@@ -312,7 +312,7 @@ def descent(params: Any, x: Any) -> Any:
     return jax.tree.map(lambda leaf, grad: leaf - 0.1 * grad, params, grads)
 
 
-@pytest.mark.parametrize(("decay", "found"), [(0.99, ["2/one", "2/two"]), (0.999, [])])
+@pytest.mark.parametrize(("decay", "found"), [(0.99, ["another/one", "another/two"]), (0.999, [])])
 @pytest.mark.parametrize("jitted", [False, True])
 def test_two_averages_that_are_one(decay: float, found: list[str], jitted: bool) -> None:
     def averaged(average: Any, params: Any, decay: float) -> Any:
@@ -355,7 +355,7 @@ def test_gradients_of_all_microbatches_at_once() -> None:
 
     args = (WIDE, shape(8, 64, 512))
     found = lint(stacked, *args, target="cpu", donate_argnums=0)
-    assert {(f.rule, f.path) for f in found} == {("stacked-gradients", "0/one"), ("stacked-gradients", "0/two")}
+    assert {(f.rule, f.path) for f in found} == {("stacked-gradients", f"params/{key}") for key in WIDE}
     assert {f.num_bytes for f in found} == {7 * 512 * 512 * 4}
     assert rules_of(carried, *args, donate_argnums=0) == []
 
@@ -366,7 +366,7 @@ def test_gradients_of_all_microbatches_at_once() -> None:
         return jax.tree.map(lambda leaf, grad: leaf - grad, params, mean)
 
     found = lint(listed, *args, target="cpu", donate_argnums=0)
-    assert {(f.rule, f.path) for f in found} == {("stacked-gradients", "0/one"), ("stacked-gradients", "0/two")}
+    assert {(f.rule, f.path) for f in found} == {("stacked-gradients", f"params/{key}") for key in WIDE}
 
 
 def test_a_gradient_of_a_wider_dtype_is_no_stack() -> None:
@@ -420,8 +420,8 @@ def test_names_that_no_policy_asks_for(asked: tuple[str, ...]) -> None:
             policy = jax.checkpoint_policies.save_any_names_but_these("pre")  # knows both
         return jax.checkpoint(block, policy=policy)(x, w).sum()
 
-    unused = {("post",): "pre", (): "post, pre"}.get(asked)
-    expected = [("checkpoint-name-unused", unused)] if unused else []
+    # Without a policy only recomputed names count, and the backward pass does not read "post".
+    expected = [("checkpoint-name-unused", "pre")] if asked in (("post",), ()) else []
     assert rules_of(jax.grad(loss), shape(512, 512), shape(1024, 512)) == expected
 
 
@@ -438,7 +438,7 @@ def test_what_a_model_makes_of_its_input_is_no_state() -> None:
 
     assert rules_of(layers, shape(4, 512, 512), shape(1024, 512)) == []
     assert rules_of(residual, shape(512, 512), shape(1024, 512)) == []
-    assert rules_of(cached, shape(1024, 512), shape(1, 512)) == [("undonated-state", "0")]
+    assert rules_of(cached, shape(1024, 512), shape(1, 512)) == [("undonated-state", "cache")]
 
 
 def test_what_a_wide_layer_makes_is_no_logits() -> None:
@@ -501,8 +501,8 @@ def test_frozen_weights_held_in_two_precisions(name: str) -> None:
         return report.device_bytes, [f for f in lint_owners(owners, report) if f.rule == "frozen-cast"]
 
     before, (finding,) = linted(jnp.float32)
-    assert (finding.path, finding.num_bytes) == ("1", 64 * MIB)
-    assert "beside 128.00 MiB" in finding.detail
+    assert (finding.path, finding.num_bytes) == ("base", 64 * MIB)
+    assert "in addition to 128.00 MiB" in finding.detail
     after, findings = linted(jnp.bfloat16)
     assert findings == []
     # A CPU computes in float32 and makes a stack of that.

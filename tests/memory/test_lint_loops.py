@@ -30,7 +30,7 @@ def test_a_loop_that_copies_what_it_writes_into(reads: str) -> None:
 
     args = shape(4, 512, 512), shape(512, 512), shape(4, 512)
     found = lint(decode, *args, donate_argnums=0, target="cpu")
-    copied = [("copied-in-loop", "0", 4 * 512 * 512 * 4)] if reads == "old" else []
+    copied = [("copied-in-loop", "cache", 4 * 512 * 512 * 4)] if reads == "old" else []
     assert [(one.rule, one.path, one.num_bytes) for one in found] == copied
 
 
@@ -45,7 +45,7 @@ def test_a_loop_that_copies_in_each_branch_what_it_writes_into() -> None:
         return jax.lax.fori_loop(0, 64, step, table)
 
     (found,) = lint(train, shape(64, 40960), shape(40960), donate_argnums=0, target="cpu")
-    assert (found.rule, found.path, found.num_bytes) == ("copied-in-loop", "0", 64 * 40960 * 4)
+    assert (found.rule, found.path, found.num_bytes) == ("copied-in-loop", "table", 64 * 40960 * 4)
 
 
 def test_a_loop_that_makes_its_state_anew() -> None:
@@ -66,7 +66,7 @@ def test_a_loop_that_makes_its_state_anew() -> None:
 
     args = (shape(4, 256, 8, 64), shape(4, 64, 64), shape(8, 64))
     (found,) = lint(stacked, *args, target="cpu", donate_argnums=0)
-    assert (found.rule, found.path, found.num_bytes) == ("rebuilt-state", "0", 4 * 256 * 8 * 64 * 4)
+    assert (found.rule, found.path, found.num_bytes) == ("rebuilt-state", "cache", 4 * 256 * 8 * 64 * 4)
     assert lint(carried, *args, target="cpu", donate_argnums=0) == ()
     report = analyze(stacked, *args, target="cpu", donate_argnums=0)
     assert report.peak_by_role["outputs"] >= found.num_bytes

@@ -83,13 +83,32 @@ def only(buffers: tuple[Buffer, ...], **wanted: Any) -> list[Buffer]:
 def test_arguments_keep_their_roles_paths_and_shapes(compiled: Any, name: str) -> None:
     report = compiled(name).report(ROLES)
     (weights,) = only(report.peak, role="params")
-    assert (weights.path, weights.shape, weights.dtype) == ("0/w", (LAYERS, WIDTH, WIDTH), "f32")
+    assert (weights.path, weights.shape, weights.dtype) == ("params/w", (LAYERS, WIDTH, WIDTH), "f32")
     assert weights.num_bytes == LAYERS * WIDTH * WIDTH * 4
-    assert {b.path for b in only(report.peak, role="opt_state")} == {"1/0/count", "1/0/mu/w", "1/0/nu/w"}
-    assert {b.path for b in only(report.peak, role="batch")} == {"2/x", "2/y"}
+    assert {b.path for b in only(report.peak, role="opt_state")} == {
+        f"opt_state/0/{name}" for name in ("count", "mu/w", "nu/w")
+    }
+    assert {b.path for b in only(report.peak, role="batch")} == {"batch/x", "batch/y"}
     arguments = only(report.buffers, phase="argument")
     assert len(arguments) == 6
     assert {(b.start, b.end) for b in arguments} == {(0, len(report.moments) - 1)}
+
+
+@pytest.mark.parametrize(
+    ("fn", "keywords", "paths"),
+    [
+        (lambda params, x: x @ params["w"], (), {"params/w", "x"}),
+        (jax.grad(lambda params, x: jnp.sum((x @ params["w"]) ** 2)), (), {"params/w", "x"}),
+        (lambda params, *batch: sum(batch) @ params["w"], (), {"0/w", "1", "2"}),
+        (lambda params, **batch: batch["x"] @ params["w"], ("x",), {"params/w", "x"}),
+        (lambda params, **batch: (batch["x"] + batch["y"]) @ params["w"], ("x", "y"), {"params/w", "x", "y"}),
+    ],
+)
+def test_paths_begin_with_the_names_of_the_signature(fn: Any, keywords: tuple[str, ...], paths: set[str]) -> None:
+    rest = [shape(4, 8)] * (len(paths) - 1)
+    named = dict(zip(keywords, rest, strict=False))
+    report = compile(fn, {"w": shape(8, 8)}, *rest[len(named) :], **named).report()
+    assert {b.path for b in only(report.buffers, phase="argument")} == paths
 
 
 @pytest.mark.parametrize("name", TARGETS)
@@ -110,7 +129,7 @@ def test_gradients_are_named_after_their_parameters(compiled: Any, name: str) ->
     report = compiled(name).report(ROLES)
     stacked = [b for b in only(report.buffers, role="gradients") if b.shape == (LAYERS, WIDTH, WIDTH)]
     assert stacked
-    assert {(b.path, b.phase, b.num_bytes) for b in stacked} == {("0/w", "backward", LAYERS * WIDTH * WIDTH * 4)}
+    assert {(b.path, b.phase, b.num_bytes) for b in stacked} == {("params/w", "backward", LAYERS * WIDTH * WIDTH * 4)}
 
 
 @pytest.mark.parametrize("name", TARGETS)
@@ -126,7 +145,7 @@ def test_activations_are_what_the_backward_pass_reads(compiled: Any, name: str) 
 
 @pytest.mark.parametrize("name", TARGETS)
 def test_casts_of_weights_are_copies(compiled: Any, name: str) -> None:
-    copies = only(compiled(name).report(ROLES).buffers, role="copies", path="0/w")
+    copies = only(compiled(name).report(ROLES).buffers, role="copies", path="params/w")
     assert copies
     assert {b.dtype for b in copies} <= {"bf16", "f32"}
 
@@ -279,11 +298,11 @@ def test_outputs_replace_the_arguments_they_are_computed_from(name: str, donate:
     owners = examine(program)[1]
     assert owners is not None
     replaced = {owners.path_of(v): owners.leaves[at].path for v, at in owners.replaced.items()}
-    expected = {f"0/{key}": f"1/{key}" for key in params}
-    expected |= {f"1/0/{kind}/{key}": f"0/0/{kind}/{key}" for kind in ("mu", "nu") for key in params}
+    expected = {f"0/{key}": f"params/{key}" for key in params}
+    expected |= {f"1/0/{kind}/{key}": f"state/0/{kind}/{key}" for kind in ("mu", "nu") for key in params}
     assert {path: leaf for path, leaf in replaced.items() if "count" not in path} == expected
     gradients = {b.path for b in owners.buffers if b.role == "gradients"}
-    assert gradients <= {"1/one", "1/two"}
+    assert gradients <= {"params/one", "params/two"}
 
 
 def test_new_values_of_equal_arguments_are_told_apart_by_what_they_are_made_of() -> None:
@@ -317,7 +336,7 @@ def test_accumulators_of_a_loop_are_gradients(name: str) -> None:
     found = [b for b in report.peak if b.shape == (wide, wide) and b.role in ("gradients", "temporaries")]
     if name == "cpu":
         assert found
-    assert {(b.role, b.path) for b in found} <= {("gradients", "0/one"), ("gradients", "0/two")}
+    assert {(b.role, b.path) for b in found} <= {("gradients", "w/one"), ("gradients", "w/two")}
 
 
 def test_a_gradient_under_vmap_is_of_the_backward_pass() -> None:
@@ -355,5 +374,5 @@ def test_thousands_of_arguments_of_a_program_that_does_not_fit_have_owners() -> 
     assert program.error is not None
     report = program.report({"params": 0})
     assert report.by_role["params"] == 2100 * 4096
-    assert {b.path for b in report.buffers if b.role == "params"} == {f"0/{at}" for at in range(2100)}
+    assert {b.path for b in report.buffers if b.role == "params"} == {f"leaves/{at}" for at in range(2100)}
     assert sum(b.num_bytes for b in report.peak) == report.device_bytes

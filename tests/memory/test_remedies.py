@@ -85,7 +85,7 @@ def test_state_in_few_bits_saves_what_it_says() -> None:
     before = analyze(step, *args, **how)
     found = {remedy.kind: remedy for remedy in remedies(step, *args, **how, verify=False)}
     told = found["low-precision-optimizer"]
-    assert "lowtide.optim.low_precision(tx): 1/0/mu/embed" in told.action
+    assert "lowtide.optim.low_precision(tx): opt_state/0/mu/embed" in told.action
     packed, args = language_model(**shapes, tx=low_precision(optax.adam(1e-3)))
     saved = before.device_bytes - analyze(packed, *args, **how).device_bytes
     assert told.saving_bytes == pytest.approx(saved, rel=0.1)  # an estimate leaves out a block in float32

@@ -312,9 +312,9 @@ def test_bytes_of_a_cache():
     [
         ({"prompts": [[1], []]}, "prompt 1 is empty"),
         ({"prompts": [[61]]}, "not in the vocabulary"),
-        ({"num_tokens": 0}, "num_tokens: too small"),
-        ({"batch_size": 0}, "batch_size: too small"),
-        ({"num_samples": 0}, "num_samples: too small"),
+        ({"num_tokens": 0}, "num_tokens is too small"),
+        ({"batch_size": 0}, "batch_size is too small"),
+        ({"num_samples": 0}, "num_samples is too small"),
     ],
 )
 def test_bad_input(given, message):

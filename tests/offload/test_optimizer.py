@@ -507,6 +507,7 @@ def test_host_state_without_the_wrapper_is_named(target: str) -> None:
     adam, leaves = optax.adam(1e-2), {"w": jax.ShapeDtypeStruct((16, 128), jnp.float32)}
     state = to_host(jax.eval_shape(adam.init, leaves), "0/{mu,nu}/**")
     with pytest.raises(
-        PlacementError, match=r"(?s)on the host: 1/0/mu/w, 1/0/nu/w.*hint: .*wrapped by lt.offload.optim"
+        PlacementError,
+        match=r"(?s)in host memory: 1/0/mu/w, 1/0/nu/w.*hint: .*wrap an optimizer .* with lt.offload.optim",
     ):
         memory.analyze(adam.update, leaves, state, target=target)

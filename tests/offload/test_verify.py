@@ -63,7 +63,7 @@ def test_a_placement_that_happened_passes_with_its_bytes(tpu_device: jax.Device)
 @pytest.mark.parametrize("bare", [False, True])
 def test_axlearn_s_guard_is_caught(tpu_device: jax.Device, bare: bool) -> None:
     with pytest.warns(
-        PlacementWarning, match=r"(?s)result\['mu'\], in device memory, overwrites a donated.*hint: donate"
+        PlacementWarning, match=r"(?s)result\['mu'\], in device memory, overwrites a donated.*hint: also donate"
     ):
         made = program(axlearn_step)
     with pytest.raises(PlacementError, match="placements are wrong") as raised:

@@ -417,7 +417,7 @@ WRONG: dict[str, tuple[Any, str]] = {
     "that beside others": (identity(P("stage"), axis_names={"tensor"}), "shards an array along 'stage'"),
     "a permutation along it": (
         lambda w, h, _: h + mapped(lambda h: lax.ppermute(h, "stage", [(0, 1)]), P(), P(), "tensor", False)(h),
-        "ppermute along 'stage' at tests",
+        "ppermute runs along 'stage' at tests",
     ),
 }
 

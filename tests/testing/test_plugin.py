@@ -73,7 +73,7 @@ def test_limits(run: Any) -> None:
         [
             "*test was limited to 300.00 KiB but needs *KiB on cpu",
             "*largest owners at the peak:",
-            "* 256.00 KiB  params  argument  0  f32[[]256,256[]]",
+            "* 256.00 KiB  params  argument  w  f32[[]256,256[]]",
             "*test was limited to 1.00 KiB but needs *",
             "the test is limited to 1.00 GiB but measured nothing: it never called the fixture device_memory",
             "the test is limited to 1.00 GiB but measured nothing: it does not have the fixture device_memory",
@@ -295,7 +295,7 @@ def test_offloading_is_held_against_a_compiler_that_knows_host_memory(run: Any) 
             "*'opt_state' is not offloaded on v5e:1x1: 4.00 MiB of it are on the device, 0 B on the host",
             "*'opt_state' is not offloaded on v5e:1x1: 4.00 MiB are on the host, not 5.00 MiB",
             "*'gradients' is not offloaded on v5e:1x1: it has no bytes on the host",
-            "*4.00 MiB  opt_state  argument  0  f32[[]1024,1024[]]",
+            "*4.00 MiB  opt_state  argument  mu  f32[[]1024,1024[]]",
         ]
     )
 

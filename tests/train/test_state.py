@@ -498,7 +498,7 @@ def test_a_checkpoint_is_read_where_nothing_can_be_written(tmp_path: Any, monkey
 
 def test_a_run_that_skips_every_step_gives_up() -> None:
     ours = trainer(on_nan="skip")
-    with pytest.raises(NonFiniteError, match="step 100: loss is not finite, nor was it in the 99 steps before"):
+    with pytest.raises(NonFiniteError, match="step 100: loss is not finite, and was not finite in the 99 steps before"):
         ours.fit([SPOILED], num_epochs=200)
     assert len(ours.history) == 100
     np.testing.assert_array_equal(ours.model["w"], [0, 0])

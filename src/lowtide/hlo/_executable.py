@@ -40,7 +40,7 @@ class ArgumentLeaf:
     """One leaf of a compiled function's arguments."""
 
     path: str
-    """The argument's number or keyword, then the tree path (``0/params/w``)."""
+    """The argument's number, name or keyword, then the tree path (``0/params/w``)."""
     argument: int | str
     """The argument it belongs to: position (in a compiled program, among those that are not static) or keyword."""
     num_bytes: int

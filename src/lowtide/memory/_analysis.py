@@ -505,10 +505,14 @@ def _with_names(leaves: list[ArgumentLeaf], leaf_names: Sequence[str]) -> list[A
     """Begin paths with the parameter names of the signature, if every argument has a different name.
 
     `leaf_names` has JAX's name of every leaf, such as ``params['w']``. Arguments of a ``*args`` parameter share a name.
+    A keyword keeps its own name, since those of a ``**kwargs`` parameter share one, too.
     """
     if len(leaf_names) != len(leaves):
         return leaves
-    heads = [re.split(r"[\[.]", name)[0] for name in leaf_names]
+    heads = [
+        leaf.argument if isinstance(leaf.argument, str) else re.split(r"[\[.]", name)[0]
+        for leaf, name in zip(leaves, leaf_names, strict=True)
+    ]
     by_argument = {leaf.argument: head for leaf, head in zip(leaves, heads, strict=True)}
     if not all(heads) or len(set(heads)) != len(by_argument):
         return leaves

@@ -381,7 +381,8 @@ def _match_results(
 
     The candidates of an output are the leaves of its shape and type from which it is computed element by element. The
     output with the fewest candidates chooses first. Outputs share a leaf only if no other one is left. Among several
-    candidates the path decides (without the argument's number), then the reused buffer (`in_place`), then the order.
+    candidates the path decides (without the argument's number or name), then the reused buffer (`in_place`), then the
+    order.
 
     An output without candidates that depends on the backward pass is a gradient. For it the path decides, then the
     order.
@@ -455,7 +456,7 @@ class _Matcher:
 
 
 def _path_names(leaf: ArgumentLeaf) -> tuple[str, ...]:
-    """Return the names of a leaf's path without the argument's number, which results do not have."""
+    """Return the names of a leaf's path without the argument's number or name, which results do not have."""
     names = tuple(leaf.path.split("/"))
     return names[1:] if isinstance(leaf.argument, int) else names
 

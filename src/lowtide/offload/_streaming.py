@@ -236,14 +236,7 @@ def stream(
     fold = not (by_leaf or prevented or any(not sharding.is_fully_replicated for sharding in specs.values()))
     loops = plan(fn, args, replaces, chunk_bytes=chunk_bytes, declared=declared, fold=fold)
     program = loops.program
-    if program.effects:
-        warnings.warn(
-            f"the update has effects, which a streamed update leaves out: {', '.join(program.effects)}\n"
-            'hint: call jax.debug.print outside of the optimizer, or use lt.offload.optimizer(mode="whole"), which '
-            "keeps effects",
-            PlacementWarning,
-            stacklevel=3,
-        )
+    _warn_of_effects(program, stacklevel=4)
     warn_of_tall_tiles((paths[index], _array(leaves[index])) for index in loops.on_host)
     _check_entries(program, [(paths[index], leaves[index]) for index in loops.replaced])
     # XLA would copy a whole array in tall tiles for each block, or libtpu 0.0.51 aborts. So such arrays move once.
@@ -297,6 +290,18 @@ def stream(
             is_same = values[value] is leaf  # the update does not change this state
             results[position] = _array(leaf) if is_same else _replace_array(leaf, _to_device(values[value]))
     return loops.treedef.unflatten([results[position] for position in range(len(program.outputs))])
+
+
+def _warn_of_effects(program: Program, *, stacklevel: int) -> None:
+    """Warn if the update has effects, such as `jax.debug.print`, which its loops leave out."""
+    if program.effects:
+        warnings.warn(
+            f"the update has effects, which a streamed update leaves out: {', '.join(program.effects)}\n"
+            'hint: call jax.debug.print outside of the optimizer, or use lt.offload.optimizer(mode="whole"), which '
+            "keeps effects",
+            PlacementWarning,
+            stacklevel=stacklevel,
+        )
 
 
 def _warn(paths: list[str], reason: str) -> None:

@@ -47,7 +47,7 @@ class Buffer:
     """One piece of memory of a compiled program, with its owner.
 
     Examples:
-        >>> Buffer(space="device", role="params", path="0/w", shape=(2, 3), dtype="f32", num_bytes=512,
+        >>> Buffer(space="device", role="params", path="params/w", shape=(2, 3), dtype="f32", num_bytes=512,
         ...        padding_bytes=488, start=0, end=9).phase
         'argument'
     """

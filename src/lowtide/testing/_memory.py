@@ -37,7 +37,7 @@ class DeviceMemory:
         Traceback (most recent call last):
         AssertionError: role 'params' was limited to 255 B but needs 256 B at the peak on cpu
         largest owners at the peak of role 'params':
-                256 B  params  argument  0  f32[8,8]
+                256 B  params  argument  w  f32[8,8]
     """
 
     def __init__(self, *, limit: Limit | None = None, snapshots: Snapshots | None = None) -> None:

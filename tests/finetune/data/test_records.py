@@ -87,7 +87,9 @@ def test_alpaca_is_a_chat_where_there_is_a_template(tmp_path, tokenizer, templat
 
 def test_messages_need_a_template(tmp_path, tokenizer):
     file = _file(tmp_path, [{"messages": chat("a", "b")}] * 3)
-    with pytest.raises(DataError, match=r"data.jsonl:1: messages, and the model has no(.|\n)*--chat-template"):
+    with pytest.raises(
+        DataError, match=r"data.jsonl:1: the record has messages, but the model has no(.|\n)*--chat-template"
+    ):
         _data(file, tokenizer, None)
 
 

@@ -249,16 +249,7 @@ def load(model: Tree, directory: str | os.PathLike[str]) -> Tree:
             hint="copy or write the adapter again",
         ) from error
     _check_same_adapters(adapted_sites(base), nodes)
-    if len(row_counts := {table.shape[0] for table in resized.values()}) > 1:
-        raise ModelFileError(
-            f"{path}: its embedding and its head have different numbers of rows",
-            expected="the same number of rows",
-            got=", ".join(map(str, sorted(row_counts))),
-            hint="resize both in transformers (resize_token_embeddings), and save the adapter again",
-        )
-    if any(table.shape != by_index[index].weight.shape for index, table in resized.items()):
-        base = base.with_vocabulary(next(iter(resized.values())).shape[0])
-    return replace(base, nodes | resized)
+    return replace(_resize_vocabulary(base, resized, by_index, path), nodes | resized)
 
 
 def check(directory: str | os.PathLike[str]) -> None:
@@ -366,6 +357,20 @@ def _read_node(
     if site.is_experts:
         check_expert_file(path, site, config, sum(mask), len(names))
     return shard_adapter(config.kind.read(file, path, site, names, mask, config, shared))
+
+
+def _resize_vocabulary(model: Tree, tables: Mapping[int, Any], by_index: Mapping[int, Site], path: Path) -> Tree:
+    """Give a model the vocabulary size of a file's tables, and raise if they have different numbers of rows."""
+    if len(row_counts := {table.shape[0] for table in tables.values()}) > 1:
+        raise ModelFileError(
+            f"{path}: its embedding and its head have different numbers of rows",
+            expected="the same number of rows",
+            got=", ".join(map(str, sorted(row_counts))),
+            hint="resize both in transformers (resize_token_embeddings), and save the adapter again",
+        )
+    if all(table.shape == by_index[index].weight.shape for index, table in tables.items()):
+        return model
+    return model.with_vocabulary(next(iter(row_counts)))
 
 
 def _check_same_adapters(existing: Sequence[Site], nodes: Mapping[int, Any]) -> None:

@@ -39,8 +39,8 @@ class Finding:
     """An unnecessary use of memory in a step.
 
     Examples:
-        >>> print(Finding(rule="undonated-state", path="0/w", num_bytes=2**20, remedy="donate argument 0"))
-        undonated-state: 0/w, 1.00 MiB: the step replaces an argument that is not donated, so two copies of it exist
+        >>> print(Finding(rule="undonated-state", path="state/w", num_bytes=2**20, remedy="donate argument 0"))
+        undonated-state: state/w, 1.00 MiB: the step replaces an argument that is not donated, so two copies of it exist
           hint: donate argument 0
     """
 
