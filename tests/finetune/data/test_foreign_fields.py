@@ -5,7 +5,9 @@ import json
 import pytest
 
 from lowtide.core import DataError
-from lowtide.finetune.data import parse_record, read_records
+from lowtide.finetune.data import ChatTemplate, parse_record, read_records
+from lowtide.finetune.data._encode import Encoder
+from lowtide.models import load_tokenizer
 
 ASKED, SAID = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
 SYSTEM = {"role": "system", "content": "Be brief."}
@@ -37,6 +39,19 @@ def text_call(arguments):
         ({"messages": [ASKED, {**SAID, "loss": True, "masked": False}]}, [ASKED, SAID]),
         ({"messages": [ASKED, text_call('{"at": 2}'), SAID]}, [ASKED, CALLED, SAID]),
         ({"messages": [ASKED, {"role": "assistant", "function_call": CALL}, SAID]}, [ASKED, CALLED, SAID]),
+        *(
+            (
+                {
+                    "conversations": [
+                        {"from": "human", "value": "a"},
+                        {"from": "function_call", "value": value},
+                        {"from": "gpt", "value": "b"},
+                    ]
+                },
+                [ASKED, CALLED, SAID],
+            )
+            for value in (json.dumps(CALL), json.dumps([CALL]))
+        ),
         (
             {"messages": [ASKED, SAID, {"role": "function", "name": "tide", "content": "2 m"}, SAID]},
             [ASKED, SAID, {"role": "tool", "name": "tide", "content": "2 m"}, SAID],
@@ -141,3 +156,27 @@ def test_a_null_turn_of_conversations_is_empty_as_one_of_messages_is():
     turns = [{"from": "human", "value": "a"}, {"from": "gpt", "value": None}]
     example = parse_record({"conversations": turns}, "d:1", {})
     assert example.messages == (ASKED, {"role": "assistant", "content": ""})
+
+
+def test_a_label_that_is_no_verdict_and_fields_that_the_template_leaves_out_are_listed(tiny_model_dir):
+    record = {"messages": [ASKED, {**SAID, "reasoning_content": "c", "name": "d"}], "label": 3}
+    example = parse_record(record, "", {})
+    assert example.unread == ("label",)
+    source = "{% for m in messages %}{{ m.content }}{{ m.name }}{% endfor %}"
+    template = ChatTemplate(source=source, special={}, where="")
+    encoder = Encoder(load_tokenizer(tiny_model_dir), template, end_token=None, loss_on="all")
+    assert encoder.unread_in(example) == {"messages.reasoning_content"}
+
+
+@pytest.mark.parametrize(
+    ("content", "position", "hint"),
+    [
+        ("[{'text': 'a'}]", 2, "json.dumps"),
+        ('[{"text": "a"},]', 15, "remove the comma"),
+        ('[{"text": "a"}', 14, "truncated or damaged"),
+    ],
+)
+def test_a_list_that_is_not_json_gets_the_hint_that_repairs_it(content, position, hint, tmp_path):
+    (tmp_path / "a.json").write_text(content)
+    with pytest.raises(DataError, match=rf"a.json: not readable as JSON(.|\n)*char {position}\)(.|\n)*hint: .*{hint}"):
+        list(read_records(tmp_path / "a.json", {}))
