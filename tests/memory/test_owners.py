@@ -106,7 +106,7 @@ def test_arguments_keep_their_roles_paths_and_shapes(compiled: Any, name: str) -
 )
 def test_paths_begin_with_the_names_of_the_signature(fn: Any, keywords: tuple[str, ...], paths: set[str]) -> None:
     rest = [shape(4, 8)] * (len(paths) - 1)
-    named = dict(zip(keywords, rest, strict=False))
+    named: dict[str, Any] = dict(zip(keywords, rest, strict=False))
     report = compile(fn, {"w": shape(8, 8)}, *rest[len(named) :], **named).report()
     assert {b.path for b in only(report.buffers, phase="argument")} == paths
 
