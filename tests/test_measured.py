@@ -54,4 +54,4 @@ def test_compiled_layerwise_steps(part, variant, readme):
     host = gib(row["host_bytes"], 1 if row["host_bytes"] < 2**35 else 0) if row["host_bytes"] else "0"
     assert f"| {device} | {host} |" in PAGE
     if readme:
-        assert f"{device} of one TPU v5e and {host} of its host" in README
+        assert f"in float32 {device} and {host} (compiled)" in README

@@ -102,7 +102,7 @@ def test_unusable_data_is_named(tmp_path):
     with pytest.raises(DataError, match=r"bad.jsonl:2: not readable as JSON(.|\n)*hint:"):
         read_documents(tmp_path / "bad.jsonl")
     (tmp_path / "bad.jsonl").write_text('{"txt": "fine"}')
-    with pytest.raises(DataError, match=r"bad.jsonl:1: the record matches no known kind(.|\n)*hint:"):
+    with pytest.raises(DataError, match=r"bad.jsonl:1: the record has no field 'text'(.|\n)*hint:"):
         read_documents(tmp_path / "bad.jsonl")
     (tmp_path / "bad.jsonl").write_bytes(b'{"text": "caf\xe9"}')
     with pytest.raises(DataError, match=r"bad.jsonl:1: not readable as JSON(.|\n)*utf-8(.|\n)*hint:"):
@@ -193,7 +193,7 @@ def test_a_pipe_is_refused_and_not_waited_for(tmp_path):
     [
         ('{"text": "\\ud800"}', r"not readable as JSON(.|\n)*surrogates"),
         ("[" * 10**5, "not readable as JSON"),
-        ('{"prompt": 1, "completion": 2}', "prompt has an unusable value"),
+        ('{"prompt": 1, "completion": 2}', r"the record has no field 'text'(.|\n)*'prompt', 'completion'"),
         ("3", r"not a JSON object(.|\n)*got: int"),
         ('{"text": ' + "9" * 5000 + "}", "not readable as JSON"),
     ],

@@ -12,7 +12,7 @@ import pytest
 
 import lowtide as lt
 from lowtide.core import ConfigError
-from lowtide.ops import AttentionMask
+from lowtide.ops import AttentionMask, attention_implementation
 
 SEGMENTS = np.repeat([[1, 2, 3, 0], [1, 1, 1, 1]], [7, 9, 20, 4], axis=1)
 KINDS: dict[str, dict[str, Any]] = {
@@ -303,3 +303,8 @@ def test_a_scale_may_be_learned() -> None:
     with jax.enable_x64(True):
         out = lt.ops.attention(q, k, v, scale=1 / np.sqrt(8), soft_cap=np.float64(3))
     assert out.dtype == jnp.float32
+
+
+def test_the_implementation_refuses_a_mask_of_another_type() -> None:
+    with pytest.raises(ConfigError, match=r"mask must be a lowtide.ops.AttentionMask(.|\n)*hint:"):
+        attention_implementation(jnp.float32, 64, mask=None)

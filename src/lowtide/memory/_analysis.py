@@ -199,6 +199,9 @@ def analyze_compiled(
 ) -> MemoryReport:
     """Report the bytes of a compiled program.
 
+    JAX keeps no argument names in it, so paths begin with the number of an argument (``0/w``), and not with its name as
+    in reports of `analyze`.
+
     Args:
         compiled: a `jax.stages.Compiled`.
         target: the target that it was compiled for; None for the hardware at hand.

@@ -27,7 +27,16 @@ from ..core import ConfigError, traced_device
 from ..core._compat import has_cudnn
 from ._blocks import attend_in_blocks
 from ._context import over_context
-from ._options import CAUSAL, AttentionMask, Implementation, ScoreOptions, check_arrays, check_mask, check_scores
+from ._options import (
+    CAUSAL,
+    AttentionMask,
+    Implementation,
+    ScoreOptions,
+    check_arrays,
+    check_mask,
+    check_mask_type,
+    check_scores,
+)
 from ._sizes import wide_dtype
 from ._splash import LEAST_TOKENS, attend_with_splash, unsupported_reason
 
@@ -201,10 +210,14 @@ def attention_implementation(
     Returns:
         Its name. In a program for several devices, blocks replace the kernel for TPUs if no mesh is known.
 
+    Raises:
+        ConfigError: for a mask that is not an `AttentionMask`.
+
     Examples:
         >>> attention_implementation(jnp.float32, 64)
         'blocks'
     """
+    check_mask_type(mask)
     scores = ScoreOptions(1.0, soft_cap, jnp.zeros(1) if has_sinks else None)
     x: Any = jax.ShapeDtypeStruct((1, num_tokens or LEAST_TOKENS, 1, head_dim), dtype)
     return _best(x, x, mask, scores)

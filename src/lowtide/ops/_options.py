@@ -131,7 +131,13 @@ def check_arrays(q: Any, k: Any, v: Any) -> None:
 
 def check_mask(q: Array, k: Array, mask: AttentionMask) -> None:
     """Raise `ConfigError` if a mask has invalid settings, or does not fit queries and keys."""
-    settings: Any = mask
+    check_mask_type(mask)
+    _check_positions(mask, q.shape[1], k.shape[1])
+    _check_segments(mask, q.shape[:2], k.shape[:2])
+
+
+def check_mask_type(settings: Any) -> None:
+    """Raise `ConfigError` if a mask is not an `AttentionMask`."""
     if not isinstance(settings, AttentionMask):
         raise ConfigError(
             "attention: mask must be a lowtide.ops.AttentionMask",
@@ -140,8 +146,6 @@ def check_mask(q: Array, k: Array, mask: AttentionMask) -> None:
             hint="leave mask out for causal attention, or pass AttentionMask(causal=False) to use all keys; "
             "jax.nn.dot_product_attention takes arrays of booleans",
         )
-    _check_positions(mask, q.shape[1], k.shape[1])
-    _check_segments(mask, q.shape[:2], k.shape[:2])
 
 
 def _check_positions(mask: Any, num_queries: int, num_keys: int) -> None:

@@ -89,10 +89,6 @@ class CompiledStep:
         self._programs: dict[Any, Trial] = {}
         self._reports: dict[int, MemoryReport] = {}
 
-    def set_budget(self, budget_bytes: int | None) -> None:
-        """Set the bytes that a step may use on a device."""
-        self.budget_bytes = budget_bytes
-
     @property
     def step_fn(self) -> Callable[..., tuple[Tree, Tree, Tree, Any, Tree]]:
         """The jitted step; see `Trainer.step_fn`."""

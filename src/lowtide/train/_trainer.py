@@ -251,7 +251,7 @@ class Trainer:
 
     @budget_bytes.setter
     def budget_bytes(self, budget_bytes: int | None) -> None:
-        self._compiled.set_budget(budget_bytes)
+        self._compiled.budget_bytes = budget_bytes
 
     def update(self, model: Tree) -> None:
         """Replace the weights by those of another pytree or Equinox module with the structure of the model.

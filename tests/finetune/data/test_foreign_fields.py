@@ -50,7 +50,11 @@ def text_call(arguments):
                 },
                 [ASKED, CALLED, SAID],
             )
-            for value in (json.dumps(CALL), json.dumps([CALL]))
+            for value in (
+                json.dumps(CALL),
+                json.dumps([CALL]),
+                json.dumps({**CALL, "arguments": json.dumps(CALL["arguments"])}),
+            )
         ),
         (
             {"messages": [ASKED, SAID, {"role": "function", "name": "tide", "content": "2 m"}, SAID]},
@@ -162,6 +166,7 @@ def test_a_label_that_is_no_verdict_and_fields_that_the_template_leaves_out_are_
     record = {"messages": [ASKED, {**SAID, "reasoning_content": "c", "name": "d"}], "label": 3}
     example = parse_record(record, "", {})
     assert example.unread == ("label",)
+    assert parse_record({"a": "x", "label": "y"}, "", {"prompt": "a", "completion": "label"}).unread == ()
     source = "{% for m in messages %}{{ m.content }}{{ m.name }}{% endfor %}"
     template = ChatTemplate(source=source, special={}, where="")
     encoder = Encoder(load_tokenizer(tiny_model_dir), template, end_token=None, loss_on="all")

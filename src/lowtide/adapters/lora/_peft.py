@@ -13,6 +13,7 @@ import dataclasses
 import re
 import time
 import warnings
+from abc import abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
@@ -70,12 +71,14 @@ class AdapterKind(Protocol):
     shared_tensors: ClassVar[tuple[str, ...]] = ()
     """Names of tensors that all modules of a file share."""
 
+    @abstractmethod
     def init(
         self, model: Tree, chosen: Sequence[Site], config: Any, key: Array | None, kernels: Mapping[int, Use]
     ) -> dict[int, Any]:
         """Make the node of every site, by its index; `kernels` holds the uses of the weights that are not matrices."""
         ...
 
+    @abstractmethod
     def schema(self) -> type[Any]:
         """Return the schema of `adapter_config.json`, from `_schema.py`, which is imported only here."""
         ...
@@ -88,14 +91,17 @@ class AdapterKind(Protocol):
         """Return the regular expressions of a file, in addition to those of all kinds."""
         return []
 
+    @abstractmethod
     def tensor_ends(self, *, dora: bool = False, table: bool = False) -> dict[str, str]:
         """Return the ends of the file's names of a node's leaves, by leaf; those of a table are transposed there."""
         ...
 
+    @abstractmethod
     def entry(self, node: Any, scale: float) -> dict[str, Any]:
         """Return the values for `describe` of one layer of a node, whose correction has an additional scale."""
         ...
 
+    @abstractmethod
     def describe(
         self,
         common: dict[str, Any],
@@ -123,6 +129,7 @@ class AdapterKind(Protocol):
         """Read the shared tensors, for `read`."""
         return None
 
+    @abstractmethod
     def read(
         self,
         file: Any,

@@ -172,7 +172,9 @@ def parse_record(raw: Mapping[str, Any], where: str, columns: Mapping[str, str])
     """
     kind, record = _kind_of(raw, where, columns)
     fields_used = {*columns.values()} or {*_KINDS[kind], *_OPTIONAL_FIELDS.get(kind, ("tools",)), *_extra_fields(kind)}
-    unread = tuple(name for name in raw if name not in fields_used or _is_other_label(name, raw[name]))
+    if not columns and _is_other_label(raw.get("label")):
+        fields_used.discard("label")
+    unread = tuple(name for name in raw if name not in fields_used)
     example = _parse_example(kind, record, where)
     return example and dataclasses.replace(example, unread=unread)
 
@@ -213,12 +215,9 @@ def _parse_example(kind: str, record: dict[str, Any], location: str) -> Example 
     return _prompt_example(record, location, tools)
 
 
-def _is_other_label(name: str, value: Any) -> bool:
-    """Return whether a field named label is not true or false, such as the number of a class.
-
-    A label of true or false is KTO's verdict on the answer, which `_normalize_record` reads.
-    """
-    return name == "label" and str(value).lower() not in ("true", "false")
+def _is_other_label(value: Any) -> bool:
+    """Return whether the field ``label`` is not a verdict on the answer, but for example the number of a class."""
+    return str(value).lower() not in ("true", "false")
 
 
 def _check_speakers(record: Mapping[str, Any], location: str) -> None:
@@ -238,9 +237,9 @@ def _kind_of(raw: Mapping[str, Any], location: str, columns: Mapping[str, str]) 
     missing = [column for column in columns.values() if column not in raw]
     if missing:
         raise DataError(
-            f"{location}: the record has no field {shown(missing[0])}, which --columns names",
+            f"{location}: the record has no field {shown(missing[0])}",
             got=f"fields {_list_fields(raw)}",
-            hint="name a column of the record",
+            hint="write the field, or name a column of the record with --columns",
         )
     record = {field: raw[column] for field, column in columns.items()} if columns else dict(raw)
     kinds = [kind for kind, fields in _KINDS.items() if all(field in record for field in fields)]
@@ -344,7 +343,7 @@ def _parse_calls(value: str, location: str) -> list[dict[str, Any]]:
             got=shown(value),
             hint="write messages, with tool_calls in the assistant's turns",
         )
-    return [{"type": "function", "function": call} for call in calls]
+    return [{"type": "function", "function": _normalize_call(call, location)} for call in calls]
 
 
 def _check_weights(turns: Any, location: str) -> None:

@@ -109,7 +109,7 @@ def named_documents(path: str | Path | None) -> dict[str, str]:
         documents = {str(file): text for file in files if (text := _read_utf8(file)) is not None}
     else:
         refuse_other_formats(path)
-        documents = texts_of_records(path) if path.suffix == ".jsonl" else {str(path): _read_text(path)}
+        documents = texts_of_records(path, ("text=text",)) if path.suffix == ".jsonl" else {str(path): _read_text(path)}
     documents = {name: text for name, text in documents.items() if text.strip()}
     if not documents:
         raise DataError(
