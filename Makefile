@@ -86,11 +86,12 @@ pytest-all: $(VENV)/.installed-dev
 		2>&1 | tee $(LOGS)/optimized.log
 	$(call lanes,not peers and not gpu,--hypothesis-profile=slow $(addprefix --ignore=,$(OPTIMIZED)),all)
 
-lint: $(VENV)/.installed-dev ## Ruff, pyright and import-linter.
+lint: $(VENV)/.installed-dev ## Ruff, pyright, import-linter, and the limits of scripts/house.py.
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	PYRIGHT_PYTHON_IGNORE_WARNINGS=1 $(BIN)/pyright --pythonpath $(BIN)/python
 	$(BIN)/lint-imports
+	$(BIN)/python scripts/house.py
 
 format: $(VENV)/.installed-dev ## Let ruff rewrite what it can.
 	$(BIN)/ruff check --fix .
@@ -109,15 +110,18 @@ peers: $(VENV)/.installed-peers ## Ask torch, transformers and PEFT anew and com
 	set -o pipefail; $(PYTEST) -n 2 -m "recorded or peers" --peers=live $(PYTEST_ARGS) --ignore $(RAY) 2>&1 | tee $(LOGS)/peers.log
 	set -o pipefail; $(BIN)/python -m pytest -m peers $(RAY) 2>&1 | tee $(LOGS)/ray.log
 
+# The core needs no extra: `explain` runs before `finetune` is installed.
 dist: $(VENV)/.installed-dev ## Build wheel and sdist, install the wheel into a fresh environment and run it there.
 	rm -rf dist
 	$(BIN)/python -m hatchling build
 	@folder=$$(mktemp -d); trap 'rm -rf "$$folder"' EXIT; set -e; \
-	$(PYTHON) -m venv "$$folder/venv"; \
-	"$$folder/venv/bin/python" -m pip install --quiet --disable-pip-version-check --constraint $(CONSTRAINTS) dist/*.whl; \
-	cd "$$folder"; export JAX_PLATFORMS=cpu; \
+	wheel=$$(realpath dist/*.whl); \
+	$(PYTHON) -m venv "$$folder/venv"; cd "$$folder"; export JAX_PLATFORMS=cpu; \
+	install="venv/bin/python -m pip install --quiet --disable-pip-version-check --constraint $(abspath $(CONSTRAINTS))"; \
+	$$install "$$wheel"; \
 	echo 'def job(): import jax.numpy as np; return (lambda w, x: x @ w), (np.ones((64, 64)), np.ones((8, 64)))' >step.py; \
-	venv/bin/lowtide finetune --steps 10 --out run; venv/bin/lowtide explain step.py:job
+	venv/bin/lowtide explain step.py:job; \
+	$$install "$$wheel[finetune]"; venv/bin/lowtide finetune --steps 10 --out run
 
 versions: $(VENV)/.installed-dev ## Run the tests with every Python that is here, oldest and newest JAX (nox).
 	$(BIN)/nox
@@ -137,7 +141,7 @@ $(BIN)/python:
 # One stamp file per purpose: `make finetune` installs no development tools, and a second call installs nothing.
 $(VENV)/.installed-run: pyproject.toml constraints/oldest.txt constraints/newest.txt | $(BIN)/python
 	@echo "Installing Lowtide into $(VENV) ..."
-	$(INSTALL) --editable .
+	$(INSTALL) --editable ".[finetune]"
 	@touch $@
 
 $(VENV)/.installed-%: pyproject.toml constraints/oldest.txt constraints/newest.txt | $(BIN)/python

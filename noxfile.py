@@ -82,7 +82,7 @@ def remat3(session: nox.Session) -> None:
 @nox.session(python=PYTHONS, reuse_venv=False)
 def install(session: nox.Session) -> None:
     """A user's first steps: `pip install .` with the newest versions, a short run, and an explained step."""
-    session.install(".[tpu-aot]")
+    session.install(".[finetune,tpu-aot]")
     out = Path(session.create_tmp()) / "run"
     shutil.rmtree(out, ignore_errors=True)
     env = {"JAX_PLATFORMS": "cpu"}

@@ -27,7 +27,7 @@ WATCHED = """
 import json, sys
 import lowtide
 from lowtide.cli import main
-from lowtide.finetune._report import measured_peak_bytes
+from lowtide.finetune._run_folder import measured_peak_bytes
 
 fit, path = lowtide.Trainer.fit, sys.argv.pop(1)
 

@@ -10,12 +10,12 @@ The selection has four parts, all taken from the slow tests that `make test` lea
 
 1. every slow case of each package that changed since the commit in `.ci/verified`;
 2. every test that compiles for a TPU or GPU ahead of time;
-3. half of the tests of the packages in layers above a changed one. The layers come from the import-linter contract in
-   `pyproject.toml`, so a change cannot affect other packages. A test belongs to the package of its folder and to each
-   package that its file or one of its helpers uses;
+3. a third of the tests of the packages in layers above a changed one. The layers come from the import-linter contract
+   in `pyproject.toml`, so a change cannot affect other packages. A test belongs to the package of its folder and to
+   each package that its file or one of its helpers uses;
 4. a quarter of the other tests.
 
-The commit chooses the half and the quarter, so four commits in a row cover most tests. Parts 2 to 4 run the first slow
+The commit chooses the third and the quarter, so four commits in a row cover most tests. Parts 2 to 4 run the first slow
 case of a test that has several, on each kind of device; `make test-all` runs all cases of all tests.
 
 A change to a file that all tests share (`tests/conftest.py`, `pyproject.toml`, `constraints/`) selects every slow test.
@@ -69,7 +69,8 @@ ATTRIBUTES = {"Trainer": "train", "lora": "adapters", "quantize": "quant", "targ
 """Packages of attributes of `lt` that are not named after their package."""
 FOLDERS_ABOVE = ("benchmarks", "docs", "examples", "scripts")
 """Folders that can use every package; a test that names one ranks above all layers."""
-NUM_QUARTERS = 4
+NUM_ROTATIONS = 12
+"""Number of different selections of thirds and quarters."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -228,8 +229,8 @@ def packages_used(path: str) -> frozenset[str]:
     return frozenset(ATTRIBUTES.get(name, name) for name in names)
 
 
-def quarter_of(case: Case) -> int:
-    return hashlib.sha256(case.function.encode()).digest()[0] % NUM_QUARTERS
+def rotation_of(case: Case) -> int:
+    return int.from_bytes(hashlib.sha256(case.function.encode()).digest()[:4]) % NUM_ROTATIONS
 
 
 def is_changed(case: Case, change: Change) -> bool:
@@ -244,7 +245,7 @@ def is_above(case: Case, change: Change) -> bool:
     return package_of(case.path) in change.packages or bool(packages_used(case.path) & change.packages)
 
 
-def select(cases: Sequence[Case], change: Change, quarter: int) -> tuple[list[Case], list[str]]:
+def select(cases: Sequence[Case], change: Change, rotation: int) -> tuple[list[Case], list[str]]:
     """Return the selected cases in their order, and report lines that explain the selection."""
     selected = list[Case]()
     counts = dict.fromkeys(("make test", "changed", "ahead of time", "above", "quarter", "cases", "tests"), 0)
@@ -261,12 +262,10 @@ def select(cases: Sequence[Case], change: Change, quarter: int) -> tuple[list[Ca
             part = "cases"
         elif case.markers & AHEAD_OF_TIME:
             part = "ahead of time"
-        elif is_above(case, change) and quarter_of(case) % 2 == quarter % 2:
-            part = "above"
-        elif quarter_of(case) == quarter:
-            part = "quarter"
+        elif is_above(case, change):
+            part = "above" if rotation_of(case) % 3 == rotation % 3 else "tests"
         else:
-            part = "tests"
+            part = "quarter" if rotation_of(case) % 4 == rotation % 4 else "tests"
         counts[part] += 1
         if "slow" in case.markers:
             seen.add(test)
@@ -280,9 +279,9 @@ def select(cases: Sequence[Case], change: Change, quarter: int) -> tuple[list[Ca
         f"  {counts['make test']:5} run in `make test`",
         f"  {counts['changed']:5} selected: {changed}, and of changed test files",
         f"  {counts['ahead of time']:5} selected: all tests that compile for absent TPUs and GPUs",
-        f"  {counts['above']:5} selected: half of the tests above them: {above}",
-        f"  {counts['quarter']:5} selected: quarter {quarter + 1} of {NUM_QUARTERS} of the other tests",
-        f"  {counts['tests']:5} left out: the other halves and quarters",
+        f"  {counts['above']:5} selected: a third of the tests above them: {above}",
+        f"  {counts['quarter']:5} selected: a quarter of the other tests",
+        f"  {counts['tests']:5} left out: the other thirds and quarters",
         f"  {counts['cases']:5} left out: further cases of tests whose package did not change",
         f"  {num_live:5} left out: they need other libraries, a GPU or the rehearsal",
     ]
@@ -312,8 +311,8 @@ def collect() -> list[Case]:
     return collector.cases
 
 
-def current_quarter() -> int:
-    return int((_git("rev-parse", "HEAD") or "0")[:8], 16) % NUM_QUARTERS
+def current_rotation() -> int:
+    return int((_git("rev-parse", "HEAD") or "0")[:8], 16) % NUM_ROTATIONS
 
 
 # --- what was verified -----------------------------------------------------------------------------------------------
@@ -384,7 +383,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     elif options.command == "ran":
         print(check_ran(options.selection, options.logs))
     elif options.command == "quarter":
-        print(current_quarter())
+        print(current_rotation() % 4)
     elif options.command == "clean":
         check_clean()
     else:
@@ -392,7 +391,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def write_selection(output: Path) -> None:
-    selected, report = select(collect(), read_change(), current_quarter())
+    selected, report = select(collect(), read_change(), current_rotation())
     print("\n".join(report))
     output.write_text("".join(f"{case.id}\n" for case in selected), encoding="utf-8")
 

@@ -203,6 +203,22 @@ def test_models_of_other_libraries_as_they_are(library: Any) -> None:
     assert all(np.abs(leaf).max() > 0 for _, leaf in leaves_with_paths(grads))
 
 
+class Model(eqx.Module):
+    """A module that has a field `linear`, as a weight has a method."""
+
+    linear: eqx.nn.Linear
+    scale: Any
+
+
+def test_a_module_with_a_field_named_linear_is_not_a_weight() -> None:
+    model, x = Model(eqx.nn.Linear(4, 6, key=KEY), jnp.ones((6,))), drawn(5, 4)
+    fn = lambda model, x: jnp.sum(jnp.sin(jax.vmap(model.linear)(x) * model.scale))  # noqa: E731
+    np.testing.assert_array_equal(lt.adapted(fn)(model, x), fn(model, x))
+    config = lt.lora.Config(rank=2, targets="linear")
+    assert isinstance(lt.lora.add(model, config, key=KEY, fn=fn, args=(x,)).linear.weight, LoRAWeight)
+    assert_same(fn, with_adapters(model, "linear"), x)
+
+
 def test_no_product_of_factors_is_ever_made() -> None:
     """Of the shape of a weight there are the weights, their transposes and slices: nothing is added to one."""
     model = with_adapters({"w": jnp.ones((40, 60)), "stack": jnp.ones((3, 40, 40))})

@@ -142,7 +142,7 @@ REFUSED = [("highest", "default"), jax.lax.DotAlgorithm(np.float32, np.float32, 
 
 @pytest.mark.parametrize("precision", REFUSED, ids=["two", "an algorithm"])
 def test_what_no_context_can_ask_for_is_refused_at_once(precision: Any) -> None:
-    said = r"w: the model multiplies .*\n.*\n.*precision=(.|\n)*hint:"
+    said = r"w: factors do not support a product with precision=.*, at (.|\n)*hint:"
     config = lt.lora.Config(rank=2, targets="w")
     products: dict[str, Any] = {
         "matrix": lambda w, x: jnp.matmul(x, w["w"].T, precision=precision),
@@ -242,7 +242,7 @@ def test_a_sum_that_is_left_to_others_is_refused(explicit: Any) -> None:
     fn = lambda p, x: jnp.einsum("bd,od->bo", x, p["w"], out_sharding=to)  # noqa: E731
     x, w = explicit(X, "f", "t"), explicit(drawn(16, 64), None, "t")
     model = lt.lora.add({"w": w}, lt.lora.Config(rank=2, targets="w"), key=KEY)
-    said = r"w: the model multiplies .*\n.*\n.*out_sharding="
+    said = r"w: factors do not support a product with out_sharding="
     with pytest.raises(StructureError, match=said):
         jax.jit(lt.adapted(fn))(model, x)
     with pytest.raises(StructureError, match=said):
@@ -324,15 +324,6 @@ def test_a_node_of_somebodys_has_the_shape_and_dtype_that_it_says(kind: str) -> 
     rounded = lambda w, x: x @ w["w"].astype(jnp.bfloat16).T  # noqa: E731
     with pytest.raises(StructureError, match=r"w: the model rounds this weight(.|\n)*a Own, at \S*test_adapted_prod"):
         lt.adapted(rounded)({"w": node}, X)
-
-
-def test_a_node_that_says_no_shape_is_refused() -> None:
-    class Nothing:
-        def linear(self, x: Any) -> Any:
-            return x
-
-    with pytest.raises(StructureError, match=r"is not an array, and has no shape or dtype\n.*\n.*a Nothing"):
-        lt.adapted(several_products)({"w": Nothing()}, X)
 
 
 def test_half_a_model_is_refused() -> None:

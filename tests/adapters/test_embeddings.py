@@ -106,7 +106,7 @@ def test_what_an_embedding_does_not_take_is_refused(tmp_path: Path) -> None:
         lora.load(tied, tmp_path)
     config = tmp_path / "adapter_config.json"
     config.write_text(config.read_text().replace('"init_lora_weights": true', '"init_lora_weights": "pissa"'))
-    with pytest.raises(ModelFileError, match="its adapter of the embedding outer/embed/weight cannot be used"):
+    with pytest.raises(ModelFileError, match="the embedding outer/embed/weight supports only LoRA and rsLoRA"):
         lora.load(base("qwen2", tie_embeddings=False), tmp_path)
 
 
@@ -177,7 +177,7 @@ def test_resized_tables_that_peft_stored_replace_those_of_the_model(family: str,
     np.testing.assert_allclose(LOGITS(models.load(tmp_path / "merged"), TOKENS + 3), logits, atol=1e-4)
     if not KINDS[family].tie_embeddings:
         save_file(tensors | {"base_model.model.lm_head.weight": head[:-1].copy()}, tmp_path / WEIGHTS)
-        with pytest.raises(ModelFileError, match=f"different numbers of rows(.|\n)*got: {num_rows - 1}, {num_rows}"):
+        with pytest.raises(ModelFileError, match=f"different numbers of rows: {num_rows - 1} and {num_rows}"):
             lora.load(plain, tmp_path)
         save_file(tensors, tmp_path / WEIGHTS)
     abstract = lora.load(jax.eval_shape(lambda: plain), tmp_path)

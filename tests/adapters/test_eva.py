@@ -111,7 +111,7 @@ def test_what_eva_cannot_begin_with_is_an_error() -> None:
     with pytest.raises(StructureError, match=r"multiplied as \[in, out\]"):
         run(lambda model, x: jnp.sum(x @ model["w"]))
     passes = 0
-    with pytest.raises(ConfigError, match="num_passes: 0"):
+    with pytest.raises(ConfigError, match="num_passes must be an integer of at least 1, not 0"):
         run()
     experts = models.init(KINDS["mixtral"], key=KEY)
     with pytest.raises(StructureError, match="experts/up/weight: EVA supports only matrices"):

@@ -432,19 +432,17 @@ class TestBytes:
 class TestBadInput:
     @pytest.mark.parametrize("rank", [0, -1, 2.0, True, "8"])
     def test_rank(self, rank):
-        with pytest.raises(ConfigError, match=r"rank: .* is not a rank(.|\n)*at least 1(.|\n)*hint: use"):
+        with pytest.raises(ConfigError, match=r"rank must be an integer of at least 1, not .*\nhint: use"):
             lora.Config(rank=rank)
 
     @pytest.mark.parametrize("alpha", [0, -1.0, float("nan"), float("inf"), None, True])
     def test_alpha(self, alpha):
-        with pytest.raises(
-            ConfigError, match=r"alpha: .* is not a valid scale(.|\n)*finite(.|\n)*hint: .*twice the rank"
-        ):
+        with pytest.raises(ConfigError, match=r"alpha must be a finite number above 0, not .*\nhint: .*twice the rank"):
             lora.Config(alpha=alpha)
 
     @pytest.mark.parametrize("targets", ["", [], [""], [3]])
     def test_targets(self, targets):
-        with pytest.raises(ConfigError, match=r"targets: .* is not a pattern(.|\n)*hint: "):
+        with pytest.raises(ConfigError, match=r"targets must be at least one glob or .*, not .*\nhint: "):
             lora.Config(targets=targets)
 
     def test_config_is_hashable_and_keyword_only(self):
@@ -465,7 +463,7 @@ class TestBadInput:
             lora.add(stacked_model(), lora.Config(rank=2, targets=targets), key=KEY)
 
     def test_rank_above_the_smaller_side(self):
-        with pytest.raises(ConfigError, match=r"rank: 9 is more than q_proj/weight(.|\n)*at most 8(.|\n)*hint: lower"):
+        with pytest.raises(ConfigError, match=r"rank of q_proj/weight must be .* from 1 to 8, not 9\nhint: lower"):
             lora.add(flat_model(), lora.Config(rank=9, targets="q_proj"), key=KEY)
 
     @pytest.mark.parametrize(

@@ -224,9 +224,9 @@ class TestFiles:
             StructureError,
             r"'lora_only' does not select any bias(.|\n)*all",
         ),
-        ({"bias": "most"}, ConfigError, r"bias: 'most' is unknown"),
+        ({"bias": "most"}, ConfigError, r'bias must be "none", "lora_only" or "all", not .most.'),
         ({"bias": "lora_only", "layers": [0]}, ConfigError, r"contradicts layers"),
-        ({"modules_to_save": 3}, ConfigError, r"modules_to_save: 3"),
+        ({"modules_to_save": 3}, ConfigError, r"modules_to_save must be at least one glob or .*, not 3"),
     ],
 )
 def test_what_is_refused(options: Any, error: Any, message: str) -> None:

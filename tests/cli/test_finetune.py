@@ -24,6 +24,7 @@ from lowtide.finetune import FinetuneConfig, config_from_dict, flag_of, read_con
 from lowtide.finetune import _run as finetune_job
 from lowtide.memory import MemoryReport, SpaceBytes
 from lowtide.train._data import DataCursor
+from lowtide.train._evaluation import Evaluation
 
 TEXT = "the tide goes out and the tide comes in and the moon pulls and the sea follows\n" * 60
 
@@ -245,8 +246,8 @@ def test_groups_of_layers_learn_what_single_ones_do_and_wait_on_the_host(finetun
     np.testing.assert_allclose(single, grouped, rtol=1e-5)
     _error(
         finetune("--layers-per-remat", "4", out="more"),
-        "layers_per_remat is larger than the number of layers",
-        "expected: from 1 to 2",
+        "layers_per_remat must be an integer from 1 to 2, not 4",
+        "has 2 layers",
     )
     assert not (tmp_path / "more").exists()
 
@@ -326,7 +327,8 @@ def test_a_loss_that_is_not_finite_stops_the_run(finetune, tmp_path):
 
 @pytest.mark.slow
 def test_a_held_out_loss_that_is_not_finite_leaves_no_checkpoint_of_it(finetune, tmp_path, monkeypatch):
-    monkeypatch.setattr(lt.Trainer, "evaluate", lambda self, data: {"loss": float("nan") if self.step else 1.0})
+    means = lambda self, data: {"loss": float("nan") if self._store.step else 1.0}  # noqa: E731
+    monkeypatch.setattr(Evaluation, "means", means)
     _error(finetune(), "step 4: eval_loss is not finite, so the run was stopped", "the last checkpoint is finite")
     assert not list((tmp_path / "run" / "checkpoints").glob("[0-9]*"))
 
@@ -334,7 +336,7 @@ def test_a_held_out_loss_that_is_not_finite_leaves_no_checkpoint_of_it(finetune,
 def test_a_tokenizer_of_another_model_is_named(finetune, tmp_path, tiny_model_dir):
     other = _broken(tmp_path, tiny_model_dir, "tokenizer.json", lambda data: data)
     shutil.copy(models.base_path() / "tokenizer.json", other / "tokenizer.json")
-    _error(finetune(model=other), "tokenizer.json has more tokens than the model has embeddings", "ids up to 2047")
+    _error(finetune(model=other), "tokenizer.json has ids up to 2047, but the model has", "tokenizer of this model")
 
 
 def test_empty_and_short_data_are_named(finetune, tmp_path):

@@ -11,7 +11,7 @@ import pytest
 
 from lowtide import combine, lora, models, partition
 from lowtide.cli import main
-from lowtide.finetune import _merge
+from lowtide.finetune import _base
 
 TOKENS = jnp.asarray([[5, 3, 8, 1, 200, 17]], jnp.int32)
 
@@ -120,7 +120,7 @@ def test_a_write_that_fails_leaves_nothing(merge, adapters, tmp_path, monkeypatc
         assert ".unfinished" in str(folder)
         raise OSError("disk full")
 
-    monkeypatch.setattr(_merge, "write_files", fail)
+    monkeypatch.setattr(_base, "write_files", fail)
     status, said = merge("--adapter", adapters[1])
     assert status == 2 and "disk full" in said
     assert not (tmp_path / "out").exists() and not list(tmp_path.glob(".out*"))

@@ -84,7 +84,7 @@ def test_what_such_weights_cannot_do_is_refused_before_anything_is_read(
     paths = ("--model", nested, "--data", tmp_path / "data.txt", "--out", tmp_path / "run", "--steps", 2)
     for flags, words in (
         (("--quantize", "nf4"), "already quantised, by bitsandbytes"),
-        (("--offload", "parameters"), "have 4 bits"),
+        (("--offload", "parameters"), "has 4-bit weights"),
         (("--full",), "full tunes all parameters"),
     ):
         status, printed = command("finetune", *paths, *flags)

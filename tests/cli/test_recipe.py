@@ -16,6 +16,7 @@ from lowtide.cli import main
 from lowtide.finetune import _run as job
 from lowtide.finetune import config_from_dict, read_config
 from lowtide.train._data import DataCursor
+from lowtide.train._evaluation import Evaluation
 
 TEXT = "the tide goes out and the tide comes in and the moon pulls and the sea follows <b>\n" * 20
 SMALL = "--seq-len 8 --batch-size 4 --rank 2 --sample-tokens 0 --eval-every 2".split()
@@ -42,7 +43,7 @@ def records(tmp_path: Path) -> list[dict[str, float]]:
 def losses(monkeypatch: pytest.MonkeyPatch, *values: float) -> None:
     """Let evaluations find these."""
     found = iter(values)
-    monkeypatch.setattr(job.Trainer, "evaluate", lambda self, data, callbacks=(): {"loss": next(found)})
+    monkeypatch.setattr(Evaluation, "means", lambda self, data: {"loss": next(found)})
 
 
 @pytest.mark.slow  # runs that are resumed

@@ -6,8 +6,6 @@ import functools
 import importlib
 import importlib.util
 import os
-import shutil
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,59 +14,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from lowtide.core import ConfigError, _compat, _ptxas
+from lowtide.core import ConfigError, _compat
 
 CONFIG = "a description"
 SKIP = "JAX_SKIP_CUDA_CONSTRAINTS_CHECK"
-
-
-def executable(path: Path) -> Path:
-    path.parent.mkdir(parents=True)
-    path.write_text("#!/bin/sh\n", encoding="utf-8")
-    path.chmod(0o755)
-    return path
-
-
-@pytest.fixture
-def only_below(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A machine whose toolkits, wheels and PATH lie below `tmp_path`."""
-    which = shutil.which
-
-    def below(name: str, path: str | None = None) -> str | None:
-        folders = (os.environ["PATH"] if path is None else path).split(os.pathsep)
-        return which(name, path=os.pathsep.join(f for f in folders if f.startswith(str(tmp_path))) or "/nowhere")
-
-    def find_spec(name: str) -> Any:
-        folders = [str(f) for f in tmp_path.glob(f"*/{name}")]
-        return SimpleNamespace(submodule_search_locations=folders) if folders else None
-
-    monkeypatch.setattr(shutil, "which", below)
-    monkeypatch.setattr(importlib.util, "find_spec", find_spec)
-    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
-    monkeypatch.setenv("XLA_FLAGS", f"--xla_gpu_cuda_data_dir={tmp_path}/toolkit --xla_dump_to=x")
-    return tmp_path
-
-
-def test_ptxas_is_found_where_xla_looks(only_below: Path) -> None:
-    path = os.environ["PATH"]
-    assert _ptxas.find_ptxas() is None
-    (only_below / "site" / "jax_plugins").mkdir(parents=True)
-    wheel = executable(only_below / "site" / "nvidia" / "cu13" / "bin" / "ptxas")
-    assert _ptxas.find_ptxas() == str(wheel)
-    toolkit = executable(only_below / "toolkit" / "bin" / "ptxas")
-    assert _ptxas.find_ptxas() == str(toolkit)
-    on_path = executable(only_below / "bin" / "ptxas")
-    assert _ptxas.find_ptxas() == str(on_path)
-    assert os.environ["PATH"] == path
-
-
-def test_ptxas_that_xla_would_miss_is_put_on_path(only_below: Path) -> None:
-    path = os.environ["PATH"]
-    (only_below / "site" / "jax_plugins").mkdir(parents=True)
-    wheel = executable(only_below / "user" / "nvidia" / "cuda_nvcc" / "bin" / "ptxas")
-    for _ in range(2):
-        assert _ptxas.find_ptxas() == str(wheel)
-        assert os.environ["PATH"] == f"{path}{os.pathsep}{wheel.parent}"
 
 
 @pytest.mark.parametrize("is_gpu_here", [False, True])

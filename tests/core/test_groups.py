@@ -214,7 +214,9 @@ def test_a_size_that_is_none_is_refused(size: Any) -> None:
 
 @pytest.mark.parametrize("remat", [False, jax.checkpoint_policies.dots_saveable])
 def test_groups_are_computed_again_as_a_whole(remat: Any) -> None:
-    with pytest.raises(ConfigError, match=r"(?s)groups of layers.*expected: remat=True.*hint: leave layers_per_remat"):
+    with pytest.raises(
+        ConfigError, match=r"(?s)groups of layers: remat must be True, not .*hint: leave layers_per_remat"
+    ):
         STACK.apply(*parameters(), remat=remat, layers_per_remat=2)
 
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -70,14 +71,8 @@ def test_parse(text: str | int, num_bytes: int) -> None:
     assert parse_bytes(text) == num_bytes
 
 
-@pytest.mark.parametrize("text", ["", "GiB", "14 GiBs", "-3 MiB", "1e9", "14G", "1.5.2 MB", True])
-def test_text_that_is_no_size_is_named(text: str) -> None:
+@pytest.mark.parametrize("text", ["", "GiB", "14 GiBs", "-3 MiB", "1e9", "14G", "1.5.2 MB", True, -1])
+def test_text_that_is_no_size_is_named(text: Any) -> None:
     with pytest.raises(ConfigError, match=re.escape(f"{text!r} is not a size")) as error:
         parse_bytes(text)
     assert 'hint: write it like "14 GiB" (1024-based) or "14 GB" (1000-based)' in str(error.value)
-
-
-def test_a_negative_size_is_refused() -> None:
-    with pytest.raises(ConfigError, match="a size cannot be negative") as error:
-        parse_bytes(-1)
-    assert "hint: give a number of bytes" in str(error.value)

@@ -257,7 +257,7 @@ def test_mistakes_have_errors_of_their_own() -> None:
         ShardingRules(mesh=mesh, context_leaves="*x")
     few = decoder(num_heads=4, num_kv_heads=2)
     trainer = lt.Trainer(few, lt.models.loss, optax.sgd(0.1), sharding=rules)
-    with pytest.raises(ConfigError, match=r"(?s)4 query heads cannot.*multiple of 8 \(context 8\).*hint: .*divides 4"):
+    with pytest.raises(ConfigError, match=r"(?s)4 query heads cannot.*over 8 devices \(context 8\).*hint: .*divides 4"):
         trainer.fit([packed(4)], num_steps=1, progress=False)
     with pytest.raises(DataError, match=r"(?s)batch leaf \w+: its tokens.*a multiple of 8.*got: 45 tokens per row"):
         trainer.fit([packed(4, 45)], num_steps=1, progress=False)
@@ -272,10 +272,10 @@ def test_mistakes_have_errors_of_their_own() -> None:
         jax.jit(attention)(*(jnp.ones((1, 16, 12, 4)),) * 3)
     schedule = lt.pipeline.schedule("1f1b", num_stages=2, num_microbatches=2)
     staged = ShardingRules(mesh=make_mesh(stage=2, context=4))
-    with pytest.raises(ConfigError, match=r"(?s)pipeline cannot shard the tokens.*stage 2 × .*context 4.*hint:"):
+    with pytest.raises(ConfigError, match=r"(?s)pipeline cannot shard the tokens.*'context'.*hint: .*fsdp"):
         lt.Trainer(decoder(), None, optax.sgd(0.1), sharding=staged, pipeline=schedule)
     step = lt.offload.layerwise_step(decoder().stack, optax.sgd(0.1))
-    with pytest.raises(ConfigError, match=r"(?s)layerwise step cannot shard the tokens.*'context': 8.*hint:"):
+    with pytest.raises(ConfigError, match=r"(?s)layerwise step cannot be combined with an axis context.*hint:"):
         lt.Trainer(decoder(), lt.models.loss, step, sharding=rules)
 
 
@@ -284,7 +284,7 @@ def test_leaves_and_sizes_that_divide_nothing_are_refused() -> None:
     for place in (rules.batch, rules.batch_shapes):
         with pytest.raises(SelectionError, match=r"context_leaves 'words' selects no leaf(.|\n)*tokens(.|\n)*hint:"):
             place({"tokens": np.zeros((2, 16), np.int32)})
-    with pytest.raises(ConfigError, match=r"make_mesh: context must be a number(.|\n)*'4'(.|\n)*hint:"):
+    with pytest.raises(ConfigError, match=r"make_mesh: context must be an integer .*, not '4'\nhint: use -1"):
         make_mesh(context="4")  # pyright: ignore[reportArgumentType]
 
 

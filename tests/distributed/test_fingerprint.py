@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 import numpy as np
 
-from lowtide.distributed._fingerprint import fingerprint
+from lowtide.distributed import fingerprint
 
 
 def test_the_order_of_layers_and_padding_do_not_count_and_each_layer_does():

@@ -24,9 +24,10 @@ def test_a_mesh_takes_all_devices():
 
 @pytest.mark.parametrize("sizes", [{"fsdp": 3}, {"data": -1, "fsdp": -1}, {"tensor": 0}, {"tensor": 3}, {"fsdp": -2}])
 def test_a_mesh_of_another_number_of_devices_is_refused(sizes):
-    with pytest.raises(
-        ConfigError, match=r"(?s)do not multiply to the number of devices.*expected: a product of 8.*hint:"
-    ):
+    text = (
+        "an integer of at least -1, not -2" if sizes == {"fsdp": -2} else "do not multiply to the number of devices, 8"
+    )
+    with pytest.raises(ConfigError, match=rf"(?s){text}.*hint: (pass|use) -1"):
         make_mesh(**sizes)
 
 
@@ -60,7 +61,7 @@ def test_small_leaves_are_replicated_and_rules_come_first():
 
 
 def test_bad_rules_are_errors():
-    with pytest.raises(ConfigError, match=r"(?s)the rule 'w': the mesh has no axis 'model'.*expected: one of data"):
+    with pytest.raises(ConfigError, match=r"(?s)the rule 'w': the mesh has no axis 'model'.*hint: use one of data"):
         ShardingRules(mesh=mesh(), rules={"w": P("model")})
     with pytest.raises(ConfigError, match=r"(?s)batch_axes: the mesh has no axis 'batch'.*hint:"):
         ShardingRules(mesh=mesh(), batch_axes=("batch",))
@@ -69,7 +70,9 @@ def test_bad_rules_are_errors():
     with pytest.raises(ConfigError, match=r"(?s)explicit or manual axes.*hint: .*make_mesh"):
         ShardingRules(mesh=jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Explicit,)))
     rules = ShardingRules(mesh=mesh(), rules={"w": P("fsdp"), "v": P(None, "tensor")})
-    with pytest.raises(StructureError, match=r"(?s)w: the rule 'w' cannot shard.*axis 0 is a multiple of 4.*\[6, 2\]"):
+    with pytest.raises(
+        StructureError, match=r"(?s)w: the rule 'w', .*shard the shape \[6, 2\].*multiple of 4 at axis 0"
+    ):
         rules.spec("w", (6, 2))
     with pytest.raises(StructureError, match=r"(?s)v: the rule 'v'.*hint: change the rule"):
         rules.spec("v", (8,))
@@ -301,7 +304,7 @@ def test_the_copy_on_the_host_holds_each_part_once():
 
     rules = ShardingRules(mesh=make_mesh(data=8, fsdp=1))
     snapshot = HostSnapshot({"w": jax.device_put(jnp.ones((64, 64)), rules.replicated())})
-    buffers = {id(value): value.nbytes for leaf in snapshot._leaves for _, value in leaf.shards}
+    buffers = {id(value): value.nbytes for leaf in snapshot._arrays for _, value in leaf._shards}
     assert sum(buffers.values()) == 64 * 64 * 4
     np.testing.assert_array_equal(snapshot.restore()["w"], np.ones((64, 64)))
 

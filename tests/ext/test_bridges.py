@@ -278,5 +278,5 @@ def test_a_class_and_a_module_of_another_library_are_refused() -> None:
     with pytest.raises(SelectionError, match=r"(?s)is a class.*hint: call the class: Bridge\(Linear\("):
         NnxBridge(nnx.Linear)  # type: ignore[arg-type]
     for given in (eqx.nn.Linear, nnx.Linear(2, 1, rngs=nnx.Rngs(0))):
-        with pytest.raises(ConfigError, match="(?s)is not an Equinox module.*hint: .*ext.nnx.Bridge"):
+        with pytest.raises(ConfigError, match="(?s)must be an eqx.Module, not .*hint: .*ext.nnx.Bridge"):
             EquinoxBridge(given)

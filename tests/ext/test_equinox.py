@@ -172,7 +172,7 @@ def test_other_weights_go_on_from_a_callback() -> None:
                 assert not np.any(trainer.model[0].last.weight)
                 with pytest.raises(
                     StructureError,
-                    match=r"(?s)differs from the one that the trainer was made with.*float32\[1, 16\].*hint:",
+                    match=r"(?s)does not fit the step.*float32\[1, 16\].*hint:",
                 ):
                     trainer.update((eqx.tree_at(lambda m: m.last.weight, model, jnp.zeros((1, 8))), state))
                 with pytest.raises(StructureError, match=r"(?s)structure differs.*\(model, state\).*Net.*hint:"):
@@ -241,7 +241,9 @@ def test_what_is_missing_is_named() -> None:
     forgetful = lt.Trainer(Bridge(model, state), lambda m, s, b, key: loss_fn(m, s, b, key)[:2], optax.sgd(0.1))
     with pytest.raises(StructureError, match=r"(?s)does not return the state.*2 values.*hint:"):
         forgetful.fit(batches(1), num_steps=1)
-    with pytest.raises(ConfigError, match=r"(?s)predict needs a function of the model, its state.*hint:"):
+    with pytest.raises(
+        ConfigError, match=r"(?s)predict cannot call .* with a batch.*hint: .*lambda model, state, batch"
+    ):
         forgetful.predict([batches(1)[0][0]])
     partial = lt.Trainer(Bridge(*net()), lambda m, s, b, key: (0.0, s.substate(m.first)), optax.sgd(0.1))
     with pytest.raises(StructureError, match=r"(?s)a state of another structure.*hint: .*state.update"):

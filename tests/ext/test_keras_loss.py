@@ -101,12 +101,16 @@ def test_masked_moments_count_neither_in_the_loss_nor_in_a_metric() -> None:
 @pytest.mark.parametrize(
     ("loss", "metrics", "text"),
     [
-        ("no such loss", {}, r"loss is not a Keras loss.*'no such loss'.*hint: pass for instance bridge\.loss"),
-        (None, {}, r"loss is not a Keras loss.*None.*hint: "),
-        (["mse", "mse"], {}, r"loss is not a Keras loss.*one output.*hint: .*several outputs"),
-        ("mse", {"a": "no such metric"}, r"metric 'a' is not a Keras metric.*'no such metric'.*hint: "),
-        ("mse", {"a": "AUC"}, r"metric 'a' is not a mean over examples.*'AUC'.*hint: compute it from trainer\.predict"),
-        ("mse", ["mse"], r"metrics is not a dictionary.*list.*hint: "),
+        ("no such loss", {}, r"loss must be a Keras loss.*, not 'no such loss'.*hint: pass for instance bridge\.loss"),
+        (None, {}, r"loss must be a Keras loss.*, not None.*hint: "),
+        (["mse", "mse"], {}, r"loss must be a Keras loss.*, not \['mse', 'mse'\].*hint: .*several outputs"),
+        ("mse", {"a": "no such metric"}, r"metric 'a' must be a Keras metric.*, not 'no such metric'.*hint: "),
+        (
+            "mse",
+            {"a": "AUC"},
+            r"metric 'a' must be a mean over examples, not 'AUC'.*hint: compute it from trainer\.predict",
+        ),
+        ("mse", ["mse"], r"metrics must be a dictionary of names and metrics, not \['mse'\].*hint: "),
     ],
 )
 def test_losses_and_metrics_that_are_none_are_refused_at_once(loss: Any, metrics: Any, text: str) -> None:
@@ -130,5 +134,7 @@ def test_several_outputs_and_batches_of_another_form_are_refused() -> None:
             trainer.fit([(x, labels)], num_steps=1, progress=False)
     trainer = lt.Trainer(one, one.loss("mse"), optax.sgd(0.1))
     for batch, got in (({"x": x, "y": y}, "a dict of x, y"), ((x,), "a tuple of 1"), (x, "Tracer")):
-        with pytest.raises(DataError, match=rf"(?s)expected: \(x, y\) or \(x, y, sample_weight\).*{got}.*hint: map"):
+        with pytest.raises(
+            DataError, match=rf"(?s)must be \(x, y\) or \(x, y, sample_weight\), not .*{got}.*hint: map"
+        ):
             trainer.fit([batch], num_steps=1, progress=False)

@@ -135,5 +135,5 @@ def test_the_states_of_a_recurrent_layer_are_state_of_the_step(tmp_path: Any) ->
 
 
 def test_what_is_no_model_is_refused() -> None:
-    with pytest.raises(ConfigError, match="is not a Keras model"):
+    with pytest.raises(ConfigError, match="the model must be a keras.Model, not <class"):
         Bridge(keras.layers.Dense)  # type: ignore[arg-type]

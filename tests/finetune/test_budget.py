@@ -114,7 +114,7 @@ def test_what_cannot_help_is_not_compiled(monkeypatch: pytest.MonkeyPatch) -> No
     assert tried == ["--quantize nf4", "--offload parameters", *(least + flags for flags in at_last)]
     monkeypatch.setattr(_budget, "needs", None)
     for settings, budget, said in (
-        ({}, 0, r"270 B of.*\n.*at most 0 B\n.*base 250 B, adapters 20 B, before.*--quantize nf4.*--offload optimizer"),
+        ({}, 0, r"270 B of.*budget of 0 B\n.*base 250 B, adapters 20 B, before.*--quantize nf4.*--offload optimizer"),
         ({}, 260, r"hint: use a lower --rank, a smaller model"),
         ({"method": "ia3"}, 260, r"hint: use a smaller model"),
         ({"full": True}, 1000, r"optimizer 40 B, before activations and gradients\nhint: use a smaller model"),
@@ -142,7 +142,7 @@ def test_the_command_refuses_from_config_json_alone(
     args += ["--batch-size", "1", "--rank", "2", "--quantize", "int8"]
     for budget, status, said in (
         ("3 parsecs", 2, "'3 parsecs' is not a size"),
-        ("0 GiB", 2, "--budget leaves no memory for a run"),
+        ("0 GiB", 2, "--budget must be a size above 0, not '0 GiB'"),
         ("1 GiB", 2, "tokenizer.json"),  # it fits, so the rest of the model is looked for
         ("100 B", 2, "this run needs more than "),
         ("320 B", 2, "this run needs about "),

@@ -38,9 +38,9 @@ def test_the_method_full_is_the_setting_full():
     ("values", "message"),
     [
         ({"rnak": 3}, r"unknown key 'rnak'(.|\n)*hint: did you mean rank"),
-        ({"rank": "8"}, r"rank has the wrong type(.|\n)*hint:"),
-        ({"rank": True}, r"rank has the wrong type(.|\n)*hint:"),
-        ({"targets": [1]}, r"targets has the wrong type(.|\n)*hint:"),
+        ({"rank": "8"}, "rank must be a valid integer, not '8'"),
+        ({"rank": True}, "rank must be a valid integer, not True"),
+        ({"targets": [1]}, r"targets must be a valid string, not \(1,\)"),
         ({"rank": 0}, r"rank is out of range(.|\n)*at least 1(.|\n)*hint:.*--rank"),
         ({"num_steps": 0}, r"num_steps is out of range(.|\n)*hint:.*--steps"),
         ({"seed": -1}, r"seed is out of range(.|\n)*hint:"),
@@ -53,17 +53,17 @@ def test_the_method_full_is_the_setting_full():
         ({"held_out_fraction": 1.0}, r"held_out_fraction is out of range(.|\n)*hint:"),
         ({"compute_dtype": "int8"}, r"compute_dtype is out of range(.|\n)*hint:"),
         ({"offload": ["optimiser"]}, r"offload: unknown word 'optimiser'(.|\n)*hint: did you mean optimizer"),
-        ({"offload": "optimizer"}, r"offload has the wrong type(.|\n)*hint:"),
+        ({"offload": "optimizer"}, "offload must be a valid tuple, not 'optimizer'"),
         ({"full": True, "rank": 16}, r"rank is a setting of adapters(.|\n)*hint: leave out rank, or full"),
         ({"quantize": "nf5"}, r"quantize is out of range(.|\n)*nf4, int4, mxfp4, int8, fp8"),
         ({"quantize": "int8", "full": True}, r"quantize is a setting of adapters"),
         (
             {"quantize": "nf4", "offload": ["parameters"]},
-            r"contradict each other(.|\n)*hint: leave parameters out of offload(.|\n)*4 bits",
+            r"quantize contradicts offload of parameters(.|\n)*hint: leave parameters out of offload(.|\n)*4 bits",
         ),
         (
             {"quantize_embeddings": "int4", "offload": ["parameters"]},
-            r"quantize_embeddings = int4 and offload",
+            r"quantize_embeddings contradicts offload of parameters: JAX runs no program on 4-bit arrays",
         ),
         ({"full": True, "targets": ["a"], "alpha": 1.0}, r"alpha is a setting(.|\n)*hint: leave out alpha, targets"),
         (
@@ -149,7 +149,7 @@ def test_resume_with_another_configuration_is_refused(tmp_path):
 
 
 def test_nothing_to_resume_is_an_error(tmp_path):
-    with pytest.raises(OutputError, match=r"no run to resume(.|\n)*config.toml(.|\n)*hint:"):
+    with pytest.raises(OutputError, match=r"no run to resume(.|\n)*hint: .*config.toml"):
         open_run(tmp_path / "gone", {}, "flags", resume=True)
 
 
@@ -158,8 +158,6 @@ def test_resume_over_other_data_is_refused(tmp_path):
     check_same_run(tmp_path, FinetuneConfig(), "a")
     with pytest.raises(ConfigError, match=r"data or the tokenizer changed(.|\n)*hint:"):
         check_same_run(tmp_path, FinetuneConfig(), "b")
-    (tmp_path / "data.json").write_text('{"sha256_of_tokens": "a"}')  # as earlier versions wrote it
-    check_same_run(tmp_path, FinetuneConfig(seed=3), "a")
 
 
 @pytest.mark.parametrize(
@@ -254,7 +252,7 @@ def test_paths_are_stored_for_any_working_directory(tmp_path, monkeypatch):
 
 
 def test_a_path_that_is_no_text_is_named(tmp_path):
-    with pytest.raises(ConfigError, match=r"model has the wrong type(.|\n)*3(.|\n)*hint:"):
+    with pytest.raises(ConfigError, match="model must be a valid string, not 3"):
         open_run(tmp_path / "run", {"model": 3}, "c.toml", resume=False)
     assert not (tmp_path / "run").exists()
 

@@ -5,8 +5,7 @@ import pytest
 
 from lowtide.core import OutputError
 from lowtide.finetune import FinetuneConfig, write_report
-from lowtide.finetune._report import PARTS, REPORT, save_report_inputs
-from lowtide.finetune._run_folder import METRICS, write_config
+from lowtide.finetune._run_folder import METRICS, PARTS, REPORT, save_report_inputs, write_config
 
 
 @pytest.fixture
@@ -67,5 +66,5 @@ def test_damaged_parts_leave_the_rest(out, content):
 
 
 def test_a_folder_without_a_run_is_named(tmp_path):
-    with pytest.raises(OutputError, match=r"no run to report on(.|\n)*config.toml(.|\n)*hint:"):
+    with pytest.raises(OutputError, match=r"no run to report on(.|\n)*hint: .*config.toml"):
         write_report(tmp_path)

@@ -213,7 +213,7 @@ def test_a_tokenizer_that_cannot_encode_the_data_is_named():
 def test_tokens_outside_of_the_vocabulary_are_refused():
     tokenizer = Tokenizer(models.WordLevel({"tide": 0, "<unk>": 1}, unk_token="<unk>"))
     tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 99)])
-    with pytest.raises(ModelFileError, match=r"not in its vocabulary(.|\n)*id 99(.|\n)*hint:"):
+    with pytest.raises(ModelFileError, match=r"returns id 99, but its vocabulary ends at 1(.|\n)*hint:"):
         _data(["tide"] * 40, tokenizer)
 
 
@@ -266,7 +266,7 @@ def test_data_shorter_than_a_sequence_is_refused(tokenizer):
 
 @pytest.mark.parametrize("change", [{"seq_len": 0}, {"batch_size": 0}, {"held_out_fraction": 1.0}])
 def test_sizes_out_of_range_are_refused(tokenizer, change):
-    with pytest.raises(ConfigError, match=r"out of range(.|\n)*hint:"):
+    with pytest.raises(ConfigError, match=f"{next(iter(change))} must be "):
         _data(["the tide " * 50], tokenizer, **change)
 
 

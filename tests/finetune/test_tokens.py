@@ -6,7 +6,7 @@ from tokenizers import Tokenizer, decoders, models, normalizers, processors
 from tokenizers.decoders import DecodeStream
 
 from lowtide.finetune import decode_after, encode
-from lowtide.finetune.data._text import tokenise
+from lowtide.finetune.data._load import tokenise
 
 WORDS = ["<unk>", "<s>", "</s>", "▁Once", "▁upon", "▁a", "▁time", "▁", "."]
 

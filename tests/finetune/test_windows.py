@@ -12,7 +12,7 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 
 from lowtide.core import DataError
 from lowtide.finetune import FinetuneConfig, encode, text_data
-from lowtide.finetune.data import _encode, _text
+from lowtide.finetune.data import _encode, _load
 from lowtide.finetune.data._load import load_data
 
 WORDS = [
@@ -103,8 +103,8 @@ def test_a_large_file_is_read_in_pieces_to_the_same_batches(tmp_path: Path, monk
     (tmp_path / "data.txt").write_bytes(b"\xef\xbb\xbf" + text_of(3000).replace("\n", "\r\n").encode())
     config = FinetuneConfig(data=str(tmp_path / "data.txt"), seq_len=16, batch_size=2)
     whole = load_data(config, tmp_path, tokenizer, end_token=2)
-    monkeypatch.setattr(_text, "_MOST_AT_ONCE", 1000)
-    monkeypatch.setattr(_text, "_MOST_IN_MEMORY", 500)
+    monkeypatch.setattr(_load, "_MOST_AT_ONCE", 1000)
+    monkeypatch.setattr(_load, "_MOST_IN_MEMORY", 500)
     monkeypatch.setattr(_encode, "_WINDOW", 900)
     pieces = load_data(config, tmp_path, tokenizer, end_token=2)
     assert pieces.digest == whole.digest and pieces.num_train_tokens == whole.num_train_tokens

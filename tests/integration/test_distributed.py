@@ -164,7 +164,7 @@ def test_a_process_that_fails_tells_the_other(start, tmp_path):
 def test_arguments_that_one_process_refuses_are_an_error_in_the_other(start, tmp_path):
     codes, logs = finish(start(tmp_path / "run", tmp_path / "checkpoints", odd="callbacks", **SMALL))
     assert all(codes), logs
-    assert "not a callback: expected" in logs[1]
+    assert "a callback must be an object of a subclass" in logs[1]
     assert "process 1 failed: ConfigError" in logs[0], logs[0]
     assert logs[0].count("cannot continue without it") == 1
 

@@ -9,6 +9,7 @@ import pytest
 
 from lowtide import lora, losses, value_and_grad
 from lowtide.core import ConfigError, StructureError
+from lowtide.jaxprs import equations
 
 B, T, D, V = 2, 13, 8, 20
 
@@ -139,18 +140,9 @@ def test_a_frozen_head_gets_no_cotangent_even_eagerly():
     h, head, labels = _case()
     grad = jax.grad(functools.partial(losses.chunked_cross_entropy, chunk_size=4))
     jaxpr = jax.make_jaxpr(grad)(h, head, labels)
-    made = [str(v.aval) for eqn in _equations(jaxpr.jaxpr) for v in eqn.outvars]
+    made = [str(v.aval) for eqn in equations(jaxpr) for v in eqn.outvars]
     assert made
     assert f"float32[{V},{D}]" not in made
-
-
-def _equations(jaxpr):
-    for eqn in jaxpr.eqns:
-        yield eqn
-        for param in jax.tree.leaves(eqn.params, is_leaf=lambda p: hasattr(p, "jaxpr") or hasattr(p, "eqns")):
-            inner = getattr(param, "jaxpr", param)
-            if hasattr(inner, "eqns"):
-                yield from _equations(inner)
 
 
 @pytest.mark.slow
@@ -245,34 +237,38 @@ def test_a_loss_inside_of_a_shard_map_has_the_gradients_of_the_whole():
 
 def test_bad_input_is_refused_by_name():
     h, head, labels = _case()
-    with pytest.raises(StructureError, match=r"activations and labels do not match(.|\n)*hint:"):
+    with pytest.raises(StructureError, match=r"h and labels must have .*, not \(2, 13, 8\) and \(2, 12\)"):
         losses.chunked_cross_entropy(h, head, labels[:, 1:])
-    with pytest.raises(StructureError, match=r"activations and labels do not match(.|\n)*T at least 1(.|\n)*hint:"):
+    with pytest.raises(StructureError, match=r"h and labels must have .* T at least 1, not \(2, 0, 8\) and \(2, 0\)"):
         losses.chunked_cross_entropy(h[:, :0], head, labels[:, :0])
-    with pytest.raises(StructureError, match=r"activations and head do not match(.|\n)*\[V, 8\](.|\n)*hint: transpose"):
+    with pytest.raises(StructureError, match=r"head must have shape \[V, 8\] .*, not \(8, 20\)\nhint: transpose"):
         losses.chunked_cross_entropy(h, head.T, labels)
-    with pytest.raises(StructureError, match=r"labels have to be integers(.|\n)*hint:"):
+    with pytest.raises(
+        StructureError, match=r"labels must have an integer dtype, not float32\nhint: pass class indices"
+    ):
         losses.chunked_cross_entropy(h, head, labels.astype(jnp.float32))
-    with pytest.raises(ConfigError, match=r"chunk_size=0(.|\n)*hint:"):
+    with pytest.raises(ConfigError, match=r"chunk_size must be an integer of at least 1, not 0\nhint:"):
         losses.chunked_cross_entropy(h, head, labels, chunk_size=0)
-    with pytest.raises(ConfigError, match=r"reduction='avg'(.|\n)*hint:"):
+    with pytest.raises(ConfigError, match='reduction must be "mean" or "sum", not \'avg\''):
         losses.chunked_cross_entropy(h, head, labels, reduction="avg")
     for each in (jnp.int32, jnp.complex64):
-        with pytest.raises(StructureError, match=r"h has to have a floating-point dtype(.|\n)*hint:"):
+        with pytest.raises(StructureError, match=rf"h must have a floating-point dtype, not {jnp.dtype(each)}\nhint:"):
             losses.chunked_cross_entropy(jnp.ones(h.shape, each), head, labels)
     for each in (jnp.bool_, jnp.complex64):
-        with pytest.raises(StructureError, match=r"head has to hold real numbers(.|\n)*hint:"):
+        with pytest.raises(
+            StructureError, match=rf"head must have a floating-point or integer dtype, not {jnp.dtype(each)}\nhint:"
+        ):
             losses.chunked_cross_entropy(h, jnp.ones(head.shape, each), labels)
     losses.chunked_cross_entropy(h, jnp.ones(head.shape, jnp.int8), labels, ignore_index=-(2**31))
-    with pytest.raises(StructureError, match=r"V at least 1(.|\n)*hint:"):
+    with pytest.raises(StructureError, match=r"V at least 1, not \(0, 8\)\nhint:"):
         losses.chunked_cross_entropy(h, head[:0], labels)
     for arrays in (([1.0], head, labels), (h, [[1.0]], labels), (h, head, [1, 2])):
-        with pytest.raises(StructureError, match=r"is not an array\n(.|\n)*list(.|\n)*hint:"):
+        with pytest.raises(StructureError, match=r"must be an array, not list\nhint:"):
             losses.chunked_cross_entropy(*arrays)
     for option in ({"ignore_index": None}, {"ignore_index": 1.5}, {"ignore_index": 2**40}):
-        with pytest.raises(ConfigError, match=r"ignore_index has to be an integer(.|\n)*hint:"):
+        with pytest.raises(ConfigError, match=r"ignore_index must be an integer from (.|\n)*hint:"):
             losses.chunked_cross_entropy(h, head, labels, **option)
-    with pytest.raises(ConfigError, match=r"chunk_size=2.5(.|\n)*hint:"):
+    with pytest.raises(ConfigError, match=r"chunk_size must be an integer of at least 1, not 2.5\nhint:"):
         losses.chunked_cross_entropy(h, head, labels, chunk_size=2.5)
     for option in (
         {"soft_cap": 0.0},
@@ -282,7 +278,7 @@ def test_bad_input_is_refused_by_name():
         {"z_loss": float("nan")},
         {"z_loss": "1e-4"},
     ):
-        with pytest.raises(ConfigError, match=rf"{next(iter(option))} has to be(.|\n)*hint:"):
+        with pytest.raises(ConfigError, match=rf"{next(iter(option))} must be a finite number(.|\n)*hint:"):
             losses.chunked_cross_entropy(h, head, labels, **option)
 
 

@@ -167,7 +167,7 @@ def test_a_mesh_larger_than_the_target_is_refused() -> None:
     mesh = Mesh(np.array(jax.devices()[:8]).reshape(4, 2), ("data", "model"))
     x = {"w": shape(64, 128, sharding=NamedSharding(mesh, PartitionSpec("data")))}
     message = (
-        r"argument 0 at w: its mesh needs more devices than target 'v5e:2x2'[\s\S]*at most 4[\s\S]*got: 8 \(.*hint"
+        r"argument 0 at w: its mesh \{'data': 4, 'model': 2\} needs more than the 4 devices of target 'v5e:2x2'.*hint"
     )
     with pytest.raises(TargetError, match=message.replace(".*hint", r"[\s\S]*hint")):
         analyze(lambda x: x, x, target="v5e:2x2")
@@ -222,7 +222,7 @@ def test_a_jitted_function_keeps_its_donation_and_static_arguments() -> None:
     assert report.by_role == {**report.by_role, "state": 400, "x": 400, "outputs": 0}
     plain = analyze(step, *arguments, roles={"state": 1, "x": -2}, donate_argnums=1, static_argnums=(0, -1))
     assert plain.by_role == report.by_role
-    with pytest.raises(ConfigError, match=r"static arguments that static_argnums does not name[\s\S]*2 positions"):
+    with pytest.raises(ConfigError, match=r"has 2 static positional arguments, but static_argnums is \(\)\nhint"):
         analyze(jitted, *arguments, roles={"state": 1})
     with pytest.raises(ConfigError, match=r"donate_argnums was given for a function that is already jitted[\s\S]*hint"):
         analyze(jitted, *arguments, donate_argnums=1)
@@ -238,7 +238,7 @@ def test_a_compiled_program_can_be_read() -> None:
 @pytest.mark.tpu_aot
 def test_a_program_of_another_platform_is_refused() -> None:
     compiled = jax.jit(lambda w: w * 2).lower(shape(4)).compile()
-    with pytest.raises(TargetError, match=r"not compiled for target 'v5e:1x1'\n  expected: tpu\n  got: cpu"):
+    with pytest.raises(TargetError, match=r"compiled for cpu, not for target 'v5e:1x1'"):
         analyze_compiled(compiled, target="v5e")
 
 
@@ -249,8 +249,7 @@ def test_a_program_of_another_platform_is_refused() -> None:
 def test_a_leaf_that_jit_does_not_take_is_named(leaf: Any, got: str) -> None:
     with pytest.raises(StructureError) as error:
         analyze(lambda x, y: x, shape(3), {"cfg": [leaf]})
-    assert "argument 1 at cfg/0: a compiled function does not support its type" in str(error.value)
-    assert f"got: {got}" in str(error.value)
+    assert f"argument 1 at cfg/0: a compiled function does not support its type, {got}\n" in str(error.value)
     assert "hint: name the argument in static_argnums" in str(error.value)
     with pytest.raises(StructureError, match="argument 'cfg': a compiled function does not support"):
         analyze(lambda x, cfg: x, shape(3), cfg=leaf)
@@ -356,7 +355,7 @@ def test_a_shape_in_host_memory_is_traced_in_the_host_space() -> None:
 
 
 def test_several_targets_and_roles_that_are_no_mapping_are_named() -> None:
-    with pytest.raises(TargetError, match=r"target must be a single name(.|\n)*hint: call the function once for each"):
+    with pytest.raises(TargetError, match=r"target must be one name such as .*\nhint: call the function once"):
         analyze(lambda x: x, shape(3), target=["cpu", "v5e"])  # pyright: ignore
     for roles in (("params",), "params"):
         with pytest.raises(ConfigError, match=r"roles must be a mapping(.|\n)*hint: name the position"):

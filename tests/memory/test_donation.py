@@ -73,9 +73,7 @@ def test_a_leaf_that_is_not_read_counts_and_numbering_stays_right(keep_unused: b
         UndonatedLeaf(path="0/a", num_bytes=20, is_read=keep_unused),
         UndonatedLeaf(path="0/c", num_bytes=56, is_read=True),
     )
-    with pytest.raises(
-        DonationError, match=r"0/c: donated.*\n.*\n.*2 donated leaves \(76 B\).*0/c \(56 B\), 0/a \(20 B"
-    ):
+    with pytest.raises(DonationError, match=r"0/c: donated.*\n.*2 donated leaves \(76 B\).*0/c \(56 B\), 0/a \(20 B"):
         check_donation(compiled)
 
 

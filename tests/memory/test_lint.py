@@ -18,8 +18,8 @@ from lowtide.core import ConfigError
 from lowtide.losses import chunked_cross_entropy
 from lowtide.memory import Finding, analyze, compile, lint
 from lowtide.memory._analysis import examine
-from lowtide.memory.advice._finding import RULES
 from lowtide.memory.advice._lint import lint_owners
+from lowtide.memory.advice._rules import RULES
 
 MIB = 2**20
 TARGETS = ["cpu", pytest.param("v5e", marks=pytest.mark.tpu_aot)]

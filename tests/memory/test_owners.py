@@ -9,8 +9,7 @@ import jax.numpy as jnp
 import optax
 import pytest
 
-from lowtide.hlo._graph import Graph
-from lowtide.hlo._heap import segments
+from lowtide.hlo._graph import Graph, segments
 from lowtide.memory import Buffer, Program, compile
 from lowtide.memory._analysis import examine
 from lowtide.memory._dataflow import Passes

@@ -13,7 +13,7 @@ from safetensors.numpy import load_file
 
 from lowtide.models._safetensors import SINGLE
 from lowtide.quant import dynamic_map
-from lowtide.quant._formats import NF4_VALUES
+from lowtide.quant._weight import NF4_VALUES
 
 Tensors = dict[str, tuple[str, np.ndarray]]
 """Dtype in the file, and what is stored, by name."""

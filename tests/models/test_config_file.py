@@ -62,7 +62,7 @@ def test_damaged_configurations_are_refused_by_lowtide_or_can_be_computed() -> N
         ("llama", {"num_experts": 4}, "'num_experts'"),
         ("qwen2", {"clip_qkv": 8.0}, "'clip_qkv'"),
         ("gemma2", {"hidden_activation": "relu"}, "'hidden_activation'"),
-        ("gemma2", {"query_pre_attn_scalar": None}, "query_pre_attn_scalar is null"),
+        ("gemma2", {"query_pre_attn_scalar": None}, "query_pre_attn_scalar must be a number, not null"),
         ("gemma3_text", {"use_bidirectional_attention": True}, "'use_bidirectional_attention'"),
         ("gemma3_text", {"layer_types": ["chunked_attention"] * 4}, "layer_types"),
         ("phi3", {"attention_bias": True}, "'attention_bias'"),
@@ -98,7 +98,9 @@ def test_a_cap_that_transformers_stores_and_does_not_apply_changes_nothing_and_i
     file = {**FILES["gemma3_text"], "attn_logit_softcapping": 6.0}
     with pytest.warns(UserWarning, match="attn_logit_softcapping is not applied"):
         assert config_from_hf(file, "config.json") == config_from_hf(FILES["gemma3_text"], "config.json")
-    with pytest.raises(ConfigError, match="a config.json of Gemma3ForCausalLM cannot express attention_soft_cap"):
+    with pytest.raises(
+        ConfigError, match="a config.json of Gemma3ForCausalLM cannot express attention_soft_cap = 6.0, only None"
+    ):
         config_to_hf(dataclasses.replace(KINDS["gemma3_text"], attention_soft_cap=6.0), "float32")
 
 
@@ -133,9 +135,11 @@ def test_sizes_are_taken_from_json_of_both_spellings_of_rotary_frequencies() -> 
         found = config_from_hf({**file, "rope_parameters": {one: by_kind[one], **more}}, "config.json")
         assert found == dataclasses.replace(before, **rest)
     for more, kind in (({"rope_theta": 5.0}, "gemma3_text"), ({"rope_type": "yarn"}, "gemma3_text"), ({}, "qwen3")):
-        message = "keys other than the layer types" if more else "rope_scaling has 'full_attention'"
+        message = (
+            "keys other than full_attention and sliding_attention" if more else "rope_scaling has 'full_attention'"
+        )
         with pytest.raises(ModelFileError, match=message):
             config_from_hf({**FILES[kind], "rope_parameters": {**by_kind, **more}}, "config.json")
     by_kind["sliding_attention"] = {"rope_type": "yarn", "factor": 2.0}
-    with pytest.raises(ModelFileError, match="unknown RoPE scaling 'yarn'"):
+    with pytest.raises(ModelFileError, match="rope_type of sliding-window layers must be \"default\", not 'yarn'"):
         config_from_hf({**file, "rope_parameters": by_kind}, "config.json")

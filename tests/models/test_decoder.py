@@ -95,10 +95,10 @@ def test_a_configuration_is_written_and_read_again(kind: str) -> None:
 def test_a_model_that_its_family_has_no_words_for_is_not_written() -> None:
     mixed = models.DecoderConfig(**{**vars(KINDS["llama"]), "qk_norm": "head"})
     with pytest.raises(
-        ConfigError, match=r"config.json of LlamaForCausalLM cannot express qk_norm = 'head'(.|\n)*hint:"
+        ConfigError, match=r"config.json of LlamaForCausalLM cannot express qk_norm = 'head', only 'none'(.|\n)*hint:"
     ):
         config_to_hf(mixed, "float32")
-    with pytest.raises(ConfigError, match=r"unknown family 'lama'(.|\n)*expected: one of llama"):
+    with pytest.raises(ConfigError, match=r'family must be "llama", .*, not \'lama\'(.|\n)*hint: did you mean "llama"'):
         config_to_hf(models.DecoderConfig(**{**vars(KINDS["llama"]), "family": "lama"}), "float32")
 
 
@@ -125,27 +125,36 @@ def test_how_far_layers_see_is_data_and_nothing_that_trains() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"sliding_window": 0}, "sliding_window has to be at least 1"),
+        ({"sliding_window": 0}, "sliding_window must be an integer of at least 1, not 0"),
         ({"sliding_layers": (True,) * 4, "sliding_window": None}, "need a sliding_window"),
-        ({"sliding_layers": (True,), "sliding_window": 4}, "the number of layer_types differs"),
-        ({"rotary_fraction": 0.2}, "the number of rotated dimensions has to be even"),
-        ({"rope_scaling": models.RopeScaling(rope_type="longrope", factor=2.0)}, "number of longrope factors"),
+        (
+            {"sliding_layers": (True,), "sliding_window": 4},
+            r"sliding_layers must have 4 values, one for each layer, not 1(.|\n)*hint: .*layer_types",
+        ),
+        ({"rotary_fraction": 0.2}, r"head_dim and its rotated part must be even, not \d+ and \d+(.|\n)*hint: rotary"),
+        (
+            {"rope_scaling": models.RopeScaling(rope_type="longrope", factor=2.0)},
+            r"short_factor must have \d+ values, one for each frequency, not 0",
+        ),
     ],
 )
 def test_switches_that_contradict_each_other_are_refused(changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=rf"{message}(.|\n)*hint:"):
+    with pytest.raises(ConfigError, match=message):
         models.DecoderConfig(**{**vars(KINDS["llama"]), **changes})
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"num_experts": 0}, "num_experts has to be at least 1"),
-        ({"num_experts_per_token": 9}, "num_experts_per_token is greater than num_experts"),
+        ({"num_experts": 0}, "num_experts must be an integer of at least 1, not 0"),
+        (
+            {"num_experts_per_token": 9},
+            r"num_experts_per_token must be an integer from 1 to 4, not 9(.|\n)*hint: .*than num_experts",
+        ),
     ],
 )
 def test_impossible_mixtures_are_refused(changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=rf"{message}(.|\n)*hint:"):
+    with pytest.raises(ConfigError, match=message):
         models.Experts(**{"num_experts": 4, "num_experts_per_token": 2, "intermediate_size": 8, **changes})
 
 

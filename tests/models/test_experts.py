@@ -164,7 +164,7 @@ def test_rows_that_cannot_be_divided_are_computed_everywhere_and_experts_that_ca
     want = jax.jit(lambda mlp, x: _dense(mlp, x, KINDS["mixtral"].experts))(mlp, x)
     np.testing.assert_allclose(jax.jit(ours)(mlp, x), want, rtol=1e-4, atol=1e-3)
     experts = dataclasses.replace(experts, num_experts=6)
-    with pytest.raises(ConfigError, match=r"experts cannot be sharded(.|\n)*hint:"):
+    with pytest.raises(ConfigError, match=r"6 experts cannot be sharded along the axis expert of size 4(.|\n)*hint:"):
         ours(mlp, jnp.concatenate([x, x[:1]]))
 
 

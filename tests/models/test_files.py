@@ -69,7 +69,7 @@ def test_dtypes_are_chosen_on_loading(directory):
 
 @pytest.mark.parametrize("wrong", [{"dtype": "bfloat"}, {"compute_dtype": "int8"}, {"compute_dtype": "auto"}])
 def test_dtypes_that_cannot_be_computed_in_are_refused(directory, wrong):
-    with pytest.raises(ConfigError, match=r"is not a floating-point dtype(.|\n)*hint:"):
+    with pytest.raises(ConfigError, match="is not a floating-point dtype, such as float32 or bfloat16"):
         load(directory, **wrong)
 
 
@@ -127,10 +127,10 @@ def test_truncated_weights_are_named(directory, keep):
 
 def test_config_and_weights_that_disagree_are_named(directory):
     _edit_config(directory, intermediate_size=13)
-    with pytest.raises(ModelFileError, match=r"the shape of .*mlp.*_proj.weight differs(.|\n)*\(8, 13\)(.|\n)*hint:"):
+    with pytest.raises(ModelFileError, match=r"the shape of .*mlp.*_proj.weight is .* requires \(8, 13\)\nhint:"):
         load(directory)
     _edit_config(directory, intermediate_size=12, num_hidden_layers=3)
-    with pytest.raises(ModelFileError, match=r"missing, first model.layers.2(.|\n)*hint:"):
+    with pytest.raises(ModelFileError, match=r"are missing, first model.layers.2(.|\n)*hint:"):
         load(directory)
     _edit_config(directory, num_hidden_layers=1)
     with pytest.raises(ModelFileError, match=r"have model.layers.1.*does not describe(.|\n)*hint:"):
@@ -142,10 +142,12 @@ def test_unknown_models_are_refused(directory):
     with pytest.raises(ModelFileError, match=r"unknown architecture 'MambaForCausalLM'(.|\n)*hint:"):
         load(directory)
     _edit_config(directory, architectures=["LlamaForCausalLM"], hidden_act="gelu")
-    with pytest.raises(ModelFileError, match=r"unknown activation 'gelu'(.|\n)*hint:"):
+    with pytest.raises(
+        ModelFileError, match=r"hidden_act must be \"silu\" or \"swish\", not 'gelu'\nhint: the MLP of Llama"
+    ):
         load(directory)
     _edit_config(directory, hidden_act="silu", rope_scaling={"rope_type": "spiral", "factor": 2.0})
-    with pytest.raises(ModelFileError, match=r"unknown RoPE scaling 'spiral'(.|\n)*hint:"):
+    with pytest.raises(ModelFileError, match=r'rope_type must be "default", .* or "longrope", not \'spiral\'\nhint:'):
         load(directory)
 
 
@@ -165,7 +167,7 @@ def test_integer_weights_are_refused(directory):
     tensors = load_file(directory / "model.safetensors")
     tensors["model.norm.weight"] = np.ones((8,), np.int8)
     save_file(tensors, directory / "model.safetensors")
-    with pytest.raises(ModelFileError, match=r"model.norm.weight has dtype I8(.|\n)*hint:"):
+    with pytest.raises(ModelFileError, match=r"dtype of model.norm.weight must be .*, not 'I8'\nhint:"):
         load(directory)
 
 
@@ -253,7 +255,7 @@ def test_rope_scaling_that_cannot_be_computed_is_refused(directory, change):
     _edit_config(directory, rope_scaling={**scaling, **change})
     with pytest.raises(
         ModelFileError,
-        match=r"config.json: (rope_scaling(.factor has an unusable value| has no factor)|RoPE .* of range)(.|\n)*hint:",
+        match=r"config.json: (rope_scaling(.factor has an unusable| has no factor)|high_freq_factor must)(.|\n)*hint:",
     ):
         load(directory)
 
@@ -270,12 +272,12 @@ def test_layers_of_different_dtypes_stack_without_losing_digits(model, directory
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"eos_token_id": 99}, r"eos_token_id is not a token id(.|\n)*0 to 29(.|\n)*99"),
+        ({"eos_token_id": 99}, r"eos_token_id must be an integer from 0 to 29, not 99"),
         ({"eos_token_id": "</s>"}, r"eos_token_id has an unusable value"),
         ({"rope_scaling": "llama3"}, r"rope_scaling has an unusable value(.|\n)*a JSON object(.|\n)*llama3"),
         ({"rope_scaling": {"rope_type": "linear"}}, r"rope_scaling has no factor"),
         ({"quantization_config": {"bits": 4}}, r"the checkpoint is quantised"),
-        ({"num_key_value_heads": 3}, r"config.json: num_kv_heads has to divide num_heads"),
+        ({"num_key_value_heads": 3}, r"config.json: num_kv_heads must be a divisor of num_heads = 2, not 3"),
         ({"architectures": "GPT2LMHeadModel"}, r"unknown architecture 'GPT2LMHeadModel'"),
     ],
 )

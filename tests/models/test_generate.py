@@ -312,9 +312,9 @@ def test_bytes_of_a_cache():
     [
         ({"prompts": [[1], []]}, "prompt 1 is empty"),
         ({"prompts": [[61]]}, "not in the vocabulary"),
-        ({"num_tokens": 0}, "num_tokens is too small"),
-        ({"batch_size": 0}, "batch_size is too small"),
-        ({"num_samples": 0}, "num_samples is too small"),
+        ({"num_tokens": 0}, "num_tokens must be an integer of at least 1, not 0"),
+        ({"batch_size": 0}, "batch_size must be an integer of at least 1, not 0"),
+        ({"num_samples": 0}, "num_samples must be an integer of at least 1, not 0"),
     ],
 )
 def test_bad_input(given, message):
@@ -328,7 +328,7 @@ def test_bad_input(given, message):
     [("temperature", -1), ("temperature", float("nan")), ("top_k", -1), ("top_p", 0), ("min_p", 2)],
 )
 def test_a_sampling_out_of_range(name, value):
-    with pytest.raises(ConfigError, match=f"{name} is out of range"):
+    with pytest.raises(ConfigError, match=f"{name} must be .*, not {value}"):
         Sampling(**{name: value})
 
 

@@ -18,9 +18,7 @@ import lowtide as lt
 from lowtide import models
 from lowtide.core import ModelFileError, leaves_with_paths
 from lowtide.models import Experts, RopeScaling
-from lowtide.models.gguf import GgufTensor
-from lowtide.models.gguf._config import config_of
-from lowtide.models.gguf._header import read_header
+from lowtide.models.gguf import GgufTensor, config_of, read_header
 from lowtide.quant import QuantizedWeight
 from lowtide.train import make_mesh
 

@@ -45,11 +45,11 @@ def test_selected_gradients_equal_jax_bit_for_bit(wrt):
 
 
 def test_impossible_sizes_are_refused():
-    with pytest.raises(ConfigError, match=r"num_kv_heads has to divide(.|\n)*hint:"):
+    with pytest.raises(ConfigError, match="num_kv_heads must be a divisor of num_heads = 4, not 3"):
         dataclasses.replace(CONFIG, num_kv_heads=3)
-    with pytest.raises(ConfigError, match=r"head_dim has to be even(.|\n)*hint:"):
+    with pytest.raises(ConfigError, match=r"head_dim and its rotated part must be even, not 5 and 5(.|\n)*hint:"):
         dataclasses.replace(CONFIG, head_dim=5)
-    with pytest.raises(ConfigError, match=r"num_layers has to be at least 1(.|\n)*hint:"):
+    with pytest.raises(ConfigError, match="num_layers must be an integer of at least 1, not 0"):
         dataclasses.replace(CONFIG, num_layers=0)
 
 
@@ -57,5 +57,5 @@ def test_an_embedding_that_cannot_look_rows_up_is_refused_by_name():
     model = make_model()
     node = lt.lora.IA3Weight(model.outer["embed"]["weight"], jnp.ones(CONFIG.vocab_size))
     model = dataclasses.replace(model, outer={**model.outer, "embed": {"weight": node}})
-    with pytest.raises(StructureError, match=r"outer/embed: .* embedding lookup cannot(.|\n)*IA3Weight(.|\n)*hint:"):
+    with pytest.raises(StructureError, match=r"outer/embed: an embedding lookup needs .*, not IA3Weight\nhint:"):
         loss(model, make_batch())

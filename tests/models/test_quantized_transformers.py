@@ -195,7 +195,7 @@ def test_fp4_weights_are_theirs(peer: peers.Peer, tmp_path: Path) -> None:
 
 
 def test_numbers_of_mxfp4_are_theirs(peer: peers.Peer) -> None:
-    from lowtide.models.packed._weights import MxExperts
+    from lowtide.models._quantized import MxExperts
     from lowtide.quant import format_named
 
     rng = np.random.default_rng(0)

@@ -48,7 +48,7 @@ def test_a_full_disk_is_known_before_anything_is_written(tiny_model_dir, tmp_pat
     save(model, tmp_path)
     before = {path.name: path.stat().st_mtime_ns for path in tmp_path.iterdir()}
     monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(2**30, 2**30 - 9000, 9000))
-    with pytest.raises(OutputError, match=r"too little space for the model(?s:.*) free\n  got: 8.79 KiB"):
+    with pytest.raises(OutputError, match=r"the model needs .*, but only 8\.79 KiB are free\nhint:"):
         save(model, tmp_path)
     assert {path.name: path.stat().st_mtime_ns for path in tmp_path.iterdir()} == before
 
@@ -92,6 +92,6 @@ def test_pieces_are_of_any_array(tmp_path, monkeypatch, kind):
 
 
 def test_dtypes_that_are_not_written_are_named(tmp_path):
-    with pytest.raises(ModelFileError, match="x has dtype int32"):
+    with pytest.raises(ModelFileError, match="dtype of x must be .*, not 'int32'"):
         write_model(tmp_path, [Tensor("x", np.zeros(3, np.int32))], {"config.json": b"{}"}, max_shard_bytes=100)
     assert not list(tmp_path.iterdir())

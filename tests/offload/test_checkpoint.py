@@ -220,11 +220,11 @@ def test_recomputing_what_a_custom_vjp_hides_is_no_error() -> None:
 @pytest.mark.parametrize(
     ("claims", "error", "text"),
     [
-        ({}, ConfigError, "no argument selects values to keep.*hint: .*jax.checkpoint"),
-        ({"save": [1]}, ConfigError, "save does not select values by name.*hint: "),
-        ({"save": "("}, ConfigError, "save is not a regular expression.*hint: "),
-        ({"save": ["up"], "offload": ["up"]}, ConfigError, "two arguments select the value 'up'.*hint: "),
-        ({"save": "u.*", "recompute": ["up"]}, ConfigError, "two arguments select the value 'up'.*hint: "),
+        ({}, ConfigError, "none of save=, offload= and recompute= selects values.*hint: .*jax.checkpoint"),
+        ({"save": [1]}, ConfigError, r"save must be a list of names or a regular expression, not \[1\].*hint: "),
+        ({"save": "("}, ConfigError, r"save='\(' is not a regular expression: .*hint: "),
+        ({"save": ["up"], "offload": ["up"]}, ConfigError, "save and offload both select the value 'up'.*hint: "),
+        ({"save": "u.*", "recompute": ["up"]}, ConfigError, "save and recompute both select the value 'up'.*hint: "),
         ({"offload": ["upp"]}, SelectionError, "'upp' matches no named value of block.*down, up.*near misses: up"),
         ({"offload": "x.*"}, SelectionError, "'x.*' matches no named value.*hint: list the names"),
     ],

@@ -280,13 +280,13 @@ def test_running_patterns_that_name_nothing_are_refused() -> None:
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"clip": 1.0}, r"(?s)clip is not a Clip.*got: 1.0.*hint: pass clip=Clip"),
-        ({"num_microbatches": 2.0}, r"(?s)num_microbatches has to be at least 1.*whole number.*got: 2.0"),
-        ({"tx": "adam"}, r"(?s)not a gradient transformation.*got: 'adam'.*hint: pass for instance optax"),
+        ({"clip": 1.0}, r"clip must be a lowtide\.offload\.Clip or None, not 1\.0\nhint: pass clip=Clip"),
+        ({"num_microbatches": 2.0}, r"num_microbatches must be an integer of at least 1, not 2\.0\nhint: "),
+        ({"tx": "adam"}, r"must be an optax\.GradientTransformation, not 'adam'\nhint: pass for instance optax"),
         ({"tx": lt.offload.optimizer(optax.adam(1e-2))}, r"(?s)wrapped by lt.offload.optimizer.*hint: pass the inner"),
-        ({"place": "host"}, r"(?s)place is not a mapping.*got: 'host'.*hint: pass place="),
-        ({"on_nan": "abort"}, r"(?s)unknown action 'abort' for gradients.*'ignore' or 'skip'.*got: 'abort'.*hint: "),
-        ({"chunk_bytes": 1.5}, r"(?s)chunk_bytes has to be at least 1.*got: 1.5.*hint:"),
+        ({"place": "host"}, r"place must be a mapping of parts to memories, not 'host'\nhint: pass place="),
+        ({"on_nan": "abort"}, r"on_nan must be \"ignore\" or \"skip\", not 'abort'\nhint: "),
+        ({"chunk_bytes": 1.5}, r"chunk_bytes must be an integer of at least 1, not 1\.5\nhint:"),
     ],
 )
 def test_arguments_of_other_types_are_refused(options: dict[str, Any], text: str) -> None:
@@ -320,7 +320,9 @@ def test_arguments_in_another_order_are_refused() -> None:
     step = layerwise_step(stack(), optax.adam(1e-2))
     state, frozen = step.init(*parameters())
     for arguments in ((state, batch(), frozen), (*parameters(), batch())):
-        with pytest.raises(StructureError, match=r"(?s)those of a layerwise step.*step\(state, frozen, batch\).*hint:"):
+        with pytest.raises(
+            StructureError, match=r"as step\(state, frozen, batch\), not step\(\w+, \w+, \.\.\.\)\nhint:"
+        ):
             jax.jit(step).trace(*arguments)
 
 
@@ -362,13 +364,13 @@ def test_meshes_with_explicit_axes_are_refused(path: str) -> None:
     tree, name = path.split("/")
     trees[tree][name] = jax.device_put(trees[tree][name], jax.NamedSharding(mesh, jax.P()))
     step = layerwise_step(stack(), optax.adam(1e-2))
-    with pytest.raises(ConfigError, match=rf"(?s){path}: its mesh has explicit axes.*got: explicit fsdp.*hint: .*Auto"):
+    with pytest.raises(ConfigError, match=rf"{path}: its mesh has explicit axes \(fsdp\).*\nhint: .*Auto"):
         jax.eval_shape(step, *step.init(trees["outer"], trees["layers"]), trees["batch"])
 
 
 def test_outer_leaves_of_one_path_are_refused() -> None:
     outer, layers = parameters()
-    with pytest.raises(StructureError, match=r"(?s)two leaves have the path outer/a/b.*hint: rename"):
+    with pytest.raises(StructureError, match=r"2 leaves have the path outer/a/b\nhint: rename"):
         layerwise_step(stack(), optax.adam(1e-2)).init({**outer, "a/b": outer["head"], "a": {"b": 1.0}}, layers)
 
 

@@ -409,9 +409,9 @@ def test_state_on_the_device_is_refused(jit: bool) -> None:
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"mode": "chunked"}, r"unknown mode(.|\n)*streamed, leaf, whole(.|\n)*hint:"),
-        ({"chunk_bytes": 0}, r"chunk_bytes has to be at least 1(.|\n)*hint:"),
-        ({"match": "*/mu"}, r"not a regular expression(.|\n)*hint: write"),
+        ({"mode": "chunked"}, r"mode must be \"streamed\", \"leaf\" or \"whole\", not 'chunked'"),
+        ({"chunk_bytes": 0}, r"chunk_bytes must be an integer of at least 1, not 0\nhint:"),
+        ({"match": "*/mu"}, r"match='\*/mu' is not a regular expression: .*\nhint: write"),
     ],
 )
 def test_arguments_that_cannot_be_used(options: dict[str, Any], text: str) -> None:
@@ -427,13 +427,15 @@ def test_shardings_of_another_structure_are_refused() -> None:
 
 
 def test_state_shardings_need_shardings() -> None:
-    with pytest.raises(PlacementError, match=r"parameter w has no sharding(.|\n)*hint:"):
+    with pytest.raises(PlacementError, match=r"parameter w, a ShapeDtypeStruct, has no sharding\nhint:"):
         state_shardings(optax.adam(1e-3), {"w": jax.ShapeDtypeStruct((8, 128), jnp.float32)})
 
 
 @pytest.mark.parametrize("tx", [None, "adam"])
 def test_what_is_no_transformation_is_refused(tx: Any) -> None:
-    with pytest.raises(ConfigError, match=r"(?s)not a gradient transformation.*hint: pass for instance optax.adamw"):
+    with pytest.raises(
+        ConfigError, match=r"must be an optax\.GradientTransformation, not .*\nhint: pass for instance optax.adamw"
+    ):
         optimizer(tx)
 
 
@@ -497,7 +499,7 @@ def test_updates_may_have_the_structure_of_the_parameters() -> None:
 
 @pytest.mark.parametrize("chunk_bytes", [0, 1.5, None])
 def test_blocks_have_whole_bytes(chunk_bytes: Any) -> None:
-    with pytest.raises(ConfigError, match=r"(?s)chunk_bytes has to be at least 1.*hint:"):
+    with pytest.raises(ConfigError, match=r"chunk_bytes must be an integer of at least 1, not .*\nhint:"):
         optimizer(optax.adam(1e-2), chunk_bytes=chunk_bytes)
     assert optimizer(optax.adam(1e-2), chunk_bytes="1 MiB")
 

@@ -14,7 +14,6 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceShardin
 from lowtide.core import ConfigError, PlacementWarning, SelectionError, leaves_with_paths, memory_space
 from lowtide.memory import analyze, compile, target
 from lowtide.offload import memory_kinds, to_device, to_host, verify
-from lowtide.offload._host_memory import match_paths
 
 HOST, DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
 
@@ -155,8 +154,10 @@ def test_memory_kinds_of_shapes_and_specs() -> None:
     assert memory_kinds({"a": shape}, "a", mesh=mesh)["a"].spec == PartitionSpec()
 
 
-def test_match_paths_matches_whole_paths() -> None:
-    assert match_paths({"mu": {"w": 1}, "mud": 2}, "mu/.*") == [True, False]
+def test_memory_kinds_matches_whole_paths() -> None:
+    shape = jax.ShapeDtypeStruct((4,), jnp.float32)
+    kinds = memory_kinds({"mu": {"w": shape}, "mud": shape}, "mu/.*")
+    assert (kinds["mu"]["w"].memory_kind, kinds["mud"].memory_kind) == ("pinned_host", "device")
 
 
 # --- bad input -----------------------------------------------------------------------------------------------------
@@ -165,10 +166,10 @@ def test_match_paths_matches_whole_paths() -> None:
 @pytest.mark.parametrize(
     ("match", "kind", "error", "text", "hint"),
     [
-        (".*/momentum/.*", "pinned_host", SelectionError, "'.*/momentum/.*' matches nothing", "segments by '/'"),
-        ("mu", "pinned_host", SelectionError, "3 paths: 0/count, 0/mu/w, 0/nu/w", "did you mean '.*(mu).*'?"),
+        (".*/momentum/.*", "pinned_host", SelectionError, "'.*/momentum/.*' matches none of 3", "segments by '/'"),
+        ("mu", "pinned_host", SelectionError, "3 whole paths: 0/count, 0/mu/w, 0/nu/w", "did you mean '.*(mu).*'?"),
         ("(mu", "pinned_host", SelectionError, "'(mu' is not a regular expression", "paths look like: 0/count"),
-        (".*", "host", ConfigError, "unknown memory kind 'host'", 'use "pinned_host", the host memory'),
+        (".*", "host", ConfigError, "or \"unpinned_host\", not 'host'", 'use "pinned_host", the host memory'),
     ],
 )
 def test_bad_matches_and_kinds_are_refused(match: str, kind: str, error: Any, text: str, hint: str) -> None:

@@ -253,7 +253,7 @@ def test_other_errors_of_the_body_pass_unchanged() -> None:
 
 def test_an_unknown_place_is_refused() -> None:
     xs, x, _ = arguments()
-    with pytest.raises(ConfigError, match="unknown memory 'disk'(.|\n)*hint: pass inputs="):
+    with pytest.raises(ConfigError, match='inputs must be "device" or "host", not \'disk\'\nhint: pass inputs='):
         scan(body, x, to_host(xs), inputs="disk")  # pyright: ignore[reportArgumentType]
 
 

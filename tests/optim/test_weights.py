@@ -179,7 +179,7 @@ def test_in_blocks_weights_are_those_of_the_whole(kind: str, monkeypatch: pytest
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"weights": "float32"}, r"(?s)weights='float32' is not a supported value.*split, kahan, stochastic"),
+        ({"weights": "float32"}, r"weights must be \"split\", \"kahan\" or \"stochastic\", not 'float32'\nhint: "),
         ({"format": None}, r"(?s)neither a format nor weights.*hint:"),
         ({"format": {}}, r"(?s)neither a format nor weights.*hint:"),
     ],
@@ -192,7 +192,7 @@ def test_arguments_that_cannot_be_used_are_named(arguments: dict[str, Any], mess
 def test_weights_need_parameters_in_bfloat16_at_init_and_at_all_in_an_update() -> None:
     params = {"w": jnp.ones((64, 128), jnp.bfloat16)}
     tx = low_precision(optax.adamw(1e-2), weights="split")
-    with pytest.raises(ConfigError, match=r'(?s)weights="split" needs parameters in bfloat16.*got: float32'):
+    with pytest.raises(ConfigError, match=r'(?s)weights="split" needs parameters in bfloat16, not in float32'):
         tx.init({"w": jnp.ones((64, 128))})
     with pytest.raises(ConfigError, match=r"(?s)needs the parameters.*hint:"):
         tx.update(params, tx.init(params))

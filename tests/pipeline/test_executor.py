@@ -202,16 +202,18 @@ def test_the_other_schedules_give_the_gradients_of_the_plain_model(name: str) ->
     assert_close(jax.jit(pipeline)(*given), of_plain_jax(PLAIN, *given))
 
 
-OFFLOAD = jax.checkpoint_policies.save_and_offload_only_these_names(
-    names_which_can_be_saved=[],
-    names_which_can_be_offloaded=["inner"],
-    offload_src="device",
-    offload_dst="pinned_host",
-)
+def offloading(name: str) -> Any:
+    """Return a policy that moves values of this name to the host."""
+    return jax.checkpoint_policies.save_and_offload_only_these_names(
+        names_which_can_be_saved=[],
+        names_which_can_be_offloaded=[name],
+        offload_src="device",
+        offload_dst="pinned_host",
+    )
 
 
 @pytest.mark.slow_after(1)
-@pytest.mark.parametrize("remat", [True, OFFLOAD])
+@pytest.mark.parametrize("remat", [True, offloading("inner")])
 def test_recomputation_and_offload_change_no_value(remat: Any) -> None:
     given = plain_arguments(4)
     assert_close(jax.jit(plain_pipeline("zb-v", remat=remat))(*given), of_plain_jax(PLAIN, *given))
@@ -254,7 +256,7 @@ def test_layers_keep_their_order_through_arranging() -> None:
     assert rows["n"][:, 0].tolist() == [0, 0, 5, 5, 1, 2, 3, 4]
     assert rows["n"].sharding.spec == PartitionSpec("stage")
     assert pipeline.restore(rows, 6)["n"][:, 0].tolist() == list(range(6))
-    with pytest.raises(StructureError, match=r"(?s)not in the order of ranks.*8 rows.*got: 6.*hint:"):
+    with pytest.raises(StructureError, match=r"(?s)in the order of ranks must have 8 rows, not 6.*hint:"):
         pipeline.restore(layers, 6)
     shapes = pipeline.arrange({"n": jax.ShapeDtypeStruct((6, 2), jnp.float32)})
     assert shapes["n"].shape == (8, 2)
@@ -402,7 +404,7 @@ def test_a_schedule_of_ones_own_runs() -> None:
 
 
 def test_a_model_without_layers_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"(?s)no layers.*at least one.*hint:"):
+    with pytest.raises(ConfigError, match=r"(?s)the pipeline has no layers.*hint:"):
         pipeline_of("1f1b", 2)(parameters(1)[0], jax.tree.map(lambda leaf: leaf[:0], parameters(1)[1]), make_batch())
 
 
@@ -410,16 +412,12 @@ def test_a_model_without_layers_is_refused() -> None:
 def test_layers_and_batches_that_do_not_fit_are_named() -> None:
     outer, layers = parameters(5)
     batch = make_batch()
-    with pytest.raises(
-        ConfigError, match=r"(?s)layers_per_stage does not fit the model.*add up to 5.*add up to 6.*hint:"
-    ):
+    with pytest.raises(ConfigError, match=r"(?s)layers_per_stage must be 2 numbers .*add up to 5, not \[3, 3\].*hint:"):
         pipeline_of("1f1b", 2, layers_per_stage=[3, 3])(outer, layers, batch)
     alone = pipeline_of("1f1b", 2, mesh=mesh_of(2, 1))
     with pytest.raises(StructureError, match=r"(?s)labels.*does not split into microbatches.*multiple of 6.*hint:"):
         alone(outer, layers, {name: leaf if name == "key" else leaf[:11] for name, leaf in batch.items()})
-    with pytest.raises(
-        StructureError, match=r"(?s)labels and tokens have different numbers.*24 rows in all leaves.*got: 12.*hint:"
-    ):
+    with pytest.raises(StructureError, match=r"(?s)labels and tokens have different numbers of rows, 24 and 12.*hint:"):
         alone(outer, layers, {**batch, "tokens": batch["tokens"][:12]})
     with pytest.raises(StructureError, match=r"(?s)leading axis does not split.*got: shape \(0, 3\).*hint:"):
         alone(outer, layers, {name: leaf if name == "key" else leaf[:0] for name, leaf in batch.items()})
@@ -428,14 +426,12 @@ def test_layers_and_batches_that_do_not_fit_are_named() -> None:
         with pytest.raises(StructureError, match=r"(?s)along fsdp.*multiple of 24 \(6 microbatches × 4 parts\).*hint:"):
             run(outer, layers, few)
     pipeline_of("1f1b", 2, batch_axes=()).report(outer, layers, few)
-    with pytest.raises(StructureError, match=r"(?s)not in the order of ranks.*6 rows.*got: 5.*hint:.*arrange"):
+    with pytest.raises(StructureError, match=r"(?s)in the order of ranks must have 6 rows, not 5.*hint:.*arrange"):
         pipeline_of("1f1b", 2, layers_per_stage=[2, 3], arranged=True)(outer, layers, batch)
-    with pytest.raises(ConfigError, match=r"(?s)stages are uneven.*got: 5 layers.*hint:.*layers_per_stage=\[3, 2\]"):
+    with pytest.raises(ConfigError, match=r"(?s)stages of 5 layers are uneven.*hint:.*layers_per_stage=\[3, 2\]"):
         pipeline_of("1f1b", 2, arranged=True).arrange(layers)
     for weight in (lambda batch: batch["labels"], lambda batch: "labels"):
-        with pytest.raises(
-            StructureError, match=r"(?s)weight of a microbatch is not a number.*scalar.*labels|shape.*hint:"
-        ):
+        with pytest.raises(StructureError, match=r"(?s)weight of a microbatch is not a number.*(labels|shape).*hint:"):
             pipeline_of("1f1b", 2, weight=weight)(outer, layers, batch)
     del batch["positions"]
     for run in (pipeline_of("1f1b", 2), pipeline_of("1f1b", 2).evaluate, pipeline_of("1f1b", 2).report):
@@ -456,7 +452,7 @@ def test_functions_of_another_shape_are_named() -> None:
         StructureError, match=r"(?s)x: a block returns a shape or dtype that differs.*3, 8.*got: .*3, 4.*hint:"
     ):
         run(block=lambda layer, h, batch: {**h, "x": h["x"][..., :4]})
-    with pytest.raises(StructureError, match=r"(?s)does not return a loss.*\(loss, metrics\).*hint:"):
+    with pytest.raises(StructureError, match=r"(?s)does not return a loss.*\(loss, metrics\).*got:"):
         run(last=lambda outer, h, batch: h["x"])
 
 
@@ -486,7 +482,7 @@ def test_an_evaluation_needs_the_memory_of_a_microbatch() -> None:
 def test_rows_that_differ_or_are_none_are_not_evaluated() -> None:
     pipeline, _, layers = evaluated(False)
     x = jnp.ones((7, 5, WIDTH))
-    with pytest.raises(StructureError, match=r"(?s)different numbers of rows.*13 rows in all.*got: 7.*hint:"):
+    with pytest.raises(StructureError, match=r"(?s)different numbers of rows, 13 and 7.*hint:"):
         pipeline.evaluate({}, layers, {"x": x, "w": jnp.ones(13)})
     with pytest.raises(StructureError, match=r"(?s)does not split.*got: shape \(0,.*hint:"):
         pipeline.evaluate({}, layers, {"x": x[:0]})

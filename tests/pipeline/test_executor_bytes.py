@@ -18,10 +18,11 @@ from lowtide.memory import Program, compile, target
 from lowtide.pipeline import Costs, schedule, value_and_grad
 from lowtide.pipeline.program import _executor as executor
 
+from .test_executor import TWO_STAGES, offloading
+
 pytestmark = pytest.mark.tpu_aot
 
 WIDTH, INNER, ROWS = 256, 1024, 512
-TWO_STAGES = {"interleaved", "interleaved-zb", "zb-v", "v-half", "v-min", "dualpipe-v"}
 
 
 def block(layer: Any, h: Any, batch: Any) -> Any:
@@ -108,13 +109,7 @@ def test_schedules_stand_in_the_ratios_of_the_papers(name: str, ratio: float) ->
 @pytest.mark.slow  # values with offloading are in the tests of the executor
 @pytest.mark.usefixtures("little_optimized")
 def test_what_a_policy_offloads_waits_on_the_host() -> None:
-    offload = jax.checkpoint_policies.save_and_offload_only_these_names(
-        names_which_can_be_saved=[],
-        names_which_can_be_offloaded=["input"],
-        offload_src="device",
-        offload_dst="pinned_host",
-    )
-    kept, moved = (compiled("gpipe", 16, remat=one).report() for one in (True, offload))
+    kept, moved = (compiled("gpipe", 16, remat=one).report() for one in (True, offloading("input")))
     # Of four layers the input, for each of 16 microbatches.
     waiting = 16 * 4 * ROWS * WIDTH * 4
     assert kept.host.temp_bytes == 0 and moved.host.temp_bytes == waiting

@@ -21,6 +21,8 @@ from lowtide.core import ConfigError, LayerStack, ScheduleError
 from lowtide.memory import MemoryReport, analyze, target
 from lowtide.pipeline import SCHEDULES, Costs, Pipeline, StageReport, schedule, simulate, value_and_grad
 
+from .test_executor import TWO_STAGES, offloading
+
 SMALL = models.DecoderConfig(
     vocab_size=1024,
     hidden_size=512,
@@ -98,7 +100,6 @@ def tiny(
     return pipeline.report(outer, layers, {"x": jax.ShapeDtypeStruct((2 * num_microbatches, 8), jnp.bfloat16)})
 
 
-TWO_STAGES = {"interleaved", "interleaved-zb", "zb-v", "v-half", "v-min", "dualpipe-v"}
 HEAD, LAYER = 8 * 97 * 2, 8 * 8 * 2
 
 
@@ -146,13 +147,7 @@ def test_no_logits_wait() -> None:
 
 
 def test_what_is_offloaded_is_counted_apart() -> None:
-    policy = jax.checkpoint_policies.save_and_offload_only_these_names(
-        names_which_can_be_saved=[],
-        names_which_can_be_offloaded=["product"],
-        offload_src="device",
-        offload_dst="pinned_host",
-    )
-    offloaded, kept = tiny(remat=policy), tiny()
+    offloaded, kept = tiny(remat=offloading("product")), tiny()
     assert offloaded.host_bytes > 0 and offloaded.waiting_bytes < kept.waiting_bytes
     assert "on the host" in text_of(offloaded) and "on the host" not in text_of(kept)
 
@@ -217,10 +212,10 @@ def test_what_waits_keeps_within_the_limit_in_every_slot(remat: bool) -> None:
     ("name", "said", "words"),
     [
         ("gpipe", "1 GiB", "gpipe, which is already made"),
-        ("auto", 0, "memory_limit is less than 1 byte"),
+        ("auto", 0, "memory_limit in bytes must be an integer of at least 1, not 0"),
         ("auto", "1 byte", "is not a size"),
         *(
-            ("auto", one, r"(?s)memory_limit is not a size.*a whole number of bytes, or text.*hint: pass memory_limit=")
+            ("auto", one, r"(?s)memory_limit must be a whole number of bytes, or text, not .*hint: pass memory_limit=")
             for one in (1.5, 2.0, float("nan"), True)
         ),
     ],

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec
 from rich.console import Console
 
 from lowtide.core import LayerStack
-from lowtide.jaxprs._flops import jaxpr_flops
+from lowtide.jaxprs import jaxpr_flops
 from lowtide.jaxprs._versions import make_jaxpr
 from lowtide.pipeline import PassFlops, schedule, split_backward, value_and_grad
 from lowtide.pipeline.split._split import trace_split

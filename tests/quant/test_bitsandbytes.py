@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import lowtide as lt
-from lowtide.quant._double import decode, dequantize_scales, dynamic_map, quantize_around_mean
+from lowtide.quant._weight import decode, dequantize_scales, dynamic_map, quantize_around_mean
 from tests.peers import Peer, normal, thin
 
 DTYPES: dict[str, Any] = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16, "float16": np.float16}

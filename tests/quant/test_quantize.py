@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from typing import Any
 
@@ -14,7 +15,7 @@ import pytest
 import lowtide as lt
 from lowtide.core import ConfigError, ModelFileError, SelectionError, StructureError, linear, rows, tree_bytes
 from lowtide.models import DecoderConfig, init, logits, loss
-from lowtide.quant._formats import E2M1_VALUES, NF4_VALUES
+from lowtide.quant._weight import E2M1_VALUES, NF4_VALUES
 
 FORMATS = ("nf4", "int8", "int4", "fp8", "mxfp4")
 BITS = {"nf4": 4 + 8 / 64 + 32 / (64 * 256), "int8": 8 + 32 / 1024, "int4": 4.5, "fp8": 8 + 32 / 1024, "mxfp4": 4.25}
@@ -275,12 +276,12 @@ def test_what_is_chosen_may_be_an_expression() -> None:
 @pytest.mark.parametrize(
     ("tree", "match", "form", "error", "text"),
     [
-        ({"w": jnp.ones((2, 64), int)}, "w", "nf4", StructureError, "w: is not a weight matrix"),
-        ({"layers": {"norm": jnp.ones((3, 64))}}, "layers/*", "nf4", StructureError, "norm: is not a weight matrix"),
+        ({"w": jnp.ones((2, 64), int)}, "w", "nf4", StructureError, "w is not a weight matrix"),
+        ({"layers": {"norm": jnp.ones((3, 64))}}, "layers/*", "nf4", StructureError, "norm is not a weight matrix"),
         ({"w": jnp.ones((2, 64))}, "v", "nf4", SelectionError, "pattern 'v' matches nothing"),
-        ({"w": jnp.ones((2, 64))}, "w", "nf5", ConfigError, "is not a quantisation format"),
-        ({"w": jnp.ones((2, 64)).at[1, 3].set(jnp.nan)}, "w", "int8", StructureError, "w: has a value that is not"),
-        ({"w": jnp.ones((3, 2, 64)).at[2].set(jnp.inf)}, "w", "int8", StructureError, r"w\[2\]: has a value"),
+        ({"w": jnp.ones((2, 64))}, "w", "nf5", ConfigError, "quantisation format must be .*'nf5'"),
+        ({"w": jnp.ones((2, 64)).at[1, 3].set(jnp.nan)}, "w", "int8", StructureError, "w has a value that is not"),
+        ({"w": jnp.ones((3, 2, 64)).at[2].set(jnp.inf)}, "w", "int8", StructureError, r"w\[2\] has a value"),
         ({"w": jnp.full((2, 64), jnp.finfo("bfloat16").max)}, "w", "int4", StructureError, "int4 rounds to infinity"),
     ],
 )
@@ -291,12 +292,12 @@ def test_what_cannot_be_quantised_is_refused(tree: Any, match: str, form: str, e
 
 
 def test_twice_blocks_merging_and_training_are_refused(quantized: Any) -> None:
-    with pytest.raises(StructureError, match="q_proj/weight: is already quantised"):
+    with pytest.raises(StructureError, match="q_proj/weight is already quantised in nf4"):
         lt.quantize(quantized, "**/q_proj")
     with pytest.raises(StructureError, match="has no quantised weight"):
         lt.dequantize({"w": jnp.ones(3)})
     for form, block in (("nf4", 7), ("nf4", 64.0), ("int4", "32"), ("int8", False), ("int4", 2**31), ("mxfp4", 64)):
-        with pytest.raises(ConfigError, match=f"block: {block!r} is not a block size"):
+        with pytest.raises(ConfigError, match=f"block of {form} must be .*, not {block!r}\nhint: "):
             node(form, block=block)
     with pytest.raises(SelectionError, match="codes: a leaf of type uint4 cannot be differentiated"):
         lt.value_and_grad(lambda m, b: loss(m, b)[0], "layers/**")(quantized, BATCH)
@@ -353,3 +354,13 @@ def test_x64_and_strict_promotion_change_nothing(form: str) -> None:
         jax.tree.map(np.testing.assert_array_equal, again, whole)
         assert product.dtype == jnp.float32
         np.testing.assert_allclose(product, want, rtol=1e-6)
+
+
+def test_a_module_with_a_field_named_linear_is_not_a_weight() -> None:
+    @jax.tree_util.register_dataclass
+    @dataclasses.dataclass
+    class Block:
+        linear: Any
+
+    block = lt.quantize(Block(jnp.ones((32, 64))), "linear", "int8")
+    assert isinstance(block.linear, lt.QuantizedWeight)

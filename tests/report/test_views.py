@@ -23,7 +23,7 @@ from lowtide.memory import MemoryReport, SpaceBytes, Target, analyze, diff
 from lowtide.report._facts import DERIVED_ROLES, Buffer
 from lowtide.report.views._content import common_label, fit_text
 from lowtide.report.views._png import byte_ticks
-from lowtide.report.views._roles import (
+from lowtide.report.views._styles import (
     _DERIVED_STYLES,
     DARK_BACKGROUND,
     LIGHT_BACKGROUND,
@@ -58,9 +58,9 @@ def test_json_of_a_large_program_stays_small(reports: Any, tmp_path: Path) -> No
         (None, r"cannot be read\n  got: No such file[\s\S]*hint: give a file that"),
         ("not json", r"the file is not JSON\n  got: Expecting value"),
         (b"\xff\xfe{", r"the file is not JSON"),
-        ("[1, 2]", r"not a memory report\n  expected: a key \"schema_version\""),
+        ("[1, 2]", r"not a memory report\nhint: give a file that"),
         ('{"loss": 1}', r"not a memory report"),
-        ('{"schema_version": 1}', r"another version[\s\S]*expected: schema_version 2\n  got: 1\nhint: make the report"),
+        ('{"schema_version": 1}', r"has schema_version 1, not 2\nhint: make the report"),
         ('{"schema_version": 2}', r"damaged or incomplete\n  got: missing key 'device'"),
     ],
 )
@@ -79,7 +79,7 @@ def test_what_is_no_report_is_refused(content: Any, message: str, tmp_path: Path
         ("buffers", [{"space": "device", "role": "x", "num_bytes": 1, "start": 0, "end": 4}], "outside of the 4"),
         ("buffers", [{"size": 1}], "damaged"),
         ("device", {"argument_bytes": 1, "total_bytes": 2}, "the parts of device add up to 1, not 2"),
-        ("target", {"name": "v9", "wings": 2}, "unknown fields: wings"),
+        ("target", {"name": "v9", "wings": 2}, "unexpected keyword argument 'wings'"),
         ("moments", None, "damaged"),
     ],
 )

@@ -6,8 +6,11 @@ import dataclasses
 import importlib.util
 import math
 import os
+import shutil
 import subprocess
 import sys
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -16,10 +19,11 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from lowtide.core import ConfigError, TargetError, _compat, _ptxas
+from lowtide.core import ConfigError, TargetError, _compat
 from lowtide.memory import Target, target, targets
+from lowtide.targets import _targets
 from lowtide.targets._catalogue import catalogue, normalize_name
-from lowtide.targets._targets import _gpu_devices
+from lowtide.targets._targets import _find_ptxas, _gpu_devices
 
 GIB = 2**30
 
@@ -53,7 +57,7 @@ def test_here_takes_the_smallest_limit_that_the_allocator_reports(monkeypatch: p
 
 def test_unknown_backend_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(jax, "default_backend", lambda: "METAL")
-    with pytest.raises(TargetError, match=r"default backend 'METAL'[\s\S]*hint: "):
+    with pytest.raises(TargetError, match=r"default backend must be .*, not 'METAL'\nhint: "):
         target("here")
 
 
@@ -67,11 +71,8 @@ def test_unknown_backend_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         ("v5litepod-4", r"near misses: v5e"),
         ("trillium", r"near misses: v6e"),
         ("v99:2x2", r"unknown target 'v99:2x2'[\s\S]*chips: v2, v3, v4, v5p, v5e, v6e, tpu7x"),
-        (
-            "a100",
-            r"'a100' stands for GPUs with different memory[\s\S]*expected: a100-40 or a100-80\n[\s\S]*hint: write",
-        ),
-        ("A100:8", r"expected: a100-40:8 or a100-80:8\n"),
+        ("a100", r"'a100' stands for GPUs with different memory\nhint: write \"a100-40\" or \"a100-80\"$"),
+        ("A100:8", r"hint: write \"a100-40:8\" or \"a100-80:8\"$"),
         ("mi300x", r"cannot compile for the GPU 'mi300x': JAX has no AMD compiler[\s\S]*hint: use \"here\""),
         ("V100:8", r"cannot compile for the GPU 'V100:8': CUDA 13 no longer"),
         ("cuda", r"does not say which GPU"),
@@ -85,7 +86,7 @@ def test_unknown_backend_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         ("gb20", r"near misses: gb200"),
         (":8", r"name is empty"),
         ("---", r"unknown target '---'"),
-        ("h100:", r"'h100:' has no valid number of GPUs[\s\S]*expected: h100:N with N up to 8[\s\S]*got: ''"),
+        ("h100:", r"'h100:' has no valid number of GPUs[\s\S]*expected: h100:N with N up to 8"),
         ("h100:0", r"'h100:0' has no valid number of GPUs"),
         (
             "h100:2x4",
@@ -137,12 +138,61 @@ def test_tpu_names(name: str, canonical: str, num_devices: int, gib: float) -> N
 @pytest.mark.tpu_aot
 def test_refused_topology_gives_the_reason() -> None:
     with pytest.raises(
-        TargetError, match=r"libtpu refuses the topology 'v5e:3x3'\n  got: .*not divisible[\s\S]*hint: "
+        TargetError, match=r"libtpu refuses the topology 'v5e:3x3': .*not divisible.*\nhint: v2, v3, v5e and v6e have "
     ):
         target("v5e:3x3")
 
 
 # --- GPUs ----------------------------------------------------------------------------------------------------------
+
+
+def executable(path: Path) -> Path:
+    path.parent.mkdir(parents=True)
+    path.write_text("#!/bin/sh\n", encoding="utf-8")
+    path.chmod(0o755)
+    return path
+
+
+@pytest.fixture
+def only_below(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A machine whose toolkits, wheels and PATH lie below `tmp_path`."""
+    which = shutil.which
+
+    def below(name: str, path: str | None = None) -> str | None:
+        folders = (os.environ["PATH"] if path is None else path).split(os.pathsep)
+        return which(name, path=os.pathsep.join(f for f in folders if f.startswith(str(tmp_path))) or "/nowhere")
+
+    def find_spec(name: str) -> Any:
+        folders = [str(f) for f in tmp_path.glob(f"*/{name}")]
+        return SimpleNamespace(submodule_search_locations=folders) if folders else None
+
+    monkeypatch.setattr(shutil, "which", below)
+    monkeypatch.setattr(importlib.util, "find_spec", find_spec)
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+    monkeypatch.setenv("XLA_FLAGS", f"--xla_gpu_cuda_data_dir={tmp_path}/toolkit --xla_dump_to=x")
+    return tmp_path
+
+
+def test_ptxas_is_found_where_xla_looks(only_below: Path) -> None:
+    path = os.environ["PATH"]
+    assert _find_ptxas() is None
+    (only_below / "site" / "jax_plugins").mkdir(parents=True)
+    wheel = executable(only_below / "site" / "nvidia" / "cu13" / "bin" / "ptxas")
+    assert _find_ptxas() == str(wheel)
+    toolkit = executable(only_below / "toolkit" / "bin" / "ptxas")
+    assert _find_ptxas() == str(toolkit)
+    on_path = executable(only_below / "bin" / "ptxas")
+    assert _find_ptxas() == str(on_path)
+    assert os.environ["PATH"] == path
+
+
+def test_ptxas_that_xla_would_miss_is_put_on_path(only_below: Path) -> None:
+    path = os.environ["PATH"]
+    (only_below / "site" / "jax_plugins").mkdir(parents=True)
+    wheel = executable(only_below / "user" / "nvidia" / "cuda_nvcc" / "bin" / "ptxas")
+    for _ in range(2):
+        assert _find_ptxas() == str(wheel)
+        assert os.environ["PATH"] == f"{path}{os.pathsep}{wheel.parent}"
 
 
 def test_missing_cuda_plugin_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -155,7 +205,7 @@ def test_missing_cuda_plugin_names_the_extra(monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.gpu_aot
 def test_missing_ptxas_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     _gpu_devices.cache_clear()
-    monkeypatch.setattr(_ptxas, "find_ptxas", lambda: None)
+    monkeypatch.setattr(_targets, "_find_ptxas", lambda: None)
     with pytest.raises(TargetError, match=r'assembler ptxas[\s\S]*hint: pip install "lowtide\[gpu-aot\]", or put'):
         target("h100")
 
@@ -170,7 +220,7 @@ def test_plugin_without_topologies_is_refused(monkeypatch: pytest.MonkeyPatch, f
 
     _gpu_devices.cache_clear()
     monkeypatch.setattr(_compat, "gpu_topology_devices", fail)
-    message = r"too old\nhint: pip" if isinstance(failure, NotImplementedError) else r"got: no such field\nhint: "
+    message = r"too old\nhint: pip" if isinstance(failure, NotImplementedError) else r"'h100': no such field\nhint: "
     with pytest.raises(TargetError, match=message):
         target("h100")
 
@@ -353,7 +403,7 @@ def test_gpu_capacity_follows_the_memory_fraction(monkeypatch: pytest.MonkeyPatc
     assert listed("h100").device_bytes == 84_942_979_072
     assert listed("v5e:1x1").device_bytes == int(15.75 * GIB)
     monkeypatch.setenv("XLA_CLIENT_MEM_FRACTION", "half")
-    with pytest.raises(ConfigError, match=r"XLA_CLIENT_MEM_FRACTION is not a memory fraction[\s\S]*got: 'half'"):
+    with pytest.raises(ConfigError, match=r"XLA_CLIENT_MEM_FRACTION must be a number above 0, not 'half'\nhint: "):
         targets()
 
 
@@ -400,18 +450,28 @@ def test_given_memory_of_a_gpu_moves_its_capacity(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize(
     ("figures", "message"),
     [
-        ({"device_byte": 1}, r"'device_byte' is not a figure[\s\S]*hint: near misses: device_bytes"),
-        ({"zzz": 1}, r"'zzz' is not a figure[\s\S]*hint: give the number of devices in the name"),
-        ({"device_bytes": 0}, r"device_bytes has to be positive[\s\S]*hint: "),
-        ({"device_bytes": -1}, r"cannot be negative"),
+        (
+            {"device_byte": 1},
+            r"a figure of a target must be \"device_bytes\", .*\nhint: did you mean \"device_bytes\"\?",
+        ),
+        ({"zzz": 1}, r"or \"host_link_bandwidth\", not 'zzz'$"),
+        ({"num_devices": 8}, r"not 'num_devices'\nhint: give the number of devices in the name"),
+        ({"device_bytes": 0}, r"device_bytes must be an integer of at least 1, not 0\nhint: leave device_bytes out"),
+        ({"device_bytes": -1}, r"-1 is not a size"),
         ({"hbm_bytes": "many"}, r"'many' is not a size"),
-        ({"flops": 0}, r"flops has to be a positive rate"),
-        ({"flops": "fast"}, r"expected: operations per second\n  got: 'fast'"),
-        ({"hbm_bandwidth": True}, r"hbm_bandwidth has to be a positive rate"),
-        ({"hbm_bandwidth": math.inf}, r"hbm_bandwidth has to be a positive rate"),
+        ({"flops": 0}, r"flops must be a finite number of at least 1, not 0\.0"),
+        ({"flops": "fast"}, r"not 'fast'\nhint: give operations per second; leave flops out"),
+        ({"hbm_bandwidth": True}, r"hbm_bandwidth must be a finite number of at least 1, not True"),
+        ({"hbm_bandwidth": math.inf}, r"hbm_bandwidth must be a finite number of at least 1, not inf"),
         ({"host_link_bandwidth": "quick"}, r"'quick' is not a size"),
-        ({"device_bytes": "2 GiB", "reserve_bytes": "2 GiB"}, r"reserve_bytes leaves no memory of 'cpu'[\s\S]*hint: "),
-        ({"device_bytes": "2 GiB", "hbm_bytes": "1 GiB"}, r"more than its physical memory[\s\S]*at most hbm_bytes"),
+        (
+            {"device_bytes": "2 GiB", "reserve_bytes": "2 GiB"},
+            r"reserve_bytes of 'cpu' must be below device_bytes.*2\.00 GiB[\s\S]*hint: ",
+        ),
+        (
+            {"device_bytes": "2 GiB", "hbm_bytes": "1 GiB"},
+            r"more than its physical memory: hbm_bytes is 1,073,741,824\n",
+        ),
     ],
 )
 def test_wrong_figures_are_refused(figures: dict[str, Any], message: str) -> None:

@@ -144,12 +144,12 @@ def test_bad_markers_and_missing_compilers_are_errors_of_their_tests_alone(run: 
             "test_user.py::test_no_size: bad marker @pytest.mark.device_memory_limit",
             "*the marker needs one size",
             "*'a lot' is not a size",
-            "*the marker has no argument 'traget'",
-            "hint: did you mean 'target'?",
+            '*an argument of the marker must be "size", "target" or "optional", not \'traget\'',
+            'hint: did you mean "target"[?]',
             "*unknown target 'v9'",
-            "*target of the marker must be a name or a Target",
-            "*optional of the marker must be True or False",
-            "*a size cannot be negative",
+            "*target of the marker must be a name or a Target, not 3",
+            "*optional of the marker must be True or False, not 'yes'",
+            "*-1 is not a size",
         ]
     )
     assert "Traceback" not in result.stdout.str()

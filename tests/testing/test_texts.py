@@ -14,7 +14,7 @@ from lowtide.cli import _fits
 from lowtide.core import ConfigError, format_bytes, parse_bytes
 from lowtide.memory import MemoryReport, SpaceBytes, Target, extrapolate, target
 from lowtide.testing import DeviceMemory, Limit
-from lowtide.testing._limit import tolerated_bytes
+from lowtide.testing._memory import _tolerated_bytes
 
 SIZES = st.one_of(st.integers(0, 2**20), st.integers(0, 2**50))
 
@@ -37,7 +37,7 @@ def test_every_printed_size_can_be_given_back_to_every_tool(num_bytes: int) -> N
     limit = Limit.of(text)
     assert limit.num_bytes == again
     assert str(limit) == format_bytes(again)
-    assert tolerated_bytes(text, 10) == again
+    assert _tolerated_bytes(text, 10) == again
     if again:
         goal = target("cpu", device_bytes=text)
         assert goal.budget_bytes == again
@@ -78,13 +78,13 @@ def test_a_limit_of_extrapolate_reads_the_same_text() -> None:
     [("1 %", 200, 2), ("0.5%", 1000, 5), ("2 KiB", 10, 2048), (7, 10, 7), ("0", 10, 0), (" 100 % ", 3, 3)],
 )
 def test_tolerances_are_shares_or_sizes(text: str | int, whole: int, num_bytes: int) -> None:
-    assert tolerated_bytes(text, whole) == num_bytes
+    assert _tolerated_bytes(text, whole) == num_bytes
 
 
 @pytest.mark.parametrize("text", ["-1 %", "%", "one", "1 % 2"])
 def test_what_is_no_tolerance_is_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="is not a tolerance"):
-        tolerated_bytes(text, 100)
+        _tolerated_bytes(text, 100)
 
 
 def test_outside_of_a_test_there_are_no_snapshots() -> None:

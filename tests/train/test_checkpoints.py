@@ -102,10 +102,10 @@ def test_saving_an_earlier_step_than_the_newest_is_an_error(tmp_path):
     ours = trainer(checkpoint_dir=tmp_path, max_to_keep=9)
     fit(ours, 4, checkpoint_every=2)
     ours.restore(step=2)
-    with pytest.raises(OutputError, match=r"(?s)holds a checkpoint of a later step|nothing was saved at step 3"):
+    with pytest.raises(OutputError, match="holds a checkpoint of step 4|step 3 was not saved"):
         fit(ours, 3)
     ours.state = jax.tree.map(lambda x: x + 1 if x.dtype == jnp.int32 else x, ours.state)
-    with pytest.raises(OutputError, match=r"(?s)nothing was saved at step 3.*after 4.*hint: .*another checkpoint_dir"):
+    with pytest.raises(OutputError, match=r"(?s)step 3 was not saved, because step 4.*hint: .*another checkpoint_dir"):
         ours.save()
 
 
@@ -121,7 +121,7 @@ def test_a_callback_whose_state_is_no_json_is_told(tmp_path):
             return {"now": object()}
 
     ours = trainer(checkpoint_dir=tmp_path)
-    with pytest.raises(ConfigError, match=r"(?s)cannot be saved.*expected: JSON.*hint:"):
+    with pytest.raises(ConfigError, match=r"(?s)cannot be saved as JSON: .*hint:"):
         fit(ours, 2, callbacks=[Odd()])
     assert ours.step == 2
 
@@ -279,12 +279,9 @@ def test_a_rollback_to_nothing_is_refused():
 @pytest.mark.parametrize(
     ("metrics", "said"),
     [
-        ({"acc": jnp.ones(3)}, r"metric 'acc' cannot be recorded.*got: shape \[3\]"),
-        (
-            {"step": jnp.float32(1)},
-            "metric 'step' has a name that is reserved.*another name than .*hint: rename",
-        ),
-        ({"a": {"b": 1.0}}, "metric 'a' cannot be recorded.*got: dict"),
+        ({"acc": jnp.ones(3)}, r"metric 'acc' must be a real scalar, not float32\[3\]"),
+        ({"step": jnp.float32(1)}, "metric 'step' has a name that is reserved.*hint: rename"),
+        ({"a": {"b": 1.0}}, "metric 'a' must be a real scalar, not dict"),
     ],
 )
 def test_metrics_that_cannot_be_recorded_are_errors(metrics, said):
@@ -340,14 +337,14 @@ def test_what_cannot_be_trained_with_is_refused_with_the_remedy():
     for pytree in (state, nnx.state(nnx.Linear(4, 4, rngs=nnx.Rngs(0)), nnx.Param)):
         lt.Trainer(pytree, lambda m, x: jnp.sum(m["bias"][...]) * jnp.mean(x), optax.sgd(0.1))
     for tx in (1e-3, "adam"):
-        with pytest.raises(ConfigError, match=r"(?s)tx is not an Optax optimizer.*hint:"):
+        with pytest.raises(ConfigError, match=r"(?s)tx must be an Optax optimizer .*hint:"):
             lt.Trainer({"w": jnp.zeros(4)}, loss_fn, tx)
-    with pytest.raises(ConfigError, match=r"(?s)loss_fn is not a function.*bridge.loss"):
+    with pytest.raises(ConfigError, match=r"(?s)loss_fn must be a function.*bridge.loss"):
         lt.Trainer({"w": jnp.zeros(4)}, "mse", optax.sgd(0.1))
-    with pytest.raises(ConfigError, match=r"(?s)sharding is not a ShardingRules object.*hint:"):
+    with pytest.raises(ConfigError, match=r"(?s)sharding must be a ShardingRules object.*hint:"):
         trainer(sharding=lt.train.make_mesh())
     for callback in (Callback, print):
-        with pytest.raises(ConfigError, match=r"(?s)not a callback: expected.*hint:"):
+        with pytest.raises(ConfigError, match=r"(?s)a callback must be an object of a subclass.*hint:"):
             fit(trainer(), 1, callbacks=[callback])
 
 
@@ -364,12 +361,12 @@ def test_a_model_that_is_returned_without_mutable_leaves_is_an_error():
 def test_folders_of_others_are_neither_deleted_nor_renamed(tmp_path, step):
     """With the names of checkpoints they were: as old ones, or as damaged."""
     (tmp_path / step / "precious").mkdir(parents=True)
-    with pytest.raises(OutputError, match=rf"(?s)/{step}: .*Lowtide did not write it.*precious.*hint: choose another"):
+    with pytest.raises(OutputError, match=rf"(?s)/{step}: .*Lowtide did not write it.*hint: choose another"):
         trainer(checkpoint_dir=tmp_path)
     shutil.rmtree(tmp_path / step)
     ours = trainer(checkpoint_dir=tmp_path)
     (tmp_path / step).mkdir()
-    with pytest.raises(OutputError, match="an empty folder"):
+    with pytest.raises(OutputError, match="Lowtide did not write it"):
         fit(ours, 3)
     assert names(tmp_path) == [step]
 
@@ -388,7 +385,7 @@ def test_a_folder_is_a_path_that_is_meant(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("number", [None, 1.5, 0])
 def test_how_many_checkpoints_to_keep_is_a_number(tmp_path, number):
-    with pytest.raises(ConfigError, match="no checkpoint would be kept"):
+    with pytest.raises(ConfigError, match="max_to_keep must be an integer of at least 1, not "):
         trainer(checkpoint_dir=tmp_path, max_to_keep=number)
 
 
@@ -419,5 +416,5 @@ def test_keys_of_another_kind_are_refused(tmp_path):
 
     fit(made("rbg"), 1)
     assert made("rbg").restore() == 1
-    with pytest.raises(StructureError, match=r"(?s)keys .* another implementation.*expected: rbg.*got: unsafe_rbg"):
+    with pytest.raises(StructureError, match=r"(?s)random keys of .*'rbg.*, not of .*'unsafe_rbg.*hint:"):
         made("unsafe_rbg").restore()

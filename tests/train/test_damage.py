@@ -149,22 +149,11 @@ def test_what_is_said_of_damage_is_what_was_done(saved, tmp_path, how):
 
 def test_another_model_is_the_users_mistake_and_no_damage(saved, tmp_path):
     shutil.copytree(saved[0], tmp_path, dirs_exist_ok=True)
-    with pytest.raises(StructureError, match="belongs to another model or optimizer"):
+    with pytest.raises(
+        StructureError, match=r"(?s)step 2 has float32.*, but this trainer has float32.*hint: resume with the model"
+    ):
         trainer(tmp_path, width=4).restore()
     assert sorted(path.name for path in tmp_path.iterdir() if path.is_dir()) == ["1", "2"]
-
-
-def test_a_checkpoint_without_checksums_is_restored_with_a_word(saved, tmp_path):
-    pristine, states = saved
-    shutil.copytree(pristine, tmp_path, dirs_exist_ok=True)
-    for step in ("1", "2"):  # as they were written before
-        (tmp_path / step / SUMS).unlink()
-        notes = tmp_path / step / "notes" / "metadata"
-        notes.write_text(
-            json.dumps({name: value for name, value in json.loads(notes.read_text()).items() if name != SUMS})
-        )
-    step, found, said = restored(tmp_path)
-    assert (step, found) == (2, states[2]) and "step 2" in said and "has no checksums" in said and "hint:" in said
 
 
 def test_all_files_that_are_restored_have_checksums_and_one_written_anew_too(saved, tmp_path):

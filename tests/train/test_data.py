@@ -104,7 +104,7 @@ def test_a_run_that_is_past_its_end_does_nothing() -> None:
     with pytest.warns(UserWarning, match="fit took no step: the trainer is at step 4"):
         assert ours.fit([np.float32(1)] * 9, num_steps=2) == [] and ours.step == 4
     for name in ("num_steps", "num_epochs"):
-        with pytest.raises(ConfigError, match=rf"(?s){name} is not an integer.*got: -1.*hint:"):
+        with pytest.raises(ConfigError, match=f"{name} must be an integer of at least 0, not -1"):
             ours.fit([np.float32(1)], **{name: -1})
 
 
@@ -115,7 +115,7 @@ def test_data_without_a_batch_is_refused() -> None:
 
 @pytest.mark.parametrize("data", [np.ones((5, 3)), jnp.ones(3), {"x": np.ones(3)}, (np.ones(3), np.ones(3)), 3])
 def test_arrays_are_no_batches(data: Any) -> None:
-    said, ours = r"(?s)the data holds no batches.*hint: lowtide.train.array_data", plain()
+    said, ours = r"(?s)the data must be a list.*of batches, not .*hint: lowtide.train.array_data", plain()
     for use in (
         lambda: ours.fit(data, num_epochs=1),
         lambda: ours.fit([np.float32(1)], num_steps=1, eval_data=data),

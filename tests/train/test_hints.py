@@ -98,7 +98,7 @@ def test_tensors_that_it_cannot_read_are_an_error(error: Exception) -> None:
 
 @pytest.mark.parametrize("data", [Tensor(X), (Tensor(X), Tensor(Y))])
 def test_whole_tensors_are_no_batches(data: Any) -> None:
-    with pytest.raises(DataError, match=r"(?s)holds no batches.*hint: .*array_data"):
+    with pytest.raises(DataError, match=r"(?s)iterable of batches, not .*hint: .*array_data"):
         trainer().fit(data, num_steps=1, progress=False)
 
 

@@ -163,7 +163,7 @@ def test_weights_may_be_replaced_by_numpy_arrays() -> None:
 
 
 def test_an_iterator_that_ends_early_is_named() -> None:
-    with pytest.raises(DataError, match=r"(?s)no batch for step 2.*each of 3 steps.*hint:"):
+    with pytest.raises(DataError, match=r"(?s)no batch for step 2 of 3 steps.*hint:"):
         trainer().fit(iter(batches(2)), num_steps=3)
 
 
@@ -189,7 +189,7 @@ def test_arrays_are_cut_into_shuffled_batches_that_hold_every_example() -> None:
     trainer().fit(data, num_epochs=2)
     with pytest.raises(DataError, match=r"(?s)different numbers of examples.*x: 10, y: 4.*hint:"):
         array_data({"x": arrays["x"], "y": arrays["y"][:4]}, 2)
-    with pytest.raises(DataError, match=r"(?s)no batch can be filled.*got: 11.*hint:"):
+    with pytest.raises(DataError, match="batch_size must be an integer from 1 to 10, not 11"):
         array_data(arrays, 11)
 
 
@@ -223,12 +223,12 @@ def test_callbacks_are_told_everything_in_order(tmp_path: Any) -> None:
 def test_early_stopping_waits_for_its_patience() -> None:
     values = iter([3.0, 2.0, 2.5, 2.1, 1.0])
     stop, ours = EarlyStopping("eval_loss", patience=1), trainer()
-    ours.evaluate = lambda data, callbacks=(): {"loss": next(values)}  # pyright: ignore
+    ours._evaluation.means = lambda data: {"loss": next(values)}  # pyright: ignore
     ours.fit(batches(9), num_steps=9, eval_data=[0], eval_every=1, callbacks=[stop])
     assert (ours.step, stop.best) == (3, 2.0)
     with pytest.raises(ConfigError, match=r"(?s)EarlyStopping monitors 'accuracy'.*one of grad_norm, loss, mae.*hint:"):
         trainer().fit(batches(2), num_steps=2, callbacks=[EarlyStopping("accuracy")])
-    with pytest.raises(ConfigError, match="unknown mode"):
+    with pytest.raises(ConfigError, match='mode must be "min" or "max", not'):
         EarlyStopping(mode="least")
 
 
@@ -244,7 +244,7 @@ def test_records_go_to_files_and_writers(tmp_path: Any) -> None:
     records = trainer().fit(batches(2), num_steps=2, callbacks=[JsonlLogger(tmp_path / "m.jsonl"), Scalars(writer)])
     assert [json.loads(line) for line in (tmp_path / "m.jsonl").read_text().splitlines()] == records
     assert ("loss", 1) in writer.seen and ("mae", 2) in writer.seen
-    with pytest.raises(ConfigError, match=r"(?s)cannot write scalars.*hint: "):
+    with pytest.raises(ConfigError, match=r"(?s)has neither add_scalar\(.*hint: "):
         Scalars(3)
 
 
@@ -323,16 +323,16 @@ def test_mutable_state_that_is_not_returned_or_changes_its_type_is_refused() -> 
         value, metrics, after = counting(model, batch)
         return value, metrics, {**after, "stats": {**after["stats"], "count": jnp.float32(0)}}
 
-    with pytest.raises(StructureError, match=r"(?s)does not return the model.*\(loss, metrics, model\).*hint:"):
+    with pytest.raises(StructureError, match=r"(?s)must return \(loss, metrics, model\).*hint:"):
         lt.Trainer(with_stats(), forgets, optax.sgd(0.1), mutable="stats/**").fit(batches(1), num_steps=1)
     with pytest.raises(
-        StructureError, match=r"(?s)stats/count: the model changes the type.*int32.*float32.*hint: cast"
+        StructureError, match=r"stats/count: the model changes the type of its state from int32.* to float32"
     ):
         lt.Trainer(with_stats(), widens, optax.sgd(0.1), mutable="stats/**").fit(batches(1), num_steps=1)
     with pytest.raises(SelectionError, match="statistics"):
         lt.Trainer(with_stats(), counting, optax.sgd(0.1), mutable="statistics/**")
     with pytest.raises(
-        StructureError, match=r"(?s)neither a loss nor a loss and metrics.*hint: average .* with jnp.mean"
+        StructureError, match=r"(?s)must return a floating-point scalar.*hint: average .* with jnp.mean"
     ):
         lt.Trainer(model(), lambda m, b: b["x"] @ m["w"], optax.sgd(0.1)).fit(batches(1), num_steps=1)
 
@@ -393,10 +393,10 @@ def test_a_run_that_only_rolls_back_gives_up() -> None:
 
 
 def test_an_unknown_policy_and_one_that_cannot_be_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"(?s)unknown on_nan.*hint:"):
+    with pytest.raises(ConfigError, match=r"on_nan must be .*\"ignore\", not"):
         trainer(on_nan="panic")
     hosted = lt.offload.optimizer(optax.adam(0.1))
-    with pytest.raises(ConfigError, match=r"(?s)cannot drop its update.*state on the host.*hint:"):
+    with pytest.raises(ConfigError, match=r"(?s)cannot drop its update with state on the host.*hint:"):
         trainer(tx=hosted, on_nan="skip")
 
 
@@ -410,7 +410,7 @@ def test_predictions_stream_to_the_host() -> None:
     assert all(isinstance(part["y"], np.ndarray) for part in ours.predict_batches(data, lambda m, b: {"y": b["y"]}))
     with pytest.raises(ConfigError, match="predict got no batch"):
         ours.predict([], lambda model, batch: batch["x"])
-    with pytest.raises(ConfigError, match=r"(?s)needs a function of the model.*a dict, which cannot.*hint:"):
+    with pytest.raises(ConfigError, match=r"(?s)predict cannot call a dict with a batch.*hint: .*lambda model, batch"):
         ours.predict(data)
 
 
@@ -463,7 +463,7 @@ def test_the_average_follows_the_weights_and_stands_in_for_them() -> None:
     ]
     with pytest.raises(ConfigError, match=r"(?s)the optimizer keeps no average.*hint: .*ema"), trainer().averaged():
         pass
-    with pytest.raises(ConfigError, match="decay is out of range"):
+    with pytest.raises(ConfigError, match="decay must be a finite number above 0 and below 1, not"):
         lt.train.ema(tx, 1.0)
 
 

@@ -31,13 +31,13 @@ def trainer(loss: Any = loss_fn, **options: Any) -> lt.Trainer:
 @pytest.mark.parametrize(
     ("loss", "got"),
     [
-        (lambda m, x, y: 0.0, r"<lambda>\(m, x, y\)"),
-        (lambda m: 0.0, r"<lambda>\(m\)"),
-        (lambda m, x, *, mask: 0.0, r"<lambda>\(m, x, \*, mask\)"),
+        (lambda m, x, y: 0.0, r"\(m, x, y\)"),
+        (lambda m: 0.0, r"\(m\)"),
+        (lambda m, x, *, mask: 0.0, r"\(m, x, \*, mask\)"),
     ],
 )
 def test_a_loss_of_other_arguments_is_refused_at_once(loss: Any, got: str) -> None:
-    with pytest.raises(ConfigError, match=rf"(?s)does not take a model and a batch.*got: {got}.*hint: a batch is one"):
+    with pytest.raises(ConfigError, match=rf"(?s)must take a model and a batch, not {got}.*hint: a batch is one"):
         trainer(loss)
 
 
@@ -66,27 +66,27 @@ def test_a_loss_that_takes_a_model_and_a_batch_in_its_own_way_is_taken(loss: Any
     ],
 )
 def test_what_is_no_loss_is_described(result: Any, got: str) -> None:
-    with pytest.raises(StructureError, match=rf"(?s)neither a loss nor.*expected: a floating-point.*got: {got}.*hint:"):
+    with pytest.raises(StructureError, match=rf"(?s)must return a floating-point scalar, .*, not {got}.*hint:"):
         trainer(lambda m, x: result(loss_fn(m, x))).fit(BATCHES, num_steps=1, progress=False)
 
 
 @pytest.mark.parametrize("number", [0, -1, 1.5, "2"])
 def test_a_number_of_microbatches_is_one(number: Any) -> None:
     with pytest.raises(
-        ConfigError, match=rf"(?s)num_microbatches is not a valid number.*got: {number!r}.*hint: 1 means"
+        ConfigError, match=rf"(?s)num_microbatches must be an integer of at least 1, not {number!r}.*hint: 1 means"
     ):
         trainer(num_microbatches=number)
 
 
 @pytest.mark.parametrize("num_microbatches", [1, 2])
 @pytest.mark.parametrize(
-    ("weight", "got"), [(lambda batch: jnp.ones(batch.shape[0]), r"shape \["), (lambda batch: None, "NoneType")]
+    ("weight", "got"), [(lambda batch: jnp.ones(batch.shape[0]), r"float32\["), (lambda batch: None, "NoneType")]
 )
 def test_a_weight_is_one_number_for_a_batch(weight: Any, got: str, num_microbatches: int) -> None:
     ours = trainer(weight=weight, num_microbatches=num_microbatches)
-    with pytest.raises(StructureError, match=rf"(?s)weight does not return one number.*got: {got}.*hint: sum"):
+    with pytest.raises(StructureError, match=f"weight must return one number for a batch, not {got}"):
         ours.fit(BATCHES, num_steps=1, progress=False)
-    with pytest.raises(StructureError, match=r"(?s)weight does not return one number"):
+    with pytest.raises(StructureError, match=f"weight must return one number for a batch, not {got}"):
         ours.evaluate(BATCHES)
 
 
@@ -101,7 +101,9 @@ def test_a_batch_of_no_numbers_is_named_by_its_path(batch: Any, got: str) -> Non
 
 
 def test_an_iterator_cannot_be_evaluated_twice() -> None:
-    with pytest.raises(DataError, match=r"(?s)eval_data returns its batches only once.*got: generator.*hint: list"):
+    with pytest.raises(
+        DataError, match=r"(?s)eval_data must return its batches more than once, which a generator .*hint: list"
+    ):
         trainer().fit(BATCHES, num_steps=1, eval_data=(batch for batch in BATCHES))
 
 
@@ -243,9 +245,9 @@ def test_outputs_of_the_average_are_not_read_after_it() -> None:
     with ours.averaged():
         assert len(list(outputs())) == 2
         inside = outputs()
-        with pytest.raises(StateError, match=r"(?s)read outside, or the reverse.*got: the average"):
+        with pytest.raises(StateError, match="read outside, or the reverse"):
             next(before)
-    with pytest.raises(StateError, match=r"(?s)inside of averaged and is read outside.*hint: predict returns all"):
+    with pytest.raises(StateError, match="inside of averaged and is read outside"):
         next(inside)
 
 
@@ -276,7 +278,7 @@ def test_a_dataclass_that_is_no_pytree_says_how_to_make_it_one() -> None:
 @pytest.mark.parametrize("metrics", [{1: 0.0}, {"phase": 1j}, {"eval_loss": 0.0}], ids=str)
 def test_what_cannot_be_recorded_under_its_name_is_refused(metrics: Any) -> None:
     metrics = {name: jnp.asarray(value) for name, value in metrics.items()}
-    with pytest.raises(StructureError, match=r"(?s)metric .*(is not text|cannot be recorded|is reserved)"):
+    with pytest.raises(StructureError, match=r"metric.* (must be text|must be a real scalar|is reserved)"):
         trainer(lambda m, x: (loss_fn(m, x), metrics)).fit(BATCHES, num_steps=1, progress=False)
 
 
@@ -291,7 +293,7 @@ def test_a_name_of_an_event_that_does_not_come_is_told() -> None:
 
 @pytest.mark.parametrize("seed", [2**32, 2**63, -(2**31) - 1])
 def test_a_seed_has_32_bits(seed: int) -> None:
-    with pytest.raises(ConfigError, match="seed is not a 32-bit integer"):
+    with pytest.raises(ConfigError, match="seed must be an integer from -2,147,483,648 to 4,294,967,295, not"):
         trainer(seed=seed)
 
 

@@ -209,9 +209,11 @@ def test_a_layerwise_step_says_what_trains_by_itself():
     loss_fn = lambda m, x: stack.apply(m["outer"], m["layers"], x)  # noqa: E731
     records = Trainer(model, loss_fn, step).fit([jnp.ones((4, 3))] * 3, num_steps=3)
     assert records[2]["loss"] < records[0]["loss"]
-    with pytest.raises(ConfigError, match=r"wrt is set twice(.|\n)*hint: pass wrt to lt.offload.layerwise_step"):
+    with pytest.raises(
+        ConfigError, match=r"cannot be combined with wrt(.|\n)*hint: pass wrt to lt.offload.layerwise_step"
+    ):
         Trainer(model, loss_fn, step, wrt="layers/**")
-    with pytest.raises(StructureError, match=r"made of outer and layers(.|\n)*got: list(.|\n)*hint:"):
+    with pytest.raises(StructureError, match=r"made of outer and layers, not a list(.|\n)*hint:"):
         Trainer([model], loss_fn, step)
 
 
@@ -291,7 +293,7 @@ def report(shared):
             schedule = optax.constant_schedule(1e-4)
             loss_fn = partial(loss, inputs=inputs_place(config))
             if config.full:
-                step = full_step(config, model.stack, schedule, lambda batch: jnp.sum(batch["labels"] != -100))
+                step = full_step(config, model.stack, schedule)
                 trainer = Trainer(model, loss_fn, step)
             else:
                 model = lt.lora.add(

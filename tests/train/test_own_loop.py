@@ -1,10 +1,11 @@
-"""`Trainer.session`: a run in a loop of the user's own."""
+"""`Trainer.session`: a run in a loop of the user's own; and the session alone, as an iterator of events."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
 import shutil
+import types
 from typing import Any
 
 import jax.numpy as jnp
@@ -15,7 +16,10 @@ import pytest
 import lowtide as lt
 from lowtide.core import LowtideError, NonFiniteError, StateError, StructureError
 from lowtide.train import Callback, Event
+from lowtide.train._callbacks import Listeners
+from lowtide.train._data import DataCursor
 from lowtide.train._loop import Session
+from lowtide.train._nan_policy import NonFinitePolicy
 
 DATA = [np.float32(value) for value in (1, 2, 4, 8)]
 
@@ -248,21 +252,21 @@ def test_a_callback_of_another_library_is_said_where_it_is_passed() -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: lt.train.EarlyStopping("loss", patience=float("nan")), "min_delta is not a number of at least 0"),  # type: ignore
-        (lambda: lt.train.EarlyStopping("loss", patience="3"), "min_delta is not a number of at least 0"),  # type: ignore
-        (lambda: lt.train.EarlyStopping("loss", min_delta=float("nan")), "min_delta is not a number of at least 0"),
-        (lambda: lt.train.array_data({"x": np.ones((4, 2))}, 2.5), "no batch can be filled"),  # type: ignore
-        (lambda: lt.train.array_data({"x": np.ones((4, 2))}, True), "no batch can be filled"),
-        (lambda: trainer(weight=0), "weight is not a function"),
-        (lambda: trainer(weight="mask"), "weight is not a function"),
-        *((lambda v=v: lt.train.ReduceOnPlateau(cooldown=v), "could not lower the") for v in (1.5, float("nan"), "x")),
-        *((lambda v=v: lt.train.ReduceOnPlateau(minimum=v), "could not lower the") for v in (float("nan"), "0")),
-        (lambda: lt.train.ReduceOnPlateau(factor="x"), "could not lower the learning rate"),
-        (lambda: lt.train.EarlyStopping(patience=True), "patience or min_delta"),
-        *((lambda v=v: lt.train.Profile("x", first=v), "no step would be profiled") for v in (float("nan"), "1")),
-        (lambda: lt.train.EarlyStopping(3), "monitor is not a name"),  # type: ignore
-        *((lambda v=v: trainer(checkpoint_dir=v), "checkpoint_dir is not a path") for v in ("", False, 0)),
-        (lambda: trainer(rollback="no"), "rollback is not a boolean"),
+        (lambda: lt.train.EarlyStopping("loss", patience=float("nan")), "and min_delta must be numbers >= 0"),  # type: ignore
+        (lambda: lt.train.EarlyStopping("loss", patience="3"), "and min_delta must be numbers >= 0"),  # type: ignore
+        (lambda: lt.train.EarlyStopping("loss", min_delta=float("nan")), "and min_delta must be numbers >= 0"),
+        (lambda: lt.train.array_data({"x": np.ones((4, 2))}, 2.5), "from 1 to 4, not 2.5"),  # type: ignore
+        (lambda: lt.train.array_data({"x": np.ones((4, 2))}, True), "from 1 to 4, not True"),
+        (lambda: trainer(weight=0), "weight must be a function"),
+        (lambda: trainer(weight="mask"), "weight must be a function"),
+        *((lambda v=v: lt.train.ReduceOnPlateau(cooldown=v), "cooldown must be") for v in (1.5, float("nan"), "x")),
+        *((lambda v=v: lt.train.ReduceOnPlateau(minimum=v), "minimum at least 0, not") for v in (float("nan"), "0")),
+        (lambda: lt.train.ReduceOnPlateau(factor="x"), "factor must be between 0 and 1, .* not 'x'"),
+        (lambda: lt.train.EarlyStopping(patience=True), "patience and min_delta must be"),
+        *((lambda v=v: lt.train.Profile("x", first=v), "first must be an integer") for v in (float("nan"), "1")),
+        (lambda: lt.train.EarlyStopping(3), "monitor must be the name of a value"),  # type: ignore
+        *((lambda v=v: trainer(checkpoint_dir=v), "checkpoint_dir must be a path or None") for v in ("", False, 0)),
+        (lambda: trainer(rollback="no"), "rollback must be True or False"),
     ],
 )
 def test_arguments_that_would_do_nothing_are_refused(make: Any, message: str) -> None:
@@ -459,3 +463,86 @@ def test_weights_that_were_consumed_do_not_replace_good_ones() -> None:
         ours.update(initial)
     ours.fit(DATA, num_steps=4, progress=False)
     assert float(ours.model["w"]) == sum(DATA)
+
+
+# --- the session alone ------------------------------------------------------------------------------------------------
+
+
+def session(ours: Any, data: Any = DATA, num_steps: int = 4, listeners: Any = None, **options: Any) -> Session:
+    return Session(
+        store=ours._store,
+        compiled=ours._compiled,
+        snapshots=ours._snapshots,
+        processes=ours.processes,
+        nan_policy=NonFinitePolicy(ours._store, ours._snapshots, ours.on_nan, is_guarded=ours.is_guarded),
+        evaluation=ours._evaluation,
+        listeners=listeners or Listeners(ours, ()),
+        cursor=DataCursor(data, num_steps, None),
+        **options,
+    )
+
+
+def drive(run: Session) -> list[Event]:
+    with run.running():
+        return list(run)
+
+
+def test_what_happens_comes_in_order(tmp_path: Any) -> None:
+    run = session(trainer(checkpoint_dir=tmp_path), num_steps=2, eval_data=DATA[:1])
+    events = drive(run)
+    evaluated, step = ["evaluate_begin", "evaluate_end", "record"], ["step_begin", "step_end"]
+    assert [event.name for event in events] == [
+        *["train_begin", "resume", *evaluated, "epoch_begin"],
+        *["step_begin", "preflight", "step_end", "step_begin", "record", "step_end", "record"],
+        *[*evaluated, "checkpoint", "train_end"],
+    ]
+    assert [event.value for event in events if event.name in step] == [0, 1, 1, 2]
+    assert [event.value for event in events if event.name == "record"] == run.records
+    assert [record["step"] for record in run.records] == [0, 1, 2, 2]
+
+
+def test_what_is_raised_by_who_drives_it_leaves_a_good_state() -> None:
+    ours, told = trainer(), list[Event]()
+    run = session(ours, listeners=types.SimpleNamespace(notify=told.append, is_immediate=False, states=dict))
+    with pytest.raises(ZeroDivisionError) as raised, run.running():
+        for event in run:
+            if event == ("step_end", 3, None):
+                raise ZeroDivisionError
+    assert [event.name for event in told] == ["record", "exception"]
+    assert all(event.error is raised.value for event in told)
+    assert "the trainer holds the state of step 3" in raised.value.__notes__[-1]
+    assert run.is_over and ours.step == 3 and float(ours.model["w"]) == 7
+    ours.fit(DATA, num_steps=4)
+    assert float(ours.model["w"]) == sum(DATA)
+
+
+def test_a_run_that_is_left_goes_on_in_another_one() -> None:
+    ours, live = trainer(), iter(DATA)
+    first = session(ours, live)
+    with first.running():
+        for event in first:
+            if event.name == "step_end" and event.value == 2:
+                break
+    assert first.is_over and ours.step == 2
+    events = drive(session(ours, live, previous=first.final_cursor))
+    assert [event.value for event in events if event.name == "step_end"] == [3, 4]
+    assert float(ours.model["w"]) == sum(DATA)
+
+
+def test_a_roll_back_is_said_before_the_record_of_the_step() -> None:
+    data = [DATA[0], np.float32(np.nan), *DATA[2:]]
+    with pytest.warns(UserWarning, match="step 2: loss is not finite, so the weights of step 0 were restored"):
+        events = drive(session(trainer(on_nan="roll_back"), data))
+    names = [event.name for event in events]
+    at = names.index("rollback")
+    assert events[at].value == 0 and names[at + 1] == "record" and events[at + 1].value["step"] == 2
+
+
+def test_stop_ends_it_after_the_step() -> None:
+    ours = trainer()
+    run = session(ours)
+    with run.running():
+        for event in run:
+            if event.name == "step_begin":
+                run.stop()
+    assert ours.step == 1 and run.records[-1]["step"] == 1

@@ -224,9 +224,9 @@ def test_keras_computes_what_its_own_mixed_policy_computes() -> None:
         train("mixed_bfloat16", compute_dtype="bfloat16")
 
 
-@pytest.mark.parametrize(("dtype", "got"), [("float16", "float16"), ("half", "float16"), ("fast", "'fast'")])
-def test_other_dtypes_are_refused(dtype: str, got: str) -> None:
-    with pytest.raises(ConfigError, match=rf"(?s)without loss scaling.*bfloat16.*got: {got}.*hint: .*range of float32"):
+@pytest.mark.parametrize("dtype", ["float16", "half", "fast"])
+def test_other_dtypes_are_refused(dtype: str) -> None:
+    with pytest.raises(ConfigError, match=rf"(?s)\"bfloat16\" or None, not '{dtype}'.*hint: .*no loss scaling"):
         trainer(compute_dtype=dtype)
 
 
@@ -237,7 +237,7 @@ def test_a_layerwise_step_is_refused() -> None:
     step = lt.offload.layerwise_step(lt.LayerStack(first=stack, block=stack, last=stack), optax.sgd(0.1))
     layers = {"outer": {"w": jnp.zeros(2)}, "layers": {"w": jnp.zeros((2, 2))}}
     with pytest.raises(
-        ConfigError, match=r"(?s)cannot be combined with a layerwise step.*hint: cast in the stack's functions"
+        ConfigError, match=r"(?s)a layerwise step cannot be combined with compute_dtype.*hint: cast in the stack's"
     ):
         Trainer(layers, loss_fn, step, compute_dtype="bfloat16")
 

@@ -73,7 +73,7 @@ def test_remedies_are_listed_for_activations():
 
 @pytest.mark.parametrize("budget", [0, -1, "0 MiB"])
 def test_a_budget_of_nothing_is_an_error(budget):
-    with pytest.raises(ConfigError, match=r"(?s)budget is not a positive number of bytes.*hint:"):
+    with pytest.raises(ConfigError, match=r"(?s)budget must be an integer of at least 1.*hint:"):
         trainer(budget=budget)
 
 

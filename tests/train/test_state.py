@@ -74,7 +74,7 @@ def test_an_average_of_a_part_cannot_stand_in_for_all() -> None:
     )
     ours = lt.Trainer({"v": jnp.ones(2), "w": jnp.ones(2)}, loss_fn, tx)
     with pytest.raises(
-        ConfigError, match=r"(?s)does not cover all trainable leaves.*hint: lt.train.ema\(optax.multi_transform"
+        ConfigError, match=r"(?s)ema must cover all trainable leaves.*hint: lt.train.ema\(optax.multi_transform"
     ):
         ours.averaged().__enter__()
 
@@ -97,7 +97,7 @@ def test_the_step_may_be_set_for_weights_that_were_trained_elsewhere() -> None:
     whole.fit(BATCHES[2:], num_steps=2, progress=False)
     np.testing.assert_array_equal(ours.model["w"], whole.model["w"])
     for wrong in (-1, 1.5, True, 2**31):
-        with pytest.raises(ConfigError, match=r"(?s)step is not a valid number.*hint: step = 1000"):
+        with pytest.raises(ConfigError, match=f"step must be an integer from 0 to 2,147,483,647, not {wrong}"):
             ours.step = wrong  # pyright: ignore
 
 
@@ -116,23 +116,29 @@ def with_state(ours: lt.Trainer, **parts: Any) -> Any:
     [
         (
             lambda ours: with_state(ours, mu=ours.state.opt_state[0].nu),
-            "opt_state/0/mu/v and state/opt_state/0/nu/v are the same",
+            "opt_state/0/mu/v and state/opt_state/0/nu/v are the same.*hint:",
         ),
-        (lambda ours: with_state(ours, mu=ours.state.trainable), "trainable/v and state/opt_state/0/mu/v are the same"),
+        (
+            lambda ours: with_state(ours, mu=ours.state.trainable),
+            "trainable/v and state/opt_state/0/mu/v are the same.*hint:",
+        ),
         (
             lambda ours: dataclasses.replace(ours.state, trainable={**ours.state.trainable, "w": ours.frozen["f"]}),
-            "frozen/f and state/trainable/w are the same array",
+            "frozen/f and state/trainable/w are the same array.*hint:",
         ),
         (
             lambda ours: dataclasses.replace(ours.state, opt_state=list(ours.state.opt_state)),
-            "state has its leaves in other containers",
+            "state has its leaves in other containers.*hint:",
         ),
-        (lambda ours: dataclasses.replace(ours.state, step=jnp.int32(-1)), "step is not a valid number of steps"),
+        (
+            lambda ours: dataclasses.replace(ours.state, step=jnp.int32(-1)),
+            "step must be an integer from 0 to .*, not -1",
+        ),
     ],
 )
 def test_a_state_with_which_no_step_runs_is_refused(change: Any, message: str) -> None:
     ours = adam_trainer()
-    with pytest.raises((SelectionError, StructureError, ConfigError), match=f"(?s){message}.*hint:"):
+    with pytest.raises((SelectionError, StructureError, ConfigError), match=f"(?s){message}"):
         ours.state = change(ours)
     with pytest.raises(SelectionError, match=r"(?s)trainable/w and state/opt_state/0/mu/w are the same array.*hint:"):
         ours.update({**ours.model, "w": ours.state.opt_state[0].mu["w"]})
@@ -210,7 +216,7 @@ def test_weights_that_were_changed_after_a_checkpoint_are_saved_anew(tmp_path: A
 def test_two_runs_in_one_folder_are_told_apart(tmp_path: Any) -> None:
     first, second = trainer(checkpoint_dir=tmp_path), trainer(checkpoint_dir=tmp_path)
     first.fit(BATCHES, num_steps=3, progress=False)
-    with pytest.raises(OutputError, match=r"(?s)checkpoint of a later step.*got: step 3"):
+    with pytest.raises(OutputError, match="a checkpoint of step 3, but the trainer is at step 0"):
         second.fit(BATCHES, num_steps=2, progress=False)
 
     class Other(Callback):
@@ -223,7 +229,7 @@ def test_two_runs_in_one_folder_are_told_apart(tmp_path: Any) -> None:
     third = trainer(checkpoint_dir=tmp_path)
     third.restore()
     third.step = 3
-    with pytest.raises(OutputError, match=r"(?s)another run writes checkpoints here.*got: step 10.*hint:"):
+    with pytest.raises(OutputError, match=r"(?s)another run writes checkpoints here, .* step 10.*hint:"):
         third.fit(BATCHES * 2, num_steps=5, checkpoint_every=1, callbacks=[_At(4, Other())], progress=False)
 
 
@@ -246,27 +252,27 @@ def test_callbacks_may_come_from_any_iterable_and_are_checked() -> None:
     trainer().fit(BATCHES, num_steps=2, callbacks=filter(None, [Sees(), None]), progress=False)  # pyright: ignore
     assert seen == [1, 2]
     for wrong in (Sees(), 3):
-        with pytest.raises(ConfigError, match=r"(?s)callbacks is not a list.*hint: put a single callback into a list"):
+        with pytest.raises(ConfigError, match=r"(?s)callbacks must be a list.*hint: put a single callback into a list"):
             trainer().evaluate(BATCHES, callbacks=wrong)  # pyright: ignore
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"num_steps": "5"}, "num_steps is not an integer.*got: '5'"),
-        ({"num_steps": 2.5}, "num_steps is not an integer.*got: 2.5"),
-        ({"num_epochs": 1.5}, "num_epochs is not an integer.*got: 1.5"),
-        ({"num_steps": 2, "eval_every": 1}, "eval_every needs eval_data"),
+        ({"num_steps": "5"}, "num_steps must be an integer of at least 0, not '5'"),
+        ({"num_steps": 2.5}, "num_steps must be an integer of at least 0, not 2.5"),
+        ({"num_epochs": 1.5}, "num_epochs must be an integer of at least 0, not 1.5"),
+        ({"num_steps": 2, "eval_every": 1}, "eval_every needs eval_data.*hint:"),
         (
             {"num_steps": 2, "eval_every": 1.5, "eval_data": BATCHES},
-            "eval_every is not a positive number of steps.*got: 1.5",
+            "eval_every must be an integer of at least 1, not 1.5.*hint:",
         ),
-        ({"num_steps": 2, "on_record": 3}, "on_record is not a function.*got: 3"),
+        ({"num_steps": 2, "on_record": 3}, "on_record must be a function of a record, not 3"),
     ],
 )
 def test_wrong_arguments_of_fit_are_told_before_a_step(options: dict[str, Any], message: str) -> None:
     ours = trainer()
-    with pytest.raises(ConfigError, match=f"(?s){message}.*hint:"):
+    with pytest.raises(ConfigError, match=f"(?s){message}"):
         ours.fit(BATCHES, progress=False, **options)
     assert ours.step == 0
 
@@ -274,15 +280,15 @@ def test_wrong_arguments_of_fit_are_told_before_a_step(options: dict[str, Any], 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"seed": None}, "seed is not a 32-bit integer.*got: None"),
-        ({"budget": True}, "budget is not a positive number of bytes.*got: True"),
-        ({"budget": [1]}, r"budget is not a positive number of bytes.*got: \[1\]"),
+        ({"seed": None}, "seed must be an integer from .* to 4,294,967,295, not None"),
+        ({"budget": True}, "budget must be an integer of at least 1, not True.*hint:"),
+        ({"budget": [1]}, r"budget must be an integer of at least 1, not \[1\].*hint:"),
     ],
 )
 def test_wrong_arguments_of_the_trainer_are_told_at_once(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=f"(?s){message}.*hint:"):
+    with pytest.raises(ConfigError, match=f"(?s){message}"):
         trainer(**options)
-    with pytest.raises(ConfigError, match=r"(?s)the model has no arrays.*a dict of 0 leaves.*hint:"):
+    with pytest.raises(ConfigError, match=r"(?s)the model has no arrays: it is a dict.*hint:"):
         lt.Trainer({}, loss_fn, optax.sgd(0.1))
 
 
@@ -301,7 +307,7 @@ def test_arrays_that_somebody_else_consumed_are_named_wherever_they_are() -> Non
 
 
 def test_outputs_that_cannot_be_joined_are_described() -> None:
-    with pytest.raises(StructureError, match=r"(?s)cannot be joined.*got: \(4, 2\), \(2, 4\).*hint: predict_batches"):
+    with pytest.raises(StructureError, match=r"(?s)shapes \(4, 2\), \(2, 4\) cannot be joined.*hint: predict_batches"):
         trainer().predict([BATCHES[0], BATCHES[0].T], lambda model, batch: batch)
 
 
@@ -435,7 +441,7 @@ def test_data_that_is_shorter_than_the_run_was_in_it_is_refused(tmp_path: Any) -
     ours.restore()
     with (
         pytest.warns(UserWarning, match="are skipped"),
-        pytest.raises(DataError, match=r"(?s)ends before the position.*got: 2.*hint:"),
+        pytest.raises(DataError, match=r"(?s)step 3 follows 3 batches of an epoch, but the data has only 2.*hint:"),
     ):
         ours.fit(Again(2), num_steps=5, progress=False)
 

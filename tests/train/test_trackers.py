@@ -126,7 +126,7 @@ def test_a_missing_package_is_named_with_its_extra(name: str, tmp_path: Any, mon
     monkeypatch.setitem(sys.modules, {"tensorboard": "tensorboardX"}.get(name, name), None)
     with pytest.raises(ConfigError, match=rf'{name} is not installed(.|\n)*hint: pip install "lowtide\[{name}\]"'):
         Tracker(name, tmp_path)
-    with pytest.raises(ConfigError, match=r"unknown tracker(.|\n)*hint:"):
+    with pytest.raises(ConfigError, match=r"library must be \"tensorboard\", .*, not 'comet'(.|\n)*hint:"):
         Tracker("comet", tmp_path)
 
 

@@ -217,7 +217,10 @@ def test_checkpoints_hold_trainable_state_only(tmp_path):
 def test_a_checkpoint_of_another_model_is_refused(tmp_path):
     Trainer(_model(), _loss, optax.adam(0.1), wrt="lora_*", checkpoint_dir=tmp_path).fit(_data(), num_steps=1)
     other = Trainer(_model(), _loss, optax.adam(0.1), wrt="**", checkpoint_dir=tmp_path)
-    with pytest.raises(StructureError, match=r"base.*: the checkpoint of step 1 belongs to another(.|\n)*hint:"):
+    with pytest.raises(
+        StructureError,
+        match=r"base.*: the checkpoint of step 1 has no such leaf, but this trainer has float32(.|\n)*hint:",
+    ):
         other.restore()
 
 
@@ -225,7 +228,9 @@ def test_a_checkpoint_of_another_dtype_is_refused(tmp_path):
     Trainer(_model(), _loss, optax.adam(0.1), wrt="lora_*", checkpoint_dir=tmp_path).fit(_data(), num_steps=1)
     half = {**_model(), "lora_a": _model()["lora_a"].astype(jnp.bfloat16)}
     other = Trainer(half, _loss, optax.adam(0.1), wrt="lora_*", checkpoint_dir=tmp_path)
-    with pytest.raises(StructureError, match=r"belongs to another(.|\n)*bfloat16\[3\](.|\n)*float32\[3\](.|\n)*hint:"):
+    with pytest.raises(
+        StructureError, match=r"step 1 has float32\[3\], but this trainer has bfloat16\[3\](.|\n)*hint: resume"
+    ):
         other.restore()
 
 
@@ -234,9 +239,7 @@ def test_checkpoints_of_a_later_step_are_refused_before_anything_is_lost(tmp_pat
         return Trainer(_model(), _loss, optax.adam(0.1), wrt="lora_*", checkpoint_dir=tmp_path)
 
     trainer().fit(_data(), num_steps=4)
-    with pytest.raises(
-        OutputError, match=r"a later step(.|\n)*no checkpoint after step 0(.|\n)*step 4(.|\n)*hint:.*restore"
-    ):
+    with pytest.raises(OutputError, match=r"a checkpoint of step 4, but the trainer is at step 0(.|\n)*hint:.*restore"):
         trainer().fit(_data(), num_steps=2)
     assert trainer().restore() == 4
 
@@ -252,7 +255,7 @@ def test_leaves_that_a_checkpoint_could_not_tell_apart_are_refused(tmp_path):
 
 def test_data_that_ends_early_is_named():
     trainer = Trainer(_model(), _loss, optax.adam(0.1), wrt="lora_*")
-    with pytest.raises(DataError, match=r"no batch for step 2(.|\n)*each of 3 steps(.|\n)*hint:"):
+    with pytest.raises(DataError, match=r"no batch for step 2 of 3 steps(.|\n)*hint:"):
         trainer.fit(_data(2), num_steps=3)
 
 
@@ -291,7 +294,7 @@ def test_a_schedule_that_reads_the_loss_gets_it():
 @pytest.mark.parametrize("data", [{"x": np.ones((4, 4))}, np.ones((4, 4)), 3])
 def test_data_that_holds_no_batches_is_refused(data):
     trainer = Trainer(_model(), _loss, optax.adam(0.1), wrt="lora_*")
-    with pytest.raises(DataError, match=r"the data holds no batches(.|\n)*hint: lowtide.train.array_data"):
+    with pytest.raises(DataError, match=r"the data must be a list(.|\n)*hint: lowtide.train.array_data"):
         trainer.fit(data, num_steps=1)
 
 

@@ -34,10 +34,7 @@ def model_path(name: str) -> str: ...
 @overload
 def model_path(name: None) -> None: ...
 def model_path(name: str | None) -> str | None:
-    """Return a path unchanged; for a name such as ``Qwen/Qwen3-8B``, return its newest snapshot in the local cache.
-
-    Nothing is downloaded: `ModelFileError` when the name is neither an existing path nor a cached model.
-    """
+    """Return a path unchanged; for a name such as ``Qwen/Qwen3-8B``, return its newest snapshot in the local cache."""
     if name is None or os.path.lexists(name) or _NAME.fullmatch(name) is None:
         return name
     if importlib.util.find_spec("huggingface_hub") is not None:  # tokenizers depends on it but does not import it
@@ -46,22 +43,16 @@ def model_path(name: str | None) -> str | None:
         config_path = try_to_load_from_cache(name, "config.json")
         if isinstance(config_path, str):
             return str(Path(config_path).parent)
-    raise ModelFileError(
-        f"{name} is neither a folder nor a model in the local Hugging Face cache",
-        expected="a folder with config.json, or a downloaded model",
-        hint=f"download it: hf download {name}",
-    )
+    problem = f"{name} is neither a folder nor a model in the local Hugging Face cache"
+    raise ModelFileError(problem, hint=f"download it: hf download {name}")
 
 
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags that name a model and its adapters."""
-    parser.add_argument(
-        "--model", metavar="DIR", help="Hugging Face folder, or a GGUF file (default: the embedded model)"
-    )
-    parser.add_argument(
-        "--tokenizer", metavar="DIR", help="folder of the tokenizer and chat template (default: the model's)"
-    )
-    parser.add_argument(
+    add = parser.add_argument
+    add("--model", metavar="DIR", help="Hugging Face folder, or a GGUF file (default: the embedded model)")
+    add("--tokenizer", metavar="DIR", help="folder of the tokenizer and chat template (default: the model's)")
+    add(
         "--adapter",
         action="append",
         default=[],
@@ -69,18 +60,10 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
         help="PEFT adapter; repeat for several, which are used one after the other on the same base (default: none)",
     )
     for name, description in (("param", "parameters"), ("compute", "activations")):
-        parser.add_argument(
-            f"--{name}-dtype", choices=DTYPES, default="auto", help=f"dtype of {description} (default: %(default)s)"
-        )
-    for name, description in (
-        ("quantize", "the projections of the layers"),
-        ("quantize-embeddings", "embedding and head"),
-    ):
-        parser.add_argument(
-            f"--{name}",
-            choices=FORMATS,
-            help=f"quantisation format of {description} (default: as stored)",
-        )
+        add(f"--{name}-dtype", choices=DTYPES, default="auto", help=f"dtype of {description} (default: %(default)s)")
+    parts = {"quantize": "the projections of the layers", "quantize-embeddings": "embedding and head"}
+    for name, description in parts.items():
+        add(f"--{name}", choices=FORMATS, help=f"quantisation format of {description} (default: as stored)")
 
 
 def add_template_argument(parser: argparse.ArgumentParser) -> None:
@@ -105,9 +88,7 @@ def chat_template(args: argparse.Namespace) -> Any:
     for pair in args.template_arg:
         name, separator, text = pair.partition("=")
         if not separator or not name.isidentifier():
-            raise ConfigError(
-                "--template-arg needs KEY=VALUE", got=repr(pair), hint="use, for instance, enable_thinking=false"
-            )
+            raise ConfigError(f"--template-arg needs KEY=VALUE, not {pair!r}", hint="such as enable_thinking=false")
         try:
             arguments[name] = json.loads(text)
         except ValueError:
@@ -116,36 +97,36 @@ def chat_template(args: argparse.Namespace) -> Any:
     return None if template is None else dataclasses.replace(template, arguments=arguments)
 
 
-def check_model_arguments(args: argparse.Namespace) -> None:
-    """Resolve the model's name to a path, and reject empty paths and adapters that are named twice.
+def check_not_empty(args: argparse.Namespace, *names: str) -> None:
+    """Reject empty values of arguments. An unset variable in a shell script produces an empty value."""
+    for name in names:
+        value = getattr(args, name)
+        if "" in (value if isinstance(value, list) else [value]):
+            flag = name.replace("_", "-")
+            raise ConfigError(f"--{flag} is empty", hint="check whether a variable of your script is unset")
 
-    An unset variable in a shell script produces an empty path.
-    """
-    flag_values = (
-        ("model", [args.model]),
-        ("tokenizer", [args.tokenizer]),
-        ("adapter", args.adapter),
-        ("chat-template", [args.chat_template]),
-    )
-    for flag, values in flag_values:
-        if "" in values:
-            raise ConfigError(
-                f"--{flag} is empty", hint=f"leave --{flag} out, or check whether a variable of your script is unset"
-            )
+
+def check_model_arguments(args: argparse.Namespace) -> None:
+    """Resolve the model's name to a path, and reject empty paths and adapters that are named twice."""
+    check_not_empty(args, "model", "tokenizer", "adapter", "chat_template")
     args.model = model_path(args.model)
     if duplicates := {name for name in args.adapter if args.adapter.count(name) > 1}:
         raise ConfigError(f"--adapter {min(duplicates)} is given twice", hint="name each adapter once")
 
 
 def open_named(args: argparse.Namespace, console: Console) -> tuple[Any, Any]:
-    """Load the model and the tokenizer that the arguments name."""
+    """Load the model and the tokenizer that the arguments name, and check the adapters."""
     with console.status("reading the model"):
         from ..finetune import open_base
 
         dtypes = {"param_dtype": args.param_dtype, "compute_dtype": args.compute_dtype}
         formats = {"layers/**/*_proj": args.quantize, "outer/**": args.quantize_embeddings}
         quantize = {glob: form for glob, form in formats.items() if form is not None} or None
-        return open_base(args.model, tokenizer=args.tokenizer, quantize=quantize, **dtypes)
+        base, tokenizer = open_base(args.model, tokenizer=args.tokenizer, quantize=quantize, **dtypes)
+    # If there are several adapters, load each once, so that a broken one fails now and not after hours of work.
+    for _ in with_each(base, args.adapter) if len(args.adapter) > 1 else ():
+        pass
+    return base, tokenizer
 
 
 def with_each(base: Any, adapters: Sequence[str]) -> Iterator[tuple[str | None, Any]]:
@@ -156,12 +137,6 @@ def with_each(base: Any, adapters: Sequence[str]) -> Iterator[tuple[str | None, 
         yield name, lora.load(base, name)
     if not adapters:
         yield None, base
-
-
-def check_adapters(base: Any, adapters: Sequence[str]) -> None:
-    """Load every adapter once if there are several, so that a broken one fails now and not after hours of work."""
-    for _ in with_each(base, adapters) if len(adapters) > 1 else ():
-        pass
 
 
 def end_tokens(args: argparse.Namespace, base: Any, tokenizer: Any) -> Any:

@@ -24,11 +24,8 @@ def describe(report: Any, config: Any) -> dict[str, str]:
     verb = "split" if config.too_long == "split" else "cut"
     lost_text = f", {report.num_lost_tokens:,} tokens lost" if report.num_lost_tokens else ""
     template_text = f", rendered by {report.template}" if report.template else ""
-    held_out_counts = {
-        "documents left out": report.num_held_out_left_out,
-        "tokens lost": report.num_held_out_lost_tokens,
-    }
-    held_out_text = ", ".join(f"{count:,} {label}" for label, count in held_out_counts.items() if count)
+    held_out = {"documents left out": report.num_held_out_left_out, "tokens lost": report.num_held_out_lost_tokens}
+    held_out_text = ", ".join(f"{count:,} {label}" for label, count in held_out.items() if count)
     return {
         "records": f"{report.num_documents:,} of the kind {report.kind}{template_text}, {report.num_tokens:,} tokens",
         "left out": f"{drop_text or 'none'}; {report.num_cut:,} {verb} at {config.seq_len} tokens{lost_text}",
@@ -45,21 +42,16 @@ def describe_ends(tokens: Any, tokenizer: Any) -> str:
 
 
 def missing_end_warning(report: Any, tokens: Any) -> str | None:
-    """Explain why a model tuned on these records does not learn to stop; return None if it does.
-
-    Plain text has no report.
-    """
+    """Explain why a model tuned on these records does not learn to stop; None if it does, or for plain text."""
     if report is not None and report.template and tokens.is_turn_open:
-        return (
-            f"{report.template} writes no end token after an answer, so the model does not learn to stop\n"
-            "hint: name a template that ends each turn with an end token: --chat-template FILE"
-        )
-    if report is not None and not report.template and tokens.text is None:
-        return (
-            "neither config.json nor the tokenizer names an end token, so the model does not learn to stop\n"
-            "hint: set eos_token_id in config.json"
-        )
-    return None
+        problem = f"{report.template} writes no end token after an answer"
+        hint = "name a template that ends each turn with an end token: --chat-template FILE"
+    elif report is not None and not report.template and tokens.text is None:
+        problem = "neither config.json nor the tokenizer names an end token"
+        hint = "set eos_token_id in config.json"
+    else:
+        return None
+    return f"{problem}, so the model does not learn to stop\nhint: {hint}"
 
 
 def evaluation_notes(report: Any, seq_len: int) -> Iterator[str]:
@@ -75,12 +67,10 @@ def evaluation_notes(report: Any, seq_len: int) -> Iterator[str]:
 
 
 def print_examples(console: Console, report: Any) -> None:
-    """Print the first records as the model sees them, with learned text marked.
-
-    A terminal shows text that is not learned dim; without colours, marks enclose the learned text.
-    """
+    """Print the first records as the model sees them, with learned text marked."""
     if report is None:
         return
+    # A terminal shows text that is not learned dim; without colours, marks enclose the learned text.
     has_styles = console.is_terminal and not console.no_color
     legend, start, end = ("dim: read, not learned", "", "") if has_styles else ("learned: ⟦ to ⟧", "⟦", "⟧")
     for number, parts in enumerate(report.examples, 1):

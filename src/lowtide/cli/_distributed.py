@@ -6,7 +6,7 @@ import argparse
 import math
 from typing import Any
 
-from ..core import ConfigError
+from ..core import ConfigError, check_integer
 
 _HEARTBEAT_SECONDS = 30
 """Silence of a process, in seconds, after which the others end. With JAX's default of 100 a dead run waits longer."""
@@ -37,30 +37,18 @@ def register(parser: argparse.ArgumentParser) -> None:
 
 
 def start(args: argparse.Namespace) -> Any:
-    """Connect to the other processes, and return the `ShardingRules` of the run; None for one device.
-
-    Raises `ConfigError` for flags that contradict each other, or a mesh that does not match the number of devices.
-    """
+    """Connect to the other processes, and return the `ShardingRules` of the run; None for one device."""
     flags = {"--coordinator": args.coordinator, "--num-processes": args.num_processes, "--process-id": args.process_id}
     missing = [name for name, value in flags.items() if value is None]
-    if args.pipeline is not None and args.pipeline < 1:
-        raise ConfigError(
-            "--pipeline is out of range",
-            expected="at least 1",
-            got=args.pipeline,
-            hint="use, for instance, --pipeline 4",
-        )
+    if args.pipeline is not None:
+        check_integer("--pipeline", args.pipeline, hint="use, for instance, --pipeline 4")
     if args.distributed is None:
         if len(missing) < len(flags):
             raise ConfigError("the flags of several processes need --distributed", hint="add --distributed")
         return None if args.pipeline is None else _rules({"stage": args.pipeline}, "")
     sizes = _sizes(args.distributed) | ({} if args.pipeline is None else {"stage": args.pipeline})
     if missing and len(missing) < len(flags):
-        raise ConfigError(
-            f"{', '.join(missing)} is missing",
-            expected=f"{', '.join(flags)} together, or none of them under a scheduler that JAX supports",
-            hint="give all three",
-        )
+        raise ConfigError(f"{', '.join(missing)} is missing", hint="give all three, or none of them under a scheduler")
     import jax
 
     try:
@@ -73,11 +61,7 @@ def start(args: argparse.Namespace) -> Any:
         )
     except ValueError as error:
         if not missing:
-            raise ConfigError(
-                "the processes cannot be connected",
-                got=error,
-                hint="check --coordinator, --num-processes, --process-id",
-            ) from error
+            raise ConfigError(f"the processes cannot connect: {error}", hint=f"check {', '.join(flags)}") from error
         # JAX found no scheduler: continue as one process with all devices of this machine. The printed plan shows this.
     return _rules(sizes, args.distributed)
 
@@ -100,28 +84,24 @@ def _check_mesh(sizes: dict[str, Any], distributed: str, count: int) -> None:
     has_free_axis = "fsdp" not in other_axes or -1 in other_axes.values()
     valid_stages: list[int] = []
     if known_size > 0 and [*other_axes.values()].count(-1) < 2:
-        valid_stages = [
-            n
-            for n in range(1, count + 1)
-            if (count % (n * known_size) == 0 if has_free_axis else n * known_size == count)
-        ]
+        valid_products = [n for n in range(1, count + 1) if count % n == 0] if has_free_axis else [count]
+        valid_stages = [product // known_size for product in valid_products if product % known_size == 0]
     stages = sizes.get("stage", 1)
     if stages in valid_stages:
         return
     flag = f"--distributed {distributed}"
     if valid_stages and "stage" in sizes:
         suffix = f" with {flag}" if distributed else ""
+        verb = "divides" if has_free_axis else "is"
         raise ConfigError(
             f"--pipeline {stages}: {count} devices cannot be split into {stages} stages{suffix}",
-            expected=f"{', '.join(map(str, valid_stages))}: the product with the axes of --distributed "
-            f"{'divides' if has_free_axis else 'is'} {count}",
-            got=stages,
+            expected=f"{', '.join(map(str, valid_stages))}: the product with the axes of --distributed {verb} {count}",
             hint=f"use --pipeline {min(valid_stages, key=lambda n: (abs(n - stages), -n))}",
         )
+    mesh = " × ".join(f"{name} {size}" for name, size in sizes.items())
     raise ConfigError(
-        f"{flag}: the mesh does not match {count} devices",
+        f"{flag}: the mesh does not match {count} devices: {mesh}",
         expected=f"sizes whose product is {count}; at most one size is -1 and takes the remaining devices",
-        got=" × ".join(f"{name} {size}" for name, size in sizes.items()),
         hint="use --distributed without a mesh, which shards along fsdp over all devices",
     )
 
@@ -144,9 +124,8 @@ def _sizes(text: str) -> dict[str, Any]:
         is_known = name in ("data", "fsdp", "context", "tensor") and name not in sizes
         if not is_known or not (size == "-1" or (size.isascii() and size.isdigit())):
             raise ConfigError(
-                f"--distributed: {part!r} is not a mesh axis",
-                expected="data=N, fsdp=N, context=N, tensor=N, each once, separated by commas; -1: all other devices",
-                hint="use, for instance, --distributed fsdp=4,tensor=2",
+                f"--distributed: {part!r} is not a mesh axis; the axes are data, fsdp, context and tensor, each once",
+                hint="use, for instance, --distributed fsdp=4,tensor=2; -1 stands for all other devices",
             )
         sizes[name] = int(size)
     return sizes

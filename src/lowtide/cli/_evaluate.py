@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
 
@@ -20,15 +19,15 @@ from ._arguments import (
     add_model_arguments,
     add_template_argument,
     chat_template,
-    check_adapters,
     check_model_arguments,
+    check_not_empty,
     end_tokens,
     open_named,
     positive,
     with_each,
 )
 from ._data_report import evaluation_notes
-from ._output import check_outputs, errors, wide_console, write_text
+from ._output import check_outputs, errors, print_labelled, progress_bar, wide_console, write_text
 
 
 def register(commands: Any) -> None:
@@ -39,30 +38,25 @@ def register(commands: Any) -> None:
         description="Measure loss (nats per token) and perplexity of a model on text, with each of several adapters on "
         "one base. In text, every token except the first counts; in records, completions and assistant messages.",
     )
+    add = parser.add_argument
     add_model_arguments(parser)
     add_template_argument(parser)
-    parser.add_argument(
-        "--data", required=True, metavar="PATH", help="text, a folder of text, or records as for finetune"
-    )
-    parser.add_argument(
-        "--columns", metavar="WORDS", help="columns of the records, as for finetune, such as messages=chat"
-    )
-    parser.add_argument(
+    add("--data", required=True, metavar="PATH", help="text, a folder of text, or records as for finetune")
+    add("--columns", metavar="WORDS", help="columns of the records, as for finetune, such as messages=chat")
+    add(
         "--loss-on",
         choices=("completion", "all"),
         help="counted tokens of records: completion (assistant messages, completions, outputs), or all (default: "
         "completion)",
     )
-    parser.add_argument(
+    add(
         "--seq-len",
         type=positive,
         metavar="N",
         help="tokens in a row (default: 1024, or the model's context if shorter)",
     )
-    parser.add_argument(
-        "--batch-size", type=positive, default=8, metavar="N", help="rows evaluated at once (default: 8)"
-    )
-    parser.add_argument("--json", metavar="FILE", help="write the results as JSON (default: not written)")
+    add("--batch-size", type=positive, default=8, metavar="N", help="rows evaluated at once (default: 8)")
+    add("--json", metavar="FILE", help="write the results as JSON (default: not written)")
     parser.set_defaults(run=run)
 
 
@@ -70,8 +64,7 @@ def run(args: argparse.Namespace) -> int:
     """Run the command and return the exit status."""
     check_model_arguments(args)
     check_outputs(args.json)
-    if not args.data:
-        raise ConfigError("--data is empty", hint="check whether a variable of your script is unset")
+    check_not_empty(args, "data")
     from ..finetune import is_read_as_records, named_documents, notes_on
 
     console = errors()
@@ -87,19 +80,17 @@ def run(args: argparse.Namespace) -> int:
     # Text is read before the model, so that a wrong path fails before a large model is loaded.
     documents = named_documents(args.data) if is_text else None
     for note in notes_on(args.data, _columns(args), is_evaluation=True):
-        console.print(Text("note ", style="bold yellow") + Text(note), soft_wrap=True)
+        print_labelled(console, "note", note)
     base, tokenizer = open_named(args, console)
-    check_adapters(base, args.adapter)
     context = base.config.max_position_embeddings
     seq_len = args.seq_len or min(1024, context)
     if seq_len > context:
-        console.print(f"[bold yellow]warning[/] --seq-len {seq_len} is longer than the model's {context} positions")
+        print_labelled(console, "warning", f"--seq-len {seq_len} is longer than the model's {context} positions")
     measure, num_tokens, seq_len = _measure(args, base, tokenizer, documents, seq_len, console)
     rows: list[dict[str, Any]] = []
-    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn())
     for adapter, model in with_each(base, args.adapter):
         start = time.monotonic()
-        with Progress(*columns, console=console, transient=True) as progress:
+        with progress_bar(console, has_counts=False) as progress:
             task = progress.add_task("evaluating", total=num_tokens)
 
             def show(completed: int, total: int, loss: float) -> None:
@@ -108,13 +99,8 @@ def run(args: argparse.Namespace) -> int:
 
             result = measure(model, show)
         seconds = time.monotonic() - start
-        row = {
-            "adapter": adapter,
-            "loss": result.loss,
-            "perplexity": result.perplexity,
-            "num_tokens": result.num_tokens,
-        }
-        rows.append({**row, "seconds": seconds})
+        row = {name: getattr(result, name) for name in ("loss", "perplexity", "num_tokens")}
+        rows.append({"adapter": adapter, **row, "seconds": seconds})
     _print_table(rows, args, seq_len)
     if args.json:
         results = {"model": args.model, "data": args.data, "seq_len": seq_len}
@@ -123,7 +109,6 @@ def run(args: argparse.Namespace) -> int:
     if non_finite := [row["adapter"] or "the model" for row in rows if not math.isfinite(row["loss"])]:
         raise NonFiniteError(
             f"the loss of {', '.join(non_finite)} is not finite",
-            expected="finite weights",
             hint="check for nan or inf in the weights, and for overflow with --compute-dtype float16; lowtide inspect "
             "shows the dtypes",
         )
@@ -149,13 +134,11 @@ def _measure(
 
     end = end_tokens(args, base, tokenizer).text
     if documents is None:
-        sizes: dict[str, Any] = {"seq_len": seq_len, "batch_size": args.batch_size}
-        template = chat_template(args)
         options: dict[str, Any] = {"columns": _columns(args), "end_token": end, "loss_on": args.loss_on or "completion"}
-        options["vocab_size"] = base.config.vocab_size
-        batches, report = evaluation_data(Path(args.data), tokenizer, template, **sizes, **options)
+        options |= {"seq_len": seq_len, "batch_size": args.batch_size, "vocab_size": base.config.vocab_size}
+        batches, report = evaluation_data(Path(args.data), tokenizer, chat_template(args), **options)
         for note in evaluation_notes(report, seq_len):
-            console.print(Text("note ", style="bold yellow") + Text(note), soft_wrap=True)
+            print_labelled(console, "note", note)
         count = sum(int((batch["labels"] >= 0).sum()) for batch in batches)
         return lambda model, show: batches_loss(model, batches, count, on_progress=show), count, seq_len
     stream = token_stream(documents, tokenizer, end, vocab_size=base.config.vocab_size)
@@ -171,14 +154,9 @@ def _columns(args: argparse.Namespace) -> tuple[str, ...] | None:
 def _print_table(rows: list[dict[str, Any]], args: argparse.Namespace, seq_len: int) -> None:
     title = f"{args.data}, rows of {seq_len:,} tokens"
     table = Table(title=Text(title), title_justify="left", box=None, pad_edge=False)
-    for name in ("adapter", "nats/token", "perplexity", "tokens", "tokens/s"):
-        is_name = name == "adapter"  # paths are long, so they may wrap; figures may not
-        table.add_column(
-            name,
-            justify="left" if is_name else "right",
-            no_wrap=not is_name,
-            overflow="fold" if is_name else "ellipsis",
-        )
+    table.add_column("adapter", overflow="fold")  # paths are long, so they may wrap; figures may not
+    for name in ("nats/token", "perplexity", "tokens", "tokens/s"):
+        table.add_column(name, justify="right", no_wrap=True)
     for row in rows:
         rate = f"{row['num_tokens'] / max(row['seconds'], 1e-9):,.0f}"
         figures = (f"{row['loss']:.4f}", f"{row['perplexity']:,.2f}", f"{row['num_tokens']:,}", rate)

@@ -19,12 +19,13 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
 
 from ..core import ConfigError, LowtideError, format_bytes, parse_bytes
 from . import _config_flags, _data_report, _distributed
+from ._arguments import check_not_empty
+from ._output import print_labelled, progress_bar
 
 _CLIP_TEXTS = {
     "exact": "clipped by the exact norm of all gradients",
@@ -69,18 +70,16 @@ def run(args: argparse.Namespace) -> int:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
     if args.report_only:
         return _report_only(args)
-    budget = _budget(args.budget)
+    budget = None if args.budget is None else parse_bytes(args.budget)
+    if budget is not None and budget < 1:
+        raise ConfigError(f"--budget must be a size above 0, not {args.budget!r}", hint='such as --budget "16 GiB"')
     import jax
 
     from ..finetune import open_run, read_config
 
     if args.resume and args.out is None:
         raise ConfigError("--resume needs --out", hint="name the folder of the run to continue")
-    for flag in ("config", "out"):
-        if getattr(args, flag) == "":  # an unset shell variable, which must not select the default
-            raise ConfigError(
-                f"--{flag} is empty", hint=f"leave --{flag} out, or check whether a variable of your script is unset"
-            )
+    check_not_empty(args, "config", "out")
     values = read_config(args.config) if args.config else {}
     values |= _config_flags.flag_settings(args)
     # Must precede `_distributed.start` and `jax.process_index`: they start JAX's backends, and libtpu reads its flags
@@ -130,7 +129,7 @@ def _finetune(
 ) -> None:
     from ..finetune import Finetune
 
-    with _progress(console) as progress:
+    with progress_bar(console) as progress:
         task = progress.add_task("reading model and data", total=None)
 
         def show(completed: int, total: int) -> None:
@@ -149,7 +148,10 @@ def _finetune(
     try:
         _train(console, job, table, interrupted)
     except BaseException as error:
-        _write_report(job, table, early_samples, error)
+        try:
+            job.write_report(table, early_samples)
+        except LowtideError as failure:
+            error.add_note(str(failure))
         raise
     num_steps = job.config.num_steps  # derived from the number of epochs when the data is read
     if config.early_stopping_patience is not None and job.trainer.step < num_steps:
@@ -163,14 +165,14 @@ def _finetune(
     samples: dict[str, Any] = {}
     if job.samples:
         samples = {"before": before if config.full else job.sample_before(), "after": job.sample(job.trainer.model)}
+        samples = {title: sample for title, sample in samples.items() if sample is not None}
         _print_samples(console, samples)
-    samples = {title: sample for title, sample in samples.items() if sample is not None}
-    with _progress(console) as progress:
+    with progress_bar(console) as progress:
         progress.add_task("writing the page", total=None, visible=config.report)
         page = job.write_report(table, samples, timeline=True)
     # Last, so that nothing of it occupies memory during training, and the files of the run are already written.
     if compare:
-        with _progress(console) as progress:
+        with progress_bar(console) as progress:
             progress.add_task("compiling the naive step for comparison", total=None)
             table = job.compare(table)
         job.write_memory(table)
@@ -202,30 +204,15 @@ def _next_command(job: Any) -> str:
     return f"{_program()} generate {shlex.join([*parts, *prompt_flags])}"
 
 
-def _budget(text: str | None) -> int | None:
-    """Parse --budget."""
-    size = None if text is None else parse_bytes(text)
-    if size is not None and size < 1:
-        raise ConfigError(
-            "--budget leaves no memory for a run",
-            expected="a size above 0",
-            got=repr(text),
-            hint='use, for instance, --budget "16 GiB", or leave it out for no limit',
-        )
-    return size
-
-
 def _print_budget(console: Console, config: Any, budget: int, sharding: Any) -> None:
     from ..finetune import within
 
     if sharding is not None:
         raise ConfigError(
             "--budget supports only runs on one device",
-            expected="one device",
-            got="a run on several devices",
             hint="leave --budget out; the printed plan states the bytes of each device",
         )
-    with _progress(console) as progress:
+    with progress_bar(console) as progress:
         task = progress.add_task("estimating the bytes of a step", total=None)
 
         def show(flags: str) -> None:
@@ -233,15 +220,7 @@ def _print_budget(console: Console, config: Any, budget: int, sharding: Any) -> 
             console.print(f"  more than the budget: trying {flags}", soft_wrap=True)
 
         line = within(config, budget, on_try=show)
-    console.print(Text("budget ", style="bold") + Text(line), soft_wrap=True)
-
-
-def _write_report(job: Any, table: Any, samples: Any, error: BaseException) -> None:
-    """Write the page of a run that ends early; a failure to write it is added as a note to the error of the run."""
-    try:
-        job.write_report(table, samples)
-    except LowtideError as failure:
-        error.add_note(str(failure))
+    print_labelled(console, "budget", line, "bold")
 
 
 def _report_only(args: argparse.Namespace) -> int:
@@ -283,7 +262,7 @@ def _train(console: Console, job: Any, table: Any, interrupted: threading.Event)
     tokens, lines = job.config.batch_size * job.config.seq_len, LossLines(job.config.num_steps)
     report = table.ours
     host = f"  {format_bytes(report.host_bytes)} on the host" if report.host_bytes else ""
-    with _progress(console) as progress:
+    with progress_bar(console) as progress:
         task = progress.add_task("training", total=job.config.num_steps, completed=job.resumed_at or 0)
 
         def show(record: dict[str, Any]) -> None:
@@ -332,9 +311,9 @@ def _print_plan(console: Console, job: Any, table: Any) -> None:
         grid.add_row(Text(name, style="bold"), Text(text))
     console.print(grid)
     for note in data.notes:
-        console.print(Text("note ", style="bold yellow") + Text(note), soft_wrap=True)
+        print_labelled(console, "note", note)
     if (problem := _data_report.missing_end_warning(data.report, job.ends)) is not None:
-        console.print(Text("warning ", style="bold yellow") + Text(problem), soft_wrap=True)
+        print_labelled(console, "warning", problem)
     _data_report.print_examples(console, data.report)
     if config.seq_len > base.config.max_position_embeddings:
         console.print(
@@ -453,12 +432,10 @@ def _host_memory(base: Any, state: Any) -> str:
     )
 
 
-def _print_samples(console: Console, samples: dict[str, tuple[str, str] | None]) -> None:
-    for title, sample in samples.items():
-        if sample is not None:
-            prompt, text = sample
-            console.rule(f"sample {title}", align="left")
-            console.print(Text(prompt, style="dim") + Text(text))
+def _print_samples(console: Console, samples: Mapping[str, tuple[str, str]]) -> None:
+    for title, (prompt, text) in samples.items():
+        console.rule(f"sample {title}", align="left")
+        console.print(Text(prompt, style="dim") + Text(text))
     console.rule()
 
 
@@ -508,8 +485,3 @@ def _print_bytes(console: Console, config: Any, table: Any) -> None:
 
 def _ratio(num_bytes: int, reference: int) -> str:
     return f"{num_bytes / reference:.0%}" if reference else ""
-
-
-def _progress(console: Console) -> Progress:
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-    return Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=console, transient=True)

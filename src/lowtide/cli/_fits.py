@@ -14,12 +14,11 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-import tomli_w
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ..core import ConfigError, format_bytes, parse_bytes
+from ..core import ConfigError, format_bytes, parse_bytes, require_extra
 from ._arguments import positive
 from ._load import add_job_arguments, job_settings, load, parse_job, read_settings, user_code
 from ._output import check_outputs, print_error, spinner, write_text
@@ -70,21 +69,14 @@ def register(commands: Any) -> None:
         "processes, and show where it fits. With --largest, find the largest value of a parameter that fits. Exit "
         "status: 0; 1 when it does not fit a target, or your code fails; 2 for a mistake in the arguments.",
     )
+    add = parser.add_argument
     add_job_arguments(parser)
-    parser.add_argument(
-        "--budget", metavar="SIZE", help='limit in bytes on one device, such as "14 GiB" (default: the usable bytes)'
-    )
-    parser.add_argument("--json", metavar="FILE", help="write the table as JSON (default: not written)")
-    parser.add_argument(
-        "--largest", metavar="KEY", help="find the largest value that fits for KEY, a parameter of NAME (default: off)"
-    )
-    parser.add_argument("--sizes", metavar="N,N,...", help="with --largest: values to compile first (default: 2,3,4)")
-    parser.add_argument(
-        "--maximum", type=positive, metavar="N", help="with --largest: the largest value to try (default: none)"
-    )
-    parser.add_argument(
-        "--multiple-of", type=positive, metavar="N", help="with --largest: try only multiples of N (default: 1)"
-    )
+    add("--budget", metavar="SIZE", help='limit in bytes on one device, such as "14 GiB" (default: the usable bytes)')
+    add("--json", metavar="FILE", help="write the table as JSON (default: not written)")
+    add("--largest", metavar="KEY", help="find the largest value that fits for KEY, a parameter of NAME (default: off)")
+    add("--sizes", metavar="N,N,...", help="with --largest: values to compile first (default: 2,3,4)")
+    add("--maximum", type=positive, metavar="N", help="with --largest: the largest value to try (default: none)")
+    add("--multiple-of", type=positive, metavar="N", help="with --largest: try only multiples of N (default: 1)")
     parser.set_defaults(run=run)
 
 
@@ -111,8 +103,8 @@ def run(args: argparse.Namespace) -> int:
         console.print(_table(rows, budget))
         if any(row.fits is None and row.error is None for row in rows):
             console.print(Text("note: a capacity is unknown; set a limit with --budget", style="dim"))
-    if args.json:
-        write_text(console, args.json, json.dumps(_data(rows), indent=2) + "\n")
+    derived = ("margin_bytes", "host_fits", "fits")
+    _write_rows(console, args.json, [{**vars(row), **{name: getattr(row, name) for name in derived}} for row in rows])
     return 2 if are_mistakes else int(any(row.fits is False or row.error for row in rows))
 
 
@@ -135,24 +127,12 @@ def _measure(args: argparse.Namespace, settings: Mapping[str, Any], name: str, b
     )
 
 
-def _data(rows: Sequence[Row]) -> dict[str, Any]:
-    derived = ("margin_bytes", "host_fits", "fits")
-    return {
-        "figures": "compiled",
-        "rows": [{**vars(row), **{name: getattr(row, name) for name in derived}} for row in rows],
-    }
-
-
 def _table(rows: Sequence[Row], budget: int | None) -> Table:
     table = Table(title="Compiled bytes on one device", title_justify="left", box=None, pad_edge=False)
-    table.add_column("target", no_wrap=True)
-    table.add_column("device", justify="right", no_wrap=True)
-    table.add_column("usable" if budget is None else "budget", justify="right", no_wrap=True)
-    table.add_column("fits", no_wrap=True)
-    table.add_column("margin", justify="right", no_wrap=True)
     has_host = any(row.host_bytes for row in rows)
-    for name in ("host", "host usable") if has_host else ():
-        table.add_column(name, justify="right", no_wrap=True)
+    host_columns = ("host", "host usable") if has_host else ()
+    for name in ("target", "device", "usable" if budget is None else "budget", "fits", "margin", *host_columns):
+        table.add_column(name, justify="left" if name in ("target", "fits") else "right", no_wrap=True)
     table.add_column("compile time")
     for row in rows:
         if row.error is not None:
@@ -189,16 +169,12 @@ def _margin(num_bytes: int | None) -> str:
 def _run_largest(
     console: Console, args: argparse.Namespace, settings: Mapping[str, Any], names: Sequence[str], budget: int | None
 ) -> int:
-    """Run ``fits --largest`` and return the exit status; if there are several targets, each runs in a separate process.
-
-    A `budget` of None stands for each target's own limit.
-    """
+    """Run ``fits --largest`` and return the exit status; several targets run in separate processes."""
     sizes = _read_sizes(args.sizes)
     if len(names) == 1:
         result = _extrapolate(args, settings, names[0], sizes, budget)
         result.print(console)
-        if args.json:
-            _write_rows(console, args.json, [result.to_dict()])
+        _write_rows(console, args.json, [result.to_dict()])
         return 0
     rows, are_mistakes = _measure_targets(
         names,
@@ -207,8 +183,7 @@ def _run_largest(
         lambda name, error: {"target": name, "error": error},
     )
     console.print(_largest_table(args.largest, rows))
-    if args.json:
-        _write_rows(console, args.json, rows)
+    _write_rows(console, args.json, rows)
     return 2 if are_mistakes else int(any("error" in row for row in rows))
 
 
@@ -217,7 +192,7 @@ def _read_sizes(text: str | None) -> tuple[int, ...] | None:
         return None
     parts = [part.strip() for part in text.split(",")]
     if not all(part.isascii() and part.isdigit() for part in parts):
-        raise ConfigError("--sizes needs whole numbers", got=repr(text), hint="use, for instance, --sizes 2,4,8")
+        raise ConfigError(f"--sizes needs whole numbers, not {text!r}", hint="use, for instance, --sizes 2,4,8")
     return tuple(map(int, parts))
 
 
@@ -228,11 +203,10 @@ def _extrapolate(
 
     path, function = parse_job(args.job)
     job_name = f"{path.name}:{function}" if function else path.name
-    options: dict[str, Any] = {"sizes": sizes, "maximum": args.maximum, "multiple_of": args.multiple_of}
+    limits: dict[str, Any] = {"sizes": sizes, "maximum": args.maximum, "multiple_of": args.multiple_of}
+    options = {key: value for key, value in limits.items() if value is not None}
     if args.largest in settings or any(pair.partition("=")[0].strip() == args.largest for pair in args.set):
-        raise ConfigError(
-            f"{args.largest} is set, but --largest searches its value", hint=f"leave out the value of {args.largest}"
-        )
+        raise ConfigError(f"{args.largest} is set, but --largest searches its value", hint="leave that value out")
     with load(path, function, settings) as maker:
         keywords = read_settings(args.set, maker, job_name, variable=args.largest)
         target = memory.target(name)
@@ -243,13 +217,7 @@ def _extrapolate(
             return memory.Job.make(maker, target=target, what=job_name, **keywords, **{args.largest: size})
 
         with spinner(f"compiling {job_name} for {target.name}") as clock, user_code(path):
-            return memory.extrapolate(
-                make,
-                target=target,
-                limit=budget,
-                variable=args.largest,
-                **{key: value for key, value in options.items() if value is not None},
-            )
+            return memory.extrapolate(make, target=target, limit=budget, variable=args.largest, **options)
 
 
 def _in_child(args: argparse.Namespace, settings: Mapping[str, Any], name: str) -> dict[str, Any]:
@@ -263,8 +231,9 @@ def _in_child(args: argparse.Namespace, settings: Mapping[str, Any], name: str) 
         return json.loads(file.read_text(encoding="utf-8"))["rows"][0]
 
 
-def _write_rows(console: Console, file: str, rows: Sequence[dict[str, Any]]) -> None:
-    write_text(console, file, json.dumps({"figures": "compiled", "rows": rows}, indent=2) + "\n")
+def _write_rows(console: Console, file: str | None, rows: Sequence[dict[str, Any]]) -> None:
+    if file:
+        write_text(console, file, json.dumps({"figures": "compiled", "rows": rows}, indent=2) + "\n")
 
 
 def _largest_table(variable: str, rows: Sequence[dict[str, Any]]) -> Table:
@@ -331,26 +300,23 @@ def _run_child(arguments: Sequence[str]) -> None:
 
 
 def _job_arguments(args: argparse.Namespace, settings: Mapping[str, Any], folder: str) -> list[str]:
-    """Return the arguments with which another process runs the same job.
+    """Return the arguments with which another process runs the same job; it reads its settings in `folder`."""
+    arguments = [args.job, *(part for pair in args.set for part in ("--set", pair))]
+    if settings:
+        require_extra("finetune")
+        import tomli_w
 
-    The `settings` of a model's folder, from `job_settings`, are written to a TOML file in `folder`.
-    """
-    set_flags = [part for pair in args.set for part in ("--set", pair)]
-    if not settings:
-        return [args.job, *set_flags]
-    file = Path(folder, "settings.toml")
-    file.write_text(tomli_w.dumps(settings), encoding="utf-8")
-    return [args.job, *set_flags, "--config", str(file)]
+        file = Path(folder, "settings.toml")
+        file.write_text(tomli_w.dumps(settings), encoding="utf-8")
+        arguments += ["--config", str(file)]
+    return arguments
 
 
 def _measure_targets(
     names: Sequence[str], action: str, measure: Callable[[str], _RowT], make_failed_row: Callable[[str, str], _RowT]
 ) -> tuple[list[_RowT], bool]:
-    """Measure targets one after the other with `_run_child`, and print each distinct error once.
-
-    `action` begins a sentence that ends with a target's name. `make_failed_row` takes the name of a failed target and
-    the error as one line. Returns the rows, and whether every target failed because of a mistake in the arguments.
-    """
+    """Measure targets one after the other; return rows, and whether a mistake in the arguments made every one fail."""
+    # `action` begins a sentence that ends with a target's name. `make_failed_row` takes a target's name and its error.
     rows: list[_RowT] = []
     failures: list[_ChildError] = []
     for number, name in enumerate(names, start=1):

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.text import Text
 
 from ..core import ConfigError, DataError, ModelFileError, OutputError, format_bytes, shortened
@@ -21,14 +20,14 @@ from ._arguments import (
     add_model_arguments,
     add_template_argument,
     chat_template,
-    check_adapters,
     check_model_arguments,
+    check_not_empty,
     end_tokens,
     open_named,
     positive,
     with_each,
 )
-from ._output import errors
+from ._output import errors, print_labelled, progress_bar
 
 _MAX_PROMPTS_BYTES = 1024**3
 
@@ -41,6 +40,7 @@ def register(commands: Any) -> None:
         description="Continue prompts with a model in Hugging Face's layout, several prompts at once, and with each of "
         "several adapters on one base. A single answer is printed while it is generated.",
     )
+    add = parser.add_argument
     add_model_arguments(parser)
     add_template_argument(parser)
     source = parser.add_mutually_exclusive_group(required=True)
@@ -54,63 +54,41 @@ def register(commands: Any) -> None:
     source.add_argument(
         "--chat", action="store_true", help="chat, with the model's chat template; an empty line ends it"
     )
-    parser.add_argument(
-        "--system", metavar="TEXT", help="system prompt of conversations without one (default: the template's)"
-    )
-    parser.add_argument(
+    add("--system", metavar="TEXT", help="system prompt of conversations without one (default: the template's)")
+    add(
         "--stop",
         action="append",
         default=[],
         metavar="TEXT",
         help="text that ends an answer and is not part of it; may be repeated (default: none)",
     )
-    parser.add_argument(
-        "--max-new-tokens", type=positive, default=128, metavar="N", help="maximum tokens of an answer (default: 128)"
+    add("--max-new-tokens", type=positive, default=128, metavar="N", help="maximum tokens of an answer (default: 128)")
+    add("--temperature", type=float, default=0.8, help="divisor of the logits; 0: the most likely token (default: 0.8)")
+    add("--top-p", type=float, default=1.0, help="total probability of the most likely tokens to keep (default: 1.0)")
+    add("--top-k", type=int, default=0, help="number of the most likely tokens to keep (default: 0, all)")
+    add(
+        "--min-p", type=float, default=0.0, help="minimum probability, relative to the most likely token (default: 0.0)"
     )
-    parser.add_argument(
-        "--temperature", type=float, default=0.8, help="divisor of the logits; 0: the most likely token (default: 0.8)"
-    )
-    parser.add_argument(
-        "--top-p", type=float, default=1.0, help="total probability of the most likely tokens to keep (default: 1.0)"
-    )
-    parser.add_argument(
-        "--top-k", type=int, default=0, help="number of the most likely tokens to keep (default: 0, all)"
-    )
-    parser.add_argument(
-        "--min-p",
-        type=float,
-        default=0.0,
-        help="minimum probability, relative to the most likely token (default: 0.0)",
-    )
-    parser.add_argument(
+    add(
         "--repetition-penalty",
         type=float,
         default=1.0,
         help="factor that makes earlier tokens less likely (default: 1.0)",
     )
-    parser.add_argument(
-        "--num-samples", type=positive, default=1, metavar="N", help="answers for each prompt (default: 1)"
-    )
-    parser.add_argument(
-        "--batch-size", type=positive, default=8, metavar="N", help="answers generated at once (default: 8)"
-    )
-    parser.add_argument("--seed", type=int, default=0, help="random seed of the samples (default: 0)")
-    parser.add_argument(
-        "--output", metavar="FILE", help="new .jsonl file for the answers, one object per line (default: print)"
-    )
+    add("--num-samples", type=positive, default=1, metavar="N", help="answers for each prompt (default: 1)")
+    add("--batch-size", type=positive, default=8, metavar="N", help="answers generated at once (default: 8)")
+    add("--seed", type=int, default=0, help="random seed of the samples (default: 0)")
+    add("--output", metavar="FILE", help="new .jsonl file for the answers, one object per line (default: print)")
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
     """Run the command and return the exit status."""
     check_model_arguments(args)
+    check_not_empty(args, "stop")
     if args.chat and (args.output or args.num_samples > 1 or len(args.adapter) > 1):
         raise ConfigError(
             "--chat supports only one conversation", hint="leave out --output, --num-samples and all adapters but one"
-        )
-    if "" in args.stop:
-        raise ConfigError(
-            "--stop is empty", hint="leave --stop out, or check whether a variable of your script is unset"
         )
     # Prompts are read, and the output file is opened, before the model: mistakes in them should not cost its loading
     # time.
@@ -123,7 +101,6 @@ def run(args: argparse.Namespace) -> int:
         fields = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
         sampling = Sampling(**{name: getattr(args, name) for name in fields})
         base, tokenizer = open_named(args, console)
-        check_adapters(base, args.adapter)
         if args.chat:
             _chat(args, base, tokenizer, sampling)
             return 0
@@ -135,15 +112,13 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _adapted_models(base: Any, adapters: Sequence[str]) -> Iterator[tuple[str | None, Any]]:
-    """Yield models as `with_each`; on a GPU, unstack the layers if the base is used only once.
-
-    A GPU generates about twice as fast with separate arrays for each layer. Unstacking donates the stacked arrays, so
-    several adapters, which share the base, keep it stacked.
-    """
+    """Yield models as `with_each`; on a GPU, unstack the layers if the base is used only once."""
     import jax
 
     from ..models import unstack
 
+    # A GPU generates about twice as fast with separate arrays for each layer. Unstacking donates the stacked arrays, so
+    # several adapters, which share the base, keep it stacked.
     is_unstacked = jax.default_backend() == "gpu" and len(adapters) <= 1
     for name, model in with_each(base, adapters):
         yield name, unstack(model, donate=True) if is_unstacked else model
@@ -171,23 +146,15 @@ def _answer_all(
             answer = partial(stream, model)
             _stream(args, answer, tokenizer, sampling, ids[0], ends, console, _context(prompts[0], ids[0]))
         return
+    options: dict[str, Any] = {"key": key, "sampling": sampling, "end_tokens": ends}
+    options |= {"num_samples": args.num_samples, "batch_size": args.batch_size}
     num_done = num_tokens = 0
     start = time.monotonic()
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     try:
-        with Progress(*columns, TimeRemainingColumn(), console=console, transient=True) as progress:
+        with progress_bar(console) as progress:
             task = progress.add_task("generating", total=num_answers)
             for adapter, model in _adapted_models(base, args.adapter):
-                for answer in generate_batch(
-                    model,
-                    ids,
-                    args.max_new_tokens,
-                    key=key,
-                    sampling=sampling,
-                    end_tokens=ends,
-                    num_samples=args.num_samples,
-                    batch_size=args.batch_size,
-                ):
+                for answer in generate_batch(model, ids, args.max_new_tokens, **options):
                     context = _context(prompts[answer.prompt], ids[answer.prompt])
                     text, is_cut = _cut_at_stop(decode_after(tokenizer, context, answer.tokens), args.stop)
                     record = {**prompts[answer.prompt], "adapter": adapter, "sample": answer.sample, "text": text}
@@ -330,13 +297,10 @@ def _encode_prompt(base: Any, tokenizer: Any, prompt: str) -> list[int]:
     from ..finetune import encode
 
     (encoding,) = encode(tokenizer, [prompt])
-    ids = list(encoding.ids)
     bos_id = base.config.bos_token_id
-    if not ids and bos_id is not None:
-        return [bos_id]
-    if not ids:
-        raise ConfigError("a prompt is empty", expected="at least one token", hint="begin with a word or a newline")
-    return ids
+    if not encoding.ids and bos_id is None:
+        raise ConfigError("a prompt is empty", hint="begin with a word or a newline")
+    return list(encoding.ids) or [bos_id]
 
 
 def _messages_to_ids(
@@ -345,18 +309,13 @@ def _messages_to_ids(
     conversations: Mapping[str, Sequence[Mapping[str, Any]]],
     tools: Mapping[str, Any] | None = None,
 ) -> list[list[int]]:
-    """Render conversations up to the start of the next answer, and tokenise them.
-
-    `conversations` and `tools` are keyed by label, which error messages quote; not every conversation has tools. Raises
-    `ModelFileError` when the model has no usable chat template, and `DataError` when it rejects a conversation.
-    """
+    """Render conversations up to the start of the next answer, and tokenise them; error messages quote the keys."""
     from ..finetune.data import chat_prompts
 
     template = chat_template(args)
     if template is None:
         raise ModelFileError(
             f"{args.tokenizer or args.model or 'the embedded model'} has no chat template",
-            expected="chat_template.jinja, or chat_template in tokenizer_config.json",
             hint='use a plain prompt (--prompt TEXT, or "prompt" in the file), or a template: --chat-template FILE',
         )
     texts = chat_prompts(template, conversations, tools)
@@ -373,21 +332,15 @@ def _print_plan(console: Console, args: argparse.Namespace, base: Any, ids: list
     count = f"{len(ids):,} prompt" + ("" if len(ids) == 1 else "s")
     console.print(f"{count}, {rows} at once; the cache of keys and values takes {size}", style="dim")
     if longest > base.config.max_position_embeddings:
-        console.print(
-            f"[bold yellow]warning[/] prompt and answer may have {longest:,} tokens, more than the model's "
-            f"{base.config.max_position_embeddings:,} positions"
-        )
+        limit = f"the model's {base.config.max_position_embeddings:,} positions"
+        print_labelled(console, "warning", f"prompt and answer may have {longest:,} tokens, more than {limit}")
 
 
 def _warn_of_plain_text(console: Console, args: argparse.Namespace, prompts: list[dict[str, Any]]) -> None:
     """Warn if plain text is passed to a chat model, which often answers it with nothing."""
-    if any("messages" in prompt for prompt in prompts):
-        return
-    if chat_template(args) is not None:
-        console.print(
-            "[bold yellow]warning[/] the model continues the prompt without its chat template; for an answer, use "
-            '--chat, or "messages" in a .jsonl file'
-        )
+    if not any("messages" in prompt for prompt in prompts) and chat_template(args) is not None:
+        hint = 'for an answer, use --chat, or "messages" in a .jsonl file'
+        print_labelled(console, "warning", f"the model continues the prompt without its chat template; {hint}")
 
 
 def _read_prompts(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
@@ -396,19 +349,16 @@ def _read_prompts(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
         return {"--prompt": {"prompt": args.prompt}}
     path = Path(args.prompts)
     if path.suffix not in (".txt", ".jsonl"):
-        raise DataError(f"{path}: unknown file type", expected="a .txt or .jsonl file", hint="rename or convert it")
+        raise DataError(f"{path}: unknown file type", hint="rename or convert it to a .txt or .jsonl file")
     try:
-        content = path.read_bytes() if path.stat().st_size <= _MAX_PROMPTS_BYTES else None
-        lines = None if content is None else content.decode("utf-8").removeprefix("\ufeff").split("\n")
+        if path.stat().st_size > _MAX_PROMPTS_BYTES:
+            raise DataError(f"{path}: larger than {format_bytes(_MAX_PROMPTS_BYTES)}", hint="split the file")
+        lines = path.read_bytes().decode("utf-8-sig").split("\n")
     except (OSError, UnicodeDecodeError) as error:
-        raise DataError(
-            f"{path}: cannot be read", got=str(error), hint="name a UTF-8 file that you may read"
-        ) from error
-    if lines is None:
-        raise DataError(f"{path}: too large", expected=format_bytes(_MAX_PROMPTS_BYTES), hint="split the file")
+        raise DataError(f"{path}: cannot be read ({error})", hint="name a UTF-8 file that you may read") from error
     lines = [(number, line.rstrip("\r")) for number, line in enumerate(lines, 1) if line.strip()]
     if not lines:
-        raise DataError(f"{path} contains no prompt", expected="one prompt per line", hint="check --prompts")
+        raise DataError(f"{path} contains no prompt", hint="write one prompt per line, or check --prompts")
     if path.suffix == ".txt":
         return {f"{path}:{number}": {"prompt": line} for number, line in lines}
     return {f"{path}:{number}": _parse_prompt(f"{path}:{number}", line) for number, line in lines}
@@ -418,7 +368,7 @@ def _parse_prompt(label: str, line: str) -> dict[str, Any]:
     try:
         record = json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise DataError(f"{label}: not JSON", got=shortened(error), hint="write one JSON object per line") from error
+        raise DataError(f"{label}: not JSON: {shortened(error)}", hint="write one JSON object per line") from error
     fields = record if isinstance(record, dict) else {}
     prompt, messages = fields.get("prompt"), fields.get("messages")
     if isinstance(prompt, str) and messages is None and fields.get("tools") is None:
@@ -426,9 +376,8 @@ def _parse_prompt(label: str, line: str) -> dict[str, Any]:
     if prompt is None and messages and (chat := _parse_chat(fields, label)):
         return chat
     raise DataError(
-        f"{label} has no prompt",
+        f"{label} has no prompt: {shortened(line)}",
         expected='an object with "prompt", a text, or "messages", a list of objects with "role" and "content"',
-        got=shortened(line),
         hint='write one object per line; other fields are not read, except "tools" next to "messages"',
     )
 
@@ -452,9 +401,7 @@ def _open_output(name: str | None) -> Generator[TextIO | None]:
         yield None
         return
     if not name.endswith(".jsonl"):
-        raise ConfigError(
-            f"--output {name!r} is not a .jsonl file", hint="name a .jsonl file; answers are JSON, one per line"
-        )
+        raise ConfigError(f"--output must be a .jsonl file, not {name!r}", hint="answers are JSON, one per line")
     path = Path(name)
     try:
         # A JSON prompt may contain a lone surrogate, which UTF-8 cannot encode; it must not end the run.
@@ -462,9 +409,7 @@ def _open_output(name: str | None) -> Generator[TextIO | None]:
     except FileExistsError as error:
         raise OutputError(f"{path} already exists", hint="name a new file, or delete that one") from error
     except OSError as error:
-        raise OutputError(
-            f"{path}: cannot be written", got=str(error), hint="name a file in a folder that you may write to"
-        ) from error
+        raise OutputError(f"{path}: cannot be written ({error})", hint="name a file in a writable folder") from error
     with file:
         try:
             yield file

@@ -13,6 +13,7 @@ from rich.text import Text
 
 from ..core import ConfigError, format_bytes
 from ._arguments import model_path, positive
+from ._output import print_labelled
 
 
 def register(commands: Any) -> None:
@@ -80,9 +81,9 @@ def _print_inspection(console: Console, inspection: Any) -> None:
             table.add_row(Text(f"  {title}", style="dim"), Text(str(key)), Text(_text(name, entry)))
     console.print(table)
     for problem in inspection.problems:
-        console.print(Text("cannot be handled  ", style="bold red") + Text(problem))
+        print_labelled(console, "cannot be handled ", problem, "bold red")
     for note in inspection.notes:
-        console.print(Text("note  ", style="bold yellow") + Text(note))
+        print_labelled(console, "note ", note)
     for part in inspection.parts:
         _print_inspection(console, part)
 

@@ -62,16 +62,11 @@ def add_job_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def job_settings(args: argparse.Namespace, name: str) -> dict[str, Any]:
-    """Return the settings of `lowtide finetune` that were given for a model's folder, for which `name` is empty.
-
-    Raises `ConfigError` when settings are given for a user's function, or the file is not TOML.
-    """
+    """Return the settings of `lowtide finetune` that were given for a model's folder, for which `name` is empty."""
     settings = (read_config(args.config) if args.config else {}) | _config_flags.flag_settings(args)
     if settings and name:
         raise ConfigError(
-            f"settings of `lowtide finetune` are for a model's folder, but {args.job} is a function",
-            expected="a folder with config.json",
-            got=", ".join(settings),
+            f"the settings {', '.join(settings)} are for a model's folder, but {args.job} is a function",
             hint="give parameters of your function with --set KEY=VALUE",
         )
     settings.pop("model", None)
@@ -79,11 +74,7 @@ def job_settings(args: argparse.Namespace, name: str) -> dict[str, Any]:
 
 
 def parse_job(text: str) -> tuple[Path, str]:
-    """Return the file and name of ``FILE.py:NAME``, or a model's folder and an empty name.
-
-    Raises `ConfigError` when a part is missing, or the file does not exist. Raises `ModelFileError` when a GGUF file is
-    missing or links out of its folder, and for a folder with several.
-    """
+    """Return the file and name of ``FILE.py:NAME``, or a model's folder (or GGUF file) and an empty name."""
     text = text if ".py:" in text else model_path(text)
     if (Path(text) / "config.json").is_file():
         return Path(text).resolve(), ""
@@ -92,33 +83,28 @@ def parse_job(text: str) -> tuple[Path, str]:
         return Path(text).absolute(), ""
     file, separator, name = text.rpartition(":")
     if not separator or not file or not name.isidentifier():
-        raise ConfigError(
-            f"{text!r} does not name a function in a file",
-            expected="FILE.py:NAME, or a model's folder with config.json",
-            got="a folder without config.json" if Path(text).is_dir() else f"{text!r}, which is not a folder",
-            hint="use, for instance, train.py:make_step or models/llama",
-        )
+        problem = "is a folder without config.json" if Path(text).is_dir() else "does not name a function in a file"
+        raise ConfigError(f"{text!r} {problem}", hint="use FILE.py:NAME, or a model's folder with config.json")
     path = Path(file)
     if path.is_dir():
-        raise ConfigError(f"{file} is a folder", expected="FILE.py:NAME", got=repr(text), hint="name a file in it")
+        raise ConfigError(f"{file} is a folder, not a Python file", hint="name a file in it")
     if not path.is_file():
-        folder = path.parent
-        files = [p.name for p in folder.glob("*.py")] if folder.is_dir() else []
-        matches = difflib.get_close_matches(path.name, files, n=3)
-        hint = f"near misses: {', '.join(matches)}" if matches else "give the path of a Python file"
-        raise ConfigError(f"{file}: there is no such file", got=repr(text), hint=hint)
+        hint = _near_misses(path.name, [p.name for p in path.parent.glob("*.py")]) or "give the path of a Python file"
+        raise ConfigError(f"{file}: there is no such file", hint=hint)
     return path.resolve(), name
+
+
+def _near_misses(name: str, candidates: Sequence[str]) -> str | None:
+    """Return a hint with the candidates that resemble a name; None without any."""
+    matches = difflib.get_close_matches(name, candidates, n=3)
+    return f"near misses: {', '.join(matches)}" if matches else None
 
 
 @contextlib.contextmanager
 def load(path: Path, name: str, settings: Mapping[str, Any] = MappingProxyType({})) -> Generator[Callable[..., Any]]:
-    """Load a function from a file. The file's folder and the current directory are importable within the block.
-
-    A model's folder gives the step that tunes the model with the settings from `job_settings`. Raises `ConfigError`
-    when the file does not define a function of the name, and `UserCodeError` when its import raises an exception.
-    """
+    """Load a function from a file. The file's folder and the current directory are importable within the block."""
     if path.is_dir() or gguf_file(path) is not None:
-        from ..finetune import step_job
+        from ..finetune import step_job  # a model's folder gives the step that tunes the model with these settings
 
         yield functools.partial(step_job, path, **settings)
         return
@@ -136,22 +122,10 @@ def load(path: Path, name: str, settings: Mapping[str, Any] = MappingProxyType({
                 for key, value in vars(module).items()
                 if callable(value) and getattr(value, "__module__", None) == module_name
             ]
-            matches = difflib.get_close_matches(name, [key for key in vars(module) if not key.startswith("__")], n=3)
-            raise ConfigError(
-                f"{path.name} has no {name!r}",
-                expected=f"one of its functions: {', '.join(functions) or 'none'}",
-                got=repr(name),
-                hint=f"near misses: {', '.join(matches)}" if matches else "name a function of the file",
-            )
-        maker = getattr(module, name)
-        if not callable(maker):
-            raise ConfigError(
-                f"{path.name}:{name} is not a function",
-                expected="a function that returns the step and its arguments",
-                got=type(maker).__name__,
-                hint=f"write def {name}(): return (step, args, roles)",
-            )
-        yield maker
+            expected = f"one of its functions: {', '.join(functions) or 'none'}"
+            hint = _near_misses(name, [key for key in vars(module) if not key.startswith("__")])
+            raise ConfigError(f"{path.name} has no {name!r}", expected=expected, hint=hint or "name one of them")
+        yield getattr(module, name)
     finally:
         sys.path[:], sys.argv[:] = saved_paths
         sys.modules.pop(module_name, None)
@@ -160,9 +134,7 @@ def load(path: Path, name: str, settings: Mapping[str, Any] = MappingProxyType({
 def _import_file(path: Path, module_name: str) -> Any:
     spec = importlib.util.spec_from_file_location(module_name, path)
     if spec is None or spec.loader is None:
-        raise ConfigError(
-            f"{path}: not a Python file", got=path.suffix or "no suffix", hint="give a file ending in .py"
-        )
+        raise ConfigError(f"{path}: not a Python file", hint="give a file ending in .py")
     module = importlib.util.module_from_spec(spec)
     sys.modules[module_name] = module
     with user_code(path):
@@ -212,19 +184,15 @@ def _is_user_file(filename: str, path: Path) -> bool:
 def read_settings(
     pairs: Sequence[str], maker: Callable[..., Any], name: str, *, variable: str | None = None
 ) -> dict[str, Any]:
-    """Parse the keyword arguments of ``--set``, and check them against the function's parameters.
-
-    `name` is the function's name in error messages, `variable` a parameter whose value is set later. Raises
-    `ConfigError` for text that is not ``KEY=VALUE``, an unknown parameter, or a parameter without a value.
-    """
+    """Parse the arguments of ``--set``, and check them against the parameters; `variable` gets its value later."""
     values: dict[str, Any] = {}
     for pair in pairs:
         key, separator, text = pair.partition("=")
         key = key.strip()
         if not separator or not key.isidentifier():
-            raise ConfigError("--set needs KEY=VALUE", got=repr(pair), hint="use, for instance, --set batch=8")
+            raise ConfigError(f"--set needs KEY=VALUE, not {pair!r}", hint="use, for instance, --set batch=8")
         if key in values:
-            raise ConfigError(f"--set {key} is given twice", got=repr(pair), hint="give it once")
+            raise ConfigError(f"--set {key} is given twice", hint="give it once")
         try:
             values[key] = ast.literal_eval(text.strip())
         except (ValueError, SyntaxError):
@@ -245,15 +213,10 @@ def _check_settings(values: dict[str, Any], maker: Callable[..., Any], name: str
     for key in [*values, *([variable] if variable else [])]:
         if key == "target" or (key not in settable and not has_var_keyword):
             matches = difflib.get_close_matches(key, settable, n=1)
-            hint = "name the target with --target" if key == "target" else None
-            raise ConfigError(
-                f"{name} has no parameter {key!r} to set",
-                expected=", ".join(settable) or "no parameter",
-                got=key,
-                hint=hint or (f"did you mean {matches[0]!r}?" if matches else "set one of its parameters"),
-            )
+            hint = f"did you mean {matches[0]!r}?" if matches else "set one of its parameters"
+            hint = "name the target with --target" if key == "target" else hint
+            expected = ", ".join(settable) or "no parameter"
+            raise ConfigError(f"{name} has no parameter {key!r} to set", expected=expected, hint=hint)
     missing = [k for k in settable if parameters[k].default is kinds.empty and k not in values and k != variable]
     if missing:
-        raise ConfigError(
-            f"{name} needs a value for {', '.join(missing)}", hint=f"use, for instance, --set {missing[0]}=8"
-        )
+        raise ConfigError(f"{name} needs a value for {', '.join(missing)}", hint=f"for instance --set {missing[0]}=8")

@@ -53,16 +53,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     _replace_unprintable()
     try:
         return args.run(args)
-    except LowtideError as error:
+    except (LowtideError, UserCodeError) as error:
         print_error(str(error))
-        return 2
+        return 1 if isinstance(error, UserCodeError) else 2
     except PermissionError as error:
         print_error(f"{error.filename or 'a file'}: {error.strerror or error}")
         errors().print("hint: check the permissions of that file or folder, and of those above it")
         return 2
-    except UserCodeError as error:
-        print_error(str(error))
-        return 1
     except KeyboardInterrupt:
         _end_quietly()
         errors().print("interrupted", style="bold red")
@@ -93,18 +90,16 @@ def _hints(args: argparse.Namespace, unknown: Sequence[str]) -> list[str]:
 
     hints: list[str] = []
     for flag in (word.partition("=")[0] for word in unknown if word.startswith("--")):
-        if flag.lstrip("-").replace("-", "_") in FinetuneConfig.__dataclass_fields__:
-            hints.append(f"hint: the flag is {flag_of(flag.lstrip('-').replace('-', '_'))}")
+        if (field := flag.lstrip("-").replace("-", "_")) in FinetuneConfig.__dataclass_fields__:
+            hints.append(f"hint: the flag is {flag_of(field)}")
         elif (name := setting_of(flag)) is not None:
             hints.append(f"hint: {flag} of other libraries is {name} here")
     return hints
 
 
 def _end_quietly() -> None:
-    """Suppress messages while open files are written after an interrupt; a second interrupt exits at once.
-
-    The first interrupt may have ended threads and coroutines halfway, and their messages do not help the user.
-    """
+    """Suppress messages while open files are written after an interrupt; a second interrupt exits at once."""
+    # The first interrupt may have ended threads and coroutines halfway, and their messages do not help the user.
     sys.unraisablehook = lambda _: None
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGINT, lambda *_: os._exit(130))
@@ -118,10 +113,8 @@ def _replace_unprintable() -> None:
 
 
 def _use_cpu_without_accelerator() -> None:
-    """Make JAX use the CPU if the machine has no accelerator. An explicit JAX_PLATFORMS is respected.
-
-    JAX would otherwise start the plugins that are installed to compile for absent hardware, and they print errors.
-    """
+    """Make JAX use the CPU if the machine has no accelerator. An explicit JAX_PLATFORMS is respected."""
+    # JAX would otherwise start the plugins that are installed to compile for absent hardware, and they print errors.
     devices = ("/dev/nvidia[0-9]*", "/dev/nvidiactl", "/dev/dxg", "/dev/kfd", "/dev/accel*", "/dev/vfio/[0-9]*")
     has_accelerator = any(glob.glob(pattern) for pattern in devices)
     if sys.platform != "linux" or has_accelerator or os.environ.get("JAX_PLATFORMS"):

@@ -8,8 +8,8 @@ from typing import Any
 
 from rich.console import Console
 
-from ..core import ConfigError, format_bytes, parse_bytes
-from ._arguments import DTYPES, model_path
+from ..core import format_bytes, parse_bytes
+from ._arguments import DTYPES, check_not_empty, model_path
 
 
 def register(commands: Any) -> None:
@@ -20,65 +20,40 @@ def register(commands: Any) -> None:
         description="Merge one or several adapters into the weights of their base, in float32 and rounded once, and "
         "write a folder in Hugging Face's layout: sharded weights, tokenizer, chat template and a model card.",
     )
-    parser.add_argument(
-        "--model", metavar="DIR", help="folder of the base, or its GGUF file (default: the embedded model)"
-    )
-    parser.add_argument("--tokenizer", metavar="DIR", help="folder of the base's tokenizer (default: the base's)")
-    parser.add_argument(
+    add = parser.add_argument
+    add("--model", metavar="DIR", help="folder of the base, or its GGUF file (default: the embedded model)")
+    add("--tokenizer", metavar="DIR", help="folder of the base's tokenizer (default: the base's)")
+    add(
         "--adapter",
         action="append",
         required=True,
         metavar="DIR",
         help="PEFT adapter; repeat for several, which are added",
     )
-    parser.add_argument(
-        "--weight", action="append", type=_factor, metavar="W", help="factor of each adapter, in order (default: 1)"
-    )
-    parser.add_argument("--out", required=True, metavar="DIR", help="new or empty folder for the merged model")
-    parser.add_argument("--dtype", choices=DTYPES[1:], help="dtype of the weights (default: that of the base)")
-    parser.add_argument(
-        "--chat-template", metavar="FILE", help="chat template to write (default: that of the base, if it has one)"
-    )
-    parser.add_argument(
-        "--max-shard-size", default="5 GB", metavar="SIZE", help="maximum size of a file (default: 5 GB)"
-    )
+    add("--weight", action="append", type=_factor, metavar="W", help="factor of each adapter, in order (default: 1)")
+    add("--out", required=True, metavar="DIR", help="new or empty folder for the merged model")
+    add("--dtype", choices=DTYPES[1:], help="dtype of the weights (default: that of the base)")
+    add("--chat-template", metavar="FILE", help="chat template to write (default: that of the base, if it has one)")
+    add("--max-shard-size", default="5 GB", metavar="SIZE", help="maximum size of a file (default: 5 GB)")
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
     """Run the command and return the exit status."""
     console = Console(highlight=False)
-    for flag, values in (
-        ("model", [args.model]),
-        ("tokenizer", [args.tokenizer]),
-        ("adapter", args.adapter),
-        ("out", [args.out]),
-        ("chat-template", [args.chat_template]),
-    ):
-        if "" in values:
-            raise ConfigError(f"--{flag} is empty", hint="check whether a variable of your script is unset")
+    check_not_empty(args, "model", "tokenizer", "adapter", "out", "chat_template")
     max_shard_bytes = parse_bytes(args.max_shard_size)
     args.model = model_path(args.model)
     with console.status("merging"):
         from ..core import tree_bytes
         from ..finetune import write_merged
 
-        model = write_merged(
-            args.model,
-            args.adapter,
-            args.out,
-            weights=args.weight,
-            dtype=args.dtype,
-            max_shard_bytes=max_shard_bytes,
-            chat_template=args.chat_template,
-            tokenizer=args.tokenizer,
-        )
-    size = format_bytes(tree_bytes(model))
-    console.print(
-        f"merged {len(args.adapter)} adapter{'s' * (len(args.adapter) > 1)} into {args.out}, {size}",
-        markup=False,
-        soft_wrap=True,
-    )
+        options: dict[str, Any] = {name: getattr(args, name) for name in ("dtype", "chat_template", "tokenizer")}
+        options |= {"weights": args.weight, "max_shard_bytes": max_shard_bytes}
+        model = write_merged(args.model, args.adapter, args.out, **options)
+    noun = "adapter" if len(args.adapter) == 1 else "adapters"
+    text = f"merged {len(args.adapter)} {noun} into {args.out}, {format_bytes(tree_bytes(model))}"
+    console.print(text, markup=False, soft_wrap=True)
     return 0
 
 

@@ -12,7 +12,15 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    SpinnerColumn,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 from rich.text import Text
 
 from ..core import ConfigError, OutputError
@@ -26,9 +34,21 @@ def errors() -> Console:
     return Console(stderr=True, highlight=False, soft_wrap=True)
 
 
+def print_labelled(console: Console, label: str, text: str, style: str = "bold yellow") -> None:
+    """Print a text after a coloured label, such as note or warning."""
+    console.print(Text(f"{label} ", style=style) + Text(text), soft_wrap=True)
+
+
 def print_error(text: str) -> None:
     """Print an error message."""
-    errors().print(Text("error ", style="bold red") + Text(text))
+    print_labelled(errors(), "error", text, "bold red")
+
+
+def progress_bar(console: Console, *, has_counts: bool = True) -> Progress:
+    """Make a progress bar that disappears when it ends."""
+    counts = (MofNCompleteColumn(),) if has_counts else ()
+    times = (TimeElapsedColumn(), TimeRemainingColumn())
+    return Progress(TextColumn("{task.description}"), BarColumn(), *counts, *times, console=console, transient=True)
 
 
 def wide_console(width: int) -> Console:
@@ -79,8 +99,7 @@ def write_text(console: Console, file: str, text: str) -> None:
     try:
         Path(file).write_text(text, encoding="utf-8")
     except OSError as error:
-        got = f"{type(error).__name__}: {error}"
-        raise OutputError(f"{file}: cannot be written", got=got, hint="give a file in an existing folder") from error
+        raise OutputError(f"{file}: cannot be written ({error})", hint="give a file in an existing folder") from error
     console.print(f"wrote {file}", markup=False, soft_wrap=True)
 
 
@@ -94,17 +113,11 @@ def add_view_arguments(parser: argparse.ArgumentParser, noun: str, suffix: str =
 
 
 def write_views(console: Console, view: Any, args: argparse.Namespace, label: str | None = None) -> None:
-    """Write the requested files and print their paths; the label is inserted before the suffix of every file name."""
+    """Write the requested files and print their paths; with a label, ``report.json`` becomes ``report-label.json``."""
     for kind, method in VIEWS.items():
         if file := getattr(args, kind):
-            path = _labelled(file, label)
+            path = Path(file)
+            if label is not None:
+                path = path.with_stem(f"{path.stem}-{re.sub(r'[^A-Za-z0-9.]+', '-', label)}")
             getattr(view, method)(path)
             console.print(f"wrote {path}", markup=False, soft_wrap=True)
-
-
-def _labelled(file: str, label: str | None) -> Path:
-    """Insert a label before a file's suffix: ``report.json`` and ``v5e:2x2`` make ``report-v5e-2x2.json``."""
-    path = Path(file)
-    return (
-        path if label is None else path.with_name(f"{path.stem}-{re.sub(r'[^A-Za-z0-9.]+', '-', label)}{path.suffix}")
-    )

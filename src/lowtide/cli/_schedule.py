@@ -28,7 +28,8 @@ def register(commands: Any) -> None:
         description="Simulate a pipeline schedule without a device: time, bubble and memory of each rank, for "
         "asynchronous ranks and for ranks in lockstep, as in one compiled program.",
     )
-    parser.add_argument(
+    add = parser.add_argument
+    add(
         "name",
         metavar="NAME",
         nargs="?",
@@ -36,33 +37,29 @@ def register(commands: Any) -> None:
         help="name of a schedule, such as 1f1b, zb-h1 or v-min, or a CSV file of PyTorch (default: auto, the best for "
         "these costs)",
     )
-    parser.add_argument("--stages", type=int, metavar="S", help="number of stages of the model")
-    parser.add_argument("--microbatches", type=int, metavar="M", help="number of microbatches of a batch")
-    parser.add_argument(
+    add("--stages", type=int, metavar="S", help="number of stages of the model")
+    add("--microbatches", type=int, metavar="M", help="number of microbatches of a batch")
+    add(
         "--stages-per-rank",
         type=int,
         metavar="V",
         help="stages on each rank (default: 1, or 2 if the schedule needs it)",
     )
-    parser.add_argument(
+    add(
         "--costs",
         metavar="F,I,W[,C]",
         help="time of a stage's forward, input and weight pass, and of a transfer (default: 1,1,1,0)",
     )
-    parser.add_argument(
-        "--memory-limit", type=float, metavar="N", help="limit of a rank, in residuals of one stage for one microbatch"
-    )
-    parser.add_argument(
+    add("--memory-limit", type=float, metavar="N", help="limit of a rank, in residuals of one stage for one microbatch")
+    add(
         "--lockstep",
         action=argparse.BooleanOptionalAction,
         help="draw ranks in lockstep (or asynchronous ranks), and let auto choose for them (default: draw asynchronous "
         "ranks, choose for lockstep, as value_and_grad runs them)",
     )
-    parser.add_argument("--draw", metavar="FILE", help="write a picture (.png, .svg) or a Chrome trace (.json)")
-    parser.add_argument("--csv", metavar="FILE", help="write the table of actions in PyTorch's format")
-    parser.add_argument(
-        "--json", action="store_true", help="print the figures as JSON (default: a table and a drawing)"
-    )
+    add("--draw", metavar="FILE", help="write a picture (.png, .svg) or a Chrome trace (.json)")
+    add("--csv", metavar="FILE", help="write the table of actions in PyTorch's format")
+    add("--json", action="store_true", help="print the figures as JSON (default: a table and a drawing)")
     parser.set_defaults(run=run)
 
 
@@ -72,12 +69,8 @@ def run(args: argparse.Namespace) -> int:
 
     suffix = None if args.draw is None else Path(args.draw).suffix
     if suffix is not None and suffix not in _PICTURES:
-        raise ConfigError(
-            f"--draw {args.draw}: unknown picture format",
-            expected=f"a name that ends in {', '.join(_PICTURES)}",
-            got=suffix or "no suffix",
-            hint="use, for instance, --draw schedule.png",
-        )
+        endings = ", ".join(_PICTURES)
+        raise ConfigError(f"--draw {args.draw}: unknown picture format", hint=f"use a name that ends in {endings}")
     costs = _costs(args.costs)
     schedule = _make_schedule(args, costs)
     simulations = {"asynchronous": simulate(schedule, costs), "in lockstep": simulate(schedule, costs, lockstep=True)}
@@ -113,9 +106,8 @@ def _make_schedule(args: argparse.Namespace, costs: Any) -> Any:
     if args.name in SCHEDULES:  # otherwise the name is wrong, and `schedule` reports it
         for flag, value in model_flags.items():
             if value is None:
-                raise ConfigError(
-                    f"{flag} is missing", hint=f"run lowtide schedule {args.name} --stages 4 --microbatches 8"
-                )
+                example = f"lowtide schedule {args.name} --stages 4 --microbatches 8"
+                raise ConfigError(f"{flag} is missing", hint=f"run {example}")
     # Without the flag, `auto` chooses for lockstep, because that is how `value_and_grad` runs a schedule.
     return schedule(
         args.name,
@@ -136,12 +128,7 @@ def _costs(text: str | None) -> Any:
     except ValueError:
         numbers = [0.0]
     if len(numbers) not in (0, 3, 4):
-        raise ConfigError(
-            f"--costs {text}: not a list of costs",
-            expected="F,I,W or F,I,W,C as numbers",
-            got=text,
-            hint="use --costs 1,1.1,0.9",
-        )
+        raise ConfigError(f"--costs needs the numbers F,I,W or F,I,W,C, not {text!r}", hint="use --costs 1,1.1,0.9")
     return Costs(**dict(zip(("forward", "input", "weight", "communication"), numbers, strict=False)))
 
 

@@ -54,9 +54,10 @@ def tpu_topology_devices(topology_name: str, *, chip_config_name: str | None = N
     from jax.experimental import topologies
 
     # Without these libtpu queries the (absent) TPU metadata server, and refuses to load in two processes at once.
-    environment = {"TPU_ACCELERATOR_TYPE": "v5litepod-4", "TPU_WORKER_HOSTNAMES": "localhost"}
-    for name, value in {**environment, "TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}.items():
-        os.environ.setdefault(name, value)
+    os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v5litepod-4")
+    os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
+    os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
+    os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
     options = {} if chip_config_name is None else {"chip_config_name": chip_config_name}
     return list(topologies.get_topology_desc(platform="tpu", topology_name=topology_name, **options).devices)
 
@@ -163,11 +164,8 @@ def _without_derivative() -> Any:
     def differentiated(primals: Any, tangents: Any, subject: str) -> Any:
         if type(tangents[0]) is ad.Zero:
             return no_derivative(primals[0], subject), tangents[0]
-        raise StructureError(
-            f"a derivative goes through {subject}",
-            got="a derivative that would be lost",
-            hint="apply jax.lax.stop_gradient to gradients, parameters and decays, or keep that state in float32",
-        )
+        hint = "apply jax.lax.stop_gradient to gradients, parameters and decays, or keep that state in float32"
+        raise StructureError(f"a derivative goes through {subject}, and would be lost", hint=hint)
 
     primitive: Any = Primitive("no_derivative")
     primitive.def_impl(lambda x, subject: x)
@@ -444,13 +442,11 @@ class _Patch:
 _cache_patch = _Patch("is_cache_used", lambda original: lambda backend: False)
 
 
-@contextlib.contextmanager
-def without_compilation_cache() -> Generator[None]:
+def without_compilation_cache() -> contextlib.AbstractContextManager[None]:
     """Bypass JAX's persistent compilation cache, since a cached program would dump nothing."""
     from jax._src import compilation_cache
 
-    with _cache_patch(compilation_cache):
-        yield
+    return _cache_patch(compilation_cache)
 
 
 def inside_branch() -> bool:
@@ -546,8 +542,7 @@ def called(compiled: Any, *args: Any) -> Any:
         executable._xla_in_layouts = layouts
 
 
-@contextlib.contextmanager
-def classic_remat() -> Generator[None]:
+def classic_remat() -> contextlib.AbstractContextManager[Any]:
     """Trace `jax.checkpoint` and `checkpoint_name` as JAX 0.10 does, regardless of ``jax_remat3``.
 
     With ``jax_remat3`` the traced program has no jaxpr that other code can read. On JAX 0.11.2 XLA also fails to
@@ -555,8 +550,7 @@ def classic_remat() -> Generator[None]:
     """
     from jax._src import config
 
-    with config.remat3(False) if hasattr(config, "remat3") else contextlib.nullcontext():
-        yield
+    return config.remat3(False) if hasattr(config, "remat3") else contextlib.nullcontext()
 
 
 class Compilation:

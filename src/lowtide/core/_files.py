@@ -40,6 +40,7 @@ MAX_DEPTH = 64
 """The most levels of nested arrays and objects; the deepest files of today have about ten."""
 MAX_DIGITS = 40
 """The most digits of an integer."""
+_COPY_AGAIN = "copy the file from its source again"
 _PACKAGE_FOLDER = Path(__file__).parents[1].resolve()  # an installer may link the files of a package to its own store
 
 
@@ -61,58 +62,37 @@ def input_file(folder: str | os.PathLike[str], name: str, *, expected: str | Non
     """
     path = Path(folder) / name
     if not name or name in (".", "..") or "\0" in name or Path(name).name != name or "\\" in name:
-        raise ModelFileError(
-            f"{folder}: {shown(name)} is not the name of a file in this folder",
-            expected="a plain file name",
-            hint="copy the model from its source again; all of its files belong in one folder",
-        )
+        hint = "copy the model from its source again; all of its files belong in one folder"
+        raise ModelFileError(f"{folder}: {shown(name)} is not the name of a file in this folder", hint=hint)
     try:
         real, home = path.resolve(strict=True), Path(folder).resolve(strict=True)
         mode = real.stat().st_mode
     except (OSError, ValueError, RuntimeError) as error:  # a loop of links is a RuntimeError before Python 3.13
         if isinstance(error, NotADirectoryError) and Path(folder).is_file():
-            raise ModelFileError(
-                f"{shortened(folder)} is a file, not a folder",
-                expected=f"a folder with {name}",
-                hint=f"give the folder that holds it: {shortened(Path(folder).parent)}",
-            ) from error
-        is_missing = isinstance(error, FileNotFoundError | NotADirectoryError)
-        raise ModelFileError(
-            f"{shortened(path)}: no such file" if is_missing else f"{shortened(path)}: cannot be read",
-            expected=expected,
-            got=None if is_missing else shortened(error),
-            hint=hint if is_missing else "check the file's name, and the permissions of the file and its folder",
-        ) from error
+            hint = f"give the folder that holds it: {shortened(Path(folder).parent)}"
+            raise ModelFileError(f"{shortened(folder)} is a file, not a folder with {name}", hint=hint) from error
+        if isinstance(error, FileNotFoundError | NotADirectoryError):
+            raise ModelFileError(f"{shortened(path)}: no such file", expected=expected, hint=hint) from error
+        hint = "check the file's name, and the permissions of the file and its folder"
+        raise ModelFileError(f"{shortened(path)}: cannot be read", got=shortened(error), hint=hint) from error
     # Links are resolved on both sides, so that a folder that is itself reached through a link passes.
     if not (
         home.is_relative_to(_PACKAGE_FOLDER)
         or any(real.is_relative_to(allowed) for allowed in (home, *_blob_folders(home)))
     ):
-        raise ModelFileError(
-            f"{path}: the link leads out of the folder",
-            expected="a file of the folder, or a blob of the same repository in a Hugging Face cache",
-            got=str(real),
-            hint="if you trust it, copy the file itself there (cp -L), or give the folder that it leads to",
-        )
+        hint = "if you trust it, copy the file itself there (cp -L), or give the folder that it leads to"
+        raise ModelFileError(f"{path}: the link leads out of the folder, to {real}", hint=hint)
     if not stat.S_ISREG(mode):
-        raise ModelFileError(
-            f"{path}: not a regular file",
-            expected="a regular file",
-            got=_file_kind(mode),
-            hint="write the content to a file; a pipe or a device has no end",
-        )
+        hint = "write the content to a file; a pipe or a device has no end"
+        raise ModelFileError(f"{path}: not a regular file but {_file_kind(mode)}", hint=hint)
     return path
 
 
 def read_input(path: Path, *, most_bytes: int) -> bytes:
     """Read the content of a file that `input_file` found.
 
-    Args:
-        path: the file.
-        most_bytes: the largest accepted size; a larger file is refused before it is read.
-
     Raises:
-        ModelFileError: when the file is larger, or cannot be read.
+        ModelFileError: when the file cannot be read or has more than `most_bytes`; a larger file is not read.
     """
     try:
         with open(path, "rb") as file:
@@ -120,25 +100,16 @@ def read_input(path: Path, *, most_bytes: int) -> bytes:
             # One byte more than allowed, because the file may grow after `fstat`.
             content = file.read(most_bytes + 1) if size <= most_bytes else b""
     except OSError as error:
-        raise ModelFileError(
-            f"{path}: cannot be read", got=str(error), hint="check the file's permissions, or copy it again"
-        ) from error
-    if max(size, len(content)) > most_bytes:
-        raise ModelFileError(
-            f"{path}: too large",
-            expected=f"at most {format_bytes(most_bytes)}",
-            got=format_bytes(max(size, len(content))),
-            hint="copy it from its source again; a file of this name is never so large",
-        )
+        hint = "check the file's permissions, or copy it again"
+        raise ModelFileError(f"{path}: cannot be read", got=str(error), hint=hint) from error
+    if (size := max(size, len(content))) > most_bytes:
+        problem = f"{path}: too large with {format_bytes(size)}, at most {format_bytes(most_bytes)} are accepted"
+        raise ModelFileError(problem, hint="copy it from its source again; a file of this name is never so large")
     return content
 
 
 def parse_json_value(content: bytes, file_name: str) -> Any:
     """Parse a JSON value of any type, without anything that the JSON standard leaves open.
-
-    Args:
-        content: the bytes of the file.
-        file_name: the file's name, for messages.
 
     Raises:
         ModelFileError: when the content is not JSON, repeats a name in one object, or has a non-finite number, half a
@@ -154,38 +125,24 @@ def parse_json_value(content: bytes, file_name: str) -> Any:
         )
         _check_values(value)
     except (ValueError, RecursionError) as error:
-        raise ModelFileError(
-            f"{file_name}: not readable as JSON", got=shortened(error), hint="copy the file from its source again"
-        ) from error
+        raise ModelFileError(f"{file_name}: not readable as JSON", got=shortened(error), hint=_COPY_AGAIN) from error
     return value
 
 
 def parse_json(content: bytes, file_name: str) -> dict[str, Any]:
     """Parse a JSON object with the strictness of `parse_json_value`.
 
-    Args:
-        content: the bytes of the file.
-        file_name: the file's name, for messages.
-
     Raises:
         ModelFileError: when the content is not a JSON object, or `parse_json_value` refuses it.
     """
     value = parse_json_value(content, file_name)
     if not isinstance(value, dict):
-        raise ModelFileError(
-            f"{file_name}: not a JSON object", got=type(value).__name__, hint="copy the file from its source again"
-        )
+        raise ModelFileError(f"{file_name}: not a JSON object", got=type(value).__name__, hint=_COPY_AGAIN)
     return value  # pyright: ignore[reportUnknownVariableType]
 
 
 def validate(schema: type[Schema], raw: Any, file_name: str, *, hint: str) -> Schema:
-    """Return a parsed file as an instance of its schema.
-
-    Args:
-        schema: the pydantic model.
-        raw: the parsed file.
-        file_name: the file's name, for messages.
-        hint: the remedy.
+    """Return a parsed file as an instance of its schema, a pydantic model.
 
     Raises:
         ModelFileError: with the names of the first entries that are missing or unusable.
@@ -207,17 +164,18 @@ def validate(schema: type[Schema], raw: Any, file_name: str, *, hint: str) -> Sc
             name = f"{_entry_name(raw, tuple(parents))}.{last}" if parents else str(last)
             raise ModelFileError(f"{file_name}: {name} is missing", hint=remedy) from error
         expected = re.sub(r"a valid dictionary or instance of \w+|a valid dictionary", "a JSON object", first["msg"])
-        raise ModelFileError(
-            f"{file_name}: {name} has an unusable value",
-            expected=expected.removeprefix("Input should be ").removeprefix("Value error, "),
-            got=shown(first["input"]),
-            hint=remedy,
-        ) from error
+        expected = expected.removeprefix("Input should be ").removeprefix("Value error, ")
+        problem = f"{file_name}: {name} has an unusable value"
+        raise ModelFileError(problem, expected=expected, got=shown(first["input"]), hint=remedy) from error
 
 
 def shown(value: Any) -> str:
     """Format a value for a message, shortened if it is long."""
-    return shortened(ascii(value) if isinstance(value, str) and not value.isprintable() else _safe_repr(value))
+    try:
+        text = ascii(value) if isinstance(value, str) and not value.isprintable() else repr(value)
+    except (ValueError, RecursionError):  # an integer with more digits than Python writes
+        text = type(value).__name__
+    return shortened(text)
 
 
 def shortened(value: Any, most: int = 200) -> str:
@@ -250,12 +208,8 @@ def gguf_file(path: str | Path) -> Path | None:
     if not matches or "config.json" in names or any(name.endswith((".safetensors", ".index.json")) for name in names):
         return None
     if len(matches) > 1:
-        raise ModelFileError(
-            f"{path} holds several GGUF files",
-            expected="one GGUF file, or the path of one of them",
-            got=shortened(", ".join(matches)),
-            hint=f"name the file, for instance {path / matches[0]}",
-        )
+        hint = f"name the file, for instance {path / matches[0]}"
+        raise ModelFileError(f"{path} holds several GGUF files", got=shortened(", ".join(matches)), hint=hint)
     return input_file(path, matches[0], hint="check the folder; nothing is downloaded")
 
 
@@ -289,12 +243,8 @@ def write_files(directory: str | os.PathLike[str], contents: Mapping[str, bytes]
             del staged[temporary]
         _sync(folder)
     except OSError as error:
-        raise OutputError(
-            f"{folder}: cannot write {', '.join(contents)}",
-            expected="a writable folder with enough free space for the files",
-            got=f"{type(error).__name__}: {error}",
-            hint="choose another folder, or change its permissions",
-        ) from error
+        problem, got = f"{folder}: cannot write {', '.join(contents)}", f"{type(error).__name__}: {error}"
+        raise OutputError(problem, got=got, hint="choose another folder, or change its permissions") from error
     finally:
         for temporary in staged:
             with contextlib.suppress(OSError):
@@ -302,15 +252,10 @@ def write_files(directory: str | os.PathLike[str], contents: Mapping[str, bytes]
 
 
 def check_writable(directory: Path, problem: str, hint: str) -> None:
-    """Create a folder and raise now, not at the first write, if it cannot be written to.
-
-    Args:
-        directory: the folder; its parents are created, too.
-        problem: message of the error.
-        hint: the remedy.
+    """Create a folder and its parents, and raise now, not at the first write, if no file can be created in it.
 
     Raises:
-        OutputError: when no file can be created in the folder.
+        OutputError: with the message `problem`.
     """
     try:
         directory.mkdir(parents=True, exist_ok=True)
@@ -389,13 +334,6 @@ def _check_values(value: Any) -> None:
             return
         level = below
     raise ValueError(f"nested more than {MAX_DEPTH} levels deep")
-
-
-def _safe_repr(value: Any) -> str:
-    try:
-        return repr(value)
-    except (ValueError, RecursionError):  # an integer with more digits than Python writes
-        return type(value).__name__
 
 
 def _sync(folder: Path) -> None:

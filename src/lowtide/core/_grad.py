@@ -20,9 +20,8 @@ import jax.numpy as jnp
 
 from ._errors import SelectionError
 from ._linear import products_explained
-from ._partition import combine, partition, refuse_shared
 from ._paths import Tree, is_array_like, leaves_with_paths
-from ._select import Selector
+from ._selection import Selector, combine, partition, refuse_shared
 
 
 def value_and_grad(
@@ -77,10 +76,7 @@ def value_and_grad(
 
 
 def check_differentiable(trainable: Tree) -> None:
-    """Refuse leaves that have no gradient.
-
-    Args:
-        trainable: the selected leaves.
+    """Refuse selected leaves that have no gradient.
 
     Raises:
         SelectionError: with the path of an integer, boolean or non-numeric leaf; or of a leaf of a frozen node
@@ -90,9 +86,7 @@ def check_differentiable(trainable: Tree) -> None:
         dtype = _dtype(path, leaf)
         if not is_array_like(leaf) or not jnp.issubdtype(dtype, jnp.inexact):
             raise SelectionError(
-                f"{path}: a leaf of type {dtype} cannot be differentiated",
-                expected="floating-point leaves",
-                got=dtype,
+                f"{path}: a leaf of type {dtype} cannot be differentiated, only floating-point leaves can",
                 hint=f'leave it out of the selection, for instance with the pattern "!{path}"; '
                 "or, for a module of another library, use its bridge in lowtide.ext",
             )
@@ -100,12 +94,8 @@ def check_differentiable(trainable: Tree) -> None:
     for path, node in leaves_with_paths(trainable, is_leaf=is_frozen):
         if is_frozen(node) and (leaves := leaves_with_paths(node)):
             name = "/".join(part for part in (path, leaves[0][0]) if part)
-            raise SelectionError(
-                f"{name}: a leaf of a {type(node).__name__} cannot be trained",
-                expected="leaves that have a gradient, such as those of an adapter on this weight",
-                got=f"{name} in the selection",
-                hint=f'leave it out of the selection, for instance with the pattern "!{name}", or call lt.dequantize',
-            )
+            hint = f'train an adapter on this weight, leave it out with the pattern "!{name}", or call lt.dequantize'
+            raise SelectionError(f"{name}: a leaf of a {type(node).__name__} cannot be trained", hint=hint)
 
 
 def _dtype(path: str, leaf: Any) -> Any:
@@ -114,9 +104,5 @@ def _dtype(path: str, leaf: Any) -> Any:
     try:
         return jnp.result_type(leaf) if is_array_like(leaf) else kind
     except TypeError:  # an array type of another library
-        raise SelectionError(
-            f"{path}: a leaf of type {kind} cannot be differentiated",
-            expected="arrays of JAX or NumPy",
-            got=kind,
-            hint="convert a PyTorch tensor with jnp.asarray(tensor.detach().cpu().numpy())",
-        ) from None
+        hint = "convert a PyTorch tensor with jnp.asarray(tensor.detach().cpu().numpy())"
+        raise SelectionError(f"{path}: a leaf of type {kind} cannot be differentiated", hint=hint) from None

@@ -20,10 +20,11 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from ._compat import bilinear
+from ._devices import traced_device
 from ._errors import StructureError
 from ._paths import Tree, leaves_with_paths
-from ._sharding import explicit_mesh
-from ._tracing import traced_device, varying_axes
+from ._placement import explicit_mesh
+from ._tracing import varying_axes
 
 # The TPU compiler casts small weights, such as adapters, of all layers before a loop over layers, and keeps the copies.
 # If they are rounded to bfloat16 first, which does not change the cast, it casts them one layer at a time. The most
@@ -105,12 +106,8 @@ def rows(weight: Array | LinearWeight, ids: Int[Array, "*ids"], *, path: str = "
         return jnp.take(weight, ids, axis=0)
     look_up: Any = getattr(weight, "rows", None)
     if look_up is None:
-        raise StructureError(
-            f"{path}: the weight of an embedding lookup cannot be adapted or factored like a matrix",
-            expected="an array [rows, width], or a weight with a method rows(ids)",
-            got=type(weight).__name__,
-            hint='leave it out of the targets, for instance with the pattern "!outer/embed"',
-        )
+        kind, hint = type(weight).__name__, 'leave it out of the targets, for instance with the pattern "!outer/embed"'
+        raise StructureError(f"{path}: an embedding lookup needs an array or a method rows(ids), not {kind}", hint=hint)
     return look_up(ids)
 
 
@@ -125,12 +122,14 @@ def _cast_product(x: Array, weight: Array) -> Array:
     return _product(x, weight)
 
 
+def _is_linear_weight(node: Any) -> bool:
+    # `type`: a user's module may have a field named ``linear``.
+    return isinstance(node, LinearWeight) and hasattr(type(node), "linear")
+
+
 @contextlib.contextmanager
 def products_explained(model: Tree) -> Generator[None]:
     """Explain, in a ``with`` block, the error of a function that uses a `LinearWeight` for more than products.
-
-    Args:
-        model: the model that the function is called with.
 
     Raises:
         StructureError: in place of the `TypeError` or `AttributeError` of such a use.
@@ -138,8 +137,8 @@ def products_explained(model: Tree) -> Generator[None]:
     try:
         yield
     except (TypeError, AttributeError) as error:
-        nodes = leaves_with_paths(model, is_leaf=lambda node: isinstance(node, LinearWeight))
-        kinds = {type(node).__name__: path for path, node in reversed(nodes) if isinstance(node, LinearWeight)}
+        nodes = leaves_with_paths(model, is_leaf=_is_linear_weight)
+        kinds = {type(node).__name__: path for path, node in reversed(nodes) if _is_linear_weight(node)}
         for kind, path in kinds.items():
             if kind in str(error):
                 raise StructureError(
@@ -219,13 +218,6 @@ class RunningGradient:
 def add_running(total: Array, grad: Array) -> Array:
     """Add a gradient to the running total, in derivative rules of operations that support `RunningGradient`.
 
-    Args:
-        total: the gradient so far.
-        grad: the gradient to add, of the same shape and dtype.
-
-    Returns:
-        The sum.
-
     Raises:
         StructureError: under `jax.vmap`, which would add the total once for each entry of its axis.
 
@@ -243,22 +235,13 @@ def add_running(total: Array, grad: Array) -> Array:
 @add_running.def_vmap
 def _refuse_vmap(axis_size: int, in_batched: Any, total: Array, grad: Array) -> Any:
     raise StructureError(
-        "a running gradient cannot be computed under jax.vmap, which would add the total once for each entry",
-        expected="one call on the whole batch",
-        got=f"jax.vmap over an axis of {axis_size}",
+        f"a running gradient cannot be computed under jax.vmap, which would add the total {axis_size} times",
         hint="call linear or chunked_cross_entropy without vmap, or remove the leaf from LayerStack.running",
     )
 
 
 def if_active(active: Array | None, x: Array) -> Array:
-    """Return an array, or zeros where a running gradient is not active.
-
-    Args:
-        active: a flag, or None for True.
-        x: any array.
-
-    Returns:
-        An array like `x`.
+    """Return an array, or zeros like it where a running gradient is not active; `active` is a flag, or None for True.
 
     Memory:
         No memory if the compiler fuses it with the operation that reads it.

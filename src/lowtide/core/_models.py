@@ -1,20 +1,338 @@
-"""Protocols that models implement: lending their arrays to a trainer, and naming their modules for other libraries.
+"""Views of a model: a stack of equal blocks, and protocols for mutable objects and for names in other libraries.
 
-A pytree consists of its arrays. A mutable object (a Flax NNX module, a Keras model) holds them. It lends the arrays
-that a step changes to the trainer and keeps placeholders in their place. So the device never holds a second copy. The
-bridges in `lowtide.ext` implement this protocol, `ModelObject`. Frozen arrays stay in the object.
-
-A model that reads and writes another library's format implements `ExternalNames`. Adapters then store their tensors
-under the names that this library expects, without depending on the model.
+Streaming, layerwise updates, remat policies, planning and pipelines all work on `LayerStack`: a function before, a
+stack of equal blocks, a function after. Parameters are two trees: `outer` (embedding, final norm, head) and `layers`,
+whose leaves all have a leading axis of length `num_layers`. A tied head needs no special case, because `first` and
+`last` both receive all of `outer`. The last section of this file recomputes layers in groups (`layers_per_remat`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, Protocol, runtime_checkable
+import contextlib
+import contextvars
+import dataclasses
+import functools
+from collections.abc import Callable, Generator
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
-from ._paths import Tree
-from ._select import Selector
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.custom_derivatives import SymbolicZero
+
+from ._checks import check_integer
+from ._errors import ConfigError, StructureError
+from ._files import shown
+from ._paths import Tree, leaves_with_paths
+from ._placement import activation_constraint, on_device
+from ._selection import Selector, combine, sample
+from ._tracing import closure_convert
+
+First = Callable[[Tree, Tree], Any]
+Block = Callable[[Tree, Any, Tree], Any]
+Last = Callable[[Tree, Any, Tree], tuple[Any, Tree]]
+Leaves = list[Any]
+Move = Callable[[Leaves], Leaves]
+Moves = tuple[Move, Move]
+STAYS: Moves = (lambda leaves: leaves, lambda leaves: leaves)
+
+
+class StackShapes(NamedTuple):
+    """Shapes of the results of a stack's functions."""
+
+    h: Tree
+    """The activations between blocks."""
+    metrics: Tree
+    """The metrics of `last`."""
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerStack:
+    """A model as three pure functions over `outer` and `layers` parameters.
+
+    Examples:
+        >>> import jax.numpy as jnp
+        >>> stack = LayerStack(
+        ...     first=lambda outer, batch: batch["x"],
+        ...     block=lambda layer, h, batch: jnp.tanh(layer["w"] * h),
+        ...     last=lambda outer, h, batch: (jnp.mean((h - batch["y"]) ** 2), {}),
+        ... )
+        >>> batch = {"x": jnp.ones(3), "y": jnp.zeros(3)}
+        >>> loss, metrics = stack.apply({}, {"w": jnp.ones((2, 1))}, batch)
+        >>> loss.shape
+        ()
+    """
+
+    first: First
+    """``first(outer, batch) -> h``: the activations that enter the first block."""
+    block: Block
+    """``block(layer, h, batch) -> h``: one block; `layer` is one slice of `layers`, without the leading axis."""
+    last: Last
+    """``last(outer, h, batch) -> (loss, metrics)``: the loss of the activations that leave the last block."""
+    running: tuple[str, ...] = ()
+    """Globs of outer leaves whose gradient may be summed in place over microbatches (`lowtide.core.RunningGradient`).
+    `last` must use each of them once, in `lowtide.core.linear` or `lowtide.losses.chunked_cross_entropy`."""
+
+    def hidden(
+        self,
+        outer: Tree,
+        layers: Tree,
+        batch: Tree,
+        *,
+        remat: bool | Callable[..., bool] = False,
+        layers_per_remat: int = 1,
+    ) -> Any:
+        """Run `first` and all blocks, and return the activations that enter `last`.
+
+        Args:
+            outer: parameters outside the stack.
+            layers: parameters of the blocks, every leaf with a leading axis of length `num_layers`.
+            batch: any tree that the three functions read.
+            remat: False keeps every block's residuals; True recomputes each block in the backward pass; a policy of
+                `jax.checkpoint_policies` recomputes what it does not save.
+            layers_per_remat: with ``remat=True``, the most consecutive blocks (a group) with one saved activation.
+                The backward pass recomputes the others, one group at a time. All blocks but the last of
+                each group run forward once more, effects included. Above 1, `jax.jvp` raises: only reverse mode works.
+
+        Returns:
+            The activations, of the shape that `first` and `block` return.
+
+        Raises:
+            StructureError: for layers that do not stack, or a block whose result differs in structure, shape or dtype
+                from its input.
+            ConfigError: for a `remat` that is neither a bool nor a policy; for a `layers_per_remat` outside of 1 to
+                `num_layers`; and for one above 1 if `remat` is not True.
+
+        Memory:
+            With ``remat=True``, one activation per layer plus one block's residuals. With groups,
+            ``num_layers / layers_per_remat + layers_per_remat`` activations; about the square root of `num_layers`
+            needs the fewest. A TPU may keep float32 inputs of single layers in bfloat16 if only dots read them, but not
+            inputs of groups.
+        """
+        if not (isinstance(remat, bool | np.bool_) or callable(remat)):
+            problem = f"remat must be True, False or a policy of jax.checkpoint_policies, not {shown(remat)}"
+            raise ConfigError(problem, hint="False keeps the residuals of blocks, True keeps only their inputs")
+        remat = bool(remat) if isinstance(remat, np.bool_) else remat
+        _check_layers_per_remat(layers_per_remat, remat, num_layers(layers))
+        if layers_per_remat > 1:
+            return hidden_in_groups(self, outer, layers, batch, layers_per_remat)
+        block = self.block
+        if remat is not False:
+            policy = None if remat is True else remat
+            # Inside of a scan XLA cannot merge recomputation with the forward pass, so `prevent_cse` would only cost
+            # time.
+            block = jax.checkpoint(recomputed(block) if remat is True else block, policy=policy, prevent_cse=False)
+
+        constrain = activation_constraint()
+
+        def body(h: Any, layer: Tree) -> tuple[Any, None]:
+            return constrain(block(on_device(layer), h, batch)), None
+
+        h = constrain(self.first(on_device(outer), batch))
+        with _explain_mismatch(self.block, h, layers, batch):
+            return jax.lax.scan(body, h, layers)[0]
+
+    def apply(
+        self,
+        outer: Tree,
+        layers: Tree,
+        batch: Tree,
+        *,
+        remat: bool | Callable[..., bool] = False,
+        layers_per_remat: int = 1,
+    ) -> tuple[Any, Tree]:
+        """Run the whole stack, with arguments as in `hidden`, and return the result of `last`: ``(loss, metrics)``."""
+        h = self.hidden(outer, layers, batch, remat=remat, layers_per_remat=layers_per_remat)
+        return self.last(on_device(outer), h, batch)
+
+    def shapes(self, outer: Tree, layer: Tree, batch: Tree) -> StackShapes:
+        """Trace the three functions and check that they fit together, so that errors name the function at fault.
+
+        Args:
+            outer: arrays or shapes of the parameters outside the stack.
+            layer: arrays or shapes of one layer, without the leading axis.
+            batch: arrays or shapes of one batch.
+
+        Returns:
+            Shapes of the results; nothing is computed.
+
+        Raises:
+            StructureError: when `block` returns another structure, shape or dtype than its input, or `last` does not
+                return a scalar loss and metrics.
+        """
+        h = jax.eval_shape(self.first, outer, batch)
+        _check_block(h, jax.eval_shape(self.block, layer, h, batch))
+        result: Any = jax.eval_shape(self.last, outer, h, batch)
+        if not (isinstance(result, tuple) and len(result) == 2 and _is_loss(result[0])):
+            problem, got = "the last function of the stack does not return a loss", _format_types(result)
+            expected = "(loss, metrics), where loss is a floating-point scalar, and metrics may be {}"
+            raise StructureError(problem, expected=expected, got=got)
+        return StackShapes(h, result[1])
+
+
+def hidden_in_groups(
+    stack: LayerStack, outer: Tree, layers: Tree, batch: Tree, layers_per_remat: int, moves: Moves = STAYS
+) -> Any:
+    """Run `LayerStack.hidden` with `layers_per_remat`; group inputs may be stored elsewhere, such as on the host.
+
+    `moves` are two functions of a list of arrays. The first moves a group's input to where it is kept, the second moves
+    it back. The other arguments are those of `LayerStack.hidden`.
+
+    Raises:
+        StructureError: for layers that do not stack.
+        ConfigError: for a `layers_per_remat` outside of 1 to `num_layers`.
+    """
+    _check_layers_per_remat(layers_per_remat, True, num_layers(layers))
+    constrain, block = activation_constraint(), recomputed(stack.block)
+
+    def body(h: Any, layer: Tree) -> Any:
+        return constrain(block(layer, h, batch))
+
+    h = constrain(stack.first(outer, batch))
+    with _explain_mismatch(stack.block, h, layers, batch):
+        return _scan_in_groups(body, h, layers, layers_per_remat, moves)
+
+
+@contextlib.contextmanager
+def _explain_mismatch(block: Block, h: Tree, layers: Tree, batch: Tree) -> Generator[None]:
+    """Replace a scan's `TypeError` by an error that names how a block's result differs from its input."""
+    try:
+        yield
+    except TypeError as error:
+        if (mismatch := _find_mismatch(block, h, layers, batch)) is not None:
+            raise mismatch from error
+        raise
+
+
+def _find_mismatch(block: Block, h: Tree, layers: Tree, batch: Tree) -> StructureError | None:
+    try:
+        layer = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), layers)
+        # `batch` is closed over: it may hold leaves that are not arrays, which `eval_shape` refuses as arguments.
+        _check_block(*jax.eval_shape(lambda layer, h: (h, block(layer, h, batch)), layer, h))
+    except StructureError as error:
+        return error
+    except Exception:  # the caller raises the original error
+        return None
+    return None
+
+
+def _check_block(h: Tree, after: Tree) -> None:
+    if jax.tree.structure(h) != jax.tree.structure(after):
+        problem = "a block returns a tree whose structure differs from its input"
+        hint = "return the structure, shapes and dtypes of first from block(layer, h, batch) -> h"
+        raise StructureError(problem, expected=_format_types(h), got=_format_types(after), hint=hint)
+    for (path, leaf), (_, result) in zip(leaves_with_paths(h), leaves_with_paths(after), strict=True):
+        expected, got = _format_types(leaf), _format_types(result)
+        if expected != got:
+            problem = f"{path or 'activations'}: a block returns a shape or dtype that differs from its input"
+            hint = "cast the result of block(layer, h, batch) -> h to the shape and dtype that first returned"
+            raise StructureError(problem, expected=expected, got=got, hint=hint)
+
+
+def _check_layers_per_remat(number: Any, remat: Any, length: int) -> None:
+    limit = max(length, 1)
+    hint = f"use about the square root of the number of layers, {round(limit**0.5)}, which needs the fewest bytes"
+    check_integer("layers_per_remat", number, 1, limit, hint=hint)
+    if number > 1 and remat is not True:
+        problem = f"layers_per_remat above 1 recomputes whole groups of layers: remat must be True, not {shown(remat)}"
+        raise ConfigError(problem, hint="leave layers_per_remat out, or pass remat=True")
+
+
+class _Unquoted(str):
+    """Text whose repr has no quotes, for printing inside of containers."""
+
+    __repr__ = str.__str__
+
+
+def _format_types(tree: Any) -> str:
+    """Format the shapes and dtypes of a tree."""
+    return str(jax.tree.map(lambda leaf: _Unquoted(f"{leaf.dtype}{list(leaf.shape)}"), tree))
+
+
+def _is_loss(value: Any) -> bool:
+    return getattr(value, "shape", None) == () and jnp.issubdtype(value.dtype, jnp.floating)
+
+
+OWN_NAMES = "_lowtide/"
+"""Prefix of Lowtide's internal `checkpoint_name`s; reports and lists for users leave these names out."""
+
+
+def is_own_name(name: str) -> bool:
+    """Return whether a `jax.ad_checkpoint.checkpoint_name` is internal to Lowtide."""
+    return name.startswith(OWN_NAMES)
+
+
+_is_recomputed: contextvars.ContextVar[bool] = contextvars.ContextVar("is_recomputed", default=False)
+
+
+def recomputed(block: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap a block so that `is_recomputed` returns True while the block is traced.
+
+    The caller has to recompute it, as `jax.checkpoint` does.
+    """
+
+    @functools.wraps(block)
+    def traced(*args: Any) -> Any:
+        token = _is_recomputed.set(True)
+        try:
+            return block(*args)
+        finally:
+            _is_recomputed.reset(token)
+
+    return traced
+
+
+def is_recomputed() -> bool:
+    """Return whether the backward pass recomputes the traced code, so that it can compute its residuals itself."""
+    return _is_recomputed.get()
+
+
+def side_of(path: str) -> str | None:
+    """Return which part of a model (or of a tree with its structure) a path is in: ``outer``, ``layers`` or None."""
+    return next((part for part in path.split("/") if part in ("outer", "layers")), None)
+
+
+def is_stacked(path: str, leaf: Any, num_rows: int) -> bool:
+    """Return whether a leaf of a model, or of a tree that mirrors it, has one row for each of `num_rows` layers."""
+    return side_of(path) == "layers" and leaf.shape[:1] == (num_rows,)
+
+
+def num_layers(layers: Tree) -> int:
+    """Return the common length of the leading axes of stacked layer parameters.
+
+    Raises:
+        StructureError: when there is no leaf, or the leading axes differ.
+    """
+    descriptions = {path: _describe_length(leaf) for path, leaf in leaves_with_paths(layers)}
+    lengths = list(descriptions.values())
+    if len(set(lengths)) != 1 or not lengths[0].isdigit():
+        # List leaves that are not arrays first, then the rarest lengths.
+        first = sorted(
+            descriptions, key=lambda path: (descriptions[path][0].isdigit(), lengths.count(descriptions[path]))
+        )
+        got = sample(f"{path}: {descriptions[path]}" for path in first) or "no leaf"
+        hint = "stack the layers with jax.tree.map(lambda *x: jnp.stack(x), *layers); keep functions and settings in "
+        hint += "the block, for instance with eqx.partition(layers, eqx.is_array)"
+        raise StructureError("the leaves of stacked layers must have leading axes of one length", got=got, hint=hint)
+    return int(lengths[0])
+
+
+def _describe_length(leaf: Any) -> str:
+    """Return the length of a leaf's leading axis as text, or text that says why it has none."""
+    if shape := getattr(leaf, "shape", ()):
+        return str(shape[0])
+    is_array = hasattr(leaf, "shape") or isinstance(leaf, bool | int | float | complex)
+    return "no axis" if is_array else f"not an array but a {type(leaf).__name__}"
+
+
+# --- Protocols --------------------------------------------------------------------------------------------------------
+#
+# A pytree consists of its arrays. A mutable object (a Flax NNX module, a Keras model) holds them. It lends the arrays
+# that a step changes to the trainer and keeps placeholders in their place. So the device never holds a second copy. The
+# bridges in `lowtide.ext` implement this protocol, `ModelObject`. Frozen arrays stay in the object.
+#
+# A model that reads and writes another library's format implements `ExternalNames`. Adapters then store their tensors
+# under the names that this library expects, without depending on the model.
 
 
 @runtime_checkable
@@ -92,3 +410,189 @@ class ExternalNames(Protocol):
             KeyError: when nothing at `path` is a module of the other library.
         """
         ...
+
+
+# --- Groups of layers -------------------------------------------------------------------------------------------------
+#
+# Recomputing single layers keeps one activation per layer: for Llama 8B 512 MiB at 2,048 tokens, 24.5 GiB at 100,352.
+# With groups of about sqrt(num_layers) layers, about 2 sqrt(num_layers) activations are live (Chen et al. 2016,
+# arXiv:1604.06174, section 4.3): one per group, and in the backward pass one per layer of the current group. All layers
+# but the last of each group run forward one time more than with recomputation of single layers.
+#
+# Nested `jax.checkpoint`s compute the same. But a scan over groups gives each inner scan a copy of its group's
+# parameters, and stacks their gradients a second time. So this section defines one operation with a custom derivative.
+# Layers are slices of the whole stack, taken where they are used, and gradients are written in place into the gradient
+# of the stack. Frozen parameters get no gradient, not even an intermediate one. Every floating-point activation that
+# layers change gets one.
+#
+# Limits: reverse mode only, as for every `jax.custom_vjp`. If groups cannot all have one size, their sizes differ by
+# one layer. Each of the two sizes then has its own loop, which is compiled separately.
+
+
+class _Span(NamedTuple):
+    """Consecutive groups of one size: index of their first layer, number of groups, layers per group."""
+
+    first: int
+    num_groups: int
+    size: int
+
+    @property
+    def starts(self) -> Any:
+        """Index of the first layer of each group."""
+        return self.first + self.size * jnp.arange(self.num_groups)
+
+
+def _scan_in_groups(body: Callable[[Tree, Tree], Tree], init: Tree, xs: Tree, size: int, moves: Moves) -> Tree:
+    """Run ``h = body(h, x)`` over the slices of `xs`, and keep only each group's input for the backward pass.
+
+    Leaves of `xs` have the shape ``[num_layers, ...]``. `body` may close over differentiated arrays. `moves` moves a
+    group's input to where it is kept, and back. The backward pass holds ceil(num_layers / size) inputs there, `size`
+    activations and one layer's residuals on the device. Activations that layers do not change are kept once.
+    """
+    closed = closure_convert(body, init, _take(xs, 0))
+    if _types(closed.shapes) != _types(init):
+        # `scan` raises a message that names the mismatch. It accepts Python numbers in `init`, which are weakly typed;
+        # they become arrays of the dtype that the layers return.
+        after = jax.eval_shape(lambda init: jax.lax.scan(lambda h, x: (body(h, x), None), init, xs)[0], init)
+        init = jax.tree.map(lambda leaf, like: jnp.asarray(leaf, like.dtype), init, after)
+        closed = closure_convert(body, init, _take(xs, 0))
+    leaves, structure = jax.tree.flatten(init)
+    passes, tracers = closed.passes, closed.tracers
+    fixed = [leaf for leaf, is_fixed in zip(leaves, passes, strict=True) if is_fixed]
+
+    def pure(h: Leaves, x: Leaves, captured: Leaves) -> Leaves:
+        # Activations that all layers return unchanged are passed in like the values that layers close over.
+        constants, activations = iter(captured[: len(fixed)]), iter(h)
+        args = [next(constants if is_fixed else activations) for is_fixed in passes]
+        outs = closed([*args, *x], captured[len(fixed) :])
+        return [out for out, is_fixed in zip(outs, passes, strict=True) if not is_fixed]
+
+    h = [leaf for leaf, is_fixed in zip(leaves, passes, strict=True) if not is_fixed]
+    weights = jax.tree.leaves(xs)
+    run = _build_scan(pure, weights[0].shape[0], size, moves)
+    outputs = iter(run(h, (weights, [*fixed, *tracers])))
+    return structure.unflatten(
+        [leaf if is_fixed else next(outputs) for leaf, is_fixed in zip(leaves, passes, strict=True)]
+    )
+
+
+def _build_scan(pure: Callable[..., Leaves], length: int, size: int, moves: Moves) -> Callable[..., Leaves]:
+    """Build the differentiable ``run(h, (xs, captured))`` of the first input, stacked parameters, captured values."""
+    keep, fetch = moves
+    # Balanced groups: `longer` of them have `least + 1` layers, the others `least`.
+    num_groups = -(-length // size)
+    least, longer = divmod(length, num_groups)
+    spans = [_Span(0, longer, least + 1), _Span(longer * (least + 1), num_groups - longer, least)]
+    spans = [span for span in spans if span.num_groups]
+
+    @jax.custom_vjp
+    def run(h: Leaves, operands: Any) -> Leaves:
+        xs, captured = operands
+        return jax.lax.scan(lambda h, x: (pure(h, x, captured), None), h, xs)[0]
+
+    def forward(h: Any, operands: Any) -> tuple[Leaves, Any]:
+        # With `symbolic_zeros`, `perturbed` says which operands are differentiated. Only those get gradients.
+        h = [primal.value for primal in h]
+        trainable = jax.tree.map(lambda primal: primal.value if primal.perturbed else None, operands)
+        frozen = jax.tree.map(lambda primal: None if primal.perturbed else primal.value, operands)
+        xs, captured = combine(trainable, frozen)
+
+        def layer(h: Leaves, index: Any) -> tuple[Leaves, None]:
+            return pure(h, _take(xs, index), captured), None
+
+        group_inputs: list[Leaves] = []
+        for span in spans:
+
+            def group(h: Leaves, start: Any, size: int = span.size) -> tuple[Leaves, Leaves]:
+                return jax.lax.scan(layer, h, start + jnp.arange(size))[0], keep(h)
+
+            h, saved = jax.lax.scan(group, h, span.starts)
+            group_inputs.append(saved)
+        return h, (group_inputs, trainable, frozen)
+
+    def backward(residuals: Any, d_out: Leaves) -> Any:
+        group_inputs, trainable, frozen = residuals
+        state = _instantiate_zeros(_floating(d_out)), jax.tree.map(jnp.zeros_like, trainable)
+        # Spans, groups and layers run in reverse. Inputs of one group's layers exist at a time.
+        for span, saved in zip(reversed(spans), reversed(group_inputs), strict=True):
+
+            def group(state: Any, slices: Any, size: int = span.size) -> tuple[Any, None]:
+                start, h = slices
+                with jax.named_scope("rematted_computation"):
+                    layer_inputs = _recompute_inputs(pure, combine(trainable, frozen), fetch(h), start, size)
+                propagate = functools.partial(_layer_backward, pure, trainable, frozen, is_alone=size == 1)
+
+                def layer(state: Any, offset: Any) -> tuple[Any, None]:
+                    return propagate(state, _take(layer_inputs, offset), start + offset), None
+
+                return jax.lax.scan(layer, state, jnp.arange(size), reverse=True)[0], None
+
+            state = jax.lax.scan(group, state, (span.starts, saved), reverse=True)[0]
+        return state
+
+    run.defvjp(forward, backward, symbolic_zeros=True)
+    return run
+
+
+def _recompute_inputs(pure: Callable[..., Leaves], operands: Any, h: Leaves, start: Any, size: int) -> Leaves:
+    """Recompute the input of each layer of a group, stacked, from the group's input."""
+    xs, captured = operands
+
+    def layer(carry: tuple[Leaves, Leaves], offset: Any) -> tuple[tuple[Leaves, Leaves], None]:
+        h, stacked = carry
+        h = pure(h, _take(xs, start + offset), captured)
+        return (h, _put(stacked, h, offset + 1)), None
+
+    stacked = [jnp.broadcast_to(leaf, (size, *leaf.shape)) for leaf in h]
+    # The last layer does not run: its output enters no layer of this group.
+    return jax.lax.scan(layer, (h, stacked), jnp.arange(size - 1))[0][1]
+
+
+def _layer_backward(
+    pure: Callable[..., Leaves], trainable: Any, frozen: Any, state: Any, h: Leaves, index: Any, *, is_alone: bool
+) -> Any:
+    """Propagate the gradient of one layer's output to its input and its parameters."""
+    d_h, (d_xs, d_captured) = state
+    frozen_xs, frozen_captured = frozen
+    non_floating = [None if _is_floating(leaf) else leaf for leaf in h]
+
+    def layer(h: Leaves, x: Leaves, captured: Leaves) -> Leaves:
+        return _floating(
+            pure(combine(h, non_floating), combine(x, _take(frozen_xs, index)), combine(captured, frozen_captured))
+        )
+
+    # `jax.checkpoint` labels the computation of residuals as recomputation. The forward pass of this `vjp` is dead code
+    # but for its effects. If a group has one layer, XLA unrolls both loops. It would then merge the recomputation with
+    # the original forward pass and keep that pass's residuals alive, so `prevent_cse` is on there.
+    remat_layer = jax.checkpoint(layer, prevent_cse=is_alone)
+    _, pull = jax.vjp(remat_layer, _floating(h), _take(trainable[0], index), trainable[1])
+    d_h, d_x, d_layer_captured = pull(d_h)
+    return d_h, (_put(d_xs, d_x, index), jax.tree.map(jnp.add, d_captured, d_layer_captured))
+
+
+def _types(tree: Tree) -> Any:
+    leaves, structure = jax.tree.flatten(tree)
+    return structure, [(jnp.shape(leaf), jnp.result_type(leaf)) for leaf in leaves]
+
+
+def _take(tree: Tree, index: Any) -> Tree:
+    return jax.tree.map(lambda leaf: jax.lax.dynamic_index_in_dim(leaf, index, keepdims=False), tree)
+
+
+def _put(stacked: Tree, tree: Tree, index: Any) -> Tree:
+    return jax.tree.map(lambda stack, leaf: jax.lax.dynamic_update_index_in_dim(stack, leaf, index, 0), stacked, tree)
+
+
+def _is_floating(leaf: Any) -> bool:
+    return jnp.issubdtype(leaf.dtype, jnp.inexact)
+
+
+def _floating(tree: Tree) -> Tree:
+    """Replace leaves without a gradient, such as counters and keys, by None."""
+    return jax.tree.map(lambda leaf: leaf if _is_floating(leaf) else None, tree)
+
+
+def _instantiate_zeros(tree: Tree) -> Tree:
+    """Replace symbolic zero gradients by arrays."""
+    full: Any = jax.lax.full_like
+    return jax.tree.map(lambda leaf: full(leaf.aval, 0) if isinstance(leaf, SymbolicZero) else leaf, tree)

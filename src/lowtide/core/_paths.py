@@ -22,14 +22,7 @@ def path_str(key_path: tuple[Any, ...]) -> str:
 
 
 def leaves_with_paths(tree: Tree, is_leaf: Callable[[Any], bool] | None = None) -> list[tuple[str, Any]]:
-    """List the leaves of a tree with their paths, in JAX's flattening order.
-
-    Args:
-        tree: any pytree.
-        is_leaf: as in `jax.tree.flatten`.
-
-    Returns:
-        Pairs of path and leaf.
+    """List the leaves of a tree with their paths, in JAX's flattening order; `is_leaf` is that of `jax.tree.flatten`.
 
     Examples:
         >>> leaves_with_paths({"layers": [1.0, 2.0]})
@@ -40,13 +33,6 @@ def leaves_with_paths(tree: Tree, is_leaf: Callable[[Any], bool] | None = None) 
 
 def map_with_paths(fn: Callable[[str, Any], Any], tree: Tree) -> Tree:
     """Map a function of path and leaf over a tree.
-
-    Args:
-        fn: called with the path and the leaf.
-        tree: any pytree.
-
-    Returns:
-        A tree of the same structure that holds the results.
 
     Examples:
         >>> map_with_paths(lambda path, leaf: f"{path}={leaf}", {"layers": [1.0, 2.0]})
@@ -91,13 +77,9 @@ def item_bits(dtype: Any) -> int:
 
 
 def tree_bytes(tree: Tree) -> int:
-    """Return the logical bytes of all array leaves of a tree.
+    """Return the logical bytes of all arrays and shape structs of a tree; other leaves count 0.
 
-    Args:
-        tree: any pytree of arrays or `jax.ShapeDtypeStruct`s; other leaves count 0.
-
-    Returns:
-        Bytes without a device's layout padding (`lowtide.memory.analyze` gives the padded figure).
+    A device's layout padding is left out (`lowtide.memory.analyze` gives the padded figure).
 
     Examples:
         >>> tree_bytes({"w": np.zeros((4, 2), np.float32)})

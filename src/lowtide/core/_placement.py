@@ -1,4 +1,4 @@
-"""Placement of arrays: their memory spaces, putting them onto shardings, and assembling them piece by piece.
+"""Placement of arrays: memory spaces, shardings, and assembly piece by piece; mesh axes of activations and tokens.
 
 JAX has two notions of memory. Concrete arrays and shape structs carry a sharding with a memory kind (``device``,
 ``pinned_host``, ``unpinned_host``). Tracers carry a `jax.memory.Space` in their type. `memory_space` reads both.
@@ -6,9 +6,11 @@ JAX has two notions of memory. Concrete arrays and shape structs carry a shardin
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Any, NoReturn
 
 import jax
@@ -17,25 +19,28 @@ import numpy as np
 from jax.core import Tracer
 
 from ._errors import StructureError
-from ._paths import is_key, key_numbers
+from ._paths import Tree, is_key, key_numbers
 
 PIECE_BYTES = 64 * 1024**2
 """The most bytes that are read or written at once, unless one row of a tensor has more."""
 Pieces = Iterator[tuple[tuple[int, ...], np.ndarray]]
 """Pieces of a part of an array, each with its start within that part."""
 Reader = Callable[[tuple[slice, ...]], Pieces]
-"""Function that reads a part of an array, given by a start and an end along every axis, in pieces that cover it."""
+"""Function from an index (a slice with start and stop for every axis) to pieces that cover that part of an array."""
+BATCH_AXES = ("expert", "data", "fsdp")
+"""Mesh axes along which rows of batches are sharded by default, where the mesh has them. `expert` comes first:
+a `jax.shard_map` over this axis alone then finds the rows already sharded that way, and moves none."""
+CONTEXT = "context"
+"""Mesh axis along which the tokens of each row are sharded, where the mesh has it."""
+_constrain: contextvars.ContextVar[Callable[[Any], Any]] = contextvars.ContextVar("constrain", default=lambda h: h)
+_mesh: contextvars.ContextVar[Any] = contextvars.ContextVar("mesh", default=None)
 
 
 def memory_space(leaf: Any) -> jax.memory.Space:  # pyright: ignore[reportInvalidTypeForm]
-    """Return the memory space of one leaf.
+    """Return the memory space of an array, a tracer, a `jax.ShapeDtypeStruct`, or anything else that a tree may hold.
 
-    Args:
-        leaf: an array, a tracer, a `jax.ShapeDtypeStruct`, or anything else that a tree may hold.
-
-    Returns:
-        `jax.memory.Space.Host` or `jax.memory.Space.Device`. Leaves without a space (a NumPy array, a number, a shape
-        struct without a sharding) count as device, because JAX puts them there.
+    Leaves without a space (a NumPy array, a number, a shape struct without a sharding) count as device, because JAX
+    puts them there.
 
     Examples:
         >>> memory_space(jax.numpy.ones(3)) == jax.memory.Space.Device
@@ -67,7 +72,6 @@ def _move_to_device(leaf: Any) -> Any:
 def _refuse_derivative(*_: Any) -> NoReturn:  # pyright: ignore[reportUnusedFunction]
     raise StructureError(
         "a parameter in host memory is differentiated, but this function can only read it",
-        expected="parameters on the device",
         hint="use lt.offload.scan or lt.offload.layerwise_step, which differentiate layers in host memory",
     )
 
@@ -79,10 +83,10 @@ def canonical(leaf: Any) -> np.ndarray:
 
 
 def put(leaf: Any, sharding: Any) -> Any:
-    """Put an array on a sharding; each process has the whole array, or the array is sharded already.
+    """Place an array with a sharding; every process must hold the whole array, unless it is already sharded.
 
     Args:
-        leaf: a JAX array (random keys included) or a NumPy array, whose buffer is not shared.
+        leaf: a JAX array (random keys included) or a NumPy array, which is copied.
         sharding: a sharding over the devices of all processes.
 
     Memory:
@@ -109,29 +113,29 @@ def assemble(read: Reader, shape: tuple[int, ...], dtype: Any, sharding: jax.sha
 
     A device's part of the array starts as zeros there and is overwritten in place by pieces. Each piece is read, sent
     and freed before the next one. So the host holds a few pieces in addition to the placed arrays, even if the device
-    is the CPU. An array in the host memory of a device is read as a whole, since only its device could write into it.
+    is the CPU. A part in pinned host memory is read as a whole, since only its device could write into it.
     Known inefficiency: reading waits until the previous piece is sent.
 
     Args:
         read: returns the pieces of a part, in this dtype.
         shape: shape of the array.
-        dtype: dtype of the array.
-        sharding: sharding of the array, or None for JAX's default device.
+        dtype: its dtype.
+        sharding: its sharding, or None for JAX's default device.
 
     Returns:
         The array. This process reads only what its own devices hold.
 
     Memory:
-        On the host: the pieces that `read` holds, and a copy of one. For an array in host memory (`is_staged`) instead
-        what one device holds of it.
+        On the host: the pieces that `read` holds, and a copy of one. For pinned host memory (`is_staged`): one
+        device's part, in addition to the result.
     """
     full_index = tuple(slice(0, size) for size in shape)
     if sharding is None:
         return _fill_part(read, full_index, dtype, [None])[0]
     devices_by_part: dict[tuple[tuple[int, int], ...], list[Any]] = {}  # a part that several devices hold is read once
     for device, index in sharding.addressable_devices_indices_map(shape).items():
-        bounded = _bound_index(index or (), shape)
-        devices_by_part.setdefault(tuple((axis.start, axis.stop) for axis in bounded), []).append(device)
+        axes = zip(index or full_index, shape, strict=True)
+        devices_by_part.setdefault(tuple(axis.indices(size)[:2] for axis, size in axes), []).append(device)
     kind = sharding.memory_kind
     parts: list[jax.Array] = []
     for bounds, devices in devices_by_part.items():
@@ -143,7 +147,7 @@ def assemble(read: Reader, shape: tuple[int, ...], dtype: Any, sharding: jax.sha
 
 
 def is_staged(sharding: jax.sharding.Sharding) -> bool:
-    """Return whether a leaf is assembled as a whole before it is placed: host memory is not written in place."""
+    """Return whether `assemble` reads a whole part before it places it: pinned host memory is not written in place."""
     return sharding.memory_kind == "pinned_host"
 
 
@@ -157,7 +161,9 @@ def _fill_part(
     shape = tuple(axis.stop - axis.start for axis in index)
     is_small = math.prod(shape) * jnp.dtype(dtype).itemsize <= PIECE_BYTES  # one transfer, and nothing to compile
     if is_small or any(target is not None and is_staged(target) for target in shardings):
-        host_array = _read_to_host(read, index, dtype)
+        host_array = np.empty(shape, dtype)
+        for start, values in read(index):
+            host_array[tuple(slice(i, i + size) for i, size in zip(start, values.shape, strict=True))] = values
         arrays = [
             jnp.asarray(host_array) if target is None else jax.device_put(host_array, target) for target in shardings
         ]
@@ -169,20 +175,136 @@ def _fill_part(
     return arrays
 
 
-def _read_to_host(read: Reader, index: tuple[slice, ...], dtype: Any) -> np.ndarray:
-    """Read a part of an array into host memory."""
-    array = np.empty(tuple(axis.stop - axis.start for axis in index), dtype)
-    for start, values in read(index):
-        array[tuple(slice(i, i + size) for i, size in zip(start, values.shape, strict=True))] = values
-    return array
-
-
 @functools.partial(jax.jit, donate_argnums=0)
 def _write_piece(array: Any, piece: Any, start: tuple[Any, ...]) -> Any:
     return jax.lax.dynamic_update_slice(array, piece, start)
 
 
-def _bound_index(index: tuple[slice, ...], shape: tuple[int, ...]) -> tuple[slice, ...]:
-    """Give every axis of an index a start and an end."""
-    full = (*index, *(slice(None) for _ in shape[len(index) :]))
-    return tuple(slice(*axis.indices(size)[:2]) for axis, size in zip(full, shape, strict=True))
+# --- Sharded activations and tokens -----------------------------------------------------------------------------------
+#
+# Functions that cut rows into pieces are mapped over each device's own tokens (`on_own_tokens`). On an array of all
+# tokens the compiler would gather the tokens for every piece, and add up gradients of weights for every piece.
+#
+# `jax.make_mesh` makes explicit axes by default. On them every operation derives the sharding of its result from its
+# operands, or raises. Most raise where a device's part of a row ends inside of a block, or where a loop starts from
+# zeros. So blocks and loops are computed as on a mesh with automatic axes, and the sharding of the result is set at the
+# end (`without_explicit_axes`).
+
+
+@contextlib.contextmanager
+def activation_sharding(constrain: Callable[[Any], Any], mesh: Any = None) -> Generator[None]:
+    """Constrain, inside the ``with`` block, the sharding of the activations between layers of a traced stack.
+
+    If weights are sharded and activations have no constraint, XLA may gather the activations instead of one layer's
+    weights. Every device then computes all rows.
+
+    Args:
+        constrain: a function that returns activations with a sharding constraint.
+        mesh: mesh of the devices, for blocks that shard their work themselves (`traced_mesh`).
+    """
+    tokens = _constrain.set(constrain), _mesh.set(mesh)
+    try:
+        yield
+    finally:
+        _constrain.reset(tokens[0])
+        _mesh.reset(tokens[1])
+
+
+def activation_constraint() -> Callable[[Any], Any]:
+    """Return the function that `activation_sharding` got; the identity outside of its ``with`` block."""
+    return _constrain.get()
+
+
+def traced_mesh() -> Any:
+    """Return the mesh of the traced code: the current mesh of JAX, else that of `activation_sharding`, else None."""
+    current = jax.sharding.get_abstract_mesh()
+    return _mesh.get() if current.empty else current
+
+
+def num_shards_along(axis: str) -> int:
+    """Return the number of shards of traced arrays along an axis of `traced_mesh` that the compiler partitions.
+
+    Args:
+        axis: name of the mesh axis. The result is 1 if the mesh lacks it, and inside of a `jax.shard_map` over it,
+            where arrays are local to one device.
+    """
+    mesh = traced_mesh()
+    return 1 if mesh is None or axis in getattr(mesh, "manual_axes", ()) else mesh.shape.get(axis, 1)
+
+
+def token_parts(length: int, arrays: Tree) -> int:
+    """Return the number of shards of the token axis; 1 if the tokens cannot be split evenly.
+
+    Args:
+        length: tokens of a row.
+        arrays: the arrays of the computation. If one of them is on a mesh with explicit axes, the result is 1.
+    """
+    size = num_shards_along(CONTEXT)
+    return 1 if size == 1 or length % size or explicit_mesh(arrays) is not None else size
+
+
+def on_own_tokens(
+    fn: Callable[[Tree, Tree], Tree], whole: Tree, tokens: Tree, *, axis: int = 1, out_axis: int = 1
+) -> Any:
+    """Call ``fn(whole, tokens)`` on each device's tokens.
+
+    Args:
+        fn: the function.
+        whole: arrays replicated over the devices. Their gradients are summed over the devices once per call.
+        tokens: arrays whose token axis is sharded.
+        axis: the token axis of `tokens`.
+        out_axis: the sharded axis of the results.
+    """
+    # Outside of `jax.jit` a `jax.shard_map` maps over all axes of a mesh or none (0.10.2).
+    mapped = jax.jit(
+        jax.shard_map(
+            fn,
+            mesh=traced_mesh(),
+            in_specs=(jax.P(), _token_spec(axis)),
+            out_specs=_token_spec(out_axis),
+            axis_names={CONTEXT},
+            check_vma=False,
+        )
+    )
+    return mapped(whole, tokens)
+
+
+def _token_spec(axis: int) -> jax.P:
+    return jax.P(*[None] * axis, CONTEXT)
+
+
+def explicit_mesh(tree: Any) -> Any:
+    """Return the mesh with explicit axes that holds a leaf of a tree, or None."""
+    meshes = (jax.typeof(leaf).sharding.mesh for leaf in jax.tree.leaves(tree))
+    return next((mesh for mesh in meshes if mesh.explicit_axes), None)
+
+
+def without_explicit_axes(fn: Callable[..., Any], shardings: Callable[[Any], Any], *args: Any) -> Any:
+    """Call a function of trees of arrays on a mesh with explicit axes as if the axes were automatic.
+
+    `shardings` maps the mesh to the shardings of the results. It is called only if there are explicit axes.
+    """
+    mesh = explicit_mesh(args)
+    if mesh is None:
+        return fn(*args)
+    return jax.sharding.auto_axes(fn, axes=mesh.explicit_axes, out_sharding=shardings(mesh))(*args)
+
+
+def lookup_sharding(mesh: Any, ids: Any, table: Any) -> Any:
+    """Return the sharding of looked-up rows: the axes of the ids, then the table's column axis unless already used."""
+    ids_spec = jax.typeof(ids).sharding.spec
+    columns = (*jax.typeof(table).sharding.spec, None, None)[1]
+    used = {name for axis in ids_spec for name in axis_names(axis)}
+    # A mesh axis may shard only one axis of an array.
+    columns = None if used & {*axis_names(columns)} else columns
+    return jax.sharding.NamedSharding(mesh, jax.P(*ids_spec, *(None,) * (ids.ndim - len(ids_spec)), columns))
+
+
+def axis_names(axis: Any) -> tuple[Any, ...]:
+    """Return the names of the mesh axes that shard one axis of an array."""
+    return () if axis is None else axis if isinstance(axis, tuple) else (axis,)
+
+
+def shardings_of(tree: Any) -> Any:
+    """Return the shardings of the leaves, from their types."""
+    return jax.tree.map(lambda leaf: jax.typeof(leaf).sharding, tree)

@@ -1,4 +1,4 @@
-"""Tracing helpers: the target device, an order for parts of a program, varying axes, and closed-over tracers."""
+"""Tracing helpers: an order for parts of a program, varying axes, and closed-over tracers."""
 
 from __future__ import annotations
 
@@ -10,26 +10,17 @@ import jax.numpy as jnp
 from jax.core import Tracer
 from jax.extend import core as jex
 
+from ._devices import most_tile_rows
 from ._paths import Tree, is_key
 from ._placement import memory_space
-from ._tiles import most_tile_rows
-
-
-def traced_device() -> Any:
-    """Return a device of the kind that the program is traced for."""
-    # `jax.default_device` names it where it is not the default backend, as in a memory report for a TPU on a machine
-    # with a GPU. Its value is a device, the name of a platform, or None.
-    config: Any = jax.config
-    chosen = config.jax_default_device
-    return chosen if hasattr(chosen, "platform") else jax.devices(chosen)[0]
 
 
 def zero_after(tree: Tree) -> Any:
     """Make an int32 zero that is known only when every leaf of a tree has been computed.
 
-    Added to an index, it orders two parts of a program that share no data. XLA's own means did not hold at the uses of
-    this function. Copies of host arrays began before an optimization barrier, tiles were computed concurrently in spite
-    of one, and an unchanged loop variable is dropped.
+    Added to an index, it makes one part of a program wait for another without shared data. XLA's own means failed here:
+    it started host copies before an optimization barrier, computed tiles concurrently despite one, and removed an
+    unchanged loop variable.
     """
     zero = jnp.int32(0)
     for leaf in jax.tree.leaves(tree):
@@ -54,14 +45,7 @@ def varying_axes(aval: Any) -> frozenset[str]:
 
 
 def like_type(arrays: Iterable[Any], shape: tuple[int, ...], dtype: Any, fill: float = 0) -> Any:
-    """Make a constant array that a loop can carry, with the varying axes of the arrays that later replace it.
-
-    Args:
-        arrays: the arrays that later values are computed from.
-        shape: shape of the result.
-        dtype: dtype of the result.
-        fill: its value.
-    """
+    """Make a constant array that a loop can carry, with the varying axes of `arrays`, which later replace it."""
     # With `check_vma` a loop's carry needs the same varying axes before and after each step; a constant has none.
     full = jnp.full(shape, fill, dtype)
     axes = frozenset[str]().union(*(varying_axes(jax.typeof(array)) for array in arrays))
@@ -71,8 +55,8 @@ def like_type(arrays: Iterable[Any], shape: tuple[int, ...], dtype: Any, fill: f
 def uniformly_varying(tree: Any) -> Any:
     """Cast all arrays of a tree to vary along the same axes of a `jax.shard_map`: the union of their varying axes.
 
-    Without it a custom derivative would have to sum the gradients of the others over these axes. JAX does so in the
-    derivative of the cast.
+    Otherwise a custom derivative would have to sum the gradient of each array over the axes it lacks. The derivative
+    of the cast does this sum.
     """
     leaves, structure = jax.tree.flatten(tree)
     axes = frozenset[str]().union(*(varying_axes(jax.typeof(leaf)) for leaf in leaves))
@@ -84,7 +68,7 @@ def uniformly_varying(tree: Any) -> Any:
 
 
 def closure_convert(fn: Callable[..., Tree], *args: Tree) -> ConvertedClosure:
-    """Trace a function of trees, and make arguments of the tracers that it closes over.
+    """Trace a function of trees, and turn the tracers that it closes over into arguments.
 
     Rules of a `jax.custom_vjp` need the tracers as arguments. `jax.closure_convert` makes arguments only of values that
     may have a gradient. An integer tracer, such as a batch's segment ids, stays inside the function and is no longer
@@ -94,9 +78,6 @@ def closure_convert(fn: Callable[..., Tree], *args: Tree) -> ConvertedClosure:
     Args:
         fn: a function of trees of arrays, which returns a tree of arrays.
         args: its arguments, or trees of their shapes and dtypes.
-
-    Returns:
-        The traced function, which is called with leaves.
 
     Memory:
         The result references the concrete arrays that `fn` closes over, and the tracers.
@@ -133,12 +114,7 @@ class ConvertedClosure:
         return [out is arg for out, arg in zip(self._traced.jaxpr.outvars, self._traced.jaxpr.invars, strict=False)]
 
     def __call__(self, leaves: Sequence[Any], tracers: Sequence[Any]) -> list[Any]:
-        """Return the leaves of the result.
-
-        Args:
-            leaves: leaves of the arguments.
-            tracers: values in place of the attribute `tracers`, in its order.
-        """
+        """Return the leaves of the result, given the arguments' leaves and values in place of the tracers, in order."""
         values = iter(tracers)
         pairs = zip(self._traced.consts, self._is_const, strict=True)
         consts = [const if is_const else next(values) for const, is_const in pairs]

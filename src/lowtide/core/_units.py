@@ -18,14 +18,9 @@ _SIZE = re.compile(r"\s*(\d[\d_]*(?:\.\d+)?)\s*([A-Za-z]*)\s*")
 
 
 def parse_bytes(text: str | int) -> int:
-    """Read a size such as ``"14 GiB"``, ``"512MB"`` or ``1024``.
+    """Read a size such as ``"14 GiB"``, ``"512MB"`` or ``1024``, and round it to the nearest byte.
 
-    Args:
-        text: a number and a unit (case does not matter, white space is optional); an integer or a bare number is
-            bytes.
-
-    Returns:
-        The size in bytes, rounded to the nearest integer.
+    The case of the unit does not matter, and white space is optional.
 
     Raises:
         ConfigError: for a negative size, an unknown unit, or text that is not a size.
@@ -34,32 +29,21 @@ def parse_bytes(text: str | int) -> int:
         >>> parse_bytes("1.5 KiB")
         1536
     """
-    if isinstance(text, int) and not isinstance(text, bool):
-        if text < 0:
-            raise ConfigError(
-                "a size cannot be negative", got=text, hint='give a number of bytes, or text such as "14 GiB"'
-            )
+    if isinstance(text, int) and not isinstance(text, bool) and text >= 0:
         return text
     match = _SIZE.fullmatch(str(text))
     unit = match[2].lower() or "b" if match else ""
     if match is None or unit not in _UNITS:
-        raise ConfigError(
-            f"{text!r} is not a size",
-            expected="a number and one of B, KiB, MiB, GiB, TiB, KB, MB, GB, TB",
-            got=repr(text),
-            hint='write it like "14 GiB" (1024-based) or "14 GB" (1000-based)',
-        )
+        expected = "a number of at least 0, and one of B, KiB, MiB, GiB, TiB, KB, MB, GB, TB"
+        hint = 'write it like "14 GiB" (1024-based) or "14 GB" (1000-based)'
+        raise ConfigError(f"{text!r} is not a size", expected=expected, hint=hint)
     return int((Decimal(match[1].replace("_", "")) * _UNITS[unit]).to_integral_value())
 
 
 def format_bytes(num_bytes: int) -> str:
-    """Print a size with a binary unit: ``"512 B"``, ``"1.50 KiB"``, ``"13.42 GiB"``.
+    """Print a size with two decimals in the largest binary unit in which it is at least 1.
 
-    Args:
-        num_bytes: the size in bytes; a negative number (a saving) keeps its sign.
-
-    Returns:
-        The size with two decimals in the largest unit in which it is at least 1.
+    A negative size (a saving) keeps its sign, and bytes have no decimals.
 
     Examples:
         >>> format_bytes(1536)

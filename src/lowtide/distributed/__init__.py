@@ -1,8 +1,8 @@
 """Training on several devices and in several processes: sharding rules, checks between processes, fingerprints."""
 
-from ._fingerprint import fingerprint as fingerprint
 from ._processes import SHARED as SHARED
 from ._processes import Processes as Processes
+from ._processes import fingerprint as fingerprint
 from ._processes import in_any as in_any
 from ._processes import of_first as of_first
 from ._processes import placed as placed

@@ -1,9 +1,8 @@
-"""Agreement and failure detection between the processes of one run.
+"""Agreement, failure detection and fingerprints of weights, for the processes of one run.
 
-All processes run the same program in the same order, and wait for one another inside it. So they compare their inputs
-before a run and end the run at the same step. When one process fails, the others would wait for it forever; instead
-they report the failure and exit. A process that dies without raising is handled by the runtime
-(`jax.distributed.initialize` and its ``heartbeat_timeout_seconds``): collectives fail, or the runtime ends the process.
+All processes run the same program in the same order. So they compare their inputs before a run and end it at the same
+step. When one fails, the others would wait for it forever; instead they report the failure and exit. If one dies
+without raising, JAX (``heartbeat_timeout_seconds``) lets collectives fail, or ends the process.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ import secrets
 import sys
 import threading
 import time
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +25,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..core import ConfigError, ModelObject, StateError, Tree, key_numbers, leaves_with_paths, split_static, write_files
+from ..core import (
+    ConfigError,
+    ModelObject,
+    StateError,
+    Tree,
+    is_stacked,
+    key_numbers,
+    leaves_with_paths,
+    on_host,
+    split_static,
+    write_files,
+)
 from ..core._compat import exchange, post, posted
-from ._fingerprint import fingerprint
 from ._sharding import ShardingRules, is_global
 
 # All processes call the functions below in the same order, so equal numbers belong to the same exchange.
@@ -38,23 +47,20 @@ _WAIT_SECONDS = 300
 _GRACE_SECONDS = 5
 """Time that a process has to fail with its own error after another process has failed."""
 _FAILING_SECONDS = 120
-"""Time that a process has to finish its work after its own failure."""
+"""Time that a process has to clean up after its own failure (`Processes.fail`)."""
 _POLL_SECONDS = 1
 SHARED = ".shared-"
 """Prefix of the files by which processes detect whether they see the same folder."""
 _SHARED_SECONDS = 20
 """Time that another machine may need to see a new file."""
+_SAMPLES_PER_AXIS = 8
+_START_ALIKE = "start all processes with the same code, arguments, data and folder"
 
 
 def of_first(make: Callable[[], Any]) -> Any:
-    """Return in all processes the result of the first one, for work that only one may do, such as making a folder.
+    """Call a function in the first process only, such as one that makes a folder, and return its result in all.
 
-    Args:
-        make: called in the first process; returns a value that JSON can represent.
-
-    Raises:
-        StateError: in the other processes, with the error of the first one.
-        Exception: in the first process, if `make` raises.
+    `make` returns a value that JSON can represent. If it raises, the other processes raise `StateError`.
     """
     if jax.process_count() == 1:
         return make()
@@ -74,34 +80,18 @@ def of_first(make: Callable[[], Any]) -> Any:
 
 
 def same_in_all(what: str, text: str) -> None:
-    """Raise unless all processes pass the same text.
-
-    Args:
-        what: name of the compared value, for the message.
-        text: the value in this process.
-
-    Raises:
-        ConfigError: with the first process that differs.
-    """
+    """Raise `ConfigError` unless all processes pass the same text; `what` names it in the message."""
     if jax.process_count() == 1:
         return
     for index, reply in enumerate(exchange(f"lowtide/same/{next(_TOPICS)}", text, _WAIT_SECONDS)):
         if reply != text:
-            raise ConfigError(
-                f"process {index} differs from process {jax.process_index()} in {what}",
-                expected=text,
-                got="no answer in time" if reply is None else reply,
-                hint="start all processes with the same code, arguments, data and folder",
-            )
+            problem = f"process {index} differs from process {jax.process_index()} in {what}"
+            got = "no answer in time" if reply is None else reply
+            raise ConfigError(problem, expected=text, got=got, hint=_START_ALIKE)
 
 
 def in_any(happened: bool, timeout_seconds: int = _WAIT_SECONDS) -> bool:
-    """Return whether something happened in any process; all processes have to call this.
-
-    Args:
-        happened: whether it happened in this process.
-        timeout_seconds: time to wait for the others; a process that does not answer counts as True.
-    """
+    """Return whether something happened in any process, or one does not answer; all processes have to call this."""
     if jax.process_count() == 1:
         return happened
     replies = exchange(f"lowtide/any/{next(_TOPICS)}", json.dumps(happened), timeout_seconds)
@@ -109,12 +99,7 @@ def in_any(happened: bool, timeout_seconds: int = _WAIT_SECONDS) -> bool:
 
 
 def refuse_other_folders(processes: Processes, folder: Path) -> None:
-    """Raise unless all processes see the same folder: they would otherwise wait forever for one another's files.
-
-    Raises:
-        ConfigError: in all processes.
-        OutputError: when the first process cannot write there.
-    """
+    """Raise unless all processes see the same folder: they would otherwise wait forever for one another's files."""
     if processes.count == 1:
         return
 
@@ -128,12 +113,8 @@ def refuse_other_folders(processes: Processes, folder: Path) -> None:
     if processes.is_first:
         (folder / name).unlink()
     if is_missing:
-        raise ConfigError(
-            f"{folder} is not the same folder for all processes",
-            expected="a folder that all processes read and write, on a shared file system",
-            got="another folder in at least one process",
-            hint="give all processes the same folder; a local disk is not shared",
-        )
+        hint = "give all processes the same folder on a shared file system; a local disk is not shared"
+        raise ConfigError(f"{folder} is not the same folder for all processes", hint=hint)
 
 
 def _wait_for_file(path: Path) -> bool:
@@ -147,24 +128,17 @@ def _wait_for_file(path: Path) -> bool:
 
 
 class Processes:
-    """The processes of a run; with a single process its methods return at once.
-
-    Args:
-        rules: sharding over the devices of all processes; None with one process.
-    """
+    """The processes of a run; with a single process, `rules` may be None, and its methods return at once."""
 
     def __init__(self, rules: ShardingRules | None) -> None:
         self._rules: Any = rules
-        """None with a single process."""
         self.count = jax.process_count()
         self.is_first = jax.process_index() == 0
         """Whether this process writes the files that are written once per run."""
         if self.count > 1 and rules is None:
             raise ConfigError(
-                f"there are {self.count} processes, but no sharding rules for them",
-                expected="Trainer(..., sharding=ShardingRules(mesh=make_mesh()))",
-                got="sharding=None, with which each process would train its own model",
-                hint="pass sharding, or start one process",
+                f"there are {self.count} processes, but no sharding rules for them: each would train its own model",
+                hint="pass Trainer(..., sharding=ShardingRules(mesh=make_mesh())), or start one process",
             )
         self._is_failing, self._is_watched = False, False
         self._should_end: Callable[[], bool] = lambda: False
@@ -176,46 +150,29 @@ class Processes:
         self._max: Any = None if rules is None else jax.jit(jnp.max, out_shardings=rules.replicated())
 
     def agree(self, **facts: Any) -> None:
-        """Raise unless all processes pass the same facts.
-
-        Args:
-            **facts: values that have to be equal, as JSON.
-
-        Raises:
-            ConfigError: with the first fact that differs, and the process that differs.
-            StateError: with the processes that did not answer in time.
-        """
+        """Raise `ConfigError` unless all processes pass the same facts, `StateError` where one does not answer."""
         if self.count > 1:
             self._compare(self._exchange(facts), facts)
 
     def _compare(self, all_facts: list[Any], facts: Mapping[str, Any]) -> None:
-        hint = "start all processes with the same code, arguments, data and folder"
         process_index = jax.process_index()
         for index, process_facts in enumerate(all_facts):
             if set(process_facts) != set(facts):
-                raise ConfigError(
-                    f"process {index} is at another point of the run than process {process_index}",
-                    expected=", ".join(facts),
-                    got=", ".join(process_facts),
-                    hint="check whether the data ends earlier in one process; " + hint,
-                )
+                problem = f"process {index} is at another point of the run than process {process_index}"
+                expected, got = ", ".join(facts), ", ".join(process_facts)
+                hint = f"check whether the data ends earlier in one process; {_START_ALIKE}"
+                raise ConfigError(problem, expected=expected, got=got, hint=hint)
             # The others' facts have passed through JSON, which turns tuples into lists.
             for name, value in json.loads(json.dumps(facts, default=_to_json)).items():
                 if process_facts[name] != value:
                     location, expected, got = _first_difference(value, process_facts[name])
-                    raise ConfigError(
-                        f"process {index} differs from process {process_index} in {name}{location}",
-                        expected=expected,
-                        got=got,
-                        hint=hint,
-                    )
+                    problem = f"process {index} differs from process {process_index} in {name}{location}"
+                    raise ConfigError(problem, expected=expected, got=got, hint=_START_ALIKE)
 
     def agree_on_batch(self, batch: Tree) -> None:
-        """Raise unless all processes have batches of the same shapes; the comparison runs once for each set of shapes.
+        """Raise unless all processes have batches of the same shapes; each set of shapes is compared once.
 
-        Raises:
-            ConfigError: as in `agree`.
-            StateError: when the others already know their own shapes, and so do not take part in the comparison.
+        If the others already know their own shapes, they do not take part, and `StateError` is raised.
         """
         if self.count > 1:
             shapes = tuple(
@@ -237,11 +194,7 @@ class Processes:
             self.agree(step=hashlib.sha256(text.encode()).hexdigest()[:16])
 
     def batches(self, data: Iterable[Tree]) -> Iterator[Tree]:
-        """Yield batches, the same number in each process, until `leaving` ends the loop in any process.
-
-        Raises:
-            ConfigError: in all processes, when one process has more batches than another.
-        """
+        """Yield batches until `leaving` ends the loop in any process; raise where one has more than another."""
         for number, batch in enumerate(data):
             # The first batch is always yielded, because means over no batch would raise.
             self.has_left = self._should_leave(f"{number} or more") and number > 0
@@ -252,7 +205,7 @@ class Processes:
 
     @contextlib.contextmanager
     def leaving(self, ends: Callable[[], bool]) -> Generator[None]:
-        """End the loop over `batches` inside this block once `ends` is true in any process; then `has_left` is set."""
+        """End the loop over `batches` in this block when `ends()` is true in any process, and set `has_left`."""
         self._should_end, self.has_left = ends, False
         try:
             yield
@@ -260,7 +213,7 @@ class Processes:
             self._should_end = lambda: False
 
     def fail(self) -> None:
-        """Mark this process as about to raise, so that it gets time to finish its work."""
+        """Mark this process as failing, so that another failure does not end it before it has cleaned up."""
         self._is_failing = True
 
     def _should_leave(self, batches: str) -> bool:
@@ -278,13 +231,10 @@ class Processes:
         replies = exchange(f"lowtide/agree/{next(_TOPICS)}", json.dumps(facts, default=_to_json), seconds)
         missing = [index for index, text in enumerate(replies) if text is None]
         if missing:
-            raise StateError(
-                f"process {', '.join(map(str, missing))} did not answer within {seconds} s",
-                expected=f"answers of all {self.count} processes about {', '.join(facts)}",
-                got="answers of process "
-                f"{', '.join(str(index) for index, text in enumerate(replies) if text is not None)}",
-                hint="read its log; if it is only slow, increase ShardingRules(timeout_seconds=...)",
-            )
+            problem = f"process {', '.join(map(str, missing))} did not answer within {seconds} s"
+            expected = f"answers of all {self.count} processes about {', '.join(facts)}"
+            hint = "read its log; if it is only slow, increase ShardingRules(timeout_seconds=...)"
+            raise StateError(problem, expected=expected, hint=hint)
         return [json.loads(text) for text in replies if text is not None]
 
     def positions(self, mine: Mapping[str, Any] | None) -> list[Any]:
@@ -294,10 +244,7 @@ class Processes:
         return self._exchange({"shard": list(self._rules.data_shard), "position": mine})
 
     def position(self, saved: list[Any]) -> Mapping[str, Any] | None:
-        """Select this process's position from saved ones.
-
-        If another number of processes saved them, no position fits an element: then the result has ``num_processes``.
-        """
+        """Select this process's position from saved ones; if none fits, the result has their ``num_processes``."""
         is_local = self.count > 1 and self._rules.local_batches
         shard = list(self._rules.data_shard) if is_local else None
         for entry in saved:
@@ -311,28 +258,25 @@ class Processes:
         return happened if self.count == 1 else in_any(happened, self._rules.timeout_seconds)
 
     def least(self, number: int | None) -> int | None:
-        """Return the smallest number of all processes, or None where any has none; all processes have to call this."""
+        """Return the smallest number of all processes, or None if any passes None; all processes have to call this."""
         if self.count == 1:
             return number
         numbers = [facts["bytes left"] for facts in self._exchange({"bytes left": number})]
         return None if None in numbers else min(numbers)
 
     def in_turn(self, results: Tree) -> Tree:
-        """Return `results`; with several processes on CPUs, wait until they are ready.
-
-        On CPUs, the collectives of two programs that run at once may wait for each other's threads forever.
-        Accelerators run one program after the other.
-        """
+        """Return `results`; with several processes on CPUs, wait until they are ready."""
+        # On CPUs, the collectives of two programs that run at once may wait for each other's threads forever.
+        # Accelerators run one program after the other.
         if self.count > 1 and jax.default_backend() == "cpu":
             jax.block_until_ready(results)
         return results
 
     def vote(self, wish: int) -> Any:
-        """Return the highest `wish` of all processes, as an array that is ready when the step dispatched before is."""
+        """Return the highest action that any process requests, as an array that is ready after the dispatched step."""
         if self.count == 1:
             return wish
-        # The maximum is a collective, dispatched like a step: the host reads it later, and does not wait for the
-        # others.
+        # The maximum is a collective that is dispatched like a step. The host reads it later, so it does not wait here.
         mesh = self._rules.mesh
         sharding = jax.sharding.NamedSharding(mesh, jax.P(tuple(mesh.axis_names)))
         local_wishes = np.full(self._num_devices, wish, np.int32)
@@ -380,7 +324,7 @@ class Processes:
 
 
 def placed(model: Any, rules: ShardingRules, arrange: Callable[[Any], Any] = lambda model: model) -> Any:
-    """Arrange a model that all processes start with, and place its arrays; a mutable object is changed in place."""
+    """Check that all processes have the same model, and place it; `arrange` applies to pytrees, not to objects."""
     processes = Processes(rules)
     if not isinstance(model, ModelObject):
         processes.agree_on_values(model)
@@ -412,3 +356,52 @@ def _first_difference(expected: Any, got: Any) -> tuple[str, Any, Any]:
         if a != b:
             return f"[{index}]", a, b
     return " (length)", len(expected), len(got)
+
+
+# --- fingerprints of the weights that a run is based on --------------------------------------------------------------
+# Adapters are noise over another base than the one they were trained on, and shapes do not reveal the difference. Two
+# models differ in nearly all of their weights, so a grid of samples of every leaf distinguishes them. Sampling is cheap
+# even where leaves are sharded or in host memory.
+
+
+def fingerprint(tree: Tree, arrangement: Sequence[int] | None = None) -> str:
+    """Return a hash of the paths, shapes, dtypes and samples of all leaves, as 16 hexadecimal digits.
+
+    `arrangement` is the layer of every row below ``layers``, -1 for padding; the hash is that of the model's order.
+    """
+    digest = hashlib.sha256()
+    for path, leaf in leaves_with_paths(tree):
+        if not hasattr(leaf, "dtype"):
+            digest.update(f"{path}={leaf!r};".encode())
+            continue
+        rows = range(leaf.shape[0]) if leaf.shape else ()
+        if arrangement is not None and is_stacked(path, leaf, len(arrangement)):
+            rows = [arrangement.index(layer) for layer in range(1 + max(arrangement))]
+        digest.update(f"{path}:{leaf.dtype}{[len(rows), *leaf.shape[1:]] if leaf.shape else []};".encode())
+        digest.update(np.ascontiguousarray(_sample_leaf(leaf, rows)).tobytes())
+    return digest.hexdigest()[:16]
+
+
+def _sample_leaf(leaf: Any, rows: Sequence[int]) -> np.ndarray:
+    leaf = key_numbers(leaf)
+    if not isinstance(leaf, jax.Array) or (_is_host_readable(leaf.sharding) and leaf.is_fully_addressable):
+        return _sample_grid(np.asarray(leaf), rows, np)
+    if on_host(leaf.sharding):
+        return np.zeros(0)  # this process cannot read the shards of others, so only shape and dtype are hashed
+    sharding = leaf.sharding
+    replicated = jax.NamedSharding(sharding.mesh, jax.P()) if isinstance(sharding, jax.NamedSharding) else None
+    return np.asarray(jax.jit(lambda x: _sample_grid(x, rows, jnp), out_shardings=replicated)(leaf))
+
+
+def _is_host_readable(sharding: jax.sharding.Sharding) -> bool:
+    """Return whether NumPy reads the arrays in place, which saves a compilation for every shape."""
+    devices = sharding.device_set
+    return on_host(sharding) or (len(devices) == 1 and next(iter(devices)).platform == "cpu")
+
+
+def _sample_grid(leaf: Any, rows: Sequence[int], module: Any) -> Any:
+    for axis, size in enumerate(leaf.shape):
+        indices: Any = np.asarray(range(size) if axis else rows, int)
+        samples = np.unique(np.linspace(0, max(len(indices) - 1, 0), min(len(indices), _SAMPLES_PER_AXIS), dtype=int))
+        leaf = module.take(leaf, indices[samples], axis=axis)
+    return leaf

@@ -31,8 +31,8 @@ from ..core import (
     StructureError,
     Tree,
     canonical,
+    check_integer,
     is_array_like,
-    is_count,
     is_key,
     leaves_with_paths,
     map_with_paths,
@@ -91,24 +91,16 @@ def make_mesh(
     axes |= {"tensor": tensor}
     sizes = {name: size for name, size in axes.items() if size is not None}
     for name, size in sizes.items():
-        if not is_count(size, -(2**31)):
-            raise ConfigError(
-                f"make_mesh: {name} must be a number of devices",
-                expected="an integer of at least 1, or -1 for all remaining devices",
-                got=repr(size),
-                hint=f"pass for instance make_mesh({name}=2)",
-            )
+        check_integer(f"make_mesh: {name}", size, -1, hint="use -1 for all remaining devices")
     free_axes = [name for name, size in sizes.items() if size == -1]
     product = math.prod(size for size in sizes.values() if size != -1)
     if len(free_axes) == 1 and product > 0 and len(devices) % product == 0:
         sizes[free_axes[0]] = len(devices) // product
     if any(size < 1 for size in sizes.values()) or math.prod(sizes.values()) != len(devices):
-        raise ConfigError(
-            "the sizes of the mesh axes do not multiply to the number of devices",
-            expected=f"a product of {len(devices)}, with at most one axis of size -1",
-            got=" × ".join(f"{name} {size}" for name, size in sizes.items()),
-            hint="pass fsdp=-1 to use all remaining devices, or devices=jax.devices()[:n] to use n devices",
-        )
+        axes_text = " × ".join(f"{name} {size}" for name, size in sizes.items())
+        problem = f"the sizes of the mesh axes, {axes_text}, do not multiply to the number of devices, {len(devices)}"
+        hint = "pass -1 for one axis to use all remaining devices, or devices=jax.devices()[:n] to use n devices"
+        raise ConfigError(problem, hint=hint)
     axis_types = (jax.sharding.AxisType.Auto,) * len(sizes)
     return jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=axis_types, devices=devices)
 
@@ -151,22 +143,14 @@ class ShardingRules:
     def __post_init__(self) -> None:
         axes = tuple(self.mesh.axis_names)
         if any(kind != jax.sharding.AxisType.Auto for kind in self.mesh.axis_types):
-            raise ConfigError(
-                "the mesh has explicit or manual axes",
-                expected="axes of type Auto, for which XLA chooses how intermediate values are sharded",
-                got=self.mesh.axis_types,
-                hint="make the mesh with lowtide.train.make_mesh",
-            )
+            problem = f"the mesh must have axes of type Auto, not explicit or manual axes: {self.mesh.axis_types}"
+            raise ConfigError(problem, hint="make the mesh with lowtide.train.make_mesh")
         names = (self.batch_axes,) if isinstance(self.batch_axes, str) else tuple(self.batch_axes)
         batch_axes = names or tuple(name for name in BATCH_AXES if name in axes)
         object.__setattr__(self, "batch_axes", batch_axes)
         if CONTEXT in batch_axes:
-            raise ConfigError(
-                f"batch_axes: {CONTEXT!r} shards the tokens of rows, not the rows",
-                expected="other axes of the mesh",
-                got=", ".join(batch_axes),
-                hint="leave it out of batch_axes, or rename the axis",
-            )
+            problem = f"batch_axes: {CONTEXT!r} shards the tokens of rows, not the rows"
+            raise ConfigError(problem, hint="leave it out of batch_axes, or rename the axis")
         _check_expression(f"context_leaves {self.context_leaves!r}", self.context_leaves)
         settings = {name: "batch_axes" for name in batch_axes}
         for pattern, spec in self.rules.items():
@@ -174,18 +158,11 @@ class ShardingRules:
             settings |= dict.fromkeys(_axis_names(spec), f"the rule {pattern!r}")
         for name, setting in settings.items():
             if name not in axes:
-                raise ConfigError(
-                    f"{setting}: the mesh has no axis {name!r}",
-                    expected=f"one of {', '.join(axes)}",
-                    hint="use an axis of the mesh",
-                )
+                raise ConfigError(f"{setting}: the mesh has no axis {name!r}", hint=f"use one of {', '.join(axes)}")
         if not batch_axes and STAGE not in axes and CONTEXT not in axes:
-            raise ConfigError(
-                "the axes that shard batches are unknown",
-                expected='batch_axes, or mesh axes named "data", "fsdp" or "expert"',
-                got=f"a mesh with the axes {', '.join(axes)}",
-                hint=f"pass ShardingRules(mesh=mesh, batch_axes=({axes[0]!r},))",
-            )
+            problem = f"the axes that shard batches are unknown: the mesh has the axes {', '.join(axes)}"
+            hint = f'pass ShardingRules(mesh=mesh, batch_axes=({axes[0]!r},)), or name an axis "data" or "fsdp"'
+            raise ConfigError(problem, hint=hint)
 
     # --- leaves ----------------------------------------------------------------------------------------------------
 
@@ -259,12 +236,8 @@ class ShardingRules:
         paths = [path for path, leaf in leaves_with_paths(tree) if is_array_like(leaf)]
         for pattern in self.rules:
             if not any(re.fullmatch(pattern, path) for path in paths):
-                raise SelectionError(
-                    f"the sharding rule {pattern!r} matches no leaf",
-                    expected="a regular expression for whole paths",
-                    got=f"paths such as {', '.join(paths[:3])}",
-                    hint="begin it with .* to match any prefix",
-                )
+                got, hint = f"paths such as {', '.join(paths[:3])}", "begin it with .* to match any prefix"
+                raise SelectionError(f"the sharding rule {pattern!r} matches no leaf", got=got, hint=hint)
         placed: dict[int, Any] = {}  # an array at two paths stays one array, with the sharding of the first path
 
         def place_leaf(path: str, leaf: Any) -> Any:
@@ -326,16 +299,13 @@ class ShardingRules:
         count = self.num_batch_shards
         rows_by_process: dict[int, set[int]] = {}
         # Distinct sets of rows overlap exactly when their sizes add up to more than the number of shards.
-        for device, index in self._row_sharding().devices_indices_map((count,)).items():
+        row_sharding = self._named_sharding(tuple(self.batch_axes))
+        for device, index in row_sharding.devices_indices_map((count,)).items():
             rows_by_process.setdefault(device.process_index, set()).update(range(count)[index[0]])
         parts = sorted({tuple(sorted(rows)) for rows in rows_by_process.values()})
         if sum(map(len, parts)) != count:
-            raise ConfigError(
-                "processes share some, but not all, of their rows",
-                expected="a mesh in which two processes share all of their rows, or none",
-                got=dict(self.mesh.shape),
-                hint="list the devices of a process one after the other, or use whole batches",
-            )
+            problem = f"processes share some, but not all, of their rows: the mesh is {dict(self.mesh.shape)}"
+            raise ConfigError(problem, hint="list the devices of a process one after the other, or use whole batches")
         return parts.index(tuple(sorted(rows_by_process[jax.process_index()]))), len(parts)
 
     def batch(self, batch: Tree, num_microbatches: int | None = 1) -> Tree:
@@ -404,12 +374,10 @@ class ShardingRules:
             return shape, self._named_sharding(None, *token_axes)
         parts = [f"{name} {self.mesh.shape[name]}" for name in self.batch_axes if self.mesh.shape[name] > 1]
         parts += [f"{num_microbatches} microbatches"] if (num_microbatches or 1) > 1 else []
-        raise DataError(
-            f"batch leaf {path or '(root)'}: its rows cannot be sharded evenly over the devices",
-            expected=f"a multiple of {divisor} ({' × '.join(parts)})",
-            got=f"{rows} rows",
-            hint="choose another batch size, or drop the remainder",
-        )
+        problem = f"batch leaf {path or '(root)'}: its rows cannot be sharded evenly over the devices"
+        expected = f"a multiple of {divisor} ({' × '.join(parts)})"
+        hint = "choose another batch size, or drop the remainder"
+        raise DataError(problem, expected=expected, got=f"{rows} rows", hint=hint)
 
     def constrain(self, rows: Tree) -> Tree:
         """Shard a microbatch or activations like batches, along their first axis; call it inside a jitted function.
@@ -437,9 +405,6 @@ class ShardingRules:
 
         return jax.tree.map(constrain_leaf, rows)
 
-    def _row_sharding(self) -> jax.sharding.NamedSharding:
-        return self._named_sharding(tuple(self.batch_axes))
-
     def _named_sharding(self, *spec: Any) -> jax.sharding.NamedSharding:
         return jax.sharding.NamedSharding(self.mesh, jax.P(*spec))
 
@@ -448,7 +413,6 @@ class ShardingRules:
         if self.num_context_shards > 1 and not any(self._token_axes(*pair) for pair in leaves.items()):
             raise SelectionError(
                 f"context_leaves {self.context_leaves!r} selects no leaf of the batch with tokens in its second axis",
-                expected=f"a regular expression for paths of leaves to shard along {CONTEXT}",
                 got=", ".join(f"{path} {list(shape)}" for path, shape in leaves.items()),
                 hint="leave it out if all leaves have tokens there, or make a mesh without context",
             )
@@ -459,27 +423,19 @@ class ShardingRules:
         if size == 1 or len(shape) < 2 or not re.fullmatch(self.context_leaves, path):
             return []
         if shape[1] % size:
-            raise DataError(
-                f"batch leaf {path or '(root)'}: its tokens cannot be sharded evenly over the devices",
-                expected=f"a multiple of {size} ({CONTEXT} {size})",
-                got=f"{shape[1]} tokens per row",
-                hint="pad the rows, or choose another length; if the second axis is not tokens, exclude the leaf: "
-                'ShardingRules(..., context_leaves="tokens|labels")',
-            )
+            problem = f"batch leaf {path or '(root)'}: its tokens cannot be sharded evenly over the devices"
+            expected, got = f"a multiple of {size} ({CONTEXT} {size})", f"{shape[1]} tokens per row"
+            hint = 'pad the rows, or exclude a leaf that has no tokens: ShardingRules(context_leaves="tokens|labels")'
+            raise DataError(problem, expected=expected, got=got, hint=hint)
         return [CONTEXT]
 
     def _check_divisible(self, path: str, shape: tuple[int, ...], pattern: str, spec: jax.P) -> None:
         for dim, entry in enumerate(spec):
             size = math.prod(self.mesh.shape[name] for name in _axis_names((entry,)))
             if dim >= len(shape) or shape[dim] % size:
-                raise StructureError(
-                    f"{path}: the rule {pattern!r} cannot shard a leaf of this shape",
-                    expected=f"a shape whose axis {dim} is a multiple of {size}"
-                    if size > 1
-                    else f"at least {dim + 1} axes",
-                    got=f"shape {list(shape)} for {spec}",
-                    hint="change the rule, or the sizes of the mesh",
-                )
+                expected = f"a multiple of {size} at axis {dim}" if size > 1 else f"at least {dim + 1} axes"
+                problem = f"{path}: the rule {pattern!r}, {spec}, cannot shard the shape {list(shape)}"
+                raise StructureError(problem, expected=expected, hint="change the rule, or the sizes of the mesh")
 
 
 def abstract(sharding: jax.sharding.NamedSharding) -> jax.sharding.NamedSharding:
@@ -497,9 +453,8 @@ def _check_expression(description: str, pattern: str) -> None:
     try:
         re.compile(pattern)
     except (re.error, TypeError) as error:
-        raise ConfigError(
-            f"{description} is not a regular expression", got=error, hint='begin it with ".*", not with "*"'
-        ) from error
+        hint = 'begin it with ".*", not with "*"'
+        raise ConfigError(f"{description} is not a regular expression", got=error, hint=hint) from error
 
 
 def _check_rule(pattern: str, spec: Any) -> None:
@@ -507,12 +462,9 @@ def _check_rule(pattern: str, spec: Any) -> None:
     entries = tuple(spec) if isinstance(spec, jax.P) else (0,)
     is_valid = all(entry is None or isinstance(entry, str | tuple) for entry in entries)
     if not is_valid or len(set(_axis_names(entries))) != len(_axis_names(entries)):
-        raise ConfigError(
-            f"the sharding rule {pattern!r} has an invalid partition spec",
-            expected='jax.P of axis names, tuples of them and None, each name once, such as jax.P(None, "fsdp")',
-            got=repr(spec),
-            hint="use jax.P() to replicate the leaf on every device",
-        )
+        expected = 'jax.P of axis names, tuples of them and None, each name once, such as jax.P(None, "fsdp")'
+        problem = f"the sharding rule {pattern!r} has an invalid partition spec, {spec!r}"
+        raise ConfigError(problem, expected=expected, hint="use jax.P() to replicate the leaf on every device")
 
 
 def _axis_names(spec: Any) -> list[str]:

@@ -1,14 +1,13 @@
-"""Placeholders for arrays that a trainer borrows from a model object, and the trainer's form of random keys."""
+"""Shared code of the bridges: placeholders for borrowed arrays, and refusals."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NoReturn
 
-import jax
-import jax.numpy as jnp
+from ..core import SelectionError, StateError, StructureError
 
-from ..core import StateError
+_READ_FIRST = "in a callback read trainer.model, which gives the arrays back until the next step"
 
 
 class Placeholder:
@@ -20,12 +19,7 @@ class Placeholder:
 
     def refuse(self, *_: Any, **__: Any) -> NoReturn:
         """Raise StateError for any use."""
-        raise StateError(
-            f"{self.path}: a trainer has borrowed this array",
-            expected="Trainer.model, which gives the arrays back",
-            got="the model object itself, during training",
-            hint="in a callback read trainer.model, which gives the arrays back until the next step",
-        )
+        raise StateError(f"{self.path}: a trainer has borrowed this array", hint=_READ_FIRST)
 
     __array__ = __getitem__ = __setitem__ = __iter__ = __float__ = __int__ = __bool__ = __len__ = refuse
     __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __matmul__ = __neg__ = refuse
@@ -42,23 +36,25 @@ class Placeholder:
         return f"Placeholder({self.path}: {self.dtype}{list(self.shape)})"
 
 
-def is_key(leaf: Any) -> bool:
-    """Return whether a leaf is an array of random keys."""
-    return isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-
-
-def unwrap_key(leaf: Any) -> Any:
-    """Return the trainer's form of a leaf: key data for random keys, otherwise the leaf itself."""
-    return jax.random.key_data(leaf) if is_key(leaf) else leaf
-
-
 def check_placeholders(values: Mapping[str, Any], paths: Collection[str]) -> None:
     """Raise StateError if a placeholder was replaced while the arrays were borrowed; the replacement is lost."""
     edited = sorted(path for path in paths if not isinstance(values.get(path), Placeholder))
     if edited:
-        raise StateError(
-            f"{', '.join(edited[:4])}: changed in the model while a trainer had borrowed the arrays",
-            expected="changes of trainer.model, which gives the arrays back",
-            got=f"{len(edited)} of {len(paths)} placeholders overwritten; the trainer's arrays replaced those values",
-            hint="in a callback read trainer.model first, and then change it",
-        )
+        problem = f"{', '.join(edited[:4])}: changed in the model while a trainer had borrowed the arrays"
+        got = f"{len(edited)} of {len(paths)} placeholders overwritten; the trainer's arrays replaced those values"
+        raise StateError(problem, got=got, hint=_READ_FIRST)
+
+
+def check_trainable(names: Collection[str], kind: str, candidates: Collection[str], example: str) -> None:
+    """Raise SelectionError if the filter of a bridge selects none of a module's arrays or variables."""
+    if not names:
+        got = ", ".join(candidates) or f"a module without {kind}s"
+        hint = f"pass Bridge(model, wrt={example}), for instance"
+        raise SelectionError(f"the filter selects no {kind} of the module", got=got, hint=hint)
+
+
+def refuse_changes(changes: Mapping[str, Sequence[str]], problem: str, hint: str) -> None:
+    """Raise StructureError with the first names of each kind of change, if anything changed."""
+    if any(changes.values()):
+        got = "; ".join(f"{change}: {', '.join(names[:4])}" for change, names in changes.items() if names)
+        raise StructureError(problem, got=got, hint=hint)

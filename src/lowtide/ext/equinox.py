@@ -21,16 +21,17 @@ import jax
 
 from ..core import (
     ConfigError,
-    SelectionError,
     StructureError,
     Tree,
     among,
+    is_key,
     is_pattern,
+    key_numbers,
     leaves_with_paths,
     partition,
     products_explained,
 )
-from ._placeholders import Placeholder, is_key, unwrap_key
+from ._placeholders import Placeholder, check_trainable
 
 
 class Bridge:
@@ -79,25 +80,18 @@ class Bridge:
     ) -> None:
         nnx: Any = sys.modules.get("flax.nnx")  # NNX modules are pytrees, too
         if isinstance(model, type) or (nnx is not None and isinstance(model, nnx.Module)):
-            raise ConfigError(
-                "the model is not an Equinox module",
-                expected="an eqx.Module",
-                got=repr(model)[:80] if isinstance(model, type) else f"a {type(model).__name__} of Flax NNX",
-                hint="use lowtide.ext.nnx.Bridge for modules of NNX; call a class to get a module",
-            )
+            kind = repr(model)[:80] if isinstance(model, type) else f"a {type(model).__name__} of Flax NNX"
+            hint = "use lowtide.ext.nnx.Bridge for modules of NNX; call a class to get a module"
+            raise ConfigError(f"the model must be an eqx.Module, not {kind}", hint=hint)
         if state is None and any(map(_is_state_index, jax.tree.leaves(model, is_leaf=_is_state_index))):
-            raise ConfigError(
-                "the module has state, but no state is given",
-                expected="Bridge(model, state)",
-                got="Bridge(model)",
-                hint="make both with model, state = eqx.nn.make_with_state(Model)(...)",
-            )
+            hint = "pass Bridge(model, state), with model, state = eqx.nn.make_with_state(Model)(...)"
+            raise ConfigError("the module has state, but no state is given", hint=hint)
         self._has_state = state is not None
         leaves = _leaves_by_name(model, state)
         self._structure = jax.tree.structure((model, state))
-        self._arrays: dict[str, Any] = {name: unwrap_key(leaf) for name, leaf in leaves.items() if eqx.is_array(leaf)}
+        self._arrays: dict[str, Any] = {name: key_numbers(leaf) for name, leaf in leaves.items() if eqx.is_array(leaf)}
         self._static: dict[str, Any] = {name: leaf for name, leaf in leaves.items() if name not in self._arrays}
-        self._impls = {name: jax.random.key_impl(leaf) for name, leaf in leaves.items() if is_key(leaf)}
+        self._impls = {name: jax.random.key_impl(leaves[name]) for name in self._arrays if is_key(leaves[name])}
         self._names = list(leaves)
         state_names = set(_leaves_by_name(None, state))
         self._state_names = state_names & set(self._arrays)
@@ -106,13 +100,7 @@ class Bridge:
         """Selects the trainable leaves: the arrays of the filter."""
         self.mutable = among(self._state_names) if self._state_names else None
         """Selects the leaves that a call may change: the arrays of the state."""
-        if not trainable:
-            raise SelectionError(
-                "the filter selects no array of the module",
-                expected="a filter that is True for arrays, or patterns of their paths",
-                got=", ".join(self._arrays) or "a module without arrays",
-                hint="pass Bridge(model, wrt=eqx.is_inexact_array), for instance",
-            )
+        check_trainable(trainable, "array", self._arrays, "eqx.is_inexact_array")
 
     def _select_names(self, model: Any, wrt: Any) -> set[str]:
         if is_pattern(wrt) or (isinstance(wrt, Sequence) and all(is_pattern(pattern) for pattern in wrt)):
@@ -139,15 +127,11 @@ class Bridge:
         leaves = _leaves_by_name(*pair) if isinstance(pair, tuple) and len(pair) == 2 else {}
         static = {name: leaf for name, leaf in leaves.items() if name in self._static}
         if jax.tree.structure(pair) != self._structure or static != self._static:
-            raise StructureError(
-                "the module's structure differs from that of the trainer's module",
-                expected="(model, state) of the same structure"
-                if self._has_state
-                else "a module of the same structure",
-                got=type(model).__name__,
-                hint="change only arrays, with eqx.tree_at, or make a new Trainer",
-            )
-        self._arrays = {name: unwrap_key(leaf) for name, leaf in leaves.items() if name not in self._static}
+            problem = "the module's structure differs from that of the trainer's module"
+            expected = "(model, state)" if self._has_state else "a module"
+            hint = "change only arrays, with eqx.tree_at, or make a new Trainer"
+            raise StructureError(problem, expected=expected, got=type(model).__name__, hint=hint)
+        self._arrays = {name: key_numbers(leaf) for name, leaf in leaves.items() if name not in self._static}
 
     def arrays(self) -> Tree:
         """See `lowtide.train.ModelObject`."""
@@ -176,27 +160,21 @@ class Bridge:
                 *values, new_state = result
                 return values[0] if len(values) == 1 else tuple(values), arrays | self._state_arrays(new_state)
             if training:
-                raise StructureError(
-                    "the loss function does not return the state",
-                    expected="(loss, state) or (loss, metrics, state), with the state after the call",
-                    got=f"{len(result)} values" if isinstance(result, tuple) else type(result).__name__,
-                    hint="return the state that the layers returned",
-                )
+                got = f"{len(result)} values" if isinstance(result, tuple) else type(result).__name__
+                hint = "return (loss, state) or (loss, metrics, state), with the state that the layers returned"
+                raise StructureError("the loss function does not return the state", got=got, hint=hint)
             return result, arrays
 
         return run
 
     def _state_arrays(self, state: eqx.nn.State) -> dict[str, Any]:
         arrays = {
-            name: unwrap_key(leaf) for name, leaf in _leaves_by_name(None, state).items() if name not in self._static
+            name: key_numbers(leaf) for name, leaf in _leaves_by_name(None, state).items() if name not in self._static
         }
         if set(arrays) != self._state_names:
-            raise StructureError(
-                "the loss function returns a state of another structure",
-                expected=f"{len(self._state_names)} arrays",
-                got=f"{len(arrays)} arrays",
-                hint="update a part of the state with state.update(substate)",
-            )
+            got = f"{len(arrays)} arrays in place of {len(self._state_names)}"
+            hint = "update a part of the state with state.update(substate)"
+            raise StructureError("the loss function returns a state of another structure", got=got, hint=hint)
         return arrays
 
     def _combine(self, arrays: dict[str, Any]) -> tuple[Any, Any]:
@@ -216,12 +194,9 @@ def _leaves_by_name(model: Any, state: Any) -> dict[str, Any]:
     pairs = leaves_with_paths((model, state))
     leaves = {(path[2:] if path[0] == "0" else f"State{path[1:]}"): leaf for path, leaf in pairs}
     if len(leaves) != len(pairs):
-        raise StructureError(
-            "two leaves of the module have the same path",
-            expected="a unique path for each leaf",
-            got=", ".join(path for path, _ in pairs),
-            hint="use keys of one type in each dictionary, and no field with the name State",
-        )
+        got = ", ".join(path for path, _ in pairs)
+        hint = "use keys of one type in each dictionary, and no field with the name State"
+        raise StructureError("two leaves of the module have the same path", got=got, hint=hint)
     return leaves
 
 

@@ -19,9 +19,9 @@ import jax.numpy as jnp
 import keras
 import numpy as np
 
-from ..core import ConfigError, DataError, SelectionError, StructureError, Tree, among
+from ..core import ConfigError, DataError, SelectionError, Tree, among, check_choice, check_type, shown
 from ..train import example_weights
-from ._placeholders import Placeholder, check_placeholders
+from ._placeholders import Placeholder, check_placeholders, refuse_changes
 
 
 class Bridge:
@@ -57,41 +57,24 @@ class Bridge:
     """
 
     def __init__(self, model: keras.Model) -> None:
-        if keras.backend.backend() != "jax":
-            raise ConfigError(
-                "Keras runs on another backend",
-                expected="jax",
-                got=keras.backend.backend(),
-                hint="set the environment variable KERAS_BACKEND=jax before keras is imported",
-            )
-        if not isinstance(model, keras.Model):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise ConfigError(
-                "the model is not a Keras model",
-                expected="a keras.Model",
-                got=repr(model)[:80],
-                hint="pass a model: Bridge(model)",
-            )
+        hint = "set the environment variable KERAS_BACKEND=jax before keras is imported"
+        check_choice("the backend of Keras", keras.backend.backend(), ["jax"], hint=hint)
+        check_type("the model", model, keras.Model, "a keras.Model")
         self.model = model
         """The model."""
         if not model.built or not model.trainable_variables:
-            raise SelectionError(
-                "the model has no trainable variables",
-                expected="a built model with trainable layers",
-                got=_describe_untrainable(model),
-                hint="call model.build(input_shape), or the model on a batch; set layer.trainable = True",
-            )
+            hint = "call model.build(input_shape), or the model on a batch; set layer.trainable = True"
+            raise SelectionError("the model has no trainable variables", got=_describe_untrainable(model), hint=hint)
         overwritten = [
             variable.path
             for variable in model.trainable_variables
             if getattr(variable, "overwrite_with_gradient", False)
         ]
         if overwritten:
-            raise ConfigError(
-                "Keras overwrites variables of the model with their gradient, and an optimizer would corrupt them",
-                expected="variables that an optimizer trains",
-                got=f"{', '.join(overwritten[:4])} of {len(overwritten)}",
-                hint="train under the policy mixed_bfloat16 and quantize afterwards; or freeze these layers",
-            )
+            problem = "Keras overwrites variables of the model with their gradient, and an optimizer would corrupt them"
+            got = f"{', '.join(overwritten[:4])} of {len(overwritten)}"
+            hint = "train under the policy mixed_bfloat16 and quantize afterwards; or freeze these layers"
+            raise ConfigError(problem, got=got, hint=hint)
         if any(layer.dtype_policy.compute_dtype == "float16" for layer in _layers(model)):
             warnings.warn(
                 "the model computes in float16 without loss scaling, so small gradients become zero\n"
@@ -120,11 +103,7 @@ class Bridge:
         return among(names) if names else None
 
     def loss(
-        self,
-        loss: Any,
-        metrics: Mapping[str, Any] | None = None,
-        *,
-        class_weight: Mapping[int, float] | None = None,
+        self, loss: Any, metrics: Mapping[str, Any] | None = None, *, class_weight: Mapping[int, float] | None = None
     ) -> Callable[..., Any]:
         """Make a loss function for `lowtide.Trainer`, which adds the model's own losses (regularisers).
 
@@ -213,12 +192,8 @@ class Bridge:
         """Raise if the model overrides one of Keras' methods."""
         overridden = [name for name in methods if not _is_of_keras(getattr(self.model, name, None))]
         if overridden:
-            raise ConfigError(
-                f"{type(self.model).__name__} overrides {' and '.join(overridden)}, which would not be called",
-                expected="a model without overrides, or a function that does the same",
-                got=", ".join(overridden),
-                hint=f"write {alternative}",
-            )
+            problem = f"{type(self.model).__name__} overrides {' and '.join(overridden)}, which would not be called"
+            raise ConfigError(problem, hint=f"write {alternative}")
 
     def _check_unchanged(self) -> None:
         """Raise if layers were frozen, unfrozen, added or removed since the bridge was made."""
@@ -237,13 +212,8 @@ class Bridge:
             "added": [variable.path for key, variable in current.items() if key not in names_by_id],
             "removed": [name for key, name in names_by_id.items() if key not in current],
         }
-        if any(changes.values()):
-            raise StructureError(
-                "the model has changed since its bridge was made",
-                expected="the same variables, with the same trainable ones",
-                got="; ".join(f"{change}: {', '.join(names[:4])}" for change, names in changes.items() if names),
-                hint="make a new Bridge and a new Trainer after layer.trainable = ... or enable_lora",
-            )
+        hint = "make a new Bridge and a new Trainer after layer.trainable = ... or enable_lora"
+        refuse_changes(changes, "the model has changed since its bridge was made", hint)
 
     @contextlib.contextmanager
     def autocast(self, dtype: str) -> Generator[None]:
@@ -258,12 +228,9 @@ class Bridge:
         layers = _layers(self.model)
         policies = {layer.name: layer.dtype_policy.name for layer in layers if layer.dtype_policy.name != "float32"}
         if policies:
-            raise ConfigError(
-                "layers of the model have their own dtype policy",
-                expected="float32 for all of them, or no compute_dtype",
-                got=", ".join(f"{name}: {policy}" for name, policy in list(policies.items())[:4]),
-                hint="leave compute_dtype out: Keras applies the model's policy",
-            )
+            got = ", ".join(f"{name}: {policy}" for name, policy in list(policies.items())[:4])
+            hint = "leave compute_dtype out: Keras applies the model's policy"
+            raise ConfigError("layers of the model have their own dtype policy", got=got, hint=hint)
         # Layers choose their dtype from the policy while the step is traced, so it only has to change during the trace.
         previous = [layer.dtype_policy for layer in layers]
         try:
@@ -369,13 +336,8 @@ def _compiled_loss(loss: Any, metrics: Any, class_weight: Mapping[int, float] | 
     Ranks, masks and reductions are those of `keras.losses.Loss` and `keras.metrics.MeanMetricWrapper`.
     """
     fn = _resolve_loss(loss)
-    if not isinstance(metrics or {}, Mapping):
-        raise ConfigError(
-            "metrics is not a dictionary",
-            expected="a dictionary of names and metrics",
-            got=type(metrics).__name__,
-            hint='pass for instance bridge.loss(loss, {"accuracy": "accuracy"})',
-        )
+    hint = 'pass for instance bridge.loss(loss, {"accuracy": "accuracy"})'
+    check_type("metrics", metrics or {}, Mapping, "a dictionary of names and metrics", hint=hint)
     means = {name: _resolve_metric(name, metric) for name, metric in (metrics or {}).items()}
     if class_weight is not None:
         example_weights(np.zeros(0, np.int32), class_weight)  # raises now rather than in the first step
@@ -426,12 +388,9 @@ def _resolve_loss(loss: Any) -> keras.losses.Loss:
     except (ValueError, TypeError):
         resolved = None
     if not callable(resolved):
-        raise ConfigError(
-            "the loss is not a Keras loss",
-            expected="a Keras loss, its name, or a function of labels and outputs, for a model of one output",
-            got=repr(loss),
-            hint='pass for instance bridge.loss("mse"); for several outputs write loss_fn(model, batch, training)',
-        )
+        problem = f"the loss must be a Keras loss, its name, or a function of labels and outputs, not {shown(loss)}"
+        hint = 'pass for instance bridge.loss("mse"); for several outputs write loss_fn(model, batch, training)'
+        raise ConfigError(problem, hint=hint)
     return resolved if isinstance(resolved, keras.losses.Loss) else _Loss(resolved)
 
 
@@ -446,12 +405,9 @@ def _resolve_metric(name: str, metric: Any) -> Any:
         resolved, keras.metrics.MeanMetricWrapper
     )
     if is_stateful or not callable(resolved):
-        raise ConfigError(
-            f"metric {name!r} is not a mean over examples" if is_stateful else f"metric {name!r} is not a Keras metric",
-            expected="a function of labels and outputs, the name of a Keras metric, or one that is a mean",
-            got=repr(metric),
-            hint="compute it from trainer.predict, for instance in a callback",
-        )
+        kind = "a mean over examples" if is_stateful else "a Keras metric, its name or a function of labels and outputs"
+        hint = "compute it from trainer.predict, for instance in a callback"
+        raise ConfigError(f"metric {name!r} must be {kind}, not {shown(metric)}", hint=hint)
     return (
         resolved if isinstance(resolved, keras.metrics.Metric) else keras.metrics.MeanMetricWrapper(resolved, name=name)
     )
@@ -479,24 +435,18 @@ def _split_batch(batch: Any) -> tuple[Any, Any, Any]:
     if not isinstance(batch, tuple | list) or len(batch) not in (2, 3):  # pyright: ignore[reportUnknownArgumentType]
         keys = f" of {', '.join(map(str, batch))}" if isinstance(batch, Mapping) else ""
         size = f" of {len(batch)}" if isinstance(batch, tuple | list) else ""  # pyright: ignore[reportUnknownArgumentType]
-        raise DataError(
-            "a batch does not consist of inputs and labels",
-            expected="(x, y) or (x, y, sample_weight)",
-            got=f"a {type(batch).__name__}{keys}{size}",
-            hint="map the batches to tuples, in which x may be a dictionary, or write loss_fn(model, batch, training)",
-        )
+        problem = f"a batch must be (x, y) or (x, y, sample_weight), not a {type(batch).__name__}{keys}{size}"
+        hint = "map the batches to tuples, in which x may be a dictionary, or write loss_fn(model, batch, training)"
+        raise DataError(problem, hint=hint)
     x, y, sample_weight = (*batch, None)[:3]
     return x, y, sample_weight
 
 
 def _check_single_output(y: Any, outputs: Any) -> None:
     if not hasattr(y, "shape") or not hasattr(outputs, "shape"):
-        raise ConfigError(
-            "the bridge's loss needs one array of labels and one array of outputs",
-            expected="a model of one output",
-            got=f"{type(y).__name__} and {type(outputs).__name__}",
-            hint="write loss_fn(model, batch, training), which adds up the losses of the outputs and sum(model.losses)",
-        )
+        got = f"{type(y).__name__} and {type(outputs).__name__}"
+        hint = "write loss_fn(model, batch, training), which adds up the losses of the outputs and sum(model.losses)"
+        raise ConfigError("the bridge's loss needs one array of labels and one of outputs", got=got, hint=hint)
 
 
 def _class_labels(y: Any, outputs: Any) -> Any:

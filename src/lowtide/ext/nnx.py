@@ -20,8 +20,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from ..core import SelectionError, StructureError, Tree, among, leaves_with_paths, shared_leaves
-from ._placeholders import Placeholder, check_placeholders, is_key, unwrap_key
+from ..core import SelectionError, StructureError, Tree, among, is_key, key_numbers, leaves_with_paths, shared_leaves
+from ._placeholders import Placeholder, check_placeholders, check_trainable, refuse_changes
 
 
 class Bridge:
@@ -64,12 +64,8 @@ class Bridge:
 
     def __init__(self, model: nnx.Module, *, wrt: Any = nnx.Param) -> None:
         if isinstance(model, type):
-            raise SelectionError(
-                "the model is a class, not a module",
-                expected="an instance of the class",
-                got=repr(model)[:80],
-                hint=f"call the class: Bridge({model.__name__}(..., rngs=nnx.Rngs(0)))",
-            )
+            hint = f"call the class: Bridge({model.__name__}(..., rngs=nnx.Rngs(0)))"
+            raise SelectionError("the model is a class, not a module", hint=hint)
         self.model = model
         """The module."""
         _warn_of_eval(model)
@@ -97,13 +93,8 @@ class Bridge:
         self._borrowed = set[str]()
         self._attributes_before: dict[str, Any] = {}
         """Attributes of the step's module before the user's function is called."""
-        if not self._trainable:
-            raise SelectionError(
-                "the filter selects no variable of the module",
-                expected="a filter of variables that hold arrays, such as nnx.Param",
-                got=", ".join(sorted({type(leaf).__name__ for leaf in variables.values()})) or "no variables",
-                hint="pass Bridge(model, wrt=nnx.LoRAParam), for instance",
-            )
+        kinds = sorted({type(leaf).__name__ for leaf in variables.values()})
+        check_trainable(self._trainable, "variable", kinds, "nnx.LoRAParam")
 
     def arrays(self) -> Tree:
         """See `lowtide.train.ModelObject`.
@@ -112,25 +103,18 @@ class Bridge:
             StructureError: when variables were added or removed since the bridge was made.
         """
         places = _places(self.model)
-        if places.keys() != self._place_names:
-            changes = {
-                "added": sorted(places.keys() - self._place_names),
-                "removed": sorted(self._place_names - places.keys()),
-            }
-            raise StructureError(
-                "the module has changed since its bridge was made",
-                expected="the same variables",
-                got="; ".join(f"{change}: {', '.join(names[:4])}" for change, names in changes.items() if names),
-                hint="make a new Bridge and a new Trainer after layers are added or replaced",
-            )
-        return {name: unwrap_key(place.get()) for name, place in self._array_places().items()}
+        changes = {
+            "added": sorted(places.keys() - self._place_names),
+            "removed": sorted(self._place_names - places.keys()),
+        }
+        hint = "make a new Bridge and a new Trainer after layers are added or replaced"
+        refuse_changes(changes, "the module has changed since its bridge was made", hint)
+        return {name: key_numbers(place.get()) for name, place in self._array_places().items()}
 
     def lend(self, arrays: Tree) -> None:
         """See `lowtide.train.ModelObject`."""
-        placeholders, places = (
-            {name: Placeholder(name, leaf) for name, leaf in arrays.items() if leaf is not None},
-            self._array_places(),
-        )
+        placeholders = {name: Placeholder(name, leaf) for name, leaf in arrays.items() if leaf is not None}
+        places = self._array_places()
         for name, placeholder in placeholders.items():
             places[name].put(placeholder)
         self._borrowed = set(placeholders)
@@ -159,7 +143,7 @@ class Bridge:
             _check_attributes(self._attributes_before, _attributes(module))
             # Variables are read from the module that the function got, so whatever it wrote becomes state of the step.
             leaves = _leaves_by_name(dict(nnx.to_flat_state(nnx.state(module))))
-            new_arrays = {name: unwrap_key(leaves[name]) for name in self._names}
+            new_arrays = {name: key_numbers(leaves[name]) for name in self._names}
             # An untouched variable still holds the identical tracer. This check alone is not enough, since `nnx.remat`
             # replaces tracers without a write: `writes` has to show that something was assigned.
             if writes:
@@ -227,12 +211,9 @@ class _Place:
         elif isinstance(self.parent, dict | list):
             self.parent[self.key] = value
         else:
-            raise StructureError(
-                f"{self.name}: an array in a {type(self.parent).__name__} cannot be replaced",
-                expected="an attribute, or an item of a list or dictionary",
-                got=type(self.parent).__name__,
-                hint="put the array into a variable, nnx.Variable(array), or the arrays into an nnx.List",
-            )
+            hint = "put the array into a variable, nnx.Variable(array), or the arrays into an nnx.List"
+            kind = type(self.parent).__name__
+            raise StructureError(f"{self.name}: an array in a {kind} cannot be replaced", hint=hint)
         self.node = value
 
 
@@ -332,14 +313,8 @@ def _check_attributes(before: dict[str, Any], after: dict[str, Any]) -> None:
         "removed": sorted(before.keys() - after.keys()),
         "changed": sorted(name for name in before.keys() & after.keys() if not _is_same(before[name], after[name])),
     }
-    if any(changes.values()):
-        raise StructureError(
-            "a call changes attributes of the module, and the changes would be lost",
-            expected="changing values in variables that exist when the bridge is made",
-            got="; ".join(f"{change}: {', '.join(names[:4])}" for change, names in changes.items() if names),
-            hint="make it an nnx.Variable(jnp.zeros(...)) in __init__, return it as a metric, or sow an "
-            "nnx.Intermediate",
-        )
+    hint = "make it an nnx.Variable(jnp.zeros(...)) in __init__, return it as a metric, or sow an nnx.Intermediate"
+    refuse_changes(changes, "a call changes attributes of the module, and the changes would be lost", hint)
 
 
 def _is_same(first: Any, second: Any) -> bool:
@@ -354,12 +329,8 @@ def _is_same(first: Any, second: Any) -> bool:
 
 def _check_unshared(places: dict[str, _Place]) -> None:
     for names in shared_leaves({name: place.get() for name, place in places.items()}):
-        raise StructureError(
-            f"{names[0]} and {names[1]} are the same array",
-            expected="one place for each array, because the trainer borrows it from the module",
-            got=f"{len(names)} places",
-            hint="share an nnx.Variable(array), which NNX knows as shared; or copy with jnp.array(array, copy=True)",
-        )
+        hint = "share an nnx.Variable(array), which NNX knows as shared; or copy with jnp.array(array, copy=True)"
+        raise StructureError(f"{names[0]} and {names[1]} are the same array", hint=hint)
 
 
 def _raw(node: Any) -> Any:

@@ -15,11 +15,8 @@ class _Package(types.ModuleType):
     """Module class that rejects `lt.finetune(...)`, since other libraries offer a function of that name."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        raise ConfigError(
-            "lowtide.finetune is a package, not a function",
-            expected="lowtide.finetune.Finetune(config, out), or the command `lowtide finetune`",
-            hint='call lt.finetune.Finetune(lt.finetune.FinetuneConfig(model="model", data="chats.jsonl"), "run")',
-        )
+        hint = 'call lt.finetune.Finetune(lt.finetune.FinetuneConfig(model="model", data="chats.jsonl"), "run")'
+        raise ConfigError("lowtide.finetune is a package, not a function", hint=hint)
 
 
 sys.modules[__name__].__class__ = _Package

@@ -1,4 +1,4 @@
-"""The base model of a run: its weights, tokenizer and end tokens, and the files that go with the weights.
+"""The base model of a run: its weights, tokenizer and end tokens; and models made from it, such as merged ones.
 
 `save` functions of `lowtide.models` write weights and the sizes in config.json. This module copies the other files of
 the base: tokenizer, chat template, generation settings, and the other keys of its config.json, such as token ids.
@@ -9,27 +9,33 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import secrets
+import shutil
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from tokenizers import Tokenizer
 
 from .. import models
+from ..adapters import lora
 from ..core import (
     ConfigError,
     DataError,
     ModelFileError,
+    OutputError,
     Selector,
+    check_integer,
     input_file,
     parse_json,
     read_input,
-    shown,
     write_files,
 )
-from ..quant import QuantizedWeight
+from ..quant import QuantizedWeight, dequantize
 from ._config import FOUR_BITS, FinetuneConfig
 from .data import ChatTemplate, chat_turn, load_chat_template
 from .data._encode import encode
@@ -92,12 +98,9 @@ def open_base(
     # refuses a text with such a token.
     largest = max(loaded_tokenizer.get_vocab(with_added_tokens=False).values(), default=0)
     if largest >= model_config.vocab_size:
-        raise ModelFileError(
-            f"{folder}: tokenizer.json has more tokens than the model has embeddings",
-            expected=f"ids below {model_config.vocab_size}",
-            got=f"ids up to {largest}",
-            hint="use the tokenizer of this model; the two are from different models",
-        )
+        problem = f"tokenizer.json has ids up to {largest}, but the model has {model_config.vocab_size} embeddings"
+        hint = "use the tokenizer of this model; the two are from different models"
+        raise ModelFileError(f"{folder}: {problem}", hint=hint)
     model = models.load(
         directory, dtype=weights_dtype, compute_dtype=activations_dtype, host=host, sharding=sharding, quantize=quantize
     )
@@ -124,37 +127,28 @@ def formats(config: FinetuneConfig) -> dict[str, str] | None:
 def refuse_for_model(config: FinetuneConfig, directory: str | Path) -> None:
     """Raise ConfigError for settings that the model does not support; only headers of the model's files are read.
 
-    These are `layers_per_remat` above the number of layers and, for a quantised model, `full` and 4-bit layers in host
-    memory. `open_base` separately refuses `quantize` for a model that is already quantised.
+    `open_base` separately refuses `quantize` for a model that is already quantised.
     """
     num_layers = models.load_config(directory).num_layers
-    if config.layers_per_remat > num_layers:
-        raise ConfigError(
-            f"layers_per_remat is larger than the number of layers of {directory}",
-            expected=f"from 1 to {num_layers}",
-            got=config.layers_per_remat,
-            hint=f"use about the root of the number of layers, which takes the fewest bytes: {round(num_layers**0.5)}",
-        )
+    hint = f"{directory} has {num_layers} layers; about their root takes the fewest bytes: {round(num_layers**0.5)}"
+    check_integer("layers_per_remat", config.layers_per_remat, 1, num_layers, hint=hint)
     method = models.quantization_of(directory)
     if method is None:
         return
-    shapes = models.load_shapes(directory)
-    leaves = jax.tree.leaves(shapes, is_leaf=lambda leaf: isinstance(leaf, QuantizedWeight))
-    quantized = [leaf for leaf in leaves if isinstance(leaf, QuantizedWeight)]
+    quantized = quantized_weights(models.load_shapes(directory))
     if quantized and config.full:
-        raise ConfigError(
-            f"full tunes all parameters, but those of {directory} are quantised by {method}",
-            expected="adapters, or the directory of the unquantised model",
-            got="full",
-            hint="leave full out to train an adapter (QLoRA)",
-        )
+        hint = "leave full out to train an adapter (QLoRA), or name the directory of the unquantised model"
+        raise ConfigError(f"full tunes all parameters, but those of {directory} are quantised by {method}", hint=hint)
     if any(weight.format in FOUR_BITS for weight in quantized) and "parameters" in (config.offload or ()):
-        raise ConfigError(
-            f"offload of parameters: the weights of {directory} have 4 bits",
-            expected="layers on the device: JAX runs no program on 4-bit arrays in host memory",
-            got=f"{quantized[0].format}, with parameters on the host",
-            hint="leave parameters out of offload; in 4 bits, layers take a quarter of bfloat16's bytes",
-        )
+        problem = f"{directory} has 4-bit weights, and JAX runs no program on 4-bit arrays in host memory"
+        hint = "leave parameters out of offload; in 4 bits, layers take a quarter of bfloat16's bytes"
+        raise ConfigError(problem, hint=hint)
+
+
+def quantized_weights(model: models.Decoder) -> list[QuantizedWeight]:
+    """Return the quantised weights of a model."""
+    leaves = jax.tree.leaves(model, is_leaf=lambda leaf: isinstance(leaf, QuantizedWeight))
+    return [leaf for leaf in leaves if isinstance(leaf, QuantizedWeight)]
 
 
 def training_dtype(config: FinetuneConfig) -> str:
@@ -173,12 +167,8 @@ def dtypes(param_dtype: str, compute_dtype: str, platform: str | None = None) ->
     weights_dtype = "float32" if is_on_cpu and param_dtype == "auto" else param_dtype
     activations_dtype = ("float32" if is_on_cpu else "bfloat16") if compute_dtype == "auto" else compute_dtype
     if is_on_cpu and activations_dtype == "float16":
-        raise ConfigError(
-            "compute_dtype is float16, but a CPU does not multiply in float16",
-            expected="auto, float32 or bfloat16 on a CPU",
-            got="float16",
-            hint="use bfloat16, which takes as many bytes and has the range of float32",
-        )
+        hint = "use bfloat16, which takes as many bytes and has the range of float32"
+        raise ConfigError("compute_dtype is float16, but a CPU does not multiply in float16", hint=hint)
     return weights_dtype, activations_dtype
 
 
@@ -190,11 +180,8 @@ def tokenizer_folder(base: Path, tokenizer: str | Path | None) -> Path:
     if tokenizer is not None:
         return Path(tokenizer)
     if models.gguf_file(base) is not None and not os.path.lexists(base / "tokenizer.json"):
-        raise ModelFileError(
-            f"{base}: the tokenizer inside a GGUF file is not read",
-            expected="the directory of the original model's tokenizer, with tokenizer.json",
-            hint="name it with --tokenizer DIR",
-        )
+        hint = "name the directory of the original model's tokenizer, with tokenizer.json: --tokenizer DIR"
+        raise ModelFileError(f"{base}: the tokenizer inside a GGUF file is not read", hint=hint)
     return base
 
 
@@ -209,11 +196,19 @@ def read_auxiliary_files(base: Path, chat_template: str | Path | None = None) ->
     return files
 
 
-def copy_config_keys(base: Path, out: Path, config: models.DecoderConfig) -> None:
+def write_model(
+    model: models.Decoder, base: Path, out: Path, files: Mapping[str, bytes], ends: EndTokens, **options: Any
+) -> None:
+    """Write a model and the files that go with its weights; `options` are those of `lowtide.models.save`."""
+    models.save(model, out, **options)
+    _copy_config_keys(base, out, model.config)
+    write_files(out, with_end_tokens(files, ends, model.config))
+
+
+def _copy_config_keys(base: Path, out: Path, config: models.DecoderConfig) -> None:
     """Copy further keys of the base's config.json, such as token ids, into the config.json in `out`.
 
-    Keys that the saved file states in another form are not copied. If the merged file describes a different model than
-    `config`, nothing is copied. A GGUF base has no further keys.
+    If the merged file describes a different model than `config`, nothing is copied. A GGUF base has no further keys.
     """
     name = "config.json"
     if models.gguf_file(base) is not None:
@@ -306,14 +301,9 @@ def load_end_tokens(
 
 def _parse_ids(value: Any, source: Any, vocab_size: int) -> Sequence[int]:
     ends: list[Any] = [*value] if isinstance(value, tuple | list) else [] if value is None else [value]
+    hint = "copy the file from the model's source again; it belongs to a model with another vocabulary"
     for end in ends:
-        if type(end) is not int or not 0 <= end < vocab_size:
-            raise ModelFileError(
-                f"{source}: eos_token_id is not a token id",
-                expected=f"an id from 0 to {vocab_size - 1}",
-                got=shown(end),
-                hint="copy the file from the model's source again; it belongs to a model with another vocabulary",
-            )
+        check_integer(f"{source}: eos_token_id", end, 0, vocab_size - 1, hint=hint, error=ModelFileError)
     return ends
 
 
@@ -344,3 +334,149 @@ def with_end_tokens(files: Mapping[str, bytes], ends: EndTokens, config: models.
         settings.setdefault("bos_token_id", config.bos_token_id)
     settings["eos_token_id"] = ends.answer[0] if len(ends.answer) == 1 else list(ends.answer)
     return {**files, _GENERATION_CONFIG: (json.dumps(settings, indent=2) + "\n").encode()}
+
+
+# --- merged models ---------------------------------------------------------------------------------------------------
+
+# The files go to a sibling folder whose name ends in `.unfinished`, which is renamed to the requested name at the end.
+# So a killed process leaves nothing under the requested name.
+
+
+def write_merged(
+    directory: str | Path | None,
+    adapters: Sequence[str | Path],
+    out: str | Path,
+    *,
+    weights: Sequence[float] | None = None,
+    dtype: str | None = None,
+    max_shard_bytes: int = 5 * 10**9,
+    chat_template: str | Path | None = None,
+    tokenizer: str | Path | None = None,
+) -> models.Decoder:
+    """Merge adapters into their base, and write the directory of a whole model.
+
+    Args:
+        directory: the base in Hugging Face's layout, or a GGUF file; None: the embedded model.
+        adapters: directories of adapters in PEFT's format; their updates are summed.
+        out: the folder to create; a folder that is not empty is refused.
+        weights: a factor for each adapter; None: 1.
+        dtype: dtype of the written weights; None: as stored in the base, or that of its embedding if it is quantised.
+        max_shard_bytes: the most bytes in one file.
+        chat_template: a file to write as `chat_template.jinja`; None: the base's template, if it has one.
+        tokenizer: the folder of the base's tokenizer; None: the base's directory. A GGUF file needs one.
+
+    Returns:
+        The merged model.
+
+    Raises:
+        OutputError: when the folder is not empty or cannot be written.
+        ModelFileError: for an unusable base or adapter.
+        ConfigError: for weights that do not fit the adapters, or an unknown dtype.
+
+    Memory:
+        Holds the base, plus a second copy of each adapted weight while it is merged. With `dtype` or a quantised base,
+        the base is in float32. The host holds one shard at a time.
+    """
+    base, out = Path(directory) if directory is not None else models.base_path(), Path(out)
+    if not adapters:
+        raise ConfigError("there is no adapter to merge", hint="name at least one directory with --adapter")
+    _refuse_full_folder(out)
+    tokenizer_dir = tokenizer_folder(base, tokenizer)
+    tokenizer_file = input_file(tokenizer_dir, "tokenizer.json", hint="save the tokenizer in the fast format")
+    files = read_auxiliary_files(tokenizer_dir, chat_template)
+    is_quantized = models.gguf_file(base) is not None or models.quantization_of(base) is not None
+    if is_quantized and dtype is None:  # the dtype that bitsandbytes and PEFT would store; still rounded only once
+        dtype = jnp.dtype(models.load_shapes(base).outer["embed"]["weight"].dtype).name
+    model = models.load(base, dtype="auto" if dtype is None else "float32")
+    if is_quantized and quantized_weights(model):
+        model = dequantize(model)
+    merged = lora.merge(lora.combine([lora.load(model, adapter) for adapter in adapters], weights))
+    if dtype is not None:  # the base was loaded in float32, so weights are rounded only here
+        merged = jax.tree.map(lambda x: x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x, merged)
+    template_kwargs = {"tokenizer_dir": tokenizer_dir, "chat_template": chat_template}
+    ends = load_end_tokens(merged.config, models.load_tokenizer(tokenizer_dir), base, **template_kwargs)
+    settings = [_adapter_settings(Path(adapter)) for adapter in adapters]
+    files["README.md"] = _card(directory, out, settings, weights, merged).encode()
+    unfinished = out.absolute().parent / f".{out.absolute().name}.{secrets.token_hex(4)}.unfinished"
+    try:
+        write_model(merged, base, unfinished, files, ends, tokenizer=tokenizer_file, max_shard_bytes=max_shard_bytes)
+        os.replace(unfinished, out)  # also replaces an empty folder
+    except OSError as error:
+        hint = "choose another folder; nothing was left there"
+        raise OutputError(f"{out}: cannot be written", got=str(error), hint=hint) from error
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+    return merged
+
+
+def _refuse_full_folder(out: Path) -> None:
+    """Raise OutputError when a folder is not empty or cannot be read, or when a file has its name."""
+    try:
+        is_free = not os.path.lexists(out) or (out.is_dir() and not out.is_symlink() and not any(out.iterdir()))
+    except OSError as error:
+        raise OutputError(f"{out}: cannot be read", got=str(error), hint="choose another folder") from error
+    if not is_free:
+        hint = "choose another --out; nothing in it was changed"
+        raise OutputError(f"{out}: the folder is not empty", hint=hint)
+
+
+def _adapter_settings(adapter: Path) -> dict[str, Any]:
+    raw = parse_json(read_file(adapter, "adapter_config.json"), str(adapter))
+    common = "peft_type r lora_alpha use_rslora use_dora rank_pattern alpha_pattern"
+    names = f"{common} target_modules feedforward_modules target_parameters modules_to_save".split()
+    return {"name": adapter.name, **{name: raw[name] for name in names if raw.get(name)}}
+
+
+def _card(
+    directory: str | Path | None,
+    out: Path,
+    settings: Sequence[dict[str, Any]],
+    weights: Sequence[float] | None,
+    merged: models.Decoder,
+) -> str:
+    """Return the model card, with the header that Hugging Face's hub reads."""
+    # The card has only the last part of the path: the other folders of this machine are private.
+    name = "lowtide's embedded base model" if directory is None else Path(directory).resolve().name
+    folder = json.dumps(out.absolute().name, ensure_ascii=False)[1:-1]
+    count = sum(leaf.size for leaf in jax.tree.leaves(merged) if jnp.issubdtype(leaf.dtype, jnp.floating))
+    dtype = jnp.dtype(merged.outer["embed"]["weight"].dtype).name
+    rows = [
+        f"- {json.dumps(setting.pop('name'), ensure_ascii=False)}"
+        + (f", times {weights[index]:g}" if weights is not None else "")
+        + "".join(f"\n    - `{key}`: `{json.dumps(value, ensure_ascii=False)}`" for key, value in setting.items())
+        for index, setting in enumerate(map(dict, settings))
+    ]
+    versions = ", ".join(f"{package} {version(package)}" for package in ("jax", "safetensors", "tokenizers"))
+    return f"""---
+library_name: transformers
+pipeline_tag: text-generation
+base_model: {json.dumps(name, ensure_ascii=False)}
+base_model_relation: finetune
+tags:
+- lowtide
+- lora
+- merged
+---
+
+# {name}, with merged adapters
+
+{count:,} parameters in {dtype}, of the family {merged.config.family}. Made from {name} by merging these adapters
+into its weights, in float32, rounded once:
+
+{chr(10).join(rows)}
+
+The licence is that of the base model.
+
+## Load it
+
+```python
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+model = AutoModelForCausalLM.from_pretrained("{folder}", dtype="auto")
+tokenizer = AutoTokenizer.from_pretrained("{folder}")
+```
+
+or `lt.models.load("{folder}")`.
+
+Made by lowtide {version("lowtide")} with {versions}.
+"""

@@ -15,17 +15,17 @@ import jax
 
 from .. import models
 from ..core import LowtideError, OutOfMemoryError, Tree, format_bytes, partition, tree_bytes
-from ..memory import MemoryReport, Target
+from ..memory import Target
 from ._base import directory_of, refuse_for_model
 from ._config import FinetuneConfig, flag_of, with_seq_len
-from ._job import WRT, add_adapter, base_shapes, config_job, full_step, learning_rate, num_targets, optimizer
+from ._job import WRT, JobPlan
 
 _LEAST_LENGTH = 32
 _ACTIVATIONS = "activations and gradients"
 _PART_NAMES = {"frozen": "base", "trainable": "adapters", "optimizer": "optimizer", "batch": "batch"}
 _ARGUMENT_SETTINGS = ("quantize", "quantize_embeddings", "offload", "state_dtype", "param_dtype")
 """Those of the tried settings that change the bytes of the step's arguments on the device."""
-_FULL_PART_NAMES = ("weights and optimizer", "weights", "batch")
+_FULL_PART_NAMES = {"state": "weights and optimizer", "frozen": "weights", "batch": "batch"}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -59,14 +59,18 @@ def needs(config: FinetuneConfig, target: Target | str | None = None) -> Needs:
     Memory:
         Host memory of the compiler. On the device only a loaded `adapter`.
     """
-    report = config_job(config, target).analyze(target)
-    if config.full:
-        return _needs_by_part(report, dict(zip(("state", "frozen", "batch"), _FULL_PART_NAMES, strict=True)))
-    # A weight that `modules_to_save` replaces is still on the device, although no step reads it. jit drops unused
-    # arguments, so the report does not count it.
-    frozen = partition(add_adapter(base_shapes(config, target), config), WRT)[1]
-    unread = max(tree_bytes(_device_leaves(frozen)) - report.by_role.get("frozen", 0), 0)
-    return _needs_by_part(report, _PART_NAMES, unread)
+    plan = JobPlan.from_shapes(config, target)
+    report = plan.job().analyze(target)
+    part_names, num_unread = _FULL_PART_NAMES if config.full else _PART_NAMES, 0
+    if not config.full:
+        # A weight that `modules_to_save` replaces is still on the device, although no step reads it. jit drops unused
+        # arguments, so the report does not count it.
+        frozen = partition(plan.model, WRT)[1]
+        num_unread = max(tree_bytes(_device_leaves(frozen)) - report.by_role.get("frozen", 0), 0)
+    parts = {name: report.by_role.get(role, 0) for role, name in part_names.items()}
+    parts[part_names["frozen"]] += num_unread
+    total = report.device_bytes + num_unread
+    return Needs(device_bytes=total, by_part={**parts, _ACTIVATIONS: max(total - sum(parts.values()), 0)})
 
 
 def within(config: FinetuneConfig, budget: int, *, on_try: Callable[[str], None] | None = None) -> str:
@@ -98,12 +102,9 @@ def within(config: FinetuneConfig, budget: int, *, on_try: Callable[[str], None]
     memory = needs(config)
     if memory.device_bytes <= budget:
         return f"{memory.device_bytes / budget:.0%} of the budget of {format_bytes(budget)}: about {memory}"
-    raise OutOfMemoryError(
-        f"this run needs about {format_bytes(memory.device_bytes)} of the device, more than the budget",
-        expected=f"at most {format_bytes(budget)}",
-        got=str(memory),
-        hint=_advice(config, memory, budget, counter, on_try or (lambda flags: None)),
-    )
+    message = f"this run needs about {format_bytes(memory.device_bytes)} of the device"
+    hint = _advice(config, memory, budget, counter, on_try or (lambda flags: None))
+    raise OutOfMemoryError(f"{message}, more than the budget of {format_bytes(budget)}", got=str(memory), hint=hint)
 
 
 class _ArgumentCounter:
@@ -139,19 +140,15 @@ def _cache_key(config: FinetuneConfig) -> tuple[Any, ...]:
 
 def _argument_bytes(config: FinetuneConfig) -> dict[str, int]:
     """Count the device bytes of the step's arguments, by the parts of `Needs`."""
-    base = base_shapes(config)
-    schedule = learning_rate(dataclasses.replace(config, num_epochs=None))
+    plan = JobPlan.from_shapes(config)
     if config.full:
-        state, frozen = full_step(config, base.stack, schedule, num_targets).init(base.outer, base.layers)
-        return {
-            name: tree_bytes(_device_leaves(tree))
-            for name, tree in zip(_FULL_PART_NAMES, (state, frozen), strict=False)
-        }
-    trainable, frozen = partition(add_adapter(base, config), WRT)
+        trees = zip(_FULL_PART_NAMES.values(), plan.tx.init(plan.base.outer, plan.base.layers), strict=False)
+        return {name: tree_bytes(_device_leaves(tree)) for name, tree in trees}
+    trainable, frozen = partition(plan.model, WRT)
     parts = {"base": tree_bytes(_device_leaves(frozen)), "adapters": tree_bytes(trainable)}
     if "optimizer" in (config.offload or ()):
         return parts
-    return {**parts, "optimizer": tree_bytes(jax.eval_shape(optimizer(config, schedule).init, trainable))}
+    return {**parts, "optimizer": tree_bytes(jax.eval_shape(plan.tx.init, trainable))}
 
 
 def _refuse_large_arguments(config: FinetuneConfig, budget: int, counter: _ArgumentCounter) -> None:
@@ -164,11 +161,11 @@ def _refuse_large_arguments(config: FinetuneConfig, budget: int, counter: _Argum
     has_rank = not config.full and config.adapter is None and config.method != "ia3"
     rank_hint = "a lower --rank, " if has_rank and parts["base"] < budget else ""
     flags = _flags({field: value for field, value in smallest.items() if field in _ARGUMENT_SETTINGS})
+    message = f"this run needs more than {format_bytes(sum(parts.values()))} of the device"
+    sizes = ", ".join(f"{name} {format_bytes(number)}" for name, number in parts.items() if number)
     raise OutOfMemoryError(
-        f"this run needs more than {format_bytes(sum(parts.values()))} of the device, more than the budget",
-        expected=f"at most {format_bytes(budget)}",
-        got=", ".join(f"{name} {format_bytes(number)}" for name, number in parts.items() if number)
-        + f", before activations and gradients{f', with {flags}' if flags else ''}",
+        f"{message}, more than the budget of {format_bytes(budget)}",
+        got=f"{sizes}, before activations and gradients{f', with {flags}' if flags else ''}",
         hint=f"use {rank_hint}a smaller model, or a device with more memory",
     )
 
@@ -217,11 +214,7 @@ def _largest_that_fits(
     budget: int,
     try_change: Callable[[Mapping[str, Any]], int | None],
 ) -> dict[str, int]:
-    """Search the largest batch or length that fits.
-
-    Linear interpolation between the bytes of the lower limit and of the configured value gives a candidate, which is
-    then compiled.
-    """
+    """Search the largest batch or length that fits: interpolate linearly between two sizes, then compile that one."""
     smallest, current = _reduction(config, field, lower_limit), getattr(config, field)
     size = try_change(smallest)
     if size is None or size > budget:
@@ -289,11 +282,8 @@ def _combined_changes(config: FinetuneConfig) -> Iterator[dict[str, Any]]:
     embeddings = {"quantize_embeddings": config.quantize_embeddings or "int8"}
     on_host = {"offload": (*dict.fromkeys((*(config.offload or ()), "parameters", "optimizer")),)}
     optimizer_on_host = {"offload": (*dict.fromkeys((*(config.offload or ()), "optimizer")),)}
-    quantized = (
-        embeddings
-        if models.quantization_of(directory_of(config))
-        else {"quantize": config.quantize or "nf4"} | embeddings
-    )
+    is_quantized = models.quantization_of(directory_of(config)) is not None
+    quantized = embeddings if is_quantized else {"quantize": config.quantize or "nf4"} | embeddings
     yield change | quantized
     yield change | quantized | optimizer_on_host
     yield change | embeddings | on_host
@@ -316,23 +306,11 @@ def _changed_bytes(config: FinetuneConfig, change: Mapping[str, Any]) -> int | N
 def _flags(change: Mapping[str, Any]) -> str:
     parts: list[str] = []
     for name, value in change.items():
-        parts += [flag_of(name)] if value is True else [f"{flag_of(name)} {_format_value(value)}"]
+        text = ",".join(value) if isinstance(value, tuple) else str(value)
+        parts.append(flag_of(name) if value is True else f"{flag_of(name)} {text}")
     return " ".join(parts)
-
-
-def _format_value(value: Any) -> str:
-    return ",".join(value) if isinstance(value, tuple) else str(value)
 
 
 def _device_leaves(tree: Tree) -> list[Any]:
     """Return the leaves that are not in host memory."""
     return [leaf for leaf in jax.tree.leaves(tree) if getattr(leaf.sharding, "memory_kind", None) != "pinned_host"]
-
-
-def _needs_by_part(report: MemoryReport, part_names: Mapping[str, str], unread: int = 0) -> Needs:
-    parts: dict[str, int] = {}
-    for role, name in part_names.items():
-        parts[name] = parts.get(name, 0) + report.by_role.get(role, 0)
-    parts[part_names["frozen"]] += unread
-    total = report.device_bytes + unread
-    return Needs(device_bytes=total, by_part={**parts, _ACTIVATIONS: max(total - sum(parts.values()), 0)})

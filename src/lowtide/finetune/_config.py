@@ -16,10 +16,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-import tomli_w
 from annotated_types import Ge, Gt, Le, Lt, MinLen, Predicate
 
-from ..core import ConfigError, shown
+from ..core import ConfigError, require_extra, shown
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
@@ -231,10 +230,7 @@ class FinetuneConfig:
 
     @property
     def is_packed(self) -> bool:
-        """Whether rows may hold several separate documents; with auto packing and data this is an upper bound.
-
-        Auto packing depends on the content of the data, which this property does not read.
-        """
+        """Whether rows may hold several separate documents; with auto packing this depends on data that is not read."""
         return self.packing != "contiguous" and (self.packing != "auto" or self.data is not None)
 
     @property
@@ -263,11 +259,7 @@ def config_from_dict(values: Mapping[str, Any], where: str) -> FinetuneConfig:
     names = [field.name for field in dataclasses.fields(FinetuneConfig)]
     for name in values:
         if name not in names:
-            raise ConfigError(
-                f"{where}: unknown key {name!r}",
-                expected=f"one of {', '.join(names)}",
-                hint=_suggest_setting(name, names),
-            )
+            raise ConfigError(f"{where}: unknown key {name!r}", hint=_suggest_setting(name, names))
     if values.get("method") == "full":
         if values.get("full") is False:
             _refuse_both("method", "full", "full = false selects an adapter")
@@ -297,9 +289,8 @@ def read_config(path: str | Path) -> dict[str, Any]:
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: cannot be read", got=str(error), hint="name a TOML file with --config") from error
     except tomllib.TOMLDecodeError as error:
-        raise ConfigError(
-            f"{path}: not a TOML file", got=str(error), hint='write lines such as: rank = 16, targets = "**/q_proj"'
-        ) from error
+        hint = 'write lines such as: rank = 16, targets = "**/q_proj"'
+        raise ConfigError(f"{path}: not a TOML file", got=str(error), hint=hint) from error
 
 
 def flag_of(field: str) -> str:
@@ -312,6 +303,8 @@ def config_to_toml(config: FinetuneConfig) -> str:
     """Write the configuration as TOML: every field that is set and has an effect. `read_config` reads it back."""
     omitted = [*_ADAPTER_FIELDS] if config.full else []
     omitted += ["num_steps"] if config.num_epochs is not None else []
+    import tomli_w
+
     return tomli_w.dumps({k: v for k, v in dataclasses.asdict(config).items() if v is not None and k not in omitted})
 
 
@@ -320,12 +313,7 @@ def with_steps(config: FinetuneConfig, num_sequences: int | None) -> FinetuneCon
     if config.num_epochs is None:
         return config
     if num_sequences is None:
-        raise ConfigError(
-            "num_epochs: the length of the data is unknown",
-            expected="num_steps",
-            got=f"num_epochs = {config.num_epochs}",
-            hint="use --steps instead of --num-epochs",
-        )
+        raise ConfigError("num_epochs: the length of the data is unknown", hint="use --steps instead of --num-epochs")
     num_steps = max(1, math.ceil(config.num_epochs * num_sequences / config.batch_size))
     return dataclasses.replace(config, num_epochs=None, num_steps=num_steps)
 
@@ -357,6 +345,7 @@ def _schema() -> type[BaseModel]:
 
 def _validate(config: FinetuneConfig) -> None:
     """Raise ConfigError for the first field with a value of the wrong type, or out of range."""
+    require_extra("finetune")
     from pydantic import ValidationError
 
     try:
@@ -370,22 +359,13 @@ def _validate(config: FinetuneConfig) -> None:
             if isinstance(value, str):
                 raise _unknown_word(field, value, words, is_one=len(details["loc"]) == 1) from None
         if error_type == "string_too_short":
-            raise ConfigError(
-                f"{field} is empty",
-                expected="a path, or no value for the embedded default",
-                got='""',
-                hint=f"leave {field} out, or check whether a variable of your script is unset",
-            ) from None
+            hint = f"leave {field} out, or check whether a variable of your script is unset"
+            raise ConfigError(f"{field} is empty", hint=hint) from None
         if error_type == "predicate_failed":
             raise _out_of_range(field, value, "a name") from None
         if error_type in ("finite_number", "greater_than", "greater_than_equal", "less_than", "less_than_equal"):
             raise _out_of_range(field, value, expected) from None
-        raise ConfigError(
-            f"{field} has the wrong type",
-            expected=expected,
-            got=shown(getattr(config, field)),
-            hint=f"change {field} in the configuration",
-        ) from None
+        raise ConfigError(f"{field} must be {expected}, not {shown(getattr(config, field))}") from None
 
 
 def _out_of_range(field: str, value: Any, expected: str) -> ConfigError:
@@ -407,129 +387,110 @@ def _unknown_word(field: str, word: str, words: str, *, is_one: bool) -> ConfigE
 
 
 def _check_combination(config: FinetuneConfig) -> None:
-    """Refuse settings that are valid separately but contradict each other."""
+    """Refuse settings that are valid separately but contradict each other, or of which one would have no effect."""
     defaults = {field.name: field.default for field in dataclasses.fields(config)}
-    _check_recipe(config, {name for name, value in defaults.items() if getattr(config, name) != value})
-    changed = [name for name in _ADAPTER_FIELDS if getattr(config, name) != defaults[name]]
-    if config.adapter is not None and (conflicts := [name for name in changed if name in _NEW_ADAPTER_FIELDS]):
-        _refuse_both(conflicts[0], "adapter", "the adapter's files set it")
+    changed = {name for name, value in defaults.items() if getattr(config, name) != value}
+    _refuse_contradictions(config, changed)
+    if config.lora_init == "orthogonal" and config.rank % 2:
+        raise _out_of_range("rank", config.rank, "an even number, with lora_init = orthogonal")
+    if config.full:
+        _refuse_with_full([name for name in _ADAPTER_FIELDS if name in changed])
+    _refuse_training_settings(config, changed)
+
+
+def _refuse_contradictions(config: FinetuneConfig, changed: set[str]) -> None:
+    """Refuse the first setting of a pair if its value differs from the default and the second makes it useless."""
     unused = {
         "ia3": ("rank", "alpha", "bias", "lora_init", "lora_dropout", "loraplus_ratio"),
         "vera": ("alpha", "bias", "lora_init", "loraplus_ratio"),
     }.get(config.method, ())
-    if conflicts := [name for name in unused if name in changed]:
-        _refuse_both(conflicts[0], "method", f"{config.method} has no {conflicts[0]}")
-    if config.method == "dora" and config.lora_init in ("pissa", "olora"):
-        _refuse_both("lora_init", "method", f"dora takes norms of the whole weight, which {config.lora_init} splits")
-    if config.lora_init == "orthogonal" and config.rank % 2:
-        raise _out_of_range("rank", config.rank, "an even number, with lora_init = orthogonal")
-    if config.full:
-        _refuse_with_full(changed)
-        if config.param_dtype == "float16":
-            raise ConfigError(
-                "param_dtype: full trains the parameters, which cannot be float16",
-                expected="float32, or bfloat16, which gets an 8-bit residual for each weight",
-                got=config.param_dtype,
-                hint='leave param_dtype out; to compute in half precision, set compute_dtype = "float16"',
-            )
-    else:
-        _refuse_full_settings(config)
-    for field in ("quantize", "quantize_embeddings"):
-        format_name = getattr(config, field)
-        if format_name in FOUR_BITS and "parameters" in (config.offload or ()):
-            raise ConfigError(
-                f"{field} = {format_name} and offload of parameters contradict each other",
-                expected="int8 or fp8, or parameters on the device: JAX runs no program on 4-bit arrays in host memory",
-                got=f"{format_name}, with parameters on the host",
-                hint="leave parameters out of offload, or use int8; 4 bits take a quarter of bfloat16's bytes",
-            )
-    remat_users = ["full"] * config.full + [w for w in config.offload or () if w in ("activations", "parameters")]
-    if not config.remat and config.tile_tokens is not None:
-        raise ConfigError(
-            "tile_tokens applies to blocks that the backward pass recomputes, and remat = false recomputes none",
-            expected="remat = true",
-            got=f"remat = false, tile_tokens = {config.tile_tokens}",
-            hint="leave tile_tokens out",
-        )
-    _check_groups(config)
-    if not config.remat and remat_users:
-        raise ConfigError(
-            f"remat = false contradicts {remat_users[0]}, which recomputes each block in the backward pass",
-            expected="remat = true",
-            got="remat = false",
-            hint="leave remat out; to keep activations on the device, use neither --full nor --offload for them",
-        )
-
-
-def _check_groups(config: FinetuneConfig) -> None:
-    """Refuse `layers_per_remat` with settings that keep each layer's input, or recompute nothing."""
-    if config.layers_per_remat == 1:
-        return
-    is_streamed = "parameters" in (config.offload or ())
-    reasons = (
-        (not config.remat, "remat = false", "which recomputes nothing", "remat = false"),
-        (config.full, "full", "whose layers are updated one by one, each from its own input", "full"),
-        (is_streamed, "offload of parameters", "which streams single layers, each from its own input", "parameters"),
+    has_final_rate, has_stable_part = config.schedule in _DECAYING_SCHEDULES, config.schedule == "warmup_stable_decay"
+    is_split = config.method == "dora" and config.lora_init in ("pissa", "olora")
+    contradictions = (
+        ("num_steps" in changed, "num_epochs", "num_steps", "num_epochs replaces num_steps"),
+        ("warmup_steps" in changed, "warmup_ratio", "warmup_steps", "warmup_ratio replaces warmup_steps"),
+        (not has_final_rate, "final_rate_fraction", "schedule", f"the schedule {config.schedule} has no final rate"),
+        (not has_stable_part, "decay_fraction", "schedule", f"the schedule {config.schedule} has no stable part"),
+        (config.max_grad_norm == 0, "clip_mode", "max_grad_norm", "max_grad_norm = 0 disables clipping"),
+        *((config.adapter is not None, name, "adapter", "the adapter's files set it") for name in _NEW_ADAPTER_FIELDS),
+        *((True, name, "method", f"{config.method} has no {name}") for name in unused),
+        (is_split, "lora_init", "method", f"dora takes norms of the whole weight, which {config.lora_init} splits"),
     )
-    for is_conflict, name, reason, setting in reasons:
-        if is_conflict:
-            raise ConfigError(
-                f"layers_per_remat contradicts {name}, {reason}",
-                expected="layers_per_remat = 1",
-                got=f"layers_per_remat = {config.layers_per_remat}",
-                hint=f"leave out one of them: layers_per_remat, or {setting}",
-            )
+    for is_conflict, first, second, reason in contradictions:
+        if is_conflict and first in changed:
+            _refuse_both(first, second, reason)
 
 
-def _check_recipe(config: FinetuneConfig, changed: set[str]) -> None:
-    """Refuse settings of the recipe of which one would have no effect."""
-    alternatives = [("num_epochs", "num_steps"), ("warmup_ratio", "warmup_steps")]
-    for first, second in alternatives:
-        if {first, second} <= changed:
-            _refuse_both(first, second, f"{first} replaces {second}")
-    if config.schedule not in _DECAYING_SCHEDULES and "final_rate_fraction" in changed:
-        _refuse_both("final_rate_fraction", "schedule", f"the schedule {config.schedule} has no final rate")
-    if config.schedule != "warmup_stable_decay" and "decay_fraction" in changed:
-        _refuse_both("decay_fraction", "schedule", f"the schedule {config.schedule} has no stable part")
-    if config.early_stopping_patience is None and "early_stopping_threshold" in changed:
-        raise ConfigError(
+def _refuse_training_settings(config: FinetuneConfig, changed: set[str]) -> None:
+    """Refuse combinations of `full`, `offload`, `remat` and the other settings of a training step."""
+    is_streamed = "parameters" in (config.offload or ())
+    remat_users = ["full"] * config.full + [w for w in config.offload or () if w in ("activations", "parameters")]
+    refusals = (
+        (
+            config.early_stopping_patience is None and "early_stopping_threshold" in changed,
             "early_stopping_threshold has no effect without early_stopping_patience",
-            expected="both, or neither",
-            got=f"early_stopping_threshold = {config.early_stopping_threshold}",
-            hint="set early_stopping_patience, too; 3 is usual",
-        )
-    if config.max_grad_norm == 0 and "clip_mode" in changed:
-        _refuse_both("clip_mode", "max_grad_norm", "max_grad_norm = 0 disables clipping")
+            "set early_stopping_patience, too; 3 is usual",
+        ),
+        (
+            config.full and config.param_dtype == "float16",
+            "param_dtype: full trains the parameters, which cannot be float16",
+            'leave param_dtype out; to compute in half precision, set compute_dtype = "float16"',
+        ),
+        *(
+            (
+                not config.full and name in changed,
+                f"{name} applies only to full-parameter tuning",
+                f"leave {name} out, or tune with --full",
+            )
+            for name in ("clip_mode", "save_dtype")
+        ),
+        *(
+            (
+                is_streamed and getattr(config, name) in FOUR_BITS,
+                f"{name} contradicts offload of parameters: JAX runs no program on 4-bit arrays in host memory",
+                "leave parameters out of offload, or use int8; 4 bits take a quarter of bfloat16's bytes",
+            )
+            for name in ("quantize", "quantize_embeddings")
+        ),
+        (
+            not config.remat and config.tile_tokens is not None,
+            "tile_tokens applies to blocks that the backward pass recomputes, and remat = false recomputes none",
+            "leave tile_tokens out, or remat = false",
+        ),
+        *(
+            (
+                config.layers_per_remat > 1 and is_conflict,
+                f"layers_per_remat contradicts {reason}",
+                f"leave out one of them: layers_per_remat, or {name}",
+            )
+            for is_conflict, name, reason in (
+                (not config.remat, "remat = false", "remat = false, which recomputes nothing"),
+                (config.full, "full", "full, whose layers are updated one by one, each from its own input"),
+                (is_streamed, "parameters", "offload of parameters, which streams layers, each from its own input"),
+            )
+        ),
+        *(
+            (
+                not config.remat,
+                f"remat = false contradicts {user}, which recomputes each block in the backward pass",
+                "leave remat out; to keep activations on the device, use neither --full nor --offload for them",
+            )
+            for user in remat_users
+        ),
+    )
+    for is_refused, message, hint in refusals:
+        if is_refused:
+            raise ConfigError(message, hint=hint)
 
 
 def _refuse_both(first: str, second: str, reason: str) -> None:
-    raise ConfigError(
-        f"{first} contradicts {second}: {reason}",
-        expected=f"{first} or {second}",
-        got="both",
-        hint="leave one of them out",
-    )
-
-
-def _refuse_full_settings(config: FinetuneConfig) -> None:
-    for field, default in (("clip_mode", "exact"), ("save_dtype", "auto")):
-        if (value := getattr(config, field)) != default:
-            raise ConfigError(
-                f"{field} applies only to full-parameter tuning",
-                expected=default,
-                got=value,
-                hint=f"leave {field} out, or tune with --full",
-            )
+    raise ConfigError(f"{first} contradicts {second}: {reason}", hint="leave one of them out")
 
 
 def _refuse_with_full(names: list[str]) -> None:
     if names:
-        raise ConfigError(
-            f"{names[0]} is a setting of adapters, and full tunes all parameters without an adapter",
-            expected=f"full, or {' and '.join(names)}",
-            got="both",
-            hint=f"leave out {', '.join(names)}, or full",
-        )
+        hint = f"leave out {', '.join(names)}, or full"
+        raise ConfigError(f"{names[0]} is a setting of adapters, and full tunes all parameters without one", hint=hint)
 
 
 # --- names of settings in other libraries ----------------------------------------------------------------------------
@@ -589,19 +550,16 @@ _SYNONYMS = {
 
 These names serve hints only. They are not aliases, because the settings differ in more than the name.
 """
-_SETTING_OF_SYNONYM = {name: setting for setting, names in _SYNONYMS.items() for name in names.split()}
 _REMARKS = {
-    "load_in_4bit": "--quantize nf4",
-    "load_in_8bit": "--quantize int8",
-    "use_qlora": "--quantize nf4",
-    "gradient_accumulation_steps": "num_microbatches, the parts of a batch; batch_size counts all parts together",
-    "gradient_accumulation": "num_microbatches, the parts of a batch; batch_size counts all parts together",
-    "grad_accum_steps": "num_microbatches, the parts of a batch; batch_size counts all parts together",
-    "accumulate_grad_batches": "num_microbatches, the parts of a batch; batch_size counts all parts together",
-    "output_dir": "--out, the folder of the run",
-    "out_dir": "--out, the folder of the run",
-    "resume_from_checkpoint": "--resume, with the --out of the run",
+    "--quantize nf4": "load_in_4bit use_qlora",
+    "--quantize int8": "load_in_8bit",
+    "num_microbatches, the parts of a batch; batch_size counts all parts together": "gradient_accumulation_steps "
+    "gradient_accumulation grad_accum_steps accumulate_grad_batches",
+    "--out, the folder of the run": "output_dir out_dir",
+    "--resume, with the --out of the run": "resume_from_checkpoint",
 }
+"""Names in other libraries of settings that have another form here, by a description of ours."""
+_SETTING_OF_SYNONYM = {name: text for text, names in (_SYNONYMS | _REMARKS).items() for name in names.split()}
 
 
 def setting_of(name: str) -> str | None:
@@ -614,7 +572,7 @@ def setting_of(name: str) -> str | None:
         Our name, with a remark where the meaning differs; None for an unknown name.
     """
     key = name.lstrip("-").partition("=")[0].replace("-", "_").lower()
-    return _REMARKS.get(key) or _SETTING_OF_SYNONYM.get(key)
+    return _SETTING_OF_SYNONYM.get(key)
 
 
 def _suggest_setting(name: str, names: list[str]) -> str:
@@ -622,4 +580,4 @@ def _suggest_setting(name: str, names: list[str]) -> str:
     if (setting := setting_of(name)) is not None:
         return f"{name} is a setting of other libraries; use {setting}"
     close = difflib.get_close_matches(name, names, n=3, cutoff=0.5)
-    return f"did you mean {' or '.join(close)}?" if close else "see the reference of FinetuneConfig"
+    return f"did you mean {' or '.join(close)}?" if close else f"the keys are {', '.join(names)}"

@@ -17,10 +17,10 @@ from jaxtyping import Array
 from tokenizers import Tokenizer
 
 from .. import models
-from ..core import ConfigError, DataError, Tree
+from ..core import DataError, Tree, check_integer
 from .data._encode import name_documents
+from .data._load import tokenise
 from .data._pack import IGNORE
-from .data._text import tokenise
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -91,15 +91,10 @@ def text_loss(
         Holds one batch's activations of one layer, and the logits of one chunk of
         `lowtide.losses.chunked_cross_entropy`.
     """
-    for name, value in (("seq_len", seq_len), ("batch_size", batch_size)):
-        if value < 1:
-            raise ConfigError(
-                f"{name} is too small", expected="at least 1", got=value, hint="check --seq-len and --batch-size"
-            )
+    check_integer("seq_len", seq_len)
+    check_integer("batch_size", batch_size)
     if len(stream) < 2:
-        raise DataError(
-            "the data has nothing to predict", expected="at least two tokens", got=len(stream), hint="give more text"
-        )
+        raise DataError("the data has nothing to predict: it has fewer than two tokens", hint="give more text")
     _check_vocabulary(model, stream)
     return batches_loss(model, _batches(stream, seq_len, batch_size), len(stream) - 1, on_progress=on_progress)
 
@@ -140,19 +135,16 @@ def batches_loss(
         if on_progress is not None:
             on_progress(num_predicted, num_tokens, total / num_predicted)
     if num_predicted == 0:
-        raise DataError("the data has nothing to predict", expected="at least one label", hint="give more data")
+        raise DataError("the data has nothing to predict: it has no label", hint="give more data")
     return TextLoss(loss=total / num_predicted, num_tokens=num_predicted)
 
 
 def _check_vocabulary(model: models.Decoder, ids: np.ndarray) -> None:
     """Raise DataError for ids beyond the embeddings; a compiled lookup would clamp them without an error."""
     if (largest := int(ids.max())) >= model.config.vocab_size:
-        raise DataError(
-            "the data has tokens that the model has no embedding for",
-            expected=f"ids below {model.config.vocab_size}",
-            got=f"id {largest}",
-            hint="use the tokenizer of this model",
-        )
+        got = f"id {largest}, but the model has ids below {model.config.vocab_size}"
+        problem = "the data has tokens that the model has no embedding for"
+        raise DataError(problem, got=got, hint="use the tokenizer of this model")
 
 
 @jax.jit

@@ -6,6 +6,7 @@ raised; a damaged file is an error. Headers are read without JAX. Data is read a
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import math
@@ -13,7 +14,7 @@ import os
 import re
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,8 @@ from ._config import FinetuneConfig, read_config, with_seq_len
 _COPY_HINT = "copy the file from its source again"
 _BITS = {"F64": 64, "F32": 32, "F16": 16, "BF16": 16}
 _PICKLE_SUFFIXES = {".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle"}
-_OTHER_SUFFIXES = {".gguf", ".ggml", ".h5", ".msgpack", ".onnx", ".npz"}
+_FOREIGN_SUFFIXES = _PICKLE_SUFFIXES | {".gguf", ".ggml", ".h5", ".msgpack", ".onnx", ".npz"}
+"""Suffixes of weights in formats other than safetensors."""
 _HEAD = "lm_head.weight"
 _SINGLE_FILE, _INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 _MOST_JSON_BYTES = 256 * 1024**2
@@ -62,9 +64,8 @@ class Inspection:
 
     def to_dict(self) -> dict[str, Any]:
         """Return all content as plain values, for JSON."""
-        parts = [part.to_dict() for part in self.parts]
-        fields = {name: getattr(self, name) for name in ("kind", "path", "facts")}
-        return {**fields, "problems": [*self.all_problems()], "notes": [*self.notes], "parts": parts}
+        lists = {"problems": [*self.all_problems()], "notes": [*self.notes]}
+        return {**vars(self), **lists, "parts": [part.to_dict() for part in self.parts]}
 
     def all_problems(self) -> Iterable[str]:
         """Return the problems of this inspection and of its parts."""
@@ -96,32 +97,23 @@ def inspect(path: str | Path) -> Inspection:
                 return inspect_kind(path)
         if any(step.name.isdigit() and step.is_dir() for step in _list_entries(path)):
             return _inspect_checkpoints(path)
-        if any(
-            entry.suffix.lower() in {*_PICKLE_SUFFIXES, *_OTHER_SUFFIXES, ".safetensors"}
-            for entry in _list_entries(path)
-        ):
+        if any(entry.suffix.lower() in {*_FOREIGN_SUFFIXES, ".safetensors"} for entry in _list_entries(path)):
             return _inspect_model(path)
     elif os.path.lexists(path):
-        if path.suffix.lower() in {*_PICKLE_SUFFIXES, *_OTHER_SUFFIXES}:
+        if path.suffix.lower() in _FOREIGN_SUFFIXES:
             facts = {"bytes": path.stat().st_size}
             return Inspection(kind="weights", path=str(path), facts=facts, problems=_format_problems([path]))
         file = input_file(path.parent, path.name, hint=_COPY_HINT)
         if path.suffix != ".safetensors":
-            raise ModelFileError(
-                f"{path}: the file cannot be inspected",
-                expected="a .safetensors or .gguf file, or a folder of a model, an adapter or a run",
-                got=path.suffix or "a name without a suffix",
-                hint=f"to inspect a whole model, name its folder: {path.parent}",
-            )
+            hint = f"name a .safetensors or .gguf file; to inspect a whole model, name its folder: {path.parent}"
+            raise ModelFileError(f"{path}: the file cannot be inspected", hint=hint)
         tensors = _read_headers([file])
-        return Inspection(
-            kind="weights", path=str(path), facts=_weight_facts([file], tensors), problems=_dtype_problems(tensors)
-        )
-    raise ModelFileError(
-        f"{path}: the path cannot be inspected" if os.path.lexists(path) else f"{path}: no such file or folder",
-        expected="a folder with config.json, adapter_config.json or config.toml; a .gguf or .safetensors file; or data",
-        hint="name the folder of the model, the adapter or the run; for data, a file or a folder of one format",
-    )
+        facts, problems = _weight_facts([file], tensors), _dtype_problems(tensors)
+        return Inspection(kind="weights", path=str(path), facts=facts, problems=problems)
+    expected = "a folder with config.json, adapter_config.json or config.toml; a .gguf or .safetensors file; or data"
+    hint = "name the folder of the model, the adapter or the run; for data, a file or a folder of one format"
+    problem = "the path cannot be inspected" if os.path.lexists(path) else "no such file or folder"
+    raise ModelFileError(f"{path}: {problem}", expected=expected, hint=hint)
 
 
 def inspect_data(config: FinetuneConfig) -> Inspection:
@@ -143,10 +135,9 @@ def inspect_data(config: FinetuneConfig) -> Inspection:
     """
     from .. import models
     from ._base import directory_of, load_end_tokens, tokenizer_folder
-    from .data import Example, load_chat_template, parse_columns, read_records
-    from .data._encode import Encoder
-    from .data._load import is_read_as_records, notes_on
-    from .data._text import named_documents
+    from .data import load_chat_template, parse_columns, read_records
+    from .data._encode import Encoder, text_examples
+    from .data._load import is_read_as_records, named_documents, notes_on
 
     assert config.data is not None
     directory = directory_of(config)
@@ -156,26 +147,22 @@ def inspect_data(config: FinetuneConfig) -> Inspection:
         model_config, tokenizer, directory, tokenizer_dir=config.tokenizer, chat_template=config.chat_template
     )
     columns = parse_columns(config.columns)
-    examples: Iterator[Example | None]
     is_plain = not is_read_as_records(config.data, config.columns)
-    if not is_plain:
-        examples = read_records(Path(config.data), columns)
-    else:
-        texts = named_documents(config.data)
-        examples = (Example(kind="text", where=location, text=text) for location, text in texts.items())
+    examples = text_examples(named_documents(config.data)) if is_plain else read_records(Path(config.data), columns)
     encoder = Encoder(
         tokenizer, template, end_token=ends.text, loss_on=config.loss_on, vocab_size=model_config.vocab_size
     )
     counts, unread, digests = Counter[str](), Counter[str](), set[bytes]()
     kinds, lengths, starts, num_learned = Counter[str](), list[int](), list[float](), 0
-    try:
+    with contextlib.closing(encoder):
         while batch := list(islice(examples, _BATCH_RECORDS)):
             records = [example for example in batch if example is not None]
             counts["blank"] += len(batch) - len(records)
             for example in records:
                 kinds[example.kind] += 1
                 unread.update([*example.unread, *encoder.unread_in(example)])
-                counts["empty turns"] += sum(_is_empty(message) for message in example.messages)
+                contents = [(turn.get("content") or "").strip() or turn.get("tool_calls") for turn in example.messages]
+                counts["empty turns"] += sum(not content for content in contents)
                 content = (example.text, example.prompt, example.more, example.messages, example.tools)
                 digest = hashlib.sha256(repr(content).encode("utf-8", "surrogatepass")).digest()
                 counts["duplicates"] += digest in digests
@@ -184,8 +171,6 @@ def inspect_data(config: FinetuneConfig) -> Inspection:
                 lengths.append(len(ids))
                 num_learned += int(mask.sum())
                 starts.append(int(np.argmax(mask)) if mask.any() else np.inf)  # first learned token
-    finally:
-        encoder.close()
     facts: dict[str, Any] = {
         "records": dict(kinds),
         "tokens": {"total": sum(lengths), "learned": num_learned},
@@ -209,8 +194,7 @@ def inspect_data(config: FinetuneConfig) -> Inspection:
             problems.append("no record has a token to learn within a row, so a run refuses this data")
     if not lengths:
         problems.append("no record has text")
-    results: dict[str, Any] = {"facts": facts, "problems": tuple(problems), "notes": tuple(notes)}
-    return Inspection(kind="data", path=str(config.data), **results)
+    return Inspection(kind="data", path=str(config.data), facts=facts, problems=tuple(problems), notes=tuple(notes))
 
 
 # --- models, adapters and runs ---------------------------------------------------------------------------------------
@@ -223,11 +207,12 @@ def _inspect_model(folder: Path) -> Inspection:
     facts: dict[str, Any] = {}
     raw: dict[str, Any] = {}
     is_tied = False
-    experts: tuple[int, int] | None = None
+    experts: Any = None
     expected_parameters: int | None = None
     if os.path.lexists(folder / "config.json"):
         raw = _read_json(folder, "config.json")
-        facts["architecture"] = _first_item(raw.get("architectures"))
+        names = raw.get("architectures")
+        facts["architecture"] = names[0] if isinstance(names, list) and names else names
         facts["family"] = raw.get("model_type")
         try:
             with warnings.catch_warnings():
@@ -235,9 +220,7 @@ def _inspect_model(folder: Path) -> Inspection:
                 config = models.load_config(folder)
             facts |= {"layers": config.num_layers, "context": config.max_position_embeddings}
             facts["vocabulary"] = config.vocab_size
-            expected_parameters, is_tied = _count_parameters(config), config.tie_embeddings
-            if config.experts is not None:
-                experts = (config.experts.num_experts_per_token, config.experts.num_experts)
+            expected_parameters, is_tied, experts = _count_parameters(config), config.tie_embeddings, config.experts
         except ModelFileError as error:
             problems.append(_message(error))
             is_tied = bool(raw.get("tie_word_embeddings"))
@@ -247,14 +230,19 @@ def _inspect_model(folder: Path) -> Inspection:
     if files and not any(os.path.lexists(folder / name) for name in (_SINGLE_FILE, _INDEX_FILE)):
         names = shortened(", ".join(file.name for file in files))
         problems.append(f"without {_SINGLE_FILE} or {_INDEX_FILE}, shards are not read: {names}")
-    problems += _format_problems(
-        [entry for entry in _list_entries(folder) if entry.suffix.lower() in {*_PICKLE_SUFFIXES, *_OTHER_SUFFIXES}],
-        files,
-    )
+    if not files:
+        foreign_files = [path for path in _list_entries(folder) if path.suffix.lower() in _FOREIGN_SUFFIXES]
+        problems += _format_problems(foreign_files)
     tensors = _read_headers(files)
     num_tensors = len(tensors)
     if raw.get("quantization_config") and files and expected_parameters is not None:
-        tensors, facts["quantization"] = _group_quantized(folder, tensors, problems)
+        facts["quantization"] = {"method": models.quantization_of(folder)}
+        try:
+            weights = models.stored_weights(folder)  # the tensors of one weight (codes, scales) under its name
+            tensors = {name: (weight.format, weight.shape) for name, weight in weights.items()}
+            facts["quantization"] |= _bits_per_weight(weights)
+        except ModelFileError as error:
+            problems.append(_message(error))
     else:
         problems += _dtype_problems(tensors)
     tied = {_HEAD} & tensors.keys() if is_tied and "model.embed_tokens.weight" in tensors else set[str]()
@@ -289,11 +277,9 @@ def _inspect_gguf(path: Path, file: Path) -> Inspection:
         facts = {"family": config.family, "layers": config.num_layers, "context": config.max_position_embeddings}
         facts["vocabulary"] = config.vocab_size
         tensors = models.stored_weights(path)
-        experts = config.experts and (config.experts.num_experts_per_token, config.experts.num_experts)
         facts["quantization"] = {"method": "GGUF", **_bits_per_weight(tensors)}
-        facts |= _weight_facts(
-            [file], {name: (weight.format, weight.shape) for name, weight in tensors.items()}, experts
-        )
+        shapes = {name: (weight.format, weight.shape) for name, weight in tensors.items()}
+        facts |= _weight_facts([file], shapes, config.experts)
     except ModelFileError as error:
         problems.append(_message(error))
         facts |= {"bytes": file.stat().st_size}
@@ -312,27 +298,6 @@ def _bits_per_weight(stored_weights: Mapping[str, Any]) -> dict[str, str]:
             counts[weight.format] += math.prod(weight.shape)
             sizes[weight.format] += weight.num_bytes
     return {name: f"{8 * sizes[name] / counts[name]:.2f} bits each" for name in counts}
-
-
-def _group_quantized(
-    folder: Path, tensors: dict[str, tuple[str, tuple[int, ...]]], problems: list[str]
-) -> tuple[dict[str, tuple[str, tuple[int, ...]]], dict[str, Any]]:
-    """Group the tensors of one weight (codes, scales) under its name.
-
-    Return the format and shape by weight name, and the quantisation method with the bits of a weight in each format.
-    """
-    from .. import models
-
-    method = models.quantization_of(folder)
-    try:
-        weights = models.stored_weights(folder)
-    except ModelFileError as error:
-        problems.append(_message(error))
-        return tensors, {"method": method}
-    return {name: (weight.format, weight.shape) for name, weight in weights.items()}, {
-        "method": method,
-        **_bits_per_weight(weights),
-    }
 
 
 def _count_parameters(config: Any) -> int:
@@ -375,9 +340,8 @@ def _inspect_adapter(folder: Path) -> Inspection:
     name = "adapter_model.safetensors"
     pickled = [entry for entry in _list_entries(folder) if entry.suffix in _PICKLE_SUFFIXES]
     if pickled and not os.path.lexists(folder / name):
-        return Inspection(
-            kind="adapter", path=str(folder), facts=facts, problems=(*problems, *_format_problems(pickled))
-        )
+        problems += _format_problems(pickled)
+        return Inspection(kind="adapter", path=str(folder), facts=facts, problems=tuple(problems))
     file = input_file(folder, name, hint="save the adapter with safe_serialization=True, PEFT's default")
     tensors = _read_headers([file])
     facts |= _weight_facts([file], tensors)
@@ -407,28 +371,25 @@ def _inspect_run(folder: Path) -> Inspection:
 
 
 def _inspect_checkpoints(folder: Path) -> Inspection:
-    steps = sorted(
-        (entry for entry in _list_entries(folder) if entry.name.isdigit() and entry.is_dir()),
-        key=lambda entry: int(entry.name),
-    )
+    steps = [entry for entry in _list_entries(folder) if entry.name.isdigit() and entry.is_dir()]
+    steps.sort(key=lambda step: int(step.name))
     sizes = {step.name: sum(file.stat().st_size for file in step.rglob("*") if file.is_file()) for step in steps}
-    return Inspection(kind="checkpoints", path=str(folder), facts={"steps": [int(step.name) for step in steps],
-                      "bytes": sizes})  # fmt: skip
+    facts = {"steps": [int(step.name) for step in steps], "bytes": sizes}
+    return Inspection(kind="checkpoints", path=str(folder), facts=facts)
 
 
 def _find_weight_files(folder: Path) -> list[Path]:
     if os.path.lexists(folder / _SINGLE_FILE):
         return [input_file(folder, _SINGLE_FILE, hint=_COPY_HINT)]
-    index_file = _INDEX_FILE
-    if not os.path.lexists(folder / index_file):
+    if not os.path.lexists(folder / _INDEX_FILE):
         return [
             input_file(folder, entry.name, hint=_COPY_HINT)
             for entry in _list_entries(folder)
             if entry.suffix == ".safetensors"
         ]
-    weight_map = _read_json(folder, index_file).get("weight_map")
+    weight_map = _read_json(folder, _INDEX_FILE).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):  # pyright: ignore[reportUnknownVariableType, reportUnknownMemberType]
-        raise ModelFileError(f"{folder / index_file}: weight_map is not a table of names", hint=_COPY_HINT)
+        raise ModelFileError(f"{folder / _INDEX_FILE}: weight_map is not a table of names", hint=_COPY_HINT)
     names: set[str] = {*weight_map.values()}  # pyright: ignore[reportUnknownArgumentType, reportUnknownMemberType]
     return [input_file(folder, name, hint="copy the missing shard, too") for name in sorted(names)]
 
@@ -445,19 +406,18 @@ def _read_headers(files: Sequence[Path]) -> dict[str, tuple[str, tuple[int, ...]
                     view = file.get_slice(name)
                     tensors[name] = (str(view.get_dtype()), tuple(view.get_shape()))
         except (SafetensorError, OSError) as error:
-            raise ModelFileError(
-                f"{path}: not a complete safetensors file",
-                got=f"{shortened(error)} ({format_bytes(path.stat().st_size)} on disk)",
-                hint="copy it again; the file is truncated or damaged",
-            ) from error
+            got = f"{shortened(error)} ({format_bytes(path.stat().st_size)} on disk)"
+            hint = "copy it again; the file is truncated or damaged"
+            raise ModelFileError(f"{path}: not a complete safetensors file", got=got, hint=hint) from error
     return tensors
 
 
 def _weight_facts(
     files: Sequence[Path],
     tensors: Mapping[str, tuple[str, tuple[int, ...]]],
-    experts: tuple[int, int] | None = None,
+    experts: Any = None,
 ) -> dict[str, Any]:
+    """Count parameters and bytes; `experts` is that of the model's configuration, if it has experts."""
     counts, dtypes = Counter[str](), Counter[str]()
     for name, (dtype, shape) in tensors.items():
         if name.endswith("rotary_emb.inv_freq"):  # older files store these constants
@@ -469,7 +429,7 @@ def _weight_facts(
     facts: dict[str, Any] = {"parameters": total, "groups": dict(counts.most_common()), "dtypes": dict(dtypes)}
     if experts is not None:
         # Each token uses `num_used` of `num_experts` experts of equal size, and all other weights.
-        num_used, num_experts = experts
+        num_used, num_experts = experts.num_experts_per_token, experts.num_experts
         facts["experts_per_token"] = f"{num_used} of {num_experts}"
         facts["active_parameters"] = total - counts["experts"] + counts["experts"] * num_used // num_experts
     return {**facts, "tensors": len(tensors), "bytes": sum(file.stat().st_size for file in files), "files": len(files)}
@@ -480,19 +440,18 @@ def _tokenizer_facts(folder: Path, problems: list[str], notes: list[str], vocabu
 
     facts: dict[str, Any] = {"tokenizer": None, "chat_template": os.path.lexists(folder / "chat_template.jinja")}
     if os.path.lexists(folder / "tokenizer.json"):
-        model = _read_json(folder, "tokenizer.json").get("model")
-        kind = model.get("type") if isinstance(model, dict) else None  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
-        vocab = model.get("vocab") if isinstance(model, dict) else None  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
+        content = _read_json(folder, "tokenizer.json").get("model")
+        model: dict[str, Any] = content if isinstance(content, dict) else {}
+        kind, vocab = model.get("type") or "unknown", model.get("vocab")
         size = len(vocab) if isinstance(vocab, dict | list) else 0  # pyright: ignore[reportUnknownArgumentType]
-        facts["tokenizer"] = f"{kind or 'unknown'}, {size:,} tokens"
+        facts["tokenizer"] = f"{kind}, {size:,} tokens"
         try:
             tokenizer = models.load_tokenizer(folder)
-            facts["tokenizer"] = f"{kind or 'unknown'}, {tokenizer.get_vocab_size():,} tokens"
+            facts["tokenizer"] = f"{kind}, {tokenizer.get_vocab_size():,} tokens"
             largest = max(tokenizer.get_vocab(with_added_tokens=False).values(), default=0)
             if vocabulary is not None and largest >= vocabulary:
-                problems.append(
-                    f"tokenizer.json has ids up to {largest:,}, but the model has {vocabulary:,} embeddings"
-                )
+                problem = f"tokenizer.json has ids up to {largest:,}, but the model has {vocabulary:,} embeddings"
+                problems.append(problem)
             elif vocabulary is not None:
                 added = tokenizer.get_vocab()
                 if without_embedding := sorted(name for name, number in added.items() if number >= vocabulary):
@@ -523,24 +482,17 @@ def _dtype_problems(tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> tuple
     )
 
 
-def _format_problems(paths: Sequence[Path], safetensors_files: Sequence[Path] = ()) -> tuple[str, ...]:
-    """Describe weights in other formats; empty if a safetensors file was read."""
-    if safetensors_files:
-        return ()
-    descriptions = {
-        **dict.fromkeys(_PICKLE_SUFFIXES, "pickled weights, which can run code"),
-        **dict.fromkeys(_OTHER_SUFFIXES, "another format"),
-    }
-    gguf_description = "a GGUF file; to read it, name the file itself"
-    gguf_files = [path for path in paths if path.suffix.lower() == ".gguf"]
-    problems = [
-        f"{path.name}: {descriptions[path.suffix.lower()]}; Lowtide reads safetensors"
-        for path in paths
-        if path not in gguf_files
-    ]
-    return (*problems, *(f"{path.name}: {gguf_description}" for path in gguf_files)) or (
-        "weights are missing: there is no .safetensors file",
-    )
+def _format_problems(paths: Sequence[Path]) -> tuple[str, ...]:
+    """Describe files of weights in other formats, GGUF files last; without files, say that weights are missing."""
+    problems, gguf_problems = list[str](), list[str]()
+    for path in paths:
+        if path.suffix.lower() == ".gguf":
+            gguf_problems.append(f"{path.name}: a GGUF file; to read it, name the file itself")
+        else:
+            is_pickle = path.suffix.lower() in _PICKLE_SUFFIXES
+            description = "pickled weights, which can run code" if is_pickle else "another format"
+            problems.append(f"{path.name}: {description}; Lowtide reads safetensors")
+    return (*problems, *gguf_problems) or ("weights are missing: there is no .safetensors file",)
 
 
 def _message(error: LowtideError) -> str:
@@ -557,10 +509,6 @@ def _list_entries(folder: Path) -> list[Path]:
         return sorted(folder.iterdir())
     except OSError as error:
         raise ModelFileError(f"{folder}: cannot be read", got=error.strerror, hint="check its permissions") from error
-
-
-def _first_item(value: Any) -> Any:
-    return value[0] if isinstance(value, list) and value else value  # pyright: ignore[reportUnknownVariableType]
 
 
 # --- data ------------------------------------------------------------------------------------------------------------
@@ -583,7 +531,3 @@ def _length_facts(
         f"{num_lost:,} of {total:,} tokens, in {len(long_lengths):,} records, are lost at --seq-len {seq_len}; raise it"
     )
     return facts, [note] if num_lost > 0.02 * total else []
-
-
-def _is_empty(message: dict[str, Any]) -> bool:
-    return not (message.get("content") or "").strip() and not message.get("tool_calls")

@@ -1,9 +1,9 @@
-"""The parts of a run from its settings: adapter, loss, optimizer, learning rate and step, for any target.
+"""The step of a fine-tuning job from its settings: model, loss, optimizer, learning rate and batch.
 
-`lowtide fits`, `lowtide explain` and ``--budget`` compile the step of `config_job`, which is built from `config.json`
-without any weight. It uses the same functions as the run. The words of ``FinetuneConfig.offload`` become arguments of
-`lowtide.offload`: the leaves to load onto the host, the wrapper of the optimizer, the place of residuals, and the
-layerwise step of ``full``.
+`JobPlan` assembles it once. A run makes the plan from the weights that it loads. `lowtide fits`, `lowtide explain` and
+``--budget`` make it from `config.json`, as shapes, and compile it for any target. The words of
+``FinetuneConfig.offload`` become arguments of `lowtide.offload`: the leaves to load onto the host, the wrapper of the
+optimizer, the place of residuals, and the layerwise step of ``full``.
 """
 
 from __future__ import annotations
@@ -66,46 +66,73 @@ def step_job(model: str | Path, *, target: Target | str | None = None, **setting
         1024
     """
     config = config_from_dict({"packing": "best-fit", **settings, "model": str(model)}, "the settings")
-    return config_job(config, target)
+    return JobPlan.from_shapes(config, target).job()
 
 
-def config_job(config: FinetuneConfig, target: Target | str | None = None) -> Job:
-    """Make the step of a run from shapes alone.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class JobPlan:
+    """The parts of a job's training step, as arrays or as shapes."""
 
-    The job has the roles of `lowtide.train.analyze_step`; with `full`: ``state``, ``frozen`` and ``batch``.
-    """
-    refuse_for_model(config, directory_of(config))
-    base = base_shapes(config, target)
-    config = with_seq_len(config, base.config.max_position_embeddings)
-    names = ("tokens", "labels", *(("segment_ids", "positions") if config.is_packed else ()))
-    batch = {name: jax.ShapeDtypeStruct((config.batch_size, config.seq_len), jnp.int32) for name in names}
-    # Without data, epochs have no length in steps. The compiled step is the same for any number of steps.
-    schedule = learning_rate(dataclasses.replace(config, num_epochs=None))
-    if config.full:
-        step = full_step(config, base.stack, schedule, num_targets)
-        args = (*step.init(base.outer, base.layers), batch)
-        return Job(fn=step, args=args, roles={"state": 0, "frozen": 1, "batch": 2}, donate_argnums=0)
-    return train.step_job(
-        add_adapter(base, config),
-        make_loss(config),
-        optimizer(config, schedule),
-        WRT,
-        batch,
-        num_microbatches=config.num_microbatches,
-        weight=num_targets,
-    )
+    config: FinetuneConfig
+    base: models.Decoder
+    model: models.Decoder
+    """The base with its adapters; with `full` the base itself."""
 
+    @classmethod
+    def make(cls, config: FinetuneConfig, base: models.Decoder) -> JobPlan:
+        """Add the configured adapter to a base."""
+        return cls(config=config, base=base, model=base if config.full else add_adapter(base, config))
 
-def base_shapes(config: FinetuneConfig, target: Target | str | None = None) -> models.Decoder:
-    """Return the base as shapes, with the dtypes, quantisation and memory spaces that a run loads it with."""
-    platform = None if target is None else resolve_target(target).platform
-    weights_dtype, activations_dtype = dtypes(training_dtype(config), config.compute_dtype, platform)
-    shapes = models.load_shapes(directory_of(config), dtype=weights_dtype, compute_dtype=activations_dtype)
-    base = with_implementation(shapes, config.attention, config.tile_tokens)
-    for glob, format_name in (formats(config) or {}).items():
-        base = quant.quantize(base, glob, format_name)
-    select_hosted = is_hosted(config)
-    return base if select_hosted is None else offload.to_host(base, select_hosted)
+    @classmethod
+    def from_shapes(cls, config: FinetuneConfig, target: Target | str | None = None) -> JobPlan:
+        """Make the plan from `config.json` alone, with the dtypes, formats and memory spaces that a run loads.
+
+        `target` decides the meaning of the dtype ``auto``.
+        """
+        directory = directory_of(config)
+        refuse_for_model(config, directory)
+        platform = None if target is None else resolve_target(target).platform
+        weights_dtype, activations_dtype = dtypes(training_dtype(config), config.compute_dtype, platform)
+        base = models.load_shapes(directory, dtype=weights_dtype, compute_dtype=activations_dtype)
+        base = with_implementation(base, config.attention, config.tile_tokens)
+        for glob, format_name in (formats(config) or {}).items():
+            base = quant.quantize(base, glob, format_name)
+        if (select_hosted := is_hosted(config)) is not None:
+            base = offload.to_host(base, select_hosted)
+        return cls.make(with_seq_len(config, base.config.max_position_embeddings), base)
+
+    @property
+    def schedule(self) -> optax.Schedule:
+        """The learning rate by step."""
+        return learning_rate(self.config)
+
+    @property
+    def loss_fn(self) -> Callable[..., Any]:
+        """The loss function of the step; with dropout it also takes a random key."""
+        loss_fn, rate = _plain_loss(self.config), self.config.lora_dropout
+        return partial(_loss_with_dropout, loss_fn, rate) if rate else loss_fn
+
+    @property
+    def tx(self) -> Any:
+        """The optimizer; with `full` a `lowtide.offload.LayerwiseStep`, which also computes the loss."""
+        if self.config.full:
+            return full_step(self.config, self.base.stack, self.schedule)
+        return optimizer(self.config, self.schedule)
+
+    def job(self) -> Job:
+        """Return the step with the roles of `lowtide.train.step_job`; with `full`: ``state``, ``frozen``, ``batch``.
+
+        Its batch has the columns of packed records, unless `packing` is ``contiguous``.
+        """
+        config, tx = self.config, self.tx
+        names = ("tokens", "labels", *(("segment_ids", "positions") if config.is_packed else ()))
+        batch = {name: jax.ShapeDtypeStruct((config.batch_size, config.seq_len), jnp.int32) for name in names}
+        if config.full:
+            args = (*tx.init(self.base.outer, self.base.layers), batch)
+            return Job(fn=tx, args=args, roles={"state": 0, "frozen": 1, "batch": 2}, donate_argnums=0)
+        return train.step_job(
+            self.model, self.loss_fn, tx, WRT, batch, num_microbatches=config.num_microbatches, weight=num_targets
+        )
 
 
 def num_targets(batch: Tree) -> Any:
@@ -119,8 +146,8 @@ def num_targets(batch: Tree) -> Any:
 def add_adapter(base: models.Decoder, config: FinetuneConfig) -> models.Decoder:
     """Add the configured adapter to a model, or load `config.adapter`.
 
-    With EVA the factors are random here, and `add_eva_adapter` initialises them from data. A target that EVA cannot
-    initialise raises StructureError before any data is read.
+    With EVA the factors are random until `add_eva_adapter` initialises them; a target that it cannot initialise raises
+    StructureError here, before any data is read.
     """
     if config.adapter is not None:
         with warnings.catch_warnings():
@@ -176,12 +203,6 @@ def _lora_config(config: FinetuneConfig) -> lora.Config:
 # --- loss ------------------------------------------------------------------------------------------------------------
 
 
-def make_loss(config: FinetuneConfig) -> Callable[..., Any]:
-    """Return the loss function of a run's steps; with dropout it also takes a random key."""
-    loss_fn = _plain_loss(config)
-    return partial(_loss_with_dropout, loss_fn, config.lora_dropout) if config.lora_dropout else loss_fn
-
-
 def _plain_loss(config: FinetuneConfig) -> Callable[..., Any]:
     groups = config.layers_per_remat
     return partial(loss, remat=config.remat, layers_per_remat=groups, inputs=inputs_place(config))
@@ -213,8 +234,7 @@ def loss(
 def hidden(model: models.Decoder, batch: Tree) -> Any:
     """Compute the last block's output [B, T, D] for a model whose leaves may be in host memory.
 
-    Text is sampled without a cache, so a model whose layers are on the host is streamed once for each token. To
-    evaluate and to sample, the whole embedding and head of a fully tuned model move to the device.
+    Text is sampled without a cache, so layers on the host are streamed once for each token.
     """
     return _hidden(model, _on_device(model.outer), batch, remat=False, inputs="device")
 
@@ -314,9 +334,7 @@ def _with_state_format(config: FinetuneConfig, tx: optax.GradientTransformation)
     return tx if state_format is weights is None else low_precision(tx, state_format, weights=weights)
 
 
-def full_step(
-    config: FinetuneConfig, stack: LayerStack, schedule: optax.Schedule, weight: Callable[[Tree], Any]
-) -> offload.LayerwiseStep:
+def full_step(config: FinetuneConfig, stack: LayerStack, schedule: optax.Schedule) -> offload.LayerwiseStep:
     """Build the step that applies AdamW to every parameter inside the backward pass."""
     mode: Any = config.clip_mode
     return offload.layerwise_step(
@@ -326,7 +344,7 @@ def full_step(
         place=_places(config),
         clip=offload.Clip(max_norm=config.max_grad_norm, mode=mode) if config.max_grad_norm else None,
         num_microbatches=config.num_microbatches,
-        weight=weight,
+        weight=num_targets,
     )
 
 
@@ -346,55 +364,34 @@ def learning_rate(config: FinetuneConfig) -> optax.Schedule:
 
     A warm-up of n steps begins at 1 / (n + 1) of the peak, since a first step with rate 0 would do nothing.
     """
-    peak = _peak_rate(config)
+    default, embedded = (1e-5, 1e-3) if config.full else (2e-4, 5e-3)
+    peak = config.learning_rate or (default if config.model is not None else embedded)
     num_steps = config.schedule_steps or config.num_steps
     warmup_steps = round(config.warmup_ratio * num_steps) if config.warmup_steps is None else config.warmup_steps
     warmup = min(warmup_steps, num_steps - 1)
-    main_schedule = _AFTER_WARMUP[config.schedule](config, peak, warmup, max(num_steps - warmup, 1))
+    main_schedule = _after_warmup(config, peak, warmup, max(num_steps - warmup, 1))
     if warmup == 0:
         return main_schedule
     warmup_schedule = optax.linear_schedule(peak / (warmup + 1), peak, warmup)
     return optax.join_schedules([warmup_schedule, main_schedule], [warmup])
 
 
-def _peak_rate(config: FinetuneConfig) -> float:
-    """Return the configured or default peak learning rate."""
-    default, embedded = (1e-5, 1e-3) if config.full else (2e-4, 5e-3)
-    return config.learning_rate or (default if config.model is not None else embedded)
-
-
-def _cosine(config: FinetuneConfig, peak: float, warmup: int, num_steps: int) -> optax.Schedule:
-    return optax.cosine_decay_schedule(peak, num_steps, alpha=config.final_rate_fraction)
-
-
-def _linear(config: FinetuneConfig, peak: float, warmup: int, num_steps: int) -> optax.Schedule:
-    return optax.linear_schedule(peak, peak * config.final_rate_fraction, num_steps)
-
-
-def _constant(config: FinetuneConfig, peak: float, warmup: int, num_steps: int) -> optax.Schedule:
-    return optax.constant_schedule(peak)
-
-
-def _inverse_sqrt(config: FinetuneConfig, peak: float, warmup: int, num_steps: int) -> optax.Schedule:
-    # `step` counts from the end of the warm-up, so in steps s of the run this is peak * sqrt(warmup / s).
-    shift = max(warmup, 1)
-    return lambda step: peak * (shift / (shift + step)) ** 0.5
-
-
-def _stable(config: FinetuneConfig, peak: float, warmup: int, num_steps: int) -> optax.Schedule:
-    # `decay_fraction` refers to all steps of the schedule, including the warm-up.
+def _after_warmup(config: FinetuneConfig, peak: float, warmup: int, num_steps: int) -> optax.Schedule:
+    """Build the schedule of the `num_steps` steps after the warm-up, which counts steps from there."""
+    if config.schedule == "cosine":
+        return optax.cosine_decay_schedule(peak, num_steps, alpha=config.final_rate_fraction)
+    if config.schedule == "linear":
+        return optax.linear_schedule(peak, peak * config.final_rate_fraction, num_steps)
+    if config.schedule == "constant":
+        return optax.constant_schedule(peak)
+    if config.schedule == "inverse_sqrt":
+        # `step` counts from the end of the warm-up, so in steps s of the run this is peak * sqrt(warmup / s).
+        shift = max(warmup, 1)
+        return lambda step: peak * (shift / (shift + step)) ** 0.5
+    # warmup_stable_decay: `decay_fraction` refers to all steps of the schedule, including the warm-up.
     decay_steps = min(num_steps, max(1, round(config.decay_fraction * (num_steps + warmup))))
     decay_schedule = optax.linear_schedule(peak, peak * config.final_rate_fraction, decay_steps)
     return optax.join_schedules([optax.constant_schedule(peak), decay_schedule], [num_steps - decay_steps])
-
-
-_AFTER_WARMUP: dict[str, Callable[[FinetuneConfig, float, int, int], optax.Schedule]] = {
-    "cosine": _cosine,
-    "linear": _linear,
-    "constant": _constant,
-    "inverse_sqrt": _inverse_sqrt,
-    "warmup_stable_decay": _stable,
-}
 
 
 # --- callbacks -------------------------------------------------------------------------------------------------------

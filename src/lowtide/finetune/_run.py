@@ -40,7 +40,6 @@ from ..offload import to_device
 from ..pipeline import Pipeline, schedule, value_and_grad
 from ..train import Record, Trainer, analyze_naive
 from ._base import (
-    copy_config_keys,
     directory_of,
     formats,
     load_end_tokens,
@@ -49,38 +48,37 @@ from ._base import (
     refuse_for_model,
     tokenizer_folder,
     training_dtype,
-    with_end_tokens,
+    write_model,
 )
 from ._config import FinetuneConfig, config_to_toml, with_steps
 from ._job import (
     WRT,
-    add_adapter,
+    JobPlan,
     add_eva_adapter,
-    full_step,
     hidden,
     inputs_place,
     is_hosted,
     is_weight,
-    learning_rate,
-    make_loss,
     num_targets,
     optimizer,
     stopping_callbacks,
     trackers,
 )
-from ._report import MemoryTable, save_report_inputs, write_report
 from ._run_folder import (
     ADAPTER,
     CHECKPOINTS,
     MEMORY,
     METRICS,
     MODEL,
+    MemoryTable,
     MetricsFile,
     check_checkpoint,
     check_same_run,
     read_records,
+    save_report_inputs,
     start_day,
     write_config,
+    write_report,
 )
 from .data._encode import decode_after
 from .data._load import load_data
@@ -124,10 +122,9 @@ class Finetune:
         self.directory = directory_of(config)
         self.tokenizer_dir = tokenizer_folder(self.directory, config.tokenizer)
         self.base, self.tokenizer = _load(config, self.directory, None if sharding is None else sharding.of)
-        model = self.base
-        if not config.full:  # before the data, whose preparation may take hours
-            model = add_adapter(model, config)
-            lora.check_names(model)
+        plan = JobPlan.make(config, self.base)  # before the data, whose preparation may take hours
+        if not config.full:
+            lora.check_names(plan.model)
         template_kwargs = {"tokenizer_dir": self.tokenizer_dir, "chat_template": config.chat_template}
         self.ends = load_end_tokens(self.base.config, self.tokenizer, self.directory, **template_kwargs)
         day = of_first(lambda: start_day(self.out))
@@ -136,11 +133,11 @@ class Finetune:
         self.data = load_data(config, self.tokenizer_dir, self.tokenizer, **options)
         config = dataclasses.replace(config, seq_len=self.data.seq_len)
         original_config, config = config, with_steps(config, self.data.num_train_sequences)
-        self.config = config
+        self.config, plan = config, dataclasses.replace(plan, config=config)
         # An adapter on a weight that the model cannot adapt raises here, before anything is written.
-        loss_fn = make_loss(config)
+        loss_fn: Any = plan.loss_fn
         loss_kwargs: dict[str, Any] = {"key": jax.random.key(0), "training": True} if config.lora_dropout else {}
-        jax.eval_shape(partial(loss_fn, **loss_kwargs), model, self.data.train[0])
+        jax.eval_shape(partial(loss_fn, **loss_kwargs), plan.model, self.data.train[0])
         if sharding is not None:
             sharding.batch_shapes(self.data.train[0], config.num_microbatches)  # raises if rows cannot be sharded
         self._processes.agree(config=config_to_toml(config), data=self.data.digest)
@@ -150,28 +147,25 @@ class Finetune:
         of_first(
             lambda: (write_config(self.out, original_config), check_same_run(self.out, config, self.data.digest, day))
         )
-        self.schedule = learning_rate(config)
+        self.schedule = plan.schedule
         # The learning rates for records are computed here, in one program. Computed after a step, they would delay the
         # record until the device is free. An interrupt during this wait could lose the record.
         self._rates = np.asarray(jax.jit(jax.vmap(self.schedule))(jnp.arange(config.num_steps)))
-        tx: Any = optimizer(config, self.schedule)
         # Only dropout uses the trainer's key; pipelines and layerwise steps take no seed.
         options = {"wrt": WRT, "num_microbatches": config.num_microbatches, "seed": config.seed}
         if sharding is not None and STAGE in sharding.mesh.shape:
-            options, loss_fn = {"pipeline": _pipeline(config, model.stack, sharding)}, None  # the stack has a loss
-        if config.full:
-            tx, options = full_step(config, self.base.stack, self.schedule, num_targets), {}
+            options, loss_fn = {"pipeline": _pipeline(config, plan.model.stack, sharding)}, None  # the stack has a loss
         self.trainer = Trainer(
-            model,
+            plan.model,
             loss_fn,
-            tx,
+            plan.tx,
             weight=num_targets,
             checkpoint_dir=self.out / CHECKPOINTS,
             max_to_keep=config.max_to_keep,
             best="eval_loss" if config.keep_best or config.load_best_at_end else None,
             sharding=sharding,
             rollback=False,  # an error ends the process, and a resume continues from a checkpoint
-            **options,
+            **({} if config.full else options),
         )
         self.resumed_at = self.trainer.restore()
         if config.full:
@@ -317,10 +311,9 @@ class Finetune:
             dtype = self.config.save_dtype
             if dtype == "auto":
                 dtype = jnp.dtype(models.load_shapes(self.directory).outer["embed"]["weight"].dtype).name
-            models.save(model, self.out / MODEL, tokenizer=self.tokenizer_dir / "tokenizer.json", dtype=dtype)
-            copy_config_keys(self.directory, self.out / MODEL, model.config)
             files = read_auxiliary_files(self.tokenizer_dir, self.config.chat_template)
-            write_files(self.out / MODEL, with_end_tokens(files, self.ends, model.config))
+            tokenizer = self.tokenizer_dir / "tokenizer.json"
+            write_model(model, self.directory, self.out / MODEL, files, self.ends, tokenizer=tokenizer, dtype=dtype)
         else:
             lora.save(model, self.out / ADAPTER, base_model_name_or_path=self.config.model)
         self.write_memory(table)
@@ -332,15 +325,13 @@ class Finetune:
 
     def tables(self) -> dict[str, list[tuple[str, str]]]:
         """Return the tables of the run's page except its settings: rows of name and text by title."""
-        data = self.data
-        counts = {
-            "documents": data.num_documents,
-            "tokens to train on": data.num_train_tokens,
-            "tokens held out": data.num_held_out_tokens,
+        rows = {
+            "documents": f"{self.data.num_documents:,}",
+            "tokens to train on": f"{self.data.num_train_tokens:,}",
+            "tokens held out": f"{self.data.num_held_out_tokens:,}",
         }
-        rows = [(name, f"{count:,}") for name, count in counts.items()]
-        if (report := data.report) is not None:
-            report_rows = {
+        if (report := self.data.report) is not None:
+            rows |= {
                 "rows to train on": f"{report.num_rows:,}",
                 "non-padding share of the tokens": f"{report.utilisation:.1%}",
                 "learned share of these tokens": f"{report.loss_share:.1%}",
@@ -352,8 +343,7 @@ class Finetune:
                 "held-out documents skipped": f"{report.num_held_out_left_out:,}",
                 "held-out tokens lost": f"{report.num_held_out_lost_tokens:,}",
             }
-            rows += list(report_rows.items())
-        return {"Data": rows}
+        return {"Data": list(rows.items())}
 
     def write_report(
         self, table: MemoryTable, samples: Mapping[str, tuple[str, str]] | None = None, *, timeline: bool = False
@@ -431,40 +421,20 @@ class Finetune:
 def _refuse_for_sharding(config: FinetuneConfig, *, is_pipeline: bool) -> None:
     """Raise ConfigError for settings that sharded runs, or pipelines, do not support."""
     words = [word for word in config.offload or () if word != "activations" or not is_pipeline]
-    rows = (
-        (
-            config.full or words,
-            "--full and host offload cannot be sharded over devices yet",
-            "adapters, with everything on the devices" + " except activations" * is_pipeline,
-            "full" if config.full else f"offload = {', '.join(words)}",
-            "leave out --distributed and --pipeline, or --full and --offload"
-            + ("" if is_pipeline else "; with --pipeline activations can be offloaded"),
-        ),
-        (
-            is_pipeline and config.layers_per_remat > 1,
-            "layers_per_remat contradicts --pipeline, whose stages keep the input of each layer",
-            "layers_per_remat = 1",
-            f"layers_per_remat = {config.layers_per_remat}",
-            "leave layers_per_remat out; --offload activations moves those inputs to the host",
-        ),
-        (
-            config.lora_init == "eva",
-            "lora_init: EVA reads whole batches, on one device",
-            "another lora_init with --distributed and --pipeline",
-            config.lora_init,
-            "leave lora_init out, or start on one device and continue with --adapter",
-        ),
-        (
-            is_pipeline and config.lora_dropout,
-            "lora_dropout: the loss of a pipeline takes no random key",
-            "lora_dropout = 0 with --pipeline",
-            config.lora_dropout,
-            "leave lora_dropout or --pipeline out",
-        ),
-    )
-    for is_refused, message, expected, got, hint in rows:
-        if is_refused:
-            raise ConfigError(message, expected=expected, got=got, hint=hint)
+    if config.full or words:
+        setting = "--full" if config.full else f"--offload {','.join(words)}"
+        hint = f"leave out --distributed and --pipeline, or {setting}; with --pipeline activations can be offloaded"
+        raise ConfigError(f"{setting} cannot be sharded over devices yet", hint=hint)
+    if is_pipeline and config.layers_per_remat > 1:
+        problem = "layers_per_remat contradicts --pipeline, whose stages keep the input of each layer"
+        hint = "leave layers_per_remat out; --offload activations moves those inputs to the host"
+        raise ConfigError(problem, hint=hint)
+    if config.lora_init == "eva":
+        hint = "leave lora_init out, or start on one device and continue with --adapter"
+        raise ConfigError("lora_init: EVA reads whole batches, on one device", hint=hint)
+    if is_pipeline and config.lora_dropout:
+        hint = "leave lora_dropout or --pipeline out"
+        raise ConfigError("lora_dropout: the loss of a pipeline takes no random key", hint=hint)
 
 
 def _pipeline(config: FinetuneConfig, stack: LayerStack, sharding: ShardingRules) -> Pipeline:

@@ -1,4 +1,4 @@
-"""The folder of a run: checks before a start or a resume, and the metrics file.
+"""The folder of a run: checks before a start or a resume, the metrics file, and the reports.
 
 config.toml     settings of the run
 data.json       digest of the tokens, settings, steps and day that the run began with
@@ -8,6 +8,9 @@ adapter/        the adapter in PEFT's format, or
 model/          the model, if the whole model was tuned
 memory.json     bytes of the step
 report.html     with `report`, one page about the run; report.json and memory-report.json hold its further inputs
+
+The page is written from these files: at the end of a run, after an interrupt, or later. It draws the ``loss`` and
+``eval_loss`` of the records, whatever the objective is.
 """
 
 from __future__ import annotations
@@ -15,21 +18,25 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import json
+import math
 import os
+import statistics
 import tomllib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 
-from ..core import ConfigError, OutputError, check_writable, is_count, write_files
+from ..core import ConfigError, LowtideError, OutputError, check_writable, format_bytes, is_count, write_files
 from ..distributed import of_first, same_in_all
+from ..report import Chart, MemoryReport, RunFacts, run_page, versions
 from ..train import Callback
-from ._config import FinetuneConfig, config_from_dict, config_to_toml, read_config
+from ._config import FinetuneConfig, config_from_dict, config_to_toml, flag_of, read_config
 
 CONFIG, METRICS, MEMORY, DATA = "config.toml", "metrics.jsonl", "memory.json", "data.json"
 CHECKPOINTS, ADAPTER, MODEL = "checkpoints", "adapter", "model"
+PAGE, PARTS, REPORT = "report.html", "report.json", "memory-report.json"
 _PATHS = ("model", "tokenizer", "data", "eval_data", "chat_template")
 _EDITABLE = (
     *_PATHS,
@@ -67,13 +74,15 @@ def _open_run(out: Path, values: Mapping[str, Any], source: str, *, resume: bool
     # Absolute paths allow a resume from another working directory. An empty string means that no path is given.
     paths = {name: values[name] for name in _PATHS if isinstance(values.get(name), str) and values[name]}
     values = {**values, **{name: _absolute_path(Path(path)) for name, path in paths.items()}}
+    try:
+        is_used = (out / CONFIG).is_file() if resume else out.is_dir() and any(out.iterdir())
+    except OSError as error:
+        hint = "choose an --out that you may read and write"
+        raise OutputError(f"{out}: cannot be read", got=error.strerror or error, hint=hint) from error
     if resume:
-        if not _read_folder(out, lambda: (out / CONFIG).is_file()):
-            raise OutputError(
-                f"{out}: the folder has no run to resume",
-                expected=f"{out / CONFIG}",
-                hint="start the run without --resume",
-            )
+        if not is_used:
+            hint = f"start the run without --resume; the folder has no {CONFIG}"
+            raise OutputError(f"{out}: the folder has no run to resume", hint=hint)
         saved = read_config(out / CONFIG)
         config = config_from_dict(saved, str(out / CONFIG))
         if config.num_epochs is not None and "num_steps" in values and "num_epochs" not in values:
@@ -87,11 +96,9 @@ def _open_run(out: Path, values: Mapping[str, Any], source: str, *, resume: bool
         _refuse_other_config(config, requested, values, out)
     else:
         config = config_from_dict(values, source)
-        if _read_folder(out, lambda: out.is_dir() and any(out.iterdir())):
-            raise OutputError(
-                f"{out}: the folder is not empty",
-                hint="continue that run with --resume, or choose another --out; nothing in it was changed",
-            )
+        if is_used:
+            hint = "continue that run with --resume, or choose another --out; nothing in it was changed"
+            raise OutputError(f"{out}: the folder is not empty", hint=hint)
     check_writable(out, "cannot be written", "choose an --out that you may write to")
     return config
 
@@ -103,13 +110,10 @@ def _absolute_path(path: Path) -> str:
 
 def _epochs_to_steps(out: Path, config: FinetuneConfig) -> FinetuneConfig:
     """Replace `num_epochs` with the number of steps that the run's first call recorded."""
-    num_steps = json.loads((out / DATA).read_text()).get("num_steps") if (out / DATA).is_file() else None
-    if not is_count(num_steps, 1):
-        raise ConfigError(
-            f"{out}: the run of {config.num_epochs} epochs has not started, so its steps cannot be raised",
-            hint="leave --steps out, or start a run in another --out",
-        )
-    return dataclasses.replace(config, num_epochs=None, num_steps=num_steps)
+    if not (start := _read_start(out)):
+        problem = f"the run of {config.num_epochs} epochs has not started, so its steps cannot be raised"
+        raise ConfigError(f"{out}: {problem}", hint="leave --steps out, or start a run in another --out")
+    return dataclasses.replace(config, num_epochs=None, num_steps=start["num_steps"])
 
 
 def write_config(out: Path, config: FinetuneConfig) -> None:
@@ -122,8 +126,7 @@ def start_day(out: Path) -> str:
 
     Chat templates may write the date, and a run resumed on another day needs the same tokens.
     """
-    path, today = out / DATA, datetime.date.today().isoformat()
-    return _read_start(path)[2] or today if path.is_file() else today
+    return _read_start(out).get("day") or datetime.date.today().isoformat()
 
 
 def check_same_run(out: Path, config: FinetuneConfig, digest: str, day: str | None = None) -> None:
@@ -131,25 +134,20 @@ def check_same_run(out: Path, config: FinetuneConfig, digest: str, day: str | No
 
     Only the first process calls this. `digest` is that of the run's tokens, and `day` comes from `start_day`.
     """
-    path, settings = out / DATA, _loss_settings(config)
-    if not path.is_file():
+    settings, start = _loss_settings(config), _read_start(out)
+    if not start:
         start = {"sha256_of_tokens": digest, "settings": settings, "num_steps": config.num_steps, "day": day}
         write_files(out, {DATA: (json.dumps(start) + "\n").encode()})
         return
-    old_digest, old_settings, _ = _read_start(path)
+    old_settings = start["settings"]
     changed = [name for name in sorted(old_settings.keys() & settings.keys()) if old_settings[name] != settings[name]]
     if changed:
-        raise ConfigError(
-            f"{out / CONFIG} was changed since the run started",
-            expected=", ".join(f"{name} = {old_settings[name]!r}" for name in changed),
-            got=", ".join(f"{name} = {settings[name]!r}" for name in changed),
-            hint="restore it, or start a run in another --out; for more steps use --resume --steps",
-        )
-    if old_digest != digest:
-        raise ConfigError(
-            f"{out}: the data or the tokenizer changed since this run started",
-            hint="restore both, so that the losses are those of one run, or start a run in another --out",
-        )
+        old, new = (_describe_settings(values, changed) for values in (old_settings, settings))
+        hint = "restore it, or start a run in another --out; for more steps use --resume --steps"
+        raise ConfigError(f"{out / CONFIG} was changed since the run started", expected=old, got=new, hint=hint)
+    if start["sha256_of_tokens"] != digest:
+        hint = "restore both, so that the losses are those of one run, or start a run in another --out"
+        raise ConfigError(f"{out}: the data or the tokenizer changed since this run started", hint=hint)
 
 
 def check_checkpoint(out: Path, config: FinetuneConfig, resumed_at: int | None) -> None:
@@ -162,11 +160,9 @@ def check_checkpoint(out: Path, config: FinetuneConfig, resumed_at: int | None) 
     last_step = max((record["step"] for record in read_records(out / METRICS)), default=0)
     has_saved = last_step > 2 * config.checkpoint_every or (out / MEMORY).is_file()
     if resumed_at is None and has_saved:
-        raise OutputError(
-            f"{out / CHECKPOINTS}: the folder has no checkpoint",
-            expected=f"a checkpoint of a run that has recorded {last_step} steps",
-            hint="restore the folder, or start again with another --out; nothing was changed",
-        )
+        problem = f"the folder has no checkpoint of a run that has recorded {last_step} steps"
+        hint = "restore the folder, or start again with another --out; nothing was changed"
+        raise OutputError(f"{out / CHECKPOINTS}: {problem}", hint=hint)
 
 
 class MetricsFile(Callback):
@@ -219,29 +215,19 @@ def read_records(path: Path) -> list[dict[str, Any]]:
 def _refuse_other_config(
     saved: FinetuneConfig, requested: FinetuneConfig, values: Mapping[str, Any], out: Path
 ) -> None:
-    differing = {
-        name: (old, new)
-        for name, old in dataclasses.asdict(saved).items()
-        if name in values and old != (new := getattr(requested, name))
-    }
-    if differing:
-        raise ConfigError(
-            f"{out}: --resume does not match the configuration of this run",
-            expected=", ".join(f"{name} = {old!r}" for name, (old, _) in differing.items()),
-            got=", ".join(f"{name} = {new!r}" for name, (_, new) in differing.items()),
-            hint=f"leave them out to continue with {out / CONFIG}, where you may edit settings that change bytes but "
-            "no losses, or start a run in another --out; only --steps may be larger",
+    changed = [name for name, old in vars(saved).items() if name in values and old != getattr(requested, name)]
+    if changed:
+        old, new = (_describe_settings(vars(config), changed) for config in (saved, requested))
+        hint = (
+            f"leave them out to continue with {out / CONFIG}, where you may edit settings that change bytes but no "
+            "losses, or start a run in another --out; only --steps may be larger"
         )
+        problem = "--resume does not match the configuration of this run"
+        raise ConfigError(f"{out}: {problem}", expected=old, got=new, hint=hint)
 
 
-def _read_folder(out: Path, read: Callable[[], bool]) -> bool:
-    """Call `read`, and report an unreadable folder as an OutputError."""
-    try:
-        return read()
-    except OSError as error:
-        raise OutputError(
-            f"{out}: cannot be read", got=error.strerror or error, hint="choose an --out that you may read and write"
-        ) from error
+def _describe_settings(values: Mapping[str, Any], names: Sequence[str]) -> str:
+    return ", ".join(f"{name} = {values[name]!r}" for name in names)
 
 
 def _loss_settings(config: FinetuneConfig) -> dict[str, Any]:
@@ -254,15 +240,230 @@ def _loss_settings(config: FinetuneConfig) -> dict[str, Any]:
     return json.loads(json.dumps({**values, "schedule_steps": config.schedule_steps or config.num_steps}))
 
 
-def _read_start(path: Path) -> tuple[str, dict[str, Any], str | None]:
-    """Return the digest, settings and day that a run began with; earlier versions recorded no settings and no day."""
+def _read_start(out: Path) -> dict[str, Any]:
+    """Return what `check_same_run` recorded when the run began; empty for a run that has not started."""
+    if not (out / DATA).is_file():
+        return {}
     try:
-        values = json.loads(path.read_text())
-        day = values.get("day")
-        if day is not None:
-            datetime.date.fromisoformat(day)
-        return values["sha256_of_tokens"], dict(values.get("settings", {})), day
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise OutputError(
-            f"{path}: the file is damaged", got=str(error), hint="restore it, or start a run in another --out"
-        ) from error
+        start = json.loads((out / DATA).read_text())
+        if start["day"] is not None:
+            datetime.date.fromisoformat(start["day"])
+        if not is_count(start["num_steps"], 1):
+            raise ValueError(f"num_steps is {start['num_steps']!r}")
+        return {**start, "settings": dict(start["settings"]), "sha256_of_tokens": str(start["sha256_of_tokens"])}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        hint = "restore it, or start a run in another --out"
+        raise OutputError(f"{out / DATA}: the file is damaged", got=str(error), hint=hint) from error
+
+
+# --- reports ---------------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MemoryTable:
+    """Bytes of a fine-tuning step; all figures are compiled or counted from shapes."""
+
+    ours: MemoryReport
+    """Report of the step that runs."""
+    trainable_bytes: int
+    """Adapters, or the whole model with `full`, without padding."""
+    frozen_bytes: int
+    """The base of the adapters, without padding."""
+    gradient_bytes: int
+    """Gradients of our step that are live at the same time: of all adapters; with `full`, of one layer or the largest
+    outer leaf, plus a tied embedding."""
+    optimizer_bytes: int
+    """Optimizer state."""
+    naive_gradient_bytes: int | None = None
+    """Gradient tree of the naive step; None without a comparison."""
+    naive: MemoryReport | None = None
+    """Report of AdamW over the whole model, all on the device, with frozen leaves behind stop_gradient.
+
+    None when it does not compile for lack of memory, or without a comparison.
+    """
+
+    @property
+    def is_compared(self) -> bool:
+        """Whether the table has figures of the naive step."""
+        return self.naive_gradient_bytes is not None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the content of `memory.json`; keys that begin with ``naive_`` are present only with a comparison."""
+        counts = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.type == "int"}
+        naive = {
+            "naive_gradient_bytes": self.naive_gradient_bytes,
+            "naive_device_bytes": None if self.naive is None else self.naive.device_bytes,
+            "naive_by_role": None if self.naive is None else dict(self.naive.by_role),
+        }
+        return {
+            "target": self.ours.target.name,
+            **counts,
+            "device_bytes": self.ours.device_bytes,
+            "host_bytes": self.ours.host_bytes,
+            "by_role": dict(self.ours.by_role),
+            "host_by_role": dict(self.ours.host_by_role),
+            **(naive if self.is_compared else {}),
+            "measured_peak_bytes": measured_peak_bytes(),
+            "chip": self.ours.target.chip,
+            "versions": versions(),
+        }
+
+
+def measured_peak_bytes() -> int | None:
+    """Return the peak bytes of JAX's allocator on the first device so far; None where it keeps no count (CPU)."""
+    stats = jax.local_devices()[0].memory_stats()
+    return None if not stats else stats.get("peak_bytes_in_use")
+
+
+# --- page ------------------------------------------------------------------------------------------------------------
+
+
+def save_report_inputs(
+    out: Path,
+    memory: MemoryReport,
+    tables: Mapping[str, Sequence[tuple[str, str]]],
+    samples: Mapping[str, tuple[str, str]],
+) -> None:
+    """Write the inputs of the page that no other file has; samples of an earlier call for the run stay in the file.
+
+    `tables` are rows of name and text by title, and `samples` prompt and continuation by title.
+    """
+    memory.to_json(out / REPORT)
+    parts = {"tables": tables, "samples": {**_read_parts(out, [])[1], **samples}}
+    write_files(out, {PARTS: (json.dumps(parts, indent=2) + "\n").encode()})
+
+
+def write_report(out: str | Path) -> Path:
+    """Write the page of a finished or unfinished run from the files in its folder.
+
+    Args:
+        out: the run's folder.
+
+    Returns:
+        Path of the page, `report.html` in that folder: one file that needs no network and no script.
+
+    Raises:
+        OutputError: when the folder holds no run, its `data.json` is damaged, or it cannot be written.
+        ConfigError: when its `config.toml` is damaged.
+
+    Memory:
+        Holds the records on the host.
+    """
+    out = Path(out)
+    if not (out / CONFIG).is_file():
+        hint = f"name the folder of a run, which has {CONFIG}"
+        raise OutputError(f"{out}: the folder has no run to report on", hint=hint)
+    config = config_from_dict(read_config(out / CONFIG), str(out / CONFIG))
+    records, notes = read_records(out / METRICS), list[str]()
+    (tables, samples), memory = _read_parts(out, notes), _read_memory(out / REPORT, notes)
+    num_steps = config.num_steps if config.num_epochs is None else _read_start(out).get("num_steps")
+    verdict, facts = _facts(config, records, num_steps, memory)
+    software = ", ".join(f"{name} {version}" for name, version in versions().items() if version)
+    run = RunFacts(
+        name=out.resolve().name,
+        verdict=verdict,
+        facts=facts,
+        charts=_charts(config, records),
+        samples={f"Sample {title}": sample for title, sample in samples.items()},
+        tables={**tables, "Settings": _settings(config)},
+        notes=[*(f"Note: {note}" for note in notes), f"Made with {software}"],
+    )
+    write_files(out, {PAGE: run_page(run, memory)})
+    return out / PAGE
+
+
+def _charts(config: FinetuneConfig, records: Sequence[Mapping[str, Any]]) -> list[Chart]:
+    tokens = config.batch_size * config.seq_len
+
+    def curve(name: str) -> list[tuple[float, float | None]]:
+        return [(record["step"], _value(record, name)) for record in records if name in record]
+
+    speed, note = _clip_peaks([(step, tokens / seconds if seconds else None) for step, seconds in curve("seconds")])
+    return [
+        Chart(title="Loss, nats per token", curves={"training": curve("loss"), "held out": curve("eval_loss")}),
+        Chart(title="Learning rate", curves={"learning rate": curve("learning_rate")}),
+        Chart(title="Norm of the gradients, before clipping", curves={"norm": curve("grad_norm")}),
+        Chart(title=f"Tokens per second{note}", curves={"tokens per second": speed}),
+    ]
+
+
+def _clip_peaks(points: list[tuple[float, float | None]]) -> tuple[list[tuple[float, float | None]], str]:
+    """Clip values above four times the median, and return a note for the title.
+
+    Such values occur when the wait for a step is timed elsewhere, so that the step itself seems fast.
+    """
+    values = [value for _, value in points if value is not None]
+    limit = 4 * statistics.median(values) if values else math.inf
+    if max(values, default=0) <= limit:
+        return points, ""
+    clipped = [(step, None if value is None else min(value, limit)) for step, value in points]
+    return clipped, f", cut at {limit:,.0f}"
+
+
+def _facts(
+    config: FinetuneConfig, records: Sequence[Mapping[str, Any]], num_steps: int | None, memory: MemoryReport | None
+) -> tuple[str, list[tuple[str, str]]]:
+    last_step = max((record["step"] for record in records), default=0)
+    progress = f"{last_step:,} of {num_steps:,} steps" if num_steps is not None else f"{last_step:,} steps"
+    held_out = [(record["step"], _value(record, "eval_loss")) for record in records]
+    losses = [(step, value) for step, value in held_out if value is not None]
+    verdict = f"{progress} done"
+    facts = [("Steps", progress)]
+    if losses:
+        verdict = f"Held-out loss {losses[0][1]:.4f} → {losses[-1][1]:.4f} in {progress}"
+        step, best = min(losses, key=lambda point: point[1])
+        facts.append(("Lowest held-out loss", f"{best:.4f} at step {step:,}"))
+    times = [value for record in records if (value := _value(record, "seconds"))]
+    if times:
+        tokens = config.batch_size * config.seq_len
+        # Records do not count padding. The table of the data has the share of padding in the rows.
+        facts.append(("Tokens in batches, with padding", f"{tokens * len(times):,}"))
+        facts.append(("Time in steps", _duration(sum(times))))
+        facts.append(("Tokens per second", f"{tokens / statistics.median(times):,.0f} (median)"))
+    if memory is not None:
+        facts.append(("Device", format_bytes(memory.device_bytes)))
+        facts += [("Host", format_bytes(memory.host_bytes))] if memory.host_bytes else []
+    return verdict, facts
+
+
+def _settings(config: FinetuneConfig) -> list[tuple[str, str]]:
+    values: dict[str, Any] = {name: value for name, value in vars(config).items() if value is not None}
+    texts = {name: ", ".join(value) if isinstance(value, tuple) else str(value) for name, value in values.items()}
+    return [(flag_of(name).removeprefix("--"), text) for name, text in texts.items()]
+
+
+def _duration(seconds: float) -> str:
+    minutes, remainder = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{remainder:02}" if hours or minutes else f"{seconds:.1f} s"
+
+
+def _value(record: Mapping[str, Any], name: str) -> float | None:
+    value = record.get(name)
+    return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
+
+
+def _read_parts(out: Path, notes: list[str]) -> tuple[dict[str, list[tuple[str, str]]], dict[str, tuple[str, str]]]:
+    """Read tables and samples from `report.json`, as `save_report_inputs` wrote them."""
+    try:
+        parts = json.loads((out / PARTS).read_bytes())
+        tables = {title: [(str(name), str(text)) for name, text in rows] for title, rows in parts["tables"].items()}
+        samples = {title: (str(prompt), str(text)) for title, (prompt, text) in parts["samples"].items()}
+    except FileNotFoundError:
+        notes.append("only runs with --report keep samples")
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        notes.append(f"{PARTS} cannot be read: {error}")
+    else:
+        return tables, samples
+    return {}, {}
+
+
+def _read_memory(path: Path, notes: list[str]) -> MemoryReport | None:
+    if not path.is_file():
+        notes.append("only runs with --report keep the memory of a step")
+        return None
+    try:
+        return MemoryReport.from_json(path)
+    except LowtideError as error:
+        notes.append(f"the memory of a step cannot be shown: {error.message}")
+        return None

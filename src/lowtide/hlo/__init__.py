@@ -14,15 +14,15 @@ from ._executable import host_outputs as host_outputs
 from ._executable import lowered_leaves as lowered_leaves
 from ._executable import named_leaves as named_leaves
 from ._executable import output_paths as output_paths
+from ._graph import DEVICE_COLOR as DEVICE_COLOR
+from ._graph import HOST_COLOR as HOST_COLOR
 from ._graph import Edge as Edge
 from ._graph import Graph as Graph
+from ._graph import Segment as Segment
 from ._graph import Value as Value
+from ._graph import peak_position as peak_position
 from ._graph import reachable as reachable
-from ._heap import DEVICE_COLOR as DEVICE_COLOR
-from ._heap import HOST_COLOR as HOST_COLOR
-from ._heap import Segment as Segment
-from ._heap import peak_position as peak_position
-from ._heap import segments as segments
+from ._graph import segments as segments
 from ._traffic import Traffic as Traffic
 
 __all__ = [

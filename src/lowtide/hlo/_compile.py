@@ -1,10 +1,8 @@
 """Compile a function for a target, and keep the compiler's information about its memory.
 
 XLA writes its buffer assignment only into dumps. So every compile here dumps the program into a temporary folder, even
-when a TPU's compiler gives up because the program does not fit.
-
-Known inefficiency: every report costs a compile, as much as the first call of the function. JAX's persistent cache is
-bypassed, because a cached program dumps nothing.
+when a TPU's compiler gives up because the program does not fit. Known inefficiency: every report costs a
+compile. JAX's persistent cache is bypassed, because a cached program dumps nothing.
 """
 
 from __future__ import annotations
@@ -17,7 +15,7 @@ import tempfile
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
@@ -91,10 +89,8 @@ def compile_program(
     goal = resolve_target(target)
     is_jitted = hasattr(fn, "lower")
     if is_jitted and donate_argnums is not None:
-        raise ConfigError(
-            "donate_argnums was given for a function that is already jitted",
-            hint="pass the plain function, or leave out donate_argnums to use the jitted function's donation",
-        )
+        hint = "pass the plain function, or leave out donate_argnums to use the jitted function's donation"
+        raise ConfigError("donate_argnums was given for a function that is already jitted", hint=hint)
     donate_argnames: Sequence[str] = ()
     if is_jitted and not isinstance(fn, _JIT_TYPE):
         fn, args, kwargs, donate_argnums, donate_argnames, inferred = _unwrap(fn, args, kwargs)
@@ -115,14 +111,17 @@ def compile_program(
     traced, lowered = _lower(jitted, positional, keywords, goal)
     num_static = len(args) - len(lowered.args_info[0])
     if num_static != len(static):
-        raise ConfigError(
-            "the jitted function has static arguments that static_argnums does not name",
-            expected=f"{num_static} positions in static_argnums",
-            got=static,
-            hint="repeat the static positional arguments of the jitted function in static_argnums",
+        problem = f"the jitted function has {num_static} static positional arguments, but static_argnums is {static}"
+        raise ConfigError(problem, hint="repeat the positions of the jitted function's static arguments")
+    has_memory_kinds = not (goal.platform == "gpu" and goal.is_ahead_of_time)  # compile-only GPUs have none
+    if has_memory_kinds and (descriptions := crossed_donations(lowered)):
+        warnings.warn(
+            f"{'; '.join(descriptions[:3])}{'; …' if len(descriptions) > 3 else ''}: JAX pairs them only by shape\n"
+            "hint: also donate the arguments that results replace (gradients for updates, parameters for new "
+            "parameters), in the order of the results; otherwise TPU and CPU may abort",
+            PlacementWarning,
+            stacklevel=3,
         )
-    if not (goal.platform == "gpu" and goal.is_ahead_of_time):  # compile-only GPUs have no memory kinds
-        _warn_of_crossed_donations(lowered)
     compiled, hlo, error = _compile(lowered)
     return CompiledProgram(
         target=goal,
@@ -146,12 +145,8 @@ def positions(name: str, argnums: int | Sequence[int] | None, num_args: int) -> 
     requested = () if argnums is None else (argnums,) if isinstance(argnums, int) else tuple(argnums)
     for position in requested:
         if not -num_args <= position < num_args:
-            raise ConfigError(
-                f"{name} names argument {position}, which does not exist",
-                expected=f"positions of the {num_args} positional arguments",
-                got=position,
-                hint="count from 0",
-            )
+            problem = f"{name} names argument {position}, but there are {num_args} positional arguments"
+            raise ConfigError(problem, hint="count from 0")
     return tuple(sorted({position % num_args for position in requested}))
 
 
@@ -167,30 +162,25 @@ def _lower(jitted: Any, args: Sequence[Any], kwargs: Mapping[str, Any], goal: Ta
             lowered = traced.lower(lowering_platforms=(platform,)) if goal.is_ahead_of_time else traced.lower()
         return traced, lowered
     except ValueError as error:
+        first_line = str(error).partition("\n")[0]
         if "memory_space of all inputs passed to" in str(error):
             raise PlacementError(
                 "the function combines a value in host memory with one in device memory",
-                expected="operands in device memory",
-                got=f"{str(error).splitlines()[0]}; in host memory: {_host_paths(args, kwargs)}",
+                got=f"{first_line}; in host memory: {_host_paths(args, kwargs)}",
                 hint="move it with lt.offload.to_device inside the function; wrap an optimizer whose state is on the "
                 "host with lt.offload.optimizer",
             ) from error
         if "incompatible devices" not in str(error):
             raise
-        raise StructureError(
-            f"the function's arrays, shardings or meshes are not all on target {goal.name!r}",
-            got=str(error).splitlines()[0],
-            hint="shard every argument on one mesh, and build the function's own meshes from target(...).devices()",
-        ) from error
+        problem = f"the function's arrays, shardings or meshes are not all on target {goal.name!r}"
+        hint = "shard every argument on one mesh, and build the function's own meshes from target(...).devices()"
+        raise StructureError(problem, got=first_line, hint=hint) from error
     except TypeError as error:
         if "abstract array" not in str(error):
             raise
-        raise StructureError(
-            "an argument has a type that a compiled function does not support",
-            expected="arrays, jax.ShapeDtypeStructs or numbers",
-            got=str(error).splitlines()[0],
-            hint="make the argument static, or leave it out of the tree",
-        ) from error
+        problem = "an argument has a type that a compiled function does not support"
+        hint = "make the argument static, or leave it out of the tree"
+        raise StructureError(problem, got=str(error).partition("\n")[0], hint=hint) from error
 
 
 def crossed_donations(lowered: Any) -> list[str]:
@@ -221,18 +211,6 @@ def crossed_donations(lowered: Any) -> list[str]:
                 f"{name}, in {kinds[1]} memory, overwrites a donated argument in {kinds[0] or 'device'} memory"
             )
     return descriptions
-
-
-def _warn_of_crossed_donations(lowered: Any) -> None:
-    descriptions = crossed_donations(lowered)
-    if descriptions:
-        warnings.warn(
-            f"{'; '.join(descriptions[:3])}{'; …' if len(descriptions) > 3 else ''}: JAX pairs them only by shape\n"
-            "hint: also donate the arguments that results replace (gradients for updates, parameters for new "
-            "parameters), in the order of the results; otherwise TPU and CPU may abort",
-            PlacementWarning,
-            stacklevel=4,
-        )
 
 
 def _host_paths(args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
@@ -285,30 +263,19 @@ def is_out_of_memory(error: BaseException) -> bool:
 # Equinox 0.13.8 and Flax 0.12.8.
 
 
-class _PlainCall(NamedTuple):
-    """A plain function of arrays, its arguments, and how to compile it."""
+def _unwrap(fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Return the function of arrays inside of a wrapper, its args and kwargs, and `jit_options` to compile it with.
 
-    fn: Callable[..., Any]
-    args: Sequence[Any]
-    kwargs: Mapping[str, Any]
-    donate_argnums: Sequence[int]
-    donate_argnames: Sequence[str] = ()
-    static_argnums: Sequence[int] = ()
-
-
-def _unwrap(fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> _PlainCall:
-    """Return the function inside of the wrapper of `equinox.filter_jit` or `flax.nnx.jit`, and its arguments.
-
-    Its arguments and results hold only arrays. Raises `StructureError` for a wrapper of another library.
+    Raises `StructureError` for a wrapper of another library than `equinox.filter_jit` and `flax.nnx.jit`.
     """
     library = type(fn).__module__.partition(".")[0]
     if library == "equinox" and hasattr(fn, "donate_first"):
         donated = [index for index in range(len(args)) if (fn.donate_rest if index else fn.donate_first)]
         inner, (positional, named) = _close_over_constants(fn.__wrapped__, args, kwargs, only_modules=False)
-        return _PlainCall(inner, positional, named, donated, [*named] if fn.donate_rest else [])
+        return inner, positional, named, donated, [*named] if fn.donate_rest else [], ()
     if library == "flax" and hasattr(fn, "jitted_fn"):
         inner, states = _split_modules(fn.__wrapped__, args)
-        return _PlainCall(inner, states, kwargs, *jit_options(fn.jitted_fn))
+        return inner, states, kwargs, *jit_options(fn.jitted_fn)
     raise _foreign_jit_error(fn)
 
 
@@ -326,11 +293,10 @@ def _foreign_jit_error(fn: Any) -> StructureError:
 def _close_over_constants(
     fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], *, only_modules: bool
 ) -> tuple[Callable[..., Any], tuple[tuple[Any, ...], dict[str, Any]]]:
-    """Make a function of arrays only, as `equinox.filter_jit` does: all other leaves become its constants.
+    """Make a function of arrays that returns only arrays, as `equinox.filter_jit` does: other leaves become constants.
 
     `jax.jit` refuses an argument that holds a function (a module's activation), and traces a dropout's switch. With
-    `only_modules`, only arguments with a function or an Equinox module lose their non-array leaves. The returned
-    function returns only arrays; the returned arguments have None in place of constants.
+    `only_modules`, only arguments with a function or an Equinox module lose their non-array leaves.
     """
 
     def is_constant(leaf: Any) -> bool:
@@ -410,12 +376,12 @@ def _place_arguments(arguments: Any, goal: Target, *, strict: bool) -> tuple[Any
     """Replace every array of a tree by a `jax.ShapeDtypeStruct` on the target; also return the paths in host memory.
 
     The first two path segments are a group (positional or keyword) and an argument. A leaf that `jit` would refuse is
-    an error if `strict`; otherwise it stays, because it may be static. Structs have no host memory if the target's
-    compile-only devices have none. Raises `TargetError` when a mesh has more devices than the target.
+    an error if `strict`; otherwise it stays, because it may be static.
     """
     leaves, treedef = jax.tree_util.tree_flatten_with_path(arguments)
     mapper = _MeshMapper(goal)
-    meshes = [mapper.mesh(leaf, path) for path, leaf in leaves if _mesh_size(_sharding(leaf)) > 1]
+    named = [(path, leaf) for path, leaf in leaves if isinstance(_sharding(leaf), NamedSharding)]
+    meshes = [mapper.mesh(leaf, path) for path, leaf in named if leaf.sharding.mesh.size > 1]
     placed = [_target_struct(path, leaf, mapper, meshes[0] if meshes else None, strict) for path, leaf in leaves]
     host_paths = frozenset(path_str(path[1:]) for path, leaf in leaves if on_host(_sharding(leaf)))
     return treedef.unflatten(placed), host_paths
@@ -430,24 +396,21 @@ class _MeshMapper:
 
     def mesh(self, leaf: Any, path: Any) -> Mesh:
         mesh = leaf.sharding.mesh
-        if mesh not in self._meshes:
-            self._meshes[mesh] = self._rebuild(mesh, path)
-        return self._meshes[mesh]
-
-    def _rebuild(self, mesh: Any, path: Any) -> Mesh:
+        if mesh in self._meshes:
+            return self._meshes[mesh]
         # A mesh of the target's own devices keeps the user's order of devices.
         if isinstance(mesh, Mesh) and set(mesh.devices.flat) <= set(self.devices):
-            return mesh
+            return self._meshes.setdefault(mesh, mesh)
         sizes = tuple(mesh.axis_sizes)
         if math.prod(sizes) > len(self.devices):
+            axes = dict(zip(mesh.axis_names, sizes, strict=True))
             raise TargetError(
-                f"{_describe(path)}: its mesh needs more devices than target {self.goal.name!r} has",
-                expected=f"at most {len(self.devices)} devices",
-                got=f"{math.prod(sizes)} ({dict(zip(mesh.axis_names, sizes, strict=True))})",
+                f"{_describe(path)}: its mesh {axes} needs more than the {len(self.devices)} devices of target "
+                f"{self.goal.name!r}",
                 hint="choose a larger topology, or a smaller mesh",
             )
         grid = np.array(self.devices[: math.prod(sizes)], dtype=object).reshape(sizes)
-        return Mesh(grid, mesh.axis_names, axis_types=mesh.axis_types)
+        return self._meshes.setdefault(mesh, Mesh(grid, mesh.axis_names, axis_types=mesh.axis_types))
 
 
 def _describe(path: Any) -> str:
@@ -465,19 +428,15 @@ def _target_struct(path: Any, leaf: Any, mapper: _MeshMapper, mesh: Mesh | None,
     except (TypeError, AttributeError) as error:
         if isinstance(leaf, jax.ShapeDtypeStruct) and not all(isinstance(dim, int) for dim in leaf.shape):
             raise StructureError(
-                f"{_describe(path)}: the dimensions of the shape are not whole numbers",
-                expected="non-negative whole numbers",
-                got=repr(tuple(leaf.shape)),
+                f"{_describe(path)}: the dimensions of the shape must be whole numbers, not {tuple(leaf.shape)}",
                 hint="pass numbers for settings on the command line, such as --set batch=8; other values are text",
             ) from error
         if not strict:
             return leaf
-        raise StructureError(
-            f"{_describe(path)}: a compiled function does not support its type",
-            expected="an array, a jax.ShapeDtypeStruct or a number",
-            got=f"{type(leaf).__name__}{f' of dtype {leaf.dtype}' if isinstance(leaf, np.ndarray) else ''}",
-            hint="name the argument in static_argnums, or leave it out of the tree",
-        ) from error
+        kind = f"{type(leaf).__name__}{f' of dtype {leaf.dtype}' if isinstance(leaf, np.ndarray) else ''}"
+        hint = "name the argument in static_argnums, or leave it out of the tree"
+        problem = f"{_describe(path)}: a compiled function does not support its type, {kind}"
+        raise StructureError(problem, hint=hint) from error
     sharding = _target_sharding(path, leaf, mapper, mesh)
     return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding, weak_type=getattr(aval, "weak_type", False))
 
@@ -488,11 +447,8 @@ def _target_sharding(path: Any, leaf: Any, mapper: _MeshMapper, mesh: Mesh | Non
     if isinstance(sharding, NamedSharding):
         return NamedSharding(mapper.mesh(leaf, path), sharding.spec, memory_kind=kind)
     if sharding is not None and len(sharding.device_set) > 1:
-        raise StructureError(
-            f"{_describe(path)}: a {type(sharding).__name__} cannot be moved to another target",
-            expected="a NamedSharding",
-            hint="shard it with jax.sharding.NamedSharding(mesh, PartitionSpec(...))",
-        )
+        problem = f"{_describe(path)}: a {type(sharding).__name__} cannot be moved to another target"
+        raise StructureError(problem, hint="shard it with jax.sharding.NamedSharding(mesh, PartitionSpec(...))")
     if kind is not None:
         # The type of a traced shape carries a sharding's memory space only when there is a mesh (jax 0.10.2).
         target_mesh = Mesh(np.array(mapper.devices[:1], dtype=object), ("device",)) if mesh is None else mesh
@@ -504,7 +460,3 @@ def _target_sharding(path: Any, leaf: Any, mapper: _MeshMapper, mesh: Mesh | Non
 
 def _sharding(leaf: Any) -> Any:
     return getattr(leaf, "sharding", None) if isinstance(leaf, (jax.Array, jax.ShapeDtypeStruct)) else None
-
-
-def _mesh_size(sharding: Any) -> int:
-    return sharding.mesh.size if isinstance(sharding, NamedSharding) else 1

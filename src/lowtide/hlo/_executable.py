@@ -3,8 +3,6 @@
 Only public interfaces of `jax.stages.Compiled` are read: `input_formats` (layout and sharding per leaf), `args_info`
 (shape, dtype, donation) and the header line of `as_text()`, whose `input_output_alias` entries name parameters.
 
-How they fit together:
-
 - `jit` drops a leaf that the program does not read (unless `keep_unused`). Its format then has no layout. It is not a
   parameter of the program and costs no bytes in XLA's figures.
 - Parameters are numbered over the kept leaves, after any constants that JAX hoisted into arguments. TPU programs with
@@ -26,7 +24,7 @@ import jax.numpy as jnp
 
 from ..core import leaf_bytes, leaves_with_paths, on_host, path_str
 from ..core._compat import kept_arguments
-from ._heap import HOST_COLOR
+from ._graph import HOST_COLOR
 
 _ALIAS_ENTRY = re.compile(r"\{([\d,\s]*)\}:\s*\((\d+),\s*\{([\d,\s]*)\}")
 _BRACKETS = {"{": "}", "(": ")", "[": "]"}
@@ -126,7 +124,9 @@ def lowered_leaves(lowered: Any, hlo: Any, names: Sequence[str], compiled: Any =
         One entry per leaf, in flattening order.
     """
     infos = jax.tree_util.tree_leaves_with_path(lowered.args_info)
-    shardings = _input_shardings(compiled, len(infos))
+    shardings = [] if compiled is None else jax.tree.leaves(compiled.input_shardings, is_leaf=lambda leaf: leaf is None)
+    if len(shardings) != len(infos):
+        shardings = [None] * len(infos)
     parameters, allocations = _parameter_arrays(hlo), _parameter_allocations(hlo)
     kept_indices = kept_arguments(lowered, len(infos))
     if kept_indices is None:
@@ -177,12 +177,6 @@ def _kept_by_name(parameter_names: Sequence[str], names: Sequence[str], num_leav
             del remaining[: remaining.index(name) + 1]
             kept_indices.append(index)
     return kept_indices
-
-
-def _input_shardings(compiled: Any, num_leaves: int) -> list[Any]:
-    """Return the shardings of the leaves of a compiled program, or None for each leaf without a program."""
-    shardings = [] if compiled is None else jax.tree.leaves(compiled.input_shardings, is_leaf=lambda leaf: leaf is None)
-    return shardings if len(shardings) == num_leaves else [None] * num_leaves
 
 
 def named_leaves(hlo: Any) -> list[ArgumentLeaf]:

@@ -147,11 +147,8 @@ def read_hlo(path: str | Path) -> Any:
     try:
         return _message_class().FromString(Path(path).read_bytes())
     except DecodeError as error:
-        raise StructureError(
-            f"{path}: the file is not a program dumped by XLA",
-            got=str(error),
-            hint="report this with the versions of jax and XLA",
-        ) from error
+        hint = "report this with the versions of jax and XLA"
+        raise StructureError(f"{path}: the file is not a program dumped by XLA: {error}", hint=hint) from error
 
 
 def element_type(number: int) -> tuple[str, int]:

@@ -1,11 +1,9 @@
 """Count the bytes that a compiled program moves to and from device memory, with loops counted as often as they run.
 
-XLA's own count takes the body of a loop once. Here, as in XLA's count, every operation reads its operands and writes
-its result. If a fusion only slices an array, the slices count; if it updates an array in place, the update counts.
-Arrays in a TPU's vector memory or on the host are not counted. A conditional counts its most expensive branch.
-
-Limits: a kernel (custom call) counts its operands and results once, even if it reads them repeatedly. Caches of a CPU
-and a GPU save some of the counted traffic.
+As in XLA's count, which takes a loop's body once, every operation reads its operands and writes its result. A fusion
+that only slices an array counts the slices; one that updates an array in place counts the update. Arrays in a TPU's
+vector memory or on the host do not count. A conditional counts its most expensive branch. Limits: a kernel (custom
+call) counts its operands and results once. Caches of a CPU and a GPU save some of the counted traffic.
 """
 
 from __future__ import annotations
@@ -16,7 +14,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ..core import StructureError
-from ._heap import DEVICE_COLOR
+from ._graph import DEVICE_COLOR, Graph
 from ._proto import element_type
 
 _NO_TRAFFIC = {
@@ -38,11 +36,11 @@ class Traffic:
     """
 
     def __init__(self, module: Any) -> None:
-        self._computations = {computation.id: computation for computation in module.computations}
-        self._instructions = {
-            instr.id: instr for computation in module.computations for instr in computation.instructions
-        }
-        self._entry: int = module.entry_computation_id
+        graph = Graph(module)
+        self._entry: int = graph.entry.id
+        self._computations = graph.computations
+        self._instructions = {instr_id: instr.proto for instr_id, instr in graph.instructions.items()}
+        self._owners = {instr_id: instr.computation for instr_id, instr in graph.instructions.items()}
         self._users: dict[int, list[Any]] = {}
         self._computed: dict[int, int] = {}
         self._callers: dict[int, Any] = {}
@@ -52,9 +50,6 @@ class Traffic:
                 self._users.setdefault(operand_id, []).append(instr)
             if instr.opcode == "fusion":
                 self._callers[instr.called_computation_ids[0]] = instr
-        self._owners = {
-            instr.id: computation.id for computation in module.computations for instr in computation.instructions
-        }
 
     def total(self) -> int:
         """Return the bytes that the whole program moves.
@@ -154,12 +149,8 @@ class Traffic:
                 step = self._counter_step(self._origin(result.operand_ids[index]), index)
                 if first is not None and last is not None and step:
                     return max(0, -(-(last - first) // step))
-        raise StructureError(
-            f"the number of iterations of the loop {loop.name} is unknown",
-            expected="a number that the program fixes, as with jax.lax.scan and fori_loop",
-            got="a loop whose end depends on data",
-            hint="use such a loop; the bytes of this loop cannot be counted ahead of time",
-        )
+        problem = f"the number of iterations of the loop {loop.name} is unknown, so its bytes cannot be counted"
+        raise StructureError(problem, hint="use jax.lax.scan, or jax.lax.fori_loop with constant bounds")
 
     def _is_unchanged(self, result: Any, index: int) -> bool:
         """Return whether a loop's body returns an entry of its state unchanged."""

@@ -71,14 +71,7 @@ def with_jaxprs(eqn: Any, change: Callable[[Any], Any]) -> Any:
 
 
 def make_jaxpr(fn: Callable[..., Any]) -> Callable[..., tuple[Any, Any]]:
-    """Wrap `jax.make_jaxpr` so that it also returns shapes, and so that recomputation and names are readable.
-
-    Args:
-        fn: the function to trace.
-
-    Returns:
-        A function of the arguments of `fn` that returns the `ClosedJaxpr` and the shapes of the result.
-    """
+    """Wrap `jax.make_jaxpr` so that it also returns the result's shapes, and recomputation and names are readable."""
 
     def make(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
         with classic_remat():
@@ -92,12 +85,7 @@ def plain(jaxpr: Any) -> Any:
     """Rewrite a jaxpr so that `jax.checkpoint` and `checkpoint_name` have the parameters of JAX 0.10.
 
     With ``jax_remat3`` they are objects inside of a ``call_hi_primitive``, which hides their jaxpr, policy and name.
-
-    Args:
-        jaxpr: a `Jaxpr` or `ClosedJaxpr`.
-
-    Returns:
-        An equivalent jaxpr; the same object if there is nothing to replace.
+    The result is the same object if there is nothing to replace.
     """
     if not isinstance(jaxpr, jex.Jaxpr):  # closed, in versions where that is another class
         inner = plain(jaxpr.jaxpr)
@@ -125,14 +113,10 @@ def _plain_equation(eqn: Any) -> Any:
 
 
 def source_line(eqn: Any, *, own: bool = False) -> str:
-    """Return the innermost source line outside of JAX that an operation comes from.
+    """Return file and line of the innermost source line outside of JAX that an operation comes from; empty if unknown.
 
-    Args:
-        eqn: an operation of a jaxpr. In a backward pass, its line is that of the forward pass.
-        own: whether to skip Lowtide's own lines, too, which are there if Lowtide traced a user's function.
-
-    Returns:
-        The file and the line number; empty if unknown. The file is relative to the working directory if it is below it.
+    In a backward pass it is the line of the forward pass. `own` also skips Lowtide's own lines, which are there if
+    Lowtide traced a user's function. The file is relative to the working directory if it is below it.
     """
     frames = getattr(eqn.source_info.traceback, "frames", None) or ()
     folders = [os.path.dirname(jax.__file__), os.path.dirname(os.path.dirname(__file__))][: 1 + own]
@@ -146,11 +130,7 @@ def source_line(eqn: Any, *, own: bool = False) -> str:
 def scan_counts(params: Mapping[str, Any]) -> tuple[int, int]:
     """Return how many inputs of a `scan` are the same in every iteration, and how many are its carry.
 
-    Args:
-        params: parameters of the equation.
-
-    Returns:
-        The two numbers. The remaining inputs are sliced along their first axis.
+    The remaining inputs are sliced along their first axis.
     """
     if "ft_in" in params:
         consts, carry, _ = params["ft_in"].unpack()
@@ -165,9 +145,6 @@ def policy_names(policy: Any) -> dict[str, bool]:
     policy is then called with each text as a name. A text is a checkpoint name if the answer differs from the answer
     for a name that nobody uses. Other texts, such as the memory kinds of an offload, are not names.
 
-    Args:
-        policy: the policy of a `jax.checkpoint`.
-
     Returns:
         True for each name to save or to offload, False for each name that a policy leaves out if it saves all others.
         Empty for a policy without names.
@@ -180,12 +157,7 @@ def policy_names(policy: Any) -> dict[str, bool]:
 def saves_name(policy: Any, name: str) -> bool:
     """Return whether a policy keeps or offloads a value of this name; False if the policy raises.
 
-    Args:
-        policy: the policy of a `jax.checkpoint`.
-        name: as in `jax.ad_checkpoint.checkpoint_name`.
-
-    Returns:
-        True if the policy does so for a matrix of 4 GiB, since policies may ignore small values, or for a scalar.
+    The value is a matrix of 4 GiB, since policies may ignore small values, or a scalar.
     """
     for shape in ((2**15, 2**15), ()):
         try:

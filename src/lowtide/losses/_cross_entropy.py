@@ -2,22 +2,17 @@
 
 The sequence is cut into chunks, and a chunk's logits live only while its loss is computed. The gradient is computed in
 the forward pass, chunk by chunk, as in Liger Kernel (arXiv:2410.10989). So logits are not computed twice. The residual
-for the backward pass is d loss / d h, of the size of h, instead of h itself.
+for the backward pass is d loss / d h, of the size of h, instead of h itself. Gradients of gradients work.
 
 Chunks are cut along the sequence axis only, so a batch axis that is sharded over devices stays sharded. If the sequence
 axis is sharded, too, along ``context``, each device cuts its own part into chunks.
 
 Shapes: B batch axes, T sequence, C chunk of the sequence, D model, V vocabulary.
-
-Deviations and limits: reverse mode only. Gradients of gradients work, `jax.jvp` and `jax.hessian` do not. The mean is
-over all tokens that are not ignored.
 """
 
 from __future__ import annotations
 
 import functools
-import math
-import numbers
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
@@ -26,13 +21,14 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from ..core import (
-    ConfigError,
     LinearWeight,
     RunningGradient,
     StructureError,
     add_running,
+    check_choice,
+    check_integer,
+    check_number,
     if_active,
-    is_count,
     like_type,
     linear,
     on_own_tokens,
@@ -46,6 +42,12 @@ _Carry = Any
 _LOGIT_BYTES = 2**28
 _LEAST_CHUNK, _MOST_CHUNK = 512, 1024
 _MOST_INDEX = 2**31 - 1
+_DTYPES = {
+    "h": ((jnp.floating,), "a floating-point", "cast it"),
+    "labels": ((jnp.integer,), "an integer", "pass class indices, not one-hot"),
+    "head": ((jnp.floating, jnp.integer), "a floating-point or integer", "cast it"),
+}
+"""Kinds of dtypes that each array may have, their description, and the remedy for another."""
 
 
 class _Options(NamedTuple):
@@ -107,8 +109,8 @@ def chunked_cross_entropy(
         Hsu et al., "Liger Kernel: Efficient Triton Kernels for LLM Training", arXiv:2410.10989, section 3.2.
         Chowdhery et al., "PaLM", arXiv:2204.02311, section 5 (`z_loss`).
     """
-    _check(h, head, labels, chunk_size, reduction, ignore_index)
-    _check_logits(soft_cap, z_loss)
+    _check_arrays(h, head, labels)
+    _check_options(ignore_index, chunk_size, reduction, soft_cap, z_loss)
     if chunk_size is None:
         chunk_size = _MOST_CHUNK if 4 * _MOST_CHUNK * _vocabulary(h, head) <= _LOGIT_BYTES else _LEAST_CHUNK
     num_sequences = max(1, labels.size // labels.shape[-1])
@@ -117,24 +119,23 @@ def chunked_cross_entropy(
     chunk = min(labels.shape[-1] // parts, max(1, chunk_size // (num_sequences * parts)))
     if isinstance(head, RunningGradient):
         chunk = max(1, chunk // 2)  # its backward pass holds a chunk's logits twice
-        options = _Options(chunk, ignore_index, soft_cap, float(z_loss))
-        total: Array = _running_cross_entropy(options, h, head, labels)  # pyright: ignore[reportAssignmentType]
+    options = _Options(chunk, ignore_index, soft_cap, float(z_loss))
+    if isinstance(head, RunningGradient):
+        total: Any = _running_cross_entropy(options, h, head, labels)
     else:
         leaves, treedef = jax.tree.flatten(head)
         h, leaves, labels = uniformly_varying((h, leaves, labels))
-        static = treedef, _Options(chunk, ignore_index, soft_cap, float(z_loss))
 
-        def local_sum(leaves: Any, tokens: Any) -> Array:
-            loss_sum: Array = _sum_cross_entropy(static, tokens[0], tuple(leaves), tokens[1])  # pyright: ignore[reportAssignmentType]
-            return loss_sum if parts == 1 else loss_sum[None]
+        def loss_sum(leaves: Any, tokens: Any) -> Any:
+            return _sum_cross_entropy((treedef, options), tokens[0], tuple(leaves), tokens[1])
 
-        axis = labels.ndim - 1
-        tokens = h, labels
-        total = (
-            local_sum(leaves, tokens)
-            if parts == 1
-            else jnp.sum(on_own_tokens(local_sum, leaves, tokens, axis=axis, out_axis=0))
-        )
+        def local_sum(leaves: Any, tokens: Any) -> Any:
+            return loss_sum(leaves, tokens)[None]
+
+        if parts == 1:
+            total = loss_sum(leaves, (h, labels))
+        else:
+            total = jnp.sum(on_own_tokens(local_sum, leaves, (h, labels), axis=labels.ndim - 1, out_axis=0))
     if reduction == "sum":
         return total
     return total / jnp.maximum(jnp.sum(labels != ignore_index), 1).astype(jnp.float32)
@@ -316,68 +317,30 @@ def _vocabulary(h: Array, head: Any) -> int:
     return jax.eval_shape(lambda token: linear(token, head), token).shape[-1]
 
 
-def _check_logits(soft_cap: Any, z_loss: Any) -> None:
-    if soft_cap is not None and not (_is_number(soft_cap) and 0 < float(soft_cap) < math.inf):
-        raise ConfigError(
-            "soft_cap has to be greater than 0",
-            expected="a number of Python or NumPy",
-            got=soft_cap,
-            hint="use None to leave logits unchanged",
-        )
-    if not (_is_number(z_loss) and 0 <= float(z_loss) < math.inf):
-        raise ConfigError(
-            "z_loss has to be a number of at least 0", got=repr(z_loss), hint="use 0 to add nothing; 1e-4 is common"
-        )
-
-
-def _is_number(value: Any) -> bool:
-    return type(value) is not bool and isinstance(value, numbers.Real)
-
-
-def _check(h: Any, head: Any, labels: Any, chunk_size: Any, reduction: str, ignore_index: Any) -> None:
-    is_array = not isinstance(head, LinearWeight | RunningGradient)
-    arrays = {"h": h, "labels": labels, **({"head": head} if is_array else {})}
-    for name, array in arrays.items():
+def _check_arrays(h: Any, head: Any, labels: Any) -> None:
+    is_array = not isinstance(head, LinearWeight)
+    for name, array in {"h": h, "labels": labels, **({"head": head} if is_array else {})}.items():
         if not (hasattr(array, "shape") and hasattr(array, "dtype")):
-            raise StructureError(
-                f"{name} is not an array", got=type(array).__name__, hint="convert it with jnp.asarray"
-            )
-        if name == "h" and not jnp.issubdtype(array.dtype, jnp.floating):
-            raise StructureError(
-                "h has to have a floating-point dtype", got=f"{array.dtype}{list(array.shape)}", hint="cast it"
-            )
-        if name == "head" and (array.dtype == bool or jnp.issubdtype(array.dtype, jnp.complexfloating)):
-            raise StructureError(
-                "head has to hold real numbers", got=f"{array.dtype}{list(array.shape)}", hint="cast it"
-            )
-    if not isinstance(head, LinearWeight) and (head.shape[1:] != h.shape[-1:] or 0 in head.shape):
-        raise StructureError(
-            "the shapes of activations and head do not match",
-            expected=f"a head of shape [V, {h.shape[-1] if h.shape else 'D'}], V at least 1",
-            got=f"h {h.shape}, head {head.shape}",
-            hint="transpose the head if it is [model, vocabulary]; it is stored as [vocabulary, model]",
-        )
+            hint = "convert it with jnp.asarray"
+            raise StructureError(f"{name} must be an array, not {type(array).__name__}", hint=hint)
+        kinds, requirement, hint = _DTYPES[name]
+        if not any(jnp.issubdtype(array.dtype, kind) for kind in kinds):
+            raise StructureError(f"{name} must have {requirement} dtype, not {array.dtype}", hint=hint)
+    if is_array and (head.shape[1:] != h.shape[-1:] or 0 in head.shape):
+        shape = f"[V, {h.shape[-1] if h.shape else 'D'}]"
+        hint = "transpose the head if it is [model, vocabulary]; it is stored as [vocabulary, model]"
+        raise StructureError(f"head must have shape {shape} with V at least 1, not {head.shape}", hint=hint)
     if h.ndim < 2 or h.shape[:-1] != labels.shape or not labels.shape[-1]:
-        raise StructureError(
-            "the shapes of activations and labels do not match",
-            expected="h of shape [..., T, D] and labels of shape [..., T], T at least 1",
-            got=f"h {h.shape}, labels {labels.shape}",
-            hint="pass labels with one entry for each position of h",
-        )
-    if not jnp.issubdtype(labels.dtype, jnp.integer):
-        raise StructureError("labels have to be integers", got=labels.dtype, hint="pass class indices, not one-hot")
-    is_index = type(ignore_index) is not bool and isinstance(ignore_index, numbers.Integral)
-    if not is_index or not -_MOST_INDEX - 1 <= int(ignore_index) <= _MOST_INDEX:
-        raise ConfigError(
-            "ignore_index has to be an integer",
-            expected="a 32-bit integer",
-            got=repr(ignore_index),
-            hint="if no position is ignored, pass an integer that is not a label",
-        )
-    if (chunk_size is not None and not is_count(chunk_size, 1)) or reduction not in ("mean", "sum"):
-        raise ConfigError(
-            "chunked_cross_entropy got an invalid option",
-            expected='chunk_size >= 1, reduction "mean" or "sum"',
-            got=f"chunk_size={chunk_size}, reduction={reduction!r}",
-            hint="leave chunk_size out to choose it by the size of the vocabulary",
-        )
+        expected = "h and labels must have shapes [..., T, D] and [..., T] with T at least 1"
+        raise StructureError(f"{expected}, not {h.shape} and {labels.shape}")
+
+
+def _check_options(ignore_index: Any, chunk_size: Any, reduction: Any, soft_cap: Any, z_loss: Any) -> None:
+    hint = "if no position is ignored, pass an integer that is not a label"
+    check_integer("ignore_index", ignore_index, -_MOST_INDEX - 1, _MOST_INDEX, hint=hint)
+    if chunk_size is not None:
+        check_integer("chunk_size", chunk_size, hint="leave it out to choose it by the size of the vocabulary")
+    check_choice("reduction", reduction, ("mean", "sum"))
+    if soft_cap is not None:
+        check_number("soft_cap", soft_cap, above=0, hint="use None to leave logits unchanged")
+    check_number("z_loss", z_loss, least=0, hint="use 0 to add nothing; 1e-4 is common")

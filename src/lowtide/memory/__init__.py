@@ -20,17 +20,17 @@ from ._donation import UndonatedLeaf as UndonatedLeaf
 from ._donation import check_donation as check_donation
 from ._donation import undonated as undonated
 from ._job import Job as Job
-from .advice import ByteFit as ByteFit
-from .advice import Extrapolation as Extrapolation
-from .advice import Finding as Finding
-from .advice import Remedy as Remedy
-from .advice import SizePoint as SizePoint
-from .advice import advise as advise
-from .advice import explain_oom as explain_oom
-from .advice import extrapolate as extrapolate
-from .advice import lint as lint
-from .advice import remedies as remedies
-from .advice import shortage as shortage
+from .advice._extrapolation import ByteFit as ByteFit
+from .advice._extrapolation import Extrapolation as Extrapolation
+from .advice._extrapolation import SizePoint as SizePoint
+from .advice._extrapolation import extrapolate as extrapolate
+from .advice._lint import lint as lint
+from .advice._oom import explain_oom as explain_oom
+from .advice._oom import shortage as shortage
+from .advice._remedies import Remedy as Remedy
+from .advice._remedies import advise as advise
+from .advice._remedies import remedies as remedies
+from .advice._rules import Finding as Finding
 
 __all__ = [
     "Buffer",

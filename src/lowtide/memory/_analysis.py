@@ -13,7 +13,7 @@ from typing import Any
 
 import jax
 
-from ..core import ConfigError, TargetError, format_bytes, leaves_with_paths
+from ..core import ConfigError, TargetError, check_type, format_bytes, leaves_with_paths
 from ..core._compat import has_cudnn
 from ..hlo import (
     DEVICE_COLOR,
@@ -37,7 +37,7 @@ from ..hlo import (
 from ..report import DERIVED_ROLES, Buffer, MemoryReport, Space, SpaceBytes, live_bytes
 from ..targets import Target, resolve_target
 from ._isolation import run_isolated
-from ._owners import Owners, find_owners
+from ._owners import OwnerFinder, Owners
 
 Role = int | str | Sequence[int | str]
 """Arguments of a role: a position, a keyword, or several of these."""
@@ -222,26 +222,19 @@ def analyze_compiled(
     resolved_target = resolve_target(target)
     _check_platform(compiled, resolved_target)
     if compiled.memory_analysis() is None:
-        raise TargetError(
-            f"the compiler for {resolved_target.name!r} does not report memory",
-            hint='analyze for another target, such as "v5e:2x2"',
-        )
+        problem = f"the compiler for {resolved_target.name!r} does not report memory"
+        raise TargetError(problem, hint='analyze for another target, such as "v5e:2x2"')
     num_static = len(static_argnums) if isinstance(static_argnums, Sequence) else int(static_argnums is not None)
     static = positions("static_argnums", static_argnums, len(compiled.args_info[0]) + num_static)
     leaves = argument_leaves(compiled)
     paths = frozenset(leaf.path for leaf in leaves if leaf.on_host)
-    return _examine(resolved_target, compiled, _Figures.of_compiled(compiled, leaves), None, roles, static, paths, ())[
-        0
-    ]
+    figures = _Figures.of_compiled(compiled, leaves)
+    return _examine(resolved_target, compiled, figures, None, roles, static, paths, ())[0]
 
 
 def examine(program: CompiledProgram, roles: Mapping[str, Role] | None = None) -> tuple[MemoryReport, Owners | None]:
-    """Build the report of a program, and return it with the owners of its buffers.
-
-    The owners are None without a dump from the compiler. A program that did not fit has allocations but no executable.
-    Raises `ConfigError` for roles that do not fit the arguments.
-    """
-    if program.error is not None:
+    """Return the report of a program and the owners of its buffers; without the compiler's dump, no owners (None)."""
+    if program.error is not None:  # a program that did not fit has allocations but no executable
         stages = program.lowered
         figures = _Figures.of_allocations(program.hlo, lowered_leaves(stages, program.hlo, program.argument_names))
     else:
@@ -256,15 +249,12 @@ def examine(program: CompiledProgram, roles: Mapping[str, Role] | None = None) -
 
 
 def examine_dump(hlo: Any, target: Target, stats: Any, roles: Mapping[str, str]) -> tuple[MemoryReport, Owners]:
-    """Report on a program of which only the dump exists, as after an out-of-memory error.
-
-    `stats` are the compiler's figures; None when it refused the program. An argument has the name that JAX recorded for
-    its parameter. Its role is ``roles[name]``, or the name itself without an entry.
-    """
+    """Report on a program of which only the dump exists. A program that the compiler rejected has no `stats`."""
+    # An argument has the name that JAX recorded for its parameter. It is also its role unless `roles` has the name.
     leaves = named_leaves(hlo)
     figures = _Figures.of_allocations(hlo, leaves) if stats is None else _Figures.of_stats(stats, leaves, {}, [])
     leaf_roles = [roles.get(str(leaf.argument), str(leaf.argument)) for leaf in leaves]
-    owners = find_owners(hlo, leaves, leaf_roles, output_paths(hlo), figures.totals)
+    owners = OwnerFinder(hlo, leaves, leaf_roles, output_paths(hlo)).find(figures.totals)
     return _report(target, figures, owners, leaf_roles, list(dict.fromkeys(leaf_roles)), _HostPlacement({}, {})), owners
 
 
@@ -355,7 +345,7 @@ def _examine(
         # Not `out_info`, which JAX cannot compute for programs with ordered effects.
         numbers = jax.tree.unflatten(stages.out_tree, range(stages.out_tree.num_leaves))
         outputs = [path for path, _ in leaves_with_paths(numbers)]
-        owners = find_owners(hlo, figures.leaves, leaf_roles, outputs, figures.totals)
+        owners = OwnerFinder(hlo, figures.leaves, leaf_roles, outputs).find(figures.totals)
         notes = (*notes, *_uncounted_notes(owners, target))
     else:
         notes = (*notes, "temporaries have no owners: the program was compiled without lowtide.memory.compile")
@@ -449,9 +439,7 @@ def _check_platform(compiled: Any, target: Target) -> None:
     platforms = {device.platform for sharding in shardings for device in sharding.device_set}
     if platforms and platforms != {target.platform}:
         raise TargetError(
-            f"the program was not compiled for target {target.name!r}",
-            expected=target.platform,
-            got=", ".join(sorted(platforms)),
+            f"the program was compiled for {', '.join(sorted(platforms))}, not for target {target.name!r}",
             hint="pass the target of the compilation",
         )
 
@@ -467,31 +455,21 @@ def _roles_by_argument(
     keys: dict[int | str, int | str] = {**dynamic, **{p - num_args: index for p, index in dynamic.items()}}
     keys.update({keyword: keyword for keyword in keywords})
     owners: dict[int | str, str] = {}
-    untyped_roles: Any = roles
-    if not isinstance(untyped_roles, Mapping):
-        raise ConfigError(
-            "roles must be a mapping",
-            expected='a mapping from role names to arguments, such as {"params": 0, "batch": 1}',
-            got=repr(roles)[:80],
-            hint="name the position or the keyword of each argument",
-        )
+    check_type("roles", roles, Mapping, 'a mapping such as {"params": 0}', hint="name the position or the keyword")
     for role, arguments in roles.items():
         if role in _RESERVED:
-            raise ConfigError(f"the role name {role!r} is reserved", got=role, hint=f"reserved: {', '.join(_RESERVED)}")
+            raise ConfigError(f"the role name {role!r} is reserved", hint=f"reserved: {', '.join(_RESERVED)}")
         for argument in (arguments,) if isinstance(arguments, (int, str)) else arguments:
             if argument not in keys:
+                keyword_text = f" or keywords {sorted(keywords)}" if keywords else ""
                 raise ConfigError(
                     f"role {role!r} names argument {argument!r}, which is static or does not exist",
-                    expected=f"one of the positions {sorted(dynamic)}"
-                    + (f" or keywords {sorted(keywords)}" if keywords else ""),
-                    got=repr(argument),
+                    expected=f"one of the positions {sorted(dynamic)}{keyword_text}",
                     hint="count positions from 0, in the order of the call",
                 )
             if keys[argument] in owners:
-                raise ConfigError(
-                    f"argument {argument!r} has two roles, {owners[keys[argument]]!r} and {role!r}",
-                    hint="give every argument one role",
-                )
+                both = f"{owners[keys[argument]]!r} and {role!r}"
+                raise ConfigError(f"argument {argument!r} has two roles, {both}", hint="give every argument one role")
             owners[keys[argument]] = role
     return owners
 
@@ -505,13 +483,11 @@ def _with_call_position(leaf: ArgumentLeaf, dynamic: Sequence[int]) -> ArgumentL
 
 
 def _with_names(leaves: list[ArgumentLeaf], leaf_names: Sequence[str]) -> list[ArgumentLeaf]:
-    """Begin paths with the parameter names of the signature, if every argument has a different name.
-
-    `leaf_names` has JAX's name of every leaf, such as ``params['w']``. Arguments of a ``*args`` parameter share a name.
-    A keyword keeps its own name, since those of a ``**kwargs`` parameter share one, too.
-    """
+    """Begin paths with the parameter names of the signature, if every argument has a different name."""
     if len(leaf_names) != len(leaves):
         return leaves
+    # JAX's names of leaves are such as `params['w']`. Arguments of a `*args` parameter share a name. A keyword keeps
+    # its own name, since those of a `**kwargs` parameter share one, too.
     heads = [
         leaf.argument if isinstance(leaf.argument, str) else re.split(r"[\[.]", name)[0]
         for leaf, name in zip(leaves, leaf_names, strict=True)
@@ -543,10 +519,8 @@ class _HostPlacement:
 
     @property
     def output_bytes(self) -> int:
-        """Bytes of outputs to move.
-
-        An output in the buffer of a moved argument moves, too, even if the compiler dropped its memory kind.
-        """
+        """Bytes of outputs to move."""
+        # An output in the buffer of a moved argument moves, too, even if the compiler dropped its memory kind.
         return max(sum(self.outputs.values()), self.alias_bytes)
 
     def apply(self, buffer: Buffer, leaves: Sequence[ArgumentLeaf]) -> Buffer:
@@ -592,11 +566,7 @@ def _space_bytes(figures: _Figures, placement: _HostPlacement) -> tuple[SpaceByt
 def _with_host_copies(
     owners: Owners, device: SpaceBytes, buffers: tuple[Buffer, ...], leaves: Collection[int]
 ) -> tuple[SpaceBytes, tuple[Buffer, ...], int]:
-    """Add the copies of host arguments to a program's figures.
-
-    `device` and `buffers` are without arguments and outputs on the host; `leaves` are indices of the argument leaves on
-    the host. Returns the device bytes, the buffers, and the position of the peak, all including the copies.
-    """
+    """Return device bytes, buffers and the position of the peak with the copies of the host arguments `leaves`."""
     device_buffers = [buffer for buffer in buffers if buffer.space == "device"]
     bytes_before = live_bytes(device_buffers, len(owners.moments))
     copies = list(_HostCopies(owners).buffers(leaves))

@@ -59,10 +59,9 @@ class Dataflow:
         self._user_scopes: dict[int, int | None] = {}
         self._copies = self._find_origins()
         self._passes = self._find_passes()
-        self.merged = set[Value]()
         self.partial = set[Value]()
         self.phases = self._find_phases()
-        self._read_backward = self._find_backward_reads()
+        self.read_backward = self._find_backward_reads()
         self._differentiated = self._find_differentiated()
         self._gradients: dict[Value, int] = {}
 
@@ -83,16 +82,10 @@ class Dataflow:
         return self._gradients.get(value)
 
     def is_activation(self, value: Value) -> bool:
-        """Return whether a value is data of the forward pass for the backward pass, or the backward pass's move of it.
-
-        A move is a copy, such as a slice of a stack, whose data the forward pass computed.
-        """
+        """Return whether a value is data of the forward pass for the backward pass, or a later move of such data."""
+        # A move is a copy, such as a slice of a stack, whose data the forward pass computed.
         maker = self._maker(value) if self.phase(value) == "backward" else value
-        return value in self._read_backward and maker is not None and self.phase(maker) == "forward"
-
-    def is_read_backward(self, value: Value) -> bool:
-        """Return whether the backward pass reads a value, directly or after moves."""
-        return value in self._read_backward
+        return value in self.read_backward and maker is not None and self.phase(maker) == "forward"
 
     def is_in_pass(self, value: Value) -> bool:
         """Return whether JAX made a value in the forward or the backward pass of a differentiation."""
@@ -113,10 +106,8 @@ class Dataflow:
         return is_nameless and self._maker(value) == operation
 
     def representative(self, value: Value) -> Value:
-        """Return the value that determines the role of a buffer: usually the value itself.
-
-        For a loop's state inside the loop, and for an empty buffer that a loop fills, it is the result of the loop.
-        """
+        """Return the value that determines the role of a buffer: usually the value itself."""
+        # For a loop's state inside the loop, and for an empty buffer that a loop fills, it is the result of the loop.
         if (loop := self.graph.loop_of(value)) is not None:
             return (loop, value[1])
         if not self.is_constant(value):
@@ -134,11 +125,9 @@ class Dataflow:
         return self._sources.get(value, ())
 
     def same_size_sources(self, value: Value, *, through_backward: bool = False) -> Iterator[Value]:
-        """Yield the values of equal size from which a value is made element by element, including itself.
-
-        Without `through_backward` the search stops at values of the backward pass. There, the cotangent of each factor
-        of a product contains the data of the other factor.
-        """
+        """Yield the values of equal size from which a value is made element by element, including itself."""
+        # Without `through_backward` the search stops at values of the backward pass. There, the cotangent of each
+        # factor of a product contains the data of the other factor.
         size = self.graph.num_elements(value)
 
         def elementwise_sources(node: Value) -> list[Value]:
@@ -150,11 +139,9 @@ class Dataflow:
         return reachable([value], elementwise_sources)
 
     def scope_and_source(self, value: Value) -> tuple[str, str]:
-        """Return the scope and the source line of a value.
-
-        For a value that was only moved (stacked by a loop, copied to another memory), they are those of the operation
-        that computed its data. For a value without a scope, they are those of its nearest source or user with one.
-        """
+        """Return the scope and the source line of a value."""
+        # For a value that was only moved (stacked by a loop, copied to another memory), they are those of the operation
+        # that computed its data. For a value without a scope, they are those of its nearest source or user with one.
         instr_id = self._scope_instruction(value)
         return (self._scopes[instr_id], self.graph.source(instr_id)) if instr_id is not None else ("", "")
 
@@ -173,11 +160,8 @@ class Dataflow:
         return next((instr_id for search in searches if (instr_id := search()) is not None), None)
 
     def _user_scope(self, instr_id: int) -> int | None:
-        """Return the first instruction with a scope among the direct and indirect users of an instruction, or None.
-
-        The result is cached by instruction, since a tuple may have thousands of elements.
-        """
-        if instr_id not in self._user_scopes:
+        """Return the first instruction with a scope among the direct and indirect users of an instruction, or None."""
+        if instr_id not in self._user_scopes:  # cached, since a tuple may have thousands of elements
             self._user_scopes[instr_id] = self._nearest_scope(self.graph.results(instr_id), self.users)
         return self._user_scopes[instr_id]
 
@@ -238,29 +222,23 @@ class Dataflow:
                 own_pass = passes[maker[0]]  # a loop's stack belongs to the pass of the operation that made its data
             default: Pass = "update" if value in dependents else "forward"
             phases[value] = default if own_pass is None else own_pass
-        merged: dict[Value, Pass] = dict.fromkeys(self._find_merged(phases), "forward")
+        self.merged = self._find_merged(phases)
+        merged: dict[Value, Pass] = dict.fromkeys(self.merged, "forward")
         return phases | merged
 
     def _find_merged(self, phases: Mapping[Value, Pass]) -> set[Value]:
-        """Return the values of the recomputation that the forward pass reads, so that they are kept, not recomputed.
-
-        A compiler may merge the two computations if nothing separates them; the CPU compiler does so outside loops.
-        """
+        """Return the values of the recomputation that the forward pass reads, so that they are kept, not recomputed."""
+        # A compiler may merge the two computations if nothing separates them; the CPU compiler does so outside loops.
 
         def recomputed_sources(value: Value) -> list[Value]:
             return [source for source, _ in self._sources[value] if phases[source] == "recompute"]
 
         forward_values = [v for v in self._values if phases[v] == "forward" and self._passes[v[0]] == "forward"]
-        self.merged = set(
-            reachable((source for v in forward_values for source in recomputed_sources(v)), recomputed_sources)
-        )
-        return self.merged
+        return set(reachable((source for v in forward_values for source in recomputed_sources(v)), recomputed_sources))
 
     def _pass_without_scope(self, value: Value, operation: Value) -> Pass | None:
-        """Return the pass of a value that the compiler added.
-
-        The value that it copies decides, then the conditional of its branch, then the operation that it was made for.
-        """
+        """Return the pass of a value that the compiler added."""
+        # The value that it copies decides, then the conditional of its branch, then the operation it was made for.
         source = self._scoped_source(operation)
         for instr_id in (source[0] if source else None, value[0], self._scope_instruction(value)):
             if instr_id is not None and (own_pass := self._passes[instr_id]) is not None:
@@ -346,10 +324,7 @@ class Dataflow:
         }
 
     def follow_gradients(self, replaced: Mapping[Value, int]) -> None:
-        """Find the gradients by a search backwards from the outputs.
-
-        `replaced` has the leaf that each array of the entry's result replaces, or whose gradient it is.
-        """
+        """Find the gradients by a search backwards from the outputs; `replaced` is as in `Owners`."""
         # A gradient also leads to the new momenta of its leaf. Differentiated leaves come first, so that the gradient
         # is assigned to the parameter and not to a momentum.
         outputs = sorted(replaced.items(), key=lambda item: not self.is_differentiated(item[1]))
@@ -381,11 +356,7 @@ class Dataflow:
                 )
 
     def _summands(self, total: Value) -> set[Value]:
-        """Return the stacked gradients of a leaf (per example, task or microbatch) whose sum is a value.
-
-        If a weight is added to each example, the cotangent of the activation has the same form. It is not a stack of
-        gradients, since products of the backward pass use it, too.
-        """
+        """Return the stacked gradients of a leaf (per example, task or microbatch) whose sum is a value."""
         stack = total
         # A compiler may reduce in several steps.
         is_split = True
@@ -409,6 +380,8 @@ class Dataflow:
 
         summands = set(reachable([stack], elementwise_sources))
         readers = reachable(summands, lambda value: neighbours(self.users, value))
+        # If a weight is added to each example, the cotangent of the activation has the same form. It is not a stack of
+        # gradients, since products of the backward pass use it, too.
         is_cotangent = any(
             self.graph.instructions[user[0]].opcode in _MIXING and self.phases[user] == "backward"
             for value in readers
@@ -491,10 +464,8 @@ class Passes:
         return "recompute" if _RECOMPUTATION.search(first_scope(scope)) else "backward"
 
     def is_open(self, scope: str) -> bool:
-        """Return whether an inner gradient may belong to an outer forward pass, which scopes alone do not show.
-
-        It is not itself differentiated: first-order MAML, or a curvature that is computed in addition to the gradient.
-        """
+        """Return whether an inner gradient may belong to an outer forward pass, which scopes alone do not show."""
+        # It is not itself differentiated: first-order MAML, or a curvature in addition to the gradient.
         levels = _levels(scope)
         index = levels.find(_BACKWARD)
         has_outer = any(

@@ -82,9 +82,7 @@ def check_donation(compiled: Any, *, arg_names: Sequence[str] | None = None) -> 
     donated = [info.donated for info in jax.tree.leaves(compiled.args_info)]
     if not any(donated):
         raise DonationError(
-            "the compiled program has no donated argument",
-            expected="at least one donated argument with a leaf",
-            got=f"{len(donated)} argument leaves, none donated",
+            f"the compiled program has no donated argument: {len(donated)} argument leaves, none donated",
             hint="jit the function with donate_argnums, and donate an argument that holds arrays",
         )
     undonated_leaves = undonated(compiled, arg_names=arg_names)
@@ -98,9 +96,8 @@ def check_donation(compiled: Any, *, arg_names: Sequence[str] | None = None) -> 
     tail = f", and {len(undonated_leaves) - len(largest)} more" if len(undonated_leaves) > len(largest) else ""
     raise DonationError(
         f"{largest[0].path}: donated, but no output reuses its buffer",
-        expected="an output of the same shape, dtype, sharding and memory kind for every donated leaf",
         got=f"{len(undonated_leaves)} donated leaves ({format_bytes(total)}) that would be held twice: {text}{tail}",
-        hint="return an updated value for each of them without changing its dtype or shape, or do not donate them",
+        hint="return an updated value of the same shape, dtype, sharding and memory kind for each, or do not donate it",
     )
 
 

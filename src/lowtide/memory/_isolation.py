@@ -32,19 +32,14 @@ def run_isolated(
     options: Mapping[str, Any],
     target: Target,
 ) -> MemoryReport:
-    """Run `lowtide.memory.analyze` in a child process, with arrays among `args` sent as shapes.
-
-    Raises `StructureError` when the function or an argument cannot be sent, `TargetError` with the end of the child's
-    output when the child died, and any exception of `analyze` in the child.
-    """
+    """Run `lowtide.memory.analyze` in a child process, with arrays among `args` sent as shapes."""
     shapes = [_arrays_to_shapes(arg) for arg in args]
     call = {**options, "kwargs": {key: _arrays_to_shapes(value) for key, value in options["kwargs"].items()}}
     try:
         payload = pickle.dumps(_configuration()) + _pickle((analyze, fn, shapes, call, target), target)
     except (TypeError, pickle.PicklingError, AttributeError, ValueError) as error:
         raise StructureError(
-            "the function or its arguments cannot be sent to a separate process",
-            got=str(error).splitlines()[0],
+            f"the function or its arguments cannot be sent to a separate process: {str(error).splitlines()[0]}",
             hint="leave isolate out, or make the function and the values it closes over picklable with cloudpickle",
         ) from error
     with tempfile.TemporaryDirectory(prefix="lowtide-") as folder:
@@ -90,12 +85,6 @@ def _configuration() -> dict[str, Any]:
     return {name: value for name, value in options.items() if isinstance(value, (bool, int, float, str))}
 
 
-def _configure(options: Mapping[str, Any]) -> None:
-    for name, value in options.items():
-        if getattr(jax.config, name, value) != value:
-            jax.config.update(name, value)
-
-
 def _target_device(target: Target, index: int) -> Any:
     return target.devices()[index]
 
@@ -123,7 +112,9 @@ def _main(source: str, result: str) -> None:
 
     # Load the configuration first, since JAX's options affect how the other values are unpickled.
     payload = io.BytesIO(Path(source).read_bytes())
-    _configure(pickle.load(payload))
+    for name, value in pickle.load(payload).items():
+        if getattr(jax.config, name, value) != value:
+            jax.config.update(name, value)
     analyze, fn, args, call, target = pickle.load(payload)
     kwargs = call.pop("kwargs")
     try:

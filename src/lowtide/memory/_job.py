@@ -72,7 +72,6 @@ class Job:
                     raise ConfigError(
                         f"{what} has the unknown key {key!r}",
                         expected=", ".join(field_names),
-                        got=", ".join(map(str, fields)),
                         hint=f"did you mean {matches[0]!r}?" if matches else _HINT,
                     )
             if "fn" not in fields:
@@ -112,9 +111,7 @@ class Job:
         """
         what = what or getattr(maker, "__name__", "the function")
         if not callable(maker):
-            raise ConfigError(
-                f"{what} is not a function", expected=f"a function that returns {_FORMS}", got=_describe(maker)
-            )
+            raise ConfigError(f"{what} is not a function", got=_describe(maker), hint=f"write one returning {_FORMS}")
         if takes_target(maker):
             settings["target"] = resolve_target(target)
         return cls.of(maker(*values, **settings), f"the return value of {what}")
@@ -134,15 +131,8 @@ class Job:
         Memory:
             None on the target.
         """
-        return analyze(
-            self.fn,
-            *self.args,
-            target=target,
-            roles=self.roles,
-            donate_argnums=self.donate_argnums,
-            static_argnums=self.static_argnums,
-            **self.kwargs,
-        )
+        options: dict[str, Any] = {"donate_argnums": self.donate_argnums, "static_argnums": self.static_argnums}
+        return analyze(self.fn, *self.args, target=target, roles=self.roles, **options, **self.kwargs)
 
 
 def takes_target(maker: Callable[..., Any]) -> bool:
@@ -154,26 +144,21 @@ def takes_target(maker: Callable[..., Any]) -> bool:
 
 
 def _check_fields(fields: dict[str, Any], description: str) -> dict[str, Any]:
-    def kind_error(name: str, expected: str) -> ConfigError:
-        return ConfigError(
-            f"{name} of {description} has the wrong type", expected=expected, got=_describe(fields[name]), hint=_HINT
-        )
-
-    if not callable(fields["fn"]):
-        raise kind_error("fn", "a function")
-    if not isinstance(fields.get("args", ()), tuple | list):
-        raise kind_error("args", "a tuple of the function's positional arguments")
-    if not isinstance(fields.get("roles") or {}, Mapping):
-        raise kind_error("roles", 'a dict such as {"params": 0, "batch": 1}, or None')
-    if not isinstance(fields.get("kwargs", {}), Mapping):
-        raise kind_error("kwargs", "a dict of the function's keyword arguments")
+    checks = (
+        ("fn", callable(fields["fn"]), "a function"),
+        ("args", isinstance(fields.get("args", ()), tuple | list), "a tuple of the function's positional arguments"),
+        ("roles", isinstance(fields.get("roles") or {}, Mapping), 'a dict such as {"params": 0, "batch": 1}, or None'),
+        ("kwargs", isinstance(fields.get("kwargs", {}), Mapping), "a dict of the function's keyword arguments"),
+    )
+    for name, is_valid, expected in checks:
+        if not is_valid:
+            problem = f"{name} of {description} must be {expected}, not {_describe(fields[name])}"
+            raise ConfigError(problem, hint=_HINT)
     reserved = {"target", "roles", "donate_argnums", "static_argnums"} & set(fields.get("kwargs", {}))
     if reserved:
-        raise ConfigError(
-            f"kwargs of {description} contains parameter names of lowtide.memory.analyze",
-            got=", ".join(sorted(reserved)),
-            hint="wrap the function, and give the argument another name",
-        )
+        names = ", ".join(sorted(reserved))
+        problem = f"kwargs of {description} contains parameter names of lowtide.memory.analyze: {names}"
+        raise ConfigError(problem, hint="wrap the function, and give the argument another name")
     return {**fields, "args": tuple(fields.get("args", ()))}
 
 
@@ -181,4 +166,4 @@ def _describe(value: Any) -> str:
     if isinstance(value, tuple | list):
         kinds = ", ".join(type(item).__name__ for item in cast("Sequence[Any]", value)[:5])
         return f"a {type(value).__name__} of {len(cast('Sequence[Any]', value))}: {kinds}"
-    return "None" if value is None else f"{type(value).__name__}"
+    return "None" if value is None else type(value).__name__

@@ -68,22 +68,9 @@ class Owners:
         return self.outputs[self.results[result]]
 
 
-def find_owners(
-    hlo: Any,
-    leaves: Sequence[ArgumentLeaf],
-    roles: Sequence[str],
-    outputs: Sequence[str],
-    totals: Mapping[Space, SpaceBytes] | None,
-) -> Owners:
-    """Assign an owner to every byte of an optimised program from `read_hlo`.
+class OwnerFinder:
+    """Assign an owner to every byte of an optimised program from `read_hlo`."""
 
-    The buffers that are live at the peak add up exactly to `totals`, XLA's totals of each memory space. A failed
-    compilation has no totals (None), only the sums of its allocations.
-    """
-    return _Finder(hlo, leaves, roles, outputs).find(totals)
-
-
-class _Finder:
     def __init__(self, hlo: Any, leaves: Sequence[ArgumentLeaf], roles: Sequence[str], outputs: Sequence[str]) -> None:
         self.hlo, self.leaves, self.roles, self.outputs = hlo, leaves, roles, outputs
         self.graph = Graph(hlo.module)
@@ -110,6 +97,7 @@ class _Finder:
         }
 
     def find(self, totals: Mapping[Space, SpaceBytes] | None) -> Owners:
+        """Return the owners; buffers at the peak add up to `totals`. A failed compilation has no totals (None)."""
         buffers: dict[Space, list[Buffer]] = {"device": [], "host": []}
         peaks: dict[Space, int] = {}
         for color, space in _SPACES.items():
@@ -118,17 +106,18 @@ class _Finder:
             ]
             arguments = [self._argument(space, a) for a in allocations if a.is_entry_parameter]
             constants = [self._constant(space, a) for a in allocations if a.is_constant]
-            results = self._outputs(space, [a for a in allocations if _is_output(a)])
-            heaps = {a.index: (a, segments(self.graph, self.hlo.assignment, a)) for a in allocations if _is_heap(a)}
-            peak = peaks[space] = peak_position([s for _, s in heaps.values()], self.last_position + 1)
-            temporaries = [self._temporary(space, s) for _, heap_segments in heaps.values() for s in heap_segments]
-            for allocation, heap_segments in heaps.values():
+            computed = [a for a in allocations if not (a.is_entry_parameter or a.is_constant)]
+            results = self._outputs(space, [a for a in computed if a.maybe_live_out])
+            heaps = [(a, segments(self.graph, self.hlo.assignment, a)) for a in computed if not a.maybe_live_out]
+            peak = peaks[space] = peak_position([s for _, s in heaps], self.last_position + 1)
+            temporaries = [self._temporary(space, s) for _, heap_segments in heaps for s in heap_segments]
+            for allocation, heap_segments in heaps:
                 # A heap is reserved as a whole. Its unused bytes at the peak are fragmentation.
                 unused = max(allocation.size - sum(s.size for s in heap_segments if s.start <= peak <= s.end), 0)
                 temporaries.append(
                     Buffer(space=space, role="fragmentation", phase="", num_bytes=unused, start=peak, end=peak)
                 )
-            heap_bytes = sum(a.size for a, _ in heaps.values())
+            heap_bytes = sum(a.size for a, _ in heaps)
             code = self._remaining_buffers(space, arguments, results, constants, heap_bytes, totals)
             if (excess := -code[-1].num_bytes if code else 0) > 0:
                 temporaries, code = _trim(temporaries, excess, peak), code[:-1]
@@ -227,18 +216,15 @@ class _Finder:
     # --- temporaries -------------------------------------------------------------------------------------------------
 
     def _temporary(self, space: Space, segment: Segment) -> Buffer:
-        flow = self.flow
-        value = flow.representative(segment.value)
-        scope, source = flow.scope_and_source(value)
-        role, path = _role_of(value, flow, self.paths, self.output_paths)
+        value = self.flow.representative(segment.value)
+        role, path = _role_of(value, self.flow, self.paths, self.output_paths)
         return Buffer(
             space=space,
             role=role,
             path=path,
-            phase=flow.phase(value),
-            scope=_readable(scope),
+            phase=self.flow.phase(value),
             operation=self.graph.name(segment.value),
-            source=_short_source(source),
+            **self._location(value),
             **self._array_fields(segment.value, segment.size),
             start=segment.start,
             end=segment.end,
@@ -248,23 +234,17 @@ class _Finder:
         self, space: Space, allocation: Any, role: str, path: str, phase: Any, value: Value | None, operation: str = ""
     ) -> Buffer:
         """Build a buffer for a whole allocation, live for the whole program."""
-        scope, source = ("", "")
+        fields: dict[str, Any] = {"num_bytes": allocation.size, "start": 0, "end": self.last_position}
+        if value is not None:
+            fields |= self._array_fields(value, allocation.size)
         if value is not None and phase != "argument":
-            scope, source = self.flow.scope_and_source(value)
+            fields |= self._location(value)
             operation = operation or self.graph.name(value)
-        array = {"num_bytes": allocation.size} if value is None else self._array_fields(value, allocation.size)
-        return Buffer(
-            space=space,
-            role=role,
-            path=path,
-            phase=phase,
-            scope=_readable(scope),
-            operation=operation,
-            source=_short_source(source),
-            **array,
-            start=0,
-            end=self.last_position,
-        )
+        return Buffer(space=space, role=role, path=path, phase=phase, operation=operation, **fields)
+
+    def _location(self, value: Value) -> dict[str, Any]:
+        scope, source = self.flow.scope_and_source(value)
+        return {"scope": _readable(scope), "source": _short_source(source)}
 
     def _array_fields(self, value: Value, num_bytes: int) -> dict[str, Any]:
         name, bits = self.graph.item_type(value)
@@ -287,11 +267,9 @@ class _Finder:
         heap_bytes: int,
         totals: Mapping[Space, SpaceBytes] | None,
     ) -> list[Buffer]:
-        """Return buffers for code and for bytes that XLA counts in addition to its allocations; the latter come last.
-
-        Constants that XLA does not count move from `constants` to `uncounted`. The unattributed bytes are negative if
-        the allocations exceed XLA's total.
-        """
+        """Return buffers for code and, as the last one, for bytes that XLA counts in addition to its allocations."""
+        # Constants that XLA does not count move from `constants` to `uncounted`. The unattributed bytes are negative if
+        # the allocations exceed XLA's total.
         if totals is None:
             return []
         total = totals[space]
@@ -321,14 +299,6 @@ def _trim(temporaries: list[Buffer], excess: int, peak: int) -> list[Buffer]:
     return trimmed
 
 
-def _is_output(allocation: Any) -> bool:
-    return allocation.maybe_live_out and not allocation.is_entry_parameter and not allocation.is_constant
-
-
-def _is_heap(allocation: Any) -> bool:
-    return not (allocation.maybe_live_out or allocation.is_entry_parameter or allocation.is_constant)
-
-
 def _total(buffers: Sequence[Buffer]) -> int:
     return sum(buffer.num_bytes for buffer in buffers)
 
@@ -339,13 +309,9 @@ def _total(buffers: Sequence[Buffer]) -> int:
 def _role_of(
     value: Value, flow: Dataflow, leaf_paths: Sequence[str], output_paths: Mapping[Value, str]
 ) -> tuple[str, str]:
-    """Return the role of a value from `Dataflow.representative`, and the path of the argument or result it belongs to.
-
-    The first rule that applies decides. Roles of arguments come from the caller.
-
-    A value that belongs to neither has an empty path. `output_paths` has the paths of results, by the values that are
-    later moved into the result's buffer.
-    """
+    """Return the role of a value from `Dataflow.representative`, and the path of its argument or result."""
+    # The first rule that applies decides. A value that belongs to neither has an empty path. `output_paths` has the
+    # paths of results, by the values that are later moved into the result's buffer.
     if flow.graph.shape(value).tuple_shapes:
         return "temporaries", ""
     if (copied_leaf := flow.copy_of(value)) is not None:
@@ -377,16 +343,11 @@ def _match_results(
     paths: Mapping[Value, str],
     in_place: Mapping[Value, int],
 ) -> dict[Value, int]:
-    """Match each array of the entry's result with the leaf that it replaces, or whose gradient it is, if there is one.
-
-    The candidates of an output are the leaves of its shape and type from which it is computed element by element. The
-    output with the fewest candidates chooses first. Outputs share a leaf only if no other one is left. Among several
-    candidates the path decides (without the argument's number or name), then the reused buffer (`in_place`), then the
-    order.
-
-    An output without candidates that depends on the backward pass is a gradient. For it the path decides, then the
-    order.
-    """
+    """Match each array of the entry's result with the leaf, if any, that it replaces or whose gradient it is."""
+    # The candidates of an output are the leaves of its shape and type from which it is computed element by element. The
+    # output with the fewest candidates chooses first. Among several candidates the path decides (without the argument's
+    # number or name), then the reused buffer (`in_place`), then the order. An output without candidates that depends on
+    # the backward pass is a gradient. For it the path decides, then the order.
     matcher = _Matcher(flow, leaves, parameters)
     gradients: list[Value] = []
     pairs: list[tuple[tuple[int, ...], Value, int]] = []

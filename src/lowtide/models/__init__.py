@@ -1,6 +1,10 @@
 """Decoder models of many families: configs, checkpoints, tokenizers, chat templates and generation."""
 
 from ..core import gguf_file as gguf_file
+from ..core import require_extra
+
+require_extra("finetune")
+
 from ._config import DecoderConfig as DecoderConfig
 from ._config import Experts as Experts
 from ._config import RopeScaling as RopeScaling

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Literal
 
-from ..core import ConfigError
+from ..core import ConfigError, check_integer, check_number
 
 RopeType = Literal["linear", "dynamic", "llama3", "yarn", "longrope"]
 
@@ -38,29 +38,17 @@ class RopeScaling:
     """longrope: divisor of each frequency, for longer sequences."""
 
     def __post_init__(self) -> None:
-        for is_valid, expected, got in (
-            (self.factor > 0, "factor > 0", self.factor),
-            (
-                self.high_freq_factor > self.low_freq_factor > 0,
-                "high_freq_factor > low_freq_factor > 0",
-                (self.high_freq_factor, self.low_freq_factor),
-            ),
-            (self.beta_fast >= self.beta_slow > 0, "beta_fast >= beta_slow > 0", (self.beta_fast, self.beta_slow)),
-            (self.rope_type != "dynamic" or self.factor >= 1, "factor >= 1", self.factor),
-            (self.original_max_position_embeddings > 1, "more than 1 token", self.original_max_position_embeddings),
-            (
-                all(factor > 0 for factor in (*self.short_factor, *self.long_factor)),
-                "factors > 0",
-                "a factor that is not",
-            ),
-        ):
-            if not is_valid:
-                raise ConfigError(
-                    "RoPE scaling is out of range",
-                    expected=expected,
-                    got=got,
-                    hint="copy the values of config.json's rope_scaling",
-                )
+        check_number("factor of RoPE scaling", self.factor, above=0)
+        if self.rope_type == "dynamic":
+            check_number("factor of dynamic RoPE scaling", self.factor, least=1)
+        check_number("low_freq_factor", self.low_freq_factor, above=0)
+        hint = "it must be greater than low_freq_factor"
+        check_number("high_freq_factor", self.high_freq_factor, above=self.low_freq_factor, hint=hint)
+        check_number("beta_slow", self.beta_slow, above=0)
+        check_number("beta_fast", self.beta_fast, least=self.beta_slow, hint="it must not be less than beta_slow")
+        check_integer("original_max_position_embeddings", self.original_max_position_embeddings, 2)
+        for factor in (*self.short_factor, *self.long_factor):
+            check_number("each factor of longrope", factor, above=0)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -83,15 +71,10 @@ class Experts:
     """Factor of the load-balancing loss (Switch Transformer, arXiv:2101.03961); 0 computes none."""
 
     def __post_init__(self) -> None:
-        for name in ("num_experts", "num_experts_per_token", "intermediate_size"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} has to be at least 1", got=getattr(self, name), hint="check config.json")
-        if self.num_experts_per_token > self.num_experts:
-            raise ConfigError(
-                "num_experts_per_token is greater than num_experts",
-                got=f"num_experts={self.num_experts}, num_experts_per_token={self.num_experts_per_token}",
-                hint="check config.json",
-            )
+        check_integer("num_experts", self.num_experts)
+        hint = "it must not be greater than num_experts"
+        check_integer("num_experts_per_token", self.num_experts_per_token, 1, self.num_experts, hint=hint)
+        check_integer("intermediate_size of an expert", self.intermediate_size)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -172,24 +155,16 @@ class DecoderConfig:
 
     def __post_init__(self) -> None:
         for name in ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} has to be at least 1", got=getattr(self, name), hint="check config.json")
+            check_integer(name, getattr(self, name))
         if self.num_heads % self.num_kv_heads:
-            raise ConfigError(
-                "num_kv_heads has to divide num_heads",
-                got=f"num_heads={self.num_heads}, num_kv_heads={self.num_kv_heads}",
-                hint="check config.json: each key/value head serves the same number of query heads",
-            )
-        if self.head_dim < 2 or self.head_dim % 2:
-            raise ConfigError(
-                "head_dim has to be even", got=self.head_dim, hint="check config.json: rotary embeddings rotate pairs"
-            )
-        if not 0 < self.rotary_fraction <= 1 or self.rotary_dim < 2 or self.rotary_dim % 2:
-            raise ConfigError(
-                "the number of rotated dimensions has to be even",
-                got=f"{self.rotary_dim} of {self.head_dim} dimensions",
-                hint="check partial_rotary_factor: rotary embeddings rotate pairs of dimensions",
-            )
+            problem = f"num_kv_heads must be a divisor of num_heads = {self.num_heads}, not {self.num_kv_heads}"
+            raise ConfigError(problem)
+        check_integer("head_dim", self.head_dim, 2)
+        check_number("rotary_fraction", self.rotary_fraction, above=0, most=1)
+        if self.head_dim % 2 or self.rotary_dim < 2 or self.rotary_dim % 2:
+            problem = f"head_dim and its rotated part must be even, not {self.head_dim} and {self.rotary_dim}"
+            hint = "rotary embeddings rotate pairs of dimensions; change head_dim or rotary_fraction"
+            raise ConfigError(problem, hint=hint)
         self._check_rope()
         self._check_windows()
 
@@ -211,43 +186,22 @@ class DecoderConfig:
         scaling = self.rope_scaling
         if scaling is None:
             return
-        if (
-            self.rope_theta <= 1
-            and scaling.rope_type == "yarn"
-            or self.rotary_dim <= 2
-            and scaling.rope_type == "dynamic"
-        ):
-            raise ConfigError(
-                f"{scaling.rope_type} has no frequencies to scale",
-                expected="rope_theta above 1, and more than 2 rotated dimensions",
-                got=f"{self.rope_theta} and {self.rotary_dim}",
-                hint="check config.json",
-            )
-        if scaling.rope_type != "longrope":
-            return
-        sizes = (len(scaling.short_factor), len(scaling.long_factor))
-        if sizes != (self.rotary_dim // 2,) * 2:
-            raise ConfigError(
-                "the number of longrope factors differs from the number of frequencies",
-                expected=f"{self.rotary_dim // 2} in short_factor and long_factor",
-                got=f"{sizes[0]} and {sizes[1]}",
-                hint="copy config.json again",
-            )
+        if scaling.rope_type == "yarn":
+            check_number("rope_theta of a model with yarn", self.rope_theta, above=1)
+        elif scaling.rope_type == "dynamic":
+            check_integer("the number of rotated dimensions with dynamic RoPE scaling", self.rotary_dim, 4)
+        elif scaling.rope_type == "longrope":
+            count = self.rotary_dim // 2
+            for name in ("short_factor", "long_factor"):
+                if (size := len(getattr(scaling, name))) != count:
+                    raise ConfigError(f"{name} must have {count} values, one for each frequency, not {size}")
 
     def _check_windows(self) -> None:
-        if self.sliding_window is not None and self.sliding_window < 1:
-            raise ConfigError("sliding_window has to be at least 1", got=self.sliding_window, hint="check config.json")
+        if self.sliding_window is not None:
+            check_integer("sliding_window", self.sliding_window)
         layers = self.sliding_layers
-        if layers is None:
-            return
-        if len(layers) != self.num_layers:
-            raise ConfigError(
-                "the number of layer_types differs from the number of layers",
-                expected=self.num_layers,
-                got=len(layers),
-                hint="check config.json",
-            )
-        if any(layers) and self.sliding_window is None:
-            raise ConfigError(
-                "layers with sliding attention need a sliding_window", got="none", hint="check config.json"
-            )
+        if layers is not None and len(layers) != self.num_layers:
+            problem = f"sliding_layers must have {self.num_layers} values, one for each layer, not {len(layers)}"
+            raise ConfigError(problem, hint="in config.json, layer_types lists the layers")
+        if layers is not None and any(layers) and self.sliding_window is None:
+            raise ConfigError("layers with sliding attention need a sliding_window")

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import warnings
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from ..core import ConfigError, ModelFileError, shortened, shown, validate
+from ..core import ConfigError, ModelFileError, check_choice, check_integer, shortened, shown, validate
 from ._config import DecoderConfig, RopeScaling
+from ._quantized import Scheme, scheme_of
 from .families import FAMILIES, Family, family_of
 from .families._family import COMMON, PREFIXES
-from .packed import Scheme, scheme_of
 
 if TYPE_CHECKING:
     from ._schema import ConfigFile, RopeEntry
 
-ARCHITECTURES = tuple(family.architecture for family in FAMILIES.values())
 _SILU = ("silu", "swish")
 _LAYER_TYPES = ("full_attention", "sliding_attention")
 _DROPOUTS = ("attention_dropout", "resid_pdrop", "embd_pdrop")
@@ -24,6 +24,8 @@ _MULTIMODAL_FIELDS = ("bos_token_id", "eos_token_id", "tie_word_embeddings", "qu
 """Fields that models of images and text store outside of their `text_config`."""
 _COPY_HINT = "copy config.json, which has the sizes of the model, from the model's source again"
 _WRONG_LOGITS = "choose another model; another frequency rule would give wrong logits, so nothing was loaded"
+_ARCHITECTURES = ", ".join(family.architecture for family in FAMILIES.values())
+_FAMILIES_HINT = f"check that --model names the right folder; Lowtide reads {_ARCHITECTURES}, with its model_type"
 
 
 def config_from_hf(raw: Mapping[str, Any], filename: str) -> DecoderConfig:
@@ -33,41 +35,36 @@ def config_from_hf(raw: Mapping[str, Any], filename: str) -> DecoderConfig:
     quantization_from_hf(raw, filename)  # raises for formats that are not read
     outer = raw
     family, raw = _find_family(raw, filename)
+    if "activation" not in family.fixed and raw.get("hidden_act") is not None:
+        hint = f"the MLP of {family.architecture} is SwiGLU"
+        check_choice(f"{filename}: hidden_act", raw["hidden_act"], _SILU, hint=hint, error=ModelFileError)
     file = validate(ConfigFile, {**family.defaults, **_split_rope(raw, family, filename)}, filename, hint=_COPY_HINT)
     rope = _rope(file, family, filename)
     default_neutral = {name: values for name, values in NEUTRAL.items() if name not in family.known}
     unknown = unhandled(file, family.known, {**default_neutral, **family.neutral})
     if unknown:
         name = next(iter(unknown))
-        raise ModelFileError(
-            f"{filename}: {shown(name)} is not supported",
-            expected=f"the fields of a {family.architecture}; others have to be null, false or absent",
-            got=shortened(", ".join(f"{name}={shown(value)}" for name, value in unknown.items())),
-            hint=f"remove {shortened(name, 80)} from the file if it does not change what the model computes",
-        )
+        got = shortened(", ".join(f"{name}={shown(value)}" for name, value in unknown.items()))
+        hint = f"remove {shortened(name, 80)} from the file if it does not change what {family.architecture} computes"
+        raise ModelFileError(f"{filename}: {shown(name)} is not supported", got=got, hint=hint)
     for name in _DROPOUTS:
         if getattr(file, name):
-            warnings.warn(
-                f"{filename}: {name} {getattr(file, name)} is not applied; training uses no dropout",
-                stacklevel=3,
-            )
+            note = f"{name} {getattr(file, name)} is not applied; training uses no dropout"
+            warnings.warn(f"{filename}: {note}", stacklevel=3)
     for name in family.stored:
         if getattr(file, name):
             warnings.warn(f"{filename}: {name} is not applied, as in transformers", stacklevel=3)
-    eos_ids, bos_ids = (
-        _token_ids(file, name, filename, is_explicit=name in raw) for name in ("eos_token_id", "bos_token_id")
-    )
+    eos_ids = _token_ids(file, "eos_token_id", filename, is_explicit="eos_token_id" in raw)
+    bos_ids = _token_ids(file, "bos_token_id", filename, is_explicit="bos_token_id" in raw)
     try:
         return DecoderConfig(
             **_decoder_fields(file, family, rope, filename),
             bos_token_id=bos_ids[0],
-            eos_token_id=_single_or_tuple(eos_ids),
+            eos_token_id=eos_ids[0] if len(eos_ids) == 1 else eos_ids,
             module_prefix=PREFIXES[raw is not outer],
         )
     except ConfigError as error:
-        raise ModelFileError(
-            f"{filename}: {error.message}", expected=error.expected, got=error.got, hint=error.hint
-        ) from error
+        raise ModelFileError(f"{filename}: {error.message}", hint=error.hint or _COPY_HINT) from error
 
 
 def quantization_from_hf(raw: Mapping[str, Any], filename: str) -> Scheme | None:
@@ -95,10 +92,6 @@ def _decoder_fields(file: ConfigFile, family: Family, rope: RopeEntry, filename:
     }
 
 
-def _single_or_tuple(ids: tuple[int | None, ...]) -> Any:
-    return next(iter(ids)) if len(ids) == 1 else ids
-
-
 def config_to_hf(config: DecoderConfig, dtype: str) -> dict[str, Any]:
     """Return a Hugging Face `config.json` with the same meaning in `transformers` 4 and 5, ready for JSON.
 
@@ -123,20 +116,15 @@ def config_to_hf(config: DecoderConfig, dtype: str) -> dict[str, Any]:
         try:
             reread = config_from_hf(file, "config.json")
         except ModelFileError as error:
-            raise ConfigError(
-                f"a config.json of {family.architecture} cannot express this model: {error.message}",
-                expected=error.expected,
-                got=error.got,
-                hint="change the configuration, or its family",
-            ) from error
+            problem = f"a config.json of {family.architecture} cannot express this model: {error.message}"
+            hint = "change the configuration, or its family"
+            raise ConfigError(problem, expected=error.expected, got=error.got, hint=hint) from error
     if differences := _differences(config, reread):
         name, (value, got) = next(iter(differences.items()))
-        raise ConfigError(
-            f"a config.json of {family.architecture} cannot express {name} = {shown(value)}",
-            expected=shown(got),
-            got=shortened(", ".join(differences)),
-            hint="choose another family to save the model as; this family does not support the setting",
-        )
+        names = shortened(", ".join(differences))
+        problem = f"a config.json of {family.architecture} cannot express {name} = {shown(value)}, only {shown(got)}"
+        hint = f"choose another family to save the model as; this one does not support this value of {names}"
+        raise ConfigError(problem, hint=hint)
     return file
 
 
@@ -165,31 +153,16 @@ def _find_family(raw: Mapping[str, Any], filename: str) -> tuple[Family, Mapping
     if not matches and not architectures and isinstance(model_type, str) and model_type in FAMILIES:
         matches = [FAMILIES[model_type]]
     if matches and model_type in (None, matches[0].model_type):
-        _check_activation(raw, filename, matches[0])
         return matches[0], raw
     text_config = raw.get("text_config")
     if multimodal and isinstance(text_config, Mapping):
         warnings.warn(f"{filename}: the model is multimodal; only its text decoder is read", stacklevel=4)
         merged = {name: raw[name] for name in _MULTIMODAL_FIELDS if name in raw} | dict(text_config)  # pyright: ignore
         merged.pop("architectures", None)
-        _check_activation(merged, filename, multimodal[0])
         return multimodal[0], merged
     is_named = bool(matches) or not architectures
     names = [shown(model_type)] if is_named else [shown(name) for name in architectures]
-    raise ModelFileError(
-        f"{filename}: unknown architecture {shortened(', '.join(names))}",
-        expected=f"one of {', '.join(ARCHITECTURES)}, with its model_type",
-        hint="check that --model names the right folder; Lowtide reads decoders of these families",
-    )
-
-
-def _check_activation(raw: Mapping[str, Any], filename: str, family: Family) -> None:
-    if "activation" not in family.fixed and raw.get("hidden_act") not in (None, *_SILU):
-        raise ModelFileError(
-            f"{filename}: unknown activation {shown(raw['hidden_act'])}",
-            expected="silu",
-            hint=f"check hidden_act: the MLP of {family.architecture} is SwiGLU",
-        )
+    raise ModelFileError(f"{filename}: unknown architecture {shortened(', '.join(names))}", hint=_FAMILIES_HINT)
 
 
 def _split_rope(raw: Mapping[str, Any], family: Family, filename: str) -> dict[str, Any]:
@@ -203,12 +176,8 @@ def _split_rope(raw: Mapping[str, Any], family: Family, filename: str) -> dict[s
     if "rope_local_base_freq" in family.known and set(rope) & set(_LAYER_TYPES):
         extra = {name: value for name, value in rope.items() if name not in _LAYER_TYPES and value is not None}
         if extra.pop("rope_type", "default") != "default" or extra:
-            raise ModelFileError(
-                f"{filename}: rope_parameters has keys other than the layer types",
-                expected=" and ".join(_LAYER_TYPES),
-                got=shortened(rope),
-                hint=_WRONG_LOGITS,
-            )
+            problem = f"{filename}: rope_parameters has keys other than {' and '.join(_LAYER_TYPES)}"
+            raise ModelFileError(problem, got=shortened(rope), hint=_WRONG_LOGITS)
         flat["rope_parameters"], flat["local_rope"] = (rope.get(name) for name in _LAYER_TYPES)
         if flat["local_rope"] is None:
             del flat["local_rope"]
@@ -230,11 +199,8 @@ def _rope(file: ConfigFile, family: Family, filename: str) -> RopeEntry:
         if fraction not in (None, 1.0) and "partial_rotary_factor" not in family.also:
             unknown = {"partial_rotary_factor": fraction}
         if unknown:
-            raise ModelFileError(
-                f"{filename}: rope_scaling has {shown(next(iter(unknown)))}, which Lowtide does not compute",
-                got=shortened(unknown),
-                hint=_WRONG_LOGITS,
-            )
+            problem = f"{filename}: rope_scaling has {shown(next(iter(unknown)))}, which Lowtide does not compute"
+            raise ModelFileError(problem, got=shortened(unknown), hint=_WRONG_LOGITS)
     excluded = {"rope_theta", "partial_rotary_factor"}
     theta = file.rope_theta
     pairs = {
@@ -244,11 +210,9 @@ def _rope(file: ConfigFile, family: Family, filename: str) -> RopeEntry:
     }
     for names, (first, second) in pairs.items():
         if first != second:
-            raise ModelFileError(
-                f"{filename}: it has two different values of {names}",
-                got=shortened(f"{first} and {second}"),
-                hint="keep the one that the model was trained with",
-            )
+            got = shortened(f"{first} and {second}")
+            hint = "keep the one that the model was trained with"
+            raise ModelFileError(f"{filename}: it has two different values of {names}", got=got, hint=hint)
     return rope
 
 
@@ -257,15 +221,9 @@ def _rope_scaling(rope: RopeEntry, file: ConfigFile, family: Family, filename: s
     if family.model_type == "phi3" and rope_type in ("su", "yarn"):  # older names of longrope in Phi-3
         rope_type = "longrope"
     local_type = file.local_rope.rope_type or file.local_rope.type or "default"
-    rope_types = ("linear", "dynamic", "llama3", "yarn", "longrope")
-    if rope_type not in ("default", *rope_types) or local_type != "default":
-        raise ModelFileError(
-            f"{filename}: unknown RoPE scaling {shown(rope_type if local_type == 'default' else local_type)}",
-            expected=f"default, {', '.join(rope_types[:-1])} or {rope_types[-1]}"
-            if local_type == "default"
-            else "default",
-            hint=_WRONG_LOGITS,
-        )
+    check = functools.partial(check_choice, hint=_WRONG_LOGITS, error=ModelFileError)
+    check(f"{filename}: rope_type", rope_type, ("default", *_FIELDS_OF_TYPE))
+    check(f"{filename}: rope_type of sliding-window layers", local_type, ("default",))
     if rope_type == "default":
         return None
     type_fields = {name for names in _FIELDS_OF_TYPE.values() for name in names}
@@ -282,11 +240,8 @@ def _rope_scaling(rope: RopeEntry, file: ConfigFile, family: Family, filename: s
         raise ModelFileError(f"{filename}: rope_scaling has no factor", got=got, hint="copy config.json again")
     for name in arguments:
         if name in type_fields and name not in _FIELDS_OF_TYPE[rope_type]:
-            raise ModelFileError(
-                f"{filename}: rope_scaling has {shown(name)}, which {rope_type} does not use",
-                got=shortened(arguments),
-                hint=_WRONG_LOGITS,
-            )
+            problem = f"{filename}: rope_scaling has {shown(name)}, which {rope_type} does not use"
+            raise ModelFileError(problem, hint=_WRONG_LOGITS)
     factors = {name: tuple(arguments.pop(name)) for name in ("short_factor", "long_factor") if name in arguments}
     return RopeScaling(rope_type=rope_type, **arguments, **factors)  # pyright: ignore[reportArgumentType]
 
@@ -303,30 +258,24 @@ _FIELDS_OF_TYPE: Mapping[str, tuple[str, ...]] = {
 
 def _rope_to_hf(scaling: RopeScaling) -> dict[str, Any]:
     rope_type = scaling.rope_type
-    values = {name: getattr(scaling, name) for name in _FIELDS_OF_TYPE[rope_type]}
+    file: dict[str, Any] = {"rope_type": rope_type, "factor": scaling.factor}
+    for name in _FIELDS_OF_TYPE[rope_type]:
+        value = getattr(scaling, name)
+        if value is not None:
+            file[name] = [*value] if isinstance(value, tuple) else value
     if rope_type in ("llama3", "yarn", "longrope"):
-        values["original_max_position_embeddings"] = scaling.original_max_position_embeddings
-    written = {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}  # pyright: ignore
-    return {
-        "rope_type": rope_type,
-        "factor": scaling.factor,
-        **{name: value for name, value in written.items() if value is not None},
-    }
+        file["original_max_position_embeddings"] = scaling.original_max_position_embeddings
+    return file
 
 
-def _token_ids(file: ConfigFile, name: str, filename: str, *, is_explicit: bool) -> tuple[int | None, ...]:
+def _token_ids(file: ConfigFile, name: str, filename: str, *, is_explicit: bool) -> tuple[Any, ...]:
     """Return the ids of a special token, which may be absent, a number or a list; each must be in the vocabulary.
 
     A default of the family's class may be outside this vocabulary. It is then dropped, unless the file repeats it.
     """
     value: Any = getattr(file, name)
     ids: list[int] = value if isinstance(value, list) else [] if value is None else [value]
-    for token in ids:
-        if token >= file.vocab_size and is_explicit:
-            raise ModelFileError(
-                f"{filename}: {name} is not a token id",
-                expected=f"0 to {file.vocab_size - 1}",
-                got=token,
-                hint="copy the file from the model's source again",
-            )
+    if is_explicit:
+        for token in ids:
+            check_integer(f"{filename}: {name}", token, 0, file.vocab_size - 1, hint=_COPY_HINT, error=ModelFileError)
     return tuple(token for token in ids if token < file.vocab_size) or (None,)

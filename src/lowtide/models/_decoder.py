@@ -26,11 +26,11 @@ from jaxtyping import Array, Float, Int
 
 from ..core import (
     OWN_NAMES,
-    ConfigError,
     LayerStack,
     StructureError,
     Tree,
-    is_count,
+    check_choice,
+    check_integer,
     is_recomputed,
     linear,
     num_layers,
@@ -113,15 +113,14 @@ class Decoder:
             StructureError: when `layers` come from `unstack`.
         """
         if isinstance(self.layers, tuple):
-            raise StructureError(
-                "the decoder's layers are not stacked",
-                expected="stacked layers",
-                got=f"a tuple of {len(self.layers)}",
-                hint="use the stacked decoder; only generate accepts the result of lowtide.models.unstack",
-            )
-        choices = Choices(self.attention, self.tile_tokens)
-        _check_choices(choices)
-        return stack_of(self.config, self.compute_dtype, choices)
+            hint = "use the stacked decoder; only generate accepts the result of lowtide.models.unstack"
+            raise StructureError("the decoder's layers are not stacked", hint=hint)
+        hint = "leave it out to select it for the target"
+        if self.attention is not None:
+            check_choice("attention of a decoder", self.attention, typing.get_args(Implementation), hint=hint)
+        if self.tile_tokens is not None:
+            check_integer("tile_tokens of a decoder", self.tile_tokens, hint=hint)
+        return stack_of(self.config, self.compute_dtype, self.attention, self.tile_tokens)
 
     def external_name(self, path: str) -> str:
         """Return the Hugging Face module name of a tree path, with ``{layer}`` for the index of a stacked layer.
@@ -137,11 +136,8 @@ class Decoder:
         """
         if path.endswith("/router"):
             raise KeyError(path)
-        return self._with_module_prefix(family_of(self.config).names[path])
-
-    def _with_module_prefix(self, name: str) -> str:
-        """Replace the prefix of a text model's module name with that of the checkpoint."""
-        prefix = self.config.module_prefix
+        # The checkpoint of a model of images and text has another prefix than the family's names.
+        name, prefix = family_of(self.config).names[path], self.config.module_prefix
         if name == "lm_head" and prefix == PREFIXES[2]:
             return "language_model.lm_head"
         return prefix + name.removeprefix(PREFIXES[0]) if name.startswith(PREFIXES[0]) else name
@@ -225,9 +221,6 @@ def logits(
         segment_ids: document of each token; tokens attend only to their own document. None: one document per row.
         positions: position of each token in its document; None: 0 to T - 1.
 
-    Returns:
-        Logits of shape [B, T, V].
-
     Memory:
         ``B * T * V * 4`` bytes; training uses `loss`, which never holds all logits.
     """
@@ -243,9 +236,10 @@ def activations(h: Any) -> Float[Array, "B T D"]:
 
 def head_logits(model: Decoder, h: Any) -> Float[Array, "B T V"]:
     """Return logits [B, T, V] in float32 of the last block's output: [B, T, D] or `Routed`."""
-    config = model.config
-    h_BTD = rms_norm(activations(h), model.outer["norm"]["weight"], config)
-    return _soft_capped(linear(h_BTD, _head_weight(model.outer)).astype(jnp.float32), config.final_soft_cap)
+    cap = model.config.final_soft_cap
+    h_BTD = rms_norm(activations(h), model.outer["norm"]["weight"], model.config)
+    logits_BTV = linear(h_BTD, _head_weight(model.outer)).astype(jnp.float32)
+    return logits_BTV if cap is None else cap * jnp.tanh(logits_BTV / cap)
 
 
 def init(config: DecoderConfig, *, key: Array, dtype: Any = jnp.float32, compute_dtype: Any = jnp.float32) -> Decoder:
@@ -326,15 +320,11 @@ def unstack(model: Decoder, *, donate: bool = False) -> Decoder:
         return model
     count = num_layers(model.layers)
     leaves, treedef = jax.tree.flatten(model.layers)
-    parts_by_id: dict[int, list[Any]] = {}  # one leaf may occur in several places
-
-    parts = [
-        parts_by_id[id(leaf)]
-        if id(leaf) in parts_by_id
-        else parts_by_id.setdefault(id(leaf), _split_leaf(leaf, donate))
-        for leaf in leaves
-    ]
-    layers = tuple(treedef.unflatten([part[index] for part in parts]) for index in range(count))
+    parts: dict[int, list[Any]] = {}  # by identity: one leaf may occur in several places
+    for leaf in leaves:
+        if id(leaf) not in parts:
+            parts[id(leaf)] = _split_leaf(leaf, donate)
+    layers = tuple(treedef.unflatten([parts[id(leaf)][index] for leaf in leaves]) for index in range(count))
     return dataclasses.replace(model, layers=layers)
 
 
@@ -342,13 +332,8 @@ def _split_leaf(leaf: Any, donate: bool) -> list[Any]:
     try:
         parts = jax.block_until_ready([*_split_stack(leaf)])
     except jax.errors.JaxRuntimeError as error:
-        has_memory = "RESOURCE_EXHAUSTED" not in str(error)
-        if (
-            has_memory
-            or not donate
-            or not isinstance(leaf, jax.Array)
-            or not isinstance(leaf.sharding, SingleDeviceSharding)
-        ):
+        is_movable = donate and isinstance(leaf, jax.Array) and isinstance(leaf.sharding, SingleDeviceSharding)
+        if not is_movable or "RESOURCE_EXHAUSTED" not in str(error):
             raise
         # The device cannot hold the stacked array twice: move it to the host, free it, and send the layers back.
         stacked, sharding = np.asarray(leaf), leaf.sharding
@@ -419,35 +404,13 @@ def without_windows(layers: Tree) -> Tree:
     return {**layers, "attn": {name: leaf for name, leaf in layers["attn"].items() if name != "window"}}
 
 
-class Choices(NamedTuple):
-    """The user's choices for computing a layer; None leaves the choice to the target."""
-
-    attention: Implementation | None = None
-    tile_tokens: int | None = None
-
-
-DEFAULT_CHOICES = Choices()
-
-
-def _check_choices(choices: Choices) -> None:
-    implementations, attention = typing.get_args(Implementation), typing.cast(Any, choices.attention)
-    if not (attention is None or (isinstance(attention, str) and attention in implementations)):
-        raise ConfigError(
-            f"attention={attention!r} of a decoder is not an implementation",
-            expected=f"{', '.join(map(repr, implementations))} or None",
-            hint="leave it out to select it for the target",
-        )
-    if not (choices.tile_tokens is None or is_count(choices.tile_tokens, 1)):
-        raise ConfigError(
-            "tile_tokens of a decoder is not a number of tokens",
-            expected="an integer of at least 1, or None",
-            got=repr(choices.tile_tokens),
-            hint="leave it out to select it for the target",
-        )
-
-
 @functools.cache
-def stack_of(config: DecoderConfig, compute_dtype: str, choices: Choices = DEFAULT_CHOICES) -> LayerStack:
+def stack_of(
+    config: DecoderConfig,
+    compute_dtype: str,
+    implementation: Implementation | None = None,
+    tile_tokens: int | None = None,
+) -> LayerStack:
     """Return the layer stack of decoders with this config; cached, so that equal arguments share functions."""
     dtype = jnp.dtype(compute_dtype)
     experts = config.experts
@@ -469,7 +432,9 @@ def stack_of(config: DecoderConfig, compute_dtype: str, choices: Choices = DEFAU
             positions = jnp.arange(h_BTD.shape[1])[None]
         segments = batch.get("segment_ids")
         mask = AttentionMask(segment_ids=segments)
-        h_BTD, routing, _ = layer_forward(layer, h_BTD, positions, mask, config, choices=choices)
+        h_BTD, routing, _ = layer_forward(
+            layer, h_BTD, positions, mask, config, implementation=implementation, tile_tokens=tile_tokens
+        )
         return h_BTD if balanced_experts is None else _accumulate_routing(h, h_BTD, routing, segments)
 
     def last(outer: Tree, h: Any, batch: Tree) -> tuple[Array, dict[str, Array]]:
@@ -478,7 +443,10 @@ def stack_of(config: DecoderConfig, compute_dtype: str, choices: Choices = DEFAU
         value = chunked_cross_entropy(h_BTD, _head_weight(outer), labels, soft_cap=config.final_soft_cap)
         if balanced_experts is None:
             return value, {}
-        router_loss = balance_loss(h.probs, h.counts, _count_tokens(batch), balanced_experts, config.num_layers)
+        segments = batch.get("segment_ids")
+        is_token_BT = jnp.ones(batch["tokens"].shape, bool) if segments is None else segments > 0
+        num_tokens_B = jnp.sum(is_token_BT, axis=1).astype(jnp.float32)
+        router_loss = balance_loss(h.probs, h.counts, num_tokens_B, balanced_experts, config.num_layers)
         return value + balanced_experts.router_loss_coef * router_loss, {"router_loss": router_loss}
 
     return LayerStack(first, block, last, running=("embed/weight", "lm_head/weight"))
@@ -494,24 +462,8 @@ def _accumulate_routing(h: Routed, h_BTD: Array, routing: tuple[Array, Array] | 
     return Routed(h_BTD, h.probs + jnp.sum(probs_BTE, axis=1), h.counts + jnp.sum(counts_BTE, axis=1))
 
 
-def _count_tokens(batch: Tree) -> Array:
-    """Return the number of tokens in each row, without padding."""
-    segments = batch.get("segment_ids")
-    keep_BT = jnp.ones(batch["tokens"].shape, bool) if segments is None else segments > 0
-    return jnp.sum(keep_BT, axis=1).astype(jnp.float32)
-
-
-def _window(layer: Tree, config: DecoderConfig) -> Any:
-    windows = config.windows
-    return layer["attn"]["window"] if isinstance(windows, tuple) else windows
-
-
 def _head_weight(outer: Tree) -> Any:
     return outer["lm_head" if "lm_head" in outer else "embed"]["weight"]
-
-
-def _soft_capped(x: Array, cap: float | None) -> Array:
-    return x if cap is None else cap * jnp.tanh(x / cap)
 
 
 def _dense(module: Tree, x: Array) -> Array:
@@ -543,7 +495,8 @@ def layer_forward(
     mask: AttentionMask,
     config: DecoderConfig,
     store: Callable[[Array, Array], tuple[Array, Array]] = lambda k, v: (k, v),
-    choices: Choices = DEFAULT_CHOICES,
+    implementation: Implementation | None = None,
+    tile_tokens: int | None = None,
 ) -> tuple[Array, tuple[Array, Array] | None, tuple[Array, Array]]:
     """Apply one layer; return the residual stream, the router's probabilities and choices, and the result of `store`.
 
@@ -551,7 +504,7 @@ def layer_forward(
     returns those to attend to [B, S, K, H], such as a cache that includes the new ones.
     """
     attn = layer["attn"]
-    mask = dataclasses.replace(mask, window=_window(layer, config))
+    mask = dataclasses.replace(mask, window=attn["window"] if isinstance(config.windows, tuple) else config.windows)
     # Attention itself is not tiled. Each of the two tiled parts gets only the parameters that it reads.
     project_params = {name: part for name, part in layer.items() if name in ("attn", "attn_norm")}
     finish_params = {name: part for name, part in layer.items() if name not in ("attn", "attn_norm")}
@@ -565,7 +518,7 @@ def layer_forward(
         experts, chosen, widest = config.experts, 1, config.intermediate_size
         if experts is not None:
             chosen, widest = experts.num_experts_per_token, experts.num_experts_per_token * experts.intermediate_size
-        tiled = functools.partial(tiled_map, size=choices.tile_tokens)
+        tiled = functools.partial(tiled_map, size=tile_tokens)
         project = functools.partial(tiled, project, width=config.num_heads * config.head_dim)
         finish = functools.partial(tiled, finish, width=widest, share=chosen / experts.num_experts if experts else 1)
     else:
@@ -583,7 +536,7 @@ def layer_forward(
         scale=config.attention_scale,
         soft_cap=config.attention_soft_cap,
         sinks=attn["sinks"]["weight"] if config.attention_sinks else None,
-        implementation=choices.attention,
+        implementation=implementation,
     )
     h_BTD, routing = finish(finish_params, (h_BTD, out_BTNH.reshape(q_BTW.shape)))
     return h_BTD, routing, (keys, values)
@@ -593,7 +546,12 @@ def _project(config: DecoderConfig, layer: Tree, tokens: tuple[Array, Array, Arr
     """Return queries [B, T, W], keys and values (both [B, T, X]) of normalised activations, after rotation."""
     h_BTD, positions_BT, lengths_BT = tokens
     attn = layer["attn"]
-    q_BTW, k_BTX, v_BTX = _project_qkv(attn, _pre_norm(layer, "attn", h_BTD, config), config)
+    x_BTD = _pre_norm(layer, "attn", h_BTD, config)
+    if config.fused_projections:
+        q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        q_BTW, k_BTX, v_BTX = jnp.split(_dense(attn["qkv_proj"], x_BTD), (q, q + kv), axis=-1)
+    else:
+        q_BTW, k_BTX, v_BTX = (_dense(attn[f"{name}_proj"], x_BTD) for name in "qkv")
     if config.qk_norm != "none":
         q_BTW, k_BTX = checkpoint_name(q_BTW, f"{OWN_NAMES}attn_q"), checkpoint_name(k_BTX, f"{OWN_NAMES}attn_k")
     if config.qk_norm == "width":
@@ -615,14 +573,6 @@ def _finish(
     h_BTD = h_BTD + _post_norm(layer, "attn", added_BTD, config)
     out_BTD, routing = _mlp(layer["mlp"], _pre_norm(layer, "mlp", h_BTD, config), config)
     return h_BTD + _post_norm(layer, "mlp", out_BTD, config), routing
-
-
-def _project_qkv(attn: Tree, x_BTD: Array, config: DecoderConfig) -> tuple[Array, Array, Array]:
-    if not config.fused_projections:
-        return _dense(attn["q_proj"], x_BTD), _dense(attn["k_proj"], x_BTD), _dense(attn["v_proj"], x_BTD)
-    q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    q_BTW, k_BTX, v_BTX = jnp.split(_dense(attn["qkv_proj"], x_BTD), (q, q + kv), axis=-1)
-    return q_BTW, k_BTX, v_BTX
 
 
 def _mlp(mlp: Tree, x_BTD: Array, config: DecoderConfig) -> tuple[Array, tuple[Array, Array] | None]:

@@ -42,9 +42,7 @@ def mixture(
         return _mixture_on_device(mlp, x_BTD, experts=experts, activation=activation, has_expert_axis=False)
     if "expert" in axes and experts.num_experts % mesh.shape["expert"]:
         raise ConfigError(
-            "the experts cannot be sharded along the axis expert",
-            expected=f"a size that divides {experts.num_experts} experts",
-            got=mesh.shape["expert"],
+            f"{experts.num_experts} experts cannot be sharded along the axis expert of size {mesh.shape['expert']}",
             hint="choose another size of expert in make_mesh, and fsdp for the other devices",
         )
     compute = functools.partial(
@@ -123,10 +121,8 @@ def _gather_rows(copies: int, x_ND: Array, order_M: Array, inverse_M: Array) -> 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _gather_rows_custom_vjp(copies: int, x_ND: Array, order_M: Array, inverse_M: Array) -> Array:
-    """Gather like `_gather_rows`; the backward pass gathers in the inverse order of the permutation.
-
-    XLA transposes a gather to a scatter, which is several times slower on a GPU.
-    """
+    """Gather like `_gather_rows`; the backward pass gathers in the inverse order of the permutation."""
+    # XLA transposes a gather to a scatter, which is several times slower on a GPU.
     return _gather_rows(copies, x_ND, order_M, inverse_M)
 
 

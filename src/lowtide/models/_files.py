@@ -12,6 +12,7 @@ import dataclasses
 import json
 import math
 import os
+import re
 import warnings
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -28,6 +29,7 @@ from ..core import (
     OutputError,
     Selector,
     Tree,
+    check_choice,
     format_bytes,
     gguf_file,
     input_file,
@@ -39,6 +41,7 @@ from ..core import (
     refuse_consumed,
     select,
     shortened,
+    tree_bytes,
     validate,
 )
 from ..quant import Format, QuantizedWeight, abstract, build, format_named, matrices, placed
@@ -46,6 +49,7 @@ from ..quant import quantize as quantize_leaves
 from ._config import DecoderConfig
 from ._config_file import config_from_hf, config_to_hf, quantization_from_hf
 from ._decoder import Decoder, init, parameter_shapes, with_windows, without_windows
+from ._quantized import Packed, Scheme, Stored, group_tensors
 from ._safetensors import (
     CONFIG,
     DTYPES,
@@ -57,17 +61,17 @@ from ._safetensors import (
     open_tensors,
     pieces,
     read_leaf,
-    stored_dtype,
     write_model,
 )
 from .families import family_of
 from .families._family import IMAGE_MODULES
-from .gguf import gguf_model, open_gguf
-from .packed import Packed, Scheme, Stored, group_tensors
+from .gguf import config_of, open_gguf, read_header
 
 _MOST_CONFIG_BYTES, _MOST_INDEX_BYTES = 16 * 1024**2, 256 * 1024**2
 _HEAD = "lm_head.weight"
 _COPY_HINT = "copy the file from the model's source again"
+_OTHER_MODEL_HINT = "check that config.json and the weights are of one model"
+_LACKING_HINT = f"{_OTHER_MODEL_HINT}, and that no shard is missing"
 
 
 def load(
@@ -116,24 +120,29 @@ def load(
     """
     for name in (compute_dtype,) if dtype == "auto" else (dtype, compute_dtype):
         if not _is_floating(name):
-            raise ConfigError(
-                f"{name!r} is not a floating-point dtype", expected="float32, bfloat16, ...", hint="check the dtype"
-            )
+            raise ConfigError(f"{name!r} is not a floating-point dtype, such as float32 or bfloat16")
     directory = Path(directory)
     config, scheme = _read_config(directory)
     with _open_plans(directory, config, scheme, dtype) as (plans, treedef, notes):
         for note in notes:
             warnings.warn(f"{directory}: {note}", stacklevel=2)
-        shapes = treedef.unflatten([leaf_plan.like for leaf_plan in plans])
-        hosted = _select_hosted(shapes, host)
-        formats = _formats(plans, treedef, quantize)
-        _check_not_quantized(directory, plans, formats, scheme)
+        likes = [jax.ShapeDtypeStruct(leaf_plan.like.shape, leaf_plan.like.dtype) for leaf_plan in plans]
+        # Selection by path: a weight that is already quantised counts as one leaf here.
+        shapes = treedef.unflatten(likes)
+        hosted = [False] * len(plans) if host is None else select(shapes, host)
+        formats = _formats(shapes, quantize)
+        for leaf_plan in plans:
+            # Weights that the software left unquantised may be quantised.
+            if leaf_plan.path in formats and any(isinstance(source, Packed) for source in leaf_plan.sources):
+                assert scheme is not None
+                problem = f"{directory}: {leaf_plan.path} is already quantised, by {scheme.method}"
+                raise ConfigError(problem, hint="leave quantize out, or load the unquantised checkpoint")
         leaves: list[Any] = []
-        for leaf_plan, is_hosted in zip(plans, hosted, strict=True):
-            like = jax.ShapeDtypeStruct(leaf_plan.like.shape, leaf_plan.like.dtype)
+        for leaf_plan, like, is_hosted in zip(plans, likes, hosted, strict=True):
             place = None if sharding is None else sharding(leaf_plan.path, like)
             if is_hosted:
-                place = _host_memory() if place is None else place.with_memory_kind("pinned_host")
+                place = jnp.zeros(()).sharding if place is None else place  # that of JAX's default device
+                place = place.with_memory_kind("pinned_host")
             if form := formats.get(leaf_plan.path):
                 leaves.append(_read_quantized(leaf_plan, like, form, place))
             else:
@@ -142,35 +151,14 @@ def load(
     return Decoder(params["outer"], with_windows(params["layers"], config), config, jnp.dtype(compute_dtype).name)
 
 
-def _formats(plans: Sequence[_LeafPlan], treedef: Any, quantize: str | Mapping[str, str] | None) -> dict[str, Format]:
+def _formats(shapes: Tree, quantize: str | Mapping[str, str] | None) -> dict[str, Format]:
     """Return the format of each weight to quantise, by path; the first glob that matches applies."""
-    shapes = treedef.unflatten(
-        [jax.ShapeDtypeStruct(leaf_plan.like.shape, leaf_plan.like.dtype) for leaf_plan in plans]
-    )
     by_glob = {"layers/**/*_proj": quantize} if isinstance(quantize, str) else quantize or {}
     formats: dict[str, Format] = {}
     for glob, name in by_glob.items():
         form = format_named(name)
         formats = dict.fromkeys(matrices(shapes, glob), form) | formats
     return formats
-
-
-def _check_not_quantized(
-    directory: Path, plans: Sequence[_LeafPlan], formats: Mapping[str, Format], scheme: Scheme | None
-) -> None:
-    """Raise for weights that are quantised already; weights that the software left unquantised may be quantised."""
-    for leaf_plan in plans:
-        if (
-            scheme is not None
-            and leaf_plan.path in formats
-            and any(isinstance(source, Packed) for source in leaf_plan.sources)
-        ):
-            raise ConfigError(
-                f"{directory}: {leaf_plan.path} is already quantised, by {scheme.method}",
-                expected="no quantize, because it is read as it is",
-                got=f"quantize to {formats[leaf_plan.path].name}",
-                hint="leave quantize out, or load the unquantised checkpoint",
-            )
 
 
 def load_shapes(directory: str | Path, *, dtype: Any = "auto", compute_dtype: Any = "float32") -> Decoder:
@@ -194,13 +182,9 @@ def load_shapes(directory: str | Path, *, dtype: Any = "auto", compute_dtype: An
     directory = Path(directory)
     config, scheme = _read_config(directory)
     if gguf_file(directory) is None and not any(os.path.lexists(directory / name) for name in (SINGLE, INDEX)):
+        leaf_dtype = "bfloat16" if dtype == "auto" else dtype
         shapes = jax.eval_shape(
-            lambda: init(
-                config,
-                key=jax.random.key(0),
-                dtype="bfloat16" if dtype == "auto" else dtype,
-                compute_dtype=compute_dtype,
-            )
+            lambda: init(config, key=jax.random.key(0), dtype=leaf_dtype, compute_dtype=compute_dtype)
         )
         if scheme is None or scheme.form is None:
             return shapes
@@ -261,9 +245,10 @@ def _open_weights(
     if (file := gguf_file(directory)) is not None:
         experts = 1 if config.experts is None else config.experts.num_experts
         heads = {"q": config.num_heads, "k": config.num_kv_heads}
-        with open_gguf(
-            file, layers=config.num_layers, experts=experts, heads=heads, names=_all_names(config)
-        ) as tensors:
+        paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(parameter_shapes(config))]
+        # Names are generated lazily, because a damaged GGUF file may ask for more names than it has tensors.
+        names = (name for path in paths for _, name in _iter_names(path, config))
+        with open_gguf(file, layers=config.num_layers, experts=experts, heads=heads, names=names) as tensors:
             yield tensors
         return
     with open_tensors(_weight_files(directory)) as sources:
@@ -290,26 +275,9 @@ def _open_plans(
         leaf_dtype = None if dtype == "auto" else jnp.dtype(dtype)
         plans: list[_LeafPlan] = []
         for path, leaf in leaves:
-            # The layers of a stack may be stored in different dtypes; the stack's dtype loses no digits of any.
-            sources = [tensors[name] for name in _names_of_leaf(path, config).values()]
+            sources = [tensors[name] for _, name in _iter_names(path, config)]
             plans.append(_plan_leaf(path_str(path), sources, leaf.shape, leaf_dtype, default_dtype))
         yield plans, treedef, [*notes, *_dequantization_notes(plans)]
-
-
-def _select_hosted(shapes: Any, host: Selector | None) -> list[bool]:
-    """Return whether each weight belongs in host memory; a quantised weight is selected as a whole."""
-    leaves = jax.tree.leaves(shapes, is_leaf=_is_quantized)
-    if host is None:
-        return [False] * len(leaves)
-    # `host` selects by the path of the weight, so a quantised weight counts as one leaf here.
-    weight_shapes = jax.tree.map(
-        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), shapes, is_leaf=_is_quantized
-    )
-    return list(select(weight_shapes, host))
-
-
-def _is_quantized(leaf: Any) -> bool:
-    return isinstance(leaf, QuantizedWeight)
 
 
 def _read_quantized(
@@ -322,11 +290,14 @@ def _read_quantized(
         index = int(np.ravel_multi_index(position, stack_shape)) if position else 0
         return read_leaf([leaf_plan.sources[index]], like.shape[-2:], like.dtype, None)
 
+    return build(leaf_plan.path, like, form, matrix, _places(abstract(like.shape, form, like.dtype), place))
+
+
+def _places(node: QuantizedWeight, place: jax.sharding.Sharding | None) -> Any:
+    """Return the shardings of a node's leaves, or None."""
     if place is None or isinstance(place, jax.sharding.NamedSharding):
-        places = placed(abstract(like.shape, form, like.dtype), place)
-    else:
-        places = jax.tree.map(lambda _: place, abstract(like.shape, form, like.dtype))
-    return build(leaf_plan.path, like, form, matrix, places)
+        return placed(node, place)
+    return jax.tree.map(lambda _: place, node)
 
 
 def load_config(directory: str | Path) -> DecoderConfig:
@@ -334,9 +305,6 @@ def load_config(directory: str | Path) -> DecoderConfig:
 
     Args:
         directory: the folder with `config.json`, or a GGUF file.
-
-    Returns:
-        The configuration.
 
     Raises:
         ModelFileError: when `config.json` is missing or malformed, or describes a decoder that Lowtide does not know.
@@ -346,7 +314,7 @@ def load_config(directory: str | Path) -> DecoderConfig:
 
 def _read_config(directory: Path) -> tuple[DecoderConfig, Scheme | None]:
     if (file := gguf_file(directory)) is not None:
-        return config_from_hf(gguf_model(file), str(file)), None
+        return config_from_hf(config_of(read_header(file)), str(file)), None
     path = input_file(
         directory,
         CONFIG,
@@ -396,17 +364,14 @@ def save(
     refuse_consumed(params)
     got = {path: tuple(leaf.shape) for path, leaf in leaves_with_paths(params)}
     if got != expected:
-        wrong = sorted(set(got.items()) ^ set(expected.items()))[0]
-        raise ModelFileError(
-            f"{wrong[0]}: the parameters do not match the model's configuration",
-            got=f"shape {wrong[1]}",
-            hint="dequantise weights with lt.dequantize, merge adapters with lt.lora.merge, or save them separately "
-            "with lt.lora.save",
-        )
+        path, shape = sorted(set(got.items()) ^ set(expected.items()))[0]
+        problem = f"{path} of shape {shape}: the parameters do not match the model's configuration"
+        hint = "dequantise weights with lt.dequantize; merge adapters with lt.lora.merge, or use lt.lora.save"
+        raise ModelFileError(problem, hint=hint)
     tensors = [
         Tensor(name, leaf, index, dtype)
         for path, leaf in jax.tree_util.tree_leaves_with_path(params)
-        for index, name in _names_of_leaf(path, model.config).items()
+        for index, name in _iter_names(path, model.config)
     ]
     stored = dtype or jnp.dtype(model.outer["embed"]["weight"].dtype).name
     files = {CONFIG: (json.dumps(config_to_hf(model.config, stored), indent=2) + "\n").encode()}
@@ -414,9 +379,7 @@ def save(
         try:
             files["tokenizer.json"] = Path(tokenizer).read_bytes()
         except OSError as error:
-            raise OutputError(
-                f"{tokenizer}: the tokenizer cannot be copied", got=error.strerror or error, hint="check the path"
-            ) from error
+            raise OutputError(f"the tokenizer cannot be copied: {error}") from error
     write_model(directory, tensors, files, max_shard_bytes=max_shard_bytes)
 
 
@@ -445,9 +408,6 @@ def host_bytes(model: Tree) -> HostBytes:
         model: the model or its shapes: leaves with a shape, a dtype and, where it matters, a sharding (arrays or
             `jax.ShapeDtypeStruct`s).
 
-    Returns:
-        Bounds in bytes.
-
     Memory:
         None.
 
@@ -467,25 +427,8 @@ def host_bytes(model: Tree) -> HostBytes:
     return HostBytes(loading=staged + pieces, saving=pieces)
 
 
-def _host_memory() -> jax.sharding.Sharding:
-    """Return the sharding for host memory that belongs to JAX's default device."""
-    return jnp.zeros(()).sharding.with_memory_kind("pinned_host")
-
-
-def _names_of_leaf(path: Any, config: DecoderConfig) -> dict[tuple[int, ...], str]:
-    """Return the Hugging Face names of a leaf's tensors, by index in its stack: layer, or layer and expert."""
-    return dict(_iter_names(path, config))
-
-
-def _all_names(config: DecoderConfig) -> Iterator[str]:
-    """Yield all tensor names lazily: a damaged GGUF file may ask for more names than it has tensors."""
-    for path, _ in jax.tree_util.tree_leaves_with_path(parameter_shapes(config)):
-        for _, name in _iter_names(path, config):
-            yield name
-
-
 def _iter_names(path: Any, config: DecoderConfig) -> Iterator[tuple[tuple[int, ...], str]]:
-    """Yield the stack indices and names of a leaf's tensors."""
+    """Yield the index of each tensor of a leaf in its stack (layer, or layer and expert), and its Hugging Face name."""
     names = family_of(config).names
     *module, leaf = (entry.key for entry in path)
     leaf_path = "/".join([*module, leaf])
@@ -498,19 +441,14 @@ def _iter_names(path: Any, config: DecoderConfig) -> Iterator[tuple[tuple[int, .
 
 def _select_text_tensors(tensors: dict[str, Source], config: DecoderConfig) -> dict[str, Source]:
     """Drop image modules from a model of images and text, and rename the rest as in a text model."""
-    text_of = family_of(config).text_of
-    if text_of is None:
+    if family_of(config).text_of is None:
         return tensors
-    text_tensors = {
-        name: source for name, source in tensors.items() if not name.removeprefix("model.").startswith(IMAGE_MODULES)
+    # transformers 4 prefixes "language_model." to a name, and transformers 5 puts it after "model.".
+    return {
+        re.sub(r"^(model\.)?language_model\.", r"\1", name): source
+        for name, source in tensors.items()
+        if not name.removeprefix("model.").startswith(IMAGE_MODULES)
     }
-    for prefix in ("language_model.", "model.language_model."):  # prefixes of transformers 4 and 5
-        new_prefix = prefix.removesuffix("language_model.")
-        text_tensors = {
-            new_prefix + name.removeprefix(prefix) if name.startswith(prefix) else name: text_tensors[name]
-            for name in text_tensors
-        }
-    return text_tensors
 
 
 def _weight_files(directory: Path) -> list[Path]:
@@ -538,48 +476,32 @@ def _check_tensors(tensors: Mapping[str, Stored], config: DecoderConfig, directo
     # Compare counts first: a wrong config.json could ask for hundreds of millions of names below.
     experts_per_layer = 1 if config.experts is None or config.experts.clamped else config.experts.num_experts
     if config.num_layers * experts_per_layer > len(tensors):
-        raise ModelFileError(
-            f"{directory}: config.json requires tensors that the weights lack",
-            expected=f"weights of {config.num_layers} layers"
-            + (f" of {experts_per_layer} experts" if experts_per_layer > 1 else ""),
-            got=f"{len(tensors)} tensors",
-            hint="check that config.json and the weights are of one model, and that no shard is missing",
-        )
+        layers = f"{config.num_layers} layers" + (f" of {experts_per_layer} experts" if experts_per_layer > 1 else "")
+        problem = f"{directory}: config.json requires {layers}, but the weights have only {len(tensors)} tensors"
+        raise ModelFileError(problem, hint=_LACKING_HINT)
     expected = {
         name: leaf.shape[len(index) :]
         for path, leaf in jax.tree_util.tree_leaves_with_path(parameter_shapes(config))
-        for index, name in _names_of_leaf(path, config).items()
+        for index, name in _iter_names(path, config)
     }
     missing = [name for name in expected if name not in tensors]
     if missing:
-        raise ModelFileError(
-            f"{directory}: config.json requires tensors that the weights lack",
-            got=f"{len(missing)} of {len(expected)} missing, first {missing[0]}",
-            hint="check that config.json and the weights are of one model, and that no shard is missing",
-        )
+        problem = f"{len(missing)} of {len(expected)} tensors of config.json are missing, first {missing[0]}"
+        raise ModelFileError(f"{directory}: {problem}", hint=_LACKING_HINT)
     # A tied checkpoint may repeat the embedding as lm_head. Old checkpoints store RoPE's constant frequencies.
     ignored = {_HEAD} if config.tie_embeddings else set[str]()
     for name in sorted(tensors):
         if name not in expected and name not in ignored and not name.endswith("rotary_emb.inv_freq"):
-            raise ModelFileError(
-                f"{directory}: the weights have {shortened(name)}, which config.json does not describe",
-                hint="check that config.json and the weights are of one model",
-            )
+            problem = f"{directory}: the weights have {shortened(name)}, which config.json does not describe"
+            raise ModelFileError(problem, hint=_OTHER_MODEL_HINT)
     for name, shape in expected.items():
         source = tensors[name]
         if source.shape != shape:
-            raise ModelFileError(
-                f"{source.file}: the shape of {name} differs from config.json",
-                expected=shape,
-                got=source.shape,
-                hint="check that config.json and the weights are of one model",
-            )
-        if isinstance(source, Source) and source.dtype not in DTYPES:
-            raise ModelFileError(
-                f"{source.file}: {name} has dtype {source.dtype}",
-                expected=f"one of {', '.join(DTYPES)}",
-                hint="load the unquantised checkpoint",
-            )
+            problem = f"{source.file}: the shape of {name} is {source.shape}, but config.json requires {shape}"
+            raise ModelFileError(problem, hint=_OTHER_MODEL_HINT)
+        if isinstance(source, Source):
+            hint = "load the unquantised checkpoint"
+            check_choice(f"{source.file}: dtype of {name}", source.dtype, [*DTYPES], hint=hint, error=ModelFileError)
 
 
 def _check_tied_head(tensors: Mapping[str, Stored], config: DecoderConfig) -> None:
@@ -593,18 +515,13 @@ def _check_tied_head(tensors: Mapping[str, Stored], config: DecoderConfig) -> No
         np.array_equal(head.read(piece), embedding.read(piece)) for piece in pieces(head.shape, itemsize)
     ):
         return
-    raise ModelFileError(
-        f"{head.file}: {_HEAD} is not the embedding, but config.json ties them",
-        expected="tie_word_embeddings false, or no head in the file",
-        got=f"tie_word_embeddings true, and a head of shape {head.shape}",
-        hint="set tie_word_embeddings to false in config.json if the head was trained separately",
-    )
+    problem = f"{head.file}: {_HEAD} is not the embedding, but config.json ties them"
+    hint = "set tie_word_embeddings to false in config.json if the head was trained separately"
+    raise ModelFileError(problem, hint=hint)
 
 
 def _embedding(config: DecoderConfig) -> str:
-    """Return the name of the embedding's tensor."""
-    (path, _), *_ = jax.tree_util.tree_leaves_with_path({"outer": {"embed": {"weight": 0}}})
-    return _names_of_leaf(path, config)[()]
+    return f"{family_of(config).names['outer/embed']}.weight"
 
 
 def _is_floating(name: Any) -> bool:
@@ -630,21 +547,11 @@ class _LeafPlan:
     """Reason why quantised weights become an array; empty otherwise."""
 
     def read(self, place: jax.sharding.Sharding | None) -> Any:
-        """Read the leaf into placed arrays.
-
-        Args:
-            place: sharding of the weight, or None for JAX's default device.
-
-        Memory:
-            As in `read_leaf`; the parts of a `QuantizedWeight` are read one after another.
-        """
+        """Read the leaf into arrays; a `place` of None is JAX's default device. Memory: as in `read_leaf`."""
         if not isinstance(self.like, QuantizedWeight):
             return read_leaf(self.sources, self.like.shape, self.like.dtype, place)
         packed = [source for source in self.sources if isinstance(source, Packed)]
-        if place is None or isinstance(place, jax.sharding.NamedSharding):
-            places = placed(self.like, place)
-        else:
-            places = jax.tree.map(lambda _: place, self.like)
+        places = _places(self.like, place)
         shapes, treedef = jax.tree.flatten(self.like)
         shardings = [None] * len(shapes) if places is None else treedef.flatten_up_to(places)
         leaves: list[Any] = []
@@ -654,22 +561,19 @@ class _LeafPlan:
         return treedef.unflatten(leaves)
 
 
-def _plan_leaf(path: str, sources: Sequence[Stored], shape: tuple[int, ...], dtype: Any, otherwise: Any) -> _LeafPlan:
-    """Decide how to read a leaf.
+def _plan_leaf(path: str, sources: Sequence[Stored], shape: tuple[int, ...], dtype: Any, otherwise: str) -> _LeafPlan:
+    """Decide how to read a leaf; `sources` are in the order of its stack.
 
-    Args:
-        path: path of the leaf.
-        sources: stored weights of the leaf, in the order of its stack.
-        shape: shape of the leaf.
-        dtype: dtype of the leaf; None for the stored dtype, or the dtype before quantisation.
-        otherwise: dtype for quantised weights whose file does not record the dtype before quantisation.
+    A `dtype` of None is one that loses no digits of the stored dtypes, or of the dtypes before quantisation. Where a
+    file does not record that, it is `otherwise`.
     """
     leaf_dtype = dtype
     if dtype is None:
-        leaf_dtype = stored_dtype(
-            DTYPES[weight.dtype] if isinstance(weight, Source) else weight.weight_dtype or jnp.dtype(otherwise).name
+        stored_dtypes = {
+            DTYPES[weight.dtype] if isinstance(weight, Source) else weight.weight_dtype or otherwise
             for weight in sources
-        )
+        }
+        leaf_dtype = jnp.result_type(*sorted(stored_dtypes))
     packed = [weight for weight in sources if isinstance(weight, Packed)]
     forms = {(weight.form, len(weight.parts)) for weight in packed if weight.form is not None}
     is_matrix = "experts" not in path.split("/")
@@ -689,9 +593,7 @@ def _dequantization_notes(plans: Sequence[_LeafPlan]) -> list[str]:
     notes: list[str] = []
     for reason in dict.fromkeys(leaf_plan.why for leaf_plan in plans if leaf_plan.why):
         affected = [leaf_plan for leaf_plan in plans if leaf_plan.why == reason]
-        size = format_bytes(
-            sum(math.prod(leaf_plan.like.shape) * leaf_plan.like.dtype.itemsize for leaf_plan in affected)
-        )
+        size = format_bytes(tree_bytes([leaf_plan.like for leaf_plan in affected]))
         notes.append(
             f"{', '.join(leaf_plan.path for leaf_plan in affected)} are loaded as arrays of {size}, because {reason}"
         )

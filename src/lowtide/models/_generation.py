@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -22,12 +21,13 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from ..core import ConfigError, NonFiniteError, Tree
+from ..core import ConfigError, NonFiniteError, Tree, check_integer, check_number
 from ..ops import AttentionMask
 from ._config import DecoderConfig
 from ._decoder import Decoder, activations, head_logits, layer_forward, stack_of
 from ._rope import frequencies_change
 
+_EMPTY_HINT = "use the token of a newline when there is no prompt"
 _STEPS_PER_CALL = 32  # steps per call of the compiled loop; Python handles signals between calls
 
 
@@ -102,13 +102,10 @@ def generate(
         A cache of one row (`cache_bytes`), logits of one position, and one layer's activations of the prompt. With
         `hidden` no cache, and activations of P + num_tokens positions.
     """
-    if prompt.shape[0] < 1 or num_tokens < 0 or temperature < 0:
-        raise ConfigError(
-            "the prompt, num_tokens or temperature is out of range",
-            expected="a prompt of at least one token, num_tokens >= 0, temperature >= 0",
-            got=f"{prompt.shape[0]} tokens, num_tokens={num_tokens}, temperature={temperature}",
-            hint="use the token of a newline when there is no prompt",
-        )
+    sampling = Sampling(temperature=temperature)
+    check_integer("num_tokens", num_tokens, 0)
+    if prompt.shape[0] < 1:
+        raise ConfigError("the prompt is empty", hint=_EMPTY_HINT)
     if num_tokens == 0:
         return prompt
     if hidden is not None:
@@ -116,7 +113,7 @@ def generate(
         return _run_uncached(hidden, model, padded, jnp.int32(prompt.shape[0]), key, jnp.float32(temperature))
     rows = [[int(token) for token in np.asarray(prompt)]]
     _check_prompts(model, rows, num_tokens, 1, 1)
-    *_, (state, first_column) = _batch(model, rows, num_tokens, key[None], Sampling(temperature=temperature), ())
+    *_, (state, first_column) = _batch(model, rows, num_tokens, key[None], sampling, ())
     new_tokens = jax.lax.dynamic_slice_in_dim(state.tokens[0], first_column, num_tokens)
     return jnp.concatenate([prompt, new_tokens.astype(prompt.dtype)])
 
@@ -166,11 +163,26 @@ def generate_batch(
         >>> [len(c.tokens) for c in generate_batch(model, [[1, 2, 3], [4]], 5, key=jax.random.key(1))]
         [5, 5]
     """
-    sampling = Sampling() if sampling is None else sampling
+    settings = Sampling() if sampling is None else sampling
     _check_prompts(model, prompts, num_tokens, num_samples, batch_size)
     ends = tuple(end_tokens)
     rows = [(index, sample) for index in range(len(prompts)) for sample in range(num_samples)]
-    return _completions(model, prompts, num_tokens, key, sampling, ends, rows, batch_size)
+    size = min(batch_size, len(rows))
+
+    def completions() -> Iterator[Completion]:
+        for start in range(0, len(rows), size):
+            batch_rows = rows[start : start + size]
+            # The last batch is padded to the size of the others, so that no further program is compiled.
+            keys = _row_keys(key, [*batch_rows, *[(0, 0)] * (size - len(batch_rows))])
+            batch_prompts: list[Sequence[int]] = [prompts[index] for index, _ in batch_rows]
+            *_, (state, first_column) = _batch(model, batch_prompts, num_tokens, keys, settings, ends)
+            tokens, counts = np.asarray(state.tokens), np.asarray(state.counts)
+            for row, (index, sample) in enumerate(batch_rows):
+                count = int(counts[row])
+                new_tokens = tuple(int(token) for token in tokens[row, first_column : first_column + count])
+                yield Completion(index, sample, new_tokens, bool(state.is_done[row]) and count < num_tokens)
+
+    return completions()
 
 
 def stream(
@@ -202,45 +214,18 @@ def stream(
     Memory:
         As in `generate_batch`, with one row.
     """
-    sampling = Sampling() if sampling is None else sampling
+    settings = Sampling() if sampling is None else sampling
     _check_prompts(model, [prompt], num_tokens, 1, 1)
-    return _tokens(model, prompt, num_tokens, key, sampling, tuple(end_tokens))
+    ends = tuple(end_tokens)
 
+    def tokens() -> Iterator[int]:
+        states = _batch(model, [prompt], num_tokens, _row_keys(key, [(0, 0)]), settings, ends, steps_per_call=1)
+        for count, (state, first_column) in enumerate(states):
+            if state.counts[0] <= count:
+                return
+            yield int(state.tokens[0, first_column + count])
 
-def _tokens(
-    model: Decoder, prompt: Sequence[int], num_tokens: int, key: Array, sampling: Sampling, ends: tuple[int, ...]
-) -> Iterator[int]:
-    keys = _row_keys(key, [(0, 0)])
-    for count, (state, first_column) in enumerate(
-        _batch(model, [prompt], num_tokens, keys, sampling, ends, steps_per_call=1)
-    ):
-        if state.counts[0] <= count:
-            return
-        yield int(state.tokens[0, first_column + count])
-
-
-def _completions(
-    model: Decoder,
-    prompts: Sequence[Sequence[int]],
-    num_tokens: int,
-    key: Array,
-    sampling: Sampling,
-    ends: tuple[int, ...],
-    rows: list[tuple[int, int]],
-    batch_size: int,
-) -> Iterator[Completion]:
-    size = min(batch_size, len(rows))
-    for start in range(0, len(rows), size):
-        batch_rows = rows[start : start + size]
-        # The last batch is padded to the size of the others, so that no further program is compiled.
-        keys = _row_keys(key, [*batch_rows, *[(0, 0)] * (size - len(batch_rows))])
-        batch_prompts: list[Sequence[int]] = [prompts[index] for index, _ in batch_rows]
-        *_, (state, first_column) = _batch(model, batch_prompts, num_tokens, keys, sampling, ends)
-        tokens, counts = np.asarray(state.tokens), np.asarray(state.counts)
-        for row, (index, sample) in enumerate(batch_rows):
-            count = int(counts[row])
-            new_tokens = tuple(int(token) for token in tokens[row, first_column : first_column + count])
-            yield Completion(index, sample, new_tokens, bool(state.is_done[row]) and count < num_tokens)
+    return tokens()
 
 
 def _batch(
@@ -365,11 +350,8 @@ def _row_keys(key: Array, rows: Sequence[tuple[int, int]]) -> Array:
 def _check_finite(state: _State) -> None:
     """Raise NonFiniteError when a token was sampled from logits that are not finite."""
     if not bool(state.is_finite):
-        raise NonFiniteError(
-            "the logits of the next token are not finite",
-            expected="weights that are finite numbers",
-            hint="check for nan or inf in the weights, and for overflow in float16; lowtide inspect shows the dtypes",
-        )
+        hint = "check for nan or inf in the weights, and for overflow in float16; lowtide inspect shows the dtypes"
+        raise NonFiniteError("the logits of the next token are not finite", hint=hint)
 
 
 def _padded_ends(ends: Sequence[int]) -> Int[Array, "E"]:
@@ -388,23 +370,15 @@ def _check_prompts(
     model: Decoder, prompts: Sequence[Sequence[int]], num_tokens: int, num_samples: int, batch_size: int
 ) -> None:
     for name, value in (("num_tokens", num_tokens), ("num_samples", num_samples), ("batch_size", batch_size)):
-        if value < 1:
-            raise ConfigError(f"{name} is too small", expected="at least 1", got=value, hint="pass at least 1")
+        check_integer(name, value)
     size = model.config.vocab_size
     for index, prompt in enumerate(prompts):
         if len(prompt) < 1:
-            raise ConfigError(
-                f"prompt {index} is empty",
-                expected="at least one token",
-                hint="use the token of a newline when there is no prompt",
-            )
+            raise ConfigError(f"prompt {index} is empty", hint=_EMPTY_HINT)
         if min(prompt) < 0 or max(prompt) >= size:
-            raise ConfigError(
-                f"prompt {index} has a token that is not in the vocabulary",
-                expected=f"ids from 0 to {size - 1}",
-                got=next(token for token in prompt if not 0 <= token < size),
-                hint="use the tokenizer of this model",
-            )
+            token = next(token for token in prompt if not 0 <= token < size)
+            problem = f"prompt {index} has token {token}, which is not in the vocabulary (0 to {size - 1})"
+            raise ConfigError(problem, hint="use the tokenizer of this model")
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -491,9 +465,10 @@ class Conversation:
         switches, knobs = knobs_of(sampling)
         ends_E = _padded_ends(ends)
         cache, logits_BV = self._prefill(prompt, num_tokens)
-        state = _sample_first(
-            cache, logits_BV, self._padded_tokens(prompt, cache), _row_keys(key, [(0, 0)]), ends_E, switches, knobs
-        )
+        tokens_BS = np.zeros(cache.segments.shape, np.int32)
+        tokens_BS[0, : len(prompt)] = prompt
+        keys_B = _row_keys(key, [(0, 0)])
+        state = _sample_first(cache, logits_BV, tokens_BS, keys_B, ends_E, switches, knobs)
         text = list(prompt)
         try:
             for count in range(num_tokens):
@@ -526,11 +501,6 @@ class Conversation:
             num_cached += size
         assert logits_BV is not None
         return cache, logits_BV
-
-    def _padded_tokens(self, prompt: list[int], cache: _Cache) -> np.ndarray[Any, Any]:
-        tokens_BS = np.zeros(cache.segments.shape, np.int32)
-        tokens_BS[0, : len(prompt)] = prompt
-        return tokens_BS
 
 
 @functools.partial(jax.jit, donate_argnames="cache")
@@ -589,21 +559,11 @@ class Sampling:
     """Divides positive logits, and multiplies negative ones, of tokens in the prompt or in the answer so far."""
 
     def __post_init__(self) -> None:
-        checks = {
-            "temperature": (0 <= self.temperature < math.inf, "a finite number >= 0"),
-            "top_k": (self.top_k >= 0, "an integer >= 0, 0 for all tokens"),
-            "top_p": (0 < self.top_p <= 1, "a number above 0, at most 1"),
-            "min_p": (0 <= self.min_p <= 1, "a number from 0 to 1"),
-            "repetition_penalty": (0 < self.repetition_penalty < math.inf, "a finite number above 0"),
-        }
-        for name, (is_valid, expected) in checks.items():
-            if not is_valid:
-                raise ConfigError(
-                    f"{name} is out of range",
-                    expected=expected,
-                    got=getattr(self, name),
-                    hint="use temperature 0 for the most likely token, whatever the other settings",
-                )
+        check_number("temperature", self.temperature, least=0, hint="0 selects the most likely token")
+        check_integer("top_k", self.top_k, 0, hint="0 keeps all tokens")
+        check_number("top_p", self.top_p, above=0, most=1)
+        check_number("min_p", self.min_p, least=0, most=1)
+        check_number("repetition_penalty", self.repetition_penalty, above=0)
 
     @property
     def is_greedy(self) -> bool:
@@ -632,10 +592,9 @@ class _SamplingSwitches(NamedTuple):
 
 def knobs_of(sampling: Sampling) -> tuple[_SamplingSwitches, _Knobs]:
     """Split a `Sampling` into static switches and traced values."""
-    settings = sampling
-    filters = not settings.is_greedy and (settings.top_k > 0 or settings.top_p < 1 or settings.min_p > 0)
-    knobs = _Knobs(*(jnp.float32(getattr(settings, name)) for name in _Knobs._fields))
-    return _SamplingSwitches(filters, settings.repetition_penalty != 1), knobs._replace(top_k=jnp.int32(settings.top_k))
+    filters = not sampling.is_greedy and (sampling.top_k > 0 or sampling.top_p < 1 or sampling.min_p > 0)
+    knobs = _Knobs(*(jnp.float32(getattr(sampling, name)) for name in _Knobs._fields))
+    return _SamplingSwitches(filters, sampling.repetition_penalty != 1), knobs._replace(top_k=jnp.int32(sampling.top_k))
 
 
 def choose(

@@ -3,8 +3,6 @@
 A leaf is one tensor, or a stack of tensors over its leading axes (layers, or layers and experts). `core.assemble`
 builds it on its devices from pieces of at most `PIECE_BYTES`. `_read_part` reads each piece from the mapped file and
 casts it. Anything else that changes tensors while they are read, such as quantisation, also works on these pieces.
-
-`write_model` replaces an older model in a directory: at any moment the directory holds the old or the new one.
 """
 
 from __future__ import annotations
@@ -18,7 +16,7 @@ import math
 import os
 import re
 import shutil
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 
@@ -27,7 +25,18 @@ import jax.numpy as jnp
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from ..core import PIECE_BYTES, ModelFileError, OutputError, Pieces, assemble, format_bytes, on_host, shortened, shown
+from ..core import (
+    PIECE_BYTES,
+    ModelFileError,
+    OutputError,
+    Pieces,
+    assemble,
+    check_choice,
+    format_bytes,
+    on_host,
+    shortened,
+    shown,
+)
 
 DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 """NumPy names of the dtypes in safetensors headers."""
@@ -101,49 +110,34 @@ class Source:
 
 @contextlib.contextmanager
 def open_tensors(files: Sequence[Path]) -> Generator[dict[str, Source], None, None]:
-    """Open safetensors files and yield their tensors by name; a bad file or a duplicate tensor raises ModelFileError.
-
-    Before anything is allocated, safetensors checks each header: offsets follow one another without a gap, fit the
-    dtypes and shapes, and end where the file ends.
-    """
+    """Open safetensors files and yield their tensors by name; bad files and repeated tensors raise ModelFileError."""
+    # Before anything is allocated, safetensors checks each header: offsets follow one another without a gap, fit the
+    # dtypes and shapes, and end where the file ends.
     with contextlib.ExitStack() as stack:
         tensors: dict[str, Source] = {}
         for file in files:
             try:
                 handle = stack.enter_context(safe_open(file, framework="numpy"))
             except PermissionError as error:
-                raise ModelFileError(
-                    f"{file}: cannot be read", got=error.strerror or error, hint="check the file's permissions"
-                ) from error
+                raise ModelFileError(f"{file}: cannot be read: {error}", hint="check the file's permissions") from error
             except (SafetensorError, OSError) as error:
-                raise ModelFileError(
-                    f"{file}: not a complete safetensors file",
-                    got=f"{shortened(error)} ({format_bytes(file.stat().st_size)} on disk)",
-                    hint="the file is truncated or damaged; download it again",
-                ) from error
+                got = f"{shortened(error)} ({format_bytes(file.stat().st_size)} on disk)"
+                hint = "the file is truncated or damaged; download it again"
+                raise ModelFileError(f"{file}: not a complete safetensors file", got=got, hint=hint) from error
             names = handle.keys()
             for name in tensors.keys() & set(names):
-                raise ModelFileError(
-                    f"{file}: {shown(name)} is also in another shard",
-                    got=f"{tensors[name].file.name} and {file.name}",
-                    hint="shards of two models are in one folder; download it again",
-                )
+                problem = f"{file}: {shown(name)} is also in another shard, {tensors[name].file.name}"
+                raise ModelFileError(problem, hint="shards of two models are in one folder; download it again")
             tensors |= {name: Source(name, file, handle) for name in names}
         yield tensors
-
-
-def stored_dtype(names: Iterable[str]) -> Any:
-    """Return the dtype that holds values of all the given dtypes without losing digits."""
-    return jnp.result_type(*sorted(set(names)))
 
 
 def read_leaf(
     sources: Sequence[Readable], shape: tuple[int, ...], dtype: Any, sharding: jax.sharding.Sharding | None
 ) -> jax.Array:
-    """Read one leaf, with stack axes before tensor axes, from tensors in the order of the stack axes.
+    """Read the parts of a leaf that this process's devices hold, from tensors in the order of the leading stack axes.
 
-    This process reads only the parts that its devices hold. Host memory: a few times `PIECE_BYTES`; for a leaf in host
-    memory also the bytes that one device holds of it.
+    Host memory: a few times `PIECE_BYTES`; for a leaf in host memory also the bytes that one device holds of it.
     """
     return assemble(functools.partial(_read_part, sources, shape, jnp.dtype(dtype)), shape, dtype, sharding)
 
@@ -237,22 +231,23 @@ def write_model(
 ) -> None:
     """Write a model's weights and other files, including `config.json`, and replace an older model in the directory.
 
-    A model of more than `max_shard_bytes` is sharded and gets an index. After an OutputError an older model is intact.
-    Host memory: a few pieces of at most 64 MiB, or of one row.
+    After an OutputError an older model is intact. Host memory: a few pieces of at most 64 MiB, or of one row.
     """
     for tensor in tensors:
-        if tensor.dtype.name not in _DTYPE_CODES:
-            raise ModelFileError(
-                f"{tensor.name} has dtype {tensor.dtype}",
-                expected=f"one of {', '.join(_DTYPE_CODES)}",
-                hint="cast the model before it is saved",
-            )
+        hint = "cast the model before it is saved"
+        check_choice(f"dtype of {tensor.name}", tensor.dtype.name, [*_DTYPE_CODES], hint=hint, error=ModelFileError)
     try:
         directory.mkdir(parents=True, exist_ok=True)
         for leftover in directory.glob(f"{_TEMPORARY_PREFIX}*"):  # from a save that was killed
             leftover.unlink()
         shards = _split_into_shards(tensors, max_shard_bytes)
-        _check_space(directory, sum(map(len, files.values())) + sum(_file_size(shard) for shard in shards))
+        num_bytes = sum(map(len, files.values())) + sum(tensor.num_bytes for tensor in tensors)
+        num_bytes += sum(len(_encode_header(shard)) for shard in shards)
+        free = shutil.disk_usage(directory).free
+        if num_bytes > free:
+            problem = f"{directory}: the model needs {format_bytes(num_bytes)}, but only {format_bytes(free)} are free"
+            hint = "choose another folder; an older model in this one stays until the new one is complete"
+            raise OutputError(problem, hint=hint)
         names = _unused_names(directory, len(shards))
         try:
             for name, shard in zip(names, shards, strict=True):
@@ -268,9 +263,7 @@ def write_model(
             for leftover in directory.glob(f"{_TEMPORARY_PREFIX}*"):
                 leftover.unlink()
     except OSError as error:
-        raise OutputError(
-            f"{directory}: cannot write the model", got=str(error), hint="choose a folder that you may write to"
-        ) from error
+        raise OutputError(f"{directory}: cannot write the model: {error}", hint="choose another folder") from error
 
 
 def _split_into_shards(tensors: Sequence[Tensor], max_shard_bytes: int) -> list[list[Tensor]]:
@@ -284,17 +277,6 @@ def _split_into_shards(tensors: Sequence[Tensor], max_shard_bytes: int) -> list[
         size += tensor.num_bytes
     # Wide dtypes come first, as in files by the library, so each tensor starts at a multiple of its element size.
     return [sorted(shard, key=lambda tensor: -tensor.dtype.itemsize) for shard in shards]
-
-
-def _check_space(directory: Path, num_bytes: int) -> None:
-    free = shutil.disk_usage(directory).free
-    if num_bytes > free:
-        raise OutputError(
-            f"{directory}: too little space for the model in addition to the existing files",
-            expected=f"{format_bytes(num_bytes)} free",
-            got=format_bytes(free),
-            hint="choose another folder; an older model in this one stays until the new one is complete",
-        )
 
 
 def _unused_names(directory: Path, count: int) -> list[str]:
@@ -319,10 +301,6 @@ def _encode_header(shard: Sequence[Tensor]) -> bytes:
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # aligns the tensors in the mapped file
     return len(text).to_bytes(8, "little") + text
-
-
-def _file_size(shard: Sequence[Tensor]) -> int:
-    return len(_encode_header(shard)) + sum(tensor.num_bytes for tensor in shard)
 
 
 def _write_shard(path: Path, shard: Sequence[Tensor]) -> None:

@@ -1,11 +1,8 @@
 """Schemas of the files in a Hugging Face folder: types, ranges, and the fields that change the computation.
 
 An unknown field of `config.json` is an error when it is switched on (not null, false, zero or empty): otherwise the
-logits would silently be those of another model. Fields of a family (`families`) are read with the types of
-`ConfigFile`. Fields in `HARMLESS` do not change a forward pass; they come from `LlamaConfig` and `PretrainedConfig` of
-transformers 4 and 5. Fields in `NEUTRAL` may only have the value that has no effect.
-
-pydantic takes a quarter of a second to import, so only functions that read files import this module.
+logits would silently be those of another model. pydantic takes a quarter of a second to import, so only functions that
+read files import this module.
 """
 
 from __future__ import annotations
@@ -106,7 +103,7 @@ class ConfigFile(_File):
     swiglu_limit: Annotated[float, Field(gt=0, le=1e6)] | None = None
 
 
-HARMLESS = frozenset(
+_HARMLESS = frozenset(
     # metadata
     "architectures model_type transformers_version torch_dtype dtype name_or_path tokenizer_class finetuning_task "
     "task_specific_params id2label label2id num_labels problem_type prefix unsloth_version unsloth_fixed "
@@ -125,6 +122,7 @@ HARMLESS = frozenset(
     "num_return_sequences output_scores return_dict_in_generate forced_bos_token_id forced_eos_token_id "
     "remove_invalid_values exponential_decay_length_penalty suppress_tokens begin_suppress_tokens".split()
 )
+"""Fields that do not change a forward pass, from `LlamaConfig` and `PretrainedConfig` of transformers 4 and 5."""
 
 NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "hidden_activation": ("silu", "swish"),
@@ -140,6 +138,7 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "position_embedding_type": ("rope", "rotary"),
     "norm_type": ("rmsnorm", "rms_norm"),
 }
+"""Fields that may only have these values, which have no effect."""
 
 
 def unhandled(
@@ -147,10 +146,10 @@ def unhandled(
 ) -> dict[str, Any]:
     """Return the fields that are switched on and would compute something that Lowtide does not.
 
-    For a section of the file, `known_fields` is None: all its fields are read. `neutral` lists values without effect.
+    For a section of the file, `known_fields` is None: all its fields are read.
     """
     values: dict[str, Any] = {**(file.model_extra or {})}
-    harmless = HARMLESS
+    harmless = _HARMLESS | {"local_rope"}
     if known_fields is not None:
         fields = type(file).model_fields
         values |= {fields[name].alias or name: getattr(file, name) for name in file.model_fields_set & set(fields)}
@@ -161,14 +160,9 @@ def unhandled(
         name: value
         for name, value in values.items()
         if name not in harmless
-        and name != "local_rope"
-        and not (name.startswith("_") and name not in _UNDERSCORE_FIELDS)
+        and (not name.startswith("_") or name == "_sliding_window_pattern")  # other private fields are ignored
         and not _is_off(name, value, neutral)
     }
-
-
-_UNDERSCORE_FIELDS = ("_sliding_window_pattern",)
-"""Names that are read although they begin with an underscore; all other such names are ignored."""
 
 
 def _is_off(name: str, value: Any, neutral: Mapping[str, tuple[Any, ...]]) -> bool:

@@ -1,9 +1,8 @@
 """Load the tokenizer of a model directory, and check `tokenizer.json` before this process parses it.
 
-The tokenizers library is written in Rust. A file can make it abort the process, which no `except` catches: by a stack
+A file can make the tokenizers library, written in Rust, abort the process, which no `except` catches: by a stack
 overflow, a failed allocation or a panic. So this module first checks JSON, depth, ids and sizes. Then a subprocess
-loads the file and encodes a line of text before this process loads it. This costs a tenth of a second for a small
-vocabulary, and a second load for a large one.
+loads the file and encodes a line of text. This costs a tenth of a second, or a second load for a large vocabulary.
 """
 
 from __future__ import annotations
@@ -146,13 +145,9 @@ def _add_tokens(tokenizer: Tokenizer, directory: Path) -> None:
         token = tokens.get(text, AddedToken(text, special=True, normalized=False))
         (tokenizer.add_special_tokens if token.special else tokenizer.add_tokens)([token])
         if (id := tokenizer.token_to_id(text)) != ids.get(text, id):
-            raise ModelFileError(
-                f"{source} do not match tokenizer.json",
-                expected=f"{ids[text]} for {shown(text)}, which tokenizer.json lacks",
-                got=f"{id}, the next free id",
-                hint="copy all files of the tokenizer from one source; "
-                "transformers' AutoTokenizer(...).save_pretrained writes files that agree",
-            )
+            problem = f"{source}: {shown(text)} has id {ids[text]}, but the next free id of tokenizer.json is {id}"
+            hint = "copy all files of the tokenizer from one source, or save it again with transformers"
+            raise ModelFileError(problem, hint=hint)
 
 
 def _check(content: bytes, filename: str) -> None:
@@ -185,13 +180,8 @@ def _check_in_subprocess(content: bytes, filename: str) -> None:
         raise ModelFileError(f"{filename}: not a tokenizer", got=got, hint=_COPY_HINT) from error
     if process.returncode:
         stderr_lines = process.stderr.decode("utf-8", "replace").strip().splitlines()
-        signal_message = (
-            f"a process that signal {-process.returncode} ended while it read the file"
-            if process.returncode < 0
-            else ""
-        )
-        raise ModelFileError(
-            f"{filename}: not a tokenizer",
-            got=shortened(": ".join(filter(None, [signal_message, *stderr_lines[-1:]]))),
-            hint=_COPY_HINT,
-        )
+        causes = stderr_lines[-1:]
+        if process.returncode < 0:
+            causes.insert(0, f"a process that signal {-process.returncode} ended while it read the file")
+        got = shortened(": ".join(causes))
+        raise ModelFileError(f"{filename}: not a tokenizer", got=got, hint=_COPY_HINT)

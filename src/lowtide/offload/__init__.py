@@ -1,11 +1,11 @@
 """Host offload of activations, parameters and optimizer state, and optimizer updates inside the backward pass."""
 
-from ._checkpoint import checkpoint as checkpoint
 from ._host_memory import memory_kinds as memory_kinds
 from ._host_memory import to_device as to_device
 from ._host_memory import to_host as to_host
 from ._names import Name as Name
 from ._names import Names as Names
+from ._names import checkpoint as checkpoint
 from ._names import names as names
 from ._names import tag as tag
 from ._optimizer import check_shardings as check_shardings

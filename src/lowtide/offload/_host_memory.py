@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
@@ -24,6 +24,7 @@ from ..core import (
     SelectionError,
     Selector,
     Tree,
+    check_choice,
     check_host_slices,
     has_tall_tiles,
     is_key,
@@ -38,9 +39,8 @@ from ..core import (
 )
 from ..core._compat import row_major
 
-# Limits. A program can reach only ``pinned_host``, so `to_host` has no other kind. A shape with a
-# `jax.sharding.SingleDeviceSharding` loses its memory kind when JAX traces it (jax 0.10.2), so it gets a mesh of that
-# one device. Compile-only GPUs have no host memory: a shape placed there stays on the device, with a warning.
+# Limits. A program can reach only ``pinned_host``, so `to_host` has no other kind. Compile-only GPUs have no host
+# memory: a shape placed there stays on the device, with a warning.
 
 _MEMORY_KINDS = ("device", "pinned_host", "unpinned_host")
 
@@ -101,11 +101,9 @@ def to_device(tree: Tree, where: Selector = "**") -> Tree:
 
 
 def _move(tree: Tree, selector: Selector, kind: str) -> Tree:
-    is_selected = select(tree, selector)
     leaves, treedef = jax.tree.flatten(tree)
-    return treedef.unflatten(
-        _move_leaf(leaf, kind) if is_chosen else leaf for leaf, is_chosen in zip(leaves, is_selected, strict=True)
-    )
+    pairs = zip(leaves, select(tree, selector), strict=True)
+    return treedef.unflatten(_move_leaf(leaf, kind) if is_selected else leaf for leaf, is_selected in pairs)
 
 
 def _move_leaf(leaf: Any, kind: str) -> Any:
@@ -116,7 +114,8 @@ def _move_leaf(leaf: Any, kind: str) -> Any:
         return jax.device_put(leaf, _with_memory_kind(_sharding_of(leaf, None), kind))
     if isinstance(leaf, jax.ShapeDtypeStruct):
         sharding = _with_memory_kind(_sharding_of(leaf, None), kind)
-        # JAX drops the memory kind of a SingleDeviceSharding when it traces the shape (jax 0.10.2).
+        # JAX drops the memory kind of a SingleDeviceSharding when it traces the shape (jax 0.10.2), so the shape gets a
+        # mesh of that one device.
         if kind != "device" and isinstance(sharding, SingleDeviceSharding):
             mesh = Mesh(np.array(list(sharding.device_set), dtype=object), ("device",))
             sharding = NamedSharding(mesh, PartitionSpec(), memory_kind=sharding.memory_kind)
@@ -150,50 +149,27 @@ def memory_kinds(tree: Tree, match: str, kind: str = "pinned_host", *, mesh: Mes
         >>> kinds["adam"]["mu"].memory_kind, kinds["adam"]["count"].memory_kind
         ('pinned_host', 'device')
     """
-    if kind not in _MEMORY_KINDS:
-        raise ConfigError(
-            f"unknown memory kind {kind!r}",
-            expected=" or ".join(_MEMORY_KINDS),
-            got=repr(kind),
-            hint='use "pinned_host", the host memory that a device can read directly',
-        )
-    is_match = match_paths(tree, match, is_leaf=_is_placement)
+    check_choice("kind", kind, _MEMORY_KINDS, hint='use "pinned_host", the host memory that a device can read directly')
     leaves, treedef = jax.tree.flatten(tree, is_leaf=_is_placement)
+    paths = [path for path, _ in leaves_with_paths(tree, is_leaf=_is_placement)]
+    sample = ", ".join(paths[:6]) + (f", … ({len(paths) - 6} more)" if len(paths) > 6 else "")
+    try:
+        is_match = [re.fullmatch(match, path) is not None for path in paths]
+    except re.error as error:
+        problem = f"match={match!r} is not a regular expression: {error}"
+        raise SelectionError(problem, hint=f"paths look like: {sample}") from error
+    if not any(is_match):
+        partial_matches = [path for path in paths if re.search(match, path)]
+        hint = "separate segments by '/', as in '.*/mu/.*'"
+        raise SelectionError(
+            f"the regular expression {match!r} matches none of {len(paths)} whole paths: {sample}",
+            hint=f"did you mean {f'.*({match}).*'!r}?" if partial_matches else hint,
+        )
     shardings = [_sharding_of(leaf, mesh) for leaf in leaves]
     return treedef.unflatten(
         _with_memory_kind(s, kind if is_matching else "device")
         for s, is_matching in zip(shardings, is_match, strict=True)
     )
-
-
-def match_paths(tree: Tree, match: str, is_leaf: Callable[[Any], bool] | None = None) -> list[bool]:
-    """Return for every leaf, in flattening order, whether a regular expression matches its whole path.
-
-    Paths look like ``0/mu/layers/w``. Raises `SelectionError` when it matches none, or is not a regular expression.
-    """
-    paths = [path for path, _ in leaves_with_paths(tree, is_leaf=is_leaf)]
-    sample = ", ".join(paths[:6]) + (f", … ({len(paths) - 6} more)" if len(paths) > 6 else "")
-    try:
-        is_match = [re.fullmatch(match, path) is not None for path in paths]
-    except re.error as error:
-        raise SelectionError(
-            f"{match!r} is not a regular expression",
-            expected="a regular expression for whole tree paths",
-            got=str(error),
-            hint=f"paths look like: {sample}",
-        ) from error
-    if not any(is_match):
-        partial_matches = [path for path in paths if re.search(match, path)]
-        remedy = (
-            f"did you mean {f'.*({match}).*'!r}?" if partial_matches else "separate segments by '/', as in '.*/mu/.*'"
-        )
-        raise SelectionError(
-            f"the regular expression {match!r} matches nothing",
-            expected="a regular expression for whole tree paths",
-            got=f"{len(paths)} paths: {sample}",
-            hint=remedy,
-        )
-    return is_match
 
 
 def _is_placement(leaf: Any) -> bool:
@@ -205,9 +181,7 @@ def _sharding_of(leaf: Any, mesh: Mesh | None) -> Sharding:
         return leaf
     if isinstance(leaf, PartitionSpec):
         if mesh is None:
-            raise ConfigError(
-                "a tree of PartitionSpecs needs a mesh", got=repr(leaf), hint="pass memory_kinds(..., mesh=mesh)"
-            )
+            raise ConfigError("a tree of PartitionSpecs needs a mesh", hint="pass memory_kinds(..., mesh=mesh)")
         return NamedSharding(mesh, leaf)
     sharding = getattr(leaf, "sharding", None)
     if isinstance(sharding, Sharding):
@@ -226,6 +200,19 @@ def _with_memory_kind(sharding: Sharding, kind: str) -> Sharding:
             stacklevel=4,
         )
     return result
+
+
+def warn_without_host_memory(owner: str, leaves: str) -> bool:
+    """Return whether JAX's default device only compiles and has no host memory; warn that leaves are on the device."""
+    if default_device().addressable_memories():
+        return False
+    warnings.warn(
+        f"{owner}: this compile-only device has no host memory, so {leaves} are arguments on the device\n"
+        "hint: use lowtide.memory.analyze, which counts them as host memory if they were placed there",
+        PlacementWarning,
+        stacklevel=4,
+    )
+    return True
 
 
 def default_device() -> Any:
@@ -265,10 +252,7 @@ def read(tree: Tree, index: Any) -> Tree:
 
 
 def write(tree: Tree, values: Tree, index: Any) -> Tree:
-    """Replace one entry of every leaf's leading axis; every leaf stays in its memory.
-
-    The new values are on the device and have the dtypes of `tree`.
-    """
+    """Replace one entry of every leaf's leading axis, in the leaf's memory, by values that are on the device."""
 
     def write_leaf(leaf: Any, value: Any) -> Any:
         entry = _move_entry(jnp.expand_dims(value, 0), leaf, memory_space(leaf))
@@ -282,8 +266,8 @@ def _move_entry(entry: Any, leaf: Any, space: Any) -> Any:
     if HOST in (memory_space(leaf), space):
         check_host_slices()
     if memory_space(leaf) == DEVICE or not is_row_major(leaf.shape, leaf.dtype):
-        return _put_leaf(entry, space)
-    return row_major(_put_leaf(entry, space)) if space == DEVICE else _put_leaf(row_major(entry), space)
+        return put(entry, space)
+    return row_major(put(entry, space)) if space == DEVICE else put(row_major(entry), space)
 
 
 def entry_shape(leaf: Any) -> jax.ShapeDtypeStruct:
@@ -292,22 +276,20 @@ def entry_shape(leaf: Any) -> jax.ShapeDtypeStruct:
 
 
 def zero_buffer(like: Tree, leading: tuple[int, ...], space: Any) -> Tree:
-    """Make zeros with more leading axes for every leaf of `like`, in a memory space, to write entries into.
+    """Make zeros with more leading axes for every leaf of `like`, in a memory space; random keys stay on the device."""
 
-    XLA allocates the zeros directly on the host. Broadcasting a scalar on the host works on a TPU too, but a GPU
-    program would compute it on the host. Random keys stay on the device.
-    """
-
+    # XLA allocates the zeros directly on the host. Broadcasting a scalar on the host works on a TPU too, but a GPU
+    # program would compute it on the host.
     def make_leaf(leaf: Any) -> Any:
         zeros = jnp.zeros((*leading, *leaf.shape), leaf.dtype)
-        return zeros if is_key(leaf) else _put_leaf(zeros, space)
+        return zeros if is_key(leaf) else put(zeros, space)
 
     return jax.tree.map(make_leaf, like)
 
 
 def put(tree: Tree, space: Any) -> Tree:
     """Move all leaves to one memory space; leaves that are already there stay unchanged."""
-    return jax.tree.map(lambda leaf: _put_leaf(leaf, space), tree)
+    return jax.tree.map(lambda leaf: leaf if memory_space(leaf) == space else jax.device_put(leaf, space), tree)
 
 
 def fetch(tree: Tree, after: Tree) -> Tree:
@@ -323,13 +305,13 @@ def fetch(tree: Tree, after: Tree) -> Tree:
             (n for n in (4096, 2048, 1024, 512, 256, 128, 64, 32, 16, 8) if leaf.shape and not leaf.shape[0] % n), 0
         )
         if memory_space(leaf) == DEVICE or leaf.ndim < 2 or not rows or not is_row_major(leaf.shape, leaf.dtype):
-            return _put_leaf(leaf, DEVICE)
+            return put(leaf, DEVICE)
 
         check_host_slices()
 
         def copy(i: Any, result: Any) -> Any:
             block = jax.lax.dynamic_slice_in_dim(leaf, i * rows, rows)
-            return jax.lax.dynamic_update_slice_in_dim(result, row_major(_put_leaf(block, DEVICE)), i * rows, 0)
+            return jax.lax.dynamic_update_slice_in_dim(result, row_major(put(block, DEVICE)), i * rows, 0)
 
         return jax.lax.fori_loop(first_block, leaf.shape[0] // rows, copy, jnp.zeros(leaf.shape, leaf.dtype))
 
@@ -367,18 +349,13 @@ def warn_of_tall_tiles(leaves: Iterable[tuple[str, Any]]) -> None:
         )
 
 
-def _put_leaf(leaf: Any, space: Any) -> Any:
-    return leaf if memory_space(leaf) == space else jax.device_put(leaf, space)
-
-
 def cut_block(
     prefix: Sequence[int], ndim: int, num_bytes: int, chunk_bytes: int, *, device_rows: int | None = None
 ) -> tuple[int, int] | None:
     """Choose the axis that a block cuts and its size along it; None if the rows form one block or cannot be cut.
 
-    `prefix` holds the sizes of the leading axes that may be cut; a block has one row along axes before the cut. Along
-    the last two axes, blocks are multiples of a TPU's tiles; eight long rows are one tile. `device_rows` are the rows
-    of the largest tile if all arrays are on the device.
+    `prefix` holds the sizes of the leading axes that may be cut; a block has one row along axes before the cut.
+    `device_rows` are the rows of the largest tile if all arrays are on the device.
     """
     if num_bytes <= chunk_bytes or not prefix:
         return None

@@ -1,15 +1,19 @@
-"""Names of activations: give them to a function (`tag`), list them (`names`), and trace them for `checkpoint`.
+"""Named activations: give names (`tag`), list them (`names`), and choose by name what to keep (`checkpoint`).
 
-The choice between saving, offloading and recomputing an activation is made by its name (`jax.ad_checkpoint`'s
-`checkpoint_name`). The functions here read and rewrite jaxprs through `jax.extend.core`.
+Names are those of `jax.ad_checkpoint.checkpoint_name`. The functions here read and rewrite jaxprs through
+`jax.extend.core`. Policies of `jax.checkpoint` see names inside `jit`, `scan`, `cond`, `vmap` and other checkpoints.
+They do not see names inside the primal function of a `custom_vjp` or `custom_jvp`: differentiation replaces it by its
+rule, and policies see the names of the rule.
 """
 
 from __future__ import annotations
 
 import collections
 import dataclasses
+import difflib
 import functools
 import re
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -18,7 +22,19 @@ import numpy as np
 from jax.extend import core as jex
 from jax.extend.core.primitives import name_p
 
-from ..core import SelectionError, Tree, format_bytes, is_own_name, leaf_bytes, leaves_with_paths
+from ..core import (
+    ConfigError,
+    PlacementError,
+    PlacementWarning,
+    SelectionError,
+    Tree,
+    check_host_slices,
+    format_bytes,
+    is_own_name,
+    leaf_bytes,
+    leaves_with_paths,
+)
+from ..core._compat import classic_remat
 from ..jaxprs import (
     Body,
     Kind,
@@ -45,20 +61,14 @@ _HIDING: Mapping[Kind | None, str] = {
     Kind.OPAQUE: "inside a function with its own recomputation rules",
 }
 """Operations into which the policy of a `jax.checkpoint` cannot see."""
+NameSelection = str | Sequence[str]
+"""Exact names, or one regular expression that has to match whole names."""
 
 
 # `tag` traces the function, and its jaxpr gets a `checkpoint_name` after every matrix product, convolution and
 # attention. Everything else in it (loops, branches, inner `jit`s and checkpoints, effects, custom derivative rules)
-# stays the same. Names are meant to be written by hand:
-#
-# | value | name | example |
-# |---|---|---|
-# | a product with a parameter | the parameter's path, without a final `weight` or `kernel` | `attn/q_proj` |
-# | the result of `jax.nn.dot_product_attention`, and its scores where they exist | | `dot_product_attention` |
-# | a result of a custom-derivative function that contains a product or kernel | its name | `flash_attention` |
-# | any other product | `dot_0`, `dot_1`, … after named scopes and names of inner `jit`s | `mlp/dot_0` |
-#
-# A repeated name gets a number: `attn/q_proj_1`. Several results of one call get the suffixes `/0`, `/1`.
+# stays the same. A repeated name gets a number: `attn/q_proj_1`. Several results of one call get the suffixes `/0`,
+# `/1`.
 #
 # Limits: a product inside a `while` loop or a custom derivative rule gets no name, because checkpoint policies do not
 # see it there. JAX's attention is recognised by the traceback that JAX stores with an operation. Outside `jax.jit`, the
@@ -114,17 +124,15 @@ def tag(fn: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(fn)
     def tagged(*args: Any, **kwargs: Any) -> Any:
-        traced = trace(fn, args, kwargs)
+        traced = _trace(fn, args, kwargs)
         namer = _Namer()
         origins = [tuple(path.split("/")) if path else () for path in traced.paths]
         jaxpr = namer.jaxpr(traced.closed.jaxpr, origins, ())
         if not namer.has_names:
-            raise SelectionError(
-                f"{getattr(fn, '__qualname__', type(fn).__name__)!r} computes nothing that tag can name",
-                expected="a matrix product, a convolution or attention, outside of while loops",
-                got=f"{len(jaxpr.eqns)} other operations",
-                hint="name values in the function with jax.ad_checkpoint.checkpoint_name",
-            )
+            problem = f"{getattr(fn, '__qualname__', type(fn).__name__)!r} computes nothing that tag can name"
+            expected = "a matrix product, a convolution or attention, outside of while loops"
+            hint = "name values in the function with jax.ad_checkpoint.checkpoint_name"
+            raise SelectionError(problem, expected=expected, hint=hint)
         results = jex.jaxpr_as_fun(traced.closed.replace(jaxpr=jaxpr))(*traced.arrays)
         return jax.tree.unflatten(traced.out_tree, results)
 
@@ -199,7 +207,9 @@ class _Namer:
             parameters = [path for path in operand_origins[:2] if path]
             if parameters:
                 path = max(reversed(parameters), key=len)  # the deeper one, else the right-hand operand's
-                return [self._unique_name("/".join(_strip_leaf_name(path)))]
+                while len(path) > 1 and path[-1] in ("weight", "kernel", "value"):
+                    path = path[:-1]
+                return [self._unique_name("/".join(path))]
             return [self._unique_name("/".join((*scope, _PRODUCTS[primitive])), first="_0")]
         function_name = opened(called(eqn)).debug_info.func_name if _is_custom(eqn) else eqn.params.get("name")
         return self._result_names(eqn, (*scope, _unqualified_name(function_name) or primitive))
@@ -243,12 +253,6 @@ def _origin(eqn: Any, operand_origins: list[_Origin]) -> _Origin:
     return common
 
 
-def _strip_leaf_name(path: tuple[str, ...]) -> tuple[str, ...]:
-    while len(path) > 1 and path[-1] in ("weight", "kernel", "value"):
-        path = path[:-1]
-    return path
-
-
 def _scopes(eqn: Any) -> list[str]:
     """Return the named scopes of an operation, without transformations and without einsum's subscripts."""
     scopes: list[str] = []
@@ -282,10 +286,9 @@ def _should_name(eqn: Any) -> bool:
     return any(inner_eqn.primitive.name in (*_PRODUCTS, *_KERNELS) for inner_eqn in candidates)
 
 
-# `names` lists bytes, and the FLOPs to compute values again. Both matter for the choice between saving, offloading and
-# recomputing. FLOPs count the operations between a value and the values that exist anyway: the function's arguments and
-# the other named values. Inside a loop, the FLOPs of a value are counted from the start of the iteration. A loop on the
-# way to a value counts whole, with or without named values inside.
+# FLOPs count the operations between a value and the values that exist anyway: the function's arguments and the other
+# named values. Inside a loop, the FLOPs of a value are counted from the start of the iteration. A loop on the way to a
+# value counts whole, with or without named values inside.
 #
 # Limit: names in the forward function of a `custom_vjp` exist only under differentiation, and are not listed.
 
@@ -372,23 +375,16 @@ def names(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Names:
         name  values              bytes  FLOPs to recompute
         up    3 x float32[4, 8]   384 B            1.54e+03
     """
-    closed = trace(fn, args, kwargs).closed
+    closed = _trace(fn, args, kwargs).closed
     graph = _Graph(1, "")
     graph.add(closed, [graph.new_value() for _ in closed.in_avals])
     merged: dict[tuple[Any, ...], Name] = {}
     for row in graph.rows():
         key = (row.name, row.shape, row.dtype, row.hidden)
-        previous = merged.get(key)
-        merged[key] = (
-            row
-            if previous is None
-            else dataclasses.replace(
-                previous,
-                count=previous.count + row.count,
-                bytes=previous.bytes + row.bytes,
-                flops=previous.flops + row.flops,
-            )
-        )
+        if (other := merged.get(key)) is not None:
+            count, num_bytes, flops = row.count + other.count, row.bytes + other.bytes, row.flops + other.flops
+            row = dataclasses.replace(row, count=count, bytes=num_bytes, flops=flops)
+        merged[key] = row
     return Names(tuple(merged.values()))
 
 
@@ -459,8 +455,214 @@ class _Graph:
         return sum(operations.values())
 
 
+# --- choices by name -------------------------------------------------------------------------------------------------
+
+# JAX's policies by name (`jax.checkpoint_policies.save_and_offload_only_these_names`) take lists, and a name that the
+# function does not contain changes nothing, without an error. Here every name has to be in the function when it is
+# traced, in a place that JAX's policies can see.
+#
+# Limits: a function with a custom derivative rule is traced one more time than by `jax.checkpoint`. This happens if an
+# argument is a pattern, or one of its names is not found at first. With ``jax_remat3``, too, the earlier implementation
+# of `jax.checkpoint` is used: XLA does not compile the offloading of the new one (JAX 0.11.2).
+
+
+def checkpoint(
+    fn: Callable[..., Any],
+    *,
+    save: NameSelection | None = None,
+    offload: NameSelection | None = None,
+    recompute: NameSelection | None = None,
+    prevent_cse: bool = True,
+    static_argnums: int | tuple[int, ...] = (),
+) -> Callable[..., Any]:
+    """Apply `jax.checkpoint` with a decision for each named value.
+
+    A value gets its name from `jax.ad_checkpoint.checkpoint_name` or `lowtide.offload.tag`. Values without a name, and
+    names that no argument mentions, are recomputed in the backward pass. If only `recompute` is given, all other named
+    values are saved.
+
+    Args:
+        fn: the function, with any arguments that `jax.checkpoint` accepts.
+        save: names of values that stay on the device until the backward pass. A sequence holds exact names; a single
+            string is a regular expression that has to match a whole name (`re.fullmatch`).
+        offload: names of values that move to pinned host memory in the forward pass and back in the backward pass.
+        recompute: names of values that are recomputed.
+        prevent_cse: as in `jax.checkpoint`, which advises False when `fn` is the body of a `jax.lax.scan`.
+        static_argnums: as in `jax.checkpoint`.
+
+    Returns:
+        A function with the values and gradients of `fn`.
+
+    Raises:
+        ConfigError: when no argument is given, a regular expression is invalid, or two arguments claim one name.
+        SelectionError: while tracing: for a name or pattern that no value has.
+        PlacementError: while tracing: for a value that JAX cannot keep (inside a `custom_vjp`, whose rule decides), or
+            that is already on the host; on a GPU, if XLA reads offloaded values of a scan in the wrong order.
+
+    Memory:
+        Between forward and backward pass the device holds the arguments of `fn` and the saved values, and the host
+        holds the offloaded values (`lowtide.offload.names` lists bytes). Inside a scan, each counts once per iteration.
+        Values that the backward pass does not read (a product that is only added to something) are neither kept nor
+        moved. If `fn` itself scans over layers, the backward pass still holds the residuals of all layers; apply
+        `checkpoint` to the block instead.
+
+    Examples:
+        >>> import jax.numpy as jnp
+        >>> from jax.ad_checkpoint import checkpoint_name
+        >>> def block(x, w):
+        ...     return x + jnp.tanh(checkpoint_name(x @ w, "up"))
+        >>> block_offloaded = checkpoint(block, offload=["up"])
+        >>> jax.grad(lambda w: block_offloaded(jnp.ones((2, 2)), w).sum())(jnp.zeros((2, 2))).tolist()
+        [[2.0, 2.0], [2.0, 2.0]]
+
+    References:
+        The JAX guide "Gradient checkpointing with jax.checkpoint", and its host-offloading guide.
+    """
+    claims = _claims(save=save, offload=offload, recompute=recompute)
+    make_checkpoint = functools.partial(jax.checkpoint, fn, prevent_cse=prevent_cse, static_argnums=static_argnums)
+
+    @functools.wraps(fn)
+    def checkpointed(*args: Any, **kwargs: Any) -> Any:
+        # JAX caches how a checkpointed function traced, so tracing here costs no second trace of `fn`.
+        with classic_remat():
+            traced = _trace(make_checkpoint(), args, kwargs)
+            fn_name = getattr(fn, "__qualname__", type(fn).__name__)
+            save, offload = _decide(claims, traced, fn_name)
+            if offload:
+                check_host_slices()
+            return make_checkpoint(policy=_policy(save, offload))(*args, **kwargs)
+
+    return checkpointed
+
+
 @dataclasses.dataclass(frozen=True)
-class Traced:
+class _Claim:
+    """One argument of `checkpoint`."""
+
+    argument: str
+    patterns: tuple[str, ...]
+    is_regex: bool
+
+    def matches(self, pattern: str, names: Sequence[str]) -> list[str]:
+        return [name for name in names if (re.fullmatch(pattern, name) if self.is_regex else pattern == name)]
+
+
+def _claims(**arguments: Any) -> tuple[_Claim, ...]:
+    claims: list[_Claim] = []
+    for argument, selection in arguments.items():
+        if selection is None:
+            continue
+        patterns: tuple[Any, ...] = (selection,) if isinstance(selection, str) else tuple(selection)
+        if not all(isinstance(pattern, str) for pattern in patterns):
+            problem = f"{argument} must be a list of names or a regular expression, not {selection!r}"
+            raise ConfigError(problem, hint=f'pass for instance {argument}=["attn_out"]')
+        if isinstance(selection, str):
+            try:
+                re.compile(selection)
+            except re.error as error:
+                hint = f"for exact names pass a list: {argument}=[{selection!r}]"
+                problem = f"{argument}={selection!r} is not a regular expression: {error}"
+                raise ConfigError(problem, hint=hint) from error
+        claims.append(_Claim(argument, patterns, isinstance(selection, str)))
+    if not claims:
+        hint = "use jax.checkpoint(fn) to recompute everything"
+        raise ConfigError("none of save=, offload= and recompute= selects values", hint=hint)
+    _refuse_two_claims([(claim.argument, name) for claim in claims if not claim.is_regex for name in claim.patterns])
+    return tuple(claims)
+
+
+def _refuse_two_claims(claimed: Sequence[tuple[str, str]]) -> None:
+    claimants: dict[str, str] = {}
+    for argument, name in claimed:
+        if claimants.setdefault(name, argument) != argument:
+            hint = "remove it from one of them; a value that no argument selects is recomputed"
+            raise ConfigError(f"{claimants[name]} and {argument} both select the value {name!r}", hint=hint)
+
+
+def _decide(claims: tuple[_Claim, ...], traced: _Traced, fn_name: str) -> tuple[frozenset[str], frozenset[str]]:
+    """Decide which names to save and which to offload, for a traced function."""
+    values = list(_named_values(traced.closed.jaxpr))
+    visible = {value.name for value in values if not value.hidden}
+    requested = {pattern for claim in claims for pattern in claim.patterns if not claim.is_regex}
+    is_exclusion = {claim.argument for claim in claims} == {"recompute"}
+    # If all names are exact and visible, no second trace for custom derivative rules is needed.
+    is_resolved = requested <= visible and not is_exclusion and not any(claim.is_regex for claim in claims)
+    if not is_resolved and _has_custom_rule(traced.closed.jaxpr):
+        visible |= _names_under_differentiation(jex.jaxpr_as_fun(traced.closed), traced)
+    hidden = {value.name: value for value in values if value.name not in visible}
+    claimed: dict[str, list[str]] = {"save": [], "offload": [], "recompute": []}
+    for claim in claims:
+        for pattern in claim.patterns:
+            claimed[claim.argument] += _match_names(claim, pattern, sorted(visible), hidden, fn_name)
+    _refuse_two_claims([(argument, name) for argument, names in claimed.items() for name in names])
+    for value in values:
+        if value.name in claimed["offload"] and value.aval.memory_space == jax.memory.Space.Host:
+            hint = "leave it out: a value on the host costs no device memory until the backward pass"
+            raise PlacementError(f"offload: {value.name!r} in {fn_name} is already on the host", hint=hint)
+    save = visible.difference(claimed["recompute"]) if is_exclusion else claimed["save"]
+    return frozenset(save), frozenset(claimed["offload"])
+
+
+def _match_names(
+    claim: _Claim, pattern: str, visible: list[str], hidden: dict[str, _NamedValue], fn_name: str
+) -> list[str]:
+    """Return the names that one pattern of a claim matches; raise or warn where JAX would ignore the pattern."""
+    visible_matches, hidden_matches = claim.matches(pattern, visible), claim.matches(pattern, list(hidden))
+    if not visible_matches and not hidden_matches:
+        names = sorted({*visible, *hidden})
+        problem = f"{claim.argument}: {pattern!r} matches no named value of {fn_name}"
+        got = f"{len(names)} names: {', '.join(names[:8])}{', …' if len(names) > 8 else ''}" if names else "no name"
+        raise SelectionError(problem, got=got, hint=_near_misses(pattern, names))
+    if hidden_matches and claim.argument != "recompute":
+        value = hidden[hidden_matches[0]]
+        message = f"{claim.argument}: {value.name!r} in {fn_name} is {value.hidden}; checkpoint policies do not see it"
+        hint = (
+            "use the value that checkpoint_name returned"
+            if value.hidden.startswith("dead")
+            else "name a residual in the rule's forward function, or name the function's result (lowtide.offload.tag)"
+        )
+        if not visible_matches:
+            raise PlacementError(message, hint=hint)
+        warnings.warn(f"{message}\nhint: {hint}", PlacementWarning, stacklevel=4)
+    return visible_matches
+
+
+def _near_misses(pattern: str, names: Sequence[str]) -> str:
+    if not names:
+        return "name values with jax.ad_checkpoint.checkpoint_name, or all matrix products with lowtide.offload.tag(fn)"
+    if any(re.escape(name) != name and name == pattern for name in names):
+        return f"for exact names pass a list: [{pattern!r}]"
+    close = difflib.get_close_matches(pattern, names, n=3, cutoff=0.5)
+    close += [name for name in names if pattern in name and name not in close]
+    if close:
+        return f"near misses: {', '.join(close[:5])}"
+    return "list the names with lowtide.offload.names(fn, *args), or add names with lowtide.offload.tag(fn)"
+
+
+@functools.cache
+def _policy(save: frozenset[str], offload: frozenset[str]) -> Callable[..., Any]:
+    """Return JAX's policy. The same names give the same object, because JAX's caches compare policies by identity."""
+    name_policy = jax.checkpoint_policies.save_and_offload_only_these_names(
+        names_which_can_be_saved=sorted(save),
+        names_which_can_be_offloaded=sorted(offload),
+        offload_src="device",
+        offload_dst="pinned_host",
+    )
+
+    def policy(primitive: Any, *avals: Any, **params: Any) -> Any:
+        # XLA cannot slice a stack of scalars in a TPU's host memory, so scalars stay on the device.
+        if params.get("name") in offload and not avals[0].ndim:
+            return jax.checkpoint_policies.everything_saveable(primitive, *avals, **params)
+        return name_policy(primitive, *avals, **params)
+
+    return policy
+
+
+# --- names in a traced function ---------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class _Traced:
     """A function of its array arguments; all other arguments are constants."""
 
     closed: Any
@@ -473,7 +675,7 @@ class Traced:
     """The structure of the result."""
 
 
-def trace(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Traced:
+def _trace(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> _Traced:
     """Trace a function of its arrays; Python numbers, text and functions among its arguments stay unchanged."""
     named_leaves = leaves_with_paths((args, dict(kwargs)))
     leaves, treedef = jax.tree.flatten((args, dict(kwargs)))
@@ -492,11 +694,11 @@ def trace(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, An
     closed, shape = make_jaxpr(call_with_arrays)(*arrays)
     # A path starts with 0 or 1 (positional or keyword), then the position or name of the argument.
     paths = tuple("/".join(named_leaves[i][0].split("/")[2:]) for i in array_indices)
-    return Traced(closed, arrays, paths, jax.tree.structure(shape))
+    return _Traced(closed, arrays, paths, jax.tree.structure(shape))
 
 
 @dataclasses.dataclass(frozen=True)
-class NamedValue:
+class _NamedValue:
     """One `checkpoint_name` in a traced function."""
 
     name: str
@@ -510,26 +712,24 @@ def _is_name(eqn: Any) -> bool:
     return eqn.primitive is name_p and not is_own_name(eqn.params["name"])
 
 
-def named_values(jaxpr: Any) -> Iterator[NamedValue]:
+def _named_values(jaxpr: Any) -> Iterator[_NamedValue]:
     """Yield all named values of a jaxpr and the jaxprs inside it, in program order."""
     read = variables_read(jaxpr)
     for eqn, hidden in walk(jaxpr, "", lambda eqn, _, hidden: hidden or _HIDING.get(kind_of(eqn), "")):
         if _is_name(eqn):
             unread = "" if eqn.outvars[0] in read else "dead code: the result of checkpoint_name is not used"
-            yield NamedValue(eqn.params["name"], eqn.outvars[0].aval, hidden or unread)
+            yield _NamedValue(eqn.params["name"], eqn.outvars[0].aval, hidden or unread)
 
 
-def has_custom_rule(jaxpr: Any) -> bool:
+def _has_custom_rule(jaxpr: Any) -> bool:
     """Return whether differentiation replaces a part of the jaxpr by code that the jaxpr does not contain."""
-    kinds = map(kind_of, equations(jaxpr))
-    return any(kind is not None and kind.is_custom for kind in kinds)
+    return any(map(_is_custom, equations(jaxpr)))
 
 
-def names_under_differentiation(fn: Callable[..., Any], traced: Traced) -> set[str]:
-    """Return the names that reach a checkpoint policy when `fn`, traced before, is linearised.
+def _names_under_differentiation(fn: Callable[..., Any], traced: _Traced) -> set[str]:
+    """Return the names that reach a checkpoint policy when `fn`, traced before, is linearised; none if it cannot be.
 
-    Custom derivative rules add names that only differentiation shows. Empty if the function cannot be linearised, or
-    has no argument to differentiate.
+    Custom derivative rules add names that only differentiation shows.
     """
     names = set[str]()
 

@@ -29,21 +29,27 @@ from ..core import (
     SelectionError,
     StructureError,
     Tree,
+    axis_names,
+    check_choice,
+    check_integer,
+    explicit_mesh,
     is_array_like,
-    is_count,
     leaf_bytes,
     leaves_with_paths,
+    map_with_paths,
     memory_space,
     parse_bytes,
+    shown,
     varying_axes,
 )
 from ..core._compat import inside_branch, transformation
 from ..jaxprs import make_jaxpr
-from ._host_memory import DEVICE, HOST, default_device, put
+from ._host_memory import DEVICE, HOST, put, warn_without_host_memory
 from ._streaming import large_on_host, refuse_other_structure, stream
 
 _MODES = ("streamed", "leaf", "whole")
 _UNKNOWN_SHARDINGS = "it is on a mesh of several devices and shardings= is missing"
+_SHARDINGS_HINT = "pass jax.tree.map(lambda p: p.sharding, params), computed outside of jit"
 
 
 def optimizer(
@@ -111,24 +117,15 @@ def optimizer(
         Ren et al., ZeRO-Offload: Democratizing Billion-Scale Model Training, https://arxiv.org/abs/2101.06840
     """
     check_transformation(tx)
-    if mode not in _MODES:
-        raise ConfigError(
-            f"unknown mode {mode!r}", expected=f"one of {', '.join(_MODES)}", got=mode, hint='use "streamed"'
-        )
+    check_choice("mode", mode, _MODES)
     if is_offloaded(tx):
-        raise ConfigError(
-            "the optimizer is already wrapped by lt.offload.optimizer",
-            expected="an unwrapped optimizer, such as optax.adamw(1e-4)",
-            hint="wrap it once; `match` can select several parts of its state: r'.*/(mu|nu|ema)/.*'",
-        )
+        hint = "wrap it once; `match` can select several parts of its state: r'.*/(mu|nu|ema)/.*'"
+        raise ConfigError("the optimizer is already wrapped by lt.offload.optimizer", hint=hint)
     try:
         pattern = re.compile(match)
     except (re.error, TypeError) as error:
-        raise ConfigError(
-            f"match is not a regular expression: {error}",
-            got=match,
-            hint='write r".*/mu/.*" instead of the glob "mu/*"',
-        ) from error
+        hint = 'write r".*/mu/.*" instead of the glob "mu/*"'
+        raise ConfigError(f"match={match!r} is not a regular expression: {error}", hint=hint) from error
     check_shardings(shardings)
     offloaded = _OffloadedTransformation(
         optax.with_extra_args_support(tx), pattern, mode, check_chunk(chunk_bytes), shardings
@@ -139,13 +136,7 @@ def optimizer(
 def check_chunk(chunk_bytes: Any) -> int:
     """Return the bytes of a block, a number or text, as an integer; raise `ConfigError` unless they are positive."""
     number = parse_bytes(chunk_bytes) if isinstance(chunk_bytes, str) else chunk_bytes
-    if not is_count(number, 1):
-        raise ConfigError(
-            "chunk_bytes has to be at least 1",
-            expected='a whole number of bytes, or text such as "64 MiB"',
-            got=repr(chunk_bytes),
-            hint="leave it out for 64 MiB",
-        )
+    check_integer("chunk_bytes", number, hint='give bytes, or text such as "64 MiB"')
     return int(number)
 
 
@@ -161,12 +152,8 @@ def check_shardings(shardings: Tree) -> None:
     for path, leaf in leaves_with_paths(shardings):
         is_whole = isinstance(leaf, jax.sharding.Sharding) and leaf.is_fully_replicated
         if not (is_whole or isinstance(leaf, jax.sharding.NamedSharding)):
-            raise ConfigError(
-                f"shardings: {path or 'the tree'} is not a sharding on a mesh",
-                expected="a jax.sharding.NamedSharding",
-                got=repr(leaf),
-                hint="pass jax.tree.map(lambda p: p.sharding, params), computed outside of jit",
-            )
+            problem = f"shardings: {path or 'the tree'} must be a jax.sharding.NamedSharding, not {shown(leaf)}"
+            raise ConfigError(problem, hint=_SHARDINGS_HINT)
 
 
 def is_offloaded(tx: Any) -> bool:
@@ -184,12 +171,8 @@ def check_transformation(tx: Any) -> None:
         ConfigError: with the object.
     """
     if not (callable(getattr(tx, "init", None)) and callable(getattr(tx, "update", None))):
-        raise ConfigError(
-            "the optimizer is not a gradient transformation",
-            expected="an optax.GradientTransformation",
-            got=repr(tx),
-            hint="pass for instance optax.adamw(1e-4)",
-        )
+        hint = "pass for instance optax.adamw(1e-4)"
+        raise ConfigError(f"the optimizer must be an optax.GradientTransformation, not {shown(tx)}", hint=hint)
 
 
 class _OffloadedTransformation:
@@ -216,9 +199,7 @@ class _OffloadedTransformation:
         state = self.tx.init(params)
         leaves, structure = jax.tree.flatten(state)
         selected = self._select_leaves(state)
-        return structure.unflatten(
-            [put(leaf, HOST) if index in selected else leaf for index, leaf in enumerate(leaves)]
-        )
+        return structure.unflatten(put(leaf, HOST) if index in selected else leaf for index, leaf in enumerate(leaves))
 
     def update(self, updates: Tree, state: Tree, params: Tree = None, **extra: Any) -> tuple[Tree, Tree]:
         # For a module with functions among its leaves, such as Equinox's, Optax receives only the array leaves.
@@ -278,17 +259,10 @@ class _OffloadedTransformation:
         if transform == "jax.vmap":
             remedy = 'choose mode="leaf", or stack the leaves and call update once, without vmap'
         elif any(varying_axes(jax.typeof(leaf)) for leaf in leaves):
-            transform, remedy = (
-                "jax.shard_map with check_vma=True",
-                'pass check_vma=False, or choose mode="whole"',
-            )
+            transform, remedy = "jax.shard_map with check_vma=True", 'pass check_vma=False, or choose mode="whole"'
         if transform:
-            raise StructureError(
-                f"the optimizer's update is called under {transform}",
-                expected="no transformation, because JAX cannot transform loops over blocks in host memory",
-                got=f'mode="{self.mode}"',
-                hint=remedy,
-            )
+            problem = f"the update is under {transform}, but JAX cannot transform loops over blocks in host memory"
+            raise StructureError(problem, hint=remedy)
 
     def _select_leaves(self, state: Tree) -> set[int]:
         """Return the positions of the selected leaves. Random keys stay on the device, whatever the pattern selects."""
@@ -302,12 +276,10 @@ class _OffloadedTransformation:
             and not jnp.issubdtype(jax.typeof(leaf).dtype, jax.dtypes.prng_key)
         }
         if not selected:
-            raise SelectionError(
-                f"match {self.pattern.pattern!r} selects no leaf of the optimizer's state",
-                expected="a regular expression for whole paths",
-                got=f"{len(paths)} leaves: {', '.join(paths[:6])}{', …' if len(paths) > 6 else ''}",
-                hint='use r".*" to select everything; a transformation without state needs no offloading',
-            )
+            problem = f"match={self.pattern.pattern!r} selects no leaf of the optimizer's state by its whole path"
+            got = f"{len(paths)} leaves: {', '.join(paths[:6])}{', …' if len(paths) > 6 else ''}"
+            hint = 'use r".*" to select everything; a transformation without state needs no offloading'
+            raise SelectionError(problem, got=got, hint=hint)
         return selected
 
     def _fits_one_block(self, grads: Tree, state: Tree, selected: set[int]) -> bool:
@@ -323,35 +295,22 @@ class _OffloadedTransformation:
     def _check_on_host(self, state: Tree) -> set[int]:
         """Return the positions of the selected leaves, after checking that they are on the host."""
         leaves, selected = leaves_with_paths(state), self._select_leaves(state)
-        has_host_memory = bool(default_device().addressable_memories())
-        if not has_host_memory:
-            warnings.warn(
-                "optimizer: this compile-only device has no host memory, so the state is an argument on the device\n"
-                "hint: use lowtide.memory.analyze, which counts it as host memory if it was placed there",
-                PlacementWarning,
-                stacklevel=3,
-            )
+        if warn_without_host_memory("optimizer", "the leaves of the state"):
+            return selected
         for index in sorted(selected):
             path, leaf = leaves[index]
-            if has_host_memory and memory_space(leaf) is not HOST:
-                raise PlacementError(
-                    f"optimizer state {path} is not in host memory",
-                    expected="pinned_host",
-                    got="device",
-                    hint="make the state with this transformation's init, or move it with lt.offload.to_host",
-                )
+            if memory_space(leaf) is not HOST:
+                hint = "make the state with this transformation's init, or move it with lt.offload.to_host"
+                raise PlacementError(f"optimizer state {path} is not in host memory", hint=hint)
         return selected
 
     def _shardings(self, grads: Tree, state: Tree, params: Tree, arrays: Tree) -> Tree:
         if self.shardings is None:
-            return (
-                None if num_devices((grads, state, params)) == 1 else explicit_shardings((grads, state, params, arrays))
-            )
+            is_on_mesh = num_devices((grads, state, params)) > 1
+            return explicit_shardings((grads, state, params, arrays)) if is_on_mesh else None
         find_sharding = _sharding_finder(self.shardings, grads)
-        return tuple(
-            jax.tree.unflatten(jax.tree.structure(tree), [find_sharding(*pair) for pair in leaves_with_paths(tree)])
-            for tree in (grads, state, params, jax.tree.map(lambda _: None, arrays))
-        )
+        trees = (grads, state, params, jax.tree.map(lambda _: None, arrays))
+        return tuple(map_with_paths(find_sharding, tree) for tree in trees)
 
     def _warn_of_mesh(self, params: Tree) -> None:
         """Warn if leaves are sharded and no shardings are given."""
@@ -387,9 +346,8 @@ def _refuse_branch() -> None:
     """Raise inside a branch: its results would be copies of the host state, and TPUs cannot compile it."""
     if inside_branch():
         raise StructureError(
-            "the optimizer's update is called in a branch of jax.lax.cond",
+            "the optimizer's update is in a branch of jax.lax.cond, as in optax.MultiSteps or optax.apply_if_finite",
             expected="lt.offload.optimizer around the outermost transformation",
-            got="another transformation around it, such as optax.MultiSteps or apply_if_finite, or your own branch",
             hint="use lt.offload.optimizer(optax.MultiSteps(tx, every_k_schedule=4).gradient_transformation()), and "
             "match=r'.*/(mu|nu|acc_grads)/.*' to stream its state, too",
         )
@@ -432,8 +390,7 @@ def without_explicit_axes(run: Callable[..., Tree], args: Sequence[Tree], like: 
         like: a tree with the shardings of its result.
         shardings: shardings of the arguments, where they are known.
     """
-    leaf_shardings = [jax.typeof(leaf).sharding for leaf in jax.tree.leaves(args) if is_array_like(leaf)]
-    mesh = next((sharding.mesh for sharding in leaf_shardings if sharding.mesh.explicit_axes), None)
+    mesh = explicit_mesh([leaf for leaf in jax.tree.leaves(args) if is_array_like(leaf)])
     if mesh is None:
         return run(*args)
 
@@ -475,12 +432,8 @@ def state_shardings(tx: optax.GradientTransformation, params: Tree) -> Tree:
     """
     for path, leaf in leaves_with_paths(params):
         if getattr(leaf, "sharding", None) is None:
-            raise PlacementError(
-                f"parameter {path} has no sharding",
-                expected="an array, or a jax.ShapeDtypeStruct with sharding=",
-                got=f"{type(leaf).__name__} {getattr(leaf, 'dtype', '')}{list(getattr(leaf, 'shape', ()))}",
-                hint="call state_shardings outside of jit, give structs shardings, and convert NumPy to JAX arrays",
-            )
+            hint = "call state_shardings outside of jit, give structs shardings, and convert NumPy to JAX arrays"
+            raise PlacementError(f"parameter {path}, a {type(leaf).__name__}, has no sharding", hint=hint)
     find_sharding = _sharding_finder(jax.tree.map(lambda leaf: leaf.sharding, params), params)
     # Only a jaxpr keeps memory spaces; `jax.eval_shape` drops them.
     closed, shapes = make_jaxpr(tx.init)(params)
@@ -504,12 +457,9 @@ def _sharding_finder(shardings: Tree, params: Tree) -> Any:
     try:
         flat = structure.flatten_up_to(shardings)
     except ValueError as error:
-        raise StructureError(
-            "shardings does not have the structure of the parameters",
-            expected=structure,
-            got=jax.tree.structure(shardings),
-            hint="pass jax.tree.map(lambda p: p.sharding, params), computed outside of jit",
-        ) from error
+        problem = "shardings does not have the structure of the parameters"
+        got = jax.tree.structure(shardings)
+        raise StructureError(problem, expected=structure, got=got, hint=_SHARDINGS_HINT) from error
     shardings_by_path = {path: (leaf.shape, s) for (path, leaf), s in zip(leaves_with_paths(params), flat, strict=True)}
 
     def find_sharding(path: str, leaf: Any) -> Any:
@@ -538,8 +488,7 @@ def _sharding_of_part(leaf: Any, shape: tuple[int, ...], sharding: Any) -> Any:
     if leaf.shape[:-1] != shape[:-1] or not leaf.ndim or not isinstance(sharding, jax.sharding.NamedSharding):
         return None
     spec = (*sharding.spec, *(None,) * leaf.ndim)[: leaf.ndim]
-    axes = spec[-1] if isinstance(spec[-1], tuple) else (spec[-1],) if spec[-1] else ()
-    count = math.prod(sharding.mesh.shape[axis] for axis in axes)
+    count = math.prod(sharding.mesh.shape[axis] for axis in axis_names(spec[-1]))
     if leaf.shape[-1] and not shape[-1] % leaf.shape[-1] and not leaf.shape[-1] % count:
         return jax.sharding.NamedSharding(sharding.mesh, jax.P(*spec))
     return jax.sharding.NamedSharding(sharding.mesh, jax.P(*spec[:-1], None))

@@ -1,27 +1,21 @@
 """`jax.lax.scan` over layers whose parameters stay in host memory, with one slice on the device at a time.
 
 The whole loop is one differentiable operation. The forward pass keeps the carries (the input of each layer). The
-backward pass visits the layers in reverse and recomputes one at a time with `jax.vjp`. It writes each slice of the
-gradient in place into a stack on the host. So the device never holds a stack of parameters or gradients. It holds the
-residuals of one layer at a time.
-
-JAX and XLA determine the following (jax 0.10.2, libtpu 0.0.51):
+backward pass visits the layers in reverse, recomputes one at a time with `jax.vjp`, and writes each slice of the
+gradient in place into a stack on the host. JAX and XLA determine the following (jax 0.10.2, libtpu 0.0.51):
 
 - The gradient of a host leaf is a host value: JAX requires a cotangent to have the memory space of its primal.
-  `to_device` moves it.
 - The gradient's stack is the loop's stacked output. XLA allocates it in host memory and does not clear it on the device
   first. It becomes the program's output without a second copy.
 - With `prefetch` the next slice is part of the carry, so its copy can overlap with the whole layer. Without it, XLA
   overlaps only the copies inside a layer with their uses.
 
 Limits. Reverse mode only, as for every `jax.custom_vjp`. With `prefetch`, each pass fetches one slice more than there
-are layers: omitting the fetch in the last iteration would mean compiling the body twice. Compile-only GPUs have no host
-memory: the loop is compiled with device arguments, with a warning.
+are layers: omitting the fetch in the last iteration would mean compiling the body twice.
 """
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -30,7 +24,6 @@ import jax.numpy as jnp
 
 from ..core import (
     PlacementError,
-    PlacementWarning,
     StructureError,
     Tree,
     check_choice,
@@ -41,7 +34,7 @@ from ..core import (
     memory_space,
     num_layers,
 )
-from ._host_memory import DEVICE, HOST, default_device, entry_shape, put, warn_of_tall_tiles
+from ._host_memory import DEVICE, HOST, entry_shape, put, warn_of_tall_tiles, warn_without_host_memory
 
 
 def scan(
@@ -91,32 +84,25 @@ def scan(
     References:
         JAX's tutorial "Memories and host offloading", which streams parameters without a custom gradient rule.
     """
-    check_choice(
-        f"unknown memory {inputs!r} for the inputs of layers",
-        inputs,
-        ("device", "host"),
-        'pass inputs="host" to keep them in host memory until the backward pass',
-    )
+    hint = 'pass inputs="host" to keep them in host memory until the backward pass'
+    check_choice("inputs", inputs, ("device", "host"), hint=hint)
     length = num_layers(xs)
     _check_on_host(xs)
     # XLA cannot slice a stack of scalars in a TPU's host memory, so such a stack is moved to the device whole.
     xs = jax.tree.map(lambda leaf: put(leaf, DEVICE) if jnp.ndim(leaf) == 1 else leaf, xs)
     init = jax.tree.map(lambda leaf: leaf if hasattr(leaf, "dtype") else jnp.asarray(leaf), init)
     if not length:
-        raise StructureError(
-            "scan has no layers", expected="at least one", got="0", hint="use jax.lax.scan, which accepts 0 layers"
-        )
+        raise StructureError("scan has no layers", hint="use jax.lax.scan, which accepts 0 layers")
     try:
         closed = closure_convert(body, init, jax.tree.map(entry_shape, xs))
     except ValueError as error:
         if "memory_space of all inputs passed to" not in str(error):
             raise
         paths = [path for path, leaf in leaves_with_paths({"init": init}) if memory_space(leaf) == HOST]
+        listed = ", ".join(paths[:8]) + (f", … ({len(paths) - 8} more)" if len(paths) > 8 else "")
         raise PlacementError(
-            f"{paths[0] if paths else 'a captured value'}: the body of scan computes with a value in host memory",
-            expected="operands in device memory",
-            got=f"{str(error).splitlines()[0]}; on the host: {', '.join(paths[:8]) or 'a captured value'}"
-            + (f", … ({len(paths) - 8} more)" if len(paths) > 8 else ""),
+            f"{listed or 'a captured value'}: the body of scan computes with a value in host memory",
+            got=str(error).splitlines()[0],
             hint="move it with lt.offload.to_device inside the jitted function",
         ) from error
     structure = jax.tree.structure(closed.shapes)
@@ -133,21 +119,13 @@ def _check_on_host(xs: Tree) -> None:
     if any(memory_space(leaf) == HOST for _, leaf in leaves):
         warn_of_tall_tiles(leaves)
         return
-    if not default_device().addressable_memories():
-        warnings.warn(
-            "scan: this compile-only device has no host memory, so the layers are arguments on the device\n"
-            "hint: use lowtide.memory.analyze, which counts them as host memory if they were placed there",
-            PlacementWarning,
-            stacklevel=3,
-        )
+    if warn_without_host_memory("scan", "the layers"):
         return
     paths = [path for path, _ in leaves]
-    raise PlacementError(
-        f"{paths[0]}: no leaf of xs is in host memory, so there is nothing to stream",
-        expected="stacked layers placed by lt.offload.to_host",
-        got=f"{len(paths)} leaves in device memory: {', '.join(paths[:6])}" + (", …" if len(paths) > 6 else ""),
-        hint="place them with lt.offload.to_host before the jitted function is called, or use jax.lax.scan",
-    )
+    problem = f"{paths[0]}: no leaf of xs is in host memory, so there is nothing to stream"
+    got = f"{len(paths)} leaves in device memory: {', '.join(paths[:6])}" + (", …" if len(paths) > 6 else "")
+    hint = "place them with lt.offload.to_host before the jitted function is called, or use jax.lax.scan"
+    raise PlacementError(problem, got=got, hint=hint)
 
 
 def _differentiable(body: Callable[..., Any], *, prefetch: bool, inputs_on_host: bool) -> Callable[..., Any]:
@@ -239,7 +217,6 @@ def _split_inexact(tree: Tree) -> tuple[Tree, Tree]:
 
 
 def _match_memory(value: Any, leaf: Any) -> Any:
-    """Move the value to the memory space of a leaf."""
     return put(value, memory_space(leaf))
 
 

@@ -1,10 +1,8 @@
 """Find the separable parts of an update: each row of the results needs only the same row of the arguments.
 
-The update is traced once and read as a list of equations, with calls inlined. Every value is *rows*, *constant over
-rows* or *free*. Leaves that meet in an operation form a group. Each group is then updated in blocks of rows.
-
-Limits: operations without a rule below count as losing all rows, which is safe but may be too strict. `while` and
-`scan` are not analysed.
+The update is traced once and read as a list of equations, with calls inlined. Each group of leaves that meet in an
+operation is then updated in blocks of rows. Limits: operations without a rule below count as losing all rows, which is
+safe but may be too strict. `while` and `scan` are not analysed.
 """
 
 from __future__ import annotations
@@ -22,8 +20,7 @@ from ..jaxprs import Kind, bodies, called, equations, fold, kind_of, make_jaxpr
 # Kinds of values:
 #
 # - *rows*: its leading `rows` axes are those of some input leaves. Elementwise operations keep all axes; a reduction or
-#   transposition keeps the axes before the first one that it changes; and so on. Leaves that meet in an operation form
-#   a group.
+#   transposition keeps the axes before the first one that it changes; and so on.
 # - *constant over rows*: a broadcast scalar, which can belong to every group.
 # - *free*: every other value that depends on no host leaf, such as a step counter or the global norm of the gradients.
 #   It is computed once, before the groups.
@@ -213,9 +210,8 @@ class _Inliner:
     def add_inner_product(self, inputs: Sequence[int], aval: Any) -> list[int] | None:
         """Rewrite `jnp.vdot` of two arrays of one shape, which flattens them, as a sum of products that keeps rows."""
         arrays = [self.flat.get(value, value) for value in inputs]
-        shapes = [
-            jax.ShapeDtypeStruct(self.program.avals[value].shape, self.program.avals[value].dtype) for value in arrays
-        ]
+        avals = [self.program.avals[value] for value in arrays]
+        shapes = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in avals]
         if aval.shape or not self.host.intersection(arrays) or shapes[0].shape != shapes[1].shape:
             return None
         closed, _ = make_jaxpr(lambda x, y: jnp.sum(x.astype(aval.dtype) * y.astype(aval.dtype)))(*shapes)
@@ -362,11 +358,10 @@ class _Flow:
         if name in _ELEMENTWISE:
             shared_axes = [self._num_shared_axes(equation, value) for value in carriers if value in self.leaf]
             return min([*(self.rows[value] for value in carriers), *shared_axes])
-        count_kept_axes = _KEPT_AXES.get(name)
+        if (count_kept_axes := _KEPT_AXES.get(name)) is None:
+            return 0
         arrays = [value for value in equation.inputs if program.rank(value) or value in self.rows]
-        num_kept_axes = (
-            count_kept_axes(equation.params, program.avals[equation.inputs[0]].shape) if count_kept_axes else 0
-        )
+        num_kept_axes = count_kept_axes(equation.params, program.avals[equation.inputs[0]].shape)
         return min(num_kept_axes, *(self.rows.get(value, program.rank(value)) for value in arrays))
 
     def best_group(self, positions: list[int], replaced: Sequence[int]) -> Group:
@@ -375,9 +370,9 @@ class _Flow:
         host_positions = [
             position for position in positions if {self.program.outputs[position], replaced[position]} & self.host
         ]
-        host_group = (
-            self.group(host_positions) if host_positions and len(host_positions) < len(positions) else whole_group
-        )
+        if not host_positions or len(host_positions) == len(positions):
+            return whole_group
+        host_group = self.group(host_positions)
         return host_group if host_group.rows > whole_group.rows else whole_group
 
     def _num_foldable_axes(self, equation: Equation) -> int:
@@ -395,9 +390,8 @@ class _Flow:
         for equation, axes in self.folds:
             (operand,) = equation.inputs
             rows = self.program.avals[operand].shape[:axes]
-            equations_by_pass.setdefault(
-                (self.level[equation.outputs[0]], self.find(self.leaf[operand]), rows), []
-            ).append(equation)
+            key = self.level[equation.outputs[0]], self.find(self.leaf[operand]), rows
+            equations_by_pass.setdefault(key, []).append(equation)
         return [self.group([], equations_by_pass[key], len(key[2])) for key in sorted(equations_by_pass)]
 
     def group(self, positions: list[int], folds: Sequence[Equation] = (), max_rows: int | None = None) -> Group:

@@ -3,13 +3,11 @@
 XLA hoists moves of whole trees: moving four Adam states to the device, updating them and moving them back saves 5 % of
 the memory instead of half. XLA cannot hoist slices out of a loop. So each group of leaves that `_separable` proves
 independent is updated in a loop over blocks of its leading axes: slice on the host, move, compute, move back, and write
-into the same buffer. If the state is donated, there is one host copy and a few blocks on the device.
-
-Trip counts are hidden from XLA, which would otherwise unroll loops of one block and overlap their copies. The count of
-each loop depends on the previous loop, so temporaries exist for one group of leaves at a time.
+into the same buffer. Trip counts are hidden from XLA, which would otherwise unroll loops of one block and overlap their
+copies. The count of each loop depends on the previous loop, so temporaries exist for one group of leaves at a time.
 
 Limits: on a mesh, a slice along a sharded axis would gather the leaf. Shardings have to be given, because a tracer has
-none; the loops then run on each device's shard. Rows that do not fill a block are a second, shorter loop.
+none; the loops then run on each device's shard.
 """
 
 from __future__ import annotations
@@ -47,10 +45,9 @@ from ._separable import Group, Program, fold_block, initial_value, separate, tra
 # statistics) then do not tie a group together.
 _SMALL_PART = 64
 _UNCUT_PART = 16
-_is_analysed = contextvars.ContextVar("is_traced", default=False)
+_is_analysed = contextvars.ContextVar("is_analysed", default=False)
 """Whether a function is being traced for analysis. Then `stream` calls its function directly, because loops would hide
 the computation."""
-
 _is_part = contextvars.ContextVar("is_part", default=False)
 
 
@@ -147,23 +144,18 @@ def traced_program(fn: Callable[..., Any], args: Sequence[Tree]) -> tuple[Progra
 
 
 @contextlib.contextmanager
-def tracing_for_analysis() -> Generator[None]:
-    """Inside the block, make `stream` call its function directly, because it is traced for analysis."""
-    token = _is_analysed.set(True)
+def _true_inside(variable: contextvars.ContextVar[bool]) -> Generator[None]:
+    token = variable.set(True)
     try:
         yield
     finally:
-        _is_analysed.reset(token)
+        variable.reset(token)
 
 
-@contextlib.contextmanager
-def part_of_parameters() -> Generator[None]:
-    """Inside the block, `is_part` is true: transformations see a part of the parameters."""
-    token = _is_part.set(True)
-    try:
-        yield
-    finally:
-        _is_part.reset(token)
+tracing_for_analysis = functools.partial(_true_inside, _is_analysed)
+"""Inside the block, make `stream` call its function directly, because it is traced for analysis."""
+part_of_parameters = functools.partial(_true_inside, _is_part)
+"""Inside the block, `is_part` is true: transformations see a part of the parameters."""
 
 
 def is_part() -> bool:
@@ -179,12 +171,9 @@ def is_taken_apart() -> bool:
 def refuse_other_structure(got: Any, expected: Any) -> None:
     """Raise if an update's result has another structure than the trees that it replaces."""
     if expected != got:
-        raise StructureError(
-            "the result of an update does not have the structure of the trees that it replaces",
-            expected=expected,
-            got=got,
-            hint="return trees like grads and state from update(grads, state, params)",
-        )
+        problem = "the result of an update does not have the structure of the trees that it replaces"
+        hint = "return trees like grads and state from update(grads, state, params)"
+        raise StructureError(problem, expected=expected, got=got, hint=hint)
 
 
 def stream(
@@ -236,9 +225,19 @@ def stream(
     fold = not (by_leaf or prevented or any(not sharding.is_fully_replicated for sharding in specs.values()))
     loops = plan(fn, args, replaces, chunk_bytes=chunk_bytes, declared=declared, fold=fold)
     program = loops.program
-    _warn_of_effects(program, stacklevel=4)
+    if program.effects:
+        warnings.warn(
+            f"the update has effects, which a streamed update leaves out: {', '.join(program.effects)}\n"
+            'hint: call jax.debug.print outside of the optimizer, or use lt.offload.optimizer(mode="whole"), which '
+            "keeps effects",
+            PlacementWarning,
+            stacklevel=3,
+        )
     warn_of_tall_tiles((paths[index], _array(leaves[index])) for index in loops.on_host)
-    _check_entries(program, [(paths[index], leaves[index]) for index in loops.replaced])
+    for index, value in zip(loops.replaced, program.outputs, strict=True):
+        leaf = leaves[index]
+        if isinstance(leaf, Entry):
+            refuse_other_type(paths[index], leaf.array, program.avals[value])
     # XLA would copy a whole array in tall tiles for each block, or libtpu 0.0.51 aborts. So such arrays move once.
     in_place = {index for index in loops.on_host if isinstance(leaves[index], Entry) or not is_tall(leaves[index])}
     values = {index: leaf if index in in_place else _to_device(leaf) for index, leaf in enumerate(leaves)}
@@ -247,15 +246,20 @@ def stream(
         values.update({value: program.constants[value] for value in program.constants.keys() & needed})
         program.run(program.needed_for(needed, known=values), values)
 
+    def make_loop(group: Group, rows: int, reason: str | None) -> tuple[_Loop, dict[int, Any]]:
+        """Return the loop of a group, and its inputs."""
+        on_host = [paths[index] for index in group.leaves if index in loops.on_host]
+        on_whole = None if by_leaf else functools.partial(on_fallback or _warn, on_host)
+        loop = _Loop(plan=loops, group=group, rows=rows, chunk_bytes=chunk_bytes, on_whole=on_whole, reason=reason)
+        return loop, {value: values[value] for value in (*group.leaves, *group.free)}
+
     # Reductions over rows run first, in loops of their level; later passes and groups read their results.
     after: Any = jnp.int32(0)
     for group in loops.passes:
         compute(group.free)
-        on_host = [paths[index] for index in group.leaves if index in loops.on_host]
-        on_whole = functools.partial(on_fallback or _warn, on_host)
-        loop = _Loop(plan=loops, group=group, rows=group.rows, chunk_bytes=chunk_bytes, on_whole=on_whole, reason=None)
+        loop, loop_inputs = make_loop(group, group.rows, None)
         totals = [initial_value(equation.primitive, program.avals[equation.outputs[0]]) for equation in group.folds]
-        updated, after = loop({value: values[value] for value in (*group.leaves, *group.free)}, totals, after)
+        updated, after = loop(loop_inputs, totals, after)
         for equation, total in zip(group.folds, updated, strict=True):
             (output,) = equation.outputs
             values[output] = total.astype(program.avals[output].dtype)
@@ -267,16 +271,7 @@ def stream(
     for group in loops.groups:
         is_whole = by_leaf or prevented is not None
         rows, mesh, spec, reason = (0, None, None, prevented) if is_whole else _mesh_rows(group, loops.replaced, specs)
-        on_host = [paths[index] for index in group.leaves if index in loops.on_host]
-        loop = _Loop(
-            plan=loops,
-            group=group,
-            rows=rows,
-            chunk_bytes=chunk_bytes,
-            on_whole=None if by_leaf else functools.partial(on_fallback or _warn, on_host),
-            reason=reason,
-        )
-        loop_inputs = {value: values[value] for value in (*group.leaves, *group.free)}
+        loop, loop_inputs = make_loop(group, rows, reason)
         # Leaves that were moved whole are updated on the device and moved back whole.
         targets = {output: loops.replaced[output] for output in group.outputs}
         moved = {output: target for output, target in targets.items() if values[target] is not leaves[target]}
@@ -290,18 +285,6 @@ def stream(
             is_same = values[value] is leaf  # the update does not change this state
             results[position] = _array(leaf) if is_same else _replace_array(leaf, _to_device(values[value]))
     return loops.treedef.unflatten([results[position] for position in range(len(program.outputs))])
-
-
-def _warn_of_effects(program: Program, *, stacklevel: int) -> None:
-    """Warn if the update has effects, such as `jax.debug.print`, which its loops leave out."""
-    if program.effects:
-        warnings.warn(
-            f"the update has effects, which a streamed update leaves out: {', '.join(program.effects)}\n"
-            'hint: call jax.debug.print outside of the optimizer, or use lt.offload.optimizer(mode="whole"), which '
-            "keeps effects",
-            PlacementWarning,
-            stacklevel=stacklevel,
-        )
 
 
 def _warn(paths: list[str], reason: str) -> None:
@@ -341,10 +324,8 @@ def large_on_host(leaves: Sequence[Any], chunk_bytes: int, declared: Collection[
 
 
 def _flat_shardings(shardings: Tree, args: Sequence[Tree]) -> dict[int, Any]:
-    if shardings is None:
-        return {}
-    structure = jax.tree.structure(tuple(args))
-    return {index: s for index, s in enumerate(structure.flatten_up_to(shardings)) if s is not None}
+    flat = [] if shardings is None else jax.tree.structure(tuple(args)).flatten_up_to(shardings)
+    return {index: sharding for index, sharding in enumerate(flat) if sharding is not None}
 
 
 def _shape(leaf: Any) -> Any:
@@ -355,17 +336,12 @@ def _space(leaf: Any) -> Any:
     return memory_space(leaf.array if isinstance(leaf, Entry) else leaf)
 
 
-def _check_entries(program: Program, targets: Sequence[tuple[str, Any]]) -> None:
-    """Raise if an output does not fit the entry of a stacked array that it replaces."""
-    for (name, leaf), value in zip(targets, program.outputs, strict=True):
-        aval = program.avals[value]
-        if isinstance(leaf, Entry) and (leaf.shape, leaf.dtype) != (aval.shape, aval.dtype):
-            raise StructureError(
-                f"{name}: an update changes the shape or dtype of a stacked leaf",
-                expected=f"{leaf.dtype}{list(leaf.shape)}",
-                got=f"{aval.dtype}{list(aval.shape)}",
-                hint="choose an optimizer whose state keeps its dtype, or store parameters in the dtype of the updates",
-            )
+def refuse_other_type(name: str, stacked: Any, new: Any) -> None:
+    """Raise if the new value of an entry of a stacked array has another shape or dtype."""
+    if (new.shape, new.dtype) != (stacked.shape[1:], stacked.dtype):
+        old_type, new_type = f"{stacked.dtype}{list(stacked.shape[1:])}", f"{new.dtype}{list(new.shape)}"
+        hint = "choose an optimizer whose state keeps its dtype, or store parameters in the dtype of the updates"
+        raise StructureError(f"an update changes the shape or dtype of {name}: {old_type} to {new_type}", hint=hint)
 
 
 def _buffer_for(program: Program, leaf: Any, value: int) -> Any:
@@ -406,11 +382,7 @@ def _shard_map_loop(loop: _Loop, mesh: Any, spec: Any) -> Callable[..., Any]:
         def spec_of(array: Any) -> Any:  # an axis of size 1 is broadcast along rows
             return jax.P(*(axis if size > 1 else None for axis, size in zip(spec, array.shape, strict=False)))
 
-        specs = (
-            {value: spec_of(array) for value, array in loop_inputs.items()},
-            [spec_of(b) for b in buffers],
-            jax.P(),
-        )
+        specs = ({value: spec_of(x) for value, x in loop_inputs.items()}, [spec_of(b) for b in buffers], jax.P())
         return jax.shard_map(loop, mesh=mesh.abstract_mesh, in_specs=specs, out_specs=specs[1:], check_vma=False)(
             dict(loop_inputs), list(buffers), after
         )
@@ -436,17 +408,15 @@ class _Loop:
         prefix = loop_inputs[self.group.leaves[0]].shape[: self.rows]
         # 8-bit state is computed in float32. So a block counts in the widest dtype; otherwise it could have four times
         # `chunk_bytes`.
-        widest_bytes = sum(
-            leaf.size * max(leaf.dtype.itemsize, self._widest_itemsize) for leaf in map(_shape, streamed)
-        )
+        least_itemsize = self._widest_itemsize
+        widest_bytes = sum(leaf.size * max(leaf.dtype.itemsize, least_itemsize) for leaf in map(_shape, streamed))
         cut = None
         if self.rows and all(is_row_major(leaf.shape, leaf.dtype) for leaf in on_host):
             # XLA keeps the tiles of device arrays. A block of half a tile would change the layout of the whole array.
             is_on_device = not any(_space(leaf) is HOST for leaf in on_host)
             rows = max(most_tile_rows(leaf.dtype) for leaf in on_host) if is_on_device else None
-            cut = cut_block(
-                prefix, min(leaf.ndim for leaf in on_host), widest_bytes, self.chunk_bytes, device_rows=rows
-            )
+            ndim = min(leaf.ndim for leaf in on_host)
+            cut = cut_block(prefix, ndim, widest_bytes, self.chunk_bytes, device_rows=rows)
         if num_bytes > self.chunk_bytes and not cut and self.on_whole:
             self.on_whole(
                 self.reason
@@ -468,9 +438,8 @@ class _Loop:
                 row = offset + i % blocks_per_row * size
                 return (*leading, row), i // blocks_per_row * length + row
 
-            return self._run(
-                loop_inputs, buffers, after, (*(1,) * axis, size), num_outer * blocks_per_row, start, prefix
-            )
+            sizes, count = (*(1,) * axis, size), num_outer * blocks_per_row
+            return self._run(loop_inputs, buffers, after, sizes, count, start, prefix)
 
         results, after = blocks_of(size, 0, buffers, after)
         # The rows that do not fill a block run in a second loop, on the buffers that the first loop returned.
@@ -523,9 +492,8 @@ class _Loop:
                 # XLA for CPUs may read the block of one array again to compute another, so the writes run one after the
                 # other.
                 wait = index_after(jnp.int32(0), written[-1:])
-                written.append(
-                    _write(*buffer_and_block, (tuple(offset + wait for offset in offsets[0]), offsets[1] + wait))
-                )
+                waiting_offsets = tuple(offset + wait for offset in offsets[0]), offsets[1] + wait
+                written.append(_write(*buffer_and_block, waiting_offsets))
             return i + 1, written
 
         first = [_array(buffer) for buffer in buffers]
@@ -560,7 +528,7 @@ def _with_array(leaf: Any, array: Any) -> Any:
 
 def _merge_axes(leaf: Any, axis: int) -> Any:
     """Merge the leading axes of a host array or an entry: libtpu aborts on a host slice that starts along two axes."""
-    if memory_space(leaf.array if isinstance(leaf, Entry) else leaf) is HOST:
+    if _space(leaf) is HOST:
         check_host_slices()
     if isinstance(leaf, Entry):
         rows = leaf.array.reshape(-1, *leaf.shape[axis + 1 :])

@@ -1,9 +1,9 @@
 """Check on a compiled program that a placement happened.
 
-A lost placement raises no error: the program computes the same values and needs the memory that was to be saved.
-AXLearn's `offload_optimizer` moves nothing under `jit`, because tracers have no `sharding`. A dropped memory kind and a
-donation that no output uses look the same. So this module reads the executable: memory kinds of arguments and outputs,
-XLA's byte totals per memory, aliases, and copies between the memories.
+A lost placement raises no error: the program computes the same values and needs the memory that was to be saved. Under
+`jit` tracers have no `sharding`; a memory kind may be dropped, and a donation unused. So this module reads the
+executable: memory kinds of arguments and outputs, XLA's byte totals per memory, aliases, and copies between the
+memories.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from ..core import (
     ConfigError,
     PlacementError,
     check_choice,
+    check_type,
     format_bytes,
     leaf_bytes,
     leaves_with_paths,
@@ -43,8 +44,7 @@ _COPY_IN_TEXT = re.compile(
 )
 _ENTRY_ARRAY = re.compile(r"\w+\[[\d,]*\](?:\{[^}]*\})?")
 _ALIAS = re.compile(r"\{ ?(\d*) ?\}: \((\d+), \{\}")
-_ARRAY_IN_TEXT = re.compile(r"\w+\[\d[\d,]*\]\{[^}]*\}")
-_ARRAY_DIMS = re.compile(r"\w+\[([\d,]+)\]\{[^}]*\}")
+_ARRAY = re.compile(r"\w+\[(\d[\d,]*)\]\{[^}]*\}")
 _HOST = f"S({_HOST_SPACE})"
 _INSTRUCTION = re.compile(r"^ *(ROOT )?%?([\w.\-]+) = (.*)$")
 _OPERAND = re.compile(r"%([\w.\-]+)")
@@ -137,7 +137,11 @@ def verify(
         >>> verify(compiled, {"0/**": "host", "1": "device"}).host_paths
         ('0/mu',)
     """
-    _check_arguments(compiled, expected)
+    if not (isinstance(compiled, Program) or hasattr(compiled, "input_formats")):
+        hint = "pass jax.jit(fn).lower(*args).compile(), or lt.memory.compile(fn, *args, target=...)"
+        raise ConfigError(f"verify needs a compiled program, not a {type(compiled).__name__}", hint=hint)
+    hint = 'use globs on argument paths as keys, as in {"1/**": "host"}'
+    check_type("expected", expected, Mapping, "a mapping of paths to memories", hint=hint)
     program = compiled if isinstance(compiled, Program) else None
     executable = program.compiled if program is not None else compiled
     arguments, results = _arguments(executable, program), _results(executable)
@@ -164,50 +168,26 @@ def verify(
         problems += _find_miscounted(executable, program, placement, host_arguments, host_paths)
         text = _text(executable)
         problems += _find_gathered(host_arguments, text)
-        duplicated = (
-            _find_duplicated([leaf for leaf in host_arguments if leaf.path in host_paths], results, text)
-            if donated
-            else []
-        )
+        undonated_leaves = [leaf for leaf in host_arguments if leaf.path in host_paths and not leaf.is_donated]
+        duplicated = _find_duplicated(undonated_leaves, results, text) if donated else []
         problems += duplicated
-        not_donated = [leaf.path for leaf in host_arguments if leaf.path in host_paths and not leaf.is_donated]
-        if not_donated and not duplicated and any(leaf.space == "host" for leaf in results):
-            notes.append(
-                f"{', '.join(not_donated[:4])}{', …' if len(not_donated) > 4 else ''}: on the host and not donated"
-            )
+        if undonated_leaves and not duplicated and any(leaf.space == "host" for leaf in results):
+            listed = ", ".join(leaf.path for leaf in undonated_leaves[:4])
+            notes.append(f"{listed}{', …' if len(undonated_leaves) > 4 else ''}: on the host and not donated")
     if platform != "cpu" and placement.num_moves is None:
         notes.append("the program's text cannot be printed: copies were not counted")
     if platform != "cpu":
         problems += _find_exceeded_bounds(placement, device_bytes, host_bytes, host_temp_bytes)
     notes += [f"{leaf.path}: not read by the program" for leaf in arguments if not leaf.is_used]
     if problems:
+        listed = [*problems[:12], *([f"… ({len(problems) - 12} more)"] if len(problems) > 12 else [])]
         raise PlacementError(
             problems[0] if len(problems) == 1 else f"{len(problems)} placements are wrong",
-            expected="every leaf in the intended memory, copied to the device by the program that reads it",
-            got="\n    ".join(
-                ["", *problems[:12], *([f"… ({len(problems) - 12} more)"] if len(problems) > 12 else [])]
-            ),
+            got="\n    ".join(["", *listed]) if len(problems) > 1 else None,
             hint="place arguments with lt.offload.to_host before the call and move results back with it inside the "
             "jitted function; under jit a value is a tracer, which has a memory space in its type and no `sharding`",
         )
     return dataclasses.replace(placement, notes=tuple(notes))
-
-
-def _check_arguments(compiled: Any, expected: Any) -> None:
-    if not (isinstance(compiled, Program) or hasattr(compiled, "input_formats")):
-        raise ConfigError(
-            "verify needs a compiled program",
-            expected="a jax.stages.Compiled or a lowtide.memory.Program",
-            got=type(compiled).__name__,
-            hint="pass jax.jit(fn).lower(*args).compile(), or lt.memory.compile(fn, *args, target=...)",
-        )
-    if not isinstance(expected, Mapping):
-        raise ConfigError(
-            "expected does not map paths to memories",
-            expected='a dictionary such as {"1/**": "host"}',
-            got=repr(expected),
-            hint="use globs on argument paths as keys",
-        )
 
 
 # --- facts about the program ---------------------------------------------------------------------------------------
@@ -273,12 +253,9 @@ def _with_declared_spaces(
     leaves: Sequence[_Leaf], program: Program | None, expected: Mapping[str, Space]
 ) -> list[_Leaf]:
     if program is None and "host" in expected.values():
-        raise PlacementError(
-            "a program for a compile-only GPU does not show which arguments are on the host",
-            expected="a lowtide.memory.Program, which has the declared memory kinds",
-            got="a jax.stages.Compiled; JAX dropped the memory kinds of its arguments",
-            hint='compile it with lowtide.memory.compile(fn, *args, target="h100"), or verify it for a TPU or on a GPU',
-        )
+        problem = "a jax.stages.Compiled for a compile-only GPU does not show which arguments are on the host"
+        hint = 'compile it with lowtide.memory.compile(fn, *args, target="h100"), or verify it for a TPU or on a GPU'
+        raise PlacementError(problem, hint=hint)
     declared_paths = program.host_paths if program is not None else frozenset[str]()
     return [dataclasses.replace(leaf, space="host" if leaf.path in declared_paths else "device") for leaf in leaves]
 
@@ -302,8 +279,8 @@ def _totals(executable: Any) -> dict[str, Any]:
 def _expected_spaces(leaves: Sequence[_Leaf], expected: Mapping[str, Space]) -> dict[str, Space]:
     spaces: dict[str, Space] = {}
     for pattern, space in expected.items():
-        problem = f"{pattern}: unknown memory {space!r}"
-        check_choice(problem, space, ("host", "device"), 'use "host" for every kind of host memory')
+        hint = 'use "host" for every kind of host memory'
+        check_choice(f"{pattern}: its memory", space, ("host", "device"), hint=hint)
         spaces.update(dict.fromkeys(match_names([leaf.path for leaf in leaves], pattern), space))
     return spaces
 
@@ -334,14 +311,11 @@ def _find_miscounted(
             f"{names}: XLA counts {format_bytes(placement.host_argument_bytes)} of host arguments, "
             f"not at least {format_bytes(num_bytes)}"
         )
-    donated_leaves = [leaf for leaf in host_arguments if leaf.is_donated and leaf.path in host_paths]
-    if donated_leaves:
+    donated_paths = [leaf.path for leaf in host_arguments if leaf.is_donated and leaf.path in host_paths]
+    if donated_paths:
         unused_donations = {leaf.path for leaf in undonated(executable)}
-        problems += [
-            f"{leaf.path}: donated, but no output reuses its buffer"
-            for leaf in donated_leaves
-            if leaf.path in unused_donations
-        ]
+        unused = [path for path in donated_paths if path in unused_donations]
+        problems += [f"{path}: donated, but no output reuses its buffer" for path in unused]
         problems += _find_crossed_donations(executable, program)
     if host_arguments and placement.num_moves == 0:
         problems.append(f"{names}: read by the program, which copies nothing between the memories")
@@ -355,17 +329,16 @@ def _find_crossed_donations(executable: Any, program: Program | None) -> list[st
     header = _text(executable).split("\n", 1)[0]
     layout = re.split(r"\}, \w+=", header.partition("entry_computation_layout={")[2])[0]
     parameters, outputs = (_ENTRY_ARRAY.findall(part) for part in layout.partition(")->")[::2])
-    space = f"S({_HOST_SPACE})"
     return [
         f"parameter {parameter}: donated to an output that is in another memory"
         for output, parameter in _ALIAS.findall(header)
         if int(parameter) < len(parameters)
         and int(output or 0) < len(outputs)
-        and (space in parameters[int(parameter)]) != (space in outputs[int(output or 0)])
+        and (_HOST in parameters[int(parameter)]) != (_HOST in outputs[int(output or 0)])
     ]
 
 
-def _find_duplicated(host_arguments: Sequence[_Leaf], results: Sequence[_Leaf], text: str) -> list[str]:
+def _find_duplicated(undonated_leaves: list[_Leaf], results: Sequence[_Leaf], text: str) -> list[str]:
     """Describe host arguments that a host result of the same shape, not a gradient, replaces without donation."""
     if not text:
         return []
@@ -373,12 +346,12 @@ def _find_duplicated(host_arguments: Sequence[_Leaf], results: Sequence[_Leaf], 
     host_results = [
         leaf for position, leaf in enumerate(results) if leaf.space == "host" and position not in gradient_positions
     ]
-    undonated_leaves = [leaf for leaf in host_arguments if not leaf.is_donated]
+    remaining_leaves = list(undonated_leaves)
     problems: list[str] = []
     for result in host_results:
-        leaf = next((leaf for leaf in undonated_leaves if leaf.shape == result.shape), None)
+        leaf = next((leaf for leaf in remaining_leaves if leaf.shape == result.shape), None)
         if leaf is not None:
-            undonated_leaves.remove(leaf)
+            remaining_leaves.remove(leaf)
             problems.append(
                 f"{leaf.path}: not donated, so the host holds it and the result {result.path} "
                 f"({format_bytes(leaf.num_bytes)} twice); donate it, or pass donated=False to accept that"
@@ -388,7 +361,9 @@ def _find_duplicated(host_arguments: Sequence[_Leaf], results: Sequence[_Leaf], 
 
 def _find_gathered(host_arguments: Sequence[_Leaf], text: str) -> list[str]:
     """Describe sharded host arguments that the program gathers from all devices in order to slice them."""
-    shapes = _host_shapes(text)
+    host_lines = [line for line in text.splitlines() if _HOST in line]
+    host_arrays = [match for line in host_lines for match in _ARRAY.finditer(line) if _HOST in match[0]]
+    shapes = {tuple(map(int, match[1].split(","))) for match in host_arrays}
     shards = {leaf.shard for leaf in host_arguments}
     return [
         f"{leaf.path}: its shards of {list(leaf.shard)} are gathered to {list(leaf.shape)} on every host; "
@@ -427,8 +402,8 @@ def _count_all_moves(executable: Any, program: Program | None) -> int | None:
     if not text:
         return None
     # A copy between the memories is an operation whose arrays are in both memory spaces.
-    written = (_ARRAY_IN_TEXT.findall(match[1]) for match in map(_COPY_IN_TEXT.search, text.splitlines()) if match)
-    return sum(len({f"S({_HOST_SPACE})" in array for array in arrays}) == 2 for arrays in written)
+    written = (_ARRAY.finditer(match[1]) for match in map(_COPY_IN_TEXT.search, text.splitlines()) if match)
+    return sum(len({_HOST in array[0] for array in arrays}) == 2 for arrays in written)
 
 
 def _text(executable: Any) -> str:
@@ -462,17 +437,6 @@ def _arrays(shape: Any) -> Iterator[Any]:
 # Donation and byte totals do not distinguish a new optimizer state from gradients of host parameters: both are host
 # results with the shapes of host arguments. The scope of the operation that computes a result does. JAX writes
 # ``transpose`` into the scopes of a backward pass.
-
-
-def _host_shapes(text: str) -> set[tuple[int, ...]]:
-    """Return the shapes of all arrays in host memory in a program's text (`jax.stages.Compiled.as_text`)."""
-    return {
-        tuple(map(int, match[1].split(",")))
-        for line in text.splitlines()
-        if _HOST in line
-        for match in _ARRAY_DIMS.finditer(line)
-        if _HOST in match[0]
-    }
 
 
 def _gradients(text: str) -> set[int]:

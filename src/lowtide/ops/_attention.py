@@ -7,13 +7,13 @@ queries, and derivatives of every kind, take all scores at once (`attend_with_sc
 Shapes: B batch, T queries, S keys, N query heads, K key/value heads, G = N / K, M = G T, H head.
 
 Known limits: cuDNN takes segments, and windows that differ between layers, as a mask, which becomes a bias
-[B, 1, T, T]. cuDNN's residuals have no names. On a TPU, blocks compute windows that differ between layers.
+[B, 1, T, T]. cuDNN's residuals have no names.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import functools
+import math
 import re
 import typing
 from typing import Any, Literal
@@ -21,12 +21,22 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import P
 from jaxtyping import Array, Float
 
-from ..core import ConfigError, traced_device
+from ..core import (
+    BATCH_AXES,
+    CONTEXT,
+    ConfigError,
+    check_choice,
+    num_shards_along,
+    shardings_of,
+    traced_device,
+    traced_mesh,
+    without_explicit_axes,
+)
 from ..core._compat import has_cudnn
-from ._blocks import attend_in_blocks
-from ._context import over_context
+from ._blocks import attend_in_blocks, wide_dtype
 from ._options import (
     CAUSAL,
     AttentionMask,
@@ -37,10 +47,21 @@ from ._options import (
     check_mask_type,
     check_scores,
 )
-from ._sizes import wide_dtype
 from ._splash import LEAST_TOKENS, attend_with_splash, unsupported_reason
 
 _HALF_DTYPES = (jnp.bfloat16, jnp.float16)
+_KERNELS = {
+    "cudnn": (
+        "cuDNN's kernel",
+        "half precision on an NVIDIA GPU, heads of 8, 16, ... 128, no soft cap and no sinks",
+    ),
+    "splash": (
+        "the kernel for TPUs",
+        "bfloat16 or float32 on a TPU, heads of 64, 128 or 256, a multiple of 128 tokens, and one array of segments "
+        "for queries and keys",
+    ),
+}
+"""Description and requirements of each kernel, for messages."""
 # Fewer queries have few scores, which are computed all at once.
 _LEAST_IN_BLOCKS = 64
 # cuDNN takes documents as a mask of [T, T], and computes all of it: at 32,768 tokens its step was slower than blocks.
@@ -133,33 +154,25 @@ def attention(
     _check_implementation(implementation, q, k, mask, scores)
     if not q.shape[0]:
         return q
-    return over_context(functools.partial(_dispatch, implementation), q, k, v, mask, scores)
+    return _over_context(implementation, q, k, v, mask, scores)
 
 
 def _check_implementation(
     implementation: Implementation | None, q: Array, k: Array, mask: AttentionMask, scores: ScoreOptions
 ) -> None:
-    if implementation not in (None, *typing.get_args(Implementation)):
-        raise ConfigError(
-            f"attention: {implementation!r} is not an implementation",
-            expected=f"{', '.join(map(repr, typing.get_args(Implementation)))} or None",
-            hint="leave it out to use the best one for the target",
-        )
-    if implementation == "cudnn" and (reason := _unsupported_by_cudnn(q.dtype, q.shape[-1], scores)):
-        raise ConfigError(
-            "attention: cuDNN's kernel cannot compute this",
-            expected="half precision on an NVIDIA GPU, heads of 8, 16, ... 128, no soft cap and no sinks",
-            got=reason,
-            hint='leave implementation out, or pass "blocks"',
-        )
-    if implementation == "splash" and (reason := _unsupported_by_splash(q, k, mask, scores)):
-        raise ConfigError(
-            "attention: the kernel for TPUs cannot compute this",
-            expected="bfloat16 or float32 on a TPU, heads of 64, 128 or 256, a multiple of 128 tokens, "
-            "and one array of segments for queries and keys",
-            got=reason,
-            hint='leave implementation out, or pass "blocks"',
-        )
+    if implementation is None:
+        return
+    hint = "leave it out to use the best one for the target"
+    check_choice("attention: implementation", implementation, typing.get_args(Implementation), hint=hint)
+    reason = ""
+    if implementation == "cudnn":
+        reason = _unsupported_by_cudnn(q.dtype, q.shape[-1], scores)
+    elif implementation == "splash":
+        reason = _unsupported_by_splash(q, k, mask, scores)
+    if reason:
+        kernel, supported = _KERNELS[implementation]
+        hint = 'leave implementation out, or pass "blocks"'
+        raise ConfigError(f"attention: {kernel} cannot compute this", expected=supported, got=reason, hint=hint)
 
 
 def _to_python_int(value: Any) -> Any:
@@ -274,23 +287,16 @@ def attend_with_scores(
     length, num_keys = q_BTNH.shape[1], k_BSKH.shape[1]
     # JAX's own XLA implementation computes float64 in float32, and has no float16 on a CPU.
     is_supported = scores.is_plain and (implementation == "cudnn" or q_BTNH.dtype in (jnp.bfloat16, jnp.float32))
-    if is_supported and mask.is_static and mask.first_query == 0 and (mask.causal or not mask.window):
-        window: Any = mask.window
-        return jax.nn.dot_product_attention(
-            q_BTNH,
-            k_BSKH,
-            v_BSKH,
-            is_causal=mask.causal,
-            scale=scores.scale,
-            local_window_size=None if window is None or window >= length else (window - 1, 0),
-            implementation=implementation,
-        )
-    is_seen = mask.to_array(length, num_keys)
     if not is_supported:  # `jax.nn.dot_product_attention` has no soft cap and no sinks
-        return _attend_by_scores(q_BTNH, k_BSKH, v_BSKH, is_seen, scores)
-    return jax.nn.dot_product_attention(
-        q_BTNH, k_BSKH, v_BSKH, mask=is_seen, scale=scores.scale, implementation=implementation
-    )
+        return _attend_by_scores(q_BTNH, k_BSKH, v_BSKH, mask.to_array(length, num_keys), scores)
+    options: dict[str, Any] = {"scale": scores.scale, "implementation": implementation}
+    if mask.is_static and mask.first_query == 0 and (mask.causal or not mask.window):
+        window: Any = mask.window
+        options["is_causal"] = mask.causal
+        options["local_window_size"] = None if window is None or window >= length else (window - 1, 0)
+    else:
+        options["mask"] = mask.to_array(length, num_keys)
+    return jax.nn.dot_product_attention(q_BTNH, k_BSKH, v_BSKH, **options)
 
 
 def _attend_by_scores(q_BTNH: Array, k_BSKH: Array, v_BSKH: Array, is_seen: Array, scores: ScoreOptions) -> Array:
@@ -322,3 +328,108 @@ def _softmax(s_BKGTS: Array, sinks: Array | None) -> Array:
     highest = jax.lax.stop_gradient(jnp.maximum(jnp.max(s_BKGTS, axis=-1, keepdims=True), sinks))
     p_BKGTS = jnp.exp(s_BKGTS - highest)
     return p_BKGTS / (jnp.sum(p_BKGTS, axis=-1, keepdims=True) + jnp.exp(sinks - highest))
+
+
+# --- sharded tokens ---------------------------------------------------------------------------------------------------
+
+# Along the axis ``context`` of a mesh each device has a part of every row. For attention it gets all tokens of a part
+# of the heads, by one all-to-all each of queries, keys and values. Another all-to-all returns the result (Jacobs et
+# al., "DeepSpeed Ulysses", arXiv:2309.14509). So causal masks, windows and documents cost every device the same, and
+# every implementation of attention sees whole rows. If there are fewer key heads than devices, heads are repeated
+# before they are sent: each device gets the heads that its queries share, once. If heads are sharded along ``tensor``,
+# each device shards its own heads further.
+#
+# Sharding constraints do not suffice: the compiler cannot partition the calls of kernels, and an exchange by
+# `shard_map` determines which collectives run.
+
+
+def _over_context(
+    implementation: Implementation | None, q: Array, k: Array, v: Array, mask: AttentionMask, scores: ScoreOptions
+) -> Array:
+    """Compute attention where tokens may be sharded along ``context``."""
+    if num_shards_along(CONTEXT) == 1:
+        return _dispatch(implementation, q, k, v, mask, scores)
+    segments = mask.segments
+    if segments is not None and segments[0] is segments[1]:
+        segments = segments[:1]  # a kernel may have to know that queries and keys have the same segments
+    arrays = {
+        "window": mask.window if isinstance(mask.window, jax.Array) else None,
+        "start": mask.first_query if isinstance(mask.first_query, jax.Array) else None,
+        "segment_ids": segments,
+        "sinks": scores.sinks,
+    }
+
+    def run(q: Array, k: Array, v: Array, arrays: Any) -> Array:
+        return _attend_exchanged(implementation, q, k, v, arrays, mask, scores)
+
+    return without_explicit_axes(run, lambda _: shardings_of(q), q, k, v, arrays)
+
+
+def _attend_exchanged(
+    implementation: Implementation | None,
+    q: Array,
+    k: Array,
+    v: Array,
+    arrays: Any,
+    mask: AttentionMask,
+    scores: ScoreOptions,
+) -> Array:
+    mesh, parts, tensor = traced_mesh(), num_shards_along(CONTEXT), num_shards_along("tensor")
+    _check_divisible(q.shape, k.shape, parts, tensor)
+    k, v = (_repeat_heads(array, tensor) for array in (k, v))
+    # All axes, also those of one device: the compiler cannot partition a kernel along any of them.
+    free_axes = set(mesh.axis_names).difference(getattr(mesh, "manual_axes", ()))
+    batch = tuple(name for name in BATCH_AXES if name in free_axes)
+    if q.shape[0] % math.prod(mesh.shape[name] for name in batch):
+        batch = ()  # rows that do not divide, such as the last of an evaluation, are on every device
+    heads = ("tensor",) if "tensor" in free_axes else ()
+    tokens = P(batch, CONTEXT, heads)
+    # Sinks are sharded like the heads after the exchange.
+    specs = {"window": P(), "start": P(), "segment_ids": P(batch), "sinks": P((*heads, CONTEXT))}
+
+    def attend_local(q: Array, k: Array, v: Array, arrays: Any) -> Array:
+        q, k, v = (
+            jax.lax.all_to_all(array, CONTEXT, split_axis=2, concat_axis=1, tiled=True)
+            for array in (q, _repeat_heads(k, parts), _repeat_heads(v, parts))
+        )
+        replacements = {name: arrays[name] for name in ("window", "start") if arrays[name] is not None}
+        if arrays["segment_ids"] is not None:
+            replacements["segment_ids"] = arrays["segment_ids"][0], arrays["segment_ids"][-1]
+        local_mask = dataclasses.replace(mask, **replacements)
+        out = _dispatch(implementation, q, k, v, local_mask, dataclasses.replace(scores, sinks=arrays["sinks"]))
+        return jax.lax.all_to_all(out, CONTEXT, split_axis=1, concat_axis=2, tiled=True)
+
+    mapped = jax.shard_map(
+        attend_local,
+        mesh=mesh,
+        in_specs=(tokens, tokens, tokens, specs),
+        out_specs=tokens,
+        axis_names=free_axes.intersection((*BATCH_AXES, "tensor", CONTEXT)),
+        check_vma=False,  # kernels do not say along which axes their results vary
+    )
+    return mapped(q, k, v, arrays)
+
+
+def _repeat_heads(x_BSKH: Array, parts: int) -> Array:
+    """Repeat heads until `parts` divides their number."""
+    count = x_BSKH.shape[2]
+    times = math.lcm(count, parts) // count
+    return x_BSKH if times == 1 else jnp.repeat(x_BSKH, times, axis=2)
+
+
+def _check_divisible(queries: tuple[int, ...], keys: tuple[int, ...], parts: int, tensor: int) -> None:
+    lengths = {queries[1], keys[1]}
+    if any(length % parts for length in lengths):
+        tokens = " or ".join(map(str, sorted(lengths)))
+        raise ConfigError(
+            f"attention: {tokens} tokens cannot be sharded along the axis {CONTEXT!r} of {parts} devices",
+            hint=f"pad rows to a multiple of {parts}; generate text outside of such a mesh",
+        )
+    heads, num_shards = queries[2], parts * tensor
+    if heads % num_shards:
+        factor = f" × tensor {tensor}" if tensor > 1 else ""
+        raise ConfigError(
+            f"attention: {heads} query heads cannot be sharded over {num_shards} devices ({CONTEXT} {parts}{factor})",
+            hint=f"call make_mesh with a context that divides {heads // math.gcd(heads, tensor)}, and fsdp or data for "
+            "the other devices",
+        )

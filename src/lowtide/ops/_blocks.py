@@ -3,18 +3,13 @@
 At most one block of scores exists at a time, forward and backward. Blocks that no query sees, above the diagonal or
 outside of a window, are not in the program. Masks that only the running program knows (documents of packed rows,
 windows that differ between layers, a first query) are evaluated before the loop, and it skips blocks that no query
-sees.
-
-The residuals are queries, keys, values, the result and the logarithm of each row's sum of exponentials. The last two
-are named ``attn_out`` and ``attn_lse`` for policies of `jax.checkpoint`. If blocks do not divide a row, the last one
-begins earlier. Blocks are visited from the last to the first, so the block before it overwrites the rows that both
-have.
+sees. If blocks do not divide a row, the last one begins earlier. Blocks are visited from the last to the first, so the
+block before it overwrites the rows that both have.
 
 Shapes: B batch, T queries, S keys, C rows and D columns of a block, P pairs of a block of queries and a block of keys,
 N query heads, K key/value heads, G = N / K, M = G C, H head, W = N H, X = K H.
 
-Deviations and limits: a loop over blocks is slower than a kernel that keeps scores on the chip. There are no
-forward-mode derivatives (`jax.custom_vjp`); derivatives of gradients work.
+Known limit: a loop over blocks is slower than a kernel that keeps scores on the chip.
 
 Sources: Rabe and Staats, "Self-attention Does Not Need O(n^2) Memory" (arXiv:2112.05682); Dao, "FlashAttention-2"
 (arXiv:2307.08691), for the backward pass.
@@ -33,9 +28,16 @@ from jax import P
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array
 
-from ..core import like_type, shardings_of, traced_device, uniformly_varying, without_explicit_axes
+from ..core import (
+    BATCH_AXES,
+    like_type,
+    num_shards_along,
+    shardings_of,
+    traced_device,
+    uniformly_varying,
+    without_explicit_axes,
+)
 from ._options import AttentionMask, ScoreOptions
-from ._sizes import local_sizes, wide_dtype
 
 # Bytes of one float32 block of scores on one device: what keeps a GPU's or a TPU's matrix units busy, and what a CPU's
 # cache nearly holds.
@@ -67,6 +69,15 @@ class RuntimeMask(NamedTuple):
     key_segments: Array | None
 
 
+class Passes(NamedTuple):
+    """The two passes of an implementation of attention, with arguments as `forward` and `gradients` have them."""
+
+    forward: Callable[..., tuple[Array, Array]]
+    gradients: Callable[..., Any]
+    settings: Any
+    """The first argument of both, hashable."""
+
+
 class _Carry(NamedTuple):
     """State of a block of queries over the blocks of keys so far."""
 
@@ -88,7 +99,8 @@ def attend_in_blocks(q_BTNH: Array, k_BSKH: Array, v_BSKH: Array, mask: Attentio
     static_window = None if isinstance(window, jax.Array) else window
     size = block_size(q_BTNH.shape, k_BSKH.shape[1])
     config = Config(mask.causal, static_window, scores.scale, scores.soft_cap, size)
-    return _attend(config, *uniformly_varying((q_BTNH, k_BSKH, v_BSKH, scores.sinks, runtime_mask)))
+    arrays = uniformly_varying((q_BTNH, k_BSKH, v_BSKH, scores.sinks, runtime_mask))
+    return attend(Passes(forward, gradients, config), *arrays)
 
 
 def block_size(shape: Sequence[int], num_keys: int) -> int:
@@ -100,6 +112,23 @@ def block_size(shape: Sequence[int], num_keys: int) -> int:
     while size < _MOST_ROWS and 4 * size * size <= max_elements:
         size *= 2
     return min(size, max(length, num_keys))
+
+
+def local_sizes(batch: int, heads: int) -> tuple[int, int]:
+    """Return how many of all rows and heads one device has, if a mesh that shards them is known."""
+    for name in BATCH_AXES:
+        batch = _local_size(batch, num_shards_along(name))
+    return batch, _local_size(heads, num_shards_along("tensor"))
+
+
+def _local_size(total: int, num_parts: int) -> int:
+    """Return one device's part of an axis; an axis that does not divide evenly is not sharded."""
+    return total if total % num_parts else total // num_parts
+
+
+def wide_dtype(dtype: Any) -> Any:
+    """Return float64 for float64, and float32 for any other dtype."""
+    return jnp.float64 if dtype == jnp.float64 else jnp.float32
 
 
 def merge_heads(x_BTNH: Array) -> Array:
@@ -152,40 +181,35 @@ def _compute_if(is_needed: Array | None, compute: Callable[[Any], Any], carry: A
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(config: Config, q: Array, k: Array, v: Array, sinks: Array | None, runtime_mask: RuntimeMask) -> Array:
-    return _results(config, q, k, v, sinks, runtime_mask)[0]
+def attend(passes: Passes, q: Array, k: Array, v: Array, sinks: Array | None, runtime_mask: RuntimeMask) -> Array:
+    """Compute attention, with the result and the logarithm of each row's sum of exponentials among the residuals."""
+    return _results(passes, q, k, v, sinks, runtime_mask)[0]
 
 
 def _attend_forward(
-    config: Config, q: Array, k: Array, v: Array, sinks: Array | None, runtime_mask: RuntimeMask
+    passes: Passes, q: Array, k: Array, v: Array, sinks: Array | None, runtime_mask: RuntimeMask
 ) -> tuple[Array, Any]:
-    out, lse = _results(config, q, k, v, sinks, runtime_mask)
+    out, lse = _results(passes, q, k, v, sinks, runtime_mask)
+    # Names for policies of `jax.checkpoint`.
     out, lse = checkpoint_name(out, "attn_out"), checkpoint_name(lse, "attn_lse")
     return out, (q, k, v, sinks, runtime_mask, out, lse)
 
 
-def _attend_backward(config: Config, residuals: Any, dout: Array) -> Any:
-    return *without_explicit_axes(
-        functools.partial(gradients, config), lambda _: shardings_of(residuals[:4]), residuals, dout
-    ), None
+def _attend_backward(passes: Passes, residuals: Any, dout: Array) -> Any:
+    gradients_fn = functools.partial(passes.gradients, passes.settings)
+    return *without_explicit_axes(gradients_fn, lambda _: shardings_of(residuals[:4]), residuals, dout), None
 
 
-_attend.defvjp(_attend_forward, _attend_backward)
+attend.defvjp(_attend_forward, _attend_backward)
 
 
-def _results(
-    config: Config, q: Array, k: Array, v: Array, sinks: Array | None, runtime_mask: RuntimeMask
-) -> tuple[Array, Array]:
-    return without_explicit_axes(
-        functools.partial(forward, config), lambda _: result_shardings(q), q, k, v, sinks, runtime_mask
-    )
+def _results(passes: Passes, q_BTNH: Array, *args: Any) -> tuple[Array, Array]:
+    def shardings(_: Any) -> tuple[Any, Any]:
+        sharding = shardings_of(q_BTNH)
+        batch, length, heads, _ = sharding.spec
+        return sharding, jax.NamedSharding(sharding.mesh, P(batch, heads, length))
 
-
-def result_shardings(q_BTNH: Array) -> tuple[Any, Any]:
-    """Return the shardings of the results of `forward` if queries are on a mesh with explicit axes."""
-    sharding = shardings_of(q_BTNH)
-    batch, length, heads, _ = sharding.spec
-    return sharding, jax.NamedSharding(sharding.mesh, P(batch, heads, length))
+    return without_explicit_axes(functools.partial(passes.forward, passes.settings), shardings, q_BTNH, *args)
 
 
 def forward(

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from ..core import ConfigError, is_count
+from ..core import ConfigError, check_number, is_count
 
 Implementation = Literal["cudnn", "splash", "blocks", "xla"]
 """Name of an implementation of attention."""
@@ -103,146 +103,116 @@ class ScoreOptions:
 
 def check_arrays(q: Any, k: Any, v: Any) -> None:
     """Raise `ConfigError` if queries, keys and values do not fit each other."""
-    got = ", ".join(map(_describe, (q, k, v)))
     shapes: list[Any] = [tuple(getattr(array, "shape", ())) for array in (q, k, v)]
-    if any(len(shape) != 4 for shape in shapes) or 0 in {size for shape in shapes for size in shape[1:]}:
-        raise ConfigError(
-            "attention: queries, keys and values must have four axes, of which only the first may be empty",
-            expected="arrays [batch, tokens, heads, head], heads after tokens",
-            got=got,
-            hint="reshape the projections; use jnp.swapaxes(x, 1, 2) if heads come before tokens",
-        )
+    _require(
+        all(len(shape) == 4 for shape in shapes) and 0 not in {size for shape in shapes for size in shape[1:]},
+        "queries, keys and values must have four axes [batch, tokens, heads, head], and only batch may be empty",
+        *(q, k, v),
+        hint="reshape the projections; use jnp.swapaxes(x, 1, 2) if heads come before tokens",
+    )
     (batch, _, heads, dim), (_, num_keys, groups, _) = shapes[:2]
-    if shapes[1] != (batch, num_keys, groups, dim) or shapes[2] != shapes[1] or heads % groups:
-        raise ConfigError(
-            "attention: the shapes of queries, keys and values do not match",
-            expected="q [B, T, N, H], k and v [B, S, K, H], and K divides N",
-            got=got,
-            hint="do not repeat key/value heads that queries share",
-        )
-    if not q.dtype == k.dtype == v.dtype or q.dtype not in _DTYPES:
-        raise ConfigError(
-            "attention: queries, keys and values must have one floating-point dtype",
-            expected="three arrays of bfloat16, float16, float32 or float64",
-            got=got,
-            hint="cast them: x.astype(q.dtype)",
-        )
+    _require(
+        shapes[1] == (batch, num_keys, groups, dim) and shapes[2] == shapes[1] and not heads % groups,
+        "q must have the shape [B, T, N, H], and k and v the shape [B, S, K, H] where K divides N",
+        *(q, k, v),
+        hint="do not repeat key/value heads that queries share",
+    )
+    _require(
+        q.dtype == k.dtype == v.dtype and q.dtype in _DTYPES,
+        "queries, keys and values must have one floating-point dtype",
+        *(q, k, v),
+        hint="cast them to bfloat16, float16, float32 or float64: x.astype(q.dtype)",
+    )
 
 
-def check_mask(q: Array, k: Array, mask: AttentionMask) -> None:
+def check_mask(q: Array, k: Array, mask: Any) -> None:
     """Raise `ConfigError` if a mask has invalid settings, or does not fit queries and keys."""
     check_mask_type(mask)
-    _check_positions(mask, q.shape[1], k.shape[1])
-    _check_segments(mask, q.shape[:2], k.shape[:2])
-
-
-def check_mask_type(settings: Any) -> None:
-    """Raise `ConfigError` if a mask is not an `AttentionMask`."""
-    if not isinstance(settings, AttentionMask):
-        raise ConfigError(
-            "attention: mask must be a lowtide.ops.AttentionMask",
-            expected="AttentionMask(causal=..., segment_ids=..., window=..., start=...)",
-            got=_describe(settings),
-            hint="leave mask out for causal attention, or pass AttentionMask(causal=False) to use all keys; "
-            "jax.nn.dot_product_attention takes arrays of booleans",
-        )
-
-
-def _check_positions(mask: Any, num_queries: int, num_keys: int) -> None:
-    if not isinstance(mask.causal, bool | np.bool_):
-        raise ConfigError(
-            "attention: causal must be a bool",
-            expected="True or False",
-            got=_describe(mask.causal),
-            hint="use two calls, or segment_ids, for masks that differ within a program",
-        )
-    if mask.window is not None and not _is_position(mask.window, 1):
-        raise ConfigError(
-            "attention: a window must include the query itself, and be the same for all rows",
-            expected="an integer of at least 1, or an integer array without axes",
-            got=_describe(mask.window),
-            hint="leave window out to use all keys; use jax.vmap over rows whose windows differ",
-        )
-    if mask.start is not None and not _is_position(mask.start, 0):
-        raise ConfigError(
-            "attention: start must be the index of the first query among the keys, the same for all rows",
-            expected="an integer of at least 0, or an integer array without axes",
-            got=_describe(mask.start),
-            hint="use jax.vmap over rows that start at different indices",
-        )
-    if mask.causal and mask.start is None and num_queries != num_keys:
-        raise ConfigError(
-            "attention: causal attention without a start needs as many queries as keys",
-            expected=f"{num_keys} queries",
-            got=num_queries,
-            hint="if the first query has the index `start` among the keys, as with a cache, pass "
-            "mask=AttentionMask(start=start); if queries see all keys, pass mask=AttentionMask(causal=False)",
-        )
-
-
-def _check_segments(mask: Any, query_shape: tuple[int, ...], key_shape: tuple[int, ...]) -> None:
+    hint = "use two calls, or segment_ids, for masks that differ within a program"
+    _require(isinstance(mask.causal, bool | np.bool_), "causal must be a bool", mask.causal, hint=hint)
+    _require(
+        mask.window is None or _is_position(mask.window, 1),
+        "window must be an integer of at least 1, or an integer array without axes",
+        mask.window,
+        hint="leave window out to use all keys; use jax.vmap over rows whose windows differ",
+    )
+    _require(
+        mask.start is None or _is_position(mask.start, 0),
+        "start must be an integer of at least 0, or an integer array without axes",
+        mask.start,
+        hint="pass the index of the first query among the keys; use jax.vmap over rows that start at different indices",
+    )
+    _require(
+        not mask.causal or mask.start is not None or q.shape[1] == k.shape[1],
+        f"causal attention without a start needs as many queries as keys, {k.shape[1]}",
+        q.shape[1],
+        hint="if the first query has the index `start` among the keys, as with a cache, pass "
+        "mask=AttentionMask(start=start); if queries see all keys, pass mask=AttentionMask(causal=False)",
+    )
     if mask.segment_ids is None:
         return
-    segments, shapes = mask.segments, (query_shape, key_shape)
+    segments, shapes = mask.segments, (q.shape[:2], k.shape[:2])
     array_types: list[Any] = [(getattr(array, "shape", None), getattr(array, "dtype", None)) for array in segments]
     fits = len(segments) == 2 and all(
         shape in (expected, (1, expected[1])) for (shape, _), expected in zip(array_types, shapes, strict=True)
     )
-    if not fits or not all(jnp.issubdtype(dtype, jnp.integer) for _, dtype in array_types):
-        raise ConfigError(
-            "attention: segment_ids have the wrong shape or dtype",
-            expected=f"integers of shape {query_shape} for queries and {key_shape} for keys: one array for both, "
-            "or a tuple of two",
-            got=", ".join(map(_describe, segments)),
-            hint="give each token the number of its document in the row",
-        )
+    _require(
+        fits and all(jnp.issubdtype(dtype, jnp.integer) for _, dtype in array_types),
+        f"segment_ids must be integers of shape {shapes[0]} for queries and {shapes[1]} for keys",
+        *segments,
+        hint="give each token the number of its document in the row, in one array for both or in a tuple of two",
+    )
+
+
+def check_mask_type(settings: Any) -> None:
+    """Raise `ConfigError` if a mask is not an `AttentionMask`."""
+    _require(
+        isinstance(settings, AttentionMask),
+        "mask must be a lowtide.ops.AttentionMask",
+        settings,
+        hint="leave mask out for causal attention, or pass AttentionMask(causal=False) to use all keys; "
+        "jax.nn.dot_product_attention takes arrays of booleans",
+    )
 
 
 def check_scores(heads: int, scale: Any, soft_cap: Any, sinks: Any) -> None:
     """Raise `ConfigError` if scale, soft cap or sinks are invalid."""
-    _check_scale(scale)
-    if soft_cap is not None and not (_is_number(soft_cap) and 0 < soft_cap < math.inf):
-        raise ConfigError(
-            "attention: soft_cap must be a positive number of Python or NumPy, known when the program is traced",
-            got=_describe(soft_cap),
-            hint="leave it out to apply none",
-        )
-    shape, dtype = getattr(sinks, "shape", None), getattr(sinks, "dtype", None)
-    if sinks is not None and (shape != (heads,) or dtype is None or not jnp.issubdtype(dtype, jnp.floating)):
-        raise ConfigError(
-            "attention: sinks must be one score for each query head",
-            expected=f"an array [{heads}] of floating-point numbers",
-            got=_describe(sinks),
-            hint="leave them out to use none",
-        )
-
-
-def _check_scale(scale: Any) -> None:
-    """Raise `ConfigError` unless the scale is a number of Python or NumPy, or a traced one, which may be learned."""
+    # A number of Python or NumPy, or a traced one, which may be learned.
     is_array = isinstance(scale, jax.Array | np.ndarray)
-    if not (scale.shape == () if is_array else _is_number(scale)):
-        raise ConfigError(
-            "attention: scale must be one number",
-            expected="a number, or an array without axes",
-            got=_describe(scale),
-            hint="multiply the queries by scales that differ between heads, and pass scale=1.0",
-        )
+    _require(
+        scale.shape == () if is_array else not isinstance(scale, bool) and isinstance(scale, numbers.Real),
+        "scale must be one number, or an array without axes",
+        scale,
+        hint="multiply the queries by scales that differ between heads, and pass scale=1.0",
+    )
     if isinstance(scale, jax.Array):
         is_valid = jnp.issubdtype(scale.dtype, jnp.floating)
     else:
         dtype = np.asarray(scale).dtype
         is_real = jnp.issubdtype(dtype, jnp.floating) or jnp.issubdtype(dtype, jnp.integer)
         is_valid = is_real and math.isfinite(float(scale))
+    _require(
+        is_valid,
+        "scale must be a finite number, and a traced scale must have a floating-point dtype",
+        scale if isinstance(scale, jax.Array) else np.asarray(scale).tolist(),
+        hint="leave it out to use head ** -0.5",
+    )
+    if soft_cap is not None:
+        hint = "use a number of Python or NumPy, known when the program is traced; leave it out to apply none"
+        check_number("attention: soft_cap", soft_cap, above=0, hint=hint)
+    shape, dtype = getattr(sinks, "shape", None), getattr(sinks, "dtype", None)
+    _require(
+        sinks is None or (shape == (heads,) and dtype is not None and jnp.issubdtype(dtype, jnp.floating)),
+        f"sinks must be one score for each query head, an array [{heads}] of floating-point numbers",
+        sinks,
+        hint="leave them out to use none",
+    )
+
+
+def _require(is_valid: bool, requirement: str, *values: Any, hint: str) -> None:
+    """Raise `ConfigError` with a requirement of `attention` and the values that do not satisfy it."""
     if not is_valid:
-        raise ConfigError(
-            "attention: scale must be a finite number, and a traced scale must have a floating-point dtype",
-            got=_describe(scale) if isinstance(scale, jax.Array) else repr(scale),
-            hint="leave it out to use head ** -0.5",
-        )
-
-
-def _is_number(value: Any) -> bool:
-    return type(value) is not bool and isinstance(value, numbers.Real)
+        raise ConfigError(f"attention: {requirement}, not {', '.join(map(_describe, values))}", hint=hint)
 
 
 def _is_position(value: Any, least: int) -> bool:

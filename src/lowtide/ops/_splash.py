@@ -1,9 +1,9 @@
 """Attention with splash attention, JAX's kernel for TPUs, in place of blocks of XLA's operations.
 
-The kernel keeps scores on the chip and visits only the blocks that a mask allows. XLA cannot partition it. In a program
-for several devices it runs inside of a `jax.shard_map` if a mesh is known that shards rows and heads. Otherwise blocks
-replace it when the program is lowered, because only then the number of devices is known (`core._compat.on_one_device`).
-Both give the same results and read the same residuals, so either may compute the backward pass.
+The kernel visits only the blocks that a mask allows. XLA cannot partition it. In a program for several devices it runs
+inside of a `jax.shard_map` if a mesh is known that shards rows and heads. Otherwise blocks replace it when the program
+is lowered, because only then the number of devices is known (`core._compat.on_one_device`). Both read the same
+residuals, so either may compute the backward pass.
 
 The kernel writes each row's sum 128 times and reads heads before tokens. So this layout is made for some heads of one
 row of the batch at a time. Gradients overwrite the arrays that they belong to, as in `_blocks`. No temporary array
@@ -30,10 +30,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import P
-from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array
 
-from ..core import BATCH_AXES, ConfigError, shardings_of, traced_mesh, varying_axes, without_explicit_axes
+from ..core import BATCH_AXES, ConfigError, traced_mesh, varying_axes
 from ..core._compat import on_one_device, splash_backward, splash_forward
 from . import _blocks
 from ._blocks import Config, RuntimeMask
@@ -109,52 +108,24 @@ def attend_by(kernel: Kernel, q: Array, k: Array, v: Array, mask: AttentionMask,
     window: Any = None if isinstance(mask.window, int) and mask.window >= k.shape[1] else mask.window
     config = Config(mask.causal, window, 1.0, scores.soft_cap, _blocks.block_size(q.shape, k.shape[1]))
     q = (q.astype(jnp.float32) * scores.scale).astype(q.dtype)
-    return _attend((kernel, config), q, k, v, scores.sinks, runtime_mask)
+    passes = _blocks.Passes(_forward_on_mesh, _gradients_on_mesh, (kernel, config))
+    return _blocks.attend(passes, q, k, v, scores.sinks, runtime_mask)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(
-    static: tuple[Kernel, Config], q: Array, k: Array, v: Array, sinks: Array | None, runtime_mask: RuntimeMask
-) -> Array:
-    return _results(static, q, k, v, sinks, runtime_mask)[0]
+def _forward_on_mesh(static: tuple[Kernel, Config], *args: Any) -> Any:
+    return _shard_over_mesh(static, _forward, _blocks.forward, *args)
 
 
-def _attend_forward(
-    static: tuple[Kernel, Config], q: Array, k: Array, v: Array, sinks: Array | None, runtime_mask: RuntimeMask
-) -> tuple[Array, Any]:
-    out, lse = _results(static, q, k, v, sinks, runtime_mask)
-    out, lse = checkpoint_name(out, "attn_out"), checkpoint_name(lse, "attn_lse")
-    return out, (q, k, v, sinks, runtime_mask, out, lse)
+def _gradients_on_mesh(static: tuple[Kernel, Config], *args: Any) -> Any:
+    return _shard_over_mesh(static, _gradients, _blocks.gradients, *args)
 
 
-def _attend_backward(static: tuple[Kernel, Config], residuals: Any, dout: Array) -> Any:
-    kernel, config = static
-
-    def gradients(residuals: Any, dout: Array) -> Any:
-        kernel_fn, blocks_fn = functools.partial(_gradients, static), functools.partial(_blocks.gradients, config)
-        return _shard_over_mesh(kernel, kernel_fn, blocks_fn, residuals, dout)
-
-    return *without_explicit_axes(gradients, lambda _: shardings_of(residuals[:4]), residuals, dout), None
-
-
-_attend.defvjp(_attend_forward, _attend_backward)
-
-
-def _results(
-    static: tuple[Kernel, Config], q: Array, k: Array, v: Array, sinks: Array | None, runtime_mask: RuntimeMask
-) -> tuple[Array, Array]:
-    kernel, config = static
-
-    def results(*args: Any) -> Any:
-        return _shard_over_mesh(
-            kernel, functools.partial(_forward, static), functools.partial(_blocks.forward, config), *args
-        )
-
-    return without_explicit_axes(results, lambda _: _blocks.result_shardings(q), q, k, v, sinks, runtime_mask)
-
-
-def _shard_over_mesh(kernel: Kernel, kernel_fn: Callable[..., Any], blocks_fn: Callable[..., Any], *args: Any) -> Any:
+def _shard_over_mesh(
+    static: tuple[Kernel, Config], kernel_pass: Callable[..., Any], blocks_pass: Callable[..., Any], *args: Any
+) -> Any:
     """Compute with the kernel where possible; with a known mesh each device computes its rows and heads."""
+    kernel, config = static
+    kernel_fn, blocks_fn = functools.partial(kernel_pass, static), functools.partial(blocks_pass, config)
     if kernel.interpret:
         return kernel_fn(*args)
     compute = functools.partial(_kernel_or_blocks, kernel, kernel_fn, blocks_fn)
@@ -198,30 +169,24 @@ def _mesh_axes(mesh: Any, batch: int, heads: int) -> tuple[tuple[str, ...], tupl
 
 
 def _kernel_or_blocks(kernel: Kernel, kernel_fn: Callable[..., Any], blocks_fn: Callable[..., Any], *args: Any) -> Any:
-    needed = (
-        "attention: the kernel for TPUs cannot be sharded over the devices of this program"
-        if kernel.is_required
-        else ""
-    )
+    needed = "attention: the kernel for TPUs cannot be sharded over the devices of this program"
     try:
-        return on_one_device(kernel_fn, blocks_fn, *args, needed=needed)
+        return on_one_device(kernel_fn, blocks_fn, *args, needed=needed if kernel.is_required else "")
     except Exception as error:  # another version of JAX, whose kernel takes other arguments
         message = f"{type(error).__name__}: {error}"
+        problem = f"attention: Lowtide does not support JAX {jax.__version__}'s kernel for TPUs ({message})"
         if kernel.is_required:
-            raise ConfigError(
-                "attention: Lowtide does not support this JAX version's kernel for TPUs",
-                got=message,
-                hint="leave implementation out to use blocks of XLA's operations, which compute the same",
-            ) from error
-        _warn_of_another_kernel(message)
+            hint = "leave implementation out to use blocks of XLA's operations, which compute the same"
+            raise ConfigError(problem, hint=hint) from error
+        _warn_of_another_kernel(problem)
         return blocks_fn(*args)
 
 
 @functools.cache
-def _warn_of_another_kernel(message: str) -> None:
+def _warn_of_another_kernel(problem: str) -> None:
     warnings.warn(
-        f"attention: Lowtide does not support JAX {jax.__version__}'s kernel for TPUs ({message}); blocks of XLA's "
-        'operations replace it, which are slower\nhint: update lowtide, or pass implementation="blocks" to attention',
+        f"{problem}; blocks of XLA's operations replace it, which are slower\n"
+        'hint: update lowtide, or pass implementation="blocks" to attention',
         stacklevel=2,
     )
 

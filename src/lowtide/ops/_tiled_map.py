@@ -30,9 +30,10 @@ from ..core import (
     ConvertedClosure,
     LinearWeight,
     Tree,
+    check_integer,
+    check_number,
     closure_convert,
     explicit_mesh,
-    is_count,
     is_key,
     like_type,
     on_own_tokens,
@@ -43,7 +44,7 @@ from ..core import (
 )
 from ..core._compat import laid_out_on_tpus
 from ..targets import busy_rows
-from ._sizes import local_sizes, wide_dtype
+from ._blocks import local_sizes, wide_dtype
 
 _ROWS = {"cpu": 256, "gpu": 8192}
 """The fewest rows of a tile: a GPU's hundred processors share a product's result, and fewer would leave some idle."""
@@ -97,7 +98,10 @@ def tiled_map(
     """
     (leaves, treedef), (arrays, structure) = jax.tree.flatten(params), jax.tree.flatten(x)
     _check(arrays, leaves, size)
-    _check_width(width, share)
+    hint = "pass the elements per token of the widest array, such as the intermediate size of a gated MLP"
+    check_integer("tiled_map: width", width, hint=hint)
+    hint = "pass the experts per token divided by the number of experts"
+    check_number("tiled_map: share", share, above=0, most=1, hint=hint)
     if explicit_mesh((leaves, arrays)) is not None:  # zeros for results would need shardings there
         return _call_untiled(fn, params, x, arrays)
     if token_parts(arrays[0].shape[1], arrays) > 1:
@@ -129,11 +133,9 @@ def _capture_tracers(static: _Static, leaves: Sequence[Any], x: Sequence[Array])
         captured += converted.tracers
     (_, varying) = uniformly_varying((x[0], captured))
     if any(jax.typeof(varied) != jax.typeof(tracer) for varied, tracer in zip(varying, captured, strict=True)):
-        raise ConfigError(
-            "tiled_map: the function closes over arrays that are the same on all devices of a jax.shard_map",
-            got=", ".join(map(str, map(jax.typeof, captured))),
-            hint="pass them in params",
-        )
+        types = ", ".join(map(str, map(jax.typeof, captured)))
+        problem = "tiled_map: the function closes over arrays that are the same on all devices of a jax.shard_map"
+        raise ConfigError(f"{problem}: {types}", hint="pass them in params")
     return (static._replace(closed=closed), captured) if captured else (static, [])
 
 
@@ -141,50 +143,18 @@ def _check(arrays: Sequence[Any], leaves: Sequence[Any], size: int | None) -> No
     shapes: list[tuple[int, ...]] = [tuple(getattr(array, "shape", ())) for array in arrays]
     rows, *tokens = (*shapes[0][:2], 0)[:2] if shapes else (0, 0)
     if not rows or tokens == [0] or any(list(shape[1:2]) != tokens or shape[0] not in (1, rows) for shape in shapes):
-        raise ConfigError(
-            "tiled_map: x must be arrays with rows and tokens as their first two axes",
-            expected="arrays [B, T, ...], or [1, T, ...] after the first one, none of them empty",
-            got=", ".join(str(getattr(array, "shape", type(array).__name__)) for array in arrays) or "no array",
-            hint="pass arrays without tokens in params",
-        )
+        got = ", ".join(str(getattr(array, "shape", type(array).__name__)) for array in arrays) or "no array"
+        expected = "arrays with rows and tokens, [B, T, ...], or [1, T, ...] after the first one"
+        raise ConfigError(f"tiled_map: x must be {expected}, not {got}", hint="pass arrays without tokens in params")
     if no_arrays := [leaf for leaf in leaves if not (hasattr(leaf, "shape") or isinstance(leaf, numbers.Number))]:
-        raise ConfigError(
-            "tiled_map: params must be arrays",
-            got=repr(no_arrays[0]),
-            hint="bind settings to the function with functools.partial",
-        )
+        hint = "bind settings to the function with functools.partial"
+        raise ConfigError(f"tiled_map: params must be arrays, not {no_arrays[0]!r}", hint=hint)
     if size is None:
         return
-    if not is_count(size, 1):
-        raise ConfigError(
-            "tiled_map: size must be a number of tokens",
-            expected="an integer of at least 1",
-            got=repr(size),
-            hint="leave it out to choose a size that keeps the target busy",
-        )
+    check_integer("tiled_map: size", size, hint="leave it out to choose a size that keeps the target busy")
     if explicit_mesh((leaves, arrays)) is not None:
-        raise ConfigError(
-            "tiled_map: a mesh with explicit axes does not support tiles",
-            got=f"size={size}",
-            hint="leave size out, or make the mesh with jax.sharding.AxisType.Auto",
-        )
-
-
-def _check_width(width: Any, share: Any) -> None:
-    if not is_count(width, 1):
-        raise ConfigError(
-            "tiled_map: width must be the number of elements that the widest array has for each token",
-            expected="an integer of at least 1",
-            got=repr(width),
-            hint="pass the intermediate size of a gated MLP",
-        )
-    if type(share) is bool or not isinstance(share, numbers.Real) or not 0 < float(share) <= 1:
-        raise ConfigError(
-            "tiled_map: share must be the fraction of the tokens that a weight is multiplied by",
-            expected="a number above 0, at most 1",
-            got=repr(share),
-            hint="pass the experts per token divided by the number of experts",
-        )
+        hint = "leave size out, or make the mesh with jax.sharding.AxisType.Auto"
+        raise ConfigError(f"tiled_map: size={size} is not supported on a mesh with explicit axes", hint=hint)
 
 
 def _call_untiled(fn: Callable[[Tree, Tree], Tree], params: Tree, x: Tree, arrays: Sequence[Any]) -> Tree:
@@ -195,12 +165,10 @@ def _call_untiled(fn: Callable[[Tree, Tree], Tree], params: Tree, x: Tree, array
 
 def _check_results(results: Sequence[Any], length: int, num_tokens: int) -> None:
     if any(len(getattr(result, "shape", ())) < 2 or result.shape[1] != length for result in results):
-        raise ConfigError(
-            "tiled_map: the function must return arrays with one entry for each token",
-            expected=f"[B, {length}, ...]" + f" for a tile of {length} of {num_tokens} tokens" * (length < num_tokens),
-            got=", ".join(str(getattr(result, "shape", type(result).__name__)) for result in results),
-            hint="sum over tokens outside of the function",
-        )
+        got = ", ".join(str(getattr(result, "shape", type(result).__name__)) for result in results)
+        tile = f" for a tile of {length} of {num_tokens} tokens" if length < num_tokens else ""
+        hint = "return one entry for each token, and sum over tokens outside of the function"
+        raise ConfigError(f"tiled_map: the function must return arrays [B, {length}, ...]{tile}, not {got}", hint=hint)
 
 
 def tile_size(shape: tuple[int, ...], width_bytes: int, params: Tree, share: float = 1) -> int:
@@ -314,9 +282,8 @@ def _backward(static: _Static, residuals: Any, cotangents: Tree) -> tuple[Any, A
         full_douts = [dx[0], *douts[1:]] if in_place else douts
         pairs = zip(full_douts, outs, strict=True)
         grads, dx_tile = vjp([jnp.zeros_like(out) if _is_zero(d) else _slice(d, start, size) for d, out in pairs])
-        return jax.tree.map(lambda total, grad: total + grad.astype(total.dtype), dleaves, grads), _update(
-            dx, dx_tile, start
-        )
+        dleaves = jax.tree.map(lambda total, grad: total + grad.astype(total.dtype), dleaves, grads)
+        return dleaves, _update(dx, dx_tile, start)
 
     dleaves = jax.tree.map(lambda leaf: zeros(leaf, wide_dtype(leaf.dtype)), trained)
     dx = jax.tree.map(lambda array: zeros(array, array.dtype), floating)
@@ -342,12 +309,9 @@ def _dequantize_weights(static: _Static, leaves: Sequence[Any], x: Sequence[Arra
         return []
     params = leaves[: static.num_params]
     nodes: list[Any] = jax.tree.leaves(static.params.unflatten(params), is_leaf=_is_quantized)
-    return [_keep_layout(node.dense(x[0].dtype)) for node in nodes if _is_quantized(node)]
-
-
-def _keep_layout(weight: Array) -> Array:
-    """Store a weight in the layout of its codes; otherwise XLA changes the layout of the codes of all layers."""
-    return laid_out_on_tpus(weight, tuple(range(weight.ndim)))
+    weights: list[Array] = [node.dense(x[0].dtype) for node in nodes if _is_quantized(node)]
+    # In the layout of its codes; otherwise XLA changes the layout of the codes of all layers.
+    return [laid_out_on_tpus(weight, tuple(range(weight.ndim))) for weight in weights]
 
 
 def _replace_quantized(params: Tree, arrays: list[Array]) -> Tree:

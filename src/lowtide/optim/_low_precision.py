@@ -1,11 +1,10 @@
 """Low-precision optimizer state, and bfloat16 weights updated as if they were wider, for any Optax optimizer.
 
 The wrapped transformation sees its state in float32. Between two steps the state is packed. XLA decodes the state
-inside the update, so that no float32 copy of it exists.
-
-Limits: an update that changes a number by less than half of the distance between two codes has no effect. In bfloat16,
-stochastic rounding makes many such changes add up to the right sum on average. Blocks run along the last axes: a mesh
-that shards these axes should give whole blocks to each device.
+inside the update, so that no float32 copy of it exists. Limits: an update that changes a number by less than half of
+the distance between two codes has no effect. In bfloat16, stochastic rounding makes many such changes add up to the
+right sum on average. Blocks run along the last axes: a mesh that shards these axes should give whole blocks to each
+device.
 """
 
 from __future__ import annotations
@@ -13,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+import math
 import re
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -32,13 +32,12 @@ from ..core import (
     SelectionError,
     StructureError,
     Tree,
+    check_integer,
     explicit_mesh,
     is_array_like,
-    is_count,
     leaves_with_paths,
     map_with_paths,
     memory_space,
-    path_str,
     traced_device,
     varying_axes,
 )
@@ -52,18 +51,16 @@ from ..offload import (
     num_devices,
     state_shardings,
     stream,
+    traced_program,
     without_explicit_axes,
 )
-from ._initial_state import Filled, as_array, find_copies, init_filled, pack_array, pack_fill
 from ._one_pass import UpdateInputs, has_triton, in_one_pass
-from ._packed import PackedArray, is_packed, refuse_derivatives, scales_of
+from ._packed import BFLOAT16, FORMATS, PackedArray, is_packed, refuse_derivatives, scales_of
 from ._selection import check_bits, moments, optimizer_paths, parse_patterns
 from ._weights import convert_residuals, init_residuals, is_narrow, narrow_updates, require_bfloat16, widen
 
 LEAST_SIZE = 4096
 """Leaves with fewer elements stay in their dtype, as in bitsandbytes."""
-_SEEDS = range(-(2**31), 2**32)
-
 _BLOCK_BYTES = 2**25
 
 
@@ -154,7 +151,8 @@ def low_precision(
     """
     check_transformation(tx)
     patterns = parse_patterns(format, match, weights)
-    _check_numbers(least_size, seed)
+    check_integer("least_size", least_size, hint=f"leave it out to use {LEAST_SIZE}")
+    check_integer("seed", seed, -(2**31), 2**32 - 1, hint="leave it out to use 0")
     check_shardings(shardings)
     is_default = match is None and not isinstance(format, Mapping)
     transformation = _LowPrecision(
@@ -175,24 +173,6 @@ def with_shardings(tx: optax.GradientTransformation, shardings: Tree) -> optax.G
         return tx
     transformation = dataclasses.replace(transformation, shardings=shardings)
     return optax.GradientTransformationExtraArgs(transformation.init, transformation.update)
-
-
-def _check_numbers(least_size: Any, seed: Any) -> None:
-    """Raise `ConfigError` for an invalid `least_size` or `seed` of `low_precision`."""
-    if not is_count(least_size, 1):
-        raise ConfigError(
-            "least_size is not a number of elements",
-            expected="an integer of at least 1",
-            got=repr(least_size),
-            hint=f"leave it out to use {LEAST_SIZE}",
-        )
-    if not is_count(seed, _SEEDS.start) or seed not in _SEEDS:
-        raise ConfigError(
-            "seed is not a valid seed of random numbers",
-            expected=f"a 32-bit integer from {_SEEDS.start} to {_SEEDS.stop - 1}",
-            got=repr(seed),
-            hint="leave it out to use 0",
-        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -224,7 +204,7 @@ class _LowPrecision:
         paths, nodes = zip(*leaves_with_paths(state, is_leaf=is_packed), strict=True)
         packed, names, free = list(map(is_packed, nodes)), self._paths(state, params, is_packed), set(range(len(nodes)))
         if not self.is_default:
-            copies = find_copies(self._inner_init, (params, self._init_residuals(params)))
+            copies = _find_copies(self._inner_init, (params, self._init_residuals(params)))
             copy_paths = [path for path, *flags in zip(paths, packed, copies, strict=False) if all(flags)]
             if copy_paths:
                 yield (
@@ -269,22 +249,17 @@ class _LowPrecision:
         if self.weights is not None and not is_part():
             require_bfloat16(self.weights, params)
         can_fill = functools.partial(self._pack_mask, params=params)
-        state = init_filled(self._inner_init, (params, residuals), can_fill)
+        state = _init_filled(self._inner_init, (params, residuals), can_fill)
         if any(map(is_packed, jax.tree.leaves(state, is_leaf=is_packed))):
-            raise ConfigError(
-                "the optimizer is already wrapped by lt.optim.low_precision",
-                expected="an unwrapped optimizer, such as optax.adamw(1e-4)",
-                hint="wrap it once; `format` can map regular expressions to formats",
-            )
-        paths = [path for path, _ in leaves_with_paths(state)]
+            hint = "wrap it once; `format` can map regular expressions to formats"
+            raise ConfigError("the optimizer is already wrapped by lt.optim.low_precision", hint=hint)
         formats = self._leaf_formats(state, params)
         if self._selects(params) and not any(formats):
-            raise SelectionError(
-                "low_precision selects nothing in the optimizer's state",
-                expected=f"a path that matches {' or '.join(pattern.pattern for pattern, _ in self.patterns)}",
-                got=", ".join(paths[:8]) or "a state without arrays",
-                hint="write match as a regular expression for such paths",
-            )
+            got = ", ".join(path for path, _ in leaves_with_paths(state)[:8]) or "a state without arrays"
+            expected = f"a path that matches {' or '.join(pattern.pattern for pattern, _ in self.patterns)}"
+            hint = "write match as a regular expression for such paths"
+            problem = "low_precision selects nothing in the optimizer's state"
+            raise SelectionError(problem, expected=expected, got=got, hint=hint)
         step = jnp.zeros((), jnp.int32)
         leaf_numbers = itertools.count()
         leaf_plans = zip(moments(state), formats, self._pack_mask(state, params), strict=True)
@@ -295,15 +270,12 @@ class _LowPrecision:
                 check_bits(path, form, moment)
             if form is None or not can_pack:
                 return leaf
-            if isinstance(leaf, Filled):
-                return pack_fill(leaf, form, moment.is_positive, key)
+            if isinstance(leaf, _Filled):
+                return _pack_fill(leaf, form, moment.is_positive, key)
             if memory_space(leaf) == jax.memory.Space.Host:
-                raise ConfigError(
-                    "the optimizer keeps its state in host memory, where it cannot be packed",
-                    got=path,
-                    hint='wrap in the other order: lt.offload.optimizer(low_precision(tx), match=r".*/codes")',
-                )
-            return pack_array(leaf, form, moment.is_positive, key)
+                hint = 'wrap in the other order: lt.offload.optimizer(low_precision(tx), match=r".*/codes")'
+                raise ConfigError(f"the optimizer keeps {path} in host memory, where it cannot be packed", hint=hint)
+            return _pack_array(leaf, form, moment.is_positive, key)
 
         return LowPrecisionState(step, map_with_paths(pack_leaf, state), residuals)
 
@@ -324,12 +296,11 @@ class _LowPrecision:
         """Return whether each leaf of the wrapped optimizer's dense state is to be packed."""
 
         def is_large(leaf: Any) -> bool:
-            return bool(getattr(leaf, "ndim", 0)) and leaf.size >= self.least_size
+            shape = getattr(leaf, "shape", ())
+            return bool(shape) and math.prod(shape) >= self.least_size
 
-        return [
-            form is not None and is_large(leaf) and jnp.issubdtype(leaf.dtype, jnp.floating)
-            for form, leaf in zip(self._leaf_formats(state, params), jax.tree.leaves(state), strict=True)
-        ]
+        pairs = zip(self._leaf_formats(state, params), jax.tree.leaves(state), strict=True)
+        return [form is not None and is_large(x) and jnp.issubdtype(x.dtype, jnp.floating) for form, x in pairs]
 
     def update(self, updates: Tree, state: Any, params: Tree = None, **extra: Any) -> Any:
         # An Equinox module has functions among its leaves. Optax updates only the leaves that have gradients.
@@ -339,7 +310,7 @@ class _LowPrecision:
             return updates, jax.tree.structure(state).unflatten(jax.tree.leaves(new_state))
         self._check_state(state, params)
         try:
-            return _update_in_blocks(self._update_whole, updates, state, params, extra, self._argument_shardings)
+            return self._update_in_blocks(updates, state, params, extra)
         except (AttributeError, TypeError, ValueError) as error:
             _explain(error, self._init, updates, state, params)
             raise
@@ -373,32 +344,25 @@ class _LowPrecision:
         if not isinstance(state, LowPrecisionState):
             raise _state_error("the result of its init, or a checkpoint of it", type(state).__name__)
         if self.weights is not None and params is None:
-            raise ConfigError(
-                f'an update with weights="{self.weights}" needs the parameters',
-                expected="tx.update(grads, state, params)",
-                got="no params",
-                hint="pass the parameters, as for optax.adamw",
-            )
+            hint = "call tx.update(grads, state, params), as for optax.adamw"
+            raise ConfigError(f'an update with weights="{self.weights}" needs the parameters', hint=hint)
         expected = jax.eval_shape(self._init_residuals, params) if self.weights else ()
         if (expected_dtypes := _format_dtypes(expected)) != (dtypes := _format_dtypes(state.rests)):
             raise _state_error(expected_dtypes, dtypes)
-        nodes, _ = jax.tree_util.tree_flatten_with_path(state.inner, is_leaf=is_packed)
-        for keys, node in nodes:
-            if is_packed(node) and (form := self._format_of(path_str(keys))) not in (node.format, None):
-                raise _state_error(f"{path_str(keys)} in {form}", node.format)
+        for path, node in leaves_with_paths(state.inner, is_leaf=is_packed):
+            if is_packed(node) and (form := self._format_of(path)) not in (node.format, None):
+                raise _state_error(f"{path} in {form}", node.format)
 
     def _argument_shardings(self, grads: Tree, state: Any, params: Tree, arrays: Mapping[int, Any]) -> Any:
         """Return the shardings of the update's arguments, or None without `shardings`."""
         if self.shardings is None:
             return None
         reference = grads if params is None else params
-        if jax.tree.structure(reference) != jax.tree.structure(self.shardings):
-            raise StructureError(
-                "shardings does not have the structure of the parameters",
-                expected=jax.tree.structure(reference),
-                got=jax.tree.structure(self.shardings),
-                hint="pass jax.tree.map(lambda p: p.sharding, params), computed outside of jit",
-            )
+        expected, got = map(jax.tree.structure, (reference, self.shardings))
+        if expected != got:
+            hint = "pass jax.tree.map(lambda p: p.sharding, params), computed outside of jit"
+            problem = "shardings does not have the structure of the parameters"
+            raise StructureError(problem, expected=expected, got=got, hint=hint)
         structs = jax.tree.map(
             lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
             reference,
@@ -406,6 +370,48 @@ class _LowPrecision:
         )
         opt_state_shardings = state_shardings(optax.GradientTransformation(self._init, self.tx.update), structs)
         return self.shardings, opt_state_shardings, None if params is None else self.shardings, dict.fromkeys(arrays)
+
+    def _update_in_blocks(self, grads: Tree, state: LowPrecisionState, params: Tree, extra: Mapping[str, Any]) -> Any:
+        """Update one block of rows at a time: XLA does not fuse a whole leaf, and would store it in float32."""
+        extra_leaves, structure = jax.tree.flatten(extra)
+        arrays = {index: leaf for index, leaf in enumerate(extra_leaves) if is_array_like(leaf)}
+        args = jax.tree.map(_as_array, (grads, state, params, arrays))
+
+        def run(grads: Tree, state: Any, params: Tree, arrays: dict[int, Any]) -> Any:
+            extra = structure.unflatten([arrays.get(index, leaf) for index, leaf in enumerate(extra_leaves)])
+            return self._update_whole(grads, state, params, extra)
+
+        leaves = jax.tree.leaves(state, is_leaf=is_packed)
+        # XLA fuses the update of leaves without scales. Leaves with scales and residuals are updated in blocks.
+        packed = [leaf.codes for leaf in leaves if is_packed(leaf) and leaf.scales is not None]
+        packed += jax.tree.leaves(state.rests)
+        is_on_host = any(memory_space(leaf) == jax.memory.Space.Host for leaf in packed)
+        # Inside a shard_map, some arrays vary over its axes and others do not, which loops over blocks do not support.
+        is_varying = any(varying_axes(jax.typeof(leaf)) for leaf in jax.tree.leaves(args) if is_array_like(leaf))
+        if not packed or is_on_host or is_varying or traced_device().platform == "gpu":
+            return run(*args)
+        shardings = self._argument_shardings(*args)
+        if shardings is None and num_devices(args) > 1 and (shardings := explicit_shardings(args)) is None:
+            warnings.warn(
+                "low_precision: the update runs as a whole, with float32 temporaries, because its mesh has several "
+                "devices and the shardings of its leaves are unknown\n"
+                "hint: pass low_precision(tx, shardings=jax.tree.map(lambda p: p.sharding, params))",
+                PlacementWarning,
+                stacklevel=4,
+            )
+            return run(*args)
+        num_grads, packed_ids = len(jax.tree.leaves(grads)), set(map(id, packed))
+        declared = [num_grads + index for index, leaf in enumerate(jax.tree.leaves(state)) if id(leaf) in packed_ids]
+        is_like_grads = params is None or jax.tree.structure(params) == jax.tree.structure(grads)
+
+        def replaced_trees(grads: Tree, state: Any, params: Tree, arrays: Any) -> Any:
+            return grads if is_like_grads else params, state
+
+        def update_streamed(*args: Any, shardings: Any = shardings) -> Any:
+            options: Any = {"chunk_bytes": _BLOCK_BYTES, "declared": declared, "on_fallback": lambda *_: None}
+            return stream(run, args, replaced_trees, shardings=shardings, **options)
+
+        return without_explicit_axes(update_streamed, args, replaced_trees(*args), shardings)
 
     def _update_whole(self, updates: Tree, state: LowPrecisionState, params: Tree, extra: Mapping[str, Any]) -> Any:
         def run(inputs: tuple[Tree, LowPrecisionState, Tree]) -> tuple[Tree, Tree, Tree]:
@@ -427,39 +433,35 @@ class _LowPrecision:
             # kernel, and no float32 state is stored between them. The barriers keep XLA from merging the two
             # computations.
             _, new_state, _ = run(jax.lax.optimization_barrier(inputs))
-            scales = [_new_scales(*pair) for pair in _pair_leaves(state.inner, new_state)]
+            scales = [
+                scales_of(new, old.format) if is_packed(old) and old.scales is not None else None
+                for old, new in _pair_leaves(state.inner, new_state)
+            ]
             scales, inputs = jax.lax.optimization_barrier((scales, inputs))
         updates, new_state, wide_params = run(inputs)
         old_state, step = inputs[1], state.step + 1
-        packed_state = LowPrecisionState(
-            step, self._pack_state(new_state, old_state.inner, step, scales), old_state.rests
-        )
+        packed = self._pack_state(new_state, old_state.inner, step, scales)
         if self.weights is None:
-            return updates, packed_state
+            return updates, LowPrecisionState(step, packed, old_state.rests)
         keys = [self._key(step, -1 - index) for index in range(len(jax.tree.leaves(params)))]
         updates, residuals = narrow_updates(inputs[2], wide_params, old_state.rests, updates, keys)
-        return updates, packed_state._replace(rests=residuals)
+        return updates, LowPrecisionState(step, packed, residuals)
 
     def _update_in_kernels(
         self, updates: Tree, state: LowPrecisionState, params: Tree, extra: Mapping[str, Any]
     ) -> Any:
         """Update with kernels that read every array once; return None where that is not possible."""
-        shardings = None
-        if (
-            num_devices((updates, state, params)) > 1
-            and (shardings := self._argument_shardings(updates, state, params, {})) is None
-        ):
+        is_on_mesh = num_devices((updates, state, params)) > 1
+        shardings = self._argument_shardings(updates, state, params, {}) if is_on_mesh else None
+        if is_on_mesh and shardings is None:
             return None
         step, residuals = state.step + 1, None if self.weights is None else state.rests
-        update, key = functools.partial(self._inner_update, extra=extra), functools.partial(self._key, step)
+        update, key = functools.partial(self.tx.update, **extra), functools.partial(self._key, step)
         results = in_one_pass(update, UpdateInputs.of(updates, state.inner, params, residuals, key, shardings))
         if results is None:
             return None
         updates, inner, residuals = results
         return updates, LowPrecisionState(step, inner, () if residuals is None else residuals)
-
-    def _inner_update(self, grads: Tree, state: Tree, params: Tree, extra: Mapping[str, Any]) -> tuple[Tree, Tree]:
-        return self.tx.update(grads, state, params, **extra)
 
     def _pack_state(self, new: Tree, old: Tree, step: Any, scales: Sequence[Any]) -> Tree:
         """Pack a new state in the formats of the old one."""
@@ -467,14 +469,12 @@ class _LowPrecision:
         def pack_leaf(number: int, old_leaf: Any, leaf: Any) -> Any:
             if not is_packed(old_leaf):
                 return leaf
-            key, leaf_scales = self._key(step, number), scales[number] if scales else None
+            key, form, is_positive = self._key(step, number), old_leaf.format, old_leaf.is_positive
+            leaf_scales = scales[number] if scales else None
             leaf = refuse_derivatives(leaf)
-            packed = PackedArray.stored(
-                leaf, old_leaf.format, key, is_positive=old_leaf.is_positive, scales=leaf_scales
-            )
-            packed = _constrain_layout(packed)
+            packed = PackedArray.stored(leaf, form, key, is_positive=is_positive, scales=leaf_scales)
             # The optimizer may widen a leaf: optax.inject_hyperparams in float32 does so with bfloat16 parameters.
-            return dataclasses.replace(packed, dtype=old_leaf.dtype)
+            return dataclasses.replace(_constrain_layout(packed), dtype=old_leaf.dtype)
 
         leaves = [pack_leaf(number, *pair) for number, pair in enumerate(_pair_leaves(old, new))]
         return jax.tree.structure(old, is_leaf=is_packed).unflatten(leaves)
@@ -486,69 +486,6 @@ class _LowPrecision:
 
     def _format_of(self, path: str) -> str | None:
         return next((form for pattern, form in self.patterns if _is_match(pattern, path)), None)
-
-
-def _update_in_blocks(
-    update: Callable[..., Any],
-    grads: Tree,
-    state: LowPrecisionState,
-    params: Tree,
-    extra: Any,
-    argument_shardings: Callable[..., Any],
-) -> Any:
-    """Update one block of rows at a time: XLA does not fuse a whole leaf, and would store it in float32."""
-    extra_leaves, structure = jax.tree.flatten(extra)
-    arrays = {index: leaf for index, leaf in enumerate(extra_leaves) if is_array_like(leaf)}
-    args = jax.tree.map(as_array, (grads, state, params, arrays))
-
-    def run(grads: Tree, state: Any, params: Tree, arrays: dict[int, Any]) -> Any:
-        return update(
-            grads,
-            state,
-            params,
-            structure.unflatten([arrays.get(index, leaf) for index, leaf in enumerate(extra_leaves)]),
-        )
-
-    leaves = jax.tree.leaves(state, is_leaf=is_packed)
-    # XLA fuses the update of leaves without scales. Leaves with scales and residuals are updated in blocks.
-    packed = [leaf.codes for leaf in leaves if is_packed(leaf) and leaf.scales is not None]
-    packed += jax.tree.leaves(state.rests)
-    is_on_host = any(memory_space(leaf) == jax.memory.Space.Host for leaf in packed)
-    # Inside a shard_map, some arrays vary over its axes and others do not. The loops over blocks do not support that.
-    is_varying = any(varying_axes(jax.typeof(leaf)) for leaf in jax.tree.leaves(args) if is_array_like(leaf))
-    if not packed or is_on_host or is_varying or traced_device().platform == "gpu":
-        return run(*args)
-    shardings = argument_shardings(*args)
-    if num_devices(args) > 1 and shardings is None:
-        shardings = explicit_shardings(args)
-    if num_devices(args) > 1 and shardings is None:
-        warnings.warn(
-            "low_precision: the update runs as a whole, with float32 temporaries, because its mesh has several devices "
-            "and the shardings of its leaves are unknown\n"
-            "hint: pass low_precision(tx, shardings=jax.tree.map(lambda p: p.sharding, params))",
-            PlacementWarning,
-            stacklevel=4,
-        )
-        return run(*args)
-    num_grads, packed_ids = len(jax.tree.leaves(grads)), set(map(id, packed))
-    declared = [num_grads + index for index, leaf in enumerate(jax.tree.leaves(state)) if id(leaf) in packed_ids]
-    is_like_grads = params is None or jax.tree.structure(params) == jax.tree.structure(grads)
-
-    def replaced_trees(grads: Tree, state: Any, params: Tree, arrays: Any) -> Any:
-        return grads if is_like_grads else params, state
-
-    def update_streamed(*args: Any, shardings: Any = shardings) -> Any:
-        return stream(
-            run,
-            args,
-            replaced_trees,
-            chunk_bytes=_BLOCK_BYTES,
-            declared=declared,
-            shardings=shardings,
-            on_fallback=lambda *_: None,
-        )
-
-    return without_explicit_axes(update_streamed, args, replaced_trees(*args), shardings)
 
 
 def _is_match(pattern: re.Pattern[str], path: str) -> bool:
@@ -580,17 +517,9 @@ def _pair_leaves(old: Tree, new: Tree) -> list[tuple[Any, Any]]:
     try:
         return list(zip(nodes, structure.flatten_up_to(new), strict=True))
     except ValueError as error:
-        raise StructureError(
-            "an update changes the structure of the optimizer's state",
-            expected=structure,
-            got=jax.tree.structure(new),
-            hint="wrap a transformation whose state keeps its structure",
-        ) from error
-
-
-def _new_scales(old: Any, new: Any) -> Any:
-    is_scaled = is_packed(old) and old.scales is not None
-    return scales_of(new, old.format) if is_scaled else None
+        problem = "an update changes the structure of the optimizer's state"
+        hint = "wrap a transformation whose state keeps its structure"
+        raise StructureError(problem, expected=structure, got=jax.tree.structure(new), hint=hint) from error
 
 
 def _format_dtypes(residuals: Tree) -> str:
@@ -610,22 +539,17 @@ def _state_error(expected: str, got: str) -> StructureError:
 
 
 def _explain(error: Exception, init: Callable[[Tree], Any], grads: Tree, state: Any, params: Tree) -> None:
-    """Raise an error that explains a failed update, if its arguments are the cause.
+    """Raise an error that explains a failed update, if the state or the gradients are the cause.
 
-    `PlacementError`: the state is in host memory. `StructureError`: the state is of other parameters or of another
-    transformation, or the gradients are not like the parameters. `params` may be None.
+    `params` may be None.
     """
     if isinstance(error, LowtideError):
         return
     hosted = [path for path, leaf in leaves_with_paths(state) if memory_space(leaf) == jax.memory.Space.Host]
     if hosted:
-        raise PlacementError(
-            f"{hosted[0]}: the state is in host memory, but this update computes on the device",
-            expected="the update of the transformation that placed it there",
-            got=f"{len(hosted)} leaves in host memory",
-            hint='call lt.offload.optimizer(low_precision(tx), match=r".*/codes").update, or pass '
-            "lt.offload.to_device(state)",
-        ) from error
+        problem = f"{hosted[0]}: the state is in host memory, but this update computes on the device"
+        call = 'lt.offload.optimizer(low_precision(tx), match=r".*/codes").update'
+        raise PlacementError(problem, hint=f"call {call}, or pass lt.offload.to_device(state)") from error
     try:
         expected = jax.eval_shape(init, grads if params is None else params).inner
     except Exception:  # init does not accept the arguments, either, so the expected state is unknown
@@ -640,18 +564,137 @@ def _explain(error: Exception, init: Callable[[Tree], Any], grads: Tree, state: 
         shape = leaf.shape if is_packed(leaf) else jnp.shape(leaf)
         if tuple(shape) != tuple(expected_leaves[path].shape):
             raise _state_error(f"{path}: {list(expected_leaves[path].shape)}", str(list(shape))) from error
-    if params is not None and jax.tree.structure(grads) != jax.tree.structure(params):
-        raise StructureError(
-            "the gradients do not have the structure of the parameters",
-            expected=jax.tree.structure(params),
-            got=jax.tree.structure(grads),
-            hint="call update(grads, state, params) with the parameters that init was called with",
-        ) from error
+    params_structure, grads_structure = map(jax.tree.structure, (params, grads))
+    if params is not None and grads_structure != params_structure:
+        problem = "the gradients do not have the structure of the parameters"
+        hint = "call update(grads, state, params) with the parameters that init was called with"
+        raise StructureError(problem, expected=params_structure, got=grads_structure, hint=hint) from error
 
 
 def _join_paths(paths: Iterable[str]) -> str:
     paths = list(paths)
     return ", ".join(paths[:6]) + (f", … ({len(paths) - 6} more)" if len(paths) > 6 else "")
+
+
+# --- initial state ---------------------------------------------------------------------------------------------------
+
+# Optimizer states nearly always begin as zeros. For a jitted ``init``, XLA packs 4096 x 4096 zeros at compile time,
+# which takes one to two minutes (jax 0.10.2). For larger arrays, the program holds several float32 copies: 27 bytes a
+# number on a TPU. Called eagerly, Optax first makes the float32 state of all parameters. So ``init`` is traced here,
+# and an array that is filled with one number is packed from that number alone.
+
+_COPIES = ("copy", "copy_p", "stop_gradient")
+
+
+@dataclasses.dataclass(frozen=True)
+class _Filled:
+    """Placeholder for an array that is filled with one number."""
+
+    shape: tuple[int, ...]
+    dtype: Any
+    value: Any
+    """The number, a scalar array."""
+
+
+def _find_copies(init: Callable[..., Tree], args: Sequence[Tree]) -> list[bool]:
+    """Return for each leaf of ``init(*args)`` whether it is a copy of an argument; [] if `init` cannot be traced."""
+    try:
+        program, _ = traced_program(init, args)
+    except Exception:  # as in `_init_filled`
+        return []
+    producers, num_args = {value: eqn for eqn in program.equations for value in eqn.outputs}, len(jax.tree.leaves(args))
+
+    def is_copy(value: int) -> bool:
+        if (equation := producers.get(value)) is None:
+            return value < num_args
+        return equation.primitive.name in (*_COPIES, "convert_element_type") and is_copy(equation.inputs[0])
+
+    return list(map(is_copy, program.outputs))
+
+
+def _init_filled(init: Callable[..., Tree], args: Sequence[Tree], can_fill: Callable[[Tree], Sequence[bool]]) -> Tree:
+    """Call ``init(*args)``; each array that is filled with one number becomes a `_Filled` and is not allocated.
+
+    `can_fill` takes the state's tree of shapes and returns whether each leaf may become a `_Filled`.
+    """
+    try:
+        if explicit_mesh(args) is not None:  # a `_Filled` has no sharding
+            return _to_arrays(init(*args))
+        program, structure = traced_program(init, args)
+    except Exception:  # not traceable, or invalid arguments: calling init raises its own error
+        return _to_arrays(init(*args))
+    producers = {value: equation for equation in program.equations for value in equation.outputs}
+    fillable = can_fill(structure.unflatten([program.avals[value] for value in program.outputs]))
+    filled = dict[int, _Filled]()
+    for index, (is_fillable, value) in enumerate(zip(fillable, program.outputs, strict=True)):
+        aval = program.avals[value]
+        if is_fillable and (number := _fill_value(producers, program.constants, value)) is not None:
+            filled[index] = _Filled(aval.shape, aval.dtype, jnp.asarray(number, aval.dtype))
+    if not filled or program.effects:
+        return _to_arrays(init(*args))
+    # Run only the equations that the remaining leaves need; a filled array is never computed.
+    remaining = {value for index, value in enumerate(program.outputs) if index not in filled}
+    values: dict[int, Any] = dict(enumerate(map(_as_array, jax.tree.leaves(args))))
+    values.update({value: jnp.asarray(program.constants[value]) for value in program.constants.keys() & remaining})
+    program.run(program.needed_for(remaining, known=values), values)
+    return structure.unflatten([filled.get(index) or values[value] for index, value in enumerate(program.outputs)])
+
+
+def _as_array(leaf: Any) -> Any:
+    """Convert a Python number to an array, since Optax accepts both; return other leaves unchanged."""
+    return jnp.asarray(leaf) if isinstance(leaf, (bool, int, float, complex)) else leaf
+
+
+def _to_arrays(state: Tree) -> Tree:
+    return jax.tree.map(_as_array, state)
+
+
+def _fill_value(producers: Mapping[int, Any], constants: Mapping[int, Any], value: int) -> Any:
+    """Return the scalar constant that the array `value` is filled with, or None."""
+    if (equation := producers.get(value)) is None:
+        return None
+    name, operand = equation.primitive.name, equation.inputs[0] if equation.inputs else -1
+    if name in _COPIES:
+        return _fill_value(producers, constants, operand)
+    if name == "convert_element_type":  # repeat every conversion of the program, because each may round
+        number = _fill_value(producers, constants, operand)
+        return None if number is None else jnp.asarray(number).astype(equation.params["new_dtype"])
+    number = constants.get(operand) if name == "broadcast_in_dim" else None
+    return number if number is not None and not jnp.shape(number) else None
+
+
+def _pack_fill(leaf: _Filled, form: str, is_positive: bool, key: Any) -> PackedArray:
+    """Pack an array that is filled with one number, by packing a single block; `key` as in `PackedArray.rounded`."""
+    pack = functools.partial(PackedArray.stored, format=form, key=key, is_positive=is_positive)
+    block = pack(jnp.full(1 if form == BFLOAT16 else FORMATS[form].block, leaf.value))
+    template = jax.eval_shape(pack, jax.ShapeDtypeStruct(leaf.shape, leaf.dtype))
+    scales = None if block.scales is None else jnp.full(template.scales.shape, block.scales[0])
+    return dataclasses.replace(template, codes=jnp.full(leaf.shape, block.codes[0]), scales=scales)
+
+
+def _pack_array(leaf: Any, form: str, is_positive: bool, key: Any) -> PackedArray:
+    """Pack an array and keep its sharding over the axes of an explicit mesh; arguments as in `_pack_fill`."""
+
+    def pack(leaf: Any, key: Any) -> PackedArray:
+        return PackedArray.stored(leaf, form, key, is_positive=is_positive)
+
+    sharding = jax.typeof(leaf).sharding
+    if not sharding.mesh.explicit_axes:
+        return pack(leaf, key)
+    spec = (*sharding.spec, *(None,) * leaf.ndim)[: leaf.ndim]
+
+    def part_sharding(struct: Any) -> Any:
+        if struct.shape == leaf.shape:
+            return sharding
+        # Scales have the leading axes of the array, and one axis of blocks in place of its last axis.
+        has_rows = struct.shape[:-1] == leaf.shape[:-1]
+        return jax.NamedSharding(sharding.mesh, jax.P(*spec[:-1], None) if has_rows else jax.P())
+
+    shapes = jax.eval_shape(pack, *(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (leaf, key)))
+    pack_sharded: Any = jax.sharding.auto_axes(
+        pack, axes=sharding.mesh.explicit_axes, out_sharding=jax.tree.map(part_sharding, shapes)
+    )
+    return pack_sharded(leaf, key)
 
 
 # --- conversion between formats --------------------------------------------------------------------------------------
@@ -686,8 +729,14 @@ def converted(state: Tree, tx: optax.GradientTransformation, params: Tree) -> Tr
     """
     check_transformation(tx)
     old_states = iter([node for node in jax.tree.leaves(state, is_leaf=_is_stored) if _is_stored(node)])
+
     # The old state as the optimizer alone would hold it: the structure is then the same with and without packed leaves.
-    dense = jax.tree.map(lambda node: _dense_inner(node) if _is_stored(node) else node, state, is_leaf=_is_stored)
+    def dense_inner(node: Any) -> Tree:
+        if not _is_stored(node):
+            return node
+        return jax.tree.map(lambda leaf: leaf.dense() if is_packed(leaf) else leaf, node.inner, is_leaf=is_packed)
+
+    dense = jax.tree.map(dense_inner, state, is_leaf=_is_stored)
     templates, structure = jax.tree.flatten(jax.eval_shape(tx.init, params), is_leaf=_is_stored)
 
     def convert_node(template: Any, value: Any) -> Any:
@@ -710,16 +759,8 @@ def converted(state: Tree, tx: optax.GradientTransformation, params: Tree) -> Tr
         raise _mismatch_error(structure, jax.tree.structure(dense)) from error
 
 
-def _dense(node: Any) -> Any:
-    return node.dense() if is_packed(node) else node
-
-
 def _is_stored(node: Any) -> bool:
     return isinstance(node, LowPrecisionState)
-
-
-def _dense_inner(node: LowPrecisionState) -> Tree:
-    return jax.tree.map(_dense, node.inner, is_leaf=is_packed)
 
 
 def _pack_like(template: PackedArray, leaf: Any, key: Any) -> PackedArray:

@@ -5,11 +5,9 @@ first time for the scales alone. In AdamW, Lion or SGD, each number of an update
 position. Then a kernel holds a few blocks of gradients, state and weights in registers, and computes once. The kernel
 runs the wrapped transformation itself, which is traced and split as in `lowtide.offload.stream`.
 
-Pallas' Triton backend is deprecated since JAX 0.11. Without it, the update runs in two passes.
-
 Limits: each row of a leaf (of a device's shard, on a mesh) has to consist of whole blocks; Triton has to support the
-operations and codes (not 4 bits, not fp8); all formats need one block size. If one leaf does not qualify, all leaves
-are updated in two passes.
+operations and codes (not 4 bits, not fp8); all formats need one block size. If one leaf does not qualify, or without
+Pallas' Triton backend (deprecated since JAX 0.11), all leaves are updated in two passes.
 """
 
 from __future__ import annotations
@@ -30,8 +28,7 @@ from jaxtyping import Array
 from ..core import StructureError, Tree, traced_device
 from ..core._compat import has_pallas_triton, in_triton
 from ..offload import plan
-from ._formats import FORMATS
-from ._packed import PackedArray, is_packed, refuse_derivatives, row_of
+from ._packed import FORMATS, PackedArray, is_packed, refuse_derivatives, row_of
 from ._weights import is_narrow, narrow_updates, widen
 
 _MAX_ELEMENTS, _BLOCK, _MAX_ROWS = 2**31, 256, 8
@@ -256,24 +253,18 @@ def _compute_arrays(update: Callable[..., Any], inputs: UpdateInputs, interpret:
         return None
     kernels = [_make_kernel(update_plan, group, inputs) for group in update_plan.groups]
     program, results = update_plan.program, Arrays()
-    packed = {("state", position): node.dtype for position, node in enumerate(inputs.nodes) if is_packed(node)}
-    dtypes = {
-        names[position]: program.avals[value].dtype.name
-        for value, position in zip(program.outputs, update_plan.replaced, strict=True)
-    }
-    has_same_dtypes = all(dtypes[name] == dtype for name, dtype in packed.items())
+    outputs = [(value, names[index]) for value, index in zip(program.outputs, update_plan.replaced, strict=True)]
+    dtypes = {name: program.avals[value].dtype.name for value, name in outputs}
+    packed = [(position, node) for position, node in enumerate(inputs.nodes) if is_packed(node)]
+    has_same_dtypes = all(dtypes["state", position] == node.dtype for position, node in packed)
     if program.effects or not has_same_dtypes or any(kernel is None for kernel in kernels):
         return None
     kernel_outputs = {position for group in update_plan.groups for position in group.outputs}
     other_outputs = [
-        (value, names[position]) for value, position in zip(program.outputs, update_plan.replaced, strict=True)
-    ]
-    # Leaves that the update returns unchanged stay packed.
-    state_names = {("state", position) for position in range(len(inputs.nodes))}
-    other_outputs = [
         (value, name)
-        for index, (value, name) in enumerate(other_outputs)
-        if index not in kernel_outputs and not (name in state_names and value < len(names) and names[value] == name)
+        for index, (value, name) in enumerate(outputs)
+        # Leaves that the update returns unchanged stay packed.
+        if index not in kernel_outputs and not (name[0] == "state" and value < len(names) and names[value] == name)
     ]
     needed = {*(value for value, _ in other_outputs), *(value for group in update_plan.groups for value in group.free)}
     values = {
@@ -301,7 +292,9 @@ def _make_kernel(update_plan: Any, group: Any, inputs: UpdateInputs) -> _Kernel 
         *(value for equation in group.equations for value in equation.outputs),
     }
     shape = program.avals[group.leaves[0]].shape
-    scalars = {*group.free, *_array_constants(program.constants, group.equations)}
+    operands = {value for equation in group.equations for value in equation.inputs}
+    constants = operands & program.constants.keys()
+    scalars = {*group.free, *(v for v in constants if isinstance(program.constants[v], (Tracer, jax.Array)))}
     nodes = [inputs.nodes[position] for kind, position in arrays if kind == "codes"]
     scaled_nodes = [node for node in nodes if node.scales is not None]
     blocks = {FORMATS[node.format].block for node in scaled_nodes} or {_BLOCK}
@@ -351,12 +344,6 @@ def _trim_spec(spec: Sequence[Any]) -> tuple[Any, ...]:
     while entries and not entries[-1]:
         entries.pop()
     return tuple(entries)
-
-
-def _array_constants(constants: Mapping[int, Any], equations: Iterable[Any]) -> list[int]:
-    """List the constants of equations that are JAX arrays."""
-    inputs = {value for equation in equations for value in equation.inputs}
-    return [value for value in inputs & constants.keys() if isinstance(constants[value], (Tracer, jax.Array))]
 
 
 def _has_whole_bytes(dtype: Any) -> bool:
@@ -461,7 +448,7 @@ class _Kernel:
         shape = values[self.group.leaves[0]].shape
         for equation in self.group.equations:
             operands = [
-                values[value] if value in values else _literal(self.program.constants[value])
+                values[value] if value in values else np.asarray(self.program.constants[value])[()]
                 for value in equation.inputs
             ]
             (value,) = equation.outputs
@@ -501,10 +488,6 @@ def _in_place(call: Callable[..., Any], arrays: Sequence[Any], aliases: Mapping[
         return count + 1, list(call(*current.values()))
 
     return tuple(jax.lax.while_loop(lambda carry: carry[0] < trips, body, (jnp.int32(0), initial))[1])
-
-
-def _literal(constant: Any) -> Any:
-    return np.asarray(constant)[()]
 
 
 def _to_float32(x: Any) -> Any:

@@ -12,9 +12,8 @@ from typing import Any, NamedTuple
 
 import jax
 
-from ..core import ConfigError, Tree, leaves_with_paths, path_str
-from ._formats import FORMATS
-from ._packed import BFLOAT16, bits_of
+from ..core import ConfigError, Tree, check_choice, check_type, leaves_with_paths, path_str
+from ._packed import BFLOAT16, FORMATS, bits_of
 from ._weights import WEIGHTS
 
 MOMENTS = r".*/(mu|nu|nu_max|m1|exp_avg|exp_avg_sq|trace)/.*"
@@ -72,53 +71,32 @@ def parse_patterns(format: Any, match: Any, weights: Any) -> list[tuple[re.Patte
     The arguments are those of `low_precision`. Raises `ConfigError` for an unknown format, an invalid regular
     expression, or arguments that have no effect.
     """
-    if weights is not None and weights not in WEIGHTS:
-        raise ConfigError(
-            f"weights={weights!r} is not a supported value",
-            expected=f"one of {', '.join(WEIGHTS)}, or None",
-            hint='use "split", which loses the least precision per byte',
-        )
+    if weights is not None:
+        check_choice("weights", weights, WEIGHTS, hint='use "split", which loses the least precision per byte')
     has_no_format = format is None or (isinstance(format, (str, Mapping)) and not format)
     if has_no_format and weights is None:
-        raise ConfigError(
-            "low_precision has neither a format nor weights, so it would not change the optimizer",
-            expected='format="8bit", weights="split" or both',
-            hint="leave out format to use 8 bits",
-        )
+        problem = "low_precision has neither a format nor weights, so it would not change the optimizer"
+        raise ConfigError(problem, hint="leave out format to use 8 bits")
     if match is not None and (has_no_format or isinstance(format, Mapping)):
-        raise ConfigError(
-            "match has no effect",
-            expected="match together with one format",
-            got=f"match={match!r} with {'only weights' if has_no_format else 'a mapping, whose keys select leaves'}",
-            hint="leave out match",
-        )
+        reason = "weights alone" if has_no_format else "a mapping of formats, whose keys select leaves"
+        raise ConfigError(f"match={match!r} has no effect with {reason}", hint="leave out match")
+    pairs: list[tuple[Any, Any]]
     if isinstance(format, Mapping):
         pairs = list(format.items())
     else:
         pairs = [] if has_no_format else [(MOMENTS if match is None else match, format)]
-    return [(_compile_pattern(expression), _check_format(form)) for expression, form in pairs]
+    for _, form in pairs:
+        check_choice("format", form, (*FORMATS, BFLOAT16), hint='use "8bit", the usual format')
+    return [(_compile_pattern(expression), form) for expression, form in pairs]
 
 
 def _compile_pattern(text: Any) -> re.Pattern[str]:
     hint = 'write a regular expression, not a glob: r".*/mu/.*" instead of "mu/*"'
+    check_type("match", getattr(text, "pattern", text), str, "a regular expression", hint=hint)
     try:
-        pattern = re.compile(text)
-    except (re.error, TypeError) as error:
-        raise ConfigError(f"match is not a regular expression: {error}", got=text, hint=hint) from error
-    if not isinstance(pattern.pattern, str):
-        raise ConfigError("match is a regular expression of bytes, but paths are text", got=text, hint=hint)
-    return pattern
-
-
-def _check_format(form: Any) -> str:
-    names = (*FORMATS, BFLOAT16)
-    if not isinstance(form, str) or form not in names:
-        raise ConfigError(
-            f"{form!r} is not a format of optimizer state",
-            expected=f"one of {', '.join(names)}",
-            hint='use "8bit", the usual format',
-        )
-    return form
+        return re.compile(text)
+    except re.error as error:
+        raise ConfigError(f"match={text!r} is not a regular expression: {error}", hint=hint) from error
 
 
 def moments(state: Tree) -> list[Moment]:
@@ -146,13 +124,11 @@ def check_bits(path: str, form: str, moment: Moment) -> None:
     if bits_of(form) >= moment.min_bits:
         return
     tolerated = {8: "8bit", 16: "bfloat16"}.get(moment.min_bits)
-    raise ConfigError(
-        f"{path} cannot be stored as {form}: the optimizer {moment.reason}",
-        expected=f"{tolerated}, or float32" if tolerated else "float32",
-        hint=f'pass format={{r".*{path.rpartition("/")[0]}.*": "{tolerated}", ...}}, or exclude it from match'
-        if tolerated
-        else "leave out centered, or exclude it from match",
-    )
+    parent = path.rpartition("/")[0]
+    remedy = f'pass format={{r".*{parent}.*": "{tolerated}", ...}}' if tolerated else "leave out centered"
+    expected = f"{tolerated}, or float32" if tolerated else "float32"
+    problem = f"{path} cannot be stored as {form}: the optimizer {moment.reason}"
+    raise ConfigError(problem, expected=expected, hint=f"{remedy}, or exclude it from match")
 
 
 def optimizer_paths(state: Tree, params: Tree, is_leaf: Callable[[Any], bool] | None = None) -> list[str]:

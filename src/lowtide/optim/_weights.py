@@ -55,11 +55,9 @@ def require_bfloat16(kind: str, params: Tree) -> None:
     """Raise `ConfigError` with the dtypes of the parameters when none of them is in bfloat16."""
     leaves = jax.tree.leaves(params)
     if leaves and not any(map(is_narrow, leaves)):
-        raise ConfigError(
-            f'weights="{kind}" needs parameters in bfloat16',
-            got=", ".join(sorted({jnp.result_type(leaf).name for leaf in leaves})),
-            hint="cast the parameters to bfloat16, or leave out weights",
-        )
+        dtypes = ", ".join(sorted({jnp.result_type(leaf).name for leaf in leaves}))
+        hint = "cast the parameters to bfloat16, or leave out weights"
+        raise ConfigError(f'weights="{kind}" needs parameters in bfloat16, not in {dtypes}', hint=hint)
 
 
 def widen(params: Tree, residuals: Tree) -> Tree:
@@ -124,7 +122,8 @@ def narrow_updates(
             # The error of an inexact step exceeds what 8 bits can hold, so only the error of `rounded` is kept. It is
             # rounded stochastically: otherwise updates below half of the distance between two codes would never
             # change a weight.
-            codes = jnp.floor((exact - rounded) / _half_ulp(rounded) * _MAX_CODE + _uniform(exact, key))
+            error = (exact - rounded) / _half_ulp(rounded) * _MAX_CODE
+            codes = jnp.floor(error + (random_bits(exact, key) >> 8).astype(jnp.float32) / 2**24)  # plus [0, 1)
             new_residual = jnp.clip(codes, -_MAX_CODE, _MAX_CODE)
         else:
             new_residual = exact - to_bfloat16(old + step)  # the sum that optax.apply_updates computes
@@ -132,9 +131,7 @@ def narrow_updates(
 
     flat_trees = [structure.flatten_up_to(tree) for tree in (wide_params, residuals, updates)]
     pairs = list(map(narrow_leaf, leaves, *flat_trees, keys))
-    return structure.unflatten([update for update, _ in pairs]), structure.unflatten(
-        [residual for _, residual in pairs]
-    )
+    return structure.unflatten(update for update, _ in pairs), structure.unflatten(residual for _, residual in pairs)
 
 
 def _straight_through_round(x: Array, key: Array) -> Array:
@@ -149,8 +146,3 @@ def _half_ulp(x: Array) -> Array:
     # subtracted from the exponent's field, and a field of at least 1 keeps the result normal.
     exponent = (jax.lax.bitcast_convert_type(x, jnp.uint32) >> 23) & 0xFF
     return jax.lax.bitcast_convert_type((jnp.maximum(exponent, 9) - 8) << 23, jnp.float32)
-
-
-def _uniform(x: Array, key: Array) -> Array:
-    """Return numbers in [0, 1) that depend on `x` and a key."""
-    return (random_bits(x, key) >> 8).astype(jnp.float32) / 2**24

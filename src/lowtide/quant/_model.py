@@ -27,8 +27,7 @@ from ..core import (
     side_of,
     without_explicit_axes,
 )
-from ._formats import Format, format_named
-from ._weight import QuantizedWeight, assemble_node, encode, largest_values
+from ._weight import Format, QuantizedWeight, encode, format_named, largest_values
 
 
 def quantize(tree: Tree, match: str | Sequence[str], format: str = "nf4", *, block: int | None = None) -> Tree:
@@ -75,7 +74,6 @@ def quantize(tree: Tree, match: str | Sequence[str], format: str = "nf4", *, blo
         Dettmers et al., "QLoRA: Efficient Finetuning of Quantized LLMs" (arXiv:2305.14314).
     """
     form = format_named(format, block)
-    leaves, treedef = jax.tree_util.tree_flatten_with_path(tree, is_leaf=_is_node)
     named_leaves = leaves_with_paths(tree, is_leaf=_is_node)
     chosen = _match_paths([path for path, leaf in named_leaves if hasattr(leaf, "shape")], match)
     kernel_adapters = _kernel_adapters(tree)
@@ -84,18 +82,17 @@ def quantize(tree: Tree, match: str | Sequence[str], format: str = "nf4", *, blo
         if path not in chosen:
             continue
         if isinstance(leaf, QuantizedWeight):
-            raise StructureError(
-                f"{path}: is already quantised",
-                expected="a floating-point array",
-                got=f"a QuantizedWeight in {leaf.format}",
-                hint="call lt.dequantize first, or leave this path out",
-            )
+            hint = "call lt.dequantize first, or leave this path out"
+            raise StructureError(f"{path} is already quantised in {leaf.format}", hint=hint)
         if _is_matrix(path, leaf):
-            _check_kernel_adapter(path, leaf, kernel_adapters)
+            if path in kernel_adapters:
+                problem = f"{path} cannot be quantised: its adapter, a {kernel_adapters[path]}, needs it as an array"
+                raise StructureError(problem, hint=f'leave it out, for instance with the pattern "!{path}"')
             nodes[index] = _quantize_leaf(path, leaf, form)
     if not nodes:
         raise _no_matrix_error([(path, leaf) for path, leaf in named_leaves if path in chosen])
-    return treedef.unflatten([nodes.get(index, leaf) for index, (_, leaf) in enumerate(leaves)])
+    treedef = jax.tree.structure(tree, is_leaf=_is_node)
+    return treedef.unflatten([nodes.get(index, leaf) for index, (_, leaf) in enumerate(named_leaves)])
 
 
 def dequantize(tree: Tree) -> Tree:
@@ -120,11 +117,8 @@ def dequantize(tree: Tree) -> Tree:
     """
     nodes = [leaf for leaf in jax.tree.leaves(tree, is_leaf=_is_quantized) if _is_quantized(leaf)]
     if not nodes:
-        raise StructureError(
-            "the tree has no quantised weight",
-            expected="at least one QuantizedWeight",
-            hint="quantise with lt.quantize; a dequantised model has only plain arrays",
-        )
+        hint = "quantise with lt.quantize; a dequantised model has only plain arrays"
+        raise StructureError("the tree has no quantised weight", hint=hint)
     return jax.tree.map(lambda leaf: _dequantize(leaf) if _is_quantized(leaf) else leaf, tree, is_leaf=_is_quantized)
 
 
@@ -139,24 +133,16 @@ def _is_quantized(leaf: Any) -> bool:
 
 def _is_node(leaf: Any) -> bool:
     """Return whether a node is a weight: a quantised one, or another kind that holds no weight itself."""
-    return isinstance(leaf, QuantizedWeight) or (isinstance(leaf, LinearWeight) and not hasattr(leaf, "weight"))
+    # `type`: a user's module may have a field named ``linear``.
+    is_foreign = isinstance(leaf, LinearWeight) and hasattr(type(leaf), "linear") and not hasattr(leaf, "weight")
+    return isinstance(leaf, QuantizedWeight) or is_foreign
 
 
-def _kernel_adapters(tree: Tree) -> dict[str, Any]:
-    """Return the adapters of kernels and of tables by path, which need their weight as an array."""
-    is_kernel_adapter = lambda node: hasattr(node, "through") and hasattr(node, "weight")  # noqa: E731
-    return {path: node for path, node in leaves_with_paths(tree, is_leaf=is_kernel_adapter) if is_kernel_adapter(node)}
-
-
-def _check_kernel_adapter(path: str, leaf: Any, kernel_adapters: dict[str, Any]) -> None:
-    node = kernel_adapters.get(path.removesuffix("/weight") if path != "weight" else "")
-    if node is not None and path.endswith("weight"):
-        raise StructureError(
-            f"{path}: a kernel or an embedding whose adapter needs an array cannot be quantised",
-            expected="matrices, with a LoRAWeight or without an adapter",
-            got=f"{leaf.dtype}{list(leaf.shape)} in a {type(node).__name__}",
-            hint=f'leave it out, for instance with the pattern "!{path}"',
-        )
+def _kernel_adapters(tree: Tree) -> dict[str, str]:
+    """Return the kinds of the adapters of kernels and of tables, by the path of their weight."""
+    is_adapter = lambda node: hasattr(node, "through") and hasattr(node, "weight")  # noqa: E731
+    nodes = [(path, node) for path, node in leaves_with_paths(tree, is_leaf=is_adapter) if is_adapter(node)]
+    return {f"{path}/weight".removeprefix("/"): type(node).__name__ for path, node in nodes}
 
 
 def _match_paths(paths: list[str], match: Any) -> set[str]:
@@ -172,11 +158,8 @@ def _match_paths(paths: list[str], match: Any) -> set[str]:
     exclusions = [pattern[1:] for pattern in patterns if isinstance(pattern, str) and pattern.startswith("!")]
     chosen -= {path for name in (match_names(names, exclusions) if exclusions else ()) for path in by_name[name]}
     if not chosen:
-        raise SelectionError(
-            "the exclusions leave nothing selected",
-            got=repr(patterns),
-            hint="narrow the patterns that start with '!'",
-        )
+        hint = "narrow the patterns that start with '!'"
+        raise SelectionError("the exclusions leave nothing selected", got=repr(patterns), hint=hint)
     return chosen
 
 
@@ -226,8 +209,7 @@ def matrices(tree: Tree, match: str | Sequence[str]) -> set[str]:
 def _no_matrix_error(named_leaves: list[tuple[str, Any]]) -> StructureError:
     path, leaf = named_leaves[0]
     return StructureError(
-        f"{path}: is not a weight matrix"
-        + (f", nor are {len(named_leaves) - 1} more" if len(named_leaves) > 1 else ""),
+        f"{path} is not a weight matrix" + (f", nor are {len(named_leaves) - 1} more" if len(named_leaves) > 1 else ""),
         expected="a floating-point array of shape [out, in], or [num_layers, out, in] below layers/",
         got=f"{leaf.dtype}{list(leaf.shape)}",
         hint="match only the projections; vectors such as norms and biases are small",
@@ -298,25 +280,16 @@ def placed(node: QuantizedWeight, sharding: jax.sharding.NamedSharding | None) -
 def _check_finite(path: str, form: Format, checks: Array) -> None:
     is_finite, stays_finite = np.asarray(checks).tolist()
     if not is_finite:
-        raise StructureError(
-            f"{path}: has a value that is not finite, which would corrupt its block",
-            expected="finite values",
-            got="nan or inf",
-            hint="load the weights again: they are damaged, or a run diverged",
-        )
+        hint = "load the weights again: they are damaged, or a run diverged"
+        raise StructureError(f"{path} has a value that is not finite, which would corrupt its block", hint=hint)
     if not stays_finite:
-        raise StructureError(
-            f"{path}: has a value that {form.name} rounds to infinity",
-            expected="values a few percent below the largest of their dtype",
-            got="a value that is rounded to more than the largest",
-            hint="scale the weight down, or leave it out of the pattern",
-        )
+        problem = f"{path} has a value close to the largest of its dtype, which {form.name} rounds to infinity"
+        raise StructureError(problem, hint="scale the weight down, or leave it out of the pattern")
 
 
 def _encode_array(form: Format, dtype: Any, weight: Array) -> QuantizedWeight:
     def encode_node(weight: Array) -> QuantizedWeight:
-        rows = encode(weight, form)
-        return assemble_node(rows.codes, rows.scales, form, dtype)
+        return encode(weight, form, dtype)
 
     def leaf_shardings(_: Any) -> Any:
         return placed(

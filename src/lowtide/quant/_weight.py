@@ -1,36 +1,122 @@
-"""The node that replaces a weight: codes, scales, products with them, and the choice of codes.
+"""Quantised weights: formats, the node that replaces a weight, its products, and the choice of its codes.
 
 Shapes: L layers; ``out`` and ``in`` are the weight's. Every leaf has the same leading axes as the weight, so a stacked
 node is sliced, streamed and sharded like the array it replaced.
 
-A product dequantises one matrix to the dtype of `x`. XLA fuses this with the product, or frees the matrix after it. The
-backward pass dequantises again, so its residuals are the codes and scales, which the model holds anyway. This is done
-with `jax.checkpoint`, which unlike `jax.custom_vjp` supports `jax.jvp`, `jax.vmap` and higher derivatives. Its barrier
-keeps XLA from using the forward pass's matrix again. Scales get no gradient.
-
-Known inefficiencies: no kernel multiplies by codes directly, so the weight may pass through the device's memory once
-for each product. The experts of `lowtide.models` cannot be quantised, because their products use many matrices at a
-time. For a CPU, XLA unpacks the 4-bit codes of a whole stack of layers to a byte each, and keeps them while a step
-runs.
+Sources: Dettmers et al., "QLoRA" (arXiv:2305.14314), for nf4 and double quantisation; Dettmers, "8-Bit Approximations
+for Parallelism in Deep Learning" (arXiv:1511.04561), for the codes of scales; Micikevicius et al., "FP8 Formats for
+Deep Learning" (arXiv:2209.05433); Open Compute Project, "OCP Microscaling Formats" 1.0, for mxfp4.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any, ClassVar, NamedTuple
+import math
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, UInt8
 
-from ..core import StructureError, lookup_sharding, shardings_of, without_explicit_axes
-from ._double import dequantize_row_scales, dequantize_scales, overflow_factor, quantize_scales
-from ._formats import FORMATS, Format
+from ..core import (
+    ConfigError,
+    StructureError,
+    check_choice,
+    is_count,
+    lookup_sharding,
+    shardings_of,
+    without_explicit_axes,
+)
 
-_MIN_NORMAL = 2.0**-126
-_E8M0_NAN = 255
+# Codes are stored in an array of the weight's own shape, in a JAX dtype that XLA stores packed (4 bits take 4). Code
+# that slices, shards or streams a weight therefore does the same to its codes. bitsandbytes stores two neighbours of a
+# row in a byte. To separate them, a TPU would have to interleave lanes. Compiled for a v5e, the forward and backward
+# pass of a layer took 2.5 times the cycles of bfloat16 with bytes. It took 1.1 times with XLA's own 4-bit arrays.
+#
+# Every code is an integer. FP8 codes are the bits of the number, so that a selection of floating-point leaves for
+# training never includes a code.
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Format:
+    """One format of quantised weights."""
+
+    name: str
+    """Name of the format, such as ``nf4``."""
+    codes: Any
+    """Dtype of the codes."""
+    block: int
+    """Neighbours in a row that share a scale; 0: the whole row."""
+    scales: Any
+    """Dtype of the scales, before double quantisation."""
+    table: tuple[float, ...] = ()
+    """The number that each code stands for, relative to its scale; empty where the code itself is a number."""
+    largest: float = 1.0
+    """The number, relative to the scale, that stores the largest of a block."""
+    double: bool = False
+    """Whether scales are quantised again, to 8-bit codes with nested scales."""
+
+
+NF4_VALUES = (
+    *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453),
+    *(-0.28444138169288635, -0.18477343022823334, -0.09105003625154495, 0.0),
+    *(0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224),
+    *(0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
+)
+_E2M1_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+E2M1_VALUES = (*_E2M1_MAGNITUDES, *(-value for value in _E2M1_MAGNITUDES))
+
+_LARGEST_BLOCK = 2**16
+"""Most neighbours in a row that can share a scale; a whole row may be longer."""
+
+FORMATS = {
+    form.name: form
+    for form in (
+        Format(name="nf4", codes=jnp.uint4, block=64, scales=jnp.float32, table=NF4_VALUES, double=True),
+        Format(name="int8", codes=jnp.int8, block=0, scales=jnp.float32, largest=127.0),
+        Format(name="int4", codes=jnp.int4, block=32, scales=jnp.bfloat16, largest=7.0),
+        Format(name="fp8", codes=jnp.uint8, block=0, scales=jnp.float32, largest=448.0),
+        Format(name="mxfp4", codes=jnp.uint4, block=32, scales=jnp.uint8, table=E2M1_VALUES, largest=6.0),
+    )
+}
+"""Formats by name."""
+
+
+def format_named(name: str, block: int | None = None) -> Format:
+    """Return a format, with another block size if given.
+
+    Args:
+        name: of `FORMATS`.
+        block: neighbours in a row that share a scale, a multiple of 8 up to 65,536; None for the format's own, 0 for
+            the whole row.
+
+    Raises:
+        ConfigError: for an unknown name, or a block size that the format does not support.
+    """
+    check_choice("the quantisation format", name, tuple(FORMATS), hint="QLoRA uses nf4")
+    form = FORMATS[name]
+    if block is None:
+        return form
+    is_fixed = name == "mxfp4"
+    is_size = is_count(block, least=0) and block % 8 == 0 and block <= _LARGEST_BLOCK
+    if not is_size or (is_fixed and block != form.block):
+        sizes = f"{form.block}" if is_fixed else "a multiple of 8 up to 65,536, or 0 for whole rows"
+        hint = f"leave it out for {form.block or 'whole rows'}"
+        raise ConfigError(f"block of {name} must be {sizes}, not {block!r}", hint=hint)
+    return dataclasses.replace(form, block=int(block))
+
+
+# A product dequantises one matrix to the dtype of `x`. XLA fuses this with the product, or frees the matrix after it.
+# The backward pass dequantises again, so its residuals are the codes and scales, which the model holds anyway. This is
+# done with `jax.checkpoint`, which unlike `jax.custom_vjp` supports `jax.jvp`, `jax.vmap` and higher derivatives. Its
+# barrier keeps XLA from using the forward pass's matrix again. Scales get no gradient.
+#
+# Known inefficiencies: no kernel multiplies by codes directly, so the weight may pass through the device's memory once
+# for each product. The experts of `lowtide.models` cannot be quantised, because their products use many matrices at a
+# time. For a CPU, XLA unpacks the 4-bit codes of a whole stack of layers to a byte each, and keeps them while a step
+# runs.
 
 
 @functools.partial(
@@ -94,8 +180,7 @@ class QuantizedWeight:
     @property
     def sharding(self) -> Any:
         """Sharding of the codes, whose shape is the weight's; None if it is unknown or the node is transposed."""
-        sharding = getattr(self.codes, "sharding", None)
-        return None if self.transposed else sharding
+        return None if self.transposed else getattr(self.codes, "sharding", None)
 
     def dense(self, dtype: Any = None) -> Float[Array, "*stack out in"]:
         """Return the weight as an array.
@@ -142,12 +227,9 @@ class QuantizedWeight:
             The result; no other row is dequantised.
         """
         if self.transposed or self.ndim != 2:
-            raise StructureError(
-                "an embedding lookup needs one matrix",
-                expected="a weight of shape [rows, width]",
-                got=f"shape {list(self.shape)}" + (", transposed" if self.transposed else ""),
-                hint="look up rows before the weight is transposed, and in one layer of a stack",
-            )
+            got = f"shape {list(self.shape)}" + (", transposed" if self.transposed else "")
+            hint = "look up rows before the weight is transposed, and in one layer of a stack"
+            raise StructureError("an embedding lookup needs one matrix [rows, width]", got=got, hint=hint)
         ids = jnp.where(ids < 0, ids + self.shape[0], ids)
         return without_explicit_axes(
             _take_rows, lambda mesh: lookup_sharding(mesh, ids, self.codes), _stop_gradient(self), ids
@@ -174,12 +256,8 @@ class QuantizedWeight:
             StructureError: for a stacked weight, because ``.T`` would also move the layer axis.
         """
         if self.ndim > 2:
-            raise StructureError(
-                "weight.T of a stacked quantised weight also transposes its layer axis",
-                expected="weight.mT, which transposes each layer",
-                got=f"shape {list(self.shape)}",
-                hint="use weight.mT, or narrow the pattern",
-            )
+            problem = f"weight.T of a quantised weight {list(self.shape)} also transposes its layer axis"
+            raise StructureError(problem, hint="use weight.mT, which transposes each layer, or narrow the pattern")
         return self.mT
 
 
@@ -210,9 +288,9 @@ def _product(x: Array, node: QuantizedWeight, side: str) -> Array:
 
 def _scales_as_float32(scales: Array, form: str) -> Float[Array, "*any"]:
     """Return scales without double quantisation as float32."""
-    if FORMATS[form].scales == jnp.uint8:  # E8M0: 255 means NaN, and its shifted bits are an infinity
+    if FORMATS[form].scales == jnp.uint8:  # E8M0: the shifted bits of its NaN are an infinity
         powers = jax.lax.bitcast_convert_type(scales.astype(jnp.int32) << 23, jnp.float32)
-        return jnp.where(scales == 255, jnp.nan, powers)
+        return jnp.where(scales == _E8M0_NAN, jnp.nan, powers)
     return scales.astype(jnp.float32)
 
 
@@ -220,7 +298,7 @@ def _take_rows(node: QuantizedWeight, ids: Array) -> Array:
     take = functools.partial(jnp.take, axis=0, fill_value=0, mode="fill")
     codes, scales = take(node.codes, ids), take(node.scales, ids)
     if node.nested_scales is not None:
-        scales = dequantize_row_scales(scales, node.nested_scales, node.offset, ids)
+        scales = _dequantize_row_scales(scales, node.nested_scales, node.offset, ids)
     else:
         scales = _scales_as_float32(scales, node.format)
     values = _values(codes, node.format) * _repeat_scales(scales, node.block, codes.shape[-1])
@@ -236,18 +314,12 @@ def largest_values(node: QuantizedWeight) -> Float[Array, "*stack out blocks"]:
 
 def _values(codes: Array, form: str) -> Float[Array, "*any"]:
     """Return the numbers that codes stand for, relative to their scale, float32."""
-    table = FORMATS[form].table
-    if table:
-        return _select_values(codes.astype(jnp.int32), table)
-    if form == "fp8":
-        return jax.lax.bitcast_convert_type(codes, jnp.float8_e4m3fn).astype(jnp.float32)
-    return codes.astype(jnp.float32)
-
-
-def _select_values(codes: Int[Array, "*any"], table: tuple[float, ...]) -> Float[Array, "*any"]:
-    """Select from a table by the bits of the codes: a TPU gathers slowly, and XLA fuses selects with the product."""
-    choices: list[Any] = list(table)
-    bit = 1
+    choices: list[Any] = list(FORMATS[form].table)
+    if not choices:
+        values = jax.lax.bitcast_convert_type(codes, jnp.float8_e4m3fn) if form == "fp8" else codes
+        return values.astype(jnp.float32)
+    # Select by the bits of the codes: a TPU gathers slowly, and XLA fuses selects with the product.
+    codes, bit = codes.astype(jnp.int32), 1
     while len(choices) > 1:
         is_set = (codes & bit) != 0
         choices = [jnp.where(is_set, odd, even) for even, odd in zip(choices[::2], choices[1::2], strict=True)]
@@ -255,20 +327,14 @@ def _select_values(codes: Int[Array, "*any"], table: tuple[float, ...]) -> Float
     return choices[0].astype(jnp.float32)
 
 
-class _Codes(NamedTuple):
-    """Quantised rows of a weight, before double quantisation of the scales."""
+# Quantisation of a weight.
 
-    codes: Array
-    """[..., out, in]."""
-    scales: Array
-    """[..., out, blocks]."""
+_MIN_NORMAL = 2.0**-126
+_E8M0_NAN = 255
 
 
-def encode(weight: Float[Array, "*stack out in"], form: Format) -> _Codes:
-    """Quantise rows, each independently of the others, so that a weight may come in parts.
-
-    A block with a number that is not finite gets NaN as its scale.
-    """
+def encode(weight: Float[Array, "*stack out in"], form: Format, dtype: Any) -> QuantizedWeight:
+    """Quantise matrices of a weight of this dtype; a block with a number that is not finite gets NaN as its scale."""
     weight = weight.astype(jnp.float32)
     *leading, width = weight.shape
     block = min(form.block or width, width)
@@ -287,13 +353,17 @@ def encode(weight: Float[Array, "*stack out in"], form: Format) -> _Codes:
         scales = jnp.where(is_finite, absmax / form.largest, jnp.nan).astype(form.scales)
         divisor = scales.astype(jnp.float32)
     if form.name == "nf4":  # multiplied by the inverse as in bitsandbytes: near a border between codes it matters
-        factor = overflow_factor(divisor)
+        factor = _overflow_factor(divisor)
         inverse = 1 / (jnp.maximum(divisor, _MIN_NORMAL) * factor)
         scaled = jnp.clip(blocks * factor[..., None] * inverse[..., None], -1, 1)
     else:
         scaled = blocks / jnp.where(divisor > 0, divisor, 1)[..., None]
     codes = _round_to_codes(scaled, form).reshape(*leading, num_blocks * block)[..., :width]
-    return _Codes(codes, scales)
+    fields = (form.name, form.block, jnp.dtype(dtype).name)
+    if not form.double:
+        return QuantizedWeight(codes, scales, None, None, *fields)
+    scale_codes, nested_scales, offset = _quantize_scales(scales)
+    return QuantizedWeight(codes, scale_codes, nested_scales, offset, *fields)
 
 
 def _round_to_codes(scaled: Array, form: Format) -> Array:
@@ -312,13 +382,102 @@ def _round_to_codes(scaled: Array, form: Format) -> Array:
     return jnp.clip(jnp.round(scaled), -form.largest, form.largest).astype(jnp.int8).astype(form.codes)
 
 
-def assemble_node(codes: Any, scales: Any, form: Format, dtype: Any) -> QuantizedWeight:
-    """Make the node of whole matrices from codes [..., out, in] and scales [..., out, blocks].
+# Double quantisation as in bitsandbytes: 8-bit codes of a scale's distance from the mean. The scales of one matrix are
+# taken row by row, and 256 of them share a nested scale. A code stands for one of 256 numbers between -1 and 1 whose
+# spacing grows with their size: within a power of ten, 2ⁱ of them are evenly spaced. Decoding computes these numbers
+# instead of looking them up, because gathers are slow on a TPU.
 
-    `dtype` is that of the weight. The scales are quantised again where the format has double quantisation.
+_NESTED_BLOCK = 256
+_DECADES = 7
+_ZERO = 127
+_LARGE = 2.0**64
+
+
+@functools.cache
+def dynamic_map() -> np.ndarray:
+    """Return the numbers that the 256 codes stand for, ascending, float32."""
+    positive: list[float] = []
+    for decade in range(_DECADES):
+        # From both ends to the middle, each rounded once, as PyTorch spaces float32: the last digit can change a code.
+        i, count, start = np.arange(2**decade + 1), 2**decade, float(np.float32(0.1))
+        step = float((np.float32(1) - np.float32(0.1)) / np.float32(count))
+        bounds = np.where(2 * i < count + 1, start + step * i, 1 - step * (count - i)).astype(np.float32)
+        means = (bounds[:-1] + bounds[1:]) / np.float32(2)
+        positive += (np.float32(10.0 ** (decade - _DECADES + 1)) * means).tolist()
+    return np.asarray([*(-value for value in reversed(positive)), 0.0, *positive, 1.0], np.float32)
+
+
+def _quantize_scales(scales: Float[Array, "*stack O N"]) -> tuple[UInt8[Array, "*stack O N"], Array, Array]:
+    """Quantise float32 scales to codes of the same shape, nested scales [..., nested] and their mean [...].
+
+    A scale that is not finite is left out of the mean. Its nested scale becomes NaN, because no code stands for NaN.
     """
-    name = jnp.dtype(dtype).name
-    if not form.double:
-        return QuantizedWeight(codes, scales, None, None, form.name, form.block, name)
-    scale_codes, nested_scales, offset = quantize_scales(scales)
-    return QuantizedWeight(codes, scale_codes, nested_scales, offset, form.name, form.block, name)
+    flat = scales.reshape(*scales.shape[:-2], -1)
+    mean = jnp.mean(flat, axis=-1)
+    mean = jnp.where(jnp.isfinite(mean), mean, _mean_of_finite(flat))
+    return *quantize_around_mean(scales, mean), mean
+
+
+def _mean_of_finite(flat: Float[Array, "*stack N"]) -> Float[Array, "*stack"]:
+    """Return the mean of the finite numbers, whose sum may be too large for float32."""
+    is_finite = jnp.isfinite(flat)
+    flat = jnp.where(is_finite, flat, 0)
+    factor = _overflow_factor(jnp.max(flat, axis=-1))
+    total, count = jnp.sum(flat * factor[..., None], axis=-1), jnp.sum(is_finite, axis=-1)
+    return total / jnp.maximum(count, 1).astype(jnp.float32) / factor
+
+
+def _overflow_factor(sizes: Float[Array, "*any"]) -> Float[Array, "*any"]:
+    """Return powers of two that keep sums and inverses of large numbers in float32: 1 for sizes up to 2⁶⁴."""
+    return jnp.where(sizes > _LARGE, 1 / _LARGE, 1.0).astype(jnp.float32)
+
+
+def quantize_around_mean(scales: Float[Array, "*stack O N"], mean: Array) -> tuple[UInt8[Array, "*stack O N"], Array]:
+    """Quantise the distance of scales from a mean, bit for bit as bitsandbytes does.
+
+    On GPUs, and in PyTorch, bitsandbytes takes the nearest code, as here. Its build for CPUs first rounds a distance to
+    one of 65,536 numbers: there fewer than one code in 200 is the neighbouring one, and a zero here is 2.1e-5 there.
+    The last digits of the mean depend on the order of its sum, which in PyTorch depends on processor and threads.
+    """
+    *stack, out, num_blocks = scales.shape
+    shifted = scales.reshape(*stack, out * num_blocks) - mean[..., None]
+    num_nested = math.ceil(out * num_blocks / _NESTED_BLOCK)
+    padding = num_nested * _NESTED_BLOCK - out * num_blocks
+    blocks = jnp.pad(shifted, ((0, 0),) * len(stack) + ((0, padding),)).reshape(*stack, num_nested, _NESTED_BLOCK)
+    absmax = jnp.max(jnp.abs(blocks), axis=-1)
+    factor = _overflow_factor(absmax)
+    scaled = blocks * factor[..., None] * (1 / jnp.where(absmax > 0, absmax * factor, 1))[..., None]
+    table = dynamic_map()
+    bounds = (table[:-1] + table[1:]) / np.float32(2)  # rounded as in bitsandbytes; a tie takes the lower code
+    codes = jnp.searchsorted(jnp.asarray(bounds), scaled).astype(jnp.uint8)
+    # A maximum may ignore NaN, as XLA's does on a CPU.
+    absmax = jnp.where(jnp.all(jnp.isfinite(blocks), axis=-1), absmax, jnp.nan)
+    return codes.reshape(*stack, -1)[..., : out * num_blocks].reshape(scales.shape), absmax
+
+
+def decode(codes: UInt8[Array, "*any"]) -> Float[Array, "*any"]:
+    """Return the numbers that codes stand for, computed without a table: float32."""
+    distance = codes.astype(jnp.int32) - _ZERO
+    size = jnp.abs(distance)
+    value = jnp.zeros(codes.shape, jnp.float32)
+    for decade in range(_DECADES):
+        position = (size - 2**decade).astype(jnp.float32)
+        means = 0.1 + 0.9 * (position + 0.5) / 2**decade
+        value = jnp.where(size >= 2**decade, 10.0 ** (decade - _DECADES + 1) * means, value)
+    return jnp.where(size > _ZERO, 1.0, value) * jnp.sign(distance).astype(jnp.float32)
+
+
+def dequantize_scales(codes: Array, nested_scales: Array, offset: Array) -> Float[Array, "*stack O N"]:
+    """Return the float32 scales of whole matrices from codes [..., out, blocks] and nested scales [..., nested]."""
+    *_, out, num_blocks = codes.shape
+    flat = jnp.repeat(nested_scales, _NESTED_BLOCK, axis=-1)[..., : out * num_blocks].reshape(codes.shape)
+    return decode(codes) * flat + offset[..., None, None]
+
+
+def _dequantize_row_scales(codes: Array, nested_scales: Array, offset: Array, ids: Array) -> Float[Array, "*ids N"]:
+    """Return the scales of the rows `ids` of one matrix from their codes [*ids, blocks]."""
+    num_blocks = codes.shape[-1]
+    block_indices = jnp.arange(num_blocks).reshape((1,) * ids.ndim + (num_blocks,))
+    # Nested blocks run over the whole matrix, row by row, so one row may use several nested scales.
+    nested_indices = (ids[..., None] * num_blocks + block_indices) // _NESTED_BLOCK
+    return decode(codes) * nested_scales[nested_indices] + offset

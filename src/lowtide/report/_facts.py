@@ -369,8 +369,8 @@ def _to_rows(buffers: Sequence[Buffer]) -> list[dict[str, Any]]:
 
 def from_rows(rows: Iterable[dict[str, Any]]) -> tuple[Buffer, ...]:
     """Return the buffers that `_to_rows` turned into plain data."""
-    fields: Iterable[dict[str, Any]] = ({**row, "shape": tuple(row.get("shape", ()))} for row in rows)
-    return tuple(Buffer(**values) for values in fields)
+    fields: list[dict[str, Any]] = [{**row, "shape": tuple(row.get("shape", ()))} for row in rows]
+    return tuple(Buffer(**row) for row in fields)
 
 
 def signed(num_bytes: int) -> str:

@@ -211,19 +211,10 @@ def _rows(space: Space, before: MemoryReport, after: MemoryReport) -> list[DiffR
     rows: list[DiffRow] = []
     for key in dict.fromkeys([*sides[0], *sides[1]]):
         (before_bytes, before_count), (after_bytes, after_count) = (side.get(key, (0, 0)) for side in sides)
+        sizes = {"before_bytes": before_bytes, "after_bytes": after_bytes}
+        counts = {"before_count": before_count, "after_count": after_count}
         role, owner, dtype = key
-        rows.append(
-            DiffRow(
-                space=space,
-                role=role,
-                owner=owner,
-                dtype=dtype,
-                before_bytes=before_bytes,
-                after_bytes=after_bytes,
-                before_count=before_count,
-                after_count=after_count,
-            )
-        )
+        rows.append(DiffRow(space=space, role=role, owner=owner, dtype=dtype, **sizes, **counts))
     return rows
 
 

@@ -9,6 +9,7 @@ they only tune the compiler's estimates of time.
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import functools
 import importlib.resources
 import math
@@ -16,9 +17,17 @@ import re
 import tomllib
 from typing import Any, Literal
 
+from ..core import TargetError
+
 # Versions that XLA requires in addition to the chip: those of the CUDA that the plugin of jaxlib 0.10 is built for.
 _CUDA_VERSION, _CUDNN_VERSION = "13.0.0", (9, 10, 0)
 _FIGURES = ("hbm_bytes", "device_bytes", "hbm_bandwidth", "flops", "host_link_bandwidth")
+_TPU_TOPOLOGY = re.compile(r"[1-9]\d*(x[1-9]\d*){1,2}")
+_GPU_COUNT = re.compile(r"[1-9]\d{0,4}")
+_GPU_LIKE = re.compile(
+    r"(a2|a10g?|a16|a30|a40|a800|b100|gh200|h20|h800|l20|l40|k80|t4|[vp]100|mi\d{3}[axp]?)"
+    r"|(rtx|gtx|titan|quadro)\w+|\d{4}(ti|super)*"
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -37,8 +46,8 @@ class Machine:
 class Capability:
     """Properties of an NVIDIA compute capability that a compiler needs."""
 
-    version: tuple[int, int]
-    """Major and minor."""
+    version: str
+    """Major and minor, such as ``9.0``."""
     accelerated: bool = False
     """Whether XLA uses the instructions that only this architecture has."""
     threads_per_core: int
@@ -107,7 +116,7 @@ class Chip:
     def gpu_target_config(self, hbm_bytes: int) -> str:
         """Return XLA's description of this GPU with a given memory: a `GpuTargetConfigProto` as text."""
         assert self.capability is not None, f"{self.name} is not a GPU"
-        major, minor = self.capability.version
+        major, minor = self.capability.version.split(".")
         extension = "ACCELERATED_FEATURES" if self.capability.accelerated else "NONE"
         numbers = {
             # Literal numbers are the same for all GPUs of the catalogue.
@@ -193,13 +202,9 @@ def normalize_name(name: str) -> str:
 
 
 def busy_rows(kind: str) -> int | None:
-    """Return how many rows make a matrix product take three times as long as reading its weight; a power of two.
+    """Return how many rows make a matrix product take three times as long as reading its weight, on a `device_kind`.
 
-    Args:
-        kind: JAX's `device_kind`.
-
-    Returns:
-        The number of rows, rounded up; None for a chip whose speed is unknown.
+    The result is rounded up to a power of two, or None if the chip's speed is unknown.
     """
     chip = catalogue().of_kind(kind)
     if chip is None or chip.flops is None or chip.hbm_bandwidth is None:
@@ -214,9 +219,7 @@ def catalogue() -> Catalogue:
     """Read the catalogue, once."""
     text = importlib.resources.files("lowtide.targets").joinpath("chips.toml").read_text(encoding="utf-8")
     data = tomllib.loads(text)
-    capabilities = {
-        version: Capability(version=_version(version), **fields) for version, fields in data["capabilities"].items()
-    }
+    capabilities = {version: Capability(version=version, **fields) for version, fields in data["capabilities"].items()}
     names = data["names"]
     return Catalogue(
         chips={
@@ -227,11 +230,6 @@ def catalogue() -> Catalogue:
         ambiguous={name: tuple(chips) for name, chips in names["ambiguous"].items()},
         refused=tuple((re.compile(pattern), reason) for pattern, reason in names["refused"].items()),
     )
-
-
-def _version(text: str) -> tuple[int, int]:
-    major, minor = text.split(".")
-    return int(major), int(minor)
 
 
 def _chip(
@@ -265,3 +263,98 @@ def _chip(
         sources=tuple((figure, origin.get(figure, origin["default"])) for figure in _FIGURES if figure in fields),
         **fields,
     )
+
+
+# --- Names ------------------------------------------------------------------------------------------------------------
+#
+# GPU names are forgiving (case, spaces, hyphens, the vendor's name), because every tool writes them differently. TPU
+# names are libtpu's. Errors list valid names.
+
+
+def parse_name(name: str) -> tuple[Chip, str]:
+    """Parse ``chip`` or ``chip:topology``; the returned topology is ``AxB[xC]`` for TPUs, and a number for GPUs.
+
+    Raises `TargetError` for a name that is empty, unknown or ambiguous, or a topology that no machine has.
+    """
+    word, separator, topology = (part.strip().lower() for part in name.strip().partition(":"))
+    chip = catalogue().find(word)
+    if chip is None:
+        raise _unknown_target_error(name, word, topology)
+    if not separator:
+        return chip, chip.smallest
+    if chip.platform == "gpu":
+        if not _GPU_COUNT.fullmatch(topology):
+            raise _gpu_count_error(name, chip)
+        gpu_topology(chip, int(topology))
+    # libtpu does not refuse a zero but divides by it, so such a name must not reach it.
+    elif not _TPU_TOPOLOGY.fullmatch(topology):
+        expected = f"{chip.name}:AxB or {chip.name}:AxBxC, positive numbers of chips along each axis"
+        hint = f'write "{chip.name}:{chip.smallest}", or just "{chip.name}", for one chip'
+        raise TargetError(f"{name!r} has no valid topology", expected=expected, hint=hint)
+    return chip, topology
+
+
+def gpu_topology(chip: Chip, num_gpus: int) -> tuple[int, int, int]:
+    """Return partitions (groups of hosts that NVLink joins), hosts per partition, and GPUs per host.
+
+    Compile-only devices of jaxlib 0.10.2 know their host (`process_index`), and all report partition 0. Raises
+    `TargetError` for a number that does not fill its hosts or partitions.
+    """
+    if num_gpus <= chip.gpus_per_host:
+        return 1, 1, num_gpus
+    hosts, gpus_left = divmod(num_gpus, chip.gpus_per_host)
+    hosts_per_partition = min(hosts, chip.hosts_per_partition)
+    partitions, hosts_left = divmod(hosts, hosts_per_partition)
+    if gpus_left or hosts_left:
+        raise _gpu_count_error(f"{chip.name}:{num_gpus}", chip)
+    return partitions, hosts_per_partition, chip.gpus_per_host
+
+
+def _gpu_count_error(name: str, chip: Chip) -> TargetError:
+    host = chip.gpus_per_host
+    domain = host * chip.hosts_per_partition
+    beyond = f" (above {domain}: of {domain})" if domain > host else ""
+    return TargetError(
+        f"{name!r} has no valid number of GPUs",
+        expected=f"{chip.name}:N with N up to {host} on one host, or a multiple of {host}{beyond}, below 100000",
+        hint=f'write "{chip.name}" for one GPU or "{chip.name}:{host}" for one host; axes belong to the mesh',
+    )
+
+
+def _valid_names() -> str:
+    chips = catalogue()
+    return (
+        f'"here", "cpu", a TPU topology such as "v5e:2x2" (chips: {", ".join(chips.of("tpu"))}), '
+        f'or GPUs such as "h100:8" (chips: {", ".join(chips.of("gpu"))})'
+    )
+
+
+def _unknown_target_error(name: str, word: str, topology: str) -> TargetError:
+    chips = catalogue()
+    if not word:
+        return TargetError("the target's name is empty", expected=_valid_names(), hint='use "here" for this machine')
+    gpu = normalize_name(word)
+    if gpu in chips.ambiguous:
+        choices = [f'"{choice}:{topology}"' if topology else f'"{choice}"' for choice in chips.ambiguous[gpu]]
+        return TargetError(f"{name!r} stands for GPUs with different memory", hint=f"write {' or '.join(choices)}")
+    hint = 'use "here" on a machine with that GPU'
+    for pattern, reason in chips.refused:
+        if pattern.fullmatch(gpu or word):
+            problem = f"Lowtide cannot compile for the GPU {name!r}: {reason}"
+            return TargetError(problem, expected=_valid_names(), hint=hint)
+    gpus = {normalize_name(chip): chip for chip in chips.of("gpu")}
+    close_gpus = [gpus[key] for key in difflib.get_close_matches(gpu, list(gpus), n=3, cutoff=0.6)]
+    if _GPU_LIKE.fullmatch(gpu):
+        hint += f"; near misses: {', '.join(close_gpus)}" if close_gpus else ""
+        return TargetError(f"{name!r} is a GPU that is not in the catalogue", expected=_valid_names(), hint=hint)
+    # A slice name such as v5litepod-4 may count cores or chips, so only the chip is taken from it.
+    stem = re.split(r"[-=_ ]", word)[0]
+    tpus = chips.of("tpu")
+    close = [chips.tpu_words[stem]] if stem in chips.tpu_words else []
+    close += difflib.get_close_matches(stem, ["here", "cpu", *tpus], n=3, cutoff=0.5)
+    misses = [
+        f"{match}:{topology}" if match in tpus and _TPU_TOPOLOGY.fullmatch(topology) else match
+        for match in dict.fromkeys([stem] * (stem in tpus) + close + close_gpus)
+    ]
+    hint = f"near misses: {', '.join(misses)}" if misses else 'write it like "v5e:2x2" or "h100:8"'
+    return TargetError(f"unknown target {name!r}", expected=_valid_names(), hint=hint)

@@ -2,24 +2,33 @@
 
 A target names a platform, a number of JAX devices, the bytes that a program may use on each, and known speeds. TPU
 targets need no TPU and GPU targets no GPU: libtpu, and XLA's CUDA plugin with `ptxas`, compile for hardware that is
-only described. Figures and their origins are in `chips.toml`; `_names.py` reads names.
+only described. Figures and their origins are in `chips.toml`; `_catalogue.py` reads them and the names of chips.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import difflib
 import functools
 import importlib.util
 import math
 import os
+import re
+import shutil
 from collections.abc import Mapping
 from typing import Any, Literal, TypedDict, Unpack, cast, get_args
 
-from ..core import ConfigError, TargetError, format_bytes, parse_bytes
-from ._catalogue import Chip, catalogue
-from ._names import gpu_topology, num_chips, parse_name
+from ..core import (
+    ConfigError,
+    TargetError,
+    check_choice,
+    check_integer,
+    check_number,
+    check_type,
+    format_bytes,
+    parse_bytes,
+)
+from ._catalogue import Chip, catalogue, gpu_topology, parse_name
 
 Platform = Literal["cpu", "gpu", "tpu"]
 
@@ -185,15 +194,10 @@ def resolve_target(target_or_name: Target | str | None) -> Target:
     """Return the target for an argument of a public function: a `Target`, its name, or None for ``"here"``."""
     if isinstance(target_or_name, Target):
         return target_or_name
-    name: Any = target_or_name
-    if not isinstance(name, str | None):
-        raise TargetError(
-            "target must be a single name",
-            expected='a name such as "v5e:2x2", a Target, or None for this machine',
-            got=repr(target_or_name)[:80],
-            hint="call the function once for each target",
-        )
-    return target("here" if target_or_name is None else target_or_name)
+    name = "here" if target_or_name is None else target_or_name
+    hint = "call the function once for each target"
+    check_type("target", name, str, 'one name such as "v5e:2x2", a Target or None', hint=hint, error=TargetError)
+    return target(name)
 
 
 def _here() -> Target:
@@ -201,12 +205,8 @@ def _here() -> Target:
 
     devices = jax.devices()
     platform = jax.default_backend()
-    if platform not in get_args(Platform):
-        raise TargetError(
-            f"Lowtide does not support the default backend {platform!r}",
-            expected="cpu, gpu or tpu",
-            hint='choose another backend with JAX_PLATFORMS, or another target such as "cpu"',
-        )
+    hint = 'choose another backend with JAX_PLATFORMS, or another target such as "cpu"'
+    check_choice("JAX's default backend", platform, get_args(Platform), hint=hint, error=TargetError)
     # Only this process's own devices report their memory.
     local = [device for device in devices if getattr(device, "process_index", 0) == jax.process_index()]
     limits = [(device.memory_stats() or {}).get("bytes_limit") for device in local] if platform != "cpu" else [None]
@@ -242,7 +242,7 @@ def _chip_figures(chip: Chip | None) -> dict[str, Any]:
 
 
 def _ahead_of_time_target(chip: Chip, topology: str) -> Target:
-    chips = num_chips(chip, topology)
+    chips = int(topology) if chip.platform == "gpu" else math.prod(map(int, topology.split("x")))
     figures = _chip_figures(chip)
     device_bytes = chip.device_bytes
     sources = [f"device_bytes: {origin}" for figure, origin in chip.sources if figure == "device_bytes"]
@@ -268,20 +268,27 @@ def _ahead_of_time_target(chip: Chip, topology: str) -> Target:
 
 
 def _override_figures(goal: Target, overrides: dict[str, int]) -> Target:
+    """Replace figures, and raise when more is reserved than usable, or more is usable than physically present."""
     if not overrides:
         return goal
     changed: dict[str, Any] = dict(overrides)
-    if (
-        goal.platform == "gpu"
-        and "hbm_bytes" in overrides
-        and "device_bytes" not in overrides
-        and goal.is_ahead_of_time
-    ):
+    is_ahead_of_time_gpu = goal.platform == "gpu" and goal.is_ahead_of_time
+    if is_ahead_of_time_gpu and "hbm_bytes" in overrides and "device_bytes" not in overrides:
         # device_bytes is a share of hbm_bytes, so it follows a given hbm_bytes.
         changed["device_bytes"] = int(overrides["hbm_bytes"] * _memory_fraction())
     sources = tuple(source for source in goal.sources if source.partition(":")[0] not in overrides)
     goal = dataclasses.replace(goal, **changed, sources=sources + tuple(f"{figure}: given" for figure in overrides))
-    _check_figures(goal.name, goal.device_bytes, goal.hbm_bytes, goal.reserve_bytes)
+    if goal.device_bytes is None:
+        return goal
+    usable = f"{goal.device_bytes:,} bytes ({format_bytes(goal.device_bytes)})"
+    if goal.hbm_bytes is not None and goal.device_bytes > goal.hbm_bytes:
+        problem = f"device_bytes of {goal.name!r} is {usable}, more than its physical memory"
+        hint = "also give hbm_bytes if the device has more memory than the catalogue says"
+        raise ConfigError(f"{problem}: hbm_bytes is {goal.hbm_bytes:,}", hint=hint)
+    if goal.reserve_bytes >= goal.device_bytes:
+        problem = f"reserve_bytes of {goal.name!r} must be below device_bytes, which is {usable}"
+        hint = "reserve less: reserve_bytes stays free on each device"
+        raise ConfigError(f"{problem}, not {goal.reserve_bytes:,}", hint=hint)
     return goal
 
 
@@ -294,12 +301,8 @@ def _memory_fraction() -> float:
         with contextlib.suppress(ValueError):
             if float(text) > 0:
                 return min(float(text), 1.0)  # beyond 1, XLA borrows from the host
-        raise ConfigError(
-            f"the environment variable {variable} is not a memory fraction",
-            expected="a number above 0 and at most 1",
-            got=repr(text),
-            hint=f"unset {variable}, or set it to the share that JAX may take, such as 0.9",
-        )
+        hint = "unset it, or set it to the share of memory that JAX may take, such as 0.9"
+        raise ConfigError(f"the environment variable {variable} must be a number above 0, not {text!r}", hint=hint)
     return 0.75
 
 
@@ -308,38 +311,28 @@ def _tpu_devices(name: str, chip_config_name: str | None) -> tuple[Any, ...]:
     from ..core._compat import tpu_topology_devices
 
     if importlib.util.find_spec("libtpu") is None:
-        raise TargetError(
-            f"{name!r} needs libtpu, which compiles without a TPU, but libtpu is not installed",
-            hint='pip install "lowtide[tpu-aot]"',
-        )
+        problem = f"{name!r} needs libtpu, which compiles without a TPU, but libtpu is not installed"
+        raise TargetError(problem, hint='pip install "lowtide[tpu-aot]"')
     try:
         return tuple(tpu_topology_devices(name, chip_config_name=chip_config_name))
     except Exception as error:  # libtpu raises various types; the first line is the reason
-        raise TargetError(
-            f"libtpu refuses the topology {name!r}",
-            got=str(error).splitlines()[0],
-            hint="give a topology that a machine has: 1x1, 2x2, 2x4, 4x4, ... in two dimensions (v2, v3, v5e, v6e), "
-            "1x1x1, 2x2x1, 2x2x2, 2x2x4, ... in three (v4, v5p, tpu7x)",
-        ) from error
+        problem = f"libtpu refuses the topology {name!r}: {str(error).splitlines()[0]}"
+        hint = "v2, v3, v5e and v6e have 1x1, 2x2, 2x4, 4x4, ...; v4, v5p and tpu7x have 1x1x1, 2x2x1, 2x2x2, ..."
+        raise TargetError(problem, hint=hint) from error
 
 
 @functools.lru_cache(maxsize=64)
 def _gpu_devices(name: str, chip_name: str, num_gpus: int, hbm_bytes: int) -> tuple[Any, ...]:
     from ..core._compat import gpu_topology_devices
-    from ..core._ptxas import find_ptxas
 
     chip = catalogue().chips[chip_name]
-    missing = TargetError(
-        f"{name!r} needs JAX's CUDA plugin, which compiles without a GPU, but the plugin is not installed or too old",
-        hint='pip install "lowtide[gpu-aot]"',
-    )
+    problem = f"{name!r} needs JAX's CUDA plugin (and no GPU), but the plugin is not installed or too old"
+    missing = TargetError(problem, hint='pip install "lowtide[gpu-aot]"')
     if all(importlib.util.find_spec(plugin) is None for plugin in ("jax_cuda13_plugin", "jax_cuda12_plugin")):
         raise missing
-    if find_ptxas() is None:
-        raise TargetError(
-            f"{name!r} needs NVIDIA's assembler ptxas, which is not on PATH",
-            hint='pip install "lowtide[gpu-aot]", or put the bin folder of a CUDA toolkit on PATH',
-        )
+    if _find_ptxas() is None:
+        hint = 'pip install "lowtide[gpu-aot]", or put the bin folder of a CUDA toolkit on PATH'
+        raise TargetError(f"{name!r} needs NVIDIA's assembler ptxas, which is not on PATH", hint=hint)
     partitions, hosts, devices = gpu_topology(chip, num_gpus)
     try:
         return tuple(
@@ -348,75 +341,60 @@ def _gpu_devices(name: str, chip_name: str, num_gpus: int, hbm_bytes: int) -> tu
     except NotImplementedError as error:
         raise missing from error
     except Exception as error:  # XLA's first line is the reason
-        raise TargetError(
-            f"XLA rejects the description of {name!r}",
-            got=(str(error).splitlines() or [type(error).__name__])[0],
-            hint="install jax 0.10.2, with which descriptions are checked, or report the error",
-        ) from error
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        hint = "install jax 0.10.2, with which descriptions are checked, or report the error"
+        raise TargetError(f"XLA rejects the description of {name!r}: {reason}", hint=hint) from error
+
+
+def _find_ptxas() -> str | None:
+    """Find NVIDIA's assembler, which XLA starts for every kernel, or None; put it on PATH if XLA would miss it.
+
+    XLA searches ``--xla_gpu_cuda_data_dir``, PATH, ``/usr/local/cuda``, ``/opt/cuda``, and the wheels next to its
+    plugin. It does not find wheels elsewhere on `sys.path` (a user's folder below a virtual environment).
+    """
+    folders = re.findall(r"--xla_gpu_cuda_data_dir=(\S+)", os.environ.get("XLA_FLAGS", ""))
+    toolkits = [f"{root}/bin" for root in (*folders, "/usr/local/cuda", "/opt/cuda")]
+    path = shutil.which("ptxas") or shutil.which("ptxas", path=os.pathsep.join(toolkits))
+    if path is not None:
+        return path
+    plugin_parents = {os.path.dirname(folder) for folder in _package_folders("jax_plugins")}
+    for root in _package_folders("nvidia"):
+        folder = os.pathsep.join((f"{root}/cu13/bin", f"{root}/cuda_nvcc/bin"))
+        if (path := shutil.which("ptxas", path=folder)) is not None:
+            if os.path.dirname(root) not in plugin_parents:
+                os.environ["PATH"] = os.pathsep.join((os.environ.get("PATH", os.defpath), os.path.dirname(path)))
+            return path
+    return None
+
+
+def _package_folders(package: str) -> list[str]:
+    spec = importlib.util.find_spec(package)
+    return list(spec.submodule_search_locations or []) if spec else []
 
 
 def _read_figures(values: Mapping[str, object]) -> dict[str, int]:
-    """Return sizes in bytes and rates per second as whole numbers.
-
-    Sizes may be text such as ``"14 GiB"``, bandwidths such as ``"25 GB/s"``. The result omits None, which stands for
-    the figure of the catalogue. Raises `ConfigError` for an unknown name, a capacity or rate that is not positive, or
-    text that is neither.
-    """
+    """Return sizes in bytes and rates per second as whole numbers; values may be text, and None is left out."""
     figures: dict[str, int] = {}
     for name, value in values.items():
-        if name not in (*_SIZES, *_RATES):
-            matches = difflib.get_close_matches(name, (*_SIZES, *_RATES), n=2, cutoff=0.5)
-            raise ConfigError(
-                f"{name!r} is not a figure of a target",
-                expected=f"{', '.join(_SIZES)} (per device, in bytes), {', '.join(_RATES)} (per second)",
-                hint=f"near misses: {', '.join(matches)}" if matches else "give the number of devices in the name",
-            )
+        hint = 'give the number of devices in the name, as in "h100:8"' if name.startswith("num") else None
+        check_choice("a figure of a target", name, (*_SIZES, *_RATES), hint=hint)
         if value is not None:
             figures[name] = _size(name, value) if name in _SIZES else _rate(name, value)
     return figures
 
 
-def _check_figures(name: str, device_bytes: int | None, hbm_bytes: int | None, reserve_bytes: int) -> None:
-    """Raise `ConfigError` when more is reserved than usable, or more is usable than physically present."""
-    if device_bytes is not None and hbm_bytes is not None and device_bytes > hbm_bytes:
-        raise ConfigError(
-            f"device_bytes of {name!r} is more than its physical memory",
-            expected=f"at most hbm_bytes = {hbm_bytes} ({format_bytes(hbm_bytes)})",
-            got=f"{device_bytes} ({format_bytes(device_bytes)})",
-            hint="also give hbm_bytes if the device has more memory than the catalogue says",
-        )
-    if device_bytes is not None and reserve_bytes >= device_bytes:
-        raise ConfigError(
-            f"reserve_bytes leaves no memory of {name!r}",
-            expected=f"less than device_bytes = {device_bytes} ({format_bytes(device_bytes)})",
-            got=f"{reserve_bytes} ({format_bytes(reserve_bytes)})",
-            hint="reserve less: reserve_bytes stays free on each device",
-        )
-
-
 def _size(name: str, value: object) -> int:
     size = parse_bytes(value if isinstance(value, int) else str(value))
-    if size == 0 and name != "reserve_bytes":
-        raise ConfigError(
-            f"{name} has to be positive",
-            got=repr(value),
-            hint=f'give bytes, or text such as "14 GiB"; leave {name} out if it is unknown',
-        )
+    check_integer(name, size, 0 if name == "reserve_bytes" else 1, hint=f"leave {name} out if it is unknown")
     return size
 
 
 def _rate(name: str, value: object) -> int:
     if isinstance(value, str) and name != "flops":
         value = parse_bytes(value.strip().removesuffix("/s"))
-    try:
-        rate = math.nan if isinstance(value, bool) else float(value)  # pyright: ignore[reportArgumentType]
-    except (TypeError, ValueError):
-        rate = math.nan
-    if not (math.isfinite(rate) and rate >= 1):
-        raise ConfigError(
-            f"{name} has to be a positive rate",
-            expected="operations per second" if name == "flops" else 'bytes per second, or text such as "25 GB/s"',
-            got=repr(value),
-            hint=f"leave {name} out for the catalogue's figure",
-        )
+    rate: Any = value
+    with contextlib.suppress(TypeError, ValueError):
+        rate = value if isinstance(value, bool) else float(rate)
+    unit = "operations per second" if name == "flops" else 'bytes per second, or text such as "25 GB/s"'
+    check_number(name, rate, least=1, hint=f"give {unit}; leave {name} out for the catalogue's figure")
     return int(rate)

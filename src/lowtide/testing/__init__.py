@@ -3,10 +3,10 @@
 No other package imports it.
 """
 
-from ._limit import Limit as Limit
 from ._memory import DeviceMemory as DeviceMemory
+from ._memory import Limit as Limit
 from ._memory import Ratio as Ratio
 from ._memory import Slope as Slope
-from ._snapshot import Snapshots as Snapshots
+from ._memory import Snapshots as Snapshots
 
 __all__ = ["DeviceMemory", "Limit", "Ratio", "Slope", "Snapshots"]

@@ -1,21 +1,43 @@
-"""The fixture `device_memory`: compile functions, keep their reports, and compare bytes with a test's limits.
+"""The fixture `device_memory`: compile functions, keep their reports, and compare bytes with limits and snapshots.
 
-`Slope` says how bytes grow with a size, and `Ratio` how the bytes of two programs compare.
+`Slope` says how bytes grow with a size, and `Ratio` how the bytes of two programs compare. `Limit` has the arguments of
+the marker, which are read before the test runs. Each failed assertion lists the largest owners and the changes.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import difflib
+import io
+import json
+import re
+import tempfile
+import zlib
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 
-from ..core import ConfigError, format_bytes, parse_bytes
-from ..memory import Job, MemoryReport, Target
+from ..core import (
+    ConfigError,
+    ReportError,
+    TargetError,
+    check_choice,
+    check_type,
+    format_bytes,
+    parse_bytes,
+    write_files,
+)
+from ..memory import Job, MemoryReport, Target, diff, target
+from ..report import DERIVED_ROLES
 from ..targets import resolve_target
-from ._limit import Limit, beyond_text, check_role, difference_text, owners_text, role_bytes, tolerated_bytes
-from ._snapshot import Snapshots
+
+_MARKER_HINT = '@pytest.mark.device_memory_limit("12 GiB", target="v5e:2x2")'
+_PERCENT = re.compile(r"\s*(\d+(?:\.\d+)?)\s*%\s*")
+_SNAPSHOT_VERSION = 1
+"""Version of the format of snapshot files."""
+_UPDATE_FLAG = "--memory-snapshot-update"
 
 
 class DeviceMemory:
@@ -90,11 +112,8 @@ class DeviceMemory:
         report = job.analyze(goal)
         self.reports.append(report)
         if self._limit is not None and report.device_bytes > self._limit.num_bytes:
-            raise AssertionError(
-                f"test was limited to {self._limit} but needs "
-                f"{beyond_text(report.device_bytes, self._limit.num_bytes)} on {goal.name}\n"
-                f"{owners_text(report)}"
-            )
+            text = _need_text("test", report.device_bytes, self._limit.num_bytes)
+            raise AssertionError(f"{text} on {goal.name}\n{_owners_text(report)}")
         return report
 
     def limit(self, report: MemoryReport, size: str | int, *, role: str | None = None) -> None:
@@ -110,13 +129,10 @@ class DeviceMemory:
             ConfigError: for a role that the report does not have.
         """
         __tracebackhide__ = True
-        allowed, needed = parse_bytes(size), role_bytes(report, role)
+        allowed, needed = parse_bytes(size), _role_bytes(report, role)
         if needed > allowed:
-            label = f"role {role!r}" if role else "the program"
-            raise AssertionError(
-                f"{label} was limited to {format_bytes(allowed)} but needs {beyond_text(needed, allowed)} at the peak "
-                f"on {report.target.name}\n{owners_text(report, role=role)}"
-            )
+            text = _need_text(f"role {role!r}" if role else "the program", needed, allowed)
+            raise AssertionError(f"{text} at the peak on {report.target.name}\n{_owners_text(report, role=role)}")
 
     def limits(self, report: MemoryReport, sizes: Mapping[str, str | int]) -> None:
         """Fail when any of several roles exceeds its size at the peak.
@@ -172,13 +188,12 @@ class DeviceMemory:
         __tracebackhide__ = True
         all_sizes = tuple(sizes)
         if len(all_sizes) < 2 or any(b <= a for a, b in zip(all_sizes, all_sizes[1:], strict=False)):
-            raise ConfigError(
-                "sizes must be two or more increasing numbers", got=all_sizes, hint="pass for instance [2, 4, 8]"
-            )
+            hint = "pass for instance [2, 4, 8]"
+            raise ConfigError(f"sizes must be two or more increasing numbers, not {all_sizes}", hint=hint)
         goal = self._goal(target)
         reports = tuple(self._analyze(Job.make(make, size, target=goal), goal) for size in all_sizes)
         for report in reports:
-            check_role(report, role)
+            _check_role(report, role)
         return Slope(sizes=all_sizes, reports=reports, role=role, space=space, variable=variable)
 
     def ratio(
@@ -209,11 +224,9 @@ class DeviceMemory:
         """
         __tracebackhide__ = True
         if (args or options) and not (callable(numerator) or callable(denominator)):
-            raise ConfigError(
-                "the ratio has arguments, but neither side is a function",
-                got=", ".join([*(type(a).__name__ for a in args), *options]),
-                hint="leave out the arguments; a job or a report has its own",
-            )
+            hint = "leave out the arguments; a job or a report has its own"
+            got = ", ".join([*(type(a).__name__ for a in args), *options])
+            raise ConfigError("the ratio has arguments, but neither side is a function", got=got, hint=hint)
         reports: list[MemoryReport] = []
         for side in (numerator, denominator):
             if isinstance(side, MemoryReport):
@@ -223,7 +236,7 @@ class DeviceMemory:
             else:
                 reports.append(self._analyze(Job.of(side, "one side of the ratio"), self._goal(target)))
         for report in reports:
-            check_role(report, role)
+            _check_role(report, role)
         return Ratio(numerator=reports[0], denominator=reports[1], role=role)
 
     def assert_offloaded(
@@ -252,13 +265,11 @@ class DeviceMemory:
         __tracebackhide__ = True
         goal = report.target
         if goal.platform == "cpu" or (goal.platform == "gpu" and goal.is_ahead_of_time):
-            raise ConfigError(
-                f"a report for {goal.name!r} does not prove placement in host memory",
-                expected='a TPU such as "v5e:2x2", or a GPU of this machine',
-                got="a compiler without host memory for arguments, whose report only shows the declared placement",
-                hint='compile for a TPU: target="v5e:2x2" (pip install "lowtide[tpu-aot]")',
-            )
-        check_role(report, role)
+            problem = f"a report for {goal.name!r} does not prove placement in host memory"
+            got = "a compiler without host memory for arguments, whose report only shows the declared placement"
+            hint = 'compile for a TPU, target="v5e:2x2" (pip install "lowtide[tpu-aot]"), or for a GPU of this machine'
+            raise ConfigError(problem, got=got, hint=hint)
+        _check_role(report, role)
         on_device, on_host = report.by_role.get(role, 0), report.host_by_role.get(role, 0)
         # A copy has the path of the argument whose data it holds.
         paths = {b.path for b in report.buffers if b.role == role}
@@ -273,13 +284,11 @@ class DeviceMemory:
         elif at_least is not None and on_host < parse_bytes(at_least):
             failure = f"{format_bytes(on_host)} are on the host, not {format_bytes(parse_bytes(at_least))}"
         elif allowed is not None and num_copied > allowed:
-            failure = f"copies of it take {beyond_text(num_copied, allowed)} at the peak, not {format_bytes(allowed)}"
+            failure = f"copies of it take {_beyond_text(num_copied, allowed)} at the peak, not {format_bytes(allowed)}"
         if failure is not None:
-            shown = "copies" if failure.startswith("copies") else role
-            raise AssertionError(
-                f"role {role!r} is not offloaded on {goal.name}: {failure}\n{owners_text(report, role=shown)}\n"
-                f"{owners_text(report, role=role, space='host')}"
-            )
+            on_device_text = _owners_text(report, role="copies" if failure.startswith("copies") else role)
+            owners = f"{on_device_text}\n{_owners_text(report, role=role, space='host')}"
+            raise AssertionError(f"role {role!r} is not offloaded on {goal.name}: {failure}\n{owners}")
 
     def snapshot(self, report: MemoryReport, name: str | None = None, *, tolerance: str | int = 0) -> None:
         """Compare a report with the snapshot next to the test; ``pytest --memory-snapshot-update`` writes it.
@@ -319,7 +328,7 @@ class Slope:
     @property
     def num_bytes(self) -> tuple[int, ...]:
         """Bytes at the peak of the program, for every size."""
-        return tuple(role_bytes(report, self.role, self.space) for report in self.reports)
+        return tuple(_role_bytes(report, self.role, self.space) for report in self.reports)
 
     @property
     def bytes_per_unit(self) -> int:
@@ -338,10 +347,9 @@ class Slope:
         __tracebackhide__ = True
         allowed = parse_bytes(limit)
         if self.bytes_per_unit > allowed:
-            raise AssertionError(
-                f"{self._subject()} was limited to {format_bytes(allowed)} per {self.variable} but grows by "
-                f"{beyond_text(self.bytes_per_unit, allowed)}\n{self._text()}"
-            )
+            problem = f"{self._subject()} was limited to {format_bytes(allowed)} per {self.variable}"
+            growth = _beyond_text(self.bytes_per_unit, allowed)
+            raise AssertionError(f"{problem} but grows by {growth}\n{self._text()}")
 
     def assert_flat(self, tolerance: str | int = 0) -> None:
         """Fail when the bytes depend on the size.
@@ -355,11 +363,9 @@ class Slope:
         """
         __tracebackhide__ = True
         low, high = min(self.num_bytes), max(self.num_bytes)
-        if high - low > tolerated_bytes(tolerance, low):
-            raise AssertionError(
-                f"{self._subject()} should not depend on the number of {self.variable}s but differs by "
-                f"{format_bytes(high - low)}\n{self._text()}"
-            )
+        if high - low > _tolerated_bytes(tolerance, low):
+            problem = f"{self._subject()} should not depend on the number of {self.variable}s"
+            raise AssertionError(f"{problem} but differs by {format_bytes(high - low)}\n{self._text()}")
 
     def _subject(self) -> str:
         location = f"on {self.reports[0].target.name}"
@@ -367,7 +373,7 @@ class Slope:
 
     def _text(self) -> str:
         sizes = [f"  {format_bytes(size):>11}  at {n}" for n, size in zip(self.sizes, self.num_bytes, strict=True)]
-        return "\n".join([*sizes, difference_text(self.reports[0], self.reports[-1])])
+        return "\n".join([*sizes, _difference_text(self.reports[0], self.reports[-1])])
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -388,13 +394,11 @@ class Ratio:
         Raises:
             ConfigError: when the second program has no bytes of the role.
         """
-        below = role_bytes(self.denominator, self.role)
+        below = _role_bytes(self.denominator, self.role)
         if not below:
-            raise ConfigError(
-                f"the second program has no bytes{f' of role {self.role!r}' if self.role else ''} to compare with",
-                hint="compare another role, or limit the first program separately",
-            )
-        return role_bytes(self.numerator, self.role) / below
+            problem = f"the second program has no bytes{self._role_text()} to compare with"
+            raise ConfigError(problem, hint="compare another role, or limit the first program separately")
+        return _role_bytes(self.numerator, self.role) / below
 
     def assert_at_most(self, limit: float) -> None:
         """Fail when the ratio exceeds a limit.
@@ -407,9 +411,303 @@ class Ratio:
         """
         __tracebackhide__ = True
         if self.value > limit:
-            above, below = (role_bytes(report, self.role) for report in (self.numerator, self.denominator))
-            raise AssertionError(
-                f"the ratio{f' of role {self.role!r}' if self.role else ''} was limited to {limit:g} but is "
-                f"{self.value:.3g}: {format_bytes(above)} to {format_bytes(below)} on {self.numerator.target.name}\n"
-                f"{owners_text(self.numerator, role=self.role)}\n{difference_text(self.denominator, self.numerator)}"
-            )
+            above, below = (_role_bytes(report, self.role) for report in (self.numerator, self.denominator))
+            problem = f"the ratio{self._role_text()} was limited to {limit:g} but is {self.value:.3g}"
+            sizes = f"{format_bytes(above)} to {format_bytes(below)} on {self.numerator.target.name}"
+            owners = _owners_text(self.numerator, role=self.role)
+            raise AssertionError(f"{problem}: {sizes}\n{owners}\n{_difference_text(self.denominator, self.numerator)}")
+
+    def _role_text(self) -> str:
+        return f" of role {self.role!r}" if self.role else ""
+
+
+# --- limits of the marker, and the text of failures -------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Limit:
+    """Limit on the device memory of a test's programs.
+
+    Examples:
+        >>> str(Limit.of("1536 MiB", target="cpu"))
+        '1.50 GiB'
+    """
+
+    num_bytes: int
+    """Bytes on one device."""
+    target: Target | None = None
+    """The target that the test compiles for by default."""
+    missing: str | None = None
+    """Why the target's compiler is not available here; set only for an optional limit."""
+
+    @classmethod
+    def of(cls, *args: Any, **kwargs: Any) -> Limit:
+        """Read the arguments of the marker: ``(size, *, target=None, optional=False)``.
+
+        Args:
+            *args: the size.
+            **kwargs: the other arguments.
+
+        Raises:
+            ConfigError: for a missing or invalid size, or an argument that the marker does not have.
+            TargetError: for an unknown target, or, unless the limit is optional, one whose compiler is not installed.
+        """
+        arguments = ("size", "target", "optional")
+        for key in kwargs:
+            check_choice("an argument of the marker", key, arguments)
+        sizes = [*args, *([kwargs["size"]] if "size" in kwargs else [])]
+        if len(sizes) != 1:
+            raise ConfigError("the marker needs one size", got=sizes or "no size", hint=_MARKER_HINT)
+        num_bytes = parse_bytes(sizes[0])
+        optional = kwargs.get("optional", False)
+        check_type("optional of the marker", optional, bool, "True or False", hint=_MARKER_HINT)
+        goal = kwargs.get("target")
+        check_type("target of the marker", goal, (str, Target, type(None)), "a name or a Target", hint=_MARKER_HINT)
+        try:
+            # `target` raises for a missing compiler, with a hint how to install it.
+            goal = target(goal) if isinstance(goal, str) else goal
+        except TargetError as error:
+            # An unknown name is a mistake. A compiler that is not installed may be available on another machine, such
+            # as CI.
+            if not optional or "pip install" not in (error.hint or ""):
+                raise
+            return cls(num_bytes=num_bytes, missing=error.message)
+        return cls(num_bytes=num_bytes, target=goal)
+
+    def __str__(self) -> str:
+        return format_bytes(self.num_bytes)
+
+
+def _need_text(subject: str, needed: int, allowed: int) -> str:
+    """Return the beginning of the text of a failed limit."""
+    return f"{subject} was limited to {format_bytes(allowed)} but needs {_beyond_text(needed, allowed)}"
+
+
+def _beyond_text(needed: int, allowed: int) -> str:
+    """Return bytes beyond a limit as text, with the excess where both texts would be the same."""
+    text = format_bytes(needed)
+    return text if text != format_bytes(allowed) else f"{text} ({format_bytes(needed - allowed)} more)"
+
+
+def _tolerated_bytes(tolerance: str | int, total: int) -> int:
+    """Return the bytes of a tolerance: a size such as ``"2 MiB"``, or a share of `total` such as ``"1 %"``.
+
+    Raises `ConfigError` for text that is neither.
+    """
+    share = _PERCENT.fullmatch(tolerance) if isinstance(tolerance, str) else None
+    if share is not None:
+        return int(float(share[1]) / 100 * total)
+    try:
+        return parse_bytes(tolerance)
+    except ConfigError as error:
+        hint = 'pass a size such as "2 MiB", or a share such as "1 %"'
+        raise ConfigError(f"{tolerance!r} is not a tolerance", hint=hint) from error
+
+
+def _owners_text(report: MemoryReport, *, role: str | None = None, space: str = "device", top: int = 8) -> str:
+    """List the largest owners at the peak, one per line: bytes, role, phase, name, array, source."""
+    peak = report.host_peak if space == "host" else report.peak
+    # Equal buffers of one source line, such as those of unrolled layers, share a line.
+    equal: dict[tuple[Any, ...], list[Any]] = {}
+    for b in peak:
+        if role is None or b.role == role:
+            equal.setdefault((b.role, b.phase, b.shape, b.dtype, b.num_bytes, b.source), []).append(b)
+    groups = sorted(equal.values(), key=lambda group: -sum(b.num_bytes for b in group))
+    location = "on the host" if space == "host" else "at the peak"
+    lines = [f"largest owners {location}" + (f" of role {role!r}:" if role else ":")]
+    for group in groups[:top]:
+        b, count = group[0], len(group)
+        array = f"{b.dtype}[{','.join(map(str, b.shape))}]" if b.dtype else ""
+        name = b.label + (f" and {count - 1} equal ones" if count > 1 else "")
+        parts = [b.role, b.phase, name, array, b.source]
+        lines.append(f"  {format_bytes(sum(o.num_bytes for o in group)):>11}  " + "  ".join(p for p in parts if p))
+    if len(groups) > top:
+        other_bytes = sum(b.num_bytes for group in groups[top:] for b in group)
+        lines.append(f"  {format_bytes(other_bytes):>11}  {len(groups) - top} more")
+    return "\n".join(lines if groups else [*lines, "  nothing"])
+
+
+def _difference_text(before: MemoryReport, after: MemoryReport, *, top: int = 8) -> str:
+    """Format the changes between two reports, owner by owner."""
+    from rich.console import Console
+
+    file = io.StringIO()
+    diff(before, after).print(Console(file=file, width=110, no_color=True, highlight=False), top=top)
+    return "\n".join(line.rstrip() for line in file.getvalue().rstrip().splitlines())
+
+
+def _role_bytes(report: MemoryReport, role: str | None, space: str = "device") -> int:
+    """Return the bytes at the peak of one role, or of all.
+
+    Raises `ConfigError` for a role that the report does not have, so that a mistyped role does not pass as 0 bytes.
+    """
+    _check_role(report, role)
+    peak = report.host_peak if space == "host" else report.peak
+    return sum(b.num_bytes for b in peak if role is None or b.role == role)
+
+
+def _check_role(report: MemoryReport, role: str | None) -> None:
+    """Check that a report has a role."""
+    # Derived roles are always valid: a program may have no bytes of them, and then the report does not list them.
+    roles = dict.fromkeys([*report.by_role, *report.host_by_role, *(b.role for b in report.buffers), *DERIVED_ROLES])
+    if role is not None and role not in roles:
+        close = difflib.get_close_matches(role, roles, n=3)
+        naming = 'name the role: device_memory(fn, ..., roles={"params": 0})'
+        hint = f"near misses: {', '.join(close)}" if close else naming
+        raise ConfigError(f"the report has no role {role!r}", expected=", ".join(roles), hint=hint)
+
+
+# --- snapshots -------------------------------------------------------------------------------------------------------
+# A file next to the test holds one report per target and set of versions, reduced to the buffers that are alive at the
+# peak. Compiled bytes are exact for given versions, so the default tolerance is zero.
+
+
+class Snapshots:
+    """The snapshots of one test; mutable: it records which ones the test has taken.
+
+    Args:
+        folder: the folder of the snapshots.
+        test: the name of the test, a part of file names.
+        update: whether to write snapshots that are missing or differ.
+        on_write: called with the file and ``made`` or ``updated``.
+    """
+
+    def __init__(self, folder: Path, test: str, *, update: bool, on_write: Callable[[str, str], None]) -> None:
+        self.folder, self.test, self.update, self._on_write = folder, test, update, on_write
+        self._seen = set[tuple[Path, str]]()
+
+    @classmethod
+    def of_test(cls, path: Path, nodeid: str, *, update: bool, on_write: Callable[[str, str], None]) -> Snapshots:
+        """Return the snapshots of a pytest test.
+
+        Args:
+            path: the test's file.
+            nodeid: pytest's name of the test.
+            update: as in the class.
+            on_write: as in the class.
+        """
+        folder = path.parent / "__memory_snapshots__" / path.stem
+        # Replace "::" only before the bracket: a parameter's text may contain it, and two tests could get one file
+        # name.
+        name, bracket, parameters = nodeid.partition("::")[2].partition("[")
+        return cls(folder, name.replace("::", ".") + bracket + parameters, update=update, on_write=on_write)
+
+    def check(self, report: MemoryReport, name: str | None, tolerance: str | int) -> None:
+        """Compare a report with its snapshot, or write the snapshot.
+
+        Raises:
+            AssertionError: when there is no snapshot, or it differs by more than the tolerance.
+            ConfigError: for a name that was already used, or an invalid tolerance.
+            ReportError: when the file is damaged.
+        """
+        __tracebackhide__ = True
+        file, key = self.folder / f"{_file_name(self.test, name)}.json", _key(report)
+        if (file, key) in self._seen:
+            problem = f"the test takes two snapshots{f' {name!r}' if name else ''} for {key}"
+            raise ConfigError(problem, hint="give each snapshot a name")
+        self._seen.add((file, key))
+        now = _at_peak(report)
+        stored = _read(file)
+        before = stored.get(key)
+        changes = [] if before is None else _changes(before, now, tolerance)
+        if self.update:
+            # A file is not rewritten if no owner's bytes changed, so an update leaves it unmodified in version control.
+            if before is None or any(row.delta_bytes for row in diff(before, now).rows):
+                _write(file, {**stored, key: now})
+                self._on_write(str(file), "made" if before is None else "updated")
+            return
+        if before is None:
+            problem = f"there is no memory snapshot for {key}\n  file: {file}"
+            keys = f"\n  stored: {'; '.join(stored)}" if stored else ""
+            raise AssertionError(f"{problem}{keys}\nhint: run pytest {_UPDATE_FLAG}, and commit the file")
+        if changes:
+            problem = f"the memory differs from the snapshot for {key}: {'; '.join(changes)}\n  file: {file}"
+            hint = f"hint: if the change is intended, run pytest {_UPDATE_FLAG}, and commit the file"
+            raise AssertionError(f"{problem}\n{_difference_text(before, now)}\n{hint}")
+
+
+def _changes(before: MemoryReport, now: MemoryReport, tolerance: str | int) -> list[str]:
+    pairs = {"device": (before.device_bytes, now.device_bytes), "host": (before.host_bytes, now.host_bytes)}
+    return [
+        f"{format_bytes(old)} -> {_after_text(old, new)} on the {space}"
+        for space, (old, new) in pairs.items()
+        if abs(new - old) > _tolerated_bytes(tolerance, old)
+    ]
+
+
+def _after_text(old: int, new: int) -> str:
+    """Format a size, with the difference where the text would equal that of the other size."""
+    text = format_bytes(new)
+    return text if text != format_bytes(old) else f"{text} ({new - old:+,} B)"
+
+
+def _key(report: MemoryReport) -> str:
+    """Return the target, and the versions that determine its figures."""
+    goal = report.target
+    needed = ["jax", "jaxlib", *(["libtpu"] if goal.platform == "tpu" else [])]
+    if goal.platform == "gpu":
+        needed += [name for name in report.versions if "cuda" in name]
+    name = f"{goal.name} ({goal.chip})" if goal.name == "here" else goal.name
+    return ", ".join([name, *(f"{package} {report.versions.get(package) or 'none'}" for package in needed)])
+
+
+def _file_name(test: str, name: str | None) -> str:
+    text = test if name is None else f"{test}.{name}"
+    plain = re.sub(r"[^\w.,=\[\]-]", "_", text, flags=re.ASCII)
+    # A name that was changed or cut gets a checksum of the original, so that two tests cannot share a file.
+    if plain == text and len(text) < 150:
+        return plain
+    return f"{plain[:150]}-{zlib.crc32(text.encode(errors='surrogatepass')):08x}"
+
+
+def _at_peak(report: MemoryReport) -> MemoryReport:
+    """Reduce a report to the buffers that are alive at the peaks."""
+    # The reduced report has one moment, the peak of both spaces, at which all of its buffers are alive.
+    alive = (*report.peak, *report.host_peak)
+    return dataclasses.replace(
+        report,
+        buffers=tuple(dataclasses.replace(b, start=0, end=0) for b in alive),
+        moments=(report.moments[report.peak_moment],),
+        peak_moment=0,
+        host_peak_moment=0,
+    )
+
+
+def _read(file: Path) -> dict[str, MemoryReport]:
+    if not file.is_file():
+        return {}
+    try:
+        data: Any = json.loads(file.read_text(encoding="utf-8"))
+        version, snapshots = data["memory_snapshot_version"], dict(data["snapshots"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise _damaged_file_error(file, error) from error
+    if version != _SNAPSHOT_VERSION:
+        raise _damaged_file_error(file, f"version {version}, expected {_SNAPSHOT_VERSION}")
+    reports: dict[str, MemoryReport] = {}
+    with tempfile.TemporaryDirectory() as folder:  # `from_json` reads only files
+        for key, value in snapshots.items():
+            path = Path(folder) / "report.json"
+            path.write_text(json.dumps(value), encoding="utf-8")
+            try:
+                reports[key] = MemoryReport.from_json(path)
+            except ReportError as error:
+                raise _damaged_file_error(file, f"{key}: {error.got or error.message}") from error
+    return reports
+
+
+def _damaged_file_error(file: Path, got: object) -> ReportError:
+    return ReportError(
+        f"{file}: the memory snapshot cannot be read", got=got, hint=f"delete it and run pytest {_UPDATE_FLAG}"
+    )
+
+
+def _write(file: Path, reports: dict[str, MemoryReport]) -> None:
+    parts: list[str] = []
+    with tempfile.TemporaryDirectory() as folder:
+        for key, report in sorted(reports.items()):
+            path = Path(folder) / "report.json"
+            report.to_json(path)
+            parts.append(f"{json.dumps(key)}: {path.read_text(encoding='utf-8').strip()}")
+    snapshots = ",\n".join(parts)
+    text = f'{{"memory_snapshot_version": {_SNAPSHOT_VERSION}, "snapshots": {{\n{snapshots}\n}}}}\n'
+    write_files(file.parent, {file.name: text.encode()})

@@ -24,7 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from ..core import ConfigError, Tree, check_choice, is_count
+from ..core import ConfigError, Tree, check_choice, check_integer, check_type, shown
 from ..distributed import Processes
 from ..memory import MemoryReport
 from ..pipeline import StageReport
@@ -176,17 +176,17 @@ class Listeners:
         self, trainer: TrainerView, callbacks: Sequence[Callback], on_record: Callable[[Record], None] | None = None
     ) -> None:
         if on_record is not None and not callable(on_record):
-            raise ConfigError(
-                "on_record is not a function", expected="on_record(record)", got=repr(on_record)[:80], hint="print"
-            )
+            raise ConfigError(f"on_record must be a function of a record, not {shown(on_record)}")
         self._trainer, self._callbacks, self._on_record = trainer, callbacks, on_record
+        self.is_immediate = any(callback.is_immediate for callback in callbacks)
+        """Whether the values of a step are read before the next step is dispatched."""
         self._pending = deque[tuple[Event, str, Callable[..., None]]]()
 
     def notify(self, event: Event) -> None:
         """Call the hooks of all callbacks for an event.
 
-        If a hook raises, the later callbacks miss the event, except for records and final events, which all receive. If
-        a hook causes another event, as saving does, the remaining callbacks receive this event first.
+        If a hook raises, the later callbacks miss the event, except for records and final events. If a hook causes
+        another event, as saving does, the remaining callbacks receive this event first.
         """
         self.flush()
         if event.name == "resume":
@@ -241,21 +241,12 @@ class Listeners:
 def as_callbacks(callbacks: Any) -> tuple[Callback, ...]:
     """Return the callbacks of any iterable as a tuple; raise for any other object, before anything runs."""
     if isinstance(callbacks, Callback) or not isinstance(callbacks, Iterable):
-        raise ConfigError(
-            "callbacks is not a list of callbacks",
-            expected="callbacks=[EarlyStopping()]",
-            got=repr(callbacks)[:80],
-            hint="put a single callback into a list",
-        )
+        hint = "put a single callback into a list"
+        raise ConfigError(f"callbacks must be a list of callbacks, not {shown(callbacks)}", hint=hint)
     checked_callbacks = tuple(callbacks)
     for callback in checked_callbacks:
-        if not isinstance(callback, Callback):
-            raise ConfigError(
-                f"not a callback: expected an object of a subclass of `Callback`, got `{type(callback).__name__}`",
-                expected="objects of subclasses of lowtide.train.Callback",
-                got=repr(callback)[:80],
-                hint="pass an object, EarlyStopping(), not its class; pass a function as on_record=",
-            )
+        hint = "pass an object, EarlyStopping(), not its class; pass a function as on_record="
+        check_type("a callback", callback, Callback, "an object of a subclass of lowtide.train.Callback", hint=hint)
         events = [name for name in dir(Callback) if name.startswith("on_")]
         for name in dir(type(callback)):
             hook = name.replace("train_batch", "step").replace("batch", "step")  # names in Keras and Lightning
@@ -282,10 +273,8 @@ class Profile(Callback):
     """
 
     def __init__(self, directory: str | Path, *, first: int = 10, num_steps: int = 3) -> None:
-        if not (is_count(first, 0) and is_count(num_steps, 1)):
-            raise ConfigError(
-                "no step would be profiled", got=f"{first!r}, {num_steps!r}", hint="first=10, num_steps=3"
-            )
+        check_integer("first", first, 0)
+        check_integer("num_steps", num_steps)
         self.directory, self.first, self.num_steps = Path(directory), first, num_steps
         self._is_profiling, self._end_step = False, -1
 
@@ -326,29 +315,14 @@ class Profile(Callback):
 
 
 class _Monitor(Callback):
-    """Base class that waits for a value to improve, and calls `on_plateau` after too many records without improvement.
-
-    The arguments are those of `EarlyStopping`.
-    """
+    """Base class that calls `on_plateau` after too many records without improvement; arguments of `EarlyStopping`."""
 
     def __init__(self, monitor: str, patience: int, min_delta: float, mode: str) -> None:
-        check_choice("unknown mode", mode, ("min", "max"), '"min" is for losses')
-        name: Any = monitor
-        if not isinstance(name, str):
-            raise ConfigError(
-                "monitor is not a name",
-                expected="the name of a value in the records",
-                got=repr(name),
-                hint='"eval_loss"',
-            )
+        check_choice("mode", mode, ("min", "max"), hint='"min" is for losses')
+        check_type("monitor", monitor, str, "the name of a value in the records")
         self.monitor, self.mode, self.patience, self.min_delta = monitor, mode, _number(patience), _number(min_delta)
         if not (self.patience >= 0 and self.min_delta >= 0):
-            raise ConfigError(
-                "patience or min_delta is not a number of at least 0",
-                expected="a number of records, and a difference",
-                got=f"{patience!r}, {min_delta!r}",
-                hint="0 is the smallest valid value",
-            )
+            raise ConfigError(f"patience and min_delta must be numbers >= 0, not {patience!r} and {min_delta!r}")
         self.best = math.inf if mode == "min" else -math.inf
         self.waited, self._num_seen = 0, 0
 
@@ -367,13 +341,9 @@ class _Monitor(Callback):
 
     def resume(self, state: dict[str, Any]) -> None:
         """Continue to wait, unless the state is that of a monitor of another value."""
-        if not self._is_same_monitor(state):
-            return
-        self.best, self.waited = self.best if state["best"] is None else state["best"], state["waited"]
-        self._num_seen = state.get("num_seen", int(state["best"] is not None))
-
-    def _is_same_monitor(self, state: dict[str, Any]) -> bool:
-        return state.get("monitor", self.monitor) == self.monitor
+        if state["monitor"] == self.monitor:
+            self.best = self.best if state["best"] is None else state["best"]
+            self.waited, self._num_seen = state["waited"], state["num_seen"]
 
     def on_train_begin(self, trainer: TrainerView) -> None:
         """Reset the best value and the counters."""
@@ -384,12 +354,10 @@ class _Monitor(Callback):
         """Compare the value. Raise at the first record that should contain it but does not, as with a misspelt name."""
         if self.monitor not in record:
             if not self._num_seen and self._is_due(trainer, record):
-                raise ConfigError(
-                    f"{type(self).__name__} monitors {self.monitor!r}, which is not in the records",
-                    expected=f"one of {', '.join(name for name in record if name not in ('step', 'seconds'))}",
-                    got=repr(self.monitor),
-                    hint="values with names eval_... come from evaluations, which need fit(..., eval_data=...)",
-                )
+                names = ", ".join(name for name in record if name not in ("step", "seconds"))
+                problem = f"{type(self).__name__} monitors {self.monitor!r}, which is not one of {names}"
+                hint = "values with names eval_... come from evaluations, which need fit(..., eval_data=...)"
+                raise ConfigError(problem, hint=hint)
             return
         self._num_seen += 1
         value = record[self.monitor]
@@ -484,13 +452,9 @@ class ReduceOnPlateau(_Monitor):
     ) -> None:
         super().__init__(monitor, patience, min_delta, mode)
         self.factor, self.minimum, self.cooldown = _number(factor), _number(minimum), cooldown
-        if not (0 < self.factor < 1 and 0 <= self.minimum < math.inf and is_count(cooldown, 0)):
-            raise ConfigError(
-                "these arguments could not lower the learning rate",
-                expected="0 < factor < 1, cooldown a number of records, minimum >= 0",
-                got=f"factor={factor!r}, cooldown={cooldown!r}, minimum={minimum!r}",
-                hint="ReduceOnPlateau(factor=0.1)",
-            )
+        check_integer("cooldown", cooldown, 0)
+        if not (0 < self.factor < 1 and 0 <= self.minimum < math.inf):
+            raise ConfigError(f"factor must be between 0 and 1, and minimum at least 0, not {factor!r} and {minimum!r}")
         self._cooling = 0
 
     def state(self) -> dict[str, Any]:
@@ -500,7 +464,7 @@ class ReduceOnPlateau(_Monitor):
     def resume(self, state: dict[str, Any]) -> None:
         """Continue to wait."""
         super().resume(state)
-        if self._is_same_monitor(state):
+        if state["monitor"] == self.monitor:
             self._cooling = state["cooling"]
 
     def on_train_begin(self, trainer: TrainerView) -> None:
@@ -539,15 +503,11 @@ def _check_rates(opt_state: Tree) -> None:
     learning_rates, problem = find_learning_rates(opt_state), None
     integer_dtypes = [rate.dtype for _, rate in learning_rates if not jnp.issubdtype(rate.dtype, jnp.floating)]
     if find_learning_rates(opt_state, "hyperparams_states"):
-        problem = "one that follows a schedule, which would overwrite it"
+        problem = "one that follows a schedule, which would overwrite a change"
     elif integer_dtypes:
         problem = f"one of type {integer_dtypes[0]}"
     elif not learning_rates:
         problem = "no learning rate"
     if problem is not None:
-        raise ConfigError(
-            "the optimizer's learning rate cannot be changed",
-            expected="a hyperparameter learning_rate in its state, a floating-point number",
-            got=problem,
-            hint="optax.inject_hyperparams(optax.adamw)(learning_rate=1e-3)",
-        )
+        hint = "optax.inject_hyperparams(optax.adamw)(learning_rate=1e-3)"
+        raise ConfigError(f"the learning rate cannot be changed, because the optimizer has {problem}", hint=hint)

@@ -16,7 +16,6 @@ import jax.numpy as jnp
 import optax
 
 from ..core import (
-    ConfigError,
     OutOfMemoryError,
     Selector,
     Tree,
@@ -24,8 +23,8 @@ from ..core import (
     argument_shapes,
     as_arguments,
     as_numpy,
+    check_integer,
     combine,
-    is_count,
     memory_space,
     numbers,
     parse_bytes,
@@ -66,10 +65,7 @@ _ROLES = {name: position for position, name in enumerate(STEP_ARGUMENTS)}
 
 
 class CompiledStep:
-    """The step of a trainer, compiled for the shapes of its batches.
-
-    `store` holds the arrays that the step consumes and reads.
-    """
+    """The step of a trainer, compiled for the shapes of its batches; `store` holds its arrays."""
 
     def __init__(
         self,
@@ -149,10 +145,7 @@ class CompiledStep:
         return shortage(program, when=when, roles=_ROLES, budget_bytes=self.budget_bytes, hint=self._step.remedies)
 
     def run(self, batch: Tree, on_dispatch: Callable[[Tree], None] = lambda metrics: None) -> Tree:
-        """Take one step, and return the metrics, on the device; raise `StateError` inside of `averaged`.
-
-        `on_dispatch` is called with the metrics, without an interrupt between the new state and this call.
-        """
+        """Take one step; return the metrics, on the device, and pass them to `on_dispatch` before any interrupt."""
         self._store.refuse_averaged("a step")
         self._store.borrow()
         on_device = self.place(batch)
@@ -187,7 +180,17 @@ class CompiledStep:
 
     def _compile_trial(self, step: TrainingStep, batch: Tree) -> Trial:
         """Compile a step for this hardware, with a memory report where a schedule is chosen by it."""
-        program = self._compiled(step, batch)
+        with warnings.catch_warnings():
+            # JAX only warns about them, without a path. `_refuse_copies` raises, with a path.
+            warnings.filterwarnings("ignore", message="Some donated buffers were not usable")
+            lowered = self._jitted(step).lower(*self._arguments(batch))
+            self._processes.agree_on_program(lowered)
+            try:
+                program: Any = lowered.compile()
+            except Exception as error:
+                if not is_out_of_memory(error):
+                    raise
+                program = error
         if not self._can_reschedule:
             return Trial(step, program, None, None)
         if isinstance(program, Exception):  # a TPU compiler reports memory even when the program does not fit
@@ -196,20 +199,6 @@ class CompiledStep:
             report = analyze_compiled(program, roles=_ROLES)
         # Devices of other processes may have less memory left; all processes choose by the smallest number.
         return Trial(step, program, report, self._processes.least(self._free_bytes(report)))
-
-    def _compiled(self, step: TrainingStep, batch: Tree) -> Any:
-        """Compile a step; return the program, or the compiler's error if it does not fit."""
-        with warnings.catch_warnings():
-            # JAX only warns about them, without a path. `_refuse_copies` raises, with a path.
-            warnings.filterwarnings("ignore", message="Some donated buffers were not usable")
-            lowered = self._jitted(step).lower(*self._arguments(batch))
-            self._processes.agree_on_program(lowered)
-            try:
-                return lowered.compile()
-            except Exception as error:
-                if not is_out_of_memory(error):
-                    raise
-                return error
 
     def _step_for(self, shapes: Tree) -> TrainingStep:
         """Return the step that runs for batches of these shapes."""
@@ -270,10 +259,8 @@ def _refuse_copies(compiled: Any) -> None:
 def parse_budget(budget: int | str | None) -> int | None:
     """Return the bytes that a step may use, or None for all bytes of the device."""
     num_bytes: Any = parse_bytes(budget) if isinstance(budget, str) else budget
-    if num_bytes is not None and not is_count(num_bytes, 1):
-        raise ConfigError(
-            "budget is not a positive number of bytes", got=budget, hint='budget="14 GiB", or None for the whole device'
-        )
+    if num_bytes is not None:
+        check_integer("budget", num_bytes, hint='budget="14 GiB", or None for all bytes of the device')
     return num_bytes
 
 
@@ -316,7 +303,7 @@ def step_job(
     return Job(
         fn=flat_step(step),
         args=(trainable, opt_state, mutable, count, frozen, jax.tree.map(_shape, batch)),
-        roles={name: position for position, name in enumerate(STEP_ARGUMENTS)},
+        roles=_ROLES,
         donate_argnums=DONATED,
     )
 
@@ -406,10 +393,7 @@ def _shape(leaf: Any) -> jax.ShapeDtypeStruct:
 
 def _placed_shape(leaf: Any) -> jax.ShapeDtypeStruct:
     """Return the shape of a leaf of the trainer's step; a leaf in host memory stays there."""
-    is_hosted = memory_space(leaf) == jax.memory.Space.Host
-    return jax.ShapeDtypeStruct(
-        leaf.shape, leaf.dtype, sharding=leaf.sharding if is_hosted else multi_device_sharding(leaf)
-    )
+    return _to_struct(leaf) if memory_space(leaf) == jax.memory.Space.Host else _shape(leaf)
 
 
 def _state_shapes(tx: optax.GradientTransformation, params: Tree) -> Tree:

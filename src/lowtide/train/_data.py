@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..core import ConfigError, DataError, StructureError, Tree, check_count, is_count, leaves_with_paths
+from ..core import ConfigError, DataError, StructureError, Tree, check_integer, leaves_with_paths, require_extra, shown
 
 
 @runtime_checkable
@@ -37,17 +37,14 @@ class DataEnd(enum.Enum):
 
 
 class DataCursor:
-    """Iterator over a run's training data, with its position.
-
-    The run ends at step `num_steps` or after `num_epochs` epochs, whichever comes first; one of them may be None.
-    """
+    """Iterator over a run's training data, which ends after `num_steps` or `num_epochs`, whichever comes first."""
 
     def __init__(self, data: StepData | Iterable[Tree], num_steps: int | None, num_epochs: int | None) -> None:
         if num_steps is None and num_epochs is None:
             raise ConfigError("fit needs an end", expected="num_steps or num_epochs", hint="fit(data, num_steps=1000)")
         for name, number in (("num_steps", num_steps), ("num_epochs", num_epochs)):
             if number is not None:
-                check_count(f"{name} is not an integer of at least 0", number, 0, "0 or more", f"{name}=1000")
+                check_integer(name, number, 0)
         refuse_arrays(data)
         is_indexed = isinstance(data, StepData)
         self._data: Any = data
@@ -55,9 +52,8 @@ class DataCursor:
         self._length: int | None = None
         if is_indexed and num_epochs is not None:
             if not hasattr(data, "__len__"):
-                raise ConfigError(
-                    "num_epochs needs data with a length", got=type(data).__name__, hint="pass num_steps instead"
-                )
+                hint = "pass num_steps"
+                raise ConfigError(f"num_epochs needs data with a length, not {type(data).__name__}", hint=hint)
             self._length = len(self._data)
             if not self._length:
                 raise DataError("the data has no batch", got="a length of 0", hint="pass at least one batch")
@@ -77,10 +73,7 @@ class DataCursor:
         self._is_rolled_back = False
 
     def end_run(self, step: int, position: Mapping[str, Any]) -> None:
-        """End the run after `step` steps at `position`, the trainer's own.
-
-        A batch that was read without a step on it is kept, and comes first in the next run.
-        """
+        """End the run after `step` steps; a batch that was read without a step on it comes first in the next run."""
         self._end_position = position
         if step == self._batch_position[0] and self._last_batch:
             self._unused_batch, self._last_batch = self._last_batch, []
@@ -99,11 +92,9 @@ class DataCursor:
         self._close(iterator)
 
     def continue_from(self, previous: DataCursor | None, position: Mapping[str, Any] | None) -> bool:
-        """Continue with the iterator of the previous run where that run left it, or with other data.
+        """Continue with the iterator of the previous run, or with other data; return False if `start` has to be called.
 
-        Return whether the data is ready: that iterator at the right position, or other data, to which `position` does
-        not apply. Otherwise call `start`. `position` is the trainer's, which differs from the run's end after a
-        restore.
+        `position` is the trainer's, which differs from the run's end after a restore, and does not apply to other data.
         """
         if previous is None or previous._end_position is not position:
             return False
@@ -124,12 +115,8 @@ class DataCursor:
         return True
 
     def _refuse_rewind(self, target: str) -> NoReturn:
-        raise DataError(
-            f"the data cannot go back {target}",
-            expected="batches by step number, or an iterable that can restart",
-            got=type(self._data).__name__,
-            hint="pass a list, a grain dataset, or an object whose __iter__ starts from the beginning",
-        )
+        hint = "pass a list, a grain dataset, or an object whose __iter__ starts from the beginning"
+        raise DataError(f"the data cannot go back {target}: a {type(self._data).__name__} cannot restart", hint=hint)
 
     @property
     def limits(self) -> dict[str, int | None]:
@@ -154,10 +141,7 @@ class DataCursor:
         return min((end for end in ends if end is not None), default=None)
 
     def start(self, step: int, position: Mapping[str, Any] | None = None) -> None:
-        """Move to the first batch after `step` steps; `position` is what `position` returned there, or None.
-
-        `DataError` is raised for an iterator that cannot go back there.
-        """
+        """Move to the batch after `step` steps, at the `position` saved there; raise `DataError` where that fails."""
         if self._is_indexed:
             if self._length:
                 self.epoch, self._index_in_epoch = divmod(step, self._length)
@@ -168,9 +152,7 @@ class DataCursor:
             return
         if position is not None and "num_processes" in position:
             raise DataError(
-                f"the data of the first {step} steps were read by {position['num_processes']} processes",
-                expected="the same number of processes now, each with its own part",
-                got="another number of processes",
+                f"{position['num_processes']} processes, another number than now, have read the data of {step} steps",
                 hint="data by step number (lowtide.train.array_data, a grain.MapDataset) resumes on any number",
             )
         if step and position is None:
@@ -194,17 +176,12 @@ class DataCursor:
         for number in range(position["in_epoch"]):
             if isinstance(self.next(-1), DataEnd):
                 raise DataError(
-                    f"the data ends before the position of the run at step {step}",
-                    expected=f"more than {position['in_epoch']} batches per epoch",
-                    got=number,
+                    f"step {step} follows {position['in_epoch']} batches of an epoch, but the data has only {number}",
                     hint="pass the data of the run that is resumed",
                 )
 
     def position(self, step: int | None = None) -> dict[str, Any]:
-        """Return the position in the data as JSON, for a checkpoint.
-
-        If the batch after `step` steps was already read, the position is the one before it: no step was taken on it.
-        """
+        """Return the position in the data as JSON: before the batch after `step` steps, even if it was already read."""
         if step is not None and step == self._batch_position[0]:
             return {**self._batch_position[1]}
         state = self._iterator.get_state() if hasattr(self._iterator, "get_state") else None
@@ -233,8 +210,7 @@ class DataCursor:
             if not self._is_indexed and self._index_in_epoch and (self._num_epochs or self._iterator is not self._data):
                 return self._end_epoch(step)
             raise DataError(
-                f"the data has no batch for step {step}",
-                expected="a batch for each " + (f"of {self._num_steps} steps" if self._num_steps else "epoch"),
+                f"the data has no batch for step {step}" + (f" of {self._num_steps} steps" if self._num_steps else ""),
                 hint="pass data that repeats, such as a grain.MapDataset with .repeat(), or lower num_steps",
             ) from error
         self._last_batch, self._unused_batch = [batch] if self._is_single_pass else [], []
@@ -253,10 +229,8 @@ class DataCursor:
         return DataEnd.EPOCH
 
     def _close(self, iterator: Any) -> None:
-        """Close an iterator that the cursor has made.
-
-        For a dropped Grain iterator, the garbage collector would wait for its threads, in any thread.
-        """
+        """Close an iterator that the cursor has made."""
+        # For a dropped Grain iterator, the garbage collector would wait for its threads, in any thread.
         if iterator is not self._data and hasattr(iterator, "close"):
             iterator.close()
 
@@ -269,13 +243,9 @@ def refuse_arrays(data: Any) -> None:
     """Raise `DataError` for arrays, and for other objects that cannot be a series of batches."""
     is_pair = isinstance(data, tuple) and any(map(_is_array, data))  # (x, y), whole
     if is_pair or isinstance(data, Mapping) or _is_array(data) or not isinstance(data, StepData | Iterable):
-        raise DataError(
-            "the data holds no batches",
-            expected="batches by step number (a list, a grain.MapDataset), or an iterable of batches",
-            got="a tuple of arrays" if is_pair else type(data).__name__,
-            hint=f"lowtide.train.array_data splits arrays into batches ({IN_ORDER} keeps all elements in order); "
-            "pass a single batch as [batch]",
-        )
+        kind = "a tuple of arrays" if is_pair else type(data).__name__
+        hint = f"lowtide.train.array_data splits arrays ({IN_ORDER} keeps their order); pass one batch as [batch]"
+        raise DataError(f"the data must be a list, a dataset or an iterable of batches, not {kind}", hint=hint)
 
 
 def _is_array(data: Any) -> bool:
@@ -316,32 +286,22 @@ def array_data(arrays: Tree, batch_size: int, *, seed: int | None = 0, drop_rema
         >>> len(data), data[1]["x"].tolist()
         (3, [2.0, 3.0])
     """
+    require_extra("train")
     import grain
 
     leaves = leaves_with_paths(arrays)
     lengths = {path: int(np.shape(leaf)[0]) if np.ndim(leaf) else -1 for path, leaf in leaves}
     if not leaves or -1 in lengths.values():
-        raise DataError(
-            "array_data needs arrays whose first axis is the examples",
-            expected="a pytree of NumPy arrays",
-            got=", ".join(f"{path or '(root)'}: {type(leaf).__name__}" for path, leaf in leaves[:4]) or "no array",
-            hint="np.asarray makes an array of a list of numbers",
-        )
+        kinds = ", ".join(f"{path or '(root)'}: {type(leaf).__name__}" for path, leaf in leaves[:4]) or "no array"
+        hint = "np.asarray converts lists"
+        raise DataError(f"array_data needs arrays whose first axis is the examples, not {kinds}", hint=hint)
     if len(set(lengths.values())) != 1:
-        raise DataError(
-            "the arrays have different numbers of examples",
-            expected="equal leading axes",
-            got=", ".join(f"{path}: {length}" for path, length in lengths.items()),
-            hint="arrays[:n] cuts them to the same length",
-        )
+        sizes = ", ".join(f"{path}: {length}" for path, length in lengths.items())
+        raise DataError(f"the arrays have different numbers of examples, {sizes}", hint="cut them: arrays[:n]")
     length = next(iter(lengths.values()))
-    if not is_count(batch_size, 1) or (drop_remainder and length < batch_size):
-        raise DataError(
-            "no batch can be filled",
-            expected=f"1 <= batch_size <= {length}" if length else "at least one example",
-            got=batch_size if length else "arrays of length 0",
-            hint="choose another batch_size" if length else "check where the examples were lost",
-        )
+    if drop_remainder and not length:
+        raise DataError("the arrays have a length of 0", hint="check where the examples were lost")
+    check_integer("batch_size", batch_size, 1, length if drop_remainder else None, error=DataError)
     arrays = jax.tree.map(np.asarray, arrays)
     order = grain.MapDataset.range(length)
     order = order if seed is None else order.seed(seed).shuffle()
@@ -394,12 +354,8 @@ def example_weights(
     index = numpy.clip(numpy.searchsorted(classes, ids), 0, len(classes) - 1)
     has_weight = numpy.asarray(classes)[index] == ids
     if not isinstance(class_weight, Mapping) and numpy is np and not has_weight.all():
-        raise DataError(
-            "a label is not one of the classes that have a weight",
-            expected=f"0 to {len(classes) - 1}",
-            got=ids[~has_weight].flat[0],
-            hint="pass more weights, or a dictionary, in which other classes have weight 1",
-        )
+        problem = f"a label is {ids[~has_weight].flat[0]}, but only classes 0 to {len(classes) - 1} have a weight"
+        raise DataError(problem, hint="pass more weights, or a dictionary, in which other classes have weight 1")
     default_weight = 1.0 if isinstance(class_weight, Mapping) else np.nan
     weights = numpy.where(has_weight, numpy.asarray(values)[index], numpy.float32(default_weight))
     return weights if sample_weight is None else weights * _validate(numpy.asarray(sample_weight), ids.shape, numpy)
@@ -415,12 +371,9 @@ def _class_table(class_weight: Mapping[int, float] | Sequence[float]) -> tuple[n
         pairs, values = [], np.zeros(0)
     are_classes = all(isinstance(key, int | np.integer) and abs(int(key)) < 2**31 for key, _ in pairs)
     if not pairs or not are_classes or values.ndim != 1 or not np.all(np.isfinite(values) & (values >= 0)):
-        raise ConfigError(
-            "class_weight does not have a valid weight for each class",
-            expected="weights of at least 0 by class, such as {0: 1.0, 1: 5.0}, or one for each class in order",
-            got=repr(class_weight),
-            hint="number the classes from 0; a weight of 0 leaves a class out",
-        )
+        problem = f"class_weight must have a weight of at least 0 for each class, not {shown(class_weight)}"
+        hint = "number the classes from 0, as in {0: 1.0, 1: 5.0}; a weight of 0 leaves a class out"
+        raise ConfigError(problem, hint=hint)
     classes = np.array([key for key, _ in pairs], np.int32)
     order = np.argsort(classes)
     return classes[order], values[order]
@@ -437,17 +390,10 @@ def _class_ids(labels: Any, numpy: Any) -> Any:
 
 def _validate(sample_weight: Any, shape: tuple[int, ...], numpy: Any) -> Any:
     if sample_weight.shape != shape:
-        raise StructureError(
-            "sample_weight does not have the shape of the labels",
-            expected=f"one weight for each label, {list(shape)}",
-            got=list(sample_weight.shape),
-            hint="jnp.broadcast_to repeats the weight of an example for every position of a sequence",
-        )
+        problem = f"sample_weight has the shape {list(sample_weight.shape)}, but the labels have {list(shape)}"
+        hint = "jnp.broadcast_to repeats the weight of an example for every position of a sequence"
+        raise StructureError(problem, hint=hint)
     if numpy is np and not np.all(np.isfinite(sample_weight) & (sample_weight >= 0)):
-        raise DataError(
-            "a sample has a weight that is negative or not finite",
-            expected="weights of at least 0",
-            got=sample_weight[~(np.isfinite(sample_weight) & (sample_weight >= 0))].flat[0],
-            hint="a weight of 0 leaves a sample out",
-        )
+        invalid = sample_weight[~(np.isfinite(sample_weight) & (sample_weight >= 0))].flat[0]
+        raise DataError(f"a sample's weight must be finite and at least 0, not {invalid}", hint="0 leaves a sample out")
     return sample_weight.astype(np.float32)

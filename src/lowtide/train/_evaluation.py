@@ -9,10 +9,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..core import ConfigError, DataError, ModelObject, StructureError, Tree, combine
+from ..core import ConfigError, DataError, ModelObject, StateError, StructureError, Tree, combine
 from ..distributed import Processes, ShardingRules
 from ._compilation import CompiledStep
 from ._data import refuse_arrays
+from ._state import TrainStateStore
 from ._step import TrainingStep, scalar_weight, weighted
 
 _EVALUATION_FOLD = 2**31 - 1
@@ -21,54 +22,38 @@ _EVALUATION_FOLD = 2**31 - 1
 
 def _call_model(model: Any, *batch: Tree) -> Any:
     """Return the model's own output for a batch; refuse a model that is not callable, or takes a state (Equinox)."""
-    if len(batch) != 1:
-        raise ConfigError(
-            "predict needs a function of the model, its state and a batch",
-            expected="predict(data, lambda model, state, batch: ...)",
-            got="no function",
-            hint="call the module as in the loss function; its new state may be left out",
-        )
-    if not callable(model):
-        raise ConfigError(
-            "predict needs a function of the model and a batch",
-            expected="predict(data, lambda model, batch: ...)",
-            got=f"a {type(model).__name__}, which cannot be called",
-            hint="a model that is callable, such as an NNX module or a Keras model, needs no function",
-        )
-    return model(*batch)
+    if len(batch) == 1 and callable(model):
+        return model(*batch)
+    arguments = "model, batch" if len(batch) == 1 else "model, state, batch"
+    name = type(model).__name__
+    raise ConfigError(f"predict cannot call a {name} with a batch", hint=f"predict(data, lambda {arguments}: ...)")
 
 
 class Evaluation:
-    """The compiled functions of evaluation and prediction.
-
-    Without `weight`, a batch weighs the number of rows of its first array. A `ModelObject` may define the default
-    function of predictions (``call``).
-    """
+    """The compiled functions of evaluation and prediction; without `weight`, a batch weighs its number of rows."""
 
     def __init__(
         self,
         step: TrainingStep,
         weight: Callable[[Tree], Any] | None,
         seed: int,
+        store: TrainStateStore,
         compiled: CompiledStep,
         processes: Processes,
         sharding: ShardingRules | None,
         model: Any,
     ) -> None:
         self._step, self._weight, self._seed = step, scalar_weight(weight or _num_rows), seed
-        self._compiled, self._processes = compiled, processes
+        self._store, self._compiled, self._processes = store, compiled, processes
         self._out = None if sharding is None else sharding.replicated()
         self._default_fn = getattr(model, "call", _call_model) if isinstance(model, ModelObject) else _call_model
         self._means = jax.jit(self._batch_means, out_shardings=self._out)
         self._cache: tuple[Any, Any] | None = None
 
-    def means(self, parts: tuple[Tree, ...], count: Any, data: Iterable[Tree]) -> dict[str, float]:
-        """Return weighted means of loss and metrics, summed on the device and read once.
-
-        `parts` are the trainable, mutable and frozen leaves; `count` is the number of steps taken.
-        """
+    def means(self, data: Iterable[Tree]) -> dict[str, float]:
+        """Return weighted means of loss and metrics, summed on the device and read once."""
         refuse_arrays(data)
-        sums = None
+        parts, count, sums = self._store.parts, self._store.state.step, None
         for index, batch in enumerate(self._processes.batches(data)):
             on_device = self._compiled.place(batch, is_training=False)
             batch_sums = self._processes.in_turn(self._means(parts, count, index, on_device))
@@ -78,39 +63,29 @@ class Evaluation:
             raise ConfigError("evaluate got no batch", hint="pass at least one batch, from a re-iterable source")
         values, weights = sums
         if not float(weights):
-            raise DataError(
-                "the weights of all batches of the evaluation sum to 0",
-                expected="a positive sum of weights",
-                got=0,
-                hint="leave out batches without a target, or change weight",
-            )
+            raise DataError("the weights of an evaluation sum to 0", hint="leave out batches without a target")
         return {name: float(value / weights) for name, value in values.items()}
 
-    def outputs(
-        self, parts: Callable[[], tuple[Tree, ...]], data: Iterable[Tree], fn: Callable[..., Any] | None
-    ) -> Iterator[Any]:
-        """Return an iterator of a function's outputs on the host; the next batch is dispatched before one is read.
-
-        `parts` returns the leaves as in `means`; it is called for each batch, since steps may run in between.
-        """
+    def outputs(self, data: Iterable[Tree], fn: Callable[..., Any] | None) -> Iterator[Any]:
+        """Return an iterator of a function's outputs on the host; the next batch is dispatched before one is read."""
         refuse_arrays(data)
         target: Callable[..., Any] = self._default_fn if fn is None else fn
         if self._cache is None or self._cache[0] is not target:
             bound = self._step.bind(target)
             self._cache = target, jax.jit(lambda parts, batch: bound(combine(*parts), batch), out_shardings=self._out)
-        return self._outputs(self._cache[1], parts, data)
+        return self._outputs(self._cache[1], data, self._store.is_averaged)
 
-    def _outputs(
-        self, run: Callable[..., Any], parts: Callable[[], tuple[Tree, ...]], data: Iterable[Tree]
-    ) -> Iterator[Any]:
-        previous = None
+    def _outputs(self, run: Callable[..., Any], data: Iterable[Tree], is_averaged: bool) -> Iterator[Any]:
+        pending: list[Any] = []
         for batch in self._processes.batches(data):
-            output = self._processes.in_turn(run(parts(), self._compiled.place(batch, is_training=False)))
-            if previous is not None:
-                yield jax.device_get(previous[0])
-            previous = (output,)
-        if previous is not None:
-            yield jax.device_get(previous[0])
+            if self._store.is_averaged != is_averaged:
+                raise StateError("predict_batches was called inside of averaged and is read outside, or the reverse")
+            # The current leaves, because steps may run between two batches.
+            parts = self._store.parts
+            pending.append(self._processes.in_turn(run(parts, self._compiled.place(batch, is_training=False))))
+            if len(pending) > 1:
+                yield jax.device_get(pending.pop(0))
+        yield from map(jax.device_get, pending)
 
     def _batch_means(self, parts: tuple[Tree, ...], count: Any, index: Any, batch: Tree) -> tuple[dict[str, Any], Any]:
         # A separate key for every batch, different from all keys of training steps.
@@ -122,10 +97,8 @@ class Evaluation:
 
 
 def _num_rows(batch: Tree) -> int:
-    """Return the weight of a batch in a mean over all elements: the number of rows of its first array.
-
-    A rule that depends on whether leaves agree could weigh two batches of one evaluation differently.
-    """
+    """Return the weight of a batch in a mean over all elements: the number of rows of its first array."""
+    # A rule that depends on whether leaves agree could weigh two batches of one evaluation differently.
     return next((leaf.shape[0] for leaf in jax.tree.leaves(batch) if jnp.ndim(leaf)), 1)
 
 
@@ -136,10 +109,6 @@ def join(parts: Sequence[Any]) -> Any:
     try:
         return jax.tree.map(lambda *leaves: np.concatenate([np.atleast_1d(leaf) for leaf in leaves]), *parts)
     except ValueError as error:
-        shapes = [jax.tree.map(np.shape, part) for part in parts]
-        raise StructureError(
-            "the outputs of the batches cannot be joined",
-            expected="the same structure, and the same shape except for the first axis",
-            got=", ".join(dict.fromkeys(map(str, shapes))),
-            hint="predict_batches returns them one batch at a time",
-        ) from error
+        shapes = ", ".join(dict.fromkeys(str(jax.tree.map(np.shape, part)) for part in parts))
+        hint = "predict_batches returns them one by one"
+        raise StructureError(f"outputs of the shapes {shapes} cannot be joined", hint=hint) from error

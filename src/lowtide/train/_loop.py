@@ -1,10 +1,8 @@
 """The training loop: `Session` yields the events of a run; `Run` passes each to the callbacks, then to the user's loop.
 
-The caller that iterates a session receives each `Event` after it has happened; `stop` ends the run. The values of a
-step are read one step later, so the device never waits for the host to read a loss. The exception is `is_immediate`:
-callbacks that change the training by the values. State, copies and data belong to other objects.
-
-An interrupt may come between any two lines. So the state records which work is done, not the position in the loop.
+The values of a step are read one step later, so the device never waits for the host to read a loss. The exception is
+`is_immediate`: callbacks that change the training by the values. An interrupt may come between any two lines. So the
+state records which work is done, not the position in the loop.
 """
 
 from __future__ import annotations
@@ -14,6 +12,7 @@ import dataclasses
 import logging
 import time
 import warnings
+from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple, TypedDict
@@ -26,7 +25,7 @@ from ..core import (
     OutputError,
     StateError,
     Tree,
-    is_count,
+    check_integer,
     leaves_with_paths,
 )
 from ..distributed import Processes, in_any, refuse_other_folders
@@ -34,11 +33,12 @@ from ..memory import is_out_of_memory
 from ._callbacks import Callback, Listeners
 from ._compilation import CompiledStep
 from ._data import DataCursor, DataEnd, refuse_arrays
+from ._evaluation import Evaluation
 from ._events import Event, Record, note_failure, user_stacklevel
 from ._nan_policy import NonFinitePolicy
 from ._signals import SigtermMonitor, TerminationRequested, install_handlers
 from ._state import TrainStateStore
-from .checkpoint import Checkpoints, RunMetadata, Snapshots
+from .checkpoint import RunMetadata, Snapshots
 
 _STOP, _TERMINATE = 1, 2
 """Actions that a process may request of all processes; the higher one has priority."""
@@ -62,10 +62,8 @@ class FitOptions(TypedDict, total=False):
 def refuse_unknown(options: FitOptions) -> None:
     """Raise for options that `Trainer.fit` does not take."""
     if unknown := sorted(options.keys() - FitOptions.__annotations__.keys()):
-        raise TypeError(
-            f"Trainer.session got {', '.join(unknown)}\n"
-            f"hint: like fit, it takes {', '.join(FitOptions.__annotations__)}"
-        )
+        names = ", ".join(FitOptions.__annotations__)
+        raise TypeError(f"Trainer.session got {', '.join(unknown)}\nhint: like fit, it takes {names}")
 
 
 class Run:
@@ -79,7 +77,6 @@ class Run:
     def __init__(self, session: Session, listeners: Listeners) -> None:
         self._session, self._listeners = session, listeners
         self._is_started, self._is_closed = False, False
-        self._undelivered = list[Event]()  # events that the callbacks have received, and the loop has not
 
     @property
     def records(self) -> list[Record]:
@@ -103,10 +100,7 @@ class Run:
             NonFiniteError: for a loss that is not finite, depending on `on_nan`.
         """
         self._refuse_closed("settled")
-        self._listeners.flush()
-        for event in self._session.settle():
-            self._undelivered.append(event)
-            self._listeners.notify(event)
+        self._session.deliver()
 
     def close(self) -> None:
         """Close the run: it yields no further event, because its state is no longer protected."""
@@ -115,28 +109,20 @@ class Run:
     def __iter__(self) -> Iterator[Event]:
         """Train, and yield the events in order; raise `StateError` outside of the ``with`` block or a second time."""
         if self._is_started:
-            raise StateError(
-                "a run was iterated twice",
-                expected="one loop for each trainer.session(...)",
-                hint="leave the with block, and start another session: it continues where this one ends",
-            )
+            raise StateError("a run was iterated twice", hint="another session continues where it ended")
         self._refuse_closed()
         self._is_started = True
         for event in self._session:
             self._listeners.notify(event)
             yield event
             self._refuse_closed()
-            while self._undelivered:
-                yield self._undelivered.pop(0)
+            while self._session.undelivered:
+                yield self._session.undelivered.popleft()
                 self._refuse_closed()
 
     def _refuse_closed(self, action: str = "iterated") -> None:
-        if self._is_closed:
-            raise StateError(
-                f"a run was {action} outside of its with block",
-                expected="for event in run: inside of with trainer.session(...) as run:",
-                hint="start another session: it continues where this one ended",
-            )
+        if self._is_closed or self._session.is_closed:
+            raise StateError(f"a run was {action} outside of its with block", hint="start another session to continue")
 
 
 class _DispatchedStep(NamedTuple):
@@ -157,15 +143,10 @@ class Session:
     snapshots: Snapshots
     processes: Processes
     nan_policy: NonFinitePolicy
+    evaluation: Evaluation
+    listeners: Listeners
+    """The callbacks: receive events that no iteration passes on, and have states that a checkpoint keeps."""
     cursor: DataCursor
-    evaluate: Callable[[Iterable[Tree]], dict[str, float]]
-    """Returns the means over the batches of an evaluation."""
-    save: Callable[[], bool]
-    """Starts to write a checkpoint of the state and `metadata`; returns whether there was none."""
-    callback_states: Callable[[], Mapping[str, Any]] = dict
-    """Returns the states of callbacks that a checkpoint keeps, as JSON."""
-    is_immediate: bool = False
-    """Whether the values of a step are read before the next step is dispatched."""
     previous: DataCursor | None = None
     """Data of the run before (its `final_cursor`)."""
     eval_data: Iterable[Tree] | None = None
@@ -173,9 +154,8 @@ class Session:
     checkpoint_every: int | None = None
 
     def __post_init__(self) -> None:
-        step, metadata = self.store.step, self.snapshots.metadata
-        _refuse_later_checkpoint(self.snapshots.checkpoints, step)
         self._validate_arguments()
+        step, metadata = self.store.step, self.snapshots.metadata
         self.records: list[Record] = []
         self.final_cursor: DataCursor | None = None
         """The data at the end of the run, for the run that continues."""
@@ -196,6 +176,8 @@ class Session:
         self._has_batch = False
         self._deferred_error: BaseException | None = None
         """Exception of a failed step whose record was already delivered; re-raised on the next iteration."""
+        self.undelivered = deque[Event]()
+        """Events that the callbacks have received, and the loop has not."""
         self._pending: list[_DispatchedStep] = []
         """Steps whose values were not read yet."""
         self._last_finish_time = 0.0
@@ -217,12 +199,9 @@ class Session:
     # --- for the caller ----------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
-    def running(self, notify: Callable[[Event], Any] = lambda event: None) -> Generator[None]:
-        """Iterate the run inside this context: signals wait for steps, and an exception leaves a valid state.
-
-        `notify` is called with the events after the iterator was left: the last records, and the handling of an
-        exception before it propagates.
-        """
+    def running(self) -> Generator[None]:
+        """Iterate the run inside this context: signals wait for steps, and an exception leaves a valid state."""
+        notify = self.listeners.notify
         try:
             with self._sigterm, install_handlers(), self.processes.watched():
                 try:
@@ -246,7 +225,11 @@ class Session:
                         notify(Event("exception", error, error))
                     raise
         finally:
-            self.is_closed = True
+            self.close()
+
+    def close(self) -> None:
+        """End the protection of the state; the run cannot be iterated any more."""
+        self.is_closed = True
 
     def stop(self) -> None:
         """End after the current step, as if it were the last one."""
@@ -255,7 +238,22 @@ class Session:
     def metadata(self) -> RunMetadata:
         """Return the metadata of the state: the position of the data, and the states of callbacks."""
         position = self._position() if self.final_cursor is None else self.snapshots.metadata.position
-        return RunMetadata(position, self.callback_states() if self._has_resumed else self.snapshots.metadata.callbacks)
+        return RunMetadata(
+            position, self.listeners.states() if self._has_resumed else self.snapshots.metadata.callbacks
+        )
+
+    def deliver(self) -> None:
+        """Read the values of all steps so far; callbacks receive their events now, the loop afterwards."""
+        self.listeners.flush()
+        for event in self.settle():
+            self.undelivered.append(event)
+            self.listeners.notify(event)
+
+    def save(self) -> bool:
+        """Start to write a checkpoint of the state and `metadata`; return whether there was none."""
+        self.snapshots.prepare_save()
+        self.deliver()  # restores an earlier state if the last steps made it non-finite
+        return self.snapshots.save(self.metadata())
 
     # --- the run ---------------------------------------------------------------------------------------------------
 
@@ -328,7 +326,7 @@ class Session:
         self.compiled.run(batch, lambda metrics: self._pending.append(_DispatchedStep(step + 1, metrics, started)))
         action = _TERMINATE if self._sigterm.has_arrived else _STOP * self.is_stopped
         self._pending[-1] = self._pending[-1]._replace(vote=self.processes.vote(action))
-        yield from self.settle(int(not self.is_immediate))
+        yield from self.settle(int(not self.listeners.is_immediate))
         yield Event("step_end", step + 1)
         if self.eval_every and (step + 1) % self.eval_every == 0:
             yield from self.settle()
@@ -348,10 +346,7 @@ class Session:
         self.snapshots.take(self.metadata())  # after the hooks, which may change the model at the end of an epoch
 
     def settle(self, num_pending: int = 0) -> Iterator[Event]:
-        """Read the values of all steps but the last `num_pending`, and restore an earlier state if they require it.
-
-        Call it before the state is used as a good one.
-        """
+        """Read the values of all steps but the last `num_pending`, and restore an earlier state if they require it."""
         # A step starts on the device once it was dispatched and the step before it has ended (see `_make_record`).
         while len(self._pending) > num_pending:
             sent = self._pending[0]
@@ -393,7 +388,8 @@ class Session:
         yield Event("evaluate_begin")
         values = None
         with contextlib.suppress(TerminationRequested), self.processes.leaving(lambda: self._sigterm.has_arrived):
-            values = self.evaluate(self._sigterm.batches(self.eval_data))
+            self.store.refresh()
+            values = self.evaluation.means(self._sigterm.batches(self.eval_data))
         if values is None or self.processes.has_left:  # the run that continues evaluates again
             self._requested_action = _TERMINATE
             return
@@ -455,7 +451,7 @@ class Session:
         self.final_cursor = self.cursor
         if error is not None and self._has_resumed and not self.nan_policy.has_rolled_back:
             # Last: if a callback's state raises, the position of the data must not be lost.
-            self.snapshots.set_metadata(self.snapshots.metadata._replace(callbacks=self.callback_states()))
+            self.snapshots.set_metadata(self.snapshots.metadata._replace(callbacks=self.listeners.states()))
 
     # --- after an exception ----------------------------------------------------------------------------------------
 
@@ -510,64 +506,41 @@ class Session:
 
     # --- validation ------------------------------------------------------------------------------------------------
 
-    def refuse_another(self) -> None:
-        """Raise when a run is started inside this one."""
-        raise StateError(
-            "fit was called while another fit is running",
-            expected="one fit at a time",
-            hint="call it after the other fit has returned",
-        )
-
-    def refuse(self, action: str, hint: str | None = None) -> None:
-        """Raise while the run takes steps."""
-        if not self.is_over:
-            raise StateError(
-                f"{action} was called while fit takes steps",
-                expected=f"{action} between two calls of fit, or in on_train_end or on_exception",
-                got="a callback of a step, after which the data and records would not belong to the state",
-                hint=hint or f"call trainer.stop() there, and {action} after fit has returned",
-            )
-
     def _validate_arguments(self) -> None:
-        """Raise for invalid arguments."""
-        checkpoints, eval_data = self.snapshots.checkpoints, self.eval_data
+        """Raise for invalid arguments, and when a checkpoint of a later step exists: nothing would be saved."""
+        checkpoints, eval_data, step = self.snapshots.checkpoints, self.eval_data, self.store.step
+        latest = None if checkpoints is None else checkpoints.look_again()
+        if checkpoints is not None and latest is not None and latest > step:
+            problem = f"{checkpoints.directory} holds a checkpoint of step {latest}, but the trainer is at step {step}"
+            hint = "call trainer.restore() to continue that run, or choose another checkpoint_dir"
+            raise OutputError(problem, hint=hint)
         if checkpoints is not None and checkpoints.best is not None and eval_data is None:
-            raise ConfigError(
-                f"best={checkpoints.best!r} needs evaluations",
-                expected="fit(..., eval_data=...)",
-                got="no eval_data",
-                hint="pass batches to evaluate on, and eval_every",
-            )
+            raise ConfigError(f"best={checkpoints.best!r} needs evaluations", hint="pass eval_data and eval_every")
         for name, interval in (("eval_every", self.eval_every), ("checkpoint_every", self.checkpoint_every)):
-            if interval is not None and not is_count(interval, 1):
-                raise ConfigError(
-                    f"{name} is not a positive number of steps",
-                    expected="1 or more, or None for never",
-                    got=interval,
-                    hint=f"{name}=100",
-                )
+            if interval is not None:
+                check_integer(name, interval, hint="None means never")
         if eval_data is None:
             if self.eval_every is not None:
-                raise ConfigError("eval_every needs eval_data", got="no eval_data", hint="fit(..., eval_data=batches)")
+                raise ConfigError("eval_every needs eval_data", hint="fit(..., eval_data=batches)")
             return
         refuse_arrays(eval_data)
         if isinstance(eval_data, Iterator) and type(eval_data).__module__.split(".")[0] in _SINGLE_PASS_MODULES:
-            raise DataError(
-                "eval_data returns its batches only once, but is evaluated at least twice",
-                expected="a list, a grain dataset, or an object whose __iter__ starts from the beginning",
-                got=type(eval_data).__name__,
-                hint="list(eval_data), if its batches fit in memory",
-            )
+            problem = f"eval_data must return its batches more than once, which a {type(eval_data).__name__} cannot"
+            hint = "list(eval_data), if its batches fit in memory; or an object whose __iter__ starts again"
+            raise DataError(problem, hint=hint)
 
     def _check_processes(self) -> None:
         """Raise where processes would not run the same program."""
         types = [f"{path}: {leaf.dtype}{list(leaf.shape)}" for path, leaf in leaves_with_paths(self.store.state)]
-        periods = {"eval_every": self.eval_every, "checkpoint_every": self.checkpoint_every}
         if self.snapshots.checkpoints is not None:
             refuse_other_folders(self.processes, self.snapshots.checkpoints.directory)
-        has_eval_data = self.eval_data is not None
         self.processes.agree(
-            step=self.store.step, **self.cursor.limits, **periods, eval_data=has_eval_data, state=types
+            step=self.store.step,
+            **self.cursor.limits,
+            eval_every=self.eval_every,
+            checkpoint_every=self.checkpoint_every,
+            eval_data=self.eval_data is not None,
+            state=types,
         )
 
     def _warn_if_no_step(self) -> None:
@@ -579,15 +552,3 @@ class Session:
                 UserWarning,
                 stacklevel=user_stacklevel(),
             )
-
-
-def _refuse_later_checkpoint(checkpoints: Checkpoints | None, step: int) -> None:
-    """Raise when there is a checkpoint of a later step, because a run from here would not save anything."""
-    latest = None if checkpoints is None else checkpoints.look_again()
-    if checkpoints is not None and latest is not None and latest > step:
-        raise OutputError(
-            f"{checkpoints.directory} holds a checkpoint of a later step than the trainer's",
-            expected=f"no checkpoint after step {step}",
-            got=f"step {latest}",
-            hint="call trainer.restore() to continue that run, or choose another checkpoint_dir",
-        )

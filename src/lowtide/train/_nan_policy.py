@@ -1,9 +1,8 @@
 """Losses, gradients and weights that are not finite: when they are detected, and how the run reacts.
 
-A finite loss and finite gradients do not guarantee a finite update: a schedule that divides by zero, a norm of zero or
-a rate that is far too high makes NaN. To drop such an update, a step would have to hold both states at once. So weights
-are checked when a run pauses and the state has to be valid: before copies, checkpoints and evaluations, and at the end.
-Weights on the host are not checked, because they would have to be copied to the device.
+A finite loss and finite gradients do not guarantee a finite update: a norm of zero or a rate that is far too high makes
+NaN. To drop such an update, a step would have to hold both states at once. So weights are checked before copies,
+checkpoints and evaluations, and at the end. Weights on the host would have to be copied, and are not checked.
 """
 
 from __future__ import annotations
@@ -28,10 +27,7 @@ _MAX_ROLLBACKS, _MAX_SKIPS = 3, 100
 
 
 class NonFinitePolicy:
-    """Policy of a run for values that are not finite (`on_nan`, as in `Trainer`).
-
-    `is_guarded` is whether steps drop an update whose loss or gradients are not finite.
-    """
+    """Policy of a run for values that are not finite; `on_nan` and `is_guarded` are those of `Trainer`."""
 
     def __init__(self, store: TrainStateStore, snapshots: Snapshots, on_nan: OnNan, *, is_guarded: bool) -> None:
         self._store, self._snapshots, self._on_nan, self._is_guarded = store, snapshots, on_nan, is_guarded
@@ -60,10 +56,7 @@ class NonFinitePolicy:
         self.has_nonfinite_values = bool(_nonfinite_names(values))
 
     def check_step(self, step: int, values: Mapping[str, float]) -> int | None:
-        """Decide how the run continues after a step; `NonFiniteError` is raised depending on the policy.
-
-        Return the step of the weights that were restored, or None if the run simply continues.
-        """
+        """React to a step: raise `NonFiniteError`, or return the step of restored weights, or None to continue."""
         names = _nonfinite_names(values)
         if not names:
             self._num_failures = 0
@@ -110,13 +103,11 @@ class NonFinitePolicy:
                 hint = "the weights contain this step's update, and there is no copy to restore: make a new Trainer"
         else:
             self.has_nonfinite_values, self.has_dropped_update = False, True
-        can_skip = self._on_nan == "abort" and self._is_guarded and not paths
-        raise NonFiniteError(
-            f"step {step}: {name} is not finite"
-            + (f", and was not finite in the {self._num_failures - 1} steps before" if self._num_failures > 1 else ""),
-            got=value,
-            hint=hint + (', or continue with on_nan="skip"' if can_skip else ""),
-        )
+        if self._on_nan == "abort" and self._is_guarded and not paths:
+            hint += ', or continue with on_nan="skip"'
+        repeated = self._num_failures - 1
+        repetition = f", and was not finite in the {repeated} steps before" if repeated else ""
+        raise NonFiniteError(f"step {step}: {name} is not finite{repetition}", got=value, hint=hint)
 
     def _nonfinite_weights(self) -> list[str]:
         """List the trainable leaves that an update has made NaN or infinite."""

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from ..core import ConfigError, Tree
+from ..core import ConfigError, Tree, check_number
 
 
 class EmaState(NamedTuple):
@@ -54,8 +54,7 @@ def ema(tx: optax.GradientTransformation, decay: float) -> optax.GradientTransfo
     References:
         Polyak and Juditsky, "Acceleration of stochastic approximation by averaging", 1992.
     """
-    if not 0 < decay < 1:
-        raise ConfigError("decay is out of range", expected="between 0 and 1", got=decay, hint="0.999 is customary")
+    check_number("decay", decay, above=0, below=1)
     transform = _Ema(optax.with_extra_args_support(tx), decay)
     return optax.GradientTransformationExtraArgs(transform.init, transform.update)
 
@@ -103,10 +102,8 @@ def _widen(leaf: Any) -> Any:
 
 
 def find_learning_rates(opt_state: Tree, field_name: str = "hyperparams") -> list[tuple[Any, Any]]:
-    """Return the paths and values of the learning rates in an optimizer's state.
-
-    A moment of a parameter that is named ``learning_rate`` is not among them.
-    """
+    """Return the paths and values of the learning rates in an optimizer's state."""
+    # A moment of a parameter that is named ``learning_rate`` is not in such a field.
     matches = optax.tree.get_all_with_path(opt_state, "learning_rate")
     return [(path, value) for path, value in matches if len(path) > 1 and getattr(path[-2], "name", None) == field_name]
 

@@ -54,11 +54,7 @@ _MAX_TIME_SHARE = 0.99
 
 
 class PipelineStep:
-    """A step that computes gradients in a pipeline, and then updates the trainable leaves.
-
-    `pipeline` takes arranged layers, over the mesh of `sharding`. `StructureError` is raised for a model with arrays
-    outside of ``outer`` and ``layers``.
-    """
+    """A step that computes gradients in a pipeline, and then updates; `pipeline` takes arranged layers."""
 
     remedies = (
         "a schedule of more microbatches, or of one that keeps less (v-half, v-min); "
@@ -71,12 +67,8 @@ class PipelineStep:
         layers = outer_and_layers(model, _FEATURE)[1]
         extra = [path for path, _ in leaves_with_paths(with_outer_and_layers(split_static(model)[0], None, None))]
         if extra:
-            raise StructureError(
-                f"{extra[0]}: no part of the pipeline reads it",
-                expected="arrays only in outer and layers",
-                got=", ".join(extra[:4]),
-                hint="put it under outer, which the first and the last function of the stack receive",
-            )
+            hint = "put it under outer, which the first and the last function of the stack receive"
+            raise StructureError(f"{', '.join(extra[:4])}: no part of the pipeline reads it", hint=hint)
         # With an abstract mesh, the program runs on the devices of its arguments, and compiles for any target.
         self._pipeline = dataclasses.replace(pipeline, mesh=pipeline.mesh.abstract_mesh)
         self._concrete, self._sharding = pipeline, sharding
@@ -110,12 +102,8 @@ class PipelineStep:
         """Return the initial state of a model that is arranged and on the mesh; see `TrainingStep`."""
         for path, leaf in leaves_with_paths(split_static(outer_and_layers(model, _FEATURE)[1])[0]):
             if _first_axis(leaf.sharding) != STAGE:
-                raise ConfigError(
-                    f"layers/{path} is not sharded along {STAGE!r}",
-                    expected=f"P({STAGE!r}, ...): the first dimension is that of the layers",
-                    got=str(leaf.sharding.spec),
-                    hint="change the rule for it in ShardingRules",
-                )
+                problem = f"layers/{path} must be sharded along {STAGE!r} first, not as {leaf.sharding.spec}"
+                raise ConfigError(problem, hint="change the rule for it in ShardingRules")
         return self._whole.init(model)
 
     def guard(self, is_guarded: bool) -> None:
@@ -131,23 +119,15 @@ class PipelineStep:
         refuse_shared(self.split(model)[0])  # arranging makes two arrays of one that is at two paths
         outer, layers = outer_and_layers(model, _FEATURE)
         if num_layers(layers) != self._num_layers:
-            raise StructureError(
-                "the model has another number of layers than the pipeline was made for",
-                expected=str(self._num_layers),
-                got=str(num_layers(layers)),
-                hint="make a new Trainer",
-            )
+            raise StructureError(f"the model has {num_layers(layers)} layers, but the pipeline has {self._num_layers}")
 
         def arrange_leaf(path: str, leaf: Any) -> Any:
             if not hasattr(leaf, "dtype"):
                 return leaf
             if on_host(getattr(leaf, "sharding", None)):
-                raise ConfigError(
-                    f"layers/{path} is in host memory",
-                    expected="layers on the device; a pipeline can offload residuals and optimizer state",
-                    got="pinned host memory",
-                    hint="lt.offload.to_device, or more ranks; lt.offload.layerwise_step streams layers from the host",
-                )
+                problem = f"layers/{path} is in host memory, but a pipeline needs its layers on the device"
+                hint = "lt.offload.to_device, or more ranks; lt.offload.layerwise_step streams layers from the host"
+                raise ConfigError(problem, hint=hint)
             # Rules apply to rows: with uneven stages the ranks shard rows, which include padding, and not layers.
             shape = (len(self._rows), *leaf.shape[1:])
             struct = jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=getattr(leaf, "sharding", None))
@@ -209,61 +189,33 @@ def make_pipeline(
     wrt: Selector | None,
     weight: Callable[[Tree], Any] | None,
 ) -> tuple[Pipeline, ShardingRules]:
-    """Return the pipeline of a trainer, and the sharding rules of its arrays; the arguments are those of `Trainer`.
-
-    A schedule needs a model with a ``stack``. The default mesh is that of the `Pipeline`, or for a schedule a mesh of
-    the ranks, with FSDP along the remaining devices.
-    """
+    """Return the pipeline of a trainer, and the sharding rules of its arrays; the arguments are those of `Trainer`."""
     if sharding is not None and STAGE in sharding.batch_axes:
-        raise ConfigError(
-            "batches are sharded along the axis of the pipeline",
-            expected="other axes of the mesh: every stage needs all rows",
-            got=", ".join(sharding.batch_axes),
-            hint=f"leave {STAGE!r} out of batch_axes",
-        )
+        raise ConfigError(f"batch_axes must not include {STAGE!r}, because every stage needs all rows")
     if isinstance(pipeline, Schedule):
         stack = getattr(model, "stack", None)
         if not isinstance(stack, LayerStack):
-            raise StructureError(
-                "a schedule needs a model with a stack, which defines its functions",
-                expected="a model with an attribute stack, a lowtide.LayerStack, such as lowtide.models.Decoder",
-                got=type(model).__name__,
-                hint="pipeline=lt.pipeline.value_and_grad(stack, schedule, mesh=mesh)",
-            )
+            problem = f"a schedule needs a model with a stack, such as lt.models.Decoder, not a {type(model).__name__}"
+            raise StructureError(problem, hint="pipeline=lt.pipeline.value_and_grad(stack, schedule, mesh=mesh)")
         sharding = sharding or ShardingRules(mesh=_mesh_of(pipeline.num_ranks))
         if STAGE not in sharding.mesh.shape:
-            raise ConfigError(
-                f"the mesh has no axis {STAGE!r} for the ranks of the pipeline",
-                expected=f"an axis {STAGE!r} of size {pipeline.num_ranks}",
-                got=", ".join(map(str, sharding.mesh.axis_names)),
-                hint=f"ShardingRules(mesh=make_mesh(stage={pipeline.num_ranks}))",
-            )
+            hint = f"make_mesh(stage={pipeline.num_ranks})"
+            raise ConfigError(f"the mesh has no axis {STAGE!r} for the ranks", hint=hint)
         wrt = "**" if wrt is None else wrt
         resolved = value_and_grad(stack, pipeline, mesh=sharding.mesh, axis=STAGE, wrt=wrt, weight=weight)
     else:
         if pipeline.axis != STAGE:
-            raise ConfigError(
-                "the trainer shards layers along another axis than the pipeline",
-                expected=repr(STAGE),
-                got=repr(pipeline.axis),
-                hint=f'name the axis of the mesh "{STAGE}"',
-            )
+            raise ConfigError(f"the mesh axis of a trainer's pipeline must be named {STAGE!r}, not {pipeline.axis!r}")
         sharding = sharding or ShardingRules(mesh=pipeline.mesh, batch_axes=pipeline.batch_axes)
         resolved = dataclasses.replace(pipeline, **_merge_arguments(pipeline, wrt=("**", wrt), weight=(None, weight)))
-        if pipeline.mesh != sharding.mesh:
-            raise ConfigError(
-                "the pipeline and sharding have different meshes",
-                expected=str(dict(pipeline.mesh.shape)),
-                got=str(dict(sharding.mesh.shape)),
-                hint="make one mesh, and pass it to both; or leave sharding out",
-            )
-        if set(pipeline.batch_axes) != set(sharding.batch_axes):
-            raise ConfigError(
-                "the pipeline and sharding shard batches along different axes",
-                expected=f"ShardingRules(..., batch_axes={list(pipeline.batch_axes)})",
-                got=", ".join(sharding.batch_axes) or "no axis",
-                hint="pass batch_axes to both; or leave sharding out",
-            )
+        pairs = {
+            "mesh": (pipeline.mesh, sharding.mesh),
+            "batch_axes": (sorted({*pipeline.batch_axes}), sorted({*sharding.batch_axes})),
+        }
+        for name, (expected, got) in pairs.items():
+            if expected != got:
+                hint = "pass the same, or no sharding"
+                raise ConfigError(f"sharding has the {name} {got}, but the pipeline {expected}", hint=hint)
     # Once layers are arranged, the pipeline needs the sizes of uneven stages in advance.
     plan = resolved.layout(num_layers(outer_and_layers(model, _FEATURE)[1]))
     resolved = dataclasses.replace(
@@ -275,12 +227,8 @@ def make_pipeline(
 def _mesh_of(num_ranks: int) -> Mesh:
     """Return a mesh of all devices, with FSDP along those that the ranks leave."""
     if jax.device_count() % num_ranks:
-        raise ConfigError(
-            f"the number of devices is not a multiple of {num_ranks} ranks",
-            expected=f"a multiple of {num_ranks} devices",
-            got=f"{jax.device_count()}",
-            hint=f"sharding=ShardingRules(mesh=make_mesh(stage={num_ranks}, devices=...)), or another number of stages",
-        )
+        hint = f"sharding=ShardingRules(mesh=make_mesh(stage={num_ranks}, devices=...)), or another number of stages"
+        raise ConfigError(f"{jax.device_count()} devices cannot be divided evenly among {num_ranks} ranks", hint=hint)
     return make_mesh(stage=num_ranks)
 
 
@@ -290,12 +238,7 @@ def _merge_arguments(pipeline: Pipeline, **arguments: tuple[Any, Any]) -> dict[s
     for name, (default, value) in arguments.items():
         pipeline_value = getattr(pipeline, name)
         if not (value is None or value == pipeline_value or pipeline_value == default):
-            raise ConfigError(
-                f"{name} is set twice, for the trainer and for its pipeline",
-                expected=f"value_and_grad(..., {name}=...) or Trainer(..., {name}=...)",
-                got=f"{pipeline_value!r} and {value!r}",
-                hint=f"pass {name} to one of them",
-            )
+            raise ConfigError(f"{name} is set twice: {pipeline_value!r} for the pipeline, {value!r} for the trainer")
         merged[name] = pipeline_value if value is None else value
     return merged
 
@@ -323,7 +266,7 @@ def choose_schedule(step: PipelineStep, build: Callable[[PipelineStep], Trial], 
     """Return a trial of the step itself, or of one with another schedule that fits the device's memory better.
 
     If `step` does not fit, the other one keeps less between passes (the smallest one, if several do not fit). If memory
-    is left, the other one ends sooner. `arrays` are the model's arrays, arranged for the pipeline, or their shapes.
+    is left, the other one ends sooner.
     """
     best = default = build(step)
     if default.free_bytes is None:

@@ -24,12 +24,10 @@ _get_handler: Callable[[int], Any] = getattr(sys.modules.get("_signal"), "getsig
 
 
 def _deliver_signal(number: int) -> None:
-    """Deliver a signal to its handler; if that is the default handler and returns, exit with a shell's status for it.
-
-    Linux drops a signal without a handler that is sent to the first process of a container, such as `exec lowtide`. The
-    process would then end with status 0, and its supervisor would treat the run as completed.
-    """
+    """Deliver a signal to its handler; if that is the default one and returns, exit with a shell's status for it."""
     signal.raise_signal(number)
+    # Linux drops a signal without a handler that is sent to the first process of a container, such as `exec lowtide`.
+    # The process would then end with status 0, and its supervisor would treat the run as completed.
     if signal.getsignal(number) == signal.SIG_DFL:
         raise SystemExit(128 + number)
 
@@ -120,11 +118,10 @@ class TerminationRequested(BaseException):
 
 
 class SigtermMonitor:
-    """Context manager that records whether SIGTERM has arrived, for a check between steps.
+    """Context manager that records whether SIGTERM has arrived, and delivers it to the previous handler at its end.
 
-    The loop then ends at the next step, saves, and delivers the signal to the previous handler. Processes that end
-    together (`is_alone=False`) first call `jax.distributed.shutdown`, as at a normal end. Otherwise JAX would abort a
-    process that sees the first one gone, and that process would report a failure.
+    Processes that end together (`is_alone=False`) first call `jax.distributed.shutdown`, as at a normal end. Otherwise
+    JAX would abort a process that sees the first one gone, and that process would report a failure.
     """
 
     def __init__(self, *, is_alone: bool = True) -> None:
@@ -162,11 +159,8 @@ class SigtermMonitor:
         self._is_final_wait = True
 
     def wait_for_data(self, wait: Callable[[], T]) -> T:
-        """Call a function that waits for data, and return its result.
-
-        `TerminationRequested` is raised if the signal arrives meanwhile, or has arrived before. With several processes
-        it is not raised, because one process cannot leave the others; there a second signal ends the process.
-        """
+        """Call a function that waits for data; raise `TerminationRequested` if the signal arrives or has arrived."""
+        # With several processes it is not raised, because one cannot leave the others; a second signal ends it.
         self._is_waiting = True
         try:
             if self.has_arrived and self._is_alone:

@@ -22,8 +22,8 @@ from ..core import (
     StateError,
     StructureError,
     Tree,
+    check_integer,
     combine,
-    is_count,
     leaves_with_paths,
     put,
     refuse_consumed,
@@ -40,10 +40,7 @@ _MAX_STEP = 2**31 - 1
 
 
 class TrainStateStore:
-    """The state of a model in training, together with the model.
-
-    No step changes the `frozen` leaves. `on_change` is called with the current step when the weights are replaced.
-    """
+    """The state of a model in training; `on_change` is called with the step when the weights are replaced."""
 
     def __init__(
         self,
@@ -63,7 +60,9 @@ class TrainStateStore:
         self.frozen: Tree = frozen
         self.is_edited = False
         """Whether the weights were replaced by others that no run has evaluated."""
-        self._is_lent = self._is_averaged = False
+        self.is_averaged = False
+        """Whether the trainable leaves are replaced by their average."""
+        self._is_lent = False
 
     @property
     def parts(self) -> tuple[Tree, Tree, Tree]:
@@ -87,22 +86,20 @@ class TrainStateStore:
         """Continue with the state after a step."""
         self.state = state
 
-    def replace(self, state: Any, refuse_step: Callable[[], None]) -> None:
-        """Continue with a state of the user, unless `refuse_step` raises for another step; see `Trainer.state`."""
+    def replace(self, state: Any, *, is_running: bool) -> None:
+        """Continue with a state of the user; while steps run, raise for a state of another one; see `Trainer.state`."""
         self.refuse_averaged("setting state")
         if not isinstance(state, TrainState):
-            raise StructureError(
-                "the state is not a TrainState",
-                expected="a lowtide.train.TrainState",
-                got=type(state).__name__,
-                hint="dataclasses.replace(trainer.state, opt_state=...); other weights go into trainer.update(model)",
-            )
+            hint = "dataclasses.replace(trainer.state, opt_state=...); other weights go into trainer.update(model)"
+            raise StructureError(f"state must be a lowtide.train.TrainState, not a {type(state).__name__}", hint=hint)
         refuse_consumed(state)
         state, previous = _as_arrays(state), self.state
         _refuse_other_types("state", state, previous)
         if state.step is not previous.step and (step := int(state.step)) != self.step:
-            refuse_step()
-            _check_step(step)
+            if is_running:
+                hint = "dataclasses.replace(state, step=trainer.state.step)"
+                raise StateError("setting a state of another step was called while fit takes steps", hint=hint)
+            check_integer("step", step, 0, _MAX_STEP)
         state = _place_like(state, previous)
         _refuse_shared(state, self.frozen)
         self.state = state
@@ -125,7 +122,7 @@ class TrainStateStore:
 
     def set_step(self, number: int) -> None:
         """Set the number of steps for which the weights were trained."""
-        _check_step(number)
+        check_integer("step", number, 0, _MAX_STEP)
         self.refuse_averaged("setting step")
         place = self.state.step.sharding
         self.state = dataclasses.replace(self.state, step=put(jnp.int32(number), place))
@@ -204,93 +201,45 @@ class TrainStateStore:
         self.refuse_averaged("averaged")
         average = find_average(self.state.opt_state)
         if average is None:
-            raise ConfigError(
-                "the optimizer keeps no average", hint="Trainer(..., lt.train.ema(optax.adamw(1e-4), decay=0.999))"
-            )
+            raise ConfigError("the optimizer keeps no average", hint="Trainer(..., lt.train.ema(tx, decay=0.999))")
         try:
             averages = jax.tree.map(lambda leaf, old: leaf.astype(old.dtype), average, self.state.trainable)
         except ValueError as error:
-            raise ConfigError(
-                "the average does not cover all trainable leaves",
-                expected="ema around the whole optimizer",
-                got="ema inside of another transformation, for a part of the leaves",
-                hint="lt.train.ema(optax.multi_transform(...), decay=...)",
-            ) from error
+            hint = "lt.train.ema(optax.multi_transform(...), decay=...)"
+            raise ConfigError("ema must cover all trainable leaves", hint=hint) from error
         self.borrow()
         trained_state = self.state
         try:
-            self.state, self._is_averaged = dataclasses.replace(trained_state, trainable=averages), True
+            self.state, self.is_averaged = dataclasses.replace(trained_state, trainable=averages), True
             self.give_back()
             yield
         finally:
-            self.state, self._is_averaged = trained_state, False
+            self.state, self.is_averaged = trained_state, False
             self._return_arrays()
-
-    def deferred_parts(self) -> Callable[[], tuple[Tree, Tree, Tree]]:
-        """Return a function that returns the current parts, and raises if `averaged` was entered or left since."""
-        is_averaged = self._is_averaged
-
-        def parts() -> tuple[Tree, Tree, Tree]:
-            if self._is_averaged != is_averaged:
-                raise StateError(
-                    "predict_batches was called inside of averaged and is read outside, or the reverse",
-                    expected="predict_batches read to its end where it was called",
-                    got="the trained weights" if is_averaged else "the average",
-                    hint="predict returns all outputs at once",
-                )
-            return self.parts
-
-        return parts
-
-    # --- validation ------------------------------------------------------------------------------------------------
 
     def refuse_averaged(self, action: str) -> None:
         """Raise inside `averaged`."""
-        if self._is_averaged:
-            raise StateError(
-                f"{action} was called inside of averaged",
-                expected="only evaluate and predict inside of averaged",
-                got="the average in place of the trainable leaves",
-                hint="leave the with block first",
-            )
+        if self.is_averaged:
+            raise StateError(f"{action} was called inside of averaged", hint="leave the with block first")
 
 
 def _refuse_other_types(name: str, new: Tree, old: Tree) -> None:
     new_leaves, old_leaves = dict(leaves_with_paths(new)), dict(leaves_with_paths(old))
     for path in {**old_leaves, **new_leaves}:
-        expected, got = (describe(tree[path]) if path in tree else None for tree in (old_leaves, new_leaves))
+        expected, got = (describe(tree[path]) if path in tree else "no leaf" for tree in (old_leaves, new_leaves))
         if expected != got:
-            raise StructureError(
-                f"{name} leaf {path} differs from the one that the trainer was made with",
-                expected=expected or "no such leaf",
-                got=got or "no such leaf",
-                hint="the step is compiled for these shapes: make a new Trainer",
-            )
+            hint = "make a new Trainer"
+            raise StructureError(f"{name} leaf {path} does not fit the step", expected=expected, got=got, hint=hint)
     if jax.tree.structure(new) != jax.tree.structure(old):
-        raise StructureError(
-            f"{name} has its leaves in other containers than when the trainer was made",
-            expected="the same tuples, named tuples, lists and classes",
-            got="other containers, with leaves at the same paths",
-            hint="jax.tree.unflatten(jax.tree.structure(old), jax.tree.leaves(new)) uses the old containers",
-        )
+        hint = "jax.tree.unflatten(jax.tree.structure(old), jax.tree.leaves(new)) uses the old containers"
+        raise StructureError(f"{name} has its leaves in other containers than when the trainer was made", hint=hint)
 
 
 def _refuse_shared(state: TrainState, frozen: Tree) -> None:
     """Raise when an array of the state also stands elsewhere, because a step consumes it."""
     for first_path, *_, path in shared_leaves({"frozen": frozen, "state": state}):  # frozen paths come first
         if path.startswith("state/"):
-            raise SelectionError(
-                f"{first_path} and {path} are the same array",
-                expected="a separate array at each path of the state, because each is donated to the step",
-                hint="jnp.array(leaf, copy=True)",
-            )
-
-
-def _check_step(number: Any) -> None:
-    if not is_count(number, 0) or number > _MAX_STEP:
-        raise ConfigError(
-            "step is not a valid number of steps", expected=f"0 to {_MAX_STEP}", got=repr(number), hint="step = 1000"
-        )
+            raise SelectionError(f"{first_path} and {path} are the same array", hint="jnp.array(leaf, copy=True)")
 
 
 def _as_arrays(tree: Tree) -> Tree:
@@ -299,10 +248,8 @@ def _as_arrays(tree: Tree) -> Tree:
 
 
 def _from_numpy(tree: Tree) -> Tree:
-    """Convert NumPy arrays to JAX arrays.
-
-    Every step would copy a NumPy array to the device, and it has no shards, of which copies are made.
-    """
+    """Convert NumPy arrays to JAX arrays."""
+    # Every step would copy a NumPy array to the device, and it has no shards, of which copies are made.
     return jax.tree.map(lambda x: jnp.array(x) if isinstance(x, np.ndarray | np.generic) else x, tree)
 
 

@@ -28,6 +28,7 @@ from ..core import (
     accumulate,
     activation_sharding,
     check_differentiable,
+    check_type,
     combine,
     leaves_with_paths,
     partition,
@@ -84,7 +85,7 @@ def devices(leaf: Any) -> set[Any] | None:
 class TrainingStep(Protocol):
     """Interface of a training step."""
 
-    arrangement: list[int] | None
+    arrangement: list[int] | None = None
     """Layer of every row of its state, -1 for padding; None for the order of the model."""
     remedies: str
     """Remedies for an out-of-memory error."""
@@ -95,7 +96,7 @@ class TrainingStep(Protocol):
 
     def arranged(self, model: Tree) -> Tree:
         """Bring the layers of a model into the order of `arrangement`."""
-        ...
+        return model
 
     def init(self, model: Tree) -> tuple[TrainState, Tree]:
         """Return the state of step 0 and the frozen leaves, each with its sharding."""
@@ -130,17 +131,11 @@ _OPTIMIZER_NOTE = (
 
 
 def flat_step(step: TrainingStep) -> Callable[..., tuple[Tree, Tree, Tree, Any, dict[str, Any]]]:
-    """Return the step as a function of `STEP_ARGUMENTS`, which returns the new values of the first four and metrics.
-
-    `ConfigError` is raised while ``jax_disable_jit`` is on.
-    """
+    """Return the step as a function of `STEP_ARGUMENTS`, which returns the new values of the first four and metrics."""
     if jax.config.jax_disable_jit:  # pyright: ignore[reportAttributeAccessIssue]
-        raise ConfigError(
-            "jax.disable_jit is on, and a step that is not compiled would hold its state twice",
-            expected="a step that is compiled",
-            got="jax_disable_jit=True",
-            hint="call the loss function alone to debug it; jax.debug.print also works in a compiled step",
-        )
+        problem = "jax.disable_jit is on, and a step that is not compiled would hold its state twice"
+        hint = "call the loss function alone to debug it; jax.debug.print also works in a compiled step"
+        raise ConfigError(problem, hint=hint)
 
     def run(
         trainable: Tree, opt_state: Tree, mutable: Tree, count: Any, frozen: Tree, batch: Tree
@@ -151,15 +146,13 @@ def flat_step(step: TrainingStep) -> Callable[..., tuple[Tree, Tree, Tree, Any, 
     return run
 
 
-class WholeStep:
-    """A step that computes all gradients of the trainable leaves, and then updates them.
+class WholeStep(TrainingStep):
+    """A step that computes all gradients of the trainable leaves, and then updates them; arguments as in `Trainer`.
 
     `shard` constrains the sharding of microbatches, and of activations between the layers of a stack, over `mesh`.
-    `gradients` computes the gradients of a batch; by default, `loss_fn` is differentiated. For other arguments see
-    `Trainer`.
+    `gradients` computes the gradients of a batch; by default, `loss_fn` is differentiated.
     """
 
-    arrangement: list[int] | None = None
     remedies = "fewer rows per batch, a larger num_microbatches, lt.offload.optimizer(tx), or a larger budget"
 
     def __init__(
@@ -189,7 +182,6 @@ class WholeStep:
         self._is_guarded = False
 
     def guard(self, is_guarded: bool) -> None:
-        """See `TrainingStep`."""
         self._is_guarded = is_guarded
 
     def with_gradients(self, gradients: Callable[[TrainState, Tree, Tree], Gradients]) -> WholeStep:
@@ -199,7 +191,6 @@ class WholeStep:
         return step
 
     def init(self, model: Tree) -> tuple[TrainState, Tree]:
-        """See `TrainingStep`."""
         trainable, mutable, frozen = self.split(model)
         # Under jit, the optimizer's state gets its own buffers, even where init returns the parameters themselves.
         are_sharded = [
@@ -221,7 +212,6 @@ class WholeStep:
         return TrainState(count, trainable, opt_state, mutable), frozen
 
     def split(self, model: Tree) -> tuple[Tree, Tree, Tree]:
-        """See `TrainingStep`."""
         arrays = self.source.arrays() if self.source is model else split_static(model)[0]
         mutable = jax.tree.map(lambda _: None, arrays)
         if self._mutable is not None:
@@ -229,10 +219,6 @@ class WholeStep:
         trainable, frozen = partition(arrays, self._wrt)
         check_differentiable(trainable)
         return trainable, mutable, frozen
-
-    def arranged(self, model: Tree) -> Tree:
-        """See `TrainingStep`."""
-        return model
 
     def _compute_gradients(self, state: TrainState, frozen: Tree, batch: Tree) -> Gradients:
         key = jax.random.fold_in(jax.random.key(self._seed), state.step)
@@ -244,27 +230,16 @@ class WholeStep:
             loss, metrics, after = self.loss(arrays, batch, key=jax.random.fold_in(key, index), training=True)
             return loss, ((metrics, self._weight(batch)), (_updated_mutable(mutable, after), index + 1))
 
-        grad_fn = accumulate(
-            jax.value_and_grad(loss_fn, has_aux=True),
-            self._num_microbatches,
-            weight=self._weight,
-            has_aux=True,
-            has_carry=True,
-        )
-        (loss, ((metrics, weights), (mutable, _))), grads = grad_fn(
-            state.trainable, batch, (state.mutable, jnp.int32(0))
-        )
+        grad_fn = jax.value_and_grad(loss_fn, has_aux=True)
+        accumulated = accumulate(grad_fn, self._num_microbatches, weight=self._weight, has_aux=True, has_carry=True)
+        carry = state.mutable, jnp.int32(0)
+        (loss, ((metrics, weights), (mutable, _))), grads = accumulated(state.trainable, batch, carry)
         total = jnp.sum(weights)
         total = jnp.where(total == 0, 1, total)  # all weights are 0: metrics are 0, like the loss
-        return (
-            loss,
-            {name: jnp.sum(weighted(value, weights)) / total for name, value in metrics.items()},
-            mutable,
-            grads,
-        )
+        means = {name: jnp.sum(weighted(value, weights)) / total for name, value in metrics.items()}
+        return loss, means, mutable, grads
 
     def __call__(self, state: TrainState, frozen: Tree, batch: Tree) -> tuple[TrainState, dict[str, Any]]:
-        """See `TrainingStep`."""
         loss, metrics, mutable, grads = self._gradients(state, frozen, batch)
         # In half precision, the squares may overflow where the gradients do not.
         wide = jax.tree.map(lambda g: g.astype(jnp.promote_types(g.dtype, jnp.float32)), grads)
@@ -293,7 +268,6 @@ class WholeStep:
         return dataclasses.replace(new, step=state.step + 1), metrics
 
     def loss(self, arrays: Tree, batch: Tree, *, key: Any, training: bool) -> tuple[Any, dict[str, Any], Tree]:
-        """Return the loss, the metrics, and the model's arrays after the call."""
         kwargs = accepted_keywords(self._loss_fn, key=key, training=training)
         fn = functools.partial(self._loss_fn, **kwargs) if kwargs else self._loss_fn
         with activation_sharding(self._shard, self._mesh):
@@ -303,7 +277,6 @@ class WholeStep:
         return *self._precision.widen((loss, metrics)), after
 
     def bind(self, fn: Callable[..., Any]) -> Callable[..., Any]:
-        """See `TrainingStep`."""
         run = self._precision.bind(functools.partial(fn, **accepted_keywords(fn, training=False)), training=False)
 
         def bound(arrays: Tree, *args: Any) -> Any:
@@ -313,7 +286,6 @@ class WholeStep:
         return bound
 
     def model(self, *parts: Tree) -> Tree:
-        """See `TrainingStep`."""
         return self.source.rebuild(*parts) if isinstance(self.source, Pytree) else self.source.model
 
 
@@ -324,12 +296,8 @@ def _updated_mutable(mutable: Tree, after: Tree) -> Tree:
     )
     for (path, old), (_, new) in zip(leaves_with_paths(mutable), leaves_with_paths(updated), strict=True):
         if (old.shape, old.dtype) != (jnp.shape(new), jnp.result_type(new)):
-            raise StructureError(
-                f"{path}: the model changes the type of its state",
-                expected=f"{old.dtype}{list(old.shape)}",
-                got=f"{jnp.result_type(new)}{list(jnp.shape(new))}",
-                hint="cast the new value to the dtype of the old one",
-            )
+            new_type = f"{jnp.result_type(new)}{list(jnp.shape(new))}"
+            raise StructureError(f"{path}: the model changes the type of its state from {describe(old)} to {new_type}")
     return updated
 
 
@@ -359,13 +327,9 @@ def _update_if_finite(is_finite: Any, advance: Callable[..., Tree], state: Tree,
     return jax.lax.platform_dependent(state, *arguments, cpu=branched, default=selected)
 
 
-class LayerStep:
-    """A step that computes the gradients of one layer at a time, and updates that layer before the next.
+class LayerStep(TrainingStep):
+    """A step that computes the gradients of one layer, and updates it before the next; `loss_fn` is for evaluations."""
 
-    `loss_fn` is for evaluations. Entries of the model other than ``outer`` and ``layers`` are kept.
-    """
-
-    arrangement: list[int] | None = None
     remedies = "fewer rows per batch, more num_microbatches of the layerwise step, or a larger budget"
 
     def __init__(self, model: Tree, loss_fn: LossFn, step: LayerwiseStep) -> None:
@@ -378,12 +342,7 @@ class LayerStep:
         if is_guarded:  # a layerwise step that was made with on_nan="skip" skips in any case
             self._step = dataclasses.replace(self._step, on_nan="skip")
 
-    def arranged(self, model: Tree) -> Tree:
-        """See `TrainingStep`."""
-        return model
-
     def init(self, model: Tree) -> tuple[TrainState, Tree]:
-        """See `TrainingStep`."""
         state, frozen = self._step.init(*outer_and_layers(model, "a layerwise step"))
         return _train_state(state), frozen
 
@@ -392,7 +351,6 @@ class LayerStep:
         raise ConfigError("update works only for a pytree", hint=UPDATE_HINT)
 
     def __call__(self, state: TrainState, frozen: Tree, batch: Tree) -> tuple[TrainState, dict[str, Any]]:
-        """See `TrainingStep`."""
         opt, params = state.opt_state, state.trainable
         layerwise_state = LayerwiseState(
             state.step, **params, outer_opt=opt["outer"], layers_opt=opt["layers"], grad_norm=opt["norm"]
@@ -401,20 +359,13 @@ class LayerStep:
         return _train_state(new_state), metrics
 
     def loss(self, arrays: Tree, batch: Tree, *, key: Any, training: bool) -> tuple[Any, dict[str, Any], Tree]:
-        """Return the loss, the metrics, and the model's arrays after the call."""
-        model = self.model(arrays)
-        return parse_loss(
-            self._loss_fn(model, batch, **accepted_keywords(self._loss_fn, key=key, training=training)),
-            arrays,
-            has_mutable=False,
-        )
+        kwargs = accepted_keywords(self._loss_fn, key=key, training=training)
+        return parse_loss(self._loss_fn(self.model(arrays), batch, **kwargs), arrays, has_mutable=False)
 
     def bind(self, fn: Callable[..., Any]) -> Callable[..., Any]:
-        """See `TrainingStep`."""
         return lambda arrays, *args: fn(self.model(arrays), *args, **accepted_keywords(fn, training=False))
 
     def model(self, *parts: Tree) -> Tree:
-        """See `TrainingStep`."""
         return with_outer_and_layers(self._other_fields, **combine(*parts))
 
 
@@ -436,12 +387,7 @@ def scalar_weight(weight: Callable[[Tree], Any]) -> Callable[[Tree], Any]:
     def run(batch: Tree) -> Any:
         value = weight(batch)
         if jax.tree.structure(value) != jax.tree.structure(0) or jnp.ndim(value):
-            raise StructureError(
-                "weight does not return one number for a batch",
-                expected='a scalar, such as jnp.sum(batch["mask"])',
-                got=f"shape {list(jnp.shape(value))}" if hasattr(value, "shape") else type(value).__name__,
-                hint="sum the weights of the examples",
-            )
+            raise StructureError(f"weight must return one number for a batch, not {describe(value)}")
         return jnp.asarray(value, jnp.float32)
 
     return run
@@ -475,22 +421,16 @@ class Pytree:
 
 
 def outer_and_layers(model: Any, feature: str) -> tuple[Tree, Tree]:
-    """Return ``outer`` and ``layers`` of a dictionary with only these keys, or of a dataclass with these fields.
-
-    `StructureError` is raised for any other model; its message names `feature`.
-    """
+    """Return ``outer`` and ``layers`` of a dictionary with only these keys, or of a dataclass with these fields."""
     fields = {"outer", "layers"}
     if isinstance(model, Mapping) and set(model) == fields:
         return model["outer"], model["layers"]
     if dataclasses.is_dataclass(model) and fields <= {field.name for field in dataclasses.fields(model)}:
         dataclass_model: Any = model
         return dataclass_model.outer, dataclass_model.layers
-    raise StructureError(
-        f"{feature} needs a model that is made of outer and layers",
-        expected='{"outer": ..., "layers": ...}, or a dataclass with these fields',
-        got=type(model).__name__,
-        hint="put the stacked parameters under layers and all others under outer",
-    )
+    problem = f"{feature} needs a model that is made of outer and layers, not a {type(model).__name__}"
+    hint = "put the stacked parameters under layers and all others under outer, in a dictionary or dataclass"
+    raise StructureError(problem, hint=hint)
 
 
 def with_outer_and_layers(model: Any, outer: Tree, layers: Tree) -> Any:
@@ -513,62 +453,32 @@ def accepted_keywords(fn: Callable[..., Any], **values: Any) -> dict[str, Any]:
 def parse_loss(result: Any, arrays: Tree, *, has_mutable: bool, is_training: bool = True) -> tuple[Any, Tree, Tree]:
     """Return the three values of a loss function: a scalar, metrics, and the model's arrays after the call.
 
-    `result` is ``loss``, ``(loss, metrics)`` or, for a pytree with mutable leaves, ``(loss, metrics, model)``, which is
-    required in training. `StructureError` is raised for any other result. `ModelObject.bind` returns `arrays`.
+    `result` is ``loss``, ``(loss, metrics)`` or ``(loss, metrics, model)``; `ModelObject.bind` returns `arrays`.
     """
     parts = result if isinstance(result, tuple) else (result, {})
     if len(parts) == 3 and not has_mutable:
-        raise StructureError(
-            "the loss function returns a model, but no leaf of it is declared mutable",
-            expected="(loss, metrics)",
-            got="3 values",
-            hint='Trainer(..., mutable="**/stats") names the leaves that the model changes itself',
-        )
+        hint = 'Trainer(..., mutable="**/stats") names the leaves that the model changes itself'
+        raise StructureError("the loss function returns a model, but no leaf of it is declared mutable", hint=hint)
     if len(parts) == 3:
         parts, arrays = parts[:2], split_static(parts[2])[0]
     elif has_mutable and is_training:
-        raise StructureError(
-            "the loss function does not return the model, although some of its leaves are mutable",
-            expected="(loss, metrics, model), with the model after the call",
-            got=f"{len(parts)} values" if isinstance(result, tuple) else type(result).__name__,
-            hint="return the model with its new batch statistics, or leave `mutable` out",
-        )
+        problem = "the loss function must return (loss, metrics, model), because some leaves of the model are mutable"
+        raise StructureError(problem, hint="return the model with its new batch statistics, or leave `mutable` out")
     if len(parts) != 2 or not isinstance(parts[1], dict) or not _is_loss(parts[0]):
+        returned = jax.tree.map(describe, result, is_leaf=lambda x: x is None)
         raise StructureError(
-            "the loss function returns neither a loss nor a loss and metrics",
-            expected="a floating-point scalar, or a tuple (scalar, {name: scalar})",
-            got=jax.tree.map(describe, result, is_leaf=lambda x: x is None),
+            f"the loss function must return a floating-point scalar, or (scalar, {{name: scalar}}), not {returned}",
             hint="average the losses of the examples with jnp.mean; return {} for no metrics",
         )
     metrics: dict[Any, Any] = parts[1]
     for name, value in metrics.items():
         shape = getattr(value, "shape", () if isinstance(value, int | float) else None)
-        if not isinstance(name, str):
-            raise StructureError(
-                f"the name of metric {name!r} is not text",
-                expected="text",
-                got=type(name).__name__,
-                hint=f'"metric_{name}"',
-            )
+        check_type("the name of a metric", name, str, "text", error=StructureError)
         if name in _RESERVED or name.startswith("eval_"):
-            raise StructureError(
-                f"metric {name!r} has a name that is reserved for the trainer's own values",
-                expected=f"another name than {', '.join(sorted(_RESERVED))} and eval_...",
-                got=repr(name),
-                hint="rename it",
-            )
+            raise StructureError(f"metric {name!r} has a name that is reserved for the trainer", hint="rename it")
         is_real = shape is not None and not jnp.issubdtype(jnp.result_type(value), jnp.complexfloating)
         if shape != () or not is_real:
-            raise StructureError(
-                f"metric {name!r} cannot be recorded",
-                expected="a scalar",
-                got=type(value).__name__
-                if shape is None
-                else describe(value)
-                if shape == ()
-                else f"shape {list(shape)}",
-                hint="average the values of the examples with jnp.mean",
-            )
+            raise StructureError(f"metric {name!r} must be a real scalar, not {describe(value)}")
     return parts[0], parts[1], arrays
 
 
@@ -599,10 +509,7 @@ def describe(leaf: Any) -> str:
 
 
 class _Precision:
-    """The dtype in which functions of a model compute: bfloat16, or None for the dtypes of the arrays.
-
-    `mutable` leaves are not cast. `ConfigError` is raised for another dtype, or a model that has its own policy.
-    """
+    """The dtype in which functions of a model compute: bfloat16, or None for the dtypes of the arrays."""
 
     def __init__(self, compute_dtype: Any, source: Any, mutable: Selector | None) -> None:
         self._source, self._mutable = source, mutable
@@ -645,17 +552,6 @@ class _Precision:
         return jax.tree.map(lambda x: x.astype(self._dtype) if _bits(x) > 16 else x, tree)
 
 
-def refuse_precision(compute_dtype: Any) -> None:
-    """Raise when a compute dtype is passed together with a layerwise step."""
-    if compute_dtype is not None:
-        raise ConfigError(
-            "compute_dtype cannot be combined with a layerwise step",
-            expected="a layerwise step whose blocks cast their weights",
-            got=f"compute_dtype={compute_dtype!r} and a layerwise step",
-            hint="cast in the stack's functions, as lt.models.load(..., compute_dtype=...) does",
-        )
-
-
 def _bits(leaf: Any) -> int:
     """Return the bits of a floating-point array's dtype; 0 for any other leaf."""
     dtype = getattr(leaf, "dtype", None)
@@ -668,10 +564,6 @@ def _check_dtype(compute_dtype: Any) -> Any:
     except TypeError:
         dtype = None
     if dtype != jnp.bfloat16:
-        raise ConfigError(
-            "compute_dtype has to be bfloat16, which trains without loss scaling",
-            expected='"bfloat16", or None for the dtypes of the arrays',
-            got=repr(compute_dtype) if dtype is None else dtype.name,
-            hint='compute_dtype="bfloat16" has the range of float32',
-        )
+        hint = "bfloat16 needs no loss scaling"
+        raise ConfigError(f'compute_dtype must be "bfloat16" or None, not {compute_dtype!r}', hint=hint)
     return dtype

@@ -7,7 +7,6 @@ an id, Trackio by its name. Both are stored in the run's folder, where a resumed
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import importlib
 import json
 import math
@@ -15,6 +14,7 @@ import os
 import secrets
 import warnings
 from collections.abc import Callable, Generator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,9 +31,8 @@ def _writing(path: Path, kind: str) -> Generator[None]:
     try:
         yield
     except OSError as error:
-        raise OutputError(
-            f"{path}: cannot be written", got=error.strerror or error, hint=f"choose another {kind}"
-        ) from error
+        hint = f"choose another {kind}"
+        raise OutputError(f"{path} cannot be written: {error.strerror or error}", hint=hint) from error
 
 
 class JsonlLogger(Callback):
@@ -88,12 +87,8 @@ class Scalars(Callback):
 
     def __init__(self, writer: Any) -> None:
         if not (hasattr(writer, "add_scalar") or hasattr(writer, "log")):
-            raise ConfigError(
-                "the writer cannot write scalars",
-                expected="add_scalar(name, value, step), or log(values, step=step)",
-                got=type(writer).__name__,
-                hint="pass tensorboardX.SummaryWriter(folder), or wandb.init(...)",
-            )
+            problem = f"a {type(writer).__name__} has neither add_scalar(name, value, step) nor log(values, step=step)"
+            raise ConfigError(problem, hint="pass tensorboardX.SummaryWriter(folder), or wandb.init(...)")
         self.writer = writer
 
     def on_record(self, trainer: TrainerView, record: Record) -> None:
@@ -167,15 +162,6 @@ class TensorBoard(Callback):
         self.on_train_end(trainer)
 
 
-@dataclasses.dataclass(frozen=True)
-class _TrackerRun:
-    """An open run of a tracker, which takes values."""
-
-    log: Callable[[dict[str, float], int], Any]
-    finish: Callable[[bool], Any]
-    """Ends the tracker's run; the argument is whether the training failed."""
-
-
 class Tracker(Callback):
     """Write every value of the records to an experiment tracker.
 
@@ -212,19 +198,15 @@ class Tracker(Callback):
         config: Mapping[str, Any] | None = None,
         values: Callable[[Record], Mapping[str, float]] | None = None,
     ) -> None:
-        check_choice("unknown tracker", library, tuple(_PACKAGES), '"tensorboard" needs no account')
+        check_choice("library", library, tuple(_PACKAGES), hint='"tensorboard" needs no account')
         self.library, self.directory, self.project = library, Path(directory), project
         self.name, self.config, self._values = name, dict(config or {}), values
-        self._run: _TrackerRun | None = None
+        self._run: Any = None  # a `TensorBoard`, or the library's own run
         try:
             self._module: Any = importlib.import_module(_PACKAGES[library])
         except ImportError as error:
-            raise ConfigError(
-                f"the tracker {library} is not installed",
-                expected=f"the package {_PACKAGES[library]}",
-                got=str(error),
-                hint=f'pip install "lowtide[{library}]"',
-            ) from error
+            hint = f'pip install "lowtide[{library}]"'
+            raise ConfigError(f"the tracker {library} is not installed: {error}", hint=hint) from error
 
     def on_train_begin(self, trainer: TrainerView) -> None:
         """Begin the tracker's run, or continue it."""
@@ -239,32 +221,33 @@ class Tracker(Callback):
                 self._give_up(error)
                 return
             offline = "log in, or set WANDB_MODE=offline" if self.library == "wandb" else "follow its message"
-            raise ConfigError(
-                f"{self.library} cannot start a run",
-                got=f"{type(error).__name__}: {error}",
-                hint=f"{offline}; or leave the tracker out",
-            ) from error
+            hint = f"{offline}; or leave the tracker out"
+            raise ConfigError(f"{self.library} cannot start a run: {error!r}", hint=hint) from error
 
     def on_record(self, trainer: TrainerView, record: Record) -> None:
         """Write the values of a record."""
-        if (run := self._run) is None:
+        if self._run is None:
             return
-        values = record if self._values is None else self._values(record)
-        self._attempt(lambda: run.log({k: v for k, v in values.items() if k != "step"}, int(record["step"])))
+        values, step = record if self._values is None else self._values(record), int(record["step"])
+        if isinstance(self._run, TensorBoard):
+            self._attempt(partial(self._run.on_record, trainer, {**values, "step": step}))
+        else:
+            self._attempt(partial(self._run.log, {k: v for k, v in values.items() if k != "step"}, step=step))
 
     def on_train_end(self, trainer: TrainerView) -> None:
         """End the tracker's run."""
-        self._finish(failed=False)
+        self._finish(trainer, failed=False)
 
     def on_exception(self, trainer: TrainerView, error: BaseException) -> None:
         """End the tracker's run as failed."""
-        self._finish(failed=True)
+        self._finish(trainer, failed=True)
 
-    def _finish(self, *, failed: bool) -> None:
-        run = self._run
-        if run is not None:
-            self._attempt(lambda: run.finish(failed))
-        self._run = None
+    def _finish(self, trainer: TrainerView, *, failed: bool) -> None:
+        run, self._run = self._run, None
+        if isinstance(run, TensorBoard):
+            self._attempt(partial(run.on_train_end, trainer))
+        elif run is not None:
+            self._attempt(partial(run.finish, **({"exit_code": int(failed)} if self.library == "wandb" else {})))
 
     def _attempt(self, action: Callable[[], Any]) -> None:
         try:
@@ -281,9 +264,11 @@ class Tracker(Callback):
             stacklevel=user_stacklevel(),
         )
 
-    def _open(self, trainer: TrainerView) -> _TrackerRun:
+    def _open(self, trainer: TrainerView) -> Any:
         if self.library == "tensorboard":
-            return _tensorboard(trainer, self.directory)
+            board = TensorBoard(self.directory / "tensorboard")
+            board.on_train_begin(trainer)
+            return board
         path = self.directory / f"tracker-{self.library}.json"
         identity = _read(path)
         name = identity.get("name") or self.name or self.directory.resolve().name
@@ -299,21 +284,7 @@ class Tracker(Callback):
         new_identity = {"project": project, "name": name if isinstance(name, str) else options["name"]}
         new_identity |= {"id": options["id"]} if "id" in options else {}
         write_files(self.directory, {path.name: (json.dumps(new_identity) + "\n").encode()})
-
-        def finish(failed: bool) -> None:
-            run.finish(**({"exit_code": int(failed)} if self.library == "wandb" else {}))
-
-        return _TrackerRun(lambda values, step: run.log(values, step=step), finish)
-
-
-def _tensorboard(trainer: TrainerView, directory: Path) -> _TrackerRun:
-    board = TensorBoard(directory / "tensorboard")
-    board.on_train_begin(trainer)
-
-    def log(values: dict[str, float], step: int) -> None:
-        board.on_record(trainer, {**values, "step": step})
-
-    return _TrackerRun(log, lambda failed: board.on_train_end(trainer))
+        return run
 
 
 def _read(path: Path) -> dict[str, str]:

@@ -1,9 +1,8 @@
 """The trainer: one jitted step over the trainable leaves, one copy of its state, and recovery when a step fails.
 
-`Trainer` is a façade: it checks its arguments, makes the parts, connects them, and passes a session's events to
-callbacks. From its construction on, the trainer owns the trainable leaves (`_state`). Its step consumes them and
-returns only what changed, so there is never a second copy (`_compilation`). After `fit` ends for any reason, the
-trainer holds a valid state (`checkpoint`).
+`Trainer` is a façade: it checks its arguments, makes the parts and connects them. It owns the trainable leaves
+(`_state`). Its step consumes them and returns only what changed, so there is never a second copy (`_compilation`).
+After `fit` ends for any reason, the trainer holds a valid state (`checkpoint`).
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ import sys
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, ParamSpec, TypeVar, Unpack
+from typing import Any, Literal, ParamSpec, TypeVar, Unpack
 
 import jax
 import optax
@@ -26,15 +25,17 @@ from ..core import (
     ModelObject,
     OutOfMemoryError,
     Selector,
+    StateError,
     Tree,
     check_choice,
-    check_count,
+    check_integer,
+    check_type,
     is_array_like,
-    is_count,
     leaves_with_paths,
     on_host,
     refuse_consumed,
     refuse_shared,
+    shown,
 )
 from ..distributed import Processes, ShardingRules, placed
 from ..memory import MemoryReport, Target
@@ -49,7 +50,7 @@ from ._loop import FitOptions, Run, Session, refuse_unknown
 from ._nan_policy import NonFinitePolicy, OnNan
 from ._pipeline_step import PipelineStep, make_pipeline
 from ._state import TrainStateStore
-from ._step import LayerStep, LossFn, Pytree, TrainingStep, TrainState, WholeStep, accepted_keywords, refuse_precision
+from ._step import LayerStep, LossFn, Pytree, TrainingStep, TrainState, WholeStep, accepted_keywords
 from .checkpoint import Snapshots, open_checkpoints, require_checkpoints
 
 P = ParamSpec("P")
@@ -174,12 +175,17 @@ class Trainer:
         sharding: ShardingRules | None = None,
         pipeline: Schedule | Pipeline | None = None,
     ) -> None:
-        selected = _choose_step(
+        step, weight, sharding, num_microbatches = _choose_step(
             model, loss_fn, tx, wrt, mutable, num_microbatches, weight, compute_dtype, seed, sharding, pipeline
         )
-        step, weight, sharding, num_microbatches = selected
-        model, state, frozen, self.is_guarded = selected.initialize(model, on_nan)
+        refuse_consumed(model)
+        if sharding is not None:
+            model = placed(model, sharding, step.arranged)
+        state, frozen = step.init(model)
+        self.is_guarded = _can_drop_update(on_nan, state, is_layerwise=isinstance(step, LayerStep))
         """Whether a step drops its update when loss or gradients are not finite."""
+        step.guard(self.is_guarded)
+        refuse_shared(state.trainable, state.mutable)
         self.checkpoints = open_checkpoints(checkpoint_dir, state, on_nan, rollback, max_to_keep, best, best_mode)
         """The checkpoints, or None."""
         self.sharding = sharding
@@ -194,8 +200,8 @@ class Trainer:
         self._store = store = TrainStateStore(model, step, state, frozen, sharding, on_change=on_change)
         self._snapshots = Snapshots(store, step.arrangement, self.checkpoints, self.processes, rollback=rollback)
         self._compiled = CompiledStep(step, store, sharding, self.processes, num_microbatches, parse_budget(budget))
-        self._evaluation = Evaluation(step, weight, seed, self._compiled, self.processes, sharding, model)
-        self._current_run: tuple[Session, Run] | None = None  # the running `fit`, or briefly one that has just ended
+        self._evaluation = Evaluation(step, weight, seed, store, self._compiled, self.processes, sharding, model)
+        self._session: Session | None = None  # the running `fit`, or briefly one that has just ended
         self._last_cursor: DataCursor | None = None  # data of the last `fit`, for another `fit` with the same iterator
         self._is_stopped = False
 
@@ -214,8 +220,7 @@ class Trainer:
 
     @state.setter
     def state(self, state: TrainState) -> None:
-        hint = "dataclasses.replace(state, step=trainer.state.step)"
-        self._store.replace(state, lambda: self._refuse_running("setting a state of another step", hint))
+        self._store.replace(state, is_running=self._takes_steps())
 
     @property
     def frozen(self) -> Tree:
@@ -289,7 +294,7 @@ class Trainer:
     @property
     def has_eval_data(self) -> bool:
         """Whether the `fit` that is running evaluates."""
-        return (running := self._active_run()) is not None and running[0].eval_data is not None
+        return (session := self._active_session()) is not None and session.eval_data is not None
 
     @property
     def stages(self) -> StageReport | None:
@@ -356,13 +361,13 @@ class Trainer:
 
     def stop(self) -> None:
         """End `fit` after the current step, as if it were the last one; without a running `fit` do nothing."""
-        if (running := self._active_run()) is not None:
-            running[0].stop()
+        if (session := self._active_session()) is not None:
+            session.stop()
 
     @property
     def is_stopped(self) -> bool:
         """Whether `stop` was called in this run."""
-        return self._is_stopped if (running := self._active_run()) is None else running[0].is_stopped
+        return self._is_stopped if (session := self._active_session()) is None else session.is_stopped
 
     @_add_hints(
         epochs="num_epochs",
@@ -474,45 +479,44 @@ class Trainer:
             self._store.refuse_averaged("fit")
             callbacks = as_callbacks(options.get("callbacks", ()))
             self._store.refresh()
-            if (running := self._active_run()) is not None:
-                running[0].refuse_another()
-            if self._current_run is not None:  # an interrupt arrived before `_finish_run`
-                self._finish_run(*self._current_run)
+            if self._active_session() is not None:
+                hint = "call it after the other fit has returned"
+                raise StateError("fit was called while another fit is running", hint=hint)
+            if self._session is not None:  # an interrupt arrived before `_finish_run`
+                self._finish_run(self._session)
+            cursor = DataCursor(data, options.get("num_steps"), options.get("num_epochs"))
+            if options.get("progress") and self.processes.is_first:
+                from ._progress import Progress  # takes a moment; `import lowtide` does not need it
+
+                callbacks = (Progress(cursor.num_steps), *callbacks)
+            listeners = Listeners(self, callbacks, options.get("on_record"))
             session = Session(
                 store=self._store,
                 compiled=self._compiled,
                 snapshots=self._snapshots,
                 processes=self.processes,
                 nan_policy=NonFinitePolicy(self._store, self._snapshots, self.on_nan, is_guarded=self.is_guarded),
-                cursor=(cursor := DataCursor(data, options.get("num_steps"), options.get("num_epochs"))),
+                evaluation=self._evaluation,
+                listeners=listeners,
+                cursor=cursor,
                 previous=self._last_cursor,
-                evaluate=lambda batches: self.evaluate(batches),
-                save=lambda: self.save(),
-                callback_states=lambda: listeners.states(),
-                is_immediate=any(callback.is_immediate for callback in callbacks),
                 eval_data=eval_data,
                 eval_every=options.get("eval_every"),
                 checkpoint_every=checkpoint_every,
             )
-            if options.get("progress") and self.processes.is_first:
-                from ._progress import Progress  # takes a moment; `import lowtide` does not need it
-
-                callbacks = (Progress(cursor.num_steps), *callbacks)
-            listeners = Listeners(self, callbacks, options.get("on_record"))
             self._is_stopped, self.history = False, session.records
-            run = Run(session, listeners)
             try:
-                self._current_run = session, run
-                with session.running(listeners.notify):
-                    yield run
+                self._session = session
+                with session.running():
+                    yield Run(session, listeners)
             finally:
-                self._finish_run(session, run)
+                self._finish_run(session)
 
-    def _finish_run(self, session: Session, run: Run) -> None:
+    def _finish_run(self, session: Session) -> None:
         """Keep the parts of an ended run that the next one needs."""
-        run.close()
+        session.close()
         self._is_stopped, self._last_cursor = session.is_stopped, session.final_cursor or self._last_cursor
-        self._current_run = None
+        self._session = None
         self._store.give_back()
 
     def save(self) -> bool:
@@ -526,14 +530,10 @@ class Trainer:
             ConfigError: without a `checkpoint_dir`.
             StateError: inside of `averaged`.
         """
-        require_checkpoints(self.checkpoints, "save")
-        self._store.refuse_averaged("save")
-        self._store.borrow(lend=False)  # includes changes made in a mutable object
-        if (running := self._active_run()) is None:
-            return self._snapshots.save(self._snapshots.metadata)
-        session, run = running
-        run.settle()  # restores an earlier state if the last steps made it non-finite
-        return self._snapshots.save(session.metadata())
+        if (session := self._active_session()) is not None:
+            return session.save()
+        self._snapshots.prepare_save()
+        return self._snapshots.save(self._snapshots.metadata)
 
     def restore(self, *, step: int | None = None, best: bool = False) -> int | None:
         """Load a checkpoint into the trainer.
@@ -563,13 +563,17 @@ class Trainer:
         with self.processes.watched():
             return self._snapshots.restore(step, best=best)
 
-    def _refuse_running(self, action: str, hint: str | None = None) -> None:
-        if (running := self._active_run()) is not None:
-            running[0].refuse(action, hint)
+    def _refuse_running(self, action: str) -> None:
+        if self._takes_steps():
+            hint = f"call trainer.stop(), and {action} after fit, in on_train_end or in on_exception"
+            raise StateError(f"{action} was called while fit takes steps", hint=hint)
 
-    def _active_run(self) -> tuple[Session, Run] | None:
-        """Return the session and the run of a `fit` that has not ended, or None."""
-        return None if self._current_run is None or self._current_run[0].is_closed else self._current_run
+    def _takes_steps(self) -> bool:
+        return (session := self._active_session()) is not None and not session.is_over
+
+    def _active_session(self) -> Session | None:
+        """Return the session of a `fit` that has not ended, or None."""
+        return None if self._session is None or self._session.is_closed else self._session
 
     @_add_hints()
     def evaluate(self, data: Iterable[Tree], *, callbacks: Sequence[Callback] = ()) -> dict[str, float]:
@@ -589,7 +593,7 @@ class Trainer:
         self._store.refresh()
         listeners.notify(Event("evaluate_begin"))
         with self.processes.watched():
-            means = self._evaluation.means(self._store.parts, self.state.step, data)
+            means = self._evaluation.means(data)
         listeners.notify(Event("evaluate_end", {**means}))
         return means
 
@@ -611,7 +615,7 @@ class Trainer:
             The outputs of two batches on the device.
         """
         self._store.refresh()
-        return self._evaluation.outputs(self._store.deferred_parts(), data, fn)
+        return self._evaluation.outputs(data, fn)
 
     @_add_hints()
     def predict(
@@ -646,29 +650,9 @@ class Trainer:
 # --- arguments -------------------------------------------------------------------------------------------------------
 
 
-class _SelectedStep(NamedTuple):
-    """A training step, and the settings that follow from it."""
-
-    step: TrainingStep
-    weight: Callable[[Tree], Any] | None
-    sharding: ShardingRules | None
-    num_microbatches: int
-
-    def initialize(self, model: Any, on_nan: str) -> tuple[Any, TrainState, Tree, bool]:
-        """Return the placed model, its state, the frozen leaves, and whether steps drop non-finite updates."""
-        refuse_consumed(model)
-        if self.sharding is not None:
-            model = placed(model, self.sharding, self.step.arranged)
-        state, frozen = self.step.init(model)
-        is_guarded = _can_drop_update(on_nan, state, is_layerwise=isinstance(self.step, LayerStep))
-        self.step.guard(is_guarded)
-        refuse_shared(state.trainable, state.mutable)
-        return model, state, frozen, is_guarded
-
-
 def _choose_step(
     model: Tree,
-    loss_fn: LossFn | None,
+    loss_fn: Any,
     tx: Any,
     wrt: Selector | None,
     mutable: Selector | None,
@@ -678,101 +662,77 @@ def _choose_step(
     seed: int,
     sharding: ShardingRules | None,
     pipeline: Schedule | Pipeline | None,
-) -> _SelectedStep:
-    """Choose the training step; arguments and errors as in `Trainer`."""
+) -> tuple[TrainingStep, Callable[[Tree], Any] | None, ShardingRules | None, int]:
+    """Choose the training step, and the weight, sharding and number of microbatches that follow; as in `Trainer`."""
     if weight is not None and not callable(weight):
-        raise ConfigError(
-            "weight is not a function",
-            expected="a function weight(batch) that returns a number",
-            got=repr(weight)[:80],
-            hint='lambda batch: jnp.sum(batch["mask"])',
-        )
+        raise ConfigError(f"weight must be a function of a batch that returns a number, not {shown(weight)}")
     _check_arguments(model, tx, loss_fn, sharding, num_microbatches, seed, pipeline)
     if pipeline is not None:
-        _check_pipeline_arguments(model, loss_fn, tx, mutable, num_microbatches, compute_dtype, seed)
+        conflicts = {
+            "a bridge": (isinstance(model, ModelObject), "pass the arrays as a pytree of outer and layers"),
+            "a layerwise step": (isinstance(tx, LayerwiseStep), "use an Optax optimizer: optax.adamw(1e-4)"),
+            "loss_fn": (loss_fn is not None, "the stack defines the loss: Trainer(model, None, tx, pipeline=...)"),
+            "mutable": (mutable is not None, "leave it out: the functions of the stack change no weights"),
+            "num_microbatches": (num_microbatches != 1, "set it in the schedule: schedule(..., num_microbatches=...)"),
+            "compute_dtype": (compute_dtype is not None, "let the stack cast: lt.models.load(..., compute_dtype=...)"),
+            "seed": (seed != 0, 'put random keys into batches: {"key": jax.random.key(step), ...}'),
+        }
+        _refuse_conflicts("a pipeline", conflicts)
         resolved_pipeline, sharding = make_pipeline(model, pipeline, sharding, wrt=wrt, weight=weight)
-        return _SelectedStep(
-            PipelineStep(model, tx, resolved_pipeline, sharding),
-            resolved_pipeline.weight,
-            sharding,
-            resolved_pipeline.schedule.num_microbatches,
-        )
-    checked_loss_fn: Any = loss_fn
+        step = PipelineStep(model, tx, resolved_pipeline, sharding)
+        return step, resolved_pipeline.weight, sharding, resolved_pipeline.schedule.num_microbatches
     if isinstance(tx, LayerwiseStep):
-        refuse_precision(compute_dtype)
-        if sharding is not None and sharding.num_context_shards > 1:
-            raise ConfigError(
-                "a layerwise step cannot shard the tokens of rows over devices yet",
-                expected="a mesh without an axis context",
-                got=dict(sharding.mesh.shape),
-                hint="use an Optax optimizer, with remat=True in the loss; its state is sharded along fsdp",
-            )
-        _check_layerwise_arguments(
-            wrt=(wrt, None), mutable=(mutable, None), num_microbatches=(num_microbatches, 1), seed=(seed, 0)
-        )
-        if tx.weight is None:
-            tx = dataclasses.replace(tx, weight=weight)
-        elif weight not in (None, tx.weight):
-            _check_layerwise_arguments(weight=(weight, None))
-        return _SelectedStep(LayerStep(model, checked_loss_fn, tx), tx.weight, sharding, 1)
+        conflicts = {
+            "compute_dtype": (
+                compute_dtype is not None,
+                "cast in the stack's functions, as lt.models.load(..., compute_dtype=...) does",
+            ),
+            "an axis context of the mesh": (
+                sharding is not None and sharding.num_context_shards > 1,
+                "use an Optax optimizer, with remat=True in the loss; its state is sharded along fsdp",
+            ),
+            "wrt": (wrt is not None, "pass wrt to lt.offload.layerwise_step"),
+            "mutable": (mutable is not None, "leave it out: a layerwise step changes only trainable leaves"),
+            "num_microbatches": (num_microbatches != 1, "pass num_microbatches to lt.offload.layerwise_step"),
+            "seed": (seed != 0, "leave it out: the functions of the stack get no random keys"),
+            "another weight": (
+                tx.weight is not None and weight not in (None, tx.weight),
+                "pass weight to lt.offload.layerwise_step alone",
+            ),
+        }
+        _refuse_conflicts("a layerwise step", conflicts)
+        tx = tx if tx.weight is not None else dataclasses.replace(tx, weight=weight)
+        return LayerStep(model, loss_fn, tx), tx.weight, sharding, 1
     defaults: Any = model if isinstance(model, ModelObject) else Pytree
     selected_wrt = defaults.wrt if wrt is None else wrt
     selected_mutable = defaults.mutable if mutable is None else mutable
-    arguments = (model, checked_loss_fn, tx, selected_wrt, num_microbatches, weight)
+    arguments = (model, loss_fn, tx, selected_wrt, num_microbatches, weight)
     sharding_kwargs: dict[str, Any] = {}
     if sharding is not None:
         # With an abstract mesh, the program runs on the devices of its arguments, and compiles for any target.
         mesh: Any = sharding.mesh.abstract_mesh
         sharding_kwargs = {"shard": dataclasses.replace(sharding, mesh=mesh).constrain, "mesh": mesh}
     step = WholeStep(*arguments, mutable=selected_mutable, seed=seed, compute_dtype=compute_dtype, **sharding_kwargs)
-    return _SelectedStep(step, weight, sharding, num_microbatches)
+    return step, weight, sharding, num_microbatches
 
 
-def _check_pipeline_arguments(
-    model: Any, loss_fn: Any, tx: Any, mutable: Any, num_microbatches: int, compute_dtype: Any, seed: int
-) -> None:
-    conflicts = {
-        "a bridge": (isinstance(model, ModelObject), "a pytree of outer and layers", "pass the arrays as a pytree"),
-        "a layerwise step": (isinstance(tx, LayerwiseStep), "an Optax optimizer", "optax.adamw(1e-4)"),
-        "loss_fn": (loss_fn is not None, "None: the stack defines the loss", "Trainer(model, None, tx, pipeline=...)"),
-        "mutable": (mutable is not None, "functions of the stack that change no weights", "leave it out"),
-        "num_microbatches": (
-            num_microbatches != 1,
-            "1: the schedule sets the number",
-            "schedule(..., num_microbatches=...)",
-        ),
-        "compute_dtype": (compute_dtype is not None, "a stack that casts by itself", "load(..., compute_dtype=...)"),
-        "seed": (seed != 0, "random keys as leaves of batches", 'a batch {"key": jax.random.key(step), ...}'),
-    }
-    for name, (is_set, expected, hint) in conflicts.items():
+def _refuse_conflicts(feature: str, conflicts: Mapping[str, tuple[bool, str]]) -> None:
+    """Raise for the first setting that cannot be combined with a feature; each has a condition and a hint."""
+    for name, (is_set, hint) in conflicts.items():
         if is_set:
-            raise ConfigError(f"a pipeline cannot be trained with {name}", expected=expected, got=name, hint=hint)
-
-
-def _check_layerwise_arguments(**arguments: tuple[Any, Any]) -> None:
-    for name, (value, default) in arguments.items():
-        if value != default:
-            raise ConfigError(
-                f"{name} is set twice, for the trainer and for its layerwise step",
-                expected=f"Trainer(..., layerwise_step(..., {name}=...))",
-                got=f"{name}={value!r} for the trainer",
-                hint=f"pass {name} to lt.offload.layerwise_step alone",
-            )
+            raise ConfigError(f"{feature} cannot be combined with {name}", hint=hint)
 
 
 def _can_drop_update(on_nan: str, state: TrainState, *, is_layerwise: bool) -> bool:
     """Return whether the step itself can drop its update."""
-    check_choice("unknown on_nan", on_nan, ("abort", "skip", "roll_back", "ignore"), 'try "abort"')
+    check_choice("on_nan", on_nan, ("abort", "skip", "roll_back", "ignore"))
     host_paths = [path for path, leaf in leaves_with_paths(state) if on_host(getattr(leaf, "sharding", None))]
     if is_layerwise:  # it may have updated layers before it reaches a gradient that is not finite
         return on_nan == "skip"
     if on_nan == "skip" and host_paths:
-        raise ConfigError(
-            "a step with state on the host cannot drop its update",
-            expected='on_nan="abort", "roll_back" or "ignore"',
-            got=f"state on the host: {', '.join(host_paths[:4])}",
-            hint='"roll_back" returns to the last copy of the state; a layerwise step can skip',
-        )
+        problem = f"a step cannot drop its update with state on the host: {', '.join(host_paths[:4])}"
+        hint = 'on_nan="roll_back" returns to the last copy of the state; a layerwise step can skip'
+        raise ConfigError(problem, hint=hint)
     return on_nan in ("abort", "skip") and not host_paths
 
 
@@ -784,60 +744,27 @@ def _check_arguments(
     for name, library, class_name in (("keras", "keras", "Model"), ("nnx", "flax.nnx", "Module")):
         cls = getattr(sys.modules.get(library), class_name, None)
         if cls is not None and isinstance(model, cls):
-            raise ConfigError(
-                f"a {type(model).__name__} is a mutable object, which the trainer can use only through its bridge",
-                expected=f"Trainer(lowtide.ext.{name}.Bridge(model), ...)",
-                got=type(model).__name__,
-                hint=f"from lowtide.ext.{name} import Bridge",
-            )
+            problem = f"a {type(model).__name__} is a mutable object, which the trainer can use only through its bridge"
+            raise ConfigError(problem, hint=f"Trainer(lowtide.ext.{name}.Bridge(model), ...)")
     if not (isinstance(tx, LayerwiseStep) or (hasattr(tx, "init") and hasattr(tx, "update"))):
-        raise ConfigError(
-            "tx is not an Optax optimizer",
-            expected="an optax.GradientTransformation, such as optax.adamw(1e-3), or a layerwise step",
-            got=repr(tx)[:80],
-            hint="optimizers of Keras and NNX cannot be used: choose the Optax optimizer of the same name",
-        )
-    if not (pipeline is None or isinstance(pipeline, Schedule | Pipeline)):
-        raise ConfigError(
-            "pipeline is not a schedule",
-            expected="a lowtide.pipeline.Schedule, or a result of lowtide.pipeline.value_and_grad",
-            got=repr(pipeline)[:80],
-            hint='lt.pipeline.schedule("zb-h1", num_stages=4, num_microbatches=16)',
-        )
+        hint = "optimizers of Keras and NNX cannot be used: choose the Optax optimizer of the same name"
+        raise ConfigError(f"tx must be an Optax optimizer or a layerwise step, not {shown(tx)}", hint=hint)
+    hint = 'lt.pipeline.schedule("zb-h1", num_stages=4, num_microbatches=16), or lt.pipeline.value_and_grad(...)'
+    check_type("pipeline", pipeline, (Schedule, Pipeline, type(None)), "a Schedule or a Pipeline", hint=hint)
     if not callable(loss_fn) and pipeline is None:
-        raise ConfigError(
-            "loss_fn is not a function",
-            expected="loss_fn(model, batch) that returns a scalar",
-            got=repr(loss_fn)[:80],
-            hint='the bridge of a Keras model makes one: bridge.loss("mse"); None is valid only with pipeline=',
-        )
+        hint = 'the bridge of a Keras model makes one: bridge.loss("mse"); None is valid only with pipeline='
+        raise ConfigError(f"loss_fn must be a function loss_fn(model, batch), not {shown(loss_fn)}", hint=hint)
     if (
         callable(loss_fn) and not isinstance(tx, LayerwiseStep) and not isinstance(model, ModelObject)
     ):  # the loss of an Equinox bridge takes the module's state as one more argument
         _check_signature(loss_fn)
-    problem, hint = "num_microbatches is not a valid number of parts", "1 means no accumulation"
-    check_count(problem, num_microbatches, 1, "an integer of at least 1", hint)
-    if not is_count(seed, -(2**31)) or seed >= 2**32:
-        raise ConfigError(
-            "seed is not a 32-bit integer",
-            expected="an integer, such as 0",
-            got=repr(seed),
-            hint="each seed gives another run",
-        )
+    check_integer("num_microbatches", num_microbatches, hint="1 means no accumulation")
+    check_integer("seed", seed, -(2**31), 2**32 - 1)
     if not (isinstance(model, ModelObject) or any(map(is_array_like, jax.tree.leaves(model)))):
-        raise ConfigError(
-            "the model has no arrays",
-            expected="a pytree of arrays, or a bridge of lowtide.ext",
-            got=f"a {type(model).__name__} of {len(jax.tree.leaves(model))} leaves",
-            hint="pass parameters, such as {'w': jnp.zeros((4, 2))}",
-        )
-    if not (sharding is None or isinstance(sharding, ShardingRules)):
-        raise ConfigError(
-            "sharding is not a ShardingRules object",
-            expected="ShardingRules(mesh=make_mesh(), rules={...})",
-            got=type(sharding).__name__,
-            hint="from lowtide.train import ShardingRules, make_mesh",
-        )
+        hint = "pass a pytree such as {'w': jnp.zeros(4)}"
+        raise ConfigError(f"the model has no arrays: it is a {type(model).__name__}", hint=hint)
+    hint = "ShardingRules(mesh=make_mesh(), rules={...}), both from lowtide.train"
+    check_type("sharding", sharding, (ShardingRules, type(None)), "a ShardingRules object", hint=hint)
 
 
 def _check_signature(loss_fn: Any) -> None:
@@ -848,9 +775,5 @@ def _check_signature(loss_fn: Any) -> None:
     try:
         signature.bind("model", "batch", **accepted_keywords(loss_fn, key=None, training=True))
     except TypeError as error:
-        raise ConfigError(
-            "loss_fn does not take a model and a batch",
-            expected="loss_fn(model, batch), which may also take key and training by name",
-            got=f"{getattr(loss_fn, '__name__', type(loss_fn).__name__)}{signature}",
-            hint="a batch is one pytree, such as a tuple (x, y); functools.partial fills other arguments in",
-        ) from error
+        hint = "a batch is one pytree, such as (x, y); key and training are optional; functools.partial fills others"
+        raise ConfigError(f"loss_fn must take a model and a batch, not {signature}", hint=hint) from error

@@ -13,7 +13,7 @@ ASKED, SAID = {"role": "user", "content": "a"}, {"role": "assistant", "content":
 SYSTEM = {"role": "system", "content": "Be brief."}
 CALL = {"name": "tide", "arguments": {"at": 2}}
 CALLED = {"role": "assistant", "tool_calls": [{"type": "function", "function": CALL}]}
-ARGUMENTS = "the arguments of a tool call are text, but not a JSON object"
+ARGUMENTS = "tool-call arguments are not a JSON object"
 TOOL = {"type": "function", "function": {"name": "tide"}}
 
 
@@ -107,7 +107,7 @@ def test_a_field_that_would_change_the_meaning_is_refused(record, text):
 @pytest.mark.parametrize(
     ("record", "text"),
     [
-        ({"messages": [ASKED, SAID], "functions": 5}, "functions is not a list"),
+        ({"messages": [ASKED, SAID], "functions": 5}, "functions must be a list, not 5"),
         ({"messages": [ASKED, {**SAID, "function_call": "auto"}]}, "the function_call of a turn cannot be read"),
         ({"messages": [ASKED, {**CALLED, "function_call": CALL}]}, "the function_call of a turn cannot be read"),
         ({"text": "see <image>", "images": ["a.png"]}, "the record has images"),

@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 
 from lowtide.finetune.data import best_fit
 from lowtide.finetune.data._encode import Store
-from lowtide.finetune.data._pack import IGNORE, RowSource, cut_documents, one_row_each
+from lowtide.finetune.data._pack import IGNORE, Rows, RowSource, cut_documents
 
 SEQ_LEN = 16
 LENGTHS = st.lists(st.integers(1, 40), min_size=1, max_size=60)
@@ -23,7 +23,8 @@ def _store(lengths, seed=0):
 def test_every_token_is_in_one_row_and_labels_stay_in_their_document(lengths, too_long, is_packed):
     store = _store(lengths)
     pieces = cut_documents(store.lengths, np.arange(len(lengths)), SEQ_LEN, too_long)
-    rows = best_fit(pieces.length, SEQ_LEN) if is_packed else one_row_each(len(pieces.length))
+    count = len(pieces.length)
+    rows = best_fit(pieces.length, SEQ_LEN) if is_packed else Rows(np.arange(count), np.arange(count + 1))
     source = RowSource(store, pieces, rows, SEQ_LEN)
     seen: list[int] = []
     for i in range(len(source)):

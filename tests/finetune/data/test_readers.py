@@ -180,7 +180,7 @@ def test_tables_of_text_have_a_header(tmp_path):
     for content, said in {
         "text\n": None,
         "text,text\na,b\n": "the header is missing, or repeats a name",
-        "text,b\na\n": "a.csv:2: the row does not match the header",
+        "text,b\na\n": "a.csv:2: the header has 2 fields, but this row has 1",
         'text\n"a': "not a CSV file",
         "a;b\n1;2\n": "the record matches no known kind",
     }.items():

@@ -17,12 +17,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from ...core import ConfigError, LinearWeight, StructureError, Tree, is_array_like, is_key, path_str
+from .._adapted import is_weight
 from ._kernel import LoRAKernel
 from ._lora import LoRAWeight
 from ._model import disable, merge
 from ._node import is_adapter, shard_adapter
 from ._saved import SavedWeight, make_saved
-from ._sites import check_complete, is_weight, sites
+from ._sites import check_complete, sites
 
 _ONE_BASE_HINT = "attach all adapters to one base: lt.lora.attach(base, lt.lora.split(model)[0]), or load them into it"
 
@@ -51,9 +52,8 @@ def split(model: Tree) -> tuple[Tree, Tree]:
         (2, True)
     """
     base = disable(model)
-    return jax.tree.map(
-        lambda node: dataclasses.replace(node, weight=None) if is_adapter(node) else None, model, is_leaf=is_weight
-    ), base
+    detach = lambda node: dataclasses.replace(node, weight=None) if is_adapter(node) else None  # noqa: E731
+    return jax.tree.map(detach, model, is_leaf=is_weight), base
 
 
 def attach(base: Tree, adapter: Tree) -> Tree:
@@ -82,43 +82,30 @@ def attach(base: Tree, adapter: Tree) -> Tree:
     """
     base_sites = sites(base)
     if adapted := next((site for site in base_sites if is_adapter(site.node)), None):
-        raise StructureError(
-            f"{adapted.path}: already has an adapter",
-            expected="a base without adapters",
-            got=adapted.node.kind,
-            hint="remove it with lt.lora.split, or add both with lt.lora.combine",
-        )
+        hint = "remove it with lt.lora.split, or add both with lt.lora.combine"
+        raise StructureError(f"{adapted.path}: already has an adapter ({adapted.node.kind})", hint=hint)
     treedef = jax.tree.structure(base, is_leaf=is_weight)
     try:
         nodes: list[Any] = treedef.flatten_up_to(adapter)
     except (ValueError, TypeError, KeyError) as error:
-        raise StructureError(
-            "the adapter does not belong to this base",
-            got=str(error).splitlines()[0][:200],
-            hint="attach it to the model that it was split from, or one of the same configuration",
-        ) from error
+        hint = "attach it to the model that it was split from, or one of the same configuration"
+        difference = str(error).splitlines()[0][:200]
+        raise StructureError("the adapter does not belong to this base", got=difference, hint=hint) from error
     if not any(is_adapter(node) for node in nodes):
         raise StructureError("the tree has no adapter", hint="pass the first result of lt.lora.split")
     for site, node in zip(base_sites, nodes, strict=True):
-        if node is not None and not (is_adapter(node) and _fits(node, tuple(getattr(site.weight, "shape", ())))):
-            raise StructureError(
-                f"{site.path}: the adapter does not fit the base",
-                expected=f"an adapter of a weight {list(getattr(site.weight, 'shape', ()))}",
-                got=f"{type(node).__name__} with {[list(leaf.shape) for leaf in jax.tree.leaves(node)]}",
-                hint="attach it to the model that it was split from, or one of the same shapes",
-            )
+        shape = tuple(getattr(site.weight, "shape", ()))
+        if node is not None and not (is_adapter(node) and _fits(node, shape)):
+            actual = f"{type(node).__name__} with {[list(leaf.shape) for leaf in jax.tree.leaves(node)]}"
+            hint = "attach it to the model that it was split from, or one of the same shapes"
+            raise StructureError(f"{site.path}: the adapter does not fit the base {list(shape)}", got=actual, hint=hint)
         if isinstance(node, LoRAKernel) and isinstance(site.node, LinearWeight):
-            raise StructureError(
-                f"{site.path}: the adapter of a kernel or an embedding needs its weight as an array",
-                expected="an array",
-                got=type(site.node).__name__,
-                hint="do not quantise this weight, or call lt.dequantize first",
-            )
+            message = f"{site.path}: the adapter of a kernel or an embedding needs its weight as an array"
+            hint = "do not quantise this weight, or call lt.dequantize first"
+            raise StructureError(f"{message}, not a {type(site.node).__name__}", hint=hint)
+    pairs = zip(base_sites, nodes, strict=True)
     return treedef.unflatten(
-        [
-            site.node if node is None else dataclasses.replace(node, weight=site.node)
-            for site, node in zip(base_sites, nodes, strict=True)
-        ]
+        [site.node if node is None else dataclasses.replace(node, weight=site.node) for site, node in pairs]
     )
 
 
@@ -151,12 +138,8 @@ def unmerge(model: Tree, adapter: Tree) -> Tree:
     for site in sites(attached):
         if isinstance(site.node, SavedWeight) or getattr(site.node, "lora_magnitude", None) is not None:
             description = "an array that trained as a whole" if isinstance(site.node, SavedWeight) else "DoRA"
-            raise StructureError(
-                f"{site.path}: {description} cannot be unmerged",
-                expected="LoRA, rsLoRA, VeRA or (IA)³",
-                got=site.node.kind,
-                hint="keep the base, which merging does not change",
-            )
+            hint = "keep the base, which merging does not change"
+            raise StructureError(f"{site.path}: {description} cannot be unmerged", hint=hint)
     return merge(jax.tree.map(lambda node: node.inverted() if is_adapter(node) else node, attached, is_leaf=is_weight))
 
 
@@ -165,20 +148,13 @@ def _fits(node: Any, shape: tuple[int, ...]) -> bool:
     if any(getattr(node, name, None) is None for name in node.REQUIRED_LEAVES[1:]):
         return False
     if isinstance(node, SavedWeight):
-        return node.lora_saved is not None and tuple(node.lora_saved.shape) == shape
+        return tuple(node.lora_saved.shape) == shape
     if isinstance(node, LoRAKernel):
         stack = len(shape) - node.num_rows - node.num_columns
         split_at = stack + node.num_rows
         a, b = tuple(node.lora_a.shape), tuple(node.lora_b.shape)
-        return (
-            stack >= 0
-            and b[:-1] == shape[:split_at]
-            and (*a[:stack], *a[stack + 1 :])
-            == (
-                *shape[:stack],
-                *shape[split_at:],
-            )
-        )
+        free_a = (*a[:stack], *a[stack + 1 :])  # without the axis r, as b[:-1]
+        return stack >= 0 and b[:-1] == shape[:split_at] and free_a == (*shape[:stack], *shape[split_at:])
     if len(shape) < 2:
         return False
     sizes = {"out": shape[-2], "in": shape[-1]}
@@ -232,8 +208,8 @@ def combine(models: Sequence[Tree], weights: Sequence[float] | None = None) -> T
     def combine_nodes(keys: Any, *nodes: Any) -> Any:
         path, bases = path_str(keys), [node.weight if is_adapter(node) else node for node in nodes]
         base, terms = bases[0], [(node, scale) for node, scale in zip(nodes, factors, strict=True) if is_adapter(node)]
-        for other in bases[1:]:
-            _check_base(path, base, other, is_adapted=bool(terms))
+        for next_base in bases[1:]:
+            _check_base(path, base, next_base, is_adapted=bool(terms))
         if not terms:
             return base
         for node, _ in terms:
@@ -250,12 +226,9 @@ def combine(models: Sequence[Tree], weights: Sequence[float] | None = None) -> T
             values = jnp.asarray(base, jnp.float32)
             return make_saved(base, values + sum(scale * (node.lora_saved - values) for node, scale in saved_nodes))
         if kernels or saved_nodes:
-            raise StructureError(
-                f"{path}: adapters of different kinds cannot be added",
-                expected="adapters of one kind for each weight",
-                got=" and ".join(sorted({node.kind for node, _ in terms})),
-                hint="create them with the same fn and configuration, or merge them one by one with lt.lora.merge",
-            )
+            kinds = " and ".join(sorted({node.kind for node, _ in terms}))
+            hint = "create them with the same fn and configuration, or merge them one by one with lt.lora.merge"
+            raise StructureError(f"{path}: adapters of different kinds cannot be added: {kinds}", hint=hint)
         pairs = [_scaled_factors(path, node) for node, _ in terms]
         lora_a = jnp.concatenate([a for a, _ in pairs], axis=-2)
         lora_b = jnp.concatenate([scale * b for (_, b), (_, scale) in zip(pairs, terms, strict=True)], axis=-1)
@@ -272,12 +245,8 @@ def combine(models: Sequence[Tree], weights: Sequence[float] | None = None) -> T
 
 def _check_models(models: Any, weights: Any) -> tuple[list[Tree], list[Any]]:
     if isinstance(models, (str, Mapping)) or not isinstance(models, Iterable):
-        raise ConfigError(
-            "combine needs several models",
-            expected="a list of models",
-            got=f"a {type(models).__name__}",
-            hint="pass for instance lt.lora.combine([first, second])",
-        )
+        kind = type(models).__name__
+        raise ConfigError(f"models must be a list, as in lt.lora.combine([first, second]), not a {kind}")
     models = list[Tree](models)
     values = weights if isinstance(weights, Iterable) else ()
     factors = [1.0] * len(models) if weights is None else [*values]
@@ -292,23 +261,17 @@ def _check_models(models: Any, weights: Any) -> tuple[list[Tree], list[Any]]:
     return models, factors
 
 
-def _check_base(path: str, base: Any, other: Any, *, is_adapted: bool) -> None:
-    """Check that a leaf is the same in two models, of which one may have an adapter on it (`is_adapted`).
-
-    Values are compared for weights with an adapter, and for floating-point arrays of two or more axes.
-    """
-    if base is other or not (hasattr(base, "shape") or hasattr(other, "shape")):
+def _check_base(path: str, base: Any, next_base: Any, *, is_adapted: bool) -> None:
+    """Check that a leaf is the same in two models, of which one may have an adapter on it (`is_adapted`)."""
+    if base is next_base or not (hasattr(base, "shape") or hasattr(next_base, "shape")):
         return
-    kinds = [_describe(leaf) for leaf in (base, other)]
-    is_same = kinds[0] == kinds[1] and jax.tree.structure(base) == jax.tree.structure(other)
+    kinds = [_describe(leaf) for leaf in (base, next_base)]
+    is_same = kinds[0] == kinds[1] and jax.tree.structure(base) == jax.tree.structure(next_base)
     is_compared = is_adapted or (len(base.shape) > 1 and jnp.issubdtype(base.dtype, jnp.floating)) if is_same else False
-    if not is_same or (is_compared and not all(map(_is_equal, jax.tree.leaves(base), jax.tree.leaves(other)))):
-        raise StructureError(
-            f"{path}: the models have different bases",
-            expected=f"the weight of the first model, {kinds[0]}",
-            got="other values" if is_same else kinds[1],
-            hint=_ONE_BASE_HINT,
-        )
+    if not is_same or (is_compared and not all(map(_is_equal, jax.tree.leaves(base), jax.tree.leaves(next_base)))):
+        expected, actual = f"the weight of the first model, {kinds[0]}", "other values" if is_same else kinds[1]
+        message = f"{path}: the models have different bases"
+        raise StructureError(message, expected=expected, got=actual, hint=_ONE_BASE_HINT)
 
 
 def _describe(leaf: Any) -> str:
@@ -347,12 +310,10 @@ def _combine_kernels(path: str, kernels: Sequence[tuple[LoRAKernel, Any]]) -> Lo
     first = kernels[0][0]
     for node, _ in kernels:
         if (node.num_rows, node.num_columns) != (first.num_rows, first.num_columns):
-            raise StructureError(
-                f"{path}: these adapters split the axes of the kernel in different ways",
-                expected=f"{first.num_rows} axes of rows and {first.num_columns} of columns, as in the first model",
-                got=f"{node.num_rows} and {node.num_columns}, of a kernel {list(node.shape)}",
-                hint="create them with the fn that trains, or merge them one by one with lt.lora.merge",
-            )
+            splits = " and ".join(f"{n.num_rows} axes of rows and {n.num_columns} of columns" for n in (first, node))
+            message = f"{path}: these adapters split the axes of the kernel {list(node.shape)} in different ways"
+            hint = "create them with the fn that trains, or merge them one by one with lt.lora.merge"
+            raise StructureError(message, got=splits, hint=hint)
     lora_a = jnp.concatenate([jnp.asarray(node.lora_a) for node, _ in kernels], axis=first.num_stacked)
     lora_b = jnp.concatenate([scale * node.scaling * jnp.asarray(node.lora_b) for node, scale in kernels], axis=-1)
     return dataclasses.replace(first, lora_a=lora_a, lora_b=lora_b, alpha=float(lora_b.shape[-1]))
@@ -362,10 +323,6 @@ def _scaled_factors(path: str, node: Any) -> tuple[Any, Any]:
     """Return A and B, with all scales of their product included."""
     factors = node.scaled_factors()
     if factors is None:
-        raise StructureError(
-            f"{path}: an adapter of the kind {node.kind} is not a sum of a weight and a correction",
-            expected="LoRA, rsLoRA or VeRA",
-            got=node.kind,
-            hint="merge this model separately and unweighted, with lt.lora.merge",
-        )
+        message = f"{path}: an adapter of the kind {node.kind} is not a sum of a weight and a correction"
+        raise StructureError(message, hint="merge this model separately and unweighted, with lt.lora.merge")
     return factors

@@ -21,7 +21,7 @@ from ...core import ConfigError, LinearWeight, ModelFileError, StructureError, T
 from ._kinds import AnyConfig
 from ._lora import Config, LoRAWeight
 from ._node import shard_adapter
-from ._peft import PREFIX, WEIGHT_INITS, AdapterKind, PeftConfig, host_leaves, read_tensor
+from ._peft import MERGE_HINT, MODEL_HINT, PREFIX, WEIGHT_INITS, AdapterKind, PeftConfig, TensorFile, host_leaves
 from ._sites import EXPERT, LAYER, Site, external_name, sites
 
 # Other kinds are refused. DoRA would compute the norms of every expert in every product. No source defines (IA)³'s
@@ -34,19 +34,11 @@ def check_experts(site: Site, config: AnyConfig) -> None:
     kinds = {"DoRA": is_lora and config.dora, config.init: config.init in WEIGHT_INITS} if is_lora else {}
     kinds |= {type(config).__name__: not is_lora, "layers": config.layers is not None}
     if kind := next((name for name, is_used in kinds.items() if is_used), None):
-        raise ConfigError(
-            f"{site.path}: experts support only LoRA and rsLoRA, on all layers",
-            expected="no DoRA, (IA)³ or VeRA, no init that takes a part of the weight, and no choice of layers",
-            got=kind,
-            hint=f'leave them out of the targets, for instance with the pattern "!{site.module}"',
-        )
+        message = f"{site.path}: experts support only LoRA and rsLoRA, on all layers, with random initial values"
+        raise ConfigError(message, got=kind, hint=site.exclusion_hint)
     if isinstance(site.weight, LinearWeight):
-        raise StructureError(
-            f"{site.path}: quantised experts do not support adapters",
-            expected="an array [num_layers, num_experts, out, in]",
-            got=type(site.weight).__name__,
-            hint="do not quantise the experts, or leave them out of the targets",
-        )
+        hint = "do not quantise the experts, or leave them out of the targets"
+        raise StructureError(f"{site.path}: quantised experts do not support adapters", hint=hint)
 
 
 def check_expert_file(path: Path, site: Site, config: PeftConfig, num_adapted: int, num_expected: int) -> None:
@@ -55,12 +47,9 @@ def check_expert_file(path: Path, site: Site, config: PeftConfig, num_adapted: i
     if config.file.init_lora_weights in WEIGHT_INITS:
         kind = str(config.file.init_lora_weights)
     if kind != "LoRA" or num_adapted != num_expected or isinstance(site.weight, LinearWeight):
-        raise ModelFileError(
-            f"{path}: its adapters of {site.path} cannot be used",
-            expected=f"LoRA of all {num_expected} experts, on weights that are not quantised",
-            got=f"{kind} of {num_adapted}, on a {type(site.weight).__name__}",
-            hint="merge this adapter with the software that made it",
-        )
+        message = f"{path}: {site.path} supports only LoRA of all {num_expected} experts, on unquantised weights"
+        actual = f"{kind} of {num_adapted}, on a {type(site.weight).__name__}"
+        raise ModelFileError(message, got=actual, hint="merge this adapter with the software that made it")
 
 
 # Experts that are one parameter in PEFT's files, `target_parameters`. Such a parameter holds all experts of a layer, as
@@ -106,11 +95,6 @@ class Parameter:
         modules = [name.rpartition(".")[0] for name in self.names]
         return [(f"{PREFIX}{m}.{prefix}lora_A.weight", f"{PREFIX}{m}.{prefix}lora_B.weight") for m in modules]
 
-    def sizes(self) -> tuple[int, int, list[int]]:
-        """Return the number of experts, the width of their inputs, and the width of the outputs of each weight."""
-        shapes = [site.weight.shape[:1:-1] if self.is_transposed else site.weight.shape[2:] for site in self.sites]
-        return self.sites[0].weight.shape[1], shapes[0][1], [out for out, _ in shapes]
-
 
 def expert_parameters(model: Tree) -> list[Parameter]:
     """List the experts that are one parameter elsewhere, from the model's ``expert_parameters``, in its order."""
@@ -152,23 +136,13 @@ def parameter_entries(
         (site,) = parameter.sites
         leaves, _ = host_leaves(site)
         entries |= dict.fromkeys(parameter.names, kind.entry(site.node, 1.0))
-        tensors |= _parameter_tensors(parameter, leaves["lora_a"], leaves["lora_b"])
+        # These experts are stored as [in, out], so PEFT's A is B here, transposed, and its B is A.
+        layers = zip(parameter.keys, leaves["lora_b"].swapaxes(-1, -2), leaves["lora_a"].swapaxes(-1, -2), strict=True)
+        for (key_a, key_b), a, b in layers:
+            tensors[key_a] = np.ascontiguousarray(a.reshape(-1, a.shape[-1]))
+            tensors[key_b] = np.ascontiguousarray(b.transpose(1, 2, 0).reshape(b.shape[1], -1))
         indices.add(site.index)
     return entries, tensors, indices
-
-
-def _parameter_tensors(parameter: Parameter, lora_a: np.ndarray, lora_b: np.ndarray) -> dict[str, np.ndarray]:
-    """Return the adapter's tensors of a parameter that is one weight here, by the file's names.
-
-    A is [L, E, r, in] and B is [L, E, out, r]; for transposed experts [L, E, r, out] and [L, E, in, r].
-    """
-    if parameter.is_transposed:
-        lora_a, lora_b = lora_b.swapaxes(-1, -2), lora_a.swapaxes(-1, -2)
-    tensors: dict[str, np.ndarray] = {}
-    for (key_a, key_b), a, b in zip(parameter.keys, lora_a, lora_b, strict=True):
-        tensors[key_a] = np.ascontiguousarray(a.reshape(-1, a.shape[-1]))
-        tensors[key_b] = np.ascontiguousarray(b.transpose(1, 2, 0).reshape(b.shape[1], -1))
-    return tensors
 
 
 def parameter_patterns(model: Tree, config: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
@@ -202,12 +176,10 @@ def check_scales(parameter: Parameter) -> None:
     """Check that adapters which PEFT joins into one have the same scale."""
     scales = {site.path: site.node.scaling for site in parameter.sites}
     if not math.isclose(min(scales.values()), max(scales.values())):
-        raise StructureError(
-            f"{', '.join(scales)}: PEFT reads these adapters as one adapter of {parameter.name}, with one scale",
-            expected="the same alpha / rank for all of them",
-            got=", ".join(f"{scale:g}" for scale in scales.values()),
-            hint="give them one rank and one alpha, or merge them with lt.lora.merge",
-        )
+        message = f"{', '.join(scales)}: PEFT reads these adapters as one adapter of {parameter.name}, with one scale"
+        values = ", ".join(f"{scale:g}" for scale in scales.values())
+        hint = "give them one rank and one alpha, or merge them with lt.lora.merge"
+        raise StructureError(message, got=values, hint=hint)
 
 
 def is_adapted(parameter: Parameter) -> bool:
@@ -221,54 +193,46 @@ def adapted_parameters(model: Tree, config: PeftConfig) -> list[Parameter]:
     if not entries:
         return []
     parameters = expert_parameters(model)
-    layer_names = {parameter.name: parameter.names for parameter in parameters}
-    all_names = [name for names in layer_names.values() for name in names]
+    all_names = [name for parameter in parameters for name in parameter.names]
+    option = f"{config.source}: option 'target_parameters'"
     for entry in entries:
-        if not any(_matches_entry(name, entry) for name in all_names):
-            raise ModelFileError(
-                f"{config.source}: option 'target_parameters' names {shown(entry)}, which is not an expert parameter",
-                expected=shortened(", ".join(layer_names)) or "none: this model has no experts in one parameter",
-                got=shortened(f"target_parameters = {shown(list(entries))}"),
-                hint="load it into the model that it was made for; merge adapters of other parameters, such as "
-                "routers, with PEFT",
+        if not any(config.matcher.selects([entry], name) for name in all_names):
+            message = f"{option} names {shown(entry)}, which is not an expert parameter"
+            expected = (
+                shortened(", ".join(parameter.name for parameter in parameters))
+                or "none: this model has no experts in one parameter"
             )
+            hint = f"{MODEL_HINT}; merge adapters of other parameters, such as routers, with PEFT"
+            raise ModelFileError(message, expected=expected, hint=hint)
     chosen: list[Parameter] = []
     for parameter in parameters:
-        mask = [any(_matches_entry(name, entry) for entry in entries) for name in layer_names[parameter.name]]
+        mask = [config.matcher.selects(entries, name) for name in parameter.names]
         if not any(mask):
             continue
         if not all(mask):
-            raise ModelFileError(
-                f"{config.source}: option 'target_parameters' names {parameter.name} of only some layers",
-                expected=f"all {len(mask)} layers, as with {'.'.join(parameter.name.split('.')[-2:])!r}",
-                got=f"{sum(mask)} of {len(mask)}",
-                hint="merge this adapter with PEFT (merge_and_unload)",
-            )
-        if any(config.saves(name.rpartition(".")[0]) for name in layer_names[parameter.name]):
-            raise ModelFileError(
-                f"{config.source}: option 'modules_to_save' names the experts that target_parameters adapts",
-                expected="experts with an adapter, or experts that train as a whole",
-                got=f"{parameter.name} in both",
-                hint="merge this adapter with PEFT (merge_and_unload)",
-            )
+            message = f"{option} names {parameter.name} of only {sum(mask)} of {len(mask)} layers"
+            raise ModelFileError(message, hint=MERGE_HINT)
+        if any(config.saves(name.rpartition(".")[0]) for name in parameter.names):
+            message = f"{option} names {parameter.name}, and 'modules_to_save' names the same experts"
+            raise ModelFileError(message, hint=MERGE_HINT)
         chosen.append(parameter)
     return _set_wrappers(chosen)
 
 
-def read_parameter(file: Any, path: Path, parameter: Parameter, config: PeftConfig) -> dict[int, LoRAWeight]:
+def read_parameter(file: TensorFile, parameter: Parameter, config: PeftConfig) -> dict[int, LoRAWeight]:
     """Read the nodes of a parameter's weights, by `Site.index`; all layers must have one rank and one alpha."""
-    num_experts, inner, outs = parameter.sizes()
-    names = parameter.names
+    weights, names = [site.weight for site in parameter.sites], parameter.names
+    shapes = [weight.shape[:1:-1] if parameter.is_transposed else weight.shape[2:] for weight in weights]
+    num_experts, inner, outs = weights[0].shape[1], shapes[0][1], [out for out, _ in shapes]
     for site in parameter.sites:
-        check_expert_file(path, site, config, num_experts * len(names), num_experts * len(names))
+        check_expert_file(file.path, site, config, num_experts * len(names), num_experts * len(names))
     rank, alpha = config.scale_of(names, parameter.sites[0].path)
     layers_a: list[np.ndarray] = []
     layers_b: list[np.ndarray] = []
     for key_a, key_b in parameter.keys:
         # PEFT's layouts: A [E r, in], expert by expert; B [out, r E], where the index of the expert varies fastest.
-        lora_a = read_tensor(file, path, key_a, (num_experts * rank, inner))
-        lora_b = read_tensor(file, path, key_b, (sum(outs), rank * num_experts))
-        layers_a.append(lora_a.reshape(num_experts, rank, inner))
+        layers_a.append(file.read(key_a, (num_experts * rank, inner)).reshape(num_experts, rank, inner))
+        lora_b = file.read(key_b, (sum(outs), rank * num_experts))
         layers_b.append(lora_b.reshape(sum(outs), rank, num_experts).transpose(2, 0, 1))
     lora_a, lora_b = np.stack(layers_a), np.stack(layers_b)  # [L, E, r, in], [L, E, out, r]
     nodes: dict[int, LoRAWeight] = {}
@@ -277,10 +241,6 @@ def read_parameter(file: Any, path: Path, parameter: Parameter, config: PeftConf
         a, b = lora_a, lora_b[:, :, start:end]
         if parameter.is_transposed:  # here B reads the inputs, and A writes the outputs
             a, b = b.swapaxes(-1, -2), a.swapaxes(-1, -2)
-        scale_fields: dict[str, Any] = {"alpha": alpha, "rslora": bool(config.file.use_rslora)}
-        nodes[site.index] = shard_adapter(LoRAWeight(site.weight, jnp.array(a), jnp.array(b), **scale_fields))
+        node = LoRAWeight(site.weight, jnp.array(a), jnp.array(b), alpha, rslora=bool(config.file.use_rslora))
+        nodes[site.index] = shard_adapter(node)
     return nodes
-
-
-def _matches_entry(name: str, entry: str) -> bool:
-    return name == entry or name.endswith(f".{entry}")

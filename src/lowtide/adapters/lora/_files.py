@@ -1,30 +1,37 @@
-"""Write adapters in PEFT's format, and read adapters that PEFT wrote."""
+"""Write adapters in PEFT's format, and read adapters that PEFT wrote.
+
+An adapter of an embedding [V, D], a table whose rows are looked up, is a `LoRAWeight` with A [r, D] and B [V, r]. A row
+is the row of W plus the row of B times A. PEFT calls Bᵀ ``lora_embedding_A`` [r, V] and Aᵀ ``lora_embedding_B`` [D, r].
+If PEFT adapts an embedding or a head, it also writes the frozen weight to the file; here it has to equal the model's.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import os
 import warnings
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
+import jax.core
 import numpy as np
-from safetensors import SafetensorError, safe_open
-from safetensors.numpy import save as to_safetensors
 
 from ...core import (
+    LinearWeight,
     ModelFileError,
     StructureError,
     Tree,
     input_file,
     refuse_consumed,
+    require_extra,
     shortened,
     write_files,
 )
-from ._embeddings import base_keys, check_base, check_tables, read_table, stored_tables
 from ._experts import (
     adapted_parameters,
     check_expert_file,
@@ -36,13 +43,40 @@ from ._experts import (
     read_parameter,
     written_parameters,
 )
-from ._kernel import KERNELS, LoRAKernel, adapted_kernels, kernel_entry, kernel_name, kernel_tensors, read_kernel
+from ._kernel import KERNELS, LoRAKernel, adapted_kernels, kernel_name, kernel_tensors, read_kernel
 from ._kinds import common_kind, read_config
 from ._lora import layer_entry, remove_padding
 from ._node import shard_adapter
-from ._peft import CONFIG_FILE, WEIGHTS_FILE, PeftConfig, describe, host_leaves, tensor_keys
+from ._peft import (
+    CONFIG_FILE,
+    MERGE_HINT,
+    MODEL_HINT,
+    PREFIX,
+    WEIGHT_INITS,
+    WEIGHTS_FILE,
+    PeftConfig,
+    TensorFile,
+    describe,
+    host_leaves,
+    tensor_keys,
+)
 from ._saved import SavedWeight, adapter_modules, expected_keys, read_saved_modules, saved_modules, select_saved
-from ._sites import Site, adapted_sites, layer_names, replace, sites, table_names
+from ._sites import (
+    TIED_HINT,
+    TIED_MESSAGE,
+    Site,
+    adapted_sites,
+    external_name,
+    layer_names,
+    replace,
+    require_adapters,
+    sites,
+    table_names,
+    tied_names,
+)
+
+_CHUNK_SIZE = 2**22
+"""Elements of a frozen weight that are compared at once."""
 
 
 def save(
@@ -87,13 +121,11 @@ def save(
     References:
         PEFT, "PEFT checkpoint format", https://huggingface.co/docs/peft/developer_guides/checkpoint.
     """
+    require_extra("finetune")
+    from safetensors.numpy import save as to_safetensors
+
     adapted = [site for site in adapted_sites(model) if not isinstance(site.node, SavedWeight)]
-    if not adapted:
-        raise StructureError(
-            "the model has no adapter to save",
-            expected="at least one adapter, such as a LoRAWeight",
-            hint="add one with lt.lora.add; a merged model has no adapter",
-        )
+    require_adapters(adapted, "save", "add one with lt.lora.add; a merged model has no adapter")
     refuse_consumed(model)
     kind = common_kind(adapted)
     entries, tensors, written_indices = parameter_entries(model, kind)
@@ -105,7 +137,7 @@ def save(
         if isinstance(site.node, LoRAKernel):
             name = kernel_name(model, site)
             _refuse_duplicate(site, name, entries)
-            entries[name] = kernel_entry(site.node)
+            entries[name] = {"rank": site.node.rank, "alpha": site.node.alpha, "rslora": None, "dora": False}
             tensors |= kernel_tensors(site, name)
             kernels[name] = [site.node.num_rows, site.node.num_columns]
             continue
@@ -127,12 +159,12 @@ def save(
                 values = values.T if name in tables else values
                 tensors[key] = np.ascontiguousarray(kind.to_file(values, site.node))
     tensors |= kind.write_shared(adapted)
-    saved = saved_modules(model, adapter_modules(model, entries, {site.index for site in adapted}), kind)
-    tensors |= saved.tensors
+    saved, options = saved_modules(model, adapter_modules(model, entries, {site.index for site in adapted}), kind)
+    tensors |= saved
     modules = [name for names in _names_by_site(model).values() for name in names]
-    names: dict[str, Any] = {"base_model_name_or_path": base_model_name_or_path, "task_type": task_type}
-    extra_options = {**saved.options, **({KERNELS: kernels} if kernels else {})}
-    config = describe(entries, modules, kind, **names, saved_options=extra_options, parameters=parameters)
+    options |= {KERNELS: kernels} if kernels else {}
+    options |= {"base_model_name_or_path": base_model_name_or_path, "task_type": task_type}
+    config = describe(entries, modules, kind, options, parameters)
     config |= parameter_patterns(model, config)
     if ignored := getattr(model, "ignored_modules", ()):
         config["exclude_modules"] = rf".*\b({'|'.join(ignored)})\b.*"
@@ -179,6 +211,9 @@ def load(model: Tree, directory: str | os.PathLike[str]) -> Tree:
         >>> model["q_proj"]["weight"].scaling
         3.0
     """
+    require_extra("finetune")
+    from safetensors import SafetensorError, safe_open
+
     folder = Path(directory)
     config = read_config(folder)
     path = input_file(
@@ -190,64 +225,52 @@ def load(model: Tree, directory: str | os.PathLike[str]) -> Tree:
     by_index = {site.index: site for site in sites(model)}
     base = model
     try:
-        with safe_open(path, framework="numpy") as file:
-            model, keys = _adopt_file_names(model, set(file.keys()), path)
+        with safe_open(path, framework="numpy") as handle:
+            file = TensorFile(path, handle)
+            model, keys = _adopt_file_names(model, set(handle.keys()), path)
             config = dataclasses.replace(config, tables=table_names(model))
             names = _names_by_site(model)
             kernels = adapted_kernels(model, config, keys)
             parameters = adapted_parameters(model, config)
             non_modules = {*kernels, *(site.index for item in parameters for site in item.sites)}
-            masks = {
-                index: _adapter_mask(names[index], config, keys, by_index[index])
-                for index in names
-                if index not in non_modules
-            }
-            chosen = {index: mask for index, mask in masks.items() if any(mask)}
-            check_tables(path, model, [by_index[i] for i in chosen if names[i][0] in config.tables], config)
-            expected = {
-                key
-                for index, mask in chosen.items()
-                for name, is_adapted in zip(names[index], mask, strict=True)
-                if is_adapted
-                for key in config.tensors(name).values()
-            }
-            kernel_keys = {key for name, *_ in kernels.values() for key in config.tensors(name).values()}
-            expected |= kernel_keys | {key for item in parameters for pair in item.keys for key in pair}
-            adapted = {name for name, *_ in kernels.values()}
-            adapted |= {
-                name
-                for i, mask in chosen.items()
-                for name, is_adapted in zip(names[i], mask, strict=True)
-                if is_adapted
-            }
+            chosen: dict[int, list[bool]] = {}
+            for index in names:
+                if index not in non_modules and any(mask := _adapter_mask(names[index], config, keys, by_index[index])):
+                    chosen[index] = mask
+            _check_tables(path, model, [by_index[i] for i in chosen if names[i][0] in config.tables], config)
+            adapted = {name for index, mask in chosen.items() for name in itertools.compress(names[index], mask)}
+            adapted |= {name for name, *_ in kernels.values()}
+            expected = {key for name in adapted for key in config.tensors(name).values()}
+            expected |= {key for item in parameters for pair in item.keys for key in pair}
             saved_keys, site_keys = expected_keys(model, config, adapter_modules(model, adapted, {*chosen, *kernels}))
             expected |= saved_keys if expected else set()
-            bases = base_keys([names[i][0] for i in chosen if len(by_index[i].weight.shape) == 2], keys)
+            # The frozen weights of adapted embeddings and heads, with the names of their modules.
+            matrices = [names[i][0] for i in chosen if len(by_index[i].weight.shape) == 2]
+            bases = {key: name for name in matrices if (key := f"{PREFIX}{name}.base_layer.weight") in keys}
             unadapted = [site for site in by_index.values() if site.index in names and site.index not in chosen]
-            tables = stored_tables(model, {names[site.index][0]: site for site in unadapted}, keys - expected)
+            tables = _stored_tables(model, {names[site.index][0]: site for site in unadapted}, keys - expected)
             expected |= {*bases, *tables}
             # Names are compared before any tensor is read. A tensor that nothing expects would otherwise be ignored
             # silently.
             _check_keys(path, keys, expected | {*(config.kind.shared_tensors if expected else ())})
-            shared = config.kind.read_shared(file, path, config)
-            nodes = {
-                index: _read_node(file, path, by_index[index], names[index], mask, config, shared)
-                for index, mask in chosen.items()
-            }
+            shared = config.kind.read_shared(file, config)
+            nodes: dict[int, Any] = {}
+            for index, mask in chosen.items():
+                if by_index[index].is_experts:
+                    check_expert_file(path, by_index[index], config, sum(mask), len(mask))
+                node = config.kind.read(file, by_index[index], names[index], mask, config, shared)
+                nodes[index] = shard_adapter(node)
             for index, kernel in kernels.items():
-                nodes[index] = read_kernel(file, path, by_index[index], kernel, config)
+                nodes[index] = read_kernel(file, by_index[index], kernel, config)
             for parameter in parameters:
-                nodes |= read_parameter(file, path, parameter, config)
-            nodes |= read_saved_modules(file, path, model, site_keys)
+                nodes |= read_parameter(file, parameter, config)
+            nodes |= read_saved_modules(file, model, site_keys)
             for key, name in bases.items():
-                check_base(file, path, next(by_index[i] for i in chosen if name in names[i]), key)
-            resized = {site.index: read_table(file, path, key, site) for key, site in tables.items() if site}
+                _check_base(file, next(by_index[i] for i in chosen if name in names[i]), key)
+            resized = {site.index: _read_table(file, key, site) for key, site in tables.items() if site}
     except (SafetensorError, OSError) as error:
-        raise ModelFileError(
-            f"{path}: truncated, or not a safetensors file",
-            got=shortened(error),
-            hint="copy or write the adapter again",
-        ) from error
+        message = f"{path}: truncated, or not a safetensors file"
+        raise ModelFileError(message, got=shortened(error), hint="copy or write the adapter again") from error
     _check_same_adapters(adapted_sites(base), nodes)
     return replace(_resize_vocabulary(base, resized, by_index, path), nodes | resized)
 
@@ -261,6 +284,7 @@ def check(directory: str | os.PathLike[str]) -> None:
     Raises:
         ModelFileError: when it is damaged, or has an unsupported option, as in `load`.
     """
+    require_extra("finetune")
     read_config(Path(directory))
 
 
@@ -304,10 +328,8 @@ def _adopt_file_names(model: Tree, keys: set[str], path: Path) -> tuple[Tree, se
 
 def _refuse_duplicate(site: Site, name: str, entries: Mapping[str, Any]) -> None:
     if name in entries:
-        raise StructureError(
-            f"{site.path}: another adapted module has the name {name!r}, too",
-            hint="rename one of them, or give the model an external_name with distinct names",
-        )
+        hint = "rename one of them, or give the model an external_name with distinct names"
+        raise StructureError(f"{site.path}: another adapted module has the name {name!r}, too", hint=hint)
 
 
 def _names_by_site(model: Tree) -> dict[int, list[str]]:
@@ -341,33 +363,81 @@ def _check_keys(path: Path, keys: set[str], expected: set[str]) -> None:
             f"{path}: its tensors do not match {CONFIG_FILE} and the model",
             expected=description if expected else "tensors for at least one module of the model",
             got="; ".join(differences) or "no tensor",
-            hint="load it into the model that it was made for; only PEFT reads anything else that it trains",
+            hint=f"{MODEL_HINT}; only PEFT reads anything else that it trains",
         )
 
 
-def _read_node(
-    file: Any,
-    path: Path,
-    site: Site,
-    names: Sequence[str],
-    mask: Sequence[bool],
-    config: PeftConfig,
-    shared: Any,
-) -> Any:
-    if site.is_experts:
-        check_expert_file(path, site, config, sum(mask), len(names))
-    return shard_adapter(config.kind.read(file, path, site, names, mask, config, shared))
+# Embeddings.
+
+
+def _check_tables(path: Path, model: Tree, tables: Sequence[Site], config: PeftConfig) -> None:
+    """Check that embeddings have their own arrays, and that a file's adapters of them are LoRA that began at random."""
+    for site in tables:
+        if not config.is_lora or config.dora or config.file.init_lora_weights in WEIGHT_INITS:
+            kind = config.file.init_lora_weights if config.is_lora else config.kind.peft_type
+            message = f"{path}: the embedding {site.path} supports only LoRA and rsLoRA with random initial values"
+            raise ModelFileError(message, got="DoRA" if config.dora else kind, hint=MERGE_HINT)
+        if external_name(model, site) in tied_names(model):
+            raise ModelFileError(f"{path}: {site.path} {TIED_MESSAGE}", hint=TIED_HINT)
+
+
+def _stored_tables(model: Tree, tables: Mapping[str, Site], keys: Collection[str]) -> dict[str, Site | None]:
+    """Return the tensors of a file that are an embedding or a head without an adapter, as PEFT stores resized ones.
+
+    Each has its site of `tables`, or None for the second place of a tied embedding. There are none for a model without
+    ``with_vocabulary``, which changes the number of rows.
+    """
+    if not hasattr(model, "with_vocabulary"):
+        return {}
+    tied_sites = {tied: None for module, tied in tied_names(model).items() if module in tables}
+    by_key = {f"{PREFIX}{name}.weight": site for name, site in {**tables, **tied_sites}.items()}
+    return {key: site for key, site in by_key.items() if key in keys and (site is None or len(site.weight.shape) == 2)}
+
+
+def _read_table(file: TensorFile, key: str, site: Site) -> Any:
+    """Read an embedding or a head with any number of rows, in the dtype of the one that it replaces."""
+    weight: Any = site.weight
+    shape = (file.shape(key)[0], weight.shape[1])
+    values = file.read(key, shape)
+    dtype = values.dtype if isinstance(weight, LinearWeight) else weight.dtype
+    if isinstance(weight, jax.ShapeDtypeStruct):
+        return jax.ShapeDtypeStruct(shape, dtype)
+    sharding = weight.sharding if isinstance(weight, jax.Array) and shape == weight.shape else None
+    return jax.device_put(values.astype(dtype), sharding)
+
+
+def _check_base(file: TensorFile, site: Site, key: str) -> None:
+    """Check that a frozen weight in a file equals that of the model.
+
+    Quantised weights, shapes without values, and weights that other processes hold in part are not compared.
+    """
+    shape, weight = tuple(site.weight.shape), site.weight
+    file.check(key, shape)
+    if isinstance(weight, jax.core.Tracer) or not isinstance(weight, (jax.Array, np.ndarray)):
+        return
+    if isinstance(weight, jax.Array) and not weight.is_fully_addressable:
+        return
+    tensor = file.handle.get_slice(key)
+    # Some rows at a time, because an embedding may be large.
+    num_rows = max(1, _CHUNK_SIZE // max(shape[1], 1))
+    for start in range(0, shape[0], num_rows):
+        stored = tensor[start : min(start + num_rows, shape[0])]
+        base = np.asarray(weight[start : start + num_rows])
+        # Either may have been rounded to the dtype of the other.
+        if not any(np.array_equal(base.astype(dtype), stored.astype(dtype)) for dtype in (base.dtype, stored.dtype)):
+            difference = np.abs(base.astype(np.float32) - stored.astype(np.float32)).max()
+            message = f"{file.path}: its {key} differs from {site.path} of the model"
+            actual = f"a difference of {float(difference):.3g}, and maybe more, from row {start} on"
+            hint = f"{MODEL_HINT}; list an embedding that was trained or resized in modules_to_save"
+            raise ModelFileError(message, got=actual, hint=hint)
 
 
 def _resize_vocabulary(model: Tree, tables: Mapping[int, Any], by_index: Mapping[int, Site], path: Path) -> Tree:
     """Give a model the vocabulary size of a file's tables, and raise if they have different numbers of rows."""
     if len(row_counts := {table.shape[0] for table in tables.values()}) > 1:
-        raise ModelFileError(
-            f"{path}: its embedding and its head have different numbers of rows",
-            expected="the same number of rows",
-            got=", ".join(map(str, sorted(row_counts))),
-            hint="resize both in transformers (resize_token_embeddings), and save the adapter again",
-        )
+        counts = " and ".join(map(str, sorted(row_counts)))
+        hint = "resize both in transformers (resize_token_embeddings), and save the adapter again"
+        raise ModelFileError(f"{path}: its embedding and its head have different numbers of rows: {counts}", hint=hint)
     if all(table.shape == by_index[index].weight.shape for index, table in tables.items()):
         return model
     return model.with_vocabulary(next(iter(row_counts)))
@@ -380,13 +450,11 @@ def _check_same_adapters(existing: Sequence[Site], nodes: Mapping[int, Any]) -> 
     expected = {site.index: site.node.summary for site in existing}
     loaded = {index: node.summary for index, node in nodes.items()}
     if expected != loaded:
-        raise StructureError(
-            f"{existing[0].path}: the adapters of the model differ from those of the directory",
-            expected="a model without adapters, or with the same ranks on the same modules",
-            got=f"{dict(Counter(expected.values()))} in the model, {dict(Counter(loaded.values()))} in the directory "
-            "(adapter: number of weights)",
-            hint="load into the base model, or merge the old adapters first with lt.lora.merge",
-        )
+        message = f"{existing[0].path}: the adapters of the model differ from those of the directory"
+        counts = [dict(Counter(summaries.values())) for summaries in (expected, loaded)]
+        difference = f"{counts[0]} in the model, {counts[1]} in the directory (adapter: number of weights)"
+        hint = "load into the base model, or merge the old adapters first with lt.lora.merge"
+        raise StructureError(message, got=difference, hint=hint)
 
 
 def _join_names(names: Sequence[str]) -> str:

@@ -9,8 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from collections.abc import Collection, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import jax
@@ -18,11 +17,11 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from ...core import ExternalNames, ModelFileError, Pattern, SelectionError, StructureError, Tree, linear, match_names
+from ...core import ExternalNames, ModelFileError, Pattern, StructureError, Tree, linear
 from .._adapted import Use
 from ._node import AdapterWeight, ScaledWeight, expand_like
-from ._peft import AdapterKind, PeftConfig, mask_scale, read_layers, stack_layers, target_modules
-from ._sites import Site, layer_scale, make_leaf, normalize_fields, sites, to_patterns
+from ._peft import AdapterKind, PeftConfig, TensorFile, mask_scale, stack_layers, target_modules
+from ._sites import Site, layer_scale, make_leaf, match_field, normalize_fields, sites, to_patterns
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -141,49 +140,34 @@ class IA3Weight(ScaledWeight, AdapterWeight):
         return bias if self.feedforward else (bias.astype(jnp.float32) * self._scale_vector()).astype(bias.dtype)
 
 
-def _init_ia3(model: Tree, chosen: Sequence[Site], config: IA3Config) -> dict[int, Any]:
-    names = [name for site in chosen for name in site.names]
-    feedforward_names: set[str] = set()
-    if config.feedforward != ():
-        try:
-            feedforward_names = set(match_names(names, config.feedforward))
-        except SelectionError as error:
-            raise SelectionError(
-                f"feedforward: {error.message}", expected="some of the targets", got=error.got, hint=error.hint
-            ) from error
-    paths = {site.path for site in sites(model)}
-    nodes: dict[int, Any] = {}
-    for site in chosen:
-        is_feedforward = bool(feedforward_names.intersection(site.names))
-        if not is_feedforward and f"{site.module}/bias" in paths and not isinstance(model, ExternalNames):
-            raise StructureError(
-                f"{site.path}: its output has a bias, which (IA)³ would also have to scale",
-                expected="a model with an external_name that multiplies by lowtide.core.linear(x, weight, bias)",
-                got=type(model).__name__,
-                hint="name the module in feedforward, which scales its input, or leave it out",
-            )
-        size = site.weight.shape[-1 if is_feedforward else -2]
-        ones = make_leaf(site, (size,), lambda shape: jnp.ones(shape, jnp.float32))
-        nodes[site.index] = IA3Weight(site.weight, ones, layer_scale(site, config.layers), is_feedforward)
-    return nodes
-
-
 class _IA3(AdapterKind):
     name = IA3Weight.NAME
     peft_type = "IA3"
     config_type = IA3Config
+    schema = "IA3File"
     needs_key = False
-    options = "feedforward_modules"
+    default_options: ClassVar[Mapping[str, Any]] = {}
 
     def init(
         self, model: Tree, chosen: Sequence[Site], config: Any, key: Array | None, kernels: Mapping[int, Use]
     ) -> dict[int, Any]:
-        return _init_ia3(model, chosen, config)
-
-    def schema(self) -> type[Any]:
-        from ._schema import IA3File
-
-        return IA3File
+        names = [name for site in chosen for name in site.names]
+        feedforward_names: set[str] = set()
+        if config.feedforward != ():
+            feedforward_names = set(match_field("feedforward", names, config.feedforward))
+        paths = {site.path for site in sites(model)}
+        nodes: dict[int, Any] = {}
+        for site in chosen:
+            is_feedforward = bool(feedforward_names.intersection(site.names))
+            if not is_feedforward and f"{site.module}/bias" in paths and not isinstance(model, ExternalNames):
+                message = f"{site.path}: its output has a bias, which (IA)³ would also have to scale"
+                expected = "a model with an external_name that multiplies by lowtide.core.linear(x, weight, bias)"
+                hint = "name the module in feedforward, which scales its input, or leave it out"
+                raise StructureError(message, expected=expected, hint=hint)
+            size = site.weight.shape[-1 if is_feedforward else -2]
+            ones = make_leaf(site, (size,), lambda shape: jnp.ones(shape, jnp.float32))
+            nodes[site.index] = IA3Weight(site.weight, ones, layer_scale(site, config.layers), is_feedforward)
+        return nodes
 
     def patterns(self, file: Any) -> list[str]:
         return [file.feedforward_modules] if isinstance(file.feedforward_modules, str) else []
@@ -194,60 +178,31 @@ class _IA3(AdapterKind):
     def entry(self, node: Any, scale: float) -> dict[str, Any]:
         return {"feedforward": node.feedforward}
 
-    def describe(
-        self,
-        common: dict[str, Any],
-        adapted: Mapping[str, Mapping[str, Any]],
-        modules: Sequence[str],
-        saved_options: Mapping[str, Any],
-        parameters: Collection[str],
-    ) -> dict[str, Any]:
+    def describe(self, adapted: Mapping[str, Mapping[str, Any]], modules: Sequence[str]) -> dict[str, Any]:
         scaled = [name for name, node in adapted.items() if node["feedforward"]]
-        options = {name: value for name, value in saved_options.items() if name != "bias"}
-        return {**common, **options, "feedforward_modules": target_modules(scaled, modules) if scaled else []}
+        return {"feedforward_modules": target_modules(scaled, modules) if scaled else []}
 
     def to_file(self, values: np.ndarray, node: Any) -> np.ndarray:
         return values.reshape((1, -1) if node.feedforward else (-1, 1))
 
     def read(
-        self,
-        file: Any,
-        path: Path,
-        site: Site,
-        names: Sequence[str],
-        mask: Sequence[bool],
-        config: PeftConfig,
-        shared: Any,
+        self, file: TensorFile, site: Site, names: Sequence[str], mask: Sequence[bool], config: PeftConfig, shared: Any
     ) -> IA3Weight:
         adapted_names = list(itertools.compress(names, mask))
-        feedforward = _read_feedforward(path, site, adapted_names, config)
+        ends = config.file.feedforward_modules or ()
+        if isinstance(ends, str):
+            flags = {config.matcher.matches(ends, name) for name in adapted_names}
+        else:
+            flags = {name.endswith(tuple(ends)) for name in adapted_names}
+        if len(flags) > 1:
+            hint = "name all of them in feedforward_modules, and train the adapter again"
+            raise ModelFileError(f"{file.path}: only some layers of {site.path} are feedforward modules", hint=hint)
+        feedforward = flags.pop()
         out, inner = site.weight.shape[-2:]
         shape = (1, inner) if feedforward else (out, 1)
-        tensors = read_layers(file, path, adapted_names, config, "lora_scale", shape)
-        vectors = {name: values.reshape(-1) for name, values in tensors.items()}
+        vectors = {name: file.read(config.tensors(name)["lora_scale"], shape).reshape(-1) for name in adapted_names}
         vector = stack_layers(site, names, vectors, (inner if feedforward else out,))
         return IA3Weight(site.weight, vector, mask_scale(mask), feedforward)
 
 
 IA3_KIND = _IA3()
-
-
-def _read_feedforward(path: Path, site: Site, names: Sequence[str], config: PeftConfig) -> bool:
-    """Return whether inputs are scaled, which must be the same for all layers of a weight."""
-    flags = {_is_feedforward(config, name) for name in names}
-    if len(flags) > 1:
-        raise ModelFileError(
-            f"{path}: only some layers of {site.path} are feedforward modules",
-            expected="all layers, or none",
-            got=f"{len(names)} layers of both kinds",
-            hint="name all of them in feedforward_modules, and train the adapter again",
-        )
-    return flags.pop()
-
-
-def _is_feedforward(config: PeftConfig, module: str) -> bool:
-    """Return whether a module's inputs are scaled."""
-    names = config.file.feedforward_modules
-    if isinstance(names, str):
-        return config.matcher.matches(names, module)
-    return any(module.endswith(name) for name in names or ())

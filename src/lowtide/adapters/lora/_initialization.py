@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import zlib
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -22,9 +21,9 @@ from ...core import (
     NonFiniteError,
     StructureError,
     Tree,
+    check_integer,
     combine,
     is_array_like,
-    is_count,
     linear,
     partition,
     value_and_grad,
@@ -101,25 +100,14 @@ def eva(
         [[0.6000000238418579, 0.0, 0.800000011920929]]
     """
     if config.init != "peft":
-        raise ConfigError(
-            "EVA computes the initial A, which contradicts init",
-            expected='init="peft"',
-            got=f"init={config.init!r}",
-            hint="leave init out",
-        )
-    if not is_count(num_passes, 1):
-        raise ConfigError(
-            f"num_passes: {num_passes!r} is not a number of passes",
-            expected="at least 1",
-            got=repr(num_passes),
-            hint="pass 2, which is enough for most inputs",
-        )
+        raise ConfigError(f'EVA computes the initial A, and needs init="peft", not {config.init!r}')
+    check_integer("num_passes", num_passes, hint="pass 2, which is enough for most inputs")
     added = add(model, config, key=key)
     chosen = _added_sites(model, added)
     check_eva(model, added)
     batch_list = list(batches)
     if not batch_list:
-        raise ConfigError("batches is empty", expected="at least one batch", got="0", hint="pass training batches")
+        raise ConfigError("batches is empty", hint="pass training batches")
     arrays, static = partition(model, lambda _, leaf: is_array_like(leaf))
 
     def sketch_loss(sketches: dict[int, Array], seeds: dict[int, Array], arrays: Tree, batch: Any) -> Any:
@@ -162,12 +150,9 @@ def check_eva(model: Tree, added: Tree) -> None:
     for site in _added_sites(model, added):
         is_embedding = is_table(model, site)
         if is_embedding or not site.is_matrix:
-            raise StructureError(
-                f"{site.path}: EVA supports only matrices and stacks of matrices",
-                expected="a weight [out, in] or [num_layers, out, in] that multiplies activations",
-                got="an embedding" if is_embedding else f"shape {list(site.weight.shape)}",
-                hint=f'leave it out of the targets, for instance with the pattern "!{site.module}"',
-            )
+            actual = "an embedding" if is_embedding else f"shape {list(site.weight.shape)}"
+            message = f"{site.path}: EVA supports only matrices and stacks of matrices"
+            raise StructureError(message, got=actual, hint=site.exclusion_hint)
 
 
 def _added_sites(model: Tree, added: Tree) -> list[Site]:
@@ -194,12 +179,8 @@ class _SketchedWeight(ScaledWeight):
 
     def __rmatmul__(self, x: Array) -> Array:
         """Refuse x W, because A reads the inputs of x Wᵀ."""
-        raise StructureError(
-            f"EVA does not support a weight {list(self.shape)} that is multiplied as [in, out]",
-            expected="products with the transposed weight, whose inputs A reads",
-            got="x @ weight",
-            hint="start from random values with lt.lora.add, or leave it out of the targets",
-        )
+        message = f"EVA does not support a weight {list(self.shape)} that is multiplied as [in, out]"
+        raise StructureError(message, hint="start from random values with lt.lora.add, or leave it out of the targets")
 
 
 @jax.custom_vjp
@@ -231,8 +212,7 @@ def _draw_seed(site: Site, key: Array) -> Float[Array, "*L in k"]:
     """Draw Ω with orthonormal columns; where it is square, any basis gives the exact result."""
     *layers, _, inner = site.weight.shape
     width = min(inner, 2 * site.node.rank + _OVERSAMPLING)
-    site_key = jax.random.fold_in(key, zlib.crc32(site.path.encode()))
-    return _orthonormal(jax.random.normal(site_key, (*layers, inner, width), jnp.float32))
+    return _orthonormal(jax.random.normal(site.random_key(key), (*layers, inner, width), jnp.float32))
 
 
 def _orthonormal(matrix: Float[Array, "*L in k"]) -> Float[Array, "*L in k"]:
@@ -241,19 +221,12 @@ def _orthonormal(matrix: Float[Array, "*L in k"]) -> Float[Array, "*L in k"]:
 
 def _check_sketch(site: Site, sketch: Array) -> None:
     if not jnp.isfinite(sketch).all():
-        raise NonFiniteError(
-            f"{site.path}: its inputs are not finite",
-            got="infinity or NaN",
-            hint="look for NaN in the model's weights, or in the batches",
-        )
+        hint = "look for NaN in the model's weights, or in the batches"
+        raise NonFiniteError(f"{site.path}: its inputs are not finite", hint=hint)
     scale, has_inputs = site.node.layer_scale, jnp.any(sketch != 0, axis=(-2, -1))
     if not (has_inputs if scale is None else has_inputs | (scale == 0)).all():
-        raise StructureError(
-            f"{site.path}: the loss of these batches does not depend on the inputs of this weight",
-            expected="inputs with a gradient",
-            got="none",
-            hint="leave it out of the targets, or pass batches that use it",
-        )
+        message = f"{site.path}: the loss of these batches does not depend on the inputs of this weight"
+        raise StructureError(message, hint="leave it out of the targets, or pass batches that use it")
 
 
 def _init_from_sketch(node: LoRAWeight, seed: Array, sketch: Array) -> LoRAWeight:
@@ -277,8 +250,7 @@ def _first_vectors(seed: Float[Array, "*L in k"], sketch: Float[Array, "*L in k"
     return singular_vectors[..., :rank].mT
 
 
-# LoftQ: quantise weights, and start adapters from the quantisation error. Source: Li et al., "LoftQ:
-# LoRA-Fine-Tuning-Aware Quantization for Large Language Models" (arXiv:2310.08659).
+# LoftQ: quantise weights, and start adapters from the quantisation error.
 
 
 def loftq(
@@ -321,43 +293,20 @@ def loftq(
     References:
         Li et al., "LoftQ: LoRA-Fine-Tuning-Aware Quantization for Large Language Models" (arXiv:2310.08659).
     """
-    if not is_count(num_steps, 1):
-        raise ConfigError(
-            f"num_steps: {num_steps!r} is not a number of steps",
-            expected="at least 1",
-            got=repr(num_steps),
-            hint="pass 1 to leave the quantised weights as they are without adapters",
-        )
+    check_integer("num_steps", num_steps)
     if config.dora or config.init != "peft":
-        raise ConfigError(
-            "LoftQ computes the initial factors of plain LoRA only",
-            expected='dora=False, init="peft"',
-            got=f"dora={config.dora}, init={config.init!r}",
-            hint="leave both out",
-        )
+        options = f"dora={config.dora}, init={config.init!r}"
+        raise ConfigError(f'LoftQ computes the initial factors, and needs dora=False, init="peft", not {options}')
     form = quant.format_named(format, block)
-    adapted_before = {site.index for site in adapted_sites(model)}
     added = add(model, config, key=key)
     nodes: dict[int, Any] = {}
-    for site in adapted_sites(added):
-        node = site.node
-        if site.index in adapted_before or not isinstance(node, LoRAWeight):
-            continue
+    for site in _added_sites(model, added):
         if site.is_experts:
-            raise StructureError(
-                f"{site.path}: quantised experts do not support adapters",
-                expected="matrices, or stacks of them",
-                got=f"shape {list(site.weight.shape)}",
-                hint=f'leave them out of the targets, for instance with the pattern "!{site.module}"',
-            )
-        if isinstance(node.weight, LinearWeight):
-            raise StructureError(
-                f"{site.path}: is already quantised, and its quantisation error is unknown",
-                expected="an array of floating-point numbers",
-                got=type(node.weight).__name__,
-                hint="pass the model as it was before lowtide.quantize",
-            )
-        nodes[site.index] = _init_loftq(node, form.name, block, num_steps)
+            raise StructureError(f"{site.path}: quantised experts do not support adapters", hint=site.exclusion_hint)
+        if isinstance(site.weight, LinearWeight):
+            message = f"{site.path}: is already quantised, and its quantisation error is unknown"
+            raise StructureError(message, hint="pass the model as it was before lowtide.quantize")
+        nodes[site.index] = _init_loftq(site.node, form.name, block, num_steps)
     return replace(added, nodes)
 
 

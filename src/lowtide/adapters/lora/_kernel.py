@@ -12,18 +12,27 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any, ClassVar
 
 import jax
-import jax.core
 import jax.numpy as jnp
 import numpy as np
 
-from ...core import ExternalNames, ModelFileError, StructureError, Tree
+from ...core import ExternalNames, ModelFileError, StructureError, Tree, shown
 from .._adapted import Use
-from ._node import AdapterWeight, shard_leaf
-from ._peft import LORA, LORA_TENSORS, WEIGHT_INITS, PeftConfig, read_tensor, tensor_keys
+from ._node import AdapterWeight, named_sharding, shard_leaf
+from ._peft import (
+    LORA,
+    LORA_TENSORS,
+    MERGE_HINT,
+    MODEL_HINT,
+    WEIGHT_INITS,
+    PeftConfig,
+    TensorFile,
+    check_array,
+    check_values,
+    tensor_keys,
+)
 from ._sites import Site, sites
 
 KERNELS = "lowtide_kernels"
@@ -103,10 +112,8 @@ class LoRAKernel(AdapterWeight):
             new_b = self.lora_a.transpose((*stack, *a_axes, axis_a))
             new_a = self.lora_b.transpose((*stack, axis_b, *b_axes))
             return LoRAKernel(weight, new_a, new_b, self.alpha, self.num_columns, self.num_rows)
-        new_a, new_b = (
-            self.lora_a.transpose((*stack, axis_a, *a_axes)),
-            self.lora_b.transpose((*stack, *b_axes, axis_b)),
-        )
+        new_a = self.lora_a.transpose((*stack, axis_a, *a_axes))
+        new_b = self.lora_b.transpose((*stack, *b_axes, axis_b))
         return LoRAKernel(weight, new_a, new_b, self.alpha, self.num_rows, self.num_columns)
 
     def through(self, run: Callable[[Any], Any], *, over_rows: bool, at: int, dtype: Any) -> Any:
@@ -142,8 +149,7 @@ class LoRAKernel(AdapterWeight):
 
 def init_kernel(weight: Any, use: Use, rank: int, alpha: float, draw: Callable[[tuple[int, ...]], Any]) -> LoRAKernel:
     """Make a fresh adapter with A drawn and B zero; both are abstract when the weight is."""
-    shape, num_stack, split = tuple(weight.shape), use.num_stacked, use.num_stacked + use.num_rows
-    shape_a, shape_b = (*shape[:num_stack], rank, *shape[split:]), (*shape[:split], rank)
+    shape_a, shape_b = _factor_shapes(tuple(weight.shape), rank, use.num_rows, use.num_columns)
     if isinstance(weight, jax.ShapeDtypeStruct):
         lora_a, lora_b = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in (shape_a, shape_b))
     else:
@@ -153,18 +159,20 @@ def init_kernel(weight: Any, use: Use, rank: int, alpha: float, draw: Callable[[
 
 def _make_kernel(weight: Any, lora_a: Any, lora_b: Any, alpha: float, num_rows: int, num_columns: int) -> LoRAKernel:
     """Make a node of a kernel and its factors, which are sharded like the kernel along the axes they share."""
-    shape = tuple(weight.shape)
-    split = len(shape) - num_columns
-    num_stack = split - num_rows
-    sharding = getattr(weight, "sharding", None)
-    if isinstance(sharding, jax.sharding.NamedSharding) and not isinstance(weight, jax.core.Tracer):
-        spec = (*sharding.spec, *(None,) * (len(shape) - len(sharding.spec)))
-        spec_a, spec_b = (*spec[:num_stack], None, *spec[split:]), (*spec[:split], None)
+    if (sharding := named_sharding(weight)) is not None:
+        spec = (*sharding.spec, *(None,) * (len(weight.shape) - len(sharding.spec)))
+        specs = _factor_shapes(spec, None, num_rows, num_columns)
         lora_a, lora_b = (
             shard_leaf(leaf, jax.sharding.NamedSharding(sharding.mesh, jax.P(*axes)))
-            for leaf, axes in ((lora_a, spec_a), (lora_b, spec_b))
+            for leaf, axes in zip((lora_a, lora_b), specs, strict=True)
         )
     return LoRAKernel(weight, lora_a, lora_b, alpha, num_rows, num_columns)
+
+
+def _factor_shapes(shape: tuple[Any, ...], rank: Any, num_rows: int, num_columns: int) -> tuple[Any, Any]:
+    """Return the axes of A [*stack, r, *n] and B [*stack, *m, r], from those of a kernel [*stack, *m, *n]."""
+    split = len(shape) - num_columns
+    return (*shape[: split - num_rows], rank, *shape[split:]), (*shape[:split], rank)
 
 
 def merge_kernel(node: LoRAKernel) -> Any:
@@ -173,8 +181,8 @@ def merge_kernel(node: LoRAKernel) -> Any:
         return node.weight
     weight, lora_a, lora_b = (jnp.asarray(leaf) for leaf in (node.weight, node.lora_a, node.lora_b))
     merged = _merge_arrays(weight, lora_a, lora_b, node.scaling, node.num_stacked)
-    sharding = getattr(node.weight, "sharding", None)
-    return jax.device_put(merged, sharding) if isinstance(sharding, jax.sharding.NamedSharding) else merged
+    sharding = named_sharding(node.weight)
+    return merged if sharding is None else jax.device_put(merged, sharding)
 
 
 @functools.partial(jax.jit, static_argnums=4)
@@ -197,31 +205,16 @@ def _merge_arrays(weight: Any, lora_a: Any, lora_b: Any, scaling: float, num_sta
 def kernel_name(model: Tree, site: Site) -> str:
     """Return the name of a kernel: its path with dots. With `ExternalNames` it raises `StructureError`."""
     if isinstance(model, ExternalNames):
-        raise StructureError(
-            f"{site.path}: PEFT's format cannot store the adapter of this kernel",
-            expected="adapters of matrices, in a model with external names",
-            got=f"a {type(site.node).__name__}{list(site.weight.shape)}",
-            hint='merge it with lt.lora.merge, or store lt.partition(model, "**/lora_*")[0], as checkpoints do',
-        )
+        hint = 'merge it with lt.lora.merge, or store lt.partition(model, "**/lora_*")[0], as checkpoints do'
+        raise StructureError(f"{site.path}: PEFT's format cannot store the adapter of this kernel", hint=hint)
     return site.module.replace("/", ".")
-
-
-def kernel_entry(node: LoRAKernel) -> dict[str, Any]:
-    """Return the entries of `adapter_config.json` for a kernel."""
-    return {"rank": node.rank, "alpha": node.alpha, "rslora": None, "dora": False}
 
 
 def kernel_tensors(site: Site, name: str) -> dict[str, np.ndarray]:
     """Return the tensors of a kernel's adapter, by the file's names."""
     node = site.node
-    if isinstance(node.lora_a, jax.ShapeDtypeStruct):
-        raise StructureError(
-            f"{site.path}: the adapter has shapes but no values",
-            expected="arrays",
-            got="jax.ShapeDtypeStruct",
-            hint="save the adapter of a model with arrays, not with shapes",
-        )
-    shapes = _shapes(tuple(node.shape), node.rank, node.num_rows, node.num_columns)
+    check_values(site.path, [node.lora_a])
+    shapes = _tensor_shapes(tuple(node.shape), node.rank, node.num_rows, node.num_columns)
     keys = tensor_keys(name, LORA_TENSORS)
     tensors = {leaf: np.asarray(getattr(node, leaf), np.float32).reshape(shapes[leaf]) for leaf in shapes}
     return {keys[leaf]: np.ascontiguousarray(values) for leaf, values in tensors.items()}
@@ -237,53 +230,35 @@ def adapted_kernels(model: Tree, config: PeftConfig, keys: set[str]) -> dict[int
         name, ndim = site.module.replace("/", "."), len(site.weight.shape)
         if name in axis_counts and sum(axis_counts[name]) <= ndim:
             kernels[site.index] = (name, *axis_counts[name])
-        elif (
-            name not in axis_counts
-            and ndim > 2
-            and config.targets(name)
-            and tensor_keys(name, LORA_TENSORS)["lora_a"] in keys
-        ):
-            kernels[site.index] = (name, 1, ndim - 1)
+        elif name not in axis_counts and ndim > 2 and config.targets(name):
+            if tensor_keys(name, LORA_TENSORS)["lora_a"] in keys:
+                kernels[site.index] = (name, 1, ndim - 1)
     if absent := sorted({*axis_counts} - {name for name, _, _ in kernels.values()}):
-        raise ModelFileError(
-            f"{config.source}: {KERNELS} names a kernel that the model lacks, or that has fewer axes there",
-            expected="kernels of the model",
-            got=f"{absent[0]!r}: {axis_counts[absent[0]]}",
-            hint="load it into the model that it was made for",
-        )
+        message = f"{config.source}: {KERNELS} names a kernel that the model lacks, or that has fewer axes there"
+        raise ModelFileError(message, got=f"{shown(absent[0])}: {axis_counts[absent[0]]}", hint=MODEL_HINT)
     if kernels and (config.dora or config.file.init_lora_weights in WEIGHT_INITS):
-        raise ModelFileError(
-            f"{config.source}: only plain LoRA is supported for a kernel",
-            expected="use_dora = false, and initial values that are not a part of the weight",
-            got=f"use_dora={config.dora}, init_lora_weights={config.file.init_lora_weights!r}",
-            hint="merge this adapter with PEFT (merge_and_unload), or convert it to plain LoRA there",
-        )
+        message = f"{config.source}: only plain LoRA is supported for a kernel"
+        options = f"use_dora={config.dora}, init_lora_weights={config.file.init_lora_weights!r}"
+        raise ModelFileError(message, got=options, hint=f"{MERGE_HINT}, or convert it to plain LoRA there")
     return kernels
 
 
-def read_kernel(file: Any, path: Path, site: Site, kernel: tuple[str, int, int], config: PeftConfig) -> LoRAKernel:
+def read_kernel(file: TensorFile, site: Site, kernel: tuple[str, int, int], config: PeftConfig) -> LoRAKernel:
     """Read the node of a kernel that `adapted_kernels` found."""
     name, num_rows, num_columns = kernel
-    if not isinstance(site.weight, (jax.Array, np.ndarray, jax.ShapeDtypeStruct)):
-        raise ModelFileError(
-            f"{path}: {site.path} has a kernel adapter, but is quantised in this model",
-            expected="an array of floating-point numbers",
-            got=type(site.weight).__name__,
-            hint="do not quantise it",
-        )
+    check_array(file.path, site, "has a kernel adapter")
     shape, rank = tuple(site.weight.shape), config.rank_of(name)
-    shapes = _shapes(shape, rank, num_rows, num_columns)
+    shapes = _tensor_shapes(shape, rank, num_rows, num_columns)
     keys = tensor_keys(name, LORA_TENSORS)
-    tensors = {leaf: read_tensor(file, path, keys[leaf], shapes[leaf]) for leaf in shapes}
-    split = len(shape) - num_columns
-    lora_a, lora_b = jnp.asarray(tensors["lora_a"]), jnp.asarray(tensors["lora_b"].reshape(*shape[:split], rank))
+    tensors = {leaf: file.read(keys[leaf], shapes[leaf]) for leaf in shapes}
+    _, shape_b = _factor_shapes(shape, rank, num_rows, num_columns)
+    lora_a, lora_b = jnp.asarray(tensors["lora_a"]), jnp.asarray(tensors["lora_b"].reshape(shape_b))
     alpha = config.alpha_of(name) * (rank**0.5 if config.file.use_rslora else 1)
     return _make_kernel(site.weight, lora_a, lora_b, alpha, num_rows, num_columns)
 
 
-def _shapes(shape: tuple[int, ...], rank: int, num_rows: int, num_columns: int) -> dict[str, tuple[int, ...]]:
+def _tensor_shapes(shape: tuple[int, ...], rank: int, num_rows: int, num_columns: int) -> dict[str, tuple[int, ...]]:
     """Return the shapes of the tensors; in PEFT's form of a convolution, B ends with axes of length 1."""
-    split = len(shape) - num_columns
-    stack = split - num_rows
-    ones = (1,) * (num_columns - 1) if stack == 0 and num_rows == 1 else ()
-    return {"lora_a": (*shape[:stack], rank, *shape[split:]), "lora_b": (*shape[:split], rank, *ones)}
+    shape_a, shape_b = _factor_shapes(shape, rank, num_rows, num_columns)
+    ones = (1,) * (num_columns - 1) if num_rows == 1 and len(shape) == 1 + num_columns else ()
+    return {"lora_a": shape_a, "lora_b": (*shape_b, *ones)}

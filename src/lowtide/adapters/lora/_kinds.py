@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from ...core import (
-    ConfigError,
     ModelFileError,
     StructureError,
+    check_type,
     input_file,
     parse_json,
     read_input,
@@ -20,7 +20,7 @@ from ...core import (
 )
 from ._ia3 import IA3_KIND, IA3Config
 from ._lora import LORA_KIND, Config
-from ._peft import CONFIG_FILE, LORA, WEIGHT_INITS, WEIGHTS_FILE, AdapterKind, Matcher, PeftConfig
+from ._peft import CONFIG_FILE, LORA, MERGE_HINT, WEIGHT_INITS, WEIGHTS_FILE, AdapterKind, Matcher, PeftConfig
 from ._sites import Site
 from ._vera import VERA_KIND, VeRAConfig
 
@@ -35,9 +35,6 @@ _IGNORED_OPTIONS = frozenset(
     "init_weights loftq_config lora_ga_config megatron_core peft_version projection_prng_key qalora_group_size "
     "revision runtime_config task_type".split()
 )
-_COMMON_OPTIONS = (
-    "ensure_weight_tying exclude_modules layers_pattern layers_to_transform modules_to_save peft_type target_modules"
-)
 # Initialisations that leave the base weights unchanged, and those whose subtracted part can be computed from the base
 # weights. The others (PiSSA with random projections, CorDA, LoftQ, LoRA-GA) change the base in ways that no file
 # records.
@@ -46,27 +43,18 @@ _SUPPORTED_INITS = (None, True, False, "gaussian", "eva", "orthogonal", *WEIGHT_
 
 def kind_of_config(config: AnyConfig) -> AdapterKind:
     """Return the kind that a configuration is of."""
-    kind = next((kind for kind in KINDS if isinstance(config, kind.config_type)), None)
-    if kind is None:
-        raise ConfigError(
-            f"config: a {type(config).__name__} is not a configuration of an adapter",
-            expected=", ".join(kind.config_type.__name__ for kind in KINDS),
-            got=repr(config),
-            hint="pass for instance lt.lora.Config(rank=16)",
-        )
-    return kind
+    types, hint = tuple(kind.config_type for kind in KINDS), "pass for instance lt.lora.Config(rank=16)"
+    check_type("config", config, types, "a Config, IA3Config or VeRAConfig", hint=hint)
+    return next(kind for kind in KINDS if isinstance(config, kind.config_type))
 
 
 def common_kind(adapted: Sequence[Site]) -> AdapterKind:
     """Return the kind that all adapters have."""
     kinds = {(site.node.PEFT_TYPE, getattr(site.node, "lora_magnitude", None) is not None) for site in adapted}
     if len(kinds) > 1:
-        raise StructureError(
-            "the model has adapters of several kinds, but a PEFT directory stores one kind",
-            expected="LoRA, DoRA, (IA)³ or VeRA",
-            got=" and ".join(sorted({site.node.kind for site in adapted})),
-            hint="merge some of them with lt.lora.merge",
-        )
+        message = "the model has adapters of several kinds, but a PEFT directory stores one kind"
+        names = " and ".join(sorted({site.node.kind for site in adapted}))
+        raise StructureError(message, got=names, hint="merge some of them with lt.lora.merge")
     return _KINDS_BY_PEFT_TYPE[next(iter(kinds))[0]]
 
 
@@ -79,15 +67,18 @@ def read_config(directory: Path) -> PeftConfig:
         hint="give the directory that PEFT's save_pretrained or lt.lora.save wrote",
     )
     raw = parse_json(read_input(path, most_bytes=_MAX_CONFIG_BYTES), str(path))
-    kind = _refuse_unsupported(path, raw)
+    kind, schema = _refuse_unsupported(path, raw)
     file: Any = validate(
-        kind.schema(),
+        schema,
         raw,
         f"{path}: not a {kind.name} configuration",
         hint="write it again with PEFT or with lt.lora.save",
     )
     config = PeftConfig(file=file, kind=kind, matcher=Matcher(str(path)), source=str(path))
-    config.check_patterns()
+    # An invalid regular expression is an error, whether or not a module is matched against it.
+    texts = [text for text in (file.target_modules, file.exclude_modules) if isinstance(text, str)]
+    for pattern in (*texts, *kind.patterns(file)):
+        config.matcher.matches(pattern, "")
     kind.check_file(path, file)
     option = kind.dropout_option
     if option is not None and (rate := getattr(file, option)):
@@ -99,25 +90,25 @@ def read_config(directory: Path) -> PeftConfig:
     return config
 
 
-def _refuse_unsupported(path: Path, raw: Mapping[str, Any]) -> AdapterKind:
-    """Return the kind of adapter; refuse every option, known or not, that is on and would change the result."""
+def _refuse_unsupported(path: Path, raw: Mapping[str, Any]) -> tuple[AdapterKind, Any]:
+    """Return the kind and its schema; refuse every option, known or not, that is on and would change the result."""
+    from . import _schema  # it imports pydantic
+
     peft_type: Any = raw.get("peft_type", LORA)
     unsupported: dict[str, Any] = {}
     if not isinstance(peft_type, str) or peft_type not in _KINDS_BY_PEFT_TYPE:
         unsupported, peft_type = {"peft_type": peft_type}, LORA
     kind = _KINDS_BY_PEFT_TYPE[peft_type]
+    schema = getattr(_schema, kind.schema)
     if raw.get("bias", "none") not in kind.biases:
         unsupported["bias"] = raw["bias"]
     is_weight_init = raw.get("init_lora_weights") in WEIGHT_INITS
     if raw.get("init_lora_weights") not in _SUPPORTED_INITS or (is_weight_init and raw.get("use_dora")):
         unsupported["init_lora_weights"] = raw["init_lora_weights"]
-    known_options = {*_IGNORED_OPTIONS, *_COMMON_OPTIONS.split(), *kind.options.split()}
+    known_options = {*_IGNORED_OPTIONS, *schema.model_fields}
     unsupported |= {name: value for name, value in raw.items() if value and name not in known_options}
     if unsupported:
-        raise ModelFileError(
-            f"{path}: option {shown(next(iter(unsupported)))} is not supported",
-            expected="a LoRA, rank-stabilised LoRA, DoRA, (IA)³ or VeRA adapter",
-            got=shortened(", ".join(f"{name}={shown(value)}" for name, value in unsupported.items())),
-            hint="merge this adapter with PEFT (merge_and_unload), or convert it to plain LoRA there",
-        )
-    return kind
+        message = f"{path}: option {shown(next(iter(unsupported)))} is not supported"
+        options = shortened(", ".join(f"{name}={shown(value)}" for name, value in unsupported.items()))
+        raise ModelFileError(message, got=options, hint=f"{MERGE_HINT}, or convert it to plain LoRA there")
+    return kind, schema

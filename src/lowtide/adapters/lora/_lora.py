@@ -3,9 +3,6 @@
 Shapes: L layers, E experts, r rank; ``out`` and ``in`` are the weight's. Every leaf has the same leading axes as the
 weight, so `jax.lax.scan` slices a stacked node like the array it replaced. The product is computed as
 x Wᵀ + (alpha / r) (x Aᵀ) Bᵀ. W + BA is never materialised, neither in the forward pass nor in the backward pass.
-
-A model that does not call `lowtide.core.linear` writes ``weight @ x`` (Equinox), ``x @ weight`` or ``x @ weight.T``.
-The node supports these. For any other operation, `lowtide.value_and_grad` and the trainer raise an error.
 """
 
 from __future__ import annotations
@@ -14,10 +11,9 @@ import dataclasses
 import functools
 import itertools
 import math
-import numbers
-import zlib
+import operator
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -38,6 +34,9 @@ from ...core import (
     StructureError,
     Tree,
     check_choice,
+    check_integer,
+    check_number,
+    check_type,
     leaves_with_paths,
     linear,
     map_with_paths,
@@ -50,19 +49,19 @@ from ...core import (
 from ...core import memory_space as space_of
 from .._adapted import Use
 from ._kernel import init_kernel
-from ._node import AdapterWeight, apply_dropout, expand_like, matmul, squared_row_norms, transpose_matrix
+from ._node import AdapterWeight, Transposed, apply_dropout, expand_like, matmul, squared_row_norms
 from ._peft import (
     BIASES,
     CONFIG_FILE,
     LORA,
     LORA_TENSORS,
+    MODEL_HINT,
     WEIGHT_INITS,
     AdapterKind,
     Matcher,
     PeftConfig,
+    TensorFile,
     mask_scale,
-    read_layers,
-    read_tensor,
     short_names,
     stack_layers,
     suffix_pattern,
@@ -130,44 +129,28 @@ class Config:
         check_rank(self.rank, "rank")
         _check_alpha(self.alpha, "alpha")
         normalize_fields(self, self.targets, self.exclude, self.layers, self.modules_to_save)
-        check_choice(f"bias: {self.bias!r} is unknown", self.bias, BIASES, 'leave it out for "none"')
+        check_choice("bias", self.bias, BIASES)
         if self.bias == "lora_only" and self.layers is not None:
-            raise ConfigError(
-                'bias = "lora_only" contradicts layers: the biases of a stack train together',
-                expected='all layers, or bias = "all"',
-                got=f"layers={self.layers}",
-                hint="leave one of them out",
-            )
+            message = 'bias = "lora_only" contradicts layers: the biases of a stack train together'
+            raise ConfigError(message, hint='leave layers out, or use bias = "all"')
         for field, check in (("rank_pattern", check_rank), ("alpha_pattern", _check_alpha)):
             pairs: Any = getattr(self, field)
             pairs = tuple(pairs.items() if isinstance(pairs, Mapping) else (tuple(pair) for pair in pairs))
             for pair in pairs:
                 if len(pair) != 2 or not isinstance(pair[0], str) or not pair[0]:
-                    raise ConfigError(
-                        f"{field}: {pair!r} is not a glob with a value",
-                        expected=f'a mapping such as {{"**/down_proj": {8 if field == "rank_pattern" else 16.0}}}',
-                        got=repr(pairs),
-                        hint="use globs on module paths as keys, as in targets",
-                    )
+                    example = f'{{"**/down_proj": {8 if field == "rank_pattern" else 16.0}}}'
+                    message = f"{field} must map globs on module paths to values, such as {example}, not {shown(pair)}"
+                    raise ConfigError(message)
                 check(pair[1], f"{field}[{pair[0]!r}]")
             object.__setattr__(self, field, pairs)
         if self.dora and self.init in WEIGHT_INITS:
-            raise ConfigError(
-                f"init: {self.init!r} contradicts dora, which needs the norms of the weight plus B A",
-                expected="another init, or dora=False",
-                got="both",
-                hint="leave one of them out",
-            )
-        if self.init == "orthogonal" and any(rank % 2 for rank in (self.rank, *dict(self.rank_pattern).values())):
-            raise ConfigError(
-                'init: "orthogonal" uses half of the rank for A, and half for B',
-                expected="even ranks",
-                got=f"rank={self.rank}",
-                hint="make the rank even",
-            )
-        check_choice(f"init: {self.init!r} is unknown", self.init, _INITS, 'leave it out for "peft"')
+            raise ConfigError(f"init: {self.init!r} contradicts dora, which needs the norms of the weight plus B A")
+        ranks = (self.rank, *dict(self.rank_pattern).values())
+        if self.init == "orthogonal" and (odd := [rank for rank in ranks if rank % 2]):
+            raise ConfigError(f'init = "orthogonal" uses half of the rank for A, so ranks must be even, not {odd[0]}')
+        check_choice("init", self.init, _INITS)
         for field in ("rslora", "dora"):
-            _check_flag(field, getattr(self, field))
+            check_type(field, getattr(self, field), bool, "True or False")
         object.__setattr__(self, "rank", int(self.rank))
         object.__setattr__(self, "alpha", float(self.alpha))
 
@@ -178,20 +161,8 @@ class Config:
 
 
 def _check_alpha(alpha: Any, name: str) -> None:
-    if isinstance(alpha, bool) or not isinstance(alpha, numbers.Real) or not 0 < float(alpha) < math.inf:
-        raise ConfigError(
-            f"{name}: {alpha!r} is not a valid scale",
-            expected="a finite number above 0 (with 0 the adapter would have no effect and no gradient)",
-            got=repr(alpha),
-            hint="use for instance twice the rank",
-        )
-
-
-def _check_flag(name: str, flag: Any) -> None:
-    if not isinstance(flag, bool):
-        raise ConfigError(
-            f"{name}: {flag!r} is not a boolean", expected="True or False", got=repr(flag), hint="pass True or False"
-        )
+    hint = "use for instance twice the rank; with 0 the adapter would have no effect and no gradient"
+    check_number(name, alpha, above=0, hint=hint)
 
 
 # Sources: Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models" (arXiv:2106.09685); Kalajdzievski, "A Rank
@@ -357,12 +328,8 @@ class LoRAWeight(AdapterWeight):
             The rows, and their rows of B, which the backward pass keeps. Dropout has no effect, as in PEFT.
         """
         if self.lora_magnitude is not None:
-            raise StructureError(
-                "an embedding lookup does not support DoRA",
-                expected="LoRA without DoRA on an embedding",
-                got=f"DoRA on {list(self.shape)}",
-                hint="leave the embedding out of the targets",
-            )
+            message = f"the lookup of an embedding {list(self.shape)} does not support DoRA"
+            raise StructureError(message, hint="leave the embedding out of the targets")
         base_rows = rows(self.weight, ids)
         lora_a, lora_b = self.factors()
         # Cast after the lookup, so that gradients of a row that is looked up several times add up in float32.
@@ -401,11 +368,8 @@ class LoRAWeight(AdapterWeight):
     def _magnitude_scale(self, dtype: Any) -> Float[Array, " out"]:
         """Return m / ‖W + scaling B A‖ for each row, from the norms of W, W Aᵀ and A Aᵀ, which are all thin."""
         if len(self.lora_a.shape) != 2:
-            raise StructureError(
-                "a stack of weights with DoRA cannot be multiplied at once",
-                got=f"A of shape {list(self.lora_a.shape)}",
-                hint="multiply inside of jax.lax.scan or jax.vmap over the layers",
-            )
+            message = f"a stack with DoRA cannot be multiplied at once: A has shape {list(self.lora_a.shape)}"
+            raise StructureError(message, hint="multiply inside of jax.lax.scan or jax.vmap over the layers")
         weight, a, b = jax.lax.stop_gradient((self.weight, self.lora_a, self.lora_b))
         a, b = a.astype(jnp.float32), b.astype(jnp.float32) * self._layer_scaling(b)
         # For row i, with the scale in b: ‖w_i + b_i A‖² = ‖w_i‖² + 2 b_i · (A w_i) + b_i (A Aᵀ) b_iᵀ.
@@ -457,7 +421,7 @@ class LoRAWeight(AdapterWeight):
     def mT(self) -> Any:  # noqa: N802 - NumPy's name
         """The transposed weight, [in, out] or [L, in, out], whose factors are Bᵀ and Aᵀ."""
         if not self.is_plain:
-            return transpose_matrix(self)
+            return Transposed(self)
         # (W + B A)ᵀ = Wᵀ + Aᵀ Bᵀ, so Bᵀ takes the place of A, and Aᵀ that of B.
         fields = {"weight": self.weight.mT, "lora_a": self.lora_b.mT, "lora_b": self.lora_a.mT}
         if self.start_a is not None:
@@ -472,12 +436,8 @@ class LoRAWeight(AdapterWeight):
             StructureError: for a stacked weight, whose product would need another node.
         """
         if self.ndim > 2:
-            raise StructureError(
-                "weight.T of a stacked weight with an adapter also transposes its layer axis",
-                expected="weight.mT, which transposes each layer",
-                got=f"shape {list(self.shape)}",
-                hint="use weight.mT, or narrow the targets",
-            )
+            message = f"weight.T of a stacked weight {list(self.shape)} with an adapter also transposes its layer axis"
+            raise StructureError(message, hint="use weight.mT, which transposes each layer, or narrow the targets")
         return self.mT
 
     @property
@@ -522,24 +482,13 @@ def plus(ratio: float) -> optax.GradientTransformation:
     """
     import optax
 
-    value: Any = ratio
-    if isinstance(value, bool) or not isinstance(value, numbers.Real) or not 0 < float(value) < math.inf:
-        raise ConfigError(
-            f"ratio: {ratio!r} is not a multiple of a learning rate",
-            expected="a finite number above 0",
-            got=repr(ratio),
-            hint="pass for instance 16",
-        )
-    factor = float(value)
+    check_number("ratio", ratio, above=0, hint="the authors of LoRA+ advise about 16")
+    factor = float(ratio)
 
     def init(params: Tree) -> optax.EmptyState:
         if not any(_is_factor_b(path) for path, _ in leaves_with_paths(params)):
-            raise SelectionError(
-                "LoRA+: the trainable leaves have no factor B",
-                expected="adapters of LoRA, rsLoRA or DoRA",
-                got=f"{len(leaves_with_paths(params))} leaves",
-                hint='select them with wrt="**/lora_*", or leave lt.lora.plus out',
-            )
+            hint = 'select adapters of LoRA or DoRA with wrt="**/lora_*", or leave lt.lora.plus out'
+            raise SelectionError("LoRA+: the trainable leaves have no factor B", hint=hint)
         return optax.EmptyState()
 
     def update(updates: Tree, state: Any, params: Tree = None) -> tuple[Tree, Any]:
@@ -555,52 +504,6 @@ def _is_factor_b(path: str) -> bool:
 # Initial values, which leave the outputs of the model unchanged.
 
 _squared_row_norms = jax.jit(squared_row_norms)
-
-
-def _init_lora(
-    chosen: Sequence[Site], config: Config, key: Any, kernels: Mapping[int, Use], tables: set[int]
-) -> dict[int, Any]:
-    ranks = _values_by_site(chosen, config.rank_pattern, config.rank)
-    alphas = _values_by_site(chosen, config.alpha_pattern, config.alpha)
-    nodes: dict[int, Any] = {}
-    for site in chosen:
-        use, shape = kernels.get(site.index), tuple(site.weight.shape)
-        first, split = (-2, -1) if use is None else (use.num_stacked, use.num_stacked + use.num_rows)
-        out, inner = math.prod(shape[first:split]), math.prod(shape[split:])
-        rank = ranks[site.index]
-        if rank > min(out, inner):
-            raise ConfigError(
-                f"rank: {rank} is more than {site.path} can use",
-                expected=f"at most {min(out, inner)}, the smaller side of {list(shape)}",
-                got=rank,
-                hint="lower the rank, or train the whole weight",
-            )
-        scale = None if use is not None else layer_scale(site, config.layers)
-
-        def draw_a(
-            shape: tuple[int, ...], site: Site = site, rank: int = rank, scale: Any = scale, inner: int = inner
-        ) -> Array:
-            site_key = jax.random.fold_in(key, zlib.crc32(site.path.encode()))
-            # The key depends on the path only, so that A stays the same when other targets are added. Python's `hash`
-            # would not do: it differs between processes.
-            if site.index in tables:  # as for PEFT's embeddings, whatever `init` is
-                values = jax.random.normal(site_key, shape, jnp.float32)
-            elif config.init == "gaussian":
-                values = jax.random.normal(site_key, shape, jnp.float32) / rank
-            else:
-                # kaiming_uniform_(a=sqrt(5)), PEFT's choice: gain sqrt(2 / (1 + 5)), bound gain * sqrt(3 / in).
-                bound = float(inner) ** -0.5
-                values = jax.random.uniform(site_key, shape, jnp.float32, -bound, bound)
-            # In layers without an adapter both factors are zero: neither gets a gradient, and weight decay keeps them
-            # at zero.
-            return values if scale is None else values * scale[:, None, None]
-
-        if use is not None:
-            alpha = float(alphas[site.index]) * (rank**0.5 if config.rslora else 1)
-            nodes[site.index] = init_kernel(site.weight, use, rank, alpha, draw_a)
-            continue
-        nodes[site.index] = _init_matrix(site, config, rank, float(alphas[site.index]), key, draw_a)
-    return nodes
 
 
 def _values_by_site(chosen: Sequence[Site], pairs: Any, default: Any) -> dict[int, Any]:
@@ -627,33 +530,24 @@ def _init_matrix(
         lora_b = make_leaf(site, (out, rank), lambda shape: jnp.zeros(shape, jnp.float32))
     if config.init in WEIGHT_INITS:
         fields = {"start_a": lora_a, "start_b": lora_b}
-        lora_a, lora_b = _copy_leaf(lora_a), _copy_leaf(lora_b)
+        if not isinstance(lora_a, jax.ShapeDtypeStruct):  # one array at two paths cannot train at only one of them
+            lora_a, lora_b = jnp.array(lora_a, copy=True), jnp.array(lora_b, copy=True)
     if config.dora:
         fields["lora_magnitude"] = make_leaf(site, (out,), lambda shape: jnp.sqrt(_squared_row_norms(site.weight)))
     return LoRAWeight(site.weight, lora_a, lora_b, alpha, layer_scale=scale, rslora=config.rslora, **fields)
 
 
-def _copy_leaf(leaf: Any) -> Any:
-    """Copy an array, because one array at two paths cannot train at only one of them."""
-    return leaf if isinstance(leaf, jax.ShapeDtypeStruct) else jnp.array(leaf, copy=True)
-
-
 def _init_factors(site: Site, config: Config, rank: int, alpha: float, key: Any, scale: Any) -> tuple[Any, Any]:
     """Make A and B for an `init` in which neither begins as zero; in layers without an adapter both are zero."""
     *layers, out, inner = site.weight.shape
-    site_key = jax.random.fold_in(key, zlib.crc32(site.path.encode()))
-
-    def make_factors(weight: Any) -> tuple[Array, Array]:
-        if config.init == "orthogonal":
-            factors = _orthogonal_factors(site_key, tuple(layers), out, inner, rank)
-        else:
-            factors = _principal_factors(weight, rank, alpha / (rank**0.5 if config.rslora else rank), config.init)
-        return factors if scale is None else (factors[0] * scale[:, None, None], factors[1] * scale[:, None, None])
-
     if isinstance(jax.tree.leaves(site.weight)[0], jax.ShapeDtypeStruct):
         shapes = ((*layers, rank, inner), (*layers, out, rank))
         return tuple(jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes)  # pyright: ignore[reportReturnType]
-    return make_factors(site.weight)
+    if config.init == "orthogonal":
+        factors = _orthogonal_factors(site.random_key(key), tuple(layers), out, inner, rank)
+    else:
+        factors = _principal_factors(site.weight, rank, alpha / (rank**0.5 if config.rslora else rank), config.init)
+    return factors if scale is None else (factors[0] * scale[:, None, None], factors[1] * scale[:, None, None])
 
 
 def _orthogonal_factors(key: Array, layers: tuple[int, ...], out: int, inner: int, rank: int) -> tuple[Array, Array]:
@@ -677,19 +571,12 @@ def _orthogonal_factors(key: Array, layers: tuple[int, ...], out: int, inner: in
 
 
 def _principal_factors(weight: Any, rank: int, scaling: float, init: str) -> tuple[Array, Array]:
-    """Return the factors A [*L, r, in] and B [*L, out, r] of the part ``scaling * B A`` of a weight [*L, out, in].
-
-    "pissa" takes the largest singular values, "olora" the first columns of a QR decomposition. One matrix at a time is
-    held in float32, with its decomposition.
-    """
+    """Return the factors A [*L, r, in] and B [*L, out, r] of the part ``scaling * B A`` of a weight [*L, out, in]."""
     if len(weight.shape) == 2:
-        return _matrix_factors(weight, rank, scaling, init)
-    factors = [_matrix_factors(_slice_layer(weight, index), rank, scaling, init) for index in range(weight.shape[0])]
+        return (pissa if init == "pissa" else _olora)(dense_matrix(weight), rank, scaling)
+    layers = (jax.tree.map(operator.itemgetter(index), weight) for index in range(weight.shape[0]))
+    factors = [_principal_factors(layer, rank, scaling, init) for layer in layers]
     return jnp.stack([a for a, _ in factors]), jnp.stack([b for _, b in factors])
-
-
-def _slice_layer(weight: Any, index: int) -> Any:
-    return jax.tree.map(lambda leaf: leaf[index], weight)
 
 
 def dense_matrix(matrix: Any) -> Float[Array, "out in"]:
@@ -699,10 +586,6 @@ def dense_matrix(matrix: Any) -> Float[Array, "out in"]:
     if is_concrete and space_of(array) == jax.memory.Space.Host:
         array = jax.device_put(array, jax.memory.Space.Device)
     return jnp.asarray(array, jnp.float32)
-
-
-def _matrix_factors(matrix: Any, rank: int, scaling: float, init: str) -> tuple[Array, Array]:
-    return (pissa if init == "pissa" else _olora)(dense_matrix(matrix), rank, scaling)
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
@@ -728,10 +611,7 @@ class _LoRA(AdapterKind):
     name = "LoRA"
     peft_type = LORA
     config_type = Config
-    options = (
-        "alpha_pattern bias init_lora_weights lora_alpha lora_dropout r rank_pattern use_dora target_parameters "
-        "use_rslora lowtide_kernels"
-    )
+    schema = "AdapterFile"
     biases = BIASES
     dropout_option = "lora_dropout"
 
@@ -739,15 +619,47 @@ class _LoRA(AdapterKind):
         self, model: Tree, chosen: Sequence[Site], config: Any, key: Array | None, kernels: Mapping[int, Use]
     ) -> dict[int, Any]:
         tables = {site.index for site in chosen if is_table(model, site)}
-        return _init_lora(chosen, config, key, kernels, tables)
+        ranks = _values_by_site(chosen, config.rank_pattern, config.rank)
+        alphas = _values_by_site(chosen, config.alpha_pattern, config.alpha)
+        nodes: dict[int, Any] = {}
+        for site in chosen:
+            use, shape = kernels.get(site.index), tuple(site.weight.shape)
+            first, split = (-2, -1) if use is None else (use.num_stacked, use.num_stacked + use.num_rows)
+            out, inner = math.prod(shape[first:split]), math.prod(shape[split:])
+            rank = ranks[site.index]
+            hint = f"lower it to at most the smaller side of {list(shape)}, or train the whole weight"
+            check_integer(f"rank of {site.path}", rank, most=min(out, inner), hint=hint)
+            scale = None if use is not None else layer_scale(site, config.layers)
 
-    def schema(self) -> type[Any]:
-        from ._schema import AdapterFile
+            def draw_a(
+                shape: tuple[int, ...], site: Site = site, rank: int = rank, scale: Any = scale, inner: int = inner
+            ) -> Array:
+                site_key = site.random_key(key)
+                if site.index in tables:  # as for PEFT's embeddings, whatever `init` is
+                    values = jax.random.normal(site_key, shape, jnp.float32)
+                elif config.init == "gaussian":
+                    values = jax.random.normal(site_key, shape, jnp.float32) / rank
+                else:
+                    # kaiming_uniform_(a=sqrt(5)), PEFT's choice: gain sqrt(2 / (1 + 5)), bound gain * sqrt(3 / in).
+                    bound = float(inner) ** -0.5
+                    values = jax.random.uniform(site_key, shape, jnp.float32, -bound, bound)
+                # In layers without an adapter both factors are zero: neither gets a gradient, and weight decay keeps
+                # them at zero.
+                return values if scale is None else values * scale[:, None, None]
 
-        return AdapterFile
+            if use is not None:
+                alpha = float(alphas[site.index]) * (rank**0.5 if config.rslora else 1)
+                nodes[site.index] = init_kernel(site.weight, use, rank, alpha, draw_a)
+                continue
+            nodes[site.index] = _init_matrix(site, config, rank, float(alphas[site.index]), key, draw_a)
+        return nodes
 
     def check_file(self, path: Path, file: Any) -> None:
-        _check_alphas(path, file)
+        # Refuse, as `Config` does, an alpha of zero or less: the adapter would train nothing, or be subtracted.
+        alphas = {f"alpha_pattern[{shown(name)}]": alpha for name, alpha in (file.alpha_pattern or {}).items()}
+        hint = "train it again with an alpha such as twice the rank; list modules without an adapter in exclude_modules"
+        for name, alpha in {"lora_alpha": file.lora_alpha, **alphas}.items():
+            check_number(f"{path}: {name}", alpha, above=0, hint=hint, error=ModelFileError)
 
     def patterns(self, file: Any) -> list[str]:
         return [suffix_pattern(end) for end in (*(file.rank_pattern or ()), *(file.alpha_pattern or ()))]
@@ -762,33 +674,24 @@ class _LoRA(AdapterKind):
             rank, alpha = 2 * rank, alpha * (2**0.5 if node.rslora else 2)
         return {"rank": rank, "alpha": alpha * scale, "rslora": node.rslora, "dora": dora}
 
-    def describe(
-        self,
-        common: dict[str, Any],
-        adapted: Mapping[str, Mapping[str, Any]],
-        modules: Sequence[str],
-        saved_options: Mapping[str, Any],
-        parameters: Collection[str],
-    ) -> dict[str, Any]:
-        common = {**common, "bias": "none", "layers_pattern": None, "layers_to_transform": None, **saved_options}
-        first = next(iter(adapted.values()))
-        kinds = {node["rslora"] for node in adapted.values()} - {None}
-        rslora = kinds == {True}
+    def describe(self, adapted: Mapping[str, Mapping[str, Any]], modules: Sequence[str]) -> dict[str, Any]:
+        rslora = ({node["rslora"] for node in adapted.values()} - {None}) == {True}
         # `use_rslora` holds for the whole file. Where nodes of both kinds occur, alphas are converted to give the same
         # scale.
         alphas = {name: _convert_alpha(node, rslora) for name, node in adapted.items()}
         rank, rank_pattern = _default_and_pattern({name: node["rank"] for name, node in adapted.items()})
-        alpha, alpha_pattern = _default_and_pattern({name: _int_if_whole(alpha) for name, alpha in alphas.items()})
+        alpha, alpha_pattern = _default_and_pattern(
+            {name: int(alpha) if float(alpha).is_integer() else alpha for name, alpha in alphas.items()}
+        )
         return {
-            **common,
             "alpha_pattern": alpha_pattern,
             "init_lora_weights": True,
             "lora_alpha": alpha,
             "lora_dropout": 0.0,
             "r": rank,
             "rank_pattern": rank_pattern,
-            "target_parameters": sorted({".".join(name.split(".")[-2:]) for name in parameters}) or None,
-            "use_dora": first["dora"],
+            "target_parameters": None,
+            "use_dora": next(iter(adapted.values()))["dora"],
             "use_rslora": rslora,
         }
 
@@ -797,41 +700,34 @@ class _LoRA(AdapterKind):
         return _used_ranks(leaves["lora_a"], leaves["lora_b"]) if is_stack else None
 
     def read(
-        self,
-        file: Any,
-        path: Path,
-        site: Site,
-        names: Sequence[str],
-        mask: Sequence[bool],
-        config: PeftConfig,
-        shared: Any,
+        self, file: TensorFile, site: Site, names: Sequence[str], mask: Sequence[bool], config: PeftConfig, shared: Any
     ) -> LoRAWeight:
         adapted_names = list(itertools.compress(names, mask))
-        is_embedding = adapted_names[0] in config.tables
+        is_embedding, init = adapted_names[0] in config.tables, config.file.init_lora_weights
         out, inner = site.weight.shape[-2:]
-        may_differ = len(site.weight.shape) == 3 and config.file.init_lora_weights not in WEIGHT_INITS
-        scales = _stack_scales(names, mask, config) if may_differ else None
-        fields = _uniform_fields(site, adapted_names, config) if scales is None else scales.node_fields
-        rank = fields.pop("rank")
-        shapes = {"lora_a": (rank, inner), "lora_b": (out, rank), "lora_magnitude": (out,)}
+        if len(site.weight.shape) == 3 and init not in WEIGHT_INITS:
+            rank, alpha, ranks, scale = _stack_scales(names, adapted_names, config)
+        else:
+            rank, alpha = config.scale_of(adapted_names, site.path)
+            ranks, scale = dict.fromkeys(adapted_names, rank), mask_scale(mask)
+
+        def shape_of(leaf: str, rank: int) -> tuple[int, ...]:
+            return {"lora_a": (rank, inner), "lora_b": (out, rank), "lora_magnitude": (out,)}[leaf]
+
         leaves: dict[str, Any] = {}
         for leaf in config.tensors(adapted_names[0]):
-            shape = shapes[leaf][::-1] if is_embedding else shapes[leaf]
-            if scales is None:
-                tensors = read_layers(file, path, adapted_names, config, leaf, shape)
-            else:
-                keys = {name: config.tensors(name)[leaf] for name in adapted_names}
-                tensors = scales.read(file, path, keys, leaf, shape)
-            if is_embedding:
-                tensors = {name: values.T for name, values in tensors.items()}
-            leaves[leaf] = stack_layers(site, names, tensors, shapes[leaf])
-        scale = mask_scale(mask)
-        if scales is not None and scales.layer_scales is not None:
-            scale = jnp.asarray(scales.layer_scales, jnp.float32)
-        node = LoRAWeight(site.weight, **leaves, layer_scale=scale, **fields)
-        if config.file.init_lora_weights in WEIGHT_INITS:
-            node = _subtract_start(path, site, node, config.file.init_lora_weights)
-        return node
+            tensors: dict[str, np.ndarray] = {}
+            for name, own_rank in ranks.items():
+                key, shape = config.tensors(name)[leaf], shape_of(leaf, own_rank)
+                tensors[name] = file.read(key, shape[::-1]).T if is_embedding else file.read(key, shape)
+            # Padding starts after all tensors are read, so a rank that no tensor has is refused before it takes memory.
+            full_shape = shape_of(leaf, rank)
+            for name, values in tensors.items():
+                padding = [(0, size - own_size) for size, own_size in zip(full_shape, values.shape, strict=True)]
+                tensors[name] = np.pad(values, padding) if values.shape != full_shape else values
+            leaves[leaf] = stack_layers(site, names, tensors, full_shape)
+        node = LoRAWeight(site.weight, **leaves, alpha=alpha, layer_scale=scale, rslora=bool(config.file.use_rslora))
+        return _subtract_start(file.path, site, node, init) if init in WEIGHT_INITS else node
 
 
 LORA_KIND = _LoRA()
@@ -843,10 +739,6 @@ def _convert_alpha(node: Mapping[str, Any], rslora: bool) -> float:
     if rslora and not node["rslora"]:
         return round(node["alpha"] / root, 12)
     return node["alpha"] * (root if node["rslora"] and not rslora else 1)
-
-
-def _int_if_whole(number: float) -> float:
-    return int(number) if float(number).is_integer() else number
 
 
 def _default_and_pattern(values: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
@@ -864,107 +756,43 @@ def _default_and_pattern(values: Mapping[str, Any]) -> tuple[Any, dict[str, Any]
     return default, {name: values[name] for name in sorted(values, key=lambda name: (-len(name), name))}
 
 
-def _check_alphas(path: Path, file: Any) -> None:
-    """Refuse, as `Config` does, an alpha of zero or less: the adapter would train nothing, or be subtracted."""
-    alphas = {"lora_alpha": file.lora_alpha} | {
-        f"alpha_pattern[{shown(name)}]": alpha for name, alpha in (file.alpha_pattern or {}).items()
-    }
-    for name, alpha in alphas.items():
-        if alpha <= 0:
-            raise ModelFileError(
-                f"{path}: {name} = {alpha:g} is not a valid scale",
-                expected="a number above 0 (with 0 the adapter would have no effect and no gradient)",
-                got=f"{alpha:g}",
-                hint="train it again with an alpha such as twice the rank; list modules without an adapter in "
-                "exclude_modules",
-            )
-
-
-def _uniform_fields(site: Site, names: Sequence[str], config: PeftConfig) -> dict[str, Any]:
-    """Return the configuration's values for a weight, which must be the same for all its layers."""
-    rank, alpha = config.scale_of(names, site.path)
-    return {"rank": rank, "alpha": alpha, "rslora": bool(config.file.use_rslora)}
-
-
 def _subtract_start(path: Path, site: Site, node: LoRAWeight, init: str) -> LoRAWeight:
     """Subtract the part that PEFT subtracted from the weight, computed again from the weight."""
     if isinstance(site.weight, LinearWeight):
-        raise ModelFileError(
-            f"{path}: the part that {init} subtracted from {site.path} is unknown for a quantised weight",
-            expected="the base as it was when the adapter was made",
-            got=type(site.weight).__name__,
-            hint="convert it in PEFT: save_pretrained(..., path_initial_model_for_weight_conversion=...)",
-        )
-    if node.rank > min(site.weight.shape[-2:]):
-        raise ModelFileError(
-            f"{path}: the part that {init} subtracted from {site.path} cannot be computed",
-            expected=f"a rank of at most {min(site.weight.shape[-2:])}",
-            got=f"rank {node.rank}",
-            hint="load it into the model that it was made for",
-        )
+        message = f"{path}: the part that {init} subtracted from {site.path} is unknown for a quantised weight"
+        hint = "convert it in PEFT: save_pretrained(..., path_initial_model_for_weight_conversion=...)"
+        raise ModelFileError(message, hint=hint)
+    name, most = f"{path}: rank of {init} for {site.path}", min(site.weight.shape[-2:])
+    check_integer(name, node.rank, most=most, hint=MODEL_HINT, error=ModelFileError)
     if isinstance(site.weight, jax.ShapeDtypeStruct):
-        like = {name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
-                for name, leaf in (("start_a", node.lora_a), ("start_b", node.lora_b))}  # fmt: skip
-        return dataclasses.replace(node, **like)
-    start_a, start_b = _principal_factors(site.weight, node.rank, node.scaling, init)
-    if node.layer_scale is not None:
-        start_a, start_b = (leaf * node.layer_scale[:, None, None] for leaf in (start_a, start_b))
+        start_a, start_b = (jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in (node.lora_a, node.lora_b))
+    else:
+        start_a, start_b = _principal_factors(site.weight, node.rank, node.scaling, init)
+        if node.layer_scale is not None:
+            start_a, start_b = (leaf * node.layer_scale[:, None, None] for leaf in (start_a, start_b))
     return dataclasses.replace(node, start_a=start_a, start_b=start_b)
 
 
-# Layers of a stack whose ranks or alphas differ in PEFT's files: one node of the largest rank, padded with zeros. A
-# component with zeros in its row of A and its column of B adds nothing and has no gradient. So a layer of a lower rank
-# keeps that rank. The scale of a layer comes from its own rank and alpha, and is stored relative to the node's scale.
+# Layers of a stack whose ranks or alphas differ in PEFT's files: one node of the largest rank. A [r, in] and B [out, r]
+# of other layers are padded with zeros. A component with zeros in its row of A and its column of B adds nothing and has
+# no gradient. So a layer of a lower rank keeps that rank. The scale of a layer comes from its own rank and alpha, and
+# is stored relative to the node's scale.
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _Scales:
-    """Rank and alpha of a node, and those of its layers where they differ."""
-
-    rank: int
-    alpha: float
-    ranks: Mapping[str, int]
-    """Rank of each layer that has an adapter, by the layer's name."""
-    layer_scales: list[float] | None
-    """Factor of each layer's correction in addition to the node's scale, 0 without an adapter; None: 1 for all."""
-    rslora: bool
-
-    @property
-    def node_fields(self) -> dict[str, Any]:
-        """Rank, alpha and `rslora` of the node."""
-        return {"rank": self.rank, "alpha": self.alpha, "rslora": self.rslora}
-
-    def read(self, file: Any, path: Path, keys: Mapping[str, str], leaf: str, shape: tuple[int, ...]) -> dict[str, Any]:
-        """Read a leaf of all layers, by the layer's name; A [r, in] and B [out, r] are padded with zeros."""
-        # Padding starts after all tensors are read, so a rank that no tensor has is refused before it takes memory.
-        axis = {"lora_a": 0, "lora_b": 1}.get(leaf)
-        shapes = {
-            name: tuple(rank if i == axis else size for i, size in enumerate(shape))
-            for name, rank in self.ranks.items()
-        }
-        tensors = {name: read_tensor(file, path, keys[name], layer_shape) for name, layer_shape in shapes.items()}
-        if axis is None:
-            return tensors
-        padding = {
-            name: [(0, self.rank - rank if i == axis else 0) for i in range(2)] for name, rank in self.ranks.items()
-        }
-        return {name: np.pad(values, padding[name]) for name, values in tensors.items()}
-
-
-def _stack_scales(names: Sequence[str], mask: Sequence[bool], config: PeftConfig) -> _Scales:
-    """Return the ranks and scales of a stack's layers; `mask` is True for layers with an adapter, at least one."""
-    adapted_names = [name for name, is_adapted in zip(names, mask, strict=True) if is_adapted]
+def _stack_scales(
+    names: Sequence[str], adapted_names: Sequence[str], config: PeftConfig
+) -> tuple[int, float, dict[str, int], Array | None]:
+    """Return rank and alpha of a stack's node, the ranks of its layers by name, and the node's `layer_scale`."""
     ranks = {name: config.rank_of(name) for name in adapted_names}
     power = 0.5 if config.file.use_rslora else 1.0
     # The node has the largest scale of its layers, and each layer stores its share of it, 1 or less in size.
     scales = {name: config.alpha_of(name) / rank**power for name, rank in ranks.items()}
     rank, largest = max(ranks.values()), max(scales.values(), key=abs)
     layer_scales = [scales.get(name, 0.0) / largest for name in names]
-    first_name = adapted_names[0]
     is_uniform = len({(ranks[name], scales[name]) for name in adapted_names}) == 1
-    alpha = config.alpha_of(first_name) if is_uniform else largest * rank**power
-    stored_scales = None if all(share == 1 for share in layer_scales) else layer_scales
-    return _Scales(rank=rank, alpha=alpha, ranks=ranks, layer_scales=stored_scales, rslora=bool(config.file.use_rslora))
+    alpha = config.alpha_of(adapted_names[0]) if is_uniform else largest * rank**power
+    scale = None if all(share == 1 for share in layer_scales) else jnp.asarray(layer_scales, jnp.float32)
+    return rank, alpha, ranks, scale
 
 
 def _used_ranks(lora_a: np.ndarray, lora_b: np.ndarray) -> list[int]:

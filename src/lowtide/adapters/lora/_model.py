@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import numbers
 import sys
-import zlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -23,6 +21,7 @@ from ...core import (
     NonFiniteError,
     StructureError,
     Tree,
+    check_number,
     format_bytes,
     leaf_bytes,
     leaves_with_paths,
@@ -30,14 +29,27 @@ from ...core import (
 )
 from .._adapted import Use, probe
 from .._adapted import uses as uses_of_weights
-from ._embeddings import check_table
 from ._experts import check_experts
 from ._kernel import LoRAKernel, merge_kernel
 from ._kinds import AnyConfig, kind_of_config
 from ._lora import Config, LoRAWeight
 from ._node import TRAINABLE, is_adapter, named_sharding, shard_adapter
 from ._saved import SavedWeight, exclude_saved, make_saved, saved_sites
-from ._sites import Site, adapted_sites, is_table, layer_names, replace, select_layers, select_sites, sites
+from ._sites import (
+    TIED_HINT,
+    TIED_MESSAGE,
+    Site,
+    adapted_sites,
+    external_name,
+    is_table,
+    layer_names,
+    replace,
+    require_adapters,
+    select_layers,
+    select_sites,
+    sites,
+    tied_names,
+)
 
 
 def add(
@@ -48,11 +60,11 @@ def add(
     fn: Callable[..., Any] | None = None,
     args: Sequence[Any] = (),
 ) -> Tree:
-    """Give chosen weights an adapter that starts as no change.
+    """Add an adapter to each chosen weight; the new adapters do not change the outputs of the model.
 
     For LoRA, A is random, as in PEFT, and B is zero. For (IA)³ the vector is ones. For VeRA the projections are random,
     and one of the vectors is zero. Arrays that `modules_to_save` and `bias` name also train, as a copy in a
-    `SavedWeight`. All are float32 whatever the weight's dtype. The random values of a LoRA module depend only on `key`
+    `SavedWeight`. New arrays are float32 for any weight dtype. The random values of a LoRA module depend only on `key`
     and its path, not on the other targets.
 
     Args:
@@ -64,7 +76,7 @@ def add(
         config: a `Config`, `IA3Config` or `VeRAConfig`.
         key: a JAX random key; (IA)³ needs none.
         fn: a function of the model, such as its loss, for a model that uses weights in other ways; train it as
-            ``lt.adapted(fn)``. Its program determines what each target is: a matrix with its axes in any order, a
+            ``lt.adapted(fn)``. Its traced program shows how it uses each target: a matrix with axes in any order, a
             kernel of attention or of a convolution, an embedding table, or a stack of these.
         args: the other arguments of `fn`: arrays, or shapes.
 
@@ -76,17 +88,17 @@ def add(
         SelectionError: when a pattern matches nothing.
         StructureError: for a target that is not a floating-point matrix, or already has an adapter; for (IA)³ on
             outputs to which the model adds a bias itself; for an embedding that is also the head; with `fn`, for a
-            target that it does not use, or uses in more ways than to multiply. Without `fn`, `lowtide.value_and_grad`
-            and the trainer raise the last one.
+            target that `fn` does not use, or uses in several or unsupported ways. Without `fn`,
+            `lowtide.value_and_grad` and the trainer raise this last error.
         ConfigError: when the rank exceeds a target's smaller dimension, when `layers` names a layer that does not
             exist, or when `key` is missing. Also for configurations that kernels, experts and embeddings do not support
-            (DoRA, some layers, (IA)³, VeRA). Also for a module of Keras or NNX in place of its arrays.
+            (DoRA, some layers, (IA)³, VeRA). Also when `model` is a Keras or NNX object: pass its arrays.
 
     Memory:
         LoRA: ``4 * rank * (out + in)`` bytes for each matrix, with DoRA ``4 * out`` more. (IA)³: ``4 * out`` or
-        ``4 * in``. VeRA: ``4 * (rank + out)`` that train, and the projections, once per layer. The weights are referred
-        to, not copied; arrays that train as a whole are copied, in float32. An `init` that takes a part of the weight
-        holds its factors twice, and for one matrix at a time a decomposition in float32. Adapters of a weight with a
+        ``4 * in``. VeRA: ``4 * (rank + out)`` that train, and the projections, once per layer. The weights are shared
+        with `model`; arrays that train as a whole are copied in float32. An `init` from the weight (such as "pissa")
+        holds its factors twice, and the float32 decomposition of one matrix at a time. Adapters of a weight with a
         `jax.sharding.NamedSharding` are sharded like it along the axes they share.
 
     Examples:
@@ -102,23 +114,22 @@ def add(
     _refuse_library_object(model)
     kind = kind_of_config(config)
     if key is None and kind.needs_key:
-        raise ConfigError(
-            "key is missing: the initial values are random", got="None", hint="pass for instance key=jax.random.key(0)"
-        )
+        hint = "pass for instance key=jax.random.key(0)"
+        raise ConfigError("key is missing: the initial values are random", hint=hint)
     targets = exclude_saved(model, config, select_sites(model, config.targets, config.exclude))
     uses = {} if fn is None else _find_uses(model, targets, fn, args)
     uses = {site.index: uses[site.index] for site in targets if site.index in uses and not is_table(model, site)}
-    kernels = {site.index: uses[site.index] for site in targets if site.index in uses and not _is_matrix(site, uses)}
+    uses_of_targets = [(site, uses[site.index]) for site in targets if site.index in uses]
+    kernels = {site.index: use for site, use in uses_of_targets if not (site.is_matrix and use.is_matrix)}
     for site in targets:
         if site.index in uses or not isinstance(model, ExternalNames):
             continue
         if site.is_experts:
             check_experts(site, config)
-        check_table(model, site, config)
+        _check_table(model, site, config)
     targets = select_layers(targets, config.layers)
     for site in targets:
-        _check_target(model, site, uses.get(site.index))
-        _check_orientation(site, uses.get(site.index), config)
+        _check_target(model, site, uses.get(site.index), config)
     extra_sites = saved_sites(model, config, targets)
     _check_kernels(targets, config, kernels)
     nodes = kind.init(model, targets, config, key, kernels)
@@ -129,8 +140,7 @@ def add(
 def merge(model: Tree) -> Tree:
     """Fold every adapter into its weight (for LoRA, W + scaling B A), in float32, rounded once to the dtype of W.
 
-    The given model stays unchanged, so there is nothing to undo. `unmerge` removes an adapter from weights that exist
-    only in merged form.
+    The given model stays unchanged. `unmerge` removes an adapter from weights that exist only in merged form.
 
     Args:
         model: a model with adapters.
@@ -154,12 +164,7 @@ def merge(model: Tree) -> Tree:
         [[3.0, 3.0], [3.0, 3.0]]
     """
     adapted = adapted_sites(model)
-    if not adapted:
-        raise StructureError(
-            "the model has no adapter to merge",
-            expected="at least one LoRAWeight",
-            hint="add one with lt.lora.add or lt.lora.load, unless the model is already merged",
-        )
+    require_adapters(adapted, "merge", "add one with lt.lora.add or lt.lora.load, unless the model is already merged")
     for site in adapted:
         is_supported = site.is_matrix or site.is_experts or isinstance(site.node, (LoRAKernel, SavedWeight))
         if not is_supported or not isinstance(site.weight, (jax.Array, np.ndarray, jax.ShapeDtypeStruct)):
@@ -201,24 +206,21 @@ def disable(model: Tree) -> Tree:
         True
     """
     adapted = adapted_sites(model)
-    if not adapted:
-        raise StructureError(
-            "the model has no adapter to remove", expected="at least one", hint="use the model as the base"
-        )
+    require_adapters(adapted, "remove", "use the model as the base")
     return replace(model, {site.index: site.weight for site in adapted})
 
 
 def dropout(model: Tree, rate: float, *, key: Array) -> Tree:
-    """Return the model for one training step, with dropout on the inputs of the corrections.
+    """Return the model with dropout on the inputs of its adapters, for one training step.
 
     Call it in a loss function, with a new key for every step. `lowtide.Trainer` passes such a key to a loss function
     that takes ``key``, and the same key when a run is resumed: ``def loss(model, batch, *, key, training)``. The keys
-    are leaves of the nodes, one per layer. So they are right under `jax.lax.scan`, and a block that is recomputed in
-    the backward pass draws the same numbers. Without this call a model has no dropout. With `lowtide.adapted`, call it
+    are leaves of the nodes, one per layer. So each layer of a `jax.lax.scan` has its own key, and recomputation
+    in the backward pass draws the same mask. Without this call a model has no dropout. With `lowtide.adapted`, call it
     outside the function, which sees arrays: ``lt.adapted(fn)(lt.lora.dropout(model, 0.1, key=key), batch)``.
 
-    Each product draws one mask of the shape of its inputs. So all examples of a `jax.vmap` have the same mask, and so
-    have all steps of a scan over time. For different masks, call it inside, with a key for each: ``jax.vmap(lambda x,
+    Each product draws one mask of the shape of its inputs. So all examples of a `jax.vmap`, and all steps of a scan
+    over time, share one mask. For different masks, call it inside, with a key for each: ``jax.vmap(lambda x,
     key: fn(lt.lora.dropout(model, 0.1, key=key), x))(x, jax.random.split(key,
     len(x)))``, and in a scan with ``jax.random.fold_in(key, step)``.
 
@@ -232,7 +234,7 @@ def dropout(model: Tree, rate: float, *, key: Array) -> Tree:
 
     Raises:
         ConfigError: for a rate out of range.
-        StructureError: when there is no adapter, or one of (IA)³, which has no correction, of a kernel or of experts.
+        StructureError: when there is no adapter, or one that has no dropout: (IA)³, or one of a kernel or of experts.
 
     Memory:
         The backward pass keeps the inputs of each correction, after dropout, in addition to those of the weight.
@@ -244,31 +246,20 @@ def dropout(model: Tree, rate: float, *, key: Array) -> Tree:
         >>> dropout(model, 0.1, key=jax.random.key(1))["w"].dropout
         0.1
     """
-    value: Any = rate
-    if isinstance(value, bool) or not isinstance(value, numbers.Real) or not 0 <= float(value) < 1:
-        raise ConfigError(
-            f"rate: {rate!r} is not a dropout rate",
-            expected="a number of at least 0 and less than 1",
-            got=repr(rate),
-            hint="pass for instance 0.05",
-        )
+    check_number("rate", rate, least=0, below=1)
     adapted = [site for site in adapted_sites(model) if not isinstance(site.node, SavedWeight)]
-    if not adapted:
-        hint = "add one with lt.lora.add; call dropout outside of lt.adapted's function, which gets arrays"
-        raise StructureError("the model has no adapter to apply dropout to", hint=hint)
+    hint = "add one with lt.lora.add; call dropout outside of lt.adapted's function, which gets arrays"
+    require_adapters(adapted, "apply dropout to", hint)
     nodes: dict[int, Any] = {}
     for site in adapted:
         if not hasattr(site.node, "dropout_key") or site.is_experts:
             kind = "an adapter of experts" if isinstance(site.node, LoRAWeight) else site.node.kind
             hint = "leave the dropout out, or this weight out of the targets"
-            raise StructureError(
-                f"{site.path}: {kind} does not support dropout", got=type(site.node).__name__, hint=hint
-            )
-        site_key = jax.random.fold_in(key, zlib.crc32(site.path.encode()))
-        layers = site.weight.shape[:-2]
+            raise StructureError(f"{site.path}: {kind} does not support dropout", hint=hint)
+        layers, site_key = site.weight.shape[:-2], site.random_key(key)
         keys = jax.random.split(site_key, layers) if layers else site_key
-        nodes[site.index] = dataclasses.replace(site.node, dropout_key=keys, dropout=float(value))
-    return replace(model, nodes if value else {})
+        nodes[site.index] = dataclasses.replace(site.node, dropout_key=keys, dropout=float(rate))
+    return replace(model, nodes if rate else {})
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -278,7 +269,7 @@ class Matched:
     path: str
     """Tree path of the weight."""
     kind: str
-    """Such as "LoRA" or "DoRA"."""
+    """Kind of the adapter, such as "LoRA" or "DoRA"."""
     rank: int | None
     """Rank of the adapter; None for (IA)³, and for an array that trains as a whole."""
     shape: tuple[int, ...]
@@ -362,7 +353,7 @@ def report(model: Tree) -> Report:
 
 
 def _refuse_library_object(model: Any) -> None:
-    """Refuse a Keras or NNX object, whose layers make arrays of their weights; only its arrays take adapters."""
+    """Raise for a Keras or NNX object: its layers convert weights to arrays, so only its arrays support adapters."""
     # A caller with such a model has imported its library, so `sys.modules` has it and nothing is imported here.
     nnx_hint = "pass its arrays, {}, and train with lt.adapted(fn), whose fn merges them into the module; or use "
     nnx_hint += "nnx.LoRALinear in place of the layers, and lowtide.ext.nnx.Bridge(module, wrt=nnx.LoRAParam)"
@@ -376,19 +367,12 @@ def _refuse_library_object(model: Any) -> None:
     for (library, kind), hint in hints.items():
         cls = getattr(sys.modules.get(library), kind, None)
         if cls is not None and isinstance(model, cls):
-            raise ConfigError(
-                f"a {type(model).__name__} supports no adapter of Lowtide: its layers convert weights to arrays",
-                expected="a pytree of arrays, such as a dictionary or an Equinox module",
-                got=f"{type(model).__module__}.{type(model).__name__}",
-                hint=hint,
-            )
+            message = f"a {type(model).__name__} supports no adapter of Lowtide: its layers convert weights to arrays"
+            raise ConfigError(message, hint=hint)
 
 
 def _find_uses(model: Tree, targets: Sequence[Site], fn: Callable[..., Any], args: Sequence[Any]) -> dict[int, Use]:
-    """Return how a function uses each target weight, by `Site.index`.
-
-    Targets that already have an adapter, that are not floating-point, or that have fewer than two axes are left out.
-    """
+    """Return how a function uses each target weight, by `Site.index`, except targets that `_check_target` refuses."""
     probed = [site for site in targets if site.is_floating and site.node is site.weight and len(site.weight.shape) > 1]
     shapes = {site.index: _abstract_weight(site.weight) for site in probed}
     use_sets = uses_of_weights(fn, replace(model, {index: probe(shape) for index, shape in shapes.items()}), *args)
@@ -410,33 +394,17 @@ def _common_use(site: Site, site_uses: set[Use]) -> Use:
         return common._replace(over_rows=any(use.over_rows for use in site_uses))
     shape = list(site.weight.shape)
     if not groups:
-        raise StructureError(
-            f"{site.path}: the function does not multiply by this weight",
-            expected="a product, a convolution, or an embedding lookup",
-            got=f"a {site.weight.dtype}{shape} that it does not use",
-            hint=f'leave it out of the targets, for instance with the pattern "!{site.path}"',
-        )
+        raise StructureError(f"{site.path}: the function does not multiply by this weight", hint=site.exclusion_hint)
     groupings = ", ".join(f"{list(shape[s : s + m])} by {list(shape[s + m :])}" for s, m, _ in sorted(groups))
-    raise StructureError(
-        f"{site.path}: the function uses this weight in several ways",
-        expected=f"one way to split the axes of {shape} into rows and columns",
-        got=groupings,
-        hint=f'leave it out of the targets, for instance with the pattern "!{site.path}"',
-    )
+    message = f"{site.path}: the function uses this weight in several ways: its axes as {groupings}"
+    raise StructureError(message, hint=site.exclusion_hint)
 
 
-def _is_matrix(site: Site, uses: Mapping[int, Use]) -> bool:
-    return site.is_matrix and uses[site.index].is_matrix
-
-
-def _check_target(model: Tree, site: Site, use: Use | None) -> None:
+def _check_target(model: Tree, site: Site, use: Use | None, config: AnyConfig) -> None:
     if is_adapter(site.node):
         rank = "" if site.node.rank is None else f" of rank {site.node.rank}"
-        raise StructureError(
-            f"{site.path}: already has an adapter{rank}",
-            expected="a weight without an adapter",
-            hint="merge the old adapter with lt.lora.merge, or leave this target out",
-        )
+        hint = "merge the old adapter with lt.lora.merge, or leave this target out"
+        raise StructureError(f"{site.path}: already has an adapter{rank}", hint=hint)
     shape = tuple(site.weight.shape)
     is_named = use is None and isinstance(model, ExternalNames)
     if is_named and site.is_experts:
@@ -447,37 +415,39 @@ def _check_target(model: Tree, site: Site, use: Use | None) -> None:
             f"{site.path}: is not a weight matrix that supports adapters",
             expected="a floating-point array of shape [out, in] or [num_layers, out, in]",
             got=f"{site.weight.dtype}{list(shape)}",
-            hint=f'narrow the targets, for instance with the pattern "!{site.module}"'
+            hint=site.exclusion_hint
             + (", or pass fn and args, whose program shows how it is used" if len(shape) > 3 else ""),
         )
     if is_named:
         layer_names(model, site)  # refuses a vector of stacked layers, which looks like a matrix [num_layers, dim]
+    # Other adapters scale the inputs or outputs of x Wᵀ.
+    is_plain = isinstance(config, Config) and not config.dora
+    if use is not None and use.is_matrix and use.over_rows and not is_plain:
+        hint = "store it as [out, in], which DoRA, (IA)³ and VeRA need, or use plain LoRA"
+        raise ConfigError(f"{site.path}: the function multiplies by this weight as [in, out]", hint=hint)
 
 
-def _check_orientation(site: Site, use: Use | None, config: AnyConfig) -> None:
-    """Refuse, for a weight [in, out], adapters that scale the inputs or outputs of x Wᵀ."""
-    if use is not None and use.is_matrix and use.over_rows and (not isinstance(config, Config) or config.dora):
-        raise ConfigError(
-            f"{site.path}: the function multiplies by this weight as [in, out]",
-            expected="a weight [out, in], x Wᵀ, for DoRA, (IA)³ and VeRA, which scale its inputs or outputs",
-            got=f"a {type(config).__name__}{' with dora' * isinstance(config, Config)} for {list(site.weight.shape)}",
-            hint="use plain LoRA, or store the weight transposed",
-        )
+def _check_table(model: Tree, site: Site, config: AnyConfig) -> None:
+    """Check that an embedding has its own array, and that its adapter is LoRA that begins at random."""
+    if not is_table(model, site):
+        return
+    is_plain = isinstance(config, Config) and not config.dora and config.init in ("peft", "gaussian")
+    if not is_plain:
+        kind = type(config).__name__ if not isinstance(config, Config) else "DoRA" if config.dora else config.init
+        message = f'{site.path}: an embedding supports only LoRA and rsLoRA with init = "peft" or "gaussian"'
+        raise ConfigError(message, got=kind, hint=site.exclusion_hint)
+    if external_name(model, site) in tied_names(model):
+        raise StructureError(f"{site.path} {TIED_MESSAGE}", hint=TIED_HINT)
 
 
 def _check_kernels(chosen: Sequence[Site], config: AnyConfig, kernels: Mapping[int, Use]) -> None:
     """Check that a configuration supports weights that are not matrices, if there are any."""
     for site in chosen if kernels else ():
-        shape = list(site.weight.shape)
         is_plain = isinstance(config, Config) and not config.dora and config.layers is None
         is_plain = is_plain and getattr(config, "init", None) in ("peft", "gaussian")
         if site.index in kernels and (not is_plain or isinstance(site.weight, LinearWeight)):
-            raise ConfigError(
-                f"{site.path}: this kernel supports only plain LoRA, on an array",
-                expected="random A on all layers, and no DoRA, (IA)³, VeRA or quantised weight",
-                got=f"a {type(config).__name__} for a weight {shape}",
-                hint="leave it out of the targets, or add it with a separate configuration",
-            )
+            message = f"{site.path}: this kernel supports only plain LoRA with random A on all layers, on an array"
+            raise ConfigError(message, hint="leave it out of the targets, or add it with a separate configuration")
 
 
 # Merging, one matrix at a time.
@@ -504,11 +474,8 @@ def _merge_node(node: Any) -> Any:
 
 def _check_finite(path: str, weight: Any) -> Any:
     if isinstance(weight, jax.Array) and not isinstance(weight, jax.core.Tracer) and not _is_finite(weight):
-        raise NonFiniteError(
-            f"{path}: the merged weight has values that are not finite",
-            got="infinity or NaN",
-            hint="check the adapter and its base: one is damaged, has diverged, or exceeds the range of the dtype",
-        )
+        hint = "check the adapter and its base: one is damaged, has diverged, or exceeds the range of the dtype"
+        raise NonFiniteError(f"{path}: the merged weight has values that are not finite", hint=hint)
     return weight
 
 
@@ -524,10 +491,7 @@ def _fold_matrix(node: Any) -> Float[Array, "out in"]:
 
 @functools.partial(jax.jit, donate_argnums=0)
 def _fold_layer(merged: Float[Array, "*L out in"], index: tuple[int, ...], node: Any) -> Float[Array, "*L out in"]:
-    layer = jax.tree.map(lambda leaf: functools.reduce(_take_layer, index, leaf), node)
+    take = functools.partial(jax.lax.dynamic_index_in_dim, keepdims=False)
+    layer = jax.tree.map(lambda leaf: functools.reduce(take, index, leaf), node)
     matrix = jnp.expand_dims(_fold_matrix(layer), tuple(range(len(index))))
     return jax.lax.dynamic_update_slice(merged, matrix, (*index, 0, 0))
-
-
-def _take_layer(leaf: Array, index: Any) -> Array:
-    return jax.lax.dynamic_index_in_dim(leaf, index, keepdims=False)

@@ -16,30 +16,11 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from ...core import LinearWeight, StructureError, put
+from .._adapted import WrappedWeight
 
 TRAINABLE = "**/lora_*"
 """A glob that selects the trainable leaves of every kind of adapter, and nothing else."""
-
-
-class WrappedWeight:
-    """A node with the shape and dtype of the weight that it holds."""
-
-    weight: Any
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Shape of the weight."""
-        return self.weight.shape
-
-    @property
-    def ndim(self) -> int:
-        """Number of axes of the weight."""
-        return len(self.weight.shape)
-
-    @property
-    def dtype(self) -> Any:
-        """Dtype of the weight."""
-        return self.weight.dtype
+_PRODUCT_HINT = "multiply with lowtide.core.linear(x, weight), or under jax.vmap"
 
 
 class AdapterWeight(WrappedWeight):
@@ -90,43 +71,32 @@ class ScaledWeight(WrappedWeight):
     @property
     def mT(self) -> Transposed:  # noqa: N802 - NumPy's name
         """The transposed weight, for ``x @ weight.mT``."""
-        return transpose_matrix(self)
+        return Transposed(self)
 
     T = mT
 
 
 class Transposed:
-    """The transpose of a node, which supports only ``x @ weight.T``."""
+    """The transpose of a node that is one matrix, not a stack; it supports only ``x @ weight.T``."""
 
     __array_ufunc__ = None
 
     def __init__(self, node: Any) -> None:
+        if len(node.shape) != 2:
+            message = f"a stacked weight {list(node.shape)} with an adapter that scales rows cannot be transposed"
+            raise StructureError(message, hint=_PRODUCT_HINT)
         self._node = node
 
     def __rmatmul__(self, x: Array) -> Array:
         return self._node.linear(jnp.asarray(x, jnp.result_type(x, self._node.dtype)))
 
 
-def transpose_matrix(node: Any) -> Transposed:
-    """Return the transpose of a node that is one matrix, not a stack."""
-    if len(node.shape) != 2:
-        raise StructureError(
-            "a stacked weight with an adapter that scales rows cannot be transposed",
-            expected="one matrix [out, in]",
-            got=f"shape {list(node.shape)}",
-            hint="multiply with lowtide.core.linear(x, weight), or under jax.vmap",
-        )
-    return Transposed(node)
-
-
 def matmul(node: Any, x: Array) -> Array:
     """Compute ``node @ x`` for a matrix by the node's own ``linear``, in the dtype that W x would have."""
     if len(node.shape) != 2 or x.ndim > 2:
-        raise StructureError(
-            f"an adapter that scales rows does not support weight @ x of shapes {list(node.shape)} and {list(x.shape)}",
-            expected="one matrix [out, in], and a vector or a matrix",
-            hint="multiply with lowtide.core.linear(x, weight), or under jax.vmap",
-        )
+        shapes = f"{list(node.shape)} and {list(x.shape)}"
+        message = f"an adapter that scales rows does not support weight @ x of shapes {shapes}"
+        raise StructureError(message, hint=_PRODUCT_HINT)
     x = jnp.asarray(x, jnp.result_type(x, node.dtype))
     return node.linear(x) if x.ndim == 1 else node.linear(x.T).T
 

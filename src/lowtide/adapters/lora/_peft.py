@@ -14,7 +14,7 @@ import re
 import time
 import warnings
 from abc import abstractmethod
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
@@ -37,6 +37,8 @@ LORA_TENSORS = {"lora_a": "lora_A.weight", "lora_b": "lora_B.weight"}
 """Ends of the names of LoRA's tensors, by leaf."""
 BIASES = ("none", "lora_only", "all")
 """Values of LoRA's option `bias`: which biases train as a whole."""
+MERGE_HINT = "merge this adapter with PEFT (merge_and_unload)"
+MODEL_HINT = "load it into the model that it was made for"
 WEIGHT_INITS = ("pissa", "olora")
 """Values of `Config.init` whose first factors are a part of the weight."""
 MOST_SECONDS = 10.0
@@ -60,10 +62,12 @@ class AdapterKind(Protocol):
     """PEFT's name of the kind."""
     config_type: ClassVar[type[Any]]
     """The class of its configurations."""
+    schema: ClassVar[str]
+    """Name of the class in `_schema.py` that lists the options which are read of its `adapter_config.json`."""
     needs_key: ClassVar[bool] = True
     """Whether its initial values are random."""
-    options: ClassVar[str]
-    """Options of its files that are read, in addition to those of all kinds."""
+    default_options: ClassVar[Mapping[str, Any]] = {"bias": "none", "layers_pattern": None, "layers_to_transform": None}
+    """Options that its files have with these values, unless arrays that train as a whole need others."""
     biases: ClassVar[tuple[str, ...]] = ("none",)
     """Supported values of the option `bias`."""
     dropout_option: ClassVar[str | None] = None
@@ -76,11 +80,6 @@ class AdapterKind(Protocol):
         self, model: Tree, chosen: Sequence[Site], config: Any, key: Array | None, kernels: Mapping[int, Use]
     ) -> dict[int, Any]:
         """Make the node of every site, by its index; `kernels` holds the uses of the weights that are not matrices."""
-        ...
-
-    @abstractmethod
-    def schema(self) -> type[Any]:
-        """Return the schema of `adapter_config.json`, from `_schema.py`, which is imported only here."""
         ...
 
     def check_file(self, path: Path, file: Any) -> None:
@@ -102,15 +101,8 @@ class AdapterKind(Protocol):
         ...
 
     @abstractmethod
-    def describe(
-        self,
-        common: dict[str, Any],
-        adapted: Mapping[str, Mapping[str, Any]],
-        modules: Sequence[str],
-        saved_options: Mapping[str, Any],
-        parameters: Collection[str],
-    ) -> dict[str, Any]:
-        """Add the options of this kind to those of all kinds; arguments as of the function `describe`."""
+    def describe(self, adapted: Mapping[str, Mapping[str, Any]], modules: Sequence[str]) -> dict[str, Any]:
+        """Return the options of this kind in addition to those of all kinds; arguments as of `describe`."""
         ...
 
     def layer_ranks(self, site: Site, leaves: Mapping[str, np.ndarray]) -> list[int] | None:
@@ -125,20 +117,13 @@ class AdapterKind(Protocol):
         """Return the shared tensors, by the file's names."""
         return {}
 
-    def read_shared(self, file: Any, path: Path, config: PeftConfig) -> Any:
+    def read_shared(self, file: TensorFile, config: PeftConfig) -> Any:
         """Read the shared tensors, for `read`."""
         return None
 
     @abstractmethod
     def read(
-        self,
-        file: Any,
-        path: Path,
-        site: Site,
-        names: Sequence[str],
-        mask: Sequence[bool],
-        config: PeftConfig,
-        shared: Any,
+        self, file: TensorFile, site: Site, names: Sequence[str], mask: Sequence[bool], config: PeftConfig, shared: Any
     ) -> Any:
         """Read the node of a weight; layers that the mask leaves out get zeros, and a scale of zero."""
         ...
@@ -159,12 +144,6 @@ class PeftConfig:
     tables: frozenset[str] = frozenset()
     """Names of modules whose rows are looked up."""
 
-    def check_patterns(self) -> None:
-        """Raise for an invalid regular expression, whether or not a module is matched against it."""
-        texts = [text for text in (self.file.target_modules, self.file.exclude_modules) if isinstance(text, str)]
-        for pattern in (*texts, *self.kind.patterns(self.file)):
-            self.matcher.matches(pattern, "")
-
     @property
     def is_lora(self) -> bool:
         """Whether the kind is LoRA, of which rsLoRA and DoRA are variants."""
@@ -182,12 +161,9 @@ class PeftConfig:
         """Return the one rank and alpha of a stack, from the names of its layers and its path here."""
         scales = {(self.rank_of(name), self.alpha_of(name)) for name in names}
         if len(scales) > 1:
-            raise ModelFileError(
-                f"{self.source}: the layers of {path} differ in rank or alpha",
-                expected="one rank and alpha for all layers of a stacked weight",
-                got=shortened(", ".join(f"rank {rank} alpha {alpha:g}" for rank, alpha in sorted(scales))),
-                hint="pad the adapters in PEFT to one rank with rows and columns of zeros",
-            )
+            pairs = shortened(", ".join(f"rank {rank} alpha {alpha:g}" for rank, alpha in sorted(scales)))
+            hint = "pad the adapters in PEFT to one rank with rows and columns of zeros"
+            raise ModelFileError(f"{self.source}: the layers of {path} differ in rank or alpha", got=pairs, hint=hint)
         return scales.pop()
 
     @property
@@ -200,19 +176,18 @@ class PeftConfig:
         """Whether the adapter has magnitudes."""
         return self.is_lora and bool(self.file.use_dora)
 
-    @property
-    def tensors(self) -> Any:
-        """The file's names of the leaves of a module's node, by leaf, as a function of the module's name."""
-        return lambda module: tensor_keys(module, self.kind.tensor_ends(dora=self.dora, table=module in self.tables))
+    def tensors(self, module: str) -> dict[str, str]:
+        """Return the file's names of the leaves of a module's node, by leaf."""
+        return tensor_keys(module, self.kind.tensor_ends(dora=self.dora, table=module in self.tables))
 
     def targets(self, module: str) -> bool:
         """Return whether a module has an adapter; True when the file does not say."""
         if self.saves(module):
             return False
         target_modules, exclude_modules = self.file.target_modules, self.file.exclude_modules
-        if exclude_modules and _matches(exclude_modules, module, self.matcher):
+        if exclude_modules and self.matcher.selects(exclude_modules, module):
             return False
-        return (target_modules is None or _matches(target_modules, module, self.matcher)) and self._has_layer(module)
+        return (target_modules is None or self.matcher.selects(target_modules, module)) and self._has_layer(module)
 
     def saves(self, module: str) -> bool:
         """Return whether a module trains as a whole."""
@@ -243,30 +218,30 @@ def describe(
     adapted: Mapping[str, Mapping[str, Any]],
     modules: Sequence[str],
     kind: AdapterKind,
-    *,
-    base_model_name_or_path: str | None,
-    task_type: str | None,
-    saved_options: Mapping[str, Any],
-    parameters: Collection[str] = (),
+    options: Mapping[str, Any],
+    parameters: Collection[str],
 ) -> dict[str, Any]:
     """Return the contents of `adapter_config.json`, with the keys that PEFT writes.
 
     `adapted` holds ``rank``, ``alpha``, ``rslora`` (None for a kernel, whose scale is always alpha / rank), ``dora``
-    and ``feedforward`` by name. `modules` are all names that could be adapted, `saved_options` the options of arrays
-    that train as a whole, and `parameters` the names in `adapted` that are parameters of experts instead of modules.
+    and ``feedforward`` by name. `modules` are all names that could be adapted, `options` those that the kind does not
+    determine, and `parameters` the names in `adapted` that are parameters of experts instead of modules.
     """
-    common = {
+    config: dict[str, Any] = {
         "auto_mapping": None,
-        "base_model_name_or_path": base_model_name_or_path,
+        "base_model_name_or_path": None,
         "fan_in_fan_out": False,
         "inference_mode": True,
         "modules_to_save": None,
         "peft_type": kind.peft_type,
         "revision": None,
         "target_modules": target_modules([name for name in adapted if name not in parameters], modules),
-        "task_type": task_type,
+        "task_type": None,
     }
-    return kind.describe(common, adapted, modules, saved_options, parameters)
+    config |= {**kind.default_options, **options, **kind.describe(adapted, modules)}
+    if parameters:  # only LoRA has them, and has a place for them
+        config["target_parameters"] = sorted({".".join(name.split(".")[-2:]) for name in parameters})
+    return config
 
 
 # Names and patterns of modules.
@@ -276,12 +251,6 @@ def is_saved(names: Sequence[str], module: str) -> bool:
     """Return whether the name of a module, or of one of its parents, ends with one of these."""
     parts = module.split(".")
     return any(".".join(parts[: end + 1]).endswith(tuple(names)) for end in range(len(parts)))
-
-
-def _matches(patterns: str | Sequence[str], module: str, matcher: Matcher) -> bool:
-    if isinstance(patterns, str):
-        return matcher.matches(patterns, module)
-    return any(module == name or module.endswith(f".{name}") for name in patterns)
 
 
 def value_by_pattern(patterns: Mapping[str, Any] | None, module: str, matcher: Matcher, default: Any) -> Any:
@@ -307,7 +276,7 @@ def short_names(chosen: Sequence[str], modules: Sequence[str]) -> list[str]:
 def target_modules(adapted: Sequence[str], modules: Sequence[str]) -> list[str] | str:
     """Return the value of `target_modules` that selects these modules and no other."""
     names, matcher = short_names(adapted, modules), Matcher(CONFIG_FILE, is_trusted=True)
-    if {name for name in (*adapted, *modules) if _matches(names, name, matcher)} == set(adapted):
+    if {name for name in (*adapted, *modules) if matcher.selects(names, name)} == set(adapted):
         return names
     # One full name ends another: only a regular expression can separate them.
     return "|".join(re.escape(name) for name in sorted(adapted))
@@ -338,15 +307,19 @@ class Matcher:
             timeout = None if self._time_left is None else max(self._time_left - (time.monotonic() - start), 1e-3)
             match = (compiled.fullmatch if is_full else compiled.match)(name, timeout=timeout)
         except TimeoutError as error:
-            raise ModelFileError(
-                f"{self._source}: a regular expression takes too long on {shown(name)}",
-                expected=f"at most {MOST_SECONDS:g} s for all of them",
-                got=shown(pattern),
-                hint="list the modules by name, or avoid nested repetitions such as (a+)+",
-            ) from error
+            message = f"{self._source}: a regular expression takes too long on {shown(name)}: {shown(pattern)}"
+            hint = "list the modules by name, or avoid nested repetitions such as (a+)+"
+            limit = f"at most {MOST_SECONDS:g} s for all of them"
+            raise ModelFileError(message, expected=limit, hint=hint) from error
         if self._time_left is not None:
             self._time_left -= time.monotonic() - start
         return match is not None
+
+    def selects(self, patterns: str | Sequence[str], module: str) -> bool:
+        """Return whether a regular expression matches a name, or a list has the name or its end after a dot."""
+        if isinstance(patterns, str):
+            return self.matches(patterns, module)
+        return any(module == name or module.endswith(f".{name}") for name in patterns)
 
     def _compile(self, pattern: str) -> Any:
         import regex
@@ -367,40 +340,51 @@ class Matcher:
             ) from error
 
 
-# Tensors of a file, checked against the model and the configuration.
+@dataclasses.dataclass(frozen=True)
+class TensorFile:
+    """The open safetensors file of an adapter, whose tensors are checked against the model and the configuration."""
+
+    path: Path
+    handle: Any
+    """The result of `safetensors.safe_open`."""
+
+    def shape(self, key: str) -> tuple[int, ...]:
+        """Return the shape of a tensor."""
+        return tuple(self.handle.get_slice(key).get_shape())
+
+    def read(self, key: str, shape: tuple[int, ...]) -> np.ndarray:
+        """Read a tensor of this shape and finite values, in float32."""
+        self.check(key, shape)
+        with np.errstate(over="ignore"):  # a float64 value may overflow to infinity
+            values = np.asarray(self.handle.get_tensor(key), np.float32)
+        if not np.isfinite(values).all():
+            number = f"{np.count_nonzero(~np.isfinite(values))} of {values.size}"
+            hint = "save the adapter again: the file is damaged, or its training diverged"
+            raise ModelFileError(f"{self.path}: tensor {key} has values that are not finite", got=number, hint=hint)
+        return values
+
+    def check(self, key: str, shape: tuple[int, ...]) -> None:
+        """Check without reading values that a tensor has this shape and a floating-point dtype."""
+        dtype = self.handle.get_slice(key).get_dtype()
+        if self.shape(key) != shape or dtype not in _DTYPES:
+            expected = f"a floating-point tensor of shape {list(shape)}"
+            actual = f"{dtype}{list(self.shape(key))}"
+            hint = f"{MODEL_HINT}, with the configuration it was saved with"
+            raise ModelFileError(f"{self.path}: tensor {key} does not fit", expected=expected, got=actual, hint=hint)
 
 
-def read_tensor(file: Any, path: Path, key: str, shape: tuple[int, ...]) -> np.ndarray:
-    """Read a tensor of this shape and finite values from an open safetensors file, in float32."""
-    check_tensor(file, path, key, shape)
-    with np.errstate(over="ignore"):  # a float64 value may overflow to infinity
-        values = np.asarray(file.get_tensor(key), np.float32)
-    if not np.isfinite(values).all():
-        raise ModelFileError(
-            f"{path}: tensor {key} has values that are not finite",
-            got=f"{np.count_nonzero(~np.isfinite(values))} of {values.size}",
-            hint="save the adapter again: the file is damaged, or its training diverged",
-        )
-    return values
+def check_array(path: Path, site: Site, role: str) -> None:
+    """Raise if a weight is quantised; `role` is what the file has for it, which needs an array."""
+    if not isinstance(site.weight, (jax.Array, np.ndarray, jax.ShapeDtypeStruct)):
+        message = f"{path}: {site.path} {role}, but is quantised in this model"
+        raise ModelFileError(message, got=f"a {type(site.weight).__name__}", hint="do not quantise it")
 
 
-def check_tensor(file: Any, path: Path, key: str, shape: tuple[int, ...]) -> None:
-    """Check without reading values that a tensor has this shape and a floating-point dtype."""
-    tensor = file.get_slice(key)
-    if tuple(tensor.get_shape()) != shape or tensor.get_dtype() not in _DTYPES:
-        raise ModelFileError(
-            f"{path}: tensor {key} does not fit",
-            expected=f"a floating-point tensor of shape {list(shape)}",
-            got=f"{tensor.get_dtype()}{list(tensor.get_shape())}",
-            hint="load it into the model that it was made for, with the configuration it was saved with",
-        )
-
-
-def read_layers(
-    file: Any, path: Path, names: Sequence[str], config: PeftConfig, leaf: str, shape: tuple[int, ...]
-) -> dict[str, np.ndarray]:
-    """Read a leaf of several modules, by name."""
-    return {name: read_tensor(file, path, config.tensors(name)[leaf], shape) for name in names}
+def check_values(path: str, leaves: Iterable[Any]) -> None:
+    """Raise if a leaf of an adapter is a shape without values, which no file can store."""
+    if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves):
+        hint = "save the adapter of a model with arrays, not with shapes"
+        raise StructureError(f"{path}: the adapter has shapes but no values", hint=hint)
 
 
 def stack_layers(site: Site, names: Sequence[str], tensors: Mapping[str, np.ndarray], shape: tuple[int, ...]) -> Any:
@@ -418,13 +402,7 @@ def mask_scale(mask: Sequence[bool]) -> Array | None:
 def host_leaves(site: Site) -> tuple[dict[str, np.ndarray], np.ndarray | None]:
     """Return an adapter's leaves by name, and the scales of its layers."""
     leaves = {name: getattr(site.node, name) for name in site.node.AXES if getattr(site.node, name) is not None}
-    if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves.values()):
-        raise StructureError(
-            f"{site.path}: the adapter has shapes but no values",
-            expected="arrays",
-            got="jax.ShapeDtypeStruct",
-            hint="save the adapter of a model with arrays, not with shapes",
-        )
+    check_values(site.path, leaves.values())
     if "start_a" in leaves:
         factors = zip(("lora_a", "lora_b"), site.node.factors(), strict=True)
         leaves = {name: leaf for name, leaf in leaves.items() if not name.startswith("start_")} | dict(factors)

@@ -1,4 +1,4 @@
-"""Arrays that train as a whole in addition to adapters, PEFT's `modules_to_save` and biases: node, choice, and files.
+"""Arrays that train as a whole beside adapters (PEFT's `modules_to_save`, biases): node, selection and files.
 
 The original array stays next to the copy that trains, as in PEFT. So the base is available without the adapter, and one
 glob selects the trainable leaves of every kind. Deviation from PEFT: the copy is float32 whatever the dtype of the
@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Collection, Mapping, Sequence
-from pathlib import Path
 from typing import Any, ClassVar
 
 import jax
@@ -28,7 +27,6 @@ from ...core import (
     StructureError,
     Tree,
     linear,
-    match_names,
     put,
     rows,
     shortened,
@@ -36,8 +34,10 @@ from ...core import (
 from ...core import memory_space as space_of
 from ._lora import Config
 from ._node import AdapterWeight, is_adapter
-from ._peft import LORA, PREFIX, AdapterKind, PeftConfig, is_saved, read_tensor
-from ._sites import LAYER, Site, sites, tied_names
+from ._peft import LORA, PREFIX, AdapterKind, PeftConfig, TensorFile, check_array, check_values, is_saved
+from ._sites import LAYER, Site, match_field, sites, tied_names
+
+_TIED_HINT = "train it with ensure_weight_tying=True in PEFT, or merge it there"
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["weight", "lora_saved"], meta_fields=[])
@@ -121,7 +121,7 @@ class SavedWeight(AdapterWeight):
 
 
 def make_saved(weight: Any, values: Any = None) -> SavedWeight:
-    """Make a node of an array; the copy has these values or the array's, is sharded like it, and abstract if it is."""
+    """Make the node of an array; the copy has `values` or the array's, its sharding, and is abstract if it is."""
     sharding = getattr(weight, "sharding", None)
     if isinstance(weight, jax.ShapeDtypeStruct):
         return SavedWeight(weight, jax.ShapeDtypeStruct(weight.shape, jnp.float32, sharding=sharding))
@@ -172,10 +172,7 @@ def _array_names(model: Tree, site: Site) -> _ArrayNames | None:
 
 
 def adapter_modules(model: Tree, adapted: Collection[str], indices: Collection[int]) -> set[str]:
-    """Return the names of the modules that hold weights with adapters, in the form used for biases.
-
-    With external names these are `adapted`. For any other model they follow from `indices`, the weights' `Site.index`.
-    """
+    """Return the names of the modules that hold the weights with adapters, in the form used for biases."""
     if isinstance(model, ExternalNames):
         return {*adapted}
     arrays = [_array_names(model, site) for site in sites(model) if site.index in indices]
@@ -189,10 +186,7 @@ def _named_arrays(model: Tree) -> dict[int, _ArrayNames]:
 
 
 def saved_sites(model: Tree, config: Any, targets: Sequence[Site]) -> list[Site]:
-    """Return the sites of arrays that train as a whole: `modules_to_save`, and biases.
-
-    Each must be a floating-point array in device memory without an adapter, in a module with a name elsewhere.
-    """
+    """Return the sites of arrays that train as a whole: `modules_to_save`, and biases."""
     chosen = {site.index: site for site in _match_saved(model, config.modules_to_save)}
     if isinstance(config, Config) and config.bias != "none":
         chosen |= {site.index: site for site in _bias_sites(model, config, targets)}
@@ -202,16 +196,11 @@ def saved_sites(model: Tree, config: Any, targets: Sequence[Site]) -> list[Site]
 
 
 def exclude_saved(model: Tree, config: Any, targets: Sequence[Site]) -> list[Site]:
-    """Remove the targets that train as a whole, as PEFT does."""
+    """Return the targets outside of `modules_to_save`: PEFT adds no adapter to a module that it saves."""
     modules = {_parent(site.path) for site in _match_saved(model, config.modules_to_save)}
     remaining = [site for site in targets if _parent(site.path) not in modules]
     if targets and not remaining:
-        raise SelectionError(
-            "modules_to_save leaves no target for an adapter",
-            expected="at least one target that does not train as a whole",
-            got=f"{len(targets)} targets, all of them in modules_to_save",
-            hint="leave some of them out of modules_to_save",
-        )
+        raise SelectionError("modules_to_save leaves no target for an adapter", hint="leave some targets out of it")
     return remaining
 
 
@@ -226,12 +215,7 @@ def _match_saved(model: Tree, patterns: Any) -> list[Site]:
     for site in _array_sites(model):
         for name in {_parent(site.path), site.path}:
             by_name.setdefault(name, []).append(site)
-    try:
-        matched = match_names(list(by_name), patterns)
-    except SelectionError as error:
-        raise SelectionError(
-            f"modules_to_save: {error.message}", expected=error.expected, got=error.got, hint=error.hint
-        ) from error
+    matched = match_field("modules_to_save", list(by_name), patterns)
     # PEFT's files hold whole modules, so with external names one matched leaf selects its module.
     modules = {_parent(site.path) for name in matched for site in by_name[name]}
     if isinstance(model, ExternalNames):
@@ -250,139 +234,101 @@ def _bias_sites(model: Tree, config: Config, targets: Sequence[Site]) -> list[Si
     paths = target_biases if config.bias == "lora_only" else list(biases_by_path)
     biases = [biases_by_path[path] for path in paths if path in biases_by_path]
     if not biases:
-        raise StructureError(
-            f"bias: {config.bias!r} does not select any bias",
-            expected="leaves named bias" + (" in the modules of the targets" if config.bias == "lora_only" else ""),
-            got=f"{len(biases_by_path)} biases in the model",
-            hint='leave bias out, or use bias="all"' if biases_by_path else "leave bias out",
-        )
+        hint = 'leave bias out, or use bias="all"' if biases_by_path else "leave bias out"
+        number = f"{len(biases_by_path)} biases in the model"
+        raise StructureError(f"bias: {config.bias!r} does not select any bias", got=number, hint=hint)
     return biases
 
 
 def _check_trainable(model: Tree, site: Site) -> None:
     if is_adapter(site.node):
-        raise StructureError(
-            f"{site.path}: already has an adapter ({site.node.kind}), and cannot also train as a whole",
-            expected="a plain array",
-            hint="merge the old adapter with lt.lora.merge, or leave it out of modules_to_save",
-        )
+        message = f"{site.path}: already has an adapter ({site.node.kind}), and cannot also train as a whole"
+        hint = "merge the old adapter with lt.lora.merge, or leave it out of modules_to_save"
+        raise StructureError(message, hint=hint)
     if isinstance(site.node, LinearWeight):
-        kind = type(site.node).__name__
-        raise StructureError(
-            f"{site.path}: a quantised weight cannot train as a whole",
-            expected="an array of floating-point numbers",
-            got=f"a {kind}{list(site.weight.shape)}",
-            hint="add an adapter to it, or do not quantise it",
-        )
+        message = f"{site.path}: a quantised weight ({type(site.node).__name__}) cannot train as a whole"
+        raise StructureError(message, hint="add an adapter to it, or do not quantise it")
     if not site.is_floating:
-        raise StructureError(
-            f"{site.path}: is not a floating-point array, and cannot train",
-            expected="an array of floating-point numbers",
-            got=f"{site.weight.dtype}{list(site.weight.shape)}",
-            hint="leave it out of modules_to_save",
-        )
+        message = f"{site.path}: {site.weight.dtype}{list(site.weight.shape)} is not floating-point, and cannot train"
+        raise StructureError(message, hint="leave it out of modules_to_save")
     if isinstance(model, ExternalNames) and _array_names(model, site) is None:
-        raise StructureError(
-            f"{site.path}: the external library has no module with this leaf",
-            expected="a linear layer, an embedding or a norm",
-            hint="leave it out of modules_to_save and bias: PEFT's format cannot store it",
-        )
+        hint = "leave it out of modules_to_save and bias: PEFT's format cannot store it"
+        raise StructureError(f"{site.path}: the external library has no module with this leaf", hint=hint)
     if isinstance(site.node, jax.Array) and space_of(site.node) == jax.memory.Space.Host:
-        raise ConfigError(
-            f"{site.path}: trains as a whole, but is in host memory",
-            expected="an array on the device",
-            hint="leave it out of modules_to_save, or do not offload it",
-        )
+        hint = "leave it out of modules_to_save, or do not offload it"
+        raise ConfigError(f"{site.path}: trains as a whole, but is in host memory", hint=hint)
 
 
 # In files, a module ``m`` of `modules_to_save` has its own tensors, ``base_model.model.m.weight`` and ``….bias``. A
 # trained bias is ``base_model.model.m.bias``, or ``base_model.model.m.base_layer.bias`` if its module has an adapter. A
-# name of `modules_to_save` matches every module whose name ends with it, after a dot or not. It also matches if the
-# name of a parent ends with it (`utils.other._set_trainable` of PEFT 0.21).
+# name in `modules_to_save` selects modules whose name, or a parent's name, ends with it,
+# after a dot or not (`utils.other._set_trainable` of PEFT 0.21).
 #
-# If the embedding of a model is also its head, PEFT trains one of the two places, or both as one with
-# `ensure_weight_tying`. Here they are one array, so only two equal tensors are read and written.
+# If the embedding of a model is also its head, PEFT trains one of the two modules, or with `ensure_weight_tying` both
+# as one. Here they are one array: it is written as two equal tensors, and unequal ones are refused.
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _SavedModules:
-    """The part of a directory that holds arrays which train as a whole."""
+def select_saved(
+    model: Tree, adapted: Collection[str], kind: AdapterKind
+) -> tuple[dict[str, Any], dict[int, list[str]]]:
+    """Find PEFT's options for all nodes that train as a whole, and by `Site.index` the names of their tensors.
 
-    tensors: Mapping[str, np.ndarray]
-    """Tensors by their names in the file."""
-    options: Mapping[str, Any]
-    """Options of `adapter_config.json`."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _SavedSelection:
-    """The options for arrays that train as a whole, which need no values, and the modules that they name."""
-
-    sites: Mapping[int, Site]
-    module_paths: set[str]
-    module_names: set[str]
-    options: dict[str, Any]
-
-
-def select_saved(model: Tree, adapted: Collection[str], kind: AdapterKind) -> _SavedSelection:
-    """Find PEFT's options for all nodes that train as a whole; shapes are enough.
-
-    `adapted` are the names of modules with an adapter. A selection that PEFT's options cannot express is an error.
+    `adapted` are the names of modules with an adapter; shapes are enough. A selection that PEFT's options cannot
+    express is an error.
     """
     chosen = {site.index: site for site in sites(model) if isinstance(site.node, SavedWeight)}
     if not chosen:
-        return _SavedSelection(sites={}, module_paths=set(), module_names=set(), options={})
+        return {}, {}
     names = _named_arrays(model)
-    module_paths = _saved_module_paths(model, chosen)
-    biases = {name for i in chosen if _parent(chosen[i].path) not in module_paths for name in names[i].modules}
-    module_names = {
-        name for index, site in chosen.items() if _parent(site.path) in module_paths for name in names[index].modules
-    }
-    options: dict[str, Any] = {"bias": _bias_option(names, biases, module_names, adapted)}
-    if kind.peft_type != LORA and options["bias"] != "none":
-        raise StructureError(
-            f"biases train in addition to {kind.peft_type} adapters, which PEFT's format cannot express",
-            expected="modules_to_save, which also trains biases",
-            got=f"bias = {options['bias']!r}",
-            hint="name the modules of the biases in modules_to_save, or leave bias out; a checkpoint stores any choice",
-        )
+    module_paths = _saved_module_paths(model, chosen, names)
+    is_bias = {index: _parent(site.path) not in module_paths for index, site in chosen.items()}
+    biases = {name for index in chosen if is_bias[index] for name in names[index].modules}
+    module_names = {name for index in chosen if not is_bias[index] for name in names[index].modules}
+    options: dict[str, Any] = {}
+    if biases:
+        options["bias"] = _bias_option(names, biases, module_names, adapted)
+        if kind.peft_type != LORA:
+            message = f"biases train in addition to {kind.peft_type} adapters, which PEFT's format cannot express"
+            hint = (
+                "name the modules of the biases in modules_to_save, or leave bias out; a checkpoint stores any choice"
+            )
+            raise StructureError(message, hint=hint)
     if any(module in module_names for module in tied_names(model)):
         options["ensure_weight_tying"] = True
     if module_names:
-        options["modules_to_save"] = _saved_names(
-            module_names, {name for array in names.values() for name in array.modules}
-        )
-    return _SavedSelection(sites=chosen, module_paths=module_paths, module_names=module_names, options=options)
+        all_names = {name for array in names.values() for name in array.modules}
+        options["modules_to_save"] = _saved_names(module_names, all_names)
+    keys: dict[int, list[str]] = {}
+    for index in chosen:
+        leaf, wrapped = names[index].leaf, adapted if is_bias[index] else ()
+        keys[index] = [_key(name, leaf, is_wrapped=name in wrapped) for name in names[index].modules]
+    return options, keys
 
 
-def saved_modules(model: Tree, adapted: Collection[str], kind: AdapterKind) -> _SavedModules:
+def saved_modules(
+    model: Tree, adapted: Collection[str], kind: AdapterKind
+) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
     """Return the tensors and options of all nodes that train as a whole, as `select_saved` finds them."""
-    selection, names = select_saved(model, adapted, kind), _named_arrays(model)
+    (options, keys), names = select_saved(model, adapted, kind), _named_arrays(model)
     tensors: dict[str, np.ndarray] = {}
-    for index, site in selection.sites.items():
-        if isinstance(site.node.lora_saved, jax.ShapeDtypeStruct):
-            raise StructureError(
-                f"{site.path}: the trainable array has a shape but no values",
-                expected="arrays",
-                got="jax.ShapeDtypeStruct",
-                hint="save the adapter of a model with arrays, not with shapes",
-            )
-        values, array = np.asarray(site.node.lora_saved, np.float32), names[index]
-        is_bias = _parent(site.path) not in selection.module_paths
-        for layer, name in enumerate(array.modules):
-            tensor = np.ascontiguousarray(values[layer] if array.is_stacked else values)
-            tensors[_key(name, array.leaf, is_wrapped=is_bias and name in adapted)] = tensor
+    for site in sites(model) if keys else ():
+        if site.index in keys:
+            check_values(site.path, [site.node.lora_saved])
+            values = np.asarray(site.node.lora_saved, np.float32)
+            layers = values if names[site.index].is_stacked else [values]
+            for key, layer in zip(keys[site.index], layers, strict=True):
+                tensors[key] = np.ascontiguousarray(layer)
     for module, tied in tied_names(model).items():
-        if module in selection.module_names:
+        if _key(module, "weight") in tensors:
             tensors[_key(tied, "weight")] = tensors[_key(module, "weight")].copy()
-    return _SavedModules(tensors=tensors, options=selection.options)
+    return tensors, options
 
 
 def expected_keys(model: Tree, config: PeftConfig, adapted: Collection[str]) -> tuple[set[str], dict[int, list[str]]]:
     """Return the names of the tensors that a directory must have for arrays that train as a whole.
 
-    The result is the set of all names, and by `Site.index` those of each array, one per layer. All layers of a stack,
-    and both of two tied modules, must train together. `adapted` are the names of modules with an adapter.
+    The results are the set of all names, and the names of each array by `Site.index`, one per layer. All layers of a
+    stack, and both of two tied modules, must train together. `adapted` are the names of modules with an adapter.
     """
     keys: dict[int, list[str]] = {}
     by_index = {site.index: site for site in sites(model)}
@@ -393,12 +339,9 @@ def expected_keys(model: Tree, config: PeftConfig, adapted: Collection[str]) -> 
         if not any(mask):
             continue
         if not all(mask):
-            raise ModelFileError(
-                f"{config.source}: only some layers of {by_index[index].path} train as a whole",
-                expected="all layers of a stack, or none",
-                got=f"{sum(mask)} of {len(mask)}",
-                hint="name the module of every layer in modules_to_save, and train the adapter again",
-            )
+            message = f"{config.source}: only some layers of {by_index[index].path} train as a whole"
+            hint = "name the module of every layer in modules_to_save, and train the adapter again"
+            raise ModelFileError(message, got=f"{sum(mask)} of {len(mask)}", hint=hint)
         keys[index] = [
             _key(name, names.leaf, is_wrapped=not is_saved and name in adapted)
             for name, is_saved in zip(names.modules, saved_mask, strict=True)
@@ -408,35 +351,26 @@ def expected_keys(model: Tree, config: PeftConfig, adapted: Collection[str]) -> 
         if config.saves(tied) or config.saves(module):
             has_both = config.saves(module) and (config.saves(tied) or config.file.ensure_weight_tying)
             if not has_both:
-                raise ModelFileError(
-                    f"{config.source}: option 'modules_to_save' unties {tied} from {module}, but both are one array",
-                    expected="ensure_weight_tying = true, with both in the file",
-                    got=f"modules_to_save = {config.file.modules_to_save}",
-                    hint="train it with ensure_weight_tying=True in PEFT, or merge it there",
-                )
+                message = f"option 'modules_to_save' unties {tied} from {module}, but both are one array"
+                raise ModelFileError(f"{config.source}: {message}", hint=_TIED_HINT)
             all_keys.add(_key(tied, "weight"))
     return all_keys, keys
 
 
-def read_saved_modules(file: Any, path: Path, model: Tree, keys: Mapping[int, list[str]]) -> dict[int, Any]:
+def read_saved_modules(file: TensorFile, model: Tree, keys: Mapping[int, list[str]]) -> dict[int, Any]:
     """Read the nodes of the arrays that train as a whole; `keys` come from `expected_keys`. Tied tensors must agree."""
     by_index, names = {site.index: site for site in sites(model)}, _named_arrays(model)
     nodes: dict[int, Any] = {}
     for index, array_keys in keys.items():
         site, shape = by_index[index], tuple(by_index[index].weight.shape)
-        _refuse_quantized(path, site)
+        check_array(file.path, site, "trains as a whole")
         layer_shape = shape[1:] if names[index].is_stacked else shape
-        tensors = [read_tensor(file, path, key, layer_shape) for key in array_keys]
+        tensors = [file.read(key, layer_shape) for key in array_keys]
         nodes[index] = make_saved(site.weight, np.stack(tensors) if names[index].is_stacked else tensors[0])
         tied = tied_names(model).get(names[index].modules[0])
-        if tied is not None and not np.array_equal(
-            tensors[0], read_tensor(file, path, _key(tied, "weight"), layer_shape)
-        ):
-            raise ModelFileError(
-                f"{path}: {tied} and {names[index].modules[0]} differ, but both are one array in the model",
-                expected="equal tensors, as PEFT writes with ensure_weight_tying",
-                hint="train it with ensure_weight_tying=True in PEFT, or merge it there",
-            )
+        if tied is not None and not np.array_equal(tensors[0], file.read(_key(tied, "weight"), layer_shape)):
+            message = f"{file.path}: {tied} and {names[index].modules[0]} differ, but both are one array in the model"
+            raise ModelFileError(message, hint=_TIED_HINT)
     return nodes
 
 
@@ -444,51 +378,31 @@ def _key(module: str, leaf: str, *, is_wrapped: bool = False) -> str:
     return f"{PREFIX}{module}.{'base_layer.' if is_wrapped else ''}{leaf}"
 
 
-def _saved_module_paths(model: Tree, chosen: Mapping[int, Site]) -> set[str]:
-    """Return the paths of modules in which more than a bias trains."""
+def _saved_module_paths(model: Tree, chosen: Mapping[int, Site], arrays: Mapping[int, _ArrayNames]) -> set[str]:
+    """Return the paths of modules that train as a whole; raise if a bias of one of them does not train."""
     modules = {_parent(site.path) for site in chosen.values() if not site.path.endswith("/bias")}
-    arrays = _named_arrays(model)
     for site in sites(model):
         if site.index in arrays and _parent(site.path) in modules and "/" in site.path and site.index not in chosen:
             if arrays[site.index].leaf == "bias":
-                raise StructureError(
-                    f"{site.path}: its module trains as a whole except for this leaf, which PEFT cannot express",
-                    expected="all leaves of the module, or none",
-                    hint="name the module, not its weight, in modules_to_save",
-                )
+                message = f"{site.path}: its module trains as a whole except for this leaf, which PEFT cannot express"
+                raise StructureError(message, hint="name the module, not its weight, in modules_to_save")
     return modules
 
 
 def _bias_option(names: Mapping[int, _ArrayNames], biases: set[str], saved: set[str], adapted: Collection[str]) -> str:
-    """Return PEFT's word for the biases that train."""
-    if not biases:
-        return "none"
+    """Return PEFT's value of the option `bias` for the biases that train."""
     all_biases = {name for array in names.values() if array.leaf == "bias" for name in array.modules}
     if biases == all_biases & {*adapted}:
         return "lora_only"
     # Biases of modules in modules_to_save train with their module, so "all" covers the others.
     if biases == all_biases - saved:
         return "all"
-    raise StructureError(
-        "PEFT's format cannot express this choice of biases",
-        expected="the biases of all modules, or of all modules with an adapter",
-        got=f"{len(biases)} of {len(all_biases)} biases",
-        hint='add the adapters with bias="all" or bias="lora_only"',
-    )
-
-
-def _refuse_quantized(path: Path, site: Site) -> None:
-    if not isinstance(site.weight, (jax.Array, np.ndarray, jax.ShapeDtypeStruct)):
-        raise ModelFileError(
-            f"{path}: {site.path} trains as a whole, but is quantised in this model",
-            expected="an array of floating-point numbers",
-            got=f"a {type(site.weight).__name__}{list(site.weight.shape)}",
-            hint="do not quantise it",
-        )
+    number, hint = f"{len(biases)} of {len(all_biases)}", 'add the adapters with bias="all" or bias="lora_only"'
+    raise StructureError("PEFT's format cannot express this choice of biases", got=number, hint=hint)
 
 
 def _saved_names(chosen: Collection[str], modules: Collection[str]) -> list[str]:
-    """Return entries of `modules_to_save` for the chosen modules and no other; none exist if one name ends another."""
+    """Return entries of `modules_to_save` that select only the chosen modules; raise if there are none."""
     selected, all_names = {*chosen}, {*chosen, *modules}
     # Prefer the last segment; use the full name where that segment also ends other modules.
     segments = {name: name.rpartition(".")[2] for name in chosen}
@@ -498,9 +412,6 @@ def _saved_names(chosen: Collection[str], modules: Collection[str]) -> list[str]
     names = sorted({end if is_exact[end] else name for name, end in segments.items()})
     if {name for name in all_names if is_saved(names, name)} == selected:
         return names
-    raise StructureError(
-        "PEFT's modules_to_save cannot distinguish these modules from others whose names have the same end",
-        expected="names that no other module's name ends with",
-        got=shortened(", ".join(sorted(chosen))),
-        hint="also save the other modules, or rename some",
-    )
+    message = "PEFT's modules_to_save cannot distinguish these modules from others whose names have the same end"
+    hint = "also save the other modules, or rename some"
+    raise StructureError(message, got=shortened(", ".join(sorted(chosen))), hint=hint)

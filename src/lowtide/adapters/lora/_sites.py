@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -14,16 +15,18 @@ from jaxtyping import Array
 from ...core import (
     ConfigError,
     ExternalNames,
-    LinearWeight,
     Pattern,
     SelectionError,
     StructureError,
     Tree,
+    check_integer,
     is_count,
     is_pattern,
     leaves_with_paths,
     match_names,
+    shown,
 )
+from .._adapted import is_weight
 from ._node import is_adapter
 
 LAYER, EXPERT = "{layer}", "{expert}"
@@ -52,6 +55,11 @@ class Site:
         return self.module, self.path
 
     @property
+    def exclusion_hint(self) -> str:
+        """The remedy for a target that a configuration does not support."""
+        return f'leave it out of the targets, for instance with the pattern "!{self.module}"'
+
+    @property
     def weight(self) -> Any:
         """The base weight."""
         return self.node.weight if is_adapter(self.node) else self.node
@@ -72,6 +80,12 @@ class Site:
         """Whether the base weight is one floating-point matrix, or a stack of them."""
         return self.is_floating and len(self.weight.shape) in (2, 3)
 
+    def random_key(self, key: Any) -> Array:
+        """Return the random key of this site."""
+        # It depends on the path only, so that values stay the same when other targets are added. Python's `hash` would
+        # not do: it differs between processes.
+        return jax.random.fold_in(key, zlib.crc32(self.path.encode()))
+
 
 def sites(model: Tree) -> list[Site]:
     """Return a site for every leaf, in flattening order; an adapted weight is one site."""
@@ -91,20 +105,14 @@ def check_complete(path: str, node: Any, required: Sequence[str]) -> None:
     """Raise if an adapter lacks one of the needed leaves, as one half of a partition does."""
     missing = [name for name in required if getattr(node, name) is None]
     if missing:
-        raise StructureError(
-            f"{path}: the adapter has no {' and no '.join(missing)}",
-            expected=f"{', '.join(required[:-1])} and {required[-1]}" if required[1:] else required[0],
-            got="one half of a partition",
-            hint="combine the halves first: lt.combine(trainable, frozen)",
-        )
+        hint = "combine the halves of a partition first: lt.combine(trainable, frozen)"
+        raise StructureError(f"{path}: the adapter has no {' and no '.join(missing)}", hint=hint)
 
 
-def is_weight(node: Any) -> bool:
-    """Return whether a node stands for one weight.
-
-    A `LinearWeight` must also have a shape and a dtype, because a user's module may have a field named ``linear``.
-    """
-    return is_adapter(node) or (isinstance(node, LinearWeight) and hasattr(node, "shape") and hasattr(node, "dtype"))
+def require_adapters(adapted: Sequence[Site], purpose: str, hint: str) -> None:
+    """Raise if a model has no adapter; the message says "no adapter to" and then `purpose`, such as "merge"."""
+    if not adapted:
+        raise StructureError(f"the model has no adapter to {purpose}", hint=hint)
 
 
 def replace(model: Tree, nodes: Mapping[int, Any]) -> Tree:
@@ -125,12 +133,8 @@ def normalize_fields(config: Any, targets: Any, exclude: Any, layers: Any, modul
         return
     indices = tuple(layers) if isinstance(layers, Sequence) and not isinstance(layers, str) else ()
     if not indices or not all(is_count(layer, 0) for layer in indices):
-        raise ConfigError(
-            f"layers: {layers!r} is not a list of layer indices",
-            expected="at least one index, counted from 0",
-            got=repr(layers),
-            hint="pass for instance layers=range(8, 16), or None for all layers",
-        )
+        hint = "pass for instance layers=range(8, 16), or None for all layers"
+        raise ConfigError(f"layers must be one or more indices counted from 0, not {shown(layers)}", hint=hint)
     object.__setattr__(config, "layers", tuple(sorted({int(layer) for layer in indices})))
 
 
@@ -139,29 +143,26 @@ def to_patterns(name: str, value: Any, *, may_be_empty: bool = False) -> Any:
     patterns: Any = value if isinstance(value, str) else tuple(value) if isinstance(value, Iterable) else (value,)
     is_allowed = may_be_empty and patterns == ()
     if not is_allowed and (not patterns or not all(is_pattern(pattern) and pattern for pattern in patterns)):
-        raise ConfigError(
-            f"{name}: {value!r} is not a pattern",
-            expected="at least one glob or compiled regular expression",
-            got=repr(value),
-            hint='pass for instance "**/{q,v}_proj", or "**/*_proj" for every projection',
-        )
+        message = f"{name} must be at least one glob or compiled regular expression, not {shown(value)}"
+        raise ConfigError(message, hint='pass for instance "**/{q,v}_proj", or "**/*_proj" for every projection')
     return patterns
 
 
 def check_rank(rank: Any, name: str) -> None:
     """Check that a value is a valid rank."""
-    if not is_count(rank, 1):
-        raise ConfigError(
-            f"{name}: {rank!r} is not a rank",
-            expected="an integer of at least 1",
-            got=repr(rank),
-            hint="use for instance 8, 16 or 64; to train no adapter, do not add one",
-        )
+    check_integer(name, rank, hint="use for instance 8, 16 or 64; to train no adapter, do not add one")
 
 
-def select_sites(
-    model: Tree, targets: Pattern | Sequence[Pattern], exclude: Pattern | Sequence[Pattern] = ()
-) -> list[Site]:
+def match_field(field: str, names: Sequence[str], patterns: Any) -> list[str]:
+    """Return the names that the patterns of a configuration's field select; an error names the field."""
+    try:
+        return match_names(names, patterns)
+    except SelectionError as error:
+        message = f"{field}: {error.message}"
+        raise SelectionError(message, expected=error.expected, got=error.got, hint=error.hint) from error
+
+
+def select_sites(model: Tree, targets: Pattern | Sequence[Pattern], exclude: Pattern | Sequence[Pattern]) -> list[Site]:
     """Return the sites whose module or own path matches the patterns; errors as in `lowtide.core.match_names`."""
     by_name: dict[str, list[Site]] = {}
     for site in sites(model):
@@ -182,9 +183,7 @@ def select_sites(
             for site in by_name[name]:
                 chosen.pop(site.index, None)
         if not chosen:
-            raise SelectionError(
-                "the exclusions leave nothing selected", got=repr(exclude), hint="narrow the patterns of exclude"
-            )
+            raise SelectionError(f"exclude leaves no target: {shown(exclude)}", hint="narrow the patterns of exclude")
     return [chosen[index] for index in sorted(chosen)]
 
 
@@ -196,12 +195,9 @@ def _all_linear(model: Tree) -> list[str]:
         if site.is_matrix and len(site.weight.shape) == 3 and name is not None and name.count("{") == 1:
             paths.append(site.path)
     if not paths:
-        raise ConfigError(
-            f'targets: "{_ALL_LINEAR}" needs a model that declares which weights are linear layers',
-            expected="a decoder of Lowtide, or a model with stacked layers and an external_name",
-            got=type(model).__name__,
-            hint='select them with globs, for instance "**/*_proj"',
-        )
+        message = f'targets: "{_ALL_LINEAR}" needs a model that declares its linear layers with external_name'
+        hint = 'select them with globs, for instance "**/*_proj"'
+        raise ConfigError(f"{message}, not a {type(model).__name__}", hint=hint)
     return paths
 
 
@@ -213,12 +209,8 @@ def select_layers(chosen: Sequence[Site], layers: Sequence[int] | None) -> list[
     counts = [site.weight.shape[0] for site in chosen if len(site.weight.shape) == 3]
     existing = {index for count in counts for index in range(count)} | {_layer_index(site) for site in selected}
     if absent := [layer for layer in layers if layer not in existing]:
-        raise ConfigError(
-            f"layers: {absent[0]} is not a layer of the targets",
-            expected=f"indices below {min(counts)}" if counts else "indices in paths such as layers/3/q_proj",
-            got=list(layers),
-            hint="count layers from 0",
-        )
+        hint = f"use indices below {min(counts)}" if counts else "use the indices in paths such as layers/3/q_proj"
+        raise ConfigError(f"layers: {absent[0]} is not a layer of the targets", hint=hint)
     return selected
 
 
@@ -262,36 +254,30 @@ def external_name(model: Tree, site: Site) -> str | None:
 
 
 def layer_names(model: Tree, site: Site) -> list[str]:
-    """Return the names of `external_name`, one for each layer of a stacked weight, and for each expert of a layer.
-
-    Raises `StructureError` without such a name, and if name and shape disagree on whether there are layers.
-    """
+    """Return the names of `external_name`, one for each layer of a stacked weight, and for each expert of a layer."""
     name = external_name(model, site)
     shape = tuple(site.weight.shape)
     if site.is_experts:
         if name is None or LAYER not in name or EXPERT not in name:
-            raise StructureError(
-                f"{site.path}: the external name has no module for each of these experts",
-                expected=f"a name with {LAYER} and {EXPERT}",
-                got=repr(name),
-                hint="merge the adapters with lt.lora.merge",
-            )
+            message = f"{site.path}: the external name has no module for each of these experts: {name!r}"
+            hint = f"return a name with {LAYER} and {EXPERT}, or merge the adapters with lt.lora.merge"
+            raise StructureError(message, hint=hint)
         indices = itertools.product(range(shape[0]), range(shape[1]))
         return [name.replace(LAYER, str(layer)).replace(EXPERT, str(expert)) for layer, expert in indices]
     if name is None:
-        raise StructureError(
-            f"{site.path}: the model has no external name for {site.module!r}",
-            expected="a module that the model's external_name supports",
-            hint="target another module, or extend external_name",
-        )
+        message = f"{site.path}: the model has no external name for {site.module!r}"
+        raise StructureError(message, hint="target another module, or extend external_name")
     if (LAYER in name) != (len(shape) == 3):
         raise StructureError(
             f"{site.path}: the name {name!r} does not fit a weight of shape {shape}",
             expected=f"{LAYER} in the name exactly when the weight is stacked [num_layers, out, in]",
-            got=f"shape {shape}",
             hint="leave out vectors of stacked layers (norms, biases) [num_layers, dim], which support no adapter",
         )
     return [name.replace(LAYER, str(layer)) for layer in range(shape[0])] if LAYER in name else [name]
+
+
+TIED_MESSAGE = "is also the model's head, and an adapter would change both"
+TIED_HINT = "adapt other weights, or train it as a whole with modules_to_save"
 
 
 def tied_names(model: Tree) -> Mapping[str, str]:

@@ -1,4 +1,4 @@
-"""VeRA, two vectors that scale between frozen random projections: configuration, node, and PEFT's files.
+"""VeRA, two trainable vectors that scale frozen random projections: configuration, node, and PEFT's files.
 
 Source: Kopiczko et al., "VeRA: Vector-based Random Matrix Adaptation" (arXiv:2310.11454). Known inefficiency: the
 projections are the same for all modules, but a stacked node holds them once per layer. The reason is that
@@ -11,9 +11,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-import math
-import numbers
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -22,10 +20,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from ...core import ConfigError, ModelFileError, Pattern, StructureError, Tree, linear
+from ...core import ConfigError, ModelFileError, Pattern, StructureError, Tree, check_number, linear
 from .._adapted import Use
 from ._node import AdapterWeight, ScaledWeight, apply_dropout, expand_like
-from ._peft import AdapterKind, PeftConfig, host_leaves, mask_scale, read_layers, read_tensor, stack_layers
+from ._peft import MODEL_HINT, AdapterKind, PeftConfig, TensorFile, host_leaves, mask_scale, stack_layers
 from ._sites import Site, check_rank, layer_scale, make_leaf, normalize_fields
 
 _PROJECTIONS = ("base_model.vera_A", "base_model.vera_B")
@@ -47,7 +45,7 @@ class VeRAConfig:
     rank: int = 256
     """Inner dimension of the projections."""
     d_initial: float = 0.1
-    """Initial value of the vector of the inner dimension; the other vector begins as zero."""
+    """Initial value of the vector d (`lora_lambda_d`); the vector b (`lora_lambda_b`) starts at zero."""
     targets: Pattern | Sequence[Pattern] = "**/{q,v}_proj"
     """Patterns, as in `Config.targets`."""
     exclude: Pattern | Sequence[Pattern] = ()
@@ -60,17 +58,13 @@ class VeRAConfig:
     def __post_init__(self) -> None:
         """Check the fields, and turn lists into tuples."""
         check_rank(self.rank, "rank")
-        d: Any = self.d_initial
-        if isinstance(d, bool) or not isinstance(d, numbers.Real) or not math.isfinite(float(d)) or float(d) == 0:
-            raise ConfigError(
-                f"d_initial: {self.d_initial!r} is not a valid initial value",
-                expected="a finite number other than 0 (with 0 the adapter would never train)",
-                got=repr(self.d_initial),
-                hint="use 0.1 or less, as the authors of VeRA advise",
-            )
+        hint = "use 0.1 or less, as the authors of VeRA advise"
+        check_number("d_initial", self.d_initial, hint=hint)
+        if self.d_initial == 0:
+            raise ConfigError("d_initial must not be 0: the adapter would never train", hint=hint)
         normalize_fields(self, self.targets, self.exclude, self.layers, self.modules_to_save)
         object.__setattr__(self, "rank", int(self.rank))
-        object.__setattr__(self, "d_initial", float(d))
+        object.__setattr__(self, "d_initial", float(self.d_initial))
 
 
 @functools.partial(
@@ -136,8 +130,8 @@ class VeRAWeight(ScaledWeight, AdapterWeight):
             Shape [..., out].
 
         Memory:
-            In addition to the result, activations of width r, and those of width out before b scales them, which the
-            backward pass keeps; nothing of shape [out, in].
+            In addition to the result, activations of width r and, before b scales them, of width out. The backward pass
+            keeps both. Nothing of shape [out, in].
         """
         dropped_x = x if self.dropout_key is None else apply_dropout(x, self.dropout_key, self.dropout)
         low_rank = linear(dropped_x, self.vera_a)
@@ -166,20 +160,12 @@ class VeRAWeight(ScaledWeight, AdapterWeight):
         return self.weight.astype(jnp.float32) + jnp.matmul(b, a, precision=jax.lax.Precision.HIGHEST)
 
 
-def _init_vera(chosen: Sequence[Site], config: VeRAConfig, key: Any) -> dict[int, Any]:
-    # One pair of projections of the largest size serves all sites, as in PEFT.
-    max_out, max_in = (max(site.weight.shape[axis] for site in chosen) for axis in (-2, -1))
-
-    def projection(fold: int, shape: tuple[int, int]) -> Array:
-        bound = (6.0 / shape[-1]) ** 0.5  # kaiming_uniform_, PEFT's choice
-        return jax.random.uniform(jax.random.fold_in(key, fold), shape, jnp.float32, -bound, bound)
-
-    whole_a, whole_b = projection(0, (config.rank, max_in)), projection(1, (max_out, config.rank))
-    return {site.index: _make_node(site, whole_a, whole_b, config) for site in chosen}
+def _projection(key: Any, fold: int, shape: tuple[int, int]) -> Array:
+    bound = (6.0 / shape[-1]) ** 0.5  # kaiming_uniform_, PEFT's choice
+    return jax.random.uniform(jax.random.fold_in(key, fold), shape, jnp.float32, -bound, bound)
 
 
 def _make_node(site: Site, whole_a: Array, whole_b: Array, config: VeRAConfig) -> VeRAWeight:
-    """Make the node of a site from the shared projections, of which it takes the first rows and columns."""
     out, inner = site.weight.shape[-2:]
     a = make_leaf(site, (config.rank, inner), lambda shape: jnp.broadcast_to(whole_a[:, :inner], shape))
     b = make_leaf(site, (out, config.rank), lambda shape: jnp.broadcast_to(whole_b[:out], shape))
@@ -192,28 +178,22 @@ class _VeRA(AdapterKind):
     name = VeRAWeight.NAME
     peft_type = "VERA"
     config_type = VeRAConfig
-    options = "bias r save_projection vera_dropout"
+    schema = "VeraFile"
     dropout_option = "vera_dropout"
     shared_tensors = _PROJECTIONS
 
     def init(
         self, model: Tree, chosen: Sequence[Site], config: Any, key: Array | None, kernels: Mapping[int, Use]
     ) -> dict[int, Any]:
-        return _init_vera(chosen, config, key)
-
-    def schema(self) -> type[Any]:
-        from ._schema import VeraFile
-
-        return VeraFile
+        # All sites share projections of the largest size, as in PEFT: each takes the first rows and columns.
+        max_out, max_in = (max(site.weight.shape[axis] for site in chosen) for axis in (-2, -1))
+        whole_a, whole_b = _projection(key, 0, (config.rank, max_in)), _projection(key, 1, (max_out, config.rank))
+        return {site.index: _make_node(site, whole_a, whole_b, config) for site in chosen}
 
     def check_file(self, path: Path, file: Any) -> None:
         if not file.save_projection:
-            raise ModelFileError(
-                f"{path}: option 'save_projection' is false: the projections are not in the file",
-                expected="save_projection = true, PEFT's default",
-                got="projections that only one version of PyTorch can draw again",
-                hint="load it with PEFT, set save_projection there, and save it again",
-            )
+            message = f"{path}: option 'save_projection' is false: the projections are not in the file"
+            raise ModelFileError(message, hint="load it with PEFT, set save_projection there, and save it again")
 
     def tensor_ends(self, *, dora: bool = False, table: bool = False) -> dict[str, str]:
         return {"lora_lambda_d": "vera_lambda_d", "lora_lambda_b": "vera_lambda_b"}
@@ -221,84 +201,50 @@ class _VeRA(AdapterKind):
     def entry(self, node: Any, scale: float) -> dict[str, Any]:
         return {"rank": node.rank}
 
-    def describe(
-        self,
-        common: dict[str, Any],
-        adapted: Mapping[str, Mapping[str, Any]],
-        modules: Sequence[str],
-        saved_options: Mapping[str, Any],
-        parameters: Collection[str],
-    ) -> dict[str, Any]:
-        common = {**common, "bias": "none", "layers_pattern": None, "layers_to_transform": None, **saved_options}
-        first = next(iter(adapted.values()))
-        return {**common, "r": first["rank"], "projection_prng_key": 0, "save_projection": True, "vera_dropout": 0.0}
+    def describe(self, adapted: Mapping[str, Mapping[str, Any]], modules: Sequence[str]) -> dict[str, Any]:
+        rank = next(iter(adapted.values()))["rank"]
+        return {"r": rank, "projection_prng_key": 0, "save_projection": True, "vera_dropout": 0.0}
 
     def write_shared(self, adapted: Sequence[Site]) -> dict[str, np.ndarray]:
-        return _collect_projections(adapted)
+        trees = [host_leaves(site)[0] for site in adapted]
+        projections: dict[str, np.ndarray] = {}
+        for key, name in zip(_PROJECTIONS, ("vera_a", "vera_b"), strict=True):
+            parts = [leaves[name].reshape(-1, *leaves[name].shape[-2:]) for leaves in trees]
+            projection = max(parts, key=lambda part: part.size // len(part))[0]
+            for site, part in zip(adapted, parts, strict=True):
+                block = projection[: part.shape[1], : part.shape[2]]
+                if block.shape != part.shape[1:] or not (part == block[None]).all():
+                    message = f"{site.path}: its projections differ from those of {adapted[0].path}"
+                    hint = "merge some of the adapters with lt.lora.merge; PEFT's VeRA has one pair of projections"
+                    raise StructureError(message, hint=hint)
+            projections[key] = np.ascontiguousarray(projection)
+        return projections
 
-    def read_shared(self, file: Any, path: Path, config: PeftConfig) -> list[np.ndarray]:
-        return _read_projections(file, path, config)
+    def read_shared(self, file: TensorFile, config: PeftConfig) -> list[np.ndarray]:
+        projections: list[np.ndarray] = []
+        for axis, key in enumerate(_PROJECTIONS):
+            shape = file.shape(key)
+            expected_shape = [*shape] if len(shape) == 2 else [1, 1]
+            expected_shape[axis] = config.file.r
+            projections.append(file.read(key, tuple(expected_shape)))
+        return projections
 
     def read(
-        self,
-        file: Any,
-        path: Path,
-        site: Site,
-        names: Sequence[str],
-        mask: Sequence[bool],
-        config: PeftConfig,
-        shared: Any,
+        self, file: TensorFile, site: Site, names: Sequence[str], mask: Sequence[bool], config: PeftConfig, shared: Any
     ) -> VeRAWeight:
         adapted_names = list(itertools.compress(names, mask))
-        out, inner = site.weight.shape[-2:]
+        *layers, out, inner = site.weight.shape
         leaves: dict[str, Any] = {}
         for leaf, shape in (("lora_lambda_d", (config.file.r,)), ("lora_lambda_b", (out,))):
-            tensors = read_layers(file, path, adapted_names, config, leaf, shape)
+            tensors = {name: file.read(config.tensors(name)[leaf], shape) for name in adapted_names}
             leaves[leaf] = stack_layers(site, names, tensors, shape)
         full_a, full_b = shared
-        _check_projections(path, site, shared)
-        layers = site.weight.shape[:-2]
+        if full_a.shape[1] < inner or full_b.shape[0] < out:
+            message = f"{file.path}: the projections are too small for {site.path} [{out}, {inner}]"
+            raise ModelFileError(message, got=f"{list(full_a.shape)} and {list(full_b.shape)}", hint=MODEL_HINT)
         leaves["vera_a"] = jnp.broadcast_to(jnp.asarray(full_a[:, :inner]), (*layers, full_a.shape[0], inner))
         leaves["vera_b"] = jnp.broadcast_to(jnp.asarray(full_b[:out]), (*layers, out, full_b.shape[1]))
         return VeRAWeight(site.weight, **leaves, layer_scale=mask_scale(mask))
 
 
 VERA_KIND = _VeRA()
-
-
-def _collect_projections(adapted: Sequence[Site]) -> dict[str, np.ndarray]:
-    """Return the shared projections, of which every VeRA node has the first rows and columns."""
-    trees = [host_leaves(site)[0] for site in adapted]
-    parts = [[leaves[name].reshape(-1, *leaves[name].shape[-2:]) for leaves in trees] for name in ("vera_a", "vera_b")]
-    projections = [max(site_parts, key=lambda part: part.size // len(part))[0] for site_parts in parts]
-    for projection, site_parts in zip(projections, parts, strict=True):
-        for site, part in zip(adapted, site_parts, strict=True):
-            block = projection[: part.shape[1], : part.shape[2]]
-            if block.shape != part.shape[1:] or not (part == block[None]).all():
-                raise StructureError(
-                    f"{site.path}: its projections differ from those of {adapted[0].path}",
-                    expected="the same projections for all weights, from one call of lt.lora.add",
-                    hint="merge some of the adapters with lt.lora.merge; PEFT's VeRA has one pair of projections",
-                )
-    return dict(zip(_PROJECTIONS, (np.ascontiguousarray(projection) for projection in projections), strict=True))
-
-
-def _read_projections(file: Any, path: Path, config: PeftConfig) -> list[np.ndarray]:
-    projections: list[np.ndarray] = []
-    for key, axis in zip(_PROJECTIONS, (0, 1), strict=True):
-        shape = tuple(file.get_slice(key).get_shape())
-        expected_shape = [*shape] if len(shape) == 2 else [1, 1]
-        expected_shape[axis] = config.file.r
-        projections.append(read_tensor(file, path, key, tuple(expected_shape)))
-    return projections
-
-
-def _check_projections(path: Path, site: Site, projections: Sequence[np.ndarray]) -> None:
-    out, inner = site.weight.shape[-2:]
-    if projections[0].shape[1] < inner or projections[1].shape[0] < out:
-        raise ModelFileError(
-            f"{path}: the projections are too small for {site.path}",
-            expected=f"at least {inner} columns of {_PROJECTIONS[0]} and {out} rows of {_PROJECTIONS[1]}",
-            got=f"{list(projections[0].shape)} and {list(projections[1].shape)}",
-            hint="load it into the model that it was made for",
-        )

@@ -2,8 +2,9 @@
 
 The template is the tokenizer's own Jinja template, rendered as in `transformers`: token ids and masks equal those of
 its ``apply_chat_template(..., return_assistant_tokens_mask=True)``. Many templates do not mark the assistant's turns
-with ``{% generation %}``. Then `_render` finds them by comparing renderings: a turn begins after the header that the
-generation prompt writes, and includes the text that closes it. If a turn cannot be determined, the template is refused.
+with ``{% generation %}``. Then `_chat_turns` finds them by comparing renderings: a turn begins after the header that
+the generation prompt writes, and includes the text that closes it. If a turn cannot be determined, the template is
+refused. `Renderer.render` returns the spans of the turns, of which `_encode.Encoder` makes the loss mask of the tokens.
 
 One deviation: if the bytes of a turn's last character are several tokens, all of them belong to the turn. transformers
 leaves the later ones out.
@@ -11,6 +12,7 @@ leaves the later ones out.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import subprocess
@@ -89,12 +91,8 @@ def load_chat_template(directory: str | Path, file: str | Path | None = None) ->
     if source is None:
         return None
     if not isinstance(source, str) or len(source) > _MOST_BYTES:
-        raise ModelFileError(
-            f"{location} is not a template",
-            expected="a text in Jinja, or a list of objects with name and template",
-            got=shown(source),
-            hint="copy the file again, or name a template: --chat-template FILE",
-        )
+        hint = "copy the file again, or name a Jinja template: --chat-template FILE"
+        raise ModelFileError(f"{location} is not a template", got=shown(source), hint=hint)
     return ChatTemplate(source=source, special=special, where=location)
 
 
@@ -109,7 +107,7 @@ class Renderer:
         import markupsafe
 
         package_folders = {str(Path(str(module.__file__)).parents[1]) for module in (jinja2, markupsafe)}
-        script = str(Path(__file__).with_name("_render.py"))
+        script = str(Path(__file__).with_name("_chat_turns.py"))
         self._template = template
         # stderr is discarded: the process reports errors of the template in its answers, and nobody reads the pipe, so
         # a full one would block the process.
@@ -134,10 +132,8 @@ class Renderer:
         self._process.kill()
         for pipe in (self._process.stdin, self._process.stdout):
             if pipe is not None:
-                try:
+                with contextlib.suppress(OSError):  # closing flushes unwritten bytes, which have no reader any more
                     pipe.close()
-                except OSError:  # closing flushes unwritten bytes, which have no reader any more
-                    pass
         self._process.wait()
 
     def render(self, example: Example, *, turns: bool = True) -> tuple[str, Spans]:
@@ -153,10 +149,16 @@ class Renderer:
             return text, []
         zero_weight = {number for number, message in enumerate(example.messages) if message.get("weight") == 0}
         if not self._has_generation:
-            location, misplaced = example.where, answer["astray"]
-            learned = [turn for turn in answer["turns"] if turn[0] not in zero_weight]
-            return text, [self._check_span(number, span, location, misplaced) for number, span in learned]
-        start = self._completion_start(text, answer, example)
+            learned = [(number, span) for number, span in answer["turns"] if number not in zero_weight]
+            for number, span in learned:
+                if span is None:
+                    raise self._unclear_error(example.where, f"message {number + 1}", answer["astray"])
+            return text, [(start, end) for _, (start, end) in learned]
+        start = 0
+        if example.first:  # the prompt and the completion are messages
+            start = len(answer["prompt"])
+            if not text.startswith(answer["prompt"]):
+                raise self._unclear_error(example.where, "the completion")
         spans = self._drop_zero_weight(answer["spans"], example, zero_weight)
         return text, [(max(a, start), b) for a, b in spans if b > start]
 
@@ -168,27 +170,17 @@ class Renderer:
     def _request_answer(self, request: dict[str, Any], location: str) -> dict[str, Any]:
         try:
             answer = self._exchange(request)
-            error_message = str(answer.get("error", ""))
+            reason = str(answer.get("error", ""))
             # These errors mean an unusable template. Any other error is the template's refusal of this conversation.
-            if error_message.startswith(("SecurityError", "MemoryError", "OverflowError", "RecursionError")):
-                raise self._template_error(error_message)
+            if reason.startswith(("SecurityError", "MemoryError", "OverflowError", "RecursionError")):
+                raise self._template_error(reason)
         except ModelFileError as error:
             raise ModelFileError(f"{location}: {error.message}", got=error.got, hint=error.hint) from error
-        if error_message:
-            raise DataError(
-                f"{location}: the chat template refuses this conversation",
-                got=shortened(error_message),
-                hint=f"check its messages, their roles and their order; the template is {self._template.where}",
-            )
+        if reason:
+            problem = f"{location}: the chat template refuses this conversation"
+            hint = f"check its messages, their roles and their order; the template is {self._template.where}"
+            raise DataError(problem, got=shortened(reason), hint=hint)
         return answer
-
-    def _completion_start(self, text: str, answer: dict[str, Any], example: Example) -> int:
-        """Return the start of the completion for a prompt and a completion that are messages; else 0."""
-        if not example.first:
-            return 0
-        if not text.startswith(answer["prompt"]):
-            raise self._unclear_error(example.where, "the completion")
-        return len(answer["prompt"])
 
     def _drop_zero_weight(self, spans: Any, example: Example, zero_weight: set[int]) -> Spans:
         """Remove the turns with a weight of 0 from the spans of a template with ``{% generation %}``.
@@ -199,20 +191,11 @@ class Renderer:
         if not zero_weight.intersection(turns):
             return spans
         if len(spans) != len(turns):
-            raise DataError(
-                f"{example.where}: the chat template does not show which part is the turn with a weight of 0",
-                expected=f"{{% generation %}} once for each of the assistant's {len(turns)} turns",
-                got=f"{len(spans)} times in {self._template.where}",
-                hint="name a template that marks each turn once: --chat-template FILE",
-            )
+            problem = "the chat template does not show which part is the turn with a weight of 0"
+            got = f"{{% generation %}} {len(spans)} times for {len(turns)} turns in {self._template.where}"
+            hint = "name a template that marks each turn once: --chat-template FILE"
+            raise DataError(f"{example.where}: {problem}", got=got, hint=hint)
         return [span for number, span in zip(turns, sorted(spans), strict=True) if number not in zero_weight]
-
-    def _check_span(
-        self, number: int, span: Sequence[int] | None, location: str, misplaced: int | None
-    ) -> tuple[int, int]:
-        if span is None:
-            raise self._unclear_error(location, f"message {number + 1}", misplaced)
-        return span[0], span[1]
 
     def _unclear_error(self, location: str, subject: str, misplaced: int | None = None) -> DataError:
         details = "" if misplaced is None else f", which leaves message {misplaced + 1} out or moves it"
@@ -245,9 +228,8 @@ class Renderer:
         finally:
             timer.cancel()
         if not line.endswith(b"\n"):
-            raise self._template_error(
-                f"it did not finish within {_SECONDS:g} s" if timed_out.is_set() else "its process ended"
-            )
+            reason = f"it did not finish within {_SECONDS:g} s" if timed_out.is_set() else "its process ended"
+            raise self._template_error(reason)
         return json.loads(line)
 
     def _template_error(self, reason: str) -> ModelFileError:
@@ -280,11 +262,8 @@ def chat_prompts(
     Memory:
         At most 1 GiB on the host, in a separate process.
     """
-    renderer = Renderer(template)
-    try:
+    with contextlib.closing(Renderer(template)) as renderer:
         return [renderer.prompt(messages, name, (tools or {}).get(name)) for name, messages in conversations.items()]
-    finally:
-        renderer.close()
 
 
 def chat_turn(template: ChatTemplate, answer: str) -> str:
@@ -299,11 +278,8 @@ def chat_turn(template: ChatTemplate, answer: str) -> str:
         ModelFileError: when the template cannot be used.
     """
     messages = ({"role": "user", "content": "Name a tide."}, {"role": "assistant", "content": answer})
-    renderer = Renderer(template)
-    try:
+    with contextlib.closing(Renderer(template)) as renderer:
         return renderer.render(Example(kind="chat", where="a turn", messages=messages), turns=False)[0]
-    finally:
-        renderer.close()
 
 
 def _default_template(templates: list[Any], location: str) -> Any:
@@ -313,9 +289,7 @@ def _default_template(templates: list[Any], location: str) -> Any:
         if isinstance(template, dict) and isinstance(template.get("name"), str)
     }
     if "default" not in by_name and len(by_name) != 1:
-        raise ModelFileError(
-            f"{location} has several templates and none is named default",
-            got=shortened(", ".join(map(shown, by_name)), 300) or "no named template",
-            hint="write the right one into a file, and name it: --chat-template FILE",
-        )
+        got = shortened(", ".join(map(shown, by_name)), 300) or "no named template"
+        hint = "write the right one into a file, and name it: --chat-template FILE"
+        raise ModelFileError(f"{location} has several templates and none is named default", got=got, hint=hint)
     return by_name.get("default", next(iter(by_name.values())))

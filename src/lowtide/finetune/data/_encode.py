@@ -83,11 +83,8 @@ def encode(tokenizer: Tokenizer, texts: Sequence[str], *, special: bool = True, 
     except BaseException as error:
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
-        raise ModelFileError(
-            "the tokenizer cannot encode the data",
-            got=shortened(error),
-            hint="copy tokenizer.json again; it lacks characters of the data, or is damaged",
-        ) from error
+        hint = "copy tokenizer.json again; it lacks characters of the data, or is damaged"
+        raise ModelFileError("the tokenizer cannot encode the data", got=shortened(error), hint=hint) from error
 
 
 def decode_after(tokenizer: Tokenizer, prompt: Sequence[int], ids: Sequence[int]) -> str:
@@ -106,26 +103,15 @@ def largest_id(tokenizer: Tokenizer, end_token: int | None) -> int:
 def refuse_unknown_id(token_id: int, largest: int) -> None:
     """Raise ModelFileError when the largest id in the data, `token_id`, is beyond the vocabulary."""
     if token_id > largest:
-        raise ModelFileError(
-            "the tokenizer returns tokens that are not in its vocabulary",
-            expected=f"ids up to {largest}",
-            got=f"id {token_id}",
-            hint="copy tokenizer.json again; its post_processor names ids that its vocabulary lacks",
-        )
+        hint = "copy tokenizer.json again; its post_processor names ids that its vocabulary lacks"
+        raise ModelFileError(f"the tokenizer returns id {token_id}, but its vocabulary ends at {largest}", hint=hint)
 
 
 def name_documents(documents: Sequence[str] | Mapping[str, Any]) -> dict[str, Any]:
-    """Return texts by name; a sequence of texts gets numbered names.
-
-    A single string raises DataError, since its characters would count as texts.
-    """
-    if isinstance(documents, str):
-        raise DataError(
-            "a text is not a list of documents",
-            expected="texts, or texts by name",
-            got=shown(documents),
-            hint="pass [text], or Path(name) for a file of records",
-        )
+    """Return texts by name; a sequence of texts gets numbered names."""
+    if isinstance(documents, str):  # its characters would count as texts
+        hint = "pass [text], or Path(name) for a file of records"
+        raise DataError("a text is not a list of documents", got=shown(documents), hint=hint)
     if isinstance(documents, Mapping):
         return dict(documents)
     return {f"document {number}": text for number, text in enumerate(documents, 1)}
@@ -148,12 +134,9 @@ def check_ids(
     if vocab_size is None or np.max(ids, initial=0) < vocab_size:
         return
     token_id = next(int(token) for token in ids if token >= vocab_size)
-    raise DataError(
-        f"{where}: the model has no embedding for a token",
-        expected=f"ids below {vocab_size}",
-        got=f"{shown(tokenizer.id_to_token(token_id))}, id {token_id}",
-        hint="remove it from the text; the tokenizer has this token, but the weights do not",
-    )
+    got = f"{shown(tokenizer.id_to_token(token_id))}, id {token_id}; the model has ids below {vocab_size}"
+    hint = "remove it from the text; the tokenizer has this token, but the weights do not"
+    raise DataError(f"{where}: the model has no embedding for a token", got=got, hint=hint)
 
 
 # --- long texts ------------------------------------------------------------------------------------------------------
@@ -182,19 +165,13 @@ def _is_long(text: str) -> bool:
 
 
 def _encode_long(tokenizer: Tokenizer, text: str, *, special: bool) -> LongEncoding:
-    """Tokenise a text in windows; the tokens equal those of one call for the whole text.
-
-    It takes about 150 bytes for each character of a window, and 40 bytes for each token.
-    """
+    """Tokenise a text in windows; the tokens equal those of one call for the whole text, and take 40 bytes each."""
     parts = list(encode_pieces(tokenizer, io.StringIO(text), special=special))
     return LongEncoding(*(np.concatenate([part[field] for part in parts]) for field in range(2)))
 
 
 def encode_pieces(tokenizer: Tokenizer, file: TextIO, *, special: bool) -> Iterator[LongEncoding]:
-    """Tokenise a file in windows, and yield the tokens piece by piece, in order.
-
-    The file is read once from start to end. It takes about 150 bytes for each character of a window.
-    """
+    """Tokenise a file in windows, from start to end, and yield the tokens piece by piece."""
     text = _Buffer(file)
     before, after = _special_ids(tokenizer) if special else ([], [])
     begin, end = 0, _WINDOW
@@ -202,7 +179,7 @@ def encode_pieces(tokenizer: Tokenizer, file: TextIO, *, special: bool) -> Itera
     if before and window.ids[:1].tolist() == before[:1]:  # a text that begins with BOS gets no second one
         before = before[1:]
     yield _special_encoding(before)
-    while not text.ends_at(end):
+    while text[end : end + 1]:
         start, stop = max(end - _OVERLAP, begin + 1), end + _WINDOW
         following = _encode_window(tokenizer, text, start, stop)
         cut = _common_cut(window, following)
@@ -230,10 +207,6 @@ class _Buffer:
         if num_missing > 0:
             self._text += self._file.read(num_missing)
         return self._text[characters.start - self._begin : characters.stop - self._begin]
-
-    def ends_at(self, end: int) -> bool:
-        """Return whether the text has no character at or after this position."""
-        return not self[end : end + 1]
 
     def drop(self, begin: int) -> None:
         """Drop the text before this position."""
@@ -293,12 +266,9 @@ class Encoder:
     """Tokeniser of records of one kind. This object is mutated: the first chat starts a process for its template.
 
     Text, and a prompt with its completion, get the tokenizer's special tokens and an end token. A chat has only the
-    special tokens of its template. An Alpaca record becomes a chat of two messages if the model has a template;
-    otherwise it becomes the text that Alpaca was trained with. Prompt and completion are tokenised together. A token
-    with characters of both belongs to the completion.
-
-    With `loss_on` ``completion`` the model learns the assistant's turns, completions and outputs, including their end,
-    and whole texts; with ``all`` every token.
+    special tokens of its template. An Alpaca record becomes a chat if the model has a template, otherwise the text that
+    Alpaca was trained with. With `loss_on` ``completion`` the model learns the assistant's turns, completions and
+    outputs, including their end, and whole texts; with ``all`` every token.
     """
 
     def __init__(
@@ -357,20 +327,14 @@ class Encoder:
             return example.text, None
         if example.kind != "chat":
             prompt = example.prompt if example.kind == "prompt" else _alpaca_prompt(example)
-            text = prompt + example.text
+            text = prompt + example.text  # tokenised together: a token with characters of both is learned
             return text, None if is_all_learned else [(len(prompt), len(text))]
         if self._template is None:
-            raise DataError(
-                f"{example.where}: the record has messages, but the model has no chat template",
-                expected="chat_template.jinja, or chat_template in tokenizer_config.json",
-                hint="copy it from the model's source, or name a template: --chat-template FILE",
-            )
+            hint = "copy chat_template.jinja from the model's source, or name a template: --chat-template FILE"
+            raise DataError(f"{example.where}: the record has messages, but the model has no chat template", hint=hint)
         if is_all_learned and any(message.get("weight") == 0 for message in example.messages):
-            raise DataError(
-                f"{example.where}: a turn has the weight 0, but --loss-on all learns all tokens",
-                expected="turns without weight, or --loss-on completion",
-                hint="leave --loss-on out, or remove the weight from the record",
-            )
+            hint = "leave --loss-on out, or remove the weight from the record"
+            raise DataError(f"{example.where}: a turn has the weight 0, but --loss-on all learns all tokens", hint=hint)
         if self._renderer is None:
             self._renderer = Renderer(self._template)
         text, spans = self._renderer.render(example, turns=not is_all_learned)
@@ -390,7 +354,7 @@ class Encoder:
 
 
 def _learned_mask(encoding: Any, spans: Spans) -> np.ndarray:
-    """Find the tokens that have a character in one of the spans, uint8 [L]."""
+    """Find the tokens that have a character in one of the spans, uint8 [L]: the loss mask of a record."""
     offsets = np.asarray(encoding.offsets, np.int64).reshape(-1, 2)
     learned = np.zeros(len(offsets), np.uint8)
     for start, end in spans:
@@ -414,10 +378,8 @@ def _alpaca_prompt(example: Example) -> str:
 class Store:
     """Tokens of all documents, one after the other.
 
-    The name of a store's folder is a digest of the data files, the tokenizer, the template and the settings. The store
-    is written under a temporary name and renamed when it is complete, so a killed run leaves no broken store. Stores
-    are in ``LOWTIDE_CACHE``, or ``~/.cache/lowtide``, below ``data``. You can delete them at any time except during a
-    run.
+    Stores are folders in ``LOWTIDE_CACHE``, or ``~/.cache/lowtide``, below ``data``. You can delete them at any time
+    except during a run.
     """
 
     tokens: np.ndarray
@@ -455,54 +417,50 @@ def open_store(
     """Tokenise records into files, or open the files of an earlier call.
 
     A template that writes the date and has no day gets today as its day, since a store must not depend on the time of
-    day. The total is unknown, so `on_progress` gets the number of finished records twice. The host holds 256 records
-    with their tokens, and 8 bytes a document; the files take 5 bytes a token.
+    day. The total is unknown, so `on_progress` gets the number of finished records twice.
     """
     settings: dict[str, Any] = {"columns": dict(columns), "end": end_token, "loss_on": loss_on, "version": _VERSION}
-    if template is not None and template.writes_date and template.day is None:
-        template = dataclasses.replace(template, day=datetime.date.today().isoformat())
     if vocab_size is not None and largest_id(tokenizer, end_token) >= vocab_size:
         settings["vocab_size"] = vocab_size  # a store written without this check may contain refused tokens
-    template_key = None if template is None else [template.source, template.special]
-    if template is not None and template_key is not None and template.writes_date:
-        template_key.append(template.day or "")
+    template_key: list[Any] | None = None
+    if template is not None:
+        if template.writes_date and template.day is None:
+            template = dataclasses.replace(template, day=datetime.date.today().isoformat())
+        template_key = [template.source, template.special, *([template.day] if template.writes_date else [])]
     # The name covers every input of the tokenisation, so that a changed input leads to another store.
     hasher = hashlib.sha256(tokenizer.to_str().encode())
     hasher.update(json.dumps([settings, template_key], sort_keys=True).encode())
     for piece in _digests(source):
         hasher.update(piece)
-    cache_folder = _cache_folder()
-    folder = cache_folder / hasher.hexdigest()
+    cache_path = os.environ.get("LOWTIDE_CACHE")
+    cache = (Path(cache_path).expanduser() if cache_path else Path.home() / ".cache" / "lowtide") / "data"
+    folder = cache / hasher.hexdigest()
     if not folder.is_dir():
         encoder = Encoder(tokenizer, template, end_token=end_token, loss_on=loss_on, vocab_size=vocab_size)
-        unfinished = _new_folder(cache_folder)
         try:
-            _write_store(unfinished, source, columns, encoder, on_progress)
-            _publish(unfinished, folder)
+            cache.mkdir(parents=True, exist_ok=True)
+            _remove_abandoned(cache)
+            # The store is renamed when it is complete, so a killed run leaves no broken store.
+            with tempfile.TemporaryDirectory(prefix="unfinished-", dir=cache, ignore_cleanup_errors=True) as name:
+                _write_store(Path(name), source, columns, encoder, on_progress)
+                _publish(Path(name), folder)
         except OSError as error:
-            raise _unwritable_error(cache_folder, error) from error
+            problem = f"{cache}: tokenised data cannot be written here"
+            hint = "name another folder in the variable LOWTIDE_CACHE"
+            raise OutputError(problem, got=error.strerror or str(error), hint=hint) from error
         finally:
             encoder.close()
-            shutil.rmtree(unfinished, ignore_errors=True)
     return _map_store(folder)
 
 
 def _digests(source: Source) -> Iterator[bytes]:
     """Yield digests of the source's files or texts."""
     if isinstance(source, Path):
-        for file in data_files(source):
-            yield file.name.encode() + b"\0" + _file_digest(file)
+        for path in data_files(source):
+            with open(path, "rb") as file:
+                yield path.name.encode() + b"\0" + hashlib.file_digest(file, "sha256").digest()
     else:
         yield from (hashlib.sha256(text.encode()).digest() for text in name_documents(source).values())
-
-
-def _new_folder(cache_folder: Path) -> Path:
-    try:
-        cache_folder.mkdir(parents=True, exist_ok=True)
-        _remove_abandoned(cache_folder)
-        return Path(tempfile.mkdtemp(prefix="unfinished-", dir=cache_folder))
-    except OSError as error:
-        raise _unwritable_error(cache_folder, error) from error
 
 
 def _remove_abandoned(cache_folder: Path) -> None:
@@ -516,19 +474,6 @@ def _remove_abandoned(cache_folder: Path) -> None:
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def _unwritable_error(cache_folder: Path, error: OSError) -> OutputError:
-    return OutputError(
-        f"{cache_folder}: tokenised data cannot be written here",
-        got=error.strerror or str(error),
-        hint="name another folder in the variable LOWTIDE_CACHE",
-    )
-
-
-def _cache_folder() -> Path:
-    path = os.environ.get("LOWTIDE_CACHE")
-    return (Path(path).expanduser() if path else Path.home() / ".cache" / "lowtide") / "data"
-
-
 def _write_store(
     folder: Path,
     source: Source,
@@ -537,7 +482,7 @@ def _write_store(
     on_progress: Callable[[int, int], None] | None,
 ) -> None:
     is_path = isinstance(source, Path)
-    records = read_records(source, columns) if is_path else _text_examples(source)
+    records = read_records(source, columns) if is_path else text_examples(name_documents(source))
     digest = hashlib.sha256()
     kind, num_blank, count, end = "", 0, 0, 0
     batch: list[Example] = []
@@ -575,18 +520,16 @@ def _write_store(
             file.flush()
             os.fsync(file.fileno())
     if not end:
-        raise DataError(
-            f"{source if is_path else 'text'}: {f'all {count} records are blank' if count else 'there are no records'}",
-            expected="at least one record with text",
-            hint="check --data and --columns",
-        )
+        problem = f"all {count} records are blank" if count else "there are no records"
+        raise DataError(f"{source if is_path else 'text'}: {problem}", hint="check --data and --columns")
     metadata: dict[str, Any] = {"kind": kind, "num_blank": num_blank, "digest": digest.hexdigest(), "num_tokens": end}
     metadata["unread"] = sorted(unread)[:_MOST_UNREAD]
     (folder / _METADATA).write_text(json.dumps(metadata))
 
 
-def _text_examples(texts: Sequence[str] | Mapping[str, str]) -> Iterator[Example]:
-    return (Example(kind="text", where=name, text=text) for name, text in name_documents(texts).items())
+def text_examples(texts: Mapping[str, str]) -> Iterator[Example]:
+    """Yield texts, by their name in errors, as records."""
+    return (Example(kind="text", where=name, text=text) for name, text in texts.items())
 
 
 def _publish(unfinished: Path, folder: Path) -> None:
@@ -603,24 +546,15 @@ def _map_store(folder: Path) -> Store:
         tokens = np.memmap(folder / _TOKENS, np.int32, "r")
         learned = np.memmap(folder / _LEARNED, np.uint8, "r")
         ends = np.fromfile(folder / _ENDS, np.int64)
-        is_whole = len(tokens) == len(learned) == ends[-1] == metadata["num_tokens"]
-        unread = tuple(map(str, metadata["unread"]))
-        kind, blank, digest = metadata["kind"], metadata["num_blank"], metadata["digest"]
+        if not len(tokens) == len(learned) == ends[-1] == metadata["num_tokens"]:
+            raise ValueError("the lengths of its files differ")
+        return Store(
+            tokens=tokens,
+            learned=learned,
+            offsets=np.concatenate([np.zeros(1, np.int64), ends]),
+            unread=tuple(map(str, metadata["unread"])),
+            **{name: metadata[name] for name in ("kind", "num_blank", "digest")},
+        )
     except (OSError, ValueError, LookupError) as error:
-        raise _truncated_error(folder, error) from error
-    if not is_whole:
-        raise _truncated_error(folder)
-    offsets = np.concatenate([np.zeros(1, np.int64), ends])
-    return Store(
-        tokens=tokens, learned=learned, offsets=offsets, kind=kind, num_blank=blank, digest=digest, unread=unread
-    )
-
-
-def _truncated_error(folder: Path, error: Exception | None = None) -> DataError:
-    hint = "delete this folder; the next run writes it again"
-    return DataError(f"{folder}: the store is truncated", got=error and shortened(error), hint=hint)
-
-
-def _file_digest(path: Path) -> bytes:
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").digest()
+        hint = "delete this folder; the next run writes it again"
+        raise DataError(f"{folder}: the store is truncated", got=shortened(error), hint=hint) from error

@@ -11,13 +11,14 @@ import csv
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from ...core import DataError, format_bytes, shortened, shown
 
 _HEAD_BYTES = 1024**2
 RECORD_SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet")
 """Suffixes of the files that `lowtide.finetune.data` reads records from."""
+BINARY_SUFFIXES = (".parquet",)
+"""Those of them whose files are not text."""
 _MODEL_FILES = ("config.json", "adapter_config.json", "config.toml", "generation_config.json", "tokenizer.json")
 """Files of a model, an adapter or a run."""
 SUPPORTED = (
@@ -68,7 +69,8 @@ _FORMAT_BY_MAGIC = (
     (b"7z\xbc\xaf\x27\x1c", _FORMAT_BY_SUFFIX[".7z"]),
     (b"%PDF-", _FORMAT_BY_SUFFIX[".pdf"]),
 )
-_TEXT_SUFFIXES = (".csv", ".tsv", ".json", ".jsonl", ".ndjson", ".jl")
+TEXT_SUFFIXES = (".csv", ".tsv", ".json", ".jsonl", ".ndjson", ".jl")
+"""Suffixes of records and tables that are text."""
 RECORD_FIELDS = ({"messages"}, {"conversations"}, {"prompt", "completion"}, {"instruction", "output"})
 """Sets of fields that identify training records (chats, prompts, instructions)."""
 _UTF16 = ("text in UTF-16", "convert it: iconv -f UTF-16 -t UTF-8")
@@ -80,12 +82,9 @@ def refuse_other_formats(path: Path) -> None:
     The message has the file's format and the fields of its first record.
     """
     if not path.is_file():
-        raise DataError(
-            f"{path}: not a regular file",
-            expected=SUPPORTED,
-            got="a pipe" if path.is_fifo() else "a device or a socket",
-            hint="write the content into a file; a resumed run reads its data again",
-        )
+        got = "a pipe" if path.is_fifo() else "a device or a socket"
+        hint = "write the content into a file; a resumed run reads its data again"
+        raise DataError(f"{path}: not a regular file", got=got, hint=hint)
     head = read_head(path)
     suffix = path.suffix.lower()
     match = next(
@@ -99,58 +98,45 @@ def refuse_other_formats(path: Path) -> None:
             match = (_FORMAT_BY_SUFFIX[".jsonl"][0], "rename it to .jsonl, in lower case")
     if match is not None:
         description, hint = match
-        fields = first_fields(head, suffix)
-        raise DataError(
-            f"{path}: the file is {description}, which is not read as plain text",
-            expected=_EXPECTED_TEXT if suffix in RECORD_SUFFIXES and not is_binary(head) else SUPPORTED,
-            got=f"fields {shortened(', '.join(map(str, fields)), 300)}" if fields else None,
-            hint=hint,
-        )
+        expected = _EXPECTED_TEXT if suffix in RECORD_SUFFIXES and not is_binary(head) else SUPPORTED
+        problem, fields = f"the file is {description}, which is not read as plain text", first_fields(head, suffix)
+        got = f"fields {shortened(', '.join(fields), 300)}" if fields else None
+        raise DataError(f"{path}: {problem}", expected=expected, got=got, hint=hint)
 
 
 def refuse_folder_of_records(folder: Path, files: Sequence[Path]) -> None:
-    """Raise DataError for a folder of mostly records, or of text mixed with chats.
+    """Raise DataError for a folder whose `files` are mostly records, or text mixed with chats.
 
-    `files` are those that would be read. Mostly records: at least half of their bytes are in files that
-    `refuse_other_formats` would refuse by name. A source tree may contain a few tables, but no file with the fields of
-    chats, prompts or instructions.
+    Mostly: at least half of their bytes. A source tree may contain a few tables, but no file with the fields of chats,
+    prompts or instructions.
     """
     sizes = {file: file.stat().st_size for file in files}
     records = [file for file in files if file.suffix.lower() in _FORMAT_BY_SUFFIX]
     num_bytes = sum(sizes[file] for file in records)
     if not records or 2 * num_bytes < sum(sizes.values()):
-        _refuse_records_among_text(folder, records, len(files))
+        _refuse_records_among_text(folder, records)
         return
     first, suffix = records[0], records[0].suffix.lower()
     description, hint = _FORMAT_BY_SUFFIX[suffix]
-    fields = first_fields(read_head(first), suffix) if suffix in _TEXT_SUFFIXES else []
-    raise DataError(
-        f"{folder}: the folder has records, which are not read as plain text",
-        expected=SUPPORTED,
-        got=f"{format_bytes(num_bytes)} of {format_bytes(sum(sizes.values()))} in {len(records)} files of records; "
-        f"{first.name} is {description}" + (f", fields {shortened(', '.join(fields), 300)}" if fields else ""),
-        hint=hint if len({file.suffix.lower() for file in records}) == 1 else _ONE_FORMAT,
-    )
+    hint = hint if len({file.suffix.lower() for file in records}) == 1 else _ONE_FORMAT
+    got = f"{format_bytes(num_bytes)} of {format_bytes(sum(sizes.values()))} in {len(records)} files of records; "
+    got += f"{first.name} is {description}"
+    if fields := first_fields(read_head(first), suffix) if suffix in TEXT_SUFFIXES else []:
+        got += f", fields {shortened(', '.join(fields), 300)}"
+    problem = "the folder has records, which are not read as plain text"
+    raise DataError(f"{folder}: {problem}", expected=SUPPORTED, got=got, hint=hint)
 
 
-def _refuse_records_among_text(folder: Path, records: Sequence[Path], num_files: int) -> None:
+def _refuse_records_among_text(folder: Path, records: Sequence[Path]) -> None:
     """Raise if a file's first record is a training record; read as text, the model would learn its braces."""
     for file in records:
         suffix = file.suffix.lower()
-        fields = first_fields(read_head(file), suffix) if suffix in _TEXT_SUFFIXES else []
+        fields = first_fields(read_head(file), suffix) if suffix in TEXT_SUFFIXES else []
         if any(kind <= {*fields} for kind in RECORD_FIELDS):
-            raise DataError(
-                f"{folder}: the folder mixes text with records, which would be read as text, too",
-                expected="a folder of text or source code, or one with records in at least half of its bytes",
-                got=f"{len(records)} files of tables or JSON among {num_files}; {file.relative_to(folder)} has fields "
-                f"{shortened(', '.join(fields), 300)}",
-                hint=f"name that file: --data {file}; or move it away, to train on the text alone",
-            )
-
-
-def files_read_as_text(files: Sequence[Path]) -> list[Path]:
-    """List the text-based record and table files (CSV, JSON) among the files of a folder of text."""
-    return [file for file in files if file.suffix.lower() in _TEXT_SUFFIXES]
+            got = f"{file.relative_to(folder)} has fields {shortened(', '.join(fields), 300)}"
+            hint = f"name that file: --data {file}; or move it away, to train on the text alone"
+            problem = "the folder mixes text with records, which would be read as text, too"
+            raise DataError(f"{folder}: {problem}", got=got, hint=hint)
 
 
 def first_fields(head: bytes, suffix: str) -> list[str]:
@@ -166,7 +152,11 @@ def first_fields(head: bytes, suffix: str) -> list[str]:
             return [shown(name).strip("'") for name in next(csv.reader([line], delimiter=delimiter), [])]
         except csv.Error:
             return []
-    record = _first_object(text)
+    start = len(text) - len(text.removeprefix("[").lstrip())
+    try:
+        record = json.JSONDecoder().raw_decode(text, start)[0]
+    except (ValueError, RecursionError):
+        return []
     return [shown(name).strip("'") for name in record] if isinstance(record, dict) else []
 
 
@@ -184,26 +174,13 @@ def is_binary(head: bytes) -> bool:
     return head.startswith(tuple(start for start, _ in _FORMAT_BY_MAGIC)) or _is_utf16(head)
 
 
-def _first_object(text: str) -> Any:
-    """Parse the first JSON object of a text that begins with an object or a list of objects; None on failure."""
-    start = len(text) - len(text.removeprefix("[").lstrip())
-    try:
-        return json.JSONDecoder().raw_decode(text, start)[0]
-    except (ValueError, RecursionError):
-        return None
-
-
 def _is_json_lines(head: bytes) -> bool:
     """Return whether the first two lines, or the only line, are JSON objects."""
     lines = [line for line in head.removeprefix(b"\xef\xbb\xbf").split(b"\n")[:8] if line.strip()][:2]
-    return bool(lines) and all(line.startswith(b"{") and isinstance(_parse_line(line), dict) for line in lines)
-
-
-def _parse_line(line: bytes) -> Any:
     try:
-        return json.loads(line)
+        return bool(lines) and all(line.startswith(b"{") and isinstance(json.loads(line), dict) for line in lines)
     except (ValueError, RecursionError):
-        return None
+        return False
 
 
 def _is_utf16(head: bytes) -> bool:

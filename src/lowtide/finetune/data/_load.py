@@ -1,24 +1,42 @@
 """Training data of a run: plain text in windows, or records packed into rows, depending on the configuration.
 
-`_text` makes windows and `_pack` packs records; this module selects one of them and collects notes for the user.
+Plain text is tokenised with the model's own tokenizer, shuffled by seed, joined with the end-of-document token and cut
+into windows of ``seq_len + 1`` tokens; the last ones are held out. `_pack` makes rows of records. Grain does the order,
+repetition and batching: its `MapDataset` returns the batch of any step, so a run is resumable.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+import hashlib
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from tokenizers import Tokenizer
 
-from ...core import ConfigError, DataError, shown
+from ...core import ConfigError, DataError, check_integer, check_number, shown
 from .._config import FinetuneConfig, flag_of, with_seq_len
 from ._chat import ChatTemplate, load_chat_template
-from ._formats import RECORD_FIELDS, files_read_as_text, first_fields, is_binary, read_head
-from ._pack import record_data
-from ._read import files_below, folder_of_records, is_records
-from ._text import TextData, is_large_text, named_documents, text_data, texts_of_records
+from ._encode import LongEncoding, check_ids, encode, encode_pieces, largest_id, name_documents, refuse_unknown_id
+from ._formats import (
+    BINARY_SUFFIXES,
+    RECORD_FIELDS,
+    RECORD_SUFFIXES,
+    SUPPORTED,
+    TEXT_SUFFIXES,
+    first_fields,
+    is_binary,
+    read_head,
+    refuse_folder_of_records,
+    refuse_other_formats,
+)
+from ._normalize import parse_columns
+from ._pack import DataReport, EvaluationBatches, record_data
+from ._read import files_below, folder_of_records, is_records, read_records, unreadable
 
 _MOST_NAMES = 6
 _MOST_LOST = 0.02
@@ -28,6 +46,40 @@ _MOST_BATCH_TOKENS = 2**28
 
 More is probably a typing error, and would exhaust the machine's memory.
 """
+_BATCH_TEXTS = 256
+_MOST_AT_ONCE = 32 * 1024**2
+"""Bytes of the largest text file that is read as a whole; larger files are tokenised in windows."""
+_MOST_IN_MEMORY = 2**24
+"""Tokens kept in memory during tokenisation before they go to a temporary file."""
+_LEAST_WINDOWS = 16
+"""Least number of windows if the sequence length is chosen from the data."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TextData:
+    """Tokenised text, ready for `Trainer`."""
+
+    train: Any
+    """A `grain.MapDataset` of batches by step: ``tokens`` and ``labels``, int32 [B, T]; records add ``segment_ids`` and
+    ``positions``."""
+    held_out: Sequence[dict[str, np.ndarray]]
+    """Evaluation batches; padding rows of the last batch have all labels ignored."""
+    num_documents: int
+    """Documents read."""
+    num_train_tokens: int
+    """Tokens in training windows."""
+    num_held_out_tokens: int
+    """Tokens in held-out windows."""
+    num_train_sequences: int | None
+    """Sequences of an epoch; None for data of unknown length."""
+    digest: str
+    """SHA-256 of all tokens in their order, to check that a resumed run has the same data."""
+    seq_len: int
+    """Tokens in a sequence, T."""
+    report: DataReport | None = None
+    """Counts of records that were read, packed, cut and dropped; None for plain text."""
+    notes: tuple[str, ...] = ()
+    """Facts that a user may not expect, such as files that were not read, or were read in an unexpected way."""
 
 
 def load_data(
@@ -44,16 +96,12 @@ def load_data(
     """Read, tokenise and pack the data of a run into batches; for records with a report.
 
     `directory` is the tokenizer's folder, for its chat template. `context` is the model's number of positions, used if
-    no sequence length is set. `day` is the date that chat templates may write; None: today. The host holds all tokens
-    of plain text; for records see `lowtide.finetune.data.record_data`.
+    no sequence length is set. `day` is the date that chat templates may write; None: today.
     """
     if config.batch_size * config.seq_len > _MOST_BATCH_TOKENS:
-        raise ConfigError(
-            "seq_len: a batch is too large",
-            expected=f"at most {_MOST_BATCH_TOKENS:,} tokens in a batch",
-            got=f"{config.batch_size} × {config.seq_len:,}",
-            hint="lower --seq-len or --batch-size",
-        )
+        size = f"{config.batch_size} × {config.seq_len:,}"
+        hint = f"lower --seq-len or --batch-size, to at most {_MOST_BATCH_TOKENS:,} tokens in a batch"
+        raise ConfigError(f"seq_len: a batch of {size} tokens is too large", hint=hint)
     options: dict[str, Any] = {
         "seq_len": config.seq_len or (lambda longest: with_seq_len(config, context, longest).seq_len),
         "batch_size": config.batch_size,
@@ -71,27 +119,18 @@ def load_data(
         return _with_notes(text_data(documents, tokenizer, eval_documents=eval_documents, **options), config)
     template = load_chat_template(directory, config.chat_template)
     records = record_data(
-        named_documents(config.data) if is_plain else Path(config.data or ""),
+        _source(config.data, config.columns),
         tokenizer,
         None if template is None else dataclasses.replace(template, day=day),
-        eval_source=_source(config.eval_data, config.columns),
+        eval_source=None if config.eval_data is None else _source(config.eval_data, config.columns),
         columns=config.columns,
         loss_on=config.loss_on,
         packing="best-fit" if config.packing == "auto" else config.packing,
         too_long=config.too_long,
         **options,
     )
-    data = TextData(
-        train=records.train,
-        held_out=records.held_out,
-        num_documents=records.report.num_documents,
-        num_train_tokens=records.num_train_tokens,
-        num_held_out_tokens=records.num_held_out_tokens,
-        num_train_sequences=records.report.num_rows,
-        digest=records.digest,
-        seq_len=records.seq_len,
-        report=records.report,
-    )
+    report = records.report
+    data = TextData(**vars(records), num_documents=report.num_documents, num_train_sequences=report.num_rows)
     return _with_notes(data, config, template)
 
 
@@ -106,9 +145,8 @@ def _with_notes(data: TextData, config: FinetuneConfig, template: ChatTemplate |
         share = f"{num_lost:,} of {data.report.num_tokens:,} tokens ({num_lost / data.report.num_tokens:.0%})"
         notes.insert(0, f"{share} are lost: records are longer than {data.seq_len:,} tokens; raise --seq-len")
     if template is not None and data.report is not None and data.report.kind == "prompt":
-        notes.append(
-            f'prompts are read as plain text, without the template {template.where}; records with "messages" use it'
-        )
+        note = f"prompts are read as plain text, without the template {template.where}"
+        notes.append(f'{note}; records with "messages" use it')
     return dataclasses.replace(data, notes=tuple(notes))
 
 
@@ -124,7 +162,7 @@ def is_read_as_records(data: str | None, columns: tuple[str, ...] | None) -> boo
     path = Path(data)
     if not is_records(path):
         return False
-    if path.is_dir() or path.suffix.lower() == ".parquet":
+    if path.is_dir() or path.suffix.lower() in BINARY_SUFFIXES:
         return True
     head = read_head(path)
     if is_binary(head):
@@ -150,7 +188,7 @@ def notes_on(data: str | None, columns: tuple[str, ...] | None, *, is_evaluation
         return []
     folder, notes = Path(data), list[str]()
     if not is_read_as_records(data, columns):
-        if tables := files_read_as_text(files_below(folder)):
+        if tables := [file for file in files_below(folder) if file.suffix.lower() in TEXT_SUFFIXES]:
             notes.append(f"{folder}: read as plain text, braces and commas included: {_join_names(folder, tables)}")
         return notes
     if (record_folder := folder_of_records(folder)) is None:  # a folder that the `datasets` library saved
@@ -177,18 +215,12 @@ def _refuse_record_settings(config: FinetuneConfig, *, is_plain: bool) -> None:
     settings = {"chat_template": config.chat_template, "columns": columns}
     settings |= {"too_long": config.too_long != "cut", "loss_on": config.loss_on != "completion"}
     if ignored := [name for name, value in settings.items() if value]:
-        raise ConfigError(
-            f"{ignored[0]} has no effect on text in contiguous windows",
-            expected="records, or --packing best-fit or none",
-            got=f"{ignored[0]} = {getattr(config, ignored[0])!r}",
-            hint=f"leave {flag_of(ignored[0])} out, or check that --data names the right file",
-        )
+        hint = f"leave {flag_of(ignored[0])} out, choose --packing best-fit, or check that --data names the right file"
+        raise ConfigError(f"{ignored[0]} has no effect on text in contiguous windows", hint=hint)
 
 
-def _source(data: str | None, columns: tuple[str, ...] | None) -> Path | dict[str, str] | None:
-    if data is None:
-        return None
-    return Path(data) if is_read_as_records(data, columns) else named_documents(data)
+def _source(data: str | None, columns: tuple[str, ...] | None) -> Path | dict[str, str]:
+    return Path(data) if data and is_read_as_records(data, columns) else named_documents(data)
 
 
 def _texts(data: str | None, columns: tuple[str, ...] | None) -> Mapping[str, str | Path]:
@@ -197,5 +229,272 @@ def _texts(data: str | None, columns: tuple[str, ...] | None) -> Mapping[str, st
         return {data: Path(data)} if data and is_large_text(data) else named_documents(data)
     texts = texts_of_records(Path(data or ""), columns)
     if not texts:
-        raise DataError(f"{data}: the data has no text", expected="at least one record with text", hint="check --data")
+        raise DataError(f"{data}: the data has no text", hint="check --data; at least one record must have text")
     return texts
+
+
+# --- plain text ------------------------------------------------------------------------------------------------------
+
+
+def read_documents(path: str | Path | None) -> list[str]:
+    """Read documents from a text file, a folder of text or source, or JSONL; or the built-in corpus.
+
+    Args:
+        path: a file (``.jsonl``: one object with a ``text`` field a line; other text: one document), a folder
+            (every UTF-8 file below it is a document, in sorted order; hidden and binary files are skipped, links are
+            followed), or None for the language reference that ships inside Python (`pydoc_data.topics`).
+
+    Returns:
+        The documents that are not blank.
+
+    Raises:
+        DataError: when the path does not exist, cannot be read or holds no text. Also for compressed files and for
+            records (CSV, JSON, Parquet and others, folders of JSON lines), which would be trained on as text.
+    """
+    return [*named_documents(path).values()]
+
+
+def named_documents(path: str | Path | None) -> dict[str, str]:
+    """Read documents as `read_documents` does, by their name in errors: a file, or a file and a line.
+
+    Args:
+        path: as in `read_documents`.
+
+    Raises:
+        DataError: as `read_documents` does.
+    """
+    if path is None:
+        from pydoc_data.topics import topics
+
+        return dict(sorted(topics.items()))
+    if not str(path):
+        raise DataError("the path of the data is empty", hint="name a file or folder; Path('.') is the current folder")
+    path = Path(path)
+    try:
+        path.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        hint = f"name a file of text or of records ({', '.join(RECORD_SUFFIXES)}), or a folder of them"
+        raise DataError(f"{path}: no such file or folder", hint=hint) from None
+    except OSError as error:
+        raise unreadable(path, error) from error
+    if path.is_dir():
+        files = files_below(path)
+        refuse_folder_of_records(path, files)
+        documents = {str(file): text for file in files if (text := _read_utf8(file)) is not None}
+    else:
+        refuse_other_formats(path)
+        documents = texts_of_records(path, ("text=text",)) if path.suffix == ".jsonl" else {str(path): _read_text(path)}
+    documents = {name: text for name, text in documents.items() if text.strip()}
+    if not documents:
+        raise DataError(f"{path}: the data has no text", hint="check --data; at least one document must have text")
+    return documents
+
+
+def texts_of_records(path: Path, columns: tuple[str, ...] | None = None) -> dict[str, str]:
+    """Read records of plain text, by file and line; records of another kind raise DataError."""
+    texts: dict[str, str] = {}
+    for example in read_records(path, parse_columns(columns)):
+        if example is not None and example.kind != "text":
+            hint = "leave --packing out, or choose best-fit or none"
+            raise DataError(f"{example.where}: the record has the kind {example.kind}, not plain text", hint=hint)
+        if example is not None:
+            texts[example.where] = example.text
+    return texts
+
+
+def text_data(
+    documents: Sequence[str] | Mapping[str, str | Path],
+    tokenizer: Tokenizer,
+    *,
+    seq_len: int | Callable[[int], int],
+    batch_size: int,
+    seed: int,
+    end_token: int | None = None,
+    held_out_fraction: float = 0.1,
+    eval_documents: Sequence[str] | Mapping[str, str | Path] | None = None,
+    vocab_size: int | None = None,
+    on_progress: Callable[[int, int], None] | None = None,
+) -> TextData:
+    """Tokenise, pack, split and shuffle documents.
+
+    Args:
+        documents: texts, or texts by their name in errors.
+        tokenizer: the model's tokenizer.
+        seq_len: tokens in a training sequence, T; or a function that maps a sixteenth of the number of tokens to T.
+        batch_size: sequences in a batch, B.
+        seed: seed of the document order and the batch order.
+        end_token: token appended to each document, if any.
+        held_out_fraction: fraction of the windows kept for evaluation, at least one window.
+        eval_documents: evaluation texts that replace this fraction, in separate windows.
+        vocab_size: number of the model's embeddings; tokens beyond are refused. None: nothing is refused.
+        on_progress: called with the number of finished documents and the total.
+
+    Returns:
+        The batches.
+
+    Raises:
+        DataError: when there are fewer tokens than two windows (one for training, one held out), and for tokens that
+            the model has no embedding for.
+        ConfigError: for a sequence length, batch size or fraction out of range.
+    """
+    import grain  # takes a second; `import lowtide` does not need it
+
+    if not callable(seq_len):
+        check_integer("seq_len", seq_len)
+    check_integer("batch_size", batch_size)
+    check_number("held_out_fraction", held_out_fraction, above=0, below=1)
+    # Shuffle documents before the split, so that the held-out end of the stream is a random sample of them.
+    order, items = np.random.default_rng(seed).permutation(len(documents)), [*name_documents(documents).items()]
+    digest = hashlib.sha256()
+    stream = tokenise(dict(items[i] for i in order), tokenizer, end_token, vocab_size, on_progress, digest)
+    seq_len = seq_len if isinstance(seq_len, int) else seq_len(len(stream) // _LEAST_WINDOWS)
+    window = seq_len + 1
+    if eval_documents is None:
+        windows = _windows(stream, window, "one training and one held-out sequence", 2)
+        num_held_out = min(len(windows) - 1, max(1, round(len(windows) * held_out_fraction)))
+        train, held_out = windows[:-num_held_out], windows[-num_held_out:]
+    else:
+        eval_stream = tokenise(name_documents(eval_documents), tokenizer, end_token, vocab_size, on_progress, digest)
+        train = _windows(stream, window, "one training sequence", 1)
+        held_out = _windows(eval_stream, window, "one evaluation sequence", 1)
+    dataset = grain.MapDataset.source(train).seed(seed).shuffle().repeat().batch(batch_size).map(_tokens_and_labels)  # pyright: ignore
+    held_out_rows = grain.MapDataset.source(held_out).map(_tokens_and_labels)  # pyright: ignore
+    return TextData(
+        train=dataset,
+        held_out=EvaluationBatches(held_out_rows, batch_size),
+        num_documents=len(documents),
+        num_train_tokens=train.size,
+        num_held_out_tokens=held_out.size,
+        num_train_sequences=len(train),
+        digest=digest.hexdigest(),
+        seq_len=seq_len,
+    )
+
+
+def _windows(stream: np.ndarray, window: int, description: str, min_windows: int) -> np.ndarray:
+    count = len(stream) // window
+    if count < min_windows:
+        expected = f"at least {min_windows * window} tokens ({min_windows} × (seq_len {window - 1} + 1))"
+        hint = "give more text or a smaller --seq-len"
+        raise DataError(f"the data has {len(stream)} tokens, too few for {description}", expected=expected, hint=hint)
+    return stream[: count * window].reshape(count, window)
+
+
+def tokenise(
+    documents: Mapping[str, str | Path],
+    tokenizer: Tokenizer,
+    end_token: int | None,
+    vocab_size: int | None,
+    on_progress: Callable[[int, int], None] | None = None,
+    digest: Any = None,
+) -> np.ndarray:
+    """Tokenise and join texts or text files, int32 [N]; the hash `digest`, if given, is updated with the tokens.
+
+    Ids outside the tokenizer's own vocabulary raise ModelFileError, and tokens without an embedding raise DataError.
+    """
+    names, texts = [*documents], [*documents.values()]
+    with contextlib.closing(_TokenBuffer(digest)) as tokens:
+        for start in range(0, len(documents), _BATCH_TEXTS):
+            stop = min(start + _BATCH_TEXTS, len(documents))
+            short = iter(encode(tokenizer, [text for text in texts[start:stop] if isinstance(text, str)]))
+            for name, text in zip(names[start:stop], texts[start:stop], strict=True):
+                last: list[int] = []
+                for encoding in [next(short)] if isinstance(text, str) else _encode_file(tokenizer, text):
+                    ids = np.asarray(encoding.ids, np.int32)
+                    if vocab_size is not None and np.max(ids, initial=0) >= vocab_size:
+                        check_ids(ids, tokenizer, vocab_size, _locate_token(name, text, ids, tokenizer, vocab_size))
+                    tokens.add(ids)
+                    last = ids[-1:].tolist() or last
+                if end_token is not None and last != [end_token]:
+                    tokens.add(np.asarray([end_token], np.int32))
+            if on_progress is not None:
+                on_progress(stop, len(documents))
+        refuse_unknown_id(tokens.largest, largest_id(tokenizer, end_token))
+        return tokens.stream()
+
+
+class _TokenBuffer:
+    """Tokens of all documents. This object is mutated: `add` appends, and moves large amounts to a temporary file.
+
+    It takes at most 128 MiB. If the file was used, `stream` returns a memory map of it.
+    """
+
+    def __init__(self, digest: Any) -> None:
+        self.largest, self._digest, self._count = -1, digest, 0
+        self._file = tempfile.SpooledTemporaryFile(max_size=np.dtype(np.int32).itemsize * _MOST_IN_MEMORY)
+        self.close = self._file.close
+
+    def add(self, ids: np.ndarray) -> None:
+        """Append tokens, int32 [n]."""
+        if self._digest is not None:
+            self._digest.update(ids)
+        self.largest = max(self.largest, int(ids.max(initial=-1)))
+        self._count += len(ids)
+        self._file.write(ids.tobytes())
+
+    def stream(self) -> np.ndarray:
+        """Return all tokens, int32 [N]."""
+        self._file.flush()
+        if self._count > _MOST_IN_MEMORY:
+            return np.memmap(self._file, np.int32, mode="r")
+        tokens = np.empty(self._count, np.int32)
+        self._file.seek(0)
+        self._file.readinto(tokens.data)
+        return tokens
+
+
+def _encode_file(tokenizer: Tokenizer, path: Path) -> Iterator[LongEncoding]:
+    """Tokenise a text file in windows; a file that cannot be read, or is not UTF-8 text, raises DataError."""
+    try:
+        with open(path, encoding="utf-8-sig", newline="") as file:
+            yield from encode_pieces(tokenizer, file, special=True)
+    except UnicodeDecodeError as error:
+        raise _not_text_error(path) from error
+    except OSError as error:
+        raise unreadable(path, error) from error
+
+
+def _read_text(path: Path) -> str:
+    if (text := _read_utf8(path)) is None:
+        raise _not_text_error(path)
+    return text
+
+
+def _not_text_error(path: Path) -> DataError:
+    hint = "convert it (iconv -f LATIN1 -t UTF-8), or name a folder or a .jsonl file"
+    return DataError(f"{path}: not UTF-8 text", expected=SUPPORTED, hint=hint)
+
+
+def is_large_text(path: str | Path) -> bool:
+    """Return whether a path is one text document that is read in pieces; raises DataError for other formats."""
+    path = Path(path)
+    if not path.is_file() or path.suffix == ".jsonl" or path.stat().st_size <= _MOST_AT_ONCE:
+        return False
+    refuse_other_formats(path)
+    return True
+
+
+def _locate_token(name: str, text: str | Path, ids: np.ndarray, tokenizer: Tokenizer, vocab_size: int) -> str:
+    """Return the document's name, with the line of the first token beyond the vocabulary if the text contains it."""
+    token = tokenizer.id_to_token(int(ids[ids >= vocab_size][0]))
+    position = text.find(token) if token and isinstance(text, str) else -1
+    if position < 0 or isinstance(text, Path) or "\n" not in text:
+        return name
+    return f"{name}, line {text.count(chr(10), 0, position) + 1}"
+
+
+def _tokens_and_labels(windows: np.ndarray) -> dict[str, np.ndarray]:
+    return {"tokens": np.ascontiguousarray(windows[..., :-1]), "labels": np.ascontiguousarray(windows[..., 1:])}
+
+
+def _read_utf8(path: Path) -> str | None:
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise unreadable(path, error) from error
+    if b"\0" in data:
+        return None
+    try:
+        return data.decode("utf-8").removeprefix("\ufeff")  # byte order mark of some editors
+    except UnicodeDecodeError:
+        return None

@@ -1,10 +1,8 @@
 """Turn raw records into `Example`s: the fields of a record determine its kind, and pydantic checks their types.
 
-The result has one of four kinds: ``text``, ``prompt`` (a prompt and its completion), ``chat`` (messages) and ``alpaca``
-(an instruction, with or without input, and its output). ShareGPT's ``conversations`` become messages. A prompt and a
-completion that are lists of messages become one chat, whose turns before the completion have no loss. Turns with a
-``weight`` of 0, a field of OpenAI's records, have no loss either. Fields that other trainers read are rewritten or
-refused (`_normalize_record`).
+ShareGPT's ``conversations`` become messages. A prompt and a completion that are lists of messages become one chat,
+whose turns before the completion have no loss. Turns with a ``weight`` of 0, a field of OpenAI's records, have no loss
+either. Fields that other trainers read are rewritten or refused (`_normalize_record`).
 """
 
 from __future__ import annotations
@@ -13,24 +11,24 @@ import dataclasses
 import difflib
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from ...core import ConfigError, DataError, ModelFileError, parse_json, parse_json_value, shortened, shown, validate
+from ...core import (
+    ConfigError,
+    DataError,
+    ModelFileError,
+    check_type,
+    parse_json,
+    parse_json_value,
+    shortened,
+    shown,
+    validate,
+)
 
-_KINDS = {
-    "messages": ("messages",),
-    "conversations": ("conversations",),
-    "prompt": ("prompt", "completion"),
-    "alpaca": ("instruction", "output"),
-    "text": ("text",),
-}
-"""Required fields of each kind."""
-_OPTIONAL_FIELDS = {"alpaca": ("input",), "text": ()}
-"""Optional fields of a kind; the optional field of other kinds is tools."""
-_FIELDS = (*dict.fromkeys(field for fields in _KINDS.values() for field in fields), "input", "tools", "system")
 _ROLES = {
     "human": "user",
     "user": "user",
@@ -107,6 +105,12 @@ _SCHEMAS: dict[str, type[BaseModel]] = {
     "alpaca": _Alpaca,
     "text": _Text,
 }
+_KINDS = {
+    kind: tuple(name for name, field in schema.model_fields.items() if field.is_required())
+    for kind, schema in _SCHEMAS.items()
+}
+"""Required fields of each kind."""
+_FIELDS = (*(field for fields in _KINDS.values() for field in fields), "input", "tools", "system")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -114,7 +118,7 @@ class Example:
     """A checked record."""
 
     kind: str
-    """One of ``text``, ``prompt``, ``alpaca`` and ``chat``."""
+    """One of ``text``, ``prompt`` (with its completion), ``alpaca`` (an instruction and its output) and ``chat``."""
     where: str
     """File and line or row, for errors."""
     text: str = ""
@@ -146,12 +150,8 @@ def parse_columns(words: tuple[str, ...] | None) -> dict[str, str]:
     for word in words or ():
         field, separator, column = word.partition("=")
         if not separator or field not in _FIELDS or not column or field in column_of:
-            raise ConfigError(
-                f"columns: {shown(word)} does not map a field to a column",
-                expected=f"field=column, each field once, of {', '.join(_FIELDS)}",
-                got=shown(word),
-                hint="write for instance --columns messages=chat, or --columns prompt=question,completion=answer",
-            )
+            hint = f"write for instance --columns messages=chat, each field once; the fields are {', '.join(_FIELDS)}"
+            raise ConfigError(f"columns: {shown(word)} does not map a field to a column", hint=hint)
         column_of[field] = column
     return column_of
 
@@ -171,9 +171,9 @@ def parse_record(raw: Mapping[str, Any], where: str, columns: Mapping[str, str])
         DataError: when fields are missing, several kinds fit, or a value has another type.
     """
     kind, record = _kind_of(raw, where, columns)
-    fields_used = {*columns.values()} or {*_KINDS[kind], *_OPTIONAL_FIELDS.get(kind, ("tools",)), *_extra_fields(kind)}
-    if not columns and _is_other_label(raw.get("label")):
-        fields_used.discard("label")
+    fields_used = {*columns.values()} or {*_SCHEMAS[kind].model_fields, *_extra_fields(kind)}
+    if not columns and str(raw.get("label")).lower() not in ("true", "false"):
+        fields_used.discard("label")  # no verdict on the answer, but for example the number of a class
     unread = tuple(name for name in raw if name not in fields_used)
     example = _parse_example(kind, record, where)
     return example and dataclasses.replace(example, unread=unread)
@@ -182,30 +182,37 @@ def parse_record(raw: Mapping[str, Any], where: str, columns: Mapping[str, str])
 # --- kinds and checks ------------------------------------------------------------------------------------------------
 
 
+@contextmanager
+def as_data_error(hint: str | None = None) -> Generator[None]:
+    """Convert the ModelFileError of a reader that models share to a DataError, with another hint if one is given."""
+    try:
+        yield
+    except ModelFileError as error:
+        raise DataError(error.message, expected=error.expected, got=error.got, hint=hint or error.hint) from error
+
+
 def _parse_example(kind: str, record: dict[str, Any], location: str) -> Example | None:
     """Check a record of a known kind, and return it; None for a blank one."""
+    record = {**record, **_parse_text_lists(record, location)}
     if kind == "conversations":
-        _check_speakers({**record, **_parse_text_lists(record, location)}, location)
-    record = _normalize_record(kind, {**record, **_parse_text_lists(record, location)}, location)
-    if any(_is_blank(record[name]) for name in _KINDS[kind][-1:]):
+        _check_speakers(record, location)
+    record = _normalize_record(kind, record, location)
+    if _is_blank(record[_KINDS[kind][-1]]):
         return None
-    try:
+    with as_data_error():
         validate(_SCHEMAS[kind], record, location, hint=_CHAT_HINT if kind == "messages" else _HINT)
-    except ModelFileError as error:
-        raise DataError(error.message, expected=error.expected, got=error.got, hint=error.hint) from error
     _check_unicode(record, location)
-    for name in ("messages", "prompt", "completion", "conversations"):
-        _check_weights(record.get(name), location)
-    for name in ("messages", "prompt", "completion"):
-        _check_roles(record.get(name), location)
+    for name in _KINDS[kind]:
+        _check_turns(record[name], location)
     if kind == "text":
         return Example(kind="text", where=location, text=record["text"])
     if kind == "alpaca":
-        _check_unread(record, location)
-        input_text = record.get("input") or ""
-        return Example(
-            kind="alpaca", where=location, prompt=record["instruction"], more=input_text, text=record["output"]
-        )
+        if not _is_blank(record.get("history")):  # the answer may depend on it
+            words = ",".join(f"{field}={field}" for field in ("instruction", "input", "output") if field in record)
+            hint = f"write earlier turns and the record as messages, or leave history out: --columns {words}"
+            raise DataError(f"{location}: history is not read with instruction and output", hint=hint)
+        prompt, more, text = record["instruction"], record.get("input") or "", record["output"]
+        return Example(kind="alpaca", where=location, prompt=prompt, more=more, text=text)
     tools = record.get("tools")
     if kind == "messages":
         return Example(kind="chat", where=location, messages=tuple(record["messages"]), tools=tools)
@@ -215,59 +222,39 @@ def _parse_example(kind: str, record: dict[str, Any], location: str) -> Example 
     return _prompt_example(record, location, tools)
 
 
-def _is_other_label(value: Any) -> bool:
-    """Return whether the field ``label`` is not a verdict on the answer, but for example the number of a class."""
-    return str(value).lower() not in ("true", "false")
-
-
 def _check_speakers(record: Mapping[str, Any], location: str) -> None:
     """Raise for a field named conversations whose turns are messages with a role."""
     turns = record["conversations"]
     if isinstance(turns, list) and any(isinstance(turn, Mapping) and "role" in turn for turn in turns):
         fields = {"tools": "tools", "system": "system", "system_prompt": "system"}
         extra_columns = "".join(f",{field}={name}" for name, field in fields.items() if record.get(name))
-        raise DataError(
-            f"{location}: conversations has turns with a role",
-            expected="from and value in each turn; or messages, with role and content",
-            hint=f"read them as messages: --columns messages=conversations{extra_columns}",
-        )
+        hint = f"read them as messages: --columns messages=conversations{extra_columns}"
+        raise DataError(f"{location}: conversations has turns with a role, instead of from and value", hint=hint)
 
 
 def _kind_of(raw: Mapping[str, Any], location: str, columns: Mapping[str, str]) -> tuple[str, dict[str, Any]]:
     missing = [column for column in columns.values() if column not in raw]
     if missing:
-        raise DataError(
-            f"{location}: the record has no field {shown(missing[0])}",
-            got=f"fields {_list_fields(raw)}",
-            hint="write the field, or name a column of the record with --columns",
-        )
+        hint = "write the field, or name a column of the record with --columns"
+        raise DataError(f"{location}: the record has no field {shown(missing[0])}", got=_list_fields(raw), hint=hint)
     record = {field: raw[column] for field, column in columns.items()} if columns else dict(raw)
     kinds = [kind for kind, fields in _KINDS.items() if all(field in record for field in fields)]
     if len(kinds) == 1:
         return kinds[0], record
     if kinds:
         fields = [" and ".join(_KINDS[kind]) for kind in kinds]
-        names = [
-            *_KINDS[kinds[0]],
-            *(name for name in _OPTIONAL_FIELDS.get(kinds[0], ("tools",)) if name in record),
-        ]
-        raise DataError(
-            f"{location}: the record matches several kinds: {'; '.join(fields)}",
-            expected="one kind",
-            got=f"fields {_list_fields(raw)}",
-            hint=f"select one of them: --columns {','.join(f'{name}={columns.get(name, name)}' for name in names)}",
-        )
-    delimiter = next(
-        (delimiter for delimiter in (";", "\t", "|") if len(raw) == 1 and delimiter in next(iter(raw))), None
-    )
-    raise DataError(
-        f"{location}: the record matches no known kind",
-        expected="text; prompt and completion; instruction and output; messages; or conversations",
-        got=f"fields {_list_fields(raw)}",
-        hint="name the columns, for instance --columns messages=chat or --columns prompt=question,completion=answer"
-        if delimiter is None
-        else f"write the file with commas, or as .tsv with tabs; columns seem to be separated by {shown(delimiter)}",
-    )
+        optional = [name for name in _SCHEMAS[kinds[0]].model_fields if name in record and name not in _KINDS[kinds[0]]]
+        names = [*_KINDS[kinds[0]], *optional]
+        hint = f"select one of them: --columns {','.join(f'{name}={columns.get(name, name)}' for name in names)}"
+        raise DataError(f"{location}: the record matches several kinds: {'; '.join(fields)}", hint=hint)
+    delimiters = [delimiter for delimiter in (";", "\t", "|") if len(raw) == 1 and delimiter in next(iter(raw))]
+    expected = "text; prompt and completion; instruction and output; messages; or conversations"
+    hint = "name the columns, for instance --columns messages=chat or --columns prompt=question,completion=answer"
+    if delimiters:
+        hint = "write the file with commas, or as .tsv with tabs; columns seem to be separated by "
+        hint += shown(delimiters[0])
+    problem = "the record matches no known kind"
+    raise DataError(f"{location}: {problem}", expected=expected, got=_list_fields(raw), hint=hint)
 
 
 def _parse_text_lists(record: Mapping[str, Any], location: str) -> dict[str, Any]:
@@ -287,8 +274,7 @@ def parse_list(content: bytes, where: str) -> list[Any]:
     except ModelFileError as error:
         raise DataError(error.message, got=error.got, hint=_remedy(content)) from error
     if not isinstance(value, list):
-        hint = "write a list of objects, or one object a line in a .jsonl file"
-        raise DataError(f"{where}: not a list", expected="a JSON list", hint=hint)
+        raise DataError(f"{where}: not a list", hint="write a list of objects, or one object a line in a .jsonl file")
     return value  # pyright: ignore[reportUnknownVariableType]
 
 
@@ -306,30 +292,22 @@ def _prompt_example(record: Mapping[str, Any], location: str, tools: Any) -> Exa
     if isinstance(prompt, str) and isinstance(completion, str):
         return Example(kind="prompt", where=location, prompt=prompt, text=completion)
     if isinstance(prompt, str) or isinstance(completion, str):
-        raise DataError(
-            f"{location}: one of prompt and completion is text, the other a list of messages",
-            expected="both text, or both messages",
-            hint="write both as messages, or both as text",
-        )
+        hint = "write both as messages, or both as text"
+        raise DataError(f"{location}: one of prompt and completion is text, the other a list of messages", hint=hint)
     return Example(kind="chat", where=location, messages=(*prompt, *completion), tools=tools, first=len(prompt))
 
 
 def _message_of_turn(turn: Mapping[str, Any], location: str) -> dict[str, Any]:
     """Convert a turn of ShareGPT to a message."""
+    weight = {"weight": turn["weight"]} if "weight" in turn else {}
     if turn["from"] in _TOOL_CALL_SPEAKERS:
-        return {"role": "assistant", "tool_calls": _parse_calls(turn.get("value", ""), location), **_weight_field(turn)}
+        return {"role": "assistant", "tool_calls": _parse_calls(turn.get("value", ""), location), **weight}
     role = _ROLES.get(turn["from"])
     if role is None:
-        raise DataError(
-            f"{location}: conversations has an unknown speaker {shown(turn['from'])}",
-            expected=f"one of {', '.join((*_ROLES, *_TOOL_CALL_SPEAKERS))}",
-            hint="rename it, or write messages with role and content",
-        )
-    return {"role": role, "content": turn.get("value", ""), **_weight_field(turn)}
-
-
-def _weight_field(turn: Mapping[str, Any]) -> dict[str, Any]:
-    return {"weight": turn["weight"]} if "weight" in turn else {}
+        names = ", ".join((*_ROLES, *_TOOL_CALL_SPEAKERS))
+        hint = f"rename it to one of {names}, or write messages with role and content"
+        raise DataError(f"{location}: conversations has an unknown speaker {shown(turn['from'])}", hint=hint)
+    return {"role": role, "content": turn.get("value", ""), **weight}
 
 
 def _parse_calls(value: str, location: str) -> list[dict[str, Any]]:
@@ -337,63 +315,30 @@ def _parse_calls(value: str, location: str) -> list[dict[str, Any]]:
     text = value.strip().encode("utf-8", "surrogatepass")
     calls = parse_list(text if text.startswith(b"[") else b"[" + text + b"]", f"{location}: a tool call")
     if not calls or not all(isinstance(call, dict) and "name" in call for call in calls):
-        raise DataError(
-            f"{location}: the tool call cannot be read",
-            expected='{"name": "...", "arguments": {...}}, or a list of such objects',
-            got=shown(value),
-            hint="write messages, with tool_calls in the assistant's turns",
-        )
+        hint = 'write {"name": "...", "arguments": {...}}, a list of such objects, or messages with tool_calls'
+        raise DataError(f"{location}: the tool call cannot be read", got=shown(value), hint=hint)
     return [{"type": "function", "function": _normalize_call(call, location)} for call in calls]
 
 
-def _check_weights(turns: Any, location: str) -> None:
-    """Refuse a weight other than 0 and 1, which would have no effect."""
+def _check_turns(turns: Any, location: str) -> None:
+    """Refuse a weight other than 0 and 1, which would have no effect, and a misspelt role or a role of ShareGPT.
+
+    A template would write such a role, but the turn would not be learned. Other roles, such as ``developer`` or
+    ``ipython``, are passed to the template.
+    """
     for turn in turns if isinstance(turns, list) else ():
         weight = turn.get("weight")
         if weight is not None and (isinstance(weight, bool) or weight not in (0, 1)):
-            raise DataError(
-                f"{location}: a turn has the weight {shown(weight)}",
-                expected="0, which is read and not learned, or 1, the default",
-                got=shown(weight),
-                hint="remove the weight, or write 0 or 1; a turn is learned or not",
-            )
-
-
-def _check_unread(record: Mapping[str, Any], location: str) -> None:
-    """Refuse a history in addition to Alpaca's fields, since the answer may depend on it and it is not read."""
-    fields = [field for field in ("instruction", "input", "output") if field in record]
-    if not _is_blank(record.get("history")):
-        raise DataError(
-            f"{location}: history is not read with instruction and output",
-            expected="messages, which include earlier turns",
-            got=shown(record["history"]),
-            hint="write the record as messages, or leave history out: "
-            f"--columns {','.join(f'{field}={field}' for field in fields)}",
-        )
-
-
-def _check_roles(turns: Any, location: str) -> None:
-    """Refuse a misspelt role or a role of ShareGPT: a template would write it, but the turn would not be learned.
-
-    Other roles, such as ``developer`` or ``ipython``, are passed to the template.
-    """
-    for turn in turns if isinstance(turns, list) else ():
-        role = turn["role"]
+            hint = "write 0 for a turn that is read and not learned, or 1, the default"
+            raise DataError(f"{location}: a turn has the weight {shown(weight)}, which is neither 0 nor 1", hint=hint)
+        role = turn.get("role", "user")  # a turn of ShareGPT has a speaker, which `_message_of_turn` checks
         if role in _KNOWN_ROLES:
             continue
         name = role.strip().lower()
-        close = (
-            [_ROLES[name]]
-            if name in _SHAREGPT_ROLES
-            else difflib.get_close_matches(name, _KNOWN_ROLES, n=1, cutoff=0.8)
-        )
-        if close:
-            raise DataError(
-                f"{location}: unknown role {shown(role)}",
-                expected=f"one of {', '.join(_KNOWN_ROLES)}, or another role of the chat template",
-                got=shown(role),
-                hint=f"write {close[0]}",
-            )
+        matches = difflib.get_close_matches(name, _KNOWN_ROLES, n=1, cutoff=0.8)
+        if name in _SHAREGPT_ROLES or matches:
+            close = _ROLES[name] if name in _SHAREGPT_ROLES else matches[0]
+            raise DataError(f"{location}: unknown role {shown(role)}", hint=f"write {close}")
 
 
 def _is_blank(value: Any) -> bool:
@@ -404,15 +349,12 @@ def _check_unicode(record: Mapping[str, Any], location: str) -> None:
     try:
         json.dumps(record, ensure_ascii=False, default=str).encode("utf-8")
     except UnicodeEncodeError as error:
-        raise DataError(
-            f"{location}: the text is not valid Unicode",
-            got=str(error),
-            hint="write the file again; half of a surrogate pair (\\ud800 to \\udfff) is not a character",
-        ) from error
+        hint = "write the file again; half of a surrogate pair (\\ud800 to \\udfff) is not a character"
+        raise DataError(f"{location}: the text is not valid Unicode", got=str(error), hint=hint) from error
 
 
 def _list_fields(raw: Mapping[str, Any]) -> str:
-    return shortened(", ".join(map(shown, raw)), 300) if raw else "none"
+    return f"fields {shortened(', '.join(map(shown, raw)), 300)}" if raw else "no fields"
 
 
 # --- fields of other trainers ----------------------------------------------------------------------------------------
@@ -426,25 +368,18 @@ def _extra_fields(kind: str) -> tuple[str, ...]:
 def _normalize_record(kind: str, record: Mapping[str, Any], location: str) -> dict[str, Any]:
     """Rewrite the unchecked fields of a record into those that chat templates read.
 
-    Records come from many tools, and an ignored field changes what a model learns. Some fields have one meaning: a
-    system prompt next to messages, flags that exclude a turn from the loss, OpenAI's older function calls, and
-    tool-call arguments as JSON text. They are rewritten. Rejected answers and images are refused. Sources: OpenAI's
-    function calling, TRL's KTO records, and the turn flags of Axolotl and ms-swift.
-
-    `kind` is a key of `_KINDS`. The result has no `_extra_fields`, and its turns have no null fields. A rejected
-    answer, images, two different system prompts, and a flag, function or tool-call argument of another type raise
-    DataError.
+    `kind` is a key of `_KINDS`. The result has no `_extra_fields`, and its turns have no null fields.
     """
-    if kind == "text":
-        _refuse_media(kind, record, location)
-        return dict(record)
-    if str(record.get("label")).lower() == "false":
-        raise DataError(
-            f"{location}: label is false, so the answer was rejected",
-            expected="answers to learn",
-            hint="remove such records: training on them would teach what was rejected",
-        )
+    # Records come from many tools, and an ignored field changes what a model learns. Some fields have one meaning: a
+    # system prompt next to messages, flags that exclude a turn from the loss, OpenAI's older function calls, and
+    # tool-call arguments as JSON text. They are rewritten. Rejected answers and images are refused. Sources: OpenAI's
+    # function calling, TRL's KTO records, and the turn flags of Axolotl and ms-swift.
+    if kind != "text" and str(record.get("label")).lower() == "false":
+        hint = "remove such records: training on them would teach what was rejected"
+        raise DataError(f"{location}: label is false, so the answer was rejected", hint=hint)
     _refuse_media(kind, record, location)
+    if kind == "text":
+        return dict(record)
     fields = {name: value for name, value in record.items() if name not in _extra_fields(kind)}
     for name in _LIST_FIELDS:
         if isinstance(turns := fields.get(name), list):
@@ -463,59 +398,38 @@ def _refuse_media(kind: str, record: Mapping[str, Any], location: str) -> None:
         return
     for name in _MEDIA_FIELDS:
         if record.get(name):
-            raise DataError(
-                f"{location}: the record has {name}, which text models do not read",
-                expected="records of text only",
-                got=shown(record[name]),
-                hint="remove such records; if the text is complete without them, name the columns with --columns",
-            )
+            hint = "remove such records; if the text is complete without them, name the columns with --columns"
+            raise DataError(f"{location}: the record has {name}, which text models do not read", hint=hint)
 
 
 def _tools_from_functions(functions: Any, tools: Any, location: str) -> list[dict[str, Any]]:
     """Rewrite OpenAI's older ``functions`` as ``tools``."""
     if tools:
-        hint = "remove functions from the record"
-        raise DataError(f"{location}: a record has both tools and functions", expected="one of them", hint=hint)
-    if not isinstance(functions, list):
-        raise DataError(
-            f"{location}: functions is not a list",
-            expected="a list of objects with name and parameters",
-            got=shown(functions),
-            hint="write a list, or name the columns with --columns",
-        )
+        raise DataError(f"{location}: a record has both tools and functions", hint="remove functions from the record")
+    hint = "write objects with name and parameters, or name the columns with --columns"
+    check_type(f"{location}: functions", functions, list, "a list", hint=hint, error=DataError)
     return [{"type": "function", "function": function} for function in functions]
 
 
 def _prepend_system(kind: str, fields: dict[str, Any], record: Mapping[str, Any], location: str) -> dict[str, Any]:
     """Prepend the system prompt that stands next to the turns."""
-    systems = {name: record[name] for name in _SYSTEM_FIELDS if _has_text(record.get(name))}
+    systems = {name: record[name] for name in _SYSTEM_FIELDS if not _is_blank(record.get(name))}
     if not systems:
         return fields
     name, system = next(iter(systems.items()))
     turns = fields.get(kind)
     if len(systems) > 1 or not isinstance(system, str) or not isinstance(turns, list):
-        raise DataError(
-            f"{location}: {' and '.join(systems)} next to {_FIELD_NAMES.get(kind, kind)} cannot be read",
-            expected="messages, where a system prompt is the first turn; or one text next to messages",
-            got=shown(system),
-            hint="write the record as messages; to train without the system prompt, name the columns with --columns",
-        )
+        names = f"{' and '.join(systems)} next to {_FIELD_NAMES.get(kind, kind)}"
+        hint = "write the system prompt as the first message; to train without it, name the columns with --columns"
+        raise DataError(f"{location}: {names} cannot be read", got=shown(system), hint=hint)
     first = turns[0] if turns and isinstance(turns[0], Mapping) else {}
     if first.get("role", first.get("from")) == "system":
         if first.get("content", first.get("value")) == system:
             return fields
-        raise DataError(
-            f"{location}: {name} differs from the system prompt in the first message",
-            expected="one system prompt",
-            got=shown(system),
-            hint=f"remove {name} or the first message",
-        )
+        hint = f"remove {name} or the first message"
+        raise DataError(f"{location}: {name} differs from the system prompt in the first message", hint=hint)
     turn = {"from": "system", "value": system} if kind == "conversations" else {"role": "system", "content": system}
     return {**fields, kind: [turn, *turns]}
-
-
-def _has_text(value: Any) -> bool:
-    return value is not None and not (isinstance(value, str) and not value.strip())
 
 
 def _normalize_turn(turn: Mapping[str, Any], location: str) -> dict[str, Any]:
@@ -527,12 +441,8 @@ def _normalize_turn(turn: Mapping[str, Any], location: str) -> dict[str, Any]:
         if value is None:
             continue
         if value not in (0, 1):  # True and False equal 1 and 0
-            raise DataError(
-                f"{location}: a turn has {name} = {shown(value)}",
-                expected="true or false, 1 or 0",
-                got=shown(value),
-                hint=f"remove {name}, which says whether a turn is learned, or write weight: 0",
-            )
+            hint = f"remove {name}, which says whether a turn is learned, or write weight: 0"
+            raise DataError(f"{location}: a turn has {name} = {shown(value)}, not true, false, 1 or 0", hint=hint)
         if bool(value) is excluding_value:
             fields["weight"] = 0
     if isinstance(parts := fields.get("content"), list):
@@ -542,12 +452,8 @@ def _normalize_turn(turn: Mapping[str, Any], location: str) -> dict[str, Any]:
     if "function_call" in fields:
         call = fields.pop("function_call")
         if "tool_calls" in fields or not isinstance(call, Mapping):
-            raise DataError(
-                f"{location}: the function_call of a turn cannot be read",
-                expected="an object with name and arguments, in a turn without tool_calls",
-                got=shown(call),
-                hint="write tool_calls instead",
-            )
+            hint = "write tool_calls instead, or one object with name and arguments in a turn without tool_calls"
+            raise DataError(f"{location}: the function_call of a turn cannot be read", got=shown(call), hint=hint)
         fields["tool_calls"] = [{"type": "function", "function": call}]
     if fields.get("role") == "function":
         fields["role"] = "tool"
@@ -562,12 +468,8 @@ def _refuse_other_parts(parts: list[Any], location: str) -> None:
     """Refuse images, sounds and thoughts among the parts of a message."""
     for part in parts:
         if isinstance(part, Mapping) and part.get("type", "text") not in _TEXT_PARTS:
-            raise DataError(
-                f"{location}: a part of a message has the type {shown(part['type'])}, which text models do not read",
-                expected='text, or parts such as {"type": "text", "text": "..."}, which are joined',
-                got=shown(part),
-                hint="remove such records, or these parts of them",
-            )
+            hint = 'remove such records, or these parts of them; {"type": "text", "text": "..."} is read'
+            raise DataError(f"{location}: a part of a message has the type {shown(part['type'])}, not text", hint=hint)
 
 
 def _normalize_call(call: Mapping[str, Any], location: str) -> dict[str, Any]:
@@ -581,9 +483,6 @@ def _normalize_call(call: Mapping[str, Any], location: str) -> dict[str, Any]:
     try:  # OpenAI writes text, which the filter `tojson` of a template would quote again
         return {**fields, "arguments": parse_json(arguments.encode("utf-8", "surrogatepass"), location)}
     except ModelFileError as error:
-        raise DataError(
-            f"{location}: the arguments of a tool call are text, but not a JSON object",
-            expected='an object, or the text of an object such as "{\\"city\\": \\"Kiel\\"}"',
-            got=shown(arguments),
-            hint="write the arguments as an object; without arguments, write {}",
-        ) from error
+        problem = "tool-call arguments are not a JSON object"
+        hint = 'write them as an object such as {"city": "Kiel"}; without arguments, write {}'
+        raise DataError(f"{location}: {problem}", got=shown(arguments), hint=hint) from error

@@ -8,7 +8,9 @@ from __future__ import annotations
 import bisect
 import dataclasses
 import hashlib
+import itertools
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -132,33 +134,28 @@ def record_data(
     import grain  # takes a second; `import lowtide` does not need it
 
     options: Any = {"end_token": end_token, "loss_on": loss_on, "vocab_size": vocab_size, "on_progress": on_progress}
-    column_of = parse_columns(columns)
-    store = open_store(source, tokenizer, template, columns=column_of, **options)
-    eval_store = (
-        store if eval_source is None else open_store(eval_source, tokenizer, template, columns=column_of, **options)
-    )
+    options["columns"] = parse_columns(columns)
+    store = open_store(source, tokenizer, template, **options)
+    eval_store = store if eval_source is None else open_store(eval_source, tokenizer, template, **options)
     seq_len = seq_len if isinstance(seq_len, int) else seq_len(int(store.lengths.max(initial=1)))
     train, held_out = _split_documents(store, eval_store, held_out_fraction, seed)
-    pack = _Packer(seq_len=seq_len, packing=packing, too_long=too_long)
+    pack = partial(_pack, seq_len=seq_len, packing=packing, too_long=too_long)
     train, rows, counts = pack(store, train, "data: ")
     eval_pieces, eval_rows, eval_counts = pack(eval_store, held_out, "held-out data: ")
     row_source = RowSource(store, train, rows, seq_len)
     dataset = grain.MapDataset.source(row_source).seed(seed).shuffle().repeat().batch(batch_size)  # pyright: ignore
     settings = f"{store.digest} {eval_store.digest} {seq_len} {seed} {held_out_fraction} {packing} {too_long}"
-    report = dataclasses.replace(
-        _report(store, template, train, rows, counts, seq_len),
-        num_held_out_left_out=eval_counts["num_dropped"] + eval_counts["num_without_loss"],
-        num_held_out_lost_tokens=eval_counts["num_lost_tokens"],
-        examples=_examples(store, tokenizer, train.document[:_NUM_EXAMPLES]),
-    )
+    counts["num_held_out_left_out"] = eval_counts["num_dropped"] + eval_counts["num_without_loss"]
+    counts["num_held_out_lost_tokens"] = eval_counts["num_lost_tokens"]
+    counts["examples"] = [_example(store, tokenizer, document) for document in train.document[:_NUM_EXAMPLES]]
     return RecordData(
         train=dataset,
-        held_out=_Batches(RowSource(eval_store, eval_pieces, eval_rows, seq_len), batch_size, seq_len),
+        held_out=EvaluationBatches(RowSource(eval_store, eval_pieces, eval_rows, seq_len), batch_size),
         num_train_tokens=int(train.length.sum()),
         num_held_out_tokens=int(eval_pieces.length.sum()),
         digest=hashlib.sha256(settings.encode()).hexdigest(),
         seq_len=seq_len,
-        report=report,
+        report=_report(store, template, train, rows, counts, seq_len),
     )
 
 
@@ -197,13 +194,13 @@ def evaluation_data(
     Memory:
         As in `record_data`.
     """
-    column_of = parse_columns(columns)
     options: Any = {"end_token": end_token, "loss_on": loss_on, "vocab_size": vocab_size}
-    store = open_store(source, tokenizer, template, columns=column_of, **options)
-    pack = _Packer(seq_len=seq_len, packing="best-fit", too_long="split")
-    pieces, rows, counts = pack(store, np.arange(len(store.lengths)), "data: ")
+    store = open_store(source, tokenizer, template, columns=parse_columns(columns), **options)
+    documents = np.arange(len(store.lengths))
+    pieces, rows, counts = _pack(store, documents, "data: ", seq_len=seq_len, packing="best-fit", too_long="split")
+    counts |= {"num_held_out_left_out": 0, "num_held_out_lost_tokens": 0, "examples": []}
     report = _report(store, template, pieces, rows, counts, seq_len)
-    return _Batches(RowSource(store, pieces, rows, seq_len), batch_size, seq_len), report
+    return EvaluationBatches(RowSource(store, pieces, rows, seq_len), batch_size), report
 
 
 # --- rows and batches ------------------------------------------------------------------------------------------------
@@ -212,22 +209,20 @@ def evaluation_data(
 class RowSource:
     """Rows by number, built at access from memory-mapped tokens; the data source for Grain.
 
-    A row has ``tokens``, ``labels``, ``segment_ids`` and ``positions``, int32 [T]. ``labels[t]`` is the token after
-    ``tokens[t]`` if that token is learned and in the same document, else -100. ``segment_ids`` numbers the documents of
-    a row from 1, and is 0 in padding. ``positions`` begins at 0 in each document.
+    Leaves are int32 [T]. ``labels[t]`` is the token after ``tokens[t]`` if that token is learned and in the same
+    document, else -100. ``segment_ids`` numbers the documents of a row from 1, and is 0 in padding.
     """
 
     def __init__(self, store: Store, pieces: Pieces, rows: Rows, seq_len: int) -> None:
         self._store, self._pieces, self._rows, self._seq_len = store, pieces, rows, seq_len
 
     def __len__(self) -> int:
-        """Count the rows."""
         return len(self._rows)
 
     def __getitem__(self, number: Any) -> dict[str, np.ndarray]:
-        """Build a row."""
         number, pieces = int(number), self._pieces
-        row = _padding(self._seq_len)
+        row = {name: np.zeros(self._seq_len, np.int32) for name in ("tokens", "labels", "segment_ids", "positions")}
+        row["labels"][:] = IGNORE
         position = 0
         members = self._rows.order[self._rows.offsets[number] : self._rows.offsets[number + 1]]
         for segment, piece in enumerate(members, 1):
@@ -245,32 +240,23 @@ class RowSource:
         return row
 
 
-class _Batches(Sequence[dict[str, np.ndarray]]):
-    """Batches of `batch_size` rows in order; the last batch is padded with empty rows."""
+class EvaluationBatches(Sequence[dict[str, np.ndarray]]):
+    """Batches of rows in order, built at access; the last batch is padded with rows whose labels are all ignored."""
 
-    def __init__(self, rows: RowSource, batch_size: int, seq_len: int) -> None:
-        self._rows, self._batch_size, self._seq_len = rows, batch_size, seq_len
+    def __init__(self, rows: Any, batch_size: int) -> None:
+        self._rows, self._batch_size = rows, batch_size
 
     def __len__(self) -> int:
-        """Count the batches."""
         return -(-len(self._rows) // self._batch_size)
 
     def __getitem__(self, number: Any) -> Any:
-        """Build a batch, or a list of batches for a slice."""
         if isinstance(number, slice):
             return [self[i] for i in range(*number.indices(len(self)))]
-        number = range(len(self))[number]  # raises the IndexError that ends an iteration
-        start = number * self._batch_size
+        start = range(len(self))[number] * self._batch_size  # raises the IndexError that ends an iteration
         rows = [self._rows[i] for i in range(start, min(start + self._batch_size, len(self._rows)))]
-        rows += [_padding(self._seq_len)] * (self._batch_size - len(rows))
+        padding = {name: np.full_like(leaf, IGNORE if name == "labels" else 0) for name, leaf in rows[0].items()}
+        rows += [padding] * (self._batch_size - len(rows))
         return {name: np.stack([row[name] for row in rows]) for name in rows[0]}
-
-
-def _padding(seq_len: int) -> dict[str, np.ndarray]:
-    """Return an empty row: all labels are ignored."""
-    row = {name: np.zeros(seq_len, np.int32) for name in ("tokens", "labels", "segment_ids", "positions")}
-    row["labels"][:] = IGNORE
-    return row
 
 
 # --- packing ---------------------------------------------------------------------------------------------------------
@@ -304,7 +290,6 @@ class Rows:
     """Index in `order` of the first piece of each row, then N, int64 [R + 1]."""
 
     def __len__(self) -> int:
-        """Count the rows."""
         return len(self.offsets) - 1
 
 
@@ -321,9 +306,8 @@ def cut_documents(lengths: np.ndarray, documents: np.ndarray, seq_len: int, too_
         piece_documents = np.repeat(documents, counts)
         first = np.repeat(np.cumsum(counts) - counts, counts)
         start = (np.arange(len(piece_documents)) - first) * seq_len
-        return Pieces(
-            piece_documents, start, np.minimum(np.repeat(document_lengths, counts) - start, seq_len), num_long, 0, 0
-        )
+        piece_lengths = np.minimum(np.repeat(document_lengths, counts) - start, seq_len)
+        return Pieces(piece_documents, start, piece_lengths, num_long, 0, 0)
     if too_long == "drop":
         short_documents = documents[~is_long]
         num_lost = int(document_lengths[is_long].sum())
@@ -375,65 +359,45 @@ def best_fit(lengths: np.ndarray, seq_len: int) -> Rows:
     return Rows(np.argsort(row_of, kind="stable"), np.concatenate([[0], np.cumsum(counts)]).astype(np.int64))
 
 
-def one_row_each(count: int) -> Rows:
-    """Put every piece into a separate row."""
-    return Rows(np.arange(count), np.arange(count + 1))
+def _pack(
+    store: Store, documents: np.ndarray, source: str, *, seq_len: int, packing: str, too_long: str
+) -> tuple[Pieces, Rows, dict[str, Any]]:
+    """Cut and pack documents, and count cut, dropped and unlearned ones."""
+    pieces = cut_documents(store.lengths, documents, seq_len, too_long)
+    # Drop pieces without a learned token before packing: they would fill rows and add nothing to the loss.
+    num_learned = _count_learned(store, pieces)
+    useful = np.flatnonzero(num_learned)
+    if not len(useful):
+        _refuse_without_answer(store, documents, source)
+        got = f"{len(documents)} documents, {pieces.num_cut} cut and {pieces.num_dropped} dropped as too long"
+        hint = f"raise --seq-len above {seq_len}, give more data, or learn the prompts, too: --loss-on all"
+        raise DataError(f"{source}no document with a token to learn is left", got=got, hint=hint)
+    counts = {
+        "num_cut": pieces.num_cut,
+        "num_dropped": pieces.num_dropped,
+        "num_lost_tokens": pieces.num_cut_tokens,
+        "num_without_loss": len(pieces.document) - len(useful),
+        "loss_share": int(num_learned.sum()) / int(pieces.length[useful].sum()),
+    }
+    parts = {name: getattr(pieces, name)[useful] for name in ("document", "start", "length")}
+    pieces = dataclasses.replace(pieces, **parts)
+    if packing == "none":
+        return pieces, Rows(np.arange(len(useful)), np.arange(len(useful) + 1)), counts
+    return pieces, best_fit(pieces.length, seq_len), counts
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _Packer:
-    seq_len: int
-    packing: str
-    too_long: str
-
-    def __call__(self, store: Store, documents: np.ndarray, source: str) -> tuple[Pieces, Rows, dict[str, Any]]:
-        """Cut and pack documents, and count cut, dropped and unlearned ones."""
-        pieces = cut_documents(store.lengths, documents, self.seq_len, self.too_long)
-        # Drop pieces without a learned token before packing: they would fill rows and add nothing to the loss.
-        learned = _count_learned(store, pieces)
-        useful = np.flatnonzero(learned)
-        useful_pieces = Pieces(
-            pieces.document[useful],
-            pieces.start[useful],
-            pieces.length[useful],
-            pieces.num_cut,
-            pieces.num_cut_tokens,
-            pieces.num_dropped,
-        )
-        if not len(useful):
-            # Without cutting: do whole documents have a learned token?
-            if not _count_learned(
-                store, cut_documents(store.lengths, documents, int(store.lengths.max()), "cut")
-            ).any():
-                raise _no_answer_error(store, documents, source)
-            raise DataError(
-                f"{source}no document with a token to learn is left",
-                expected=f"documents whose completion begins within --seq-len {self.seq_len}",
-                got=f"{len(documents)} documents, {pieces.num_cut} cut and {pieces.num_dropped} dropped as too long",
-                hint="raise --seq-len, give more data, or learn the prompts, too, with --loss-on all",
-            )
-        rows = one_row_each(len(useful)) if self.packing == "none" else best_fit(useful_pieces.length, self.seq_len)
-        counts = {
-            "num_cut": pieces.num_cut,
-            "num_dropped": pieces.num_dropped,
-            "num_lost_tokens": pieces.num_cut_tokens,
-            "num_without_loss": len(pieces.document) - len(useful),
-            "loss_share": int(learned.sum()) / int(useful_pieces.length.sum()),
-        }
-        return useful_pieces, rows, counts
-
-
-def _no_answer_error(store: Store, documents: np.ndarray, source: str) -> DataError:
+def _refuse_without_answer(store: Store, documents: np.ndarray, source: str) -> None:
+    """Raise DataError if no document has a learned token, even without cutting."""
+    if _count_learned(store, cut_documents(store.lengths, documents, int(store.lengths.max()), "cut")).any():
+        return
     expectations = {
         "chat": 'turns of the role assistant with content, without "weight": 0, and inside the marks of the template',
         "text": "documents of more than one token",
     }
-    return DataError(
-        f"{source}there is no answer to learn",
-        expected=expectations.get(store.kind, "completions or outputs that are not empty"),
-        got=f"{len(documents):,} documents of the kind {store.kind}, none with a token to learn",
-        hint="check the roles of the records and the template's marks, or learn all tokens with --loss-on all",
-    )
+    expected = expectations.get(store.kind, "completions or outputs that are not empty")
+    got = f"{len(documents):,} documents of the kind {store.kind}, none with a token to learn"
+    hint = "check the roles of the records and the template's marks, or learn all tokens with --loss-on all"
+    raise DataError(f"{source}there is no answer to learn", expected=expected, got=got, hint=hint)
 
 
 def _count_learned(store: Store, pieces: Pieces) -> np.ndarray:
@@ -455,11 +419,8 @@ def _split_documents(store: Store, eval_store: Store, fraction: float, seed: int
     if eval_store is not store:
         return order, np.arange(len(eval_store.lengths))
     if count < 2:
-        raise DataError(
-            "the data has one document, too few to train on one and hold out another",
-            expected="at least two documents",
-            hint="give more data, or a separate file for evaluation: --eval-data",
-        )
+        hint = "give more data, or a separate file for evaluation: --eval-data"
+        raise DataError("the data has one document, too few to train on one and hold out another", hint=hint)
     num_held_out = min(count - 1, max(1, round(count * fraction)))
     return order[:-num_held_out], order[-num_held_out:]
 
@@ -481,26 +442,18 @@ def _report(
         unread=store.unread,
         num_rows=len(rows),
         utilisation=int(pieces.length.sum()) / (len(rows) * seq_len),
-        num_held_out_left_out=0,
-        num_held_out_lost_tokens=0,
-        examples=[],
         **counts,
     )
 
 
-def _examples(store: Store, tokenizer: Tokenizer, documents: np.ndarray) -> list[list[tuple[str, bool]]]:
-    """Decode the beginnings of documents, in runs of learned and unlearned tokens."""
-    examples: list[list[tuple[str, bool]]] = []
-    for document in documents:
-        start = int(store.offsets[document])
-        end = min(int(store.offsets[document + 1]), start + _EXAMPLE_TOKENS)
-        tokens, learned = store.tokens[start:end], store.learned[start:end].astype(bool)
-        bounds = [0, *(np.flatnonzero(learned[1:] != learned[:-1]) + 1).tolist(), end - start]
-        examples.append(
-            [
-                (tokenizer.decode(tokens[a:b].tolist(), skip_special_tokens=False), bool(learned[a]))
-                for a, b in zip(bounds, bounds[1:], strict=False)
-                if b > a
-            ]
-        )
-    return examples
+def _example(store: Store, tokenizer: Tokenizer, document: int) -> list[tuple[str, bool]]:
+    """Decode the beginning of a document, in runs of learned and unlearned tokens."""
+    start = int(store.offsets[document])
+    end = min(int(store.offsets[document + 1]), start + _EXAMPLE_TOKENS)
+    tokens, learned = store.tokens[start:end], store.learned[start:end].astype(bool)
+    bounds = [0, *(np.flatnonzero(learned[1:] != learned[:-1]) + 1).tolist(), end - start]
+    return [
+        (tokenizer.decode(tokens[a:b].tolist(), skip_special_tokens=False), bool(learned[a]))
+        for a, b in itertools.pairwise(bounds)
+        if b > a
+    ]

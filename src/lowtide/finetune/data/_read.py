@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import csv
 import dataclasses
-import importlib
 import os
 import re
 import sys
-from collections.abc import Callable, Container, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
@@ -29,7 +28,7 @@ from ...core import (
     shortened,
     shown,
 )
-from ._normalize import Example, parse_list, parse_record
+from ._normalize import Example, as_data_error, parse_list, parse_record
 
 _MOST_LINE_BYTES = 256 * 1024**2
 _MOST_JSON_BYTES = 1024**3
@@ -40,9 +39,7 @@ _STATE, _SPLITS = "state.json", "dataset_dict.json"
 _NOTE_NAME = re.compile(
     r"(readme|licen[cs]e|notice|citation|changelog|copying|datasheet)\b|dataset_infos?\.json$", re.I
 )
-_EVALUATION_WORDS = frozenset(
-    ("test", "testing", "validation", "validate", "valid", "val", "dev", "eval", "evaluation")
-)
+_EVALUATION_WORDS = {"test", "testing", "validation", "validate", "valid", "val", "dev", "eval", "evaluation"}
 _RawRecords = Iterator[tuple[str, Mapping[str, Any]]]
 
 
@@ -82,12 +79,9 @@ def read_records(path: Path, columns: Mapping[str, str]) -> Iterator[Example | N
         if example is not None:
             kind = kind or example.kind
             if example.kind != kind:
-                raise DataError(
-                    f"{location}: the record has another kind than those before it",
-                    expected=kind,
-                    got=example.kind,
-                    hint="train on one kind at a time: name a file, or a folder of one kind",
-                )
+                problem = f"the record has another kind than those before it: {example.kind}, not {kind}"
+                hint = "train on one kind at a time: name a file, or a folder of one kind"
+                raise DataError(f"{location}: {problem}", hint=hint)
         yield example
 
 
@@ -105,19 +99,11 @@ def data_files(path: Path) -> list[Path]:
     return [] if record_files is None else record_files.files
 
 
-def folder_of_records(path: Path) -> RecordFolder | None:
-    """Return which files of a folder are read; None if it is not a folder of record files of one format."""
-    return _record_folder(path, _READERS) if path.is_dir() and _find_split(path) is None else None
-
-
 # --- files of a folder -----------------------------------------------------------------------------------------------
 
 
 def files_below(folder: Path) -> list[Path]:
-    """List the files below a folder in sorted order, without hidden ones; symbolic links are followed.
-
-    An unreadable folder or a broken link raises DataError.
-    """
+    """List the files below a folder in sorted order, without hidden ones; links are followed, broken ones refused."""
     files: list[Path] = []
 
     def fail(error: OSError) -> NoReturn:
@@ -158,13 +144,10 @@ def unreadable(path: Path, error: OSError) -> DataError:
 
 @dataclasses.dataclass(frozen=True)
 class RecordFolder:
-    """The files of a folder of records.
+    """The files of a folder of records, such as a downloaded dataset with its page, licence and evaluation records.
 
-    A downloaded dataset contains a page, a licence and perhaps a script in addition to its records, and evaluation
-    records in addition to training records. A folder is a record folder if records of one format are at least half of
-    its bytes; otherwise it is text, or refused. JSON files are records only alone or with notes, since a source tree
-    contains JSON settings. Split names are detected as on the Hugging Face Hub: words in the names of files and
-    folders.
+    Records of one format are at least half of its bytes; otherwise it is text, or refused. Words in the names of files
+    and folders mark evaluation records, as on the Hugging Face Hub.
     """
 
     files: list[Path]
@@ -177,21 +160,20 @@ class RecordFolder:
     """Whether the names mark all read files for evaluation."""
 
 
-def _record_folder(folder: Path, suffixes: Container[str]) -> RecordFolder | None:
-    """Sort the files of a folder and the folders below it; None if it is text, or records of several formats.
-
-    `suffixes` are those of record files, in lower case.
-    """
+def folder_of_records(folder: Path) -> RecordFolder | None:
+    """Sort the files in and below a folder; None if it is text, records of several formats, or saved by `datasets`."""
+    if not folder.is_dir() or _find_split(folder) is not None:
+        return None
     files = files_below(folder)
     is_note = {file: bool(_NOTE_NAME.match(file.name)) for file in files}
-    is_record = {file: not is_note[file] and file.suffix.lower() in suffixes for file in files}
+    is_record = {file: not is_note[file] and file.suffix.lower() in _READERS for file in files}
     records = [file for file in files if is_record[file]]
     other_files = [file for file in files if not is_record[file]]
     texts = [file for file in other_files if not is_note[file]]
     formats = {file.suffix.lower() for file in records}
     if len(formats) != 1 or _num_bytes(records) < _num_bytes(texts):
         return None
-    if texts and formats == {".json"}:  # probably the settings of a source tree, not records
+    if texts and formats == {".json"}:  # probably the settings of a source tree; records are alone or with notes
         return None
     evaluation_files = [file for file in records if _is_for_evaluation(file.relative_to(folder))]
     is_evaluation = len(evaluation_files) == len(records)
@@ -212,19 +194,13 @@ def _num_bytes(files: list[Path]) -> int:
 
 
 def _read_raw(path: Path) -> _RawRecords:
-    if path.is_dir():
-        split = _find_split(path)
-        if split is not None:
-            yield from _read_saved(split)
-            return
+    if path.is_dir() and (split := _find_split(path)) is not None:
+        yield from _read_saved(split)
+        return
     for file in data_files(path):
         if file.suffix.lower() not in _READERS:
-            raise DataError(
-                f"{file}: not a supported file of records",
-                expected=f"one of {', '.join(_READERS)}, or a folder of one of them",
-                got=shown(file.suffix) if file.suffix else "a name without a suffix",
-                hint="unpack compressed files; convert others, for instance to JSON lines (.jsonl)",
-            )
+            hint = "unpack compressed files; convert others, for instance to JSON lines (.jsonl)"
+            raise DataError(f"{file}: not a supported file of records ({', '.join(_READERS)})", hint=hint)
         try:
             if not file.stat().st_size:
                 raise DataError(f"{file}: the file is empty", hint="check --data")
@@ -247,14 +223,9 @@ def _read_lines(path: Path) -> _RawRecords:
                 raise DataError(f"{location}: the line is too long", got=got, hint="write one JSON object a line")
             line = line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line
             if line.strip():
-                yield location, _parse_object(line, location)
-
-
-def _parse_object(line: bytes, location: str) -> dict[str, Any]:
-    try:
-        return parse_json(line, location)
-    except ModelFileError as error:
-        raise DataError(error.message, got=error.got, hint="write one standard JSON object a line") from error
+                with as_data_error("write one standard JSON object a line"):
+                    record = parse_json(line, location)
+                yield location, record
 
 
 def _read_json(path: Path) -> _RawRecords:
@@ -263,12 +234,9 @@ def _read_json(path: Path) -> _RawRecords:
         return
     size = path.stat().st_size
     if size > _MOST_JSON_BYTES:
-        raise DataError(
-            f"{path}: the file is too large for a JSON list, which is read as a whole",
-            expected=f"at most {format_bytes(_MOST_JSON_BYTES)}",
-            got=format_bytes(size),
-            hint="write JSON lines (.jsonl): jq -c '.[]' data.json > data.jsonl",
-        )
+        limit = format_bytes(_MOST_JSON_BYTES)
+        hint = "write JSON lines (.jsonl), which are not read as a whole: jq -c '.[]' data.json > data.jsonl"
+        raise DataError(f"{path}: the JSON list is larger than {limit}", got=format_bytes(size), hint=hint)
     for number, record in enumerate(parse_list(path.read_bytes().removeprefix(b"\xef\xbb\xbf"), str(path)), 1):
         if not isinstance(record, dict):
             hint = "write a list of objects"
@@ -298,23 +266,17 @@ def _read_csv(path: Path) -> _RawRecords:
         try:
             names = next(rows, [])
             if not names or len(set(names)) < len(names):
-                raise DataError(
-                    f"{path}: the header is missing, or repeats a name",
-                    expected="a first line of distinct names",
-                    got=shortened(", ".join(map(shown, names)), 300) or "nothing",
-                    hint="name each column once in the first line",
-                )
+                got = shortened(", ".join(map(shown, names)), 300) or "nothing"
+                hint = "name each column once in the first line"
+                raise DataError(f"{path}: the header is missing, or repeats a name", got=got, hint=hint)
             for row in rows:
                 location = f"{path}:{rows.line_num}"
                 if not row:
                     continue
                 if len(row) != len(names):
-                    raise DataError(
-                        f"{location}: the row does not match the header",
-                        expected=f"{len(names)} fields",
-                        got=f"{len(row)} fields",
-                        hint="quote fields with commas or line breaks; the delimiter is a comma, or a tab for .tsv",
-                    )
+                    hint = "quote fields with commas or line breaks; the delimiter is a comma, or a tab for .tsv"
+                    problem = f"the header has {len(names)} fields, but this row has {len(row)}"
+                    raise DataError(f"{location}: {problem}", hint=hint)
                 yield location, dict(zip(names, row, strict=True))
         except csv.Error as error:
             hint = "close every quote, or copy the file again if it is truncated"
@@ -328,7 +290,7 @@ def _read_csv(path: Path) -> _RawRecords:
 # point outside the buffer.
 
 
-def _read_parquet(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
+def _read_parquet(path: Path) -> _RawRecords:
     """Stream the rows of a Parquet file in small batches; a damaged file raises DataError."""
     _pyarrow(path)
     import pyarrow.parquet as parquet
@@ -351,16 +313,14 @@ def _find_split(folder: Path) -> Path | None:
     safe_names = [name for name in names if name and Path(name).name == name and name not in (".", "..")]
     name = "train" if "train" in safe_names else safe_names[0] if len(safe_names) == 1 == len(names) else None
     if name is None or not (folder / name / _STATE).is_file():
-        raise DataError(
-            f"{folder}: the DatasetDict has no split that can be selected",
-            expected="a split named train, or a single split",
-            got=shortened(", ".join(map(shown, names)), 300) or "no splits",
-            hint=f"name the folder of a split, for instance {folder}/{safe_names[0] if safe_names else 'train'}",
-        )
+        problem = "the DatasetDict has no split that can be selected (train, or a single split)"
+        got = shortened(", ".join(map(shown, names)), 300) or "no splits"
+        hint = f"name the folder of a split, for instance {folder}/{safe_names[0] if safe_names else 'train'}"
+        raise DataError(f"{folder}: {problem}", got=got, hint=hint)
     return folder / name
 
 
-def _read_saved(folder: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
+def _read_saved(folder: Path) -> _RawRecords:
     """Stream the rows of one split that ``save_to_disk`` wrote: a folder with `state.json` and Arrow shards.
 
     A damaged file, or a selection of rows that is saved as separate indices, raises DataError.
@@ -369,10 +329,8 @@ def _read_saved(folder: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
     state = _read_metadata(folder, _STATE)
     index_keys = [name for name, value in state.items() if name.startswith("_indices") and value]
     if index_keys:
-        raise DataError(
-            f"{folder}: {_STATE} has {index_keys[0]}, a selection of rows that is saved separately",
-            hint="save it again: dataset.flatten_indices().save_to_disk(...)",
-        )
+        hint = "save it again: dataset.flatten_indices().save_to_disk(...)"
+        raise DataError(f"{folder}: {_STATE} has {index_keys[0]}, a separate selection of rows", hint=hint)
     files = state.get("_data_files")
     entries = files if isinstance(files, list) else []
     names = [entry.get("filename") if isinstance(entry, dict) else None for entry in entries]
@@ -380,10 +338,8 @@ def _read_saved(folder: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
         raise DataError(f"{folder}: {_STATE} names no data files", hint="save the dataset again")
     number = 0
     for name in names:
-        try:
+        with as_data_error():
             path = input_file(folder, str(name), hint="copy it again; the folder is incomplete")
-        except ModelFileError as error:
-            raise DataError(error.message, expected=error.expected, got=error.got, hint=error.hint) from error
         with _convert_errors(path), pa.memory_map(str(path)) as source:
             # Arrow has two formats: a file begins with this mark, a stream does not.
             is_file = source.read(6) == b"ARROW1"
@@ -395,7 +351,7 @@ def _read_saved(folder: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
                 number += batch.num_rows
 
 
-def _table_rows(batches: Any, path: Path, number: int) -> Iterator[tuple[str, Mapping[str, Any]]]:
+def _table_rows(batches: Any, path: Path, number: int) -> _RawRecords:
     for batch in batches:
         batch.validate(full=True)
         for start in range(0, batch.num_rows, _BATCH_ROWS):
@@ -419,28 +375,23 @@ def _convert_errors(path: Path) -> Generator[None]:
     try:
         yield
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
-        raise DataError(
-            f"{path}: cannot be read as a table", got=shortened(error), hint="copy it again; it is truncated or damaged"
-        ) from error
+        hint = "copy it again; it is truncated or damaged"
+        raise DataError(f"{path}: cannot be read as a table", got=shortened(error), hint=hint) from error
 
 
 def _read_metadata(folder: Path, name: str) -> dict[str, Any]:
-    try:
+    with as_data_error():
         path = input_file(folder, name, hint="copy it again; the folder is incomplete")
         return parse_json(read_input(path, most_bytes=_MOST_STATE_BYTES), str(path))
-    except ModelFileError as error:
-        raise DataError(error.message, expected=error.expected, got=error.got, hint=error.hint) from error
 
 
 def _pyarrow(path: Path) -> Any:
     try:
-        importlib.import_module("pyarrow.ipc")
-        return importlib.import_module("pyarrow")
+        import pyarrow.ipc  # pyright: ignore[reportUnusedImport]
     except ImportError as error:
-        raise ConfigError(
-            f"{path}: tables are read by pyarrow, which is not installed",
-            hint="pip install 'lowtide[data]', or write JSON lines",
-        ) from error
+        hint = "pip install 'lowtide[data]', or write JSON lines"
+        raise ConfigError(f"{path}: tables are read by pyarrow, which is not installed", hint=hint) from error
+    return pyarrow
 
 
 _READERS: dict[str, Callable[[Path], _RawRecords]] = {

@@ -7,13 +7,14 @@ search assumes that bytes never decrease with the size.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ...core import ConfigError, format_bytes, parse_bytes
+from ...core import ConfigError, check_integer, format_bytes, parse_bytes
 from ...report import MemoryReport
 from ...targets import Target, resolve_target
 from .._job import Job
@@ -143,18 +144,14 @@ class Extrapolation:
             table.add_column(Text(name), justify="right", no_wrap=True)
         for point in sorted(self.points, key=lambda p: p.size):
             predicted = "" if point.predicted_bytes is None else format_bytes(point.predicted_bytes)
-            sizes = [
-                format_bytes(point.device_bytes),
-                predicted,
-                *([format_bytes(point.host_bytes)] if has_host else []),
-            ]
+            host_cells = [format_bytes(point.host_bytes)] if has_host else []
+            sizes = [format_bytes(point.device_bytes), predicted, *host_cells]
             mark = " <-" if point.size == self.answer else ""
             table.add_row(f"{point.size:,}", *sizes, ("yes" if point.fits else "no") + mark)
         out.print(table)
         growing = {role: fit for role, fit in self.by_role.items() if round(fit.coefficients[1]) > 0}
         for role, fit in list(growing.items())[:6]:
-            text = f"{role}: {format_bytes(round(fit.coefficients[1]))} per {self.variable}"
-            out.print(Text(text, style="dim"))
+            out.print(Text(f"{role}: {format_bytes(round(fit.coefficients[1]))} per {self.variable}", style="dim"))
 
     def _fit_text(self) -> str:
         names = ("", f" × {self.variable}", f" × {self.variable}²")
@@ -226,13 +223,10 @@ def extrapolate(
     sizes = _check_sizes(sizes, maximum, multiple_of)
     limit_bytes = resolved_target.budget_bytes if limit is None else parse_bytes(limit)
     if limit_bytes is None:
-        raise ConfigError(
-            f"the capacity of {resolved_target.name!r} is unknown",
-            hint='set the limit: limit="14 GiB" (--budget on the command line)',
-        )
-    search = _Search(
-        make, resolved_target, limit_bytes, multiple_of, None if maximum is None else maximum // multiple_of
-    )
+        problem = f"the capacity of {resolved_target.name!r} is unknown"
+        raise ConfigError(problem, hint='set the limit: limit="14 GiB" (--budget on the command line)')
+    maximum_step = None if maximum is None else maximum // multiple_of
+    search = _Search(make, resolved_target, limit_bytes, multiple_of, maximum_step)
     fit, host_fit = search.fit(sizes)
     answer = search.run(fit, host_fit)
     return Extrapolation(
@@ -250,29 +244,18 @@ def extrapolate(
 
 
 def _check_sizes(sizes: Sequence[int], maximum: int | None, multiple_of: int) -> tuple[int, ...]:
-    if multiple_of < 1:
-        raise ConfigError("multiple_of has to be positive", got=multiple_of)
-    if maximum is not None and maximum < multiple_of:
-        raise ConfigError(
-            "maximum is below the smallest size", expected=f"at least multiple_of, {multiple_of}", got=maximum
-        )
+    check_integer("multiple_of", multiple_of)
+    if maximum is not None:
+        check_integer("maximum", maximum, multiple_of, hint="the least maximum is multiple_of")
     values = tuple(sizes)
-    if len(values) < 2 or values[0] < 1 or any(b <= a for a, b in zip(values, values[1:], strict=False)):
-        raise ConfigError(
-            "sizes have to increase",
-            expected="two or more positive whole numbers, the smallest first",
-            got=", ".join(map(str, values)) or "none",
-            hint="use, for instance, (2, 3, 4)",
-        )
+    if len(values) < 2 or values[0] < 1 or any(b <= a for a, b in itertools.pairwise(values)):
+        problem = f"sizes must be two or more positive whole numbers that increase, not {values}"
+        raise ConfigError(problem, hint="use, for instance, (2, 3, 4)")
     return values
 
 
 def fit_bytes(points: Sequence[tuple[int, int]]) -> ByteFit:
-    """Fit bytes by size with a line, or a parabola if it predicts the largest size better.
-
-    `points` are two or more pairs of size and bytes, with increasing sizes; the fit is to all of them. Its residual is
-    the error at the largest size of a fit to the other points.
-    """
+    """Fit bytes by increasing size with a line, or a parabola if it predicts the largest size better."""
     (last_size, last_bytes), other_points = points[-1], points[:-1]
     best: tuple[float, int] | None = None
     for degree in range(1, min(2, len(other_points) - 1) + 1):
@@ -301,10 +284,7 @@ def _midpoint(low: int, high: int | None) -> int:
 
 
 class _Search:
-    """Search for the largest size that fits; a step is a size divided by `multiple_of`.
-
-    This object is mutated: it keeps the compiled sizes and their reports.
-    """
+    """Mutable search for the largest size that fits; a step is a size divided by `multiple_of`."""
 
     def __init__(
         self, make: Callable[[int], Any], target: Target, limit_bytes: int, multiple_of: int, maximum_step: int | None
@@ -320,11 +300,11 @@ class _Search:
             self.measure(size)
         smallest = self.points[sizes[0]]
         if not smallest.fits:
+            host_text = f", and {format_bytes(smallest.host_bytes)} on the host" if smallest.host_bytes else ""
             raise ConfigError(
                 f"the program does not fit, even at size {sizes[0]}",
                 expected=f"at most {format_bytes(self.limit_bytes)} on one device of {self.target.name}",
-                got=format_bytes(smallest.device_bytes)
-                + (f", and {format_bytes(smallest.host_bytes)} on the host" if smallest.host_bytes else ""),
+                got=format_bytes(smallest.device_bytes) + host_text,
                 hint="start with smaller sizes (sizes=(1, 2, 3) or --sizes 1,2,3), or choose a larger target",
             )
         fits = self._fits_by_space()
@@ -363,14 +343,8 @@ class _Search:
     def measure(self, size: int, predicted: int | None = None) -> bool:
         if size not in self.points:
             report = Job.make(self.make, size, target=self.target).analyze(self.target)
-            device_bytes, host_bytes = report.device_bytes, report.host_bytes
-            self.points[size] = SizePoint(
-                size=size,
-                device_bytes=device_bytes,
-                host_bytes=host_bytes,
-                fits=self._fits(device_bytes, host_bytes),
-                predicted_bytes=predicted,
-            )
+            sizes = {"device_bytes": report.device_bytes, "host_bytes": report.host_bytes}
+            self.points[size] = SizePoint(size=size, fits=self._fits(**sizes), predicted_bytes=predicted, **sizes)
             self.reports[size] = report
         return self.points[size].fits
 
@@ -379,10 +353,8 @@ class _Search:
         return device_bytes <= self.limit_bytes and (host_limit is None or host_bytes <= host_limit)
 
     def run(self, fit: ByteFit, host_fit: ByteFit) -> int:
-        """Find the largest size that fits, such that it and the next size are compiled.
-
-        `low` fits, or is assumed to fit if it is not compiled; `high` does not fit.
-        """
+        """Find the largest size that fits, such that it and the next size are compiled."""
+        # `low` fits, or is assumed to fit if it is not compiled; `high` does not fit.
         fitting_size = max(size for size, point in self.points.items() if point.fits)
         failed = [size for size, point in self.points.items() if not point.fits and size > fitting_size]
         low = fitting_size // self.multiple_of
@@ -400,11 +372,9 @@ class _Search:
                 raise self._unbounded_error()
             assert not self._is_measured(step), f"size {step * self.multiple_of} measured twice"
             if high is not None and low == 0 and high == 1:
-                raise ConfigError(
-                    f"no multiple of {self.multiple_of} fits {format_bytes(self.limit_bytes)}",
-                    got=f"{format_bytes(self.points[min(failed)].device_bytes)} at {min(failed)}" if failed else None,
-                    hint="use a smaller multiple_of",
-                )
+                got = f"{format_bytes(self.points[min(failed)].device_bytes)} at {min(failed)}" if failed else None
+                problem = f"no multiple of {self.multiple_of} fits {format_bytes(self.limit_bytes)}"
+                raise ConfigError(problem, got=got, hint="use a smaller multiple_of")
             size = step * self.multiple_of
             if self.measure(size, fit.predict(size)):
                 low = max(low, step)
@@ -451,10 +421,8 @@ class _Search:
         )
 
     def _next_step(self, low: int, high: int | None, num_probes: int) -> int:
-        """Return the next step to compile: where the line through the nearest sizes meets the limit.
-
-        Every third time it is the middle of the range, so that a bad slope cannot slow the search down for long.
-        """
+        """Return the next step to compile: where the line through the nearest sizes meets the limit."""
+        # Every third time it is the middle of the range, so that a bad slope cannot slow the search down for long.
         if num_probes % 3 == 0:
             return _midpoint(low, high)
         below = [p for p in self._sorted_points() if p.fits]

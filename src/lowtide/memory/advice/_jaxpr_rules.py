@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from ...core import format_bytes, is_own_name, leaf_bytes
 from ...jaxprs import bodies, consts_of, equations, fold, kind_of, opened, policy_names, saves_name, source_line, walk
 from .._owners import Owners
-from ._finding import Finding, leaf_finding
+from ._rules import Finding, leaf_finding
 
 # --- names ---------------------------------------------------------------------------------------------------------
 
@@ -31,10 +31,7 @@ def unmatched_names(jaxpr: Any) -> Iterator[Finding]:
 
 
 def unused_names(jaxpr: Any) -> Iterator[Finding]:
-    """Find names that no policy requests or saves, so that their values are recomputed.
-
-    If no policy requests a name, only names inside `jax.checkpoint` count: libraries name values for optional policies.
-    """
+    """Find names that no policy requests or saves, so that their values are recomputed."""
     tags, policies = _tags_and_policies(jaxpr)
     saved_names = {name for _, names in policies for name, is_saved in names.items() if is_saved}
     mentioned_names = saved_names.union(*(names for _, names in policies))
@@ -42,7 +39,10 @@ def unused_names(jaxpr: Any) -> Iterator[Finding]:
         tag for tag in tags if tag not in mentioned_names and not any(saves_name(policy, tag) for policy, _ in policies)
     }
     if not saved_names:
-        unused_tags &= {e.params["name"] for e in _recomputed_equations(jaxpr) if e.primitive.name == "name"}
+        # Only names inside `jax.checkpoint` count, since libraries name values for optional policies.
+        checkpoints = (equation for equation in equations(jaxpr) if "policy" in equation.params)
+        inner = (e for checkpoint in checkpoints for body in bodies(checkpoint) for e in equations(body.jaxpr))
+        unused_tags &= {e.params["name"] for e in inner if e.primitive.name == "name"}
     # If policies request only names that do not exist, `unmatched_names` reports them instead.
     if unused_tags and (not saved_names or saved_names & set(tags)):
         yield Finding(
@@ -53,14 +53,6 @@ def unused_names(jaxpr: Any) -> Iterator[Finding]:
             "values of other names are recomputed",
             remedy="add it to the policy to keep or offload it, or leave it: recomputation costs time, not memory",
         )
-
-
-def _recomputed_equations(jaxpr: Any) -> Iterator[Any]:
-    """Yield the equations inside `jax.checkpoint`."""
-    for equation in equations(jaxpr):
-        if "policy" in equation.params:
-            for body in bodies(equation):
-                yield from equations(body.jaxpr)
 
 
 def _tags_and_policies(jaxpr: Any) -> tuple[dict[str, int], list[tuple[Any, dict[str, bool]]]]:
@@ -95,7 +87,9 @@ def dtypes(jaxpr: Any) -> set[str]:
 
 def constants(jaxpr: Any) -> Iterator[Finding]:
     """Find the arrays that the function closes over."""
-    arrays = {id(array): array for array in _constants(jaxpr) if hasattr(array, "shape") and hasattr(array, "dtype")}
+    jaxprs = [jaxpr, *(body.jaxpr for equation in equations(jaxpr) for body in bodies(equation))]
+    values = [value for closed in jaxprs for value in consts_of(closed)]
+    arrays = {id(value): value for value in values if hasattr(value, "shape") and hasattr(value, "dtype")}
     for array in arrays.values():
         yield Finding(
             rule="large-constant",
@@ -103,13 +97,6 @@ def constants(jaxpr: Any) -> Iterator[Finding]:
             num_bytes=leaf_bytes(array),
             remedy="pass it as an argument: the program holds its own copy, and so does every compilation",
         )
-
-
-def _constants(closed: Any) -> Iterator[Any]:
-    yield from consts_of(closed)
-    for equation in equations(closed):
-        for body in bodies(equation):
-            yield from consts_of(body.jaxpr)
 
 
 # --- adapters ------------------------------------------------------------------------------------------------------
@@ -208,10 +195,7 @@ def duplicated_averages(jaxpr: Any, owners: Owners) -> Iterator[Finding]:
 
 
 class _Formulas:
-    """Value numbering: variables with equal formulas have equal numbers; inner programs are compared as a whole.
-
-    Inputs among `states` count as equal if their shapes and dtypes are equal.
-    """
+    """Value numbering: variables with equal formulas have equal numbers; `states` of one shape and dtype are equal."""
 
     def __init__(self, jaxpr: Any, states: list[Any]) -> None:
         self._numbers: dict[Any, int] = {var: hash(("state", str(var.aval))) for var in states}

@@ -18,7 +18,6 @@ from ...report import Buffer, MemoryReport
 from ...targets import Target
 from .._analysis import Role, examine
 from .._owners import Owners
-from ._finding import Finding, leaf_finding
 from ._jaxpr_rules import (
     constants,
     dtypes,
@@ -28,7 +27,10 @@ from ._jaxpr_rules import (
     unused_names,
     with_runs,
 )
+from ._rules import Finding, leaf_finding
 
+COMPUTED_ROLES = ("activations", "cotangents", "recomputed", "workspaces", "temporaries")
+"""Roles of values that a step computes from its batch."""
 _PRODUCTS = {"convolution", "custom-call", "dot"}
 _PARTIAL_WRITES = ("dynamic-update-slice", "scatter")
 _MIN_LOGITS_SHARE = 0.01
@@ -91,12 +93,9 @@ def lint(
 def lint_owners(owners: Owners, report: MemoryReport, jaxpr: Any = None) -> list[Finding]:
     """Lint the compiled program; with a jaxpr, drop copies in a type that the traced function does not use."""
     findings = [finding for rule in _OWNER_RULES for finding in rule(owners, report)] + list(_padded_buffers(report))
-    traced_dtypes = None if jaxpr is None else dtypes(jaxpr)
-    findings = [
-        f
-        for f in findings
-        if traced_dtypes is None or f.rule != "residual-copy" or f.detail.partition("[")[0] in traced_dtypes
-    ]
+    if jaxpr is not None:
+        traced = dtypes(jaxpr)
+        findings = [f for f in findings if f.rule != "residual-copy" or f.detail.partition("[")[0] in traced]
     # A more specific finding for the same bytes.
     copied_paths = {f.path for f in findings if f.rule == "copied-in-loop"}
     return [f for f in findings if f.rule != "rebuilt-state" or f.path not in copied_paths]
@@ -110,15 +109,12 @@ def _undonated_state(owners: Owners, report: MemoryReport) -> Iterator[Finding]:
     has_backward = "backward" in owners.dataflow.phases.values()
     for output, index in owners.replaced.items():
         leaf = owners.leaves[index]
-        if (
-            leaf.donated
-            or index in reported_leaves
-            or output in owners.in_place
-            or not _is_update(owners, output, index)
-        ):
+        is_reused = leaf.donated or index in reported_leaves or output in owners.in_place
+        is_unchanged = owners.dataflow.copy_of(output) == index
+        # A new state is computed from the old one element by element.
+        sources = owners.dataflow.same_size_sources(output)
+        if is_reused or is_unchanged or all(owners.dataflow.copy_of(value) != index for value in sources):
             continue
-        if owners.dataflow.copy_of(output) == index:
-            continue  # returned unchanged
         if not has_backward and _is_model_output(owners, output, index):
             continue
         reported_leaves.add(index)
@@ -180,16 +176,9 @@ def _returned_unchanged(owners: Owners, report: MemoryReport) -> Iterator[Findin
         )
 
 
-def _is_update(owners: Owners, output: Value, leaf: int) -> bool:
-    """Return whether an output is computed from a leaf element by element, as a new state from the old one."""
-    return any(owners.dataflow.copy_of(value) == leaf for value in owners.dataflow.same_size_sources(output))
-
-
 def _is_model_output(owners: Owners, output: Value, leaf: int) -> bool:
-    """Return whether an output of an argument's shape is a model's output for it, not the argument's next value.
-
-    A model multiplies its input by weights. A state is replaced element by element or in slices, or keeps its name.
-    """
+    """Return whether an output of an argument's shape is a model's output for it, not the argument's next value."""
+    # A model multiplies its input by weights. A state is replaced element by element or in slices, or keeps its name.
     path, name = owners.path_of(output), owners.leaves[leaf].path.partition("/")[2]
     if name and path.rpartition("/")[2] == name.rpartition("/")[2]:
         return False
@@ -229,11 +218,9 @@ def _optimizer_over_frozen(owners: Owners, report: MemoryReport) -> Iterator[Fin
 
 
 def _has_training_input(owners: Owners, output: Value, leaf: int) -> bool:
-    """Return whether a new state depends on a gradient, an activation or a leaf that the passes read.
-
-    Scalars do not count, since the norm of all gradients also scales gradients that are zero. A moving average of
-    parameters or statistics has such an input, so it does not count as unused optimizer state.
-    """
+    """Return whether a new state depends on a gradient, an activation or a leaf that the passes read."""
+    # Scalars do not count, since the norm of all gradients also scales gradients that are zero. A moving average of
+    # parameters or statistics has such an input, so it does not count as unused optimizer state.
     flow = owners.dataflow
 
     def array_sources(value: Value) -> list[Value]:
@@ -298,7 +285,7 @@ def _residual_copies(owners: Owners, report: MemoryReport) -> Iterator[Finding]:
     largest: dict[int, Buffer] = {}
     for value in flow.phases:
         index, buffer = flow.copy_of(value), copies_by_name.get(flow.graph.name(value))
-        if index is None or buffer is None or flow.phase(value) != "forward" or not flow.is_read_backward(value):
+        if index is None or buffer is None or flow.phase(value) != "forward" or value not in flow.read_backward:
             continue
         # The compiler makes copies of equal type and size for another layout; a user cannot avoid them.
         if buffer.path != owners.leaves[index].path or _is_layout_copy(owners, value, index):
@@ -309,23 +296,16 @@ def _residual_copies(owners: Owners, report: MemoryReport) -> Iterator[Finding]:
         leaf = owners.leaves[index]
         detail = f"{buffer.dtype}{list(buffer.shape)} from {buffer.source or buffer.scope}"
         if _is_cast_of_frozen(owners, buffer, index):
-            yield Finding(
-                rule="frozen-cast",
-                path=leaf.path,
-                num_bytes=buffer.num_bytes,
-                detail=f"{detail}, in addition to {format_bytes(leaf.num_bytes)}",
-                # Neither a barrier nor jax.checkpoint keeps a compiler from casting all layers before the loop.
-                remedy=f"pass it in {buffer.dtype}, since it is frozen",
-            )
+            rule, detail = "frozen-cast", f"{detail}, in addition to {format_bytes(leaf.num_bytes)}"
+            # Neither a barrier nor jax.checkpoint keeps a compiler from casting all layers before the loop.
+            remedy = f"pass it in {buffer.dtype}, since it is frozen"
         elif buffer.source:  # without a source line the compiler made it, such as the bfloat16 inputs of TPU products
-            yield Finding(
-                rule="residual-copy",
-                path=leaf.path,
-                num_bytes=buffer.num_bytes,
-                detail=detail,
-                remedy="recompute it with jax.checkpoint around the cast or gather and the product that reads it; or "
-                "compute it once, outside the loop",
-            )
+            rule = "residual-copy"
+            remedy = "recompute it with jax.checkpoint around the cast or gather and the product that reads it; or "
+            remedy += "compute it once, outside the loop"
+        else:
+            continue
+        yield Finding(rule=rule, path=leaf.path, num_bytes=buffer.num_bytes, detail=detail, remedy=remedy)
 
 
 def _dequantized_residuals(owners: Owners, report: MemoryReport) -> Iterator[Finding]:
@@ -392,16 +372,21 @@ def _copied_in_loops(owners: Owners, report: MemoryReport) -> Iterator[Finding]:
                 buffer for copy in _carried_copies(graph, value) if (buffer := buffers_by_name.get(graph.name(copy)))
             ]
             if copies:
-                leaf = owners.dataflow.copy_of((instruction.proto.operand_ids[0], value[1]))
-                yield _loop_copy_finding(copies, copies[0].label if leaf is None else owners.leaves[leaf].path)
+                first, leaf = copies[0], owners.dataflow.copy_of((instruction.proto.operand_ids[0], value[1]))
+                yield Finding(
+                    rule="copied-in-loop",
+                    path=first.label if leaf is None else owners.leaves[leaf].path,
+                    num_bytes=sum(copy.num_bytes for copy in copies),
+                    detail=f"{first.dtype}{list(first.shape)}, {first.source or 'unknown line'}",
+                    remedy="make the write depend on all reads of the old values: compute the new values from the "
+                    "values read, or write one array after the other; do not carry arrays that are only read",
+                )
 
 
 def _carried_copies(graph: Graph, value: Value) -> list[Value]:
-    """Find the copies of a carried array within an iteration, if the iteration also writes a part of it.
-
-    The search goes back from the returned value to the parameter of the loop's body, over aliases, copies and partial
-    writes only. Any other source means that the array is computed anew.
-    """
+    """Find the copies of a carried array within an iteration, if the iteration also writes a part of it."""
+    # The search goes back from the returned value to the parameter of the loop's body, over aliases, copies and partial
+    # writes only. Any other source means that the array is computed anew.
     copies: list[Value] = []
     is_partial = False
     body = graph.instructions[value[0]].computation
@@ -437,18 +422,6 @@ def _largest_branch(graph: Graph, copies: list[Value]) -> list[Value]:
     return [copy for branches in groups.values() for copy in max(branches.values(), key=len)]
 
 
-def _loop_copy_finding(copies: list[Buffer], path: str) -> Finding:
-    first = copies[0]
-    return Finding(
-        rule="copied-in-loop",
-        path=path,
-        num_bytes=sum(copy.num_bytes for copy in copies),
-        detail=f"{first.dtype}{list(first.shape)}, {first.source or 'unknown line'}",
-        remedy="make the write depend on all reads of the old values: compute the new values from the values "
-        "read, or write one array after the other; do not carry arrays that are only read",
-    )
-
-
 # --- what is held at once --------------------------------------------------------------------------------------------
 
 
@@ -456,8 +429,7 @@ def _stacked_gradients(owners: Owners, report: MemoryReport) -> Iterator[Finding
     graph = owners.dataflow.graph
     # Compare elements, not bytes: a gradient may have a wider dtype than its weight, or another sharding.
     counts = {owners.leaves[index].path: graph.num_elements(value) for value, index in owners.parameters.items()}
-    # Parts of one split product.
-    partial_names = {owners.dataflow.graph.name(value) for value in owners.dataflow.partial}
+    partial_names = {graph.name(value) for value in owners.dataflow.partial}  # parts of one split product
     gradients = collections.defaultdict[str, list[Buffer]](list)
     for buffer in report.peak:  # the largest first
         if buffer.role == "gradients" and buffer.phase == "backward" and buffer.operation not in partial_names:
@@ -505,11 +477,9 @@ def _undone_checkpoints(owners: Owners, report: MemoryReport) -> Iterator[Findin
 
 
 def logits(owners: Owners) -> tuple[int, Callable[[Buffer], bool]]:
-    """Return the number of columns of logits, and a predicate for buffers that are logits.
-
-    Logits have a row for each token of an integer argument, and a column for each word of the vocabulary: the largest
-    dimension of a differentiated leaf.
-    """
+    """Return the number of columns of logits, and a predicate for buffers that are logits."""
+    # Logits have a row for each token of an integer argument, and a column for each word of the vocabulary: the largest
+    # dimension of a differentiated leaf.
     graph = owners.dataflow.graph
     tokens, widths = set[int](), set[int]()
     for value, index in owners.parameters.items():
@@ -524,8 +494,7 @@ def logits(owners: Owners) -> tuple[int, Callable[[Buffer], bool]]:
         sizes = set[int]()
 
     def is_logits(buffer: Buffer) -> bool:
-        is_computed = buffer.role in ("activations", "cotangents", "recomputed", "workspaces", "temporaries")
-        return is_computed and widest in buffer.shape and math.prod(buffer.shape) in sizes
+        return buffer.role in COMPUTED_ROLES and widest in buffer.shape and math.prod(buffer.shape) in sizes
 
     return widest, is_logits
 

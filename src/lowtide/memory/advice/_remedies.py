@@ -26,12 +26,10 @@ from ...targets import Target
 from .._analysis import Program, Role, compile, examine
 from .._job import Job
 from .._owners import Owners
-from ._finding import Finding
-from ._lint import lint_owners, logits
+from ._lint import COMPUTED_ROLES, lint_owners, logits
+from ._rules import Finding
 
 _LOSS_CHUNKS = 8
-_COMPUTED_ROLES = ("activations", "cotangents", "recomputed", "workspaces", "temporaries")
-"""Roles of values that a step computes from its batch."""
 _MOMENTS = re.compile(r"/(mu|nu|nu_max|m1|exp_avg|exp_avg_sq|trace)(/|$)")
 """Paths of the state that `lowtide.optim.low_precision` quantises."""
 _MIN_QUANTIZED_SIZE = 4096
@@ -120,10 +118,8 @@ def remedies(
         >>> [r.kind for r in remedies(lambda w, g: w - 0.1 * g, w, w, roles={"params": 0})]
         ['donate']
     """
-    job = Job(
-        fn=fn, args=args, kwargs=kwargs, roles=roles, donate_argnums=donate_argnums, static_argnums=static_argnums
-    )
-    return advise(job, target, batch=batch, verify=verify)[1]
+    options: Any = {"donate_argnums": donate_argnums, "static_argnums": static_argnums, "roles": roles}
+    return advise(Job(fn=fn, args=args, kwargs=kwargs, **options), target, batch=batch, verify=verify)[1]
 
 
 def advise(
@@ -146,12 +142,12 @@ def advise(
     Memory:
         Nothing is allocated on the target.
     """
-    call = _Call(job.fn, tuple(job.args), job.kwargs, target, job.donate_argnums, job.static_argnums)
+    call = _Call(job, target)
     program = call.compile()
     report, owners = examine(program, job.roles)
     if owners is None:
         return report, ()
-    candidates = suggest(report, owners, lint_owners(owners, report, program.jaxpr), call, job.roles, batch)
+    candidates = suggest(report, owners, lint_owners(owners, report, program.jaxpr), call, batch)
     if verify:
         candidates = tuple(_verify(remedy, report) for remedy in candidates)
     return report, ranked(candidates, report)
@@ -177,62 +173,40 @@ def _verify(remedy: Remedy, report: MemoryReport) -> Remedy:
 
 @dataclasses.dataclass(frozen=True)
 class _Call:
-    """A call of a step, from which changed calls are derived."""
+    """A step and its target, from which changed calls are derived."""
 
-    fn: Callable[..., Any]
-    args: tuple[Any, ...]
-    kwargs: Mapping[str, Any]
+    job: Job
     target: Target | str | None
-    donate: int | Sequence[int] | None
-    static: int | Sequence[int] | None
 
     def compile(self) -> Program:
-        return compile(
-            self.fn,
-            *self.args,
-            target=self.target,
-            donate_argnums=self.donate,
-            static_argnums=self.static,
-            **self.kwargs,
-        )
-
-    @property
-    def is_jitted(self) -> bool:
-        return hasattr(self.fn, "trace") and hasattr(self.fn, "lower")
+        job = self.job
+        options: dict[str, Any] = {"donate_argnums": job.donate_argnums, "static_argnums": job.static_argnums}
+        return compile(job.fn, *job.args, target=self.target, **options, **job.kwargs)
 
     def with_donation(self, position: int, donated_positions: Iterable[int], keywords: Iterable[str]) -> _Call:
-        """Return the call with one more donated argument.
-
-        A jitted function keeps its other donations. Its static keyword arguments, those not in `keywords`, are bound.
-        """
-        call = dataclasses.replace(self, donate=tuple(sorted({*donated_positions, position})))
-        if not self.is_jitted:
-            return call
-        static = {key: value for key, value in self.kwargs.items() if key not in set(keywords)}
-        dynamic = {key: value for key, value in self.kwargs.items() if key not in static}
-        return dataclasses.replace(call, fn=functools.partial(self.fn, **static), kwargs=dynamic)
+        """Return the call with one more donated argument."""
+        job = dataclasses.replace(self.job, donate_argnums=tuple(sorted({*donated_positions, position})))
+        if hasattr(job.fn, "trace") and hasattr(job.fn, "lower"):
+            # A jitted function keeps its other donations. Static keyword arguments, those not in `keywords`, are bound.
+            static = {key: value for key, value in job.kwargs.items() if key not in set(keywords)}
+            dynamic = {key: value for key, value in job.kwargs.items() if key not in static}
+            job = dataclasses.replace(job, fn=functools.partial(job.fn, **static), kwargs=dynamic)
+        return _Call(job, self.target)
 
     def with_argument(self, argument: int, change: Callable[[Any], Any]) -> _Call:
-        args = list(self.args)
+        args = list(self.job.args)
         args[argument] = jax.tree.map(change, args[argument])
-        return dataclasses.replace(self, args=tuple(args))
+        return _Call(dataclasses.replace(self.job, args=tuple(args)), self.target)
 
 
 def suggest(
-    report: MemoryReport,
-    owners: Owners,
-    findings: Sequence[Finding],
-    call: _Call | None = None,
-    roles: Mapping[str, Role] | None = None,
-    batch: str = "batch",
+    report: MemoryReport, owners: Owners, findings: Sequence[Finding], call: _Call | None = None, batch: str = "batch"
 ) -> tuple[Remedy, ...]:
     """Return the remedies for a report, with estimated savings; without a `call` of the step none can be applied."""
     candidates = [*_donations(report, owners, findings, call), *_from_findings(report, findings)]
     candidates += _optimizer_state(report, owners)
-    for action, (low, high) in _recomputations(report):
-        candidates.append(Remedy(kind="recompute", action=action, estimated_bytes=low, range_bytes=(low, high)))
-    candidates += [*_chunked_loss(report, owners), *_sharded_arguments(report, owners, call)]
-    candidates += _smaller_batch(report, owners, call, roles or {}, batch)
+    candidates += [*_recomputations(report), *_chunked_loss(report, owners), *_sharded_arguments(report, owners, call)]
+    candidates += _smaller_batch(report, owners, call, batch)
     return tuple(candidates)
 
 
@@ -395,10 +369,7 @@ def _is_divisible(owners: Owners, leaf: int) -> bool:
 
 
 def _compile_sharded(call: _Call | None, argument: int | str, count: int) -> Callable[[], Program] | None:
-    """Return a function that compiles with an argument sharded over the whole mesh.
-
-    Each leaf is sharded along its first axis that the number of devices divides.
-    """
+    """Return a function that compiles with the leaves of an argument sharded along their first divisible axes."""
     if call is None or not isinstance(argument, int):
         return None
 
@@ -416,9 +387,7 @@ def _compile_sharded(call: _Call | None, argument: int | str, count: int) -> Cal
     return call.with_argument(argument, shard_leaf).compile
 
 
-def _smaller_batch(
-    report: MemoryReport, owners: Owners, call: _Call | None, roles: Mapping[str, Role], batch: str
-) -> Iterable[Remedy]:
+def _smaller_batch(report: MemoryReport, owners: Owners, call: _Call | None, batch: str) -> Iterable[Remedy]:
     leaves = [leaf for leaf in owners.leaves if _role_of_leaf(report, leaf) == batch and leaf.kept]
     graph = owners.dataflow.graph
     shapes = {index: graph.shape(value).dimensions for value, index in owners.parameters.items()}
@@ -434,30 +403,23 @@ def _smaller_batch(
         if buffer.phase == "argument":
             return buffer.role == batch
         elements = math.prod(buffer.shape)
-        is_computed = buffer.role in _COMPUTED_ROLES and buffer.phase != "update"
+        is_computed = buffer.role in COMPUTED_ROLES and buffer.phase != "update"
         return (
             is_computed and elements > 1 and elements % length == 0 and tuple(sorted(buffer.shape)) not in weight_shapes
         )
 
     apply = None
-    argument = roles.get(batch)
+    argument = (call.job.roles or {}).get(batch) if call is not None else None
     if call is not None and isinstance(argument, int):
-        apply = call.with_argument(argument % len(call.args), _halve).compile
+        apply = call.with_argument(argument % len(call.job.args), _halve).compile
     action = f"use half of the {length} examples"
     if "backward" in owners.dataflow.phases.values():
         kept_bytes = sum(leaf.num_bytes for leaf in leaves) // 2
-        note = (
-            f" but keeps the other half ({format_bytes(kept_bytes)})"
-            if kept_bytes >= _MIN_SHARE * report.device_bytes
-            else ""
-        )
-        action += f"; lowtide.accumulate(grad_fn, num_microbatches=2) gives the same values{note}"
-    yield Remedy(
-        kind="smaller-batch",
-        action=action,
-        estimated_bytes=_saving(report, lambda b: 0.5 * scales(b)),
-        apply=apply,
-    )
+        action += "; lowtide.accumulate(grad_fn, num_microbatches=2) gives the same values"
+        if kept_bytes >= _MIN_SHARE * report.device_bytes:
+            action += f" but keeps the other half ({format_bytes(kept_bytes)})"
+    estimate = _saving(report, lambda b: 0.5 * scales(b))
+    yield Remedy(kind="smaller-batch", action=action, estimated_bytes=estimate, apply=apply)
 
 
 def _halve(leaf: Any) -> Any:
@@ -487,12 +449,10 @@ def _saving(report: MemoryReport, share: Callable[[Buffer], float]) -> int:
     return max(live_bytes(device_buffers, moments)) - max(live_bytes(reduced_buffers, moments))
 
 
-def _recomputations(report: MemoryReport) -> Iterable[tuple[str, tuple[int, int]]]:
-    """Yield an action for each function whose values could be recomputed, and the range of device bytes that it saves.
-
-    The upper end is everything that the function keeps for the backward pass. The lower end is less by the memory that
-    recomputation needs.
-    """
+def _recomputations(report: MemoryReport) -> Iterable[Remedy]:
+    """Yield a remedy for each function whose values could be recomputed."""
+    # The largest saving is everything that the function keeps for the backward pass. The smallest saving excludes the
+    # memory that recomputation needs.
     groups: dict[str, list[Buffer]] = {}
     for buffer in report.peak:
         if _is_residual(buffer, report):
@@ -512,28 +472,22 @@ def _recomputations(report: MemoryReport) -> Iterable[tuple[str, tuple[int, int]
         saved_bytes = _saving(
             report, lambda b, function=function: float(_is_residual(b, report) and _source_function(b) == function)
         )
-        recompute_bytes = _recomputation_bytes(buffers, function in recomputed_functions)
-        yield (
-            f"recompute the residuals of {function} ({shapes}): {advice}",
-            (max(saved_bytes - recompute_bytes, 0), saved_bytes),
-        )
+        least_bytes = max(saved_bytes - _recomputation_bytes(buffers, function in recomputed_functions), 0)
+        action, range_bytes = f"recompute the residuals of {function} ({shapes}): {advice}", (least_bytes, saved_bytes)
+        yield Remedy(kind="recompute", action=action, estimated_bytes=least_bytes, range_bytes=range_bytes)
 
 
 def _is_residual(buffer: Buffer, report: MemoryReport) -> bool:
-    """Return whether a buffer is kept for the backward pass; on a CPU also recomputed values outside loops.
-
-    The CPU compiler may run such recomputation all at once, so that its values are live at the same time.
-    """
+    """Return whether a buffer is kept for the backward pass; on a CPU also recomputed values outside loops."""
+    # The CPU compiler may run such recomputation all at once, so that its values are live at the same time.
     is_at_once = report.target.platform == "cpu" and not _is_in_loop(buffer)
     return buffer.role == "activations" or (buffer.role == "recomputed" and is_at_once)
 
 
 def _recomputation_bytes(buffers: Sequence[Buffer], is_recomputed: bool) -> int:
-    """Return the bytes that recomputation itself needs: the function's inputs, and the largest array of one layer.
-
-    The inputs are assumed to be the smallest array that is kept in each layer, such as the input of a block. If the
-    function is already recomputed and keeps one array, the inputs are that array.
-    """
+    """Return the bytes that recomputation itself needs: the function's inputs, and the largest array of one layer."""
+    # The inputs are assumed to be the smallest array that is kept in each layer, such as the input of a block. If the
+    # function is already recomputed and keeps one array, the inputs are that array.
     groups = _group_buffers(buffers)
     if len(groups) < 2 and not is_recomputed:
         return 0

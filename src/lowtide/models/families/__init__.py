@@ -1,7 +1,4 @@
-"""Model families: their Hugging Face config fields and parameter names.
-
-Each family is a table, `Family`, in a separate file; `FAMILIES` lists them.
-"""
+"""Model families: their Hugging Face config fields and parameter names, as one table for each family (`Family`)."""
 
 from ._family import Family as Family
 from ._registry import FAMILIES as FAMILIES

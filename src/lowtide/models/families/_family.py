@@ -24,6 +24,11 @@ COMMON: Mapping[str, str] = {
 }
 """Fields of `DecoderConfig` that every family has, and their names in `config.json`."""
 
+_ALWAYS_READ = (
+    "architectures model_type hidden_act rope_theta rope_scaling rope_parameters attention_dropout "
+    "bos_token_id eos_token_id quantization_config"
+).split()
+"""Further fields of `config.json` that are read for every family."""
 _OUTER = {"outer/embed": "model.embed_tokens", "outer/norm": "model.norm", "outer/lm_head": "lm_head"}
 IMAGE_MODULES = ("vision_tower", "multi_modal_projector")
 """Modules of models of images and text that are not read."""
@@ -31,8 +36,6 @@ PREFIXES = ("model.", "model.language_model.", "language_model.model.")
 """Prefixes of a decoder's module names: in a text model, and in models of images and text of `transformers` since 4.52
 and before 4.52."""
 _ATTN, _MLP = "model.layers.{layer}.self_attn", "model.layers.{layer}.mlp"
-
-
 _NORMS: Mapping[str, str] = {"attn_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
 
 
@@ -98,14 +101,7 @@ class Family:
     @property
     def known(self) -> frozenset[str]:
         """Fields of `config.json` that are read."""
-        return frozenset([*COMMON.values(), *self.fields.values(), *self.also, *ALWAYS_READ])
-
-
-ALWAYS_READ = (
-    "architectures model_type hidden_act rope_theta rope_scaling rope_parameters attention_dropout "
-    "bos_token_id eos_token_id quantization_config"
-).split()
-"""Fields that are read for every family."""
+        return frozenset([*COMMON.values(), *self.fields.values(), *self.also, *_ALWAYS_READ])
 
 
 def sliding_by_type(file: ConfigFile, is_sliding: Callable[[int], bool]) -> dict[str, Any]:

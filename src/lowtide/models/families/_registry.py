@@ -1,25 +1,411 @@
-"""The supported model families."""
+"""The supported model families, one table for each: Llama and its close relatives, Qwen, Gemma, and gpt-oss."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import dataclasses
+from typing import TYPE_CHECKING, Any
 
-from ...core import ConfigError
-from ._family import Family
-from ._gemma import GEMMA2, GEMMA3
-from ._gpt_oss import GPT_OSS
-from ._llama import LLAMA
-from ._mistral import MISTRAL, MIXTRAL
-from ._olmo import OLMO2
-from ._phi import PHI3
-from ._qwen import QWEN2, QWEN3, QWEN3_MOE
+from ...core import ConfigError, check_choice, shown
+from .._config import DecoderConfig, Experts
+from ._family import Family, expert_parameters, layer_types, names, router_loss, sliding_by_type, write_router_loss
 
 if TYPE_CHECKING:
-    from .._config import DecoderConfig
+    from .._schema import ConfigFile
+
+_LLAMA = Family(
+    model_type="llama",
+    architecture="LlamaForCausalLM",
+    names=names(),
+    fields={"attention_bias": "attention_bias", "mlp_bias": "mlp_bias"},
+    defaults={"rms_norm_eps": 1e-6},
+)
+
+# Llama with a sliding window.
+_MISTRAL = Family(
+    model_type="mistral",
+    architecture="MistralForCausalLM",
+    names=names(),
+    fields={"sliding_window": "sliding_window"},
+    defaults={"rms_norm_eps": 1e-6, "sliding_window": 4096, "num_key_value_heads": 8, "max_position_embeddings": 2**17},
+)
+
+
+# Mixtral: a mixture of experts replaces each MLP of Mistral.
+def _read_mixtral(file: ConfigFile) -> dict[str, Any]:
+    return {
+        "experts": Experts(
+            num_experts=file.num_local_experts or 8,
+            num_experts_per_token=file.num_experts_per_tok or 2,
+            intermediate_size=file.intermediate_size,
+            router_loss_coef=router_loss(file),
+        )
+    }
+
+
+def _write_mixtral(config: DecoderConfig) -> dict[str, Any]:
+    experts = config.experts
+    assert experts is not None
+    return {
+        "num_local_experts": experts.num_experts,
+        "num_experts_per_tok": experts.num_experts_per_token,
+        **write_router_loss(experts),
+    }
+
+
+_MIXTRAL_MOE = "model.layers.{layer}.block_sparse_moe"
+
+_MIXTRAL = Family(
+    model_type="mixtral",
+    architecture="MixtralForCausalLM",
+    names={
+        **names(mlp=""),
+        "layers/mlp/router": f"{_MIXTRAL_MOE}.gate",
+        "layers/mlp/experts/gate": f"{_MIXTRAL_MOE}.experts.{{expert}}.w1",
+        "layers/mlp/experts/up": f"{_MIXTRAL_MOE}.experts.{{expert}}.w3",
+        "layers/mlp/experts/down": f"{_MIXTRAL_MOE}.experts.{{expert}}.w2",
+    },
+    expert_parameters=expert_parameters(),
+    fields={"sliding_window": "sliding_window"},
+    defaults={"rms_norm_eps": 1e-5, "num_key_value_heads": 8, "max_position_embeddings": 2**17},
+    rope_theta=1e6,
+    also=("num_local_experts", "num_experts_per_tok", "output_router_logits", "router_aux_loss_coef"),
+    neutral={"router_jitter_noise": (0.0,)},
+    read=_read_mixtral,
+    write=_write_mixtral,
+)
+
+# OLMo 2: norms only after attention and MLP, and norms over all heads' queries and over all heads' keys.
+_OLMO2 = Family(
+    model_type="olmo2",
+    architecture="Olmo2ForCausalLM",
+    names=names(
+        qk_norm=True,
+        norms={"attn_post_norm": "post_attention_layernorm", "mlp_post_norm": "post_feedforward_layernorm"},
+    ),
+    fixed={"pre_norm": False, "post_norm": True, "qk_norm": "width"},
+    fields={"attention_bias": "attention_bias"},
+    defaults={"rms_norm_eps": 1e-5, "eos_token_id": 50279},
+)
+
+# Phi-3 and the smaller Phi-4 models: Llama with fused projections, partial rotation, and LongRoPE.
+_PHI3_CODE = ("configuration_phi3.Phi3Config", "modeling_phi3.Phi3ForCausalLM")
+"""Remote code in checkpoints from before transformers had the class; it computes the same as the class."""
+
+
+def _read_phi3(file: ConfigFile) -> dict[str, Any]:
+    auto_map = (file.model_extra or {}).get("auto_map") or {}
+    code: Any = auto_map if isinstance(auto_map, dict) else {"auto_map": auto_map}
+    for name, value in code.items():
+        if name != "AutoTokenizer" and not str(value).endswith(_PHI3_CODE):
+            hint = "remove auto_map if its code computes the same as transformers' Phi3; Lowtide does not run it"
+            raise ConfigError(f"auto_map names custom code of the model, {shown(value)}", hint=hint)
+    return {}
+
+
+def _write_phi3(config: DecoderConfig) -> dict[str, Any]:
+    scaling = config.rope_scaling
+    original = scaling.original_max_position_embeddings if scaling is not None else config.max_position_embeddings
+    return {
+        "partial_rotary_factor": config.rotary_fraction,
+        "original_max_position_embeddings": original,
+        # transformers' default pad token is out of range for small vocabularies
+        "pad_token_id": None,
+    }
+
+
+_PHI3 = Family(
+    model_type="phi3",
+    architecture="Phi3ForCausalLM",
+    names=names(attn="qkv o", mlp="gate_up down"),
+    fixed={"fused_projections": True},
+    fields={"sliding_window": "sliding_window"},
+    defaults={"rms_norm_eps": 1e-5, "max_position_embeddings": 4096, "bos_token_id": 1, "eos_token_id": 32000},
+    also=("original_max_position_embeddings", "partial_rotary_factor", "resid_pdrop", "embd_pdrop", "auto_map"),
+    neutral={
+        "ignore_keys_at_rope_validation": (None,),
+        "attention_bias": (False,),
+        "mlp_bias": (False,),
+        # Phi-4-mini: its published config has these fields, its model does not read them
+        "full_attn_mod": (1,),
+        "interpolate_factor": (1,),
+    },
+    read=_read_phi3,
+    write=_write_phi3,
+)
+
+
+# Qwen 2, 2.5 and 3, dense and with a mixture of experts. Qwen2 has biases on query, key and value. Qwen3 normalises
+# each head's query and key. Published models switch sliding windows off. If a config switches them on, layers from
+# `max_window_layers` on have a window.
+def _read_qwen(file: ConfigFile) -> dict[str, Any]:
+    if not file.use_sliding_window:
+        return {"sliding_window": None, "sliding_layers": None}
+    return sliding_by_type(file, lambda index: index >= (file.max_window_layers or 0))
+
+
+def _write_qwen(config: DecoderConfig) -> dict[str, Any]:
+    if config.sliding_window is None:
+        return {"use_sliding_window": False}
+    types = layer_types(config)
+    first = types.index("sliding_attention") if "sliding_attention" in types else len(types)
+    return {
+        "use_sliding_window": True,
+        "sliding_window": config.sliding_window,
+        "max_window_layers": first,
+        "layer_types": types,
+    }
+
+
+_QWEN2 = Family(
+    model_type="qwen2",
+    architecture="Qwen2ForCausalLM",
+    names=names(),
+    fixed={"attention_bias": True, "attention_out_bias": False},
+    defaults={
+        "rms_norm_eps": 1e-6,
+        "max_position_embeddings": 32768,
+        "sliding_window": 4096,
+        "max_window_layers": 28,
+        "num_key_value_heads": 32,
+    },
+    also=("use_sliding_window", "sliding_window", "max_window_layers", "layer_types"),
+    read=_read_qwen,
+    write=_write_qwen,
+)
+
+_QWEN3 = dataclasses.replace(
+    _QWEN2,
+    model_type="qwen3",
+    architecture="Qwen3ForCausalLM",
+    names=names(qk_norm=True),
+    fixed={"qk_norm": "head"},
+    fields={"attention_bias": "attention_bias"},
+    defaults={**_QWEN2.defaults, "head_dim": 128},
+)
+
+
+def _read_qwen3_moe(file: ConfigFile) -> dict[str, Any]:
+    return {
+        "sliding_window": file.sliding_window if file.use_sliding_window else None,
+        "experts": Experts(
+            # transformers 5.1 and newer write only the second name
+            num_experts=file.num_experts or file.num_local_experts or 128,
+            num_experts_per_token=file.num_experts_per_tok or 8,
+            intermediate_size=file.moe_intermediate_size or 768,
+            normalize=bool(file.norm_topk_prob),
+            router_loss_coef=router_loss(file),
+        ),
+    }
+
+
+def _write_qwen3_moe(config: DecoderConfig) -> dict[str, Any]:
+    experts = config.experts
+    assert experts is not None
+    return {
+        "use_sliding_window": config.sliding_window is not None,
+        "sliding_window": config.sliding_window,
+        "num_experts": experts.num_experts,
+        "num_experts_per_tok": experts.num_experts_per_token,
+        "moe_intermediate_size": experts.intermediate_size,
+        "norm_topk_prob": experts.normalize,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        **write_router_loss(experts),
+    }
+
+
+_QWEN_EXPERT = "model.layers.{layer}.mlp.experts.{expert}"
+
+_QWEN3_MOE = dataclasses.replace(
+    _QWEN3,
+    model_type="qwen3_moe",
+    architecture="Qwen3MoeForCausalLM",
+    names={
+        **names(qk_norm=True, mlp=""),
+        "layers/mlp/router": "model.layers.{layer}.mlp.gate",
+        **{f"layers/mlp/experts/{name}": f"{_QWEN_EXPERT}.{name}_proj" for name in ("gate", "up", "down")},
+    },
+    expert_parameters=expert_parameters(),
+    defaults={"rms_norm_eps": 1e-6, "max_position_embeddings": 32768, "num_key_value_heads": 4, "sliding_window": 4096},
+    also=(
+        "use_sliding_window sliding_window max_window_layers num_experts num_local_experts num_experts_per_tok "
+        "moe_intermediate_size norm_topk_prob output_router_logits router_aux_loss_coef"
+    ).split(),
+    neutral={"decoder_sparse_step": (1,), "mlp_only_layers": ([],)},
+    read=_read_qwen3_moe,
+    write=_write_qwen3_moe,
+)
+
+# Gemma 2 and 3: norms before and after attention and MLP, norm weights around zero, scaled embeddings, sliding layers.
+# Gemma 2 has soft caps on scores and logits. Gemma 3 normalises queries and keys, and its sliding-window layers use a
+# separate rotary base. From a Gemma 3 with images only the text decoder is read.
+_GEMMA_NORMS = {
+    "attn_norm": "input_layernorm",
+    "attn_post_norm": "post_attention_layernorm",
+    "mlp_norm": "pre_feedforward_layernorm",
+    "mlp_post_norm": "post_feedforward_layernorm",
+}
+_GEMMA_DEFAULTS = {
+    "rms_norm_eps": 1e-6,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "tie_word_embeddings": True,
+    "query_pre_attn_scalar": 256,
+    "sliding_window": 4096,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "bos_token_id": 2,
+    "eos_token_id": 1,
+}
+
+
+def _read_gemma2(file: ConfigFile) -> dict[str, Any]:
+    if file.query_pre_attn_scalar is None:
+        raise ConfigError("query_pre_attn_scalar must be a number, not null: attention scores have no scale without it")
+    return {
+        "attention_scale": file.query_pre_attn_scalar**-0.5,
+        "attention_soft_cap": file.attn_logit_softcapping or None,
+        "final_soft_cap": file.final_logit_softcapping or None,
+        **sliding_by_type(file, lambda index: index % 2 == 0),
+    }
+
+
+def _write_gemma2(config: DecoderConfig) -> dict[str, Any]:
+    scale = config.head_dim**-0.5 if config.attention_scale is None else config.attention_scale
+    scalar = scale**-2
+    return {
+        "attn_logit_softcapping": config.attention_soft_cap,
+        "final_logit_softcapping": config.final_soft_cap,
+        "query_pre_attn_scalar": round(scalar) if abs(scalar - round(scalar)) < 1e-6 * scalar else scalar,
+        "sliding_window": config.sliding_window,
+        "layer_types": layer_types(config),
+        "hidden_activation": "gelu_pytorch_tanh",
+        "use_bidirectional_attention": False,
+    }
+
+
+_GEMMA2 = Family(
+    model_type="gemma2",
+    architecture="Gemma2ForCausalLM",
+    names=names(norms=_GEMMA_NORMS),
+    fixed={"post_norm": True, "norm_offset": 1.0, "scale_embedding": True, "activation": "gelu_tanh"},
+    fields={"attention_bias": "attention_bias"},
+    defaults={
+        **_GEMMA_DEFAULTS,
+        "attn_logit_softcapping": 50.0,
+        "final_logit_softcapping": 30.0,
+        "max_position_embeddings": 8192,
+    },
+    also=(
+        "query_pre_attn_scalar attn_logit_softcapping final_logit_softcapping sliding_window layer_types "
+        "cache_implementation sliding_window_size"
+    ).split(),
+    neutral={
+        "hidden_activation": ("gelu_pytorch_tanh", "gelu_new"),
+        "hidden_act": ("gelu_pytorch_tanh", "gelu_new"),
+        "use_bidirectional_attention": (False,),
+    },
+    read=_read_gemma2,
+    write=_write_gemma2,
+)
+
+
+def _read_gemma3(file: ConfigFile) -> dict[str, Any]:
+    period = file.sliding_window_pattern or file.old_sliding_window_pattern or 6
+    return {
+        **_read_gemma2(file),
+        "attention_soft_cap": None,
+        **sliding_by_type(file, lambda index: (index + 1) % period != 0),
+        "local_rope_theta": file.local_rope.rope_theta or file.rope_local_base_freq or 10_000.0,
+    }
+
+
+def _write_gemma3(config: DecoderConfig) -> dict[str, Any]:
+    return {**_write_gemma2(config), "rope_local_base_freq": config.local_rope_theta}
+
+
+_GEMMA3 = dataclasses.replace(
+    _GEMMA2,
+    model_type="gemma3_text",
+    architecture="Gemma3ForCausalLM",
+    names=names(qk_norm=True, norms=_GEMMA_NORMS),
+    fixed={**_GEMMA2.fixed, "qk_norm": "head"},
+    defaults={**_GEMMA_DEFAULTS, "max_position_embeddings": 2**17, "vocab_size": 262_208},
+    also=(*_GEMMA2.also, "sliding_window_pattern", "_sliding_window_pattern", "rope_local_base_freq"),
+    stored=("attn_logit_softcapping",),
+    read=_read_gemma3,
+    write=_write_gemma3,
+    rope_theta=1e6,
+    text_of="Gemma3ForConditionalGeneration",
+)
+
+
+# gpt-oss: experts with biases and clamped gates, attention sinks, and a sliding window in every other layer.
+def _read_gpt_oss(file: ConfigFile) -> dict[str, Any]:
+    return {
+        **sliding_by_type(file, lambda index: index % 2 == 0),
+        "experts": Experts(
+            num_experts=file.num_local_experts or 128,
+            num_experts_per_token=file.num_experts_per_tok or file.experts_per_token or 4,
+            intermediate_size=file.intermediate_size,
+            clamped=True,
+            limit=7.0 if file.swiglu_limit is None else file.swiglu_limit,
+            router_loss_coef=router_loss(file),
+        ),
+    }
+
+
+def _write_gpt_oss(config: DecoderConfig) -> dict[str, Any]:
+    experts = config.experts
+    assert experts is not None
+    return {
+        "attention_bias": True,
+        "sliding_window": config.sliding_window,
+        "layer_types": layer_types(config),
+        "num_local_experts": experts.num_experts,
+        "num_experts_per_tok": experts.num_experts_per_token,
+        "swiglu_limit": experts.limit,
+        **write_router_loss(experts),
+    }
+
+
+_GPT_OSS_MLP = "model.layers.{layer}.mlp"
+
+_GPT_OSS = Family(
+    model_type="gpt_oss",
+    architecture="GptOssForCausalLM",
+    names={
+        **names(mlp=""),
+        "layers/attn/sinks/weight": "model.layers.{layer}.self_attn.sinks",
+        "layers/mlp/router": f"{_GPT_OSS_MLP}.router",
+        **{
+            f"layers/mlp/experts/{name}/{leaf}": f"{_GPT_OSS_MLP}.experts.{name}_proj{suffix}"
+            for name in ("gate_up", "down")
+            for leaf, suffix in (("weight", ""), ("bias", "_bias"))
+        },
+    },
+    expert_parameters=expert_parameters("gate_up"),
+    fixed={"attention_bias": True, "attention_sinks": True},
+    defaults={
+        "rms_norm_eps": 1e-5,
+        "num_key_value_heads": 8,
+        "head_dim": 64,
+        "sliding_window": 128,
+        "max_position_embeddings": 2**17,
+    },
+    rope_theta=150_000.0,
+    also=(
+        "sliding_window layer_types num_local_experts num_experts_per_tok experts_per_token swiglu_limit "
+        "output_router_logits router_aux_loss_coef initial_context_length"
+    ).split(),
+    neutral={"attention_bias": (True,)},
+    read=_read_gpt_oss,
+    write=_write_gpt_oss,
+)
 
 FAMILIES: dict[str, Family] = {
     family.model_type: family
-    for family in (LLAMA, MISTRAL, QWEN2, QWEN3, GEMMA2, GEMMA3, PHI3, OLMO2, MIXTRAL, QWEN3_MOE, GPT_OSS)
+    for family in (_LLAMA, _MISTRAL, _QWEN2, _QWEN3, _GEMMA2, _GEMMA3, _PHI3, _OLMO2, _MIXTRAL, _QWEN3_MOE, _GPT_OSS)
 }
 """Families by `model_type`."""
 
@@ -30,8 +416,5 @@ def family_of(config: DecoderConfig) -> Family:
     Raises:
         ConfigError: when ``config.family`` is not in `FAMILIES`.
     """
-    if config.family not in FAMILIES:
-        raise ConfigError(
-            f"unknown family {config.family!r}", expected=f"one of {', '.join(FAMILIES)}", hint="check config.family"
-        )
+    check_choice("family", config.family, [*FAMILIES])
     return FAMILIES[config.family]

@@ -8,27 +8,24 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from ...core import ModelFileError, shortened, shown
-from ._header import Header, Long, Place, read_header
+from ...core import ModelFileError, check_choice, shortened, shown
+from ._header import CONVERT_HINT, Header, Long, Place
 
-_FAMILIES: Mapping[str, tuple[str, str]] = {
-    "llama": ("llama", "LlamaForCausalLM"),
-    "qwen2": ("qwen2", "Qwen2ForCausalLM"),
-    "qwen3": ("qwen3", "Qwen3ForCausalLM"),
-    "qwen3moe": ("qwen3_moe", "Qwen3MoeForCausalLM"),
-    "gemma2": ("gemma2", "Gemma2ForCausalLM"),
-    "gemma3": ("gemma3_text", "Gemma3ForCausalLM"),
-    "phi3": ("phi3", "Phi3ForCausalLM"),
-    "olmo2": ("olmo2", "Olmo2ForCausalLM"),
+_MODEL_TYPES: Mapping[str, str] = {
+    "llama": "llama",
+    "qwen2": "qwen2",
+    "qwen3": "qwen3",
+    "qwen3moe": "qwen3_moe",
+    "gemma2": "gemma2",
+    "gemma3": "gemma3_text",
+    "phi3": "phi3",
+    "olmo2": "olmo2",
 }
-"""Architectures of GGUF files, with the `model_type` and class of Hugging Face."""
-_MISTRAL = ("mistral", "MistralForCausalLM")
-_MIXTRAL = ("mixtral", "MixtralForCausalLM")
+"""Architectures of GGUF files, with the `model_type` of Hugging Face; Mistral and Mixtral are of architecture llama."""
 _WINDOWED = ("llama", "phi3", "gemma2", "gemma3")
 _WITH_BIASES = ("llama", "qwen3", "gemma2", "gemma3_text", "olmo2")
 _HARMLESS = ("vocab_size", "tensor_data_layout", "rope.scaling.finetuned")
@@ -51,31 +48,20 @@ _LONG, _SHORT = "rope_factors_long.weight", "rope_factors_short.weight"
 CONSTANTS = (_ROPE, _LONG, _SHORT)
 """Tensors with scaling factors of rotary frequencies."""
 _WRONG_LOGITS = "choose another model; ignoring the key would give wrong logits, so nothing was loaded"
-_CONVERT_HINT = "convert the original model again with a recent llama.cpp"
-
-
-def gguf_model(file: Path) -> dict[str, Any]:
-    """Return the metadata of the file as the contents of a `config.json`.
-
-    Args:
-        file: result of `core.gguf_file`.
-
-    Raises:
-        ModelFileError: for a damaged file or an unsupported model.
-        ConfigError: when the library `gguf` is not installed.
-    """
-    return config_of(read_header(file))
 
 
 def config_of(header: Header) -> dict[str, Any]:
-    """Return a Hugging Face `config.json` for the model; factors of rotary frequencies are also read from the file."""
+    """Return the contents of a `config.json` for the model; factors of rotary frequencies are read from the file.
+
+    A damaged file and an unsupported model raise ModelFileError.
+    """
     architecture = _architecture(header)
     keys = _Keys(header, architecture)
     experts = keys.count("expert_count", 0)
     window = keys.count("attention.sliding_window", 0) if architecture in _WINDOWED else 0
-    model_type, class_name = _FAMILIES[architecture]
+    model_type = _MODEL_TYPES[architecture]
     if architecture == "llama" and (experts or window):
-        model_type, class_name = _MIXTRAL if experts else _MISTRAL
+        model_type = "mixtral" if experts else "mistral"
     heads, hidden = keys.count("attention.head_count"), keys.count("embedding_length")
     embedding = header.places.get("token_embd.weight")
     if embedding is None:
@@ -86,7 +72,6 @@ def config_of(header: Header) -> dict[str, Any]:
     if (value_dim := keys.count("attention.value_length", head_dim)) != head_dim:
         raise keys.error("attention.value_length", f"{head_dim}, the length of keys", value_dim)
     raw = {
-        "architectures": [class_name],
         "model_type": model_type,
         "vocab_size": embedding.shape[0],
         "hidden_size": hidden,
@@ -166,18 +151,9 @@ class _Keys:
             key = name.removeprefix(self.prefix)
             is_neutral = value in _NEUTRAL[key] if key in _NEUTRAL else not value
             if name.startswith(self.prefix) and name not in self.read and not is_neutral:
-                raise ModelFileError(
-                    f"{self.header.file}: {shown(name)} is not supported for this architecture",
-                    expected=_expected(key),
-                    got=shown(value),
-                    hint=_WRONG_LOGITS,
-                )
-
-
-def _expected(key: str) -> str:
-    if key in _NEUTRAL:
-        return f"{' or '.join(str(value) for value in _NEUTRAL[key])}, or no such key"
-    return "supported keys; others have to be absent, false or zero"
+                problem = f"{self.header.file}: {shown(name)} = {shown(value)} is not supported for this architecture"
+                expected = f"{' or '.join(map(str, _NEUTRAL.get(key, (False, 0))))}, or no such key"
+                raise ModelFileError(problem, expected=expected, hint=_WRONG_LOGITS)
 
 
 def _architecture(header: Header) -> str:
@@ -187,19 +163,12 @@ def _architecture(header: Header) -> str:
         ("split.count", (None, 0, 1), "merge the parts: llama-gguf-split --merge FIRST_PART OUT"),
     ):
         if fields.get(key) not in valid:
-            raise ModelFileError(
-                f"{header.file}: not a complete model",
-                expected=f"{key} {valid[-1]}",
-                got=shown(fields.get(key)),
-                hint=hint,
-            )
-    architecture = fields.get("general.architecture")
-    if not isinstance(architecture, str) or architecture not in _FAMILIES:
-        raise ModelFileError(
-            f"{header.file}: unknown architecture {shown(architecture)}",
-            expected=f"general.architecture: one of {', '.join(_FAMILIES)}",
-            hint="load the original safetensors, if Lowtide supports the family",
-        )
+            problem = f"{header.file}: {key} of a complete model must be {valid[-1]}, not {shown(fields.get(key))}"
+            raise ModelFileError(problem, hint=hint)
+    name = f"{header.file}: general.architecture"
+    architecture: Any = fields.get("general.architecture")
+    hint = "load the original safetensors, if Lowtide supports the family"
+    check_choice(name, architecture, [*_MODEL_TYPES], hint=hint, error=ModelFileError)
     return architecture
 
 
@@ -260,11 +229,12 @@ def _rope(keys: _Keys, raw: Mapping[str, Any]) -> dict[str, Any]:
     kind = keys.get("rope.scaling.type", "linear" if has_factor else "none")
     original = keys.count("rope.scaling.original_context_length", 0)
     tables = [name for name in CONSTANTS if name in places]
-    if tables and (kind not in ("none", "longrope") or (_ROPE in tables) == (len(tables) > 1)):
+    kinds = ("none",) if tables == [_ROPE] else ("none", "longrope")
+    if tables and (kind not in kinds or (_ROPE in tables) == (len(tables) > 1)):
         raise keys.error("rope.scaling.type", f"none, in addition to {', '.join(tables)}", kind)
     scaling: dict[str, Any] | None
     if tables == [_ROPE]:
-        scaling = _scaling_from_factors(keys, _read_factors(keys, places[_ROPE], rotary_dim), theta, rotary_dim, kind)
+        scaling = _scaling_from_factors(_read_factors(keys, places[_ROPE], rotary_dim), theta, rotary_dim)
     elif tables:
         factors = {
             f"{word}_factor": _read_factors(keys, places[name], rotary_dim)
@@ -305,21 +275,16 @@ def _scaling_from_metadata(keys: _Keys, kind: Any, original: int) -> dict[str, A
 def _read_factors(keys: _Keys, place: Place, rotary_dim: int) -> list[float]:
     """Read the divisors of rotary frequencies."""
     if place.kind.name != "F32" or place.shape != (rotary_dim // 2,):
-        raise _error(
-            keys.header, place.name, f"F32 of shape {(rotary_dim // 2,)}", f"{place.kind.name} of {place.shape}"
-        )
+        expected, got = f"F32 of shape {(rotary_dim // 2,)}", f"{place.kind.name} of {place.shape}"
+        raise _error(keys.header, place.name, expected, got)
     values = np.fromfile(keys.header.file, np.float32, place.shape[0], offset=place.start)
     if not np.all((values > 0) & np.isfinite(values)):
         raise _error(keys.header, place.name, "factors above 0", "a factor that is not")
     return [float(str(value)) for value in values]
 
 
-def _scaling_from_factors(
-    keys: _Keys, factors: list[float], theta: float, rotary_dim: int, kind: Any
-) -> dict[str, Any] | None:
+def _scaling_from_factors(factors: list[float], theta: float, rotary_dim: int) -> dict[str, Any] | None:
     """Return the Llama 3 scaling rule that produces these factors; otherwise the factors themselves, as longrope."""
-    if kind != "none":
-        raise keys.error("rope.scaling.type", f"none, in addition to {_ROPE}", kind)
     stored_factors, max_factor = np.asarray(factors), max(factors)
     if max_factor == 1 == min(factors):
         return None
@@ -336,9 +301,7 @@ def _scaling_from_factors(
 
 
 def _error(header: Header, name: str, expected: str, got: Any) -> ModelFileError:
-    description = (
-        "no value" if got is None else f"{got.count} values" if isinstance(got, Long) else shortened(shown(got), 80)
-    )
-    return ModelFileError(
-        f"{header.file}: {shown(name)} is not valid", expected=expected, got=description, hint=_CONVERT_HINT
-    )
+    is_long = isinstance(got, Long)
+    description = "no value" if got is None else f"{got.count} values" if is_long else shortened(shown(got), 80)
+    problem = f"{header.file}: {shown(name)} is not valid"
+    return ModelFileError(problem, expected=expected, got=description, hint=CONVERT_HINT)

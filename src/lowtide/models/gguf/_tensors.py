@@ -19,8 +19,7 @@ import numpy as np
 from ...core import ModelFileError, shortened, shown
 from .._safetensors import DTYPES, pieces
 from ._config import CONSTANTS
-from ._header import Header, Place, read_header
-from ._library import dequantize, tensor_names
+from ._header import Header, Place, dequantize, read_header, tensor_names
 
 _CONVERT_HINT = "convert the original again: the file is damaged, or has another version of its architecture"
 _MOST_EXPERTS = 2**18
@@ -35,50 +34,32 @@ _PERMUTED = re.compile(r"self_attn\.([qk])_proj\.(weight|bias)$")
 def open_gguf(
     file: Path, *, layers: int, experts: int, heads: Mapping[str, int], names: Iterable[str]
 ) -> Generator[dict[str, GgufTensor], None, None]:
-    """Yield the tensors of a file by Hugging Face name.
+    """Yield the tensors of a file by Hugging Face name; the caller generates `names`, those of all weights, lazily.
 
-    Args:
-        file: result of `core.gguf_file`.
-        layers: number of layers.
-        experts: number of experts per layer; 1 without a mixture of experts.
-        heads: number of heads of ``"q"`` and ``"k"``.
-        names: names of all the model's weights, generated lazily.
-
-    Raises:
-        ModelFileError: for a damaged file, a missing tensor, or a tensor that is not part of the model.
-
-    Memory:
-        Headers; each tensor is read on demand.
+    `experts` is 1 without a mixture of experts, and `heads` has the numbers of heads of ``"q"`` and ``"k"``. A damaged
+    file, and a tensor that is missing or not part of the model, raise ModelFileError.
     """
     header = read_header(file)
     if layers > len(header.places):  # checked before that many names are generated
-        raise ModelFileError(
-            f"{file}: the metadata requires tensors that the file lacks",
-            expected=f"weights of {layers} layers",
-            got=f"{len(header.places)} tensors",
-            hint=_CONVERT_HINT,
-        )
+        raise _missing(header, f"the tensors of {layers} layers")
     if experts > 1:
         _check_experts(header, [place for name, place in header.places.items() if _STACKED.match(name)], experts)
         if layers * experts > _MOST_EXPERTS:
-            raise ModelFileError(
-                f"{file}: too many experts",
-                expected=f"at most {_MOST_EXPERTS:,} in all layers",
-                got=f"{layers} layers of {experts:,}",
-                hint=_CONVERT_HINT,
-            )
+            problem = f"too many experts, {layers} layers of {experts:,}; at most {_MOST_EXPERTS:,} are supported"
+            raise ModelFileError(f"{file}: {problem}", hint=_CONVERT_HINT)
     yield _map_tensors(header, names, experts, heads)
 
 
 def _check_experts(header: Header, places: Iterable[Place], experts: int) -> None:
     for place in places:
         if len(place.shape) != 3 or place.shape[0] != experts:
-            raise ModelFileError(
-                f"{header.file}: the shape of {shown(place.name)} differs from the metadata",
-                expected=f"{experts} matrices, one for each expert",
-                got=place.shape,
-                hint=_CONVERT_HINT,
-            )
+            problem = f"the shape of {shown(place.name)} is {place.shape}, but the metadata has {experts} experts"
+            raise ModelFileError(f"{header.file}: {problem}", hint=_CONVERT_HINT)
+
+
+def _missing(header: Header, tensors: str) -> ModelFileError:
+    problem = f"the metadata requires {tensors}, which the file lacks; it has {len(header.places)} tensors"
+    return ModelFileError(f"{header.file}: {problem}", hint=_CONVERT_HINT)
 
 
 def _map_tensors(header: Header, names: Iterable[str], experts: int, heads: Mapping[str, int]) -> dict[str, GgufTensor]:
@@ -88,20 +69,12 @@ def _map_tensors(header: Header, names: Iterable[str], experts: int, heads: Mapp
     for hf_name in names:
         expert, layer = _EXPERT.search(hf_name), _LAYER.search(hf_name)
         # The library's table covers one layer and no experts: look up the name in layer 0, then insert the layer again.
-        first_layer_name = translate(_LAYER.sub("0", _EXPERT.sub("", hf_name)))
-        name = (
-            first_layer_name.replace("blk.0.", f"blk.{layer[0]}.", 1)
-            if first_layer_name is not None and layer is not None
-            else first_layer_name
-        )
+        name = translate(_LAYER.sub("0", _EXPERT.sub("", hf_name)))
+        if name is not None and layer is not None:
+            name = name.replace("blk.0.", f"blk.{layer[0]}.", 1)
         place = header.places.get(name or "")
         if place is None:
-            raise ModelFileError(
-                f"{header.file}: the metadata requires tensors that the file lacks",
-                expected=f"{name or 'a tensor'}, for {hf_name}",
-                got=f"{len(header.places)} tensors without it",
-                hint=_CONVERT_HINT,
-            )
+            raise _missing(header, f"{name or 'a tensor'} for {hf_name}")
         if expert is not None:
             _check_experts(header, [place], experts)
         permuted = _PERMUTED.search(hf_name) if architecture == "llama" else None
@@ -115,13 +88,10 @@ def _map_tensors(header: Header, names: Iterable[str], experts: int, heads: Mapp
             added=1.0 if is_shifted else 0.0,
         )
     used = {tensor.name for tensor in tensors.values()}
-    for name in header.places:
-        if name not in used and name not in CONSTANTS:
-            raise ModelFileError(
-                f"{header.file}: it has {shown(name)}, which its metadata does not describe",
-                got=shortened(", ".join(sorted(set(header.places) - used - set(CONSTANTS)))),
-                hint="load the original safetensors, if Lowtide supports the family; this tensor would be ignored",
-            )
+    if unknown := [name for name in header.places if name not in used and name not in CONSTANTS]:
+        problem = f"{header.file}: it has {shown(unknown[0])}, which its metadata does not describe"
+        hint = "load the original safetensors, if Lowtide supports the family; this tensor would be ignored"
+        raise ModelFileError(problem, got=shortened(", ".join(sorted(unknown))), hint=hint)
     return tensors
 
 
@@ -158,7 +128,7 @@ class GgufTensor:
     @property
     def itemsize(self) -> int:
         """Bytes per element while it is read."""
-        return 4 if self.weight_dtype is None or self.added else jnp.dtype(self.weight_dtype).itemsize
+        return self._value_dtype.itemsize
 
     @property
     def num_bytes(self) -> int:

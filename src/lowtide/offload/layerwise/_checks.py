@@ -12,79 +12,60 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from ...core import ConfigError, SelectionError, StructureError, Tree, leaves_with_paths, match_path
+from ...core import ConfigError, SelectionError, StructureError, Tree, check_type, leaves_with_paths, match_path
 from ...jaxprs import Kind, bodies, called, equations, fold, kind_of, opened
 from .._streaming import tracing_for_analysis
+
+RUNNING_HINT = (
+    "use it once, in lowtide.core.linear or chunked_cross_entropy, outside of loops; or remove its pattern from "
+    "LayerStack.running: its gradient is then summed like any other"
+)
 
 
 def refuse_metrics(metrics: Tree) -> None:
     """Raise `StructureError` for metrics of `LayerStack.last` without names, or with names that the step reports."""
-    taken = {"loss", "grad_norm"} & set(metrics if isinstance(metrics, dict) else {})
-    if not isinstance(metrics, dict) or taken:
-        raise StructureError(
-            f"last returns a metric named {', '.join(sorted(taken))}, which the step reports itself"
-            if taken
-            else "the metrics of last are not a dictionary",
-            expected="a dictionary of scalars with names other than loss and grad_norm",
-            got=", ".join(metrics) if taken else type(metrics).__name__,
-            hint="rename it" if taken else "return a dictionary of metrics",
-        )
+    check_type("the metrics of last", metrics, dict, "a dictionary of scalars", error=StructureError)
+    if taken := ", ".join(sorted({"loss", "grad_norm"} & set(metrics))):
+        raise StructureError(f"last returns a metric named {taken}, which the step reports itself", hint="rename it")
 
 
 def refuse_equal_paths(outer: Tree) -> None:
     """Raise `StructureError` when two outer leaves have the same path: the path is the key of a leaf's state."""
     paths = [path for path, _ in leaves_with_paths(outer)]
     for path in paths:
-        if paths.count(path) > 1:
-            raise StructureError(
-                f"two leaves have the path outer/{path}",
-                expected="one leaf for each path",
-                got=f"{paths.count(path)} leaves",
-                hint="rename a key that contains '/'",
-            )
+        if (count := paths.count(path)) > 1:
+            raise StructureError(f"{count} leaves have the path outer/{path}", hint="rename a key that contains '/'")
 
 
 def refuse_explicit_axes(**trees: Tree) -> None:
     """Raise `ConfigError` when a leaf is on a mesh whose axes are part of its type.
 
-    The buffers of a layerwise step take their sharding from the values that are written into them. Explicit axes forbid
-    that.
+    Buffers of a layerwise step take their sharding from the values written into them, which explicit axes forbid.
     """
     for path, leaf in leaves_with_paths(trees):
         if explicit := jax.typeof(leaf).sharding.mesh.explicit_axes:
-            raise ConfigError(
-                f"{path}: its mesh has explicit axes, which a layerwise step does not support",
-                expected="axes of type jax.sharding.AxisType.Auto",
-                got=f"explicit {', '.join(map(str, explicit))}",
-                hint="pass axis_types=(jax.sharding.AxisType.Auto,) * number of axes to jax.make_mesh, whose "
-                "default is explicit",
-            )
+            axes = ", ".join(map(str, explicit))
+            hint = "pass axis_types=(jax.sharding.AxisType.Auto,) * num_axes to jax.make_mesh; its default is explicit"
+            problem = f"{path}: its mesh has explicit axes ({axes}), which a layerwise step does not support"
+            raise ConfigError(problem, hint=hint)
 
 
 def refuse_unmatched(running: Sequence[str], outer: Tree) -> None:
     """Raise `SelectionError` when the patterns of `LayerStack.running` match no outer leaf, as a misspelt name does."""
     paths = [path for path, _ in leaves_with_paths(outer)]
     if running and not any(match_path(path, pattern) for path in paths for pattern in running):
-        raise SelectionError(
-            f"LayerStack.running matches no outer leaf: {', '.join(map(repr, running))}",
-            expected=f"a pattern for one of {', '.join(paths[:8]) or 'no leaves'}",
-            hint="name matrices that last multiplies by, such as lm_head/weight, or pass ()",
-        )
+        problem = f"LayerStack.running matches no outer leaf: {', '.join(map(repr, running))}"
+        hint = "name matrices that last multiplies by, such as lm_head/weight, or pass ()"
+        raise SelectionError(problem, expected=f"a pattern for one of {', '.join(paths[:8]) or 'no leaves'}", hint=hint)
 
 
 def check_running(jaxpr: Any, paths: list[str]) -> None:
-    """Raise `StructureError` when a running gradient would be added several times, or not at all.
-
-    The first inputs of the jaxpr are the totals of the running gradients at `paths`.
-    """
+    """Raise if a running gradient, one of the first inputs of the jaxpr, would not be added exactly once."""
     for path, var in zip(paths, jaxpr.invars, strict=False):
         if _uses(jaxpr, var) != 1:
-            raise StructureError(
-                f"outer/{path}: last does not use it exactly once, so its gradient cannot be added to a running total",
-                expected="one use, in lowtide.core.linear or chunked_cross_entropy, outside of loops",
-                got="no use" if not _uses(jaxpr, var) else "several uses, or one inside a loop or another operation",
-                hint="remove its pattern from LayerStack.running; its gradient is then summed like any other",
-            )
+            problem = f"outer/{path}: last does not use it exactly once, so its gradient has no running total"
+            got = "no use" if not _uses(jaxpr, var) else "several uses, or one inside a loop or another operation"
+            raise StructureError(problem, got=got, hint=RUNNING_HINT)
 
 
 def _uses(jaxpr: Any, var: Any) -> int:
@@ -104,8 +85,7 @@ def _uses(jaxpr: Any, var: Any) -> int:
 def refuse_coupled(tx: optax.GradientTransformation, params: Tree) -> None:
     """Raise `StructureError` when one leaf's update depends on another leaf's gradient, directly or through the state.
 
-    `params` are shapes of one layer's trainable leaves. Optimizers are also refused that draw random numbers, or need
-    more than gradients, parameters and the loss.
+    It is also raised for random numbers and other arguments. `params` are shapes of one layer's trainable leaves.
     """
     try:
         # Two layers are traced together: with one leaf per layer, a global norm mixes only the same leaf of different
@@ -118,12 +98,9 @@ def refuse_coupled(tx: optax.GradientTransformation, params: Tree) -> None:
         closed, state = refuse_unusable(tx, params)
     for path, leaf in leaves_with_paths(state):
         if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-            raise StructureError(
-                f"the optimizer draws random numbers: its state {path} is a random key",
-                expected="an optimizer without randomness, such as optax.adamw",
-                got=f"{leaf.dtype}, which would draw the same numbers for every layer",
-                hint="wrap it with lt.offload.optimizer, which updates all layers at once",
-            )
+            problem = f"the optimizer draws random numbers: its state {path} is a random key, the same for every layer"
+            hint = "wrap it with lt.offload.optimizer, which updates all layers at once"
+            raise StructureError(problem, hint=hint)
     paths = [
         layer_name + path
         for layer_name, tree in zip(layer_names, layers, strict=True)
@@ -146,7 +123,6 @@ def refuse_coupled(tx: optax.GradientTransformation, params: Tree) -> None:
             got, hint = _describe_cause(_LOSS in leaf_sources, {eqn.primitive.name for eqn in equations(closed)})
             raise StructureError(
                 f"the update of {paths[index]} also depends on the gradient of {paths[other_leaves[0]]}",
-                expected="an optimizer that updates each leaf separately, such as optax.adamw",
                 got=got,
                 hint=f"{hint}; or use lt.offload.optimizer, which takes any optimizer",
             )
@@ -187,16 +163,12 @@ def _trace_update(tx: optax.GradientTransformation, params: Tree) -> tuple[Any, 
 
 
 def refuse_unusable(tx: optax.GradientTransformation, params: Tree) -> tuple[Any, Tree]:
-    """Raise `StructureError` when an optimizer cannot be called for a part of the parameters (shapes).
-
-    Returns the jaxpr of one update, and shapes of the state.
-    """
+    """Return the jaxpr of one update and shapes of the state; raise if a part of the parameters is not enough."""
     try:
         return _trace_update(tx, params)
     except (TypeError, ValueError, AttributeError) as error:
         raise StructureError(
             "the optimizer cannot be called with gradients, state and parameters of one layer, and the loss",
-            expected="init(params) and update(grads, state, params, value=loss)",
             got=str(error),
             hint="use lt.offload.optimizer for an optimizer that evaluates the loss itself (a line search), or has "
             "masks or labels as trees instead of functions: it cannot run inside the backward pass",

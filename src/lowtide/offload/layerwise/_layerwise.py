@@ -3,21 +3,15 @@
 A usual training step holds all gradients before the first update, and all optimizer state. Here the backward pass
 visits one block of a `LayerStack` at a time. The optimizer uses the block's gradients before the next block runs. The
 block's weights and state are on the device only during this visit. Microbatches run breadth first, so tokens per step
-can grow while the host traffic of weights and optimizer state does not. Activations between blocks are then kept on the
-host and add traffic.
-
-The update inside the backward pass follows LOMO (Lv et al., arXiv:2306.09782). State on the host follows ZeRO-Offload
-(Ren et al., arXiv:2101.06840). Layer-by-layer execution of all microbatches follows L2L (Pudipeddi et al.,
-arXiv:2002.05645).
-
-Deviations and limits: the optimizer sees each layer, and each outer leaf, as a separate tree. So optimizers that mix
-leaves (a global norm in a chain) are refused, and `Clip` replaces clipping. Every block runs forward twice.
+can grow while the host traffic of weights and optimizer state does not. State on the host follows ZeRO-Offload (Ren et
+al., arXiv:2101.06840). Every block runs forward twice. Optimizers that mix leaves are refused.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+import functools
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, Literal, get_args
 
 import jax
@@ -28,32 +22,62 @@ import optax
 from ...core import (
     ConfigError,
     LayerStack,
+    LowtideError,
     PlacementError,
     Selector,
     StructureError,
     Tree,
-    check_count,
+    check_choice,
     check_differentiable,
+    check_integer,
+    check_number,
+    check_type,
     combine,
     fractions,
+    leaf_bytes,
     leaves_with_paths,
+    map_with_paths,
     memory_space,
     microbatch_weights,
     num_layers,
+    on_host,
     partition,
     products_explained,
     split_batch,
+    traced_device,
+    zero_after,
 )
-from .._host_memory import HOST, SPACES, default_device, entry_shape
-from .._optimizer import check_chunk, check_transformation, is_offloaded
-from ._checks import refuse_coupled, refuse_equal_paths, refuse_explicit_axes, refuse_unmatched, refuse_unusable
+from ...jaxprs import variables_read
+from .._host_memory import (
+    DEVICE,
+    HOST,
+    SPACES,
+    default_device,
+    entry_shape,
+    index_after,
+    put,
+    read,
+    to_device,
+    to_host,
+    write,
+    zero_buffer,
+)
+from .._optimizer import check_chunk, check_transformation, is_offloaded, replicated, state_shardings
+from .._streaming import Entry, part_of_parameters, refuse_other_type, stream
+from ._checks import (
+    refuse_coupled,
+    refuse_equal_paths,
+    refuse_explicit_axes,
+    refuse_metrics,
+    refuse_unmatched,
+    refuse_unusable,
+)
 from ._passes import StackPasses
-from ._state import LayerwiseState, can_move_to_host, initial_state, place_parameters, scope_optimizer, select_paths
-from ._step import Clip, Step
 
 PLACES = {"layers": "host", "outer": "device", "opt_state": "host", "inputs": "host"}
 """Default places of `layerwise_step`."""
 OnNan = Literal["ignore", "skip"]
+ClipMode = Literal["exact", "previous", "layer"]
 
 
 def layerwise_step(
@@ -125,56 +149,23 @@ def layerwise_step(
         Pudipeddi et al., "Training Large Neural Networks with Constant Memory using a New Execution Algorithm",
         arXiv:2002.05645.
     """
-    value: Any = stack
-    if not isinstance(value, LayerStack):
-        raise StructureError(
-            "layerwise_step needs a model as a stack of equal blocks",
-            expected="a lowtide.LayerStack",
-            got=type(value).__name__,
-            hint="make one from three functions, or use lt.offload.optimizer, which takes any model",
-        )
-    value = place or {}
-    if not isinstance(value, Mapping):
-        raise ConfigError(
-            "place is not a mapping",
-            expected=f"a dictionary with keys {', '.join(PLACES)}",
-            got=repr(value),
-            hint='pass place={"layers": "host"}',
-        )
-    places = {**PLACES, **value}
+    hint = "make one from three functions, or use lt.offload.optimizer, which takes any model"
+    check_type("stack", stack, LayerStack, "a lowtide.LayerStack", hint=hint, error=StructureError)
+    check_type("place", place or {}, Mapping, "a mapping of parts to memories", hint='pass place={"layers": "host"}')
+    places = {**PLACES, **(place or {})}
     for name, memory in places.items():
-        if name not in PLACES or memory not in ("host", "device"):
-            raise ConfigError(
-                f"unknown placement {name!r}: {memory!r}",
-                expected=f'"host" or "device" for {", ".join(PLACES)}',
-                got=f"{name!r}: {memory!r}",
-                hint=f"leave it out for the default, {PLACES}",
-            )
-    problem = "num_microbatches has to be at least 1"
-    check_count(problem, num_microbatches, 1, "a whole number", "leave it out for the default")
-    if on_nan not in get_args(OnNan):
-        raise ConfigError(
-            f"unknown action {on_nan!r} for gradients that are not finite",
-            expected=" or ".join(map(repr, get_args(OnNan))),
-            got=repr(on_nan),
-            hint='use "skip" to leave their updates out; lt.Trainer has more actions',
-        )
-    value = clip
-    if value is not None and not isinstance(value, Clip):
-        raise ConfigError(
-            "clip is not a Clip",
-            expected="a lowtide.offload.Clip",
-            got=repr(value),
-            hint="pass clip=Clip(max_norm=1.0)",
-        )
+        check_choice("a key of place", name, tuple(PLACES))
+        check_choice(f"place of {name}", memory, tuple(SPACES), hint=f"leave it out for {PLACES[name]!r}, the default")
+    check_integer("num_microbatches", num_microbatches, hint="leave it out for the default")
+    hint = 'use "skip" to leave out updates that are not finite; lt.Trainer has more actions'
+    check_choice("on_nan", on_nan, get_args(OnNan), hint=hint)
+    if clip is not None:
+        check_type("clip", clip, Clip, "a lowtide.offload.Clip or None", hint="pass clip=Clip(max_norm=1.0)")
     check_transformation(tx)
     if is_offloaded(tx):
-        raise ConfigError(
-            "the optimizer is wrapped by lt.offload.optimizer, but a layerwise step offloads its state itself",
-            expected="an unwrapped optimizer, such as optax.adamw(1e-4)",
-            got="lt.offload.optimizer(...)",
-            hint='pass the inner optimizer; place={"opt_state": "host"}, the default, keeps its state on the host',
-        )
+        problem = "the optimizer is wrapped by lt.offload.optimizer, but a layerwise step offloads its state itself"
+        hint = 'pass the inner optimizer; place={"opt_state": "host"}, the default, keeps its state on the host'
+        raise ConfigError(problem, hint=hint)
     return LayerwiseStep(
         stack=stack,
         tx=tx,
@@ -186,6 +177,55 @@ def layerwise_step(
         chunk_bytes=check_chunk(chunk_bytes),
         on_nan=on_nan,
     )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Clip:
+    """Scale gradients down to a norm, as `optax.clip_by_global_norm` does.
+
+    Examples:
+        >>> Clip(max_norm=1.0)
+        Clip(max_norm=1.0, mode='exact')
+    """
+
+    max_norm: float
+    """Largest norm that is not scaled down."""
+    mode: ClipMode = "exact"
+    """``"exact"``: the norm of all gradients of this step, from a second forward and backward pass. It costs twice the
+    arithmetic and 1.3 times the host traffic of weights and optimizer state. ``"previous"``: the factor for the norm of
+    the previous step; the first step is not clipped; no extra cost. ``"layer"``: each layer, and each outer leaf, by
+    its norm; no extra cost."""
+
+    def __post_init__(self) -> None:
+        check_number("max_norm", self.max_norm, above=0, hint="use for instance 1.0, or clip=None for no clipping")
+        check_choice("mode", self.mode, get_args(ClipMode), hint='use "exact", which equals optax.clip_by_global_norm')
+
+    def factor(self, norm: Any) -> Any:
+        """Return the factor for gradients of this norm: 1, or the factor that reduces the norm to `max_norm`."""
+        return jnp.where(norm < self.max_norm, 1.0, self.max_norm / norm)
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["step", "outer", "layers", "outer_opt", "layers_opt", "grad_norm"],
+    meta_fields=[],
+)
+@dataclasses.dataclass(frozen=True)
+class LayerwiseState:
+    """All arrays that a layerwise step changes."""
+
+    step: Any
+    """Number of steps taken, an int32 scalar."""
+    outer: Tree
+    """Trainable outer leaves, `None` elsewhere."""
+    layers: Tree
+    """Trainable stacked leaves, `None` elsewhere."""
+    outer_opt: Mapping[str, Tree]
+    """The optimizer's state of each outer leaf, by the path of the leaf."""
+    layers_opt: Tree
+    """The optimizer's state of one layer, every leaf with a leading axis for the layers."""
+    grad_norm: Any
+    """Norm of all gradients of the last step, float32 (float64 with `jax_enable_x64`); 0 before the first step."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)  # jax.jit distinguishes steps by identity
@@ -233,12 +273,8 @@ class LayerwiseStep:
             already in its place is not copied: it becomes part of the state, and the first step consumes it.
         """
         if not num_layers(layers):
-            raise StructureError(
-                "the stack has no layers",
-                expected="at least one",
-                got="0",
-                hint="use lt.value_and_grad and an optimizer for a model without layers",
-            )
+            hint = "use lt.value_and_grad and an optimizer for a model without layers"
+            raise StructureError("the stack has no layers", hint=hint)
         refuse_equal_paths(outer)
         refuse_explicit_axes(outer=outer, layers=layers)
         refuse_unmatched(self.stack.running, outer)
@@ -247,18 +283,15 @@ class LayerwiseStep:
         trainable, frozen = partition({"outer": outer, "layers": layers}, self.wrt)
         check_differentiable(trainable)
         if not jax.tree.leaves(trainable["layers"]):
-            raise StructureError(
-                "no stacked leaf is selected for training",
-                expected="at least one selected leaf below 'layers'",
-                got=", ".join(path for path, _ in leaves_with_paths(trainable)),
-                hint="use lowtide.value_and_grad if the layers need no gradients",
-            )
-        trainable, frozen = (place_parameters(tree, self.place) for tree in (trainable, frozen))
-        refuse_coupled(scope_optimizer(self.tx, "layers"), jax.tree.map(entry_shape, trainable["layers"]))
-        shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), trainable["outer"])
+            problem = "no stacked leaf, below 'layers', is selected for training"
+            got = ", ".join(path for path, _ in leaves_with_paths(trainable))
+            raise StructureError(problem, got=got, hint="use lowtide.value_and_grad if the layers need no gradients")
+        trainable, frozen = (_place_parameters(tree, self.place) for tree in (trainable, frozen))
+        refuse_coupled(_scope_optimizer(self.tx, "layers"), jax.tree.map(entry_shape, trainable["layers"]))
+        shapes = jax.tree.map(_shape, trainable["outer"])
         for path, _ in leaves_with_paths(shapes):
-            refuse_unusable(scope_optimizer(self.tx, "outer"), select_paths(shapes, {path}))
-        return initial_state(self.tx, trainable["outer"], trainable["layers"], self.place["opt_state"]), frozen
+            refuse_unusable(_scope_optimizer(self.tx, "outer"), _select_paths(shapes, {path}))
+        return _initial_state(self.tx, trainable["outer"], trainable["layers"], self.place["opt_state"]), frozen
 
     def parameters(self, state: LayerwiseState, frozen: Tree) -> tuple[Tree, Tree]:
         """Return the model's current parameters: `outer` and `layers`, in their places."""
@@ -290,7 +323,7 @@ class LayerwiseStep:
         with products_explained(self.parameters(state, frozen)):
             return self._run(self._step(state, frozen, batch))
 
-    def _run(self, step: Step) -> tuple[LayerwiseState, dict[str, Any]]:
+    def _run(self, step: _Step) -> tuple[LayerwiseState, dict[str, Any]]:
         if self.clip is not None and self.clip.mode == "exact":
             norm, layers = step.measure()
             # `measure` may write layers back in place, so the update continues with the layers that it returned.
@@ -300,14 +333,10 @@ class LayerwiseStep:
             return step.update(self.clip.factor(step.state.grad_norm))
         return step.update(None)
 
-    def _step(self, state: LayerwiseState, frozen: Tree, batch: Tree) -> Step:
+    def _step(self, state: LayerwiseState, frozen: Tree, batch: Tree) -> _Step:
         batches, loss_weights = self._batches(batch)
-        return Step(
-            tx=self.tx,
-            clip=self.clip,
-            chunk_bytes=self.chunk_bytes,
-            is_guarded=self.on_nan == "skip",
-            outer_space=SPACES[self.place["outer"]],
+        return _Step(
+            settings=self,
             state=state,
             passes=StackPasses(
                 stack=self.stack,
@@ -339,21 +368,381 @@ class LayerwiseStep:
         for name, is_stacked, tree in trees:
             expected_space = SPACES[self.place[name]]
             for path, leaf in leaves_with_paths(tree):
-                if can_move_to_host(leaf, is_stacked=is_stacked) and memory_space(leaf) != expected_space:
-                    raise PlacementError(
-                        f"{name}/{path.partition('/')[2]} is not in the memory that place= sets",
-                        expected=f"{self.place[name]} memory",
-                        got="device memory" if expected_space == HOST else "host memory",
-                        hint="take the state from step.init, or move a restored state back with lt.offload.to_host",
-                    )
+                if _can_move_to_host(leaf, is_stacked=is_stacked) and memory_space(leaf) != expected_space:
+                    description = f"{name}/{path.partition('/')[2]}"
+                    problem = f"{description} is not in {self.place[name]} memory, where place= puts it"
+                    hint = "take the state from step.init, or move a restored state back with lt.offload.to_host"
+                    raise PlacementError(problem, hint=hint)
 
 
 def _refuse_other_state(state: Any, frozen: Any) -> None:
     """Raise when the arguments of a step are not those that its `init` returned."""
     if not isinstance(state, LayerwiseState) or not isinstance(frozen, Mapping) or set(frozen) != {"outer", "layers"}:
-        raise StructureError(
-            "the arguments are not those of a layerwise step",
-            expected="step(state, frozen, batch)",
-            got=f"step({type(state).__name__}, {type(frozen).__name__}, ...)",
-            hint="make both with state, frozen = step.init(outer, layers)",
+        got = f"step({type(state).__name__}, {type(frozen).__name__}, ...)"
+        hint = "make both with state, frozen = step.init(outer, layers)"
+        raise StructureError(f"call a layerwise step as step(state, frozen, batch), not {got}", hint=hint)
+
+
+# --- one step over a batch -------------------------------------------------------------------------------------------
+
+# The global norm is known only when the last gradient has been computed. An update inside the backward pass has already
+# happened by then. `Clip` lists the alternatives and their costs.
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Step:
+    """A batch and the state before its step; every method is pure."""
+
+    settings: LayerwiseStep
+    """The optimizer, places and options."""
+    state: LayerwiseState
+    """The state that the step consumes."""
+    passes: StackPasses
+    """The passes over the batch."""
+
+    def measure(self) -> tuple[Any, Tree]:
+        """Compute the norm of all gradients, without keeping them; return it with the stacked leaves."""
+        first, last = self._find_read_paths()
+        inputs, boundary, layers = self.passes.forward(self._select_outer(first), self.state.layers, self.state.step)
+        _, _, grads_last, boundary = self.passes.last(self._select_outer(last), boundary)
+        shared = self._store_shared(grads_last, first & last)
+        squares = _square_norm(_without_paths(grads_last, first))
+
+        def consume(squares: Any, i: Any, layer: Tree, grads: Tree) -> Any:
+            return squares + _square_norm(grads)
+
+        after = zero_after(squares)
+        squares, boundary = self.passes.backward(lambda _: layers, inputs, boundary, consume, squares, after)
+        grads = _add_shared(self._first_gradients(first, boundary), shared)
+        return jnp.sqrt(squares + _square_norm(grads)), layers
+
+    def update(self, factor: Any, is_finite: Any = True) -> tuple[LayerwiseState, dict[str, Any]]:
+        """Compute the new state and the metrics.
+
+        `factor` scales the gradients before they are used; None if each layer's norm decides, or nothing is clipped.
+        `is_finite` is whether the gradients are known to be finite so far.
+        """
+        state, (first, last) = self.state, self._find_read_paths()
+        inputs, boundary, layers = self.passes.forward(self._select_outer(first), state.layers, (state.step, factor))
+        loss, metrics, grads_last, boundary = self.passes.last(self._select_outer(last), boundary)
+        shared = self._store_shared(grads_last, first & last)
+        # Leaves that only `last` reads are updated before the blocks. Leaves that `first` reads, too, wait for its
+        # gradient at the end of the backward pass.
+        head = _without_paths(grads_last, first)
+        squares = _square_norm(head)
+        outer, outer_opt = self._update_outer(head, factor, loss, self._guard(squares, loss, is_finite))
+
+        def consume(carry: Any, i: Any, layer: Tree, grads: Tree) -> Any:
+            layers, opt, squares = carry
+            layer_factor, squares = self._factor(grads, factor), squares + _square_norm(grads)
+            options = {"guard": self._guard(squares, loss, is_finite), **self._options}
+            tx = _scope_optimizer(self.settings.tx, "layers")
+            layers, opt = _update_layer(tx, grads, layer, layers, opt, i, loss, layer_factor, **options)
+            return layers, opt, squares
+
+        # The dependency frees the gradients of the head before the first block runs backward.
+        after = zero_after((outer, squares))
+        carry = (layers, state.layers_opt, squares)
+        carry, boundary = self.passes.backward(lambda carry: carry[0], inputs, boundary, consume, carry, after)
+        layers, layers_opt, squares = carry
+        grads = _add_shared(self._first_gradients(first, boundary), shared)
+        squares = squares + _square_norm(grads)
+        guard = self._guard(squares, loss, is_finite)
+        remaining, remaining_opt = self._update_outer(grads, factor, loss, guard)
+        norm = jnp.sqrt(squares)
+        new_state = LayerwiseState(
+            step=state.step + 1,
+            outer=combine(outer, remaining),
+            layers=layers,
+            outer_opt={**outer_opt, **remaining_opt},
+            layers_opt=layers_opt,
+            grad_norm=norm if guard is None else jnp.where(guard, norm, state.grad_norm),
         )
+        return new_state, {**metrics, "loss": loss, "grad_norm": norm}
+
+    def _find_read_paths(self) -> tuple[frozenset[str], frozenset[str]]:
+        """Return the paths of the trainable outer leaves that `first` reads, and of those that `last` reads."""
+        passes, outer = self.passes, jax.tree.map(_shape, put(self.state.outer, DEVICE))
+        frozen = jax.tree.map(_shape, put(passes.frozen_outer, DEVICE))
+        batch = jax.tree.map(_shape, passes.batch(0))
+        layer = jax.tree.map(entry_shape, combine(self.state.layers, passes.frozen_layers))
+        stack = passes.stack
+        h, metrics = stack.shapes(combine(outer, frozen), layer, batch)
+        refuse_metrics(metrics)
+        first = _find_paths_read_by(lambda o, f, b: stack.first(combine(o, f), b), outer, frozen, batch)
+        last = _find_paths_read_by(lambda o, f, h, b: stack.last(combine(o, f), h, b), outer, frozen, h, batch)
+        for path, _ in leaves_with_paths(outer):
+            if path not in first | last:
+                hint = f'leave it out of the selection, for instance with the pattern "!outer/{path}"'
+                raise StructureError(f"outer/{path} cannot train: neither first nor last reads it", hint=hint)
+        return first, last
+
+    def _select_outer(self, paths: frozenset[str]) -> Tree:
+        return _select_paths(self.state.outer, paths)
+
+    def _first_gradients(self, paths: frozenset[str], boundary: Tree) -> Tree:
+        return self.passes.first(self._select_outer(paths), boundary) if paths else self._select_outer(paths)
+
+    def _store_shared(self, grads: Tree, paths: frozenset[str]) -> Tree:
+        """Move gradients that are kept until the end of the backward pass to the memory of their parameters."""
+        space = SPACES[self.settings.place["outer"]]
+        return jax.tree.map(lambda x: put(x, space) if x.ndim > 1 else x, _select_paths(grads, paths))
+
+    def _factor(self, grads: Tree, factor: Any) -> Any:
+        clip = self.settings.clip
+        return clip.factor(jnp.sqrt(_square_norm(grads))) if clip is not None and clip.mode == "layer" else factor
+
+    @property
+    def _options(self) -> dict[str, Any]:
+        # On a mesh, rows can be sharded, and cutting them would gather the leaf. So leaves are updated whole, one at a
+        # time.
+        meshes = [jax.typeof(leaf).sharding.mesh for leaf in jax.tree.leaves((self.state.outer, self.state.layers))]
+        return {"chunk_bytes": self.settings.chunk_bytes, "by_leaf": any(mesh.size > 1 for mesh in meshes)}
+
+    def _guard(self, squares: Any, loss: Any, is_finite: Any) -> Any:
+        """Return whether the loss and all gradients so far are finite; None if steps are not guarded."""
+        is_guarded = self.settings.on_nan == "skip"
+        return jnp.isfinite(squares) & jnp.isfinite(loss) & is_finite if is_guarded else None
+
+    def _update_outer(self, grads: Tree, factor: Any, loss: Any, guard: Any) -> tuple[Tree, dict[str, Tree]]:
+        """Update outer leaves one after the other; return the new leaves, and optimizer states by path."""
+        outer, states = _select_paths(self.state.outer, ()), dict[str, Tree]()
+        for path, _ in leaves_with_paths(grads):
+            grad, old_leaf = _select_paths(grads, {path}), _select_paths(self.state.outer, {path})
+            leaf_factor, opt = self._factor(grad, factor), self.state.outer_opt[path]
+            options = {"guard": guard, **self._options}
+            new_leaf, states[path] = _update(
+                _scope_optimizer(self.settings.tx, "outer"), grad, old_leaf, opt, loss, leaf_factor, **options
+            )
+            outer = combine(outer, new_leaf)
+        return outer, states
+
+
+def _shape(leaf: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
+
+
+def _without_paths(tree: Tree, paths: frozenset[str]) -> Tree:
+    return _select_paths(tree, {path for path, _ in leaves_with_paths(tree)} - paths)
+
+
+def _add_shared(grads: Tree, shared: Tree) -> Tree:
+    """Return the gradients of `first`, plus those of `last` for shared leaves."""
+    shared_by_path = dict(leaves_with_paths(shared))
+
+    def add(path: str, leaf: Any) -> Any:
+        return leaf + put(shared_by_path[path], DEVICE).astype(leaf.dtype) if path in shared_by_path else leaf
+
+    return map_with_paths(add, grads)
+
+
+def _find_paths_read_by(fn: Callable[..., Any], outer: Tree, *other_args: Tree) -> frozenset[str]:
+    """Return the paths of the leaves of `outer` that a function of it reads."""
+    jaxpr = jax.make_jaxpr(fn)(outer, *other_args).jaxpr
+    used_variables = variables_read(jaxpr)
+    paths = [path for path, _ in leaves_with_paths(outer)]
+    return frozenset(path for path, var in zip(paths, jaxpr.invars, strict=False) if var in used_variables)
+
+
+def _square_norm(tree: Tree) -> Any:
+    """Return the sum of the squares of all leaves, in float32, or in float64 with `jax_enable_x64`."""
+
+    def square(leaf: Any) -> Any:
+        size = jnp.abs(leaf)
+        return jnp.sum(jnp.square(size.astype(jnp.promote_types(size.dtype, jnp.float32))))
+
+    return sum((square(leaf).astype(float) for leaf in jax.tree.leaves(tree)), jnp.zeros((), float))
+
+
+# --- updates of one layer of a stack, or of one outer leaf, in the memory that holds them ----------------------------
+
+
+def _update(
+    tx: Any,
+    grads: Tree,
+    params: Tree,
+    opt: Tree,
+    loss: Any,
+    factor: Any,
+    *,
+    into: Tree = None,
+    guard: Any = None,
+    **options: Any,
+) -> tuple[Tree, Tree]:
+    """Update parameters and state in place, in host or device memory, one block of rows at a time.
+
+    Gradients are on the device. `into` are arrays that the new parameters overwrite, if not `params`. `guard` is
+    whether to update at all, a boolean scalar; None for always. `options` are those of `stream`.
+    """
+
+    def apply(grads: Tree, opt: Tree, params: Tree, into: Tree, loss: Any, factor: Any, guard: Any) -> Any:
+        if factor is not None:
+            grads = jax.tree.map(lambda leaf: leaf * factor.astype(leaf.dtype), grads)
+        updates, new_state = tx.update(grads, opt, params, value=loss)
+        result = optax.apply_updates(params, updates), new_state
+        if guard is None:
+            return result
+        return jax.tree.map(functools.partial(_select_by_guard, guard), result, (params, opt))
+
+    def replaces(grads: Tree, opt: Tree, params: Tree, into: Tree, loss: Any, factor: Any, guard: Any) -> Any:
+        return params if into is None else into, opt
+
+    num_grads = len(jax.tree.leaves(grads))
+    declared = [num_grads + index for index, leaf in enumerate(jax.tree.leaves(opt)) if _is_8_bit(leaf)]
+    args = grads, opt, params, into, jnp.asarray(loss), factor, guard
+    return stream(apply, args, replaces, declared=declared, **options)
+
+
+def _is_8_bit(leaf: Any) -> bool:
+    """Return whether a state leaf has 8-bit elements; it is streamed, so only a block of it exists in float32."""
+    return leaf.ndim > 1 and leaf.dtype.itemsize == 1
+
+
+def _select_by_guard(guard: Any, new: Any, old: Any) -> Any:
+    """Choose the new or the old value; values whose shape or dtype changed are refused elsewhere, with their name."""
+    return jnp.where(guard, new, old) if (new.shape, new.dtype) == (old.shape, old.dtype) else new
+
+
+def _update_layer(
+    tx: Any, grads: Tree, layer: Tree, layers: Tree, opt: Tree, i: Any, loss: Any, factor: Any, **options: Any
+) -> tuple[Tree, Tree]:
+    """Update layer i of a stack; return the stacked parameters and state, with layer i replaced in place.
+
+    `grads` and `layer` belong to layer i and are on the device. `layers` and `opt` are stacked.
+    """
+    is_narrow = any(map(_is_8_bit, jax.tree.leaves(opt)))
+    # On a GPU the parameters are updated in place, too. On a TPU XLA would keep a copy of all layers for later reads
+    # (compiled).
+    is_all_narrow = is_narrow and traced_device().platform == "gpu"
+
+    def entry(leaf: Any, is_in_place: bool) -> Any:
+        return Entry(leaf, i) if memory_space(leaf) == HOST or (is_in_place and leaf.ndim > 2) else read(leaf, i)
+
+    index = i
+
+    def write_back(stacked: Any, new: Any) -> Any:
+        nonlocal index
+        if new.shape == stacked.shape:
+            return new
+        refuse_other_type("the state of a layer", stacked, new)
+        written = write(stacked, new, index)
+        index = index_after(i, written)  # new parameters depend on the old state, so it is overwritten after them
+        return written
+
+    into = jax.tree.map(functools.partial(entry, is_in_place=is_all_narrow), layers)
+    state = jax.tree.map(functools.partial(entry, is_in_place=is_narrow), opt)
+    new, new_state = _update(tx, grads, layer, state, loss, factor, into=into, **options)
+    return jax.tree.map(write_back, layers, new), jax.tree.map(write_back, opt, new_state)
+
+
+# --- the state, initialised one layer at a time ----------------------------------------------------------------------
+
+
+def _select_paths(tree: Tree, paths: Collection[str]) -> Tree:
+    """Keep the leaves of the tree at the given paths; the others become None."""
+    return map_with_paths(lambda path, leaf: leaf if path in paths else None, tree)
+
+
+def _scope_optimizer(tx: optax.GradientTransformation, name: str) -> optax.GradientTransformationExtraArgs:
+    """Make the optimizer of a part of the parameters, at the paths of the whole tree: ``layers/...``.
+
+    So labels and masks that are functions of paths decide as in a plain step.
+    """
+    inner: Any = optax.with_extra_args_support(tx)
+
+    def init(params: Tree) -> Tree:
+        with part_of_parameters():
+            return inner.init({name: params})
+
+    def update(updates: Tree, state: Tree, params: Tree = None, **extra: Any) -> tuple[Tree, Tree]:
+        updates, state = inner.update({name: updates}, state, {name: params}, **extra)
+        return updates[name], state
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _can_move_to_host(leaf: Any, *, is_stacked: bool) -> bool:
+    """Return whether a leaf may move to the host: it is no vector, or has at least 1 MiB (per entry, if stacked).
+
+    A TPU cannot slice parts of smaller vectors in host memory, which a partitioned program may need.
+    """
+    entry = leaf.shape[1:] if is_stacked else leaf.shape
+    return len(entry) > 1 or leaf_bytes(jax.ShapeDtypeStruct(entry, leaf.dtype)) >= 2**20
+
+
+def _place_parameters(tree: Tree, place: Mapping[str, str]) -> Tree:
+    """Place the trees ``{"outer", "layers"}``, each leaf in its memory."""
+
+    def place_leaf(name: str, leaf: Any) -> Any:
+        is_on_host = place[name] == "host" and _can_move_to_host(leaf, is_stacked=name == "layers")
+        # `to_device` also commits arrays to the device. Otherwise the second step, which gets the results of the first,
+        # would compile again.
+        return to_host(leaf) if is_on_host else to_device(leaf)
+
+    return {name: jax.tree.map(functools.partial(place_leaf, name), tree[name]) for name in ("outer", "layers")}
+
+
+def _initial_state(tx: optax.GradientTransformation, outer: Tree, layers: Tree, opt_place: str) -> LayerwiseState:
+    """Make the state of step 0 for placed parameters; for shapes, return shapes."""
+    space = SPACES[opt_place]
+
+    def make_layers(layers: Tree) -> Tree:
+        init = _scope_optimizer(tx, "layers").init
+        shapes = jax.eval_shape(lambda: init(read(layers, 0)))
+        empty = jax.tree.map(
+            lambda leaf: zero_buffer(leaf, (count,), space if _can_move_to_host(leaf, is_stacked=False) else DEVICE),
+            shapes,
+        )
+        return jax.lax.fori_loop(0, count, lambda i, state: write(state, init(read(layers, i)), i), empty)
+
+    def make_outer(leaf: Tree) -> Tree:
+        state = _scope_optimizer(tx, "outer").init(put(leaf, DEVICE))
+        return jax.tree.map(lambda x: put(x, space) if _can_move_to_host(x, is_stacked=False) else x, state)
+
+    count = num_layers(layers)
+    _refuse_empty_selection(tx, outer, layers)
+    return LayerwiseState(
+        step=_zero_scalar(layers, jnp.int32),
+        outer=outer,
+        layers=layers,
+        outer_opt={
+            path: _make_sharded(make_outer, _select_paths(outer, {path})) for path, _ in leaves_with_paths(outer)
+        },
+        layers_opt=_make_sharded(make_layers, layers),
+        grad_norm=_zero_scalar(layers, jnp.result_type(float)),
+    )
+
+
+def _refuse_empty_selection(tx: optax.GradientTransformation, outer: Tree, layers: Tree) -> None:
+    """Raise the optimizer's error if it selects no parameter at all; selecting none in one part is no error."""
+    try:
+        jax.eval_shape(lambda outer, layers: tx.init({"outer": outer, "layers": read(layers, 0)}), outer, layers)
+    except LowtideError:
+        raise
+    except Exception:  # noqa: S110, BLE001 -- labels or masks that fit parts alone
+        pass
+
+
+def _make_sharded(make: Callable[[Tree], Tree], params: Tree) -> Tree:
+    """Compute ``make(params)``, with each leaf sharded like its parameter; for shapes, return shapes."""
+    initialiser: Any = make  # only `init` of the transformation is called
+    shardings = state_shardings(optax.GradientTransformation(initialiser, initialiser), params)
+    if not _has_shapes(params):
+        return jax.jit(make, out_shardings=shardings)(params)
+
+    def make_shape(leaf: Any, sharding: Any) -> Any:
+        shape = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+        return to_host(shape) if on_host(sharding) else shape
+
+    return jax.tree.map(make_shape, jax.eval_shape(make, params), shardings)
+
+
+def _has_shapes(tree: Tree) -> bool:
+    return any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(tree))
+
+
+def _zero_scalar(like: Tree, dtype: Any) -> Any:
+    """Make a scalar zero on the devices of a tree; for shapes, return a shape."""
+    if _has_shapes(like):
+        return jax.ShapeDtypeStruct((), dtype)
+    return jax.device_put(jnp.zeros((), dtype), replicated(like).with_memory_kind("device"))

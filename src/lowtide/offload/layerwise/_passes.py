@@ -1,17 +1,12 @@
 """Forward and backward passes over a layer stack, one block at a time, with all microbatches at each block.
 
 The forward pass keeps only the input of each block. The backward pass recomputes a block from its input, passes the
-block's gradients to a function, and goes to the next block. So gradients of two blocks never exist together.
-Microbatches run breadth first: the weights of a block move to the device once a pass, and all microbatches then run
-through the block in turn.
+block's gradients to a function, and goes to the next block. So gradients of two blocks never exist together. The
+weights of a block move to the device once a pass, and all microbatches then run through the block in turn.
 
-Between two blocks, activations (in the backward pass, their cotangents) are kept in the *boundary*, with leading axis
-[M].
-
-Shapes: L layers, M microbatches. `inputs` holds the input of each block and the output of the last. Its leading axis is
-[(L + 1) * M], because libtpu slices arrays in host memory along one axis only.
-
-Known inefficiency: every block runs forward twice, as with `jax.checkpoint`.
+Shapes: L layers, M microbatches. Between two blocks, activations (in the backward pass, their cotangents) are kept in
+the *boundary*, with leading axis [M]. `inputs` holds the input of each block and the output of the last. Its leading
+axis is [(L + 1) * M], because libtpu slices arrays in host memory along one axis only.
 """
 
 from __future__ import annotations
@@ -33,6 +28,7 @@ from ...core import (
     combine,
     if_active,
     leaves_with_paths,
+    map_with_paths,
     match_path,
     memory_space,
     path_str,
@@ -40,7 +36,7 @@ from ...core import (
 )
 from ...jaxprs import make_jaxpr
 from .._host_memory import DEVICE, entry_shape, fetch, index_after, read, warn_of_tall_tiles, write, zero_buffer
-from ._checks import check_running
+from ._checks import RUNNING_HINT, check_running
 
 Carry = Any
 Consume = Callable[[Carry, Any, Tree, Tree], Carry]
@@ -154,10 +150,9 @@ class StackPasses:
                 values,
                 (loss, metrics),
             )
-            map_with_path = jax.tree_util.tree_map_with_path
             # A running total already excludes microbatches of weight 0. Selecting between it and the previous total
             # would keep both in memory.
-            totals = map_with_path(
+            totals = jax.tree_util.tree_map_with_path(
                 lambda key, old, new: new if path_str(key) in running_paths else _add(old, contribution(new)),
                 totals,
                 grads,
@@ -172,11 +167,10 @@ class StackPasses:
     def backward(
         self, layers: Tree, inputs: Tree, boundary: Tree, consume: Consume, carry: Carry, after: Any
     ) -> tuple[Carry, Tree]:
-        """Run all blocks backward, and pass the gradients of each to `consume`.
+        """Run all blocks backward, and pass the gradients of each to `consume`; return the carry and the boundary.
 
         `layers` reads the trainable stacked leaves out of `carry`, which `consume` may overwrite. `boundary` holds
-        cotangents of the last block's output. `after` is a zero of `zero_after`. Returns the carry and the cotangents
-        of the first block's input.
+        cotangents of the last block's output. `after` is a zero of `zero_after`.
         """
 
         def body(k: Any, state: Carry) -> Carry:
@@ -224,12 +218,8 @@ class StackPasses:
         except (TypeError, AttributeError) as error:
             if RunningGradient.__name__ not in str(error):
                 raise
-            raise StructureError(
-                f"last uses a leaf of LayerStack.running in another operation: {', '.join(paths)}",
-                expected="lowtide.core.linear or lowtide.losses.chunked_cross_entropy",
-                got=str(error),
-                hint="remove its pattern from LayerStack.running; its gradient is then summed like any other",
-            ) from error
+            problem = f"last uses a leaf of LayerStack.running in another operation: {', '.join(paths)}"
+            raise StructureError(problem, got=str(error), hint=RUNNING_HINT) from error
         check_running(closed.jaxpr, paths)
 
     def _contribution(self, m: Any, value: Any) -> Any:
@@ -292,11 +282,10 @@ def _with_totals(outer: Tree, running_paths: frozenset[str], totals: Tree, activ
     """Replace the leaves at `running_paths` by nodes that carry the gradient so far."""
     totals_by_path = dict(leaves_with_paths(totals))
 
-    def node(key: Any, leaf: Any) -> Any:
-        path = path_str(key)
+    def node(path: str, leaf: Any) -> Any:
         return RunningGradient(leaf, totals_by_path[path], active) if path in running_paths else leaf
 
-    return jax.tree_util.tree_map_with_path(node, outer)
+    return map_with_paths(node, outer)
 
 
 def _read_cotangents(boundary: Tree, m: Any) -> Tree:

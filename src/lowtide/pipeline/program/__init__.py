@@ -5,9 +5,4 @@ from ._pipeline import value_and_grad as value_and_grad
 from ._stages import RankBytes as RankBytes
 from ._stages import StageReport as StageReport
 
-__all__ = [
-    "Pipeline",
-    "RankBytes",
-    "StageReport",
-    "value_and_grad",
-]
+__all__ = ["Pipeline", "RankBytes", "StageReport", "value_and_grad"]

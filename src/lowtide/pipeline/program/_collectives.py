@@ -32,7 +32,6 @@ def refuse_undivided_calls(name: str, jaxpr: Any, platform: str) -> None:
     raise StructureError(
         f"{name}: {call_name}{location and f' at {location}'} cannot run in a pipeline whose mesh has other axes",
         expected=f"a mesh with only the pipeline's axis, or a call in a jax.shard_map over {', '.join(auto_axes)}",
-        got="a call whose arrays the compiler shards",
         hint="wrap the call: jax.shard_map(call, in_specs=P(), out_specs=P(), "
         f"axis_names={{{', '.join(map(repr, axes))}}})(x), with P({auto_axes[0]!r}) for sharded rows; for a call with "
         "a custom_vjp, wrap the function that has it",
@@ -61,17 +60,14 @@ def refuse_collectives(name: str, jaxpr: Any, axis: str) -> None:
                 raise _spec_error(axis, location, f"one of {', '.join(map(str, specs))}")
         if axis in _collective_axes(eqn):
             raise StructureError(
-                f"{name}: {collective} runs along {axis!r}{location and f' at {location}'}, the axis of the pipeline",
-                expected="collectives along other axes of the mesh",
-                got="a collective that would wait for ranks that run other passes, or none, in the same tick",
+                f"{name}: {collective} runs along {axis!r}{location and f' at {location}'}, and would wait for ranks "
+                "of the pipeline that run other passes",
                 hint="pass values between stages as leaves of h; for a sum over layers, let blocks add to a leaf of h",
             )
     for operation, axes, location in _divergent_branches(jaxpr):
         raise StructureError(
             f"{name}: {operation}{location and f' at {location}'} is decided separately by each device "
-            f"along {', '.join(axes)}, and contains collectives along it",
-            expected="one decision for all devices that wait for each other",
-            got="a predicate that varies along the axis of a collective inside of it, or inside of its gradient",
+            f"along {', '.join(axes)}, and it or its gradient contains collectives along it",
             hint=f"decide for all devices, for instance by jax.lax.psum(score, {axes[0]!r}) > 0; or pass replicated "
             f"weights as jax.lax.pcast(w, {axes[0]!r}, to='varying'), whose gradients are summed outside",
         )
@@ -90,7 +86,6 @@ def translate_error(error: Exception, mesh: Any, axis: str) -> StructureError | 
         return StructureError(
             f"a function of the stack has a collective along {unbound[1]!r} outside of a shard_map over it",
             expected="jax.shard_map around it, because the compiler shards arrays along all axes but the pipeline's",
-            got=text,
             hint=f"call jax.shard_map(part, in_specs=..., out_specs=..., axis_names={{{unbound[1]!r}}})(h, weights)",
         )
     axis_match = re.search(r"refers to '(\w+)'", text) or re.search(r"axis_names=frozenset\(\{(.*?)\}\) to be", text)
@@ -103,7 +98,6 @@ def translate_error(error: Exception, mesh: Any, axis: str) -> StructureError | 
         return StructureError(
             f"a function of the stack names an axis that the mesh does not have: {', '.join(missing)}",
             expected=f"axes of the mesh other than {axis!r}: {available}",
-            got=text.splitlines()[0],
             hint=f"use make_mesh({axis}=..., {missing[0]}=...), or another name in the function"
             if missing[0] in ("data", "fsdp", "expert", "tensor")
             else "name an axis of the mesh, or add the axis: jax.sharding.Mesh(devices, axis_names)",
@@ -112,7 +106,6 @@ def translate_error(error: Exception, mesh: Any, axis: str) -> StructureError | 
         return StructureError(
             "a function of the stack passes its own mesh to jax.shard_map",
             expected=f"no mesh: the pipeline traces the function in a shard_map over {axis!r}, whose mesh it uses",
-            got=text,
             hint="leave mesh= out: jax.shard_map(part, in_specs=..., out_specs=..., axis_names=...); without a "
             "pipeline, call the function under jax.set_mesh(mesh)",
         )
@@ -124,9 +117,8 @@ def translate_error(error: Exception, mesh: Any, axis: str) -> StructureError | 
 def _spec_error(axis: str, location: str, got: str) -> StructureError:
     return StructureError(
         f"a jax.shard_map{location and f' at {location}'} shards an array along {axis!r}, the axis of the pipeline",
-        expected="in_specs and out_specs with other axes of the mesh",
         got=got,
-        hint=f"leave {axis!r} out of them: a block receives only the arrays of its own stage",
+        hint=f"leave {axis!r} out of in_specs and out_specs: a block receives only the arrays of its own stage",
     )
 
 
@@ -180,15 +172,6 @@ def _undivided_calls(jaxpr: Any, axes: Sequence[str], platform: str) -> Iterator
 # devices of its group send.
 
 
-def without_permutes(jaxpr: Any, axis: str) -> Any:
-    """Replace each permutation by an operation that is a gather on a CPU and a permutation on other platforms.
-
-    The jaxpr, open or closed, is traced inside the pipeline's `shard_map`. No permutation along the pipeline's `axis`
-    is allowed. Returns the same object if there is nothing to replace.
-    """
-    return _replace_permutes(jaxpr, axis, None)
-
-
 def wrap_without_permutes(fn: Callable[..., Any], axis: str) -> Callable[..., Any]:
     """Make a function that applies `without_permutes` to a function of trees of arrays."""
 
@@ -202,32 +185,33 @@ def wrap_without_permutes(fn: Callable[..., Any], axis: str) -> Callable[..., An
     return run
 
 
-def _replace_permutes(jaxpr: Any, axis: str, shard_map_params: Any) -> Any:
+def without_permutes(jaxpr: Any, axis: str, shard_map_params: Any = None) -> Any:
+    """Replace each permutation by an operation that is a gather on a CPU and a permutation on other platforms.
+
+    The jaxpr, open or closed, is traced inside the pipeline's `shard_map`. No permutation along the pipeline's `axis`
+    is allowed. `shard_map_params` belong to the innermost `shard_map` around the jaxpr in a stage. Returns the same
+    object if there is nothing to replace.
+    """
     if is_closed(jaxpr) and opened(jaxpr) is not jaxpr:  # in versions where a closed jaxpr is a separate class
-        inner = _replace_permutes(jaxpr.jaxpr, axis, shard_map_params)
+        inner = without_permutes(jaxpr.jaxpr, axis, shard_map_params)
         return jaxpr if inner is jaxpr.jaxpr else jaxpr.replace(jaxpr=inner)
     eqns: list[Any] = []
     for eqn in jaxpr.eqns:
-        if eqn.primitive.name == "ppermute" and shard_map_params is not None and axis not in _axis_names(eqn):
+        if eqn.primitive.name == "ppermute" and shard_map_params is not None and axis not in _collective_axes(eqn):
             eqns += _gather_operations(eqn, shard_map_params)
             continue
         inner_params = eqn.params if kind_of(eqn) is Kind.SHARD_MAP else shard_map_params
         eqns.append(
-            with_bodies(eqn, lambda body, inner_params=inner_params: _replace_permutes(body.jaxpr, axis, inner_params))
+            with_bodies(eqn, lambda body, inner_params=inner_params: without_permutes(body.jaxpr, axis, inner_params))
         )
     if len(eqns) == len(jaxpr.eqns) and all(new is old for new, old in zip(eqns, jaxpr.eqns, strict=True)):
         return jaxpr
     return jaxpr.replace(eqns=eqns)
 
 
-def _axis_names(eqn: Any) -> tuple[Any, ...]:
-    name = eqn.params["axis_name"]
-    return name if isinstance(name, tuple) else (name,)
-
-
 def _gather_operations(eqn: Any, shard_map_params: Any) -> list[Any]:
     """Return the operations that replace a permutation, traced as in the `shard_map` around it."""
-    names, pairs, mesh = _axis_names(eqn), eqn.params["perm"], shard_map_params["mesh"]
+    names, pairs, mesh = _collective_axes(eqn), eqn.params["perm"], shard_map_params["mesh"]
     # A permute numbers devices in mesh order, whatever the order of its axis names. A gather numbers them in the order
     # of its axis names. So the names are sorted into mesh order.
     axes = tuple(name for name in mesh.axis_names if name in names)

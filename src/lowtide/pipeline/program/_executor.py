@@ -30,6 +30,7 @@ from ...core import (
     check_host_slices,
     combine,
     format_bytes,
+    is_key,
     recomputed,
 )
 from ...jaxprs import jaxpr_flops, make_jaxpr
@@ -45,7 +46,6 @@ from ..split import (
     Value,
     at,
     put,
-    shape_of,
     trace_split,
 )
 from ._collectives import refuse_collectives, refuse_undivided_calls, without_permutes, wrap_without_permutes
@@ -154,8 +154,11 @@ class Program:
         def first(outer: Tree, _: Any, batch: Tree) -> Any:
             return self.shard_rows(self.stack.first(outer, batch))
 
-        outer, rows = (self.trainable["outer"], self.frozen["outer"]), (self.trainable["layers"], self.frozen["layers"])
-        rows = [jax.tree.map(self.stage_shape, tree) for tree in rows]
+        def stage_shape(leaf: Any) -> Any:
+            return jax.ShapeDtypeStruct((self.layout.longest, *leaf.shape[1:]), leaf.dtype)
+
+        outer = self.trainable["outer"], self.frozen["outer"]
+        rows = jax.tree.map(stage_shape, (self.trainable["layers"], self.frozen["layers"]))
         count = jax.ShapeDtypeStruct((), jnp.int32)
         return {
             "first": trace_split(first, *outer, (), self.batch, rewrite=self.remove_permutes),
@@ -200,10 +203,6 @@ class Program:
 
         return jax.tree.map(shard, tree)
 
-    def stage_shape(self, leaf: Any) -> Any:
-        """Return the shape of one stage's part of a layers leaf."""
-        return jax.ShapeDtypeStruct((self.layout.longest, *leaf.shape[1:]), leaf.dtype)
-
     def shapes(self) -> StackShapes:
         """Return the shapes of one microbatch; errors as in `LayerStack.shapes`."""
         weights = combine(self.trainable, self.frozen)
@@ -230,26 +229,13 @@ class ResidentArrays(NamedTuple):
     """FLOPs of the functions of the stack; for blocks, FLOPs of one stage."""
 
 
-class _Weights:
-    def __init__(self, trainable: Tree, frozen: Tree, longest: int) -> None:
-        self.trainable, self.frozen, self._longest = trainable, frozen, longest
-        self.outer, self.layers = (combine(trainable[name], frozen[name]) for name in ("outer", "layers"))
-
-    def first_row(self, chunk: Any) -> Any:
-        """Return the first row of a stage."""
-        return chunk * self._longest
-
-    def of(self, chunk: Any) -> Tree:
-        """Return the weights of a stage as `Rows` of the rank's weights, without a copy."""
-        return jax.tree.map(lambda leaf: Rows(leaf, self.first_row(chunk)), self.layers)
-
-
 class _Forward:
     """One run of the forward passes, which keeps no residuals; `tick` is the body of its loop."""
 
     def __init__(self, program: Program, trainable: Tree, frozen: Tree, microbatches: Tree, loss_weights: Any) -> None:
         self.program, self.microbatches, self.loss_weights = program, microbatches, loss_weights
-        self.weights = _Weights(trainable, frozen, program.layout.longest)
+        self.trainable, self.frozen = trainable, frozen
+        self.outer, self.layers = (combine(trainable[name], frozen[name]) for name in ("outer", "layers"))
         self.shapes = program.shapes()
         self.tables = self._tables()
         for name, jaxpr in self._traced():
@@ -259,7 +245,7 @@ class _Forward:
     def _traced(self) -> Iterator[tuple[str, Any]]:
         """Trace the functions of the stack that this run uses."""
         stack, batch = self.program.stack, self.program.batch
-        outer, layers = jax.tree.map(jax.typeof, (self.weights.outer, self.weights.layers))
+        outer, layers = jax.tree.map(jax.typeof, (self.outer, self.layers))
         layer = jax.tree.map(lambda leaf: leaf.update(shape=leaf.shape[1:]), layers)
         yield "first", make_jaxpr(stack.first)(outer, batch)[0].jaxpr
         yield "blocks", make_jaxpr(stack.block)(layer, self.shapes.h, batch)[0].jaxpr
@@ -296,9 +282,8 @@ class _Forward:
         state["F"], cotangents = lax.optimization_barrier((state["F"], cotangents))
         activations = self._exchange("F", state)
         state = self._store_messages(state, cells["I"], cotangents)
-        state = self._store_messages(
-            state, cells["F"], {name: activations.pop(name) for name in [*activations] if name == FROM_HERE}
-        )
+        own_results = {FROM_HERE: activations.pop(FROM_HERE)} if FROM_HERE in activations else {}
+        state = self._store_messages(state, cells["F"], own_results)
         if "I" in state:
             state = self._backward(_after(activations, state, "I"), cells)
             state["I"], activations = lax.optimization_barrier((state["I"], activations))
@@ -319,7 +304,7 @@ class _Forward:
         return _run_if(has_weight & (cell["runs"] == 1), run_on_microbatch, state, cell)
 
     def _forward(self, state: State, cell: State, batch: Tree) -> State:
-        stack, outer = self.program.stack, self.weights.outer
+        stack, outer = self.program.stack, self.outer
 
         def first(_: Tree, batch: Tree) -> Tree:
             return self.program.shard_rows(self.program.run_without_permutes(stack.first)(outer, batch))
@@ -327,7 +312,7 @@ class _Forward:
         h = _run_if(cell["is_first"] == 1, first, self._message(state, cell), batch)
         layers = jax.tree.map(
             lambda rows: lax.dynamic_slice_in_dim(rows.array, rows.begin, self.program.layout.longest),
-            self.weights.of(cell["chunk"]),
+            self._stage_weights(cell["chunk"]),
         )
         h = self.program.run_without_permutes(self.program.blocks)(layers, h, batch, cell["num_layers"])
 
@@ -336,6 +321,14 @@ class _Forward:
             return self._add_loss(state, at(self.loss_weights, cell["microbatch"]), *results)
 
         return {**_run_if(cell["is_last"] == 1, last, state, (h, batch)), "F": jax.tree.leaves(h)}
+
+    def _first_row(self, chunk: Any) -> Any:
+        """Return the first row of a stage."""
+        return chunk * self.program.layout.longest
+
+    def _stage_weights(self, chunk: Any) -> Tree:
+        """Return the weights of a stage as `Rows` of the rank's weights, without a copy."""
+        return jax.tree.map(lambda leaf: Rows(leaf, self._first_row(chunk)), self.layers)
 
     def _message(self, state: State, cell: State) -> Tree:
         """Return the message that the pass reads."""
@@ -380,12 +373,11 @@ class _Run(_Forward):
         splits = self.program.splits(self.shapes.h)
         self.parts: dict[str, _InPlacePasses] = {}
         for part, name in (("first", "outer"), ("blocks", "layers")):
-            num_totals = len(jax.tree.leaves(self.weights.trainable[name]))
+            num_totals = len(jax.tree.leaves(self.trainable[name]))
             self.parts[part] = _InPlacePasses(part, splits[part], [f"{name}/{i}" for i in range(num_totals)])
-        self.hoisted: dict[str, Any] = {"first": splits["first"].hoist(self.weights.outer)}
-        chunk_values = [
-            splits["blocks"].hoist(self.weights.of(chunk)) for chunk in range(self.program.schedule.stages_per_rank)
-        ]
+        self.hoisted: dict[str, Any] = {"first": splits["first"].hoist(self.outer)}
+        chunks = range(self.program.schedule.stages_per_rank)
+        chunk_values = [splits["blocks"].hoist(self._stage_weights(chunk)) for chunk in chunks]
         self.hoisted["blocks"] = tuple(
             jnp.concatenate([jnp.atleast_1d(chunk_value) for chunk_value in values])
             for values in zip(*chunk_values, strict=True)
@@ -452,14 +444,10 @@ class _Run(_Forward):
 
     def _buffer_bytes(self, schedule_tables: Tables) -> int:
         """Return the bytes of buffers and messages on the devices of a rank."""
-        sizes = {residual.buffer: residual.num_bytes for part in self.parts.values() for residual in part.residuals}
-        host_buffers = {
-            residual.buffer for part in self.parts.values() for residual in part.residuals if residual.is_on_host
-        }
+        residuals = [residual for part in self.parts.values() for residual in part.residuals if not residual.is_on_host]
+        sizes = {residual.buffer: residual.value.size_bytes for residual in residuals}
         h = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(self.shapes.h))
-        buffer_bytes = sum(
-            schedule_tables.num_slots[name] * size for name, size in sizes.items() if name not in host_buffers
-        )
+        buffer_bytes = sum(schedule_tables.num_slots[name] * size for name, size in sizes.items())
         return buffer_bytes + schedule_tables.num_messages * h
 
     def _costs(self) -> Costs:
@@ -501,21 +489,21 @@ class _Run(_Forward):
                 if residual.buffer not in buffers:
                     buffers[residual.buffer] = _empty_buffer(residual, self.tables.num_slots[residual.buffer])
         for name in ("outer", "layers"):
-            for i, leaf in enumerate(jax.tree.leaves(self.weights.trainable[name])):
+            for i, leaf in enumerate(jax.tree.leaves(self.trainable[name])):
                 buffers[f"{name}/{i}"] = _zero_total(leaf)
         state = super().begin()
         return {**state, "buffers": buffers, "I": [jnp.zeros_like(leaf) for leaf in state["F"]]}
 
     def totals(self, state: State, name: str) -> Tree:
         """Return the gradient totals of the ``outer`` leaves or of the ``layers``."""
-        tree = jax.tree.structure(self.weights.trainable[name])
+        tree = jax.tree.structure(self.trainable[name])
         return tree.unflatten([state["buffers"][f"{name}/{i}"] for i in range(tree.num_leaves)])
 
     def _backward(self, state: State, cells: dict[str, State]) -> State:
         return self._run(self._weight, self._run(self._input, state, cells["I"]), cells["W"])
 
     def _forward(self, state: State, cell: State, batch: Tree) -> State:
-        outer, hoisted = self.weights.outer, self.hoisted
+        outer, hoisted = self.outer, self.hoisted
 
         def first(carry: tuple[Tree, State], arguments: tuple[State, Tree]) -> tuple[Tree, State]:
             cell, batch = arguments
@@ -527,7 +515,7 @@ class _Run(_Forward):
         return {**state, "buffers": buffers, "F": jax.tree.leaves(h)}
 
     def _input(self, state: State, cell: State, batch: Tree) -> State:
-        outer, hoisted = self.weights.outer, self.hoisted
+        outer, hoisted = self.outer, self.hoisted
         loss_weight, is_last = at(self.loss_weights, cell["microbatch"]), cell["is_last"] == 1
         message = self._message(state, cell)  # in the last stage: activations of its forward pass
         # The message of the last stage is no cotangent: its cotangent starts at zero, and `_last` computes it.
@@ -539,7 +527,7 @@ class _Run(_Forward):
             (message, loss_weight, batch),
         )
         buffers = state["buffers"]
-        first_row = self.weights.first_row(cell["chunk"])
+        first_row = self._first_row(cell["chunk"])
         dx, buffers = self.parts["blocks"].input(
             buffers, cell, first_row, *self._stage(cell), dy, batch, cell["num_layers"]
         )
@@ -554,10 +542,9 @@ class _Run(_Forward):
 
     def _last(self, state: State, h: Tree, loss_weight: Any, batch: Tree) -> tuple[Tree, State]:
         """Compute the loss and its gradients together, so that logits are never kept."""
-        trainable, frozen = self.weights.trainable["outer"], self.weights.frozen["outer"]
-        value, metrics, grads, dh = self.program.run_without_permutes(self.program.last)(
-            trainable, frozen, h, loss_weight, batch
-        )
+        trainable, frozen = self.trainable["outer"], self.frozen["outer"]
+        last = self.program.run_without_permutes(self.program.last)
+        value, metrics, grads, dh = last(trainable, frozen, h, loss_weight, batch)
         buffers = dict(state["buffers"])
         for i, grad in enumerate(jax.tree.leaves(grads)):
             buffers[f"outer/{i}"] += grad.astype(buffers[f"outer/{i}"].dtype)
@@ -565,7 +552,7 @@ class _Run(_Forward):
         return _replace_leaves(jax.tree.map(jnp.zeros_like, h), dh), state
 
     def _weight(self, state: State, cell: State, batch: Tree) -> State:
-        outer, hoisted, first_row = self.weights.outer, self.hoisted, self.weights.first_row(cell["chunk"])
+        outer, hoisted, first_row = self.outer, self.hoisted, self._first_row(cell["chunk"])
         buffers = self.parts["blocks"].weight(
             state["buffers"], cell, first_row, *self._stage(cell), batch, cell["num_layers"]
         )
@@ -582,8 +569,8 @@ class _Run(_Forward):
         hoisted: list[Any] = []
         for stacked, value in zip(self.hoisted["blocks"], self.parts["blocks"].split.of(Pass.HOISTED), strict=True):
             rows = Rows(stacked, chunk * (stacked.shape[0] // num_chunks))
-            hoisted.append(rows if shape_of(value).shape else at(stacked, chunk))
-        return self.weights.of(chunk), tuple(hoisted)
+            hoisted.append(rows if value.struct.shape else at(stacked, chunk))
+        return self._stage_weights(chunk), tuple(hoisted)
 
 
 def _zero_total(leaf: Any) -> Any:
@@ -638,7 +625,7 @@ def _false_like(leaf: Any) -> Any:
     """Return an array of False that the compiler cannot simplify."""
     if jnp.issubdtype(leaf.dtype, jnp.inexact):
         return jnp.isnan(leaf) & (leaf == leaf)
-    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+    if is_key(leaf):
         return jnp.any(_false_like(jax.random.key_data(leaf)), axis=-1)
     return (leaf.astype(jnp.int32) & 1) == 2
 
@@ -668,11 +655,6 @@ class _Residual:
     """Whether it is offloaded to the host."""
     buffer: str
     """Buffer that it shares with all values of this shape that the pass leaves."""
-
-    @property
-    def num_bytes(self) -> int:
-        """Size for one microbatch, over all devices of a rank."""
-        return math.prod(self.shape.shape) * self.shape.dtype.itemsize
 
 
 class _InPlacePasses:
@@ -704,7 +686,7 @@ class _InPlacePasses:
         Bytes on the host count, too. If a schedule ignored them, they would grow with the number of microbatches.
         """
         return sum(
-            residual.num_bytes
+            residual.value.size_bytes
             for residual in self.residuals
             if (residual.producer, residual.last_reader) == (producer, last_reader)
         )
@@ -770,7 +752,7 @@ class _InPlacePasses:
 
 
 def _residual(split: TracedSplit, value: Value, producer: Pass, last_reader: Pass) -> _Residual:
-    shape = shape_of(value)
+    shape = value.struct
     is_stacked = split.plan.is_stacked(value)
     # If a loop reads some rows of a buffer and writes others, the compiler copies the buffer. So the buffer's name
     # contains the pass that writes it, and later passes only read it.
@@ -819,10 +801,10 @@ def recomputing(block: _Block, remat: bool | Callable[..., bool], *, inputs_on_h
     def named_block(layer: Tree, h: Any, batch: Tree) -> Any:
         check_host_slices()
         if not any(map(_can_wait_on_host, jax.tree.leaves(h))):
+            types = jax.tree.map(lambda leaf: f"{leaf.dtype}{list(leaf.shape)}", h)
             raise StructureError(
-                'inputs="host": no input of a block can be kept in host memory',
-                expected="a floating-point array with at least two axes in h",
-                got=str(jax.tree.map(lambda leaf: f"{leaf.dtype}{list(leaf.shape)}", h)),
+                'inputs="host" needs a floating-point array with at least two axes among the inputs of a block, '
+                f"not {types}",
                 hint='pass inputs="device"',
             )
         h = jax.tree.map(lambda leaf: checkpoint_name(leaf, _INPUT_NAME) if _can_wait_on_host(leaf) else leaf, h)

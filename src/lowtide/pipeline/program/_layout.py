@@ -101,7 +101,8 @@ class Layout:
         def take(leaf: Any) -> Any:
             if np.array_equal(rows, np.arange(leaf.shape[0])):
                 return leaf
-            sharding = NamedSharding(mesh, PartitionSpec(axis, *_trailing_axes(leaf)))
+            spec = getattr(getattr(leaf, "sharding", None), "spec", ())
+            sharding = NamedSharding(mesh, PartitionSpec(axis, *spec[1:]))
             if isinstance(leaf, jax.ShapeDtypeStruct):
                 return jax.ShapeDtypeStruct((len(rows), *leaf.shape[1:]), leaf.dtype, sharding=sharding)
             taken = jnp.take(jnp.asarray(leaf), rows, axis=0)
@@ -115,12 +116,7 @@ class Layout:
 def layout(schedule: Schedule, num_layers: int, layers_per_stage: Sequence[int] | None) -> Layout:
     """Divide layers into stages, as given or as evenly as possible; `ConfigError` if numbers do not match the model."""
     if not num_layers:
-        raise ConfigError(
-            "the pipeline has no layers",
-            expected="at least one layer",
-            got=0,
-            hint="call first and last without a pipeline",
-        )
+        raise ConfigError("the pipeline has no layers", hint="call first and last without a pipeline")
     if layers_per_stage is None:
         layers_per_even_stage, num_surplus = divmod(num_layers, schedule.num_stages)
         # The first and the last stage also run the first and the last function, so inner stages get the surplus layers.
@@ -130,16 +126,7 @@ def layout(schedule: Schedule, num_layers: int, layers_per_stage: Sequence[int] 
         ]
     lengths = tuple(layers_per_stage)
     if len(lengths) != schedule.num_stages or min(lengths) < 0 or sum(lengths) != num_layers:
-        raise ConfigError(
-            "layers_per_stage does not fit the model and the schedule",
-            expected=f"{schedule.num_stages} numbers of at least 0 that add up to {num_layers}",
-            got=f"{list(lengths)}, which add up to {sum(lengths)}",
-            hint="leave it out to distribute the layers as evenly as possible",
-        )
+        expected = f"{schedule.num_stages} numbers of at least 0 that add up to {num_layers}"
+        hint = "leave it out to distribute the layers as evenly as possible"
+        raise ConfigError(f"layers_per_stage must be {expected}, not {list(lengths)}", hint=hint)
     return Layout(schedule, lengths)
-
-
-def _trailing_axes(leaf: Any) -> tuple[Any, ...]:
-    """Return the sharding of all axes but the first."""
-    spec = getattr(getattr(leaf, "sharding", None), "spec", ())
-    return tuple(spec[1:])

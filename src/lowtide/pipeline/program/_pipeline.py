@@ -6,47 +6,52 @@ import contextlib
 import dataclasses
 import functools
 import math
+import os
 import traceback
+import warnings
 from collections.abc import Callable, Generator, Sequence
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.custom_derivatives import linear_call
-from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from ...core import (
     BATCH_AXES,
+    CONTEXT,
     ConfigError,
     LayerStack,
     LowtideError,
     Selector,
     StructureError,
     Tree,
+    check_choice,
     check_differentiable,
+    check_integer,
+    check_type,
     combine,
     fractions,
+    is_count,
+    is_key,
     leaves_with_paths,
     microbatch_weights,
     num_layers,
     parse_bytes,
     partition,
+    shown,
     split_batch,
 )
 from ...memory import MemoryReport
-from ..schedules import Schedule
-from ._checks import (
-    refuse_other_inputs,
-    refuse_other_mesh,
-    refuse_other_stages,
-    refuse_unused_limit,
-    refuse_wrong_types,
-    warn_of_deadlock,
-)
+from ..schedules import Schedule, tables
 from ._collectives import translate_error
 from ._executor import Program, ResidentArrays
 from ._layout import Layout, layout
 from ._stages import StageReport, stage_report
+
+_PROGRAM_ORDER_FLAG = "xla_cpu_enable_concurrency_optimized_scheduler"
+"""XLA flag that, when false, makes CPU devices run collectives in program order (jaxlib 0.10)."""
 
 
 def value_and_grad(
@@ -129,15 +134,15 @@ def value_and_grad(
         Qi et al., "Zero Bubble Pipeline Parallelism", ICLR 2024. Narayanan et al., "Efficient Large-Scale Language
         Model Training on GPU Clusters Using Megatron-LM", SC 2021.
     """
-    refuse_wrong_types(stack, schedule, mesh, axis, weight, remat, layers_per_stage, batch_axes, memory_limit)
-    refuse_other_mesh(schedule, mesh, axis, batch_axes)
-    refuse_other_stages(schedule, layers_per_stage)
-    refuse_other_inputs(inputs, remat)
-    warn_of_deadlock(mesh, axis)
+    _refuse_wrong_types(stack, schedule, mesh, axis, weight, remat, layers_per_stage, batch_axes, memory_limit)
+    _refuse_other_mesh(schedule, mesh, axis, batch_axes)
+    _refuse_other_stages(schedule, layers_per_stage)
+    _refuse_other_inputs(inputs, remat)
+    _warn_of_deadlock(mesh, axis)
     axes = tuple(name for name in BATCH_AXES if name in mesh.shape and name != axis)
     axes = axes if batch_axes is None else tuple(batch_axes)
     limit = None if memory_limit is None else parse_bytes(memory_limit)
-    refuse_unused_limit(schedule, limit)
+    _refuse_unused_limit(schedule, limit)
     return Pipeline(stack, schedule, mesh, axis, wrt, weight, remat, layers_per_stage, arranged, axes, limit, inputs)
 
 
@@ -179,7 +184,7 @@ class Pipeline:
         Raises:
             ConfigError: for a limit of 0, or a schedule that is already made.
         """
-        refuse_unused_limit(self.schedule, memory_limit)
+        _refuse_unused_limit(self.schedule, memory_limit)
         return dataclasses.replace(self, memory_limit=memory_limit)
 
     def __call__(self, outer: Tree, layers: Tree, batch: Tree) -> tuple[tuple[Any, Tree], tuple[Tree, Tree]]:
@@ -212,11 +217,10 @@ class Pipeline:
             loss, metrics, grads = run(trainable, frozen, batches, fractions(weights))
         grads = jax.tree.map(lambda total, leaf: total.astype(leaf.dtype), grads, trainable)
         layer_grads = grads["layers"]
-        layer_grads = (
-            layer_layout.clear_padding(layer_grads)
-            if self.arranged
-            else layer_layout.restore(layer_grads, self.mesh, self.axis)
-        )
+        if self.arranged:
+            layer_grads = layer_layout.clear_padding(layer_grads)
+        else:
+            layer_grads = layer_layout.restore(layer_grads, self.mesh, self.axis)
         return _refuse_differentiation(((loss, metrics), (grads["outer"], layer_grads)))
 
     def evaluate(self, outer: Tree, layers: Tree, batch: Tree) -> tuple[Any, Tree]:
@@ -231,25 +235,20 @@ class Pipeline:
         rows = arrays[0].shape[0] if arrays else self.schedule.num_microbatches
         # Rows of a microbatch, rounded up to a multiple of the parts into which its rows are sharded.
         size = max(1, min(math.ceil(rows / (self.schedule.num_microbatches * self._num_parts)) * self._num_parts, rows))
-        num_even_rows = rows - rows % size
+        num_full, num_even_rows = rows // size, rows - rows % size
         prepared_weights = self._prepare(outer, layers)
         with self._name_available_leaves(outer=outer, batch=batch):
-            means, weights = self._evaluate_rows(
-                prepared_weights, batch, slice(0, num_even_rows), num_even_rows // size, 0
-            )
+            means, weights = self._evaluate_rows(prepared_weights, batch, slice(0, num_even_rows), num_full, 0)
             if num_even_rows == rows:
                 return _refuse_differentiation(means)
-            remainder, weight = self._evaluate_rows(
-                prepared_weights, batch, slice(num_even_rows, rows), 1, num_even_rows // size
-            )
+            last_rows = slice(num_even_rows, rows)
+            remainder, weight = self._evaluate_rows(prepared_weights, batch, last_rows, 1, num_full)
         even_fraction, remainder_fraction = fractions(jnp.stack([weights, weight]))
-        return _refuse_differentiation(
-            jax.tree.map(
-                lambda mean, remainder_mean: even_fraction * mean + remainder_fraction * remainder_mean,
-                means,
-                remainder,
-            )
-        )
+
+        def weighted_mean(mean: Any, remainder_mean: Any) -> Any:
+            return even_fraction * mean + remainder_fraction * remainder_mean
+
+        return _refuse_differentiation(jax.tree.map(weighted_mean, means, remainder))
 
     def _evaluate_rows(
         self,
@@ -335,11 +334,11 @@ class Pipeline:
         num_parts = self.schedule.num_microbatches * self._num_parts
         for path, leaf in leaves_with_paths(batch):
             if self._num_parts > 1 and jnp.ndim(leaf) and leaf.shape[0] % num_parts:
+                name, axes = path or "(root)", ", ".join(self.batch_axes)
+                parts = f"{self.schedule.num_microbatches} microbatches × {self._num_parts} parts"
                 raise StructureError(
-                    f"batch leaf {path or '(root)'}: its rows cannot be sharded along {', '.join(self.batch_axes)}",
-                    expected=f"a multiple of {num_parts} ({self.schedule.num_microbatches} microbatches × "
-                    f"{self._num_parts} parts)",
-                    got=f"{leaf.shape[0]} rows",
+                    f"batch leaf {name}: its {leaf.shape[0]} rows cannot be sharded along {axes}",
+                    expected=f"a multiple of {num_parts} ({parts})",
                     hint="choose another batch size; with batch_axes=() every device of a rank computes all rows",
                 )
 
@@ -363,9 +362,8 @@ class Pipeline:
         layer_layout = self.layout(num_layers(layers))
         if self.arranged and self.layers_per_stage is None and not layer_layout.is_even:
             raise ConfigError(
-                "stages are uneven, and arranged layers do not show which rows are padding",
-                expected=f"a number of layers that is a multiple of {self.schedule.num_stages}, or layers_per_stage",
-                got=f"{layer_layout.num_layers} layers",
+                f"stages of {layer_layout.num_layers} layers are uneven, and arranged layers do not show which rows "
+                "are padding",
                 hint=f"call value_and_grad(..., arranged=True, layers_per_stage={list(layer_layout.layers_per_stage)})",
             )
         return layer_layout.arrange(layers, self.mesh, self.axis)
@@ -384,12 +382,8 @@ class Pipeline:
         outer = jax.tree.map(lambda leaf: jnp.asarray(leaf) if isinstance(leaf, int | float) else leaf, outer)
         for path, leaf in leaves_with_paths(outer):
             if not hasattr(leaf, "shape"):
-                raise StructureError(
-                    f"outer/{path} is not an array",
-                    expected="only arrays",
-                    got=type(leaf).__name__,
-                    hint="remove it, and let the functions of the stack read it as a captured variable",
-                )
+                hint = "remove it, and let the functions of the stack read it as a captured variable"
+                raise StructureError(f"outer/{path} is not an array, but {type(leaf).__name__}", hint=hint)
         rows, lengths = num_layers(layers), self.layers_per_stage if self.arranged else None
         # Every row of arranged layers is a layer, unless stages are uneven; then `layers_per_stage` is given.
         layer_layout = self.layout(rows if lengths is None else sum(lengths))
@@ -461,12 +455,16 @@ class Pipeline:
 
     def _microbatches(self, batch: Tree, num_microbatches: int, first_index: int = 0) -> tuple[Tree, Any]:
         """Return the microbatches and their weights; keys count from `first_index`."""
-        batches = split_batch(jax.tree.map(lambda leaf: None if _is_key(leaf) else leaf, batch), num_microbatches)
+
+        def is_scalar_key(leaf: Any) -> bool:
+            return is_key(leaf) and leaf.ndim == 0
+
+        batches = split_batch(jax.tree.map(lambda leaf: None if is_scalar_key(leaf) else leaf, batch), num_microbatches)
 
         def fold_in_indices(leaf: Any) -> Any:
             return jax.vmap(functools.partial(jax.random.fold_in, leaf))(first_index + jnp.arange(num_microbatches))
 
-        folded_keys = jax.tree.map(lambda leaf: fold_in_indices(leaf) if _is_key(leaf) else None, batch)
+        folded_keys = jax.tree.map(lambda leaf: fold_in_indices(leaf) if is_scalar_key(leaf) else None, batch)
         batches = combine(jax.tree.map(self._shard_rows, batches), folded_keys)
         return batches, microbatch_weights(self.weight, batches, num_microbatches).astype(jnp.float32)
 
@@ -481,9 +479,8 @@ def _refuse_differentiation(results: Tree) -> Tree:
     def refuse(_: Any, __: Any) -> Any:
         raise StructureError(
             "JAX cannot differentiate a pipeline in reverse mode: it computes its own gradients",
-            expected="(loss, metrics), (outer_grads, layer_grads) = pipeline(outer, layers, batch)",
-            got="a gradient of its result, or of its evaluation's result (jax.grad, jax.vjp)",
-            hint="use the gradients that it returns, or jax.lax.stop_gradient(loss) where you need no gradient",
+            hint="use (loss, metrics), (outer_grads, layer_grads) = pipeline(outer, layers, batch); where you need no "
+            "gradient, use jax.lax.stop_gradient(loss)",
         )
 
     @identity.defjvp
@@ -502,9 +499,7 @@ def _refuse_different_rows(batch: Tree) -> None:
     if len(rows) > 1:
         (num_rows, name), (other_num_rows, other_name), *_ = rows.items()
         raise StructureError(
-            f"batch leaves {name} and {other_name} have different numbers of rows",
-            expected=f"{num_rows} rows in all leaves",
-            got=f"{other_num_rows} rows in {other_name}",
+            f"batch leaves {name} and {other_name} have different numbers of rows, {num_rows} and {other_num_rows}",
             hint="give every leaf a row for each example, even if all rows are equal",
         )
 
@@ -512,10 +507,9 @@ def _refuse_different_rows(batch: Tree) -> None:
 def _refuse_other_rows(layers: Tree, layer_layout: Layout) -> None:
     for leaf in jax.tree.leaves(layers):
         if leaf.shape[:1] != (layer_layout.num_rows,):
+            got = f"{leaf.shape[0]}" if leaf.shape else "a scalar"
             raise StructureError(
-                "layers are not in the order of ranks",
-                expected=f"{layer_layout.num_rows} rows",
-                got=f"{leaf.shape[0]}" if leaf.shape else "a scalar",
+                f"layers in the order of ranks must have {layer_layout.num_rows} rows, not {got}",
                 hint="arrange them: layers = pipeline.arrange(layers)",
             )
 
@@ -524,10 +518,6 @@ def _shape_struct(leaf: Any) -> Any:
     """Return the shape, dtype and sharding of an array."""
     aval = jax.typeof(leaf)
     return jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=getattr(leaf, "sharding", None))
-
-
-def _is_key(leaf: Any) -> bool:
-    return jnp.issubdtype(getattr(leaf, "dtype", jnp.float32), jax.dtypes.prng_key) and leaf.ndim == 0
 
 
 def _is_raised_by_jax(error: BaseException) -> bool:
@@ -547,3 +537,132 @@ def _trace_for(mesh: Mesh | AbstractMesh) -> contextlib.AbstractContextManager[A
 def _platform(mesh: Mesh | AbstractMesh) -> str:
     """Return the platform of a mesh's devices; for an abstract mesh, as in a trainer's step, that of this process."""
     return jax.default_backend() if isinstance(mesh, AbstractMesh) else mesh.devices.flat[0].platform
+
+
+# --- checks of the arguments ------------------------------------------------------------------------------------------
+
+
+def _refuse_other_mesh(schedule: Schedule, mesh: Mesh, axis: str, batch_axes: Sequence[str] | None) -> None:
+    """Raise for a mesh that lacks an axis, or has axes of another size or type."""
+    if axis not in mesh.shape:
+        names = " or ".join(map(repr, mesh.shape)) or "'stage'"
+        raise ConfigError(f"the mesh has no axis {axis!r}", hint=f"pass axis={names}, or another mesh")
+    if mesh.shape[axis] != schedule.num_ranks:
+        raise ConfigError(
+            f"{schedule.name}: the schedule is for another number of devices",
+            expected=f"{schedule.num_ranks} devices along {axis!r}",
+            got=mesh.shape[axis],
+            hint="set num_stages of the schedule to ranks times stages per rank",
+        )
+    if mesh.shape.get(CONTEXT, 1) > 1:
+        raise ConfigError(
+            f"a pipeline cannot shard the tokens of a row along an axis {CONTEXT!r} yet",
+            hint=f"for long rows use make_mesh({CONTEXT}=..., fsdp=...) without a pipeline; else drop axis {CONTEXT!r}",
+        )
+    if any(kind is not AxisType.Auto for kind in mesh.axis_types):
+        types = ", ".join(map(str, mesh.axis_types))
+        hint = "use lowtide.train.make_mesh(stage=...), or jax.sharding.Mesh(mesh.devices, mesh.axis_names)"
+        raise ConfigError(f"the mesh has explicit or manual axes, not only AxisType.Auto: {types}", hint=hint)
+    names, other_axes = list(batch_axes or ()), [name for name in mesh.shape if name != axis]
+    if len(set(names)) < len(names) or not set(names) <= set(other_axes):
+        candidates = " or ".join(map(repr, other_axes)) or "no axis"
+        raise ConfigError(
+            f"batch_axes must name {candidates}, each at most once, not {', '.join(map(repr, names))}",
+            hint=f"leave it out to shard rows along {', '.join(BATCH_AXES[:-1])} and {BATCH_AXES[-1]}",
+        )
+
+
+def _refuse_unused_limit(schedule: Schedule, memory_limit: int | None) -> None:
+    """Raise for a memory limit of 0, or a limit for a schedule that is already made."""
+    if memory_limit is None:
+        return
+    check_integer("memory_limit in bytes", memory_limit, hint='pass memory_limit="4 GiB", or None')
+    if schedule.remake is None or schedule.remake.memory_limit is not None:
+        raise ConfigError(
+            f"memory_limit cannot change {schedule.name}, which is already made",
+            expected='lt.pipeline.schedule("auto", ...) without costs and without a memory_limit of its own',
+            hint="pass it here or to lt.pipeline.schedule, where its unit is one microbatch's residuals in a stage",
+        )
+
+
+def _refuse_other_inputs(inputs: str, remat: Any) -> None:
+    """Raise for an unknown memory of block inputs, or for inputs on the host without recomputation."""
+    hint = 'pass inputs="host" to keep them in host memory until the backward pass'
+    check_choice("inputs", inputs, ("device", "host"), hint=hint)
+    if inputs == "host" and remat is False:
+        hint = "pass remat=True, or a policy of jax.checkpoint; values that it saves stay on the device"
+        problem = 'inputs="host" contradicts remat=False, which keeps all residuals of blocks on the device'
+        raise ConfigError(problem, hint=hint)
+
+
+def _refuse_other_stages(schedule: Schedule, layers_per_stage: Sequence[int] | None) -> None:
+    """Raise for stages that one program cannot run."""
+    if layers_per_stage is not None and len(layers_per_stage) != schedule.num_stages:
+        raise ConfigError(
+            f"layers_per_stage must have {schedule.num_stages} numbers, one per stage, not {len(layers_per_stage)}",
+            hint="leave it out to distribute the layers as evenly as possible",
+        )
+    counts = [len(schedule.stages_of(rank)) for rank in range(schedule.num_ranks)]
+    if len(set(counts)) > 1:
+        raise ConfigError(
+            f"{schedule.name}: ranks have different numbers of stages, {', '.join(map(str, counts))}",
+            hint="give every rank the same number of stages; with layers_per_stage a stage may have 0 layers",
+        )
+    tables(schedule, [1] * schedule.num_stages)  # raises for consecutive stages on ranks that are not neighbours
+
+
+def _warn_of_deadlock(mesh: Mesh, axis: str) -> None:
+    """Warn that XLA's CPU client may start collectives of several axes in different orders and abort the process."""
+    is_exposed = mesh.size > mesh.shape[axis] > 1 and mesh.devices.flat[0].platform == "cpu"
+    if is_exposed and _PROGRAM_ORDER_FLAG not in os.environ.get("XLA_FLAGS", ""):
+        warnings.warn(
+            f"collectives of a pipeline along {axis!r} and along other axes of the mesh may deadlock on a CPU, "
+            f"until XLA aborts the process\nhint: set XLA_FLAGS=--{_PROGRAM_ORDER_FLAG}=false before JAX starts",
+            stacklevel=3,
+        )
+
+
+def _refuse_wrong_types(
+    stack: Any,
+    schedule: Any,
+    mesh: Any,
+    axis: Any,
+    weight: Any,
+    remat: Any,
+    layers_per_stage: Any,
+    batch_axes: Any,
+    memory_limit: Any,
+) -> None:
+    """Raise for arguments of `value_and_grad` of the wrong type."""
+    hint = "make one from three functions: LayerStack(first, block, last)"
+    check_type("stack", stack, LayerStack, "a lowtide.LayerStack", hint=hint, error=StructureError)
+    hint = 'make one with lt.pipeline.schedule("zb-h1", num_stages=4, num_microbatches=16)'
+    check_type("schedule", schedule, Schedule, "a lowtide.pipeline.Schedule", hint=hint)
+    check_type("mesh", mesh, Mesh, "a jax.sharding.Mesh", hint="make one with lowtide.train.make_mesh(stage=4)")
+    check_type("axis", axis, str, "the name of one axis of the mesh", hint='pass axis="stage"')
+
+    def is_numbers(value: Any) -> bool:
+        return isinstance(value, Sequence | np.ndarray) and all(isinstance(item, int | np.integer) for item in value)
+
+    def is_names(value: Any) -> bool:
+        return (
+            isinstance(value, Sequence) and not isinstance(value, str) and all(isinstance(item, str) for item in value)
+        )
+
+    def require(is_right: bool, name: str, expected: str, value: Any, hint: str) -> None:
+        if not is_right:
+            raise ConfigError(f"{name} must be {expected}, not {shown(value)}", hint=hint)
+
+    hint = 'pass weight=lambda batch: jnp.sum(batch["labels"] >= 0)'
+    require(weight is None or callable(weight), "weight", "a function of a microbatch, or None", weight, hint)
+    hint = "pass remat=jax.checkpoint_policies.dots_saveable"
+    require(isinstance(remat, bool) or callable(remat), "remat", "a boolean or a policy of jax.checkpoint", remat, hint)
+    expected = "a list with the number of layers of every stage"
+    hint = "leave it out to distribute the layers as evenly as possible"
+    has_numbers = layers_per_stage is None or is_numbers(layers_per_stage)
+    require(has_numbers, "layers_per_stage", expected, layers_per_stage, hint)
+    hint = f"pass batch_axes=[{batch_axes!r}]" if isinstance(batch_axes, str) else 'pass batch_axes=["fsdp"]'
+    require(batch_axes is None or is_names(batch_axes), "batch_axes", "a list of names of axes", batch_axes, hint)
+    hint = 'pass memory_limit="4 GiB", or None'
+    is_limit = memory_limit is None or isinstance(memory_limit, str) or is_count(memory_limit, 0)
+    require(is_limit, "memory_limit", "a whole number of bytes, or text", memory_limit, hint)

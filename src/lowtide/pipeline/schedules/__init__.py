@@ -1,8 +1,8 @@
 """Pipeline schedules as data: make, validate, simulate and draw them. This package needs no JAX."""
 
-from ._actions import Action as Action
-from ._actions import Costs as Costs
-from ._actions import Kind as Kind
+from ._schedule import Action as Action
+from ._schedule import Costs as Costs
+from ._schedule import Kind as Kind
 from ._schedule import Schedule as Schedule
 from ._search import SCHEDULES as SCHEDULES
 from ._search import schedule as schedule

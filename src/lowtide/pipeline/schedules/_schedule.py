@@ -1,5 +1,9 @@
 """A schedule: the order in which each rank runs its actions. It is plain data; other modules simulate, draw and run it.
 
+The text form of an action is that of PyTorch (torch.distributed.pipelining): ``2F0`` is the forward pass of stage 2 on
+microbatch 0. PyTorch also writes communication actions (``2SEND_F0``, ``2UNSHARD``, ...). The other actions and the
+placement of the stages determine these, so this module leaves them out.
+
 Shape legend: a schedule has R ranks (devices along the pipeline's mesh axis), S stages (parts of the model, at least as
 many as ranks) and M microbatches.
 """
@@ -8,14 +12,151 @@ from __future__ import annotations
 
 import csv
 import dataclasses
+import enum
 import io
 import math
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
-from ...core import ConfigError, ScheduleError, is_count, write_files
-from ._actions import Action, Costs, Kind, parse_actions
+from ...core import ConfigError, ScheduleError, check_number, is_count, write_files
+
+
+class Kind(enum.StrEnum):
+    """A pass of one stage over one microbatch."""
+
+    FORWARD = "F"
+    INPUT = "I"
+    """The part of the backward pass that computes the gradient of the stage's input ("B" in the zero-bubble papers)."""
+    WEIGHT = "W"
+    """The part of the backward pass that computes the gradients of the stage's weights."""
+    BACKWARD = "B"
+    """The whole backward pass: both parts in one action."""
+
+
+class Action(NamedTuple):
+    """One pass of one stage over one microbatch.
+
+    Examples:
+        >>> str(Action(2, Kind.FORWARD, 0))
+        '2F0'
+    """
+
+    stage: int
+    kind: Kind
+    microbatch: int
+
+    def __str__(self) -> str:
+        return f"{self.stage}{self.kind}{self.microbatch}"
+
+
+_ACTION = re.compile(r"(\d+)(F|I|W|B|FORWARD|BACKWARD_INPUT|BACKWARD_WEIGHT|BACKWARD)(\d+)")
+_OVERLAPPED = re.compile(r"\((.+)\)OVERLAP_F_B")
+_COMMUNICATION = re.compile(r"\d+(SEND_F|RECV_F|SEND_B|RECV_B|UNSHARD|RESHARD|REDUCE_GRAD)\d*")
+_KIND_LETTERS = {"FORWARD": "F", "BACKWARD_INPUT": "I", "BACKWARD_WEIGHT": "W", "BACKWARD": "B"}
+
+
+def _parse_actions(text: str) -> list[Action]:
+    """Parse the actions in one cell of a table, such as ``2F0`` or PyTorch's ``(0F8;7B1)OVERLAP_F_B``.
+
+    An empty cell and a communication action give no action. Overlapped actions keep their order. Any other text raises
+    `ConfigError`.
+    """
+    text = text.strip()
+    if not text or _COMMUNICATION.fullmatch(text):
+        return []
+    if overlapped := _OVERLAPPED.fullmatch(text):
+        return [action for part in overlapped[1].split(";") for action in _parse_actions(part)]
+    match = _ACTION.fullmatch(text)
+    if match is None:
+        hint = "write a stage, one of F, I, W and B, and a microbatch, for instance 2F0"
+        raise ConfigError(f"{text!r} is not an action of a pipeline", hint=hint)
+    stage, kind, microbatch = match.groups()
+    return [Action(int(stage), Kind(_KIND_LETTERS.get(kind, kind)), int(microbatch))]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Costs:
+    """Time of actions and memory of stages, in any unit: one number for all stages, or one number for each stage.
+
+    Raises:
+        ConfigError: for a time that is not positive, or a negative memory or communication.
+
+    Examples:
+        >>> Costs(forward=1.0, weight=(0.5, 1.5)).of(Action(1, Kind.BACKWARD, 0))
+        2.5
+    """
+
+    forward: float | Sequence[float] = 1.0
+    """Time of F."""
+    input: float | Sequence[float] = 1.0
+    """Time of I."""
+    weight: float | Sequence[float] = 1.0
+    """Time of W; the time of B is the sum of I and W."""
+    communication: float = 0.0
+    """Time from the end of an action until its result is on another rank; ranks compute during a transfer."""
+    input_residuals: float | Sequence[float] = 0.0
+    """Memory that F allocates and I frees."""
+    weight_residuals: float | Sequence[float] = 1.0
+    """Memory that F allocates and W frees."""
+    cotangents: float | Sequence[float] = 0.0
+    """Memory that I allocates and W frees; with recomputation this is most of the memory between passes. If a weight
+    pass directly follows its input pass, this memory is not counted. It is not counted for B either. Every schedule
+    holds it for one pass at a time."""
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            value: Any = getattr(self, field.name)
+            if hasattr(value, "tolist"):  # measured costs are NumPy arrays
+                value = value.tolist()
+            value = tuple(value) if isinstance(value, Sequence) else value
+            object.__setattr__(self, field.name, value)
+            above, least = (0, None) if field.name in ("forward", "input", "weight") else (None, 0)
+            for cost in value if isinstance(value, Sequence) else [value]:
+                hint = "use any unit: Costs(forward=1.0, input=1.1, weight=0.9)"
+                check_number(field.name, cost, above=above, least=least, hint=hint)
+
+    def refuse_other(self, num_stages: int) -> None:
+        """Raise `ConfigError` if the costs belong to another number of stages."""
+        for field in dataclasses.fields(self):
+            value: Any = getattr(self, field.name)
+            if isinstance(value, Sequence) and len(value) != num_stages:
+                raise ConfigError(
+                    f"{field.name} must be one number, or {num_stages} numbers, not {len(value)}",
+                    hint="give one number per stage; a rank may have several stages",
+                )
+
+    def of(self, action: Action) -> float:
+        """Return the time of an action."""
+        if action.kind is Kind.FORWARD:
+            return _stage_cost(self.forward, action.stage)
+        weight = _stage_cost(self.weight, action.stage) if action.kind is not Kind.INPUT else 0.0
+        return weight + (_stage_cost(self.input, action.stage) if action.kind is not Kind.WEIGHT else 0.0)
+
+    def kept(self, action: Action) -> float:
+        """Return the memory that an action allocates for later passes; negative if the action frees memory."""
+        costs = (self.input_residuals, self.weight_residuals, self.cotangents)
+        input_residuals, weight_residuals, cotangents = (_stage_cost(cost, action.stage) for cost in costs)
+        changes = {
+            Kind.INPUT: cotangents - input_residuals,
+            Kind.WEIGHT: -weight_residuals - cotangents,
+            Kind.BACKWARD: -input_residuals - weight_residuals,
+        }
+        return changes.get(action.kind, input_residuals + weight_residuals)
+
+    def by_rank(self, placement: Sequence[int], num_microbatches: float = 1) -> list[float]:
+        """Return the memory of each rank after it has run the forward passes of this many microbatches."""
+        memory = [0.0] * (1 + max(placement))
+        for stage, rank in enumerate(placement):
+            memory[rank] += num_microbatches * self.kept(Action(stage, Kind.FORWARD, 0))
+        return memory
+
+
+def _stage_cost(cost: float | Sequence[float], stage: int) -> float:
+    """Return the cost of one stage."""
+    return cost[stage] if isinstance(cost, Sequence) else cost
+
 
 Order = tuple[Action, ...]
 Ends = dict[tuple[Kind, int, int], float]
@@ -143,11 +284,8 @@ class Schedule:
             with path.open(encoding="utf-8", newline="") as file:
                 rows = list(csv.reader(file))
         except (OSError, UnicodeDecodeError, csv.Error) as error:
-            raise ConfigError(
-                f"{path}: cannot be read",
-                got=str(error),
-                hint="write a table of comma-separated actions, with a row for each rank",
-            ) from error
+            hint = "write a table of comma-separated actions, with a row for each rank"
+            raise ConfigError(f"{path}: cannot be read: {error}", hint=hint) from error
         return cls.of_rows(rows, name=name or path.stem)
 
     @classmethod
@@ -171,7 +309,7 @@ class Schedule:
 
         If the cells of every row repeat the order input, weight, forward pass, three cells are one tick.
         """
-        parsed = [[parse_actions(cell) for cell in row] for row in rows]
+        parsed = [[_parse_actions(cell) for cell in row] for row in rows]
         orders = tuple(tuple(action for cell in row for action in cell) for row in parsed)
         ticks = tuple(tuple(i // len(_TICK_POSITIONS) for i, cell in enumerate(row) if cell) for row in parsed)
         are_ticks = all(
@@ -182,17 +320,12 @@ class Schedule:
         )
         ranks = {action.stage: rank for rank, order in enumerate(orders) for action in order}
         if not ranks:
-            raise ScheduleError(
-                f"{name}: the schedule has no actions",
-                expected="a row of actions for each rank",
-                hint="write for instance 0F0 0B0",
-            )
+            hint = "write a row of actions for each rank, for instance 0F0 0B0"
+            raise ScheduleError(f"{name}: the schedule has no actions", hint=hint)
         if sorted(ranks) != list(range(len(ranks))):
+            stages = ", ".join(map(str, sorted(ranks)))
             raise ScheduleError(
-                f"{name}: not every stage has a rank",
-                expected=f"stages 0 to {max(ranks)}",
-                got=", ".join(map(str, sorted(ranks))),
-                hint="count stages from 0",
+                f"{name}: only the stages {stages} have a rank", hint="count stages from 0, without gaps"
             )
         num_microbatches = 1 + max(action.microbatch for order in orders for action in order)
         placement = tuple(ranks[stage] for stage in range(len(ranks)))
@@ -318,11 +451,8 @@ def validate(schedule: Schedule) -> None:
             if (kind, stage, action.microbatch) not in ends
         ]
         raise ScheduleError(
-            f"{schedule.name}: rank {rank} waits forever before {action}",
-            expected=f"{missing[0]} before it",
-            got="; ".join(
-                f"rank {waiting_rank} waits before {waiting_action}" for waiting_rank, waiting_action in waiting.items()
-            ),
+            f"{schedule.name}: rank {rank} waits forever before {action}, which needs {missing[0]}",
+            got="; ".join(f"rank {index} waits before {blocked}" for index, blocked in waiting.items()),
             hint="change the order so that no action runs before one that it needs",
         )
 
@@ -331,21 +461,16 @@ def _refuse_wrong_ticks(schedule: Schedule, ticks: tuple[tuple[int, ...], ...]) 
     """Raise unless each action can run in its tick."""
     fits = [len(order) == len(numbers) for order, numbers in zip(schedule.orders, ticks, strict=False)]
     if len(ticks) != len(schedule.orders) or not all(fits):
-        raise ScheduleError(
-            f"{schedule.name}: ticks do not match the orders",
-            expected="one tick for each action of each rank",
-            got=f"{sum(map(len, ticks))} ticks for {sum(map(len, schedule.orders))} actions",
-            hint="pass ticks=None to run each action in its own tick",
-        )
+        counts = f"{sum(map(len, ticks))} ticks for {sum(map(len, schedule.orders))} actions"
+        hint = "give a tick for each action of each rank, or pass ticks=None to run each action in its own tick"
+        raise ScheduleError(f"{schedule.name}: ticks do not match the orders, {counts}", hint=hint)
     used_ticks = {tick for numbers in ticks for tick in numbers}
     invalid: Any = next((tick for tick in used_ticks if not is_count(tick, 0)), None)
     if invalid is not None or used_ticks != set(range(len(used_ticks))):
-        raise ScheduleError(
-            f"{schedule.name}: ticks are not consecutive numbers from 0",
-            expected=f"0 to {len(used_ticks) - 1}",
-            got=repr(invalid) if invalid is not None else f"up to {max(used_ticks)}",
-            hint="count only ticks in which at least one rank runs an action",
-        )
+        outlier = max(used_ticks) if invalid is None else invalid
+        hint = "count only ticks in which at least one rank runs an action"
+        problem = f"{schedule.name}: ticks are not consecutive numbers from 0: they include {outlier!r}"
+        raise ScheduleError(problem, hint=hint)
     begins: Ends = {}
     for order, numbers in zip(schedule.orders, ticks, strict=True):
         for action, tick in zip(order, numbers, strict=True):
@@ -366,10 +491,9 @@ def _refuse_wrong_ticks(schedule: Schedule, ticks: tuple[tuple[int, ...], ...]) 
             # ticks.
             earliest = max(inputs, default=-1) + (action.kind is not Kind.WEIGHT)
             if is_early or earliest > tick:
+                limit = f"from tick {int(earliest)} on" if earliest > tick else "after the previous action"
                 raise ScheduleError(
-                    f"{schedule.name}: rank {rank} cannot run {action} in tick {tick}",
-                    expected=f"a tick from {int(earliest)} on" if earliest > tick else "after the previous action",
-                    got=f"tick {tick}",
+                    f"{schedule.name}: rank {rank} cannot run {action} in tick {tick}, only {limit}",
                     hint="run at most an input, a weight and a forward pass in a tick, in that order, on results of "
                     "earlier ticks",
                 )
@@ -379,18 +503,14 @@ def _refuse_wrong_actions(schedule: Schedule) -> None:
     kinds_by_pass: dict[tuple[int, int], list[Kind]] = {}
     for rank, order in enumerate(schedule.orders):
         for action in order:
-            expected = None
+            problem = None
             if not (0 <= action.stage < schedule.num_stages and 0 <= action.microbatch < schedule.num_microbatches):
-                expected = f"stages below {schedule.num_stages} and microbatches below {schedule.num_microbatches}"
+                problem = f"there are {schedule.num_stages} stages and {schedule.num_microbatches} microbatches"
             elif schedule.placement[action.stage] != rank:
-                expected = f"stage {action.stage} only on rank {schedule.placement[action.stage]}"
-            if expected is not None:
-                raise ScheduleError(
-                    f"{schedule.name}: rank {rank} cannot run {action}",
-                    expected=expected,
-                    got=str(action),
-                    hint="place each stage on one rank",
-                )
+                problem = f"stage {action.stage} is on rank {schedule.placement[action.stage]}"
+            if problem is not None:
+                hint = "place each stage on one rank, and count stages and microbatches from 0"
+                raise ScheduleError(f"{schedule.name}: rank {rank} cannot run {action}: {problem}", hint=hint)
             kinds_by_pass.setdefault((action.stage, action.microbatch), []).append(action.kind)
     whole, split = sorted("FB"), sorted("FIW")
     for stage in range(schedule.num_stages):
@@ -398,8 +518,6 @@ def _refuse_wrong_actions(schedule: Schedule) -> None:
             kinds = sorted(kinds_by_pass.get((stage, microbatch), []))
             if kinds not in (whole, split):
                 raise ScheduleError(
-                    f"{schedule.name}: the passes of stage {stage}, microbatch {microbatch} are missing or repeated",
-                    expected="F once, and B once or I and W once",
-                    got=" ".join(kinds) or "nothing",
-                    hint="run each microbatch once forward and once backward through each stage",
+                    f"{schedule.name}: stage {stage} runs {' '.join(kinds) or 'nothing'} for microbatch {microbatch}",
+                    hint="run F once, and B once or I and W once",
                 )

@@ -12,18 +12,15 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from difflib import get_close_matches
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from numbers import Real
 from typing import Any
 
-from ...core import ConfigError, ScheduleError, is_count
-from ._actions import Action, Costs, Kind
-from ._named import NAMED, Recipe, place_stages
-from ._schedule import Order, Schedule
+from ...core import ConfigError, ScheduleError, check_choice, check_integer, check_type, is_count
+from ._orders import NAMED, ListScheduler, Recipe, WeightPolicy, pack_ticks, place_stages, place_weights
+from ._schedule import Action, Costs, Kind, Order, Schedule
 from ._simulation import simulate
-from ._weight_passes import ListScheduler, WeightPolicy, pack_ticks, place_weights
 
 
 def schedule(
@@ -65,32 +62,13 @@ def schedule(
         0F0 0F1 0B0 0B1
         1F0 1B0 1F1 1B1
     """
-    if name not in SCHEDULES:
-        close_matches = get_close_matches(str(name).lower(), SCHEDULES)
-        raise ConfigError(
-            f"unknown schedule {name!r}",
-            expected=f"one of {', '.join(SCHEDULES)}",
-            got=repr(name),
-            hint=f"near misses: {', '.join(close_matches)}"
-            if close_matches
-            else "choose a name from lowtide.pipeline.SCHEDULES",
-        )
-    costs_value: Any = costs
-    if not (costs_value is None or isinstance(costs_value, Costs)):
-        raise ConfigError(
-            "costs is not a Costs",
-            expected="a lowtide.pipeline.Costs",
-            got=repr(costs_value),
-            hint="pass costs=Costs(forward=1, input=1.2)",
-        )
+    check_choice("name", name, SCHEDULES)
+    if costs is not None:
+        check_type("costs", costs, Costs, "a lowtide.pipeline.Costs", hint="pass costs=Costs(forward=1, input=1.2)")
     limit: Any = memory_limit
     if isinstance(limit, (str, bytes)):
-        raise ConfigError(
-            "memory_limit is text, but a schedule does not count bytes",
-            expected="a number in the unit of Costs.weight_residuals, or a list with one number per rank",
-            got=repr(limit),
-            hint="pass bytes to lowtide.pipeline.value_and_grad(memory_limit=...), which measures the stages",
-        )
+        hint = "pass bytes to lowtide.pipeline.value_and_grad(memory_limit=...), which measures the stages"
+        raise ConfigError(f"memory_limit is the text {limit!r}, but a schedule does not count bytes", hint=hint)
     recipe = NAMED.get(name, _AUTO)
     chunks = _chunks(name, recipe, num_stages, num_microbatches, stages_per_rank)
     num_ranks = num_stages // chunks
@@ -98,20 +76,29 @@ def schedule(
         limit = limit.tolist() if hasattr(limit, "tolist") else limit
         limit = tuple(limit) if isinstance(limit, Sequence) else limit
         auto_search = _AutoSearch(num_stages, num_microbatches, chunks, limit, lockstep)
-        # Without costs, the schedule keeps the recipe, so that `Schedule.fitted` can make it again for real costs.
-        result = auto_search.best(costs or Costs(), limit, None)
-        return (
-            result if costs is not None else dataclasses.replace(result, remake=_Remake(auto_search, result.placement))
-        )
+        result = auto_search.best(costs or Costs(), limit)
+        if costs is not None:
+            return result
+        # Without costs, the schedule keeps the search, so that `Schedule.fitted` can make it again for real costs.
+        return dataclasses.replace(result, remake=dataclasses.replace(auto_search, placement=result.placement))
     costs = costs or Costs()
     costs.refuse_other(num_stages)
     placement = place_stages(num_ranks, chunks, is_v=recipe.is_v)
     limits = _limits(recipe, placement, chunks, costs, memory_limit)
     search = _NamedSearch(name, recipe, num_ranks, chunks, num_microbatches, placement, costs, lockstep)
     if memory_limit is None:
-        return _best_relaxing_limits(search, limits)
+        # Within the schedule's own limits, or within the smallest larger ones that unequal stages need.
+        for factor in (1.125**power for power in range(40)):
+            with contextlib.suppress(ScheduleError):
+                return search.best([factor * limit for limit in limits])
+        return search.best([math.inf] * len(limits))
     result = search.best(limits)
-    _refuse_excess_memory(result, costs, limits)
+    for rank, (peak, limit) in enumerate(zip(simulate(result, costs).peaks, limits, strict=True)):
+        if peak > limit * (1 + 1e-9):
+            raise ScheduleError(
+                f"{result.name}: rank {rank} needs more than its memory_limit, {peak:g} instead of {limit:g}",
+                hint="choose v-half or v-min, which need less, or raise memory_limit",
+            )
     return result
 
 
@@ -126,38 +113,41 @@ _PACKINGS: tuple[tuple[bool, WeightPolicy], ...] = (
 
 @dataclasses.dataclass(frozen=True)
 class _AutoSearch:
-    """Sizes and limits within which ``auto`` searches for the best schedule."""
+    """Search of ``auto`` for the best schedule; a call makes it again for other costs (`Schedule.remake`)."""
 
     num_stages: int
     num_microbatches: int
     chunks: int
     memory_limit: float | tuple[float, ...] | None
+    """The limit that the user gave."""
     lockstep: bool
+    placement: tuple[int, ...] | None = None
+    """Required rank of each stage, for layers that are placed before their costs are known; None allows any."""
 
-    def best(
-        self, costs: Costs, memory_limit: float | tuple[float, ...] | None, placement: tuple[int, ...] | None
-    ) -> Schedule:
-        """Return the best schedule for costs and a limit, with a given placement or with any."""
+    def __call__(self, costs: Costs, memory_limit: float | Sequence[float] | None) -> Schedule:
+        limit: Any = tuple(memory_limit) if isinstance(memory_limit, Sequence) else memory_limit
+        return _make_again(self, costs, limit if self.memory_limit is None else self.memory_limit)
+
+    def best(self, costs: Costs, memory_limit: float | tuple[float, ...] | None) -> Schedule:
+        """Return the best schedule for costs and a limit."""
         costs.refuse_other(self.num_stages)
-        num_ranks = self.num_stages // self.chunks
-        limits = _limits(_AUTO, place_stages(num_ranks, self.chunks, is_v=False), self.chunks, costs, memory_limit)
+        chunks, num_ranks = self.chunks, self.num_stages // self.chunks
+        limits = _limits(_AUTO, place_stages(num_ranks, chunks, is_v=False), chunks, costs, memory_limit)
         limits = limits if memory_limit is not None else [max(limits)] * num_ranks
 
         @functools.cache
         def make(num_microbatches: int, name: str) -> Schedule:
             sizes: Any = {
                 "num_stages": self.num_stages,
-                "stages_per_rank": self.chunks,
+                "stages_per_rank": chunks,
                 "num_microbatches": num_microbatches,
             }
             return schedule(name, **sizes, costs=costs, memory_limit=memory_limit, lockstep=self.lockstep)
 
         def pack(num_microbatches: int, name: str, in_pairs: bool, weight_policy: WeightPolicy) -> Schedule:
-            return pack_ticks(
-                make(num_microbatches, name), costs, limits, in_pairs=in_pairs, weight_policy=weight_policy
-            )
+            unpacked = make(num_microbatches, name)
+            return pack_ticks(unpacked, costs, limits, in_pairs=in_pairs, weight_policy=weight_policy)
 
-        chunks = self.chunks
         recipes = {
             name: recipe
             for name, recipe in NAMED.items()
@@ -171,43 +161,46 @@ class _AutoSearch:
             if recipe.is_open
         ]
         if not self.lockstep or memory_limit is not None:  # a limit may rule out all named ones
-            candidates += _greedy_orders(num_ranks, self.chunks, costs, limits)
-        num_microbatches = self.num_microbatches
-        num_trials = _num_trial_microbatches(num_microbatches, num_ranks)
-        result = _find_best(
-            candidates, num_microbatches, num_trials, costs, limits, lockstep=self.lockstep, placement=placement
-        )
-        return dataclasses.replace(result, name="auto")
+            candidates += _greedy_orders(num_ranks, chunks, costs, limits)
+        return dataclasses.replace(self._find_best(candidates, costs, limits), name="auto")
 
+    def _find_best(self, makers: list[_ScheduleMaker], costs: Costs, limits: Sequence[float]) -> Schedule:
+        """Return the candidate that ends first within the limits; of equal ones, the candidate that holds least memory.
 
-@dataclasses.dataclass(frozen=True)
-class _Remake:
-    """Makes a schedule for other costs with the same placement: layers are placed before their costs are known."""
+        Raises `ScheduleError` when no candidate is within the limits.
+        """
 
-    search: _AutoSearch
-    placement: tuple[int, ...]
+        def within(maker: _ScheduleMaker, count: int) -> tuple[float, float, Schedule] | None:
+            try:
+                candidate = maker(count)
+            except ScheduleError:
+                return None
+            if self.placement is not None and candidate.placement != self.placement:
+                return None
+            run = simulate(candidate, costs, lockstep=self.lockstep)
+            if any(peak > limit * (1 + 1e-9) for peak, limit in zip(run.peaks, limits, strict=True)):
+                return None
+            return round(run.makespan, 9), max(run.peaks), candidate  # sums in another order differ by rounding
 
-    @property
-    def memory_limit(self) -> float | tuple[float, ...] | None:
-        """The memory limit that the user gave."""
-        return self.search.memory_limit
-
-    def __call__(self, costs: Costs, memory_limit: float | Sequence[float] | None) -> Schedule:
-        limit: Any = tuple(memory_limit) if isinstance(memory_limit, Sequence) else memory_limit
-        return _make_again(self, costs, limit if self.memory_limit is None else self.memory_limit)
+        num_trials = _num_trial_microbatches(self.num_microbatches, len(limits))
+        rated = [(*rating, i) for i, maker in enumerate(makers) if (rating := within(maker, num_trials)) is not None]
+        rated.sort(key=lambda entry: (entry[:2], entry[3]))
+        if num_trials == self.num_microbatches and rated:
+            return rated[0][2]
+        # With few microbatches, the start and the end weigh more than the middle. So the four best candidates that fit
+        # are compared with all microbatches.
+        fitting = (rating for _, _, _, i in rated if (rating := within(makers[i], self.num_microbatches)) is not None)
+        finalists = list(itertools.islice(fitting, 4))
+        if finalists:
+            return min(finalists, key=lambda rating: rating[:2])[2]
+        texts = ", ".join(f"{limit:g}" for limit in limits)
+        hint = "raise memory_limit to at least one microbatch's residuals on each rank, or use more stages"
+        raise ScheduleError(f"no schedule stays within the memory_limit of {texts}", hint=hint)
 
 
 @functools.lru_cache(maxsize=128)
-def _make_again(remake: _Remake, costs: Costs, memory_limit: float | tuple[float, ...] | None) -> Schedule:
-    return remake.search.best(costs, memory_limit, remake.placement)
-
-
-def _best_relaxing_limits(search: _NamedSearch, limits: list[float]) -> Schedule:
-    """Make the schedule within its own limits, or within the smallest larger ones that unequal stages need."""
-    for factor in (1.125**power for power in range(40)):
-        with contextlib.suppress(ScheduleError):
-            return search.best([factor * limit for limit in limits])
-    return search.best([math.inf] * len(limits))
+def _make_again(search: _AutoSearch, costs: Costs, memory_limit: float | tuple[float, ...] | None) -> Schedule:
+    return search.best(costs, memory_limit)
 
 
 def _num_trial_microbatches(num_microbatches: int, num_ranks: int) -> int:
@@ -280,36 +273,28 @@ def _has_equal_costs(costs: Costs) -> bool:
 
 def _chunks(name: str, recipe: Recipe, num_stages: int, num_microbatches: int, stages_per_rank: int | None) -> int:
     """Return the number of stages per rank."""
-    for field, value in (("num_stages", num_stages), ("num_microbatches", num_microbatches)):
-        if not is_count(value, 1):
-            raise ConfigError(
-                f"{field} has to be an integer of at least 1", expected="an int", got=repr(value), hint=f"set {field}=4"
-            )
+    check_integer("num_stages", num_stages)
+    check_integer("num_microbatches", num_microbatches)
     chunks = stages_per_rank
     if chunks is None:
         chunks = 1 if recipe is _AUTO else (recipe.chunks or (2,))[0]
-    is_allowed = is_count(chunks, 1) and (not recipe.chunks or chunks in recipe.chunks)
-    if not is_allowed:
+    if not is_count(chunks, 1) or (recipe.chunks and chunks not in recipe.chunks):
+        allowed = " or ".join(map(str, recipe.chunks)) or "an integer of at least 1"
         raise ConfigError(
-            f"{name} cannot have {chunks} stages per rank",
-            expected=" or ".join(map(str, recipe.chunks)) if recipe.chunks else "1 or more",
-            got=repr(stages_per_rank),
+            f"{name}: stages_per_rank must be {allowed}, not {stages_per_rank!r}",
             hint="choose interleaved, interleaved-zb, looped-bfs or auto, which take any number of stages per rank",
         )
     # V-schedules and interleaved ones are cut from schedules with at least two microbatches per rank.
     if num_stages * max(num_microbatches, 2 * num_stages // chunks) > _MAX_PASSES:
         raise ConfigError(
-            f"{name}: {num_stages} stages and {num_microbatches} microbatches are more than one schedule can hold",
-            expected=f"at most {_MAX_PASSES:,} passes of microbatches through stages",
-            got=f"{num_stages * num_microbatches:,}",
+            f"{name}: {num_stages} stages and {num_microbatches} microbatches are more than one schedule can hold, at "
+            f"most {_MAX_PASSES:,} passes of microbatches through stages",
             hint="use fewer, larger microbatches, and add up the gradients of several batches (optax.MultiSteps): "
             "from about eight microbatches per rank the bubble is small",
         )
     if num_stages % chunks:
         raise ConfigError(
-            f"num_stages is not a multiple of the {chunks} stages per rank of {name}",
-            expected=f"a multiple of {chunks}",
-            got=num_stages,
+            f"num_stages must be a multiple of {chunks}, the stages per rank of {name}, not {num_stages}",
             hint="count all parts of the model in num_stages, not ranks",
         )
     return chunks
@@ -330,27 +315,13 @@ def _limits(
         limits: list[Any] = [*limit] if isinstance(limit, Sequence) else [limit] * num_ranks
         # This check refuses NaN, too.
         if len(limits) != num_ranks or not all(isinstance(value, Real) and float(value) > 0 for value in limits):
-            raise ConfigError(
-                "memory_limit does not set a limit for each rank",
-                expected=f"a number above 0, or a list of {num_ranks} numbers, one per rank",
-                got=repr(memory_limit),
-                hint="give limits in the unit of Costs.weight_residuals",
-            )
+            expected = f"a number above 0, or a list of {num_ranks} such numbers, one per rank"
+            hint = "give limits in the unit of Costs.weight_residuals"
+            raise ConfigError(f"memory_limit must be {expected}, not {memory_limit!r}", hint=hint)
         return limits
     if recipe.limit is None:
         return [math.inf] * num_ranks
     return costs.by_rank(placement, recipe.limit(num_ranks, chunks))
-
-
-def _refuse_excess_memory(result: Schedule, costs: Costs, limits: Sequence[float]) -> None:
-    for rank, (peak, limit) in enumerate(zip(simulate(result, costs).peaks, limits, strict=True)):
-        if peak > limit * (1 + 1e-9):
-            raise ScheduleError(
-                f"{result.name}: rank {rank} needs more than its memory_limit",
-                expected=f"at most {limit:g}",
-                got=f"{peak:g}",
-                hint="choose v-half or v-min, which need less, or raise memory_limit",
-            )
 
 
 _AUTO = Recipe(orders=lambda *_: iter(()), is_open=True, chunks=(), limit=lambda num_ranks, _: 2 * num_ranks - 1)
@@ -363,55 +334,6 @@ SCHEDULES = (*NAMED, "auto")
 # memory.
 _ScheduleMaker = Callable[[int], Schedule]
 """Makes a schedule for a given number of microbatches."""
-
-
-def _find_best(
-    candidates: Iterable[_ScheduleMaker],
-    num_microbatches: int,
-    num_trial_microbatches: int,
-    costs: Costs,
-    limits: Sequence[float],
-    *,
-    lockstep: bool,
-    placement: tuple[int, ...] | None = None,
-) -> Schedule:
-    """Return the candidate that ends first within the limits; of equal ones, the candidate that holds least memory.
-
-    Candidates are ranked with `num_trial_microbatches`. `limits` is the memory of each rank. `placement` is the
-    required rank of each stage; None allows any. Raises `ScheduleError` when no candidate is within the limits.
-    """
-
-    def within(maker: _ScheduleMaker, count: int) -> tuple[float, float, Schedule] | None:
-        try:
-            candidate = maker(count)
-        except ScheduleError:
-            return None
-        if placement is not None and candidate.placement != placement:
-            return None
-        run = simulate(candidate, costs, lockstep=lockstep)
-        if any(peak > limit * (1 + 1e-9) for peak, limit in zip(run.peaks, limits, strict=True)):
-            return None
-        return round(run.makespan, 9), max(run.peaks), candidate  # sums in another order differ by rounding
-
-    makers = list(candidates)
-    rated = [
-        (*rating, i) for i, maker in enumerate(makers) if (rating := within(maker, num_trial_microbatches)) is not None
-    ]
-    rated.sort(key=lambda entry: (entry[:2], entry[3]))
-    if num_trial_microbatches == num_microbatches and rated:
-        return rated[0][2]
-    # With few microbatches, the start and the end weigh more than the middle. So the four best candidates that fit are
-    # compared with all microbatches.
-    fitting = (rating for _, _, _, i in rated if (rating := within(makers[i], num_microbatches)) is not None)
-    finalists = list(itertools.islice(fitting, 4))
-    if finalists:
-        return min(finalists, key=lambda rating: rating[:2])[2]
-    raise ScheduleError(
-        "no schedule stays within the memory_limit",
-        expected="a limit of at least one microbatch's residuals on each rank",
-        got=", ".join(f"{limit:g}" for limit in limits),
-        hint="raise memory_limit, or use more stages",
-    )
 
 
 def _greedy_orders(num_ranks: int, chunks: int, costs: Costs, limits: Sequence[float]) -> Iterator[_ScheduleMaker]:
@@ -436,17 +358,18 @@ def _greedy_orders(num_ranks: int, chunks: int, costs: Costs, limits: Sequence[f
                 for limit, memory in zip(limits, microbatch_memory, strict=True)
             ]
             reserved = microbatch_memory if max_started is None else None
+            yield partial(_make_greedy, placement, costs, caps, reserved)
 
-            def make(
-                num_microbatches: int,
-                placement: tuple[int, ...] = placement,
-                caps: Sequence[float] = caps,
-                reserved: Sequence[float] | None = reserved,
-            ) -> Schedule:
-                orders = _Greedy(placement, num_microbatches, costs, caps, reserved).run()
-                return Schedule(name="auto", num_microbatches=num_microbatches, placement=placement, orders=orders)
 
-            yield make
+def _make_greedy(
+    placement: tuple[int, ...],
+    costs: Costs,
+    limits: Sequence[float],
+    reserved: Sequence[float] | None,
+    num_microbatches: int,
+) -> Schedule:
+    orders = _Greedy(placement, num_microbatches, costs, limits, reserved).run()
+    return Schedule(name="auto", num_microbatches=num_microbatches, placement=placement, orders=orders)
 
 
 class _Greedy:

@@ -15,9 +15,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ...core import ConfigError, write_files
-from ._actions import Action, Costs, Kind
-from ._schedule import Ends, Schedule, ready_time, result_key, sweep
+from ...core import ConfigError, check_type, write_files
+from ._schedule import Action, Costs, Ends, Kind, Schedule, ready_time, result_key, sweep
 from ._ticks import receiving_ranks, spans, ticks
 
 if TYPE_CHECKING:
@@ -151,14 +150,8 @@ def simulate(schedule: Schedule, costs: Costs | None = None, *, lockstep: bool =
         >>> simulate(schedule("1f1b", num_stages=4, num_microbatches=8)).bubble
         9.0
     """
-    value: Any = schedule
-    if not isinstance(value, Schedule):
-        raise ConfigError(
-            "only schedules can be simulated",
-            expected="a lowtide.pipeline.Schedule",
-            got=repr(value),
-            hint='call simulate(schedule("1f1b", num_stages=4, num_microbatches=8))',
-        )
+    hint = 'call simulate(schedule("1f1b", num_stages=4, num_microbatches=8))'
+    check_type("schedule", schedule, Schedule, "a lowtide.pipeline.Schedule", hint=hint)
     costs = costs or Costs()
     costs.refuse_other(schedule.num_stages)
     starts, ends, num_ticks = (_lockstep if lockstep else _asynchronous)(schedule, costs)
@@ -385,20 +378,9 @@ def _make_trace(simulation: Simulation) -> str:
     for rank, order in enumerate(simulation.schedule.orders):
         events.append({"name": "thread_name", "ph": "M", "pid": 0, "tid": rank, "args": {"name": f"rank {rank}"}})
         for action, start, end in zip(order, simulation.starts[rank], simulation.ends[rank], strict=True):
-            args = {"stage": action.stage, "microbatch": action.microbatch}
-            # Chrome traces count microseconds.
-            times = {"ts": 1e3 * start, "dur": 1e3 * (end - start)}
-            events.append(
-                {
-                    "name": str(action),
-                    "cat": _NAMES[action.kind],
-                    "ph": "X",
-                    "pid": 0,
-                    "tid": rank,
-                    **times,
-                    "args": args,
-                }
-            )
+            event = {"name": str(action), "cat": _NAMES[action.kind], "ph": "X", "pid": 0, "tid": rank}
+            times = {"ts": 1e3 * start, "dur": 1e3 * (end - start)}  # Chrome traces count microseconds
+            events.append({**event, **times, "args": {"stage": action.stage, "microbatch": action.microbatch}})
         times_of, values = simulation.memory(rank)
         events += [
             {"name": f"memory of rank {rank}", "ph": "C", "pid": 0, "ts": 1e3 * time, "args": {"kept": value}}

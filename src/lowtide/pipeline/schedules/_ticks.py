@@ -19,8 +19,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ...core import ScheduleError
-from ._actions import Action, Costs, Kind
-from ._schedule import Ends, Schedule, reader_of, ready_time, result_key, sends_result
+from ._schedule import Action, Costs, Ends, Kind, Schedule, reader_of, ready_time, result_key, sends_result
 
 Cell = tuple[Action, ...]
 """Actions of a rank in a tick, in the order in which it runs them."""
@@ -170,19 +169,9 @@ def tables(
     *,
     forward_only: bool = False,
 ) -> Tables:
-    """Make the tables of a schedule.
+    """Make the tables of a schedule, with slots for the values that passes leave to later passes (`waiting`).
 
-    Args:
-        schedule: the schedule to run.
-        layers_per_stage: number of layers of every stage.
-        waiting: values that passes leave to later passes.
-        forward_only: whether to leave out the backward passes, as an evaluation does.
-
-    Returns:
-        The tables.
-
-    Raises:
-        ScheduleError: when consecutive stages are on ranks that are not neighbours.
+    Raises `ScheduleError` when consecutive stages are on ranks that are not neighbours.
     """
     _refuse_distant_ranks(schedule)
     table = ticks(schedule, forward_only=forward_only)
@@ -311,8 +300,7 @@ def _refuse_distant_ranks(schedule: Schedule) -> None:
     for stage, (rank, next_rank) in enumerate(zip(schedule.placement, schedule.placement[1:], strict=False)):
         if (rank - next_rank) % num_ranks not in (0, 1, num_ranks - 1):
             raise ScheduleError(
-                f"{schedule.name}: stages {stage} and {stage + 1} are on ranks that are not neighbours",
-                expected=f"stage {stage + 1} on rank {rank}, {(rank + 1) % num_ranks} or {(rank - 1) % num_ranks}",
-                got=f"rank {next_rank}",
+                f"{schedule.name}: stages {stage} and {stage + 1} are on ranks {rank} and {next_rank}, which are not "
+                "neighbours",
                 hint="renumber the ranks: the program sends activations only to the next and the previous rank",
             )

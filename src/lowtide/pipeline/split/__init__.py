@@ -8,7 +8,6 @@ from ._replay import Rows as Rows
 from ._replay import Slot as Slot
 from ._replay import at as at
 from ._replay import put as put
-from ._replay import shape_of as shape_of
 from ._split import PassFlops as PassFlops
 from ._split import Residuals as Residuals
 from ._split import StageSplit as StageSplit
@@ -31,7 +30,6 @@ __all__ = [
     "Value",
     "at",
     "put",
-    "shape_of",
     "split_backward",
     "trace_split",
 ]

@@ -68,20 +68,11 @@ _VIEWS = {
 }
 
 
-@dataclasses.dataclass(frozen=True)
-class Assignment:
-    """The pass of each operation."""
-
-    passes: dict[Op | Carry, Pass]
-    """Pass of every operation that runs in one pass. Other operations are dead, or run in each pass that reads them."""
-    free: dict[Value, Op]
-    """Values that are computed in each pass that reads them, with the operation that computes them."""
-
-
-def assign(graph: Graph, sources: list[Source], sinks: list[Sink]) -> Assignment:
+def assign(graph: Graph, sources: list[Source], sinks: list[Sink]) -> tuple[dict[Op | Carry, Pass], dict[Value, Op]]:
     """Assign every operation of a stage's forward and backward pass to a pass.
 
-    `sources` are the roles of the graph inputs, `sinks` the results of the stage.
+    `sources` are the roles of the graph inputs, `sinks` the results of the stage. Operations without a pass are dead,
+    or run in each pass that reads their values; the second result has these values and operations.
     """
     reach = Reach(graph, sources, sinks)
     live = reach.ancestors([*sinks, *(op for op in reach.nodes if isinstance(op, Op) and op.has_effects)])
@@ -89,7 +80,7 @@ def assign(graph: Graph, sources: list[Source], sinks: list[Sink]) -> Assignment
     passes = _Cut(reach, nodes, sinks).solve()
     assigned = {node: pass_ for node, pass_ in passes.items() if isinstance(node, Op | Carry)}
     _hoist(reach, assigned, nodes, passes)
-    return Assignment(assigned, reach.free)
+    return assigned, reach.free
 
 
 class Reach:
@@ -278,9 +269,8 @@ class _Cut:
         # keeps at least 1, so no residual becomes free.
         finite = capacities < _INFINITE_CAPACITY * 2**20
         unit = max(1, math.ceil(int(capacities[finite].sum()) / 2**28))
-        return np.where(finite, np.maximum(capacities // unit, np.minimum(capacities, 1)), _INFINITE_CAPACITY).astype(
-            np.int32
-        )
+        scaled = np.maximum(capacities // unit, np.minimum(capacities, 1))
+        return np.where(finite, scaled, _INFINITE_CAPACITY).astype(np.int32)
 
     def _require(self, start: int, end: int) -> None:
         """Require: if `start` is on the source side, `end` is too."""
@@ -289,15 +279,11 @@ class _Cut:
     def _add_bounds(self) -> None:
         effect_deadlines = self._effect_deadlines()
         forward_effects = [node for node, last in effect_deadlines.items() if last is Pass.FORWARD]
-        forward = self.reach.ancestors(
-            [*forward_effects, *(sink for sink in self.sinks if sink.deadline is Pass.FORWARD)]
-        )
+        forward_sinks = [sink for sink in self.sinks if sink.deadline is Pass.FORWARD]
+        forward = self.reach.ancestors([*forward_effects, *forward_sinks])
         backward = self.reach.ancestors([*effect_deadlines, *(sink for sink in self.sinks if not sink.is_added)])
-        heavy_chain = (
-            set[Node]()
-            if any(sink.deadline is Pass.INPUT and not sink.is_added for sink in self.sinks)
-            else self._heavy_chain()
-        )
+        has_input_gradient = any(sink.deadline is Pass.INPUT and not sink.is_added for sink in self.sinks)
+        heavy_chain = set[Node]() if has_input_gradient else self._heavy_chain()
         to_host = [node for node in self.nodes if isinstance(node, Op) and node.name == TO_HOST]
         cotangent_copies = {node for node in to_host if Source.COTANGENT in self.reach.ancestors([node])}
         for node in self.nodes:
@@ -366,9 +352,8 @@ class _Cut:
                 # `saved_vertex` is one vertex for all readers, so a value with several later readers costs its bytes
                 # once.
                 saved_vertex, self.size = self.size, self.size + 1
-                self.edges.append(
-                    (self.vertex(self.reach.producer[value], bound), saved_vertex, max(value.size_bytes, 1))
-                )
+                producer_vertex = self.vertex(self.reach.producer[value], bound)
+                self.edges.append((producer_vertex, saved_vertex, max(value.size_bytes, 1)))
                 for node in nodes:
                     self._require(saved_vertex, self.vertex(node, bound))
 

@@ -40,13 +40,18 @@ class Value:
         return self.aval.manual_axis_type.varying if self.left_varying is None else self.left_varying
 
     @property
-    def size_bytes(self) -> int:
-        """Size of the value over all iterations."""
-        inner = math.prod(self.aval.shape) * self.aval.dtype.itemsize
+    def struct(self) -> jax.ShapeDtypeStruct:
+        """Shape and dtype of the value between passes: over all iterations of the loops that contain it."""
+        lengths: list[int] = []
         loop = self.loop
         while loop is not None:
-            inner, loop = inner * loop.length, loop.loop
-        return inner
+            lengths, loop = [loop.length, *lengths], loop.loop
+        return jax.ShapeDtypeStruct((*lengths, *self.aval.shape), self.aval.dtype)
+
+    @property
+    def size_bytes(self) -> int:
+        """Size of the value over all iterations."""
+        return math.prod(self.struct.shape) * self.aval.dtype.itemsize
 
     @property
     def storage(self) -> Value:
@@ -222,10 +227,13 @@ class _Reader:
 
     def _add_operation(self, eqn: Any, reads: list[Atom]) -> list[Value]:
         results = [Value(var.aval, self.loop) for var in eqn.outvars]
-        dropped = [isinstance(var, jex.DropVar) for var in eqn.outvars]
-        outputs = [None if is_dropped else result for is_dropped, result in zip(dropped, results, strict=True)]
-        op = Op(_name(eqn), reads, outputs, runner(eqn), _has_effects(eqn), _is_heavy(eqn), eqn, eqn_flops(eqn))
-        self.items.append(op)
+        pairs = zip(eqn.outvars, results, strict=True)
+        outputs = [None if isinstance(var, jex.DropVar) else result for var, result in pairs]
+        # Naming an axis of a `shard_map` does not count as an effect.
+        has_effects = any(type(effect).__name__ != "NamedAxisEffect" for effect in eqn.effects)
+        # A product or similarly expensive, or with operations inside: loop, branch, kernel.
+        is_heavy = eqn.primitive.name in _HEAVY or kind_of(eqn) not in (None, Kind.SCALAR)
+        self.items.append(Op(_name(eqn), reads, outputs, runner(eqn), has_effects, is_heavy, eqn, eqn_flops(eqn)))
         return results
 
     def _add_loop(self, eqn: Any, reads: list[Atom]) -> list[Value]:
@@ -279,16 +287,6 @@ _HEAVY = {
     "qr",
     "device_put",
 }
-
-
-def _is_heavy(eqn: Any) -> bool:
-    """Return whether an equation is a product or similarly expensive, or contains operations (loop, branch, kernel)."""
-    return eqn.primitive.name in _HEAVY or kind_of(eqn) not in (None, Kind.SCALAR)
-
-
-def _has_effects(eqn: Any) -> bool:
-    """Return whether an equation has side effects. Naming an axis of a `shard_map` does not count."""
-    return any(type(effect).__name__ != "NamedAxisEffect" for effect in eqn.effects)
 
 
 def _name(eqn: Any) -> str:

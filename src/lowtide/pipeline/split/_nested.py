@@ -22,7 +22,7 @@ from jax.sharding import PartitionSpec
 from ...jaxprs import bodies, close, is_closed, manual_devices, source_line
 from ._cut import Pass, Reach, Sink, Source, assign
 from ._graph import Atom, Graph, Loop, Op, Value, graph
-from ._replay import Environment, Plan, shape_of
+from ._replay import Environment, Plan
 
 _EARLY = (Pass.HOISTED, Pass.FORWARD, Pass.INPUT)
 _LATE = (Pass.WEIGHT,)
@@ -115,22 +115,6 @@ def _is_read(value: Value | None, read_values: set[Value]) -> bool:
     return value is not None
 
 
-class _Half:
-    """Operations of one branch that run in the given passes."""
-
-    def __init__(self, branch: _Branch, passes: Sequence[Pass], outputs: Sequence[int]) -> None:
-        self.branch, self.passes, self.outputs = branch, passes, outputs
-        inputs = enumerate(branch.graph.inputs)
-        self.reads = {i for i, value in inputs if branch.plan.reads.get(value, set()).intersection(passes)}
-
-    def run(self, env: Environment) -> list[Any]:
-        """Compute the outputs; intermediate values are added to the environment."""
-        for pass_ in self.passes:
-            self.branch.plan.run(pass_, env, {}, {}, {})
-        atoms: list[Any] = [self.branch.graph.outputs[i] for i in self.outputs]
-        return [jnp.asarray(self.branch.plan.read(atom, env, {}), atom.aval.dtype) for atom in atoms]
-
-
 class _Branch:
     """A branch, or the body of a `shard_map`, cut in two."""
 
@@ -140,16 +124,27 @@ class _Branch:
         sinks = [Sink([outputs[i]], Pass.INPUT) for i in early]
         late_sinks = [Sink([outputs[i]], Pass.WEIGHT, is_added=True) for i in late]
         self.whole_ops = split_nested(self.graph, sources, [*sinks, *late_sinks])
-        assignment = assign(self.graph, sources, [*sinks, *late_sinks])
+        passes, free = assign(self.graph, sources, [*sinks, *late_sinks])
         # No total exists inside a branch, so gradients that are computed early are left to the second half.
         late_sinks = [dataclasses.replace(sink, is_added=False) for sink in late_sinks]
-        self.plan = Plan(self.graph, assignment, [*sinks, *late_sinks])
+        self.plan = Plan(self.graph, passes, free, [*sinks, *late_sinks])
         self.saved_values = [
             v
             for v, (producer, last_reader) in self.plan.saved_values().items()
             if producer in _EARLY and last_reader in _LATE
         ]
-        self.early, self.late = _Half(self, _EARLY, early), _Half(self, _LATE, late)
+
+    def reads(self, passes: Sequence[Pass]) -> set[int]:
+        """Return the positions of the inputs that passes read."""
+        inputs = enumerate(self.graph.inputs)
+        return {i for i, value in inputs if self.plan.reads.get(value, set()).intersection(passes)}
+
+    def run(self, passes: Sequence[Pass], outputs: Sequence[int], env: Environment) -> list[Any]:
+        """Compute the outputs at these positions; intermediate values are added to the environment."""
+        for pass_ in passes:
+            self.plan.run(pass_, env, {}, {}, {})
+        atoms: list[Any] = [self.graph.outputs[i] for i in outputs]
+        return [jnp.asarray(self.plan.read(atom, env, {}), atom.aval.dtype) for atom in atoms]
 
     def flops(self, passes: Sequence[Pass]) -> int:
         return sum(self.plan.flops(pass_) for pass_ in passes)
@@ -170,13 +165,14 @@ def _split_in_two(op: Op, early: list[int], late: list[int], sources: list[Sourc
     num_index_operands = int(is_cond)  # the first operand of a `cond` is the branch index
     branches = [_Branch(body.jaxpr, early, late, sources[num_index_operands:]) for body in bodies(op.eqn)]
     arrays, positions = _match_saved_arrays(branches, params)
-    early_inputs = sorted({i for case in branches for i in case.early.reads})
-    late_inputs = sorted({i for case in branches for i in case.late.reads})
+    early_inputs, late_inputs = (
+        sorted({i for branch in branches for i in branch.reads(passes)}) for passes in (_EARLY, _LATE)
+    )
 
     def make_first(branch: _Branch, branch_positions: list[int]) -> Callable[..., list[Any]]:
         def run(*operands: Any) -> list[Any]:
             env: Environment = dict(zip([branch.graph.inputs[i] for i in early_inputs], operands, strict=True))
-            results = branch.early.run(env)
+            results = branch.run(_EARLY, early, env)
             saved = {index: env[value] for value, index in zip(branch.saved_values, branch_positions, strict=True)}
             return results + [_as_saved_array(saved.get(i), array, is_cond) for i, array in enumerate(arrays)]
 
@@ -189,7 +185,7 @@ def _split_in_two(op: Op, early: list[int], late: list[int], sources: list[Sourc
                 (value, operands[len(late_inputs) + i])
                 for value, i in zip(branch.saved_values, branch_positions, strict=True)
             )
-            return branch.late.run(env)
+            return branch.run(_LATE, late, env)
 
         return run
 
@@ -215,23 +211,13 @@ def _split_in_two(op: Op, early: list[int], late: list[int], sources: list[Sourc
     index_operands, branch_operands = op.reads[:num_index_operands], op.reads[num_index_operands:]
     num_devices = 1 if is_cond else manual_devices(params)
     flops = [num_devices * max(branch.flops(passes) for branch in branches) for passes in (_EARLY, _LATE)]
+    first_reads = [*index_operands, *(branch_operands[i] for i in early_inputs)]
+    first_outputs = [*(op.outputs[i] for i in early), *saved_values]
+    second_reads = [*index_operands, *(branch_operands[i] for i in late_inputs), *saved_values]
+    second_outputs = [op.outputs[i] for i in late]
     ops = [
-        Op(
-            op.name,
-            [*index_operands, *(branch_operands[i] for i in early_inputs)],
-            [*(op.outputs[i] for i in early), *saved_values],
-            run_first,
-            is_heavy=True,
-            flops=flops[0],
-        ),
-        Op(
-            op.name,
-            [*index_operands, *(branch_operands[i] for i in late_inputs), *saved_values],
-            [op.outputs[i] for i in late],
-            run_second,
-            is_heavy=True,
-            flops=flops[1],
-        ),
+        Op(op.name, first_reads, first_outputs, run_first, is_heavy=True, flops=flops[0]),
+        Op(op.name, second_reads, second_outputs, run_second, is_heavy=True, flops=flops[1]),
     ]
     whole_ops = [whole_op for branch in branches for whole_op in branch.whole_ops]
     return ops, [
@@ -250,8 +236,7 @@ def _match_saved_arrays(branches: Sequence[_Branch], params: Any) -> tuple[list[
     for branch in branches:
         branch_positions: list[int] = []
         for value in branch.saved_values:
-            shape = shape_of(value)
-            saved_array = _SavedArray(shape.shape, shape.dtype, _varying_axes(value, params))
+            saved_array = _SavedArray(value.struct.shape, value.struct.dtype, _varying_axes(value, params))
             matches = (
                 i for i, candidate in enumerate(saved_arrays) if candidate == saved_array and i not in branch_positions
             )

@@ -18,7 +18,7 @@ from jax.extend import core as jex
 
 from ...core import tile_axes
 from ...core._compat import laid_out, laid_out_on_tpus
-from ._cut import Assignment, Pass, Sink
+from ._cut import Pass, Sink
 from ._graph import Atom, Carry, Graph, Loop, Op, Value, operations, repeated
 
 
@@ -48,8 +48,10 @@ Slots = Mapping[Value, Slot]
 class Plan:
     """Reads, results and saved values of every pass, determined before anything runs."""
 
-    def __init__(self, graph: Graph, assignment: Assignment, sinks: Sequence[Sink]) -> None:
-        self.graph, self.passes, self.free = graph, assignment.passes, assignment.free
+    def __init__(
+        self, graph: Graph, passes: dict[Op | Carry, Pass], free: dict[Value, Op], sinks: Sequence[Sink]
+    ) -> None:
+        self.graph, self.passes, self.free = graph, passes, free
         self.producer_passes: dict[Value, Pass] = {}
         self._collect_producers(graph.items)
         self.reads: dict[Value, set[Pass]] = {}
@@ -185,7 +187,7 @@ class _Runner:
                 return entry(buffer, stored.begin)
             stored = Rows(buffer, stored.begin)
         if isinstance(stored, Rows):
-            return lax.dynamic_slice_in_dim(stored.array, stored.begin, shape_of(value).shape[0])
+            return lax.dynamic_slice_in_dim(stored.array, stored.begin, value.struct.shape[0])
         return stored
 
     def _row(self, stored: Rows | Slot, index: Any) -> Any:
@@ -345,12 +347,3 @@ def _fix_layout(value: Any) -> Any:
 
 def _add_row(total: Any, index: Any, row: Any) -> Any:
     return put(total, entry(total, index) + row.astype(total.dtype), index)
-
-
-def shape_of(value: Value) -> jax.ShapeDtypeStruct:
-    """Return the shape of a value between passes, with the axes of the loops that contain it."""
-    lengths: list[int] = []
-    loop = value.loop
-    while loop is not None:
-        lengths, loop = [loop.length, *lengths], loop.loop
-    return jax.ShapeDtypeStruct((*lengths, *value.aval.shape), value.aval.dtype)

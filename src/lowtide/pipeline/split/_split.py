@@ -21,7 +21,7 @@ from ...jaxprs import kind_of, make_jaxpr, source_line
 from ._cut import Pass, Reach, Sink, Source, assign
 from ._graph import Op, Value, graph, hoist_loop_invariants, repeated
 from ._nested import WholeOp, split_nested
-from ._replay import Buffers, Environment, Plan, shape_of
+from ._replay import Buffers, Environment, Plan
 
 Arrays = tuple[Any, ...]
 
@@ -122,18 +122,18 @@ class TracedSplit:
     @property
     def hoisted(self) -> tuple[jax.ShapeDtypeStruct, ...]:
         """Shapes of the values that depend on the weights alone."""
-        return tuple(map(shape_of, self.of(Pass.HOISTED)))
+        return tuple(value.struct for value in self.of(Pass.HOISTED))
 
     @property
     def residuals(self) -> Residuals:
         """Shapes of the values that the forward pass leaves."""
         value_groups = (self.of(Pass.FORWARD, last) for last in (Pass.INPUT, Pass.WEIGHT))
-        return Residuals(*(tuple(map(shape_of, values)) for values in value_groups))
+        return Residuals(*(tuple(value.struct for value in values) for values in value_groups))
 
     @property
     def waiting(self) -> tuple[jax.ShapeDtypeStruct, ...]:
         """Shapes of the values that the input pass leaves to the weight pass, in addition to `Residuals.for_weight`."""
-        return tuple(map(shape_of, self.of(Pass.INPUT, Pass.WEIGHT)))
+        return tuple(value.struct for value in self.of(Pass.INPUT, Pass.WEIGHT))
 
     def hoist(self, weights: Tree) -> Arrays:
         """Compute the values that depend on the weights alone and that other passes read, once for all microbatches."""
@@ -281,20 +281,7 @@ def trace_split(
 ) -> TracedSplit:
     """Trace the passes as `StageSplit.trace` does, for weights that are already partitioned.
 
-    Args:
-        stage: as in `split_backward`.
-        trainable: the weights that have gradients, with None in place of the others.
-        frozen: the other weights.
-        x: output of the previous stage.
-        extras: constants.
-        has_aux: whether the stage returns ``(y, aux)``.
-        rewrite: maps the jaxpr of forward and backward pass to the one that is split; inputs and outputs stay the same.
-
-    Returns:
-        The passes.
-
-    Raises:
-        StructureError: when the stage returns no array that has a gradient.
+    `rewrite` maps the jaxpr of forward and backward pass to the one that is split; inputs and outputs stay the same.
     """
     trainable, frozen, x, extras = jax.tree.map(_shape, (trainable, frozen, x, extras))
     weights = combine(trainable, frozen)
@@ -306,12 +293,9 @@ def trace_split(
     dy_shape, dy_tree = jax.tree.flatten(y_shape)
     dy_indices = [i for i, leaf in enumerate(dy_shape) if jnp.issubdtype(leaf.dtype, jnp.inexact)]
     if not dy_indices:
-        raise StructureError(
-            "the stage returns no array that has a gradient",
-            expected="at least one floating-point array",
-            got=", ".join(f"{path}: {leaf.dtype}" for path, leaf in leaves_with_paths(y_shape)) or "no array",
-            hint="write stage(weights, x, *extras) -> y; with has_aux=True, -> (y, aux)",
-        )
+        dtypes = ", ".join(f"{path}: {leaf.dtype}" for path, leaf in leaves_with_paths(y_shape)) or "no array"
+        hint = "write stage(weights, x, *extras) -> y; with has_aux=True, -> (y, aux)"
+        raise StructureError(f"the stage must return a floating-point array, not {dtypes}", hint=hint)
     passes = _forward_and_backward(stage, has_aux, (is_trainable, is_inexact, dy_indices), x_tree)
     dy = [dy_shape[i] for i in dy_indices]
     closed, shapes = make_jaxpr(passes)(weights, x_leaves, extras, dy)
@@ -336,7 +320,7 @@ def trace_split(
     sinks += [Sink([atom], Pass.INPUT) for atom in jax.tree.leaves(dx_atoms)]
     sinks += [Sink([atom], Pass.WEIGHT, is_added=True) for atom in dweight_atoms]
     whole_ops = split_nested(stage_graph, sources, sinks)
-    plan = Plan(stage_graph, assign(stage_graph, sources, sinks), sinks)
+    plan = Plan(stage_graph, *assign(stage_graph, sources, sinks), sinks)
     arguments = Arguments(
         weights_tree=jax.tree.structure(weights),
         weights_values=weights_values,
@@ -372,10 +356,8 @@ def _forward_and_backward(
         leaves, tree = jax.tree.flatten(weights)
 
         def forward(trainable: list[Any], inexact_x: list[Any]) -> Any:
-            weights, x = (
-                tree.unflatten(_replace_leaves(leaves, trainable)),
-                x_tree.unflatten(_replace_leaves(x_leaves, inexact_x)),
-            )
+            weights = tree.unflatten(_replace_leaves(leaves, trainable))
+            x = x_tree.unflatten(_replace_leaves(x_leaves, inexact_x))
             result = stage(weights, x, *extras)
             results = jax.tree.leaves(result[0] if has_aux else result)
             return [results[i] for i in dy_indices], result
@@ -410,7 +392,7 @@ def _shape(leaf: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(np.shape(leaf), dtype)
 
 
-# FLOPs are counted on the traced passes as in `jaxprs/_flops.py`, for one microbatch and all devices of a rank
+# FLOPs are counted on the traced passes as in `jaxprs/_operations.py`, for one microbatch and all devices of a rank
 # together. They compare passes with each other and do not predict time.
 #
 # An operation stays whole if it contributes to the input gradient and to weight gradients, and nothing shows which part
@@ -479,13 +461,12 @@ def _pass_flops(
         )
         for (name, location, hint), flops in merged.items()
     ]
+    unsplit.sort(key=lambda entry: math.inf if entry.flops is None else entry.flops, reverse=True)
     return PassFlops(
         forward=totals[Pass.FORWARD],
         input=totals[Pass.INPUT],
         weight=totals[Pass.WEIGHT],
-        unsplit=tuple(
-            sorted(unsplit, key=lambda entry: math.inf if entry.flops is None else entry.flops, reverse=True)
-        ),
+        unsplit=tuple(unsplit),
     )
 
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from ...core import format_bytes
 from .._facts import SPACES, Buffer, DiffRow, ReportFacts, Space
-from ._roles import stacking_order
+from ._styles import stacking_order
 
 SOURCE_WIDTH = 32
 """Most characters of a source line that is shown with its owner."""
@@ -100,10 +100,7 @@ def at_peak(report: ReportFacts, space: Space) -> tuple[Buffer, ...]:
 
 
 def role_series(buffers: Sequence[Buffer], num_moments: int) -> dict[str, np.ndarray]:
-    """Return the int64 bytes per role at every position of a program, with fragmentation as a separate role.
-
-    `buffers` are those of one space.
-    """
+    """Return the int64 bytes per role of buffers of one space at every position of a program, with fragmentation."""
     steps: dict[str, np.ndarray] = {}
     for buffer in buffers:
         step = steps.setdefault(buffer.role, np.zeros(num_moments + 1, np.int64))
@@ -169,11 +166,7 @@ def common_label(labels: Sequence[str]) -> str:
 
 
 def group_buffers(buffers: Iterable[Buffer]) -> list[Group]:
-    """Group equal buffers of numbered layers, largest group first.
-
-    A group has buffers of the same role, phase, shape, type and size whose names (path, else scope, else operation)
-    differ only in numbers.
-    """
+    """Group equal buffers of numbered layers, whose labels differ only in numbers, largest group first."""
     groups: dict[tuple[object, ...], list[Buffer]] = {}
     for b in buffers:
         # Numbers become "#" in the key, so that layers/0/w and layers/1/w are one group.
@@ -187,51 +180,25 @@ def owner_name(buffer: Buffer) -> str:
     return buffer.path or buffer.scope or _LAST_NUMBER.sub("", buffer.operation) or buffer.role
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class RowGroup:
-    """One or more rows of a difference with the same role and type, whose owners differ only in numbers."""
-
-    rows: tuple[DiffRow, ...]
-
-    @property
-    def owner(self) -> str:
-        """Common name of the owners."""
-        return common_label(sorted({row.owner for row in self.rows}))
-
-    @property
-    def count(self) -> int:
-        """Number of buffers, on the side that has more."""
-        return max(sum(row.before_count for row in self.rows), sum(row.after_count for row in self.rows))
-
-    @property
-    def before_bytes(self) -> int:
-        """Bytes before."""
-        return sum(row.before_bytes for row in self.rows)
-
-    @property
-    def after_bytes(self) -> int:
-        """Bytes after."""
-        return sum(row.after_bytes for row in self.rows)
-
-    @property
-    def delta_bytes(self) -> int:
-        """Bytes after minus bytes before."""
-        return self.after_bytes - self.before_bytes
-
-    @property
-    def text(self) -> str:
-        """`owner`, with the number of buffers."""
-        return f"{self.count} × {self.owner}" if self.count > 1 else self.owner
-
-
-def group_rows(rows: Iterable[DiffRow]) -> list[RowGroup]:
-    """Group rows of numbered layers that changed in the same way, largest change first."""
+def group_rows(rows: Iterable[DiffRow]) -> list[DiffRow]:
+    """Add up rows of numbered layers that changed in the same way, largest change first; ``*`` stands for numbers."""
     rows_by_key: dict[tuple[object, ...], list[DiffRow]] = {}
     for row in rows:
         key = (row.space, row.role, row.dtype, row.before_bytes, row.after_bytes, _NUMBER.sub("#", row.owner))
         rows_by_key.setdefault(key, []).append(row)
-    groups = (RowGroup(rows=tuple(group)) for group in rows_by_key.values())
-    return sorted(groups, key=lambda g: (-abs(g.delta_bytes), g.owner))
+    names = ("before_bytes", "after_bytes", "before_count", "after_count")
+    groups: list[DiffRow] = []
+    for group in rows_by_key.values():
+        sums = {name: sum(getattr(row, name) for row in group) for name in names}
+        owner = common_label(sorted({row.owner for row in group}))
+        groups.append(dataclasses.replace(group[0], owner=owner, **sums))
+    return sorted(groups, key=lambda row: (-abs(row.delta_bytes), row.owner))
+
+
+def row_text(row: DiffRow) -> str:
+    """Return the owner of a row, with the number of buffers on the side that has more."""
+    count = max(row.before_count, row.after_count)
+    return f"{count} × {row.owner}" if count > 1 else row.owner
 
 
 def with_source(text: str, group: Group, width: int) -> str:

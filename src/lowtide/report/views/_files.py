@@ -6,7 +6,6 @@ their meaning, would be quoted without notice.
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -24,28 +23,17 @@ _WRITE_HINT = "give a file in an existing folder that you may write to"
 def write_view(path: str | Path, content: bytes) -> None:
     """Write one file, replacing an older one; raise `OutputError` where the folder is missing or writing fails."""
     file = Path(path)
-    message = f"{file}: the report cannot be written"
-    if file.exists() and not file.is_file() and not file.is_dir():
-        _write_through(file, content, message)
-        return
-    file = file.resolve() if file.is_symlink() else file  # the link stays, as with a shell's redirection
-    if not file.parent.is_dir():
-        raise OutputError(message, got=f"{file.parent} is not a folder", hint=_WRITE_HINT)
-    if file.is_dir():
-        raise OutputError(message, got="a folder of that name", hint=_WRITE_HINT)
     try:
+        if file.exists() and not file.is_file() and not file.is_dir():
+            file.write_bytes(content)  # a pipe, a terminal or another device, which a file must not replace
+            return
+        file = file.resolve() if file.is_symlink() else file  # the link stays, as with a shell's redirection
+        if not file.parent.is_dir():  # `write_files` would create it
+            raise NotADirectoryError(f"{file.parent} is not a folder")
         write_files(file.parent, {file.name: content})
-    except OutputError as error:
-        raise OutputError(message, got=error.got, hint=_WRITE_HINT) from error
-
-
-def _write_through(file: Path, content: bytes, message: str) -> None:
-    """Write to a pipe, a terminal or another device, which must not be replaced by a file."""
-    try:
-        with open(file, "wb") as device:
-            device.write(content)
-    except OSError as error:
-        raise OutputError(message, got=f"{type(error).__name__}: {error}", hint=_WRITE_HINT) from error
+    except (OSError, OutputError) as error:
+        got = error.got if isinstance(error, OutputError) else f"{type(error).__name__}: {error}"
+        raise OutputError(f"{path}: the report cannot be written", got=got, hint=_WRITE_HINT) from error
 
 
 def dump_json(data: Mapping[str, Any], *, indent: str = "") -> str:
@@ -68,10 +56,7 @@ def _compact(value: Any) -> str:
 
 
 def read_fields(path: str | Path, *, schema_version: int) -> dict[str, Any]:
-    """Read the arguments of `MemoryReport` from a file that `MemoryReport.to_json` wrote.
-
-    Raises `ReportError` when the file is missing, is not a report, or has another `schema_version`.
-    """
+    """Read the arguments of `MemoryReport` from a file that `MemoryReport.to_json` wrote; raise `ReportError`."""
     try:
         data = json.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
@@ -80,14 +65,10 @@ def read_fields(path: str | Path, *, schema_version: int) -> dict[str, Any]:
         raise ReportError(f"{path}: the file is not JSON", got=error, hint=_READ_HINT) from error
     version = data.get("schema_version") if isinstance(data, dict) else None
     if version is None:
-        raise ReportError(
-            f"{path}: the file is not a memory report", expected='a key "schema_version"', hint=_READ_HINT
-        )
+        raise ReportError(f"{path}: the file is not a memory report", hint=_READ_HINT)
     if version != schema_version:
         raise ReportError(
-            f"{path}: the report has another version of the format",
-            expected=f"schema_version {schema_version}",
-            got=version,
+            f"{path}: the report has schema_version {version!r}, not {schema_version}",
             hint="make the report again with this version of Lowtide, or read it with the version that wrote it",
         )
     try:
@@ -98,7 +79,6 @@ def read_fields(path: str | Path, *, schema_version: int) -> dict[str, Any]:
 
 
 def _fields(data: dict[str, Any]) -> dict[str, Any]:
-
     spaces: dict[str, SpaceBytes] = {}
     for name in get_args(Space):
         parts = dict(data[name])
@@ -114,8 +94,9 @@ def _fields(data: dict[str, Any]) -> dict[str, Any]:
         not 0 <= peak < len(moments) for peak in peaks.values()
     ):
         raise ValueError(f"a position lies outside of the {len(moments)} moments")
+    target: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in data["target"].items()}
     return {
-        "target": _target(data["target"]),
+        "target": Target(**target),
         **spaces,
         **{name: data[name] for name in ("by_role", "host_by_role", "versions")},
         "buffers": buffers,
@@ -123,11 +104,3 @@ def _fields(data: dict[str, Any]) -> dict[str, Any]:
         **peaks,
         "notes": tuple(data["notes"]),
     }
-
-
-def _target(data: dict[str, Any]) -> Target:
-    unknown = set(data) - {field.name for field in dataclasses.fields(Target)}
-    if unknown:
-        raise ValueError(f"the target has unknown fields: {', '.join(sorted(unknown))}")
-    fields: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in data.items()}
-    return Target(**fields)

@@ -30,7 +30,7 @@ from ._content import (
     shorten,
     total_series,
 )
-from ._roles import styles
+from ._styles import styles
 
 MAX_PAYLOAD_BYTES = 8_000_000
 """Largest payload of a page; above it, the smallest buffers are folded."""
@@ -97,13 +97,13 @@ def diff_page(difference: DiffFacts) -> bytes:
 
 def notebook(report: ReportFacts) -> str:
     """Make a compact static table for notebooks: verdict, roles and the largest owners at the peak."""
-    rows: list[Sequence[str]] = []
     peak = at_peak(report, "device")
     groups = group_buffers(peak) if report.buffers else []
     total = sum(b.num_bytes for b in peak)
-    for group in groups[:10]:
-        names = [group.buffers[0].role, group.text, group.array]
-        rows.append([format_bytes(group.num_bytes), percent(group.num_bytes, total), *names])
+    rows = [
+        [format_bytes(g.num_bytes), percent(g.num_bytes, total), g.buffers[0].role, g.text, g.array]
+        for g in groups[:10]
+    ]
     owners = _table(("bytes", "share", "role", "owner", "array"), rows) if rows else ""
     head = html.escape(f"{report.target.name}: {fit_text(report)}")
     return f"<div><p><b>{head}</b></p>{roles_table(report)}{owners}</div>"
@@ -313,7 +313,6 @@ def roles_table(report: ReportFacts) -> str:
 
 
 def _static_changes(difference: DiffFacts) -> str:
-
     rows = [
         [space, role, format_bytes(before), format_bytes(after), signed(after - before)]
         for space in SPACES

@@ -24,11 +24,12 @@ from ._content import (
     peak_text,
     role_order,
     role_series,
+    row_text,
     shorten,
     total_series,
     with_source,
 )
-from ._roles import Style, styles
+from ._styles import Style, styles
 
 _INK, _MUTED, _GRID = "#1a1d21", "#5b6470", "#e3e6ea"
 _HATCH = {"": None, "/": "//", "\\": "\\\\", "x": "xx"}
@@ -47,17 +48,12 @@ _SETTINGS: dict[str, Any] = {
     "xtick.color": _MUTED,
     "ytick.color": _MUTED,
 }
-
-
 _BOX = {"facecolor": "white", "edgecolor": "none", "alpha": 0.85, "pad": 1.5}
 """Background of text that may be on a coloured area."""
 
 
 def report_png(report: ReportFacts) -> bytes:
-    """Draw a report as a PNG of 1600×900: timeline by role, and the largest owners at the peak.
-
-    Raises `ConfigError` when matplotlib is not installed.
-    """
+    """Draw a report as a PNG of 1600×900: timeline by role, and the largest owners at the peak."""
     mpl = _matplotlib()
     with mpl.rc_context({**mpl.rcParamsDefault, **_SETTINGS}):
         figure, grid = _figure(f"{report.target.name} · {fit_text(report)}", _subtitle(report), num_rows=1)
@@ -69,10 +65,7 @@ def report_png(report: ReportFacts) -> bytes:
 
 
 def diff_png(difference: DiffFacts) -> bytes:
-    """Draw a difference as a PNG of 1600×900: both timelines on one scale, and the owners that changed most.
-
-    Raises `ConfigError` when matplotlib is not installed.
-    """
+    """Draw a difference as a PNG of 1600×900: both timelines on one scale, and the owners that changed most."""
     mpl = _matplotlib()
     before, after = difference.before, difference.after
     with mpl.rc_context({**mpl.rcParamsDefault, **_SETTINGS}):
@@ -210,15 +203,13 @@ def _draw_owners(axes: Any, report: ReportFacts, role_styles: Mapping[str, Style
 
 
 def _draw_changes(axes: Any, difference: DiffFacts) -> None:
-
     groups = [g for g in group_rows(r for r in difference.rows if r.space == "device") if g.delta_bytes]
     shown, remaining = groups[:_MAX_BARS], groups[_MAX_BARS:]
     deltas = [g.delta_bytes for g in shown] + [sum(g.delta_bytes for g in remaining)] * bool(remaining)
-    names = [f"{shorten(g.text, 32)}  {shorten(g.rows[0].role, 12)}" for g in shown]
+    names = [f"{shorten(row_text(g), 32)}  {shorten(g.role, 12)}" for g in shown]
     names += [f"{len(remaining):,} smaller changes"] * bool(remaining)
-    bar_styles = [
-        Style(color="#c2410c" if delta > 0 else "#12805c", texture="/" if delta > 0 else "") for delta in deltas
-    ]
+    growth, decline = Style(color="#c2410c", texture="/"), Style(color="#12805c")
+    bar_styles = [growth if delta > 0 else decline for delta in deltas]
     _bars(axes, names, deltas, bar_styles, [signed(delta) for delta in deltas])
     axes.axvline(0, color=_MUTED, linewidth=0.8)
     axes.set_title("Owners that changed most" if deltas else "No owner changed", loc="left", fontsize=11, color=_MUTED)

@@ -18,7 +18,7 @@ from ...core import format_bytes
 from .._facts import SPACES, ReportFacts, Space
 from ._content import columns, drawn_buffers, peak_moment, role_order, role_series, total_series
 from ._html import asset, definitions, fill, roles_table
-from ._roles import styles
+from ._styles import styles
 
 Points = Sequence[tuple[float, float | None]]
 """A curve: steps and their values; None is a gap."""

@@ -24,12 +24,13 @@ from ._content import (
     peak_text,
     percent,
     role_series,
+    row_text,
     short_source,
     shorten,
     total_series,
     with_source,
 )
-from ._roles import styles
+from ._styles import styles
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -59,17 +60,17 @@ def print_report(report: ReportFacts, console: Console | None, *, top: int) -> N
             buffers = at_peak(report, space)
             if space == "host" and not buffers:
                 continue
-            _print_blank(out)
+            out.line()
             out.print(_section(space, report, width), no_wrap=True, overflow="ellipsis")
             roles = sum_by_role(buffers)
             if roles:
                 out.print(_bar(roles, width))
                 out.print(_legend(roles, width), no_wrap=True)
             if len({b.start for b in drawn_buffers(report, space)} | {b.end for b in buffers}) > 2:
-                _print_blank(out)
+                out.line()
                 _print_sparkline(out, report, space, width)
             if report.buffers and buffers:
-                _print_blank(out)
+                out.line()
                 out.print(_owners(group_buffers(buffers), sum(roles.values()), width, top))
         _print_notes(out, report.notes)
 
@@ -85,11 +86,11 @@ def print_diff(difference: DiffFacts, console: Console | None, *, top: int) -> N
             roles = difference.by_role(space=space)
             if not roles and space == "host":
                 continue
-            _print_blank(out)
+            out.line()
             out.print(_diff_roles(difference, space))
         changed = [row for row in difference.rows if row.delta_bytes]
         if changed:
-            _print_blank(out)
+            out.line()
             out.print(_diff_owners(changed, width, top))
         unchanged = len(difference.rows) - len(changed)
         if unchanged:
@@ -102,10 +103,6 @@ def _console(console: Console | None) -> tuple[Console, int]:
 
     out = console or Console(highlight=False)
     return out, max(40, min(out.width, _MAX_WIDTH))
-
-
-def _print_blank(out: Console) -> None:
-    out.print("", highlight=False)
 
 
 def _target(report: ReportFacts) -> str:
@@ -168,9 +165,8 @@ def _print_sparkline(out: Console, report: ReportFacts, space: Space, width: int
     out.print(_text("Live bytes over the program", "bold"))
     for row in (2, 1, 0):
         out.print(_text("".join(_BLOCKS[max(0, min(8, level - 8 * row))] for level in levels), no_wrap=True))
-    label = f"peak {format_bytes(int(totals[peak]))}"
-    operation = report.moments[peak]
-    label = shorten(f"{label}, {operation}" if operation else label, width - 2)
+    label = ", ".join(filter(None, [f"peak {format_bytes(int(totals[peak]))}", report.moments[peak]]))
+    label = shorten(label, width - 2)
     has_room = column + 2 + len(label) <= width
     out.print(_text(" " * column + f"▲ {label}" if has_room else f"{label} ▲".rjust(column + 1), "bold", no_wrap=True))
 
@@ -219,7 +215,6 @@ def _owners(groups: Sequence[Group], total: int, width: int, top: int) -> Table:
 
 
 def _diff_roles(difference: DiffFacts, space: Space) -> Table:
-
     table = _plain_table("")
     table.add_column("host" if space == "host" else "device", no_wrap=True, min_width=14)
     for name in ("before", "after", "change"):
@@ -246,15 +241,14 @@ def _diff_owners(rows: Sequence[DiffRow], width: int, top: int) -> Table:
     table.add_column("owner", width=owner_width, no_wrap=True)
     table.add_column("type", width=5, no_wrap=True)
     groups = group_rows(rows)
-    for group in groups[:top]:
-        row = group.rows[0]
-        sizes = [format_bytes(group.before_bytes), format_bytes(group.after_bytes)] if is_wide else []
+    for row in groups[:top]:
+        sizes = [format_bytes(row.before_bytes), format_bytes(row.after_bytes)] if is_wide else []
         space = [row.space] if has_host else []
-        names = [_text(shorten(row.role, 14)), *space, _text(shorten(group.text, owner_width)), row.dtype]
-        table.add_row(_change(group.delta_bytes), *sizes, *names)
+        names = [_text(shorten(row.role, 14)), *space, _text(shorten(row_text(row), owner_width)), row.dtype]
+        table.add_row(_change(row.delta_bytes), *sizes, *names)
     remaining = groups[top:]
     if remaining:
-        size = sum(group.delta_bytes for group in remaining)
+        size = sum(row.delta_bytes for row in remaining)
         num_empty = (2 if is_wide else 0) + 1 + (1 if has_host else 0)
         table.add_row(signed(size), *[""] * num_empty, f"{len(remaining):,} more", style="dim")
     return table
@@ -287,6 +281,6 @@ def _text(text: str = "", style: str = "", *, no_wrap: bool | None = None) -> Te
 
 def _print_notes(out: Console, notes: Sequence[str]) -> None:
     if notes:
-        _print_blank(out)
+        out.line()
     for note in notes:
         out.print(_text(f"note: {note}", "dim"))

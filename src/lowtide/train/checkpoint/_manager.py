@@ -29,8 +29,9 @@ from ...core import (
     StructureError,
     Tree,
     check_choice,
-    check_count,
+    check_integer,
     check_writable,
+    require_extra,
     write_files,
 )
 from ...distributed import SHARED, in_any, of_first
@@ -41,16 +42,14 @@ from ._storage import (
     CHECKSUMS,
     CHUNK_BYTES,
     Rearrangement,
-    check_base,
     check_leaves,
-    check_random,
+    check_origin,
     checkpoint_bytes,
     checksummed_folder,
     chunking,
     concurrent_bytes,
     find_damage,
     flatten_state,
-    has_checksums,
     read_leaves,
     unflatten_state,
     warn_of_random,
@@ -115,6 +114,7 @@ class Checkpoints:
         best_mode: str = "min",
         like: Tree | None = None,
     ) -> None:
+        require_extra("train")
         import orbax.checkpoint as ocp  # takes a second; `import lowtide` does not need it
 
         self._ocp = ocp
@@ -123,7 +123,7 @@ class Checkpoints:
         self.directory = _resolve_folder(directory)
         if not os.path.isdir(self.directory):  # an existing folder may be read-only
             _check_folder(self.directory)
-        _refuse_foreign(self.directory, (_NOTES, CHECKSUMS))
+        _refuse_foreign(self.directory)
         of_first(self._complete_swaps)
         self._retention = _Retention(self.directory, max_to_keep, best, best_mode)
         self._has_saved = False
@@ -150,13 +150,9 @@ class Checkpoints:
         return self._manager.latest_step()
 
     def look_again(self) -> int | None:
-        """Return `latest_step`, including checkpoints that another trainer wrote meanwhile; call it before a run.
-
-        Raises:
-            OutputError: for a folder that is not writable.
-        """
+        """Return `latest_step`, including checkpoints that another trainer wrote meanwhile; call it before a run."""
         _check_folder(self.directory)
-        _refuse_foreign(self.directory, (_NOTES, CHECKSUMS))
+        _refuse_foreign(self.directory)
         self.wait()
         self._manager.reload()
         return self.latest_step()
@@ -166,12 +162,9 @@ class Checkpoints:
         last_step = max([-1, *self._manager.all_steps()])
         steps = [int(path.name) for path in self.directory.iterdir() if path.name.isdigit()]
         if jax.process_count() == 1 and max([-1, *steps]) > last_step:
-            raise OutputError(
-                f"{self.directory}: another run writes checkpoints here",
-                expected=f"no checkpoint after step {last_step}" if last_step >= 0 else "no checkpoint",
-                got=f"step {max(steps)}",
-                hint="choose another checkpoint_dir for one of the two runs; both have written here",
-            )
+            problem = f"{self.directory}: another run writes checkpoints here, and has written step {max(steps)}"
+            hint = "choose another checkpoint_dir for one of the two runs; both have written here"
+            raise OutputError(problem, hint=hint)
 
     @property
     def best(self) -> str | None:
@@ -183,17 +176,9 @@ class Checkpoints:
         return self._retention.best_step(self._manager.all_steps())
 
     def evaluated(self, step: int, record: Mapping[str, float]) -> bool:
-        """Record the result of an evaluation at a step.
+        """Record the result of an evaluation, and return whether its step is the best so far.
 
-        Args:
-            step: the step.
-            record: the values.
-
-        Returns:
-            Whether this is the best step so far, so that its checkpoint would be kept.
-
-        Raises:
-            ConfigError: when the record lacks the value that `best` names.
+        `ConfigError` is raised when the record lacks the value that `best` names.
         """
         return self.best is not None and self._retention.add_evaluation(step, record, self._manager.all_steps())
 
@@ -230,9 +215,7 @@ class Checkpoints:
             json.dumps(notes)
         except (TypeError, ValueError) as error:
             raise ConfigError(
-                "the state() of a callback or the get_state() of a data iterator cannot be saved",
-                expected="JSON: dictionaries, lists, text, numbers, None",
-                got=error,
+                f"the state() of a callback or the get_state() of a data iterator cannot be saved as JSON: {error}",
                 hint="return plain numbers, such as float(value)",
             ) from error
         leaves = flatten_state(state)
@@ -262,9 +245,7 @@ class Checkpoints:
                 self._finish()  # leaves are copied one at a time, and the next step would consume the rest
         if not is_started:
             raise OutputError(
-                f"{self.directory}: nothing was saved at step {step}",
-                expected=f"a step after {self._manager.latest_step()}, the newest checkpoint",
-                got=step,
+                f"{self.directory}: step {step} was not saved, because step {self._manager.latest_step()} is there",
                 hint="to continue from an earlier checkpoint, choose another checkpoint_dir",
             )
         return True
@@ -308,13 +289,10 @@ class Checkpoints:
         except Exception as error:  # any error of Orbax, TensorStore or the file system
             self._has_saved = False  # the next save deletes the remains first
             reason = (str(error).splitlines() or [type(error).__name__])[0][:200]
-            raise OutputError(
-                f"{self.directory}: a checkpoint could not be written",
-                got=reason,
-                hint="free some space, or choose another checkpoint_dir; the trainer keeps its state"
-                if jax.process_count() == 1
-                else "check that all processes are alive, and that the disk has free space",
-            ) from error
+            hint = "free some space, or choose another checkpoint_dir; the trainer keeps its state"
+            if jax.process_count() > 1:
+                hint = "check that all processes are alive, and that the disk has free space"
+            raise OutputError(f"{self.directory}: a checkpoint could not be written: {reason}", hint=hint) from error
 
     def _clear(self) -> None:
         """Delete incomplete checkpoints of killed runs."""
@@ -339,37 +317,24 @@ class Checkpoints:
         return dict(self._manager.restore(step, args=args)[_NOTES])
 
     def existing(self, step: int | None) -> int:
-        """Return a step if there is a checkpoint of it.
-
-        Args:
-            step: the step, or None for the best.
-
-        Raises:
-            ConfigError: when there is no such checkpoint.
-        """
+        """Return a step, or the best one for None; raise `ConfigError` when there is no such checkpoint."""
         self.wait()
         steps = sorted(self._manager.all_steps())
         selected = self.best_step() if step is None else step
         if selected in steps:
             return selected
+        problem = f"there is no checkpoint of step {step!r}"
+        hint = "max_to_keep sets how many checkpoints are kept; restore() loads the newest"
         if step is None:
-            raise ConfigError(
-                f"{self.directory}: there is no best checkpoint, because no checkpoint was evaluated",
-                expected="checkpoints of steps with an evaluation",
-                got=f"steps {', '.join(map(str, steps))}" if steps else "no checkpoint",
-                hint='Trainer(..., best="eval_loss"), and fit(..., eval_data=..., eval_every=...)',
-            )
-        raise ConfigError(
-            f"{self.directory}: there is no checkpoint of step {step}",
-            expected=f"one of steps {', '.join(map(str, steps))}" if steps else "a checkpoint",
-            got=repr(step),
-            hint="max_to_keep sets how many checkpoints are kept; restore() loads the newest",
-        )
+            problem = "no checkpoint was evaluated"
+            hint = 'Trainer(..., best="eval_loss"), and fit(..., eval_data=..., eval_every=...)'
+        existing = f"steps {', '.join(map(str, steps))}" if steps else "no checkpoint"
+        raise ConfigError(f"{self.directory}: {problem}", got=existing, hint=hint)
 
     def read(
         self, step: int, like: Tree, given: Mapping[str, Any], give_up: Callable[[], Any]
     ) -> tuple[int, Tree, dict[str, Any]]:
-        """Read a checkpoint and verify that it fits this run.
+        """Read a checkpoint, verify that it fits this run, and return its step, state and notes.
 
         Args:
             step: step of the checkpoint.
@@ -378,27 +343,18 @@ class Checkpoints:
                 ``arrangement``, the layer of every row of a pipeline's state; ``random``, how numbers are drawn.
             give_up: called before arrays are read, to free the old ones.
 
-        Returns:
-            Its step, state and notes.
-
         Raises:
             StructureError: for a checkpoint of another model, or over another base.
             StateError: when it cannot be read, or differs from what was written.
-
-        Warns:
-            UserWarning: for a checkpoint without checksums.
         """
-        is_verified = self._verify(step)
+        self._verify(step)
         try:
             notes = self.notes(step)
-            if CHECKSUMS in notes and not is_verified:
-                raise FileNotFoundError(f"{CHECKSUMS} is missing")
             saved, current = notes.get("arrangement"), given["arrangement"]
             rearrangement = None if saved == current else Rearrangement(saved, current, like)
             stored = like if rearrangement is None else rearrangement.source_structs()
             self.check(step, stored)
-            check_base(step, notes.get("base"), given["base"])
-            check_random(step, notes.get("random"), given["random"])
+            check_origin(step, notes, given)
             give_up()
             state = self.restore(step, stored)
             state = state if rearrangement is None else rearrangement.apply(state)
@@ -411,14 +367,6 @@ class Checkpoints:
             raise self._damage_error(step, reason) from error
         self._retention.mark_changed(None)
         warn_of_random(step, notes.get("random"), given["random"])
-        if not is_verified:
-            warnings.warn(
-                f"the checkpoint of step {step} in {self.directory} has no checksums, because an earlier version "
-                "wrote it: damaged weights would not be detected\n"
-                "hint: check the loss; the next checkpoint has checksums",
-                UserWarning,
-                stacklevel=5,
-            )
         return step, state, notes
 
     def _damage_error(self, step: int, reason: str) -> StateError:
@@ -427,35 +375,18 @@ class Checkpoints:
             hint="restore() loads the newest checkpoint that can be read",
         )
 
-    def _verify(self, step: int) -> bool:
-        """Verify checksums, a part of the files in each process; return False for a checkpoint without checksums.
-
-        If any file is damaged, `StateError` is raised in all processes.
-        """
-        folder = self.directory / str(step)
-        if not has_checksums(folder):
-            return False
-        reason = find_damage(folder, jax.process_index(), jax.process_count())
+    def _verify(self, step: int) -> None:
+        """Verify checksums, a part of the files in each process; all raise `StateError` if any file is damaged."""
+        reason = find_damage(self.directory / str(step), jax.process_index(), jax.process_count())
         if in_any(reason is not None, _VERIFY_SECONDS):
             raise self._damage_error(step, reason or "another process has found the damage")
-        return True
 
     def newest(
         self, like: Tree, given: Mapping[str, Any], give_up: Callable[[], Any]
     ) -> tuple[int, Tree, dict[str, Any]] | None:
-        """Read the newest checkpoint that can be read.
+        """Read the newest checkpoint that can be read, as `read` does; return None when there is no checkpoint.
 
-        Args:
-            like: as in `restore`.
-            given: as in `read`.
-            give_up: called before arrays are read, to free the old ones.
-
-        Returns:
-            Its step, state and notes, or None when there is no checkpoint.
-
-        Raises:
-            StructureError: for a checkpoint of another model, or over another base.
-            StateError: when no checkpoint can be read.
+        `StateError` is raised when none of them can be read.
         """
         self.wait()
         steps = sorted(self._manager.all_steps(), reverse=True)
@@ -474,9 +405,7 @@ class Checkpoints:
             warnings.warn(f"{text}\nhint: {hint}", UserWarning, stacklevel=user_stacklevel())
         if steps:
             raise StateError(
-                f"{self.directory}: no checkpoint can be read",
-                expected="a checkpoint without damage",
-                got=f"damaged files of steps {', '.join(map(str, steps))}",
+                f"{self.directory}: no checkpoint can be read, because steps {', '.join(map(str, steps))} are damaged",
                 hint="restore the folder from a backup, or start again in another folder",
             )
         return None
@@ -509,15 +438,7 @@ class Checkpoints:
             )
 
     def check(self, step: int, like: Tree) -> None:
-        """Raise unless a checkpoint holds a state of this structure; reads no array.
-
-        Args:
-            step: step of the checkpoint.
-            like: as in `restore`.
-
-        Raises:
-            StructureError: when the checkpoint holds other leaves.
-        """
+        """Raise `StructureError` unless a checkpoint holds a state of this structure; reads no array."""
         stored = dict(self._manager.item_metadata(step)[_STATE])
         check_leaves(stored, like, step, self.directory)
 
@@ -543,11 +464,7 @@ class Checkpoints:
         return unflatten_state(read_leaves(self.directory / str(step) / _STATE, flatten_state(like)), like)
 
     def wait(self) -> None:
-        """Wait until all started saves are complete on disk.
-
-        Raises:
-            OutputError: when one could not be written.
-        """
+        """Wait until all started saves are complete on disk; raise `OutputError` when one could not be written."""
         with self._writing():
             self._finish()
         self._delete_old()
@@ -564,8 +481,8 @@ class _Retention:
     """Orbax's policy for the checkpoints to keep: the `max_to_keep` newest, and the one with the best value `best`."""
 
     def __init__(self, directory: Path, max_to_keep: int, best: str | None, best_mode: str) -> None:
-        check_choice("unknown best_mode", best_mode, ("min", "max"), '"min" is for losses')
-        check_count("no checkpoint would be kept", max_to_keep, 1, "max_to_keep >= 1", "max_to_keep=2")
+        check_choice("best_mode", best_mode, ("min", "max"), hint='"min" is for losses')
+        check_integer("max_to_keep", max_to_keep)
         self.best, self._sign = best, 1 if best_mode == "min" else -1
         self._directory, self._max_to_keep = directory, max_to_keep
         self._evaluations: dict[int, dict[str, float]] = {}
@@ -586,19 +503,11 @@ class _Retention:
         return min(evaluated_steps, key=self._value) if evaluated_steps else None
 
     def add_evaluation(self, step: int, record: Mapping[str, float], steps: Iterable[int]) -> bool:
-        """Store the result of an evaluation, and return whether it is the best so far.
-
-        `steps` are the steps of the existing checkpoints. `ConfigError` is raised when the record lacks the value
-        `best`.
-        """
+        """Store the result of an evaluation, and return whether it is the best of these steps (of checkpoints)."""
         names = [name for name in record if name != "step"]
         if self.best not in names:
-            raise ConfigError(
-                f"best={self.best!r} is not a value of the evaluation",
-                expected=f"one of {', '.join(names)}",
-                got=repr(self.best),
-                hint="return it among the loss function's metrics, or choose another value",
-            )
+            problem = f"best={self.best!r} is not a value of the evaluation, which has {', '.join(names)}"
+            raise ConfigError(problem, hint="return it among the loss function's metrics, or choose another value")
         other_steps = [number for number in steps if number != step]
         self._evaluations = {number: values for number, values in self._evaluations.items() if number in other_steps}
         self._evaluations[step] = {name: record[name] for name in names if math.isfinite(record[name])}
@@ -643,12 +552,8 @@ def _read_evaluations(path: Path) -> dict[int, dict[str, float]]:
 def _resolve_folder(directory: str | Path) -> Path:
     """Return the absolute path of a folder; raise `ConfigError` for the address of a bucket."""
     if re.match(r"[A-Za-z][\w+.-]+:/", str(directory)):
-        raise ConfigError(
-            "checkpoint_dir is a URL, but checkpoints are written to folders",
-            expected="a path",
-            got=repr(str(directory)),
-            hint="mount the bucket (gcsfuse, mountpoint-s3), and pass the path of the mount",
-        )
+        hint = "mount the bucket (gcsfuse, mountpoint-s3), and pass the path of the mount"
+        raise ConfigError(f"checkpoint_dir must be a folder, but {str(directory)!r} is a URL", hint=hint)
     return Path(directory).expanduser().resolve()
 
 
@@ -657,19 +562,13 @@ def _check_folder(directory: Path) -> None:
     check_writable(directory, "no checkpoint can be written there", "choose a checkpoint_dir that you may write to")
 
 
-def _refuse_foreign(directory: Path, marks: Sequence[str]) -> None:
-    """Raise for folders that would be taken for checkpoints, and so be renamed as damaged or deleted as old.
-
-    Each checkpoint of this package has at least one of the entries that `marks` names.
-    """
+def _refuse_foreign(directory: Path) -> None:
+    """Raise for folders that would be taken for checkpoints, and so be renamed as damaged or deleted as old."""
     for path in sorted(directory.iterdir()) if directory.is_dir() else ():
-        if path.name.isdigit() and path.is_dir() and not any((path / name).exists() for name in marks):
-            raise OutputError(
-                f"{path}: this folder has the name of a checkpoint, but Lowtide did not write it",
-                expected="a folder that holds only checkpoints of lt.Trainer",
-                got=", ".join(sorted(entry.name for entry in path.iterdir())[:4]) or "an empty folder",
-                hint="choose another checkpoint_dir, or rename that folder",
-            )
+        is_own = (path / _NOTES).exists() or (path / CHECKSUMS).exists()
+        if path.name.isdigit() and path.is_dir() and not is_own:
+            problem = f"{path}: this folder has the name of a checkpoint, but Lowtide did not write it"
+            raise OutputError(problem, hint="choose another checkpoint_dir, or rename that folder")
 
 
 class _Deletion:

@@ -6,7 +6,6 @@ where it needs no device memory: in a checkpoint, and before the first checkpoin
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import warnings
 import weakref
@@ -17,7 +16,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from ...core import ConfigError, StateError, Tree, is_key, key_numbers
+from ...core import ConfigError, StateError, Tree, check_type, is_key, key_numbers, shown
 from ...distributed import Processes, fingerprint
 from .._state import TrainStateStore
 from .._step import TrainState
@@ -37,10 +36,9 @@ class RunMetadata(NamedTuple):
 
 
 class Snapshots:
-    """The copies of a state, and the ways to restore them.
+    """The copies of a state, and the ways to restore them; with `rollback`, one is kept on the host.
 
-    With `rollback`, a copy is kept on the host until there is a checkpoint. `arrangement` is the layer of every row of
-    the state, or None for the order of the model.
+    `arrangement` is the layer of every row of the state, or None for the order of the model.
     """
 
     def __init__(
@@ -88,10 +86,7 @@ class Snapshots:
         return True
 
     def roll_back(self) -> int | None:
-        """Restore the newest checkpoint that can be read, or the copy on the host if that is newer.
-
-        Return its step, or None when there is neither; warn of checkpoints that cannot be read.
-        """
+        """Restore the newest readable checkpoint, or a newer copy on the host; return its step, or None."""
         latest = None if self.checkpoints is None else self.checkpoints.latest_step()
         snapshot_step = -1 if self._snapshot is None else self._snapshot[-1]
         restored_step = None
@@ -113,22 +108,15 @@ class Snapshots:
         return restored_step
 
     def recover(self) -> str:
-        """Make sure that the trainer holds a valid state after an exception; return a message about what was done.
-
-        `StateError` is raised when the state is gone and there is no copy.
-        """
+        """Restore a valid state after an exception, or raise `StateError`; return a message about what was done."""
         if self._processes.count > 1:
             return self._multi_process_message()
         if self.is_alive():
             return f"the trainer holds the state of step {self._store.step}; fit goes on from there"
         step = self.roll_back()
         if step is None:
-            raise StateError(
-                "a step failed after it had consumed its state, and there is no copy of it",
-                expected="a checkpoint, or Trainer(..., rollback=True)",
-                got="neither",
-                hint="make a new Trainer from the model's weights; a checkpoint_dir would make its state restorable",
-            )
+            hint = "make a new Trainer from the model's weights; rollback=True or a checkpoint_dir keeps a copy"
+            raise StateError("a step failed after it had consumed its state, and there is no copy of it", hint=hint)
         return f"the step that failed had consumed its state; the trainer is back at step {step}, where fit goes on"
 
     def _multi_process_message(self) -> str:
@@ -144,6 +132,12 @@ class Snapshots:
 
     # --- checkpoints -----------------------------------------------------------------------------------------------
 
+    def prepare_save(self) -> None:
+        """Adopt changes made in a mutable object, and raise where no checkpoint can be written."""
+        require_checkpoints(self.checkpoints, "save")
+        self._store.refuse_averaged("save")
+        self._store.borrow(lend=False)
+
     def save(self, metadata: RunMetadata) -> bool:
         """Start to write a checkpoint of the state; see `Trainer.save`."""
         checkpoints = require_checkpoints(self.checkpoints, "save")
@@ -158,9 +152,7 @@ class Snapshots:
         """Load a checkpoint; see `Trainer.restore`."""
         checkpoints = require_checkpoints(self.checkpoints, "restore")
         if best and step is not None:
-            raise ConfigError(
-                "restore takes step or best, not both", got=f"step={step}, best=True", hint="leave one of them out"
-            )
+            raise ConfigError(f"restore takes step or best, not both step={step} and best=True")
         like = jax.tree.map(_stored_struct, self._store.state)
         backups: list[HostSnapshot] = []
 
@@ -208,24 +200,15 @@ def open_checkpoints(
     best_mode: str,
 ) -> Checkpoints | None:
     """Return the checkpoints if there is a folder for them; raise for settings that make them unusable."""
-    flag: Any = rollback
-    if not isinstance(flag, bool):
-        raise ConfigError("rollback is not a boolean", expected="True or False", got=repr(flag), hint="rollback=False")
+    check_type("rollback", rollback, bool, "True or False")
     folder: Any = directory
     if not (folder is None or (isinstance(folder, str | os.PathLike) and str(folder))):
-        raise ConfigError("checkpoint_dir is not a path", expected="a path, or None", got=repr(folder), hint='"run"')
+        raise ConfigError(f"checkpoint_dir must be a path or None, not {shown(folder)}")
     if on_nan == "roll_back" and not rollback and directory is None:
-        raise ConfigError(
-            'on_nan="roll_back" has no copy to restore',
-            expected="rollback=True, or a checkpoint_dir",
-            got="neither",
-            hint="leave rollback=False out",
-        )
+        raise ConfigError('on_nan="roll_back" has no copy to restore', hint="set rollback=True or checkpoint_dir")
     if directory is not None:
         return Checkpoints(directory, max_to_keep=max_to_keep, best=best, best_mode=best_mode, like=state)
-    if best is not None:
-        raise ConfigError("best needs checkpoint_dir", hint="Trainer(..., checkpoint_dir=...)")
-    return None
+    return None if best is None else require_checkpoints(None, "best")
 
 
 def require_checkpoints(checkpoints: Checkpoints | None, feature: str) -> Checkpoints:
@@ -246,51 +229,42 @@ def _restore_key(numbers: Any, like: Any) -> Any:
     return jax.random.wrap_key_data(numbers, impl=jax.random.key_impl(like)) if is_key(like) else numbers
 
 
-@dataclasses.dataclass(frozen=True)
-class _HostArray:
-    """The shards of an array that this process holds, on the host."""
-
-    shape: tuple[int, ...]
-    sharding: Any
-    shards: list[tuple[Any, np.ndarray]]
-    impl: Any
-    """For a random key, the implementation that makes it from numbers."""
-
-
 class HostSnapshot:
     """A copy of arrays on the host; each process copies its own shards, and devices need no memory for it."""
 
     def __init__(self, tree: Tree) -> None:
         leaves, self._structure = jax.tree.flatten(tree)
-        self._leaves = [_copy_to_host(leaf) for leaf in leaves]
+        self._arrays = [_HostArray(leaf) for leaf in leaves]
 
     def restore(self) -> Tree:
         """Return the arrays with their original placement."""
-        return self._structure.unflatten([_copy_to_devices(leaf) for leaf in self._leaves])
+        return self._structure.unflatten([array.restore() for array in self._arrays])
 
 
-def _copy_to_host(leaf: Any) -> _HostArray:
-    impl = None
-    if is_key(leaf):
-        leaf, impl = key_numbers(leaf), jax.random.key_impl(leaf)
-    # On a CPU, NumPy would share the buffer, which the next step consumes.
-    parts: dict[str, np.ndarray] = {}  # one copy of each shard that several devices hold
-    for shard in leaf.addressable_shards:
-        if str(shard.index) not in parts:
-            parts[str(shard.index)] = np.array(shard.data, copy=True)
-    shards = [(shard.device, parts[str(shard.index)]) for shard in leaf.addressable_shards]
-    return _HostArray(leaf.shape, leaf.sharding, shards, impl)
+class _HostArray:
+    """The shards of an array that this process holds, on the host."""
 
+    def __init__(self, leaf: Any) -> None:
+        self._impl = jax.random.key_impl(leaf) if is_key(leaf) else None
+        leaf = key_numbers(leaf)
+        self._shape, self._sharding = leaf.shape, leaf.sharding
+        # On a CPU, NumPy would share the buffer, which the next step consumes.
+        parts: dict[str, np.ndarray] = {}  # one copy of each shard that several devices hold
+        for shard in leaf.addressable_shards:
+            if str(shard.index) not in parts:
+                parts[str(shard.index)] = np.array(shard.data, copy=True)
+        self._shards = [(shard.device, parts[str(shard.index)]) for shard in leaf.addressable_shards]
 
-def _copy_to_devices(leaf: _HostArray) -> Any:
-    kind = leaf.sharding.memory_kind
-    parts = [
-        jax.device_put(value, jax.sharding.SingleDeviceSharding(device, memory_kind=kind))
-        for device, value in leaf.shards
-    ]
-    # A new buffer: on a CPU, device_put may share NumPy's buffer, and the next step would consume it.
-    parts = [part.copy() for part in parts] if kind != "pinned_host" else parts
-    # For an array on one device, make_array_from_single_device_arrays would lose host memory in the type (jax 0.10).
-    is_whole = isinstance(leaf.sharding, jax.sharding.SingleDeviceSharding)
-    array = parts[0] if is_whole else jax.make_array_from_single_device_arrays(leaf.shape, leaf.sharding, parts)
-    return array if leaf.impl is None else jax.random.wrap_key_data(array, impl=leaf.impl)
+    def restore(self) -> Any:
+        kind = self._sharding.memory_kind
+        parts = [
+            jax.device_put(value, jax.sharding.SingleDeviceSharding(device, memory_kind=kind))
+            for device, value in self._shards
+        ]
+        # A new buffer: on a CPU, device_put may share NumPy's buffer, and the next step would consume it.
+        parts = [part.copy() for part in parts] if kind != "pinned_host" else parts
+        # For an array on one device, make_array_from_single_device_arrays would lose host memory in the type
+        # (jax 0.10).
+        is_whole = isinstance(self._sharding, jax.sharding.SingleDeviceSharding)
+        array = parts[0] if is_whole else jax.make_array_from_single_device_arrays(self._shape, self._sharding, parts)
+        return array if self._impl is None else jax.random.wrap_key_data(array, impl=self._impl)

@@ -64,11 +64,8 @@ def flatten_state(state: Tree) -> dict[str, Any]:
     for path, leaf in leaves_with_paths(state):
         name = _name(path)
         if name in named_leaves:
-            raise StructureError(
-                f"{path}: another leaf of the state is also stored as {name!r}",
-                expected="tree paths that still differ when '/' is replaced by '.'",
-                hint="rename one of the two keys",
-            )
+            hint = "rename one of the two keys"
+            raise StructureError(f"{path}: another leaf of the state is also stored as {name!r}", hint=hint)
         named_leaves[name] = leaf
     return {name: leaf for name, leaf in named_leaves.items() if leaf.size}
 
@@ -187,35 +184,30 @@ def unflatten_state(values: dict[str, Any], like: Tree) -> Tree:
     """Return the state whose leaves `flatten_state` has named; the dictionary is empty afterwards."""
 
     def restore_leaf(path: str, leaf: Any) -> Any:
-        return _with_host_type(values.pop(_name(path))) if _name(path) in values else _empty(leaf)
+        if _name(path) in values:
+            return _with_host_type(values.pop(_name(path)))
+        return jax.device_put(np.zeros(leaf.shape, leaf.dtype), leaf.sharding)  # no elements, hence not stored
 
     return map_with_paths(restore_leaf, like)
 
 
 def check_leaves(stored: Mapping[str, Any], like: Tree, step: int, directory: Path) -> None:
-    """Raise `StructureError` unless a checkpoint holds a state with the structure of `like`.
-
-    `stored` has the shapes and dtypes in the checkpoint by name.
-    """
+    """Raise unless a checkpoint, with these shapes and dtypes by name, holds a state with the structure of `like`."""
     actual = {name: f"{meta.dtype}{list(meta.shape)}" for name, meta in stored.items()}
     expected = {name: f"{leaf.dtype}{list(leaf.shape)}" for name, leaf in flatten_state(like).items()}
     if actual != expected:
         names = sorted({name for name, _ in set(actual.items()) ^ set(expected.items())})
         name, others = names[0], f" (and {len(names) - 1} other leaves)" if len(names) > 1 else ""
-        raise StructureError(
-            f"{name}{others}: the checkpoint of step {step} belongs to another model or optimizer",
-            expected=expected.get(name, "no such leaf in this trainer"),
-            got=actual.get(name, "no such leaf in the checkpoint"),
-            hint=f"resume with the model, optimizer and wrt that wrote {directory}; "
-            "lt.optim.converted converts a state in another format",
-        )
+        stored_type, own_type = (types.get(name, "no such leaf") for types in (actual, expected))
+        problem = f"{name}{others}: the checkpoint of step {step} has {stored_type}, but this trainer has {own_type}"
+        hint = f"resume with the model, tx and wrt that wrote {directory}; lt.optim.converted converts other formats"
+        raise StructureError(problem, hint=hint)
 
 
 class Rearrangement:
     """Layers in the order of a checkpoint, for a state with another order.
 
-    `saved` and `current` have the layer of every row, -1 for padding; None is the order of the model. `StructureError`
-    is raised for a leaf of the layers without a layer axis, because then the optimizer has mixed layers.
+    `saved` and `current` have the layer of every row, -1 for padding; None is the order of the model.
     """
 
     def __init__(self, saved: Sequence[int] | None, current: Sequence[int] | None, like: Tree) -> None:
@@ -228,24 +220,15 @@ class Rearrangement:
         self._num_rows, self._like = len(source_layers), like
         layers = [layer for layer in self._current if layer >= 0]
         if {layer for layer in source_layers if layer >= 0} != {*layers}:
-            raise StructureError(
-                "the checkpoint has another number of layers than the model",
-                expected=str(len(layers)),
-                got=str(num_layers),
-                hint="resume with the model that wrote it",
-            )
+            raise StructureError(f"the checkpoint has {num_layers} layers, but the model has {len(layers)}")
         for path, leaf in leaves_with_paths(like):
             is_unstacked = leaf.size > 1 and not self._is_stacked(path, leaf)
             # Weights outside `outer` and `layers`, and keys, are not known to have rows. Optimizer state that mirrors
             # weights is on one of these sides.
             if is_unstacked and (side_of(path) == "layers" or (side_of(path) is None and path.startswith("opt_state"))):
-                raise StructureError(
-                    f"{path}: the optimizer mixes layers, so they cannot be brought into another order",
-                    expected=f"a row for each layer ({len(self._current)})",
-                    got=f"{list(leaf.shape)}",
-                    hint="restore it with the schedule that wrote it; a new Trainer of that trainer.model continues "
-                    "with its weights and a new optimizer state",
-                )
+                problem = f"{path}: the optimizer mixes layers, so they cannot be brought into another order"
+                hint = "restore it with the schedule that wrote it, or train its weights in a new Trainer"
+                raise StructureError(problem, hint=hint)
         # A padding row is a copy of any layer.
         self._rows = np.array([source_layers.index(layer if layer >= 0 else layers[0]) for layer in self._current])
 
@@ -284,26 +267,16 @@ class Rearrangement:
         return is_stacked(path, leaf, len(self._current))
 
 
-def check_base(step: int, saved: str | None, base: str) -> None:
-    """Raise when a checkpoint was trained over other frozen weights than those with this fingerprint."""
-    if saved is not None and saved != base:
-        raise StructureError(
-            f"the checkpoint of step {step} was trained over other frozen weights",
-            expected=f"the base model with fingerprint {saved}",
-            got=f"a base model with fingerprint {base}",
-            hint="resume with the model that the run started with",
-        )
-
-
-def check_random(step: int, saved: Mapping[str, Any] | None, current: Mapping[str, Any]) -> None:
-    """Raise when the random keys of a checkpoint have another implementation than those of the state."""
-    if saved is not None and saved["keys"] != current["keys"]:
-        raise StructureError(
-            f"the random keys in the checkpoint of step {step} have another implementation",
-            expected=", ".join(saved["keys"]),
-            got=", ".join(current["keys"]),
-            hint="make keys like those that the run started with, such as jax.random.key(0, impl=...)",
-        )
+def check_origin(step: int, notes: Mapping[str, Any], current: Mapping[str, Any]) -> None:
+    """Raise when a checkpoint was trained over other frozen weights, or with another implementation of random keys."""
+    if notes.get("base") not in (None, current["base"]):
+        hint = "resume with its base model"
+        raise StructureError(f"the checkpoint of step {step} was trained over other frozen weights", hint=hint)
+    random = notes.get("random")
+    if random is not None and random["keys"] != (keys := current["random"]["keys"]):
+        problem = f"the checkpoint of step {step} has random keys of {random['keys']}, not of {keys}"
+        hint = "make keys like those that the run started with, such as jax.random.key(0, impl=...)"
+        raise StructureError(problem, hint=hint)
 
 
 def warn_of_random(step: int, saved: Mapping[str, Any] | None, current: Mapping[str, Any]) -> None:
@@ -325,11 +298,6 @@ def _with_host_type(leaf: Any) -> Any:
     return jax.device_put(leaf, jax.memory.Space.Host) if on_host(leaf.sharding) else leaf
 
 
-def _empty(leaf: Any) -> Any:
-    """Return a leaf without elements, which a checkpoint does not store."""
-    return jax.device_put(np.zeros(leaf.shape, leaf.dtype), leaf.sharding)
-
-
 def _name(path: str) -> str:
     return path.replace("/", ".")
 
@@ -338,16 +306,13 @@ def _name(path: str) -> str:
 # When Orbax (0.11) reads a leaf, the host holds it three times: the file contents, the array, and the data sent to the
 # device. This reader writes one chunk after the other into the final array (`core.assemble`), while the next few chunks
 # are read and decompressed.
-#
-# Known inefficiency: checkpoints of earlier versions have large chunks, and each is still read as a whole.
 
 
 def read_leaves(folder: Path, like: Mapping[str, Any]) -> dict[str, jax.Array]:
     """Read the leaves of a checkpoint by name; each process reads the shards on its devices alone.
 
     `like` has the stored shapes, dtypes and shardings (None: JAX's default device). The host holds `_AHEAD_BYTES` of
-    chunks, decompressed and compressed, the chunk that is being placed, and one device's shard of a leaf in host
-    memory. TensorStore raises `ValueError` for damaged files.
+    chunks, decompressed and compressed, the chunk that is being placed, and a shard of a leaf in host memory.
     """
     import tensorstore as ts  # takes a tenth of a second
 
@@ -418,10 +383,7 @@ def _split_index(index: tuple[slice, ...], chunk: tuple[int, ...]) -> Iterator[t
 
 
 def checksummed_folder(ocp: Any, directory: Path) -> type[Any]:
-    """Return Orbax's class for the folder of an incomplete checkpoint, extended by checksums before the rename.
-
-    `ocp` is `orbax.checkpoint`, whose import takes a second.
-    """
+    """Return Orbax's class for the folder of an incomplete checkpoint, extended by checksums before the rename."""
 
     class ChecksummedFolder(ocp.path.atomicity.AtomicRenameTemporaryPath):
         async def finalize(self) -> None:
@@ -441,17 +403,13 @@ def write_checksums(folder: Path) -> None:
     write_files(folder, {CHECKSUMS: (text + "\n").encode()})
 
 
-def has_checksums(folder: Path) -> bool:
-    """Return whether a folder has checksums; earlier versions wrote none."""
-    return (folder / CHECKSUMS).is_file()
-
-
 def find_damage(folder: Path, part: int = 0, num_parts: int = 1) -> str | None:
     """Return the first file that differs from what was written, with the difference; None if there is no damage.
 
-    The sizes of all files are compared, and the checksums of part `part` of `num_parts`. `OSError` is raised when an
-    existing file cannot be read for another reason than a damaged disk.
+    The sizes of all files are compared, and the checksums of part `part` of `num_parts`.
     """
+    if not (folder / CHECKSUMS).is_file():
+        return f"{CHECKSUMS} is missing"
     try:
         expected = json.loads((folder / CHECKSUMS).read_bytes())["crc32"]
         entries = [(str(name), int(size), str(crc)) for name, (size, crc) in sorted(expected.items())]

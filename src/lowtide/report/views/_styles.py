@@ -67,21 +67,17 @@ _TOP = ("unattributed", "fragmentation")
 
 
 def styles(roles: Iterable[str]) -> dict[str, Style]:
-    """Return the style of every role; names of argument roles are arbitrary.
-
-    A name without a fixed style gets one that a checksum of the name selects, or the next that is free. So it looks the
-    same in two reports with the same roles.
-    """
+    """Return the style of every role; names of argument roles are arbitrary."""
+    # A name without a fixed style gets one that a checksum of the name selects, or the next that is free. So it looks
+    # the same in two reports with the same roles. Python's `hash` of a string differs between processes.
     names = sorted(set(roles))
     role_styles = {name: style for name, style in {**_ARGUMENT_STYLES, **_DERIVED_STYLES}.items() if name in names}
     for name in names:
         if name not in role_styles:
-            # A checksum, because Python's `hash` of a string differs between processes.
             start = zlib.crc32(name.encode("utf-8", "surrogatepass")) % len(_FALLBACK)
             candidates = [_FALLBACK[(start + step) % len(_FALLBACK)] for step in range(len(_FALLBACK))]
-            role_styles[name] = next(
-                (style for style in candidates if style not in role_styles.values()), candidates[0]
-            )
+            free = [style for style in candidates if style not in role_styles.values()]
+            role_styles[name] = (free or candidates)[0]
     return role_styles
 
 

@@ -1,4 +1,4 @@
-"""Quantised weights of a directory: which tensors belong to each, and how a weight is read.
+"""Quantised weights of a directory that other software wrote: their scheme, their tensors, and how a weight is read.
 
 A weight is read as the parts of a `QuantizedWeight` in Lowtide's layout, or as a dequantised array. Views of tensors
 have the shapes of these parts. They are read in pieces of bounded size: each implements `Readable`, like a tensor of a
@@ -9,18 +9,103 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
 import numpy as np
 
-from ...core import ModelFileError, parse_json, shown, validate
-from ...quant import Format, dynamic_map, format_named
-from .._safetensors import Readable, Source, pieces
-from ..gguf import GgufTensor
-from ._scheme import Scheme
+from ..core import ModelFileError, parse_json, shortened, shown, validate
+from ..quant import Format, dynamic_map, format_named
+from ._safetensors import Readable, Source, pieces
+from .gguf import GgufTensor
+
+if TYPE_CHECKING:
+    from ._schema import QuantizationFile
+
+_METHODS = ("bitsandbytes", "compressed-tensors", "fp8", "fbgemm_fp8", "mxfp4")
+_CALIBRATED = ("gptq", "awq", "auto-round", "hqq", "aqlm", "quip", "higgs", "spqr", "vptq", "eetq")
+_SUPPORTED = "quant_method bitsandbytes (nf4, fp4, int8), compressed-tensors and fp8 (8 bits), or mxfp4"
+_DENSE_HINT = "load the unquantised checkpoint, and quantise it while loading: lt.models.load(..., quantize='nf4')"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Scheme:
+    """Quantisation of a directory according to its `config.json`."""
+
+    method: str
+    """Name of the software, from ``quant_method``."""
+    form: Format | None
+    """Format in which projections are read; None if they become arrays."""
+    block: tuple[int, int] | None = None
+    """Numbers of rows and columns that share a scale; None if scales are not two-dimensional blocks."""
+
+
+def scheme_of(raw: Any, where: str) -> Scheme | None:
+    """Parse a ``quantization_config``; None if it is empty. `where` is the file's name, for messages."""
+    if raw is None or raw == {}:
+        return None
+    from ._schema import QuantizationFile
+
+    file = validate(QuantizationFile, raw, f"{where}: quantization_config", hint="copy config.json again")
+    # Old files of bitsandbytes have no quant_method.
+    method = file.quant_method or ("bitsandbytes" if file.load_in_4bit or file.load_in_8bit else None)
+    if method not in _METHODS:
+        by = f" by {shown(method)}" if method else f", but {shown(raw)} does not name the method"
+        hint = ("its codes are packed for kernels that Lowtide lacks; " if method in _CALIBRATED else "") + _DENSE_HINT
+        raise ModelFileError(f"{where}: the checkpoint is quantised{by}", expected=_SUPPORTED, hint=hint)
+    if method == "compressed-tensors":
+        return _compressed_scheme(file, method, where)
+    if method == "bitsandbytes":
+        if file.load_in_4bit == file.load_in_8bit:
+            got = "both" if file.load_in_4bit else "neither"
+            raise _unsupported(where, method, "load_in_4bit or load_in_8bit", got)
+        return Scheme(method=method, form=format_named("nf4" if file.load_in_4bit else "int8"))
+    if method == "fp8":
+        if file.fmt not in ("e4m3", "float8_e4m3fn"):
+            raise _unsupported(where, method, "fmt e4m3", f"fmt {shown(file.fmt)}")
+        block = None if file.weight_block_size is None else (file.weight_block_size[0], file.weight_block_size[1])
+        return Scheme(method=method, form=format_named("fp8", _columns(block, method, where)), block=block)
+    return Scheme(method=method, form=format_named("fp8") if method == "fbgemm_fp8" else None)
+
+
+def _compressed_scheme(file: QuantizationFile, method: str, filename: str) -> Scheme:
+    groups = list((file.config_groups or {}).values())
+    formats = {fmt for fmt in (file.format, *(group.format for group in groups)) if fmt is not None}
+    kinds = {"float-quantized": ("float", "fp8"), "naive-quantized": ("float", "fp8"), "int-quantized": ("int", "int8")}
+    storage = [kinds[fmt] for fmt in sorted(formats) if fmt in kinds]
+    if len(storage) != len(formats) or len(set(storage)) != 1:
+        got = f"format {shortened(', '.join(sorted(formats)) or 'none')}"
+        raise _unsupported(filename, method, "format float-quantized or int-quantized", got)
+    for name, extra in (("sparsity_config", file.sparsity_config), ("transform_config", file.transform_config)):
+        if extra and extra.get("format", "other") != "dense" and extra.get("config_groups", "other"):
+            raise _unsupported(filename, method, f"no {name}", f"{name} {shown(extra)}")
+    kind, form = storage[0]
+    blocks = set[tuple[int, int]]()
+    for weights in (group.weights for group in groups):
+        if weights is None:
+            continue
+        if (weights.num_bits, weights.type, weights.symmetric) != (8, kind, True):
+            got = f"{weights.num_bits} bits, {shown(weights.type)}, symmetric {weights.symmetric}"
+            raise _unsupported(filename, method, f"weights of 8 bits, {kind}, symmetric", got)
+        if weights.block_structure is not None and weights.strategy == "block":
+            blocks.add((weights.block_structure[0], weights.block_structure[1]))
+    if len(blocks) > 1:
+        raise _unsupported(filename, method, "blocks of one size", shortened(sorted(blocks)))
+    block = next(iter(blocks), None)
+    return Scheme(method=method, form=format_named(form, _columns(block, method, filename)), block=block)
+
+
+def _columns(block: tuple[int, int] | None, method: str, filename: str) -> int | None:
+    if block is not None and block[1] % 8:
+        raise _unsupported(filename, method, "blocks of a multiple of 8 columns", f"{block[1]} columns")
+    return None if block is None else block[1]
+
+
+def _unsupported(filename: str, method: str, expected: str, got: str) -> ModelFileError:
+    problem = f"{filename}: the checkpoint is quantised by {method} in a way that is not supported"
+    return ModelFileError(problem, expected=expected, got=got, hint=_DENSE_HINT)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -34,7 +119,7 @@ class Packed:
     """Name of its format in messages and tables, such as ``"NF4"``."""
     num_bytes: int
     """Bytes in the file, including scales."""
-    weight_dtype: str | None
+    weight_dtype: str | None = None
     """Dtype before quantisation; None if the file does not record it."""
     form: Format | None = None
     """Format of the `QuantizedWeight` that can hold it, or None."""
@@ -72,28 +157,19 @@ class Packed:
     def _scales(self, rows: slice, columns: slice) -> np.ndarray:
         block = self.block or self.shape[1]
         low, high = columns.start // block, -(-columns.stop // block)
-        scales = _read_scales(self, rows, slice(low, high))
+        scales = self.parts[1].read((rows, slice(low, high)))
+        if len(self.parts) == 4:
+            # Double quantisation: 256 consecutive scales of the file share one scale, across rows.
+            first_in_row = np.arange(rows.start, rows.stop)[:, None] * self.parts[1].shape[1]
+            nested_index = (first_in_row + np.arange(low, high)) // 256
+            start = int(nested_index.min())
+            nested = self.parts[2].read((slice(start, int(nested_index.max()) + 1),))
+            scales = dynamic_map()[scales] * nested[nested_index - start] + self.parts[3].read(())
         return np.repeat(scales, block, axis=1)[:, columns.start - low * block : columns.stop - low * block]
-
-
-def _read_scales(weight: Packed, rows: slice, columns: slice) -> np.ndarray:
-    """Return the scales of a weight as float32, [rows, blocks]."""
-    scales = weight.parts[1].read((rows, columns))
-    if len(weight.parts) == 2:
-        return scales
-    blocks_per_row = weight.parts[1].shape[1]
-    # Double quantisation: 256 consecutive scales of the file share one scale, across rows.
-    nested_index = (
-        np.arange(rows.start, rows.stop)[:, None] * blocks_per_row + np.arange(columns.start, columns.stop)
-    ) // 256
-    low = int(nested_index.min())
-    nested = weight.parts[2].read((slice(low, int(nested_index.max()) + 1),))
-    return dynamic_map()[scales] * nested[nested_index - low] + weight.parts[3].read(())
 
 
 Stored = Source | Packed | GgufTensor
 """A weight in a file: a plain tensor, a quantised weight, or a tensor of a GGUF file."""
-
 
 _DOWNLOAD_HINT = "the file is damaged, or of another version of the software that wrote it; download it again"
 _STATE = ".quant_state.bitsandbytes__"
@@ -105,65 +181,50 @@ _IGNORED_SUFFIXES = (*_ACTIVATION_SCALES, ".q_scale", ".input_global_scale")
 
 
 def group_tensors(tensors: Mapping[str, Source], scheme: Scheme, notes: list[str]) -> dict[str, Stored]:
-    """Group the tensors of each quantised weight.
+    """Return all weights by name, with the tensors of each quantised weight grouped.
 
-    Args:
-        tensors: tensors of the directory, by name.
-        scheme: the quantisation scheme in `config.json`.
-        notes: list to which messages for the user are appended.
-
-    Returns:
-        All weights by name, quantised and unquantised.
-
-    Raises:
-        ModelFileError: for a tensor that is missing, or that does not match its weight.
+    Messages for the user are appended to `notes`. A tensor that is missing or does not match raises ModelFileError.
     """
-    groupers: dict[str, Callable[[dict[str, Source], Scheme], dict[str, Packed]]] = {
-        "bitsandbytes": _bitsandbytes if scheme.form is None or scheme.form.name == "nf4" else _bitsandbytes_int8,
-        "mxfp4": _mxfp4,
-    }
     remaining = dict(tensors)
-    packed = groupers.get(scheme.method, _group_scaled)(remaining, scheme)
-    if scheme.method not in groupers:
+    if scheme.method == "mxfp4":
+        packed = _group_mxfp4(remaining)
+    elif scheme.method != "bitsandbytes":
+        packed = _group_scaled(remaining, scheme)
         ignored = [name for name in remaining if name.endswith(_IGNORED_SUFFIXES)]
         for name in ignored:
             del remaining[name]
         if ignored:
             notes.append(f"{len(ignored)} activation scales are not applied: products use only the stored weights")
-    if unsupported := sorted({weight.dtype for weight in packed.values() if weight.form is None}):
+    elif scheme.form is None or scheme.form.name == "nf4":
+        packed = _group_4bit(remaining)
+    else:
+        packed = _group_int8(remaining, scheme)
+    if unsupported := sorted({weight.dtype for weight in packed if weight.form is None}):
         notes.append(
             f"weights in {' and '.join(unsupported)} are loaded as arrays: products with them are not supported yet"
         )
-    return {**remaining, **packed}
+    return {**remaining, **{weight.name: weight for weight in packed}}
 
 
-def _bitsandbytes(tensors: dict[str, Source], scheme: Scheme) -> dict[str, Packed]:
-    del scheme
+def _group_4bit(tensors: dict[str, Source]) -> list[Packed]:
     states = [name for name in tensors if _STATE in name]
-    packed = {name: _pack_4bit(name.partition(_STATE)[0], name, tensors) for name in states}
+    packed = [_pack_4bit(name.partition(_STATE)[0], name, tensors) for name in states]
     for name, source in tensors.items():
         if source.dtype == "U8" and name.endswith(".weight"):
-            raise ModelFileError(
-                f"{source.file}: {shown(name)} is quantised, but its quantisation state is missing",
-                expected=f"a tensor {shown(name + _STATE + 'nf4')}",
-                hint=_DOWNLOAD_HINT,
-            )
-    return {weight.name: weight for weight in packed.values()}
+            problem = f"{source.file}: {shown(name)} is quantised, but its quantisation state is missing"
+            raise ModelFileError(problem, hint=_DOWNLOAD_HINT)
+    return packed
 
 
 def _pack_4bit(name: str, state_name: str, tensors: dict[str, Source]) -> Packed:
-    from .._schema import QuantState
+    from ._schema import QuantState
 
     raw = tensors.pop(state_name)
     if raw.dtype != "U8" or len(raw.shape) != 1 or not 0 < raw.shape[0] <= _MOST_STATE_BYTES:
         raise _error(raw, f"JSON of at most {_MOST_STATE_BYTES} bytes", f"{raw.dtype} of shape {raw.shape}")
     source_name = f"{raw.file}: {shown(state_name)}"
-    state = validate(
-        QuantState,
-        parse_json(raw.read((slice(0, raw.shape[0]),)).tobytes(), source_name),
-        source_name,
-        hint=_DOWNLOAD_HINT,
-    )
+    contents = parse_json(raw.read((slice(0, raw.shape[0]),)).tobytes(), source_name)
+    state = validate(QuantState, contents, source_name, hint=_DOWNLOAD_HINT)
     out, inner = state.shape
     weight = _pop_tensor(tensors, name, raw)
     count = -(-out * inner // state.blocksize)
@@ -171,7 +232,8 @@ def _pack_4bit(name: str, state_name: str, tensors: dict[str, Source]) -> Packed
     if len(axes) > 1 or weight.dtype not in ("U8", "BF16", "F16", "F32") or 2 * weight.num_bytes != out * inner:
         raise _error(weight, f"{out * inner / 2:g} bytes in one column, for shape {state.shape}", weight.shape)
     # Codes are decoded with Lowtide's tables, so a file with another table would give wrong weights.
-    _check_table(_pop_tensor(tensors, f"{name}.quant_map", raw), _FP4 if state.quant_type == "fp4" else None)
+    table = _FP4 if state.quant_type == "fp4" else format_named("nf4").table
+    _check_table(_pop_tensor(tensors, f"{name}.quant_map", raw), table)
     absmax = _pop_tensor(tensors, f"{name}.absmax", raw)
     is_nested = state.nested_offset is not None
     _check_vector(absmax, count, "U8" if is_nested else "F32")
@@ -185,16 +247,15 @@ def _pack_4bit(name: str, state_name: str, tensors: dict[str, Source]) -> Packed
     block = math.gcd(inner, state.blocksize)
     if block < 8:
         raise _error(weight, "rows of a multiple of 8 weights", f"{inner}, in blocks of {state.blocksize}")
-    is_even, shape = block == state.blocksize, (out, inner // block)
-    codes = _Rows(weight, (out, inner), jnp.uint4)
-    if not is_even:
-        offset = state.nested_offset or 0.0
+    shape, offset = (out, inner // block), state.nested_offset or 0.0
+    codes = _RowMajor(weight, (out, inner), jnp.uint4)
+    if block != state.blocksize:
         parts = (codes, _Spread(absmax, shape, state.blocksize, block, nested, offset, dynamic_map()))
     elif nested is None:
-        parts = (codes, _Rows(absmax, shape, np.float32))
+        parts = (codes, _RowMajor(absmax, shape, np.float32))
     else:
-        nested_parts = (_Vector(nested, (-(-count // 256),), np.float32), _Number(state.nested_offset or 0.0))
-        parts = (codes, _Rows(absmax, shape, np.uint8), *nested_parts)
+        nested_scales = _RowMajor(nested, (-(-count // 256),), np.float32)
+        parts = (codes, _RowMajor(absmax, shape, np.uint8), nested_scales, _Number(offset))
     return Packed(
         name=name,
         file=weight.file,
@@ -205,11 +266,11 @@ def _pack_4bit(name: str, state_name: str, tensors: dict[str, Source]) -> Packed
         form=format_named("nf4", block) if state.quant_type == "nf4" else None,
         block=block,
         parts=parts,
-        table=_FP4 if state.quant_type == "fp4" else format_named("nf4").table,
+        table=table,
     )
 
 
-def _bitsandbytes_int8(tensors: dict[str, Source], scheme: Scheme) -> dict[str, Packed]:
+def _group_int8(tensors: dict[str, Source], scheme: Scheme) -> list[Packed]:
     packed: list[Packed] = []
     for name in [name for name in tensors if name.endswith(".SCB")]:
         module, scales = name.removesuffix(".SCB"), tensors.pop(name)
@@ -224,10 +285,10 @@ def _bitsandbytes_int8(tensors: dict[str, Source], scheme: Scheme) -> dict[str, 
         # 1 / 127, with the digits that bitsandbytes uses.
         grid = _Grid(scales, (weight.shape[0], 1), 1, factor=7.874015718698502e-3)
         packed.append(_pack_8bit(f"{module}.weight", weight, scales, grid, scheme))
-    return {weight.name: weight for weight in packed}
+    return packed
 
 
-def _group_scaled(tensors: dict[str, Source], scheme: Scheme) -> dict[str, Packed]:
+def _group_scaled(tensors: dict[str, Source], scheme: Scheme) -> list[Packed]:
     """Group 8-bit weights with their scales: one per matrix, per row or per block."""
     assert scheme.form is not None
     is_inverse = scheme.method == "fp8" and any(name.endswith(".weight_scale_inv") for name in tensors)
@@ -254,7 +315,7 @@ def _group_scaled(tensors: dict[str, Source], scheme: Scheme) -> dict[str, Packe
         if scales.dtype not in ("F32", "BF16", "F16"):
             raise _error(scales, "F32, BF16 or F16", scales.dtype)
         packed.append(_pack_8bit(name.removesuffix(suffix) + ".weight", weight, scales, grid, scheme))
-    return {weight.name: weight for weight in packed}
+    return packed
 
 
 def _pack_8bit(name: str, weight: Source, scales: Source, grid: _Grid, scheme: Scheme) -> Packed:
@@ -265,15 +326,13 @@ def _pack_8bit(name: str, weight: Source, scales: Source, grid: _Grid, scheme: S
         shape=weight.shape,
         dtype=scheme.form.name.upper(),
         num_bytes=weight.num_bytes + scales.num_bytes,
-        weight_dtype=None,
         form=scheme.form,
         block=scheme.form.block,
         parts=(weight, grid),
     )
 
 
-def _mxfp4(tensors: dict[str, Source], scheme: Scheme) -> dict[str, Packed]:
-    del scheme
+def _group_mxfp4(tensors: dict[str, Source]) -> list[Packed]:
     packed: list[Packed] = []
     for name in [name for name in tensors if name.endswith("_blocks")]:
         blocks = tensors.pop(name)
@@ -295,16 +354,13 @@ def _mxfp4(tensors: dict[str, Source], scheme: Scheme) -> dict[str, Packed]:
                 experts=experts,
             )
         )
-    return {weight.name: weight for weight in packed}
+    return packed
 
 
 def _pop_tensor(tensors: dict[str, Source], name: str, related: Source) -> Source:
     if name not in tensors:
-        raise ModelFileError(
-            f"{related.file}: {shown(name)} is missing",
-            expected=f"this tensor in addition to {shown(related.name)}",
-            hint="a shard is missing, or the file is damaged; download it again",
-        )
+        problem = f"{related.file}: {shown(name)} is missing, but {shown(related.name)} needs it"
+        raise ModelFileError(problem, hint="a shard is missing, or the file is damaged; download it again")
     return tensors.pop(name)
 
 
@@ -318,9 +374,9 @@ def _check_matrix(source: Source, dtype: str) -> None:
         raise _error(source, f"a matrix of {dtype}", f"{source.dtype} of shape {source.shape}")
 
 
-def _check_table(source: Source, table: Collection[float] | np.ndarray | None) -> None:
+def _check_table(source: Source, table: tuple[float, ...] | np.ndarray) -> None:
     """Check that a code table in the file equals Lowtide's."""
-    expected = np.asarray(format_named("nf4").table if table is None else table, np.float32)
+    expected = np.asarray(table, np.float32)
     _check_vector(source, expected.size, "F32")
     values = source.read(tuple(slice(0, size) for size in source.shape)).reshape(-1)
     if not np.allclose(values, expected, rtol=0, atol=1e-6):
@@ -329,12 +385,8 @@ def _check_table(source: Source, table: Collection[float] | np.ndarray | None) -
 
 
 def _error(source: Source, expected: str, got: Any) -> ModelFileError:
-    return ModelFileError(
-        f"{source.file}: {shown(source.name)} does not match the quantised weight",
-        expected=expected,
-        got=got,
-        hint=_DOWNLOAD_HINT,
-    )
+    problem = f"{source.file}: {shown(source.name)} does not match the quantised weight"
+    return ModelFileError(problem, expected=expected, got=got, hint=_DOWNLOAD_HINT)
 
 
 def _elements(source: Source, start: int, stop: int, dtype: Any) -> np.ndarray:
@@ -366,8 +418,8 @@ def _elements(source: Source, start: int, stop: int, dtype: Any) -> np.ndarray:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Rows:
-    """A matrix that a file stores row by row."""
+class _RowMajor:
+    """A vector, or a matrix that a file stores row by row."""
 
     source: Source
     shape: tuple[int, ...]
@@ -380,6 +432,8 @@ class _Rows:
 
     def read(self, index: tuple[slice, ...]) -> np.ndarray:
         """Copy a part into memory; whole rows are read in pieces and then cut."""
+        if len(index) == 1:
+            return _elements(self.source, index[0].start, index[0].stop, self.dtype)
         rows, columns = index
         width = self.shape[1]
         row_pieces = list(pieces((rows.stop - rows.start, width), self.itemsize))
@@ -392,24 +446,6 @@ class _Rows:
             values = _elements(self.source, first, last, self.dtype)
             out[piece] = values.reshape(-1, width)[:, columns]
         return out
-
-
-@dataclasses.dataclass(frozen=True)
-class _Vector:
-    """A vector of a file, unchanged."""
-
-    source: Source
-    shape: tuple[int, ...]
-    dtype: Any
-
-    @property
-    def itemsize(self) -> int:
-        """Bytes per element."""
-        return np.dtype(self.dtype).itemsize
-
-    def read(self, index: tuple[slice, ...]) -> np.ndarray:
-        """Copy a part into memory."""
-        return _elements(self.source, index[0].start, index[0].stop, self.dtype)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -513,12 +549,8 @@ class MxExperts:
         raw = self.blocks.read((expert_slice, rows, blocks, slice(0, 16)))[0]
         exponents = self.scales.read((expert_slice, rows, blocks))[0]
         if np.any(exponents == 255):
-            raise ModelFileError(
-                f"{self.scales.file}: {self.scales.name} has a scale that is NaN",
-                expected="exponents 0 to 254",
-                got="255, in expert " + str(expert),
-                hint="the file is damaged; download it again",
-            )
+            problem = f"{self.scales.file}: {self.scales.name} has a scale that is NaN, in expert {expert}"
+            raise ModelFileError(problem, hint="the file is damaged; download it again")
         # The first element of a byte is in its low half. Scales are powers of two with bias 127; 255 is NaN.
         codes = np.stack([raw & 15, raw >> 4], axis=-1).reshape(*raw.shape[:2], 32)
         values = np.ldexp(self.values[codes], exponents[..., None].astype(np.int32) - 127)

@@ -1,4 +1,4 @@
-"""The process that renders chat templates; `_chat` starts it as a script and never imports it.
+"""The process that renders chat templates and finds the assistant's turns; `_chat` starts it as a script.
 
 A template is a third-party program. Jinja's sandbox blocks access to Python objects, but a template can still multiply
 strings and nest loops without limit. So it runs in this process, whose memory is limited, and `_chat` kills the process
@@ -107,11 +107,9 @@ class _TurnFinder:
         return len(prefix), len(rendered)
 
     def _header_variants(self, header: str) -> list[str]:
-        """Return a header and prefixes of it that may occur alone, for example without the start of a thought.
-
-        A prefix is longer than half of the header. It must not occur before messages of other roles, as the text before
-        the name of the role does.
-        """
+        """Return a header and prefixes of it that may occur alone, for example without the start of a thought."""
+        # A prefix is longer than half of the header. It must not occur before messages of other roles, as the text
+        # before the name of the role does.
         cuts = [cut.end() for cut in re.finditer(r"[>\]:\n]", header) if len(header) // 2 < cut.end() < len(header)]
         texts_before = [
             self._text[self._ends.get(j - 1, 0) : self._starts.get(j, end)]
@@ -119,17 +117,15 @@ class _TurnFinder:
             if self._messages[j]["role"] != "assistant" and (not j or j - 1 in self._ends)
         ]
         shorter = [header[:size] for size in reversed(cuts)] if texts_before else []
-        return [header] * bool(header) + [
-            variant for variant in shorter if not any(variant in text for text in texts_before)
-        ]
+        shorter = [variant for variant in shorter if not any(variant in text for text in texts_before)]
+        return [header, *shorter] if header else []
 
     def _find_begin(self, i: int) -> int | None:
         content_start = self._starts.get(i, self._ends.get(i))
         limit = self._starts.get(i + 1, len(self._text)) if content_start is None else content_start
         previous_end = self._ends.get(i - 1) if i else 0
-        if previous_end is None or (
-            content_start is None and i + 1 < len(self._messages) and i + 1 not in self._starts
-        ):
+        is_unlimited = content_start is None and i + 1 < len(self._messages) and i + 1 not in self._starts
+        if previous_end is None or is_unlimited:
             return None
         # The content may start with the characters that end the header, so the search ends after the content's start.
         # A thought before the content may quote the header, so the first match counts.
@@ -149,17 +145,14 @@ class _TurnFinder:
             position, size = min(((position, size) for position, size in matches if position >= 0), default=(-1, 0))
             has_hidden_calls = self._messages[i].get("tool_calls") and position != begin
             return None if position < 0 or has_hidden_calls else position + size
-        if (
-            not _is_plain_answer(self._messages[i])
-            and opening
-            and self._text.endswith(opening, content_end, max(start, 0))
-        ):
+        is_plain = _is_plain_answer(self._messages[i])
+        if not is_plain and opening and self._text.endswith(opening, content_end, max(start, 0)):
             return start - len(opening)  # tool-call arguments vary, so measure back from the next message's header
         for space in (_trailing_space(self._messages[i]), ""):
             for tail in filter(None, self._closing_texts(i)):
                 if self._text.startswith(space + tail, content_end):
                     end = content_end + len(space + tail)
-                    if end < start and not _is_plain_answer(self._messages[i]):
+                    if end < start and not is_plain:
                         self._openings.setdefault(self._messages[i + 1]["role"], self._text[end:start])
                     return end
         return None
@@ -217,7 +210,7 @@ class _TurnFinder:
         return {}, {}
 
     def _mark_message(self, i: int, message: Any, marks: int) -> Any:
-        """Write marks at the end of a message's content, and after the name of its last tool call.
+        """Write marks at the end of a message's stripped content, and after the name of its last tool call.
 
         With ``marks=1`` also mark the start of assistant contents, with ``marks=2`` the start of all contents.
         """
@@ -227,7 +220,9 @@ class _TurnFinder:
         end = f"\ue000{self._nonce}.{i};"  # the JSON filter does not escape this character
         if (content or "").strip() or (isinstance(content, str) and is_other and marks == 2):
             start = f"\ue000{self._nonce}({i};" if marks == 2 or (marks and not is_other) else ""
-            marked["content"] = _wrap(content, start, end)
+            stripped = content.strip()
+            before, after = content.split(stripped, 1) if stripped else (content, "")
+            marked["content"] = f"{before}{start}{stripped}{end}{after}"
         last = len(calls) - 1 if isinstance(calls, list) else 0
         return _mark_calls(marked, lambda j: f"\ue000{self._nonce}!{i};" if j == last else "")
 
@@ -267,13 +262,6 @@ def _mark_calls(message: Any, mark: Any) -> Any:
     return {**message, "tool_calls": marked}
 
 
-def _wrap(content: str, start: str, end: str) -> str:
-    """Write marks around a content, inside its leading and trailing white space."""
-    stripped = content.strip()
-    before, after = content.split(stripped, 1) if stripped else (content, "")
-    return f"{before}{start}{stripped}{end}{after}"
-
-
 def _trailing_space(message: Any) -> str:
     """Return the trailing white space of a message's content, which a template may strip."""
     text = message.get("content") or ""
@@ -285,10 +273,7 @@ def _is_plain_answer(message: Any) -> bool:
 
 
 def _compile(source: str, special: dict[str, str], day: str | None) -> tuple[Any, bool]:
-    """Compile a template with the globals, filters and extensions of transformers.
-
-    Return a function that renders messages, and whether the template has ``{% generation %}``.
-    """
+    """Compile a template as transformers does; return a renderer, and whether it has ``{% generation %}``."""
     from jinja2 import nodes
     from jinja2.exceptions import SecurityError, TemplateError
     from jinja2.ext import Extension, loopcontrols

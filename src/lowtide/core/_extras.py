@@ -1,0 +1,35 @@
+"""Optional dependencies: one clear error, with the command that installs them."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+
+from ._errors import ConfigError
+
+_MODULES = {
+    "train": ("grain", "orbax.checkpoint", "tensorstore"),
+    "finetune": ("jinja2", "pydantic", "regex", "safetensors", "tokenizers", "tomli_w"),
+}
+"""Modules of the extras of `pyproject.toml` that packages of Lowtide need as a whole."""
+
+
+@functools.cache
+def require_extra(extra: str) -> None:
+    """Raise ConfigError, with the command that installs it, if a module of an extra is missing.
+
+    Packages call it before they import one of these modules. The check imports nothing and runs once in a process.
+    """
+    missing = [module for module in _MODULES[extra] if not _is_installed(module)]
+    if missing:
+        raise ConfigError(
+            f"this needs {', '.join(missing)}, which `pip install lowtide` leaves out",
+            hint=f'pip install "lowtide[{extra}]"',
+        )
+
+
+def _is_installed(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # the parent package is missing
+        return False
