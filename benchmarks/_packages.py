@@ -13,7 +13,7 @@ from typing import Any
 
 LIST = Path(__file__).resolve().parent / "gpu-wheels.txt"
 PROJECT = LIST.parent.parent / "pyproject.toml"
-EXTRAS = ("nnx", "equinox", "peers")
+EXTRAS = ("train", "finetune", "nnx", "equinox", "peers")
 """Extras that the parts use if they are installed."""
 PLATFORMS = ("manylinux_2_28", "manylinux_2_27", "manylinux_2_17", "manylinux2014", "manylinux1")
 

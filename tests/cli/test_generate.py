@@ -263,7 +263,7 @@ def test_a_weight_that_is_no_number_is_an_error(generate, tiny_model_dir, tmp_pa
 
 
 def test_who_gives_text_to_a_model_of_chats_is_told(generate, chat_dir, monkeypatch):
-    monkeypatch.setattr(generation, "_tokens", lambda *_: iter(()))
+    monkeypatch.setattr(models, "stream", lambda *_, **__: iter(()))
     for model, is_told in ((chat_dir, True), (None, False)):
         named = {"model": model} if model else {}
         status, _, said = generate("--prompt", "the tide", "--max-new-tokens", 1, **named)

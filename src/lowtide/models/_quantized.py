@@ -52,7 +52,9 @@ def scheme_of(raw: Any, where: str) -> Scheme | None:
     # Old files of bitsandbytes have no quant_method.
     method = file.quant_method or ("bitsandbytes" if file.load_in_4bit or file.load_in_8bit else None)
     if method not in _METHODS:
-        by = f" by {shown(method)}" if method else f", but {shown(raw)} does not name the method"
+        by = (
+            f" by {shown(method)}" if method else f", but its quantization_config {shown(raw)} does not name the method"
+        )
         hint = ("its codes are packed for kernels that Lowtide lacks; " if method in _CALIBRATED else "") + _DENSE_HINT
         raise ModelFileError(f"{where}: the checkpoint is quantised{by}", expected=_SUPPORTED, hint=hint)
     if method == "compressed-tensors":
