@@ -416,5 +416,5 @@ def test_keys_of_another_kind_are_refused(tmp_path):
 
     fit(made("rbg"), 1)
     assert made("rbg").restore() == 1
-    with pytest.raises(StructureError, match=r"(?s)random keys of .*'rbg.*, not of .*'unsafe_rbg.*hint:"):
+    with pytest.raises(StructureError, match=r"(?s)random keys of .*rbg.*, not of .*unsafe_rbg.*hint:"):
         made("unsafe_rbg").restore()

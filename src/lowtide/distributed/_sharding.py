@@ -91,7 +91,7 @@ def make_mesh(
     axes |= {"tensor": tensor}
     sizes = {name: size for name, size in axes.items() if size is not None}
     for name, size in sizes.items():
-        check_integer(f"make_mesh: {name}", size, -1, hint="use -1 for all remaining devices")
+        check_integer(f"make_mesh: {name}", size, -1, hint="use 1 or more, or -1 for all remaining devices")
     free_axes = [name for name, size in sizes.items() if size == -1]
     product = math.prod(size for size in sizes.values() if size != -1)
     if len(free_axes) == 1 and product > 0 and len(devices) % product == 0:

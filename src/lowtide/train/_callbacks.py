@@ -341,9 +341,9 @@ class _Monitor(Callback):
 
     def resume(self, state: dict[str, Any]) -> None:
         """Continue to wait, unless the state is that of a monitor of another value."""
-        if state["monitor"] == self.monitor:
+        if state.get("monitor", self.monitor) == self.monitor:
             self.best = self.best if state["best"] is None else state["best"]
-            self.waited, self._num_seen = state["waited"], state["num_seen"]
+            self.waited, self._num_seen = state["waited"], state.get("num_seen", self._num_seen)
 
     def on_train_begin(self, trainer: TrainerView) -> None:
         """Reset the best value and the counters."""
@@ -464,7 +464,7 @@ class ReduceOnPlateau(_Monitor):
     def resume(self, state: dict[str, Any]) -> None:
         """Continue to wait."""
         super().resume(state)
-        if state["monitor"] == self.monitor:
+        if state.get("monitor", self.monitor) == self.monitor:
             self._cooling = state["cooling"]
 
     def on_train_begin(self, trainer: TrainerView) -> None:
@@ -505,7 +505,7 @@ def _check_rates(opt_state: Tree) -> None:
     if find_learning_rates(opt_state, "hyperparams_states"):
         problem = "one that follows a schedule, which would overwrite a change"
     elif integer_dtypes:
-        problem = f"one of type {integer_dtypes[0]}"
+        problem = f"one of type {integer_dtypes[0]}, not a floating-point one"
     elif not learning_rates:
         problem = "no learning rate"
     if problem is not None:

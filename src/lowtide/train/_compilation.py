@@ -303,7 +303,7 @@ def step_job(
     return Job(
         fn=flat_step(step),
         args=(trainable, opt_state, mutable, count, frozen, jax.tree.map(_shape, batch)),
-        roles=_ROLES,
+        roles={**_ROLES},
         donate_argnums=DONATED,
     )
 

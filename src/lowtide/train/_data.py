@@ -151,10 +151,9 @@ class DataCursor:
                     self.epoch, self._index_in_epoch = self.epoch - 1, self._length
             return
         if position is not None and "num_processes" in position:
-            raise DataError(
-                f"{position['num_processes']} processes, another number than now, have read the data of {step} steps",
-                hint="data by step number (lowtide.train.array_data, a grain.MapDataset) resumes on any number",
-            )
+            problem = f"{position['num_processes']} processes with parts of the data have read {step} steps of it"
+            hint = "data by step number (lowtide.train.array_data, a grain.MapDataset) resumes on any number"
+            raise DataError(f"{problem}, and the processes of this run do not match them", hint=hint)
         if step and position is None:
             position = {"epoch": 0, "in_epoch": step}
         self.epoch = 0 if position is None else position["epoch"]

@@ -80,9 +80,9 @@ class Evaluation:
         for batch in self._processes.batches(data):
             if self._store.is_averaged != is_averaged:
                 raise StateError("predict_batches was called inside of averaged and is read outside, or the reverse")
-            # The current leaves, because steps may run between two batches.
-            parts = self._store.parts
-            pending.append(self._processes.in_turn(run(parts, self._compiled.place(batch, is_training=False))))
+            # The current leaves, because steps may run between two batches. A local variable would keep them alive.
+            outputs = run(self._store.parts, self._compiled.place(batch, is_training=False))
+            pending.append(self._processes.in_turn(outputs))
             if len(pending) > 1:
                 yield jax.device_get(pending.pop(0))
         yield from map(jax.device_get, pending)

@@ -214,8 +214,8 @@ def make_pipeline(
         }
         for name, (expected, got) in pairs.items():
             if expected != got:
-                hint = "pass the same, or no sharding"
-                raise ConfigError(f"sharding has the {name} {got}, but the pipeline {expected}", hint=hint)
+                hint = f"pass the same {name} to both, or leave sharding out"
+                raise ConfigError(f"sharding has the {name} {got}, but the pipeline has {expected}", hint=hint)
     # Once layers are arranged, the pipeline needs the sizes of uneven stages in advance.
     plan = resolved.layout(num_layers(outer_and_layers(model, _FEATURE)[1]))
     resolved = dataclasses.replace(

@@ -297,7 +297,8 @@ def _updated_mutable(mutable: Tree, after: Tree) -> Tree:
     for (path, old), (_, new) in zip(leaves_with_paths(mutable), leaves_with_paths(updated), strict=True):
         if (old.shape, old.dtype) != (jnp.shape(new), jnp.result_type(new)):
             new_type = f"{jnp.result_type(new)}{list(jnp.shape(new))}"
-            raise StructureError(f"{path}: the model changes the type of its state from {describe(old)} to {new_type}")
+            problem = f"{path}: the model changes the type of its state from {describe(old)} to {new_type}"
+            raise StructureError(problem, hint="cast the new value to the dtype of the old one")
     return updated
 
 

@@ -226,13 +226,15 @@ class Tracker(Callback):
 
     def on_record(self, trainer: TrainerView, record: Record) -> None:
         """Write the values of a record."""
-        if self._run is None:
-            return
+        if self._run is not None:
+            self._attempt(partial(self._log, self._run, trainer, record))
+
+    def _log(self, run: Any, trainer: TrainerView, record: Record) -> None:
         values, step = record if self._values is None else self._values(record), int(record["step"])
-        if isinstance(self._run, TensorBoard):
-            self._attempt(partial(self._run.on_record, trainer, {**values, "step": step}))
+        if isinstance(run, TensorBoard):
+            run.on_record(trainer, {**values, "step": step})
         else:
-            self._attempt(partial(self._run.log, {k: v for k, v in values.items() if k != "step"}, step=step))
+            run.log({name: value for name, value in values.items() if name != "step"}, step=step)
 
     def on_train_end(self, trainer: TrainerView) -> None:
         """End the tracker's run."""

@@ -565,7 +565,7 @@ class Trainer:
 
     def _refuse_running(self, action: str) -> None:
         if self._takes_steps():
-            hint = f"call trainer.stop(), and {action} after fit, in on_train_end or in on_exception"
+            hint = f"call trainer.stop() first; {action} is possible after fit, in on_train_end and in on_exception"
             raise StateError(f"{action} was called while fit takes steps", hint=hint)
 
     def _takes_steps(self) -> bool:

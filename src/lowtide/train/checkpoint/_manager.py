@@ -565,8 +565,7 @@ def _check_folder(directory: Path) -> None:
 def _refuse_foreign(directory: Path) -> None:
     """Raise for folders that would be taken for checkpoints, and so be renamed as damaged or deleted as old."""
     for path in sorted(directory.iterdir()) if directory.is_dir() else ():
-        is_own = (path / _NOTES).exists() or (path / CHECKSUMS).exists()
-        if path.name.isdigit() and path.is_dir() and not is_own:
+        if path.name.isdigit() and path.is_dir() and not any((path / name).exists() for name in (_NOTES, CHECKSUMS)):
             problem = f"{path}: this folder has the name of a checkpoint, but Lowtide did not write it"
             raise OutputError(problem, hint="choose another checkpoint_dir, or rename that folder")
 

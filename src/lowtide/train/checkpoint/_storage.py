@@ -270,11 +270,13 @@ class Rearrangement:
 def check_origin(step: int, notes: Mapping[str, Any], current: Mapping[str, Any]) -> None:
     """Raise when a checkpoint was trained over other frozen weights, or with another implementation of random keys."""
     if notes.get("base") not in (None, current["base"]):
-        hint = "resume with its base model"
-        raise StructureError(f"the checkpoint of step {step} was trained over other frozen weights", hint=hint)
+        problem = f"the checkpoint of step {step} was trained over other frozen weights"
+        got = f"fingerprint {current['base']}, not {notes['base']}"
+        raise StructureError(problem, got=got, hint="resume with the model that the run started with")
     random = notes.get("random")
     if random is not None and random["keys"] != (keys := current["random"]["keys"]):
-        problem = f"the checkpoint of step {step} has random keys of {random['keys']}, not of {keys}"
+        saved, wanted = (", ".join(map(str, names)) for names in (random["keys"], keys))
+        problem = f"the checkpoint of step {step} has random keys of {saved}, not of {wanted}"
         hint = "make keys like those that the run started with, such as jax.random.key(0, impl=...)"
         raise StructureError(problem, hint=hint)
 
