@@ -4,7 +4,7 @@
     nox -s tests-3.13 -- --all           with the slow ones; other arguments go to pytest
     nox -s jax011                        Python 3.12 with JAX 0.11.2
     nox -s remat3                        the same, with JAX's new implementation of recomputation
-    nox -s install                       a user's `pip install .`, without constraints, and two commands
+    nox -s install                       a user's `pip install .[finetune]`, without constraints, and two commands
     nox -s rehearse                      the GPU day at toy size, on JAX and the list of wheels alone
 
 Warnings, including deprecations, are errors in the tests. nox skips an interpreter that is not installed, and reports
@@ -81,7 +81,7 @@ def remat3(session: nox.Session) -> None:
 
 @nox.session(python=PYTHONS, reuse_venv=False)
 def install(session: nox.Session) -> None:
-    """A user's first steps: `pip install .` with the newest versions, a short run, and an explained step."""
+    """A user's first steps: `pip install .[finetune]` with the newest versions, a short run, and an explained step."""
     session.install(".[finetune,tpu-aot]")
     out = Path(session.create_tmp()) / "run"
     shutil.rmtree(out, ignore_errors=True)

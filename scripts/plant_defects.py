@@ -215,9 +215,9 @@ class Plan:
             yield ["-n", "0", *(["-m", self.markers] if self.markers else []), *self.options.tests]
             return
         layers = ci.read_layers(self.checkout.root / "pyproject.toml")
-        # Same formula as `ci.current_quarter`, for that commit.
-        quarter = int(self.checkout.commit[:8], 16) % ci.NUM_QUARTERS
-        selected, _ = ci.select(self.cases, ci.affected_by([defect.file], layers), quarter)
+        # Same formula as `ci.current_rotation`, for that commit.
+        rotation = int(self.checkout.commit[:8], 16) % ci.NUM_ROTATIONS
+        selected, _ = ci.select(self.cases, ci.affected_by([defect.file], layers), rotation)
         for number, paths in enumerate(test_paths(self.checkout.root, defect.package)):
             if not paths:
                 continue

@@ -326,11 +326,24 @@ def test_a_node_of_somebodys_has_the_shape_and_dtype_that_it_says(kind: str) -> 
         lt.adapted(rounded)({"w": node}, X)
 
 
+def test_a_node_without_a_shape_is_refused() -> None:
+    class Nothing:
+        def linear(self, x: Any) -> Any:
+            return x
+
+    with pytest.raises(StructureError, match="a Nothing stands for a weight, and has no shape or no dtype"):
+        lt.adapted(several_products)({"w": Nothing()}, X)
+
+
 def test_half_a_model_is_refused() -> None:
     model = lt.lora.add({"w": drawn(16, 64)}, lt.lora.Config(rank=2, targets="w"), key=jax.random.key(0))
     for half in lt.partition(model, "**/lora_*"):
         with pytest.raises(StructureError, match=r"a LoRAWeight has no weight, or no factors(.|\n)*lt.combine"):
             lt.adapted(lambda p, x: x @ p["w"].T)(half, X)
+    base = lt.quantize({"w": drawn(16, 64)}, "w", "int8")
+    quantized = lt.lora.add(base, lt.lora.Config(rank=2, targets="w"), key=jax.random.key(0))
+    with pytest.raises(StructureError, match="combine the halves"):
+        lt.adapted(several_products)(lt.partition(quantized, "**/lora_*")[0], X)
 
 
 def test_dtypes_without_a_wider_one_are_refused() -> None:

@@ -69,7 +69,7 @@ def test_dtypes_are_chosen_on_loading(directory):
 
 @pytest.mark.parametrize("wrong", [{"dtype": "bfloat"}, {"compute_dtype": "int8"}, {"compute_dtype": "auto"}])
 def test_dtypes_that_cannot_be_computed_in_are_refused(directory, wrong):
-    with pytest.raises(ConfigError, match="is not a floating-point dtype, such as float32 or bfloat16"):
+    with pytest.raises(ConfigError, match="must be floating-point, such as float32 or bfloat16, not"):
         load(directory, **wrong)
 
 

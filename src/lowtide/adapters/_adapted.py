@@ -248,7 +248,9 @@ class _TracedProgram:
 
 
 def _is_node(leaf: Any) -> bool:
-    return is_weight(leaf) or isinstance(leaf, _KernelWeight)
+    # `type`: a user's module may have a field named ``linear``.
+    is_foreign = isinstance(leaf, LinearWeight) and hasattr(type(leaf), "linear")
+    return is_weight(leaf) or is_foreign or isinstance(leaf, _KernelWeight)
 
 
 def _is_traced(leaf: Any) -> bool:
@@ -262,9 +264,13 @@ def _abstract_value(leaf: Any) -> Any:
         return leaf
     fields = getattr(type(leaf), "__dataclass_fields__", {})
     factors = [getattr(leaf, name) for name in fields if name.startswith("lora_")]
-    if factors and (getattr(leaf, "weight", leaf) is None or all(factor is None for factor in factors)):
+    has_shape = hasattr(leaf, "shape") and hasattr(leaf, "dtype")
+    if factors and (not has_shape or all(factor is None for factor in factors)):
         hint = "combine the halves of a partition first: lt.combine(trainable, frozen)"
         raise StructureError(f"a {type(leaf).__name__} has no weight, or no factors", hint=hint)
+    if not has_shape:
+        problem = f"a {type(leaf).__name__} stands for a weight, and has no shape or no dtype"
+        raise StructureError(problem, hint="add the attributes shape, ndim and dtype to its class")
     shape = tuple(leaf.shape)
     arrays = [part for part in jax.tree.leaves(leaf) if part is not leaf and is_array_like(part) and not is_key(part)]
     like = next((part for part in arrays if np.shape(part) == shape), jax.ShapeDtypeStruct(shape, leaf.dtype))

@@ -88,7 +88,10 @@ def chat_template(args: argparse.Namespace) -> Any:
     for pair in args.template_arg:
         name, separator, text = pair.partition("=")
         if not separator or not name.isidentifier():
-            raise ConfigError(f"--template-arg needs KEY=VALUE, not {pair!r}", hint="such as enable_thinking=false")
+            raise ConfigError(
+                f"--template-arg needs KEY=VALUE, not {pair!r}",
+                hint="use for instance --template-arg enable_thinking=false",
+            )
         try:
             arguments[name] = json.loads(text)
         except ValueError:

@@ -72,7 +72,9 @@ def run(args: argparse.Namespace) -> int:
         return _report_only(args)
     budget = None if args.budget is None else parse_bytes(args.budget)
     if budget is not None and budget < 1:
-        raise ConfigError(f"--budget must be a size above 0, not {args.budget!r}", hint='such as --budget "16 GiB"')
+        raise ConfigError(
+            f"--budget must be a size above 0, not {args.budget!r}", hint='use for instance --budget "16 GiB"'
+        )
     import jax
 
     from ..finetune import open_run, read_config

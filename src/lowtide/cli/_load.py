@@ -124,7 +124,9 @@ def load(path: Path, name: str, settings: Mapping[str, Any] = MappingProxyType({
             ]
             expected = f"one of its functions: {', '.join(functions) or 'none'}"
             hint = _near_misses(name, [key for key in vars(module) if not key.startswith("__")])
-            raise ConfigError(f"{path.name} has no {name!r}", expected=expected, hint=hint or "name one of them")
+            raise ConfigError(
+                f"{path.name} has no {name!r}", expected=expected, hint=hint or "name a function of the file"
+            )
         yield getattr(module, name)
     finally:
         sys.path[:], sys.argv[:] = saved_paths

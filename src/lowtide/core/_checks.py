@@ -15,6 +15,9 @@ from typing import Any
 from ._errors import ConfigError, LowtideError
 from ._files import shown
 
+_LONGEST_WORD = 100
+"""Characters of a word for which near misses are searched; a file may hold megabytes."""
+
 
 def is_count(value: Any, least: int) -> bool:
     """Return whether a value is an integer of at least `least`; booleans do not count as integers."""
@@ -74,7 +77,8 @@ def check_choice(
     """Raise `error` with the list of choices unless an argument is one of them; the default hint is a near miss."""
     if not (isinstance(value, str) and value in choices):
         *quoted, last = [f'"{choice}"' for choice in choices]
-        near = difflib.get_close_matches(str(value).lower(), choices, n=1)
+        is_word = isinstance(value, str) and len(value) < _LONGEST_WORD
+        near = difflib.get_close_matches(value.lower(), choices, n=1) if is_word else []
         default = f'did you mean "{near[0]}"?' if near else None
         _refuse(name, f"{', '.join(quoted)} or {last}" if quoted else last, value, hint or default, error)
 

@@ -18,7 +18,7 @@ _MODULES = {
 def require_extra(extra: str) -> None:
     """Raise ConfigError, with the command that installs it, if a module of an extra is missing.
 
-    Packages call it before they import one of these modules. The check imports nothing and runs once in a process.
+    Packages call it before they import one of these modules. The check runs once in a process.
     """
     missing = [module for module in _MODULES[extra] if not _is_installed(module)]
     if missing:

@@ -15,11 +15,10 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
-from tokenizers import Tokenizer
 
 from .. import models
 from ..adapters import lora
@@ -39,6 +38,9 @@ from ..quant import QuantizedWeight, dequantize
 from ._config import FOUR_BITS, FinetuneConfig
 from .data import ChatTemplate, chat_turn, load_chat_template
 from .data._encode import encode
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
 
 _COPIED_FILES = (
     *("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja"),

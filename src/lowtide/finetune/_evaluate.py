@@ -9,18 +9,21 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
-from tokenizers import Tokenizer
 
 from .. import models
 from ..core import DataError, Tree, check_integer
 from .data._encode import name_documents
 from .data._load import tokenise
 from .data._pack import IGNORE
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

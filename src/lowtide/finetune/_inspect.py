@@ -396,6 +396,7 @@ def _find_weight_files(folder: Path) -> list[Path]:
 
 def _read_headers(files: Sequence[Path]) -> dict[str, tuple[str, tuple[int, ...]]]:
     """Read the dtype and shape of each tensor from the headers, which also verify the length of each file."""
+    require_extra("finetune")
     from safetensors import SafetensorError, safe_open
 
     tensors: dict[str, tuple[str, tuple[int, ...]]] = {}

@@ -14,12 +14,11 @@ import warnings
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from tokenizers import Tokenizer
 
 from .. import models
 from ..adapters import lora
@@ -83,6 +82,9 @@ from ._run_folder import (
 from .data._encode import decode_after
 from .data._load import load_data
 from .data._pack import IGNORE
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
 
 _PROMPT_TOKENS = 24
 """Tokens of the prompt for a sample from plain text."""
@@ -423,7 +425,7 @@ def _refuse_for_sharding(config: FinetuneConfig, *, is_pipeline: bool) -> None:
     words = [word for word in config.offload or () if word != "activations" or not is_pipeline]
     if config.full or words:
         setting = "--full" if config.full else f"--offload {','.join(words)}"
-        hint = f"leave out --distributed and --pipeline, or {setting}; with --pipeline activations can be offloaded"
+        hint = f"leave out --distributed and --pipeline, or {setting}"
         raise ConfigError(f"{setting} cannot be sharded over devices yet", hint=hint)
     if is_pipeline and config.layers_per_remat > 1:
         problem = "layers_per_remat contradicts --pipeline, whose stages keep the input of each layer"

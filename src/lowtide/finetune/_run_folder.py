@@ -343,7 +343,7 @@ def write_report(out: str | Path) -> Path:
         Path of the page, `report.html` in that folder: one file that needs no network and no script.
 
     Raises:
-        OutputError: when the folder holds no run, its `data.json` is damaged, or it cannot be written.
+        OutputError: when the folder holds no run, or cannot be written.
         ConfigError: when its `config.toml` is damaged.
 
     Memory:
@@ -356,7 +356,13 @@ def write_report(out: str | Path) -> Path:
     config = config_from_dict(read_config(out / CONFIG), str(out / CONFIG))
     records, notes = read_records(out / METRICS), list[str]()
     (tables, samples), memory = _read_parts(out, notes), _read_memory(out / REPORT, notes)
-    num_steps = config.num_steps if config.num_epochs is None else _read_start(out).get("num_steps")
+    num_steps = config.num_steps
+    if config.num_epochs is not None:
+        try:
+            num_steps = _read_start(out).get("num_steps")
+        except OutputError as error:
+            num_steps = None
+            notes.append(error.message)
     verdict, facts = _facts(config, records, num_steps, memory)
     software = ", ".join(f"{name} {version}" for name, version in versions().items() if version)
     run = RunFacts(
@@ -440,22 +446,24 @@ def _duration(seconds: float) -> str:
 
 def _value(record: Mapping[str, Any], name: str) -> float | None:
     value = record.get(name)
-    return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
+    return float(value) if type(value) in (int, float) and math.isfinite(value) else None
 
 
 def _read_parts(out: Path, notes: list[str]) -> tuple[dict[str, list[tuple[str, str]]], dict[str, tuple[str, str]]]:
     """Read tables and samples from `report.json`, as `save_report_inputs` wrote them."""
+    tables: dict[str, list[tuple[str, str]]] = {}
+    samples: dict[str, tuple[str, str]] = {}
     try:
         parts = json.loads((out / PARTS).read_bytes())
-        tables = {title: [(str(name), str(text)) for name, text in rows] for title, rows in parts["tables"].items()}
-        samples = {title: (str(prompt), str(text)) for title, (prompt, text) in parts["samples"].items()}
+        for title, (prompt, text) in parts["samples"].items():
+            samples[title] = str(prompt), str(text)
+        for title, rows in parts["tables"].items():
+            tables[title] = [(str(name), str(text)) for name, text in rows]
     except FileNotFoundError:
         notes.append("only runs with --report keep samples")
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         notes.append(f"{PARTS} cannot be read: {error}")
-    else:
-        return tables, samples
-    return {}, {}
+    return tables, samples
 
 
 def _read_memory(path: Path, notes: list[str]) -> MemoryReport | None:

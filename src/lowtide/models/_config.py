@@ -163,7 +163,7 @@ class DecoderConfig:
         check_number("rotary_fraction", self.rotary_fraction, above=0, most=1)
         if self.head_dim % 2 or self.rotary_dim < 2 or self.rotary_dim % 2:
             problem = f"head_dim and its rotated part must be even, not {self.head_dim} and {self.rotary_dim}"
-            hint = "rotary embeddings rotate pairs of dimensions; change head_dim or rotary_fraction"
+            hint = "change head_dim or rotary_fraction, which is partial_rotary_factor in config.json"
             raise ConfigError(problem, hint=hint)
         self._check_rope()
         self._check_windows()

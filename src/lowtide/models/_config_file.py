@@ -22,10 +22,10 @@ _LAYER_TYPES = ("full_attention", "sliding_attention")
 _DROPOUTS = ("attention_dropout", "resid_pdrop", "embd_pdrop")
 _MULTIMODAL_FIELDS = ("bos_token_id", "eos_token_id", "tie_word_embeddings", "quantization_config")
 """Fields that models of images and text store outside of their `text_config`."""
-_COPY_HINT = "copy config.json, which has the sizes of the model, from the model's source again"
+_COPY_HINT = "copy the model's files from their source again"
 _WRONG_LOGITS = "choose another model; another frequency rule would give wrong logits, so nothing was loaded"
 _ARCHITECTURES = ", ".join(family.architecture for family in FAMILIES.values())
-_FAMILIES_HINT = f"check that --model names the right folder; Lowtide reads {_ARCHITECTURES}, with its model_type"
+_FAMILIES_HINT = f"check that --model names the right folder; supported architectures: {_ARCHITECTURES}"
 
 
 def config_from_hf(raw: Mapping[str, Any], filename: str) -> DecoderConfig:

@@ -120,7 +120,7 @@ def load(
     """
     for name in (compute_dtype,) if dtype == "auto" else (dtype, compute_dtype):
         if not _is_floating(name):
-            raise ConfigError(f"{name!r} is not a floating-point dtype, such as float32 or bfloat16")
+            raise ConfigError(f"the dtype must be floating-point, such as float32 or bfloat16, not {name!r}")
     directory = Path(directory)
     config, scheme = _read_config(directory)
     with _open_plans(directory, config, scheme, dtype) as (plans, treedef, notes):

@@ -167,7 +167,7 @@ def generate_batch(
     _check_prompts(model, prompts, num_tokens, num_samples, batch_size)
     ends = tuple(end_tokens)
     rows = [(index, sample) for index in range(len(prompts)) for sample in range(num_samples)]
-    size = min(batch_size, len(rows))
+    size = max(1, min(batch_size, len(rows)))
 
     def completions() -> Iterator[Completion]:
         for start in range(0, len(rows), size):

@@ -76,8 +76,8 @@ def add(
         config: a `Config`, `IA3Config` or `VeRAConfig`.
         key: a JAX random key; (IA)³ needs none.
         fn: a function of the model, such as its loss, for a model that uses weights in other ways; train it as
-            ``lt.adapted(fn)``. Its traced program shows how it uses each target: a matrix with axes in any order, a
-            kernel of attention or of a convolution, an embedding table, or a stack of these.
+            ``lt.adapted(fn)``. Its traced program shows how it uses each target. A target is a matrix with axes in any
+            order, a kernel of attention or of a convolution, an embedding table, or a stack of these.
         args: the other arguments of `fn`: arrays, or shapes.
 
     Returns:

@@ -1,4 +1,4 @@
-"""Arrays that train as a whole beside adapters (PEFT's `modules_to_save`, biases): node, selection and files.
+"""Arrays that train as a whole in addition to adapters (PEFT's `modules_to_save`, biases): node, selection and files.
 
 The original array stays next to the copy that trains, as in PEFT. So the base is available without the adapter, and one
 glob selects the trainable leaves of every kind. Deviation from PEFT: the copy is float32 whatever the dtype of the
@@ -261,8 +261,8 @@ def _check_trainable(model: Tree, site: Site) -> None:
 
 # In files, a module ``m`` of `modules_to_save` has its own tensors, ``base_model.model.m.weight`` and ``….bias``. A
 # trained bias is ``base_model.model.m.bias``, or ``base_model.model.m.base_layer.bias`` if its module has an adapter. A
-# name in `modules_to_save` selects modules whose name, or a parent's name, ends with it,
-# after a dot or not (`utils.other._set_trainable` of PEFT 0.21).
+# name in `modules_to_save` selects modules whose name, or a parent's name, ends with it, after a dot or not
+# (`utils.other._set_trainable` of PEFT 0.21).
 #
 # If the embedding of a model is also its head, PEFT trains one of the two modules, or with `ensure_weight_tying` both
 # as one. Here they are one array: it is written as two equal tensors, and unequal ones are refused.

@@ -347,7 +347,7 @@ def text_data(
     order, items = np.random.default_rng(seed).permutation(len(documents)), [*name_documents(documents).items()]
     digest = hashlib.sha256()
     stream = tokenise(dict(items[i] for i in order), tokenizer, end_token, vocab_size, on_progress, digest)
-    seq_len = seq_len if isinstance(seq_len, int) else seq_len(len(stream) // _LEAST_WINDOWS)
+    seq_len = seq_len(len(stream) // _LEAST_WINDOWS) if callable(seq_len) else int(seq_len)
     window = seq_len + 1
     if eval_documents is None:
         windows = _windows(stream, window, "one training and one held-out sequence", 2)
