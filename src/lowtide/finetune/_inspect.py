@@ -21,7 +21,17 @@ from typing import Any
 
 import numpy as np
 
-from ..core import LowtideError, ModelFileError, format_bytes, gguf_file, input_file, parse_json, read_input, shortened
+from ..core import (
+    LowtideError,
+    ModelFileError,
+    format_bytes,
+    gguf_file,
+    input_file,
+    parse_json,
+    read_input,
+    require_extra,
+    shortened,
+)
 from ._config import FinetuneConfig, read_config, with_seq_len
 
 _COPY_HINT = "copy the file from its source again"

@@ -446,7 +446,8 @@ def _duration(seconds: float) -> str:
 
 def _value(record: Mapping[str, Any], name: str) -> float | None:
     value = record.get(name)
-    return float(value) if type(value) in (int, float) and math.isfinite(value) else None
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return float(value) if is_number and math.isfinite(value) else None
 
 
 def _read_parts(out: Path, notes: list[str]) -> tuple[dict[str, list[tuple[str, str]]], dict[str, tuple[str, str]]]:
