@@ -446,8 +446,9 @@ def _duration(seconds: float) -> str:
 
 def _value(record: Mapping[str, Any], name: str) -> float | None:
     value = record.get(name)
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return float(value) if is_number and math.isfinite(value) else None
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    return float(value) if math.isfinite(value) else None
 
 
 def _read_parts(out: Path, notes: list[str]) -> tuple[dict[str, list[tuple[str, str]]], dict[str, tuple[str, str]]]:
