@@ -30,6 +30,7 @@ def require_extra(extra: str) -> None:
 
 def _is_installed(module: str) -> bool:
     try:
-        return importlib.util.find_spec(module) is not None
+        spec = importlib.util.find_spec(module)
     except ModuleNotFoundError:  # the parent package is missing
         return False
+    return spec is not None and spec.origin is not None  # a folder of that name has no origin

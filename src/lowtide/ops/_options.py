@@ -144,7 +144,7 @@ def check_mask(q: Array, k: Array, mask: Any) -> None:
     )
     _require(
         not mask.causal or mask.start is not None or q.shape[1] == k.shape[1],
-        f"causal attention without a start needs as many queries as keys, {k.shape[1]}",
+        f"causal attention without a start needs {k.shape[1]} queries, one for each key",
         q.shape[1],
         hint="if the first query has the index `start` among the keys, as with a cache, pass "
         "mask=AttentionMask(start=start); if queries see all keys, pass mask=AttentionMask(causal=False)",

@@ -72,7 +72,8 @@ def parse_patterns(format: Any, match: Any, weights: Any) -> list[tuple[re.Patte
     expression, or arguments that have no effect.
     """
     if weights is not None:
-        check_choice("weights", weights, WEIGHTS, hint='use "split", which loses the least precision per byte')
+        hint = 'use "split", which loses the least precision per byte, or leave weights out'
+        check_choice("weights", weights, WEIGHTS, hint=hint)
     has_no_format = format is None or (isinstance(format, (str, Mapping)) and not format)
     if has_no_format and weights is None:
         problem = "low_precision has neither a format nor weights, so it would not change the optimizer"
@@ -95,7 +96,7 @@ def _compile_pattern(text: Any) -> re.Pattern[str]:
     check_type("match", getattr(text, "pattern", text), str, "a regular expression", hint=hint)
     try:
         return re.compile(text)
-    except re.error as error:
+    except (re.error, TypeError) as error:  # TypeError: a pattern of another library, or of bytes
         raise ConfigError(f"match={text!r} is not a regular expression: {error}", hint=hint) from error
 
 

@@ -17,8 +17,8 @@ from ...jaxprs import Kind, bodies, called, equations, fold, kind_of, opened
 from .._streaming import tracing_for_analysis
 
 RUNNING_HINT = (
-    "use it once, in lowtide.core.linear or chunked_cross_entropy, outside of loops; or remove its pattern from "
-    "LayerStack.running: its gradient is then summed like any other"
+    "use it once, outside of loops, in lowtide.core.linear or lowtide.losses.chunked_cross_entropy; or remove its "
+    "pattern from LayerStack.running"
 )
 
 

@@ -67,7 +67,7 @@ def refuse_collectives(name: str, jaxpr: Any, axis: str) -> None:
     for operation, axes, location in _divergent_branches(jaxpr):
         raise StructureError(
             f"{name}: {operation}{location and f' at {location}'} is decided separately by each device "
-            f"along {', '.join(axes)}, and it or its gradient contains collectives along it",
+            f"along {', '.join(axes)}, although its branches or their gradients contain collectives along that axis",
             hint=f"decide for all devices, for instance by jax.lax.psum(score, {axes[0]!r}) > 0; or pass replicated "
             f"weights as jax.lax.pcast(w, {axes[0]!r}, to='varying'), whose gradients are summed outside",
         )

@@ -287,8 +287,9 @@ def _chunks(name: str, recipe: Recipe, num_stages: int, num_microbatches: int, s
     # V-schedules and interleaved ones are cut from schedules with at least two microbatches per rank.
     if num_stages * max(num_microbatches, 2 * num_stages // chunks) > _MAX_PASSES:
         raise ConfigError(
-            f"{name}: {num_stages} stages and {num_microbatches} microbatches are more than one schedule can hold, at "
-            f"most {_MAX_PASSES:,} passes of microbatches through stages",
+            f"{name}: {num_stages} stages and {num_microbatches} microbatches are more than one schedule can hold",
+            expected=f"at most {_MAX_PASSES:,} passes of microbatches through stages",
+            got=f"{num_stages * num_microbatches:,}",
             hint="use fewer, larger microbatches, and add up the gradients of several batches (optax.MultiSteps): "
             "from about eight microbatches per rank the bubble is small",
         )

@@ -28,6 +28,8 @@ def write_view(path: str | Path, content: bytes) -> None:
             file.write_bytes(content)  # a pipe, a terminal or another device, which a file must not replace
             return
         file = file.resolve() if file.is_symlink() else file  # the link stays, as with a shell's redirection
+        if file.is_dir():
+            raise IsADirectoryError(f"{file} is a folder")
         if not file.parent.is_dir():  # `write_files` would create it
             raise NotADirectoryError(f"{file.parent} is not a folder")
         write_files(file.parent, {file.name: content})
