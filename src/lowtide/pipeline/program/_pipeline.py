@@ -361,11 +361,9 @@ class Pipeline:
         """
         layer_layout = self.layout(num_layers(layers))
         if self.arranged and self.layers_per_stage is None and not layer_layout.is_even:
-            raise ConfigError(
-                f"{layer_layout.num_layers} layers do not divide evenly into {self.schedule.num_stages} stages, and arranged "
-                "layers do not show which rows are padding",
-                hint=f"call value_and_grad(..., arranged=True, layers_per_stage={list(layer_layout.layers_per_stage)})",
-            )
+            problem = f"{layer_layout.num_layers} layers do not divide evenly into {self.schedule.num_stages} stages"
+            hint = f"call value_and_grad(..., arranged=True, layers_per_stage={list(layer_layout.layers_per_stage)})"
+            raise ConfigError(f"{problem}, and arranged layers do not show which rows are padding", hint=hint)
         return layer_layout.arrange(layers, self.mesh, self.axis)
 
     def restore(self, rows: Tree, num_layers: int) -> Tree:
