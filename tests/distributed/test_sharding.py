@@ -27,7 +27,7 @@ def test_a_mesh_of_another_number_of_devices_is_refused(sizes):
     text = (
         "an integer of at least -1, not -2" if sizes == {"fsdp": -2} else "do not multiply to the number of devices, 8"
     )
-    with pytest.raises(ConfigError, match=rf"(?s){text}.*hint: (pass|use) -1"):
+    with pytest.raises(ConfigError, match=rf"(?s){text}.*hint: (pass|use 1 or more, or) -1"):
         make_mesh(**sizes)
 
 

@@ -131,7 +131,10 @@ def test_how_far_layers_see_is_data_and_nothing_that_trains() -> None:
             {"sliding_layers": (True,), "sliding_window": 4},
             r"sliding_layers must have 4 values, one for each layer, not 1(.|\n)*hint: .*layer_types",
         ),
-        ({"rotary_fraction": 0.2}, r"head_dim and its rotated part must be even, not \d+ and \d+(.|\n)*hint: rotary"),
+        (
+            {"rotary_fraction": 0.2},
+            r"head_dim and its rotated part must be even, not \d+ and \d+(.|\n)*hint: change head_dim",
+        ),
         (
             {"rope_scaling": models.RopeScaling(rope_type="longrope", factor=2.0)},
             r"short_factor must have \d+ values, one for each frequency, not 0",

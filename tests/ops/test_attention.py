@@ -128,7 +128,7 @@ def ones(*shape: int, dtype: Any = jnp.float32) -> Any:
         (
             ((2, 4, 2, 8), (2, 5, 2, 8), (2, 5, 2, 8)),
             {},
-            r"as many queries as keys, 5, not 4\n(.|\n)*mask=AttentionMask\(start=start\)",
+            r"needs 5 queries, one for each key, not 4\n(.|\n)*mask=AttentionMask\(start=start\)",
         ),
         (None, {"window": 0}, r"window must be an integer of at least 1"),
         (None, {"window": 2.5}, r"window must be an integer of at least 1"),

@@ -50,13 +50,10 @@ def check_number(
     hint: str | None = None,
     error: type[LowtideError] = ConfigError,
 ) -> None:
-    """Raise `error` unless an argument is a finite number in a range; booleans do not count as numbers."""
+    """Raise `error` unless an argument is a finite number in a range; booleans and arrays do not count as numbers."""
     number = math.nan
-    # An array without axes, such as jnp.float32(0.5), is a number, too.
-    is_scalar_array = getattr(value, "shape", None) == () and str(getattr(value, "dtype", "bool")) != "bool"
-    if not isinstance(value, bool) and (isinstance(value, Real) or is_scalar_array):
-        # OverflowError: an integer above the range of floating-point numbers. TypeError: a traced or a complex number.
-        with contextlib.suppress(OverflowError, TypeError):
+    if not isinstance(value, bool) and isinstance(value, Real):
+        with contextlib.suppress(OverflowError):  # an integer above the range of floating-point numbers
             number = float(value)
     is_valid = (
         math.isfinite(number)

@@ -426,6 +426,8 @@ def _refuse_for_sharding(config: FinetuneConfig, *, is_pipeline: bool) -> None:
     if config.full or words:
         setting = "--full" if config.full else f"--offload {','.join(words)}"
         hint = f"leave out --distributed and --pipeline, or {setting}"
+        if words == ["activations"]:
+            hint += "; with --pipeline activations can be offloaded"
         raise ConfigError(f"{setting} cannot be sharded over devices yet", hint=hint)
     if is_pipeline and config.layers_per_remat > 1:
         problem = "layers_per_remat contradicts --pipeline, whose stages keep the input of each layer"

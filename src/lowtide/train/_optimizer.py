@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from ..core import ConfigError, Tree, check_number
+from ..core import ConfigError, Tree
 
 
 class EmaState(NamedTuple):
@@ -54,7 +54,8 @@ def ema(tx: optax.GradientTransformation, decay: float) -> optax.GradientTransfo
     References:
         Polyak and Juditsky, "Acceleration of stochastic approximation by averaging", 1992.
     """
-    check_number("decay", decay, above=0, below=1)
+    if not 0 < decay < 1:  # an array without axes is valid, too
+        raise ConfigError(f"decay must be above 0 and below 1, not {decay!r}")
     transform = _Ema(optax.with_extra_args_support(tx), decay)
     return optax.GradientTransformationExtraArgs(transform.init, transform.update)
 
