@@ -243,7 +243,7 @@ def test_a_folder_that_the_first_process_cannot_write_to_is_told_to_the_others(t
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     (tmp_path / "file").touch()
     with pytest.raises(OutputError, match="cannot write"):
-        _processes.refuse_other_folders(types.SimpleNamespace(count=2, is_first=True), tmp_path / "file")
+        _processes.check_shared_folder(types.SimpleNamespace(count=2, is_first=True), tmp_path / "file")
     assert "cannot write" in said[-1]["error"]
 
 

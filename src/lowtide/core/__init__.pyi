@@ -60,7 +60,7 @@ from ._linear import linear as linear
 from ._linear import products_explained as products_explained
 from ._linear import rows as rows
 from ._linear import transposed_product as transposed_product
-from ._models import OWN_NAMES as OWN_NAMES
+from ._models import INTERNAL_PREFIX as INTERNAL_PREFIX
 from ._models import ExternalNames as ExternalNames
 from ._models import LayerStack as LayerStack
 from ._models import ModelObject as ModelObject
@@ -69,9 +69,9 @@ from ._models import hidden_in_groups as hidden_in_groups
 from ._models import is_own_name as is_own_name
 from ._models import is_recomputed as is_recomputed
 from ._models import is_stacked as is_stacked
+from ._models import model_part as model_part
 from ._models import num_layers as num_layers
 from ._models import recomputed as recomputed
-from ._models import side_of as side_of
 from ._paths import Tree as Tree
 from ._paths import is_array_like as is_array_like
 from ._paths import is_key as is_key
@@ -92,13 +92,13 @@ from ._placement import canonical as canonical
 from ._placement import explicit_mesh as explicit_mesh
 from ._placement import is_staged as is_staged
 from ._placement import lookup_sharding as lookup_sharding
+from ._placement import map_token_shards as map_token_shards
 from ._placement import memory_space as memory_space
 from ._placement import num_shards_along as num_shards_along
+from ._placement import num_token_shards as num_token_shards
 from ._placement import on_host as on_host
-from ._placement import on_own_tokens as on_own_tokens
 from ._placement import put as put
 from ._placement import shardings_of as shardings_of
-from ._placement import token_parts as token_parts
 from ._placement import traced_mesh as traced_mesh
 from ._placement import without_explicit_axes as without_explicit_axes
 from ._selection import Pattern as Pattern
@@ -116,7 +116,7 @@ from ._selection import shared_leaves as shared_leaves
 from ._selection import split_static as split_static
 from ._tracing import ConvertedClosure as ConvertedClosure
 from ._tracing import closure_convert as closure_convert
-from ._tracing import like_type as like_type
+from ._tracing import initial_carry as initial_carry
 from ._tracing import uniformly_varying as uniformly_varying
 from ._tracing import varying_axes as varying_axes
 from ._tracing import zero_after as zero_after

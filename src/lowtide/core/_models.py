@@ -253,13 +253,13 @@ def _is_loss(value: Any) -> bool:
     return getattr(value, "shape", None) == () and jnp.issubdtype(value.dtype, jnp.floating)
 
 
-OWN_NAMES = "_lowtide/"
+INTERNAL_PREFIX = "_lowtide/"
 """Prefix of Lowtide's internal `checkpoint_name`s; reports and lists for users leave these names out."""
 
 
 def is_own_name(name: str) -> bool:
     """Return whether a `jax.ad_checkpoint.checkpoint_name` is internal to Lowtide."""
-    return name.startswith(OWN_NAMES)
+    return name.startswith(INTERNAL_PREFIX)
 
 
 _is_recomputed: contextvars.ContextVar[bool] = contextvars.ContextVar("is_recomputed", default=False)
@@ -287,14 +287,14 @@ def is_recomputed() -> bool:
     return _is_recomputed.get()
 
 
-def side_of(path: str) -> str | None:
+def model_part(path: str) -> str | None:
     """Return which part of a model (or of a tree with its structure) a path is in: ``outer``, ``layers`` or None."""
     return next((part for part in path.split("/") if part in ("outer", "layers")), None)
 
 
 def is_stacked(path: str, leaf: Any, num_rows: int) -> bool:
     """Return whether a leaf of a model, or of a tree that mirrors it, has one row for each of `num_rows` layers."""
-    return side_of(path) == "layers" and leaf.shape[:1] == (num_rows,)
+    return model_part(path) == "layers" and leaf.shape[:1] == (num_rows,)
 
 
 def num_layers(layers: Tree) -> int:

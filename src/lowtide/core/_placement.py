@@ -182,7 +182,7 @@ def _write_piece(array: Any, piece: Any, start: tuple[Any, ...]) -> Any:
 
 # --- Sharded activations and tokens -----------------------------------------------------------------------------------
 #
-# Functions that cut rows into pieces are mapped over each device's own tokens (`on_own_tokens`). On an array of all
+# Functions that cut rows into pieces are mapped over each device's own tokens (`map_token_shards`). On an array of all
 # tokens the compiler would gather the tokens for every piece, and add up gradients of weights for every piece.
 #
 # `jax.make_mesh` makes explicit axes by default. On them every operation derives the sharding of its result from its
@@ -232,7 +232,7 @@ def num_shards_along(axis: str) -> int:
     return 1 if mesh is None or axis in getattr(mesh, "manual_axes", ()) else mesh.shape.get(axis, 1)
 
 
-def token_parts(length: int, arrays: Tree) -> int:
+def num_token_shards(length: int, arrays: Tree) -> int:
     """Return the number of shards of the token axis; 1 if the tokens cannot be split evenly.
 
     Args:
@@ -243,7 +243,7 @@ def token_parts(length: int, arrays: Tree) -> int:
     return 1 if size == 1 or length % size or explicit_mesh(arrays) is not None else size
 
 
-def on_own_tokens(
+def map_token_shards(
     fn: Callable[[Tree, Tree], Tree], whole: Tree, tokens: Tree, *, axis: int = 1, out_axis: int = 1
 ) -> Any:
     """Call ``fn(whole, tokens)`` on each device's tokens.

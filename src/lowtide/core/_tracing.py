@@ -44,7 +44,7 @@ def varying_axes(aval: Any) -> frozenset[str]:
     return getattr(getattr(aval, "mat", None), "varying", frozenset())
 
 
-def like_type(arrays: Iterable[Any], shape: tuple[int, ...], dtype: Any, fill: float = 0) -> Any:
+def initial_carry(arrays: Iterable[Any], shape: tuple[int, ...], dtype: Any, fill: float = 0) -> Any:
     """Make a constant array that a loop can carry, with the varying axes of `arrays`, which later replace it."""
     # With `check_vma` a loop's carry needs the same varying axes before and after each step; a constant has none.
     full = jnp.full(shape, fill, dtype)

@@ -2,12 +2,12 @@
 
 from ._processes import SHARED as SHARED
 from ._processes import Processes as Processes
+from ._processes import any_process as any_process
+from ._processes import call_on_first as call_on_first
+from ._processes import check_equal as check_equal
+from ._processes import check_shared_folder as check_shared_folder
 from ._processes import fingerprint as fingerprint
-from ._processes import in_any as in_any
-from ._processes import of_first as of_first
 from ._processes import placed as placed
-from ._processes import refuse_other_folders as refuse_other_folders
-from ._processes import same_in_all as same_in_all
 from ._sharding import STAGE as STAGE
 from ._sharding import ShardingRules as ShardingRules
 from ._sharding import abstract as abstract
@@ -20,10 +20,10 @@ __all__ = [
     "ShardingRules",
     "abstract",
     "fingerprint",
-    "in_any",
+    "any_process",
     "make_mesh",
-    "of_first",
+    "call_on_first",
     "placed",
-    "refuse_other_folders",
-    "same_in_all",
+    "check_shared_folder",
+    "check_equal",
 ]

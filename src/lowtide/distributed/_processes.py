@@ -57,7 +57,7 @@ _SAMPLES_PER_AXIS = 8
 _START_ALIKE = "start all processes with the same code, arguments, data and folder"
 
 
-def of_first(make: Callable[[], Any]) -> Any:
+def call_on_first(make: Callable[[], Any]) -> Any:
     """Call a function in the first process only, such as one that makes a folder, and return its result in all.
 
     `make` returns a value that JSON can represent. If it raises, the other processes raise `StateError`.
@@ -79,7 +79,7 @@ def of_first(make: Callable[[], Any]) -> Any:
     return answer["made"]
 
 
-def same_in_all(what: str, text: str) -> None:
+def check_equal(what: str, text: str) -> None:
     """Raise `ConfigError` unless all processes pass the same text; `what` names it in the message."""
     if jax.process_count() == 1:
         return
@@ -90,7 +90,7 @@ def same_in_all(what: str, text: str) -> None:
             raise ConfigError(problem, expected=text, got=got, hint=_START_ALIKE)
 
 
-def in_any(happened: bool, timeout_seconds: int = _WAIT_SECONDS) -> bool:
+def any_process(happened: bool, timeout_seconds: int = _WAIT_SECONDS) -> bool:
     """Return whether something happened in any process, or one does not answer; all processes have to call this."""
     if jax.process_count() == 1:
         return happened
@@ -98,7 +98,7 @@ def in_any(happened: bool, timeout_seconds: int = _WAIT_SECONDS) -> bool:
     return any(text is None or json.loads(text) for text in replies)
 
 
-def refuse_other_folders(processes: Processes, folder: Path) -> None:
+def check_shared_folder(processes: Processes, folder: Path) -> None:
     """Raise unless all processes see the same folder: they would otherwise wait forever for one another's files."""
     if processes.count == 1:
         return
@@ -108,8 +108,8 @@ def refuse_other_folders(processes: Processes, folder: Path) -> None:
         write_files(folder, {name: b""})
         return name
 
-    name = of_first(write)
-    is_missing = in_any(not _wait_for_file(folder / name))
+    name = call_on_first(write)
+    is_missing = any_process(not _wait_for_file(folder / name))
     if processes.is_first:
         (folder / name).unlink()
     if is_missing:
@@ -255,7 +255,7 @@ class Processes:
 
     def any(self, happened: bool) -> bool:
         """Return whether something happened in any process; all processes have to call this."""
-        return happened if self.count == 1 else in_any(happened, self._rules.timeout_seconds)
+        return happened if self.count == 1 else any_process(happened, self._rules.timeout_seconds)
 
     def least(self, number: int | None) -> int | None:
         """Return the smallest number of all processes, or None if any passes None; all processes have to call this."""

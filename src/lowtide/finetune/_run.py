@@ -33,7 +33,7 @@ from ..core import (
     tree_bytes,
     write_files,
 )
-from ..distributed import STAGE, Processes, ShardingRules, of_first, refuse_other_folders
+from ..distributed import STAGE, Processes, ShardingRules, call_on_first, check_shared_folder
 from ..memory import Target
 from ..offload import to_device
 from ..pipeline import Pipeline, schedule, value_and_grad
@@ -129,7 +129,7 @@ class Finetune:
             lora.check_names(plan.model)
         template_kwargs = {"tokenizer_dir": self.tokenizer_dir, "chat_template": config.chat_template}
         self.ends = load_end_tokens(self.base.config, self.tokenizer, self.directory, **template_kwargs)
-        day = of_first(lambda: start_day(self.out))
+        day = call_on_first(lambda: start_day(self.out))
         options: dict[str, Any] = {"end_token": self.ends.text, "day": day, "on_progress": on_tokenise}
         options |= {"vocab_size": self.base.config.vocab_size, "context": self.base.config.max_position_embeddings}
         self.data = load_data(config, self.tokenizer_dir, self.tokenizer, **options)
@@ -143,10 +143,10 @@ class Finetune:
         if sharding is not None:
             sharding.batch_shapes(self.data.train[0], config.num_microbatches)  # raises if rows cannot be sharded
         self._processes.agree(config=config_to_toml(config), data=self.data.digest)
-        refuse_other_folders(self._processes, self.out)
+        check_shared_folder(self._processes, self.out)
         # Before the trainer creates the checkpoint folder. A run killed with that folder but without config.toml could
         # neither be resumed nor started again.
-        of_first(
+        call_on_first(
             lambda: (write_config(self.out, original_config), check_same_run(self.out, config, self.data.digest, day))
         )
         self.schedule = plan.schedule

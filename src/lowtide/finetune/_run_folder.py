@@ -29,7 +29,7 @@ from typing import Any
 import jax
 
 from ..core import ConfigError, LowtideError, OutputError, check_writable, format_bytes, is_count, write_files
-from ..distributed import of_first, same_in_all
+from ..distributed import call_on_first, check_equal
 from ..report import Chart, MemoryReport, RunFacts, run_page, versions
 from ..train import Callback
 from ._config import FinetuneConfig, config_from_dict, config_to_toml, flag_of, read_config
@@ -65,8 +65,8 @@ def open_run(out: str | Path, values: Mapping[str, Any], where: str, *, resume: 
         OutputError: when `out` is not empty and `resume` is not set, cannot be written, or has nothing to resume.
         ConfigError: for unusable values, or values that differ from those of the run to resume.
     """
-    same_in_all("arguments", json.dumps(values, default=str, sort_keys=True))
-    saved = of_first(lambda: config_to_toml(_open_run(Path(out), values, where, resume=resume)))
+    check_equal("arguments", json.dumps(values, default=str, sort_keys=True))
+    saved = call_on_first(lambda: config_to_toml(_open_run(Path(out), values, where, resume=resume)))
     return config_from_dict(tomllib.loads(saved), where)
 
 

@@ -29,10 +29,10 @@ from ..core import (
     check_integer,
     check_number,
     if_active,
-    like_type,
+    initial_carry,
     linear,
-    on_own_tokens,
-    token_parts,
+    map_token_shards,
+    num_token_shards,
     uniformly_varying,
 )
 
@@ -114,7 +114,7 @@ def chunked_cross_entropy(
     if chunk_size is None:
         chunk_size = _MOST_CHUNK if 4 * _MOST_CHUNK * _vocabulary(h, head) <= _LOGIT_BYTES else _LEAST_CHUNK
     num_sequences = max(1, labels.size // labels.shape[-1])
-    parts = token_parts(labels.shape[-1], (h, labels))
+    parts = num_token_shards(labels.shape[-1], (h, labels))
     # `chunk_size` counts tokens of all sequences and devices, `chunk` positions of one device's part of a sequence.
     chunk = min(labels.shape[-1] // parts, max(1, chunk_size // (num_sequences * parts)))
     if isinstance(head, RunningGradient):
@@ -135,7 +135,7 @@ def chunked_cross_entropy(
         if parts == 1:
             total = loss_sum(leaves, (h, labels))
         else:
-            total = jnp.sum(on_own_tokens(local_sum, leaves, (h, labels), axis=labels.ndim - 1, out_axis=0))
+            total = jnp.sum(map_token_shards(local_sum, leaves, (h, labels), axis=labels.ndim - 1, out_axis=0))
     if reduction == "sum":
         return total
     return total / jnp.maximum(jnp.sum(labels != ignore_index), 1).astype(jnp.float32)
@@ -169,9 +169,11 @@ def _forward(static: tuple[Any, _Options], h: Any, leaves: tuple[Any, ...], labe
         return total + value, dh, jax.tree.map(lambda acc, grad: acc + grad.astype(acc.dtype), dleaves, grads)
 
     args = (h, *leaves, labels)
-    zeros = jax.tree.map(lambda leaf: like_type(args, leaf.shape, jnp.promote_types(leaf.dtype, jnp.float32)), trained)
+    zeros = jax.tree.map(
+        lambda leaf: initial_carry(args, leaf.shape, jnp.promote_types(leaf.dtype, jnp.float32)), trained
+    )
     carry = (
-        like_type(args, (), jnp.float32),
+        initial_carry(args, (), jnp.float32),
         uniformly_varying((jnp.zeros_like(h), *args))[0] if is_h_perturbed else None,
         zeros,
     )
@@ -234,7 +236,7 @@ def _sum_of_chunks(options: _Options, h: Array, head: Any, labels: Array) -> Arr
         return total + _chunk_loss(options, h_BCD, head, labels_BC)
 
     args = (h, *jax.tree.leaves(head), labels)
-    return _over_chunks(labels.shape[-1], options.chunk, body, like_type(args, (), jnp.float32))
+    return _over_chunks(labels.shape[-1], options.chunk, body, initial_carry(args, (), jnp.float32))
 
 
 def _chunk_loss(options: _Options, h_BCD: Array, head: Any, labels_BC: Array) -> Array:

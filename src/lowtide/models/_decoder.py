@@ -25,7 +25,7 @@ from jax.sharding import SingleDeviceSharding
 from jaxtyping import Array, Float, Int
 
 from ..core import (
-    OWN_NAMES,
+    INTERNAL_PREFIX,
     LayerStack,
     StructureError,
     Tree,
@@ -51,10 +51,10 @@ Such layers share one stack: an integer leaf, ``layers/attn/window``, holds each
 
 _SAVED_PRODUCTS = jax.checkpoint_policies.save_only_these_names(
     *(
-        f"{OWN_NAMES}{name}"
+        f"{INTERNAL_PREFIX}{name}"
         for name in ("attn_q", "attn_k", "attn_added", "mlp_gate", "mlp_up", "mlp_gate_up", "mlp_out")
     ),
-    *(f"{OWN_NAMES}{name}" for name in ("lora_low", "lora_scaled")),
+    *(f"{INTERNAL_PREFIX}{name}" for name in ("lora_low", "lora_scaled")),
 )
 """Residuals that are saved for layers that are not recomputed: results of matrix products."""
 
@@ -553,7 +553,10 @@ def _project(config: DecoderConfig, layer: Tree, tokens: tuple[Array, Array, Arr
     else:
         q_BTW, k_BTX, v_BTX = (_dense(attn[f"{name}_proj"], x_BTD) for name in "qkv")
     if config.qk_norm != "none":
-        q_BTW, k_BTX = checkpoint_name(q_BTW, f"{OWN_NAMES}attn_q"), checkpoint_name(k_BTX, f"{OWN_NAMES}attn_k")
+        q_BTW, k_BTX = (
+            checkpoint_name(q_BTW, f"{INTERNAL_PREFIX}attn_q"),
+            checkpoint_name(k_BTX, f"{INTERNAL_PREFIX}attn_k"),
+        )
     if config.qk_norm == "width":
         q_BTW, k_BTX = (rms_norm(x, attn[f"{n}_norm"]["weight"], config) for x, n in ((q_BTW, "q"), (k_BTX, "k")))
     q_BTNH, k_BTKH = (x.reshape(*x.shape[:2], -1, config.head_dim) for x in (q_BTW, k_BTX))
@@ -569,7 +572,7 @@ def _finish(
 ) -> tuple[Array, tuple[Array, Array] | None]:
     """Add the attention output to the residual stream, then the output of the MLP or the mixture of experts."""
     h_BTD, out_BTW = tokens
-    added_BTD = checkpoint_name(_dense(layer["attn"]["o_proj"], out_BTW), f"{OWN_NAMES}attn_added")
+    added_BTD = checkpoint_name(_dense(layer["attn"]["o_proj"], out_BTW), f"{INTERNAL_PREFIX}attn_added")
     h_BTD = h_BTD + _post_norm(layer, "attn", added_BTD, config)
     out_BTD, routing = _mlp(layer["mlp"], _pre_norm(layer, "mlp", h_BTD, config), config)
     return h_BTD + _post_norm(layer, "mlp", out_BTD, config), routing
@@ -582,10 +585,10 @@ def _mlp(mlp: Tree, x_BTD: Array, config: DecoderConfig) -> tuple[Array, tuple[A
         return out_BTD, (probs_BTE, counts_BTE)
     if config.fused_projections:
         gate_BTF, up_BTF = jnp.split(
-            checkpoint_name(_dense(mlp["gate_up_proj"], x_BTD), f"{OWN_NAMES}mlp_gate_up"), 2, axis=-1
+            checkpoint_name(_dense(mlp["gate_up_proj"], x_BTD), f"{INTERNAL_PREFIX}mlp_gate_up"), 2, axis=-1
         )
     else:
-        gate_BTF = checkpoint_name(_dense(mlp["gate_proj"], x_BTD), f"{OWN_NAMES}mlp_gate")
-        up_BTF = checkpoint_name(_dense(mlp["up_proj"], x_BTD), f"{OWN_NAMES}mlp_up")
+        gate_BTF = checkpoint_name(_dense(mlp["gate_proj"], x_BTD), f"{INTERNAL_PREFIX}mlp_gate")
+        up_BTF = checkpoint_name(_dense(mlp["up_proj"], x_BTD), f"{INTERNAL_PREFIX}mlp_up")
     out_BTD = _dense(mlp["down_proj"], activation(gate_BTF) * up_BTF)
-    return checkpoint_name(out_BTD, f"{OWN_NAMES}mlp_out") if config.post_norm else out_BTD, None
+    return checkpoint_name(out_BTD, f"{INTERNAL_PREFIX}mlp_out") if config.post_norm else out_BTD, None

@@ -30,7 +30,7 @@ from jaxtyping import Array
 
 from ..core import (
     BATCH_AXES,
-    like_type,
+    initial_carry,
     num_shards_along,
     shardings_of,
     traced_device,
@@ -221,7 +221,7 @@ def forward(
     pairs = _pairs_of(config, runtime_mask, length, num_keys)
     wide = wide_dtype(q_BTNH.dtype)
     low = float(jnp.finfo(wide).min)
-    zeros = functools.partial(like_type, [q_BTNH, k_BSKH, v_BSKH, *jax.tree.leaves((sinks_N, runtime_mask))])
+    zeros = functools.partial(initial_carry, [q_BTNH, k_BSKH, v_BSKH, *jax.tree.leaves((sinks_N, runtime_mask))])
     num_rows = heads // groups * pairs.rows
     empty = _Carry(
         zeros((batch, groups, num_rows), wide, low),
@@ -279,7 +279,9 @@ def gradients(config: Config, residuals: Any, dout_BTNH: Array) -> Any:
     num_keys, groups = k_BSKH.shape[1:3]
     pairs, wide = _pairs_of(config, runtime_mask, length, num_keys), lse_BNT.dtype
     product = functools.partial(jnp.einsum, preferred_element_type=wide)
-    zeros = functools.partial(like_type, [q_BTNH, k_BSKH, v_BSKH, dout_BTNH, *jax.tree.leaves((sinks_N, runtime_mask))])
+    zeros = functools.partial(
+        initial_carry, [q_BTNH, k_BSKH, v_BSKH, dout_BTNH, *jax.tree.leaves((sinks_N, runtime_mask))]
+    )
     k_BSX, v_BSX, dout_BTW = merge_heads(k_BSKH), merge_heads(v_BSKH), merge_heads(dout_BTNH)
     delta_BNT = row_dots(dout_BTNH, out_BTNH, pairs.rows)
     blocks, q_BTW = _loop_inputs(config, runtime_mask, pairs, merge_heads(q_BTNH))
@@ -345,7 +347,7 @@ def row_dots(x_BTNH: Array, y_BTNH: Array, rows: int) -> Array:
         sums_BNC = jnp.sum((x_BCW * y_BCW).reshape(batch, rows, heads, dim), axis=-1).swapaxes(1, 2)
         return jax.lax.dynamic_update_slice_in_dim(sums_BNT, sums_BNC, start, axis=2), None
 
-    zeros = like_type(arrays, (batch, heads, length), wide)
+    zeros = initial_carry(arrays, (batch, heads, length), wide)
     return jax.lax.scan(body, zeros, jnp.asarray(starts, jnp.int32))[0]
 
 

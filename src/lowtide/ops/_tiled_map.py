@@ -34,10 +34,10 @@ from ..core import (
     check_number,
     closure_convert,
     explicit_mesh,
+    initial_carry,
     is_key,
-    like_type,
-    on_own_tokens,
-    token_parts,
+    map_token_shards,
+    num_token_shards,
     traced_device,
     uniformly_varying,
     zero_after,
@@ -104,13 +104,13 @@ def tiled_map(
     check_number("tiled_map: share", share, above=0, most=1, hint=hint)
     if explicit_mesh((leaves, arrays)) is not None:  # zeros for results would need shardings there
         return _call_untiled(fn, params, x, arrays)
-    if token_parts(arrays[0].shape[1], arrays) > 1:
+    if num_token_shards(arrays[0].shape[1], arrays) > 1:
 
         def map_local(params: Tree, x: Tree) -> Tree:
             params = _fold_in_keys(params, jax.lax.axis_index(CONTEXT))
             return tiled_map(fn, params, x, width=width, share=share, size=size)
 
-        return on_own_tokens(map_local, params, x)
+        return map_token_shards(map_local, params, x)
     if size is None:
         tile = tile_size(arrays[0].shape, width * arrays[0].dtype.itemsize, params, share)
     else:
@@ -236,7 +236,7 @@ def _results(static: _Static, leaves: tuple[Any, ...], x: tuple[Array, ...]) -> 
     _check_results(jax.tree.leaves(shapes), size, length)
 
     def full_zeros(like: Any) -> Array:
-        return like_type([*x, *leaves], (like.shape[0], length, *like.shape[2:]), like.dtype)
+        return initial_carry([*x, *leaves], (like.shape[0], length, *like.shape[2:]), like.dtype)
 
     results = jax.tree.map(full_zeros, shapes)
     dense_weights = _dequantize_weights(static, leaves, x)
@@ -268,7 +268,7 @@ def _backward(static: _Static, residuals: Any, cotangents: Tree) -> tuple[Any, A
     in_place = not _is_zero(douts[0]) and (douts[0].shape, douts[0].dtype) == (x[0].shape, x[0].dtype)
 
     def zeros(like: Any, dtype: Any) -> Array:
-        return like_type(inputs, like.shape, dtype)
+        return initial_carry(inputs, like.shape, dtype)
 
     def body(index: Any, start: Any, size: int, carry: Any) -> Any:
         dleaves, dx = carry

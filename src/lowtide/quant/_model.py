@@ -22,9 +22,9 @@ from ..core import (
     explicit_mesh,
     leaves_with_paths,
     match_names,
+    model_part,
     put,
     shardings_of,
-    side_of,
     without_explicit_axes,
 )
 from ._weight import Format, QuantizedWeight, encode, format_named, largest_values
@@ -171,7 +171,7 @@ def _is_matrix(path: str, leaf: Any) -> bool:
     if parts[-1].startswith("lora_"):
         return False
     # Layers in a list, as in Equinox, have numbers in their paths and no layer axis.
-    is_stacked = side_of(path) == "layers" and not any(part.isdigit() for part in parts)
+    is_stacked = model_part(path) == "layers" and not any(part.isdigit() for part in parts)
     stack = len(leaf.shape) - 2
     return stack == 1 if is_stacked else stack in (0, 1)
 

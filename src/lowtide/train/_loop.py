@@ -28,7 +28,7 @@ from ..core import (
     check_integer,
     leaves_with_paths,
 )
-from ..distributed import Processes, in_any, refuse_other_folders
+from ..distributed import Processes, any_process, check_shared_folder
 from ..memory import is_out_of_memory
 from ._callbacks import Callback, Listeners
 from ._compilation import CompiledStep
@@ -265,7 +265,7 @@ class Session:
         yield Event("resume", self.snapshots.metadata.callbacks or {})
         self._has_resumed = True
         self.snapshots.set_metadata(self.snapshots.metadata._replace(callbacks=None))
-        if self.processes.count > 1 and in_any(self.is_stopped):
+        if self.processes.count > 1 and any_process(self.is_stopped):
             self._requested_action = _STOP
         if self._due_step == self.store.step:
             yield from self._evaluate()
@@ -297,7 +297,7 @@ class Session:
             yield from self._step(step, batch)
             step += 1
         yield from self.settle()
-        is_terminated = in_any(self._sigterm.has_arrived)  # a signal to one machine ends the run on all
+        is_terminated = any_process(self._sigterm.has_arrived)  # a signal to one machine ends the run on all
         if is_terminated:
             self._sigterm.mark_arrived()
         elif step > self._start_step:
@@ -533,7 +533,7 @@ class Session:
         """Raise where processes would not run the same program."""
         types = [f"{path}: {leaf.dtype}{list(leaf.shape)}" for path, leaf in leaves_with_paths(self.store.state)]
         if self.snapshots.checkpoints is not None:
-            refuse_other_folders(self.processes, self.snapshots.checkpoints.directory)
+            check_shared_folder(self.processes, self.snapshots.checkpoints.directory)
         self.processes.agree(
             step=self.store.step,
             **self.cursor.limits,

@@ -25,7 +25,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from ...core import (
-    OWN_NAMES,
+    INTERNAL_PREFIX,
     ConfigError,
     LinearWeight,
     ModelFileError,
@@ -278,7 +278,7 @@ class LoRAWeight(AdapterWeight):
             return base + correction
         scale = expand_like(self._magnitude_scale(x.dtype), base)
         if self.dropout_key is None:
-            return scale * checkpoint_name(base + correction, f"{OWN_NAMES}lora_scaled")
+            return scale * checkpoint_name(base + correction, f"{INTERNAL_PREFIX}lora_scaled")
         # As in PEFT, dropout also applies to the product with W that the magnitude scales.
         return base + (scale - 1) * linear(dropped_x, self.weight) + scale * correction
 
@@ -304,7 +304,7 @@ class LoRAWeight(AdapterWeight):
         return dataclasses.replace(self, lora_b=-self.lora_b, start_b=start_b)
 
     def _compute_correction(self, x: Array, lora_a: Any, lora_b: Any) -> Array:
-        low_rank = checkpoint_name(linear(x, lora_a), f"{OWN_NAMES}lora_low")
+        low_rank = checkpoint_name(linear(x, lora_a), f"{INTERNAL_PREFIX}lora_low")
         low_rank = low_rank * self._layer_scaling(low_rank)
         # On a CPU, the gradient of B is cheaper as the transpose of (x Aᵀ)ᵀ dy than as dyᵀ (x Aᵀ): see
         # `core.transposed_product`.

@@ -21,7 +21,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
 from ...core import (
-    OWN_NAMES,
+    INTERNAL_PREFIX,
     LayerStack,
     ScheduleError,
     StackShapes,
@@ -782,7 +782,7 @@ def _add_gradient(total: Any, first_row: Any, gradient: Any) -> Any:
 
 
 _Block = Callable[[Tree, Any, Tree], Any]
-_INPUT_NAME = f"{OWN_NAMES}block_input"
+_INPUT_NAME = f"{INTERNAL_PREFIX}block_input"
 
 
 def recomputing(block: _Block, remat: bool | Callable[..., bool], *, inputs_on_host: bool) -> _Block:

@@ -34,7 +34,7 @@ from ...core import (
     require_extra,
     write_files,
 )
-from ...distributed import SHARED, in_any, of_first
+from ...distributed import SHARED, any_process, call_on_first
 from ...memory import is_out_of_memory
 from .._events import user_stacklevel
 from .._signals import delay_signals
@@ -124,7 +124,7 @@ class Checkpoints:
         if not os.path.isdir(self.directory):  # an existing folder may be read-only
             _check_folder(self.directory)
         _refuse_foreign(self.directory)
-        of_first(self._complete_swaps)
+        call_on_first(self._complete_swaps)
         self._retention = _Retention(self.directory, max_to_keep, best, best_mode)
         self._has_saved = False
         self._deletion = _Deletion(self.directory / _DELETED)
@@ -263,7 +263,7 @@ class Checkpoints:
             new.rename(path)
             shutil.rmtree(old)
 
-        of_first(swap)
+        call_on_first(swap)
 
     def _complete_swaps(self) -> None:
         """Complete the swap of a run that was killed inside `_replace`."""
@@ -378,7 +378,7 @@ class Checkpoints:
     def _verify(self, step: int) -> None:
         """Verify checksums, a part of the files in each process; all raise `StateError` if any file is damaged."""
         reason = find_damage(self.directory / str(step), jax.process_index(), jax.process_count())
-        if in_any(reason is not None, _VERIFY_SECONDS):
+        if any_process(reason is not None, _VERIFY_SECONDS):
             raise self._damage_error(step, reason or "another process has found the damage")
 
     def newest(
@@ -397,7 +397,7 @@ class Checkpoints:
                 result = self.read(step, like, given, give_up)
             except StateError as error:
                 text = error.message
-            if not in_any(result is None):
+            if not any_process(result is None):
                 self._set_aside(damaged)
                 return result
             damaged.append(step)
@@ -428,7 +428,7 @@ class Checkpoints:
 
         if not steps:
             return
-        names = of_first(rename)
+        names = call_on_first(rename)
         self._manager.reload()
         if names:
             warnings.warn(

@@ -34,8 +34,8 @@ from ...core import (
     is_stacked,
     leaves_with_paths,
     map_with_paths,
+    model_part,
     on_host,
-    side_of,
     write_files,
 )
 
@@ -211,7 +211,9 @@ class Rearrangement:
     """
 
     def __init__(self, saved: Sequence[int] | None, current: Sequence[int] | None, like: Tree) -> None:
-        stacked = (leaf.shape[0] for path, leaf in leaves_with_paths(like) if side_of(path) == "layers" and leaf.ndim)
+        stacked = (
+            leaf.shape[0] for path, leaf in leaves_with_paths(like) if model_part(path) == "layers" and leaf.ndim
+        )
         # If no layer is trainable, the state has no rows, and the other order gives their number.
         num_rows = next(stacked, 1 + max(saved or current or ()))
         self._current = list(range(num_rows) if current is None else current)
@@ -225,7 +227,9 @@ class Rearrangement:
             is_unstacked = leaf.size > 1 and not self._is_stacked(path, leaf)
             # Weights outside `outer` and `layers`, and keys, are not known to have rows. Optimizer state that mirrors
             # weights is on one of these sides.
-            if is_unstacked and (side_of(path) == "layers" or (side_of(path) is None and path.startswith("opt_state"))):
+            if is_unstacked and (
+                model_part(path) == "layers" or (model_part(path) is None and path.startswith("opt_state"))
+            ):
                 problem = f"{path}: the optimizer mixes layers, so they cannot be brought into another order"
                 hint = "restore it with the schedule that wrote it, or train its weights in a new Trainer"
                 raise StructureError(problem, hint=hint)
