@@ -428,7 +428,9 @@ def test_layers_and_batches_that_do_not_fit_are_named() -> None:
     pipeline_of("1f1b", 2, batch_axes=()).report(outer, layers, few)
     with pytest.raises(StructureError, match=r"(?s)in the order of ranks must have 6 rows, not 5.*hint:.*arrange"):
         pipeline_of("1f1b", 2, layers_per_stage=[2, 3], arranged=True)(outer, layers, batch)
-    with pytest.raises(ConfigError, match=r"(?s)5 layers do not divide evenly into 2 stages.*hint:.*layers_per_stage=\[3, 2\]"):
+    with pytest.raises(
+        ConfigError, match=r"(?s)5 layers do not divide evenly into 2 stages.*hint:.*layers_per_stage=\[3, 2\]"
+    ):
         pipeline_of("1f1b", 2, arranged=True).arrange(layers)
     for weight in (lambda batch: batch["labels"], lambda batch: "labels"):
         with pytest.raises(StructureError, match=r"(?s)weight of a microbatch is not a number.*(labels|shape).*hint:"):
