@@ -64,11 +64,6 @@ def test_the_core_runs_without_the_extras(tmp_path) -> None:
     assert done.stderr.count(finetune) == done.stderr.count("status 2") == 7, done.stderr
 
 
-def test_an_installed_extra_is_accepted() -> None:
-    require_extra("finetune")
-    require_extra("train")
-
-
 def test_the_error_names_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lowtide.core._extras._MODULES", {"train": ("grain", "no_such.module", "no_such_module")})
     with pytest.raises(ConfigError, match=r"needs no_such\.module, no_such_module, .*\n.*lowtide\[train\]"):
