@@ -210,6 +210,7 @@ class Model(eqx.Module):
     scale: Any
 
 
+@pytest.mark.slow
 def test_a_module_with_a_field_named_linear_is_not_a_weight() -> None:
     model, x = Model(eqx.nn.Linear(4, 6, key=KEY), jnp.ones((6,))), drawn(5, 4)
     fn = lambda model, x: jnp.sum(jnp.sin(jax.vmap(model.linear)(x) * model.scale))  # noqa: E731
@@ -219,6 +220,7 @@ def test_a_module_with_a_field_named_linear_is_not_a_weight() -> None:
     assert_same(fn, with_adapters(model, "linear"), x)
 
 
+@pytest.mark.slow
 def test_no_product_of_factors_is_ever_made() -> None:
     """Of the shape of a weight there are the weights, their transposes and slices: nothing is added to one."""
     model = with_adapters({"w": jnp.ones((40, 60)), "stack": jnp.ones((3, 40, 40))})
@@ -280,6 +282,7 @@ def test_what_is_no_array_goes_in_and_comes_out() -> None:
     assert lt.adapted(fn)(W, X, times=2, name="text")["w"] is W["w"]  # nothing is adapted, and nothing is traced
 
 
+@pytest.mark.slow
 def test_a_trainer_trains_it() -> None:
     model = jax.tree.map(jnp.array, of_arrays())
     trainer = lt.Trainer(model, lt.adapted(scanned), optax.adam(1e-2), wrt="**/lora_*")
@@ -288,6 +291,7 @@ def test_a_trainer_trains_it() -> None:
     np.testing.assert_array_equal(trainer.model["w"].weight, W["w"])
 
 
+@pytest.mark.slow
 def test_weights_that_are_divided() -> None:
     mesh = jax.make_mesh((4, 2), ("a", "b"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
     placed = jax.tree.map(lambda leaf: jax.device_put(leaf, jax.NamedSharding(mesh, jax.P())), of_arrays())

@@ -63,6 +63,7 @@ def _of_scaled(given: Any, tangents: Any) -> Any:
     return scaled(*given), 10 * (tangents[0] @ given[1].T + given[0] @ tangents[1].T)
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("kind", ["LoRAWeight", "QuantizedWeight"])
 def test_a_product_with_a_rule_of_its_own_is_refused(kind: str) -> None:
     fn = lambda w, x: jnp.sum(scaled(x, w["w"]))  # noqa: E731
@@ -73,6 +74,7 @@ def test_a_product_with_a_rule_of_its_own_is_refused(kind: str) -> None:
         lt.lora.add({"w": drawn(4, 64)}, lt.lora.Config(rank=2, targets="w"), key=KEY, fn=fn, args=(X,))
 
 
+@pytest.mark.slow
 def test_numbers_of_python_stay_what_they_are() -> None:
     def loss(model: Any, batch: Any, *, key: Any = None, training: bool = False) -> Any:
         assert isinstance(training, bool)
@@ -105,6 +107,7 @@ def in_context(w: Any, x: Any) -> Any:
         return x @ w["w"].T
 
 
+@pytest.mark.slow_after(2)
 @pytest.mark.parametrize("kind", ["LoRA", "int8", "kernel", "convolution"])
 def test_products_have_the_precision_that_was_asked_for(kind: str) -> None:
     if kind == "kernel":
@@ -207,7 +210,7 @@ def multiplied_out(fn: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-@pytest.mark.slow_after(2)
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("case", DIVIDED)
 def test_results_are_divided_as_a_product_says(explicit: Any, case: str) -> None:
     shape, of_w, of_x, to, program = DIVIDED[case]
@@ -283,6 +286,7 @@ def test_weights_that_are_divided_themselves_in_a_shard_map() -> None:
     np.testing.assert_allclose(jax.jit(run)(model, X), X @ lt.lora.merge(model)["w"].T, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("kind", ["LoRA", "int8"])
 def test_a_rounding_that_is_cast_back_is_not_left_out(kind: str) -> None:
     model = of_kind(kind, several_products)

@@ -79,6 +79,7 @@ def test_gradients_of_a_frequent_token_add_up_in_float32() -> None:
     assert not grads[1:].any()
 
 
+@pytest.mark.slow
 def test_files_come_back_and_are_merged(tmp_path: Path) -> None:
     model = adapted(base())
     lora.save(model, tmp_path)

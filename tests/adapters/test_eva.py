@@ -71,6 +71,7 @@ def test_one_pass_is_exact_where_the_seed_is_a_basis_and_other_layers_stay_zero(
     assert not first.any() and not third.any() and node.lora_magnitude is not None
 
 
+@pytest.mark.slow
 def test_other_ways_to_multiply_are_seen() -> None:
     x = BATCHES[0].reshape(-1, IN)
     ways: dict[str, Any] = {

@@ -163,6 +163,7 @@ def test_two_adapters_of_experts_add_up() -> None:
     assert dataclasses.is_dataclass(both) and lt.lora.report(both).matched[0].rank == 6
 
 
+@pytest.mark.slow
 def test_experts_stored_the_other_way_round_read_with_b_and_write_with_a() -> None:
     draw = lambda seed, *shape: jnp.asarray(np.random.default_rng(seed).normal(size=shape), jnp.float32)  # noqa: E731
     node = lt.lora.LoRAWeight(draw(0, 2, 5, 4), draw(1, 2, 3, 4), draw(2, 2, 5, 3), alpha=2.0)

@@ -56,7 +56,7 @@ def added(**options: Any) -> Any:
     return map_with_paths(lambda path, leaf: draw(path, leaf) if "lora_" in path else leaf, model)
 
 
-@pytest.mark.slow_after(2)
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize(
     "options",
     [{}, {"rslora": True, "rank_pattern": {"conv": 3}}, {"modules_to_save": "out", "alpha_pattern": {"stack": 5}}],

@@ -119,6 +119,7 @@ def test_experts_that_are_indexed_are_a_stack() -> None:
     assert isinstance(model["w"], LoRAWeight) and model["w"].lora_a.shape == (3, 2, 5)
 
 
+@pytest.mark.slow_after(2)
 @pytest.mark.parametrize(
     ("target", "said"),
     [
@@ -151,6 +152,7 @@ def test_what_the_guide_lists_is_refused_at_once(operation: str) -> None:
         lt.lora.add({"w": jnp.ones(shape)}, config, key=KEY, fn=fn, args=(jnp.ones((2, 4)),))
 
 
+@pytest.mark.slow_after(2)
 @pytest.mark.parametrize("fill", [None, 0.0, 1.0])
 def test_rows_out_of_range_are_zero_or_nan_or_refused(fill: float | None) -> None:
     fn = lambda w, ids: w["t"].at[ids].get(mode="fill", fill_value=fill)  # noqa: E731
@@ -203,7 +205,7 @@ def test_a_convolutional_net_trains_and_no_kernel_is_ever_made() -> None:
     assert set(made) <= {"rev", "transpose", "jit", "pjit"}, made
 
 
-@pytest.mark.slow_after(2)
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize(
     ("form", "quantised"),
     [*((form, False) for form in ("x @ w", "x @ w.T", "einsum", "convolution", "rows")), ("x @ w", True)],

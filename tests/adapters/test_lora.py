@@ -257,6 +257,7 @@ class TestTree:
         assert merged.sharding == sharding
         np.testing.assert_allclose(merged, matrix(model["w"]), rtol=1e-5, atol=1e-6)
 
+    @pytest.mark.slow_after(1)
     @pytest.mark.parametrize("abstract", [False, True])
     def test_adapters_follow_the_sharding_of_the_weight(self, abstract):
         mesh = jax.sharding.Mesh(np.array(jax.devices()).reshape(2, 4), ("data", "model"))
@@ -272,6 +273,7 @@ class TestTree:
 
 
 class TestInit:
+    @pytest.mark.slow
     def test_a_is_uniform_within_the_bound_and_b_zero(self):
         node = lora.add({"w": jnp.ones((64, 256))}, lora.Config(rank=16, targets="w"), key=KEY)["w"]
         bound = 256**-0.5
@@ -330,6 +332,7 @@ class TestMerge:
             lora.merge({"w": outer})
 
 
+@pytest.mark.slow
 def test_no_recompilation_on_the_second_call(compilations):
     model, loss_fn = build("stacked")
     step = jax.jit(value_and_grad(loss_fn, wrt="**/lora_*"))

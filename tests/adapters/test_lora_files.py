@@ -78,6 +78,7 @@ def assert_equal(got, want):
 
 
 class TestSave:
+    @pytest.mark.slow
     def test_names_and_values(self, tmp_path):
         model = adapted()
         lora.save(model, tmp_path / "new" / "adapter", base_model_name_or_path="base")
@@ -129,6 +130,7 @@ class TestSave:
         assert read_config(tmp_path)["target_modules"] == r"w\.q"
         assert_equal(lora.load(model, tmp_path), tuned)
 
+    @pytest.mark.slow_after(1)
     @pytest.mark.parametrize("ranks", [(1, 2), (2, 1)])
     def test_patterns(self, tmp_path, ranks):
         model = adapted("**/q_proj", rank=ranks[0], alpha=1.5)

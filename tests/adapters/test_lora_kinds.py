@@ -116,6 +116,7 @@ def test_values_and_gradients_equal_those_of_the_dense_weight_and_merge(kind: st
     assert lora.disable(model)["w"] is model["w"].weight
 
 
+@pytest.mark.slow_after(8)
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_no_second_array_of_the_weights_size_is_made(kind: str) -> None:
     """Of DoRA the squares of W are summed at once; everything else is thin."""
@@ -141,7 +142,7 @@ def test_weight_at_x_of_one_matrix(kind: str) -> None:
         np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.slow_after(8)
+@pytest.mark.slow_after(7)
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_files_keep_the_adapter_and_its_gradient(kind: str, tmp_path: Any) -> None:
     model = build(kind)
@@ -210,6 +211,7 @@ class TestDecoder:
         assert found["down_proj"].num_parameters == 4 * 2 * (32 + 48)
         assert lora.report(model).trainable_bytes == tree_bytes(partition(model, "**/lora_*")[0])
 
+    @pytest.mark.slow
     def test_merging_ia3_scales_the_bias(self) -> None:
         model = models.init(KINDS["qwen2"], key=KEY)
         bias = model.layers["attn"]["k_proj"]["bias"]

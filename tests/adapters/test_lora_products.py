@@ -114,6 +114,7 @@ def is_adapted(node: Any) -> bool:
     return type(node).__name__ == "LoRAWeight"
 
 
+@pytest.mark.slow
 def test_an_equinox_model_tunes_in_a_trainer() -> None:
     model = lt.lora.add(mlp()[0], lt.lora.Config(rank=2, targets="layers/*"), key=KEY)
     frozen = np.array(model.layers[0].weight.weight)
@@ -155,6 +156,7 @@ def test_what_else_is_done_to_an_adapted_weight_is_said(name: str) -> None:
         trainer.fit([X], num_steps=1, progress=False)
 
 
+@pytest.mark.slow
 def test_a_layerwise_step_says_it_too() -> None:
     stack = lt.LayerStack(
         first=lambda outer, batch: batch,

@@ -86,6 +86,7 @@ def test_gradients_are_those_of_the_factors_and_the_start_has_none(init: str) ->
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-6), got, want)
 
 
+@pytest.mark.slow
 def test_pissa_is_the_largest_singular_values_of_every_layer_and_base() -> None:
     for dtype in (jnp.float32, jnp.bfloat16):
         node = lora.add(base(dtype), lora.Config(rank=RANK, targets="w", init="pissa"), key=KEY)["w"]

@@ -96,6 +96,7 @@ class TestValues:
         model = noisy(added(params, targets="w", modules_to_save="b"))
         np.testing.assert_allclose(jax.jit(lt.adapted(fn))(model, x), jax.jit(fn)(lora.merge(model), x), rtol=1e-5)
 
+    @pytest.mark.slow
     def test_half_precision_trains_in_float32_and_merges_back(self) -> None:
         model = noisy(added(jax.tree.map(lambda x: x.astype(jnp.bfloat16), base()), **SAVED))
         assert model.outer["norm"]["weight"].lora_saved.dtype == jnp.float32

@@ -116,6 +116,7 @@ def test_scan_and_checkpoint(fn: Any, expected: Any) -> None:
     assert_equal(jax.jit(lt.value_and_grad(lt.adapted(fn), "**/lora_*"))(model(), BATCH), expected)
 
 
+@pytest.mark.slow
 def test_vmap_over_adapters(expected: Any) -> None:
     one = model()
     two = lambda leaf: np.stack([np.zeros_like(leaf), np.asarray(leaf)])  # noqa: E731
@@ -126,6 +127,7 @@ def test_vmap_over_adapters(expected: Any) -> None:
     assert_equal(jax.tree.map(lambda leaf: np.asarray(leaf)[1], grads), expected)
 
 
+@pytest.mark.slow
 def test_eight_devices(expected: Any) -> None:
     mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     whole, rows = (jax.NamedSharding(mesh, spec) for spec in (jax.P(), jax.P("data")))

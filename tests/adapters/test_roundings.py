@@ -83,7 +83,7 @@ def test_the_base_is_rounded_and_factors_are_not(case: str, of_x: Any) -> None:
         np.testing.assert_allclose(one, other, rtol=1e-3, atol=1e-4)
 
 
-@pytest.mark.slow_after(5)
+@pytest.mark.slow_after(3)
 @pytest.mark.parametrize("kind", ["int8", "nf4", "LoRA on int8", "DoRA", "(IA)³", "VeRA"])
 def test_so_is_that_of_other_kinds(kind: str) -> None:
     of, shape, product = PRODUCTS["a matrix [out, in]"]

@@ -66,7 +66,7 @@ def test_switching_copies_nothing_and_compiles_nothing(compilations: Any) -> Non
     assert jax.tree.structure(lora.split(attached)) == jax.tree.structure((adapters["two"], BASE))
 
 
-@pytest.mark.slow_after(2)
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("kind", list(CONFIGS))
 def test_what_is_merged_comes_off_again(kind: str) -> None:
     model = adapted(1, kind)

@@ -65,6 +65,7 @@ def test_a_downloaded_model_is_found_by_its_name(
     assert main(["generate", "--model", "Someone/tiny-1.0", "--prompt", "a", "--max-new-tokens", "1"]) == 0
 
 
+@pytest.mark.slow
 def test_a_run_without_a_terminal_prints_its_loss_and_the_next_command(
     tiny_model_dir: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

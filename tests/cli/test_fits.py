@@ -78,6 +78,7 @@ def test_users_code_that_fails_is_shown(lowtide: Any) -> None:
     assert printed == ""
 
 
+@pytest.mark.slow_after(8)
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -284,6 +284,7 @@ def test_a_text_ends_an_answer_and_is_no_part_of_it(generate, tmp_path):
     assert generate("--prompt", "the tide", "--stop", "")[0] == 2
 
 
+@pytest.mark.slow
 def test_a_system_prompt_goes_before_conversations_without_one(generate, chat_dir, tmp_path, monkeypatch):
     asked = {"role": "user", "content": "when?"}
     records = [{"messages": [asked]}, {"messages": [{"role": "system", "content": "own"}, asked]}]

@@ -47,6 +47,7 @@ def _random(node):
     return lora.LoRAWeight(node.weight, node.lora_a, 0.5 + jnp.ones_like(node.lora_b), alpha=node.alpha)
 
 
+@pytest.mark.slow
 def test_a_merged_directory_has_what_the_adapter_computes_and_all_files(merge, adapters, tiny_model_dir, tmp_path):
     base, one, _ = adapters
     model = tmp_path / "model"

@@ -181,7 +181,7 @@ def test_rows_that_cannot_be_divided_are_on_every_device_with_their_tokens_divid
     np.testing.assert_allclose(found, lt.models.loss(model, batch)[0], rtol=0, atol=1e-5)
 
 
-@pytest.mark.slow_after(2)
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize(
     ("heads", "groups", "tensor", "told", "kind"),
     [

@@ -263,6 +263,7 @@ def test_a_batch_that_cannot_be_divided_is_evaluated_on_every_device():
         ours.fit(batches[1:], num_steps=1, progress=False)
 
 
+@pytest.mark.slow
 def test_python_numbers_in_a_model_stay_numbers():
     model = {"w": jnp.ones((8, 8)), "scale": 2.0, "n": 3}
     trainer = lt.Trainer(
@@ -309,6 +310,7 @@ def test_the_copy_on_the_host_holds_each_part_once():
     np.testing.assert_array_equal(snapshot.restore()["w"], np.ones((64, 64)))
 
 
+@pytest.mark.slow
 def test_keys_in_the_state_survive_a_checkpoint(tmp_path):
     def loss_fn(model, x):
         key, now = jax.random.split(model["key"])

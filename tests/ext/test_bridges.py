@@ -155,6 +155,7 @@ def test_recurrence_with_dropout_learns_and_resumes_bit_for_bit(kind: str, cell:
         np.testing.assert_array_equal(arrays(other)[name], value, err_msg=name)
 
 
+@pytest.mark.slow
 def test_a_regulariser_s_gradient_is_that_of_the_current_weights() -> None:
     """With the labels as they are predicted and a step of size 1, only the penalty moves the weights."""
     import keras
@@ -206,6 +207,7 @@ def test_a_recurrent_layer_s_regulariser_reads_the_current_weights(kind: str, ce
         np.testing.assert_allclose(value, 0.8 ** (step + 1) * start, rtol=1e-5, atol=1e-7)
 
 
+@pytest.mark.slow
 def test_frozen_layers_stay_in_the_model_and_cost_no_state() -> None:
     model = keras_model()
     model.layers[0].trainable = False
@@ -231,6 +233,7 @@ def test_a_filter_that_selects_nothing_and_a_model_that_is_not_built_are_refused
         Bridge(keras.Sequential([keras.layers.Dense(2)]))
 
 
+@pytest.mark.slow
 def test_only_lora_trains_and_shared_variables_are_one() -> None:
     from flax import nnx
 
@@ -253,6 +256,7 @@ def test_only_lora_trains_and_shared_variables_are_one() -> None:
     assert {leaf.shape for leaf in jax.tree.leaves(trainer.state.trainable)} == {(4, 2), (2, 4)}
 
 
+@pytest.mark.slow
 def test_a_keras_model_predicts_outside_of_training_where_its_layers_train_by_default():
     import keras
 

@@ -36,7 +36,7 @@ def add(model: Any) -> None:
     model.layers[0].enable_lora(2)
 
 
-@pytest.mark.slow_after(2)
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize(
     ("change", "text"),
     [

@@ -55,6 +55,7 @@ def test_constraints_hold_after_every_step_as_in_keras(constraint: str, options:
     assert not np.allclose(ours.get_weights()[0], free.get_weights()[0]), "the constraint changes what is learnt"
 
 
+@pytest.mark.slow
 def test_a_constraint_leaves_frozen_weights_and_a_step_left_out_as_they_are() -> None:
     from lowtide.ext.keras import Bridge
 

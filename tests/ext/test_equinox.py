@@ -130,7 +130,7 @@ def _last(model: Any) -> Any:
     return eqx.tree_at(lambda m: m.last, mask, replace=True)
 
 
-@pytest.mark.slow_after(2)
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("wrt", ["last/*", ["last/weight", "last/bias"], _last(net()[0])])
 def test_a_filter_or_patterns_freeze_the_rest(wrt: Any) -> None:
     others = jax.live_arrays()
@@ -145,6 +145,7 @@ def test_a_filter_or_patterns_freeze_the_rest(wrt: Any) -> None:
     assert len(held) == 3, "one copy of the weight and of each moment"
 
 
+@pytest.mark.slow
 def test_python_values_of_a_module_stay_what_they_are() -> None:
     model = eqx.nn.Sequential([eqx.nn.Linear(4, 1, key=jax.random.key(0)), eqx.nn.Dropout(0.5)])
 
@@ -185,6 +186,7 @@ def test_other_weights_go_on_from_a_callback() -> None:
     assert ours.step == 4 and np.abs(ours.model[0].last.weight).max() < 0.1
 
 
+@pytest.mark.slow
 def test_the_bridge_says_who_has_the_arrays_while_steps_run() -> None:
     bridge = Bridge(*net())
     ours = lt.Trainer(bridge, loss_fn, optax.sgd(0.1))

@@ -65,7 +65,7 @@ def test_losses_of_every_name_and_rank_are_keras(loss: Any, is_flat: bool) -> No
     assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-5)
 
 
-@pytest.mark.slow_after(6)
+@pytest.mark.slow_after(5)
 @pytest.mark.parametrize("is_flat", [True, False], ids=["(B,)", "(B, 1)"])
 @pytest.mark.parametrize("metric", METRICS)
 def test_metrics_of_every_name_and_rank_are_keras(metric: str, is_flat: bool) -> None:
@@ -74,6 +74,7 @@ def test_metrics_of_every_name_and_rank_are_keras(metric: str, is_flat: bool) ->
     assert ours == pytest.approx(theirs, rel=1e-5)
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("labels", ["flat", "column", "one-hot"])
 def test_accuracy_and_crossentropy_of_classes_go_by_the_shape_of_labels(labels: str) -> None:
     x, y = data()

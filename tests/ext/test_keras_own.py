@@ -70,6 +70,7 @@ def test_what_a_model_does_itself_is_not_passed_over(name: str, wraps: bool) -> 
         Bridge(model).loss("mse")
 
 
+@pytest.mark.slow
 def test_its_loss_in_a_function_as_the_hint_says() -> None:
     def loss_fn(model: Any, batch: Any, training: bool) -> Any:
         x, y = batch

@@ -75,7 +75,7 @@ EDITS: dict[str, tuple[str, Any]] = {
 AT_ONCE = ("assign", "set_weights", "load_weights", "item")
 
 
-@pytest.mark.slow_after(3)
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("edit", EDITS)
 def test_what_is_written_over_a_placeholder_raises_and_the_model_ends_with_the_trainer_s_arrays(
     edit: str, tmp_path: Any
@@ -105,6 +105,7 @@ def test_what_is_written_over_a_placeholder_raises_and_the_model_ends_with_the_t
     trainer.fit([(X, X)] * 7, num_steps=7, progress=False)
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("kind", ["keras", "nnx"])
 def test_what_is_written_into_trainer_model_trains(kind: str) -> None:
     model, trainer, kernel_of = made(kind)
@@ -142,6 +143,7 @@ def test_an_interrupt_while_arrays_are_lent_leaves_the_model_whole(kind: str, mo
     assert len(trainer.fit([(X, X)] * 2, num_steps=2, progress=False)) == 2
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("kind", ["keras", "nnx"])
 def test_a_checkpoint_that_cannot_be_read_leaves_the_model_whole(kind: str, tmp_path: Any, monkeypatch: Any) -> None:
     from lowtide.train.checkpoint import Checkpoints

@@ -70,6 +70,7 @@ def plain_steps(model: Any, num_steps: int) -> list[float]:
     return [float(step(model, optimizer)) for _ in range(num_steps)]
 
 
+@pytest.mark.slow
 def test_bare_arrays_are_state_of_the_step_as_in_a_loop_of_nnx() -> None:
     ours, plain = Bare(), Bare()
     np.testing.assert_allclose(fit(ours), plain_steps(plain, 3), rtol=1e-6)
@@ -166,6 +167,7 @@ def test_a_lower_precision_is_no_change_of_the_model() -> None:
     assert (model.linear.dtype, float(model.calls[0])) == (None, 2.0)
 
 
+@pytest.mark.slow
 def test_a_mode_that_the_loss_function_sets_is_set_in_every_step() -> None:
     model = Setting("nothing")
     model.drop = nnx.Dropout(0.5, rngs=nnx.Rngs(0))
@@ -179,6 +181,7 @@ def test_a_mode_that_the_loss_function_sets_is_set_in_every_step() -> None:
     assert [record["loss"] for record in records] == plain
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("transform", [nnx.remat, nnx.jit])
 def test_transforms_hand_parameters_on_and_write_nothing(transform: Any) -> None:
     model = Setting("nothing")
@@ -202,6 +205,7 @@ def test_an_attribute_that_gets_the_value_of_another_one_is_seen() -> None:
         fit(model, 1)
 
 
+@pytest.mark.slow
 def test_what_is_sown_is_for_the_call_alone() -> None:
     assert fit(Setting("sown")) == fit(Setting("nothing"))
 
@@ -230,6 +234,7 @@ class Trees(nnx.Module):
         return x @ weights["kernel"] * weights["rest"]["a"] + weights["rest"]["b"]
 
 
+@pytest.mark.slow
 def test_variables_that_hold_trees_train_as_in_a_loop_of_nnx(tmp_path: Any) -> None:
     model, plain = Trees(), Trees()
     ours = lt.Trainer(Bridge(model), loss_fn, optax.adam(0.1), checkpoint_dir=tmp_path)

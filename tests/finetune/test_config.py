@@ -172,6 +172,7 @@ def test_a_configuration_that_was_edited_by_hand_is_refused(tmp_path, name, valu
     check_same_run(tmp_path, FinetuneConfig(**free), "a")
 
 
+@pytest.mark.slow
 def test_a_run_is_extended_and_its_learning_rate_goes_on(tmp_path):
     write_config(tmp_path, FinetuneConfig(num_steps=7))
     check_same_run(tmp_path, FinetuneConfig(num_steps=7), "a")
@@ -206,6 +207,7 @@ def test_a_folder_that_nobody_may_look_into_is_named(tmp_path, monkeypatch):
             open_run(tmp_path / "run", {}, "flags", resume=resume)
 
 
+@pytest.mark.slow
 def test_metrics_are_on_the_disk_before_a_checkpoint_is(tmp_path, monkeypatch):
     synced, fsync = [], os.fsync
     monkeypatch.setattr(

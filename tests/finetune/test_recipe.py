@@ -20,6 +20,7 @@ def rates(num_steps=100, **settings):
     return np.asarray(jax.vmap(schedule)(jnp.arange(num_steps + 20)))
 
 
+@pytest.mark.slow_after(8)
 @pytest.mark.parametrize(
     ("settings", "expected"),
     [
@@ -61,7 +62,7 @@ def test_the_default_is_the_schedule_of_earlier_runs():
     np.testing.assert_allclose(rates(), [before(step) for step in range(120)], rtol=1e-6)
 
 
-@pytest.mark.slow_after(7)
+@pytest.mark.slow_after(4)
 @pytest.mark.parametrize("schedule", ["cosine", "linear", "constant", "inverse_sqrt", "warmup_stable_decay"])
 @pytest.mark.parametrize("num_steps", [1, 2])
 def test_a_run_of_a_step_has_a_rate(schedule, num_steps):
@@ -77,6 +78,7 @@ def test_epochs_are_steps_of_the_data():
         with_steps(config, None)
 
 
+@pytest.mark.slow
 def test_settings_of_the_optimizer_reach_it():
     grads, params = {"w": jnp.full(4, 3.0)}, {"w": jnp.zeros(4)}
     config = FinetuneConfig(adam_beta1=0.5, adam_beta2=0.6, adam_epsilon=0.1, weight_decay=0.2)

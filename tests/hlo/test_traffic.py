@@ -69,7 +69,7 @@ def test_a_loop_that_the_data_end_is_refused(target: str) -> None:
             moved(fn, *args, target=target)
 
 
-@pytest.mark.slow_after(3)
+@pytest.mark.slow_after(2)
 @pytest.mark.parametrize("target", ["cpu", pytest.param("v5e:1x1", marks=pytest.mark.tpu_aot)])
 @pytest.mark.parametrize(("first", "step"), [(0, 1), (990, 1), (0, 100)])
 def test_a_loop_runs_from_its_first_number_in_its_steps(first: int, step: int, target: str) -> None:

@@ -144,6 +144,7 @@ def test_bodies_can_be_replaced(name: str) -> None:
     assert "sin" not in inside and "cos" in inside
 
 
+@pytest.mark.slow
 def test_parts_that_have_names_keep_them() -> None:
     """A linear solve holds a tuple with fields, which a plain tuple would not be."""
     matrix = jnp.eye(2) * 2

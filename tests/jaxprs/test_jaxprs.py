@@ -28,7 +28,7 @@ def test_the_parts_of_a_scan_are_counted() -> None:
     assert counts(jax.grad(lambda *args: fn(*args).sum(), argnums=2)) == [(2, 1), (1, 1)]
 
 
-@pytest.mark.slow_after(2)
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("traced_before", [False, True], ids=["inside", "outside"])
 @pytest.mark.parametrize("is_new", [False, True], ids=["classic", "remat3"])
 def test_recomputation_and_names_are_read_in_one_way(is_new: bool, traced_before: bool) -> None:

@@ -65,7 +65,7 @@ def test_the_answer_of_a_line_is_exact(limit: int) -> None:
     assert len(found.points) <= 5
 
 
-@pytest.mark.slow_after(5)
+@pytest.mark.slow_after(2)
 @pytest.mark.parametrize("make", [row, square, steps])
 @pytest.mark.parametrize("multiple_of", [1, 8, 7])
 def test_the_next_size_never_fits(make: Any, multiple_of: int) -> None:
@@ -75,6 +75,7 @@ def test_the_next_size_never_fits(make: Any, multiple_of: int) -> None:
     assert_closed(found, limit, multiple_of)
 
 
+@pytest.mark.slow
 def test_a_parabola_is_found_where_a_line_is_poor() -> None:
     found = extrapolate(square, (16, 32, 64, 128), limit="16 MiB", target="cpu")
     assert len(found.fit.coefficients) == 3
@@ -83,6 +84,7 @@ def test_a_parabola_is_found_where_a_line_is_poor() -> None:
     assert "n²" in printed(found)
 
 
+@pytest.mark.slow
 def test_a_poor_fit_is_said_and_the_answer_holds() -> None:
     found = extrapolate(steps, (2, 3, 4), limit=2048 * 2 * 100, target="cpu", maximum=10_000)
     assert found.answer % 8 == 0
@@ -113,6 +115,7 @@ def test_two_sizes_leave_the_fit_unchecked() -> None:
     assert "the fit was not checked" in printed(found)
 
 
+@pytest.mark.slow
 def test_it_prints_what_it_found_and_gives_it_as_data() -> None:
     found = extrapolate(square, (16, 32, 64, 128), limit="1 MiB", target="cpu", variable="tokens")
     text = printed(found)
@@ -125,6 +128,7 @@ def test_it_prints_what_it_found_and_gives_it_as_data() -> None:
     assert repr(found) == text.splitlines()[0]
 
 
+@pytest.mark.slow
 @pytest.mark.tpu_aot
 def test_a_tpu_knows_its_limit_and_the_maker_its_target() -> None:
     seen = list[str]()

@@ -67,7 +67,7 @@ def adam_over_everything(tx: Any) -> tuple[Callable[..., Any], Any]:
     return step, (params, jax.eval_shape(tx.init, params), shape(128, 2048))
 
 
-@pytest.mark.slow_after(2)
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize(
     ("clip", "name"),
     [
@@ -111,6 +111,7 @@ def remat_layers(*names: str) -> Callable[..., Any]:
     return jax.grad(loss)
 
 
+@pytest.mark.slow
 def test_a_remat_policy_whose_names_match_nothing() -> None:
     arguments = (shape(8, 1024, 1024), shape(2048, 1024))
     (finding,) = [f for f in lint(remat_layers("mlp_uot"), *arguments) if f.rule == "checkpoint-name-unmatched"]

@@ -86,6 +86,7 @@ def test_a_correction_that_is_added_is_found(loss: Any, args: Any, num_bytes: in
     assert "lowtide.adapted" in str(mine[0])
 
 
+@pytest.mark.slow
 def test_keras_adds_its_correction_and_the_same_layers_under_adapted_do_not() -> None:
     import keras
 
@@ -148,6 +149,7 @@ def test_an_optimizer_that_multiplies_matrices_gets_no_finding() -> None:
     assert RULE not in {finding.rule for finding in findings}
 
 
+@pytest.mark.slow
 def test_a_layer_of_nnx_gets_no_finding() -> None:
     layer = nnx.LoRA(512, 8, 512, base_module=nnx.Linear(512, 512, rngs=nnx.Rngs(0)), rngs=nnx.Rngs(0))
     graph, trained, fixed = nnx.split(layer, nnx.LoRAParam, ...)

@@ -48,6 +48,7 @@ def test_a_loop_that_copies_in_each_branch_what_it_writes_into() -> None:
     assert (found.rule, found.path, found.num_bytes) == ("copied-in-loop", "table", 64 * 40960 * 4)
 
 
+@pytest.mark.slow
 def test_a_loop_that_makes_its_state_anew() -> None:
     def stacked(cache: Any, w: Any, x: Any) -> Any:
         def layer(x: Any, one: Any) -> Any:

@@ -78,6 +78,7 @@ def only(buffers: tuple[Buffer, ...], **wanted: Any) -> list[Buffer]:
     return [b for b in buffers if all(getattr(b, name) == value for name, value in wanted.items())]
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("name", TARGETS)
 def test_arguments_keep_their_roles_paths_and_shapes(compiled: Any, name: str) -> None:
     report = compiled(name).report(ROLES)

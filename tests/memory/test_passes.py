@@ -93,6 +93,7 @@ def pool(x: Any) -> Any:
     return jax.lax.reduce_window(x, -jnp.inf, jax.lax.max, (1, 2, 2, 1), (1, 2, 2, 1), "SAME")
 
 
+@pytest.mark.slow
 def test_what_pooling_needs_in_the_backward_pass_has_a_name_and_its_phase() -> None:
     def loss(weight: Any, x: Any) -> Any:
         for _ in range(2):

@@ -91,6 +91,7 @@ def test_state_in_few_bits_saves_what_it_says() -> None:
     assert told.saving_bytes == pytest.approx(saved, rel=0.1)  # an estimate leaves out a block in float32
 
 
+@pytest.mark.slow
 def test_state_in_few_bits_is_not_proposed_again() -> None:
     def kinds(tx: optax.GradientTransformation) -> set[str]:
         def step(w: Any, opt_state: Any, x: Any) -> Any:

@@ -90,6 +90,7 @@ def test_lines_inside_of_lowtide_are_not_shown_as_the_user_s() -> None:
     assert all("test_strangers.py" in source for source in sources)
 
 
+@pytest.mark.slow
 def test_constants_outside_of_the_compiler_s_figures_are_noted() -> None:
     table = np.random.default_rng(0).normal(size=(8, 2**18)).astype(np.float32)
     report = analyze(lambda x: jnp.tanh(x @ table), shape(8, 8), target="cpu")
@@ -142,6 +143,7 @@ def test_a_small_curve_is_a_curve() -> None:
     assert curve.predict(100) == pytest.approx(bytes_at(100), rel=1e-3)
 
 
+@pytest.mark.slow
 def test_a_small_curve_is_looked_at_twice() -> None:
     def make(n: int) -> Any:  # a line, and a little more for every pair
         return lambda x, pairs: (jnp.negative(x), jnp.negative(pairs)), (shape(n, 4096), shape(n, n, 32))

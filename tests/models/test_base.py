@@ -7,6 +7,7 @@ import json
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from lowtide.models import base_path, generate, load, load_tokenizer, loss
 
@@ -20,6 +21,7 @@ def test_it_stays_below_four_megabytes_and_its_record_is_true():
     assert record["held_out_loss_nats_per_token"] < 3.0
 
 
+@pytest.mark.slow
 def test_it_has_learned_the_standard_library():
     model, tokenizer = load(base_path()), load_tokenizer(base_path())
     ids = tokenizer.encode(inspect.getsource(argparse)).ids
@@ -30,6 +32,7 @@ def test_it_has_learned_the_standard_library():
     assert value < 3.2 < 5.5 < noise
 
 
+@pytest.mark.slow
 def test_it_completes_code():
     model, tokenizer = load(base_path()), load_tokenizer(base_path())
     prompt = "class Error(Exception):\n    def __init__(self"

@@ -80,6 +80,7 @@ def test_grouped_products_and_their_gradients_equal_dense_ones(
     assert (of_x, of_both) in {(2, 3), *([(0, 0)] if platform == "gpu" and num_rows < count else [])}
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("platform", ["cpu", "gpu"])
 def test_what_is_not_finite_stays_with_its_expert(platform: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_experts, "traced_device", lambda: SimpleNamespace(platform=platform))

@@ -72,7 +72,7 @@ def logits_of(theirs: Any, tokens: np.ndarray, **kwargs: np.ndarray) -> np.ndarr
         return theirs(torch.tensor(tokens), **{k: torch.tensor(v) for k, v in kwargs.items()}).logits.numpy()
 
 
-@pytest.mark.slow_after(2)
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("kind", KINDS)
 def test_logits_with_padding_packing_and_beyond_the_window(kind: str, peer: peers.Peer, folder: Path) -> None:
     # Row 1 has padding on the left: the padding is another segment, and positions begin after it.

@@ -44,7 +44,7 @@ def _edit_config(directory: Path, **changes):
     (directory / "config.json").write_text(json.dumps({k: v for k, v in raw.items() if v != "gone"}))
 
 
-@pytest.mark.slow_after(2)
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("max_shard_bytes", [2**30, 1500])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_directory_round_trips(tmp_path, max_shard_bytes, dtype):
@@ -61,6 +61,7 @@ def test_a_directory_round_trips(tmp_path, max_shard_bytes, dtype):
         assert max(sizes) <= 1500
 
 
+@pytest.mark.slow
 def test_dtypes_are_chosen_on_loading(directory):
     loaded = load(directory, dtype="bfloat16", compute_dtype="float32")
     assert {leaf.dtype for leaf in jax.tree.leaves(loaded)} == {jnp.dtype("bfloat16")}
@@ -247,6 +248,7 @@ def test_truncation_and_padding_of_a_tokenizer_file_are_off(tiny_model_dir, tmp_
     assert load_tokenizer(tmp_path).encode("the tide goes out").ids == want
 
 
+@pytest.mark.slow_after(3)
 @pytest.mark.parametrize(
     "change", [{"factor": 0}, {"factor": "much"}, {"low_freq_factor": 4.0, "high_freq_factor": 4.0}, {"factor": None}]
 )
@@ -421,6 +423,7 @@ for _ in range(70):
     _NESTED = {"type": "Sequence", "pretokenizers": [_NESTED]}
 
 
+@pytest.mark.slow_after(4)
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

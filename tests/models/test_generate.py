@@ -242,6 +242,7 @@ def test_one_prompt_equals_what_is_computed_without_a_cache():
         np.testing.assert_array_equal(models.generate(model, prompt, 9, **options), want)
 
 
+@pytest.mark.slow_after(6)
 @pytest.mark.parametrize(
     ("settings", "kept"),
     [

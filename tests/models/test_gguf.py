@@ -90,7 +90,7 @@ def _logits(model: models.Decoder) -> np.ndarray:
     return np.asarray(jax.jit(models.logits)(model, tokens))
 
 
-@pytest.mark.slow_after(6)
+@pytest.mark.slow_after(5)
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_file_is_the_model_that_was_converted(name: str, directory: Any, tmp_path: Path) -> None:
     folder = directory(name)
@@ -103,7 +103,7 @@ def test_a_file_is_the_model_that_was_converted(name: str, directory: Any, tmp_p
         np.testing.assert_allclose(ours, theirs, rtol=0, atol=tolerance, err_msg=path)
 
 
-@pytest.mark.slow_after(2)
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize(("name", "kind"), [("llama", Kind.Q8_0), ("llama", Kind.Q4_0), ("wide mixtral", Kind.Q8_0)])
 def test_quantised_tensors_are_what_the_library_makes_of_them(
     name: str, kind: Kind, directory: Any, tmp_path: Path
@@ -119,6 +119,7 @@ def test_quantised_tensors_are_what_the_library_makes_of_them(
         np.testing.assert_array_equal(values, wanted[name], err_msg=name)
 
 
+@pytest.mark.slow_after(2)
 @pytest.mark.parametrize(
     ("kind", "dtype"), [(Kind.F16, "float16"), (Kind.BF16, "bfloat16"), (Kind.Q8_0, "bfloat16"), (Kind.F32, "float32")]
 )

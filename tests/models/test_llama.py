@@ -12,6 +12,7 @@ from lowtide.models import loss
 from tests.models.tiny_llama import CONFIG, LOGITS, LOSS, loss_fn, make_batch, make_model
 
 
+@pytest.mark.slow
 def test_the_loss_is_the_cross_entropy_of_the_logits():
     model, batch = make_model(), make_batch()
     of_tokens = np.asarray(LOGITS(model, batch["tokens"]), np.float64)

@@ -28,7 +28,7 @@ def test_remat_changes_bytes_and_not_values():
     assert recomputed < 0.5 * kept
 
 
-@pytest.mark.slow_after(3)
+@pytest.mark.slow_after(2)
 @pytest.mark.parametrize("param_dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("compute_dtype", ["float32", "bfloat16"])
 def test_parameter_and_compute_dtypes_are_separate(param_dtype, compute_dtype):
@@ -41,6 +41,7 @@ def test_parameter_and_compute_dtypes_are_separate(param_dtype, compute_dtype):
     np.testing.assert_allclose(LOSS(model, make_batch()), LOSS(make_model(), make_batch()), rtol=2e-2)
 
 
+@pytest.mark.slow
 def test_no_recompile_on_the_second_call(compilations):
     model, batch = make_model(), make_batch()
     step = jax.jit(lt.value_and_grad(lambda m, b: loss(m, b)[0], "layers/attn/**"))
@@ -50,6 +51,7 @@ def test_no_recompile_on_the_second_call(compilations):
         step(model, batch)
 
 
+@pytest.mark.slow
 def test_rope_scaling_turns_slower():
     tokens, strong = make_batch()["tokens"], jax.tree.map(lambda x: 10 * np.asarray(x), make_model())
     plain = LOGITS(strong, tokens)

@@ -56,7 +56,7 @@ def _weights(model: models.Decoder) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.slow_after(2)
+@pytest.mark.slow_after(1)
 @IGNORED
 @pytest.mark.parametrize("kind", SCHEMES)
 def test_weights_are_what_the_files_stand_for(dense: Path, tmp_path: Path, kind: str) -> None:
@@ -77,6 +77,7 @@ def test_weights_are_what_the_files_stand_for(dense: Path, tmp_path: Path, kind:
         assert (want.shape, want.dtype) == (got.shape, got.dtype), path
 
 
+@pytest.mark.slow
 def test_codes_and_scales_of_scales_are_not_computed_again(nested: Path) -> None:
     model = models.load(nested, dtype="bfloat16")
     q, down = model.layers["attn"]["q_proj"]["weight"], model.layers["mlp"]["down_proj"]["weight"]
@@ -295,6 +296,7 @@ def test_a_quantised_directory_is_not_quantised_again_and_saves_as_arrays(nested
     np.testing.assert_allclose(models.logits(model, tokens), got, rtol=0, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_random_damage_is_refused_or_loads(nested: Path, tmp_path: Path) -> None:
     good = (nested / SINGLE).read_bytes()
     shutil.copytree(nested, tmp_path / "m")
@@ -321,6 +323,7 @@ def test_random_damage_is_refused_or_loads(nested: Path, tmp_path: Path) -> None
     assert "LT004" in found
 
 
+@pytest.mark.slow_after(1)
 @IGNORED
 @pytest.mark.filterwarnings("ignore:.*the model is multimodal")
 @pytest.mark.parametrize("kind", ["int8", "rows"])

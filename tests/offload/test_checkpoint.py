@@ -107,7 +107,7 @@ def attention(layers: Any, x: jax.Array) -> jax.Array:
     return jnp.sum(jax.nn.dot_product_attention(q, q, checkpoint_name(q * 2, "down")) ** 2)
 
 
-@pytest.mark.slow_after(4)
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("fn", [around_a_scan, nested, jitted, branches, mapped, attention], ids=lambda fn: fn.__name__)
 def test_names_are_found_in_nested_programs(fn: Callable[..., Any]) -> None:
     layers, x = weights(), jax.random.normal(jax.random.key(1), (3, 4))
@@ -128,6 +128,7 @@ def test_dtypes_survive(dtype: Any) -> None:
     assert {leaf.dtype for leaf in jax.tree.leaves(grads)} == {jnp.dtype(dtype)}
 
 
+@pytest.mark.slow
 def test_a_second_call_compiles_nothing(compilations: Any) -> None:
     layer, x = jax.tree.map(lambda a: a[0], weights()), jnp.ones((3, 4))
     body = checkpoint(block, offload=["up"], save="d.*")
@@ -184,6 +185,7 @@ def _forward(x: jax.Array) -> tuple[jax.Array, jax.Array]:
 hidden_sin.defvjp(_forward, lambda slope, ct: (2 * slope * ct,))
 
 
+@pytest.mark.slow_after(2)
 @pytest.mark.parametrize("claims", [{"offload": ["slope"]}, {"offload": "sl.*"}, {"save": ["result"]}])
 def test_names_in_the_rule_of_a_custom_vjp_are_kept(claims: dict[str, Any]) -> None:
     def fn(x: jax.Array) -> jax.Array:
@@ -312,6 +314,7 @@ def test_bytes_on_a_gpu() -> None:
     assert temporaries(checkpoint(block, save=["up"], prevent_cse=False), "h100")[1] == 0
 
 
+@pytest.mark.slow
 def test_a_name_with_an_underscore_is_a_users() -> None:
     def fn(x: jax.Array, w: jax.Array) -> jax.Array:
         return jnp.sum(jnp.sin(checkpoint_name(x @ w, "_mine")))

@@ -158,16 +158,19 @@ def test_leaves_may_be_scalars_of_odd_names_and_shapes() -> None:
     assert_equal_training(odd, optax.adam(1e-2), outer, layers, batch(), num_microbatches=2)
 
 
+@pytest.mark.slow
 def test_one_layer_and_no_outer_leaves_are_a_stack() -> None:
     bare = stack(first=lambda outer, batch: batch["h"], last=lambda outer, h, batch: (jnp.mean(h**2), {}))
     assert_equal_training(bare, optax.adam(1e-2), {}, {"w": normal(0, 1, WIDTH, WIDTH)}, {"h": normal(1, 4, WIDTH)})
 
 
+@pytest.mark.slow
 def test_a_batch_that_is_not_split_may_hold_scalars() -> None:
     scaled = stack(last=lambda outer, h, batch: (batch["scale"] * jnp.mean((h @ outer["head"] - batch["y"]) ** 2), {}))
     assert_equal_training(scaled, optax.adam(1e-2), *parameters(), batch(scale=jnp.float32(2)))
 
 
+@pytest.mark.slow
 def test_frozen_keys_integers_and_python_numbers_are_only_read() -> None:
     def block(layer: Any, h: Any, batch: Any) -> Any:
         keep = jax.random.bernoulli(layer["key"], 0.5, h.shape).astype(h.dtype)
@@ -184,7 +187,7 @@ def test_frozen_keys_integers_and_python_numbers_are_only_read() -> None:
     assert changed.any(axis=(1, 2)).tolist() == [True, False, True]  # as the integers switch them
 
 
-@pytest.mark.slow_after(2)
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("running", [(), ("head",)])
 @pytest.mark.parametrize("weight", ["some", "none"])
 def test_a_microbatch_of_weight_zero_contributes_nothing_whatever_its_loss(weight: str, running: Any) -> None:
@@ -217,6 +220,7 @@ def test_state_that_an_update_only_reads_stays_where_it_is() -> None:
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6), ours, theirs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("place", [{}, HOST])
 def test_whole_numbers_among_the_outer_leaves_are_only_read(place: Any) -> None:
     outer, layers = parameters()
@@ -230,7 +234,7 @@ def test_whole_numbers_among_the_outer_leaves_are_only_read(place: Any) -> None:
 # --- gradients that are not finite ---------------------------------------------------------------------------------
 
 
-@pytest.mark.slow_after(2)
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("clip", [None, Clip(max_norm=0.1), Clip(max_norm=0.1, mode="previous")])
 def test_a_batch_without_a_finite_loss_leaves_everything_as_it_is(clip: Any) -> None:
     step = layerwise_step(stack(), optax.adam(1e-2), clip=clip, on_nan="skip")

@@ -162,6 +162,7 @@ def test_the_previous_norm_clips_the_next_step() -> None:
     assert seen[-1][1] == pytest.approx(previous, rel=1e-4)
 
 
+@pytest.mark.slow
 def test_each_layer_can_be_clipped_by_its_own_norm() -> None:
     model, data = small(), batches(2)
     grads_of = gradients(model)
@@ -213,6 +214,7 @@ def test_adapters_alone_train_and_the_base_is_only_read() -> None:
     assert_close({"outer": outer, "layers": layers}, lt.combine(trainable, rest))
 
 
+@pytest.mark.slow
 def test_a_second_step_compiles_nothing(compilations: Any) -> None:
     model, data = small(), batches(3)
     step = layerwise_step(model.stack, optax.adamw(1e-3), clip=Clip(max_norm=1.0), num_microbatches=2)
@@ -225,6 +227,7 @@ def test_a_second_step_compiles_nothing(compilations: Any) -> None:
     assert int(state.step) == 3
 
 
+@pytest.mark.slow
 def test_state_is_where_it_was_placed() -> None:
     model = decoder()
     step = layerwise_step(model.stack, optax.adam(1e-3), place=HOST)

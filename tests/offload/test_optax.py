@@ -85,7 +85,7 @@ BARE = ("adafactor", "lbfgs", "noisy_sgd", "polyak_sgd", "apply_if_finite(adamw)
 QUICK = ("adamw", "chain(clip_by_global_norm, adamw, ema)")
 
 
-@pytest.mark.slow_after(4)
+@pytest.mark.slow_after(2)
 @pytest.mark.parametrize("name", BARE)
 def test_a_bare_array_has_the_values_of_the_unwrapped_optimizer(name: str) -> None:
     check(name, "bare")
@@ -99,6 +99,7 @@ def test_five_steps_have_the_values_of_the_unwrapped_optimizer(name: str) -> Non
     check(name, "flat" if name == "sm3" else "nested")  # sm3 takes no scalars, wrapped or not
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.filterwarnings("error::lowtide.core.PlacementWarning")
 @pytest.mark.parametrize("name", ["contrib.dadapt_adamw", "MultiSteps(chain(clip_by_global_norm, adamw))"])
 def test_norms_over_all_leaves_take_a_pass_of_their_own(name: str) -> None:
@@ -107,6 +108,7 @@ def test_norms_over_all_leaves_take_a_pass_of_their_own(name: str) -> None:
         check(name, "flat", 8 * 1024)
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize(
     "name",
     ["adafactor (momentum)", "sm3", *(pytest.param(n, marks=SLOW) for n in ("adafactor", "novograd", "contrib.muon"))],

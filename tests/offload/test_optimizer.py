@@ -79,6 +79,7 @@ def test_the_default_finds_the_moments_of_a_bare_array_and_of_a_bare_transformat
     assert (state.mu.sharding.memory_kind, state.count.sharding.memory_kind) == ("pinned_host", "device")
 
 
+@pytest.mark.slow
 def test_a_second_step_compiles_nothing(compilations: Any) -> None:
     wrapped = optimizer(optax.adamw(1e-2), chunk_bytes=CHUNK)
     start = params(w=(56, 128))
@@ -90,6 +91,7 @@ def test_a_second_step_compiles_nothing(compilations: Any) -> None:
         jax.block_until_ready(wrapped.update(start, state, start))
 
 
+@pytest.mark.slow
 def test_extra_arguments_reach_the_wrapped_optimizer() -> None:
     tx = optax.chain(optax.scale_by_adam(), optax.polyak_sgd(1.0))
     start = params(w=(56, 128))
@@ -267,6 +269,7 @@ def test_making_the_state_needs_one_leaf_on_the_device(tpu_device: Any) -> None:
     assert stats.temp_size_in_bytes <= 17 * MIB
 
 
+@pytest.mark.slow
 @pytest.mark.gpu_aot
 def test_a_device_without_host_memory_warns_and_updates_block_by_block() -> None:
     adam, leaves = optax.adam(1e-3), {"w": jax.ShapeDtypeStruct((2048, 2048), jnp.float32)}
@@ -290,6 +293,7 @@ def fsdp(mesh: Any) -> dict[str, NamedSharding]:
 AXLEARN = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2), optax.ema(0.9))
 
 
+@pytest.mark.slow
 def test_shards_have_the_values_of_the_unsharded_update() -> None:
     shardings = fsdp(jax.make_mesh((8,), ("fsdp",), axis_types=(jax.sharding.AxisType.Auto,)))
     start = params(rows=(512, 128), stack=(3, 128, 128), columns=(2, 8, 1024), norm=(1024,))
@@ -482,6 +486,7 @@ def test_what_calls_the_optimizer_in_a_branch_is_refused(around: Any, jit: bool)
         (jax.jit(update) if jit else update)(start, tx.init(start))
 
 
+@pytest.mark.slow
 def test_updates_may_have_the_structure_of_the_parameters() -> None:
     tx = optax.lookahead(optax.adam(1e-2), 2, 0.5)
     wrapped = optimizer(tx, chunk_bytes=CHUNK)

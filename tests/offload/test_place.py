@@ -95,6 +95,7 @@ def test_a_shape_in_host_memory_is_traced_as_such(sharded: bool) -> None:
     assert memory_space(to_device(shape)) == DEVICE
 
 
+@pytest.mark.slow
 @pytest.mark.tpu_aot
 def test_a_placed_argument_takes_no_device_bytes(tpu_device: jax.Device) -> None:
     state = {"w": jax.ShapeDtypeStruct((1024, 1024), jnp.float32), "x": jax.ShapeDtypeStruct((8, 1024), jnp.float32)}

@@ -104,6 +104,7 @@ def test_a_host_value_that_the_body_moves_itself_gets_its_gradient_on_the_host()
     np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)  # of sums of both signs
 
 
+@pytest.mark.slow
 def test_a_second_call_compiles_nothing(compilations: Any) -> None:
     xs, x, scale = arguments()
     xs, other = to_host(xs), x + 1
@@ -185,6 +186,7 @@ def test_layer_inputs_wait_on_the_host(tpu_device: jax.Device) -> None:
     assert many.host.temp_bytes == 2 * few.host.temp_bytes == pytest.approx(16 * ROWS * DIM * 4, rel=0.51)
 
 
+@pytest.mark.slow
 @pytest.mark.tpu_aot
 def test_the_forward_pass_alone_holds_two_layers(tpu_device: jax.Device) -> None:
     report = on_v5e(8, grad=False)
@@ -192,6 +194,7 @@ def test_the_forward_pass_alone_holds_two_layers(tpu_device: jax.Device) -> None
     assert report.host_bytes == 8 * LAYER_BYTES
 
 
+@pytest.mark.slow
 @pytest.mark.tpu_aot
 def test_no_gradient_is_written_for_layers_that_do_not_train(tpu_device: jax.Device) -> None:
     def apply(up: Any, down: Any, x: Any) -> Any:

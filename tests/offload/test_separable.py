@@ -31,7 +31,7 @@ def rows_of(fn: Callable[..., Any], *args: Any) -> Any:
 W, G = on_host(3, 16, 128), jnp.ones((3, 16, 128))
 
 
-@pytest.mark.slow_after(7)
+@pytest.mark.slow_after(6)
 @pytest.mark.parametrize(
     ("fn", "rows", "blocked_by"),
     [

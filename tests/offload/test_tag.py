@@ -179,7 +179,7 @@ def rematted(p: Any, x: jax.Array) -> jax.Array:
     return jax.checkpoint(lambda w: jnp.sin(x @ w))(p["w"][0])
 
 
-@pytest.mark.slow_after(2)
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize(
     ("fn", "primitive", "expected"),
     [(scanned, "scan", ["w"]), (branched, "cond", ["w", "w_1"]), (rematted, "remat", ["w"])],

@@ -32,6 +32,7 @@ def step_of(tx: Any) -> Any:
     return step
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("shape", [(56, 128), (2, 3, 16, 128), (4096,)])
 def test_integers_and_state_of_64_bits(shape: tuple[int, ...]) -> None:
     tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-2))
@@ -117,7 +118,7 @@ def test_a_shard_is_streamed_like_any_array() -> None:
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7)
 
 
-@pytest.mark.slow_after(2)
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize(
     "tx",
     [

@@ -75,6 +75,7 @@ def test_axlearn_s_guard_is_caught(tpu_device: jax.Device, bare: bool) -> None:
     assert "hint: place arguments with lt.offload.to_host" in text and "a tracer" in text
 
 
+@pytest.mark.slow
 @pytest.mark.tpu_aot
 def test_arguments_left_on_the_device_are_caught(tpu_device: jax.Device) -> None:
     with pytest.raises(PlacementError, match=re.escape("argument 0/mu: expected on the host, got on the device")):
@@ -145,6 +146,7 @@ def test_what_is_not_donated_is_said_and_a_second_copy_has_a_limit(tpu_device: j
     assert verify(program(), EXPECTED, host_bytes="8 MiB").host_alias_bytes == 2 * SIZE
 
 
+@pytest.mark.slow
 @pytest.mark.tpu_aot
 def test_a_whole_step_that_donates_nothing_is_caught(tpu_device: jax.Device) -> None:
     def loss(params: Any) -> Any:
@@ -203,6 +205,7 @@ def test_a_compile_only_gpu_is_checked_by_what_was_declared() -> None:
         verify(made.compiled, EXPECTED)
 
 
+@pytest.mark.slow
 @pytest.mark.gpu_aot
 def test_slices_that_a_gpu_copies_in_a_fusion_are_counted_in_the_text_too() -> None:
     def layer(h: Any, w: Any) -> Any:

@@ -226,6 +226,7 @@ def test_what_means_the_same_computes_the_same() -> None:
     assert lt.ops.attention(q[:0], k[:0], v[:0]).shape == (0, 70, 2, 8)
 
 
+@pytest.mark.slow
 def test_queries_at_the_start_of_a_longer_cache_see_its_first_keys() -> None:
     q, k, v = (jnp.asarray(drawn(seed, 1, length, 2, 8), jnp.float32) for seed, length in enumerate((3, 12, 12)))
     got = attention(q, k, v, start=0)
@@ -275,6 +276,7 @@ def test_float64_is_computed_in_float64(options: dict[str, Any]) -> None:
         np.testing.assert_allclose(*outs, rtol=1e-12, atol=1e-13)
 
 
+@pytest.mark.slow
 def test_few_tokens_of_float16_are_computed_by_a_compiled_program() -> None:
     q = jnp.asarray(np.random.default_rng(0).normal(size=(1, 30, 2, 8)), jnp.float16)
     found = jax.jit(lt.ops.attention)(q, q, q)

@@ -93,6 +93,7 @@ def test_what_does_not_train_gets_no_gradient_and_bfloat16_is_added_up_in_float3
     assert not any(aval.shape == (WIDTH, 4) for aval in carried)  # of the frozen matrix
 
 
+@pytest.mark.slow
 def test_random_keys_are_others_for_each_tile() -> None:
     def noise(params: Any, x: Any) -> Any:
         return x + jax.random.normal(params["key"], x.shape[1:2])[None, :, None]

@@ -115,7 +115,7 @@ def test_a_regular_expression_that_selects_nothing_is_said() -> None:
         low_precision(optax.adam(1e-2), {r".*/mu/.*": "8bit", r".*/nu/b": "fp8"}).init(PARAMS)
 
 
-@pytest.mark.slow_after(3)
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize(
     ("params", "least_size"),
     [

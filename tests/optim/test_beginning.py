@@ -101,6 +101,7 @@ def test_an_error_of_init_is_its_own() -> None:
         low_precision(optax.GradientTransformation(first, lambda *given: given)).init(PARAMS)
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("spec", [("x", None), (None, "x")])
 def test_state_is_where_the_parameters_are(spec: Any) -> None:
     mesh = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))

@@ -47,6 +47,7 @@ def test_a_trainer_goes_on_bit_for_bit(tmp_path: Path) -> None:
     jax.tree.map(np.testing.assert_array_equal, second.model, whole.model)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_other_state_is_refused(tmp_path: Path) -> None:
     trainer(optax.adamw(1e-2), tmp_path).fit(DATA, num_steps=2, progress=False, checkpoint_every=2)
     ours = trainer(low_precision(optax.adamw(1e-2)), tmp_path)

@@ -50,6 +50,7 @@ def test_every_code_has_the_number_of_the_definition_and_back(name: str, is_posi
     assert np.array_equal(np.asarray(form.encode(jnp.asarray(got), is_positive)), np.asarray(codes))
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize(("name", "is_positive"), [key for key in TABLES if key[0] == "8bit"])
 def test_a_number_gets_the_nearest_code(name: str, is_positive: bool) -> None:
     table, form = TABLES[name, is_positive], FORMATS[name]
@@ -61,7 +62,7 @@ def test_a_number_gets_the_nearest_code(name: str, is_positive: bool) -> None:
     np.testing.assert_allclose(np.abs(x - got), np.abs(x - nearest), rtol=1e-4, atol=1e-9)
 
 
-@pytest.mark.slow_after(3)
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("name", FORMATS)
 def test_no_second_moment_becomes_0(name: str) -> None:
     x = jnp.asarray(10.0 ** np.random.default_rng(8).uniform(-30, 0, (8, 256)), jnp.float32).at[:, 3].set(0)
@@ -96,7 +97,7 @@ LARGEST_ERROR = {"8bit": 0.00704, "companded": 0.0079, "fp8": 0.036, "4bit": 0.1
 LARGEST_POSITIVE = {"8bit": 0.00353, "companded": 0.00393, "fp8": 0.07, "4bit": 0.0617}
 
 
-@pytest.mark.slow_after(8)
+@pytest.mark.slow_after(5)
 @pytest.mark.parametrize(
     ("name", "is_positive", "shape"),
     [
@@ -138,7 +139,7 @@ def test_arrays_come_back_as_flashoptim_asks_of_them(name: str, is_positive: boo
             assert ((x - got) ** 2).sum() / (x**2).sum() <= (1e-4 if is_positive else 5e-4), case
 
 
-@pytest.mark.slow_after(7)
+@pytest.mark.slow_after(5)
 @pytest.mark.parametrize("is_positive", [False, True])
 @pytest.mark.parametrize("name", FORMATS)
 def test_what_is_stored_again_does_not_change(name: str, is_positive: bool) -> None:
@@ -172,7 +173,7 @@ def test_zeros_and_the_largest_number_of_a_block_are_exact(name: str) -> None:
         assert got[0, 7] == np.float32(sign * 0.3)
 
 
-@pytest.mark.slow_after(9)
+@pytest.mark.slow_after(7)
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("is_positive", [False, True])
@@ -213,6 +214,7 @@ def test_two_codes_of_4_bits_are_a_byte() -> None:
     assert program.report().device.argument_bytes == 8 * 256 // 2 + 8 * 4 * 4
 
 
+@pytest.mark.slow
 def test_tiny_numbers_stay_finite() -> None:
     x = jnp.full((1, 256), 1e-42).at[0, 0].set(-1e-39)
     for name in FORMATS:
@@ -221,6 +223,7 @@ def test_tiny_numbers_stay_finite() -> None:
         assert np.abs(got).max() <= 1.1e-39, name
 
 
+@pytest.mark.slow
 def test_bfloat16_is_rounded_without_bias_and_by_the_key_alone() -> None:
     x = np.random.default_rng(5).normal(size=64).astype(np.float32)
     rounded = jax.jit(lambda key: PackedArray.rounded(jnp.asarray(x), key).dense())

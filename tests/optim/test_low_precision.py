@@ -101,7 +101,7 @@ def test_a_difference_of_two_moments_is_refused() -> None:
         low_precision(tx, least_size=1).init(PARAMS)
 
 
-@pytest.mark.slow_after(6)
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("name", sorted({*optimizer_table.KINDS} - UNSELECTED - {"rmsprop (momentum, centered)"}))
 def test_an_optimizer_of_each_kind_trains_as_in_float32(name: str) -> None:
     tx, extra = optimizer_table.OPTIMIZERS[name](), optimizer_table.extra_arguments(name)
@@ -113,7 +113,7 @@ def test_an_optimizer_of_each_kind_trains_as_in_float32(name: str) -> None:
     assert abs(got - want) < 0.05 * abs(before - want) + 1e-3, (before, want, got)
 
 
-@pytest.mark.slow_after(4)
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("form", FORMATS)
 def test_every_format_trains(form: str) -> None:
     want, _, _ = trained(optax.adamw(1e-2))
@@ -166,7 +166,7 @@ def outside(kind: str, tx: Any) -> Any:
     }[kind]()
 
 
-@pytest.mark.slow_after(2)
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("kind", ["chain", "MultiSteps", "apply_if_finite", "masked", "partition"])
 def test_other_transformations_may_be_around_it_or_inside(kind: str) -> None:
     want, _, _ = trained(outside(kind, optax.adamw(1e-2)), 12)
@@ -177,6 +177,7 @@ def test_other_transformations_may_be_around_it_or_inside(kind: str) -> None:
     assert abs(inside - want) < 2e-3
 
 
+@pytest.mark.slow
 def test_hyperparameters_may_be_injected() -> None:
     tx = optax.inject_hyperparams(lambda learning_rate: low_precision(optax.adamw(learning_rate)))(1e-2)
     want, _, _ = trained(optax.adamw(1e-2), 12)
@@ -203,7 +204,7 @@ def test_eagerly_donated_and_in_a_branch_values_are_the_same() -> None:
     assert same(donated, want)
 
 
-@pytest.mark.slow_after(3)
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize(
     ("form", "wrapped"), [*((form, jax.jit) for form in FORMATS), pytest.param("8bit", lambda fn: fn, id="8bit-eager")]
 )
@@ -227,6 +228,7 @@ def test_a_derivative_that_the_state_would_lose_is_refused(form: str, wrapped: A
     assert float(jax.grad(wrapped(lambda factor: moved(tx, jax.lax.stop_gradient(factor))))(1.0)) == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", ["8bit", "bfloat16"])
 def test_state_keeps_its_dtype_where_an_optimizer_widens_it(form: str) -> None:
     """Optax's moments of parameters in bfloat16 are float32 after a step with hyperparameters in float32."""
@@ -317,6 +319,7 @@ def test_integers_of_a_state_stay() -> None:
     assert isinstance(state.inner["mu"]["x"], PackedArray)
 
 
+@pytest.mark.slow
 def test_a_gradient_that_is_not_finite_spoils_its_block_alone() -> None:
     tx = low_precision(optax.adam(1e-2))
     params = {"w": normal(0, 16, 512)}
@@ -433,7 +436,7 @@ def test_a_mesh_with_explicit_axes_says_itself_how_leaves_are_sharded() -> None:
         assert float(jnp.mean(np.asarray(a.codes) == np.asarray(b.codes))) > 0.999
 
 
-@pytest.mark.slow_after(3)
+@pytest.mark.slow_after(2)
 @pytest.mark.parametrize("form", FORMATS)
 def test_a_second_moment_of_contrib_is_never_zero(form: str) -> None:
     tx, params = optax.contrib.ademamix(1e-3), {"w": normal(0, 64, 256) / 10}
@@ -481,7 +484,7 @@ def test_a_state_in_another_format_is_refused_and_names_the_way() -> None:
         new.update(params, converted(old.init(params), new, params), params)
 
 
-@pytest.mark.slow_after(2)
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("weights", ["split", "kahan", "stochastic"])
 def test_one_array_may_be_all_parameters(weights: str) -> None:
     params = normal(0, 64, 256).astype(jnp.bfloat16)

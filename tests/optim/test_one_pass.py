@@ -148,6 +148,7 @@ def test_what_kernels_cannot_do_is_in_two_passes(tx: Any, form: Any, shapes: Any
     assert all(bool(jnp.isfinite(leaf).all()) for leaf in jax.tree.leaves(after))
 
 
+@pytest.mark.slow
 def test_a_block_that_is_not_finite_is_nan_and_no_other(used: list[bool]) -> None:
     tx, begin = low_precision(optax.adamw(1e-2)), {"w": jnp.ones((16, 512))}
     grads = {"w": jnp.ones((16, 512)).at[3, 300].set(jnp.inf).at[5, 0].set(jnp.nan)}
@@ -305,6 +306,7 @@ def test_what_an_update_prints_is_printed(used: list[bool], capfd: pytest.Captur
     assert used == [False] and "seen" in capfd.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_packed_array_is_one_of_a_kernel() -> None:
     x = jnp.asarray(np.random.default_rng(0).normal(size=(4, 512)), jnp.float32)
     whole, blocks = PackedArray.of(x, "8bit"), PackedArray.of(x.reshape(-1, 256), "8bit")

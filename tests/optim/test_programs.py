@@ -65,7 +65,7 @@ def test_below_a_mesh_that_is_set_parameters_may_be_on_one_device(kind: AxisType
     assert {leaf.devices() == plain[0].count.devices() for leaf in jax.tree.leaves(state)} == {True}  # pyright: ignore
 
 
-@pytest.mark.slow_after(2)
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("weights", ["split", "kahan", "stochastic"])
 def test_derivatives_by_what_is_not_stored_pass_through_weights(weights: str) -> None:
     params = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), PARAMS)

@@ -38,6 +38,7 @@ def applied(tx: Any, steps: int, params: Any, grads: Any) -> tuple[Any, Any]:
     return params, state
 
 
+@pytest.mark.slow_after(2)
 @pytest.mark.parametrize("kind", WEIGHTS)
 def test_what_is_kept_of_a_weight_is_near_what_it_stands_for(kind: str) -> None:
     params = spread(0, 64, 128).astype(jnp.bfloat16)
@@ -56,6 +57,7 @@ def test_what_is_kept_of_a_weight_is_near_what_it_stands_for(kind: str) -> None:
     assert (error <= 1.01 * bound).all(), (error / np.abs(goal)).max()
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("kind", WEIGHTS)
 def test_many_small_updates_arrive(kind: str) -> None:
     # By each of them a weight in bfloat16 alone would not change.
@@ -122,6 +124,7 @@ def test_a_training_in_five_bytes_is_that_of_float32(form: str) -> None:
     assert error(plain["w"])[0] < cosine
 
 
+@pytest.mark.slow
 def test_zeros_leave_zero_and_what_is_not_finite_comes_through() -> None:
     params = jnp.array([0.0, 0.0, 1.0, 1.0, 1.0, -2.0], jnp.bfloat16)
     updates = jnp.array([1e-30, 0.0, np.nan, np.inf, -1.0, 2.0**-130], jnp.float32)
@@ -133,6 +136,7 @@ def test_zeros_leave_zero_and_what_is_not_finite_comes_through() -> None:
         np.testing.assert_allclose(got, [1e-30, 0, np.nan, np.inf, 0, -2], rtol=2.0**-7)
 
 
+@pytest.mark.slow
 def test_rests_are_rounded_without_bias() -> None:
     params = jnp.full((1024,), 1.5, jnp.bfloat16)
     rests = init_residuals("split", params, 1)
@@ -148,6 +152,7 @@ def test_rests_are_rounded_without_bias() -> None:
     assert np.abs((drawn - np.asarray(wide + update)).mean()) < 1e-7
 
 
+@pytest.mark.slow
 def test_leaves_of_other_dtypes_are_left_alone() -> None:
     params = {"half": spread(8, 64, 128).astype(jnp.bfloat16), "single": spread(9, 64, 128)}
     grads = jax.tree.map(lambda p: p / 100, params)

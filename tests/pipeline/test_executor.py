@@ -270,6 +270,7 @@ def test_only_what_trains_has_gradients() -> None:
     assert_close(of_layers["up"], of_plain_jax(PLAIN, *given)[1][1]["up"])
 
 
+@pytest.mark.slow
 def test_outer_weights_alone_may_train() -> None:
     given = plain_arguments(4)
     _, (of_outer, of_layers) = jax.jit(plain_pipeline("1f1b", wrt="outer/**"))(*given)
@@ -442,6 +443,7 @@ def test_layers_and_batches_that_do_not_fit_are_named() -> None:
         assert "leaves of batch: key, labels, mask, tokens" in caught.value.__notes__
 
 
+@pytest.mark.slow
 def test_functions_of_another_shape_are_named() -> None:
     outer, layers = parameters(4)
     made = schedule("1f1b", num_stages=2, num_microbatches=NUM_MICROBATCHES)

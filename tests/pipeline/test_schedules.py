@@ -187,7 +187,7 @@ def test_stages_may_keep_different_amounts(name: str, num_ranks: int, num_microb
     assert max(simulate(less, costs).peaks) <= limit * (1 + 1e-9)
 
 
-@pytest.mark.slow_after(9)
+@pytest.mark.slow_after(8)
 @pytest.mark.parametrize("name", [name for name in SCHEDULES if name not in {"gpipe", "looped-bfs"}])
 def test_what_is_kept_does_not_grow_with_microbatches(name: str) -> None:
     costs = Costs(communication=0.5, input_residuals=0.5)
@@ -522,6 +522,7 @@ def test_the_best_is_never_slower_than_a_scan_where_the_last_stage_has_the_loss_
         assert run.makespan <= 0.97 * scan_makespan(best, costs)
 
 
+@pytest.mark.slow
 @settings(max_examples=settings().max_examples // 2)
 @given(num_ranks=st.integers(1, 6), number=st.integers(1, 16), data=st.data())
 def test_the_best_of_one_stage_a_rank_is_never_slower_than_a_scan_whatever_it_costs(

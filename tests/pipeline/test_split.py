@@ -296,6 +296,7 @@ def test_what_depends_on_weights_alone_is_made_once_and_never_waits() -> None:
     assert "bf16[8,16] = convert_element_type" not in text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_recomputed", [False, True])
 def test_effects_happen_as_often_as_without_a_split(is_recomputed: bool) -> None:
     seen: list[float] = []
@@ -319,6 +320,7 @@ def test_effects_happen_as_often_as_without_a_split(is_recomputed: bool) -> None
     assert calls[1] == pytest.approx(calls[0])
 
 
+@pytest.mark.slow
 def test_what_an_effect_reads_is_made_for_it_and_nothing_waits_for_it() -> None:
     seen: list[float] = []
 
@@ -345,6 +347,7 @@ def test_what_an_effect_reads_is_made_for_it_and_nothing_waits_for_it() -> None:
     assert num_bytes(with_effect.waiting) == num_bytes(without.waiting)
 
 
+@pytest.mark.slow
 def test_what_a_loop_makes_of_a_weight_in_every_iteration_is_made_once() -> None:
     def stage(w: Any, x: Any) -> Any:  # in chunks, as a head is read
         return jax.lax.map(lambda row: jnp.tanh(row.astype(jnp.bfloat16) @ (2 * w["a"]).astype(jnp.bfloat16)), x)

@@ -103,6 +103,7 @@ def tiny(
 HEAD, LAYER = 8 * 97 * 2, 8 * 8 * 2
 
 
+@pytest.mark.slow
 def test_uneven_stages_have_the_room_of_the_longest() -> None:
     report = tiny()
     assert [rank.layers for rank in report.ranks] == [(0,), (1, 2), (3, 4), (5,)]

@@ -73,7 +73,7 @@ def test_values_are_those_of_a_plain_reference(form: str) -> None:
     assert half.dtype == jnp.bfloat16 and half.dense().dtype == jnp.bfloat16
 
 
-@pytest.mark.slow_after(4)
+@pytest.mark.slow_after(3)
 @pytest.mark.parametrize("form", FORMATS)
 def test_bytes_are_the_arithmetic_of_the_format(form: str) -> None:
     made = node(form, np.ones((512, 1024), np.float32))
@@ -85,7 +85,7 @@ def test_bytes_are_the_arithmetic_of_the_format(form: str) -> None:
     assert shapes == given and tree_bytes(given) == 4 * tree_bytes(made)
 
 
-@pytest.mark.slow_after(2)
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize(
     ("dtype", "low", "high"), [("float32", -126, 127), ("bfloat16", -126, 127), ("float16", -24, 15)]
 )
@@ -96,12 +96,14 @@ def test_mxfp4_keeps_every_power_of_two(dtype: str, low: int, high: int) -> None
     np.testing.assert_array_equal(node("mxfp4", weight).dense(), weight)
 
 
+@pytest.mark.slow_after(4)
 @pytest.mark.parametrize("form", FORMATS)
 def test_numbers_near_the_largest_of_float32_stay_finite(form: str) -> None:
     got = np.asarray(node(form, np.ldexp(WEIGHT, 126)).dense()) * 2.0**-126
     np.testing.assert_allclose(got, reference(form, WEIGHT), rtol=0, atol=0.04 if form == "nf4" else 1e-6)
 
 
+@pytest.mark.slow_after(4)
 @pytest.mark.parametrize("form", FORMATS)
 def test_under_jit_a_number_that_is_not_finite_makes_nan_of_its_block(form: str) -> None:
     weight = np.random.default_rng(0).normal(size=(300, 128)).astype(np.float32)
@@ -338,6 +340,7 @@ def test_a_model_is_quantised_while_it_is_read(tmp_path: Any) -> None:
         lt.models.save(read, tmp_path / "again")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", ["nf4", "int8"])
 def test_x64_and_strict_promotion_change_nothing(form: str) -> None:
     weight = np.stack([WEIGHT, 2 * WEIGHT])

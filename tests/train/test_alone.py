@@ -78,6 +78,7 @@ def test_a_profile_of_chosen_steps(answers: Any, folder: Path) -> None:
         Profile(folder / "profile", num_steps=0)
 
 
+@pytest.mark.slow
 def test_a_truncated_checkpoint_is_left_for_the_one_before_and_else_for_the_state(answers: Any, folder: Path) -> None:
     """TensorStore's pending reads complain after Orbax has given up, which would fail another test."""
     assert answers["several"] == [2, True]

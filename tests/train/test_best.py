@@ -48,6 +48,7 @@ class Saved(Callback):
         self.steps.append(step)
 
 
+@pytest.mark.slow
 def test_the_best_is_saved_where_it_is_found_and_stays_beside_the_newest(tmp_path: Any) -> None:
     saved, ours = Saved(), trainer(tmp_path, best="eval_loss", max_to_keep=2)
     fit(ours, 14, 9, 5, 2, 3, 4, 5, 6, 7, checkpoint_every=3, callbacks=[saved])
@@ -61,6 +62,7 @@ def test_the_best_is_saved_where_it_is_found_and_stays_beside_the_newest(tmp_pat
     assert other.restore() == 14 and float(other.model["w"]) == 14
 
 
+@pytest.mark.slow
 def test_the_best_of_all_runs_survives_resuming(tmp_path: Any) -> None:
     fit(trainer(tmp_path, best="eval_loss", max_to_keep=1), 6, 9, 2, 3, 4)
     assert kept(tmp_path) == [2, 6]
@@ -75,6 +77,7 @@ def test_the_best_of_all_runs_survives_resuming(tmp_path: Any) -> None:
     assert third.restore(best=True) == 12
 
 
+@pytest.mark.slow
 def test_more_may_be_better_and_a_saved_step_may_be_evaluated_later(tmp_path: Any) -> None:
     ours = trainer(tmp_path, best="eval_loss", best_mode="max", max_to_keep=1)
     ours._evaluation.means = losses(0, 7, 3, 4)  # pyright: ignore
@@ -84,6 +87,7 @@ def test_more_may_be_better_and_a_saved_step_may_be_evaluated_later(tmp_path: An
     assert trainer(tmp_path, best="eval_loss", best_mode="max").restore(best=True) == 2
 
 
+@pytest.mark.slow
 def test_a_value_whose_checkpoint_was_never_complete_is_passed_over(tmp_path: Any) -> None:
     fit(trainer(tmp_path, best="eval_loss"), 6, 9, 3, 4, 5)
     file = tmp_path / "evaluations.json"
@@ -121,6 +125,7 @@ def test_a_value_that_is_no_number_is_never_the_best(tmp_path: Any) -> None:
     assert kept(tmp_path) == [4, 6]
 
 
+@pytest.mark.slow
 def test_leftovers_of_a_killed_run_are_deleted_by_the_next_that_saves(tmp_path: Any) -> None:
     fit(trainer(tmp_path, best="eval_loss"), 2, 2, 1)
     half, value = tmp_path / "4.orbax-checkpoint-tmp", tmp_path / ".evaluations.json.0123.tmp"

@@ -44,6 +44,7 @@ def edit(module, value):
     module.kernel[...] = jnp.full((4, 1), value)
 
 
+@pytest.mark.slow
 def test_what_a_callback_changes_in_an_object_is_in_the_checkpoint_of_that_step(tmp_path):
     module, ours = nnx_trainer(checkpoint_dir=tmp_path, max_to_keep=9)
 
@@ -74,6 +75,7 @@ def test_what_is_changed_between_two_fits_is_saved_and_rolled_back_to(tmp_path):
     assert module.kernel[...].tolist() == [[5.0]] * 4
 
 
+@pytest.mark.slow
 def test_the_copy_is_taken_where_there_is_no_checkpoint_of_the_step(tmp_path):
     ours = trainer(checkpoint_dir=tmp_path, on_nan="roll_back")
     fit(ours, 1)
@@ -393,6 +395,7 @@ def noisy(model, x, key):
     return jnp.mean((model["w"] - x + jax.random.normal(key, x.shape)) ** 2)
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("setting", [("jax_default_prng_impl", "rbg"), ("jax_threefry_partitionable", False)])
 def test_other_random_numbers_than_before_are_told(tmp_path, setting):
     name, value = setting

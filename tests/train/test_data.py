@@ -15,6 +15,7 @@ from lowtide.core import ConfigError, DataError
 from lowtide.train import Callback, array_data
 
 
+@pytest.mark.slow
 def test_a_batch_may_be_filled_again_while_its_step_runs() -> None:
     """Loaders reuse their buffers, and a call on a CPU would read NumPy's own."""
     rows = 4096
@@ -73,6 +74,7 @@ class Named:
             yield np.float32(at)
 
 
+@pytest.mark.slow
 def test_a_position_belongs_to_its_data(tmp_path: Any) -> None:
     import grain
 
@@ -149,6 +151,7 @@ def test_the_user_s_own_index_errors_come_through() -> None:
         plain().fit([np.float32(0)] * 2, num_steps=3)
 
 
+@pytest.mark.slow
 def test_iterators_are_closed_but_the_user_s() -> None:
     closed: list[str] = []
 

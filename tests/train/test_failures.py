@@ -67,7 +67,7 @@ EVENTS = [
 ]
 
 
-@pytest.mark.slow_after(3)
+@pytest.mark.slow_after(2)
 @pytest.mark.parametrize(
     ("kind", "event", "step", "error"),
     # Every event of a pytree, the last one of modules that lend arrays.
@@ -87,6 +87,7 @@ def test_an_exception_in_a_callback(subjects: Any, kind: str, event: str, step: 
     subjects.assert_same(subject.weights(trainer), subjects.reference(kind, STEPS))
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_interrupt_while_data_is_read(subjects: Any, kind: str) -> None:
     subject, data = subjects.Subject(kind), interrupted(subjects.batches(), 4)
@@ -170,7 +171,7 @@ def failing(subjects: Any, at: int | None) -> list[dict[str, Any]]:
     return [{**batch, "fail": np.asarray(step == at)} for step, batch in enumerate(subjects.batches())]
 
 
-@pytest.mark.slow_after(3)
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize(
     ("kind", "at", "saved"),
     [
@@ -195,6 +196,7 @@ def test_a_step_that_fails_after_it_has_consumed_its_state(
     subjects.assert_same(subject.weights(ours), subjects.reference(kind, STEPS))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_first_step_after_validation_fails_on_the_device(subjects: Any, kind: str) -> None:
     """The copy on the host is that of the last epoch's end."""
@@ -223,6 +225,7 @@ def test_the_first_step_after_validation_fails_on_the_device(subjects: Any, kind
     subjects.assert_same(subject.weights(trainer), subjects.reference(kind, STEPS))
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("kind", ALL_KINDS)
 def test_a_callback_that_closes_over_the_model(subjects: Any, kind: str) -> None:
     """It finds placeholders, or arrays that a step has consumed: an error that is no reason to lose anything."""

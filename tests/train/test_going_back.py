@@ -70,7 +70,7 @@ def average(trainer: Any) -> None:
         pass
 
 
-@pytest.mark.slow_after(2)
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("use", [read, average])
 @pytest.mark.parametrize("kind", ["equinox", "nnx", "keras"])
 def test_a_model_that_a_callback_has_read_goes_back_with_the_trainer(subjects: Any, kind: str, use: Any) -> None:
@@ -85,7 +85,7 @@ def test_a_model_that_a_callback_has_read_goes_back_with_the_trainer(subjects: A
     assert np.isfinite(ours.fit([bad, good], num_steps=2, progress=False)[-1]["loss"])
 
 
-@pytest.mark.slow_after(2)
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("kind", ["equinox", "nnx", "keras"])
 def test_a_model_that_was_read_has_no_arrays_of_the_step_that_failed(subjects: Any, kind: str) -> None:
     subject = subjects.Subject(kind)
@@ -102,7 +102,7 @@ def test_a_model_that_was_read_has_no_arrays_of_the_step_that_failed(subjects: A
     subjects.assert_same(subject.weights(ours), subjects.reference(kind, subjects.STEPS))
 
 
-@pytest.mark.slow_after(2)
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("kind", ["equinox", "nnx", "keras"])
 def test_a_state_that_is_set_is_that_of_the_model(subjects: Any, kind: str) -> None:
     subject, data = subjects.Subject(kind), subjects.batches()
@@ -277,6 +277,7 @@ def test_a_callback_that_fails_after_another_went_to_the_best_leaves_the_data_th
     assert not any("the checkpoint failed" in note for note in raised.value.__notes__)
 
 
+@pytest.mark.slow
 def test_a_misspelt_monitor_leaves_no_checkpoint_in_the_way(tmp_path: Any) -> None:
     with pytest.raises(ConfigError, match="EarlyStopping monitors 'los'"):
         options: dict[str, Any] = {"callbacks": [lt.train.EarlyStopping("los")], "progress": False}

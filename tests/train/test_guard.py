@@ -102,7 +102,7 @@ def test_the_state_stays_as_it_was(optimizer: str, num_microbatches: int) -> Non
     assert ours.state.mutable["seen"] == (len(bad) + 1) * num_microbatches
 
 
-@pytest.mark.slow_after(2)
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_good_steps_are_those_without_a_guard(optimizer: str) -> None:
     both = [trainer(optimizer, on_nan=on_nan) for on_nan in ("abort", "ignore")]
@@ -114,6 +114,7 @@ def test_good_steps_are_those_without_a_guard(optimizer: str) -> None:
     jax.tree.map(same, *[jax.tree.map(np.array, each.state) for each in both])
 
 
+@pytest.mark.slow
 def test_the_update_that_raises_is_left_out() -> None:
     ours = trainer("adamw")
     with pytest.raises(NonFiniteError, match=r"(?s)step 2: loss is not finite.*hint: lower the learning rate"):

@@ -76,6 +76,7 @@ class Tensor:
         return Tensor(self.values[index])
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("sharded", [False, True])
 def test_tensors_that_numpy_can_read_train(sharded: bool) -> None:
     rules = lt.train.ShardingRules(mesh=lt.train.make_mesh()) if sharded else None

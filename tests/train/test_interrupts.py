@@ -69,6 +69,7 @@ def resumed(where: Any, num_steps: int = 8, **options: Any) -> lt.Trainer:
     return ours
 
 
+@pytest.mark.slow
 def test_a_signal_while_a_step_is_sent_leaves_the_position_after_its_batch(tmp_path: Any, monkeypatch: Any) -> None:
     ours, calls = trainer(checkpoint_dir=tmp_path), []
     compiled = ours._compiled.compile(np.float32(0))
@@ -133,7 +134,7 @@ def test_an_interrupt_of_a_save_loses_no_checkpoint(when: str, tmp_path: Any, mo
     assert float(resumed(tmp_path).model["w"]) == sum(range(8))
 
 
-@pytest.mark.slow_after(3)
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("at", range(2, 8))
 def test_an_interrupt_while_the_position_is_asked_for(at: int, tmp_path: Any) -> None:
     ours = trainer(checkpoint_dir=tmp_path)
@@ -142,6 +143,7 @@ def test_an_interrupt_while_the_position_is_asked_for(at: int, tmp_path: Any) ->
     assert float(resumed(tmp_path).model["w"]) == sum(range(8))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("event", "step"), [("on_step_begin", 4), ("on_step_end", 5)])
 def test_a_callback_may_save(event: str, step: int, tmp_path: Any) -> None:
     class Counts(Callback):
@@ -169,6 +171,7 @@ def test_a_callback_may_save(event: str, step: int, tmp_path: Any) -> None:
     assert again.resumed_at == 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("event", ["on_train_end", "on_exception"])
 def test_a_callback_may_save_as_the_run_ends(event: str, tmp_path: Any) -> None:
     def save(trainer: Any, *_: Any) -> None:
@@ -198,6 +201,7 @@ def test_who_saves_at_the_last_records_saves_nothing_that_is_spoilt(tmp_path: An
     assert np.isfinite(again.model["w"])
 
 
+@pytest.mark.slow
 def test_a_state_that_is_no_number_is_not_kept(tmp_path: Any) -> None:
     """An exception comes before the record of the step is read; updates cannot be left out."""
     data = [np.float32(value) for value in (1, 1, np.nan, 1)]
@@ -408,6 +412,7 @@ class Hangs:
         return np.float32(1)
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("where", ["data", "evaluation"])
 def test_a_signal_ends_a_wait_for_data(where: str, tmp_path: Any) -> None:
     calls: list[int] = []

@@ -96,6 +96,7 @@ def test_an_iterator_that_raised_may_go_on() -> None:
     assert seen(ours.fit(data, num_steps=4)) == [2, 3]
 
 
+@pytest.mark.slow
 def test_the_position_of_a_batch_read_in_vain_is_the_one_before_it(tmp_path: Any) -> None:
     ours, data = trainer(checkpoint_dir=tmp_path), examples()
     with pytest.raises(KeyboardInterrupt):

@@ -74,7 +74,7 @@ class Again:
         return iter(self.data)
 
 
-@pytest.mark.slow_after(2)
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("kind", ["list", "iterable", "grain"])
 def test_epochs_repeat_the_data_whatever_it_is(kind: str) -> None:
     data, whole = batches(3), trainer()
@@ -86,6 +86,7 @@ def test_epochs_repeat_the_data_whatever_it_is(kind: str) -> None:
     assert_same(weights(ours), weights(whole))
 
 
+@pytest.mark.slow
 def test_epochs_are_counted_from_the_beginning_of_the_run() -> None:
     data, ours, whole = Again(batches(3)), trainer(), trainer()
     ours.fit(data, num_epochs=1)
@@ -96,6 +97,7 @@ def test_epochs_are_counted_from_the_beginning_of_the_run() -> None:
     assert_same(weights(ours), weights(whole))
 
 
+@pytest.mark.slow
 def test_a_grain_iterator_resumes_from_its_state_and_sees_every_example_once(tmp_path: Any) -> None:
     def dataset() -> Any:
         made = grain.MapDataset.range(8).seed(1).shuffle()
@@ -114,6 +116,7 @@ def test_a_grain_iterator_resumes_from_its_state_and_sees_every_example_once(tmp
     assert_same(weights(second), weights(whole))
 
 
+@pytest.mark.slow
 def test_data_without_state_is_passed_over_and_says_so(tmp_path: Any) -> None:
     data = batches(5)
     trainer(checkpoint_dir=tmp_path).fit(Again(data), num_steps=2)
@@ -125,6 +128,7 @@ def test_data_without_state_is_passed_over_and_says_so(tmp_path: Any) -> None:
     assert_same(weights(resumed), weights(whole))
 
 
+@pytest.mark.slow
 def test_an_iterator_that_cannot_go_back_is_refused(tmp_path: Any) -> None:
     trainer(checkpoint_dir=tmp_path).fit(iter(batches(5)), num_steps=2)
     resumed = trainer(checkpoint_dir=tmp_path)
@@ -133,6 +137,7 @@ def test_an_iterator_that_cannot_go_back_is_refused(tmp_path: Any) -> None:
         resumed.fit(iter(batches(5)), num_steps=5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("event", ["on_step_begin", "on_step_end"])
 def test_a_batch_that_was_read_in_vain_comes_again(event: str) -> None:
     class Interrupts(Callback):
@@ -154,6 +159,7 @@ def test_a_batch_that_was_read_in_vain_comes_again(event: str) -> None:
     assert_same(weights(ours), weights(whole))
 
 
+@pytest.mark.slow
 def test_weights_may_be_replaced_by_numpy_arrays() -> None:
     ours, whole = trainer(), trainer()
     ours.update(jax.tree.map(np.array, model()))
@@ -196,6 +202,7 @@ def test_arrays_are_cut_into_shuffled_batches_that_hold_every_example() -> None:
 # --- callbacks -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_callbacks_are_told_everything_in_order(tmp_path: Any) -> None:
     diary = Diary()
     options = {"eval_data": batches(1), "checkpoint_every": 2, "callbacks": [diary]}
@@ -220,6 +227,7 @@ def test_callbacks_are_told_everything_in_order(tmp_path: Any) -> None:
     assert [r[1]["step"] for r in diary.events if r[0] == "on_record"] == [0, 1, 2, 2]
 
 
+@pytest.mark.slow
 def test_early_stopping_waits_for_its_patience() -> None:
     values = iter([3.0, 2.0, 2.5, 2.1, 1.0])
     stop, ours = EarlyStopping("eval_loss", patience=1), trainer()
@@ -346,6 +354,7 @@ def spoiled(count: int, at: int) -> list[Any]:
     return data
 
 
+@pytest.mark.slow
 def test_a_loss_that_is_no_number_stops_the_run_and_leaves_the_update_out(tmp_path: Any) -> None:
     ours = trainer(checkpoint_dir=tmp_path)
     with pytest.raises(NonFiniteError, match=r"(?s)step 3: loss is not finite.*got: nan.*hint: lower the learning"):
@@ -356,6 +365,7 @@ def test_a_loss_that_is_no_number_stops_the_run_and_leaves_the_update_out(tmp_pa
     assert_same(weights(resumed), weights(ours))
 
 
+@pytest.mark.slow
 def test_a_step_that_is_no_number_can_be_skipped() -> None:
     ours, theirs, data = trainer(on_nan="skip"), trainer(), spoiled(5, 2)
     records = ours.fit(data, num_steps=5)
@@ -364,6 +374,7 @@ def test_a_step_that_is_no_number_can_be_skipped() -> None:
     assert_same(weights(ours), weights(theirs))
 
 
+@pytest.mark.slow
 def test_a_run_rolls_back_and_goes_on_with_the_next_batches(tmp_path: Any) -> None:
     data = spoiled(8, 4)
     ours = trainer(on_nan="roll_back", checkpoint_dir=tmp_path)
@@ -497,6 +508,7 @@ def test_another_base_is_refused(tmp_path: Any) -> None:
         over(2.0).restore()
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("is_offloaded", [False, True])
 def test_a_model_on_another_device_than_the_first_stays_there_and_is_resumed(tmp_path: Any, is_offloaded: bool) -> None:
     device, tx = jax.devices()[2], optax.adam(0.1)

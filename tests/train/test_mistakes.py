@@ -134,6 +134,7 @@ def test_records_survive_the_exception_that_ends_a_run() -> None:
     assert ours.fit(BATCHES, num_steps=3, progress=False) is ours.history
 
 
+@pytest.mark.slow
 def test_an_evaluation_is_the_mean_over_all_rows() -> None:
     ours, rows = trainer(), np.concatenate(BATCHES)
     uneven = [rows[:7], rows[7:14], rows[14:]]
@@ -251,7 +252,7 @@ def test_outputs_of_the_average_are_not_read_after_it() -> None:
         next(inside)
 
 
-@pytest.mark.slow_after(6)
+@pytest.mark.slow_after(5)
 @pytest.mark.parametrize("ids", [np.array([0, 2**40]), np.array([2**63], np.uint64), np.int64(-(2**31) - 1), 2**40])
 @pytest.mark.parametrize("is_sharded", [False, True])
 def test_integers_that_jax_would_cut_are_refused(ids: Any, is_sharded: bool) -> None:

@@ -89,6 +89,7 @@ def test_no_step_is_compiled_again(compilations: Any) -> None:
     assert float(optax.tree.get(ours.state.opt_state, "learning_rate")) < 0.5
 
 
+@pytest.mark.slow
 def test_records_have_the_rate_of_their_step() -> None:
     schedule = optax.linear_schedule(1.0, 0.0, 4)
     records = trainer(adjustable(schedule)).fit(BATCHES, num_steps=4)
@@ -163,6 +164,7 @@ def test_an_epoch_s_evaluation_is_made_up_for_after_a_checkpoint_of_its_last_ste
     assert float(optax.tree.get(whole.state.opt_state, "learning_rate")) == 0.5**4
 
 
+@pytest.mark.slow
 def test_patience_survives_a_resume_and_begins_anew_in_a_new_fit(tmp_path: Any) -> None:
     first = trainer(checkpoint_dir=tmp_path)
     fit(first, [1, 2, 2], EarlyStopping(patience=3), num_steps=2)
@@ -187,6 +189,7 @@ def test_what_was_counted_of_another_value_is_not_gone_on_with(kind: Any) -> Non
     assert same.best == 0 and same.waited == 5
 
 
+@pytest.mark.slow
 def test_callbacks_of_one_class_keep_their_own_counts(tmp_path: Any) -> None:
     class Counts(Callback):
         def __init__(self, by: int) -> None:
@@ -247,6 +250,7 @@ def test_a_misspelt_name_is_told_at_the_first_record_that_lacks_it(monitor: str,
         assert [record["step"] for record in ours.history][:1] == [step]
 
 
+@pytest.mark.slow
 def test_a_value_that_is_never_a_number_stops_the_run() -> None:
     ours = trainer()
     fit(ours, [np.nan] * 9, EarlyStopping(patience=2), num_steps=8)

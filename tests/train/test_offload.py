@@ -257,6 +257,7 @@ def test_leaves_loaded_onto_the_host_are_never_on_the_device(tiny_model_dir):
         models.load(tiny_model_dir, host="**/embedding")
 
 
+@pytest.mark.slow
 def test_a_model_on_the_host_is_saved_as_one_on_the_device(tiny_model_dir, tmp_path):
     models.save(models.load(tiny_model_dir, host="**/weight"), tmp_path / "host")
     models.save(models.load(tiny_model_dir), tmp_path / "device")
@@ -345,6 +346,7 @@ def test_full_tuning_leaves_a_layer_on_the_device(report):
     assert moved.device_bytes < 1.3 * tree_bytes(trainer.model)
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize(
     "target",
     [pytest.param("h100", marks=pytest.mark.gpu_aot), pytest.param("v5e:2x2", marks=pytest.mark.tpu_aot)],

@@ -87,6 +87,7 @@ def test_while_a_later_step_is_compiled(subjects: Any, kind: str, monkeypatch: p
     subjects.assert_same(subject.weights(trainer), subjects.reference(kind, subjects.STEPS))
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("kind", KINDS)
 def test_while_a_batch_is_made_ready(subjects: Any, kind: str) -> None:
     """Before anything is consumed."""

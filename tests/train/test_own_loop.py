@@ -34,6 +34,7 @@ def taken(ours: lt.Trainer, data: Any = DATA, **options: Any) -> list[Event]:
         return list(run)
 
 
+@pytest.mark.slow
 def test_it_does_what_fit_does(tmp_path: Any) -> None:
     ours, theirs, told = trainer(checkpoint_dir=tmp_path / "a"), trainer(checkpoint_dir=tmp_path / "b"), list[Any]()
     events = taken(ours, eval_data=DATA[:1], checkpoint_every=2, on_record=told.append)
@@ -113,6 +114,7 @@ def test_a_loop_may_go_on_after_what_it_has_caught() -> None:
     assert ours.step == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("by", ["the loop", "a callback"])
 def test_a_loop_hears_of_what_saving_has_read(by: str, tmp_path: Any) -> None:
     ours, heard = trainer(checkpoint_dir=tmp_path), list[Any]()
@@ -316,7 +318,7 @@ def test_steps_inside_of_averaged_are_refused_and_lose_nothing() -> None:
     assert float(ours.model["w"]) == 15.0
 
 
-@pytest.mark.slow_after(2)
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("how", ["not iterated", "left at its beginning", "failed at its beginning"])
 def test_a_run_that_has_resumed_nobody_leaves_what_was_restored(how: str, tmp_path: Any) -> None:
     trainer(checkpoint_dir=tmp_path).fit(DATA, num_steps=2, callbacks=[Counting()], progress=False)
@@ -348,6 +350,7 @@ def test_who_saves_at_a_record_disturbs_no_order_and_saves_what_others_count(ord
     assert again.steps == [0, 1, 2, 3, 4, 4, 5, 5]
 
 
+@pytest.mark.slow
 def test_a_callback_that_fails_changes_neither_the_order_of_the_others_nor_what_is_saved_of_them(tmp_path: Any) -> None:
     class Fails(Callback):
         def on_record(self, trainer: Any, record: Any) -> None:
@@ -364,6 +367,7 @@ def test_a_callback_that_fails_changes_neither_the_order_of_the_others_nor_what_
     assert again.steps == [1, 2, 3, 4, 5]
 
 
+@pytest.mark.slow
 def test_callbacks_hear_the_end_of_a_run_that_is_left() -> None:
     ours, counts = trainer(), Counting()
     with ours.session(DATA, num_steps=4, callbacks=[counts]) as run:
@@ -374,6 +378,7 @@ def test_callbacks_hear_the_end_of_a_run_that_is_left() -> None:
     assert counts.ends == 1  # nothing had begun
 
 
+@pytest.mark.slow
 def test_the_best_evaluation_is_saved_where_the_loop_is_left_at_it(tmp_path: Any) -> None:
     ours = trainer(checkpoint_dir=tmp_path, best="eval_loss", best_mode="max")
     with ours.session(DATA, num_steps=4, eval_data=DATA[:1], eval_every=1) as run:
@@ -385,6 +390,7 @@ def test_the_best_evaluation_is_saved_where_the_loop_is_left_at_it(tmp_path: Any
     assert ours.checkpoints.best_step() == ours.checkpoints.latest_step() == 3
 
 
+@pytest.mark.slow
 def test_the_end_of_an_epoch_is_evaluated_once_over_two_runs(tmp_path: Any) -> None:
     ours = trainer(checkpoint_dir=tmp_path / "run")
     first = ours.fit(DATA, num_steps=4, eval_data=DATA[:1], progress=False)

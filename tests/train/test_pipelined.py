@@ -135,6 +135,7 @@ def test_fit_says_what_each_rank_holds_and_each_device_holds_its_layers_alone(
     assert f"{report.memory.device_bytes / 2**10:.2f} KiB" in text
 
 
+@pytest.mark.slow
 def test_a_rule_divides_the_rows_of_uneven_stages() -> None:
     rules = {"layers/.*q_proj/weight": P("stage", "fsdp")}
     sharding = ShardingRules(mesh=make_mesh(stage=4, fsdp=2), rules=rules)
@@ -476,6 +477,7 @@ def test_what_a_pipeline_cannot_be_made_of_is_refused(case: str) -> None:
         Trainer(make(), **{**given, **options})
 
 
+@pytest.mark.slow
 def test_batches_that_do_not_divide_are_refused() -> None:
     trainer = pipelined()
     with pytest.raises(LowtideError, match="cannot be sharded evenly over the devices"):

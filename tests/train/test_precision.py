@@ -96,6 +96,7 @@ def test_values_are_those_of_casts_by_hand_bit_for_bit(compilations: Any) -> Non
         np.testing.assert_array_equal(ours.model[name], value)
 
 
+@pytest.mark.slow
 def test_state_stays_float32_and_half_precision_is_not_upcast() -> None:
     ours = trainer(num_microbatches=2)
     before = ours.model["half"]
@@ -105,6 +106,7 @@ def test_state_stays_float32_and_half_precision_is_not_upcast() -> None:
     assert ours.model["half"] is before and before.dtype == BF16
 
 
+@pytest.mark.slow
 def test_evaluation_and_predictions_are_of_the_same_precision() -> None:
     ours = trainer()
     batch = batches(1)[0]
@@ -189,7 +191,7 @@ def _equinox() -> Any:
     return Bridge(*eqx.nn.make_with_state(Net)()), loss, call, seen
 
 
-@pytest.mark.slow_after(2)
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("make", [_keras, _nnx, _equinox])
 def test_bridges_compute_in_half_precision_and_keep_their_state(make: Any) -> None:
     given, loss, call, seen = make()

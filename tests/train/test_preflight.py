@@ -25,6 +25,7 @@ DATA = [np.ones((8, WIDTH), np.float32)] * 3
 STATE = 3 * 4 * WIDTH**2
 
 
+@pytest.mark.slow
 def test_the_bytes_of_each_role_are_printed_beside_the_budget(capfd):
     ours = trainer(budget="64 MiB")
     ours.fit(DATA, num_steps=2, eval_data=DATA)
@@ -43,12 +44,14 @@ def test_the_bytes_of_each_role_are_printed_beside_the_budget(capfd):
     assert report.device_bytes >= STATE + 4 * WIDTH**2
 
 
+@pytest.mark.slow
 def test_nothing_is_printed_when_nothing_is_asked_for(capfd):
     trainer().fit(DATA, num_steps=2, eval_data=DATA, progress=False)
     printed = capfd.readouterr()
     assert not printed.out and not printed.err
 
 
+@pytest.mark.slow
 def test_a_step_over_the_budget_is_refused_with_owners_and_remedies_and_nothing_is_lost():
     ours = trainer(budget=2**20)
     with pytest.raises(OutOfMemoryError, match=r"(?s)before its first step: .*\(1.00 MiB usable\).*hint:") as raised:
@@ -77,6 +80,7 @@ def test_a_budget_of_nothing_is_an_error(budget):
         trainer(budget=budget)
 
 
+@pytest.mark.slow
 def test_memory_that_runs_out_in_a_step_is_explained_and_the_state_is_safe():
     def fail(value):
         if fail.now:

@@ -71,6 +71,7 @@ def test_leaves_are_read_wherever_they_belong(tmp_path, before, after):
         assert memory_space(leaf) == (jax.memory.Space.Host if is_host else jax.memory.Space.Device)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("small_chunks")
 def test_no_chunk_and_no_row_is_larger_than_promised(tmp_path, monkeypatch):
     state = {"stack": jnp.arange(6 * 5 * 4.0).reshape(6, 5, 4), "table": jnp.arange(64 * 4.0).reshape(64, 4)}

@@ -34,7 +34,7 @@ def is_good(trainer: lt.Trainer) -> bool:
     return all(bool(np.isfinite(leaf).all()) for leaf in jax.tree.leaves((trainer.model, trainer.state.opt_state)))
 
 
-@pytest.mark.slow_after(2)
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("on_nan", ["abort", "skip"])
 @pytest.mark.parametrize("num_steps", [BAD + 1, 12])
 def test_a_spoilt_update_ends_the_run_at_a_good_state(on_nan: Any, num_steps: int, tmp_path: Path) -> None:
@@ -46,6 +46,7 @@ def test_a_spoilt_update_ends_the_run_at_a_good_state(on_nan: Any, num_steps: in
     assert again.restore() == 2 and is_good(again)
 
 
+@pytest.mark.slow
 def test_no_checkpoint_and_no_copy_is_made_of_it(tmp_path: Path) -> None:
     run = trainer(checkpoint_dir=tmp_path)
     with pytest.raises(NonFiniteError, match="step 4: w is not finite"):
@@ -53,6 +54,7 @@ def test_no_checkpoint_and_no_copy_is_made_of_it(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir() if path.is_dir()) == ["2", "3"]
 
 
+@pytest.mark.slow
 def test_a_run_that_goes_back_in_every_step_ends(tmp_path: Path) -> None:
     run = trainer(on_nan="roll_back", checkpoint_dir=tmp_path)  # the optimizer's count goes back, too
     with pytest.warns(UserWarning, match="w is not finite, so the weights"), pytest.raises(NonFiniteError):
@@ -73,6 +75,7 @@ def test_an_exception_after_it_leaves_a_good_state_and_is_the_one_that_is_raised
     assert is_good(run) and not any(path.is_dir() for path in tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_what_was_not_finite_from_the_beginning_and_what_may_be_is_left_alone() -> None:
     mask = jnp.array([0.0, -jnp.inf])
     run = lt.Trainer({"w": jnp.ones((3, 1)), "mask": mask}, loss_fn, optax.sgd(1e-3))

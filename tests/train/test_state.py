@@ -145,7 +145,7 @@ def test_a_state_with_which_no_step_runs_is_refused(change: Any, message: str) -
     assert len(ours.fit(BATCHES, num_steps=2, progress=False)) == 2
 
 
-@pytest.mark.slow_after(3)
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("given", ["NumPy", "another device"])
 @pytest.mark.parametrize("is_hosted", [False, True])
 def test_a_state_goes_where_the_one_before_it_was(is_hosted: bool, given: str) -> None:
@@ -188,6 +188,7 @@ def test_a_fit_that_has_nothing_to_do_says_so() -> None:
         assert ours.fit(BATCHES, num_epochs=1, progress=False) == []
 
 
+@pytest.mark.slow
 def test_every_shape_of_a_batch_is_held_against_the_budget() -> None:
     small, large = np.ones((4, 2), np.float32), np.ones((40_000, 2), np.float32)
     ours = trainer(budget="64 KiB")
@@ -201,6 +202,7 @@ def test_every_shape_of_a_batch_is_held_against_the_budget() -> None:
     assert ours.step == 2
 
 
+@pytest.mark.slow
 def test_weights_that_were_changed_after_a_checkpoint_are_saved_anew(tmp_path: Any) -> None:
     ours = trainer(checkpoint_dir=tmp_path)
     ours.fit(BATCHES, num_steps=2, progress=False)
@@ -213,6 +215,7 @@ def test_weights_that_were_changed_after_a_checkpoint_are_saved_anew(tmp_path: A
     np.testing.assert_array_equal(again.model["w"], [7.0, 7.0])
 
 
+@pytest.mark.slow
 def test_two_runs_in_one_folder_are_told_apart(tmp_path: Any) -> None:
     first, second = trainer(checkpoint_dir=tmp_path), trainer(checkpoint_dir=tmp_path)
     first.fit(BATCHES, num_steps=3, progress=False)
@@ -386,7 +389,7 @@ class Raises(Callback):
             raise KeyboardInterrupt
 
 
-@pytest.mark.slow_after(3)
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("is_new", [False, True])
 @pytest.mark.parametrize("name", ["loss", "eval_loss"])
 def test_what_callbacks_count_is_counted_once_over_an_interrupt(name: str, is_new: bool, tmp_path: Any) -> None:
@@ -403,6 +406,7 @@ def test_what_callbacks_count_is_counted_once_over_an_interrupt(name: str, is_ne
     assert ours.step == 6
 
 
+@pytest.mark.slow
 def test_any_exception_leaves_a_checkpoint_of_the_last_step(tmp_path: Any) -> None:
     ours = trainer(checkpoint_dir=tmp_path)
     with pytest.raises(DataError):

@@ -61,6 +61,7 @@ def fit(num_steps: int, *callbacks: Any, where: Any = None) -> None:
     ours.fit([np.ones(2)] * num_steps, num_steps=num_steps, callbacks=callbacks, progress=False)
 
 
+@pytest.mark.slow_after(1)
 def test_a_resumed_run_goes_on_in_the_run_of_before(library: str, stand_in: StandIn, tmp_path: Any) -> None:
     out = tmp_path / "mine"
     for num_steps in (2, 4):
@@ -77,6 +78,7 @@ def test_a_resumed_run_goes_on_in_the_run_of_before(library: str, stand_in: Stan
         assert (first["name"], first["resume"], second["name"]) == ("mine", "never", "mine-1")
 
 
+@pytest.mark.slow
 def test_another_folder_is_another_run(library: str, stand_in: StandIn, tmp_path: Any) -> None:
     for name in ("a", "b"):
         fit(1, Tracker(library, tmp_path / name, name="same"))
@@ -91,6 +93,7 @@ def test_a_tracker_that_fails_is_one_warning(library: str, stand_in: StandIn, tm
     assert len(warned) == 1 and [step for step, _ in stand_in.logged] == [1]
 
 
+@pytest.mark.slow_after(1)
 def test_what_does_not_begin_is_an_error_of_a_new_run_alone(library: str, stand_in: StandIn, tmp_path: Any) -> None:
     fit(1, where=tmp_path / "c")
     stand_in.cannot_begin = True

@@ -77,7 +77,7 @@ def test_frozen_numpy_arrays_are_moved_to_the_device_once():
     assert trainer.frozen["base"] is before
 
 
-@pytest.mark.slow_after(2)
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("num_devices", [0, 1, 2])
 def test_frozen_codes_of_4_bits_train_wherever_they_were_put(num_devices):
     """JAX 0.10 refuses them on a device that somebody chose."""
@@ -113,6 +113,7 @@ def test_the_step_returns_only_what_changed_and_reuses_every_donated_buffer():
     assert before.is_deleted()
 
 
+@pytest.mark.slow
 def test_microbatches_give_the_full_batch_step_however_tokens_fall():
     weights = jnp.array([0.0, 1.0, 5.0, 2.0, 0.0, 0.0, 1.0, 3.0])
 
@@ -148,6 +149,7 @@ def test_no_recompile_after_the_first_step(compilations):
     assert trainer.step == 4
 
 
+@pytest.mark.slow
 def test_evaluation_weighs_batches_and_leaves_the_state_alone():
     trainer = Trainer(_model(), _loss, optax.adam(0.1), wrt="lora_*", weight=lambda batch: batch["x"].shape[0])
     big, small = _data(1, 8)[0], _data(1, 2)[0]
@@ -200,6 +202,7 @@ def test_checkpoints_resume_bit_for_bit(tmp_path):
     jax.tree.map(np.testing.assert_array_equal, second.state, whole.state)
 
 
+@pytest.mark.slow
 def test_checkpoints_hold_trainable_state_only(tmp_path):
     model = {"base": jnp.ones((512, 512)), "lora_a": jnp.zeros((4,))}
     trainer = Trainer(
@@ -214,6 +217,7 @@ def test_checkpoints_hold_trainable_state_only(tmp_path):
     assert stored < 512 * 512 * 4 / 8
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_another_model_is_refused(tmp_path):
     Trainer(_model(), _loss, optax.adam(0.1), wrt="lora_*", checkpoint_dir=tmp_path).fit(_data(), num_steps=1)
     other = Trainer(_model(), _loss, optax.adam(0.1), wrt="**", checkpoint_dir=tmp_path)
@@ -224,6 +228,7 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path):
         other.restore()
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_another_dtype_is_refused(tmp_path):
     Trainer(_model(), _loss, optax.adam(0.1), wrt="lora_*", checkpoint_dir=tmp_path).fit(_data(), num_steps=1)
     half = {**_model(), "lora_a": _model()["lora_a"].astype(jnp.bfloat16)}
@@ -234,6 +239,7 @@ def test_a_checkpoint_of_another_dtype_is_refused(tmp_path):
         other.restore()
 
 
+@pytest.mark.slow
 def test_checkpoints_of_a_later_step_are_refused_before_anything_is_lost(tmp_path):
     def trainer():
         return Trainer(_model(), _loss, optax.adam(0.1), wrt="lora_*", checkpoint_dir=tmp_path)
@@ -268,6 +274,7 @@ def test_steps_that_overlap_are_not_counted_twice(monkeypatch):
     assert sum(record["seconds"] for record in records) <= next(ticks) - before
 
 
+@pytest.mark.slow
 def test_an_equinox_module_and_a_loss_without_metrics_train():
     import equinox as eqx
 
@@ -298,6 +305,7 @@ def test_data_that_holds_no_batches_is_refused(data):
         trainer.fit(data, num_steps=1)
 
 
+@pytest.mark.slow
 def test_what_has_no_weight_counts_nowhere_even_where_its_mean_is_nan():
     def loss(model, x):
         mean = jnp.sum(model["lora_a"] * x) / jnp.sum(x != 0)

@@ -146,6 +146,7 @@ def test_keras_class_weights_give_keras_losses(loss: str, units: int, labels: An
             bridge.loss(loss, class_weight={0: -1.0})
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")  # Keras' own fit
 def test_a_fit_with_keras_class_weights_ends_with_keras_weights() -> None:
     from lowtide.ext.keras import Bridge

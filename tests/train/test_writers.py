@@ -65,6 +65,7 @@ def test_tensorboard_reads_every_value(tensorboard: Any, tmp_path: Path) -> None
     assert written(tmp_path) == values(records)
 
 
+@pytest.mark.slow
 def test_what_a_resumed_run_does_again_is_shown_once(tensorboard: Any, tmp_path: Path) -> None:
     class Dies(Callback):
         def on_step_end(self, trainer: Any, step: int) -> None:

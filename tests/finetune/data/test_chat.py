@@ -22,7 +22,7 @@ def _render(source, messages, **changes):
         renderer.close()
 
 
-@pytest.mark.slow_after(2)
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_turns_are_the_same_with_and_without_the_tag(family):
     for messages in CHATS:
@@ -226,6 +226,7 @@ def test_a_tool_may_be_answered_without_a_header():
     assert _render(source, [*asked, *chat("c", "d")])[1] == [*wanted, "d</s>"]
 
 
+@pytest.mark.slow
 def test_a_long_conversation_is_rendered_a_few_times(tmp_path):
     chats = chat(*map(str, range(1500)))
     _, turns = _render(plain(CHATML), chats)
