@@ -83,6 +83,7 @@ def test_other_ways_to_multiply_are_seen() -> None:
         same_space(lora.eva({"w": W[0], "more": 1.0}, config(), fn, [x], key=KEY)["w"].lora_a, x)
 
 
+@pytest.mark.slow
 def test_an_adapter_that_is_there_stays_and_is_seen() -> None:
     first = lora.add({"v": W[0], "w": W[1]}, lora.Config(rank=2, targets="v"), key=KEY)
     first["v"] = lt.lora.LoRAWeight(W[0], W[2, :2], W[2, :, :2], alpha=3.0)

@@ -109,7 +109,7 @@ def assert_equal(found: Any, expected: Any) -> None:
         assert scale > 0, path
 
 
-@pytest.mark.slow_after(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("fn", [plain, recomputed])
 def test_scan_and_checkpoint(fn: Any, expected: Any) -> None:
     """Programs without jit: `tests/adapters/test_adapted.py`."""

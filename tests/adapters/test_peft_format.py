@@ -176,6 +176,7 @@ PLAIN = {
 }
 
 
+@pytest.mark.slow_after(4)
 @pytest.mark.parametrize("options", PEFT_OPTIONS)
 def test_we_read_the_adapters_of_peft_and_write_them_again(
     base: models.Decoder, folder: Path, peer: Peer, tmp_path: Path, options: str

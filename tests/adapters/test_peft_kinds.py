@@ -149,7 +149,7 @@ CASES = [("qwen2", "rsLoRA"), ("qwen2", "some layers")]
 CASES += [(family, kind) for family in MODULES for kind in ("DoRA", "(IA)³", "VeRA")]
 
 
-@pytest.mark.slow_after(8)
+@pytest.mark.slow_after(3)
 @pytest.mark.parametrize(("family", "kind"), CASES)
 def test_an_adapter_of_peft_gives_its_logits_here_and_goes_back(
     family: str, kind: str, peer: Peer, tmp_path: Path

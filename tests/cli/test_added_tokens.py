@@ -62,6 +62,7 @@ def test_a_model_with_such_a_token_is_used_where_no_text_has_it(lowtide, model_d
     assert lowtide("generate", "--prompt", "the tide", "--max-new-tokens", 2)[0] == 0
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("command", ["finetune", "evaluate"])
 def test_data_with_it_is_refused_by_file_and_line(lowtide, tmp_path, command):
     folder = tmp_path / "texts"

@@ -116,7 +116,6 @@ def test_offloaded_bytes_are_in_the_plan_and_in_the_table(finetune, tmp_path, mo
     assert memory["host_by_role"]["optimizer"] == 2 * memory["trainable_bytes"]
 
 
-@pytest.mark.sentinel
 @pytest.mark.slow
 def test_a_full_run_learns_and_writes_a_model(finetune, tmp_path, tiny_model_dir):
     config = _config(tmp_path, learning_rate=1e-2, sample_tokens=8)

@@ -122,7 +122,6 @@ def decoder_trainer(**options):
     return lt.Trainer(model, lt.models.loss, optax.adamw(1e-2), num_microbatches=2, **options)
 
 
-@pytest.mark.sentinel
 @pytest.mark.slow
 def test_the_decoder_trains_as_on_one_device():
     """Along three axes; along each alone, and without microbatches, a smaller model does below."""

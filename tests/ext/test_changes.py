@@ -85,6 +85,7 @@ def nnx_net() -> Any:
     return Net(nnx.Rngs(0))
 
 
+@pytest.mark.slow
 def test_an_nnx_module_with_other_layers_needs_a_new_bridge() -> None:
     from flax import nnx
 

@@ -33,7 +33,7 @@ def model_of(constraint: str, *, is_normed: bool = False) -> Any:
     )
 
 
-@pytest.mark.slow_after(3)
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("constraint", ["NonNeg", "MaxNorm", "UnitNorm", "MinMaxNorm"])
 @pytest.mark.parametrize(
     "options", [{}, pytest.param({"on_nan": "skip"}, marks=pytest.mark.slow), {"num_microbatches": 2}], ids=str

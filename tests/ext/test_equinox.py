@@ -108,7 +108,6 @@ def test_statistics_change_in_training_and_serve_in_evaluation_and_predict() -> 
         np.testing.assert_array_equal(a, b)
 
 
-@pytest.mark.sentinel
 @pytest.mark.slow
 def test_a_run_resumes_bit_for_bit(tmp_path: Any, compilations: Any) -> None:
     whole = trainer()
@@ -252,7 +251,7 @@ def test_what_is_missing_is_named() -> None:
         partial.fit(batches(1), num_steps=1)
 
 
-@pytest.mark.slow_after(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("saved", [False, True])
 def test_a_step_that_fails_on_the_device_leaves_the_last_good_module_and_state(saved: bool, tmp_path: Any) -> None:
     def fail(flag: Any, value: Any) -> Any:

@@ -50,7 +50,7 @@ def data() -> tuple[np.ndarray, np.ndarray]:
     return rng.normal(size=(8, 4)).astype(np.float32), rng.integers(0, 2, 8).astype(np.float32)
 
 
-@pytest.mark.slow_after(4)
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("is_flat", [True, False], ids=["(B,)", "(B, 1)"])
 @pytest.mark.parametrize(
     "loss", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in (*NAMES, "a function")]

@@ -20,6 +20,7 @@ RUNS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=() if name == "int8 with DoRA" else pytest.mark.slow) for name in RUNS]
 )

@@ -49,6 +49,7 @@ def bench() -> Any:
             sys.modules.pop(loaded, None)
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
 @pytest.mark.parametrize(("name", "target"), EVERYWHERE)
 @pytest.mark.usefixtures("little_optimized")

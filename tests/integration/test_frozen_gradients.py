@@ -89,6 +89,7 @@ def test_thirty_four_layers_do_not_fit_a_v5e_and_their_adamw_step_fits_a_v5p_onl
     assert ours.by_role["opt_state"] == pytest.approx(2 * 34 * 8 * MIB, abs=1024)
 
 
+@pytest.mark.slow
 def test_the_idioms(bench: Any) -> None:
     rows = {row.name: row for row in bench.idioms("cpu")}
     assert len(rows) == 9

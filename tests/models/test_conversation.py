@@ -24,7 +24,7 @@ def turns(rng: np.random.Generator, sizes: list[int]) -> list[list[int]]:
     return [rng.integers(1, 300, size).tolist() for size in sizes]
 
 
-@pytest.mark.slow_after(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("sampling", [Sampling(temperature=0.0), Sampling(temperature=0.9, repetition_penalty=1.3)])
 def test_a_turn_gets_the_tokens_of_a_fresh_start(
     model: Any, sampling: Sampling, monkeypatch: pytest.MonkeyPatch

@@ -58,7 +58,7 @@ def test_packed_documents_have_the_loss_and_the_gradients_of_separate_ones(kind:
         np.testing.assert_allclose(one, sum(others), rtol=0, atol=1e-5 * max(1.0, largest))
 
 
-@pytest.mark.slow_after(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["phi3", "llama dynamic"])
 def test_the_length_of_a_document_stretches_its_own_positions_alone(kind: str) -> None:
     model = jax.tree.map(

@@ -108,6 +108,7 @@ def test_logits_with_padding_packing_and_beyond_the_window(kind: str, peer: peer
         assert np.abs(want["short"] - logits(ours, jnp.asarray(sequences[0]))).max() < 1e-4
 
 
+@pytest.mark.slow_after(6)
 @pytest.mark.parametrize("kind", KINDS)
 def test_transformers_writes_the_same_tensors_again(kind: str, peer: peers.Peer, folder: Path, tmp_path: Path) -> None:
     tensors = load_file(saved(kind, folder) / "model.safetensors")

@@ -137,7 +137,6 @@ def test_a_cache_changes_no_logits_of_rows_padded_on_the_left(case, layers):
         np.testing.assert_allclose(got[row], want, atol=2e-5)
 
 
-@pytest.mark.sentinel
 @pytest.mark.slow
 def test_rows_are_what_they_are_alone_and_end_where_they_ended():
     model = _model()

@@ -50,7 +50,7 @@ def of_jax() -> Any:
     return jax.jit(jax.value_and_grad(lambda *args: loss(jax.lax.scan, *args), argnums=(0, 1, 2)))
 
 
-@pytest.mark.slow_after(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("inputs", "prefetch", "jit"),
     [("device", True, False), ("device", True, True), ("device", False, True), ("host", True, True)],

@@ -118,7 +118,7 @@ def test_what_is_stored_is_near_in_every_block(name: str, is_positive: bool, sha
     assert (np.abs(np.asarray(packed.dense()) - x) <= bound * largest).all()
 
 
-@pytest.mark.slow_after(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("is_positive", [False, True])
 @pytest.mark.parametrize("name", ["8bit", "companded"])
 def test_arrays_come_back_as_flashoptim_asks_of_them(name: str, is_positive: bool) -> None:

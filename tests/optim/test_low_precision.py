@@ -495,7 +495,6 @@ def test_one_array_may_be_all_parameters(weights: str) -> None:
     assert float(jnp.abs(updates.astype(jnp.float32)).max()) > 0
 
 
-@pytest.mark.sentinel
 @pytest.mark.slow
 def test_masked_and_in_parts_a_state_is_converted_by_place() -> None:
     params = {"a": normal(0, 64, 256).astype(jnp.bfloat16), "b": normal(1, 64, 256).astype(jnp.bfloat16)}

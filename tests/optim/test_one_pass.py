@@ -177,7 +177,7 @@ def test_updates_are_differentiated_and_mapped(used: list[bool]) -> None:
     np.testing.assert_allclose(many, [fn(x, 1e-2), fn(2 * x, 1e-2)], rtol=1e-5)
 
 
-@pytest.mark.slow_after(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("spec", "is_used"), [(jax.P(None, "x"), True), (jax.P(None, None, "x"), True), (jax.P("x"), False)]
 )

@@ -231,6 +231,7 @@ OTHERS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "name", "check", "remat"), [*QUICK, *(pytest.param(*case, marks=pytest.mark.slow) for case in OTHERS)]
 )

@@ -161,7 +161,6 @@ def quantized() -> Any:
     return lt.quantize(lt.quantize(model, "layers/**"), "outer/{embed,lm_head}", "int8")
 
 
-@pytest.mark.sentinel
 @pytest.mark.slow
 def test_a_decoder_with_everything_quantised_trains_as_the_dequantised_one(quantized: Any) -> None:
     model = lt.lora.add(quantized, lt.lora.Config(rank=4, targets="**/*_proj"), key=jax.random.key(1))

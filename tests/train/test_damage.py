@@ -101,7 +101,7 @@ def test_a_flipped_bit_never_gives_other_weights(saved, tmp_path):
     assert outcomes.count(1) >= count * 2 // 3
 
 
-@pytest.mark.slow_after(9)
+@pytest.mark.slow_after(5)
 @pytest.mark.parametrize(
     ("name", "change"),
     [

@@ -100,7 +100,7 @@ def test_an_interrupt_while_data_is_read(subjects: Any, kind: str) -> None:
     subjects.assert_same(subject.weights(trainer), subjects.reference(kind, STEPS))
 
 
-@pytest.mark.slow_after(3)
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("what", ["evaluate", "predict"])
 def test_an_interrupt_in_evaluation(subjects: Any, kind: str, what: str) -> None:

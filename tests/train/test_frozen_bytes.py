@@ -76,6 +76,7 @@ def test_the_naive_step_pays_for_the_whole_model(trainer, report, batch, target)
     assert naive.by_role["frozen"] == ours.by_role["frozen"]
 
 
+@pytest.mark.slow
 def test_both_steps_are_compared_with_the_same_microbatches():
     def loss(model, x):
         return jnp.mean(jnp.tanh(x @ (model["w"] + model["lora_a"] @ model["lora_b"])) ** 2)

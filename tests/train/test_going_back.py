@@ -70,7 +70,7 @@ def average(trainer: Any) -> None:
         pass
 
 
-@pytest.mark.slow_after(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("use", [read, average])
 @pytest.mark.parametrize("kind", ["equinox", "nnx", "keras"])
 def test_a_model_that_a_callback_has_read_goes_back_with_the_trainer(subjects: Any, kind: str, use: Any) -> None:

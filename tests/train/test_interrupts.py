@@ -241,7 +241,7 @@ def adjustable() -> Any:
     return optax.inject_hyperparams(optax.sgd)(learning_rate=0.1)
 
 
-@pytest.mark.slow_after(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("monitor", [ReduceOnPlateau, EarlyStopping])
 def test_neither_checkpoints_nor_evaluations_nor_interrupts_change_the_training(monitor: Any, tmp_path: Any) -> None:
     data = [np.float32(value) for value in (5, 0, 3, 1) * 3]

@@ -141,7 +141,7 @@ RUNS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.slow_after(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "run"),
     # Steps of every kind; each other run once, and checkpoints of modules that lend arrays as well as of pytrees.

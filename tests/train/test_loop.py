@@ -478,7 +478,7 @@ def test_the_average_follows_the_weights_and_stands_in_for_them() -> None:
         lt.train.ema(tx, 1.0)
 
 
-@pytest.mark.slow_after(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("damage", ["remove", "notes"])
 def test_a_damaged_checkpoint_is_left_for_the_one_before(tmp_path: Any, damage: str) -> None:
     trainer(checkpoint_dir=tmp_path).fit(batches(4), num_steps=4, checkpoint_every=2)

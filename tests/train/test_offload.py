@@ -139,6 +139,7 @@ def test_full_tuning_learns_what_plain_adamw_learns(finetune, shared, compilatio
     assert {"/".join(path.split("/")[:2]) for path in _on_host(job.trainer.state)} == hosted
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "settings",
     [

@@ -89,7 +89,6 @@ def assert_near(tree: Any, other: Any, tolerance: float = 1e-5) -> None:
         np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance, err_msg=path)
 
 
-@pytest.mark.sentinel
 @pytest.mark.slow  # with adapters, and with a stack of one's own, below
 def test_a_pipelined_trainer_trains_as_a_plain_one() -> None:
     """In uneven stages, two a rank, beside FSDP; test_executor compares all schedules."""
@@ -203,6 +202,7 @@ def goes_on(folder: Path, first: Trainer, other: Callable[[], Trainer], data: li
     assert_near(second.model, first.model)
 
 
+@pytest.mark.slow
 def test_padding_in_other_rows_is_no_other_model(tmp_path: Path) -> None:
     """Padding is a copy of a layer: by the layer of every row alone, these stages are the same."""
 
@@ -217,7 +217,7 @@ def test_padding_in_other_rows_is_no_other_model(tmp_path: Path) -> None:
     assert_near(second.model, first.model, 0)
 
 
-@pytest.mark.slow_after(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("written", "read"), [(("v-half", 8, 8), ("1f1b", 4, 12)), (("zb-v", 8, 8), ("zb-v", 8, 4))])
 def test_a_checkpoint_of_another_number_of_layers_is_refused(tmp_path: Path, written: Any, read: Any) -> None:
     def trainer(name: str, num_stages: int, num_layers: int) -> Trainer:
@@ -238,7 +238,7 @@ def test_an_optimizer_that_mixes_layers_is_refused_in_another_order(tmp_path: Pa
         pipelined("1f1b", 4, tx=tx, fsdp=1, checkpoint_dir=tmp_path).restore()
 
 
-@pytest.mark.slow_after(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("wrt", ["**", "outer/**"])
 def test_outer_leaves_stay_as_they_are_whatever_their_name_and_where_they_train_alone(tmp_path: Path, wrt: str) -> None:
     """Outer parameters called layers, of as many rows as there are layers, are none."""

@@ -191,7 +191,7 @@ def _equinox() -> Any:
     return Bridge(*eqx.nn.make_with_state(Net)()), loss, call, seen
 
 
-@pytest.mark.slow_after(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [_keras, _nnx, _equinox])
 def test_bridges_compute_in_half_precision_and_keep_their_state(make: Any) -> None:
     given, loss, call, seen = make()
@@ -205,6 +205,7 @@ def test_bridges_compute_in_half_precision_and_keep_their_state(make: Any) -> No
     assert ours.predict(batches(1), call).dtype == np.float32
 
 
+@pytest.mark.slow
 def test_keras_computes_what_its_own_mixed_policy_computes() -> None:
     import keras
 

@@ -47,7 +47,7 @@ def _state(dtypes=DTYPES):
     return {**arrays, "vector": np.arange(40.0, dtype=np.float32), "one": np.float32(3), "wide": np.ones((8, 26))}
 
 
-@pytest.mark.slow_after(1)
+@pytest.mark.slow
 @pytest.mark.usefixtures("small_chunks")
 @pytest.mark.parametrize(
     ("before", "after"), [*(("both", place) for place in PLACES), ("one device", "both"), ("the host", "columns")]

@@ -46,7 +46,7 @@ def averaging(**options: Any) -> lt.Trainer:
     return lt.Trainer({"w": jnp.ones(2)}, loss_fn, lt.train.ema(optax.sgd(0.1), decay=0.5), **options)
 
 
-@pytest.mark.slow_after(5)
+@pytest.mark.slow_after(2)
 @pytest.mark.parametrize("use", ["fit", "advance", "save", "restore", "update", "averaged"])
 def test_the_average_can_only_be_read(use: str, tmp_path: Any) -> None:
     ours = averaging(checkpoint_dir=tmp_path)

@@ -103,7 +103,7 @@ def _keras_model(units: int) -> Any:
     return keras.Sequential([keras.Input((4,)), keras.layers.Dense(units, "softmax" if units > 1 else "sigmoid")])
 
 
-@pytest.mark.slow_after(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("loss", "units", "labels"),
     [
