@@ -2,7 +2,7 @@
 
     python scripts/ci.py select --output FILE    print the selection and why; write the test ids, one a line
     python scripts/ci.py ran FILE LOG ...        fail unless the logs hold a result for each selected test
-    python scripts/ci.py quarter                 print the quarter that the commit chooses, 0 to 3
+    python scripts/ci.py sixth                   print the sixth of the pages that the commit chooses, 0 to 5
     python scripts/ci.py clean                   fail where the working tree differs from the commit
     python scripts/ci.py verified LOG ...        write .ci/verified from the logs of a complete run that passed
 
@@ -373,7 +373,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     command = commands.add_parser("ran", help="check that all selected tests have a result")
     command.add_argument("selection", type=Path, help="file of `select`")
     command.add_argument("logs", type=Path, nargs="+", help="output of the pytest runs")
-    commands.add_parser("quarter", help="print the quarter that the commit chooses")
+    commands.add_parser("sixth", help="print the sixth of the pages that the commit chooses")
     commands.add_parser("clean", help="check that the working tree is that of the commit")
     command = commands.add_parser("verified", help="write .ci/verified")
     command.add_argument("logs", type=Path, nargs="+", help="output of the pytest runs")
@@ -382,8 +382,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print(write_verified(options.logs))
     elif options.command == "ran":
         print(check_ran(options.selection, options.logs))
-    elif options.command == "quarter":
-        print(current_rotation() % 4)
+    elif options.command == "sixth":
+        print(current_rotation() % 6)
     elif options.command == "clean":
         check_clean()
     else:

@@ -390,9 +390,9 @@ def execute(docs: Docs, names: list[str], jobs: int, is_dry: bool) -> int:
 # --- the command ----------------------------------------------------------------------------------------------------
 
 
-def is_in_quarter(name: str, quarter: int) -> bool:
-    """Return whether a page belongs to a quarter of the pages; the answer is the same on every machine."""
-    return int(hashlib.sha256(name.encode()).hexdigest(), 16) % 4 == quarter
+def is_in_sixth(name: str, sixth: int) -> bool:
+    """Return whether a page belongs to a sixth of the pages; the answer is the same on every machine."""
+    return int(hashlib.sha256(name.encode()).hexdigest(), 16) % 6 == sixth
 
 
 def _chosen(pages: dict[str, str], names: list[str]) -> dict[str, str]:
@@ -409,7 +409,7 @@ def main(arguments: list[str] | None = None, docs: Docs | None = None) -> int:
     parser.add_argument("--all", action="store_true", help="run every page, not only stale ones")
     parser.add_argument("--check", action="store_true", help="run nothing; exit with 1 where code changed")
     parser.add_argument("--strict", action="store_true", help="with --check: exit with 1 for changed modules, too")
-    parser.add_argument("--quarter", type=int, choices=range(4), help="of pages whose modules changed, run one quarter")
+    parser.add_argument("--sixth", type=int, choices=range(6), help="of pages whose modules changed, run one sixth")
     parser.add_argument("--dry-run", action="store_true", help="run, but write nothing; only here XLA_FLAGS count")
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="pages at a time (default: one a core)")
     options = parser.parse_args(arguments)
@@ -425,8 +425,8 @@ def main(arguments: list[str] | None = None, docs: Docs | None = None) -> int:
     if options.check:
         print(f"{len(pages)} pages, {len(code)} with changed code, {len(modules)} with changed modules")
         return int(bool(code or (options.strict and modules)))
-    if options.quarter is not None:
-        modules = [name for name in modules if is_in_quarter(name, options.quarter)]
+    if options.sixth is not None:
+        modules = [name for name in modules if is_in_sixth(name, options.sixth)]
     names = list(pages) if options.all else [*code, *modules]
     num_failed = execute(docs, names, options.jobs, options.dry_run)
     print(f"{len(names)} pages ran, {num_failed} failed")

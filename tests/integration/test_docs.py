@@ -123,8 +123,8 @@ def test_a_page_is_stale_when_code_or_an_included_file_or_a_module_changed(docs,
     assert "page.md: modules changed" in capsys.readouterr().out
     assert check(docs, "--strict") == 1
     capsys.readouterr()
-    for quarter in range(4):
-        assert tool.main(["--dry-run", "--quarter", str(quarter)], docs) == 0
+    for sixth in range(6):
+        assert tool.main(["--dry-run", "--sixth", str(sixth)], docs) == 0
     assert capsys.readouterr().out.count("1 pages ran, 0 failed") == 1
 
 
@@ -140,9 +140,9 @@ def test_a_block_that_fails_is_named_and_the_page_is_left(docs, capsys):
     assert not docs.cache_file.exists()
 
 
-def test_four_quarters_are_all_pages():
+def test_six_sixths_are_all_pages():
     for name in PAGES:
-        assert [tool.is_in_quarter(name, quarter) for quarter in range(4)].count(True) == 1
+        assert [tool.is_in_sixth(name, sixth) for sixth in range(6)].count(True) == 1
 
 
 def test_outputs_of_the_pages_belong_to_their_code():
