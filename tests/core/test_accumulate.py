@@ -90,7 +90,6 @@ def test_half_precision_gradients_add_up_in_float32(dtype: Any) -> None:
     assert grads["w"] == jnp.asarray(1 + 2**-8, jnp.float32).astype(dtype)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("num_microbatches", [1, 2])
 def test_auxiliary_values_come_stacked(num_microbatches: int) -> None:
     def loss(model: Any, batch: Any, scale: float, *, shift: float) -> Any:
@@ -103,7 +102,6 @@ def test_auxiliary_values_come_stacked(num_microbatches: int) -> None:
     np.testing.assert_array_equal(aux["constant"], [1.0] * num_microbatches)
 
 
-@pytest.mark.slow
 def test_random_keys_split_like_any_batch() -> None:
     loss = lambda model, batch: jnp.mean(model["w"] * jax.vmap(jax.random.uniform)(batch))  # noqa: E731
     keys = jax.random.split(jax.random.key(0), 6)
@@ -150,7 +148,6 @@ def test_temporaries_do_not_grow_with_the_microbatches_on_cpu() -> None:
     assert_one_accumulator(jax.devices()[0])
 
 
-@pytest.mark.slow
 @pytest.mark.tpu_aot
 def test_temporaries_do_not_grow_with_the_microbatches_on_tpu(tpu_device: jax.Device) -> None:
     assert_one_accumulator(tpu_device)

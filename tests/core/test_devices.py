@@ -196,7 +196,6 @@ def test_programs_that_stay_on_the_device_are_not_refused() -> None:
     jax.eval_shape(recomputing(block, True, inputs_on_host=False), {"w": LAYERS["w"][0]}, X, X)
 
 
-@pytest.mark.slow
 @pytest.mark.gpu_aot
 def test_the_checks_program_has_the_fault_where_xla_has_it() -> None:
     """The backward pass reads 5 entries of 8,192 bytes from last to first, as jaxlib 0.11.1 and later compile it."""

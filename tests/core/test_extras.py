@@ -54,7 +54,6 @@ for command in ("finetune --steps 1 --out run", "merge --adapter a --out b", "in
 """
 
 
-@pytest.mark.slow
 @pytest.mark.processes
 def test_the_core_runs_without_the_extras(tmp_path) -> None:
     done = subprocess.run([sys.executable, "-c", PROGRAM], cwd=tmp_path, capture_output=True, text=True)

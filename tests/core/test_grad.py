@@ -201,7 +201,6 @@ def shapes_built_by(fn: Callable[..., Any], *args: Any) -> set[tuple[int, ...]]:
     return walk(jax.make_jaxpr(fn)(*args).jaxpr)
 
 
-@pytest.mark.slow
 def test_no_operation_writes_an_array_of_a_frozen_leaf_s_shape() -> None:
     model, loss, x = frozen_and_lora()
     forbidden = {FROZEN_SHAPE, FROZEN_SHAPE[::-1], (1019, 503), (503, 1019)}
@@ -210,7 +209,6 @@ def test_no_operation_writes_an_array_of_a_frozen_leaf_s_shape() -> None:
     assert shapes_built_by(jax.value_and_grad(loss), model, x) >= {FROZEN_SHAPE, (1019, 503)}
 
 
-@pytest.mark.slow
 def test_eagerly_no_array_of_a_frozen_leaf_s_shape_appears() -> None:
     model, loss, x = frozen_and_lora()
 
@@ -249,7 +247,6 @@ def test_the_compiled_program_has_no_output_or_temporary_of_a_frozen_leaf_on_cpu
     assert_gradients_cost_what_trains(None)
 
 
-@pytest.mark.slow
 @pytest.mark.tpu_aot
 def test_the_compiled_program_has_no_output_or_temporary_of_a_frozen_leaf_on_tpu(tpu_device: jax.Device) -> None:
     assert_gradients_cost_what_trains(tpu_device)

@@ -317,7 +317,6 @@ def test_what_passes_all_layers_is_kept_once_and_has_no_gradient_where_it_is_fro
     close(*both)
 
 
-@pytest.mark.slow
 def test_a_stack_of_no_layers_does_nothing() -> None:
     outer, layers, batch = parameters()
     none = jax.tree.map(lambda leaf: leaf[:0], layers)
@@ -336,7 +335,6 @@ class Checked:
         assert self.x.shape == self.unread.shape
 
 
-@pytest.mark.slow
 def test_activations_may_be_nodes_that_check_themselves_on_a_mesh_with_explicit_axes() -> None:
     _, layers, batch = parameters()
 

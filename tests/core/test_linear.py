@@ -26,14 +26,13 @@ class Factored:
         return linear(linear(x, self.down), self.up)
 
 
-@pytest.mark.slow
 def test_an_array_multiplies_as_x_w_transposed() -> None:
     x, w = jax.random.normal(jax.random.key(0), (2, 5, 3)), jax.random.normal(jax.random.key(1), (4, 3))
     np.testing.assert_allclose(linear(x, w), np.asarray(x) @ np.asarray(w).T, rtol=1e-5, atol=1e-6)
     assert linear(x[0, 0], w).shape == (4,)
 
 
-@pytest.mark.slow_after(1)
+@pytest.mark.slow_after(2)
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
 def test_the_activations_dtype_is_the_compute_dtype(dtype: jnp.dtype) -> None:
     assert linear(jnp.ones((2, 3), dtype), jnp.ones((4, 3), jnp.float32)).dtype == dtype
@@ -89,7 +88,6 @@ def test_values_and_derivatives_are_those_of_the_product(leading: tuple[int, ...
     )
 
 
-@pytest.mark.slow_after(3)
 @pytest.mark.parametrize("axes", [(0, None), (None, 0), (0, 0), (1, 0)])
 def test_it_is_mapped(axes: Any) -> None:
     x, factor = drawn((4, 4, 3) if axes[0] is not None else (4, 3), (4, 7, 3) if axes[1] is not None else (7, 3))
@@ -98,7 +96,6 @@ def test_it_is_mapped(axes: Any) -> None:
     )
 
 
-@pytest.mark.slow
 def test_devices_divide_it_as_they_do_any_product() -> None:
     x, factor = drawn((4, 6, 3), (8, 3))
     for kind in ("Auto", "Explicit"):
@@ -128,7 +125,6 @@ def test_the_wide_operand_is_not_stored_anew() -> None:
     assert jaxpr_flops(jax.make_jaxpr(transposed_product)(x, factor)) == 2 * 64 * 96 * 4
 
 
-@pytest.mark.slow
 def test_products_with_integers_are_what_they_are_without_a_cast() -> None:
     x, weight = drawn((5, 4), (3, 4))
     whole = jnp.round(weight).astype(jnp.int8)

@@ -224,7 +224,6 @@ def test_halves_keep_the_structure_and_share_the_arrays() -> None:
     assert frozen["blocks"][0]["lora_a"] is None
 
 
-@pytest.mark.slow
 def test_combine_is_the_inverse() -> None:
     model = eqx.nn.MLP(3, 2, 4, 2, key=jax.random.key(0))
     again = combine(*partition(model, "layers/1/**"))

@@ -36,7 +36,6 @@ def unrolled(outer: dict, layers: dict, batch: dict) -> tuple[jax.Array, dict]:
 REFERENCE = jax.jit(jax.value_and_grad(unrolled, argnums=(0, 1), has_aux=True))
 
 
-@pytest.mark.slow_after(2)
 @pytest.mark.parametrize("remat", [False, True, jax.checkpoint_policies.dots_saveable])
 def test_the_stack_is_its_blocks_in_a_row(remat: object) -> None:
     args = parameters()
@@ -52,7 +51,6 @@ def test_the_stack_is_its_blocks_in_a_row(remat: object) -> None:
         np.testing.assert_allclose(got, want, rtol=2e-6, atol=1e-6)
 
 
-@pytest.mark.slow
 def test_hidden_is_what_enters_last() -> None:
     outer, layers, batch = parameters()
     h = STACK.hidden(outer, layers, batch)
@@ -76,7 +74,6 @@ def temporaries(remat: bool, device: jax.Device | None = None) -> int:
     return step.trace(layers, outer, batch).lower().compile().memory_analysis().temp_size_in_bytes
 
 
-@pytest.mark.slow
 def test_remat_keeps_one_activation_a_layer() -> None:
     activation = 512 * DIM * 4
     kept, recomputed = temporaries(remat=False), temporaries(remat=True)

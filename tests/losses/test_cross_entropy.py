@@ -106,7 +106,6 @@ def test_the_gradient_of_a_mean_keeps_its_scale_in_half_precision():
     np.testing.assert_array_equal(mean, want.astype(mean.dtype))
 
 
-@pytest.mark.slow
 def test_a_vector_of_positions_and_two_batch_axes_are_taken():
     h, head, labels = _case()
     one = losses.chunked_cross_entropy(h[0], head, labels[0])  # the one call without jit
@@ -115,7 +114,6 @@ def test_a_vector_of_positions_and_two_batch_axes_are_taken():
     np.testing.assert_allclose(two, _dense(h, head, labels)[0], rtol=1e-6)
 
 
-@pytest.mark.slow
 def test_ignored_positions_get_no_gradient_and_an_ignored_batch_costs_nothing():
     h, head, labels = _case()
     dh = np.asarray(GRAD(h, head, labels))
@@ -127,7 +125,6 @@ def test_ignored_positions_get_no_gradient_and_an_ignored_batch_costs_nothing():
     np.testing.assert_allclose(kept, _dense(h, head, np.where(shifted == 7, -100, labels))[0], rtol=1e-6)
 
 
-@pytest.mark.slow_after(2)
 @pytest.mark.parametrize("wrong", [V, V + 5, -1])
 def test_a_label_outside_the_vocabulary_is_loud(wrong):
     h, head, labels = _case()
